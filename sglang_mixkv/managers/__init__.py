@@ -1,0 +1,26 @@
+"""SGLang's Mooncake classes, extended: `plugin.py` hands these out of get_kv_class.
+
+Call order, by process:
+
+  prefill rank   MixKVManager()  -> registers itself with the bootstrap server, facts included
+                 bootstrap thread: decode registers -> peer.admit -> route and plan, or a reason
+                 transfer thread: send_kvcache / send_aux look the peer's plan up by session id
+  bootstrap      MixKVBootstrapServer: /route as stock, /mixkv answers the prefill's facts
+  decode rank    try_ensure_parallel_info -> facts compared -> receiver.init refuses, or
+                 registers with each contacted prefill rank, its row of the routes table included
+"""
+
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
+
+from sglang_mixkv.managers.bootstrap import MixKVBootstrapServer
+from sglang_mixkv.managers.manager import MixKVManager
+from sglang_mixkv.managers.receiver import MixKVReceiver
+
+CLASSES = {
+    "manager": MixKVManager,
+    "sender": MooncakeKVSender,
+    "receiver": MixKVReceiver,
+    "bootstrap_server": MixKVBootstrapServer,
+}
+
+__all__ = ["CLASSES", "MixKVBootstrapServer", "MixKVManager", "MixKVReceiver"]

@@ -1,0 +1,174 @@
+"""Everything inside SGLang that the plugin touches, and the check that it is as expected.
+
+Nobody but `plugin.py` and `managers/` uses SGLang, and they use nothing of its private
+parts that is not listed here. `preflight` runs before an opted-in server starts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config
+
+SUPPORTED_SGLANG = ("0.5.23",)
+
+_CONN = "sglang.srt.disaggregation.mooncake.conn"
+_COMMON = "sglang.srt.disaggregation.common.conn"
+_UTILS = "sglang.srt.disaggregation.utils"
+
+# Dotted name -> parameter names that the plugin relies on, in order. A seam with more
+# parameters than these is another seam: what the new one means is unknown.
+SEAMS: dict[str, tuple[str, ...]] = {
+    "sglang.srt.server_args:ServerArgs.add_cli_args": ("parser",),
+    "sglang.srt.server_args:ServerArgs.from_cli_args": ("args",),
+    f"{_UTILS}:get_kv_class": ("transfer_backend", "class_type"),
+    f"{_UTILS}:setup_state_kv_args": (
+        "kv_args",
+        "token_to_kv_pool",
+        "draft_token_to_kv_pool",
+        "total_kv_layers",
+        "req_to_token_pool",
+    ),
+    f"{_UTILS}:build_transfer_entry_pairs": (
+        "src_layer_ids",
+        "dst_layer_ids",
+        "n_src",
+        "n_dst",
+        "allow_positional_fallback",
+    ),
+    f"{_CONN}:MooncakeKVManager.__init__": (
+        "self",
+        "args",
+        "disaggregation_mode",
+        "server_args",
+        "is_mla_backend",
+    ),
+    f"{_CONN}:MooncakeKVManager.send_kvcache": (
+        "self",
+        "mooncake_session_id",
+        "prefill_kv_indices",
+        "dst_kv_ptrs",
+        "dst_kv_indices",
+        "executor",
+        "dst_layer_ids",
+        "dst_device_kv_indices",
+        "dst_kv_item_len",
+        "dst_attn_tp_size",
+    ),
+    f"{_CONN}:MooncakeKVManager.send_kvcache_slice": (
+        "self",
+        "mooncake_session_id",
+        "prefill_kv_indices",
+        "dst_kv_ptrs",
+        "dst_kv_indices",
+        "dst_tp_rank",
+        "dst_attn_tp_size",
+        "dst_kv_item_len",
+        "executor",
+        "dst_layer_ids",
+    ),
+    f"{_CONN}:MooncakeKVManager.send_aux": (
+        "self",
+        "req",
+        "prefill_aux_index",
+        "dst_aux_ptrs",
+    ),
+    f"{_CONN}:MooncakeKVManager._get_dsa_cache_transfer_skip_flags": ("self", "info"),
+    f"{_CONN}:MooncakeKVManager._validate_peer_state_layout": ("self", "registration_info"),
+    f"{_COMMON}:CommonKVManager._make_worker_recv": ("self", "socket", "timeout_ms"),
+    f"{_COMMON}:CommonKVManager._resolve_rank_mapping": ("self", "info"),
+    f"{_COMMON}:CommonKVManager._register_topology_row": ("self", "url", "payload"),
+    f"{_COMMON}:CommonKVManager.try_ensure_parallel_info": ("self", "bootstrap_addr"),
+    f"{_COMMON}:CommonKVReceiver.init": ("self", "prefill_dp_rank"),
+    f"{_COMMON}:CommonKVReceiver._get_bootstrap_info_from_server": (
+        "self",
+        "prefill_dp_rank",
+        "prefill_cp_rank",
+        "target_tp_rank",
+        "target_pp_rank",
+    ),
+    f"{_COMMON}:CommonKVReceiver._register_kv_args": ("self",),
+    f"{_COMMON}:CommonKVReceiver._send_bootstrap_message": (
+        "self",
+        "bootstrap_info",
+        "message",
+        "operation",
+    ),
+    f"{_COMMON}:CommonKVBootstrapServer._setup_routes": ("self",),
+    f"{_COMMON}:CommonKVBootstrapServer._handle_route_put": ("self", "request"),
+    f"{_COMMON}:CommonKVBootstrapServer._is_ready": ("self",),
+}
+
+
+def sglang_version() -> str:
+    """Version of the installed SGLang, `none` without one."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return "none"
+
+
+def _resolve(path: str) -> Any:
+    module, _, attributes = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for name in attributes.split("."):
+        found = inspect.getattr_static(found, name)
+    return getattr(found, "__func__", found)
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    names = tuple(inspect.signature(function).parameters)
+    return names[1:] if names[:1] == ("cls",) else names
+
+
+def seam_problem(path: str, expected: tuple[str, ...]) -> str | None:
+    """What is wrong with one seam, None when it is as expected."""
+    try:
+        found = _parameters(_resolve(path))
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        return f"{path}: expected it with parameters {expected}; found none ({error})"
+    if found != expected:
+        return f"{path}: expected parameters {expected}; found {found}"
+    return None
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Why the installed engine cannot carry the plugin; nothing when it can."""
+    version = sglang_version()
+    if version not in SUPPORTED_SGLANG and not config.allow_untested_sglang:
+        yield (
+            f"SGLang version: expected one of {SUPPORTED_SGLANG}, found {version}. Install a "
+            f"supported SGLang, or set {ALLOW_UNTESTED_ENV}=1 to try this one at your own risk"
+        )
+    for path, expected in SEAMS.items():
+        problem = seam_problem(path, expected)
+        if problem:
+            yield problem
+
+
+def preflight(config: Config) -> None:
+    """Stop the process unless every seam is as expected. SystemExit, since SGLang swallows less."""
+    found = list(problems(config))
+    if found:
+        stop(
+            "the installed SGLang does not fit this version of the plugin",
+            found,
+            "Install the SGLang and sglang-mixkv releases of one row of docs/compatibility.md, "
+            "or start without --enable-mixkv",
+        )
+
+
+def stop(headline: str, details: list[str], remedy: str) -> None:
+    """End the process with one message. Raises SystemExit (exit status 1)."""
+    lines = "\n".join(f"  - {detail}" for detail in details)
+    raise SystemExit(
+        f"[sglang-mixkv, pid {os.getpid()}] --enable-mixkv is set, but {headline}; the server "
+        f"does not start, since it would silently transfer the drafter's KV wrongly.\n{lines}\n"
+        f"{remedy}."
+    )

@@ -1,0 +1,140 @@
+"""What the two sides must agree on before the first byte, and what each difference means.
+
+Deliberately not compared, since they cannot hurt:
+
+* `--speculative-num-steps` and `--speculative-num-draft-tokens`: they decide how far
+  the decode side drafts, not how KV looks. They are reported.
+* total pages, `--mem-fraction-static`, `--max-total-tokens`: destinations are
+  addressed, and bounds-checked, by what the decode side registered.
+* the plugin's own version: the wire's protocol number says whether two versions fit.
+* the target's weights or name: SGLang does not compare them either, and two names can
+  hold one model; geometry is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+
+class DraftFacts(msgspec.Struct, frozen=True):
+    """The drafter as one server has it. `head_bytes`: bytes a token and head, per entry."""
+
+    kind: str
+    architecture: str
+    total_heads: int
+    head_bytes: tuple[int, ...]
+    window: int = 0
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """One server's side of the handshake; equal on all its ranks that hold the drafter."""
+
+    plugin: str
+    engine: str
+    page_size: int
+    kv_cache_dtype: str
+    aux_item_lens: tuple[int, ...]
+    state_types: tuple[str, ...] = ()
+    speculative_algorithm: str = ""
+    topk: int = 0
+    steps: int = 0
+    draft: DraftFacts | None = None
+
+
+def _sentence(what: str, prefill: object, decode: object, effect: str, remedy: str) -> str:
+    return f"{what}: prefill has {prefill}, decode has {decode}; {effect}. {remedy}."
+
+
+_SAME_FLAG = "Start both sides with the same {}"
+
+# field, name in words, what a difference would have caused, remedy
+_COMPARED = (
+    (
+        "engine",
+        "SGLang version",
+        "stock frames may have moved between releases",
+        "Run the same SGLang release on both sides",
+    ),
+    (
+        "page_size",
+        "page size",
+        "pages would not line up",
+        _SAME_FLAG.format("--page-size"),
+    ),
+    (
+        "kv_cache_dtype",
+        "KV cache dtype",
+        "the target's KV would be read as another type",
+        _SAME_FLAG.format("--kv-cache-dtype"),
+    ),
+    (
+        "speculative_algorithm",
+        "speculative algorithm",
+        "the drafter's KV and hidden states mean something else",
+        _SAME_FLAG.format("--speculative-algorithm"),
+    ),
+    (
+        "topk",
+        "speculative top-k",
+        "the rows of top-k data that travel with each request differ",
+        _SAME_FLAG.format("--speculative-eagle-topk"),
+    ),
+    (
+        "state_types",
+        "kinds of model state",
+        "state would land in another component",
+        _SAME_FLAG.format("--model-path"),
+    ),
+    (
+        "aux_item_lens",
+        "sizes of the metadata rows",
+        "first tokens and hidden states would land at wrong offsets",
+        "Enable speculation, --disaggregation-enable-kv-checksum and sampling masks on both "
+        "sides or on neither",
+    ),
+)
+
+_DRAFT_COMPARED = (
+    ("kind", "kind of drafter KV", "its rows are laid out differently"),
+    ("architecture", "drafter architecture", "it is another model"),
+    ("total_heads", "drafter KV heads", "its heads would be cut at wrong offsets"),
+    ("head_bytes", "drafter bytes a token and head, per entry", "its layers, head size or "
+     "dtype differ"),
+    ("window", "drafter window", "pages that one side needs would never be sent"),
+)  # fmt: skip
+
+
+def differences(prefill: Facts, decode: Facts) -> list[str]:
+    """One sentence for each difference that would do harm; empty when both sides fit."""
+    return [*_server_differences(prefill, decode), *draft_differences(prefill, decode)]
+
+
+def _server_differences(prefill: Facts, decode: Facts) -> Iterator[str]:
+    for name, words, effect, remedy in _COMPARED:
+        left, right = getattr(prefill, name), getattr(decode, name)
+        if left != right:
+            yield _sentence(words, left or "none", right or "none", effect, remedy)
+
+
+def draft_differences(prefill: Facts, decode: Facts) -> list[str]:
+    """The differences that concern the drafter alone."""
+    if prefill.draft is None and decode.draft is None:
+        return []
+    if prefill.draft is None or decode.draft is None:
+        return [
+            _sentence(
+                "drafter KV",
+                "some" if prefill.draft else "none",
+                "some" if decode.draft else "none",
+                "draft KV would stay unwritten or land in the target's pages",
+                "Give both sides the same --speculative-draft-model-path",
+            )
+        ]
+    remedy = "Give both sides the same --speculative-draft-model-path and draft dtype"
+    return [
+        _sentence(words, getattr(prefill.draft, name), getattr(decode.draft, name), effect, remedy)
+        for name, words, effect in _DRAFT_COMPARED
+        if getattr(prefill.draft, name) != getattr(decode.draft, name)
+    ]

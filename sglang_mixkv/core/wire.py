@@ -1,0 +1,129 @@
+"""The versioned extension of SGLang's registration message.
+
+Stock frames stay byte-identical; the extension is one more frame at the end:
+
+    b"MIXKV" | protocol version, big-endian u16 | msgpack of `Registration`
+
+SGLang's own parsers ignore extra trailing frames, so a stock peer is not disturbed by
+it; a peer with this plugin refuses a registration that lacks it.
+
+Bump PROTOCOL when a field changes its meaning, is removed, or is added without a
+default; not for a new field with a default that means what its absence meant.
+
+    1  0.1.0  first version
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+
+from sglang_mixkv.core.errors import MixKVError, refuse
+from sglang_mixkv.core.facts import Facts
+from sglang_mixkv.core.routes import Route
+
+PROTOCOL = 1
+MAGIC = b"MIXKV"
+HEADER = len(MAGIC) + 2
+STOCK_REGISTRATION_FRAMES = 20
+MAX_EXTENSION = 1 << 20
+
+_UPGRADE = "Install the same sglang-mixkv on both sides and restart the older one"
+
+
+class HeadRange(msgspec.Struct, frozen=True, array_like=True):
+    """Half-open range of global head numbers."""
+
+    start: int
+    stop: int
+
+    @staticmethod
+    def of(heads: range) -> HeadRange:
+        return HeadRange(heads.start, heads.stop)
+
+
+class RouteNotice(msgspec.Struct, frozen=True):
+    """The decode side's row of the routes table for the rank that it registers with."""
+
+    is_send_target: bool
+    target_heads: HeadRange
+    draft_heads: HeadRange
+    sends_aux: bool
+    sends_state: bool
+
+
+def notice_of(route: Route) -> RouteNotice:
+    """A route as it is told to the prefill rank concerned."""
+    return RouteNotice(
+        is_send_target=route.is_send_target,
+        target_heads=HeadRange.of(route.target_heads),
+        draft_heads=HeadRange.of(route.draft_heads),
+        sends_aux=route.sends_aux,
+        sends_state=route.sends_state,
+    )
+
+
+class Registration(msgspec.Struct, frozen=True):
+    """What a decode rank says of itself beyond SGLang's registration frames.
+
+    `num_draft_entries`: the last so many of the pointers and item lengths in stock's
+    frames 4 and 19 are the drafter's. `kv_data_lens`: length in bytes of every region
+    there, so that destinations can be bounds-checked. `draft_heads`: KV heads on this
+    rank; `draft_total_heads`: of the whole drafter.
+    """
+
+    facts: Facts
+    num_draft_entries: int
+    draft_kind: str
+    draft_heads: int
+    draft_total_heads: int
+    kv_data_lens: tuple[int, ...]
+    route: RouteNotice
+
+
+def encode(registration: Registration) -> bytes:
+    """The extension frame."""
+    return MAGIC + struct.pack(">H", PROTOCOL) + msgspec.msgpack.encode(registration)
+
+
+def decode(frames: list[bytes]) -> Registration:
+    """Read the extension off a whole registration message.
+
+    Raises MixKVError, never anything else, for a message without it, from another
+    protocol, short, long or malformed.
+    """
+    if len(frames) != STOCK_REGISTRATION_FRAMES + 1:
+        raise refuse(
+            f"{STOCK_REGISTRATION_FRAMES} stock frames and one of sglang-mixkv",
+            f"{len(frames)} frames: the decode side does not run sglang-mixkv, or another SGLang",
+            "draft KV could land in other requests' pages",
+            "Start the decode server with --enable-mixkv too, or this prefill without it",
+        )
+    return decode_extension(frames[-1])
+
+
+def decode_extension(frame: bytes) -> Registration:
+    """Read one extension frame; raises MixKVError."""
+    if len(frame) < HEADER or not frame.startswith(MAGIC) or len(frame) > MAX_EXTENSION:
+        raise refuse(
+            "a registration frame of sglang-mixkv",
+            f"{len(frame)} other bytes",
+            "the peer's drafter would be unknown",
+            _UPGRADE,
+        )
+    (protocol,) = struct.unpack_from(">H", frame, len(MAGIC))
+    if protocol != PROTOCOL:
+        raise refuse(
+            f"sglang-mixkv protocol {PROTOCOL}",
+            f"protocol {protocol}",
+            "fields could be read with another meaning",
+            _UPGRADE,
+        )
+    try:
+        return msgspec.msgpack.decode(frame[HEADER:], type=Registration)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise MixKVError(
+            f"malformed sglang-mixkv registration: {error}; nothing is sent to this peer. "
+            f"{_UPGRADE}."
+        ) from None

@@ -1,0 +1,112 @@
+"""The decode side: see that a prefill server fits, and tell each of its ranks its route.
+
+These methods run in the scheduler's loop, where an exception would end the decode server:
+what does not fit is kept as a reason, and the receiver refuses its requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+
+from sglang_mixkv.core.errors import MixKVError
+from sglang_mixkv.core.facts import differences
+from sglang_mixkv.core.routes import Route, Topology, required_responses, routes
+from sglang_mixkv.core.topology import Kind, Spread
+from sglang_mixkv.core.wire import Registration, encode, notice_of
+from sglang_mixkv.managers import facts as handshake
+from sglang_mixkv.managers.shared import Shared
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeSide(Shared):
+    """Overrides of CommonKVManager that act on decode ranks."""
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """As stock, once a prefill server; a server that does not fit is kept with a reason."""
+        if bootstrap_addr in self.prefill_info_table:
+            return True
+        try:
+            facts = handshake.fetch(bootstrap_addr)
+            if facts is None:
+                return False
+            found = differences(facts, self.facts)
+            if found:
+                raise MixKVError(" ".join(found))
+            known = bool(super().try_ensure_parallel_info(bootstrap_addr))
+            if known:
+                self.refusals.pop(bootstrap_addr, None)
+            return known
+        except Exception as error:
+            self._refuse(bootstrap_addr, error)
+            return True
+
+    def _refuse(self, bootstrap_addr: str, error: Exception) -> None:
+        """Keep the reason, and a stand-in for the server's facts so that requests resolve."""
+        reason = f"sglang-mixkv refuses prefill server {bootstrap_addr}: {error}"
+        logger.error("%s", reason)
+        self.refusals[bootstrap_addr] = reason
+        self.prefill_info_table[bootstrap_addr] = PrefillServerInfo(
+            attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
+            kv_cache_dtype=None, follow_bootstrap_room=True,
+        )  # fmt: skip
+
+    def refusal_of(self, bootstrap_addr: str) -> str | None:
+        """Why that server is not used. The next request asks it again: it may have restarted."""
+        reason = self.refusals.get(bootstrap_addr)
+        if reason is not None:
+            self.prefill_info_table.pop(bootstrap_addr, None)
+        return reason
+
+    def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
+        """As stock; with a drafter, wait for every distinct sender of this rank."""
+        super()._resolve_rank_mapping(info)
+        if self.caches.draft is None:
+            return
+        if info.attn_cp_size != 1:
+            raise MixKVError(
+                f"the prefill server has attention CP {info.attn_cp_size}; with a drafter only 1 "
+                "is supported. Use tensor or DP attention on the prefill side."
+            )
+        info.required_prefill_response_num = required_responses(self.routes_from(info))
+
+    def routes_from(self, info: PrefillServerInfo) -> tuple[Route, ...]:
+        """This rank's table for that prefill server. Raises MixKVError for sizes that do not fit."""
+        draft = self.caches.draft
+        same_pp = info.pp_size == self.pp_size
+        return routes(
+            Topology(
+                prefill_tp=info.attn_tp_size,
+                decode_tp=self.attn_tp_size,
+                target=self.caches.target.component.spread,
+                draft=draft.component.spread if draft else None,
+                stages=(self.pp_rank or 0,) if same_pp else tuple(range(info.pp_size)),
+                last_stage=info.pp_size - 1,
+                sharded_state=self.sharded_state,
+            ),
+            self.kv_args.engine_rank % self.attn_tp_size,
+        )
+
+    def count_received(self, pages: int) -> None:
+        """Count what one request needed of the drafter, as this rank's pool holds it."""
+        self.stats.add(draft_bytes_needed=pages * sum(self.kv_args.draft_kv_item_lens))
+        self.stats.publish()
+
+    def extension_for(self, route: Route) -> bytes:
+        """The registration's extension frame for the prefill rank with this route."""
+        draft = self.caches.draft
+        spread = draft.component.spread if draft else Spread(Kind.MLA)
+        return encode(
+            Registration(
+                facts=self.facts,
+                num_draft_entries=self.kv_args.num_draft_entries,
+                draft_kind=spread.kind.value,
+                draft_heads=len(draft.heads) if draft else 0,
+                draft_total_heads=spread.total_heads,
+                kv_data_lens=tuple(self.kv_args.kv_data_lens),
+                route=notice_of(route),
+            )
+        )

@@ -1,0 +1,104 @@
+"""This server's handshake facts, and how the decode side fetches the prefill's.
+
+The prefill's facts travel on the bootstrap server: each rank adds them to the row that it
+PUTs to /route, and GET /mixkv answers them. A stock bootstrap server ignores the one and
+answers 404 to the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import requests
+from sglang.srt.runtime_context import get_spec
+
+from sglang_mixkv import __version__
+from sglang_mixkv.compat import sglang_version
+from sglang_mixkv.core.errors import MixKVError
+from sglang_mixkv.core.facts import DraftFacts, Facts
+from sglang_mixkv.core.wire import PROTOCOL
+from sglang_mixkv.managers.kv_args import Caches
+
+KEY = "mixkv"
+PATH = "/mixkv"
+TIMEOUT_S = 5
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """What a prefill rank announces: the protocol first, facts only if that fits."""
+
+    protocol: int
+    facts: Facts
+
+
+def local_facts(kv_args: Any, caches: Caches) -> Facts:
+    """The facts of this rank. Geometry from KV args, speculation from SGLang's arguments."""
+    spec = get_spec()
+    return Facts(
+        plugin=__version__,
+        engine=sglang_version(),
+        page_size=kv_args.page_size,
+        kv_cache_dtype=kv_args.kv_cache_dtype_str,
+        aux_item_lens=tuple(kv_args.aux_item_lens),
+        state_types=tuple(str(t.value) for t in kv_args.state_types),
+        speculative_algorithm=spec.speculative_algorithm or "",
+        topk=spec.speculative_eagle_topk or 0,
+        steps=spec.speculative_num_steps or 0,
+        draft=_draft_facts(kv_args, caches),
+    )
+
+
+def _draft_facts(kv_args: Any, caches: Caches) -> DraftFacts | None:
+    if caches.draft is None:
+        return None
+    spread = caches.draft.component.spread
+    return DraftFacts(
+        kind=spread.kind.value,
+        architecture=getattr(kv_args, "draft_architecture", ""),
+        total_heads=spread.total_heads,
+        head_bytes=caches.draft.head_bytes,
+        window=getattr(kv_args, "draft_window", 0),
+    )
+
+
+def announcement(facts: Facts) -> dict[str, Any]:
+    """The value under KEY in a prefill rank's row."""
+    return dict(msgspec.to_builtins(Announcement(PROTOCOL, facts)))
+
+
+def fetch(bootstrap_addr: str) -> Facts | None:
+    """The prefill server's facts; None when it cannot be asked now.
+
+    Raises MixKVError when it answered and does not fit this plugin.
+    """
+    try:
+        response = requests.get(f"http://{bootstrap_addr}{PATH}", timeout=TIMEOUT_S)
+    except requests.RequestException:
+        return None
+    if response.status_code == requests.codes.not_found:
+        raise MixKVError(
+            f"the prefill server at {bootstrap_addr} does not run sglang-mixkv, this decode server "
+            "does: its draft KV could land in other requests' pages. Start both with "
+            "--enable-mixkv, or both without."
+        )
+    if response.status_code == requests.codes.conflict:
+        raise MixKVError(f"prefill server at {bootstrap_addr}: {response.text}")
+    if response.status_code != requests.codes.ok:
+        return None
+    return read_announcement(response.content, bootstrap_addr)
+
+
+def read_announcement(body: bytes, source: str) -> Facts:
+    """Decode an announcement; the protocol is compared before the facts are read."""
+    try:
+        found = msgspec.json.decode(body)
+        protocol = found.get("protocol") if isinstance(found, dict) else None
+        if protocol != PROTOCOL:
+            raise MixKVError(
+                f"{source} speaks sglang-mixkv protocol {protocol}, this side {PROTOCOL}. Install "
+                "the same sglang-mixkv on both sides."
+            )
+        return msgspec.json.decode(body, type=Announcement).facts
+    except msgspec.MsgspecError as error:
+        raise MixKVError(f"{source} announced malformed facts: {error}.") from None

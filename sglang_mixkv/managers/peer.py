@@ -1,0 +1,239 @@
+"""What a prefill rank knows of one decode rank: built at registration, frozen after.
+
+registration message -> checked against this rank -> route -> plan
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from sglang.srt.disaggregation.utils import build_transfer_entry_pairs
+
+from sglang_mixkv.core import wire
+from sglang_mixkv.core.errors import MixKVError, refuse
+from sglang_mixkv.core.facts import Facts, differences
+from sglang_mixkv.core.geometry import Component, Shard
+from sglang_mixkv.core.plan import Copies, Plan, component_copies
+from sglang_mixkv.core.routes import Route, Topology, route_of, routes
+from sglang_mixkv.core.topology import Kind, Spread
+from sglang_mixkv.managers.kv_args import Caches
+
+logger = logging.getLogger(__name__)
+
+Pairs = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class PrefillRank:
+    """This side of the comparison. `start_layer`: first target layer of this PP stage."""
+
+    facts: Facts
+    caches: Caches
+    layer_ids: tuple[int, ...]
+    start_layer: int
+    stage: int
+    last_stage: int
+    sharded_state: bool
+
+
+@dataclass(frozen=True)
+class PeerRegistration:
+    """A decode rank's registration: stock's parsed frames and the extension."""
+
+    info: Any  # mooncake.conn.KVArgsRegisterInfo
+    extension: wire.Registration
+
+    @property
+    def first_draft(self) -> int:
+        return len(self.info.dst_kv_ptrs) - self.extension.num_draft_entries
+
+    @property
+    def draft_kv_ptrs(self) -> list[int]:
+        return self.info.dst_kv_ptrs[self.first_draft :]
+
+    @property
+    def draft_dst_kv_item_len(self) -> list[int]:
+        """Bytes a page, one an entry: K and V may differ."""
+        return self.info.dst_kv_item_lens[self.first_draft :]
+
+    @property
+    def draft_spread(self) -> Spread | None:
+        if not self.extension.num_draft_entries:
+            return None
+        return Spread(Kind(self.extension.draft_kind), self.extension.draft_total_heads)
+
+    def shard(self, spread: Spread, entries: slice, page_size: int) -> Shard:
+        """The decode rank's component in these of its entries."""
+        return Shard(
+            Component(
+                spread,
+                tuple(self.info.dst_kv_item_lens[entries]),
+                tuple(self.extension.kv_data_lens[entries]),
+            ),
+            page_size,
+            self.info.dst_attn_tp_size,
+            self.info.dst_tp_rank % self.info.dst_attn_tp_size,
+        )
+
+    def check(self) -> None:
+        """Raise MixKVError unless pointers, item lengths and region lengths agree in number."""
+        counts = [
+            len(self.info.dst_kv_ptrs),
+            len(self.info.dst_kv_item_lens),
+            len(self.extension.kv_data_lens),
+        ]
+        draft = self.extension.num_draft_entries
+        if len(set(counts)) != 1 or not 0 <= draft <= counts[0] or self.info.dst_attn_tp_size < 1:
+            raise refuse(
+                "as many pointers as item lengths and region lengths, the drafter's among them",
+                f"{counts} and {draft} draft entries at attention TP {self.info.dst_attn_tp_size}",
+                "entries would be paired wrongly",
+                "Start both sides with the same SGLang and sglang-mixkv",
+            )
+        if draft and self.extension.draft_kind not in tuple(Kind):
+            raise refuse(
+                f"a drafter of kind {[k.value for k in Kind]}",
+                self.extension.draft_kind,
+                "its rows could not be cut",
+                "Start both sides with the same sglang-mixkv",
+            )
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One decode rank as this prefill rank serves it. Without a drafter there is no plan."""
+
+    session: str
+    route: Route
+    plan: Plan | None
+
+
+def admit(local: PrefillRank, registration: PeerRegistration) -> Peer:
+    """The peer, or MixKVError with every reason why it is not served."""
+    registration.check()
+    _compare_facts(local, registration.extension.facts)
+    route = _agreed_route(local, registration)
+    session = registration.info.mooncake_session_id
+    if not registration.extension.num_draft_entries:
+        return Peer(session, route, None)
+    return Peer(session, route, _plan(local, registration, route))
+
+
+def _compare_facts(local: PrefillRank, decode: Facts) -> None:
+    prefill = local.facts
+    if local.stage != local.last_stage:  # only the last stage holds the drafter
+        prefill, decode = (msgspec.structs.replace(f, draft=None) for f in (prefill, decode))
+    found = differences(prefill, decode)
+    if found:
+        raise MixKVError(" ".join(found))
+
+
+def _agreed_route(local: PrefillRank, registration: PeerRegistration) -> Route:
+    target = local.caches.target
+    info = registration.info
+    table = routes(
+        Topology(
+            prefill_tp=target.tp,
+            decode_tp=info.dst_attn_tp_size,
+            target=target.component.spread,
+            draft=registration.draft_spread,
+            stages=(local.stage,),
+            last_stage=local.last_stage,
+            sharded_state=local.sharded_state,
+        ),
+        info.dst_tp_rank % info.dst_attn_tp_size,
+    )
+    route = route_of(table, target.rank, local.stage)
+    told = registration.extension.route
+    if route is None or wire.notice_of(route) != told:
+        raise refuse(
+            f"decode rank {info.dst_tp_rank} of {info.dst_attn_tp_size} to see this prefill rank "
+            f"{target.rank} of {target.tp} as {route and wire.notice_of(route)}",
+            f"{told}",
+            "draft heads would be sent twice or never",
+            "Start both sides with the same models, SGLang and sglang-mixkv",
+        )
+    return route
+
+
+def _plan(local: PrefillRank, registration: PeerRegistration, route: Route) -> Plan:
+    caches, first = local.caches, registration.first_draft
+    page_size = caches.target.page_size
+    target = registration.shard(caches.target.component.spread, slice(first), page_size)
+    target.check("decode target")
+    ptrs = registration.info.dst_kv_ptrs
+    target_pairs, draft_pairs = _pairs(local, registration)
+    pages = [target.pages]
+    copies = component_copies(
+        list(caches.target_ptrs), caches.target, ptrs[:first], target,
+        route.target_heads, target_pairs if route.is_send_target else [],
+    )  # fmt: skip
+    draft_copies = Copies.empty()
+    if caches.draft is not None and route.is_send_draft:
+        draft = registration.shard(caches.draft.component.spread, slice(first, None), page_size)
+        draft.check("decode draft")
+        pages.append(draft.pages)
+        draft_copies = component_copies(
+            list(caches.draft_ptrs), caches.draft, registration.draft_kv_ptrs, draft,
+            route.draft_heads, draft_pairs,
+        )  # fmt: skip
+    return Plan(page_size, copies, draft_copies, _source_pages(caches), min(pages))
+
+
+def _source_pages(caches: Caches) -> int:
+    return min(shard.pages for shard in (caches.target, caches.draft) if shard is not None)
+
+
+def _pairs(local: PrefillRank, registration: PeerRegistration) -> tuple[Pairs, Pairs]:
+    """(source entry, destination entry) of the target, then of the drafter from 0 each."""
+    n_src, n_dst = len(local.caches.target_ptrs), registration.first_draft
+    n_draft = len(local.caches.draft_ptrs)
+    dst_ids = registration.info.dst_kv_layer_ids
+    if not local.layer_ids and not dst_ids:
+        mha = local.caches.target.component.spread.kind is Kind.MHA
+        return (
+            positional_pairs(n_src, n_dst, local.start_layer, halves=mha),
+            positional_pairs(n_draft, registration.extension.num_draft_entries, 0, halves=False)
+            if n_draft
+            else [],
+        )
+    try:
+        pairs = build_transfer_entry_pairs(
+            list(local.layer_ids),
+            list(dst_ids),
+            n_src + n_draft,
+            len(registration.info.dst_kv_ptrs),
+        )
+    except RuntimeError as error:
+        raise MixKVError(str(error)) from None
+    return (
+        [(i, j) for i, j in pairs if i < n_src],
+        [(i - n_src, j - n_dst) for i, j in pairs if i >= n_src],
+    )
+
+
+def positional_pairs(n_src: int, n_dst: int, start_layer: int, *, halves: bool) -> Pairs:
+    """Pair entries by position, as stock does for pools without layer ids.
+
+    A prefill PP stage holds layers start_layer.. of the decode side's. `halves`: entries are
+    all K, then all V (sglang: common/conn.py get_mha_kv_ptrs_with_pp, get_mla_kv_ptrs_with_pp).
+    """
+    if n_src == n_dst:
+        return [(i, i) for i in range(n_src)]
+    groups = 2 if halves else 1
+    src_layers, dst_layers = n_src // groups, n_dst // groups
+    if start_layer + src_layers > dst_layers:
+        raise refuse(
+            f"a decode rank with layers {start_layer}..{start_layer + src_layers - 1}",
+            f"{dst_layers} layers",
+            "this stage's KV would have no destination",
+            "Use a decode --pp-size of 1, or the prefill's",
+        )
+    return [
+        (group * src_layers + layer, group * dst_layers + start_layer + layer)
+        for group in range(groups)
+        for layer in range(src_layers)
+    ]

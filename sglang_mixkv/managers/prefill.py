@@ -1,0 +1,172 @@
+"""The prefill side: admit peers, then send what their plan says.
+
+All of it runs in SGLang's bootstrap and transfer threads, which an exception would end
+without a word: nothing here raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import requests
+
+from sglang_mixkv.core import wire
+from sglang_mixkv.core.errors import MixKVError
+from sglang_mixkv.core.plan import Blocks, Copies, blocks
+from sglang_mixkv.managers.facts import KEY, PATH, TIMEOUT_S, announcement
+from sglang_mixkv.managers.peer import Peer, PeerRegistration, PrefillRank, admit
+from sglang_mixkv.managers.shared import Shared
+from sglang_mixkv.transfer import direct
+
+logger = logging.getLogger(__name__)
+
+Recv = Callable[[], list[bytes] | None]
+
+
+class PrefillSide(Shared):
+    """Overrides of MooncakeKVManager that act on prefill ranks.
+
+    `peers`: session id -> Peer; written by the bootstrap thread, read by transfer threads.
+    """
+
+    def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
+        """As stock, with this rank's facts in the row; then see that somebody keeps them."""
+        row = {**payload, KEY: announcement(self.facts)}
+        super()._register_topology_row(url, row)
+        try:
+            answer = requests.get(url.removesuffix("/route") + PATH, timeout=TIMEOUT_S)
+        except requests.RequestException:
+            return  # stock has logged that the bootstrap server is away
+        if answer.status_code == requests.codes.not_found:
+            raise RuntimeError(
+                f"sglang-mixkv: the bootstrap server at {url} is SGLang's own, not the plugin's, "
+                "so decode servers could not see this prefill's drafter. Start every process of "
+                "the prefill server with --enable-mixkv and without SGLANG_PLUGINS excluding it."
+            )
+
+    def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Recv:
+        """Keep the extension of each registration for `_validate_peer_state_layout`."""
+        recv = super()._make_worker_recv(socket, timeout_ms)
+
+        def checked() -> list[bytes] | None:
+            frames = recv()
+            if frames and frames[0] == b"None":
+                self.last_registration = frames
+            return frames
+
+        return checked
+
+    def _validate_peer_state_layout(self, registration_info: Any) -> tuple[bool, str | None]:
+        """Stock's verdict on a registering peer, ours first: a reason refuses the peer."""
+        session = registration_info.mooncake_session_id
+        self.peers.pop(session, None)
+        try:
+            peer = self._admit(registration_info)
+        except MixKVError as error:
+            return False, f"sglang-mixkv refuses this decode rank: {error}"
+        except Exception as error:
+            logger.exception("sglang-mixkv could not read the registration of %s", session)
+            return False, f"sglang-mixkv could not read this decode rank's registration: {error!r}"
+        if peer is not None:
+            self.peers[session] = peer
+        return super()._validate_peer_state_layout(registration_info)
+
+    def _admit(self, info: Any) -> Peer | None:
+        frames = self.last_registration
+        if frames is None:  # built piecemeal, without a bootstrap thread
+            return None
+        self.last_registration = None
+        return admit(self._this_rank(), PeerRegistration(info, wire.decode(frames)))
+
+    def _this_rank(self) -> PrefillRank:
+        return PrefillRank(
+            facts=self.facts,
+            caches=self.caches,
+            layer_ids=tuple(self.kv_args.kv_layer_ids),
+            start_layer=getattr(self.kv_args, "prefill_start_layer", 0) or 0,
+            stage=self.pp_rank or 0,
+            last_stage=(self.pp_size or 1) - 1,
+            sharded_state=self.sharded_state,
+        )
+
+    def _get_dsa_cache_transfer_skip_flags(self, info: Any) -> tuple[bool, bool]:
+        """Let the plan decide on KV, and the route on state."""
+        peer = self.peers.get(info.mooncake_session_id) if info is not None else None
+        skip_kv, skip_state = super()._get_dsa_cache_transfer_skip_flags(info)
+        if peer is None or peer.plan is None:
+            return skip_kv, skip_state
+        return False, skip_state or not peer.route.sends_state
+
+    def send_kvcache(
+        self, mooncake_session_id: str, prefill_kv_indices: Any, dst_kv_ptrs: list[int],
+        dst_kv_indices: Any, *args: Any, **kwargs: Any,
+    ) -> int:  # fmt: skip
+        return self._send(
+            super().send_kvcache, mooncake_session_id, prefill_kv_indices, dst_kv_ptrs,
+            dst_kv_indices, *args, **kwargs,
+        )  # fmt: skip
+
+    def send_kvcache_slice(
+        self, mooncake_session_id: str, prefill_kv_indices: Any, dst_kv_ptrs: list[int],
+        dst_kv_indices: Any, *args: Any, **kwargs: Any,
+    ) -> int:  # fmt: skip
+        return self._send(
+            super().send_kvcache_slice, mooncake_session_id, prefill_kv_indices, dst_kv_ptrs,
+            dst_kv_indices, *args, **kwargs,
+        )  # fmt: skip
+
+    def _send(
+        self, stock: Callable[..., int], session: str, src_pages: Any, dst_ptrs: list[int],
+        dst_pages: Any, *args: Any, **kwargs: Any,
+    ) -> int:  # fmt: skip
+        """Send one chunk: by the peer's plan, or as stock where there is no drafter."""
+        peer = self.peers.get(session)
+        if peer is None or peer.plan is None:
+            return stock(session, src_pages, dst_ptrs, dst_pages, *args, **kwargs)
+        try:
+            return self._send_planned(peer, src_pages, dst_pages)
+        except Exception:
+            logger.exception("sglang-mixkv could not send a chunk to %s", session)
+            return -1
+
+    def _send_planned(self, peer: Peer, src_pages: Any, dst_pages: Any) -> int:
+        plan = peer.plan
+        assert plan is not None
+        pages = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
+        self._check_bounds(peer, *pages)
+        target = self._blocks(plan.target, plan.page_size, *pages)
+        draft = self._blocks(plan.draft, plan.page_size, *pages)
+        code = direct.write(self.engine, peer.session, Blocks.concat([target, draft]))
+        if code == 0:
+            self.stats.add(target_bytes_sent=target.bytes, draft_bytes_sent=draft.bytes)
+        return code
+
+    @staticmethod
+    def _blocks(copies: Copies, page_size: int, src_pages: Any, dst_pages: Any) -> Blocks:
+        return blocks(copies, page_size, src_pages, dst_pages)
+
+    @staticmethod
+    def _check_bounds(peer: Peer, src_pages: Any, dst_pages: Any) -> None:
+        plan = peer.plan
+        assert plan is not None
+        for name, pages, count in (
+            ("source", src_pages, plan.src_pages),
+            ("destination", dst_pages, plan.dst_pages),
+        ):
+            if len(pages) and not 0 <= pages.min() <= pages.max() < count:
+                raise MixKVError(f"{name} pages {pages.min()}..{pages.max()} of {count}")
+
+    def send_aux(self, req: Any, prefill_aux_index: int, dst_aux_ptrs: list[int]) -> int:
+        """Aux data comes from one sender a decode rank."""
+        peer = self.peers.get(req.mooncake_session_id)
+        if peer is not None and peer.plan is not None and not peer.route.sends_aux:
+            return 0
+        return int(super().send_aux(req, prefill_aux_index, dst_aux_ptrs))
+
+    def conclude_transfer(self, **kwargs: Any) -> Any:
+        status = super().conclude_transfer(**kwargs)
+        self.stats.publish()
+        return status

@@ -1,0 +1,70 @@
+"""The decode side of one request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
+
+from sglang_mixkv.core.routes import Route, route_of
+
+
+class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
+    """SGLang's receiver, refusing servers that do not fit and naming each rank's route."""
+
+    pages = 0
+
+    def init(self, prefill_dp_rank: int) -> None:
+        """Refuse where stock refuses, in init: the request fails, the server goes on."""
+        reason = self.kv_mgr.refusal_of(self.bootstrap_addr)
+        if reason is None or self.conclude_state == KVPoll.Failed:
+            super().init(prefill_dp_rank)
+            return
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.conclude_state = KVPoll.Failed
+
+    def _get_bootstrap_info_from_server(
+        self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
+    ) -> dict[str, Any] | None:
+        info = super()._get_bootstrap_info_from_server(
+            prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank
+        )
+        if info is not None:
+            info["tp_rank"] = int(target_tp_rank)
+        return info
+
+    def _register_kv_args(self) -> bool:
+        """With a drafter, who is a dummy is our table's decision instead of stock's."""
+        if self.kv_mgr.caches.draft is not None:
+            for info in self.bootstrap_infos or []:
+                info["is_dummy"] = self._route(info).is_dummy
+        return super()._register_kv_args()
+
+    def _route(self, bootstrap_info: dict[str, Any]) -> Route:
+        table = self.kv_mgr.routes_from(self.prefill_info)
+        rank, stage = bootstrap_info["tp_rank"], bootstrap_info["pp_rank"]
+        route = route_of(table, rank, stage)
+        assert route is not None
+        return route
+
+    def _send_bootstrap_message(
+        self, *, bootstrap_info: dict[str, Any], message: list[bytes], operation: Any
+    ) -> bool:
+        if operation == "_register_kv_args":
+            message = [*message, self.kv_mgr.extension_for(self._route(bootstrap_info))]
+        return super()._send_bootstrap_message(
+            bootstrap_info=bootstrap_info, message=message, operation=operation
+        )
+
+    def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
+        self.pages = len(kv_indices)
+        super().send_metadata(kv_indices, *args, **kwargs)
+
+    def poll(self) -> Any:
+        concluded = self.conclude_state
+        status = super().poll()
+        if concluded is None and status == KVPoll.Success:
+            self.kv_mgr.count_received(self.pages)
+        return status

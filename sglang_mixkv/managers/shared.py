@@ -1,0 +1,58 @@
+"""What both sides of the manager use. Defaults stand on the class, so that a manager built
+piecemeal (as SGLang's own unit tests build them) behaves as stock."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+from sglang_mixkv.core.facts import Facts
+from sglang_mixkv.core.topology import Kind
+from sglang_mixkv.managers import facts as handshake
+from sglang_mixkv.managers import kv_args as geometry
+from sglang_mixkv.managers.kv_args import Caches
+from sglang_mixkv.managers.peer import Peer
+from sglang_mixkv.managers.stats import Stats
+
+
+class Shared(MooncakeKVManager):  # type: ignore[misc]
+    """State and derived values of one rank's manager."""
+
+    # A prefill's reason for a failure travels to the decode side; stock parses it too.
+    kv_status_msg_carries_reason = True
+
+    last_registration: list[bytes] | None = None
+
+    @cached_property
+    def peers(self) -> dict[str, Peer]:
+        return {}
+
+    @cached_property
+    def refusals(self) -> dict[str, str]:
+        """Decode side: bootstrap address -> why that prefill server is not used."""
+        return {}
+
+    @cached_property
+    def stats(self) -> Stats:
+        return Stats("none")
+
+    @cached_property
+    def caches(self) -> Caches:
+        return geometry.caches(self.kv_args, self.is_mla_backend, self.attn_tp_size)
+
+    @cached_property
+    def facts(self) -> Facts:
+        return handshake.local_facts(self.kv_args, self.caches)
+
+    @property
+    def sharded_state(self) -> bool:
+        """State that every contacted rank sends: stock's rule for hybrid MLA and MHA targets."""
+        types: list[Any] = getattr(self.kv_args, "state_types", [])
+        replicated = self.is_mla_backend and not self.is_hybrid_mla_backend
+        return bool(types) and not replicated
+
+    @property
+    def target_kind(self) -> Kind:
+        return self.caches.target.component.spread.kind

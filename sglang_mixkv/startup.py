@@ -1,0 +1,97 @@
+"""Combinations that are refused before an opted-in server starts, each by name.
+
+Two reasons lead to this list: the feature moves or lays out KV in a way the plugin does
+not know, or it replaces the part of SGLang that the plugin extends. Neither would show
+as an error later.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sglang_mixkv.config import truth
+
+SPECULATIVE = (None, "NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+
+_Rule = tuple[str, Callable[[Any], bool], str]
+
+
+def _get(name: str) -> Callable[[Any], Any]:
+    return lambda args: getattr(args, name, None)
+
+
+def _has_drafter(args: Any) -> bool:
+    algorithm = (args.speculative_algorithm or "NONE").upper()
+    return algorithm not in ("NONE", "NGRAM")
+
+
+# What it is called on the command line, when it applies, what to do instead.
+ARGUMENT_RULES: tuple[_Rule, ...] = (
+    (
+        "--disaggregation-mode null",
+        lambda a: a.disaggregation_mode not in ("prefill", "decode"),
+        "give --disaggregation-mode prefill or decode, or drop --enable-mixkv",
+    ),
+    (
+        "--disaggregation-transfer-backend other than mooncake",
+        lambda a: a.disaggregation_transfer_backend != "mooncake",
+        "use --disaggregation-transfer-backend mooncake",
+    ),
+    ("--use-ray", _get("use_ray"), "start without Ray"),
+    ("--enable-pd-role-switch", _get("enable_pd_role_switch"), "drop the flag"),
+    (
+        "--disaggregation-decode-allocation-policy prefill_complete",
+        lambda a: a.disaggregation_decode_allocation_policy == "prefill_complete",
+        "use the default policy, early",
+    ),
+    ("--enable-hisparse", _get("enable_hisparse"), "drop the flag"),
+    (
+        "--disaggregation-decode-host-receive-threshold below 1",
+        lambda a: a.disaggregation_decode_host_receive_threshold < 1,
+        "leave it at 1",
+    ),
+    ("--enable-unified-memory", _get("enable_unified_memory"), "drop the flag"),
+    ("--enable-kv-cache-sharding", _get("enable_kv_cache_sharding"), "drop the flag"),
+    (
+        "--speculative-algorithm other than EAGLE, EAGLE3, NEXTN, STANDALONE or NGRAM",
+        lambda a: (a.speculative_algorithm or "NONE").upper() not in SPECULATIVE,
+        "its draft KV is laid out in another way; use an EAGLE-style drafter",
+    ),
+    ("--enable-multi-layer-eagle", _get("enable_multi_layer_eagle"), "drop the flag"),
+    (
+        "--decoupled-spec-role",
+        lambda a: getattr(a, "decoupled_spec_role", "null") != "null",
+        "draft in the same server",
+    ),
+    (
+        "--dcp-size above 1 with a drafter",
+        lambda a: (getattr(a, "dcp_size", 1) or 1) > 1 and _has_drafter(a),
+        "use --dcp-size 1, or equal attention-TP sizes without --enable-mixkv",
+    ),
+    (
+        "attention context parallelism (--attn-cp-size above 1) with a drafter",
+        lambda a: (getattr(a, "attn_cp_size", 1) or 1) > 1 and _has_drafter(a),
+        "use tensor or DP attention on the prefill side",
+    ),
+)
+
+
+def _environment_rules(environ: Mapping[str, str]) -> list[str]:
+    found = []
+    for name in ("SGLANG_RUST_SERVER", "SGLANG_DISAGG_STAGING_BUFFER"):
+        if truth(name, environ):
+            found.append(f"{name}=1 is not supported: unset it")
+    if environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "").lower() not in ("", "0", "false", "none"):
+        found.append("SGLANG_MOONCAKE_CUSTOM_MEM_POOL is not supported: unset it")
+    return found
+
+
+def refusals(args: Any, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """Unsupported choices among resolved server arguments and the environment."""
+    found = [
+        f"{name} is not supported: {remedy}" for name, applies, remedy in ARGUMENT_RULES
+        if applies(args)
+    ]  # fmt: skip
+    return found + _environment_rules(environ)

@@ -1,0 +1,41 @@
+"""The direct path: byte ranges as they are, in batches that Mooncake's TCP transport takes.
+
+About 2,048 descriptors in flight an engine and peer is where the transport starts to
+fail; a batch here is half of that, and a peer's chunks go one after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from sglang_mixkv.core.plan import Blocks
+
+MAX_DESCRIPTORS = 1024
+
+
+class Engine(Protocol):
+    """The one call that moves bytes: SGLang's MooncakeTransferEngine has it."""
+
+    def batch_transfer_sync(
+        self, session_id: str, buffers: list[int], peer_buffer_addresses: list[int],
+        lengths: list[int],
+    ) -> int: ...  # fmt: skip
+
+
+def write(engine: Engine, session: str, blocks: Blocks) -> int:
+    """Write all ranges to `session`, in order. Returns 0, or the first non-zero code.
+
+    After a non-zero code earlier batches have been written, and later bytes of the failed
+    one may still arrive: the destination must be held until they cannot.
+    """
+    for start in range(0, len(blocks.length), MAX_DESCRIPTORS):
+        batch = slice(start, start + MAX_DESCRIPTORS)
+        code = engine.batch_transfer_sync(
+            session,
+            blocks.src[batch].tolist(),
+            blocks.dst[batch].tolist(),
+            blocks.length[batch].tolist(),
+        )
+        if code != 0:
+            return code
+    return 0

@@ -1,0 +1,119 @@
+"""The truth that transfers are compared with: unsharded caches, cut as SGLang loads them.
+
+Nothing here uses the project's own geometry, routes or plans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One model's KV cache. `kind` mla: one latent row of `k_bytes` a token and layer.
+    mha: K and V rows of `heads` heads, `k_bytes` and `v_bytes` each."""
+
+    kind: str
+    layers: int = 1
+    heads: int = 1
+    k_bytes: int = 8
+    v_bytes: int = 8
+
+    @property
+    def is_mla(self) -> bool:
+        return self.kind == "mla"
+
+    def widths(self) -> list[int]:
+        """Bytes a token and head, per entry: K of every layer, then V of every layer."""
+        if self.is_mla:
+            return [self.k_bytes] * self.layers
+        return [self.k_bytes] * self.layers + [self.v_bytes] * self.layers
+
+
+@dataclass(frozen=True)
+class Request:
+    """`tokens` to transfer beyond a decode-side prefix of `prefix_pages`, in chunks of
+    `chunk_pages` (0: one chunk)."""
+
+    tokens: int
+    prefix_pages: int = 0
+    chunk_pages: int = 0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One prefill server, one decode server, some requests."""
+
+    prefill_tp: int
+    decode_tp: int
+    target: Cache = Cache("mla", layers=2, k_bytes=24)
+    draft: Cache | None = Cache("mha", layers=1, heads=4)
+    requests: tuple[Request, ...] = (Request(23), Request(8, chunk_pages=1))
+    page_size: int = 4
+    prefill_dp: int = 1
+    decode_dp: int = 1
+    prefill_pp: int = 1
+    shuffled: bool = True
+    prefill_mixkv: bool = True
+    decode_mixkv: bool = True
+    seed: int = 0
+    extra: dict = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        draft = self.draft and (f"{self.draft.kind}{self.draft.heads}")
+        return f"{self.target.kind}+{draft}-P{self.prefill_tp}-D{self.decode_tp}"
+
+    def pages(self, request: Request) -> int:
+        return -(-request.tokens // self.page_size)
+
+    @property
+    def pool_pages(self) -> int:
+        return sum(self.pages(r) + r.prefix_pages for r in self.requests) + 5
+
+
+def heads_of_rank(heads: int, tp: int, rank: int) -> slice:
+    """QKVParallelLinear's rule, restated (sglang/srt/layers/linear.py); checked against
+    SGLang itself in test_loading_rule.py."""
+    if tp >= heads:
+        first = rank // (tp // heads)
+        return slice(first, first + 1)
+    return slice(rank * (heads // tp), (rank + 1) * (heads // tp))
+
+
+def whole(case: Case, name: str, cache: Cache, request: int) -> list[np.ndarray]:
+    """Unsharded rows of one request: per entry [pages, page_size, heads, bytes]."""
+    rng = np.random.default_rng([case.seed, request, name == "draft"])
+    pages = case.pages(case.requests[request])
+    heads = 1 if cache.is_mla else cache.heads
+    return [
+        rng.integers(0, 256, (pages, case.page_size, heads, width), np.uint8)
+        for width in cache.widths()
+    ]
+
+
+def cut(cache: Cache, entries: list[np.ndarray], tp: int, rank: int) -> list[np.ndarray]:
+    """The rows as a rank of this TP size holds them."""
+    if cache.is_mla:
+        return entries
+    return [entry[:, :, heads_of_rank(cache.heads, tp, rank)] for entry in entries]
+
+
+def empty_pool(case: Case, cache: Cache, tp: int, rank: int, seed: list[int]) -> list[np.ndarray]:
+    """A rank's pool full of random canary bytes: per entry [pages, page_size, heads, bytes]."""
+    rng = np.random.default_rng([case.seed, *seed])
+    local = 1 if cache.is_mla else len(range(*heads_of_rank(cache.heads, tp, rank).indices(99)))
+    return [
+        rng.integers(0, 256, (case.pool_pages, case.page_size, local, width), np.uint8)
+        for width in cache.widths()
+    ]
+
+
+def page_tables(case: Case, side: str) -> list[np.ndarray]:
+    """For each request, the pages it has on that side (all ranks of a side agree)."""
+    rng = np.random.default_rng([case.seed, side == "decode"])
+    order = rng.permutation(case.pool_pages) if case.shuffled else np.arange(case.pool_pages)
+    sizes = [case.pages(r) for r in case.requests]
+    ends = np.cumsum(sizes)
+    return [order[end - size : end].astype(np.int32) for size, end in zip(sizes, ends, strict=True)]

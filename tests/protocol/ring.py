@@ -1,0 +1,454 @@
+"""Real managers, real bootstrap server, real ZMQ and Mooncake TCP: one forked process a rank.
+
+SGLang is imported once, in the parent; each rank is a fork of it that publishes its own
+ServerArgs and rank numbers, builds SGLang's KV args over numpy buffers, and drives the
+classes that get_kv_class hands out, as SGLang's schedulers do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import socket
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from protocol import model
+from protocol.model import Cache, Case
+
+LIMIT_S = 60
+AUX_LENS = (32, 8)
+
+
+@dataclass
+class RankReport:
+    """What one rank says at the end. `wrong`: byte differences, in words."""
+
+    side: str
+    rank: int
+    status: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    stats: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+
+
+@dataclass
+class Outcome:
+    prefill: list[RankReport]
+    decode: list[RankReport]
+
+    @property
+    def wrong(self) -> list[str]:
+        return [w for r in self.prefill + self.decode for w in (*r.wrong, r.error) if w]
+
+    @property
+    def statuses(self) -> set[str]:
+        return {s for r in self.prefill + self.decode for s in r.status}
+
+    @property
+    def reasons(self) -> str:
+        return "\n".join(reason for r in self.prefill + self.decode for reason in r.reasons)
+
+    def total(self, key: str) -> int:
+        return sum(r.stats.get(key, 0) for r in self.prefill + self.decode)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+# ---------------------------------------------------------------- one rank, in its own process
+
+
+class Rank:
+    """One rank's pools, KV args and manager."""
+
+    def __init__(self, case: Case, side: str, rank: int, port: int) -> None:
+        self.case, self.side, self.rank, self.port = case, side, rank, port
+        self.tp = case.prefill_tp if side == "prefill" else case.decode_tp
+        self.dp_size = case.prefill_dp if side == "prefill" else case.decode_dp
+        self.pp_size = case.prefill_pp if side == "prefill" else 1
+        per_stage = self.tp * self.dp_size
+        self.stage, tp_rank = divmod(rank, per_stage)
+        self.dp_rank, self.attn_rank = divmod(tp_rank, self.tp)
+        self.report = RankReport(side, rank)
+        self._publish(tp_rank)
+        self.pools = self._pools()
+        self.aux = [
+            np.random.default_rng([rank, side == "decode", i]).integers(
+                0, 256, (len(case.requests) + 1, n), np.uint8
+            )
+            for i, n in enumerate(AUX_LENS)
+        ]
+
+    def _publish(self, tp_rank: int) -> None:
+        from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+            init_mooncake_transfer_engine,
+        )
+        from sglang.srt.runtime_context import get_parallel, publish
+        from sglang.srt.server_args import ServerArgs
+
+        from sglang_mixkv.config import ATTRIBUTE, Config
+
+        case = self.case
+        args = ServerArgs(
+            model_path="dummy",
+            tp_size=self.tp * self.dp_size,
+            dp_size=self.dp_size,
+            enable_dp_attention=self.dp_size > 1,
+            pp_size=self.pp_size,
+            page_size=case.page_size,
+            disaggregation_mode=self.side,
+            disaggregation_transfer_backend="mooncake",
+            disaggregation_bootstrap_port=self.port,
+        )
+        enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
+        setattr(args, ATTRIBUTE, Config(enabled=enabled))
+        publish(args, role="tokenizer")
+        get_parallel().override_permanently(
+            tp_rank=tp_rank, pp_rank=self.stage, attn_tp_rank=self.attn_rank,
+            attn_dp_rank=self.dp_rank, attn_cp_rank=0, pp_group=self._pp_group(),
+        )  # fmt: skip
+        init_mooncake_transfer_engine(hostname="127.0.0.1")
+
+    def _pp_group(self) -> Any:
+        return self.case.extra.get("pp_groups", {}).get(self.rank % (self.tp * self.dp_size))
+
+    def _stage_layers(self) -> range:
+        per_stage = self.case.target.layers // self.pp_size
+        return range(self.stage * per_stage, (self.stage + 1) * per_stage)
+
+    def _has_draft(self) -> bool:
+        return self.case.draft is not None and self.stage == self.pp_size - 1
+
+    def _pools(self) -> dict[str, list[np.ndarray]]:
+        """Canary everywhere; on prefill also this rank's cut of every request."""
+        seed = [self.side == "decode", self.rank]
+        caches = {"target": self.case.target, "draft": self.case.draft}
+        pools = {}
+        for name, cache in caches.items():
+            if cache is None or (name == "draft" and not self._has_draft()):
+                continue
+            pool = model.empty_pool(self.case, cache, self.tp, self.attn_rank, [*seed, len(name)])
+            if self.side == "prefill":
+                self._write_truth(name, cache, pool)
+            pools[name] = self._on_stage(name, cache, pool)
+        return pools
+
+    def _on_stage(self, name: str, cache: Cache, pool: list[np.ndarray]) -> list[np.ndarray]:
+        if name == "draft" or self.pp_size == 1:
+            return pool
+        groups = range(1 if cache.is_mla else 2)
+        return [pool[g * cache.layers + i] for g in groups for i in self._stage_layers()]
+
+    def _write_truth(self, name: str, cache: Cache, pool: list[np.ndarray]) -> None:
+        for number, pages in enumerate(model.page_tables(self.case, self.side)):
+            rows = model.cut(
+                cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
+            )
+            for entry, row in zip(pool, rows, strict=True):
+                entry[pages] = row
+
+    def kv_args(self) -> Any:
+        """KV args as SGLang's _init_kv_manager fills them, over these buffers."""
+        from sglang.srt.disaggregation.base.conn import KVArgs
+
+        case = self.case
+        args = KVArgs()
+        entries = [e for pool in self.pools.values() for e in pool]
+        args.engine_rank = (
+            self.dp_rank * self.tp + self.attn_rank if self.side == "prefill" else self.attn_rank
+        )
+        args.kv_data_ptrs = [e.ctypes.data for e in entries]
+        args.kv_data_lens = [e.nbytes for e in entries]
+        args.kv_item_lens = [e[0].nbytes for e in entries]
+        args.num_draft_entries = len(self.pools.get("draft", ()))
+        args.kv_layer_ids = []
+        args.kv_cache_dtype_str = case.extra.get(f"{self.side}_dtype", "bf16")
+        args.aux_data_ptrs = [a.ctypes.data for a in self.aux]
+        args.aux_data_lens = [a.nbytes for a in self.aux]
+        args.aux_item_lens = [a[0].nbytes for a in self.aux]
+        for name in ("types", "data_ptrs", "data_lens", "item_lens", "layer_ids",
+                     "dim_per_tensor", "slice_outer_counts", "conv_shard_groups"):  # fmt: skip
+            setattr(args, f"state_{name}", [])
+        args.is_hybrid_mla_backend = False
+        args.mla_compression_ratios = None
+        args.swa_kv_cache_layout = None
+        args.ib_device, args.gpu_id = "", 0
+        args.page_size = case.page_size
+        args.system_dp_rank = 0
+        args.pp_rank = self.stage
+        args.prefill_start_layer = self._stage_layers().start
+        args.prefill_end_layer = self._stage_layers().stop
+        if not case.target.is_mla:
+            args.kv_head_num = self.pools["target"][0].shape[2]
+            args.total_kv_head_num = case.target.heads
+        if self._has_draft():
+            self._describe_draft(args)
+        return args
+
+    def _describe_draft(self, args: Any) -> None:
+        draft = self.case.draft
+        assert draft is not None
+        args.is_draft_mla_backend = draft.is_mla
+        if not draft.is_mla:
+            args.draft_kv_head_num = self.pools["draft"][0].shape[2]
+            args.draft_total_kv_head_num = draft.heads
+
+    def start_manager(self) -> None:
+        from sglang.srt.disaggregation.utils import (
+            DisaggregationMode,
+            KVClassType,
+            TransferBackend,
+            get_kv_class,
+        )
+        from sglang.srt.runtime_context import get_server_args
+
+        def kv_class(kind: KVClassType) -> Any:
+            return get_kv_class(TransferBackend.MOONCAKE, kind)
+
+        self.kv_class = {k.value: kv_class(k) for k in KVClassType}
+        if self.side == "prefill" and self.rank == 0:
+            self.bootstrap = self.kv_class["bootstrap_server"]("127.0.0.1", self.port)
+            wait_for_port(self.port)
+            self.case.extra["bootstrap_up"].set()
+        self.case.extra["bootstrap_up"].wait(LIMIT_S)
+        self.manager = self.kv_class["manager"](
+            self.kv_args(),
+            DisaggregationMode(self.side),
+            get_server_args(),
+            self.case.target.is_mla,
+        )
+
+    # -- requests
+
+    def rooms(self) -> list[int]:
+        return [100 + i for i in range(len(self.case.requests))]
+
+    def mine(self, number: int) -> bool:
+        return number % self.dp_size == self.dp_rank
+
+    def numbers(self) -> list[int]:
+        return [n for n in range(len(self.case.requests)) if self.mine(n)]
+
+    def conclude(self, handle: Any, number: int) -> None:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        deadline = time.monotonic() + LIMIT_S / 2
+        status = handle.poll()
+        while status not in (KVPoll.Success, KVPoll.Failed) and time.monotonic() < deadline:
+            time.sleep(0.001)
+            status = handle.poll()
+        names = {KVPoll.Success: "success", KVPoll.Failed: "failed"}
+        self.report.status.append(names.get(status, f"stuck in {status}"))
+        if status == KVPoll.Failed:
+            try:
+                handle.failure_exception()
+            except Exception as error:
+                self.report.reasons.append(f"{self.side} {self.rank}: {error}")
+        else:
+            handle.clear()
+
+    def run_prefill(self) -> None:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        case = self.case
+        tables = model.page_tables(case, "prefill")
+        senders = {}
+        for number in self.numbers():
+            sender = self.kv_class["sender"](
+                self.manager, f"127.0.0.1:{self.port}", self.rooms()[number],
+                req_has_disagg_prefill_dp_rank=True,
+            )  # fmt: skip
+            sender.init(len(tables[number]), number)
+            senders[number] = sender
+        pending = self._chunks(tables)
+        deadline = time.monotonic() + LIMIT_S / 2
+        while any(pending.values()) and time.monotonic() < deadline:
+            for number, chunks in pending.items():
+                status = senders[number].poll()
+                if status == KVPoll.Failed:
+                    chunks.clear()
+                elif chunks and status >= KVPoll.WaitingForInput:
+                    senders[number].send(chunks.pop(0))
+            time.sleep(0.0005)
+        for number, sender in senders.items():
+            self.conclude(sender, number)
+
+    def _chunks(self, tables: list[np.ndarray]) -> dict[int, list[np.ndarray]]:
+        chunks = {}
+        for number in self.numbers():
+            step = self.case.requests[number].chunk_pages or len(tables[number])
+            pages = tables[number]
+            chunks[number] = [pages[i : i + step] for i in range(0, len(pages), step)]
+        return chunks
+
+    def run_decode(self) -> None:
+        case = self.case
+        before = {name: [e.copy() for e in pool] for name, pool in self.pools.items()}
+        aux_before = [a.copy() for a in self.aux]
+        tables = model.page_tables(case, "decode")
+        receivers = {n: self._receiver(n) for n in self.numbers()}
+        for number, receiver in receivers.items():
+            if receiver.conclude_state is None:
+                receiver.send_metadata(tables[number], number + 1)
+        for number, receiver in receivers.items():
+            self.conclude(receiver, number)
+        self.case.extra["all_sent"].wait(LIMIT_S)
+        done = [
+            n for n, s in zip(self.numbers(), self.report.status, strict=True) if s == "success"
+        ]
+        self.compare(before, aux_before, tables, done)
+
+    def _receiver(self, number: int) -> Any:
+        address = f"127.0.0.1:{self.port}"
+        deadline = time.monotonic() + LIMIT_S / 2
+        while not self.manager.try_ensure_parallel_info(address):
+            if time.monotonic() > deadline:
+                raise TimeoutError("prefill facts never came")
+            time.sleep(0.02)
+        receiver = self.kv_class["receiver"](self.manager, address, self.rooms()[number])
+        receiver.init(number % self.case.prefill_dp)
+        return receiver
+
+    def compare(
+        self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray],
+        tables: list[np.ndarray], done: list[int],
+    ) -> None:  # fmt: skip
+        """Every byte of every buffer: requests that are done hold the truth, all else its canary."""
+        for name, pool in before.items():
+            cache = self.case.target if name == "target" else self.case.draft
+            assert cache is not None
+            for number in done:
+                rows = model.cut(
+                    cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
+                )
+                for entry, row in zip(pool, rows, strict=True):
+                    entry[tables[number]] = row
+            for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
+                self._differ(f"{name} entry {index}", want, got)
+        for index, (want, got) in enumerate(zip(aux_before, self.aux, strict=True)):
+            for number in done:
+                sender = self._aux_sender(number)
+                want[number + 1] = np.random.default_rng([sender, False, index]).integers(
+                    0, 256, (len(self.case.requests) + 1, AUX_LENS[index]), np.uint8
+                )[number]
+            self._differ(f"aux {index}", want, got)
+
+    def _aux_sender(self, number: int) -> int:
+        """The prefill process whose aux rows this rank must get: stock's target_tp_ranks[0]."""
+        case = self.case
+        tp = case.prefill_tp
+        rank = (
+            self.attn_rank * (tp // case.decode_tp)
+            if tp >= case.decode_tp
+            else self.attn_rank // (case.decode_tp // tp)
+        )
+        stage = case.prefill_pp - 1
+        return (stage * case.prefill_dp + number % case.prefill_dp) * tp + rank
+
+    def _differ(self, what: str, want: np.ndarray, got: np.ndarray) -> None:
+        bad = np.argwhere(want != got)
+        if len(bad):
+            pages = sorted(set(bad[:, 0].tolist()))
+            self.report.wrong.append(
+                f"decode rank {self.rank} {what}: {len(bad)} bytes differ, pages {pages[:9]}"
+            )
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2):
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"nothing listens on {port}")
+
+
+def _rank_main(case: Case, side: str, rank: int, port: int, pipe: Any, go: Any) -> None:
+    report = RankReport(side, rank)
+    try:
+        one = Rank(case, side, rank, port)
+        report = one.report
+        one.start_manager()
+        one.run_prefill() if side == "prefill" else one.run_decode()
+        report.stats = one.manager.stats.snapshot() if hasattr(one.manager, "stats") else {}
+        report.wrong += dead_threads(one.manager)
+    except BaseException:
+        report.error = traceback.format_exc()
+    pipe.send(report)
+    go.wait(LIMIT_S)
+    os._exit(0)
+
+
+def dead_threads(manager: Any) -> list[str]:
+    dead = [t.name for t in manager._worker_threads if not t.is_alive()]
+    return [f"thread {name} of SGLang's manager has ended" for name in dead]
+
+
+# ---------------------------------------------------------------- the parent
+
+
+def run(case: Case) -> Outcome:
+    """Run one case; every rank's process has ended when this returns."""
+    context = mp.get_context("fork")
+    port, go = free_port(), context.Event()
+    case.extra.update(bootstrap_up=context.Event(), all_sent=context.Event())
+    ranks = [("prefill", r) for r in range(case.prefill_tp * case.prefill_dp * case.prefill_pp)]
+    ranks += [("decode", r) for r in range(case.decode_tp * case.decode_dp)]
+    processes, pipes = [], []
+    for side, rank in ranks:
+        here, there = context.Pipe()
+        process = context.Process(target=_rank_main, args=(case, side, rank, port, there, go))
+        process.start()
+        there.close()
+        processes.append(process)
+        pipes.append(here)
+    try:
+        reports = _collect(case, ranks, pipes)
+    finally:
+        go.set()
+        _end(processes)
+    split = len(ranks) - case.decode_tp * case.decode_dp
+    return Outcome(reports[:split], reports[split:])
+
+
+def _collect(case: Case, ranks: list[tuple[str, int]], pipes: list[Any]) -> list[RankReport]:
+    """All reports. Decode ranks compare only after every prefill rank has reported."""
+    reports: list[RankReport | None] = [None] * len(ranks)
+
+    def take(index: int) -> None:
+        try:
+            ready = pipes[index].poll(LIMIT_S)
+            reports[index] = pipes[index].recv() if ready else None
+        except EOFError:
+            reports[index] = None
+        if reports[index] is None:
+            reports[index] = RankReport(*ranks[index], error=f"{ranks[index]} did not report")
+
+    prefill = [i for i, (side, _) in enumerate(ranks) if side == "prefill"]
+    for index in prefill:
+        take(index)
+    case.extra["all_sent"].set()
+    for index in range(len(prefill), len(ranks)):
+        take(index)
+    return [r for r in reports if r is not None]
+
+
+def _end(processes: list[Any]) -> None:
+    for process in processes:
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+_ = threading
