@@ -7,7 +7,6 @@ what does not fit is kept as a reason, and the receiver refuses its requests.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
@@ -74,7 +73,7 @@ class DecodeSide(Shared):
         info.required_prefill_response_num = required_responses(self.routes_from(info))
 
     def routes_from(self, info: PrefillServerInfo) -> tuple[Route, ...]:
-        """This rank's table for that prefill server. Raises MixKVError for sizes that do not fit."""
+        """This rank's table for that prefill server. MixKVError where sizes do not fit."""
         draft = self.caches.draft
         same_pp = info.pp_size == self.pp_size
         return routes(

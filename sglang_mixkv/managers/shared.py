@@ -4,7 +4,7 @@ piecemeal (as SGLang's own unit tests build them) behaves as stock."""
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-os.environ.update(
-    OMP_NUM_THREADS="1",
-    MC_FORCE_TCP="1",
-    MC_LOG_LEVEL="ERROR",
-    MC_TCP_ENABLE_CONNECTION_POOL="1",
-    MOONCAKE_PROTOCOL="tcp",
-    SGLANG_HOST_IP="127.0.0.1",
-    SGLANG_USE_CPU_ENGINE="1",
-    CUDA_VISIBLE_DEVICES="",
-)
+from sglang_mixkv import cpu
+
+os.environ.update(cpu.launch_env())
+os.environ.update(CUDA_VISIBLE_DEVICES="", MC_LOG_LEVEL="ERROR", GLOG_logtostderr="1")
+for folder in reversed(os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+    if folder and folder not in sys.path:
+        sys.path.insert(0, folder)
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
@@ -26,5 +24,5 @@ def sglang_with_plugin() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    import sglang.srt.disaggregation.mooncake
-    import sglang_mixkv.managers  # noqa: F401
+    for module in ("sglang.srt.disaggregation.mooncake", "sglang_mixkv.managers"):
+        importlib.import_module(module)

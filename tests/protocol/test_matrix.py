@@ -1,0 +1,57 @@
+"""Every attention-TP pair and head count: every byte of every decode buffer."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from protocol.model import Cache, Case, Request
+from protocol.ring import Outcome, run
+
+SIZES = (1, 2, 4, 8)
+DRAFTS = {
+    "gqa1": Cache("mha", heads=1, k_bytes=6, v_bytes=10),
+    "gqa2": Cache("mha", heads=2),
+    "gqa4": Cache("mha", heads=4, layers=2, k_bytes=4, v_bytes=4),
+    "gqa8": Cache("mha", heads=8, k_bytes=4, v_bytes=2),
+    "mla": Cache("mla", k_bytes=12),
+}
+REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1), Request(12))
+
+
+def right(case: Case) -> Outcome:
+    """Run a case that must be right to the last byte, and with no byte sent for nothing."""
+    outcome = run(case)
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
+    return outcome
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), itertools.product(SIZES, SIZES))
+def test_every_byte(prefill_tp: int, decode_tp: int, draft: str) -> None:
+    seed = prefill_tp * 100 + decode_tp
+    outcome = right(
+        Case(prefill_tp, decode_tp, draft=DRAFTS[draft], requests=REQUESTS, seed=seed)
+    )
+    assert outcome.total("draft_bytes_sent") > 0
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (4, 2), (2, 4)])
+@pytest.mark.parametrize("target", [Cache("mla", layers=2), Cache("mha", layers=2, heads=4)])
+def test_without_drafter(prefill_tp: int, decode_tp: int, target: Cache) -> None:
+    right(Case(prefill_tp, decode_tp, target=target, draft=None, requests=REQUESTS))
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "prefill_dp", "decode_dp"),
+    [(2, 1, 1, 2), (2, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 2), (4, 2, 1, 2)],
+)
+def test_dp_attention(prefill_tp: int, decode_tp: int, prefill_dp: int, decode_dp: int) -> None:
+    """Routes depend on the attention-TP sizes inside a DP rank; each DP rank is a peer."""
+    right(
+        Case(
+            prefill_tp, decode_tp, prefill_dp=prefill_dp, decode_dp=decode_dp, requests=REQUESTS
+        )
+    )

@@ -1,0 +1,36 @@
+"""Opted in on one side: an error that names the other side's lack, and no KV byte written."""
+
+from __future__ import annotations
+
+import pytest
+from protocol.model import Case
+from protocol.ring import Outcome, run
+
+PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+
+
+def refused(outcome: Outcome, side: str) -> list[str]:
+    """The reasons that one side gave; nothing was written, no thread ended."""
+    assert outcome.wrong == []
+    return [line for line in outcome.reasons.splitlines() if line.startswith(side)]
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
+def test_decode_lacks_the_plugin(prefill_tp: int, decode_tp: int) -> None:
+    """Both sides know: the prefill's reason travels in the status message."""
+    outcome = run(Case(prefill_tp, decode_tp, decode_mixkv=False))
+    for side in ("prefill 0", "decode 0"):
+        reasons = refused(outcome, side)
+        assert reasons
+        assert all("the decode side does not run sglang-mixkv" in r for r in reasons)
+    assert {s for r in outcome.decode for s in r.status} == {"failed"}
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
+def test_prefill_lacks_the_plugin(prefill_tp: int, decode_tp: int) -> None:
+    """Decode knows why; a stock prefill can only learn that decode gave up."""
+    outcome = run(Case(prefill_tp, decode_tp, prefill_mixkv=False))
+    reasons = refused(outcome, "decode 0")
+    assert reasons
+    assert all("does not run sglang-mixkv" in r for r in reasons)
+    assert {s for r in outcome.prefill + outcome.decode for s in r.status} == {"failed"}

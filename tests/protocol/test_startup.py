@@ -1,0 +1,131 @@
+"""Opted in and not fully active: the server does not start. In forks, as hooks stay for good."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import sglang_mixkv
+
+MODELS = Path(sglang_mixkv.__file__).parent / "tools" / "models" / "mla"
+FLAGS = [
+    "--model-path", str(MODELS / "target"), "--device", "cpu",
+    "--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake",
+    "--attention-backend", "torch_native", "--disable-overlap-schedule",
+]  # fmt: skip
+
+
+def resolve(*flags: str) -> Any:
+    """Parse and resolve arguments as SGLang's launcher does before it starts anything."""
+    from sglang.srt.server_args import prepare_server_args
+
+    server_args = prepare_server_args([*FLAGS, *flags])
+    server_args.resolve_once()
+    return server_args
+
+
+def in_fork(what: Callable[[], Any]) -> str:
+    """What a forked process said: `ok ...` or the text of its SystemExit."""
+
+    def main(pipe: Any) -> None:
+        try:
+            pipe.send(f"ok {what()}")
+        except SystemExit as stop:
+            pipe.send(str(stop))
+        except BaseException as error:
+            pipe.send(f"error {error!r}")
+
+    here, there = mp.get_context("fork").Pipe()
+    process = mp.get_context("fork").Process(target=main, args=(there,))
+    process.start()
+    said = here.recv() if here.poll(120) else "silence"
+    process.join(10)
+    return said
+
+
+def test_opted_in_starts_and_the_record_survives_pickling() -> None:
+    from sglang_mixkv.config import config_of
+
+    def copy_of_record() -> Any:
+        return config_of(pickle.loads(pickle.dumps(resolve("--enable-mixkv")))).enabled
+
+    assert in_fork(copy_of_record) == "ok True"
+
+
+def test_environment_opts_in_where_a_launcher_knows_no_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang_mixkv.config import config_of
+
+    monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
+    assert in_fork(lambda: config_of(resolve()).enabled) == "ok True"
+
+
+def test_config_file_opts_in(tmp_path: Path) -> None:
+    from sglang_mixkv.config import config_of
+
+    file = tmp_path / "server.yaml"
+    file.write_text("enable-mixkv: true\n")
+    assert in_fork(lambda: config_of(resolve("--config", str(file))).enabled) == "ok True"
+
+
+def test_not_opted_in_starts() -> None:
+    from sglang_mixkv.config import config_of
+
+    assert in_fork(lambda: config_of(resolve()).enabled) == "ok False"
+
+
+def test_unsupported_combination_does_not_start() -> None:
+    said = in_fork(lambda: resolve("--enable-mixkv", "--disaggregation-transfer-backend", "nixl"))
+    assert "--disaggregation-transfer-backend other than mooncake is not supported" in said
+
+
+def test_single_server_does_not_start() -> None:
+    said = in_fork(lambda: resolve("--enable-mixkv", "--disaggregation-mode", "null"))
+    assert "--disaggregation-mode null is not supported" in said
+
+
+def test_changed_seam_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_mixkv import compat
+
+    monkeypatch.setitem(compat.SEAMS, "sglang.srt.server_args:ServerArgs.gone", ())
+    said = in_fork(lambda: resolve("--enable-mixkv"))
+    assert "ServerArgs.gone" in said
+    assert "does not start" in said
+
+
+def test_hook_that_was_not_applied_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_mixkv import plugin
+
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {plugin.GET_KV_CLASS})
+    assert plugin.GET_KV_CLASS in in_fork(lambda: resolve("--enable-mixkv"))
+
+
+def test_seams_of_the_installed_engine_are_as_listed() -> None:
+    from sglang_mixkv import compat
+    from sglang_mixkv.config import Config
+
+    assert list(compat.problems(Config(enabled=True))) == []
+
+
+def test_plugin_that_fails_to_load_stops_an_opted_in_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang_mixkv import plugin
+
+    def fail() -> None:
+        raise RuntimeError("broken install")
+
+    monkeypatch.setattr(plugin, "_register", fail)
+    with pytest.raises(RuntimeError):
+        plugin.register()
+    monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
+    with pytest.raises(SystemExit, match="broken install"):
+        plugin.register()

@@ -1,0 +1,129 @@
+"""Configuration, checks at start, and the rule that the pure part stays pure."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_mixkv import compat, startup
+from sglang_mixkv.config import Config, add_flags, config_of, resolve, truth
+
+
+def parse(*argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    add_flags(parser)  # a second time is no error
+    return parser.parse_args(argv)
+
+
+def test_flag_over_environment_over_default() -> None:
+    assert not resolve(parse(), {}).enabled
+    assert resolve(parse(), {"SGLANG_ENABLE_MIXKV": "1"}).enabled
+    assert resolve(parse("--enable-mixkv"), {"SGLANG_ENABLE_MIXKV": "0"}).enabled
+    assert resolve(None, {"SGLANG_ENABLE_MIXKV": "true"}).enabled
+
+
+def test_unclear_environment_is_an_error() -> None:
+    with pytest.raises(ValueError, match="expected one of"):
+        truth("SGLANG_ENABLE_MIXKV", {"SGLANG_ENABLE_MIXKV": "maybe"})
+
+
+def test_record_travels_with_the_arguments() -> None:
+    args = SimpleNamespace(_mixkv=Config(enabled=True))
+    assert config_of(pickle.loads(pickle.dumps(args))).enabled
+
+
+def arguments(**changed: object) -> SimpleNamespace:
+    """Resolved arguments of a server that is supported."""
+    base = {
+        "disaggregation_mode": "prefill",
+        "disaggregation_transfer_backend": "mooncake",
+        "disaggregation_decode_allocation_policy": "early",
+        "disaggregation_decode_host_receive_threshold": 1,
+        "speculative_algorithm": "EAGLE3",
+        "decoupled_spec_role": "null",
+    }
+    return SimpleNamespace(**base | changed)
+
+
+def test_supported_combination_is_not_refused() -> None:
+    assert startup.refusals(arguments(), {}) == []
+
+
+REFUSED = [
+    ({"disaggregation_mode": "null"}, "--disaggregation-mode"),
+    ({"disaggregation_transfer_backend": "nixl"}, "mooncake"),
+    ({"use_ray": True}, "--use-ray"),
+    ({"enable_pd_role_switch": True}, "--enable-pd-role-switch"),
+    ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "prefill_complete"),
+    ({"enable_hisparse": True}, "--enable-hisparse"),
+    ({"disaggregation_decode_host_receive_threshold": 0.5}, "host-receive"),
+    ({"enable_unified_memory": True}, "--enable-unified-memory"),
+    ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
+    ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm"),
+    ({"speculative_algorithm": "DSPARK"}, "--speculative-algorithm"),
+    ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
+    ({"decoupled_spec_role": "drafter"}, "--decoupled-spec-role"),
+    ({"dcp_size": 2}, "--dcp-size"),
+    ({"attn_cp_size": 2}, "--attn-cp-size"),
+]
+
+
+@pytest.mark.parametrize(("changed", "name"), REFUSED)
+def test_each_unsupported_choice_is_refused_by_name(changed: dict, name: str) -> None:
+    (refusal,) = startup.refusals(arguments(**changed), {})
+    assert name in refusal
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"SGLANG_RUST_SERVER": "1"},
+        {"SGLANG_DISAGG_STAGING_BUFFER": "true"},
+        {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "NVLINK"},
+    ],
+)
+def test_each_unsupported_variable_is_refused_by_name(environ: dict[str, str]) -> None:
+    (refusal,) = startup.refusals(arguments(), environ)
+    assert next(iter(environ)) in refusal
+
+
+def test_every_rule_has_a_test() -> None:
+    hit = {startup.refusals(arguments(**changed), {})[0] for changed, _ in REFUSED}
+    assert len(hit) == len(startup.ARGUMENT_RULES)
+
+
+def test_dcp_without_a_drafter_is_left_to_sglang() -> None:
+    assert startup.refusals(arguments(dcp_size=2, speculative_algorithm=None), {}) == []
+
+
+def test_missing_and_changed_seams_are_named() -> None:
+    assert "found none" in str(compat.seam_problem("sglang_mixkv.config:gone", ()))
+    assert "found ('name', 'environ')" in str(
+        compat.seam_problem("sglang_mixkv.config:truth", ("name",))
+    )
+    assert compat.seam_problem("sglang_mixkv.config:truth", ("name", "environ")) is None
+
+
+def test_untested_version_stops_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "sglang_version", lambda: "9.9.9")
+    monkeypatch.setattr(compat, "SEAMS", {})
+    with pytest.raises(SystemExit, match=r"expected one of .*0\.5\.23.*found 9\.9\.9"):
+        compat.preflight(Config(enabled=True))
+    compat.preflight(Config(enabled=True, allow_untested_sglang=True))
+
+
+@pytest.mark.parametrize(
+    "module", ["core.wire", "core.plan", "core.routes", "core.facts", "config", "transfer.direct"]
+)
+def test_pure_modules_import_neither_sglang_nor_torch(module: str) -> None:
+    code = (
+        f"import sys, sglang_mixkv.{module}\n"
+        "sys.exit(bool({'sglang', 'torch'} & {m.split('.')[0] for m in sys.modules}))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
