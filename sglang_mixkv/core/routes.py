@@ -9,7 +9,9 @@ Rules, per prefill pipeline stage and decode rank:
 * MLA (target or draft): every contacted rank holds the same rows, the first sends.
 * MHA: each head the decode rank needs is sent once, by the first contacted rank
   that holds it. Replicated heads are never sent twice.
-* aux data (first token, hidden state, ...): the first contacted rank alone.
+* aux data (first token, the drafter's hidden state, ...): the first contacted rank of the
+  last contacted stage alone. That stage holds the drafter; an earlier stage's row, arriving
+  later, could undo it.
 * state of hybrid models: as stock. A pure MLA target's state is replicated and comes
   from the first rank; hybrid MLA and MHA targets have TP-sharded state, which every
   contacted rank sends.
@@ -109,7 +111,7 @@ def routes(topology: Topology, decode_rank: int) -> tuple[Route, ...]:
             stage=stage,
             target_heads=target[i],
             draft_heads=draft[i] if stage == topology.last_stage else NO_HEADS,
-            sends_aux=i == 0,
+            sends_aux=i == 0 and stage == topology.stages[-1],
             sends_state=i == 0 or topology.sharded_state,
         )
         for i, rank in enumerate(ranks)

@@ -70,7 +70,9 @@ class Registration(msgspec.Struct, frozen=True):
     `num_draft_entries`: the last so many of the pointers and item lengths in stock's
     frames 4 and 19 are the drafter's. `kv_data_lens`: length in bytes of every region
     there, so that destinations can be bounds-checked. `draft_heads`: KV heads on this
-    rank; `draft_total_heads`: of the whole drafter.
+    rank; `draft_total_heads`: of the whole drafter. `draft_window`: how many tokens before
+    the prompt's end its drafter can reach, 0 where all of the draft KV has to come.
+    `stages`: the prefill pipeline stages that this rank contacts, ascending.
     """
 
     facts: Facts
@@ -80,6 +82,8 @@ class Registration(msgspec.Struct, frozen=True):
     draft_total_heads: int
     kv_data_lens: tuple[int, ...]
     route: RouteNotice
+    stages: tuple[int, ...] = (0,)
+    draft_window: int = 0
 
 
 def encode(registration: Registration) -> bytes:

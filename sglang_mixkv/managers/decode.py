@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+from sglang.srt.runtime_context import get_disagg
 
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.facts import differences
+from sglang_mixkv.core.pages import window_start
 from sglang_mixkv.core.routes import Route, Topology, required_responses, routes
 from sglang_mixkv.core.topology import Kind, Spread
 from sglang_mixkv.core.wire import Registration, encode, notice_of
@@ -75,26 +77,32 @@ class DecodeSide(Shared):
     def routes_from(self, info: PrefillServerInfo) -> tuple[Route, ...]:
         """This rank's table for that prefill server. MixKVError where sizes do not fit."""
         draft = self.caches.draft
-        same_pp = info.pp_size == self.pp_size
         return routes(
             Topology(
                 prefill_tp=info.attn_tp_size,
                 decode_tp=self.attn_tp_size,
                 target=self.caches.target.component.spread,
                 draft=draft.component.spread if draft else None,
-                stages=(self.pp_rank or 0,) if same_pp else tuple(range(info.pp_size)),
+                stages=self.stages_of(info),
                 last_stage=info.pp_size - 1,
                 sharded_state=self.sharded_state,
             ),
             self.kv_args.engine_rank % self.attn_tp_size,
         )
 
+    def stages_of(self, info: PrefillServerInfo) -> tuple[int, ...]:
+        """Prefill pipeline stages that this rank contacts: its own, or all, as in stock."""
+        if info.pp_size == self.pp_size:
+            return (self.pp_rank or 0,)
+        return tuple(range(info.pp_size))
+
     def count_received(self, pages: int) -> None:
         """Count what one request needed of the drafter, as this rank's pool holds it."""
+        pages -= window_start(pages, self.kv_args.page_size, self.draft_window)
         self.stats.add(draft_bytes_needed=pages * sum(self.kv_args.draft_kv_item_lens))
         self.stats.publish()
 
-    def extension_for(self, route: Route) -> bytes:
+    def extension_for(self, info: PrefillServerInfo, route: Route) -> bytes:
         """The registration's extension frame for the prefill rank with this route."""
         draft = self.caches.draft
         spread = draft.component.spread if draft else Spread(Kind.MLA)
@@ -107,5 +115,13 @@ class DecodeSide(Shared):
                 draft_total_heads=spread.total_heads,
                 kv_data_lens=tuple(self.kv_args.kv_data_lens),
                 route=notice_of(route),
+                stages=self.stages_of(info),
+                draft_window=self.draft_window,
             )
         )
+
+    @property
+    def draft_window(self) -> int:
+        """The drafter's reach in tokens; 0, everything, where pages become a shared prefix."""
+        window: int = getattr(self.kv_args, "draft_window", 0)
+        return 0 if get_disagg().disaggregation_decode_enable_radix_cache else window

@@ -26,6 +26,10 @@ from sglang_mixkv.core.errors import refuse
 from sglang_mixkv.core.geometry import Component, Shard
 from sglang_mixkv.core.topology import Kind, Spread
 
+# Drafters whose every attention layer has the window of --speculative-draft-window-size
+# (models/llama_eagle3.py). Others window the draft steps only, and read all of it elsewhere.
+WINDOWED = "LlamaForCausalLMEagle3"
+
 
 class Caches(msgspec.Struct, frozen=True):
     """This rank's target and draft, with the addresses of their entries."""
@@ -55,7 +59,8 @@ def describe(kv_args: Any, target_pool: Any, draft_pool: Any | None) -> None:
         is_draft_model=True,
     )
     kv_args.draft_architecture = config.hf_config.architectures[0]
-    kv_args.draft_window = spec.speculative_draft_window_size or 0
+    if kv_args.draft_architecture.startswith(WINDOWED):
+        kv_args.draft_window = spec.speculative_draft_window_size or 0
     kv_args.is_draft_mla_backend = is_mla_backend(draft_pool)
     if not kv_args.is_draft_mla_backend:
         _check_layout("draft", draft_pool)

@@ -93,6 +93,8 @@ class PeerRegistration:
                 "entries would be paired wrongly",
                 "Start both sides with the same SGLang and sglang-mixkv",
             )
+        if not self.extension.stages:
+            raise MixKVError("the decode rank names no prefill stage that it contacts.")
         if draft and self.extension.draft_kind not in tuple(Kind):
             raise refuse(
                 f"a drafter of kind {[k.value for k in Kind]}",
@@ -104,11 +106,15 @@ class PeerRegistration:
 
 @dataclass(frozen=True)
 class Peer:
-    """One decode rank as this prefill rank serves it. Without a drafter there is no plan."""
+    """One decode rank as this prefill rank serves it. Without a drafter there is no plan.
+
+    `draft_window`: tokens before the prompt's end that its drafter can reach; 0: all.
+    """
 
     session: str
     route: Route
     plan: Plan | None
+    draft_window: int = 0
 
 
 def admit(local: PrefillRank, registration: PeerRegistration) -> Peer:
@@ -119,7 +125,8 @@ def admit(local: PrefillRank, registration: PeerRegistration) -> Peer:
     session = registration.info.mooncake_session_id
     if not registration.extension.num_draft_entries:
         return Peer(session, route, None)
-    return Peer(session, route, _plan(local, registration, route))
+    plan = _plan(local, registration, route)
+    return Peer(session, route, plan, registration.extension.draft_window)
 
 
 def _compare_facts(local: PrefillRank, decode: Facts) -> None:
@@ -140,7 +147,7 @@ def _agreed_route(local: PrefillRank, registration: PeerRegistration) -> Route:
             decode_tp=info.dst_attn_tp_size,
             target=target.component.spread,
             draft=registration.draft_spread,
-            stages=(local.stage,),
+            stages=registration.extension.stages,
             last_stage=local.last_stage,
             sharded_state=local.sharded_state,
         ),

@@ -7,15 +7,18 @@ without a word: nothing here raises.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import requests
+from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.core import wire
 from sglang_mixkv.core.errors import MixKVError
-from sglang_mixkv.core.plan import Blocks, Copies, blocks
+from sglang_mixkv.core.pages import pages_to_send, window_start
+from sglang_mixkv.core.plan import Blocks, Plan, blocks
 from sglang_mixkv.managers.facts import KEY, PATH, TIMEOUT_S, announcement
 from sglang_mixkv.managers.peer import Peer, PeerRegistration, PrefillRank, admit
 from sglang_mixkv.managers.shared import Shared
@@ -24,6 +27,20 @@ from sglang_mixkv.transfer import direct
 logger = logging.getLogger(__name__)
 
 Recv = Callable[[], list[bytes] | None]
+
+
+class TappedQueue:
+    """SGLang's transfer queue, with the chunk that a transfer thread works on kept for it."""
+
+    def __init__(self, queue: Any, current: threading.local) -> None:
+        self._queue, self._current = queue, current
+
+    def get(self) -> Any:
+        self._current.chunk = chunk = self._queue.get()
+        return chunk
+
+    def put(self, chunk: Any) -> None:
+        self._queue.put(chunk)
 
 
 class PrefillSide(Shared):
@@ -128,42 +145,101 @@ class PrefillSide(Shared):
             return stock(session, src_pages, dst_ptrs, dst_pages, *args, **kwargs)
         try:
             return self._send_planned(peer, src_pages, dst_pages)
-        except Exception:
-            logger.exception("sglang-mixkv could not send a chunk to %s", session)
+        except Exception as error:
+            return self._fail_room(peer, error)
+
+    def _fail_room(self, peer: Peer, error: Exception) -> int:
+        """Conclude this thread's room; 0 when that was possible, else a code that stock handles."""
+        reason = f"sglang-mixkv could not send to {peer.session}: {error}"
+        logger.error("%s", reason, exc_info=not isinstance(error, MixKVError))
+        chunk = getattr(self.current, "chunk", None)
+        if chunk is None or not isinstance(error, MixKVError):
             return -1
+        self.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
+        return 0
+
+    def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> None:
+        """As stock, over a queue that remembers what this thread took last."""
+        super().transfer_worker(TappedQueue(queue, self.current), *args, **kwargs)
+
+    def add_transfer_request(
+        self, bootstrap_room: int, kv_indices: Any, index_slice: slice, is_last_chunk: bool,
+        aux_index: int | None = None, state_indices: Any = None, num_kv_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """Cut lookahead pages; refuse a chunk that does not line up. In the scheduler's loop."""
+        try:
+            count = self._pages_to_send(
+                bootstrap_room, len(kv_indices), index_slice.start, num_kv_tokens, is_last_chunk
+            )
+        except MixKVError as error:
+            self.conclude_failure(
+                bootstrap_room=bootstrap_room,
+                failure_reason=f"sglang-mixkv refuses to send room {bootstrap_room}: {error}",
+            )
+            return
+        super().add_transfer_request(
+            bootstrap_room, kv_indices[:count],
+            slice(index_slice.start, index_slice.start + count), is_last_chunk, aux_index,
+            state_indices, num_kv_tokens, **kwargs,
+        )  # fmt: skip
+
+    def _pages_to_send(
+        self, room: int, offered: int, start: int, tokens: int | None, last: bool
+    ) -> int:
+        """Pages of this chunk to send, the same for every planned peer of the room."""
+        count = offered
+        for session, info in list(self.transfer_infos.get(room, {}).items()):
+            peer = self.peers.get(session)
+            if peer is None or peer.plan is None or info.is_dummy:
+                continue
+            total = len(info.dst_kv_indices)
+            count = pages_to_send(offered, tokens, peer.plan.page_size, start, total, last=last)
+        return count
 
     def _send_planned(self, peer: Peer, src_pages: Any, dst_pages: Any) -> int:
+        """Write one chunk. A chunk of ours that does not fit fails its room, not the session."""
         plan = peer.plan
         assert plan is not None
         pages = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
-        self._check_bounds(peer, *pages)
-        target = self._blocks(plan.target, plan.page_size, *pages)
-        draft = self._blocks(plan.draft, plan.page_size, *pages)
+        target = blocks(plan.target, plan.page_size, *pages)
+        skip = self._before_window(peer)
+        draft = blocks(plan.draft, plan.page_size, *(p[skip:] for p in pages))
+        self._check_bounds(plan, *pages)
         code = direct.write(self.engine, peer.session, Blocks.concat([target, draft]))
         if code == 0:
             self.stats.add(target_bytes_sent=target.bytes, draft_bytes_sent=draft.bytes)
         return code
 
-    @staticmethod
-    def _blocks(copies: Copies, page_size: int, src_pages: Any, dst_pages: Any) -> Blocks:
-        return blocks(copies, page_size, src_pages, dst_pages)
+    def _before_window(self, peer: Peer) -> int:
+        """Pages at this chunk's front that the drafter's window cannot reach."""
+        chunk = getattr(self.current, "chunk", None)
+        if not peer.draft_window or chunk is None:
+            return 0
+        total = len(self.transfer_infos[chunk.room][peer.session].dst_kv_indices)
+        assert peer.plan is not None
+        first = window_start(total, peer.plan.page_size, peer.draft_window)
+        return max(0, first - chunk.index_slice.start)
 
     @staticmethod
-    def _check_bounds(peer: Peer, src_pages: Any, dst_pages: Any) -> None:
-        plan = peer.plan
-        assert plan is not None
+    def _check_bounds(plan: Plan, src_pages: Any, dst_pages: Any) -> None:
         for name, pages, count in (
             ("source", src_pages, plan.src_pages),
             ("destination", dst_pages, plan.dst_pages),
         ):
             if len(pages) and not 0 <= pages.min() <= pages.max() < count:
-                raise MixKVError(f"{name} pages {pages.min()}..{pages.max()} of {count}")
+                raise MixKVError(
+                    f"{name} pages {pages.min()}..{pages.max()} of a pool of {count}; nothing of "
+                    "this chunk was sent"
+                )
 
     def send_aux(self, req: Any, prefill_aux_index: int, dst_aux_ptrs: list[int]) -> int:
         """Aux data comes from one sender a decode rank."""
         peer = self.peers.get(req.mooncake_session_id)
-        if peer is not None and peer.plan is not None and not peer.route.sends_aux:
-            return 0
+        if peer is not None and peer.plan is not None:
+            failed = self.request_status.get(req.room, KVPoll.Failed) == KVPoll.Failed
+            if failed or not peer.route.sends_aux:
+                return 0
         return int(super().send_aux(req, prefill_aux_index, dst_aux_ptrs))
 
     def conclude_transfer(self, **kwargs: Any) -> Any:

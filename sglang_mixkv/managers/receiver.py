@@ -53,7 +53,8 @@ class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
         self, *, bootstrap_info: dict[str, Any], message: list[bytes], operation: Any
     ) -> bool:
         if operation == "_register_kv_args":
-            message = [*message, self.kv_mgr.extension_for(self._route(bootstrap_info))]
+            route = self._route(bootstrap_info)
+            message = [*message, self.kv_mgr.extension_for(self.prefill_info, route)]
         return super()._send_bootstrap_message(
             bootstrap_info=bootstrap_info, message=message, operation=operation
         )

@@ -3,6 +3,7 @@ piecemeal (as SGLang's own unit tests build them) behaves as stock."""
 
 from __future__ import annotations
 
+import threading
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +29,11 @@ class Shared(MooncakeKVManager):  # type: ignore[misc]
     @cached_property
     def peers(self) -> dict[str, Peer]:
         return {}
+
+    @cached_property
+    def current(self) -> threading.local:
+        """Prefill side: `.chunk`, what this transfer thread works on."""
+        return threading.local()
 
     @cached_property
     def refusals(self) -> dict[str, str]:

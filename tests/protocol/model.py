@@ -56,6 +56,8 @@ class Case:
     decode_dp: int = 1
     prefill_pp: int = 1
     shuffled: bool = True
+    hybrid: bool = False  # pools publish layer ids, and there is linear-attention state
+    draft_window: int = 0
     prefill_mixkv: bool = True
     decode_mixkv: bool = True
     seed: int = 0
@@ -63,7 +65,8 @@ class Case:
 
     def __str__(self) -> str:
         draft = self.draft and (f"{self.draft.kind}{self.draft.heads}")
-        return f"{self.target.kind}+{draft}-P{self.prefill_tp}-D{self.decode_tp}"
+        hybrid = "hybrid-" if self.hybrid else ""
+        return f"{hybrid}{self.target.kind}+{draft}-P{self.prefill_tp}-D{self.decode_tp}"
 
     def pages(self, request: Request) -> int:
         return -(-request.tokens // self.page_size)
@@ -117,3 +120,16 @@ def page_tables(case: Case, side: str) -> list[np.ndarray]:
     sizes = [case.pages(r) for r in case.requests]
     ends = np.cumsum(sizes)
     return [order[end - size : end].astype(np.int32) for size, end in zip(sizes, ends, strict=True)]
+
+
+def state_rows(case: Case, request: int, tp: int, rank: int) -> np.ndarray:
+    """Linear-attention state of one request on one rank: [heads on rank, bytes].
+
+    Cut by TP rank like SGLang's mamba states (dim 0 of the per-slot tensor)."""
+    rng = np.random.default_rng([case.seed, request, 77])
+    rows = rng.integers(0, 256, (STATE_HEADS, STATE_BYTES), np.uint8)
+    per_rank = STATE_HEADS // tp
+    return rows[rank * per_rank : (rank + 1) * per_rank]
+
+
+STATE_HEADS, STATE_BYTES = 8, 6

@@ -81,6 +81,7 @@ class Rank:
         self.report = RankReport(side, rank)
         self._publish(tp_rank)
         self.pools = self._pools()
+        self.state = self._state()
         self.aux = [
             np.random.default_rng([rank, side == "decode", i]).integers(
                 0, 256, (len(case.requests) + 1, n), np.uint8
@@ -142,6 +143,17 @@ class Rank:
             pools[name] = self._on_stage(name, cache, pool)
         return pools
 
+    def _state(self) -> np.ndarray:
+        """One linear-attention state tensor, a slot a request: [slots, heads on rank, bytes]."""
+        heads = model.STATE_HEADS // self.tp
+        rng = np.random.default_rng([self.rank, self.side == "decode", 5])
+        slots = len(self.case.requests) + 1
+        state = rng.integers(0, 256, (slots, heads, model.STATE_BYTES), np.uint8)
+        if self.side == "prefill":
+            for number in range(slots - 1):
+                state[number] = model.state_rows(self.case, number, self.tp, self.attn_rank)
+        return state
+
     def _on_stage(self, name: str, cache: Cache, pool: list[np.ndarray]) -> list[np.ndarray]:
         if name == "draft" or self.pp_size == 1:
             return pool
@@ -179,6 +191,8 @@ class Rank:
                      "dim_per_tensor", "slice_outer_counts", "conv_shard_groups"):  # fmt: skip
             setattr(args, f"state_{name}", [])
         args.is_hybrid_mla_backend = False
+        if case.hybrid:
+            self._describe_hybrid(args)
         args.mla_compression_ratios = None
         args.swa_kv_cache_layout = None
         args.ib_device, args.gpu_id = "", 0
@@ -194,10 +208,31 @@ class Rank:
             self._describe_draft(args)
         return args
 
+    def _describe_hybrid(self, args: Any) -> None:
+        """As build_kv_layer_ids and setup_state_kv_args do for a HybridLinearKVPool."""
+        from sglang.srt.disaggregation.base.conn import StateType
+
+        case = self.case
+        args.is_hybrid_mla_backend = case.target.is_mla
+        groups = 1 if case.target.is_mla else 2
+        args.kv_layer_ids = [1 + 2 * layer for layer in self._stage_layers()] * groups
+        if self._has_draft():
+            band = range(100, 100 + case.draft.layers)
+            args.kv_layer_ids += [*band] * (1 if case.draft.is_mla else 2)
+        args.state_types = [StateType.MAMBA]
+        args.state_data_ptrs = [[self.state.ctypes.data]]
+        args.state_data_lens = [[self.state.nbytes]]
+        args.state_item_lens = [[self.state[0].nbytes]]
+        args.state_dim_per_tensor = [[self.state.shape[1]]]
+        args.state_layer_ids = [[0]]
+        args.state_conv_shard_groups = [[None]]
+        args.state_slice_outer_counts = [[1]]
+
     def _describe_draft(self, args: Any) -> None:
         draft = self.case.draft
         assert draft is not None
         args.is_draft_mla_backend = draft.is_mla
+        args.draft_window = self.case.draft_window
         if not draft.is_mla:
             args.draft_kv_head_num = self.pools["draft"][0].shape[2]
             args.draft_total_kv_head_num = draft.heads
@@ -224,7 +259,7 @@ class Rank:
             self.kv_args(),
             DisaggregationMode(self.side),
             get_server_args(),
-            self.case.target.is_mla,
+            self.case.target.is_mla and not self.case.hybrid,
         )
 
     # -- requests
@@ -277,7 +312,9 @@ class Rank:
                 if status == KVPoll.Failed:
                     chunks.clear()
                 elif chunks and status >= KVPoll.WaitingForInput:
-                    senders[number].send(chunks.pop(0))
+                    chunk = chunks.pop(0)
+                    last = self.case.hybrid and not chunks
+                    senders[number].send(chunk, [np.array([number], np.int32)] if last else None)
             time.sleep(0.0005)
         for number, sender in senders.items():
             self.conclude(sender, number)
@@ -294,11 +331,13 @@ class Rank:
         case = self.case
         before = {name: [e.copy() for e in pool] for name, pool in self.pools.items()}
         aux_before = [a.copy() for a in self.aux]
+        state_before = self.state.copy()
         tables = model.page_tables(case, "decode")
         receivers = {n: self._receiver(n) for n in self.numbers()}
         for number, receiver in receivers.items():
             if receiver.conclude_state is None:
-                receiver.send_metadata(tables[number], number + 1)
+                state = [np.array([number + 1], np.int32)] if case.hybrid else None
+                receiver.send_metadata(tables[number], number + 1, state)
         for number, receiver in receivers.items():
             self.conclude(receiver, number)
         self.case.extra["all_sent"].wait(LIMIT_S)
@@ -306,6 +345,9 @@ class Rank:
             n for n, s in zip(self.numbers(), self.report.status, strict=True) if s == "success"
         ]
         self.compare(before, aux_before, tables, done)
+        for number in done if case.hybrid else ():
+            state_before[number + 1] = model.state_rows(case, number, self.tp, self.attn_rank)
+        self._differ("state", state_before, self.state)
 
     def _receiver(self, number: int) -> Any:
         address = f"127.0.0.1:{self.port}"
@@ -330,8 +372,9 @@ class Rank:
                 rows = model.cut(
                     cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
                 )
+                first = self._first_page(name, len(tables[number]))
                 for entry, row in zip(pool, rows, strict=True):
-                    entry[tables[number]] = row
+                    entry[tables[number][first:]] = row[first:]
             for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
                 self._differ(f"{name} entry {index}", want, got)
         several_senders = not self.case.target.is_mla and self.case.draft is None
@@ -344,6 +387,14 @@ class Rank:
                     0, 256, (len(self.case.requests) + 1, AUX_LENS[index]), np.uint8
                 )[number]
             self._differ(f"aux {index}", want, got)
+
+    def _first_page(self, name: str, total: int) -> int:
+        """Pages before this one are outside the drafter's window, with SGLang's own tokens
+        before the window's edge added."""
+        if name == "target" or not self.case.draft_window:
+            return 0
+        oldest_read = (total - 1) * self.case.page_size + 1 - self.case.draft_window - 2
+        return max(0, oldest_read // self.case.page_size)
 
     def _aux_sender(self, number: int) -> int:
         """The prefill process whose aux rows this rank must get: stock's target_tp_ranks[0]."""
@@ -364,6 +415,20 @@ class Rank:
             self.report.wrong.append(
                 f"decode rank {self.rank} {what}: {len(bad)} bytes differ, pages {pages[:9]}"
             )
+
+
+class Stages:
+    """What PPConsensusStore needs of SGLang's PP group: one broadcast from stage 0."""
+
+    def __init__(self, queue: Any, size: int) -> None:
+        self._queue, self._size = queue, size
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        if value is None:
+            return self._queue.get(timeout=LIMIT_S)
+        for _ in range(self._size - 1):
+            self._queue.put(value)
+        return value
 
 
 def wait_for_port(port: int) -> None:
@@ -403,7 +468,14 @@ def run(case: Case) -> Outcome:
     """Run one case; every rank's process has ended when this returns."""
     context = mp.get_context("fork")
     port, go = free_port(), context.Event()
-    case.extra.update(bootstrap_up=context.Event(), all_sent=context.Event())
+    case.extra.update(
+        bootstrap_up=context.Event(),
+        all_sent=context.Event(),
+        pp_groups={
+            i: Stages(context.Queue(), case.prefill_pp)
+            for i in range(case.prefill_tp * case.prefill_dp)
+        },
+    )
     ranks = [("prefill", r) for r in range(case.prefill_tp * case.prefill_dp * case.prefill_pp)]
     ranks += [("decode", r) for r in range(case.decode_tp * case.decode_dp)]
     processes, pipes = [], []
@@ -451,5 +523,3 @@ def _end(processes: list[Any]) -> None:
         if process.is_alive():
             process.kill()
             process.join()
-
-

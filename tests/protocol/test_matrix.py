@@ -32,9 +32,7 @@ def right(case: Case) -> Outcome:
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), itertools.product(SIZES, SIZES))
 def test_every_byte(prefill_tp: int, decode_tp: int, draft: str) -> None:
     seed = prefill_tp * 100 + decode_tp
-    outcome = right(
-        Case(prefill_tp, decode_tp, draft=DRAFTS[draft], requests=REQUESTS, seed=seed)
-    )
+    outcome = right(Case(prefill_tp, decode_tp, draft=DRAFTS[draft], requests=REQUESTS, seed=seed))
     assert outcome.total("draft_bytes_sent") > 0
 
 
@@ -51,7 +49,57 @@ def test_without_drafter(prefill_tp: int, decode_tp: int, target: Cache) -> None
 def test_dp_attention(prefill_tp: int, decode_tp: int, prefill_dp: int, decode_dp: int) -> None:
     """Routes depend on the attention-TP sizes inside a DP rank; each DP rank is a peer."""
     right(
-        Case(
-            prefill_tp, decode_tp, prefill_dp=prefill_dp, decode_dp=decode_dp, requests=REQUESTS
-        )
+        Case(prefill_tp, decode_tp, prefill_dp=prefill_dp, decode_dp=decode_dp, requests=REQUESTS)
     )
+
+
+GQA = Cache("mha", layers=2, heads=4, k_bytes=4, v_bytes=4)
+SHAPES = [(1, 1), (2, 1), (4, 2), (1, 2), (2, 4)]
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
+@pytest.mark.parametrize("draft_heads", [1, 2, 8])
+def test_gqa_target(prefill_tp: int, decode_tp: int, draft_heads: int) -> None:
+    """A GQA target with a drafter of another head count and size, on plain pools."""
+    draft = Cache("mha", heads=draft_heads, k_bytes=6, v_bytes=2)
+    right(Case(prefill_tp, decode_tp, target=GQA, draft=draft, requests=REQUESTS))
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
+@pytest.mark.parametrize("target", [Cache("mla", layers=2), GQA], ids=["mla", "gqa"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_hybrid_target(prefill_tp: int, decode_tp: int, target: Cache, stages: int) -> None:
+    """Pools that publish layer ids, with linear-attention state cut by TP rank."""
+    right(
+        Case(
+            prefill_tp, decode_tp, target=target, draft=Cache("mha", heads=2), hybrid=True,
+            prefill_pp=stages, requests=REQUESTS,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
+@pytest.mark.parametrize("target", [Cache("mla", layers=4), Cache("mha", layers=4, heads=4)])
+def test_two_prefill_stages(prefill_tp: int, decode_tp: int, target: Cache) -> None:
+    """Each stage sends its layers, the last one the drafter and the aux row."""
+    right(Case(prefill_tp, decode_tp, target=target, prefill_pp=2, requests=REQUESTS))
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
+def test_drafter_with_a_window(prefill_tp: int, decode_tp: int) -> None:
+    """Only the pages that the window can reach are sent; all others keep what was in them."""
+    outcome = right(Case(prefill_tp, decode_tp, draft_window=5, requests=REQUESTS))
+    everything = right(Case(prefill_tp, decode_tp, requests=REQUESTS))
+    assert outcome.total("draft_bytes_sent") < everything.total("draft_bytes_sent")
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(4, 2), (2, 4), (2, 1)])
+def test_page_sizes_and_page_edges(prefill_tp: int, decode_tp: int, page_size: int) -> None:
+    """Prompts of page_size x k - 1, x k and x k + 1 tokens, in one chunk and in several."""
+    requests = tuple(
+        Request(max(1, page_size * 2 + edge), chunk_pages=chunk)
+        for edge in (-1, 0, 1)
+        for chunk in (0, 1)
+    )
+    right(Case(prefill_tp, decode_tp, page_size=page_size, requests=requests))

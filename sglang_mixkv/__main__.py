@@ -1,0 +1,40 @@
+"""``python -m sglang_mixkv COMMAND``: finds a tool by name and runs its ``main(argv) -> int``.
+
+A tool is a module of :mod:`sglang_mixkv.tools`. It is imported only when asked for, so that
+the help text needs neither SGLang nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+COMMANDS: dict[str, str] = {
+    "demo": "run a small trained pair in the real engine: single, stock PD, PD with mixkv",
+}
+"""Name of the tool's module, and its line in the help text."""
+
+
+def usage() -> str:
+    """The help text: one line a command."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    return "\n".join(["usage: python -m sglang_mixkv COMMAND [options]", "", "commands:", *lines])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Dispatch to one tool; 2 for a command that does not exist."""
+    args = sys.argv[1:] if argv is None else argv
+    if args and args[0] in COMMANDS:
+        tool = importlib.import_module(f"sglang_mixkv.tools.{args[0]}")
+        return int(tool.main(args[1:]))
+    if args and args[0] in ("-h", "--help"):
+        print(usage())  # noqa: T201
+        return 0
+    wrong = f"unknown command: {args[0]}" if args else "no command given"
+    print(f"{wrong}\n\n{usage()}", file=sys.stderr)  # noqa: T201
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
