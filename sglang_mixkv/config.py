@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ ENABLE_ENV = "SGLANG_ENABLE_MIXKV"
 ALLOW_UNTESTED_ENV = "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG"
 STATS_DIR_ENV = "SGLANG_MIXKV_STATS_DIR"
 
+DRAFT_TRANSFERS = ("auto", "direct", "packed")
+
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
 
@@ -30,11 +33,15 @@ _FALSE = {"", "0", "false", "no", "off"}
 class Config(msgspec.Struct, frozen=True):
     """What the operator asked of the plugin.
 
-    `stats_dir`: folder into which each process writes its byte counters; off when empty.
+    `draft_transfer`: auto, direct or packed. `staging_mb`: MiB of the receiver's buffer, and of
+    the sender's pack buffers together, each taken at the first need. `stats_dir`: folder into
+    which each process writes its byte counters; off when empty.
     """
 
     enabled: bool = False
     allow_untested_sglang: bool = False
+    draft_transfer: str = "auto"
+    staging_mb: int = 256
     stats_dir: str = ""
 
 
@@ -44,6 +51,51 @@ def truth(name: str, environ: Mapping[str, str]) -> bool:
     if text in _TRUE | _FALSE:
         return text in _TRUE
     raise ValueError(f"{name}={text!r}: expected one of {sorted(_TRUE | _FALSE - {''})}")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting: its flag, its environment variable, how text becomes a value."""
+
+    flag: str
+    environ: str
+    field: str
+    parse: Callable[[str], Any]
+    help: str
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def attribute(self) -> str:
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value <= 0:
+        raise ValueError(f"expected a positive number, got {text}")
+    return value
+
+
+OPTIONS = (
+    Option(
+        "--mixkv-draft-transfer",
+        "SGLANG_MIXKV_DRAFT_TRANSFER",
+        "draft_transfer",
+        str,
+        "How head slices travel: packed into long ranges, one range a token (direct), or "
+        "whichever is cheaper by count and size (auto).",
+        DRAFT_TRANSFERS,
+    ),
+    Option(
+        "--mixkv-staging-mb",
+        "SGLANG_MIXKV_STAGING_MB",
+        "staging_mb",
+        _positive,
+        "MiB of registered memory for packed slices: one buffer on a decode rank, shared by "
+        "requests in flight; split over the transfer threads of a prefill rank. Taken when the "
+        "first peer needs it; without room a request uses the direct path.",
+    ),
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -56,19 +108,46 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=None,
         help="Transfer the drafter's KV by heads between prefill and decode servers of "
-        "different attention-TP sizes. Set it on both sides. "
-        f"[env: {ENABLE_ENV}]",
+        f"different attention-TP sizes. Set it on both sides. [env: {ENABLE_ENV}]",
     )
+    defaults = Config()
+    for option in OPTIONS:
+        group.add_argument(
+            option.flag,
+            type=option.parse,
+            choices=option.choices,
+            default=None,
+            help=f"{option.help} [default: {getattr(defaults, option.field)}; "
+            f"env: {option.environ}]",
+        )
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:
     """The record for these flags (None: a launcher without the plugin's flags)."""
     enabled = getattr(flags, "enable_mixkv", None)
+    values = {option.field: _value(option, flags, environ) for option in OPTIONS}
     return Config(
         enabled=truth(ENABLE_ENV, environ) if enabled is None else bool(enabled),
         allow_untested_sglang=truth(ALLOW_UNTESTED_ENV, environ),
         stats_dir=environ.get(STATS_DIR_ENV, ""),
+        **values,
     )
+
+
+def _value(option: Option, flags: argparse.Namespace | None, environ: Mapping[str, str]) -> Any:
+    """Flag over environment over default. Raises ValueError for unusable text."""
+    given = getattr(flags, option.attribute, None)
+    if given is not None:
+        return given
+    text = environ.get(option.environ, "").strip()
+    if not text:
+        return getattr(Config(), option.field)
+    if option.choices and text not in option.choices:
+        raise ValueError(f"{option.environ}={text!r}: expected one of {option.choices}")
+    try:
+        return option.parse(text)
+    except ValueError as error:
+        raise ValueError(f"{option.environ}={text!r}: {error}") from None
 
 
 def config_of(server_args: Any) -> Config:

@@ -1,8 +1,8 @@
-"""The versioned extension of SGLang's registration message.
+"""The versioned extension of SGLang's registration and metadata messages.
 
 Stock frames stay byte-identical; the extension is one more frame at the end:
 
-    b"MIXKV" | protocol version, big-endian u16 | msgpack of `Registration`
+    b"MIXKV" | protocol version, big-endian u16 | msgpack of `Registration` or `Grant`
 
 SGLang's own parsers ignore extra trailing frames, so a stock peer is not disturbed by
 it; a peer with this plugin refuses a registration that lacks it.
@@ -16,6 +16,7 @@ default; not for a new field with a default that means what its absence meant.
 from __future__ import annotations
 
 import struct
+from typing import TypeVar
 
 import msgspec
 
@@ -23,10 +24,13 @@ from sglang_mixkv.core.errors import MixKVError, refuse
 from sglang_mixkv.core.facts import Facts
 from sglang_mixkv.core.routes import Route
 
+T = TypeVar("T")
+
 PROTOCOL = 1
 MAGIC = b"MIXKV"
 HEADER = len(MAGIC) + 2
 STOCK_REGISTRATION_FRAMES = 20
+STOCK_METADATA_FRAMES = 10
 MAX_EXTENSION = 1 << 20
 
 _UPGRADE = "Install the same sglang-mixkv on both sides and restart the older one"
@@ -73,6 +77,7 @@ class Registration(msgspec.Struct, frozen=True):
     rank; `draft_total_heads`: of the whole drafter. `draft_window`: how many tokens before
     the prompt's end its drafter can reach, 0 where all of the draft KV has to come.
     `stages`: the prefill pipeline stages that this rank contacts, ascending.
+    `staging`: (address, bytes) of the buffer in which it grants regions; bytes 0: none.
     """
 
     facts: Facts
@@ -84,11 +89,22 @@ class Registration(msgspec.Struct, frozen=True):
     route: RouteNotice
     stages: tuple[int, ...] = (0,)
     draft_window: int = 0
+    staging: tuple[int, int] = (0, 0)
 
 
-def encode(registration: Registration) -> bytes:
+class Grant(msgspec.Struct, frozen=True, array_like=True):
+    """A region for the draft slices of one request from the prefill rank that gets this.
+
+    `address`: first byte; `tokens`: rows an entry. Layout: packed.into_region.
+    """
+
+    address: int
+    tokens: int
+
+
+def encode(extension: Registration | Grant) -> bytes:
     """The extension frame."""
-    return MAGIC + struct.pack(">H", PROTOCOL) + msgspec.msgpack.encode(registration)
+    return MAGIC + struct.pack(">H", PROTOCOL) + msgspec.msgpack.encode(extension)
 
 
 def decode(frames: list[bytes]) -> Registration:
@@ -107,11 +123,29 @@ def decode(frames: list[bytes]) -> Registration:
     return decode_extension(frames[-1])
 
 
+def decode_grant(frames: list[bytes]) -> Grant | None:
+    """The grant in a room's metadata message, None without one. Raises MixKVError."""
+    if len(frames) == STOCK_METADATA_FRAMES:
+        return None
+    if len(frames) != STOCK_METADATA_FRAMES + 1:
+        raise refuse(
+            f"{STOCK_METADATA_FRAMES} stock frames and at most one of sglang-mixkv",
+            f"{len(frames)} frames",
+            "page numbers could be read from another field",
+            _UPGRADE,
+        )
+    return _payload(frames[-1], Grant)
+
+
 def decode_extension(frame: bytes) -> Registration:
-    """Read one extension frame; raises MixKVError."""
+    """Read the extension frame of a registration; raises MixKVError."""
+    return _payload(frame, Registration)
+
+
+def _payload(frame: bytes, kind: type[T]) -> T:
     if len(frame) < HEADER or not frame.startswith(MAGIC) or len(frame) > MAX_EXTENSION:
         raise refuse(
-            "a registration frame of sglang-mixkv",
+            "an extension frame of sglang-mixkv",
             f"{len(frame)} other bytes",
             "the peer's drafter would be unknown",
             _UPGRADE,
@@ -125,9 +159,9 @@ def decode_extension(frame: bytes) -> Registration:
             _UPGRADE,
         )
     try:
-        return msgspec.msgpack.decode(frame[HEADER:], type=Registration)
+        return msgspec.msgpack.decode(frame[HEADER:], type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise MixKVError(
-            f"malformed sglang-mixkv registration: {error}; nothing is sent to this peer. "
-            f"{_UPGRADE}."
+            f"malformed sglang-mixkv {kind.__name__.lower()}: {error}; nothing is sent to this "
+            f"peer. {_UPGRADE}."
         ) from None

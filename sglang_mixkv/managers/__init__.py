@@ -10,17 +10,16 @@ Call order, by process:
                  registers with each contacted prefill rank, its row of the routes table included
 """
 
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
-
 from sglang_mixkv.managers.bootstrap import MixKVBootstrapServer
 from sglang_mixkv.managers.manager import MixKVManager
 from sglang_mixkv.managers.receiver import MixKVReceiver
+from sglang_mixkv.managers.sender import MixKVSender
 
 CLASSES = {
     "manager": MixKVManager,
-    "sender": MooncakeKVSender,
+    "sender": MixKVSender,
     "receiver": MixKVReceiver,
     "bootstrap_server": MixKVBootstrapServer,
 }
 
-__all__ = ["CLASSES", "MixKVBootstrapServer", "MixKVManager", "MixKVReceiver"]
+__all__ = ["CLASSES", "MixKVBootstrapServer", "MixKVManager", "MixKVReceiver", "MixKVSender"]

@@ -7,7 +7,10 @@ what does not fit is kept as a reason, and the receiver refuses its requests.
 from __future__ import annotations
 
 import logging
+from typing import Any
 
+import numpy as np
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.runtime_context import get_disagg
 
@@ -16,15 +19,22 @@ from sglang_mixkv.core.facts import differences
 from sglang_mixkv.core.pages import window_start
 from sglang_mixkv.core.routes import Route, Topology, required_responses, routes
 from sglang_mixkv.core.topology import Kind, Spread
-from sglang_mixkv.core.wire import Registration, encode, notice_of
+from sglang_mixkv.core.wire import Grant, Registration, encode, notice_of
 from sglang_mixkv.managers import facts as handshake
 from sglang_mixkv.managers.shared import Shared
+from sglang_mixkv.managers.staging import Staging, pack_buffer, wants_region
 
 logger = logging.getLogger(__name__)
 
 
 class DecodeSide(Shared):
-    """Overrides of CommonKVManager that act on decode ranks."""
+    """Overrides of CommonKVManager that act on decode ranks.
+
+    `staging`: this rank's buffer for granted regions, once a peer needs one.
+    """
+
+    staging: Staging | None = None
+    no_staging = False
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """As stock, once a prefill server; a server that does not fit is kept with a reason."""
@@ -117,8 +127,49 @@ class DecodeSide(Shared):
                 route=notice_of(route),
                 stages=self.stages_of(info),
                 draft_window=self.draft_window,
+                staging=self.staging.span if self.staging else (0, 0),
             )
         )
+
+    def prepare_staging(self, info: PrefillServerInfo) -> None:
+        """Take the staging buffer before the first peer that needs it is registered with."""
+        draft = self.caches.draft
+        if draft is None or self.staging is not None or self.no_staging:
+            return
+        if wants_region(draft, self.routes_from(info), 1 << 20, self.config.draft_transfer):
+            buffer = pack_buffer(self.engine, self.rows, self.config.staging_mb << 20)
+            self.no_staging = buffer is None
+            self.staging = Staging(buffer, self.rows) if buffer else None
+
+    def grant(self, room: int, info: PrefillServerInfo, pages: Any) -> dict[tuple[int, int], Grant]:
+        """Regions for a room's draft slices by (prefill rank, stage); none: the direct path."""
+        draft, table = self.caches.draft, self.routes_from(info)
+        mode = self.config.draft_transfer
+        if draft is None or self.staging is None or not len(pages):
+            return {}
+        if not wants_region(draft, table, len(pages), mode):
+            return {}
+        skip = window_start(len(pages), draft.page_size, self.draft_window)
+        numbers = np.asarray(pages, np.int64)
+        ptrs = self.caches.draft_ptrs
+        return self.staging.grant(room, draft, ptrs, numbers, skip, table) or {}
+
+    def update_status(self, bootstrap_room: int, status: Any) -> None:
+        """As stock; before a room succeeds, its region is scattered into the pool."""
+        if status == KVPoll.Success and self.staging is not None:
+            try:
+                if self.request_status.get(bootstrap_room) != KVPoll.Failed:
+                    self.staging.scatter(bootstrap_room)
+            except Exception as error:
+                logger.exception("sglang-mixkv could not scatter room %s", bootstrap_room)
+                self.record_failure(bootstrap_room, f"sglang-mixkv could not scatter: {error!r}")
+                status = KVPoll.Failed
+        super().update_status(bootstrap_room, status)
+
+    def release_grant(self, room: int) -> None:
+        """The room ended; a region that was not scattered is quarantined."""
+        if self.staging is not None:
+            self.staging.release(room)
 
     @property
     def draft_window(self) -> int:

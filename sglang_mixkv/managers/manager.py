@@ -22,7 +22,7 @@ class MixKVManager(PrefillSide, DecodeSide):
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
     ) -> None:
         split_draft(args)
-        folder = config_of(server_args).stats_dir
-        self.stats = Stats(disaggregation_mode.value, folder)
+        self.config = config_of(server_args)
+        self.stats = Stats(disaggregation_mode.value, self.config.stats_dir)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         _ = self.facts  # raise here, not in a thread

@@ -20,6 +20,7 @@ from sglang_mixkv.core.plan import Copies, Plan, component_copies
 from sglang_mixkv.core.routes import Route, Topology, route_of, routes
 from sglang_mixkv.core.topology import Kind, Spread
 from sglang_mixkv.managers.kv_args import Caches
+from sglang_mixkv.transfer.writer import Region
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,21 @@ class Peer:
     route: Route
     plan: Plan | None
     draft_window: int = 0
+    staging: tuple[int, int] = (0, 0)
+
+    def check_grant(self, grant: wire.Grant) -> Region:
+        """The region, or MixKVError when it is not inside what the peer registered."""
+        assert self.plan is not None
+        start, size = self.staging
+        need = grant.tokens * int(self.plan.draft.width.sum())
+        if grant.tokens <= 0 or grant.address < start or grant.address + need > start + size:
+            raise refuse(
+                f"a region inside the {size} bytes of staging that the decode rank announced",
+                f"{need} bytes at offset {grant.address - start}",
+                "slices would be written outside it",
+                "Start both sides with the same sglang-mixkv",
+            )
+        return Region(grant.address, grant.tokens)
 
 
 def admit(local: PrefillRank, registration: PeerRegistration) -> Peer:
@@ -126,7 +142,8 @@ def admit(local: PrefillRank, registration: PeerRegistration) -> Peer:
     if not registration.extension.num_draft_entries:
         return Peer(session, route, None)
     plan = _plan(local, registration, route)
-    return Peer(session, route, plan, registration.extension.draft_window)
+    extension = registration.extension
+    return Peer(session, route, plan, extension.draft_window, extension.staging)
 
 
 def _compare_facts(local: PrefillRank, decode: Facts) -> None:

@@ -14,15 +14,17 @@ from typing import Any
 import numpy as np
 import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_mixkv.core import wire
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.pages import pages_to_send, window_start
-from sglang_mixkv.core.plan import Blocks, Plan, blocks
+from sglang_mixkv.core.plan import Plan
 from sglang_mixkv.managers.facts import KEY, PATH, TIMEOUT_S, announcement
 from sglang_mixkv.managers.peer import Peer, PeerRegistration, PrefillRank, admit
 from sglang_mixkv.managers.shared import Shared
-from sglang_mixkv.transfer import direct
+from sglang_mixkv.managers.staging import pack_buffer
+from sglang_mixkv.transfer.writer import Chunk, ChunkWriter
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class PrefillSide(Shared):
     """Overrides of MooncakeKVManager that act on prefill ranks.
 
     `peers`: session id -> Peer; written by the bootstrap thread, read by transfer threads.
+    `grants`: (room, session id) -> region, from metadata to the end of the room's sender.
     """
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
@@ -65,16 +68,34 @@ class PrefillSide(Shared):
             )
 
     def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Recv:
-        """Keep the extension of each registration for `_validate_peer_state_layout`."""
+        """Read our frames before stock reads its own."""
         recv = super()._make_worker_recv(socket, timeout_ms)
+        if self.disaggregation_mode != DisaggregationMode.PREFILL:
+            return recv
 
         def checked() -> list[bytes] | None:
             frames = recv()
             if frames and frames[0] == b"None":
                 self.last_registration = frames
+            elif frames and frames[0].isdigit():
+                self._note_grant(frames)
             return frames
 
         return checked
+
+    def _note_grant(self, frames: list[bytes]) -> None:
+        """Keep a room's grant, or the reason why it cannot be used, until its sender is cleared."""
+        room, session = int(frames[0]), frames[3].decode("ascii", "replace")
+        self.grants.pop((room, session), None)
+        peer = self.peers.get(session)
+        if peer is None or peer.plan is None:
+            return
+        try:
+            grant = wire.decode_grant(frames)
+            if grant is not None:
+                self.grants[room, session] = peer.check_grant(grant)
+        except MixKVError as error:
+            self.grants[room, session] = error
 
     def _validate_peer_state_layout(self, registration_info: Any) -> tuple[bool, str | None]:
         """Stock's verdict on a registering peer, ours first: a reason refuses the peer."""
@@ -198,28 +219,50 @@ class PrefillSide(Shared):
         return count
 
     def _send_planned(self, peer: Peer, src_pages: Any, dst_pages: Any) -> int:
-        """Write one chunk. A chunk of ours that does not fit fails its room, not the session."""
+        """Write one chunk of this thread's room. Raises MixKVError for one that does not fit."""
         plan = peer.plan
         assert plan is not None
-        pages = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
-        target = blocks(plan.target, plan.page_size, *pages)
-        skip = self._before_window(peer)
-        draft = blocks(plan.draft, plan.page_size, *(p[skip:] for p in pages))
-        self._check_bounds(plan, *pages)
-        code = direct.write(self.engine, peer.session, Blocks.concat([target, draft]))
-        if code == 0:
-            self.stats.add(target_bytes_sent=target.bytes, draft_bytes_sent=draft.bytes)
-        return code
+        src, dst = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
+        self._check_bounds(plan, src, dst)
+        chunk, region = Chunk(src, dst), None
+        taken = getattr(self.current, "chunk", None)
+        if taken is not None:
+            chunk = Chunk(src, dst, taken.index_slice.start, self._before_window(peer, taken))
+            region = self.grants.get((taken.room, peer.session))
+            if isinstance(region, MixKVError):
+                raise region
+        written = self._writer().write(peer.session, plan, chunk, region)
+        if written.code == 0:
+            self.stats.add(
+                target_bytes_sent=written.target_bytes,
+                draft_bytes_sent=written.draft_bytes,
+                descriptors=written.descriptors,
+                packed_bytes=written.packed_bytes,
+            )
+        return written.code
 
-    def _before_window(self, peer: Peer) -> int:
+    def _writer(self) -> ChunkWriter:
+        """This thread's writer."""
+        writer: ChunkWriter | None = getattr(self.current, "writer", None)
+        if writer is None:
+            threads = max(1, len(getattr(self, "transfer_queues", ())))
+            size = (self.config.staging_mb << 20) // threads
+            writer = self.current.writer = ChunkWriter(
+                self.engine,
+                self.rows,
+                lambda: pack_buffer(self.engine, self.rows, size),
+                self.config.draft_transfer,
+            )
+        return writer
+
+    def _before_window(self, peer: Peer, taken: Any) -> int:
         """Pages at this chunk's front that the drafter's window cannot reach."""
-        chunk = getattr(self.current, "chunk", None)
-        if not peer.draft_window or chunk is None:
+        if not peer.draft_window:
             return 0
-        total = len(self.transfer_infos[chunk.room][peer.session].dst_kv_indices)
         assert peer.plan is not None
+        total = len(self.transfer_infos[taken.room][peer.session].dst_kv_indices)
         first = window_start(total, peer.plan.page_size, peer.draft_window)
-        return max(0, first - chunk.index_slice.start)
+        return min(len(taken.prefill_kv_indices), max(0, first - taken.index_slice.start))
 
     @staticmethod
     def _check_bounds(plan: Plan, src_pages: Any, dst_pages: Any) -> None:
@@ -241,6 +284,11 @@ class PrefillSide(Shared):
             if failed or not peer.route.sends_aux:
                 return 0
         return int(super().send_aux(req, prefill_aux_index, dst_aux_ptrs))
+
+    def forget_room(self, room: int) -> None:
+        """Drop the grants of a room whose sender is cleared."""
+        for key in [key for key in list(self.grants) if key[0] == room]:
+            self.grants.pop(key, None)
 
     def conclude_transfer(self, **kwargs: Any) -> Any:
         status = super().conclude_transfer(**kwargs)

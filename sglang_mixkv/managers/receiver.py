@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 
 from sglang_mixkv.core.routes import Route, route_of
+from sglang_mixkv.core.wire import Grant, encode
 
 
 class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
     """SGLang's receiver, refusing servers that do not fit and naming each rank's route."""
 
     pages = 0
+    grants: Mapping[tuple[int, int], Grant] = MappingProxyType({})
 
     def init(self, prefill_dp_rank: int) -> None:
         """Refuse where stock refuses, in init: the request fails, the server goes on."""
@@ -38,6 +42,7 @@ class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
     def _register_kv_args(self) -> bool:
         """With a drafter, who is a dummy is our table's decision instead of stock's."""
         if self.kv_mgr.caches.draft is not None:
+            self.kv_mgr.prepare_staging(self.prefill_info)
             for info in self.bootstrap_infos or []:
                 info["is_dummy"] = self._route(info).is_dummy
         return super()._register_kv_args()
@@ -55,13 +60,29 @@ class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
         if operation == "_register_kv_args":
             route = self._route(bootstrap_info)
             message = [*message, self.kv_mgr.extension_for(self.prefill_info, route)]
+        else:
+            key = bootstrap_info.get("tp_rank"), bootstrap_info.get("pp_rank")
+            if key in self.grants:
+                message = [*message, encode(self.grants[key])]
         return super()._send_bootstrap_message(
             bootstrap_info=bootstrap_info, message=message, operation=operation
         )
 
     def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
+        """As stock, with a region granted to each sender of strided draft slices."""
         self.pages = len(kv_indices)
+        if self.bootstrap_infos is not None and self.conclude_state is None:
+            self.grants = self.kv_mgr.grant(self.bootstrap_room, self.prefill_info, kv_indices)
         super().send_metadata(kv_indices, *args, **kwargs)
+
+    def abort(self) -> None:
+        """No scatter starts, and none is under way, once this has returned."""
+        self.kv_mgr.release_grant(self.bootstrap_room)
+        super().abort()
+
+    def clear(self) -> None:
+        self.kv_mgr.release_grant(self.bootstrap_room)
+        super().clear()
 
     def poll(self) -> Any:
         concluded = self.conclude_state

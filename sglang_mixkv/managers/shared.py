@@ -8,14 +8,20 @@ from functools import cached_property
 from typing import Any
 
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.runtime_context import get_device
 
+from sglang_mixkv.config import Config, config_of
+from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.facts import Facts
 from sglang_mixkv.core.topology import Kind
 from sglang_mixkv.managers import facts as handshake
 from sglang_mixkv.managers import kv_args as geometry
 from sglang_mixkv.managers.kv_args import Caches
 from sglang_mixkv.managers.peer import Peer
+from sglang_mixkv.managers.staging import rows_for
 from sglang_mixkv.managers.stats import Stats
+from sglang_mixkv.transfer.rows import Rows
+from sglang_mixkv.transfer.writer import Region
 
 
 class Shared(MooncakeKVManager):  # type: ignore[misc]
@@ -29,6 +35,18 @@ class Shared(MooncakeKVManager):  # type: ignore[misc]
     @cached_property
     def peers(self) -> dict[str, Peer]:
         return {}
+
+    @cached_property
+    def grants(self) -> dict[tuple[int, str], Region | MixKVError]:
+        return {}
+
+    @cached_property
+    def config(self) -> Config:
+        return config_of(getattr(self, "server_args", None))
+
+    @cached_property
+    def rows(self) -> Rows:
+        return rows_for(get_device().device, getattr(self.kv_args, "gpu_id", 0))
 
     @cached_property
     def current(self) -> threading.local:

@@ -111,7 +111,7 @@ class Rank:
             disaggregation_bootstrap_port=self.port,
         )
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
-        setattr(args, ATTRIBUTE, Config(enabled=enabled))
+        setattr(args, ATTRIBUTE, Config(enabled=enabled, **case.extra.get('config', {})))
         publish(args, role="tokenizer")
         get_parallel().override_permanently(
             tp_rank=tp_rank, pp_rank=self.stage, attn_tp_rank=self.attn_rank,

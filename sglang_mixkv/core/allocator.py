@@ -1,0 +1,73 @@
+"""Regions of one registered buffer, with a quarantine for regions that may still be written.
+
+buffer   |  held  | free |  held  | quarantined until t |   free   |
+"""
+
+from __future__ import annotations
+
+import threading
+
+ALIGNMENT = 4096
+
+
+class RegionAllocator:
+    """First fit over [0, size), in bytes; safe to use from several threads.
+
+    A region is in one state at a time: free, held, or quarantined (`retire`) until a
+    moment that the caller names, after which `allocate` may hand it out again.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._lock = threading.Lock()
+        self._held: dict[int, int] = {}  # start -> length
+        self._retired: dict[int, float] = {}  # start -> when it is free; also in _held
+
+    def allocate(self, length: int, now: float) -> int | None:
+        """Start of a held region of at least `length` bytes; None when there is no room."""
+        length = -(-max(length, 1) // ALIGNMENT) * ALIGNMENT
+        with self._lock:
+            self._reap(now)
+            start = 0
+            for held_start, held_length in sorted(self._held.items()):
+                if held_start - start >= length:
+                    break
+                start = held_start + held_length
+            if self.size - start < length:
+                return None
+            self._held[start] = length
+            return start
+
+    def free(self, start: int) -> None:
+        """End a hold at once: no write to it can be in flight. Raises KeyError if not held."""
+        with self._lock:
+            if start in self._retired:
+                raise KeyError(start)
+            del self._held[start]
+
+    def retire(self, start: int, until: float) -> None:
+        """End a hold, but keep the region out of use until then. KeyError if not held."""
+        with self._lock:
+            if start not in self._held or start in self._retired:
+                raise KeyError(start)
+            self._retired[start] = until
+
+    def _reap(self, now: float) -> None:
+        for start in [s for s, until in self._retired.items() if until <= now]:
+            del self._retired[start], self._held[start]
+
+    def in_use(self) -> tuple[int, int]:
+        """Bytes held, and bytes quarantined."""
+        with self._lock:
+            retired = sum(self._held[start] for start in self._retired)
+            return sum(self._held.values()) - retired, retired
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless regions are disjoint, inside, and quarantine is held."""
+        with self._lock:
+            end = 0
+            for start, length in sorted(self._held.items()):
+                assert start >= end, f"region {start} overlaps the one that ends at {end}"
+                end = start + length
+            assert end <= self.size, f"a region ends at {end} of {self.size}"
+            assert set(self._retired) <= set(self._held), "a quarantined region is not held"
