@@ -78,6 +78,7 @@ class Registration(msgspec.Struct, frozen=True):
     the prompt's end its drafter can reach, 0 where all of the draft KV has to come.
     `stages`: the prefill pipeline stages that this rank contacts, ascending.
     `staging`: (address, bytes) of the buffer in which it grants regions; bytes 0: none.
+    `aux_rows`: rows in each of its aux buffers.
     """
 
     facts: Facts
@@ -90,6 +91,7 @@ class Registration(msgspec.Struct, frozen=True):
     stages: tuple[int, ...] = (0,)
     draft_window: int = 0
     staging: tuple[int, int] = (0, 0)
+    aux_rows: int = 0
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):

@@ -11,9 +11,12 @@ from typing import Any
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+from sglang.srt.disaggregation.common.conn import ABORT_ACK_TAG, PrefillServerInfo
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_disagg
 
+from sglang_mixkv.core import frames as stock_frames
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.facts import differences
 from sglang_mixkv.core.pages import window_start
@@ -21,6 +24,7 @@ from sglang_mixkv.core.routes import Route, Topology, required_responses, routes
 from sglang_mixkv.core.topology import Kind, Spread
 from sglang_mixkv.core.wire import Grant, Registration, encode, notice_of
 from sglang_mixkv.managers import facts as handshake
+from sglang_mixkv.managers import farewell
 from sglang_mixkv.managers.shared import Shared
 from sglang_mixkv.managers.staging import Staging, pack_buffer, wants_region
 
@@ -71,6 +75,11 @@ class DecodeSide(Shared):
         if reason is not None:
             self.prefill_info_table.pop(bootstrap_addr, None)
         return reason
+
+    def tell_prefill(self, bootstrap_addr: str, room: int, dp_rank: int) -> None:
+        """Let that server's half of a refused request end now rather than by timeout."""
+        executor = self._ensure_prefill_recompute_executor()
+        executor.submit(farewell.tell, MooncakeKVReceiver, bootstrap_addr, room, dp_rank)
 
     def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
         """As stock; with a drafter, wait for every distinct sender of this rank."""
@@ -128,7 +137,60 @@ class DecodeSide(Shared):
                 stages=self.stages_of(info),
                 draft_window=self.draft_window,
                 staging=self.staging.span if self.staging else (0, 0),
+                aux_rows=min(self.aux_rows, default=0),
             )
+        )
+
+    @property
+    def aux_rows(self) -> list[int]:
+        """Rows of each aux buffer of this rank."""
+        args = self.kv_args
+        return [n // item for n, item in zip(args.aux_data_lens, args.aux_item_lens, strict=True)]
+
+    def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Any:
+        """Check every message before stock reads it, on decode ranks."""
+        recv = super()._make_worker_recv(socket, timeout_ms)
+        if self.disaggregation_mode != DisaggregationMode.DECODE:
+            return recv
+
+        def checked() -> list[bytes] | None:
+            frames = recv()
+            return frames if frames and self._readable(frames) else None
+
+        return checked
+
+    def _readable(self, frames: list[bytes]) -> bool:
+        """Whether stock may read this message. In SGLang's decode thread: never raises."""
+        try:
+            if frames[0] == ABORT_ACK_TAG:
+                stock_frames.check_ack(frames)
+            elif frames[0] == self.AUX_DATA_HEADER:
+                stock_frames.check_aux(frames, self.kv_args.aux_item_lens, self.aux_rows)
+            else:
+                self._check_status(stock_frames.check_status(frames))
+            return True
+        except MixKVError as error:
+            logger.warning("sglang-mixkv drops a message: %s", error)
+        except Exception:
+            logger.exception("sglang-mixkv drops a message that it could not check")
+        self.stats.add(messages_dropped=1)
+        return False
+
+    def _check_status(self, said: stock_frames.Status) -> None:
+        """A success counts only from a rank that sends to this room."""
+        expected = self.expected_senders.get(said.room)
+        if said.status == KVPoll.Success and expected and said.prefill_rank not in expected:
+            raise MixKVError(
+                f"room {said.room}: success from prefill rank {said.prefill_rank}, which sends "
+                "nothing to it."
+            )
+
+    def senders_of(self, info: PrefillServerInfo) -> frozenset[int]:
+        """Stock's unique numbers (_prefill_unique_rank) of the prefill ranks that send here."""
+        return frozenset(
+            route.prefill_rank * info.pp_size + route.stage
+            for route in self.routes_from(info)
+            if not route.is_dummy
         )
 
     def prepare_staging(self, info: PrefillServerInfo) -> None:

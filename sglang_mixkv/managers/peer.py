@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 from sglang.srt.disaggregation.utils import build_transfer_entry_pairs
 
 from sglang_mixkv.core import wire
 from sglang_mixkv.core.errors import MixKVError, refuse
 from sglang_mixkv.core.facts import Facts, differences
+from sglang_mixkv.core.frames import Metadata
 from sglang_mixkv.core.geometry import Component, Shard
 from sglang_mixkv.core.plan import Copies, Plan, component_copies
 from sglang_mixkv.core.routes import Route, Topology, route_of, routes
@@ -110,6 +113,8 @@ class Peer:
     """One decode rank as this prefill rank serves it. Without a drafter there is no plan.
 
     `draft_window`: tokens before the prompt's end that its drafter can reach; 0: all.
+    `staging`: address and bytes of the buffer it grants regions in. `aux_rows`: rows of its
+    aux buffers. `required_peers`: decode ranks that share a room on this prefill rank.
     """
 
     session: str
@@ -117,6 +122,26 @@ class Peer:
     plan: Plan | None
     draft_window: int = 0
     staging: tuple[int, int] = (0, 0)
+    aux_rows: int = 0
+    required_peers: int = 1
+
+    def check_metadata(self, said: Metadata, pages: npt.NDArray[np.int32]) -> None:
+        """Raise MixKVError unless a room's metadata stays inside what this peer registered."""
+        assert self.plan is not None
+        if said.is_dummy != self.route.is_dummy or said.required != self.required_peers:
+            role = "a dummy" if said.is_dummy else "a sender"
+            raise MixKVError(
+                f"the decode rank takes this prefill rank for {role} to {said.required} decode "
+                f"ranks, by the routes it is another to {self.required_peers}."
+            )
+        if said.is_dummy:
+            return
+        if len(pages) and not 0 <= pages.min() <= pages.max() < self.plan.dst_pages:
+            raise MixKVError(
+                f"pages {pages.min()}..{pages.max()} of a pool of {self.plan.dst_pages}."
+            )
+        if said.aux_index >= self.aux_rows:
+            raise MixKVError(f"aux row {said.aux_index} of {self.aux_rows}.")
 
     def check_grant(self, grant: wire.Grant) -> Region:
         """The region, or MixKVError when it is not inside what the peer registered."""
@@ -143,7 +168,16 @@ def admit(local: PrefillRank, registration: PeerRegistration) -> Peer:
         return Peer(session, route, None)
     plan = _plan(local, registration, route)
     extension = registration.extension
-    return Peer(session, route, plan, extension.draft_window, extension.staging)
+    decode_tp = registration.info.dst_attn_tp_size
+    return Peer(
+        session,
+        route,
+        plan,
+        extension.draft_window,
+        extension.staging,
+        extension.aux_rows,
+        max(1, decode_tp // local.caches.target.tp),
+    )
 
 
 def _compare_facts(local: PrefillRank, decode: Facts) -> None:

@@ -1,6 +1,6 @@
-"""The prefill side: admit peers, then send what their plan says.
+"""The prefill side: send each peer what its plan says.
 
-All of it runs in SGLang's bootstrap and transfer threads, which an exception would end
+All of it runs in SGLang's transfer threads and scheduler, which an exception would end
 without a word: nothing here raises.
 """
 
@@ -14,21 +14,17 @@ from typing import Any
 import numpy as np
 import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from sglang_mixkv.core import wire
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.pages import pages_to_send, window_start
 from sglang_mixkv.core.plan import Plan
 from sglang_mixkv.managers.facts import KEY, PATH, TIMEOUT_S, announcement
-from sglang_mixkv.managers.peer import Peer, PeerRegistration, PrefillRank, admit
-from sglang_mixkv.managers.shared import Shared
+from sglang_mixkv.managers.gate import PrefillGate
+from sglang_mixkv.managers.peer import Peer
 from sglang_mixkv.managers.staging import pack_buffer
 from sglang_mixkv.transfer.writer import Chunk, ChunkWriter
 
 logger = logging.getLogger(__name__)
-
-Recv = Callable[[], list[bytes] | None]
 
 
 class TappedQueue:
@@ -45,7 +41,7 @@ class TappedQueue:
         self._queue.put(chunk)
 
 
-class PrefillSide(Shared):
+class PrefillSide(PrefillGate):
     """Overrides of MooncakeKVManager that act on prefill ranks.
 
     `peers`: session id -> Peer; written by the bootstrap thread, read by transfer threads.
@@ -66,69 +62,6 @@ class PrefillSide(Shared):
                 "so decode servers could not see this prefill's drafter. Start every process of "
                 "the prefill server with --enable-mixkv and without SGLANG_PLUGINS excluding it."
             )
-
-    def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Recv:
-        """Read our frames before stock reads its own."""
-        recv = super()._make_worker_recv(socket, timeout_ms)
-        if self.disaggregation_mode != DisaggregationMode.PREFILL:
-            return recv
-
-        def checked() -> list[bytes] | None:
-            frames = recv()
-            if frames and frames[0] == b"None":
-                self.last_registration = frames
-            elif frames and frames[0].isdigit():
-                self._note_grant(frames)
-            return frames
-
-        return checked
-
-    def _note_grant(self, frames: list[bytes]) -> None:
-        """Keep a room's grant, or the reason why it cannot be used, until its sender is cleared."""
-        room, session = int(frames[0]), frames[3].decode("ascii", "replace")
-        self.grants.pop((room, session), None)
-        peer = self.peers.get(session)
-        if peer is None or peer.plan is None:
-            return
-        try:
-            grant = wire.decode_grant(frames)
-            if grant is not None:
-                self.grants[room, session] = peer.check_grant(grant)
-        except MixKVError as error:
-            self.grants[room, session] = error
-
-    def _validate_peer_state_layout(self, registration_info: Any) -> tuple[bool, str | None]:
-        """Stock's verdict on a registering peer, ours first: a reason refuses the peer."""
-        session = registration_info.mooncake_session_id
-        self.peers.pop(session, None)
-        try:
-            peer = self._admit(registration_info)
-        except MixKVError as error:
-            return False, f"sglang-mixkv refuses this decode rank: {error}"
-        except Exception as error:
-            logger.exception("sglang-mixkv could not read the registration of %s", session)
-            return False, f"sglang-mixkv could not read this decode rank's registration: {error!r}"
-        if peer is not None:
-            self.peers[session] = peer
-        return super()._validate_peer_state_layout(registration_info)
-
-    def _admit(self, info: Any) -> Peer | None:
-        frames = self.last_registration
-        if frames is None:  # built piecemeal, without a bootstrap thread
-            return None
-        self.last_registration = None
-        return admit(self._this_rank(), PeerRegistration(info, wire.decode(frames)))
-
-    def _this_rank(self) -> PrefillRank:
-        return PrefillRank(
-            facts=self.facts,
-            caches=self.caches,
-            layer_ids=tuple(self.kv_args.kv_layer_ids),
-            start_layer=getattr(self.kv_args, "prefill_start_layer", 0) or 0,
-            stage=self.pp_rank or 0,
-            last_stage=(self.pp_size or 1) - 1,
-            sharded_state=self.sharded_state,
-        )
 
     def _get_dsa_cache_transfer_skip_flags(self, info: Any) -> tuple[bool, bool]:
         """Let the plan decide on KV, and the route on state."""
@@ -229,8 +162,6 @@ class PrefillSide(Shared):
         if taken is not None:
             chunk = Chunk(src, dst, taken.index_slice.start, self._before_window(peer, taken))
             region = self.grants.get((taken.room, peer.session))
-            if isinstance(region, MixKVError):
-                raise region
         written = self._writer().write(peer.session, plan, chunk, region)
         if written.code == 0:
             self.stats.add(
@@ -284,11 +215,6 @@ class PrefillSide(Shared):
             if failed or not peer.route.sends_aux:
                 return 0
         return int(super().send_aux(req, prefill_aux_index, dst_aux_ptrs))
-
-    def forget_room(self, room: int) -> None:
-        """Drop the grants of a room whose sender is cleared."""
-        for key in [key for key in list(self.grants) if key[0] == room]:
-            self.grants.pop(key, None)
 
     def conclude_transfer(self, **kwargs: Any) -> Any:
         status = super().conclude_transfer(**kwargs)

@@ -24,10 +24,14 @@ class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
         reason = self.kv_mgr.refusal_of(self.bootstrap_addr)
         if reason is None or self.conclude_state == KVPoll.Failed:
             super().init(prefill_dp_rank)
+            if self.conclude_state is None and self.kv_mgr.caches.draft is not None:
+                senders = self.kv_mgr.senders_of(self.prefill_info)
+                self.kv_mgr.expected_senders[self.bootstrap_room] = senders
             return
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.conclude_state = KVPoll.Failed
+        self.kv_mgr.tell_prefill(self.bootstrap_addr, self.bootstrap_room, prefill_dp_rank)
 
     def _get_bootstrap_info_from_server(
         self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
@@ -82,6 +86,7 @@ class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
 
     def clear(self) -> None:
         self.kv_mgr.release_grant(self.bootstrap_room)
+        self.kv_mgr.expected_senders.pop(self.bootstrap_room, None)
         super().clear()
 
     def poll(self) -> Any:
@@ -89,4 +94,6 @@ class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
         status = super().poll()
         if concluded is None and status == KVPoll.Success:
             self.kv_mgr.count_received(self.pages)
+        elif concluded is None and status == KVPoll.Failed:
+            self.invalidate_cached_bootstrap_infos()  # the next request registers again
         return status

@@ -11,7 +11,6 @@ from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.runtime_context import get_device
 
 from sglang_mixkv.config import Config, config_of
-from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.facts import Facts
 from sglang_mixkv.core.topology import Kind
 from sglang_mixkv.managers import facts as handshake
@@ -36,8 +35,30 @@ class Shared(MooncakeKVManager):  # type: ignore[misc]
     def peers(self) -> dict[str, Peer]:
         return {}
 
+    next_reap = 0.0
+
     @cached_property
-    def grants(self) -> dict[tuple[int, str], Region | MixKVError]:
+    def grants(self) -> dict[tuple[int, str], Region]:
+        return {}
+
+    @cached_property
+    def open_rooms(self) -> set[int]:
+        """Prefill side: rooms with a sender."""
+        return set()
+
+    @cached_property
+    def rooms_seen(self) -> dict[int, float]:
+        """Prefill side: rooms whose metadata came before their sender, and when."""
+        return {}
+
+    @cached_property
+    def rejected_rooms(self) -> dict[int, tuple[float, str]]:
+        """Prefill side: rooms refused before their sender was made: when, and why."""
+        return {}
+
+    @cached_property
+    def expected_senders(self) -> dict[int, frozenset[int]]:
+        """Decode side: room -> prefill ranks (stock's unique numbers) whose answers count."""
         return {}
 
     @cached_property
@@ -80,3 +101,30 @@ class Shared(MooncakeKVManager):  # type: ignore[misc]
     @property
     def target_kind(self) -> Kind:
         return self.caches.target.component.spread.kind
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with an idle manager: dead threads, and anything left of a room.
+
+        For tests, and for production when no request is running. Empty when all is well.
+        """
+        found = [f"thread {t.name} has ended" for t in self._worker_threads if not t.is_alive()]
+        tables = (
+            "request_status",
+            "transfer_infos",
+            "req_to_decode_prefix_len",
+            "prefill_response_tracker",
+            "required_prefill_response_num_table",
+            "grants",
+            "open_rooms",
+            "rooms_seen",
+            "expected_senders",
+            "failure_records",
+        )
+        for name in tables:
+            left = getattr(self, name, None)
+            if isinstance(left, (dict, set)) and left:
+                found.append(f"{name} holds {sorted(left, key=str)[:5]}")
+        staging = getattr(self, "staging", None)
+        if staging is not None:
+            found += staging.problems()
+        return found

@@ -142,8 +142,11 @@ class Staging:
         """Bytes held by requests, and bytes quarantined."""
         return self._regions.in_use()
 
-    def check_integrity(self) -> None:
+    def problems(self) -> list[str]:
+        """What is wrong while no request runs: held regions, broken bookkeeping."""
         self._regions.check_integrity()
+        held, _ = self._regions.in_use()
+        return [f"{held} bytes of staging are held"] * bool(held or self._granted)
 
 
 def _area(draft: Shard, ptrs: tuple[int, ...], route: Route, address: int, tokens: int) -> Copies:
