@@ -136,6 +136,14 @@ class Metadata(msgspec.Struct, frozen=True):
     required: int
 
 
+def metadata_sender(frames: Frames) -> Metadata | None:
+    """Who to answer for metadata that cannot be read otherwise; None if not even that."""
+    try:
+        return Metadata(number(frames[0], "room"), sender_of(frames), True, 0, -1, 1)
+    except (MixKVError, IndexError):
+        return None
+
+
 def check_metadata(frames: Frames) -> Metadata:
     """Raise MixKVError unless stock can read this room metadata."""
     _bounded(frames, STOCK_METADATA_FRAMES, STOCK_METADATA_FRAMES + 1, "metadata")

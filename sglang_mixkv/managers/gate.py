@@ -114,13 +114,21 @@ class PrefillGate(Shared):
 
     def _check_metadata(self, frames: list[bytes]) -> bool:
         """Admit a room's metadata, or tell its decode rank why not."""
-        said = stock_frames.check_metadata(frames)
+        try:
+            said = stock_frames.check_metadata(frames)
+        except MixKVError as error:
+            unread = stock_frames.metadata_sender(frames)
+            if unread is None:
+                raise
+            self._reject_room(unread, str(error))
+            return False
         session = said.sender.session
         self._reap()
         self.grants.pop((said.room, session), None)
         reason = self._room_reason(said, frames)
         if reason is None:
-            self.rooms_seen[said.room] = time.monotonic()
+            if said.room not in self.open_rooms:
+                self.rooms_seen[said.room] = time.monotonic()
             return True
         self._reject_room(said, reason)
         return False
@@ -173,6 +181,7 @@ class PrefillGate(Shared):
     def forget_room(self, room: int) -> None:
         """The room's sender is cleared: nothing of the room stays."""
         self.open_rooms.discard(room)
+        self.rooms_seen.pop(room, None)
         for key in [key for key in list(self.grants) if key[0] == room]:
             self.grants.pop(key, None)
 

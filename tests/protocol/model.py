@@ -61,12 +61,16 @@ class Case:
     prefill_mixkv: bool = True
     decode_mixkv: bool = True
     seed: int = 0
+    rounds: tuple[tuple[int, ...], ...] = ()  # request numbers; one round after the other
     extra: dict = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
         draft = self.draft and (f"{self.draft.kind}{self.draft.heads}")
         hybrid = "hybrid-" if self.hybrid else ""
         return f"{hybrid}{self.target.kind}+{draft}-P{self.prefill_tp}-D{self.decode_tp}"
+
+    def all_rounds(self) -> tuple[tuple[int, ...], ...]:
+        return self.rounds or (tuple(range(len(self.requests))),)
 
     def pages(self, request: Request) -> int:
         return -(-request.tokens // self.page_size)

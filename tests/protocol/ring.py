@@ -1,5 +1,8 @@
 """Real managers, real bootstrap server, real ZMQ and Mooncake TCP: one forked process a rank.
 
+Faults are injected by callables in `Case.extra`: "faults" maps (side, rank) to a function that
+gets the Rank in its own process once its manager runs.
+
 SGLang is imported once, in the parent; each rank is a fork of it that publishes its own
 ServerArgs and rank numbers, builds SGLang's KV args over numpy buffers, and drives the
 classes that get_kv_class hands out, as SGLang's schedulers do.
@@ -111,7 +114,7 @@ class Rank:
             disaggregation_bootstrap_port=self.port,
         )
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
-        setattr(args, ATTRIBUTE, Config(enabled=enabled, **case.extra.get('config', {})))
+        setattr(args, ATTRIBUTE, Config(enabled=enabled, **case.extra.get("config", {})))
         publish(args, role="tokenizer")
         get_parallel().override_permanently(
             tp_rank=tp_rank, pp_rank=self.stage, attn_tp_rank=self.attn_rank,
@@ -127,7 +130,8 @@ class Rank:
         return range(self.stage * per_stage, (self.stage + 1) * per_stage)
 
     def _has_draft(self) -> bool:
-        return self.case.draft is not None and self.stage == self.pp_size - 1
+        wanted = self.case.extra.get("draft_on", {}).get(self.side, True)
+        return self.case.draft is not None and wanted and self.stage == self.pp_size - 1
 
     def _pools(self) -> dict[str, list[np.ndarray]]:
         """Canary everywhere; on prefill also this rank's cut of every request."""
@@ -255,6 +259,9 @@ class Rank:
             wait_for_port(self.port)
             self.case.extra["bootstrap_up"].set()
         self.case.extra["bootstrap_up"].wait(LIMIT_S)
+        other_facts = self.case.extra.get("facts", {}).get(self.side)
+        if other_facts is not None:
+            tell_other_facts(self.kv_class["manager"], other_facts)
         self.manager = self.kv_class["manager"](
             self.kv_args(),
             DisaggregationMode(self.side),
@@ -265,15 +272,16 @@ class Rank:
     # -- requests
 
     def rooms(self) -> list[int]:
-        return [100 + i for i in range(len(self.case.requests))]
+        return self.case.extra.get("rooms") or [100 + i for i in range(len(self.case.requests))]
 
     def mine(self, number: int) -> bool:
         return number % self.dp_size == self.dp_rank
 
     def numbers(self) -> list[int]:
-        return [n for n in range(len(self.case.requests)) if self.mine(n)]
+        """This rank's requests, in the order in which they are concluded."""
+        return [n for group in self.case.all_rounds() for n in group if self.mine(n)]
 
-    def conclude(self, handle: Any, number: int) -> None:
+    def conclude(self, handle: Any) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         deadline = time.monotonic() + LIMIT_S / 2
@@ -292,19 +300,26 @@ class Rank:
             handle.clear()
 
     def run_prefill(self) -> None:
+        tables = model.page_tables(self.case, "prefill")
+        for group in self.case.all_rounds():
+            numbers = [n for n in group if self.mine(n)]
+            senders = {n: self._sender(n, tables) for n in numbers}
+            self._send_all(senders, {n: self._chunks(n, tables) for n in numbers})
+            for sender in senders.values():
+                self.conclude(sender)
+
+    def _sender(self, number: int, tables: list[np.ndarray]) -> Any:
+        sender = self.kv_class["sender"](
+            self.manager, f"127.0.0.1:{self.port}", self.rooms()[number],
+            req_has_disagg_prefill_dp_rank=True,
+        )  # fmt: skip
+        sender.init(len(tables[number]), number)
+        return sender
+
+    def _send_all(self, senders: dict[int, Any], pending: dict[int, list[np.ndarray]]) -> None:
+        """Send the chunks of several requests in turns, as a scheduler interleaves them."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        case = self.case
-        tables = model.page_tables(case, "prefill")
-        senders = {}
-        for number in self.numbers():
-            sender = self.kv_class["sender"](
-                self.manager, f"127.0.0.1:{self.port}", self.rooms()[number],
-                req_has_disagg_prefill_dp_rank=True,
-            )  # fmt: skip
-            sender.init(len(tables[number]), number)
-            senders[number] = sender
-        pending = self._chunks(tables)
         deadline = time.monotonic() + LIMIT_S / 2
         while any(pending.values()) and time.monotonic() < deadline:
             for number, chunks in pending.items():
@@ -314,18 +329,14 @@ class Rank:
                 elif chunks and status >= KVPoll.WaitingForInput:
                     chunk = chunks.pop(0)
                     last = self.case.hybrid and not chunks
-                    senders[number].send(chunk, [np.array([number], np.int32)] if last else None)
+                    state = [np.array([number], np.int32)] if last else None
+                    self.case.extra.get("send", send)(self, senders[number], chunk, state)
             time.sleep(0.0005)
-        for number, sender in senders.items():
-            self.conclude(sender, number)
 
-    def _chunks(self, tables: list[np.ndarray]) -> dict[int, list[np.ndarray]]:
-        chunks = {}
-        for number in self.numbers():
-            step = self.case.requests[number].chunk_pages or len(tables[number])
-            pages = tables[number]
-            chunks[number] = [pages[i : i + step] for i in range(0, len(pages), step)]
-        return chunks
+    def _chunks(self, number: int, tables: list[np.ndarray]) -> list[np.ndarray]:
+        pages = tables[number]
+        step = self.case.requests[number].chunk_pages or len(pages)
+        return [pages[i : i + step] for i in range(0, len(pages), step)]
 
     def run_decode(self) -> None:
         case = self.case
@@ -333,21 +344,37 @@ class Rank:
         aux_before = [a.copy() for a in self.aux]
         state_before = self.state.copy()
         tables = model.page_tables(case, "decode")
-        receivers = {n: self._receiver(n) for n in self.numbers()}
-        for number, receiver in receivers.items():
-            if receiver.conclude_state is None:
-                state = [np.array([number + 1], np.int32)] if case.hybrid else None
-                receiver.send_metadata(tables[number], number + 1, state)
-        for number, receiver in receivers.items():
-            self.conclude(receiver, number)
+        for group in case.all_rounds():
+            receivers = {n: self._receiver(n) for n in group if self.mine(n)}
+            for number, receiver in receivers.items():
+                if receiver.conclude_state is None:
+                    state = [np.array([number + 1], np.int32)] if case.hybrid else None
+                    receiver.send_metadata(tables[number], number + 1, state)
+            for receiver in receivers.values():
+                self.conclude(receiver)
         self.case.extra["all_sent"].wait(LIMIT_S)
         done = [
             n for n, s in zip(self.numbers(), self.report.status, strict=True) if s == "success"
         ]
+        self._excuse_failed(before, aux_before, tables, done)
         self.compare(before, aux_before, tables, done)
         for number in done if case.hybrid else ():
             state_before[number + 1] = model.state_rows(case, number, self.tp, self.attn_rank)
         self._differ("state", state_before, self.state)
+
+    def _excuse_failed(
+        self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray],
+        tables: list[np.ndarray], done: list[int],
+    ) -> None:  # fmt: skip
+        """Pages and aux rows of failed requests may hold anything; all others may not."""
+        if self.case.extra.get("failed_rooms_stay_clean"):
+            return
+        for number in set(self.numbers()) - set(done):
+            for name, pool in before.items():
+                for want, got in zip(pool, self.pools[name], strict=True):
+                    want[tables[number]] = got[tables[number]]
+            for want, got in zip(aux_before, self.aux, strict=True):
+                want[number + 1] = got[number + 1]
 
     def _receiver(self, number: int) -> Any:
         address = f"127.0.0.1:{self.port}"
@@ -417,6 +444,11 @@ class Rank:
             )
 
 
+def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
+    """Hand one chunk to a sender, as SGLang's scheduler does."""
+    sender.send(chunk, state)
+
+
 class Stages:
     """What PPConsensusStore needs of SGLang's PP group: one broadcast from stage 0."""
 
@@ -429,6 +461,22 @@ class Stages:
         for _ in range(self._size - 1):
             self._queue.put(value)
         return value
+
+
+def tell_other_facts(manager_class: Any, change: Any) -> None:
+    """Managers of this process announce, and compare with, changed facts."""
+    real = manager_class.__mro__[1].facts.func
+
+    class Holder:
+        facts: Any = None
+
+    def facts(self: Any) -> Any:
+        holder = Holder()
+        holder.facts = real(self)
+        change(holder)
+        return holder.facts
+
+    manager_class.facts = property(facts)
 
 
 def wait_for_port(port: int) -> None:
@@ -446,9 +494,10 @@ def _rank_main(case: Case, side: str, rank: int, port: int, pipe: Any, go: Any) 
         one = Rank(case, side, rank, port)
         report = one.report
         one.start_manager()
+        case.extra.get("faults", {}).get((side, rank), lambda _: None)(one)
         one.run_prefill() if side == "prefill" else one.run_decode()
         report.stats = one.manager.stats.snapshot() if hasattr(one.manager, "stats") else {}
-        report.wrong += dead_threads(one.manager)
+        report.wrong += left_behind(one.manager)
     except BaseException:
         report.error = traceback.format_exc()
     pipe.send(report)
@@ -456,9 +505,15 @@ def _rank_main(case: Case, side: str, rank: int, port: int, pipe: Any, go: Any) 
     os._exit(0)
 
 
-def dead_threads(manager: Any) -> list[str]:
-    dead = [t.name for t in manager._worker_threads if not t.is_alive()]
-    return [f"thread {name} of SGLang's manager has ended" for name in dead]
+def left_behind(manager: Any) -> list[str]:
+    """What an idle manager should not have, once its workers have had time to tidy up."""
+    check = getattr(manager, "check_integrity", None)
+    if check is None:
+        return [f"thread {t.name} has ended" for t in manager._worker_threads if not t.is_alive()]
+    deadline = time.monotonic() + 2
+    while (found := check()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [f"left behind: {line}" for line in found]
 
 
 # ---------------------------------------------------------------- the parent
