@@ -6,6 +6,7 @@ Nothing here uses the project's own geometry, routes or plans.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -13,13 +14,14 @@ import numpy as np
 @dataclass(frozen=True)
 class Cache:
     """One model's KV cache. `kind` mla: one latent row of `k_bytes` a token and layer.
-    mha: K and V rows of `heads` heads, `k_bytes` and `v_bytes` each."""
+    mha: K and V rows of `heads` heads, `k_bytes` and `v_bytes` each. `dtype`: bf16 or fp8."""
 
     kind: str
     layers: int = 1
     heads: int = 1
     k_bytes: int = 8
     v_bytes: int = 8
+    dtype: str = "bf16"
 
     @property
     def is_mla(self) -> bool:
@@ -107,14 +109,42 @@ def cut(cache: Cache, entries: list[np.ndarray], tp: int, rank: int) -> list[np.
     return [entry[:, :, heads_of_rank(cache.heads, tp, rank)] for entry in entries]
 
 
-def empty_pool(case: Case, cache: Cache, tp: int, rank: int, seed: list[int]) -> list[np.ndarray]:
-    """A rank's pool full of random canary bytes: per entry [pages, page_size, heads, bytes]."""
-    rng = np.random.default_rng([case.seed, *seed])
-    local = 1 if cache.is_mla else len(range(*heads_of_rank(cache.heads, tp, rank).indices(99)))
-    return [
-        rng.integers(0, 256, (case.pool_pages, case.page_size, local, width), np.uint8)
-        for width in cache.widths()
-    ]
+def sglang_pool(case: Case, cache: Cache, tp: int, rank: int, layers: int) -> Any:
+    """The KV pool that SGLang's model runner builds for this cache on one rank."""
+    import torch
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+
+    dtype = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[cache.dtype]
+    size = (case.pool_pages - 1) * case.page_size  # SGLang adds a page of its own in front
+    common = {
+        "size": size, "page_size": case.page_size, "dtype": dtype, "layer_num": layers,
+        "device": "cpu", "enable_memory_saver": False,
+    }  # fmt: skip
+    if cache.is_mla:
+        width = cache.k_bytes // dtype.itemsize
+        return MLATokenToKVPool(kv_lora_rank=width - 1, qk_rope_head_dim=1, **common)
+    local = len(range(cache.heads)[heads_of_rank(cache.heads, tp, rank)])
+    return MHATokenToKVPool(
+        head_num=local,
+        head_dim=cache.k_bytes // dtype.itemsize,
+        v_head_dim=cache.v_bytes // dtype.itemsize,
+        **common,
+    )
+
+
+def entries_of(case: Case, pool: Any, cache: Cache, tp: int, rank: int) -> list[np.ndarray]:
+    """The pool's buffers as bytes, per entry [pages, page_size, heads, bytes]."""
+    import torch
+
+    buffers = pool.kv_buffer if cache.is_mla else [*pool.k_buffer, *pool.v_buffer]
+    local = 1 if cache.is_mla else len(range(cache.heads)[heads_of_rank(cache.heads, tp, rank)])
+    shape = (case.pool_pages, case.page_size, local, -1)
+    return [b.view(torch.uint8).numpy().reshape(shape) for b in buffers]
+
+
+def canary(seed: list[int], shape: tuple[int, ...]) -> np.ndarray:
+    """Random bytes that no transfer may touch."""
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
 def page_tables(case: Case, side: str) -> list[np.ndarray]:

@@ -4,7 +4,7 @@ Faults are injected by callables in `Case.extra`: "faults" maps (side, rank) to 
 gets the Rank in its own process once its manager runs.
 
 SGLang is imported once, in the parent; each rank is a fork of it that publishes its own
-ServerArgs and rank numbers, builds SGLang's KV args over numpy buffers, and drives the
+ServerArgs and rank numbers, builds SGLang's own KV pools and KV args, and drives the
 classes that get_kv_class hands out, as SGLang's schedulers do.
 """
 
@@ -83,6 +83,7 @@ class Rank:
         self.dp_rank, self.attn_rank = divmod(tp_rank, self.tp)
         self.report = RankReport(side, rank)
         self._publish(tp_rank)
+        self.sglang_pools: dict[str, Any] = {}
         self.pools = self._pools()
         self.state = self._state()
         self.aux = [
@@ -134,18 +135,37 @@ class Rank:
         return self.case.draft is not None and wanted and self.stage == self.pp_size - 1
 
     def _pools(self) -> dict[str, list[np.ndarray]]:
-        """Canary everywhere; on prefill also this rank's cut of every request."""
-        seed = [self.side == "decode", self.rank]
+        """Views of SGLang's own pools: canary everywhere, on prefill also every request's rows."""
         caches = {"target": self.case.target, "draft": self.case.draft}
-        pools = {}
+        views = {}
         for name, cache in caches.items():
             if cache is None or (name == "draft" and not self._has_draft()):
                 continue
-            pool = model.empty_pool(self.case, cache, self.tp, self.attn_rank, [*seed, len(name)])
+            layers = len(self._stage_layers()) if name == "target" else cache.layers
+            pool = model.sglang_pool(self.case, cache, self.tp, self.attn_rank, layers)
+            self.sglang_pools[name] = pool
+            views[name] = model.entries_of(self.case, pool, cache, self.tp, self.attn_rank)
+            for index, entry in enumerate(views[name]):
+                seed = [self.case.seed, self.side == "decode", self.rank, len(name), index]
+                entry[:] = model.canary(seed, entry.shape)
             if self.side == "prefill":
-                self._write_truth(name, cache, pool)
-            pools[name] = self._on_stage(name, cache, pool)
-        return pools
+                self._write_truth(name, cache, views[name])
+        return views
+
+    def _on_stage(self, name: str, cache: Cache, rows: list[np.ndarray]) -> list[np.ndarray]:
+        """Of the whole model's entries, those of this pipeline stage."""
+        if name == "draft" or self.pp_size == 1:
+            return rows
+        groups = range(1 if cache.is_mla else 2)
+        return [rows[g * cache.layers + i] for g in groups for i in self._stage_layers()]
+
+    def _write_truth(self, name: str, cache: Cache, pool: list[np.ndarray]) -> None:
+        for number, pages in enumerate(model.page_tables(self.case, self.side)):
+            rows = model.cut(
+                cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
+            )
+            for entry, row in zip(pool, self._on_stage(name, cache, rows), strict=True):
+                entry[pages] = row
 
     def _state(self) -> np.ndarray:
         """One linear-attention state tensor, a slot a request: [slots, heads on rank, bytes]."""
@@ -158,33 +178,19 @@ class Rank:
                 state[number] = model.state_rows(self.case, number, self.tp, self.attn_rank)
         return state
 
-    def _on_stage(self, name: str, cache: Cache, pool: list[np.ndarray]) -> list[np.ndarray]:
-        if name == "draft" or self.pp_size == 1:
-            return pool
-        groups = range(1 if cache.is_mla else 2)
-        return [pool[g * cache.layers + i] for g in groups for i in self._stage_layers()]
-
-    def _write_truth(self, name: str, cache: Cache, pool: list[np.ndarray]) -> None:
-        for number, pages in enumerate(model.page_tables(self.case, self.side)):
-            rows = model.cut(
-                cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
-            )
-            for entry, row in zip(pool, rows, strict=True):
-                entry[pages] = row
-
     def kv_args(self) -> Any:
-        """KV args as SGLang's _init_kv_manager fills them, over these buffers."""
+        """KV args as SGLang's _init_kv_manager fills them from its pools."""
         from sglang.srt.disaggregation.base.conn import KVArgs
 
         case = self.case
         args = KVArgs()
-        entries = [e for pool in self.pools.values() for e in pool]
+        infos = [p.get_contiguous_buf_infos() for p in self.sglang_pools.values()]
         args.engine_rank = (
             self.dp_rank * self.tp + self.attn_rank if self.side == "prefill" else self.attn_rank
         )
-        args.kv_data_ptrs = [e.ctypes.data for e in entries]
-        args.kv_data_lens = [e.nbytes for e in entries]
-        args.kv_item_lens = [e[0].nbytes for e in entries]
+        args.kv_data_ptrs = [p for ptrs, _, _ in infos for p in ptrs]
+        args.kv_data_lens = [n for _, lens, _ in infos for n in lens]
+        args.kv_item_lens = [n for _, _, items in infos for n in items]
         args.num_draft_entries = len(self.pools.get("draft", ()))
         args.kv_layer_ids = []
         args.kv_cache_dtype_str = case.extra.get(f"{self.side}_dtype", "bf16")
