@@ -355,7 +355,10 @@ class Rank:
             for number, receiver in receivers.items():
                 if receiver.conclude_state is None:
                     state = [np.array([number + 1], np.int32)] if case.hybrid else None
-                    receiver.send_metadata(tables[number], number + 1, state)
+                    prefix = case.requests[number].prefix_pages * case.page_size
+                    receiver.send_metadata(
+                        tables[number], number + 1, state, decode_prefix_len=prefix
+                    )
             for receiver in receivers.values():
                 self.conclude(receiver)
         self.case.extra["all_sent"].wait(LIMIT_S)

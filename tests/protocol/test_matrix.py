@@ -103,3 +103,24 @@ def test_page_sizes_and_page_edges(prefill_tp: int, decode_tp: int, page_size: i
         for chunk in (0, 1)
     )
     right(Case(prefill_tp, decode_tp, page_size=page_size, requests=requests))
+
+
+@pytest.mark.parametrize(("target", "draft"), [("fp8", "bf16"), ("bf16", "fp8"), ("fp8", "fp8")])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(4, 2), (2, 4)])
+def test_dtypes(prefill_tp: int, decode_tp: int, target: str, draft: str) -> None:
+    right(
+        Case(
+            prefill_tp, decode_tp, target=Cache("mla", layers=2, k_bytes=24, dtype=target),
+            draft=Cache("mha", heads=4, dtype=draft), requests=REQUESTS,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "heads"),
+    [(3, 1, 3), (1, 3, 3), (6, 3, 6), (3, 6, 6), (6, 2, 6), (6, 3, 3), (2, 6, 6)],
+)
+def test_sizes_that_are_no_powers_of_two(prefill_tp: int, decode_tp: int, heads: int) -> None:
+    """Where SGLang allows them: heads and ranks divide each other, one TP size the other."""
+    draft = Cache("mha", heads=heads, layers=3)
+    right(Case(prefill_tp, decode_tp, draft=draft, requests=REQUESTS))

@@ -1,0 +1,125 @@
+"""What the plugin adds to KV args where SGLang builds them: pools, configurations, refusals."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from protocol.model import Cache, Case, Request, sglang_pool
+
+import sglang_mixkv
+from sglang_mixkv.config import ATTRIBUTE, Config
+
+MODELS = Path(sglang_mixkv.__file__).parent / "tools" / "models"
+CASE = Case(4, 1, requests=(Request(8),))
+
+
+def in_fork(what: Callable[[], Any]) -> Any:
+    """The value, or the exception's text: what is published stays in the fork."""
+
+    def main(pipe: Any) -> None:
+        try:
+            pipe.send(what())
+        except BaseException as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+
+    here, there = mp.get_context("fork").Pipe()
+    process = mp.get_context("fork").Process(target=main, args=(there,))
+    process.start()
+    said = here.recv() if here.poll(60) else "silence"
+    process.join(10)
+    return said
+
+
+def described(tp: int, drafter: Path, draft_pool: Cache, *, enabled: bool = True) -> Any:
+    """KV args after SGLang's own setup_state_kv_args, as both _init_kv_manager call it."""
+    from sglang.srt.disaggregation import utils
+    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(
+        model_path=str(MODELS / "mla" / "target"), tp_size=tp, device="cpu",
+        disaggregation_mode="decode", speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=str(drafter), speculative_num_steps=3,
+        speculative_eagle_topk=1, speculative_num_draft_tokens=4,
+        speculative_draft_window_size=512, attention_backend="torch_native",
+        disable_overlap_schedule=True,
+    )  # fmt: skip
+    setattr(args, ATTRIBUTE, Config(enabled=enabled))
+    publish(args, role="tokenizer")
+    target = sglang_pool(CASE, CASE.target, tp, 0, CASE.target.layers)
+    draft = sglang_pool(CASE, draft_pool, tp, 0, draft_pool.layers)
+    kv_args = KVArgs()
+    infos = [target.get_contiguous_buf_infos(), draft.get_contiguous_buf_infos()]
+    kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens = (
+        [n for info in infos for n in info[i]] for i in range(3)
+    )
+    kv_args.num_draft_entries = len(infos[1][0])
+    utils.setup_state_kv_args(kv_args, target, draft, CASE.target.layers)
+    names = (
+        "is_draft_mla_backend", "draft_kv_head_num", "draft_total_kv_head_num",
+        "draft_architecture", "draft_window", "draft_kv_item_lens",
+    )  # fmt: skip
+    found = {name: getattr(kv_args, name, None) for name in names}
+    found["tail"] = kv_args.kv_item_lens[-kv_args.num_draft_entries :]
+    return found
+
+
+def drafter(tmp_path: Path, **changed: Any) -> Path:
+    """The shipped drafter's configuration, changed."""
+    config = json.loads((MODELS / "mla" / "drafter" / "config.json").read_text()) | changed
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 2)])
+def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) -> None:
+    """With replicas heads per rank x TP would be wrong: 8 ranks of one head each, 4 heads."""
+    path = drafter(tmp_path, num_key_value_heads=heads)
+    found = in_fork(lambda: described(tp, path, Cache("mha", heads=heads)))
+    assert found["draft_total_kv_head_num"] == heads
+    assert found["draft_kv_head_num"] == max(1, heads // tp)
+    assert found["is_draft_mla_backend"] is False
+    assert found["draft_architecture"] == "LlamaForCausalLMEagle3"
+    assert found["draft_window"] == 512
+    assert found["draft_kv_item_lens"] == found["tail"]
+
+
+def test_a_drafter_that_windows_only_its_draft_steps_gets_everything(tmp_path: Path) -> None:
+    path = drafter(tmp_path, architectures=["LlamaForCausalLM"])
+    assert in_fork(lambda: described(2, path, Cache("mha", heads=4)))["draft_window"] is None
+
+
+def test_an_mla_drafter_has_no_heads(tmp_path: Path) -> None:
+    found = in_fork(lambda: described(2, drafter(tmp_path), Cache("mla")))
+    assert found["is_draft_mla_backend"] is True
+    assert found["draft_total_kv_head_num"] is None
+
+
+def test_not_opted_in_nothing_is_added(tmp_path: Path) -> None:
+    found = in_fork(lambda: described(2, drafter(tmp_path), Cache("mha", heads=4), enabled=False))
+    tail = found.pop("tail")
+    assert tail
+    assert set(found.values()) == {None}
+
+
+def test_a_pool_in_another_layout_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    real = MHATokenToKVPool.__init__
+
+    def other(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.kv_cache_layout = "hnd"
+
+    monkeypatch.setattr(MHATokenToKVPool, "__init__", other)
+    said = in_fork(lambda: described(2, drafter(tmp_path), Cache("mha", heads=4)))
+    assert said.startswith("MixKVError")
+    assert "SGLANG_USE_HND_KVCACHE" in said

@@ -1,0 +1,78 @@
+"""Random cases over all axes at once; each number is one reproducible case.
+
+A sample runs by default, the wide matrix with --full. `MIXKV_RANDOM_CASES=lo-hi` runs others.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import replace
+
+import pytest
+from protocol.model import Cache, Case, Request
+from protocol.ring import run
+
+SAMPLE, WIDE = 16, 400
+SIZES = (1, 2, 4, 8)
+
+
+def cache(draw: random.Random, name: str, stages: int) -> Cache:
+    """A target (whole layers a stage) or a drafter of 1 to 3 layers."""
+    kind = draw.choice(["mla", "mla", "mha"] if name == "target" else ["mla", "mha", "mha", "mha"])
+    layers = stages * draw.choice([1, 2]) if name == "target" else draw.choice([1, 2, 3])
+    dtype = draw.choice(["bf16", "bf16", "fp8"])
+    k_bytes, v_bytes = draw.choice([(8, 8), (4, 12), (16, 6)])
+    heads = draw.choice(SIZES)
+    return Cache(kind, layers, heads, k_bytes + 8 * (kind == "mla"), v_bytes, dtype)
+
+
+def request(draw: random.Random, page_size: int) -> Request:
+    edge = page_size * draw.randint(1, 4) + draw.choice([-1, 0, 1, draw.randint(0, page_size)])
+    return Request(max(1, edge), draw.choice([0, 0, 2]), draw.choice([0, 1, 2, 3]))
+
+
+def random_case(number: int) -> Case:
+    draw = random.Random(number)
+    prefill_tp, decode_tp = draw.choice(SIZES), draw.choice(SIZES)
+    stages = draw.choice([1, 1, 2])
+    page_size = draw.choice([1, 4, 16, 64])
+    hybrid = draw.random() < 0.2
+    draft = None if draw.random() < 0.1 else cache(draw, "draft", 1)
+    target = cache(draw, "target", stages)
+    if draft is None:  # then it is stock's transfer, which takes K and V to be of one width
+        target = replace(target, v_bytes=target.k_bytes)
+    return Case(
+        prefill_tp,
+        decode_tp,
+        target=target,
+        draft=draft,
+        requests=tuple(request(draw, page_size) for _ in range(draw.randint(1, 6))),
+        page_size=page_size,
+        prefill_dp=draw.choice([1, 1, 2]) if prefill_tp <= 2 else 1,
+        decode_dp=draw.choice([1, 1, 2]) if decode_tp <= 4 else 1,
+        prefill_pp=stages,
+        shuffled=draw.random() < 0.7,
+        hybrid=hybrid,
+        draft_window=draw.choice([0, 0, 7, 40]) if draft and not draft.is_mla else 0,
+        seed=number,
+        extra={"config": {"draft_transfer": draw.choice(["auto", "direct", "packed"])}},
+    )
+
+
+def numbers() -> list[object]:
+    asked = os.environ.get("MIXKV_RANDOM_CASES")
+    if asked:
+        low, _, high = asked.partition("-")
+        return list(range(int(low), int(high)))
+    wide = [pytest.param(n, marks=pytest.mark.full) for n in range(SAMPLE, WIDE)]
+    return [*range(SAMPLE), *wide]
+
+
+@pytest.mark.parametrize("number", numbers())
+def test_random_case(number: int) -> None:
+    case = random_case(number)
+    outcome = run(case)
+    assert outcome.wrong == [], case
+    assert outcome.statuses == {"success"}
+    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
