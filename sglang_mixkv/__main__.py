@@ -11,6 +11,9 @@ import sys
 
 COMMANDS: dict[str, str] = {
     "demo": "run a small trained pair in the real engine: single, stock PD, PD with mixkv",
+    "plan": "who will send what to whom, from two launch lines, before anything is started",
+    "doctor": "versions, seams, configuration, a real transfer: what to paste into an issue",
+    "accept": "acceptance of your own pair of servers against a single one, on your prompts",
 }
 """Name of the tool's module, and its line in the help text."""
 

@@ -1,0 +1,130 @@
+"""Acceptance of a pair of servers against a single server, on your own prompts.
+
+    python -m sglang_mixkv accept --single URL --pair ROUTER_URL --prompts FILE [--gate 0.05]
+
+The same token ids go to both, greedy. Side by side: accept length, acceptance by position, and
+whether the outputs agree. Exit status 0 when the pair's accept length is at most `--gate` below
+the single server's.
+
+Each prompt is tokenized once, by the single server, and sent as `input_ids`. A text that starts
+with the model's BOS already gets no second one: a double BOS costs about 5 % of acceptance and
+hides the difference looked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from sglang_mixkv.tools.pair import (
+    Answer,
+    RequestFailed,
+    accept_length,
+    acceptance_by_position,
+    parse_answer,
+    post,
+)
+
+MAX_NEW_TOKENS = 128
+GATE = 0.05
+
+
+def read_prompts(path: Path) -> list[str | list[int]]:
+    """One prompt a line: plain text, or JSON {"text": ...} or {"input_ids": [...]}."""
+    found: list[str | list[int]] = []
+    for line in path.read_text().splitlines():
+        if not line.strip():
+            continue
+        record = json.loads(line) if line.lstrip().startswith("{") else {"text": line}
+        found.append(record.get("input_ids") or record["text"])
+    return found
+
+
+def tokenize(url: str, text: str) -> list[int]:
+    """Token ids with one BOS where the model has one, by the server's own tokenizer."""
+    plain = _tokens(url, text, special=False)
+    full = _tokens(url, text, special=True)
+    added = len(full) - len(plain)
+    doubled = added > 0 and plain[:added] == full[:added]
+    return plain if doubled else full
+
+
+def _tokens(url: str, text: str, *, special: bool) -> list[int]:
+    """SGLang's /tokenize (entrypoints/http_server.py)."""
+    answer = post(f"{url}/tokenize", {"prompt": text, "add_special_tokens": special})
+    if answer.status_code != requests.codes.ok:
+        raise RequestFailed(f"HTTP {answer.status_code} from {url}/tokenize: {answer.text}")
+    return list(answer.json()["tokens"])
+
+
+def ask(url: str, ids: list[int], max_new_tokens: int) -> Answer:
+    """One greedy request; raises RequestFailed."""
+    limits = {"max_new_tokens": max_new_tokens, "temperature": 0}
+    answer = post(f"{url}/generate", {"input_ids": ids, "sampling_params": limits})
+    if answer.status_code != requests.codes.ok:
+        raise RequestFailed(f"HTTP {answer.status_code} from {url}: {answer.text}")
+    return parse_answer(answer.json(), 0.0)
+
+
+def compare(single: list[Answer], pair: list[Answer], gate: float) -> dict[str, Any]:
+    """The figures of both, and whether the pair is within the gate."""
+    left, right = accept_length(single), accept_length(pair)
+    return {
+        "prompts": len(single),
+        "same_output": sum(a.tokens == b.tokens for a, b in zip(single, pair, strict=True)),
+        "single": {"accept_length": left, "by_position": acceptance_by_position(single)},
+        "pair": {"accept_length": right, "by_position": acceptance_by_position(pair)},
+        "gate": gate,
+        "within_gate": left > 0 and right >= left * (1 - gate),
+    }
+
+
+def table(found: dict[str, Any]) -> Iterator[str]:
+    """The comparison in words."""
+    yield f"{'':>8}  accept length  by position"
+    for name in ("single", "pair"):
+        figures = found[name]
+        shares = "  ".join(f"{share:6.1%}" for share in figures["by_position"])
+        yield f"{name:>8}  {figures['accept_length']:13.3f}  {shares}"
+    yield f"outputs equal: {found['same_output']} of {found['prompts']}"
+    verdict = "within" if found["within_gate"] else "OUTSIDE"
+    yield f"accept length {verdict} the gate of {found['gate']:.0%}"
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m sglang_mixkv accept",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--single", required=True, help="URL of a single server with the same models")
+    made.add_argument("--pair", required=True, help="URL of the router before the pair")
+    made.add_argument("--prompts", type=Path, required=True, help="one prompt a line, text or JSON")
+    made.add_argument("--max-new-tokens", type=int, default=MAX_NEW_TOKENS)
+    made.add_argument("--gate", type=float, default=GATE, help="share of accept length lost")
+    made.add_argument("--json", type=Path, help="write the figures to this file")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    """Run the comparison; 0 within the gate, 1 outside, 2 when a server does not answer."""
+    args = parser().parse_args(argv)
+    try:
+        prompts = read_prompts(args.prompts)
+        ids = [p if isinstance(p, list) else tokenize(args.single, p) for p in prompts]
+        single = [ask(args.single, prompt, args.max_new_tokens) for prompt in ids]
+        pair = [ask(args.pair, prompt, args.max_new_tokens) for prompt in ids]
+    except (RequestFailed, requests.RequestException) as error:
+        print(error, file=sys.stderr)
+        return 2
+    found = compare(single, pair, args.gate)
+    print("\n".join(table(found)))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+    return 0 if found["within_gate"] else 1

@@ -1,0 +1,106 @@
+"""The acceptance harness against a stub server: one BOS, the gate, the exit status."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from sglang_mixkv.tools import accept
+
+BOS = 1
+
+
+class Stub(BaseHTTPRequestHandler):
+    """Tokenizes words by their length, `<s>` as BOS; answers with the server's histogram."""
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        reply = self.tokenize(body) if self.path == "/tokenize" else self.generate(body)
+        data = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def tokenize(self, body: dict) -> dict:
+        words = body["prompt"].split()
+        ids = [BOS if word == "<s>" else 10 + len(word) for word in words]
+        return {"tokens": [BOS, *ids] if body["add_special_tokens"] else ids}
+
+    def generate(self, body: dict) -> dict:
+        self.server.asked.append(body["input_ids"])
+        histogram = self.server.histogram
+        rounds = sum(histogram)
+        tokens = rounds + sum(i * n for i, n in enumerate(histogram))
+        info = {"spec_verify_ct": rounds, "spec_correct_drafts_histogram": histogram}
+        return {"output_ids": list(range(tokens)), "meta_info": info}
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[HTTPServer]:
+    made = HTTPServer(("127.0.0.1", 0), Stub)
+    made.asked, made.histogram = [], [0, 0, 0, 10]
+    thread = threading.Thread(target=made.serve_forever)
+    thread.start()
+    yield made
+    made.shutdown()
+    thread.join()
+    made.server_close()
+
+
+def url(server: HTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
+
+
+def test_one_bos_whether_or_not_the_prompt_has_it(server: HTTPServer) -> None:
+    assert accept.tokenize(url(server), "a bb") == [BOS, 11, 12]
+    assert accept.tokenize(url(server), "<s> a bb") == [BOS, 11, 12]
+
+
+def run(server: HTTPServer, tmp_path: Path, pair: list[int], gate: str) -> tuple[int, dict]:
+    prompts = tmp_path / "prompts"
+    prompts.write_text('a bb\n{"input_ids": [5, 6]}\n\n{"text": "ccc"}\n')
+    other = HTTPServer(("127.0.0.1", 0), Stub)
+    other.asked, other.histogram = [], pair
+    threading.Thread(target=other.serve_forever).start()
+    try:
+        code = accept.main(
+            ["--single", url(server), "--pair", url(other), "--prompts", str(prompts),
+             "--gate", gate, "--json", str(tmp_path / "out.json")]
+        )  # fmt: skip
+        assert other.asked == server.asked
+    finally:
+        other.shutdown()
+        other.server_close()
+    return code, json.loads((tmp_path / "out.json").read_text())
+
+
+def test_within_the_gate(server: HTTPServer, tmp_path: Path) -> None:
+    code, found = run(server, tmp_path, [0, 0, 1, 9], "0.05")
+    assert code == 0
+    assert found["single"]["accept_length"] == 4.0
+    assert found["pair"]["by_position"] == [1.0, 1.0, 0.9]
+
+
+def test_outside_the_gate(server: HTTPServer, tmp_path: Path) -> None:
+    code, found = run(server, tmp_path, [9, 1, 0, 0], "0.05")
+    assert code == 1
+    assert not found["within_gate"]
+    assert found["same_output"] == 0
+
+
+def test_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "p"
+    prompts.write_text("a\n")
+    dead = "http://127.0.0.1:9"
+    argv = ["--single", dead, "--pair", dead, "--prompts", str(prompts)]
+    assert accept.main(argv) == 2
+    assert capsys.readouterr().err
