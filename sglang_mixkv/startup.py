@@ -66,6 +66,11 @@ ARGUMENT_RULES: tuple[_Rule, ...] = (
         "draft in the same server",
     ),
     (
+        "--enable-hierarchical-cache with a drafter",
+        lambda a: bool(getattr(a, "enable_hierarchical_cache", False)) and _has_drafter(a),
+        "a prefix that comes back from the host cache may lack its draft KV; drop the flag",
+    ),
+    (
         "--dcp-size above 1 with a drafter",
         lambda a: (getattr(a, "dcp_size", 1) or 1) > 1 and _has_drafter(a),
         "use --dcp-size 1, or equal attention-TP sizes without --enable-mixkv",

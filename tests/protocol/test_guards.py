@@ -51,10 +51,16 @@ def send_long(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
     sender.send(beyond, state, num_kv_tokens=len(beyond) * rank.case.page_size)
 
 
-@pytest.mark.parametrize("send", [send_short, send_long])
+def send_twice(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
+    """A chunk that is sent again, as after a retry that forgot what had been sent."""
+    sender.send(chunk[:2], None, num_kv_tokens=2 * rank.case.page_size)
+    sender.send(chunk[:2], state, num_kv_tokens=2 * rank.case.page_size)
+
+
+@pytest.mark.parametrize("send", [send_short, send_long, send_twice])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
 def test_chunks_that_do_not_line_up_are_refused(prefill_tp: int, decode_tp: int, send: Any) -> None:
-    extra = {"send": send, "failed_rooms_stay_clean": True}
+    extra = {"send": send, "failed_rooms_stay_clean": send is not send_twice}
     outcome = run(Case(prefill_tp, decode_tp, requests=(Request(12),), extra=extra))
     assert outcome.wrong == []
     assert outcome.statuses == {"failed"}

@@ -69,6 +69,7 @@ REFUSED = [
     ({"speculative_algorithm": "DSPARK"}, "--speculative-algorithm"),
     ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
     ({"decoupled_spec_role": "drafter"}, "--decoupled-spec-role"),
+    ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
     ({"dcp_size": 2}, "--dcp-size"),
     ({"attn_cp_size": 2}, "--attn-cp-size"),
 ]
