@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# A decode server (one node of it). Variables: common.sh. Examples: docs/launch.md.
+set -euo pipefail
+# shellcheck source=scripts/launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+server_command decode 30001
+run "$@"

@@ -1,0 +1,115 @@
+"""``python -m sglang_mixkv doctor``: what is installed here, and does it work. For issues.
+
+Exit status: 0 when nothing is wrong, 1 otherwise, 2 for unusable arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any
+
+import msgspec
+
+from sglang_mixkv import config
+from sglang_mixkv.tools import doctor_checks as checks
+from sglang_mixkv.tools import doctor_transfer as transfer
+from sglang_mixkv.tools.doctor_checks import Finding
+
+SCHEMA = 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_mixkv doctor",
+        description="Check this host: versions, plugin, seams in SGLang, configuration, "
+        "libraries, and a small real Mooncake transfer; by default between two processes here. "
+        "Between two hosts: --listen on one, --peer on the other.",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--listen", metavar="PORT", type=int, help="wait for one --peer, 10 minutes")
+    where.add_argument(
+        "--peer", metavar="HOST:PORT", type=transfer.split_address, help="send to a --listen"
+    )
+    parser.add_argument("--no-transfer", action="store_true", help="leave the transfer out")
+    parser.add_argument("--no-seams", action="store_true", help="do not import SGLang")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    config.add_flags(parser)
+    return parser
+
+
+def findings(args: argparse.Namespace) -> Iterator[Finding]:
+    """All checks, the quick ones first."""
+    yield from checks.versions()
+    yield from checks.entry_point()
+    yield from checks.configuration(args)
+    yield from checks.environment()
+    yield from checks.libraries()
+    if not args.no_seams:
+        yield from checks.seams()
+    if not args.no_transfer:
+        yield from transfer_findings(args)
+
+
+def transfer_findings(args: argparse.Namespace) -> Iterator[Finding]:
+    """The real transfer: to a peer, from a peer, or between two processes here."""
+    section = f"transfer over {transfer.protocol()}"
+    try:
+        if args.listen is not None:
+            right, asked = transfer.run_listener(args.listen), len(transfer.SIZES)
+            wrong = "" if right == asked else "bytes arrived wrong; see the other side"
+            yield Finding(section, "received", f"{right} of {asked} blocks right", wrong)
+            return
+        blocks = transfer.run_sender(*args.peer) if args.peer else transfer.loopback()
+    except (transfer.TransferFailed, OSError, ValueError) as error:
+        yield Finding(section, "failed", "-", str(error))
+        return
+    to = f"to {args.peer[0]}" if args.peer else "between two processes here"
+    yield from (_block(section, to, block) for block in blocks)
+
+
+def _block(section: str, to: str, block: dict[str, Any]) -> Finding:
+    size, seconds, wrong = block["bytes"], block["seconds"], block["first_wrong"]
+    name = f"{size >> 10:,} KiB {to}"
+    value = f"{1000 * seconds:.1f} ms, {size / seconds / 1e6:,.0f} MB/s"
+    return Finding(section, name, value, "" if wrong < 0 else f"byte {wrong} arrived wrong")
+
+
+def text(found: Iterable[Finding]) -> str:
+    """The report: sections of aligned lines, problems marked, a last line with the verdict."""
+    found = list(found)
+    lines: list[str] = []
+    for section, members in groupby(found, key=lambda finding: finding.section):
+        lines += [*_section(section, list(members)), ""]
+    wrong = sum(bool(finding.problem) for finding in found)
+    verdict = "nothing is wrong" if not wrong else f"{wrong} problem{'s' * (wrong > 1)}, marked !!"
+    return "\n".join([*lines, verdict])
+
+
+def _section(name: str, members: list[Finding]) -> Iterator[str]:
+    width = max(len(member.name) for member in members)
+    yield name
+    for member in members:
+        mark = "!!" if member.problem else "  "
+        yield f"{mark} {member.name:<{width}}  {member.value}".rstrip()
+        if member.problem:
+            yield f"      {member.problem}"
+
+
+def main(argv: list[str]) -> int:
+    """Check, print, and say by the exit status whether something is wrong."""
+    args = _parser().parse_args(argv)
+    found = list(findings(args))
+    wrong = any(finding.problem for finding in found)
+    if args.json:
+        report = {"schema": SCHEMA, "ok": not wrong, "findings": found}
+        print(msgspec.json.format(msgspec.json.encode(report)).decode())
+    else:
+        print(text(found))
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,213 @@
+"""One server as its launch line, or its /server_info, describes it. SGLang is not imported.
+
+Names and defaults are those of SGLang 0.5.23's ServerArgs, so that `startup.refusals` reads
+this record as it reads the real one. What SGLang resolves later (page size, top-k) stays None.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from sglang_mixkv.config import ENABLE_ENV, add_flags, truth
+from sglang_mixkv.core.errors import MixKVError, refuse
+
+TIMEOUT_S = 10
+
+# field, type, default, option strings
+_VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
+    ("model_path", str, None, ("--model-path", "--model")),
+    ("tp_size", int, 1, ("--tp-size", "--tensor-parallel-size", "--tp")),
+    ("dp_size", int, 1, ("--dp-size", "--data-parallel-size", "--dp")),
+    ("pp_size", int, 1, ("--pp-size", "--pipeline-parallel-size")),
+    ("attn_cp_size", int, 1, ("--attn-cp-size", "--attention-context-parallel-size")),
+    ("dcp_size", int, 1, ("--dcp-size", "--decode-context-parallel-size")),
+    ("page_size", int, None, ("--page-size",)),
+    ("dtype", str, "auto", ("--dtype",)),
+    ("kv_cache_dtype", str, "auto", ("--kv-cache-dtype",)),
+    ("attention_backend", str, None, ("--attention-backend",)),
+    ("decode_attention_backend", str, None, ("--decode-attention-backend",)),
+    ("speculative_algorithm", str, None, ("--speculative-algorithm",)),
+    (
+        "speculative_draft_model_path",
+        str,
+        None,
+        ("--speculative-draft-model-path", "--speculative-draft-model"),
+    ),
+    ("speculative_num_steps", int, None, ("--speculative-num-steps",)),
+    ("speculative_eagle_topk", int, None, ("--speculative-eagle-topk",)),
+    ("speculative_num_draft_tokens", int, None, ("--speculative-num-draft-tokens",)),
+    ("speculative_draft_window_size", int, None, ("--speculative-draft-window-size",)),
+    ("speculative_draft_kv_cache_dtype", str, None, ("--speculative-draft-kv-cache-dtype",)),
+    ("decoupled_spec_role", str, "null", ("--decoupled-spec-role",)),
+    ("disaggregation_mode", str, None, ("--disaggregation-mode",)),
+    ("disaggregation_transfer_backend", str, "mooncake", ("--disaggregation-transfer-backend",)),
+    (
+        "disaggregation_decode_allocation_policy",
+        str,
+        "early",
+        ("--disaggregation-decode-allocation-policy",),
+    ),
+    (
+        "disaggregation_decode_host_receive_threshold",
+        float,
+        1.0,
+        ("--disaggregation-decode-host-receive-threshold",),
+    ),
+    ("config", str, None, ("--config",)),
+)
+
+_SWITCHES = (
+    "enable_dp_attention",
+    "use_ray",
+    "enable_pd_role_switch",
+    "enable_hisparse",
+    "enable_unified_memory",
+    "enable_kv_cache_sharding",
+    "enable_multi_layer_eagle",
+    "disaggregation_decode_enable_radix_cache",
+    "disaggregation_enable_kv_checksum",
+)
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise MixKVError(f"launch line: {message}.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    """SGLang's flags as far as they decide the plan; like SGLang's it takes abbreviations."""
+    parser = _Parser(add_help=False)
+    for name, kind, default, options in _VALUES:
+        parser.add_argument(*options, dest=name, type=kind, default=default)
+    for name in _SWITCHES:
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
+    add_flags(parser)
+    return parser
+
+
+@dataclass(frozen=True)
+class Server:
+    """`role`: prefill or decode. `enabled`: opted in; None where that cannot be seen."""
+
+    role: str
+    args: argparse.Namespace
+    enabled: bool | None
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def attention_tp(self) -> int:
+        """Ranks that share one request's heads. Raises MixKVError for an uneven split."""
+        groups = self.dp_groups * self.args.attn_cp_size
+        if self.args.tp_size < 1 or groups < 1 or self.args.tp_size % groups:
+            raise refuse(
+                f"a {self.role} TP size that the DP-attention and CP sizes divide",
+                f"TP {self.args.tp_size} over {groups}",
+                "SGLang would not start it",
+                "Change --tp-size or --dp-size",
+            )
+        return int(self.args.tp_size // groups)
+
+    @property
+    def dp_groups(self) -> int:
+        """DP-attention groups inside the TP group; plain data parallelism makes replicas."""
+        return int(self.args.dp_size) if self.args.enable_dp_attention else 1
+
+    @property
+    def page_size(self) -> int | None:
+        """Tokens a page; None where SGLang decides from hardware and attention backend."""
+        given: int | None = self.args.page_size
+        backends = {self.args.attention_backend, self.args.decode_attention_backend}
+        if "flashmla" in backends:
+            return 64
+        if backends & {"trtllm_mla", "cutedsl_mla"} and given not in (32, 64):
+            return 64
+        return given
+
+    @property
+    def has_drafter(self) -> bool:
+        return (self.args.speculative_algorithm or "NONE").upper() not in ("NONE", "NGRAM")
+
+
+def _words(line: str) -> tuple[dict[str, str], list[str]]:
+    """Environment assignments in front of the command, and the rest of its words."""
+    words = shlex.split(line.replace("\\\n", " "))
+    environ: dict[str, str] = {}
+    while words and (words[0] == "env" or _ASSIGNMENT.match(words[0])):
+        name, _, value = words.pop(0).partition("=")
+        environ[name] = value
+    return environ, words
+
+
+def _config_words(path: str) -> list[str]:
+    """A --config file as flags, which the launch line then overrides, as in SGLang."""
+    try:
+        import yaml  # type: ignore[import-untyped]
+    except ImportError:
+        raise MixKVError("--config: reading it needs PyYAML, which is not installed.") from None
+    try:
+        values = yaml.safe_load(Path(path).read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise MixKVError(f"--config: {error}.") from None
+    words: list[str] = []
+    for name, value in values.items():
+        if value is True:
+            words.append(f"--{name}")
+        elif value is not False and value is not None:
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+def from_line(role: str, line: str) -> Server:
+    """A server from its launch line, or its flags alone. Raises MixKVError."""
+    try:
+        environ, words = _words(line)
+    except ValueError as error:
+        raise MixKVError(f"{role} launch line: {error}.") from None
+    args, _ = _parser().parse_known_args(words)
+    if args.config:
+        args, _ = _parser().parse_known_args([*_config_words(args.config), *words])
+    args.disaggregation_mode = args.disaggregation_mode or role
+    return Server(role, args, bool(args.enable_mixkv) or truth(ENABLE_ENV, environ), environ)
+
+
+def from_url(role: str, url: str) -> Server:
+    """A server from its GET /server_info. Raises MixKVError."""
+    return from_info(role, _server_info(url))
+
+
+def from_info(role: str, info: Mapping[str, Any]) -> Server:
+    """A server from the JSON that it answers to GET /server_info."""
+    args = _parser().parse_args([])
+    for name in _known():
+        if name in info:
+            setattr(args, name, info[name])
+    words = (info.get("launch_command") or "").split()
+    return Server(role, args, True if "--enable-mixkv" in words else None)
+
+
+def _known() -> Iterable[str]:
+    return (*(name for name, *_ in _VALUES), *_SWITCHES)
+
+
+def _server_info(url: str) -> dict[str, Any]:
+    address = f"{url.rstrip('/')}/server_info"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(address, timeout=TIMEOUT_S) as reply:
+            found = json.load(reply)
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        raise MixKVError(f"{address}: {error}.") from None
+    if not isinstance(found, dict):
+        raise MixKVError(f"{address}: expected a JSON object.")
+    return found

@@ -1,0 +1,166 @@
+"""What a token of a model's KV cache looks like, read from its config.json alone."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_mixkv.core.errors import MixKVError, refuse
+from sglang_mixkv.core.topology import Kind, Spread
+from sglang_mixkv.tools.plan_flags import Server
+
+Config = dict[str, Any]
+
+# Bytes an element. SGLang turns float32 checkpoints into float16 (configs/model_config.py).
+DTYPE_BYTES = {
+    "bfloat16": 2,
+    "bf16": 2,
+    "float16": 2,
+    "half": 2,
+    "float32": 4,
+    "float": 4,
+    "fp8_e4m3": 1,
+    "fp8_e5m2": 1,
+}
+
+_HEAD_KEYS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num")
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One model's KV cache. `widths`: elements a token and head, one each for K and V, or the
+    latent row alone for MLA. `state`: none, replicated or sharded (by TP rank), beside KV."""
+
+    architecture: str
+    spread: Spread
+    layers: int
+    widths: tuple[int, ...]
+    dtype: str
+    state: str = "none"
+
+    def head_bytes(self, layers: int) -> tuple[int, ...]:
+        """Bytes a token and head, per entry: K of these layers, then V; MLA has one each."""
+        size = DTYPE_BYTES[self.dtype]
+        return tuple(width * size for width in self.widths for _ in range(layers))
+
+
+def read_config(path: str | None, flag: str) -> Config:
+    """A model folder's config.json. Raises MixKVError unless it is a local folder."""
+    if not path:
+        raise MixKVError(f"{flag} is missing on the launch line.")
+    file = Path(path, "config.json")
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise MixKVError(
+            f"{flag} {path}: {error}. The plan reads config.json from a local folder and "
+            "downloads nothing: give the folder."
+        ) from None
+    if not isinstance(found, dict):
+        raise MixKVError(f"{file}: expected a JSON object.")
+    return found
+
+
+def target_cache(server: Server) -> tuple[Cache, list[str]]:
+    """The target's cache, and what its configuration leaves open."""
+    config = read_config(server.args.model_path, "--model-path")
+    text = _text(config)
+    layers, others, open_points = _attention_layers(text)
+    state = "sharded" if others else "replicated" if text.get("index_topk") else "none"
+    dtype = _kv_dtype(server, config, server.args.kv_cache_dtype)
+    open_points += _dtype_doubts(config, server.args.kv_cache_dtype, "target")
+    if text.get("index_topk"):
+        open_points.append(
+            "target: sparse attention (index_topk): its indexer state, and scales that some "
+            "backends keep beside fp8 rows, are not counted"
+        )
+    return _cache(_architecture(config), text, layers, dtype, state), open_points
+
+
+def draft_cache(server: Server) -> tuple[Cache | None, list[str]]:
+    """The drafter's cache, None without one, and what its configuration leaves open."""
+    if not server.has_drafter:
+        return None, []
+    path = server.args.speculative_draft_model_path
+    inside = path in (None, server.args.model_path)
+    config = read_config(
+        server.args.model_path if inside else path, "--speculative-draft-model-path"
+    )
+    text = _text(config)
+    layers = _number(text, "num_nextn_predict_layers" if inside else "num_hidden_layers")
+    asked = server.args.speculative_draft_kv_cache_dtype or server.args.kv_cache_dtype
+    name = _architecture(config) + (" (next-token layers)" if inside else "")
+    doubts = _dtype_doubts(config, asked, "drafter")
+    return _cache(name, text, layers, _kv_dtype(server, config, asked), "none"), doubts
+
+
+def _architecture(config: Config) -> str:
+    return str((config.get("architectures") or ["unknown"])[0])
+
+
+def _text(config: Config) -> Config:
+    """The language model's part of a multimodal configuration."""
+    inner = config.get("text_config")
+    return {**inner, "architectures": config.get("architectures")} if inner else config
+
+
+def _cache(name: str, text: Config, layers: int, dtype: str, state: str) -> Cache:
+    if text.get("kv_lora_rank") and not name.startswith("Llama"):
+        row = text["kv_lora_rank"] + text.get("qk_rope_head_dim", 0)
+        return Cache(name, Spread(Kind.MLA), layers, (row,), dtype, state)
+    heads = _number(text, "num_attention_heads")
+    total = next((text[key] for key in _HEAD_KEYS if text.get(key)), heads)
+    width = text.get("head_dim") or _number(text, "hidden_size") // heads
+    value = text.get("v_head_dim") or width
+    return Cache(name, Spread(Kind.MHA, total), layers, (width, value), dtype, state)
+
+
+def _number(text: Config, key: str) -> int:
+    value = text.get(key)
+    if not isinstance(value, int) or value < 1:
+        raise MixKVError(f"config.json: expected a positive number as {key}; got {value!r}.")
+    return value
+
+
+def _attention_layers(text: Config) -> tuple[int, bool, list[str]]:
+    """Layers with KV, whether there are others with state, and what is not known."""
+    linear = text.get("linear_attn_config") or {}
+    if linear.get("full_attn_layers"):
+        return len(linear["full_attn_layers"]), True, []
+    kinds = text.get("layer_types") or text.get("layers_block_type") or []
+    full = sum("full_attention" in kind or kind == "attention" for kind in kinds)
+    if kinds and full < len(kinds):
+        point = "target: not all layers are full attention; the others travel as state, not counted"
+        return full, True, [point]
+    layers = _number(text, "num_hidden_layers")
+    if text.get("full_attention_interval"):
+        return layers // int(text["full_attention_interval"]), True, []
+    return layers, False, []
+
+
+def _kv_dtype(server: Server, config: Config, asked: str) -> str:
+    """Element type of KV rows. Raises MixKVError for one whose rows carry more than elements."""
+    if asked != "auto":
+        if asked not in DTYPE_BYTES:
+            raise refuse(
+                f"a KV cache dtype among {sorted(DTYPE_BYTES)}",
+                asked,
+                "bytes a token would be guessed",
+                "Plan with another --kv-cache-dtype; this says nothing about running it",
+            )
+        return asked
+    if server.args.dtype != "auto":
+        return str(server.args.dtype)
+    text = _text(config)
+    found = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "")
+    found = (found or str(text.get("torch_dtype") or "bfloat16")).removeprefix("torch.")
+    return "float16" if found == "float32" else found
+
+
+def _dtype_doubts(config: Config, asked: str, name: str) -> list[str]:
+    quantization = json.dumps(config.get("quantization_config") or {})
+    if asked == "auto" and "kv_cache" in quantization:
+        return [f"{name}: the checkpoint may ask for a quantized KV cache; planned unquantized"]
+    return []

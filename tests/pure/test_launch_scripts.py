@@ -1,0 +1,163 @@
+"""The launch scripts print the command that each topology needs; nothing is started."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "scripts" / "launch"
+MODELS = {"MODEL": "/models/target", "DRAFT": "/models/drafter"}
+SPECULATION = (
+    "--speculative-algorithm EAGLE3 --speculative-draft-model-path /models/drafter "
+    "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4 "
+    "--enable-mixkv"
+)
+SERVER = "python -m sglang.launch_server --model-path /models/target"
+PREFILL = (
+    "--disaggregation-mode prefill --disaggregation-transfer-backend mooncake "
+    f"--disaggregation-bootstrap-port 8998 {SPECULATION}"
+)
+DECODE = f"--disaggregation-mode decode --disaggregation-transfer-backend mooncake {SPECULATION}"
+
+
+def script(name: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run one script with these variables and nothing else of this environment but PATH."""
+    env = {"PATH": os.environ["PATH"], **variables}
+    return subprocess.run(
+        ["bash", str(LAUNCH / name), *arguments], env=env, text=True, capture_output=True,
+        check=False,
+    )  # fmt: skip
+
+
+def printed(name: str, *arguments: str, **variables: str) -> list[str]:
+    done = script(name, "--dry-run", *arguments, **variables)
+    assert done.returncode == 0, done.stderr
+    return shlex.split(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "expected"),
+    [
+        ("prefill.sh", {}, f"{SERVER} --host 0.0.0.0 --port 30000 --tp-size 8 {PREFILL}"),
+        ("decode.sh", {}, f"{SERVER} --host 0.0.0.0 --port 30001 --tp-size 8 {DECODE}"),
+        (
+            "decode.sh",
+            {"DP": "8"},
+            f"{SERVER} --host 0.0.0.0 --port 30001 --tp-size 8 --dp-size 8 --enable-dp-attention "
+            f"{DECODE}",
+        ),
+        (
+            "prefill.sh",
+            {"TP": "16", "NNODES": "2", "NODE_RANK": "1", "DIST_INIT_ADDR": "10.0.0.1:5000"},
+            f"{SERVER} --host 0.0.0.0 --port 30000 --tp-size 16 --nnodes 2 --node-rank 1 "
+            f"--dist-init-addr 10.0.0.1:5000 {PREFILL}",
+        ),
+        (
+            "prefill.sh",
+            {"PP": "2", "TP": "4", "PAGE_SIZE": "64", "TRUST_REMOTE_CODE": "1", "PORT": "1234"},
+            f"{SERVER} --trust-remote-code --host 0.0.0.0 --port 1234 --tp-size 4 --pp-size 2 "
+            f"--page-size 64 {PREFILL}",
+        ),
+    ],
+    ids=["tp8-prefill", "tp8-decode", "dp8-decode", "two-nodes", "pipeline"],
+)
+def test_each_topology(name: str, variables: dict[str, str], expected: str) -> None:
+    assert printed(name, **MODELS, **variables) == expected.split()
+
+
+def test_router_names_every_server() -> None:
+    command = printed(
+        "router.sh", "--policy", "round_robin",
+        PREFILL="http://p0:30000,9000 http://p1:30000", DECODE="http://d0:1 http://d1:2",
+    )  # fmt: skip
+    assert command == shlex.split(
+        "python -m sglang_router.launch_router --pd-disaggregation --host 0.0.0.0 --port 8000 "
+        "--prefill http://p0:30000 9000 --prefill http://p1:30000 8998 "
+        "--decode http://d0:1 --decode http://d1:2 --policy round_robin"
+    )
+
+
+def test_further_arguments_arrive_unchanged() -> None:
+    more = ["--log-level", "two words", "--chat-template", "a'b\"c$HOME"]
+    assert printed("decode.sh", *more, **MODELS)[-4:] == more
+
+
+def test_the_printed_command_is_the_one_that_runs() -> None:
+    """With a launcher that prints its arguments, one a line."""
+    variables = {**MODELS, "LAUNCHER": "printf %s\\n"}
+    dry = printed("prefill.sh", "--x", "y z", **variables)
+    done = script("prefill.sh", "--x", "y z", **variables)
+    assert done.stdout.splitlines() == dry[2:]
+
+
+def test_another_launcher_and_stock() -> None:
+    command = printed("prefill.sh", **MODELS, LAUNCHER="sglang serve", MIXKV="0", SPEC_ALGORITHM="")
+    assert command[:3] == ["sglang", "serve", "--model-path"]
+    assert not [word for word in command if "mixkv" in word or "speculative" in word]
+
+
+@pytest.mark.parametrize(
+    ("variables", "missing"),
+    [
+        ({}, "MODEL"),
+        ({"MODEL": "/m"}, "DRAFT"),
+        ({**MODELS, "NNODES": "2"}, "NODE_RANK"),
+        ({**MODELS, "NNODES": "2", "NODE_RANK": "0"}, "DIST_INIT_ADDR"),
+    ],
+)
+def test_a_missing_variable_is_named(variables: dict[str, str], missing: str) -> None:
+    done = script("prefill.sh", "--dry-run", **variables)
+    assert done.returncode == 2
+    assert f"{missing} is not set" in done.stderr
+
+
+def test_every_variable_of_the_scripts_is_described() -> None:
+    """A variable with a default, or one that is asked for, is in the list of common.sh."""
+    text = (LAUNCH / "common.sh").read_text()
+    listed, code = text.split("\nfail()")
+    scripts = code + (LAUNCH / "router.sh").read_text()
+    used = set(re.findall(r"\$\{([A-Z_]+)[:-]", scripts))
+    assert len(used) > 20
+    assert {name for name in used if name not in listed} == set()
+
+
+def test_shellcheck() -> None:
+    found = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if found is None:
+        pytest.skip("shellcheck is not installed (the dev extra has it)")
+    files = sorted(map(str, LAUNCH.glob("*.sh")))
+    assert len(files) == 4
+    done = subprocess.run([found, "-x", *files], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout
+
+
+def test_compose_uses_the_scripts_and_their_variables() -> None:
+    yaml = pytest.importorskip("yaml")
+    compose = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
+    listed = (LAUNCH / "common.sh").read_text().split("\nfail()")[0]
+    services = compose["services"]
+    assert sorted(services) == ["decode", "prefill", "router"]
+    for name, service in services.items():
+        assert service["command"] == [f"{name}.sh"]
+        assert (LAUNCH / f"{name}.sh").is_file()
+        assert {key for key in service["environment"] if key not in listed} == set()
+    bootstrap = services["prefill"]["environment"]["BOOTSTRAP_PORT"]
+    assert services["router"]["environment"]["PREFILL"].endswith(f",{bootstrap}")
+    assert (
+        services["decode"]["environment"]["PORT"] in services["decode"]["healthcheck"]["test"][-1]
+    )
+
+
+def test_the_image_keeps_the_engine() -> None:
+    text = (ROOT / "docker" / "Dockerfile").read_text()
+    installs = [line for line in text.splitlines() if "pip install" in line and line[0] != "#"]
+    assert installs
+    assert all("--no-deps" in line for line in installs)

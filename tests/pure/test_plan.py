@@ -1,0 +1,360 @@
+"""The plan tool against figures worked out by hand, for the shipped pair and variants of it.
+
+Target: 5 MLA layers of (32 + 16) bfloat16 elements, 96 bytes each, 480 a token. Drafter: one
+layer, K and V of 4 heads x 16 bfloat16 elements, 64 bytes a head, 256 a token. 1,000 tokens are
+63 pages of 16, so 1,008 tokens travel.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_mixkv.core.errors import MixKVError
+from sglang_mixkv.tools import plan as tool
+from sglang_mixkv.tools.plan_figures import Load, Plan, Sender, make_plan, stage_layers
+from sglang_mixkv.tools.plan_flags import from_info, from_line
+from sglang_mixkv.tools.plan_svg import svg
+from sglang_mixkv.tools.plan_text import text
+
+MODELS = Path(tool.__file__).parent / "models" / "mla"
+TARGET, DRAFTER = MODELS / "target", MODELS / "drafter"
+
+
+def flags(more: str = "", target: Path = TARGET, draft: Path = DRAFTER) -> str:
+    return (
+        f"--model-path {target} --speculative-algorithm EAGLE3 --enable-mixkv "
+        f"--speculative-draft-model-path {draft} --page-size 16 {more}"
+    )
+
+
+def planned(prefill: str, decode: str, **models: Path) -> Plan:
+    return make_plan(
+        from_line("prefill", flags(prefill, **models)), from_line("decode", flags(decode, **models))
+    )
+
+
+def variant(folder: Path, base: Path, **changes: Any) -> Path:
+    """A model folder with a changed config.json and nothing else."""
+    folder.mkdir()
+    config = json.loads((base / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+def who(sender: Sender) -> tuple[int, bool, list[int], bool, bool]:
+    """Rank, target, draft heads, aux, dummy."""
+    heads = list(sender.draft_heads)
+    return (sender.prefill_rank, bool(sender.target_heads), heads, sender.aux, sender.dummy)
+
+
+# ---------------------------------------------------------------- figures
+
+
+def test_two_to_one() -> None:
+    plan = planned("--tp 2", "--tp 1")
+    (rank,) = plan.ranks
+    assert [who(s) for s in rank.senders] == [
+        (0, True, [0, 1], True, False),
+        (1, False, [2, 3], False, False),
+    ]
+    assert rank.expected_responses == 2
+    # 2 draft entries x 1,008 tokens, cut; 5 target entries in one run, or 63 pages each
+    assert rank.senders[0].load == Load(480, 128, 2016 + 5, 2016 + 5 * 63)
+    assert rank.senders[1].load == Load(0, 128, 2016, 2016)
+    assert (plan.total.target_bytes, plan.total.draft_bytes) == (480, 256)
+    assert plan.refused == ()
+
+
+def test_one_to_two() -> None:
+    plan = planned("--tp 1", "--tp 2")
+    assert [[who(s) for s in rank.senders] for rank in plan.ranks] == [
+        [(0, True, [0, 1], True, False)],
+        [(0, True, [2, 3], True, False)],
+    ]
+    assert [rank.expected_responses for rank in plan.ranks] == [1, 1]
+    assert [rank.load for rank in plan.ranks] == [Load(480, 128, 2021, 2331)] * 2
+    assert plan.total == Load(960, 256, 4042, 4662)
+
+
+def test_replicated_heads_are_sent_once_and_whole(tmp_path: Path) -> None:
+    """4 -> 2 with 2 heads: prefill 0 and 1 hold head 0, and one head is all of a decode row."""
+    draft = variant(tmp_path / "draft", DRAFTER, num_key_value_heads=2)
+    plan = planned("--tp 4", "--tp 2", draft=draft)
+    assert [[who(s) for s in rank.senders] for rank in plan.ranks] == [
+        [(0, True, [0], True, False), (1, False, [], False, True)],
+        [(2, True, [1], True, False), (3, False, [], False, True)],
+    ]
+    assert [rank.expected_responses for rank in plan.ranks] == [1, 1]
+    assert plan.ranks[0].load == Load(480, 64, 5 + 2, 63 * (5 + 2))
+
+
+def test_mla_drafter_comes_from_one_rank(tmp_path: Path) -> None:
+    draft = variant(
+        tmp_path / "draft", DRAFTER, architectures=["Eagle3DeepseekV2ForCausalLM"],
+        kv_lora_rank=32, qk_rope_head_dim=16,
+    )  # fmt: skip
+    plan = planned("--tp 4", "--tp 1", draft=draft)
+    (rank,) = plan.ranks
+    assert [who(s) for s in rank.senders] == [
+        (0, True, [0], True, False),
+        *((other, False, [], False, True) for other in (1, 2, 3)),
+    ]
+    assert rank.load == Load(480, 96, 6, 6 * 63)
+    assert plan.draft is not None
+    assert plan.draft.kind == "mla"
+
+
+def test_next_token_layers_of_the_target_are_the_drafter() -> None:
+    line = f"--model-path {TARGET} --speculative-algorithm NEXTN --page-size 16 --tp 2"
+    plan = make_plan(from_line("prefill", line), from_line("decode", line))
+    assert plan.draft is not None
+    assert (plan.draft.kind, plan.draft.layers, plan.total.draft_bytes) == ("mla", 1, 2 * 96)
+
+
+def test_mha_target_is_cut_by_heads(tmp_path: Path) -> None:
+    """A target of the drafter's shape with 3 layers: 6 entries, all cut at 2 -> 1."""
+    target = variant(tmp_path / "target", DRAFTER, num_hidden_layers=3)
+    plan = planned("--tp 2", "--tp 1", target=target)
+    senders = plan.ranks[0].senders
+    assert [s.target_heads for s in senders] == [(0, 1), (2, 3)]
+    assert senders[0].load == Load(3 * 128, 128, 8 * 1008, 8 * 1008)
+
+
+def test_dp_attention_counts_inside_a_group() -> None:
+    plan = planned("--tp 8", "--tp 8 --dp 8 --enable-dp-attention")
+    assert plan.decode is not None
+    assert (plan.decode.attention_tp, plan.decode.dp_groups, len(plan.ranks)) == (1, 8, 1)
+    assert plan.ranks[0].expected_responses == 4  # 4 heads on 8 ranks, 2 ranks hold the same
+
+
+def test_pipeline_stages_split_the_target() -> None:
+    """5 layers over 2 stages: 2 and 3. The last stage has the drafter, and sends aux."""
+    plan = planned("--tp 1 --pp-size 2", "--tp 1")
+    first, last = plan.ranks[0].senders
+    assert (first.load.target_bytes, last.load.target_bytes) == (2 * 96, 3 * 96)
+    assert (first.draft_heads, last.draft_heads) == ((), (0, 1, 2, 3))
+    assert (first.aux, last.aux) == (False, True)
+    assert [stage_layers(61, s, 4) for s in range(4)] == [15, 15, 15, 16]
+
+
+def test_kv_dtype_sets_the_bytes() -> None:
+    plan = planned("--tp 1 --kv-cache-dtype fp8_e4m3", "--tp 1 --kv-cache-dtype fp8_e4m3")
+    assert (plan.total.target_bytes, plan.total.draft_bytes) == (240, 128)
+
+
+def test_draft_kv_dtype_of_its_own() -> None:
+    more = "--kv-cache-dtype fp8_e4m3 --speculative-draft-kv-cache-dtype bfloat16"
+    plan = planned(more, more)
+    assert (plan.total.target_bytes, plan.total.draft_bytes) == (240, 256)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "reason"),
+    [
+        ("--tp 3", "--tp 2", "one divides the other"),
+        ("--tp 3", "--tp 1", "number of KV heads that divides"),
+        ("--tp 4 --dp 3 --enable-dp-attention", "--tp 2", "DP-attention and CP sizes divide"),
+        ("--tp 2", "--page-size 64", "page size: prefill has 16, decode has 64"),
+        ("", "--kv-cache-dtype fp8_e4m3", "KV cache dtype: prefill has auto"),
+        ("", "--speculative-algorithm NONE", "drafter KV: prefill has some, decode has none"),
+        ("--use-ray", "", "prefill: --use-ray is not supported"),
+        ("--disaggregation-transfer-backend nixl", "", "other than mooncake is not supported"),
+        ("--disaggregation-mode decode", "", "two launch lines swapped"),
+        ("--pp-size 2", "--pp-size 3", "--pp-size: expected 1 or the prefill's 2"),
+        ("", "--disaggregation-enable-kv-checksum", "on one side only"),
+        ("--dcp-size 2", "", "--dcp-size above 1 with a drafter"),
+        ("--speculative-eagle-topk 4", "--speculative-eagle-topk 1", "speculative top-k"),
+    ],
+)
+def test_refused(prefill: str, decode: str, reason: str) -> None:
+    plan = planned(prefill, decode)
+    assert [text for text in plan.refused if reason in text], plan.refused
+
+
+def test_one_sided_opt_in_is_refused() -> None:
+    prefill = from_line("prefill", flags())
+    plain = flags().replace("--enable-mixkv", "")
+    assert any(
+        "--enable-mixkv" in r for r in make_plan(prefill, from_line("decode", plain)).refused
+    )
+    by_environment = from_line("decode", f"env SGLANG_ENABLE_MIXKV=1 python -m x {plain}")
+    assert make_plan(prefill, by_environment).refused == ()
+
+
+def test_environment_on_the_line_is_checked() -> None:
+    line = f"SGLANG_DISAGG_STAGING_BUFFER=1 python -m sglang.launch_server {flags()}"
+    plan = make_plan(from_line("prefill", line), from_line("decode", flags()))
+    assert plan.refused == ("prefill: SGLANG_DISAGG_STAGING_BUFFER=1 is not supported: unset it",)
+
+
+def test_different_drafters_are_refused(tmp_path: Path) -> None:
+    other = variant(tmp_path / "draft", DRAFTER, head_dim=32)
+    plan = make_plan(from_line("prefill", flags()), from_line("decode", flags(draft=other)))
+    assert any("bytes a token and head" in reason for reason in plan.refused)
+    assert plan.ranks == ()
+
+
+# ---------------------------------------------------------------- what it reads
+
+
+def test_aliases_continuations_and_config_file(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    config = tmp_path / "server.yaml"
+    config.write_text("tensor-parallel-size: 4\nenable-dp-attention: true\npage-size: 8\n")
+    line = f"sglang serve --config {config} \\\n --model {TARGET} --data-parallel-size 2 \\\n"
+    server = from_line("decode", line + "--page-size 32 --speculative-algo EAGLE3 --unknown 3")
+    assert (server.attention_tp, server.page_size, server.has_drafter) == (2, 32, True)
+    assert server.args.model_path == str(TARGET)
+
+
+def test_attention_context_parallelism_shrinks_attention_tp() -> None:
+    assert from_line("prefill", "--tp 8 --attn-cp-size 2").attention_tp == 4
+
+
+def test_page_size_that_a_backend_forces() -> None:
+    assert from_line("decode", "--attention-backend flashmla --page-size 1").page_size == 64
+    assert from_line("decode", "--attention-backend trtllm_mla --page-size 32").page_size == 32
+    assert from_line("decode", "--attention-backend fa3").page_size is None
+
+
+def test_what_it_cannot_know_is_said() -> None:
+    line = f"--model-path {TARGET} --speculative-algorithm EAGLE3 " + (
+        f"--speculative-draft-model-path {DRAFTER}"
+    )
+    plan = make_plan(from_line("prefill", line), from_line("decode", line))
+    assert sum("no --page-size" in point for point in plan.unknown) == 2
+    assert sum("--enable-mixkv is not set" in point for point in plan.unknown) == 2
+    assert not any("no --page-size" in point for point in planned("", "").unknown)
+
+
+def test_a_model_that_is_no_folder_ends_the_tool(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--model-path no/such-model"
+    assert tool.main(["--prefill", line, "--decode", line]) == 2
+    assert "local folder" in capsys.readouterr().err
+
+
+def test_bad_launch_lines_are_errors() -> None:
+    with pytest.raises(MixKVError, match="--tp"):
+        from_line("prefill", "--tp two")
+    with pytest.raises(MixKVError, match="quotation"):
+        from_line("prefill", "--model-path 'x")
+
+
+INFO = {
+    "tp_size": 2, "dp_size": 1, "pp_size": 1, "page_size": 16, "model_path": str(TARGET),
+    "speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(DRAFTER),
+    "disaggregation_mode": "prefill", "speculative_eagle_topk": 1, "kv_cache_dtype": "auto",
+    "launch_command": "python -m sglang.launch_server --enable-mixkv",
+}  # fmt: skip
+
+
+class _Server(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = json.dumps(INFO).encode()
+        self.send_response(200 if self.path == "/server_info" else 404)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_arguments: object) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), _Server) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_running_server_is_read(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["--prefill-url", url, "--decode", flags("--tp 1"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prefill"]["attention_tp"] == 2
+
+
+def test_a_server_that_does_not_say_leaves_it_open() -> None:
+    server = from_info("prefill", {**INFO, "launch_command": None})
+    assert server.enabled is None
+    plan = make_plan(server, from_line("decode", flags("--tp 1")))
+    assert plan.refused == ()
+    assert any("SGLANG_ENABLE_MIXKV" in point for point in plan.unknown)
+
+
+def test_neither_sglang_nor_torch_is_imported() -> None:
+    program = (
+        "import sys, sglang_mixkv.tools.plan, sglang_mixkv.tools.doctor\n"
+        "print(sorted({'sglang', 'torch', 'mooncake'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+# ---------------------------------------------------------------- what it prints
+
+
+def test_json_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["--prefill", flags("--tp 2"), "--decode", flags(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["schema"] == 1
+    assert set(found) == {
+        "schema", "plugin", "prefill", "decode", "target", "draft", "page_size", "ranks", "total",
+        "refused", "unknown",
+    }  # fmt: skip
+    load = {"target_bytes", "draft_bytes", "descriptors_one_run", "descriptors_scattered"}
+    assert set(found["total"]) == load
+    rank = found["ranks"][0]
+    assert set(rank) == {"decode_rank", "decode_stage", "expected_responses", "senders"}
+    assert set(rank["senders"][0]) == {
+        "prefill_rank", "stage", "dummy", "target_heads", "draft_heads", "aux", "state", "load",
+    }  # fmt: skip
+    assert set(found["draft"]) == {
+        "architecture", "kind", "kv_heads", "layers", "dtype", "row_bytes",
+    }  # fmt: skip
+
+
+def test_text_has_every_sender_and_refusal(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--prefill", flags("--tp 2"), "--decode", flags("--use-ray")]
+    assert tool.main(arguments) == 1
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["0", "0", "latent", "0..1", "yes", "-", "480", "128", "2,021", "to", "2,331"] in rows
+    assert ["0", "1", "-", "2..3", "-", "-", "0", "128", "2,016"] in rows
+    assert "  - decode: --use-ray is not supported: start without Ray" in out
+
+
+def test_text_without_ranks_names_the_reason() -> None:
+    assert "one divides the other" in text(planned("--tp 3", "--tp 2"))
+
+
+def test_svg_has_a_box_a_rank_and_greys_dummies(tmp_path: Path) -> None:
+    file = tmp_path / "plan.svg"
+    lines = ["--prefill", flags("--tp 8"), "--decode", flags("--tp 2")]
+    assert tool.main([*lines, "--svg", str(file)]) == 0
+    space = "{http://www.w3.org/2000/svg}"
+    root = ET.parse(file).getroot()
+    kinds = [group.get("class") for group in root.iter(f"{space}g")]
+    assert len(list(root.iter(f"{space}rect"))) == 8 + 2
+    assert (kinds.count("sent"), kinds.count("dummy")) == (4, 4)
+    words = [part.text for part in root.iter(f"{space}text")]
+    assert {"draft 0", "draft 1", "draft 2", "draft 3"} <= set(words)
+
+
+def test_svg_of_a_refused_pair_is_a_sentence() -> None:
+    picture = svg(planned("--tp 3", "--tp 2"))
+    ET.fromstring(picture)
+    assert "refused: " in picture
