@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from sglang_mixkv.config import config_of
+from sglang_mixkv.core.wire import PROTOCOL
 from sglang_mixkv.managers.decode import DecodeSide
 from sglang_mixkv.managers.kv_args import split_draft
 from sglang_mixkv.managers.prefill import PrefillSide
 from sglang_mixkv.managers.stats import Stats
+
+logger = logging.getLogger(__name__)
 
 
 class MixKVManager(PrefillSide, DecodeSide):
@@ -25,4 +29,18 @@ class MixKVManager(PrefillSide, DecodeSide):
         self.config = config_of(server_args)
         self.stats = Stats(disaggregation_mode.value, self.config.stats_dir)
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        _ = self.facts  # raise here, not in a thread
+        logger.info("%s", self.banner())  # reads the facts: what does not fit raises here
+
+    def banner(self) -> str:
+        """Versions, protocol and this rank's part in one line."""
+        draft = self.facts.draft
+        drafter = "no drafter" if draft is None else f"drafter {draft.kind}"
+        if draft is not None and draft.total_heads:
+            heads = self.caches.draft.heads if self.caches.draft else range(0)
+            drafter += f" heads {heads.start}-{heads.stop - 1} of {draft.total_heads}"
+        return (
+            f"sglang-mixkv {self.facts.plugin} (protocol {PROTOCOL}, SGLang {self.facts.engine}): "
+            f"{self.disaggregation_mode.value} attention-TP rank {self.caches.target.rank} of "
+            f"{self.caches.target.tp}, target {self.target_kind.value}, {drafter}, "
+            f"draft transfer {self.config.draft_transfer}"
+        )

@@ -16,6 +16,7 @@ from sglang_mixkv.core.wire import Grant, encode
 class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
     """SGLang's receiver, refusing servers that do not fit and naming each rank's route."""
 
+    conclude_state: Any
     pages = 0
     grants: Mapping[tuple[int, int], Grant] = MappingProxyType({})
 
@@ -65,7 +66,7 @@ class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
             route = self._route(bootstrap_info)
             message = [*message, self.kv_mgr.extension_for(self.prefill_info, route)]
         else:
-            key = bootstrap_info.get("tp_rank"), bootstrap_info.get("pp_rank")
+            key = bootstrap_info.get("tp_rank", -1), bootstrap_info.get("pp_rank", -1)
             if key in self.grants:
                 message = [*message, encode(self.grants[key])]
         return super()._send_bootstrap_message(

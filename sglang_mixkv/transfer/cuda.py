@@ -95,7 +95,7 @@ class CudaRows:
 
     def _stream(self) -> torch.cuda.Stream:
         if not hasattr(self._streams, "own"):
-            self._streams.own = torch.cuda.Stream(self._device)
+            self._streams.own = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         own: torch.cuda.Stream = self._streams.own
         return own
 

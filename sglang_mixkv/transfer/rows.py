@@ -73,4 +73,4 @@ def _view(address: int, rows: Ints, stride: int, width: int) -> np.ndarray[Any, 
     count, stride = (int(rows.max()) + 1 if len(rows) else 0), int(stride)
     size = max(0, (count - 1) * stride + width) if count else 0
     memory = (ctypes.c_char * size).from_address(int(address))
-    return np.ndarray((count,), f"V{width}", memory, 0, (stride,))
+    return np.ndarray((count,), f"V{width}", memoryview(memory).cast("B"), 0, (stride,))

@@ -65,7 +65,8 @@ class ChunkWriter:
         mode: str,
     ) -> None:
         self._engine, self._rows, self._mode = engine, rows, mode
-        self._make_buffer, self._buffer = make_buffer, None
+        self._make_buffer = make_buffer
+        self._buffer: PackBuffer | None = None
 
     def write(self, session: str, plan: Plan, chunk: Chunk, region: Region | None) -> Written:
         """Write one chunk, target and draft, as few batches as the pack buffer allows."""
