@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -16,9 +17,9 @@ _RANK = ("system_dp_rank", "attn_dp_rank", "attn_cp_rank", "attn_tp_rank", "pp_r
 class MixKVBootstrapServer(MooncakeKVBootstrapServer):
     """`announced`: rank -> what that prefill rank put under KEY in its row."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self.announced: dict[tuple[int, ...], dict[str, Any] | None] = {}
-        super().__init__(host, port)
+    @cached_property
+    def announced(self) -> dict[tuple[int, ...], dict[str, Any] | None]:
+        return {}
 
     def _setup_routes(self) -> None:
         super()._setup_routes()

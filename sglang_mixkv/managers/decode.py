@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import ABORT_ACK_TAG, PrefillServerInfo
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVReceiver
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_disagg
 
@@ -25,6 +25,7 @@ from sglang_mixkv.core.topology import Kind, Spread
 from sglang_mixkv.core.wire import Grant, Registration, encode, notice_of
 from sglang_mixkv.managers import facts as handshake
 from sglang_mixkv.managers import farewell
+from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.shared import Shared
 from sglang_mixkv.managers.staging import Staging, pack_buffer, wants_region
 
@@ -40,6 +41,7 @@ class DecodeSide(Shared):
     staging: Staging | None = None
     no_staging = False
 
+    @override(MooncakeKVManager)
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """As stock, once a prefill server; a server that does not fit is kept with a reason."""
         if bootstrap_addr in self.prefill_info_table:
@@ -81,6 +83,7 @@ class DecodeSide(Shared):
         executor = self._ensure_prefill_recompute_executor()
         executor.submit(farewell.tell, MooncakeKVReceiver, bootstrap_addr, room, dp_rank)
 
+    @override(MooncakeKVManager)
     def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
         """As stock; with a drafter, wait for every distinct sender of this rank."""
         super()._resolve_rank_mapping(info)
@@ -147,6 +150,7 @@ class DecodeSide(Shared):
         args = self.kv_args
         return [n // item for n, item in zip(args.aux_data_lens, args.aux_item_lens, strict=True)]
 
+    @override(MooncakeKVManager)
     def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Any:
         """Check every message before stock reads it, on decode ranks."""
         recv = super()._make_worker_recv(socket, timeout_ms)
@@ -216,6 +220,7 @@ class DecodeSide(Shared):
         ptrs = self.caches.draft_ptrs
         return self.staging.grant(room, draft, ptrs, numbers, skip, table) or {}
 
+    @override(MooncakeKVManager)
     def update_status(self, bootstrap_room: int, status: Any) -> None:
         """As stock; before a room succeeds, its region is scattered into the pool."""
         if status == KVPoll.Success and self.staging is not None:

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import ABORT_TAG
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_mixkv.core import frames as stock_frames
 from sglang_mixkv.core import wire
 from sglang_mixkv.core.errors import MixKVError
+from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.peer import Peer, PeerRegistration, PrefillRank, admit
 from sglang_mixkv.managers.shared import Shared
 
@@ -33,6 +35,7 @@ MEMORY_S = 60.0
 class PrefillGate(Shared):
     """Overrides of MooncakeKVManager that admit peers and rooms on prefill ranks."""
 
+    @override(MooncakeKVManager)
     def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Recv:
         recv: Recv = super()._make_worker_recv(socket, timeout_ms)
         if self.disaggregation_mode != DisaggregationMode.PREFILL:
@@ -76,6 +79,7 @@ class PrefillGate(Shared):
         self.last_registration = frames
         return True
 
+    @override(MooncakeKVManager)
     def _validate_peer_state_layout(self, registration_info: Any) -> tuple[bool, str | None]:
         """Stock's verdict on a registering peer, ours first: a reason refuses the peer."""
         session = registration_info.mooncake_session_id

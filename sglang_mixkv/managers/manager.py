@@ -25,9 +25,13 @@ class MixKVManager(PrefillSide, DecodeSide):
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
     ) -> None:
-        split_draft(args)
+        if getattr(args, "num_draft_entries", 0):
+            split_draft(args)
         self.config = config_of(server_args)
         self.stats = Stats(disaggregation_mode.value, self.config.stats_dir)
+        # A prefill's reason for a failure travels to the decode side; stock parses it too.
+        self.kv_status_msg_carries_reason = True
+        self.mixkv_ready = True
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         logger.info("%s", self.banner())  # reads the facts: what does not fit raises here
 

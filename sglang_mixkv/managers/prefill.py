@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.pages import pages_to_send, window_start
 from sglang_mixkv.core.plan import Plan
+from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.facts import KEY, PATH, TIMEOUT_S, announcement
 from sglang_mixkv.managers.gate import PrefillGate
 from sglang_mixkv.managers.peer import Peer
@@ -48,6 +50,7 @@ class PrefillSide(PrefillGate):
     `grants`: (room, session id) -> region, from metadata to the end of the room's sender.
     """
 
+    @override(MooncakeKVManager)
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
         """As stock, with this rank's facts in the row; then see that somebody keeps them."""
         row = {**payload, KEY: announcement(self.facts)}
@@ -63,6 +66,7 @@ class PrefillSide(PrefillGate):
                 "the prefill server with --enable-mixkv and without SGLANG_PLUGINS excluding it."
             )
 
+    @override(MooncakeKVManager)
     def _get_dsa_cache_transfer_skip_flags(self, info: Any) -> tuple[bool, bool]:
         """Let the plan decide on KV, and the route on state."""
         peer = self.peers.get(info.mooncake_session_id) if info is not None else None
@@ -71,6 +75,7 @@ class PrefillSide(PrefillGate):
             return skip_kv, skip_state
         return False, skip_state or not peer.route.sends_state
 
+    @override(MooncakeKVManager)
     def send_kvcache(
         self, mooncake_session_id: str, prefill_kv_indices: Any, dst_kv_ptrs: list[int],
         dst_kv_indices: Any, *args: Any, **kwargs: Any,
@@ -80,6 +85,7 @@ class PrefillSide(PrefillGate):
             dst_kv_indices, *args, **kwargs,
         )  # fmt: skip
 
+    @override(MooncakeKVManager)
     def send_kvcache_slice(
         self, mooncake_session_id: str, prefill_kv_indices: Any, dst_kv_ptrs: list[int],
         dst_kv_indices: Any, *args: Any, **kwargs: Any,
@@ -112,10 +118,12 @@ class PrefillSide(PrefillGate):
         self.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
         return 0
 
+    @override(MooncakeKVManager)
     def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> None:
         """As stock, over a queue that remembers what this thread took last."""
         super().transfer_worker(TappedQueue(queue, self.current), *args, **kwargs)
 
+    @override(MooncakeKVManager)
     def add_transfer_request(
         self, bootstrap_room: int, kv_indices: Any, index_slice: slice, is_last_chunk: bool,
         aux_index: int | None = None, state_indices: Any = None, num_kv_tokens: int | None = None,
@@ -207,6 +215,7 @@ class PrefillSide(PrefillGate):
                     "this chunk was sent"
                 )
 
+    @override(MooncakeKVManager)
     def send_aux(self, req: Any, prefill_aux_index: int, dst_aux_ptrs: list[int]) -> int:
         """Aux data comes from one sender a decode rank."""
         peer = self.peers.get(req.mooncake_session_id)
@@ -216,6 +225,7 @@ class PrefillSide(PrefillGate):
                 return 0
         return int(super().send_aux(req, prefill_aux_index, dst_aux_ptrs))
 
+    @override(MooncakeKVManager)
     def conclude_transfer(self, **kwargs: Any) -> Any:
         status = super().conclude_transfer(**kwargs)
         self.stats.publish()

@@ -11,15 +11,17 @@ from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 
 from sglang_mixkv.core.routes import Route, route_of
 from sglang_mixkv.core.wire import Grant, encode
+from sglang_mixkv.managers.aside import override
 
 
-class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
+class MixKVReceiver(MooncakeKVReceiver):
     """SGLang's receiver, refusing servers that do not fit and naming each rank's route."""
 
     conclude_state: Any
     pages = 0
     grants: Mapping[tuple[int, int], Grant] = MappingProxyType({})
 
+    @override(MooncakeKVReceiver)
     def init(self, prefill_dp_rank: int) -> None:
         """Refuse where stock refuses, in init: the request fails, the server goes on."""
         reason = self.kv_mgr.refusal_of(self.bootstrap_addr)
@@ -34,6 +36,7 @@ class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
         self.conclude_state = KVPoll.Failed
         self.kv_mgr.tell_prefill(self.bootstrap_addr, self.bootstrap_room, prefill_dp_rank)
 
+    @override(MooncakeKVReceiver)
     def _get_bootstrap_info_from_server(
         self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
     ) -> dict[str, Any] | None:
@@ -44,6 +47,7 @@ class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
             info["tp_rank"] = int(target_tp_rank)
         return info
 
+    @override(MooncakeKVReceiver)
     def _register_kv_args(self) -> bool:
         """With a drafter, who is a dummy is our table's decision instead of stock's."""
         if self.kv_mgr.caches.draft is not None:
@@ -59,6 +63,7 @@ class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
         assert route is not None
         return route
 
+    @override(MooncakeKVReceiver)
     def _send_bootstrap_message(
         self, *, bootstrap_info: dict[str, Any], message: list[bytes], operation: Any
     ) -> bool:
@@ -73,6 +78,7 @@ class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
             bootstrap_info=bootstrap_info, message=message, operation=operation
         )
 
+    @override(MooncakeKVReceiver)
     def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
         """As stock, with a region granted to each sender of strided draft slices."""
         self.pages = len(kv_indices)
@@ -80,16 +86,21 @@ class MixKVReceiver(MooncakeKVReceiver):  # type: ignore[misc]
             self.grants = self.kv_mgr.grant(self.bootstrap_room, self.prefill_info, kv_indices)
         super().send_metadata(kv_indices, *args, **kwargs)
 
+    @override(MooncakeKVReceiver)
     def abort(self) -> None:
         """No scatter starts, and none is under way, once this has returned."""
-        self.kv_mgr.release_grant(self.bootstrap_room)
+        if self._owns_bootstrap_room:
+            self.kv_mgr.release_grant(self.bootstrap_room)
         super().abort()
 
+    @override(MooncakeKVReceiver)
     def clear(self) -> None:
-        self.kv_mgr.release_grant(self.bootstrap_room)
-        self.kv_mgr.expected_senders.pop(self.bootstrap_room, None)
+        if self._owns_bootstrap_room:
+            self.kv_mgr.release_grant(self.bootstrap_room)
+            self.kv_mgr.expected_senders.pop(self.bootstrap_room, None)
         super().clear()
 
+    @override(MooncakeKVReceiver)
     def poll(self) -> Any:
         concluded = self.conclude_state
         status = super().poll()

@@ -6,16 +6,25 @@ from typing import Any
 
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
+from sglang_mixkv.managers.aside import is_ours, override
 
-class MixKVSender(MooncakeKVSender):  # type: ignore[misc]
+
+class MixKVSender(MooncakeKVSender):
     """SGLang's sender; when it is cleared, nothing of its room is left behind."""
 
     def __init__(
-        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kw: Any
+        self,
+        mgr: Any,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kw)
-        mgr.open_room(bootstrap_room)
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        if is_ours(mgr):
+            mgr.open_room(bootstrap_room)
 
+    @override(MooncakeKVSender)
     def clear(self) -> None:
-        super().clear()
+        """Ours first: once stock has said that the room ended, its number may be used again."""
         self.kv_mgr.forget_room(self.bootstrap_room)
+        super().clear()

@@ -23,11 +23,11 @@ from sglang_mixkv.transfer.rows import Rows
 from sglang_mixkv.transfer.writer import Region
 
 
-class Shared(MooncakeKVManager):  # type: ignore[misc]
+class Shared(MooncakeKVManager):
     """State and derived values of one rank's manager."""
 
-    # A prefill's reason for a failure travels to the decode side; stock parses it too.
-    kv_status_msg_carries_reason = True
+    # Set by MixKVManager's constructor; see aside.py.
+    mixkv_ready = False
 
     last_registration: list[bytes] | None = None
 
