@@ -1,0 +1,163 @@
+"""Pack and scatter kernels on an NVIDIA GPU, against a device copy of the same bytes.
+
+Without CUDA it says what it lacks and exits 0. One sample is the time between two CUDA
+events around a burst of launches; `GB/s` counts each byte once, as for the copy. `call`
+is the product's whole call, from the host, with its uploads and its wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from common import Check, Record, Result, elapsed, interleave, options, repeats
+
+LEAST_SHARE = 0.75
+FROM_TOKENS = 8192
+ENTRIES = 2  # K and V of one layer
+WIDTHS = (128, 256, 512, 1024)  # bytes of a slice
+FAN = 4  # slices a full row
+BURST = 20
+
+
+def lacking() -> str:
+    """What this machine lacks; empty if nothing."""
+    try:
+        import torch
+        import triton  # noqa: F401
+    except ModuleNotFoundError as error:
+        return f"the package {error.name} is not installed"
+    if not torch.cuda.is_available():
+        return "no CUDA device, or a PyTorch built without CUDA"
+    return ""
+
+
+def row_copy(kind: str, strided: Any, packed: Any, tokens: int, width: int, layout: str) -> Any:
+    """Pack (strided rows -> packed) or scatter (packed -> strided rows), the second slice of a
+    row, tokens in order or in random pages of 64."""
+    from sglang_mixkv.transfer.rows import RowCopy
+
+    pages = np.arange(tokens // 64)
+    if layout == "random":
+        pages = np.random.default_rng(3).permutation(pages)
+    rows = (pages[:, None] * 64 + np.arange(64)).ravel()
+    entry, order = np.arange(ENTRIES), np.arange(tokens)
+    wide = strided.data_ptr() + entry * tokens * FAN * width + width
+    dense = packed.data_ptr() + entry * tokens * width
+    strides = np.full(ENTRIES, FAN * width), np.full(ENTRIES, width)
+    widths = np.full(ENTRIES, width)
+    if kind == "pack":
+        return RowCopy(wide, dense, strides[0], strides[1], widths, rows, order)
+    return RowCopy(dense, wide, strides[1], strides[0], widths, order, rows)
+
+
+def kernel(what: Any, device: str) -> Callable[[], None]:
+    """The kernel alone: arguments are on the device already."""
+    import torch
+    import triton
+
+    from sglang_mixkv.transfer import cuda
+
+    size = cuda.word_bytes(what)
+    columns = [what.src, what.dst, what.src_stride // size, what.dst_stride // size,
+               what.width // size]  # fmt: skip
+    entries = torch.from_numpy(np.stack(columns)).to(device)
+    rows = torch.from_numpy(np.stack([what.src_rows, what.dst_rows])).to(device)
+    word = torch.empty(1, dtype=cuda.WORDS[size], device=device)
+    grid = (ENTRIES, triton.cdiv(len(what.src_rows), cuda.BLOCK_ROWS))
+    widest = triton.next_power_of_2(int(columns[-1].max()))
+    arguments = (word, entries, rows, ENTRIES, len(what.src_rows))
+    return lambda: cuda.copy_rows[grid](*arguments, BLOCK=cuda.BLOCK_ROWS, WIDTH=widest)
+
+
+def device_seconds(launch: Callable[[], Any]) -> float:
+    """Seconds of one launch on the device, over a burst."""
+    import torch
+
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(BURST):
+        launch()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / BURST
+
+
+def measure(kind: str, tokens: int, width: int, layout: str, count: int) -> list[Record]:
+    """Kernel, whole call and device copy of the same bytes; raises if bytes are wrong."""
+    import torch
+
+    from sglang_mixkv.transfer.cuda import CudaRows
+
+    size = ENTRIES * tokens * width
+    strided = torch.randint(0, 255, (FAN * size,), dtype=torch.uint8, device="cuda")
+    packed = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
+    copy_to = torch.empty_like(packed)
+    what, rows = row_copy(kind, strided, packed, tokens, width, layout), CudaRows(0)
+    launch = kernel(what, "cuda")
+    rows.copy(what)
+    _check(kind, strided, packed, what, tokens, width)
+    methods = {
+        "device copy": lambda s: s.add(device_seconds(lambda: copy_to.copy_(packed))),
+        "kernel": lambda s: s.add(device_seconds(launch)),
+        "call": lambda s: s.add(elapsed(lambda: rows.copy(what))),
+    }
+    samples = interleave(methods, count)
+    base = float(np.median(samples["device copy"].total))
+    return [
+        {"kind": kind, "tokens": tokens, "width": width, "layout": layout, "bytes": size,
+         "method": name, **taken.record(), "gb_s": size / float(np.median(taken.total)) / 1e9,
+         "share_of_copy": base / float(np.median(taken.total))}
+        for name, taken in samples.items()
+    ]  # fmt: skip
+
+
+def _check(kind: str, strided: Any, packed: Any, what: Any, tokens: int, width: int) -> None:
+    wide = strided.view(ENTRIES, tokens, FAN, width)[:, :, 1]
+    import torch
+
+    rows = torch.from_numpy(what.src_rows if kind == "pack" else what.dst_rows).cuda()
+    if not torch.equal(wide[:, rows], packed.view(ENTRIES, tokens, width)):
+        raise RuntimeError(f"{kind} of {tokens} x {width} B: wrong bytes")
+
+
+def checks(records: list[Record]) -> list[Check]:
+    shares = [r["share_of_copy"] for r in records
+              if r["method"] == "kernel" and r["tokens"] >= FROM_TOKENS]  # fmt: skip
+    name = f"kernels at {FROM_TOKENS:,} tokens and more, share of the device's copy: least"
+    return [Check(name, LEAST_SHARE, min(shares), at_most=False)] if shares else []
+
+
+def plot(result: Result, pyplot: Any) -> None:
+    chosen = [r for r in result.parts["rows"] if r["method"] == "kernel"]
+    for key in dict.fromkeys((r["kind"], r["width"], r["layout"]) for r in chosen):
+        line = [r for r in chosen if (r["kind"], r["width"], r["layout"]) == key]
+        label = "{} {} B {}".format(*key)
+        pyplot.plot([r["tokens"] for r in line], [r["share_of_copy"] for r in line], label=label)
+    pyplot.axhline(LEAST_SHARE, color="black", linewidth=0.5)
+    pyplot.xscale("log")
+    pyplot.xlabel("tokens")
+    pyplot.ylabel("share of the device's copy bandwidth")
+    pyplot.legend(fontsize=6)
+
+
+def main() -> None:
+    arguments = options((__doc__ or "").splitlines()[0]).parse_args()
+    result = Result("kernels", arguments.quick, {"rows": []}, lacks=lacking())
+    if not result.lacks:
+        import torch
+
+        result.machine["gpu"] = torch.cuda.get_device_name(0)
+        for tokens in (1024,) if arguments.quick else (1024, 4096, 8192, 16384, 65536):
+            for width in WIDTHS[:1] if arguments.quick else WIDTHS:
+                for kind in ("pack", "scatter"):
+                    for layout in ("contiguous", "random"):
+                        count = repeats(arguments)
+                        result.parts["rows"] += measure(kind, tokens, width, layout, count)
+        result.checks = checks(result.parts["rows"])
+    result.finish(arguments, lambda pyplot: plot(result, pyplot))
+
+
+if __name__ == "__main__":
+    main()

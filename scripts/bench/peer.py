@@ -1,0 +1,186 @@
+"""The receiver's process: a decode rank's pool and staging buffer, driven over ZMQ."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing as mp
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import zmq
+from cases import CANARY, Bytes, Case, dst_draft, dst_places, dst_size, page_tables, wrong_bytes
+from common import MOONCAKE_ENV
+
+import sglang_mixkv
+from sglang_mixkv.transfer.rows import HostRows
+
+ANSWER_MS = 120_000
+
+
+def staging_module() -> ModuleType:
+    """sglang_mixkv.managers.staging by its path: it needs nothing of SGLang, while importing
+    its package imports all of SGLang, half a minute of it."""
+    name = "mixkv_bench_staging"
+    if name not in sys.modules:
+        path = os.path.join(sglang_mixkv.__path__[0], "managers", "staging.py")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+class Mooncake:
+    """A Mooncake engine with the calls of SGLang's MooncakeTransferEngine that are used.
+
+    `wire`: seconds spent in writes; `calls`, `descriptors` and `bytes` count them.
+    """
+
+    def __init__(self) -> None:
+        from mooncake.engine import TransferEngine
+
+        self._engine = TransferEngine()
+        if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
+            raise RuntimeError("Mooncake could not be initialised")
+        self.session = f"127.0.0.1:{self._engine.get_rpc_port()}"
+        self.reset()
+
+    def reset(self) -> None:
+        self.wire, self.calls, self.descriptors, self.bytes = 0.0, 0, 0, 0
+
+    def batch_register(self, addresses: list[int], lengths: list[int]) -> int:
+        return int(self._engine.batch_register_memory(addresses, lengths))
+
+    def batch_transfer_sync(
+        self, session: str, src: list[int], dst: list[int], lengths: list[int]
+    ) -> int:
+        start = time.perf_counter()
+        code = int(self._engine.batch_transfer_sync_write(session, src, dst, lengths))
+        self.wire += time.perf_counter() - start
+        self.calls, self.descriptors = self.calls + 1, self.descriptors + len(lengths)
+        return code
+
+
+class Receiver:
+    """Answers one command at a time; each is a method."""
+
+    def __init__(self, truth: Bytes, pool: int, plain: int, staging: int, peers: int) -> None:
+        self.truth = truth
+        self.pool, self.plain = np.empty(pool, np.uint8), np.empty(max(1, plain), np.uint8)
+        self.engines = [Mooncake() for _ in range(peers)]
+        for engine in self.engines:
+            memory = [self.pool, self.plain]
+            engine.batch_register([m.ctypes.data for m in memory], [m.nbytes for m in memory])
+        product = staging_module()
+        rows = HostRows()
+        buffer = product.pack_buffer(self.engines[0], rows, staging)
+        for engine in self.engines[1:]:
+            engine.batch_register([buffer.address], [buffer.size])
+        self.staging = product.Staging(buffer, rows)
+        self.case: Case | None = None
+
+    def hello(self) -> tuple[list[str], int, int]:
+        """Sessions, address of the pool, address of the area for one contiguous write."""
+        sessions = [engine.session for engine in self.engines]
+        return sessions, self.pool.ctypes.data, self.plain.ctypes.data
+
+    def begin(self, case: Case) -> None:
+        self.case = case
+
+    def clear(self) -> None:
+        self.pool[: dst_size(self._case())].fill(CANARY)
+
+    def grant(self, room: int) -> tuple[Any, float]:
+        """Grants of a room by (prefill rank, stage), None without room; seconds it took."""
+        case = self._case()
+        start = time.perf_counter()
+        pointers = tuple(self.pool.ctypes.data + place for place in dst_places(case))
+        pages = page_tables(case, "decode")[room]
+        granted = self.staging.grant(room, dst_draft(case), pointers, pages, 0, case.table)
+        return granted, time.perf_counter() - start
+
+    def wants(self) -> bool:
+        """Whether `auto` grants regions for this case."""
+        case = self._case()
+        return bool(staging_module().wants_region(dst_draft(case), case.table, case.pages, "auto"))
+
+    def done(self, room: int) -> tuple[float, float]:
+        """All senders have answered: (moment this was known, moment the pool was complete)."""
+        known = time.perf_counter()
+        self.staging.scatter(room)
+        return known, time.perf_counter()
+
+    def wrong(self) -> int:
+        return wrong_bytes(self._case(), self.truth, self.pool)
+
+    def _case(self) -> Case:
+        assert self.case is not None
+        return self.case
+
+
+def _serve(address: str, *args: Any) -> None:
+    os.environ.update(MOONCAKE_ENV)
+    socket = zmq.Context().socket(zmq.REP)
+    socket.connect(address)
+    receiver = Receiver(*args)
+    while True:
+        name, values = socket.recv_pyobj()
+        if name == "stop":
+            os._exit(0)
+        try:
+            socket.send_pyobj(getattr(receiver, name)(*values))
+        except Exception as error:
+            socket.send_pyobj(error)
+
+
+class Remote:
+    """The receiver as the sender sees it: `remote.grant(room)` is a round trip."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values: self._ask(name, values)
+
+    def _ask(self, name: str, values: tuple[Any, ...]) -> Any:
+        self._socket.send_pyobj((name, values))
+        answer = self._socket.recv_pyobj()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+@contextmanager
+def receiver(truth: Bytes, pool: int, plain: int, staging: int, peers: int = 1) -> Iterator[Remote]:
+    """A receiver in a process of its own. Sizes in bytes; `peers`: engines it listens with.
+
+    Must be entered before this process makes a Mooncake engine: the process is forked.
+    """
+    context = zmq.Context()
+    socket = context.socket(zmq.REQ)
+    socket.setsockopt(zmq.RCVTIMEO, ANSWER_MS)
+    socket.setsockopt(zmq.LINGER, 0)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    process = mp.get_context("fork").Process(
+        target=_serve,
+        args=(f"tcp://127.0.0.1:{port}", truth, pool, plain, staging, peers),
+        daemon=True,
+    )
+    process.start()
+    try:
+        yield Remote(socket)
+    finally:
+        with suppress(zmq.ZMQError):
+            socket.send_pyobj(("stop", ()), zmq.NOBLOCK)
+        process.join(5)
+        if process.is_alive():
+            process.kill()
+        socket.close()
+        context.term()

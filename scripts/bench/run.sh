@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# All benchmarks, into a folder: run.sh FOLDER [--quick]
+# Writes JSON, PNG and one results.md; fill docs/performance.md with render.py --into.
+set -euo pipefail
+if [ "$#" -lt 1 ] || [ "${1#-}" != "$1" ]; then
+    echo "usage: $0 FOLDER [--quick] [--repeats N]" >&2
+    exit 2
+fi
+folder="$1"
+shift
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+mkdir -p "$folder"
+folder="$(cd "$folder" && pwd)"
+# shellcheck source=scripts/env.sh
+source "$here/../env.sh"
+results=()
+for name in transfer planning kernels; do
+    echo "== $name" >&2
+    python "$here/$name.py" "$@" --json "$folder/$name.json" --plot "$folder/$name.png" \
+        >"$folder/$name.md"
+    results+=("$folder/$name.json")
+done
+python "$here/render.py" "${results[@]}" >"$folder/results.md"
+echo "results: $folder" >&2

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# The demo on a bare machine: set up what is missing, run it. Options are passed on (--help).
+set -euo pipefail
+# shellcheck source=scripts/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+exec python -m sglang_mixkv demo "$@"

@@ -1,0 +1,64 @@
+"""SGLang's CPU engine on machines without a GPU and without AMX: what a server needs.
+
+A server process takes its environment from :func:`launch_env` and its command line from
+:data:`LAUNCH_FLAGS`; the environment puts ``site/`` on the path, where ``import sgl_kernel``
+finds plain PyTorch kernels (SGLang imports them before it loads plugins). The rest is
+:mod:`sglang_mixkv.cpu.support`, which the plugin installs in every process.
+
+This module stays light: importing it imports neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import cycle, islice
+from pathlib import Path
+
+SITE = Path(__file__).parent / "site"
+"""The folder on PYTHONPATH that holds the stand-in for ``sgl_kernel``."""
+
+CPU_ENGINE_ENV = "SGLANG_USE_CPU_ENGINE"
+
+LAUNCH_FLAGS: tuple[str, ...] = (
+    *("--device", "cpu"),
+    *("--attention-backend", "intel_amx"),
+    "--cuda-graph-backend-decode=disabled",
+    "--cuda-graph-backend-prefill=disabled",
+    "--disable-overlap-schedule",
+    "--skip-server-warmup",
+    *("--disaggregation-decode-retraction-backup", "cpu_tensor"),
+    *("--max-total-tokens", "8192"),
+    *("--dtype", "bfloat16"),
+)
+"""Flags of every CPU server: speculation on CPU knows no overlap, and nothing is captured. The
+default place for retracted requests (of a decode server) is pinned by CUDA."""
+
+
+def launch_env(num_ranks: int = 1) -> dict[str, str]:
+    """What to put on top of the environment of a server with that many scheduler processes."""
+    env = {
+        CPU_ENGINE_ENV: "1",
+        "OMP_NUM_THREADS": "1",
+        # PyNccl would load a libnccl that it finds, and ask it for a CUDA device.
+        "SGLANG_NCCL_SO_PATH": "/nonexistent",
+        "SGLANG_HOST_IP": "127.0.0.1",
+        "MOONCAKE_PROTOCOL": "tcp",
+        "MC_FORCE_TCP": "1",
+        "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+        "PYTHONPATH": _with_site(os.environ.get("PYTHONPATH", "")),
+    }
+    if num_ranks > 1:
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = _core_of_each_rank(num_ranks)
+    return env
+
+
+def _with_site(path: str) -> str:
+    """A PYTHONPATH with the site folder first, and once."""
+    others = [folder for folder in path.split(os.pathsep) if folder and folder != str(SITE)]
+    return os.pathsep.join([str(SITE), *others])
+
+
+def _core_of_each_rank(num_ranks: int) -> str:
+    """One core a rank, "0|1|0": without it SGLang asks for a NUMA node a rank."""
+    cores = cycle(sorted(os.sched_getaffinity(0)))
+    return "|".join(str(core) for core in islice(cores, num_ranks))

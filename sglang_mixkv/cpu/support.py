@@ -1,0 +1,56 @@
+"""What SGLang's CPU engine needs from inside its processes; the plugin calls :func:`install`.
+
+    seam                                              why
+    overrides._attention_backend_platform_fallbacks   without AMX it trades intel_amx for
+        (around)                                      torch_native, which does neither MLA
+                                                      extend nor target verify
+    disaggregation.utils.get_kv_class                 Mooncake's sender would take page
+        (after)                                       indices over pinned memory and a CUDA
+                                                      event
+
+Unless SGLANG_USE_CPU_ENGINE is 1, nothing is installed. With it, pairs of servers need both
+hooks whether or not they opted in to mixkv. Hooks only: installing imports no SGLang module
+but its hook registry.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from sglang_mixkv.cpu import CPU_ENGINE_ENV
+
+FALLBACK = "sglang.srt.arg_groups.overrides._attention_backend_platform_fallbacks"
+GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
+
+
+def install() -> None:
+    """Register both hooks if this process runs the CPU engine."""
+    if os.environ.get(CPU_ENGINE_ENV) != "1":
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(FALLBACK, _keep_intel_amx, HookType.AROUND)
+    HookRegistry.register(GET_KV_CLASS, _without_host_indices, HookType.AFTER)
+
+
+def _stand_in_is_loaded() -> bool:
+    """Whether ``sgl_kernel`` is the one from ``site/``."""
+    try:
+        return getattr(importlib.import_module("sgl_kernel"), "IS_STAND_IN", False) is True
+    except ImportError:
+        return False
+
+
+def _keep_intel_amx(original: Callable[[Any], dict[str, Any]], view: Any) -> dict[str, Any]:
+    """No fallback where the stand-in gives the kernels that the backend calls."""
+    asked = view.attention_backend == "intel_amx" and view.device == "cpu"
+    return {} if asked and _stand_in_is_loaded() else original(view)
+
+
+def _without_host_indices(kv_class: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Switch the feature off on the class that has it; subclasses of it inherit that."""
+    if getattr(kv_class, "supports_host_tensor_indices", False):
+        kv_class.supports_host_tensor_indices = False

@@ -1,0 +1,119 @@
+"""The small trained pairs and the copy task: what to ask a server, and what its answers say.
+
+The task is ``<bos> A <sep>`` -> ``A <sep>`` with a string A of distinct symbols. The drafter can
+know A from its own KV of the prompt only, and was trained so that every single KV head of the
+prompt matters. It is a detector of wrong draft bytes, not a measure of what production drafters
+lose to them.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+PAIRS = ("mla", "gqa")
+"""Names of the shipped pairs, by the attention of the target."""
+
+PROMPT_LENGTHS = (24, 24, 48, 48, 96, 96, 160, 200)
+"""Symbols in each of the fixed prompts."""
+
+DRAFT_STEPS = 3
+"""Tokens drafted a verify round."""
+
+BOS, SEP = 1, 2
+SYMBOLS = range(4, 256)
+REQUEST_TIMEOUT_S = 180.0
+
+_MODELS = Path(__file__).parent / "models"
+
+
+def model_flags(pair: str) -> list[str]:
+    """The part of a launch line that names the models and switches speculation on."""
+    flags = {
+        "--model-path": _MODELS / pair / "target",
+        "--speculative-algorithm": "EAGLE3",
+        "--speculative-draft-model-path": _MODELS / pair / "drafter",
+        "--speculative-num-steps": DRAFT_STEPS,
+        "--speculative-eagle-topk": 1,
+        "--speculative-num-draft-tokens": DRAFT_STEPS + 1,
+    }
+    return [str(part) for item in flags.items() for part in item]
+
+
+def prompts() -> list[list[int]]:
+    """The fixed prompts as token ids, the same on every machine."""
+    source = random.Random(2024)
+    return [[BOS, *source.sample(SYMBOLS, length), SEP] for length in PROMPT_LENGTHS]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server said to one prompt."""
+
+    tokens: tuple[int, ...]
+    verify_rounds: int
+    rounds_by_right_drafts: tuple[int, ...]
+    seconds: float
+
+
+class RequestFailed(RuntimeError):
+    """A server answered with an error, or not at all."""
+
+
+def post(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> requests.Response:
+    """One request to a local server, past any proxy of the environment."""
+    with requests.Session() as session:
+        session.trust_env = False
+        return session.post(url, json=body, timeout=timeout)
+
+
+def request_body(prompt: list[int]) -> dict[str, Any]:
+    """The greedy request for one prompt: as many tokens as the right answer has."""
+    limits = {"max_new_tokens": len(prompt) - 1, "temperature": 0}
+    return {"input_ids": prompt, "sampling_params": limits}
+
+
+def ask(url: str, prompt: list[int], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
+    """Send one prompt to a server or router; :class:`RequestFailed` says why there is no answer."""
+    begin = time.monotonic()
+    try:
+        response = post(f"{url}/generate", request_body(prompt), timeout)
+    except requests.RequestException as error:
+        raise RequestFailed(f"no answer from {url}: {error}") from error
+    if response.status_code != requests.codes.ok:
+        raise RequestFailed(f"HTTP {response.status_code} from {url}: {response.text}")
+    return parse_answer(response.json(), time.monotonic() - begin)
+
+
+def parse_answer(reply: dict[str, Any], seconds: float) -> Answer:
+    """An answer from SGLang's reply to ``/generate``."""
+    info = reply["meta_info"]
+    if info.get("finish_reason", {}).get("type") == "abort":
+        raise RequestFailed(f"the request was aborted: {info['finish_reason']}")
+    return Answer(
+        tokens=tuple(reply["output_ids"]),
+        verify_rounds=info.get("spec_verify_ct") or 0,
+        rounds_by_right_drafts=tuple(info.get("spec_correct_drafts_histogram") or ()),
+        seconds=seconds,
+    )
+
+
+def accept_length(answers: list[Answer]) -> float:
+    """Completion tokens a verify round, over all prompts; 0 without any round."""
+    rounds = sum(answer.verify_rounds for answer in answers)
+    return sum(len(answer.tokens) for answer in answers) / rounds if rounds else 0.0
+
+
+def acceptance_by_position(answers: list[Answer]) -> list[float]:
+    """For i = 1, 2, ...: the share of verify rounds with at least i right drafts."""
+    histograms = [answer.rounds_by_right_drafts for answer in answers]
+    rounds = sum(map(sum, histograms))
+    return [
+        sum(sum(histogram[i:]) for histogram in histograms) / rounds if rounds else 0.0
+        for i in range(1, DRAFT_STEPS + 1)
+    ]

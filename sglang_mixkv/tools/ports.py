@@ -1,0 +1,39 @@
+"""Free TCP ports for servers that bind them only after a minute of imports."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterable
+
+LOWEST, HIGHEST = 20_000, 32_000
+"""Below the range from which the kernel hands out ports: nobody gets one by chance."""
+
+_DERIVED = (0, *range(233, 246))
+"""With DP-attention SGLang derives a dozen ports from its API port, at these distances."""
+
+
+def _is_free(port: int) -> bool:
+    """Nobody listens on that port now."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _all_free(ports: Iterable[int]) -> bool:
+    return all(_is_free(port) for port in ports)
+
+
+def free_port() -> int:
+    """An API port that is free now, as are the ports SGLang derives from it.
+
+    Drawn at random, so that two programs that look at the same moment do not meet.
+    """
+    for _ in range(200):
+        port = random.randrange(LOWEST, HIGHEST)
+        if _all_free(port + distance for distance in _DERIVED):
+            return port
+    raise RuntimeError(f"no free port between {LOWEST} and {HIGHEST} in 200 tries")

@@ -1,0 +1,117 @@
+"""The harness with dummy servers: nothing survives, whatever ends it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from sglang_mixkv.tools.processes import Fleet, ServerDied
+
+# A server with a child that ignores SIGTERM; both write their ids.
+STUBBORN = """
+import os, signal, sys, time
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open(sys.argv[1] + "/child", "w").write(str(os.getpid()))
+else:
+    open(sys.argv[1] + "/server", "w").write(str(os.getpid()))
+time.sleep(600)
+"""
+
+# A program with a fleet of one such server.
+STARTER = """
+import signal, sys, time
+from sglang_mixkv.tools.processes import Fleet
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
+with Fleet() as fleet:
+    fleet.start("stubborn", [sys.executable, "-c", sys.argv[2], sys.argv[1]], {})
+    open(sys.argv[1] + "/root", "w").write(str(fleet.root))
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MIXKV_LEASH_GRACE_S", "1")
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 15) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def read(path: Path) -> str:
+    assert eventually(lambda: path.exists() and bool(path.read_text())), path
+    return path.read_text()
+
+
+def gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def ids(folder: Path) -> list[int]:
+    return [int(read(folder / name)) for name in ("server", "child")]
+
+
+def start_stubborn(fleet: Fleet, folder: Path) -> None:
+    fleet.start("stubborn", [sys.executable, "-c", STUBBORN, str(folder)], {})
+
+
+def test_leaving_the_context_ends_the_whole_tree(tmp_path: Path) -> None:
+    with Fleet() as fleet:
+        start_stubborn(fleet, tmp_path)
+        pids = ids(tmp_path)
+        assert not any(map(gone, pids))
+    assert all(map(gone, pids))
+    assert not fleet.root.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_killed_starter_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTER, str(tmp_path), STUBBORN], stderr=subprocess.DEVNULL
+    )
+    pids, root = ids(tmp_path), Path(read(tmp_path / "root"))
+    starter.send_signal(number)
+    assert starter.wait(15) != 0
+    assert eventually(lambda: all(map(gone, pids)))
+    assert eventually(lambda: not root.exists())
+
+
+def test_a_server_that_dies_is_noticed_with_its_last_words() -> None:
+    script = "print('out of cheese'); raise SystemExit(7)"
+    with Fleet() as fleet:
+        server = fleet.start("brief", [sys.executable, "-c", script], {})
+        assert server.process.wait(15) == 7
+        with pytest.raises(ServerDied, match=r"(?s)brief ended with status 7.*out of cheese"):
+            fleet.check()
+
+
+def test_what_a_dead_server_leaves_behind_ends_too(tmp_path: Path) -> None:
+    with Fleet() as fleet:
+        start_stubborn(fleet, tmp_path)
+        server, child = ids(tmp_path)
+        os.kill(server, signal.SIGKILL)
+        assert eventually(lambda: gone(child))
+
+
+def test_logs_are_kept_where_asked(tmp_path: Path) -> None:
+    with Fleet(tmp_path / "logs") as fleet:
+        server = fleet.start("talker", [sys.executable, "-c", "print('hello')"], {})
+        assert server.process.wait(15) == 0
+    assert (tmp_path / "logs" / "talker.log").read_text() == "hello\n"

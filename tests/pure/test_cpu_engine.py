@@ -1,0 +1,136 @@
+"""When the stand-in for sgl_kernel and the hooks of the CPU engine act, and when they do not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from sglang_mixkv import cpu
+from sglang_mixkv.cpu import support
+
+
+def imported(folder: Path | None, engine: bool, code: str, *flags: str) -> str:
+    """What a fresh Python prints; ``folder`` stands for site-packages with another sgl_kernel."""
+    path = os.pathsep.join(map(str, [cpu.SITE, *([folder] if folder else [])]))
+    env = os.environ | {"PYTHONPATH": path, "SGLANG_USE_CPU_ENGINE": str(int(engine))}
+    command = [sys.executable, *flags, "-c", code]
+    return subprocess.run(
+        command, env=env, check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+def other_package(folder: Path, compiled: str | None) -> Path:
+    """An ``sgl_kernel`` in that folder; with a compiled file, if any, at that place."""
+    package = folder / "sgl_kernel"
+    package.mkdir()
+    (package / "__init__.py").write_text("from sgl_kernel.ops import name\n")
+    (package / "ops.py").write_text("name = 'other'\n")
+    if compiled:
+        (package / compiled).parent.mkdir(exist_ok=True)
+        (package / compiled).touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("engine", "compiled"),
+    [(False, None), (False, "sm90/common_ops.abi3.so"), (True, "common_ops.abi3.so")],
+    ids=["off", "off on CUDA", "on with real CPU kernels"],
+)
+def test_the_real_package_is_handed_through(tmp_path, engine: bool, compiled: str | None) -> None:
+    folder = other_package(tmp_path, compiled)
+    assert imported(folder, engine, "import sgl_kernel; print(sgl_kernel.name)", "-S") == "other"
+
+
+def test_without_any_real_package_there_is_none() -> None:
+    code = "try: import sgl_kernel\nexcept ModuleNotFoundError as e: print(e.name)"
+    assert imported(None, False, code, "-S") == "sgl_kernel"
+
+
+def test_the_stand_in_has_operators_but_no_packed_weights(tmp_path) -> None:
+    folder = other_package(tmp_path, "sm90/common_ops.abi3.so")
+    code = """
+import sgl_kernel, torch
+ops = torch.ops.sgl_kernel
+print(sgl_kernel.IS_STAND_IN, hasattr(ops, "extend_attention_cpu"), hasattr(
+    ops, "decode_attention_cpu"), hasattr(ops, "convert_weight_packed"))
+sgl_kernel.tree_speculative_sampling_target_only_cpu
+try: sgl_kernel.tree_speculative_sampling_target_only_cpu()
+except NotImplementedError: print("refused")
+"""
+    assert imported(folder, True, code).split() == ["True", "True", "True", "False", "refused"]
+
+
+@pytest.fixture
+def registered(monkeypatch) -> list[str]:
+    """Targets that were given to SGLang's hook registry, which is not imported here."""
+    targets: list[str] = []
+
+    class HookRegistry:
+        @staticmethod
+        def register(target: str, hook: object, hook_type: str) -> None:
+            targets.append(target)
+
+    fake = types.ModuleType("sglang.srt.plugins.hook_registry")
+    fake.HookRegistry = HookRegistry
+    fake.HookType = types.SimpleNamespace(AROUND="around", AFTER="after")
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    return targets
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "true"])
+def test_support_is_inert_without_the_cpu_engine(monkeypatch, registered, value) -> None:
+    monkeypatch.delenv(cpu.CPU_ENGINE_ENV, raising=False)
+    if value is not None:
+        monkeypatch.setenv(cpu.CPU_ENGINE_ENV, value)
+    support.install()
+    assert registered == []
+
+
+def test_support_hooks_with_the_cpu_engine(monkeypatch, registered) -> None:
+    monkeypatch.setenv(cpu.CPU_ENGINE_ENV, "1")
+    support.install()
+    assert registered == [support.FALLBACK, support.GET_KV_CLASS]
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "stand_in", "kept"),
+    [
+        ("intel_amx", "cpu", True, True),
+        ("intel_amx", "cpu", False, False),
+        ("triton", "cpu", True, False),
+    ],
+)
+def test_only_the_stand_in_keeps_the_backend(monkeypatch, backend, device, stand_in, kept) -> None:
+    fake = types.ModuleType("sgl_kernel")
+    fake.IS_STAND_IN = stand_in
+    monkeypatch.setitem(sys.modules, "sgl_kernel", fake)
+    view = types.SimpleNamespace(attention_backend=backend, device=device)
+    fallback = {"attention_backend": "torch_native"}
+    assert support._keep_intel_amx(lambda _view: fallback, view) == ({} if kept else fallback)
+
+
+def test_host_indices_are_off_on_the_class_and_below() -> None:
+    class Sender:
+        supports_host_tensor_indices = True
+
+    class Derived(Sender):
+        pass
+
+    assert support._without_host_indices(Sender) is None
+    assert not Sender.supports_host_tensor_indices
+    assert not Derived.supports_host_tensor_indices
+
+
+def test_launch_env_keeps_the_path_and_binds_each_rank(monkeypatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["a", str(cpu.SITE), "b"]))
+    env = cpu.launch_env(3)
+    assert env["PYTHONPATH"].split(os.pathsep) == [str(cpu.SITE), "a", "b"]
+    assert len(env["SGLANG_CPU_OMP_THREADS_BIND"].split("|")) == 3
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in cpu.launch_env()
