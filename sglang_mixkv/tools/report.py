@@ -106,7 +106,7 @@ def table(runs: Sequence[Run], title: str) -> Table:
     grid.add_column("accept\nlength", justify="right")
     grid.add_column("acceptance\nby position", justify="right")
     grid.add_column("tokens/s", justify="right")
-    grid.add_column("draft bytes\nsent / needed", justify="right")
+    grid.add_column("draft bytes\nsent / needed", justify="right", no_wrap=True)
     for run in runs:
         grid.add_row(*_row(run))
     return grid
