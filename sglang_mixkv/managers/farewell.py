@@ -16,22 +16,23 @@ from sglang.srt.disaggregation.common.conn import AbortNotification
 
 logger = logging.getLogger(__name__)
 
-DELAYS_S = (0.0, 0.5, 2.0, 5.0)
+DELAYS_S = (0.0, 0.5, 2.0, 5.0, 10.0)
 TIMEOUT_S = 5
 
 
 def tell(receiver: Any, bootstrap_addr: str, room: int, dp_rank: int) -> None:
-    """Send ABORT for `room` to every rank of that prefill server's DP rank."""
-    try:
-        ranks = _ranks(bootstrap_addr, dp_rank)
-        for delay in DELAYS_S:
-            time.sleep(delay)
+    """Send ABORT for `room` to every rank of that prefill server's DP rank, several times."""
+    ranks: list[dict[str, Any]] = []
+    for delay in DELAYS_S:
+        time.sleep(delay)
+        try:
+            ranks = ranks or _ranks(bootstrap_addr, dp_rank)
             for rank in ranks:
                 socket, lock = receiver._connect_to_bootstrap_server(rank)
                 with lock:
                     socket.send_multipart(AbortNotification(room=room).to_zmq())
-    except Exception as error:
-        logger.debug("room %s: could not tell %s: %r", room, bootstrap_addr, error)
+        except Exception as error:  # its ranks may not all have registered yet
+            logger.debug("room %s: could not tell %s: %r", room, bootstrap_addr, error)
 
 
 def _ranks(bootstrap_addr: str, dp_rank: int) -> list[dict[str, Any]]:
