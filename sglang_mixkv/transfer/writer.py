@@ -130,12 +130,15 @@ class ChunkWriter:
         tokens = len(src_pages) * page_size
         runs = len(page_runs(src_pages, dst_pages)[0]) if whole else tokens
         packed_runs = len(page_runs(np.arange(len(dst_pages)), dst_pages)[0])
-        total = int(copies.width.sum()) * tokens
+        per_page = int(copies.width.sum()) * page_size
+        total = per_page * len(src_pages)
         if 2 * packed_runs > runs or not prefer_packed(runs * len(copies), total, self._mode):
             return False
         self._buffer = self._buffer or self._make_buffer()
-        fits = int(copies.width.sum()) * page_size
-        return self._buffer is not None and fits <= self._buffer.size
+        if self._buffer is None or per_page > self._buffer.size:
+            return False
+        rounds = -(-len(src_pages) // (self._buffer.size // per_page))
+        return 2 * (packed_runs + rounds - 1) <= runs  # a round ends a run
 
     def _rounds(self, jobs: list[_Job], page_size: int) -> Iterator[Blocks]:
         for job in jobs:

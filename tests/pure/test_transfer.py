@@ -1,0 +1,601 @@
+"""transfer/: rows, packing, writing and regions, byte by byte in this process's memory.
+
+The engine here applies the ranges it is given to memory, so a wrong address shows as wrong
+bytes. What is expected is computed with plain loops over (page, slot, head).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from sglang_mixkv.core.allocator import ALIGNMENT, RegionAllocator
+from sglang_mixkv.core.plan import Copies, Plan
+from sglang_mixkv.transfer.direct import MAX_DESCRIPTORS
+from sglang_mixkv.transfer.packed import (
+    DIRECT_DESCRIPTORS,
+    DIRECT_MEAN,
+    PackBuffer,
+    into_region,
+    prefer_packed,
+    scatter,
+)
+from sglang_mixkv.transfer.rows import HostRows, RowCopy
+from sglang_mixkv.transfer.writer import Chunk, ChunkWriter, Region, Written
+
+POOL_PAGES = 12
+CANARY = 0xEE
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def noise(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng([seed, *shape]).integers(0, 256, shape, np.uint8)
+
+
+# ---------------------------------------------------------------- rows
+
+
+@dataclass
+class RowCase:
+    """Entries of (width, source stride, destination stride), and row numbers."""
+
+    entries: list[tuple[int, int, int]]
+    src_rows: list[int]
+    dst_rows: list[int]
+    rows: int = 16
+    sources: list[np.ndarray] = field(default_factory=list)
+    targets: list[np.ndarray] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for number, (_, src_stride, dst_stride) in enumerate(self.entries):
+            self.sources.append(noise(self.rows * src_stride, seed=number))
+            self.targets.append(np.full(self.rows * dst_stride, CANARY, np.uint8))
+
+    def what(self) -> RowCopy:
+        columns = np.array(self.entries, np.int64).T
+        return RowCopy(
+            ints(*(s.ctypes.data for s in self.sources)),
+            ints(*(t.ctypes.data for t in self.targets)),
+            *(columns[1], columns[2], columns[0]),
+            *(ints(*self.src_rows), ints(*self.dst_rows)),
+        )
+
+    def expected(self) -> list[bytes]:
+        wanted = []
+        for (width, src_stride, dst_stride), source, target in zip(
+            self.entries, self.sources, self.targets, strict=True
+        ):
+            out = bytearray(target.tobytes())
+            for src, dst in zip(self.src_rows, self.dst_rows, strict=True):
+                row = source[src * src_stride : src * src_stride + width]
+                out[dst * dst_stride : dst * dst_stride + width] = row.tobytes()
+            wanted.append(bytes(out))
+        return wanted
+
+
+widths = st.sampled_from([1, 2, 3, 4, 8, 12, 16, 40])
+
+
+@st.composite
+def row_cases(draw: st.DrawFn) -> RowCase:
+    gaps = st.sampled_from([0, 1, 4, 8, 24])
+    entries = [
+        (width, width + draw(gaps), width + draw(gaps))
+        for width in draw(st.lists(widths, min_size=1, max_size=3))
+    ]
+    count = draw(st.integers(0, 16))
+    src_rows = draw(st.lists(st.integers(0, 15), min_size=count, max_size=count))
+    first = draw(st.integers(0, 16 - count))
+    in_order = list(range(first, first + count))
+    dst_rows = draw(st.just(in_order) | st.permutations(range(16)).map(lambda p: p[:count]))
+    return RowCase(entries, src_rows, dst_rows)
+
+
+@given(row_cases())
+def test_host_rows_copy_as_a_plain_loop_does(case: RowCase) -> None:
+    wanted = case.expected()
+    HostRows().copy(case.what())
+    assert [target.tobytes() for target in case.targets] == wanted
+
+
+def test_host_rows_allocate_what_was_asked_for() -> None:
+    address, owner = HostRows().allocate(4096)
+    assert (owner.nbytes, owner.ctypes.data) == (4096, address)
+
+
+def test_the_gpu_kernel_copies_the_same_in_tritons_interpreter() -> None:
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, done.stdout.split()[-2:]) == (0, ["kernel", "agrees"]), done.stderr
+
+
+def compare_kernel_with_host_rows() -> None:
+    """The body of the test above: word sizes 8, 4, 2, 1; a last block that is not full."""
+    from sglang_mixkv.transfer import cuda
+
+    assert cuda.BLOCK_ROWS == 32, "the row counts here straddle one block"
+    seen = set()
+    for number, (width, gap) in enumerate([(16, 8), (12, 4), (6, 2), (5, 0), (24, 16), (8, 1)]):
+        rng = np.random.default_rng(number)
+        count = (1, 32, 33, 47)[number % 4]
+        rows = rng.permutation(50)[:count].tolist(), rng.permutation(50)[:count].tolist()
+        entries = [(width, width + gap, width), (2 * width, 2 * width, 2 * width + gap)]
+        case = RowCase(entries, *rows, rows=50)
+        wanted = case.expected()
+        seen.add(cuda.word_bytes(case.what()))
+        cuda.launch(case.what(), "cpu")
+        assert [target.tobytes() for target in case.targets] == wanted, (width, gap)
+        case.targets = [np.full_like(target, CANARY) for target in case.targets]
+        HostRows().copy(case.what())
+        assert [target.tobytes() for target in case.targets] == wanted, (width, gap)
+    assert seen == {8, 4, 2, 1}
+    print("kernel agrees")
+
+
+# ---------------------------------------------------------------- the fake engine
+
+
+class MemoryEngine:
+    """The one call of SGLang's MooncakeTransferEngine; ranges land at once.
+
+    `fail_at`: number of the call (from 0) that returns `code` and moves nothing.
+    """
+
+    def __init__(self, fail_at: int = -1, code: int = -1) -> None:
+        self.calls: list[list[tuple[int, int, int]]] = []
+        self.fail_at, self.code = fail_at, code
+
+    def batch_transfer_sync(
+        self, session_id: str, buffers: list[int], peer_buffer_addresses: list[int],
+        lengths: list[int],
+    ) -> int:  # fmt: skip
+        assert session_id == "peer:1"
+        for values in (buffers, peer_buffer_addresses, lengths):
+            assert isinstance(values, list)
+            assert all(type(value) is int for value in values)
+        ranges = list(zip(buffers, peer_buffer_addresses, lengths, strict=True))
+        self.calls.append(ranges)
+        if len(self.calls) - 1 == self.fail_at:
+            return self.code
+        for src, dst, length in ranges:
+            assert length > 0
+            ctypes.memmove(dst, src, length)
+        return 0
+
+    @property
+    def ranges(self) -> list[tuple[int, int, int]]:
+        return [one for call in self.calls for one in call]
+
+    def written(self) -> list[tuple[int, int]]:
+        """(first, end) of every range at the destination, in the order of addresses."""
+        return sorted((dst, dst + length) for _, dst, length in self.ranges)
+
+
+# ---------------------------------------------------------------- scenes
+
+
+@dataclass
+class Scene:
+    """A sender of `src_heads` heads, a receiver of `dst_heads`, and `heads` that both hold.
+
+    `region`: slices go to a region and are scattered. `skip`: pages outside the window.
+    """
+
+    head_bytes: list[int]  # per draft entry
+    src_heads: int
+    dst_heads: int
+    src_first: int
+    dst_first: int
+    heads: int
+    page_size: int
+    src_pages: np.ndarray
+    dst_pages: np.ndarray
+    skip: int = 0
+    region: bool = False
+    buffer_pages: float = 1.0  # size of the pack buffer, in pages of all entries
+    target_row: int = 12
+    chunk_pages: int = POOL_PAGES
+
+    def __post_init__(self) -> None:
+        tokens = POOL_PAGES * self.page_size
+        self.target_src = noise(tokens, self.target_row, seed=1)
+        self.draft_src = [noise(tokens, self.src_heads, b, seed=2) for b in self.head_bytes]
+        self.clear()
+
+    def clear(self) -> None:
+        tokens = POOL_PAGES * self.page_size
+        self.target_dst = np.full((tokens, self.target_row), CANARY, np.uint8)
+        self.draft_dst = [
+            np.full((tokens, self.dst_heads, b), CANARY, np.uint8) for b in self.head_bytes
+        ]
+        rows = len(self.src_pages) * self.page_size
+        self.area = np.full(sum(self.widths) * rows + 64, CANARY, np.uint8)
+
+    @property
+    def widths(self) -> list[int]:
+        return [self.heads * b for b in self.head_bytes]
+
+    def plan(self) -> Plan:
+        byte = np.array(self.head_bytes, np.int64)
+        draft = Copies(
+            src=ints(*(e.ctypes.data for e in self.draft_src)),
+            dst=ints(*(e.ctypes.data for e in self.draft_dst)),
+            src_row=byte * self.src_heads,
+            dst_row=byte * self.dst_heads,
+            src_offset=byte * self.src_first,
+            dst_offset=byte * self.dst_first,
+            width=byte * self.heads,
+        )
+        row, zero = ints(self.target_row), ints(0)
+        target = Copies(
+            ints(self.target_src.ctypes.data), ints(self.target_dst.ctypes.data),
+            row, row, zero, zero, row,
+        )  # fmt: skip
+        return Plan(self.page_size, target, draft, POOL_PAGES, POOL_PAGES)
+
+    def rows_of(self, pages: np.ndarray) -> list[int]:
+        return [int(p) * self.page_size + s for p in pages for s in range(self.page_size)]
+
+    def expected(self) -> list[bytes]:
+        """Bytes of the receiver's target and draft entries after all chunks."""
+        target = np.full_like(self.target_dst, CANARY)
+        draft = [np.full_like(entry, CANARY) for entry in self.draft_dst]
+        pairs = list(zip(self.rows_of(self.src_pages), self.rows_of(self.dst_pages), strict=True))
+        for src, dst in pairs:
+            target[dst] = self.target_src[src]
+        for src, dst in pairs[self.skip * self.page_size :]:
+            for want, have in zip(draft, self.draft_src, strict=True):
+                for head in range(self.heads):
+                    want[dst, self.dst_first + head] = have[src, self.src_first + head]
+        return [target.tobytes(), *(entry.tobytes() for entry in draft)]
+
+    def found(self) -> list[bytes]:
+        return [self.target_dst.tobytes(), *(entry.tobytes() for entry in self.draft_dst)]
+
+    def pack_buffer(self) -> PackBuffer:
+        size = int(self.buffer_pages * sum(self.widths) * self.page_size)
+        address, owner = HostRows().allocate(size)
+        return PackBuffer(address, size, owner)
+
+    def send(self, mode: str, engine: MemoryEngine) -> list[Written]:
+        """All chunks through one writer, then the scatter, from a clean receiver."""
+        self.clear()
+        tokens = len(self.src_pages) * self.page_size
+        area = Region(self.area.ctypes.data, tokens) if self.region else None
+        writer = ChunkWriter(engine, HostRows(), self.pack_buffer, mode)
+        written, plan = [], self.plan()
+        for start in range(0, max(1, len(self.src_pages)), self.chunk_pages):
+            part = slice(start, start + self.chunk_pages)
+            src, dst = self.src_pages[part], self.dst_pages[part]
+            skip = min(len(src), max(0, self.skip - start))
+            written.append(writer.write("peer:1", plan, Chunk(src, dst, start, skip), area))
+        if self.region:
+            self._scatter(plan.draft, tokens)
+        return written
+
+    def _scatter(self, draft: Copies, tokens: int) -> None:
+        packed = into_region(draft, self.area.ctypes.data, tokens)
+        zero = np.zeros_like(draft.width)
+        back = Copies(
+            packed.dst, draft.dst, draft.width, draft.dst_row, zero, draft.dst_offset, draft.width
+        )
+        scatter(HostRows(), back, self.page_size, self.skip, self.dst_pages[self.skip :])
+
+    def bytes(self) -> tuple[int, int]:
+        """Bytes that have to be sent, target and draft."""
+        tokens = len(self.src_pages) * self.page_size
+        wanted = tokens - self.skip * self.page_size
+        return tokens * self.target_row, wanted * sum(self.widths)
+
+
+@st.composite
+def page_lists(draw: st.DrawFn, count: int) -> np.ndarray:
+    """Random pages, or a run."""
+    first = draw(st.integers(0, POOL_PAGES - count))
+    run = st.just(list(range(first, first + count)))
+    pages = draw(run | st.permutations(range(POOL_PAGES)).map(lambda p: p[:count]))
+    return ints(*pages)
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    heads = draw(st.integers(1, 3))
+    src_first, dst_first = draw(st.integers(0, 2)), draw(st.integers(0, 2))
+    src_heads = src_first + heads + draw(st.integers(0, 2))
+    dst_heads = dst_first + heads + draw(st.integers(0, 2))
+    count = draw(st.integers(0, POOL_PAGES))
+    return Scene(
+        head_bytes=draw(st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=3)),
+        src_heads=src_heads, dst_heads=dst_heads, src_first=src_first, dst_first=dst_first,
+        heads=heads, page_size=draw(st.sampled_from([1, 2, 4])),
+        src_pages=draw(page_lists(count)), dst_pages=draw(page_lists(count)),
+        skip=draw(st.integers(0, count)), region=draw(st.booleans()),
+        buffer_pages=draw(st.sampled_from([0.5, 1.0, 2.5, 100.0])),
+        chunk_pages=draw(st.sampled_from([1, 3, POOL_PAGES])),
+    )  # fmt: skip
+
+
+def a_scene(**changes: object) -> Scene:
+    """P < D over one run: a slice of one head of four is the receiver's whole row."""
+    run = np.arange(10, dtype=np.int64)
+    values = {
+        "head_bytes": [8, 4], "src_heads": 4, "dst_heads": 1, "src_first": 2, "dst_first": 0,
+        "heads": 1, "page_size": 4, "src_pages": run, "dst_pages": run + 2, "buffer_pages": 100.0,
+    }  # fmt: skip
+    return Scene(**{**values, **changes})
+
+
+# ---------------------------------------------------------------- the writer
+
+
+@settings(max_examples=80, deadline=None)
+@given(scenes())
+def test_every_mode_gives_the_same_bytes_and_counts_them(scene: Scene) -> None:
+    wanted, (target, draft) = scene.expected(), scene.bytes()
+    ranges = {}
+    for mode in ("direct", "packed", "auto"):
+        engine = MemoryEngine()
+        written = scene.send(mode, engine)
+        assert scene.found() == wanted, mode
+        assert {w.code for w in written} == {0}
+        assert sum(w.target_bytes for w in written) == target
+        assert sum(w.draft_bytes for w in written) == draft
+        assert sum(length for _, _, length in engine.ranges) == target + draft
+        assert sum(w.descriptors for w in written) == len(engine.ranges)
+        assert 0 <= sum(w.packed_bytes for w in written) <= (mode != "direct") * (target + draft)
+        ends = engine.written()
+        assert all(a[1] <= b[0] for a, b in pairwise(ends)), "written twice"
+        ranges[mode] = len(engine.ranges)
+    if scene.buffer_pages > POOL_PAGES:  # else rounds cut runs: see the test below
+        assert max(ranges["packed"], ranges["auto"]) <= ranges["direct"]
+
+
+def test_rounds_through_a_small_buffer_never_need_more_ranges_than_the_direct_path() -> None:
+    """Rows whole on both sides; only the source has a gap, and a round takes one page."""
+    pages = ints(0, 1, 2, 4)
+    scene = a_scene(src_heads=1, src_first=0, src_pages=pages, dst_pages=np.arange(4),
+                    target_row=1, buffer_pages=1.0)  # fmt: skip
+    engines = {mode: MemoryEngine() for mode in ("direct", "packed")}
+    for mode, engine in engines.items():
+        scene.send(mode, engine)
+    assert len(engines["packed"].ranges) <= len(engines["direct"].ranges)
+
+
+def test_packing_makes_one_range_an_entry_of_a_run() -> None:
+    engine = MemoryEngine()
+    scene = a_scene()
+    (written,) = scene.send("packed", engine)
+    assert written.descriptors == 1 + 2, "one for the target, one for each draft entry"
+    assert len(engine.calls) == 1, "in the target's own batch"
+    assert written.packed_bytes == scene.bytes()[1]
+
+
+def test_a_region_takes_a_strided_slice_in_one_range_an_entry() -> None:
+    engine = MemoryEngine()
+    pages = np.arange(10)[::-1].copy()
+    scene = a_scene(src_heads=1, src_first=0, dst_heads=4, dst_first=3, region=True,
+                    src_pages=pages, dst_pages=pages)  # fmt: skip
+    (written,) = scene.send("packed", engine)
+    area = scene.area.ctypes.data
+    assert sum(area <= dst < area + scene.area.nbytes for _, dst, _ in engine.ranges) == 2
+    assert scene.found() == scene.expected()
+    assert written.packed_bytes == scene.bytes()[1]
+
+
+def test_without_a_region_a_strided_destination_goes_token_by_token() -> None:
+    engine = MemoryEngine()
+    (written,) = a_scene(dst_heads=4).send("packed", engine)
+    assert written.packed_bytes == 0
+    assert written.descriptors == 1 + 2 * 40
+
+
+def test_a_small_buffer_takes_several_rounds_and_each_is_sent_before_the_next() -> None:
+    engine = MemoryEngine()
+    scene = a_scene(buffer_pages=3.0)
+    (written,) = scene.send("packed", engine)
+    assert len(engine.calls) == 4, "10 pages through a buffer of 3"
+    assert scene.found() == scene.expected()
+    assert written.packed_bytes == scene.bytes()[1]
+
+
+@pytest.mark.parametrize("pages", [0.0, 0.9])
+def test_a_buffer_smaller_than_a_page_is_not_used(pages: float) -> None:
+    scene = a_scene(buffer_pages=pages)
+    (written,) = scene.send("packed", MemoryEngine())
+    assert (written.packed_bytes, scene.found()) == (0, scene.expected())
+
+
+def test_without_a_buffer_the_direct_path_is_used() -> None:
+    scene, engine = a_scene(), MemoryEngine()
+    writer = ChunkWriter(engine, HostRows(), lambda: None, "packed")
+    written = writer.write("peer:1", scene.plan(), Chunk(scene.src_pages, scene.dst_pages), None)
+    assert (written.packed_bytes, scene.found()) == (0, scene.expected())
+
+
+def test_the_buffer_is_made_once_and_only_when_needed() -> None:
+    made = []
+
+    def make() -> PackBuffer:
+        made.append(1)
+        return scene.pack_buffer()
+
+    scene = a_scene()
+    chunk, plan = Chunk(scene.src_pages, scene.dst_pages), scene.plan()
+    ChunkWriter(MemoryEngine(), HostRows(), make, "direct").write("peer:1", plan, chunk, None)
+    assert not made
+    writer = ChunkWriter(MemoryEngine(), HostRows(), make, "packed")
+    for _ in range(2):
+        writer.write("peer:1", plan, chunk, None)
+    assert made == [1]
+
+
+def test_no_call_has_more_ranges_than_the_transport_takes() -> None:
+    pages = np.arange(POOL_PAGES)
+    scene = a_scene(page_size=128, src_pages=pages, dst_pages=pages[::-1].copy())
+    engine = MemoryEngine()
+    scene.send("direct", engine)
+    assert max(map(len, engine.calls)) == MAX_DESCRIPTORS == 1024
+    assert len(engine.ranges) == 2 * POOL_PAGES * 128 + POOL_PAGES
+    assert scene.found() == scene.expected()
+
+
+@pytest.mark.parametrize("fail_at", [0, 1, 2])
+@pytest.mark.parametrize("mode", ["direct", "packed"])
+def test_a_return_code_stops_the_chunk_and_is_reported(mode: str, fail_at: int) -> None:
+    sizes = {"page_size": 128, "buffer_pages": 3.0}
+    scene, engine = a_scene(**sizes), MemoryEngine(fail_at, -7)
+    (written,) = scene.send(mode, engine)
+    assert written.code == -7
+    assert len(engine.calls) == fail_at + 1, "nothing is sent after the failed call"
+    assert scene.found() != scene.expected()
+
+
+def test_pages_before_the_window_are_not_sent() -> None:
+    scene, engine = a_scene(skip=10), MemoryEngine()
+    (written,) = scene.send("auto", engine)
+    assert (written.draft_bytes, len(engine.ranges)) == (0, 1), "the target only"
+
+
+def test_an_empty_chunk_sends_nothing() -> None:
+    engine = MemoryEngine()
+    (written,) = a_scene(src_pages=ints(), dst_pages=ints()).send("packed", engine)
+    assert written == Written(0, 0, 0, 0, 0)
+    assert not engine.calls
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "mean", "packed"),
+    [
+        (DIRECT_DESCRIPTORS, 256, False),
+        (DIRECT_DESCRIPTORS + 1, 256, True),
+        (DIRECT_DESCRIPTORS + 1, DIRECT_MEAN, False),
+        (DIRECT_DESCRIPTORS + 1, DIRECT_MEAN - 1, True),
+    ],
+)
+def test_the_rule_of_auto(descriptors: int, mean: int, packed: bool) -> None:
+    assert prefer_packed(descriptors, descriptors * mean, "auto") is packed
+    assert prefer_packed(descriptors, descriptors * mean, "packed") is True
+    assert prefer_packed(descriptors, descriptors * mean, "direct") is False
+
+
+# ---------------------------------------------------------------- regions
+
+
+class Regions(RuleBasedStateMachine):
+    """RegionAllocator against a list of who holds which bytes until when."""
+
+    SIZE = 16 * ALIGNMENT
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regions = RegionAllocator(self.SIZE)
+        self.now = 0.0
+        self.held: dict[int, int] = {}  # start -> end
+        self.retired: dict[int, tuple[int, float]] = {}  # start -> (end, until)
+
+    def taken(self) -> list[tuple[int, int]]:
+        quarantined = [(s, e) for s, (e, until) in self.retired.items() if until > self.now]
+        return sorted([*self.held.items(), *quarantined])
+
+    def largest_gap(self) -> int:
+        edges = [(0, 0), *self.taken(), (self.SIZE, self.SIZE)]
+        return max(b[0] - a[1] for a, b in pairwise(edges))
+
+    @rule(length=st.integers(0, 5 * ALIGNMENT))
+    def allocate(self, length: int) -> None:
+        size = max(1, -(-length // ALIGNMENT)) * ALIGNMENT
+        start = self.regions.allocate(length, self.now)
+        if start is None:
+            assert self.largest_gap() < size, "there was room"
+            return
+        assert all(start + size <= s or e <= start for s, e in self.taken()), "in use"
+        assert 0 <= start <= self.SIZE - size
+        self.retired = {s: v for s, v in self.retired.items() if v[1] > self.now}
+        self.held[start] = start + size
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        start = data.draw(st.sampled_from(sorted(self.held)))
+        self.regions.free(start)
+        del self.held[start]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), seconds=st.integers(0, 5))
+    def retire(self, data: st.DataObject, seconds: int) -> None:
+        start = data.draw(st.sampled_from(sorted(self.held)))
+        self.regions.retire(start, self.now + seconds)
+        self.retired[start] = (self.held.pop(start), self.now + seconds)
+
+    @rule(seconds=st.integers(1, 4))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.regions.check_integrity()
+        held, retired = self.regions.in_use()
+        assert held == sum(end - start for start, end in self.held.items())
+        assert retired == sum(end - start for start, (end, _) in self.retired.items()) or (
+            retired >= sum(e - s for s, (e, until) in self.retired.items() if until > self.now)
+        )
+
+
+TestRegions = Regions.TestCase
+TestRegions.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_quarantined_region_comes_back_when_its_time_is_over() -> None:
+    regions = RegionAllocator(2 * ALIGNMENT)
+    first = regions.allocate(2 * ALIGNMENT, 0.0)
+    assert first == 0
+    regions.retire(first, until=60.0)
+    assert regions.in_use() == (0, 2 * ALIGNMENT)
+    assert regions.allocate(1, 59.9) is None
+    assert regions.allocate(1, 60.0) == 0
+    assert regions.in_use() == (ALIGNMENT, 0)
+
+
+def test_a_region_ends_once() -> None:
+    regions = RegionAllocator(4 * ALIGNMENT)
+    one, other = regions.allocate(1, 0.0), regions.allocate(1, 0.0)
+    assert one is not None
+    assert other is not None
+    regions.free(one)
+    regions.retire(other, 5.0)
+    for call in (regions.free, lambda start: regions.retire(start, 9.0)):
+        for start in (one, other):
+            with pytest.raises(KeyError):
+                call(start)
+
+
+def test_a_region_larger_than_the_buffer_is_refused() -> None:
+    assert RegionAllocator(4 * ALIGNMENT).allocate(4 * ALIGNMENT + 1, 0.0) is None
+
+
+def test_broken_books_are_noticed() -> None:
+    regions = RegionAllocator(4 * ALIGNMENT)
+    regions.allocate(2 * ALIGNMENT, 0.0)
+    regions._held[ALIGNMENT] = ALIGNMENT
+    with pytest.raises(AssertionError, match="overlaps"):
+        regions.check_integrity()
+
+
+if __name__ == "__main__":
+    compare_kernel_with_host_rows()
