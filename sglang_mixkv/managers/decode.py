@@ -13,7 +13,6 @@ import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import ABORT_ACK_TAG, PrefillServerInfo
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVReceiver
-from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_disagg
 
 from sglang_mixkv.core import frames as stock_frames
@@ -150,35 +149,15 @@ class DecodeSide(Shared):
         args = self.kv_args
         return [n // item for n, item in zip(args.aux_data_lens, args.aux_item_lens, strict=True)]
 
-    @override(MooncakeKVManager)
-    def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Any:
-        """Check every message before stock reads it, on decode ranks."""
-        recv = super()._make_worker_recv(socket, timeout_ms)
-        if self.disaggregation_mode != DisaggregationMode.DECODE:
-            return recv
-
-        def checked() -> list[bytes] | None:
-            frames = recv()
-            return frames if frames and self._readable(frames) else None
-
-        return checked
-
-    def _readable(self, frames: list[bytes]) -> bool:
-        """Whether stock may read this message. In SGLang's decode thread: never raises."""
-        try:
-            if frames[0] == ABORT_ACK_TAG:
-                stock_frames.check_ack(frames)
-            elif frames[0] == self.AUX_DATA_HEADER:
-                stock_frames.check_aux(frames, self.kv_args.aux_item_lens, self.aux_rows)
-            else:
-                self._check_status(stock_frames.check_status(frames))
-            return True
-        except MixKVError as error:
-            logger.warning("sglang-mixkv drops a message: %s", error)
-        except Exception:
-            logger.exception("sglang-mixkv drops a message that it could not check")
-        self.stats.add(messages_dropped=1)
-        return False
+    def _check_decode(self, frames: list[bytes]) -> bool:
+        """Every message to a decode rank, before stock reads it. Raises MixKVError."""
+        if frames[0] == ABORT_ACK_TAG:
+            stock_frames.check_ack(frames)
+        elif frames[0] == self.AUX_DATA_HEADER:
+            stock_frames.check_aux(frames, self.kv_args.aux_item_lens, self.aux_rows)
+        else:
+            self._check_status(stock_frames.check_status(frames))
+        return True
 
     def _check_status(self, said: stock_frames.Status) -> None:
         """A success counts only from a rank that sends to this room."""

@@ -1,21 +1,19 @@
 """The prefill side's door: every message is checked here before stock code reads it.
 
-Runs in SGLang's bootstrap thread, which an exception would end: nothing here raises. What is
-refused is dropped with a reason, and the peer that can be told is told.
+Runs in SGLang's bootstrap thread, called by `Shared._may_pass`, which lets nothing raise there.
+What is refused is dropped with a reason, and the peer that can be told is told.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import ABORT_TAG
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
-from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_mixkv.core import frames as stock_frames
 from sglang_mixkv.core import wire
@@ -26,8 +24,6 @@ from sglang_mixkv.managers.shared import Shared
 
 logger = logging.getLogger(__name__)
 
-Recv = Callable[[], list[bytes] | None]
-
 # How long a refused room, or metadata without a request, is remembered.
 MEMORY_S = 60.0
 
@@ -35,30 +31,8 @@ MEMORY_S = 60.0
 class PrefillGate(Shared):
     """Overrides of MooncakeKVManager that admit peers and rooms on prefill ranks."""
 
-    @override(MooncakeKVManager)
-    def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Recv:
-        recv: Recv = super()._make_worker_recv(socket, timeout_ms)
-        if self.disaggregation_mode != DisaggregationMode.PREFILL:
-            return recv
-
-        def checked() -> list[bytes] | None:
-            frames = recv()
-            return frames if frames and self._admitted(frames) else None
-
-        return checked
-
-    def _admitted(self, frames: list[bytes]) -> bool:
-        """Whether stock may read this message."""
-        try:
-            return self._check(frames)
-        except MixKVError as error:
-            logger.warning("sglang-mixkv drops a message: %s", error)
-        except Exception:
-            logger.exception("sglang-mixkv drops a message that it could not check")
-        self.stats.add(messages_dropped=1)
-        return False
-
-    def _check(self, frames: list[bytes]) -> bool:
+    def _check_prefill(self, frames: list[bytes]) -> bool:
+        """Every message to a prefill rank, before stock reads it. Raises MixKVError."""
         if frames[0] == b"None":
             return self._check_registration(frames)
         if frames[0] == ABORT_TAG:

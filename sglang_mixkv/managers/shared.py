@@ -3,24 +3,33 @@ piecemeal (as SGLang's own unit tests build them) behaves as stock."""
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_device
 
 from sglang_mixkv.config import Config, config_of
+from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.facts import Facts
 from sglang_mixkv.core.topology import Kind
 from sglang_mixkv.managers import facts as handshake
 from sglang_mixkv.managers import kv_args as geometry
+from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.kv_args import Caches
 from sglang_mixkv.managers.peer import Peer
 from sglang_mixkv.managers.staging import rows_for
 from sglang_mixkv.managers.stats import Stats
 from sglang_mixkv.transfer.rows import Rows
 from sglang_mixkv.transfer.writer import Region
+
+logger = logging.getLogger(__name__)
+
+Recv = Callable[[], list[bytes] | None]
 
 
 class Shared(MooncakeKVManager):
@@ -101,6 +110,36 @@ class Shared(MooncakeKVManager):
     @property
     def target_kind(self) -> Kind:
         return self.caches.target.component.spread.kind
+
+    @override(MooncakeKVManager)
+    def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Recv:
+        """Stock's receive of both control threads, giving only messages that stock may read."""
+        recv: Recv = super()._make_worker_recv(socket, timeout_ms)
+        prefill = self.disaggregation_mode == DisaggregationMode.PREFILL
+        check = self._check_prefill if prefill else self._check_decode
+
+        def checked() -> list[bytes] | None:
+            frames = recv()
+            return frames if frames and self._may_pass(check, frames) else None
+
+        return checked
+
+    def _may_pass(self, check: Callable[[list[bytes]], bool], frames: list[bytes]) -> bool:
+        """Whether stock may read this message. An exception would end SGLang's thread: none."""
+        try:
+            return check(frames)
+        except MixKVError as error:
+            logger.warning("sglang-mixkv drops a message: %s", error)
+        except Exception:
+            logger.exception("sglang-mixkv drops a message that it could not check")
+        self.stats.add(messages_dropped=1)
+        return False
+
+    def _check_prefill(self, frames: list[bytes]) -> bool:
+        raise NotImplementedError
+
+    def _check_decode(self, frames: list[bytes]) -> bool:
+        raise NotImplementedError
 
     def check_integrity(self) -> list[str]:
         """What is wrong with an idle manager: dead threads, and anything left of a room.
