@@ -7,6 +7,7 @@ is the product's whole call, from the host, with its uploads and its wait.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,10 @@ BURST = 20
 
 def lacking() -> str:
     """What this machine lacks; empty if nothing."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver (libcuda.so.1)"
     try:
         import torch
         import triton  # noqa: F401

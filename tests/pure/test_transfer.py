@@ -362,8 +362,7 @@ def test_every_mode_gives_the_same_bytes_and_counts_them(scene: Scene) -> None:
         ends = engine.written()
         assert all(a[1] <= b[0] for a, b in pairwise(ends)), "written twice"
         ranges[mode] = len(engine.ranges)
-    if scene.buffer_pages > POOL_PAGES:  # else rounds cut runs: see the test below
-        assert max(ranges["packed"], ranges["auto"]) <= ranges["direct"]
+    assert max(ranges["packed"], ranges["auto"]) <= ranges["direct"]
 
 
 def test_rounds_through_a_small_buffer_never_need_more_ranges_than_the_direct_path() -> None:
@@ -443,6 +442,14 @@ def test_the_buffer_is_made_once_and_only_when_needed() -> None:
     for _ in range(2):
         writer.write("peer:1", plan, chunk, None)
     assert made == [1]
+
+
+def test_no_buffer_is_made_where_packing_would_not_save_ranges() -> None:
+    """Whole rows in one run: two ranges already, even where packing is asked for."""
+    scene = a_scene(src_heads=1, src_first=0)
+    writer = ChunkWriter(MemoryEngine(), HostRows(), lambda: pytest.fail("made"), "packed")
+    written = writer.write("peer:1", scene.plan(), Chunk(scene.src_pages, scene.dst_pages), None)
+    assert (written.descriptors, scene.found()) == (1 + 2, scene.expected())
 
 
 def test_no_call_has_more_ranges_than_the_transport_takes() -> None:
