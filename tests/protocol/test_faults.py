@@ -18,9 +18,11 @@ import zmq
 from protocol.model import Case, Request
 from protocol.ring import Outcome, Rank, run
 
+# The prefill's is longer: a rank that is done early opens its next room at once, and waits
+# there while another rank's request still ends by the decode side's timeout (and its ABORT).
 SHORT = {
-    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "6",
-    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "6",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "25",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "4",
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
 }
