@@ -57,11 +57,13 @@ def read(path: Path) -> str:
 
 
 def gone(pid: int) -> bool:
+    """Ended, or ended and not yet waited for; it may end while we look."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        state = Path(f"/proc/{pid}/stat").read_text()
+    except (ProcessLookupError, FileNotFoundError):
         return True
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return state.rpartition(")")[2].split()[0] == "Z"
 
 
 def ids(folder: Path) -> list[int]:
