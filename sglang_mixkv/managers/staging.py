@@ -19,7 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -72,6 +72,7 @@ class Granted:
     pages: Ints
     skip: int
     areas: tuple[Copies, ...]
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held while it is scattered
 
 
 class Staging:
@@ -80,7 +81,6 @@ class Staging:
     def __init__(self, buffer: PackBuffer, rows: Rows) -> None:
         self._buffer, self._rows = buffer, rows
         self._regions = RegionAllocator(buffer.size)
-        self._lock = threading.Lock()
         self._granted: dict[int, Granted] = {}
 
     @property
@@ -103,8 +103,7 @@ class Staging:
             areas.append(_area(draft, ptrs, route, address, tokens))
             grants[route.prefill_rank, route.stage] = Grant(address, tokens)
             address += size
-        with self._lock:
-            self._granted[room] = Granted(start, draft.page_size, pages, skip, tuple(areas))
+        self._granted[room] = Granted(start, draft.page_size, pages, skip, tuple(areas))
         return grants
 
     def scatter(self, room: int) -> None:
@@ -113,26 +112,32 @@ class Staging:
         Raises whatever the copy raises; the region is then quarantined. While it runs,
         `release` of the room waits: pages are not freed under it.
         """
-        with self._lock:
-            granted = self._granted.pop(room, None)
-            if granted is None:
+        granted = self._granted.get(room)
+        if granted is None:
+            return
+        with granted.lock:  # the room's own: the scheduler's other rooms never wait for a copy
+            if self._granted.get(room) is not granted:
                 return
             try:
                 for area in granted.areas:
-                    scatter(
-                        self._rows, area, granted.page_size, granted.skip,
-                        granted.pages[granted.skip :],
-                    )  # fmt: skip
+                    pages = granted.pages[granted.skip :]
+                    scatter(self._rows, area, granted.page_size, granted.skip, pages)
             except Exception:
                 self._retire(granted)
                 raise
-            self._regions.free(granted.start)
+            else:
+                self._regions.free(granted.start)
+            finally:
+                self._granted.pop(room, None)
 
     def release(self, room: int) -> None:
         """The room ended without a scatter: its region may still be written."""
-        with self._lock:
-            granted = self._granted.pop(room, None)
-            if granted is not None:
+        granted = self._granted.get(room)
+        if granted is None:
+            return
+        with granted.lock:
+            if self._granted.get(room) is granted:
+                del self._granted[room]
                 self._retire(granted)
 
     def _retire(self, granted: Granted) -> None:
