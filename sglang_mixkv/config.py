@@ -25,6 +25,8 @@ ALLOW_UNTESTED_ENV = "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG"
 STATS_DIR_ENV = "SGLANG_MIXKV_STATS_DIR"
 
 DRAFT_TRANSFERS = ("auto", "direct", "packed")
+ON_MISMATCH = ("refuse", "cold")
+VERIFY = ("off", "checksum")
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"", "0", "false", "no", "off"}
@@ -34,14 +36,17 @@ class Config(msgspec.Struct, frozen=True):
     """What the operator asked of the plugin.
 
     `draft_transfer`: auto, direct or packed. `staging_mb`: MiB of the receiver's buffer, and of
-    the sender's pack buffers together, each taken at the first need. `stats_dir`: folder into
-    which each process writes its byte counters; off when empty.
+    the sender's pack buffers together, each taken at the first need. `on_draft_mismatch`: refuse
+    or cold. `verify`: off or checksum. `stats_dir`: folder into which each process writes its
+    byte counters; off when empty.
     """
 
     enabled: bool = False
     allow_untested_sglang: bool = False
     draft_transfer: str = "auto"
     staging_mb: int = 256
+    on_draft_mismatch: str = "refuse"
+    verify: str = "off"
     stats_dir: str = ""
 
 
@@ -94,6 +99,26 @@ OPTIONS = (
         "MiB of registered memory for packed slices: one buffer on a decode rank, shared by "
         "requests in flight; split over the transfer threads of a prefill rank. Taken when the "
         "first peer needs it; without room a request uses the direct path.",
+    ),
+    Option(
+        "--mixkv-on-draft-mismatch",
+        "SGLANG_MIXKV_ON_DRAFT_MISMATCH",
+        "on_draft_mismatch",
+        str,
+        "When only the drafters of both sides do not fit: refuse the other side, or serve its "
+        "requests with the target's KV alone (cold: same output, lower accept length). Cold needs "
+        "the flag on both sides.",
+        ON_MISMATCH,
+    ),
+    Option(
+        "--mixkv-verify",
+        "SGLANG_MIXKV_VERIFY",
+        "verify",
+        str,
+        "Set on decode: compare CRC-32 of the target's and the drafter's KV, per entry and sender, "
+        "before a request starts; a difference fails the request. Costs a read of all bytes on "
+        "both sides.",
+        VERIFY,
     ),
 )
 

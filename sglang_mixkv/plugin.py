@@ -99,7 +99,7 @@ def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
             dead,
             "Look above for the reason that SGLang logged, or for another plugin on these seams",
         )
-    unsupported = startup.refusals(resolved_view(server_args))
+    unsupported = startup.refusals(resolved_view(server_args), config=config)
     if unsupported:
         compat.stop("this combination is not supported", unsupported, "Change it, or drop the flag")
 

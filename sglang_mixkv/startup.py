@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang_mixkv.config import truth
+from sglang_mixkv.config import Config, truth
 
 SPECULATIVE = (None, "NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 
@@ -93,10 +93,30 @@ def _environment_rules(environ: Mapping[str, str]) -> list[str]:
     return found
 
 
-def refusals(args: Any, environ: Mapping[str, str] = os.environ) -> list[str]:
+def _cold_rules(args: Any, environ: Mapping[str, str]) -> list[str]:
+    found = []
+    if getattr(args, "disaggregation_decode_enable_radix_cache", False):
+        found.append(
+            "--mixkv-on-draft-mismatch cold with --disaggregation-decode-enable-radix-cache is not "
+            "supported: pages without draft KV would become a prefix that other requests share; "
+            "drop one of the two"
+        )
+    if truth("SGLANG_MOONCAKE_SEND_AUX_TCP", environ):
+        found.append(
+            "--mixkv-on-draft-mismatch cold with SGLANG_MOONCAKE_SEND_AUX_TCP=1 is not supported: "
+            "the drafter's part of the metadata could not be left out; drop one of the two"
+        )
+    return found
+
+
+def refusals(
+    args: Any, environ: Mapping[str, str] = os.environ, config: Config | None = None
+) -> list[str]:
     """Unsupported choices among resolved server arguments and the environment."""
     found = [
         f"{name} is not supported: {remedy}" for name, applies, remedy in ARGUMENT_RULES
         if applies(args)
     ]  # fmt: skip
+    if config is not None and config.on_draft_mismatch == "cold":
+        found += _cold_rules(args, environ)
     return found + _environment_rules(environ)

@@ -29,7 +29,10 @@ class DraftFacts(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """One server's side of the handshake; equal on all its ranks that hold the drafter."""
+    """One server's side of the handshake; equal on all its ranks that hold the drafter.
+
+    `draft_aux`: numbers of the metadata rows that only the drafter reads.
+    """
 
     plugin: str
     engine: str
@@ -41,6 +44,7 @@ class Facts(msgspec.Struct, frozen=True):
     topk: int = 0
     steps: int = 0
     draft: DraftFacts | None = None
+    draft_aux: tuple[int, ...] = ()
 
 
 def _sentence(what: str, prefill: object, decode: object, effect: str, remedy: str) -> str:
@@ -116,6 +120,22 @@ def _server_differences(prefill: Facts, decode: Facts) -> Iterator[str]:
         left, right = getattr(prefill, name), getattr(decode, name)
         if left != right:
             yield _sentence(words, left or "none", right or "none", effect, remedy)
+
+
+def cold_differences(prefill: Facts, decode: Facts) -> list[str]:
+    """The differences that remain when no draft KV travels: the target's alone must fit."""
+    return differences(_without_draft(prefill), _without_draft(decode))
+
+
+def _without_draft(facts: Facts) -> Facts:
+    rows = enumerate(facts.aux_item_lens)
+    return msgspec.structs.replace(
+        facts,
+        speculative_algorithm="",
+        topk=0,
+        draft=None,
+        aux_item_lens=tuple(length for i, length in rows if i not in facts.draft_aux),
+    )
 
 
 def draft_differences(prefill: Facts, decode: Facts) -> list[str]:

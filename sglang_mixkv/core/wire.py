@@ -4,6 +4,8 @@ Stock frames stay byte-identical; the extension is one more frame at the end:
 
     b"MIXKV" | protocol version, big-endian u16 | msgpack of `Registration` or `Grant`
 
+A `Digest` is a message of its own, one such frame, sent only to a peer that asked for it.
+
 SGLang's own parsers ignore extra trailing frames, so a stock peer is not disturbed by
 it; a peer with this plugin refuses a registration that lacks it.
 
@@ -16,6 +18,7 @@ default; not for a new field with a default that means what its absence meant.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -78,7 +81,8 @@ class Registration(msgspec.Struct, frozen=True):
     the prompt's end its drafter can reach, 0 where all of the draft KV has to come.
     `stages`: the prefill pipeline stages that this rank contacts, ascending.
     `staging`: (address, bytes) of the buffer in which it grants regions; bytes 0: none.
-    `aux_rows`: rows in each of its aux buffers.
+    `aux_rows`: rows in each of its aux buffers. `cold`: the drafters do not fit, only the
+    target's KV is asked for. `verify`: a `Digest` is asked for with each request.
     """
 
     facts: Facts
@@ -92,6 +96,8 @@ class Registration(msgspec.Struct, frozen=True):
     draft_window: int = 0
     staging: tuple[int, int] = (0, 0)
     aux_rows: int = 0
+    cold: bool = False
+    verify: bool = False
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
@@ -104,7 +110,21 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     tokens: int
 
 
-def encode(extension: Registration | Grant) -> bytes:
+class Digest(msgspec.Struct, frozen=True):
+    """Checksums of what one prefill rank sent for one room, in a message of its own.
+
+    It goes to the decode rank just before the rank's success, over the same socket.
+    `prefill_rank`: stock's unique number. `target`, `draft`: (address of the decode rank's
+    entry, CRC-32 of the rows sent to it, in the order of the request's pages).
+    """
+
+    room: int
+    prefill_rank: int
+    target: tuple[tuple[int, int], ...]
+    draft: tuple[tuple[int, int], ...]
+
+
+def encode(extension: Registration | Grant | Digest) -> bytes:
     """The extension frame."""
     return MAGIC + struct.pack(">H", PROTOCOL) + msgspec.msgpack.encode(extension)
 
@@ -142,6 +162,15 @@ def decode_grant(frames: list[bytes]) -> Grant | None:
 def decode_extension(frame: bytes) -> Registration:
     """Read the extension frame of a registration; raises MixKVError."""
     return _payload(frame, Registration)
+
+
+def decode_digest(frames: Sequence[bytes]) -> Digest | None:
+    """The digest, when this message to a decode rank is one. Raises MixKVError."""
+    if not frames[0].startswith(MAGIC):
+        return None
+    if len(frames) != 1:
+        raise MixKVError(f"a digest of {len(frames)} frames; expected 1.")
+    return _payload(frames[0], Digest)
 
 
 def _payload(frame: bytes, kind: type[T]) -> T:

@@ -7,6 +7,7 @@ what does not fit is kept as a reason, and the receiver refuses its requests.
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,19 @@ from sglang.srt.runtime_context import get_disagg
 
 from sglang_mixkv.core import frames as stock_frames
 from sglang_mixkv.core.errors import MixKVError
-from sglang_mixkv.core.facts import differences
+from sglang_mixkv.core.facts import Facts, cold_differences, differences
+from sglang_mixkv.core.geometry import Shard
 from sglang_mixkv.core.pages import window_start
 from sglang_mixkv.core.routes import Route, Topology, required_responses, routes
 from sglang_mixkv.core.topology import Kind, Spread
-from sglang_mixkv.core.wire import Grant, Registration, encode, notice_of
+from sglang_mixkv.core.wire import Grant, Registration, decode_digest, encode, notice_of
 from sglang_mixkv.managers import facts as handshake
 from sglang_mixkv.managers import farewell
 from sglang_mixkv.managers.aside import override
+from sglang_mixkv.managers.cold import Clearer, clear_aux
 from sglang_mixkv.managers.shared import Shared
 from sglang_mixkv.managers.staging import Staging, pack_buffer, wants_region
+from sglang_mixkv.managers.verify import Asked, Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +38,35 @@ logger = logging.getLogger(__name__)
 class DecodeSide(Shared):
     """Overrides of CommonKVManager that act on decode ranks.
 
-    `staging`: this rank's buffer for granted regions, once a peer needs one.
+    `staging`: this rank's buffer for granted regions, once a peer needs one. `cold_server`: the
+    prefill server that is being resolved gets no draft KV from; PrefillServerInfo remembers it
+    as `mixkv_cold`.
     """
 
     staging: Staging | None = None
     no_staging = False
+    cold_server = False
+
+    @cached_property
+    def verifier(self) -> Verifier:
+        """Compares checksums of the rooms that it is asked for."""
+        return Verifier(self.caches, self.rows)
+
+    def verifies(self, info: PrefillServerInfo) -> bool:
+        """Whether requests from that server are compared: by our flag, or by SGLang's.
+
+        --disaggregation-enable-kv-checksum compares what both sides digest alike; where layouts
+        differ stock skips it (decode.py _kv_checksum_comparable), and ours steps in.
+        """
+        if self.config.verify == "checksum":
+            return True
+        sizes = (info.attn_tp_size, info.pp_size) != (self.attn_tp_size, self.pp_size)
+        apart = sizes or getattr(info, "mixkv_cold", False)
+        return bool(apart and get_disagg().disaggregation_enable_kv_checksum)
+
+    @cached_property
+    def clearer(self) -> Clearer:
+        return Clearer(self.rows)
 
     @override(MooncakeKVManager)
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
@@ -49,9 +77,7 @@ class DecodeSide(Shared):
             facts = handshake.fetch(bootstrap_addr)
             if facts is None:
                 return False
-            found = differences(facts, self.facts)
-            if found:
-                raise MixKVError(" ".join(found))
+            self.cold_server = self._is_cold(facts, bootstrap_addr)
             known = bool(super().try_ensure_parallel_info(bootstrap_addr))
             if known:
                 self.refusals.pop(bootstrap_addr, None)
@@ -59,6 +85,24 @@ class DecodeSide(Shared):
         except Exception as error:
             self._refuse(bootstrap_addr, error)
             return True
+
+    def _is_cold(self, facts: Facts, bootstrap_addr: str) -> bool:
+        """Whether that server's requests go without draft KV. MixKVError when not even that."""
+        found = differences(facts, self.facts)
+        if not found:
+            return False
+        apart = cold_differences(facts, self.facts)
+        if apart or self.config.on_draft_mismatch != "cold":
+            raise MixKVError(" ".join(apart or found))
+        logger.warning(
+            "sglang-mixkv serves requests of prefill server %s without draft KV "
+            "(--mixkv-on-draft-mismatch cold): %s", bootstrap_addr, " ".join(found),
+        )  # fmt: skip
+        return True
+
+    def draft_for(self, info: PrefillServerInfo) -> Shard | None:
+        """The drafter as far as that prefill server's KV serves it."""
+        return None if getattr(info, "mixkv_cold", False) else self.caches.draft
 
     def _refuse(self, bootstrap_addr: str, error: Exception) -> None:
         """Keep the reason, and a stand-in for the server's facts so that requests resolve."""
@@ -85,6 +129,7 @@ class DecodeSide(Shared):
     @override(MooncakeKVManager)
     def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
         """As stock; with a drafter, wait for every distinct sender of this rank."""
+        info.mixkv_cold = self.cold_server
         super()._resolve_rank_mapping(info)
         if self.caches.draft is None:
             return
@@ -97,7 +142,7 @@ class DecodeSide(Shared):
 
     def routes_from(self, info: PrefillServerInfo) -> tuple[Route, ...]:
         """This rank's table for that prefill server. MixKVError where sizes do not fit."""
-        draft = self.caches.draft
+        draft = self.draft_for(info)
         return routes(
             Topology(
                 prefill_tp=info.attn_tp_size,
@@ -117,8 +162,10 @@ class DecodeSide(Shared):
             return (self.pp_rank or 0,)
         return tuple(range(info.pp_size))
 
-    def count_received(self, pages: int) -> None:
+    def count_received(self, pages: int, info: PrefillServerInfo) -> None:
         """Count what one request needed of the drafter, as this rank's pool holds it."""
+        if self.draft_for(info) is None:
+            pages = 0
         pages -= window_start(pages, self.kv_args.page_size, self.draft_window)
         self.stats.add(draft_bytes_needed=pages * sum(self.kv_args.draft_kv_item_lens))
         self.stats.publish()
@@ -140,6 +187,8 @@ class DecodeSide(Shared):
                 draft_window=self.draft_window,
                 staging=self.staging.span if self.staging else (0, 0),
                 aux_rows=min(self.aux_rows, default=0),
+                cold=getattr(info, "mixkv_cold", False),
+                verify=self.verifies(info),
             )
         )
 
@@ -151,6 +200,10 @@ class DecodeSide(Shared):
 
     def _check_decode(self, frames: list[bytes]) -> bool:
         """Every message to a decode rank, before stock reads it. Raises MixKVError."""
+        digest = decode_digest(frames)
+        if digest is not None:
+            self.verifier.hear(digest)
+            return False
         if frames[0] == ABORT_ACK_TAG:
             stock_frames.check_ack(frames)
         elif frames[0] == self.AUX_DATA_HEADER:
@@ -171,14 +224,37 @@ class DecodeSide(Shared):
     def senders_of(self, info: PrefillServerInfo) -> frozenset[int]:
         """Stock's unique numbers (_prefill_unique_rank) of the prefill ranks that send here."""
         return frozenset(
-            route.prefill_rank * info.pp_size + route.stage
-            for route in self.routes_from(info)
-            if not route.is_dummy
+            self._unique_rank(route, info) for route in self.routes_from(info) if not route.is_dummy
         )
+
+    def _senders(self, info: PrefillServerInfo) -> dict[int, Route]:
+        """The senders of KV, by stock's unique number."""
+        return {
+            self._unique_rank(route, info): route
+            for route in self.routes_from(info)
+            if route.is_send_target or route.is_send_draft
+        }
+
+    @staticmethod
+    def _unique_rank(route: Route, info: PrefillServerInfo) -> int:
+        return route.prefill_rank * info.pp_size + route.stage
+
+    def prepare(self, room: int, info: PrefillServerInfo, pages: Any, aux_row: int | None) -> None:
+        """Before a room's metadata goes out: clear what will not come, note what is verified."""
+        draft, own = self.draft_for(info), self.caches.draft
+        if own is not None and draft is None:
+            self.clearer.clear(own, self.caches.draft_ptrs, pages)
+            if aux_row is not None:
+                clear_aux(self.kv_args, aux_row, self.facts.draft_aux)
+        if getattr(info, "mixkv_cold", False):
+            self.stats.add(cold_requests=1)
+        if self.verifies(info) and len(pages):
+            skip = window_start(len(pages), self.kv_args.page_size, self.draft_window)
+            self.verifier.ask(room, Asked(pages, skip, draft, self._senders(info)))
 
     def prepare_staging(self, info: PrefillServerInfo) -> None:
         """Take the staging buffer before the first peer that needs it is registered with."""
-        draft = self.caches.draft
+        draft = self.draft_for(info)
         if draft is None or self.staging is not None or self.no_staging:
             return
         if wants_region(draft, self.routes_from(info), 1 << 20, self.config.draft_transfer):
@@ -188,7 +264,7 @@ class DecodeSide(Shared):
 
     def grant(self, room: int, info: PrefillServerInfo, pages: Any) -> dict[tuple[int, int], Grant]:
         """Regions for a room's draft slices by (prefill rank, stage); none: the direct path."""
-        draft, table = self.caches.draft, self.routes_from(info)
+        draft, table = self.draft_for(info), self.routes_from(info)
         mode = self.config.draft_transfer
         if draft is None or self.staging is None or not len(pages):
             return {}
@@ -201,21 +277,34 @@ class DecodeSide(Shared):
 
     @override(MooncakeKVManager)
     def update_status(self, bootstrap_room: int, status: Any) -> None:
-        """As stock; before a room succeeds, its region is scattered into the pool."""
-        if status == KVPoll.Success and self.staging is not None:
-            try:
-                if self.request_status.get(bootstrap_room) != KVPoll.Failed:
-                    self.staging.scatter(bootstrap_room)
-            except Exception as error:
-                logger.exception("sglang-mixkv could not scatter room %s", bootstrap_room)
-                self.record_failure(bootstrap_room, f"sglang-mixkv could not scatter: {error!r}")
+        """As stock; before a room succeeds, its region is scattered and its KV verified."""
+        live = self.request_status.get(bootstrap_room) != KVPoll.Failed
+        if status == KVPoll.Success and live:
+            problem = self._complete(bootstrap_room)
+            if problem is not None:
+                logger.error("sglang-mixkv fails room %s: %s", bootstrap_room, problem)
+                self.record_failure(bootstrap_room, f"sglang-mixkv: {problem}")
                 status = KVPoll.Failed
         super().update_status(bootstrap_room, status)
 
-    def release_grant(self, room: int) -> None:
+    def _complete(self, room: int) -> str | None:
+        """All senders have answered: bring the room's KV in place. What went wrong, or None."""
+        try:
+            if self.staging is not None:
+                self.staging.scatter(room)
+            if room not in self.verifier.rooms:
+                return None
+            self.stats.add(rooms_verified=1)
+            return self.verifier.problem(room)
+        except Exception as error:
+            logger.exception("sglang-mixkv could not complete room %s", room)
+            return f"could not complete room {room}: {error!r}"
+
+    def release_room(self, room: int) -> None:
         """The room ended; a region that was not scattered is quarantined."""
         if self.staging is not None:
             self.staging.release(room)
+        self.verifier.forget(room)
 
     @property
     def draft_window(self) -> int:

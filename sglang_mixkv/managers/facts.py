@@ -18,6 +18,7 @@ from sglang_mixkv.compat import sglang_version
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.facts import DraftFacts, Facts
 from sglang_mixkv.core.wire import PROTOCOL
+from sglang_mixkv.managers.cold import draft_aux
 from sglang_mixkv.managers.kv_args import Caches
 
 KEY = "mixkv"
@@ -46,6 +47,7 @@ def local_facts(kv_args: Any, caches: Caches) -> Facts:
         topk=spec.speculative_eagle_topk or 0,
         steps=spec.speculative_num_steps or 0,
         draft=_draft_facts(kv_args, caches),
+        draft_aux=draft_aux(),
     )
 
 

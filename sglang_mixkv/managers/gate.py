@@ -86,6 +86,7 @@ class PrefillGate(Shared):
             stage=self.pp_rank or 0,
             last_stage=(self.pp_size or 1) - 1,
             sharded_state=self.sharded_state,
+            cold_allowed=self.config.on_draft_mismatch == "cold",
         )
 
     # -- rooms
@@ -160,8 +161,9 @@ class PrefillGate(Shared):
         """The room's sender is cleared: nothing of the room stays."""
         self.open_rooms.discard(room)
         self.rooms_seen.pop(room, None)
-        for key in [key for key in list(self.grants) if key[0] == room]:
-            self.grants.pop(key, None)
+        for table in (self.grants, self.sums):
+            for key in [key for key in list(table) if key[0] == room]:
+                table.pop(key, None)
 
     def _reap(self) -> None:
         """Drop metadata that no request came for within stock's bootstrap timeout."""

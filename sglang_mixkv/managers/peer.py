@@ -5,7 +5,6 @@ registration message -> checked against this rank -> route -> plan
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,23 +15,23 @@ from sglang.srt.disaggregation.utils import build_transfer_entry_pairs
 
 from sglang_mixkv.core import wire
 from sglang_mixkv.core.errors import MixKVError, refuse
-from sglang_mixkv.core.facts import Facts, differences
+from sglang_mixkv.core.facts import Facts, cold_differences, differences
 from sglang_mixkv.core.frames import Metadata
 from sglang_mixkv.core.geometry import Component, Shard
+from sglang_mixkv.core.pairs import Pairs, positional_pairs
 from sglang_mixkv.core.plan import Copies, Plan, component_copies
 from sglang_mixkv.core.routes import Route, Topology, route_of, routes
 from sglang_mixkv.core.topology import Kind, Spread
 from sglang_mixkv.managers.kv_args import Caches
 from sglang_mixkv.transfer.writer import Region
 
-logger = logging.getLogger(__name__)
-
-Pairs = list[tuple[int, int]]
-
 
 @dataclass(frozen=True)
 class PrefillRank:
-    """This side of the comparison. `start_layer`: first target layer of this PP stage."""
+    """This side of the comparison. `start_layer`: first target layer of this PP stage.
+
+    `cold_allowed`: a peer whose drafter does not fit may have the target's KV alone.
+    """
 
     facts: Facts
     caches: Caches
@@ -41,6 +40,7 @@ class PrefillRank:
     stage: int
     last_stage: int
     sharded_state: bool
+    cold_allowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,13 @@ class PeerRegistration:
         return self.info.dst_kv_item_lens[self.first_draft :]
 
     @property
+    def has_draft(self) -> bool:
+        """Whether draft KV is to be sent to it."""
+        return self.extension.num_draft_entries > 0 and not self.extension.cold
+
+    @property
     def draft_spread(self) -> Spread | None:
-        if not self.extension.num_draft_entries:
+        if not self.has_draft:
             return None
         return Spread(Kind(self.extension.draft_kind), self.extension.draft_total_heads)
 
@@ -110,11 +115,12 @@ class PeerRegistration:
 
 @dataclass(frozen=True)
 class Peer:
-    """One decode rank as this prefill rank serves it. Without a drafter there is no plan.
+    """One decode rank as this prefill rank serves it. No plan: stock's transfer serves it.
 
     `draft_window`: tokens before the prompt's end that its drafter can reach; 0: all.
     `staging`: address and bytes of the buffer it grants regions in. `aux_rows`: rows of its
     aux buffers. `required_peers`: decode ranks that share a room on this prefill rank.
+    `cold`: it gets the target's KV alone. `verify`: it asks for checksums.
     """
 
     session: str
@@ -124,6 +130,8 @@ class Peer:
     staging: tuple[int, int] = (0, 0)
     aux_rows: int = 0
     required_peers: int = 1
+    cold: bool = False
+    verify: bool = False
 
     def check_metadata(self, said: Metadata, pages: npt.NDArray[np.int32]) -> None:
         """Raise MixKVError unless a room's metadata stays inside what this peer registered."""
@@ -161,13 +169,13 @@ class Peer:
 def admit(local: PrefillRank, registration: PeerRegistration) -> Peer:
     """The peer, or MixKVError with every reason why it is not served."""
     registration.check()
-    _compare_facts(local, registration.extension.facts)
+    _compare_facts(local, registration.extension)
     route = _agreed_route(local, registration)
     session = registration.info.mooncake_session_id
-    if not registration.extension.num_draft_entries:
+    extension = registration.extension
+    if not (registration.has_draft or extension.cold or extension.verify):
         return Peer(session, route, None)
     plan = _plan(local, registration, route)
-    extension = registration.extension
     decode_tp = registration.info.dst_attn_tp_size
     return Peer(
         session,
@@ -177,16 +185,34 @@ def admit(local: PrefillRank, registration: PeerRegistration) -> Peer:
         extension.staging,
         extension.aux_rows,
         max(1, decode_tp // local.caches.target.tp),
+        extension.cold,
+        extension.verify,
     )
 
 
-def _compare_facts(local: PrefillRank, decode: Facts) -> None:
-    prefill = local.facts
+def _compare_facts(local: PrefillRank, extension: wire.Registration) -> None:
+    prefill, decode = local.facts, extension.facts
+    if extension.cold:
+        _compare_cold(local, decode)
+        return
     if local.stage != local.last_stage:  # only the last stage holds the drafter
         prefill, decode = (msgspec.structs.replace(f, draft=None) for f in (prefill, decode))
     found = differences(prefill, decode)
     if found:
         raise MixKVError(" ".join(found))
+
+
+def _compare_cold(local: PrefillRank, decode: Facts) -> None:
+    found = cold_differences(local.facts, decode)
+    if found:
+        raise MixKVError(" ".join(found))
+    if not local.cold_allowed:
+        raise refuse(
+            "drafters that fit, since this prefill runs with --mixkv-on-draft-mismatch refuse",
+            " ".join(differences(local.facts, decode)) or "a decode rank that wants no draft KV",
+            "the accept length would be low",
+            "Give both sides the same drafter, or both --mixkv-on-draft-mismatch cold",
+        )
 
 
 def _agreed_route(local: PrefillRank, registration: PeerRegistration) -> Route:
@@ -248,22 +274,23 @@ def _source_pages(caches: Caches) -> int:
 def _pairs(local: PrefillRank, registration: PeerRegistration) -> tuple[Pairs, Pairs]:
     """(source entry, destination entry) of the target, then of the drafter from 0 each."""
     n_src, n_dst = len(local.caches.target_ptrs), registration.first_draft
-    n_draft = len(local.caches.draft_ptrs)
-    dst_ids = registration.info.dst_kv_layer_ids
+    n_draft, n_dst_draft = 0, 0
+    if registration.has_draft:
+        n_draft = len(local.caches.draft_ptrs)
+        n_dst_draft = registration.extension.num_draft_entries
+    dst_ids = list(registration.info.dst_kv_layer_ids)[: n_dst + n_dst_draft]
     if not local.layer_ids and not dst_ids:
         mha = local.caches.target.component.spread.kind is Kind.MHA
         return (
             positional_pairs(n_src, n_dst, local.start_layer, halves=mha),
-            positional_pairs(n_draft, registration.extension.num_draft_entries, 0, halves=False)
-            if n_draft
-            else [],
+            positional_pairs(n_draft, n_dst_draft, 0, halves=False) if n_draft else [],
         )
     try:
         pairs = build_transfer_entry_pairs(
-            list(local.layer_ids),
-            list(dst_ids),
+            list(local.layer_ids)[: n_src + n_draft],
+            dst_ids,
             n_src + n_draft,
-            len(registration.info.dst_kv_ptrs),
+            n_dst + n_dst_draft,
         )
     except RuntimeError as error:
         raise MixKVError(str(error)) from None
@@ -271,27 +298,3 @@ def _pairs(local: PrefillRank, registration: PeerRegistration) -> tuple[Pairs, P
         [(i, j) for i, j in pairs if i < n_src],
         [(i - n_src, j - n_dst) for i, j in pairs if i >= n_src],
     )
-
-
-def positional_pairs(n_src: int, n_dst: int, start_layer: int, *, halves: bool) -> Pairs:
-    """Pair entries by position, as stock does for pools without layer ids.
-
-    A prefill PP stage holds layers start_layer.. of the decode side's. `halves`: entries are
-    all K, then all V (sglang: common/conn.py get_mha_kv_ptrs_with_pp, get_mla_kv_ptrs_with_pp).
-    """
-    if n_src == n_dst:
-        return [(i, i) for i in range(n_src)]
-    groups = 2 if halves else 1
-    src_layers, dst_layers = n_src // groups, n_dst // groups
-    if start_layer + src_layers > dst_layers:
-        raise refuse(
-            f"a decode rank with layers {start_layer}..{start_layer + src_layers - 1}",
-            f"{dst_layers} layers",
-            "this stage's KV would have no destination",
-            "Use a decode --pp-size of 1, or the prefill's",
-        )
-    return [
-        (group * src_layers + layer, group * dst_layers + start_layer + layer)
-        for group in range(groups)
-        for layer in range(src_layers)
-    ]

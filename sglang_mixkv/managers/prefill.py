@@ -15,15 +15,18 @@ import numpy as np
 import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.utils.network import NetworkAddress
 
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.pages import pages_to_send, window_start
 from sglang_mixkv.core.plan import Plan
+from sglang_mixkv.core.wire import Digest, encode
 from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.facts import KEY, PATH, TIMEOUT_S, announcement
 from sglang_mixkv.managers.gate import PrefillGate
 from sglang_mixkv.managers.peer import Peer
 from sglang_mixkv.managers.staging import pack_buffer
+from sglang_mixkv.transfer.digest import Digester, Sums, pairs
 from sglang_mixkv.transfer.writer import Chunk, ChunkWriter
 
 logger = logging.getLogger(__name__)
@@ -172,6 +175,9 @@ class PrefillSide(PrefillGate):
             region = self.grants.get((taken.room, peer.session))
         written = self._writer().write(peer.session, plan, chunk, region)
         if written.code == 0:
+            if peer.verify and taken is not None:
+                sums = self.sums.setdefault((taken.room, peer.session), Sums())
+                self._digester().add_chunk(sums, plan, src, chunk.skip)
             self.stats.add(
                 target_bytes_sent=written.target_bytes,
                 draft_bytes_sent=written.draft_bytes,
@@ -179,6 +185,28 @@ class PrefillSide(PrefillGate):
                 packed_bytes=written.packed_bytes,
             )
         return written.code
+
+    def _digester(self) -> Digester:
+        """This thread's reader for checksums."""
+        digester: Digester | None = getattr(self.current, "digester", None)
+        if digester is None:
+            digester = self.current.digester = Digester(self.rows)
+        return digester
+
+    def _send_digest(self, peer: Peer, req: Any) -> None:
+        """Tell the decode rank what was sent; it concludes without one if this is lost."""
+        sums = self.sums.pop((req.room, peer.session), None)
+        if sums is None or peer.plan is None:
+            return
+        digest = Digest(
+            req.room, self._prefill_unique_rank(),
+            pairs(peer.plan.target, sums.target), pairs(peer.plan.draft, sums.draft),
+        )  # fmt: skip
+        address = NetworkAddress(req.endpoint, req.dst_port)
+        try:
+            self._send_multipart_locked(address.to_tcp(), [encode(digest)], is_ipv6=address.is_ipv6)
+        except Exception as error:
+            logger.warning("sglang-mixkv: no checksums to %s: %s", peer.session, error)
 
     def _writer(self) -> ChunkWriter:
         """This thread's writer."""
@@ -217,13 +245,28 @@ class PrefillSide(PrefillGate):
 
     @override(MooncakeKVManager)
     def send_aux(self, req: Any, prefill_aux_index: int, dst_aux_ptrs: list[int]) -> int:
-        """Aux data comes from one sender a decode rank."""
+        """Aux data comes from one sender a decode rank; to a cold one without the drafter's."""
         peer = self.peers.get(req.mooncake_session_id)
         if peer is not None and peer.plan is not None:
-            failed = self.request_status.get(req.room, KVPoll.Failed) == KVPoll.Failed
-            if failed or not peer.route.sends_aux:
+            if self.request_status.get(req.room, KVPoll.Failed) == KVPoll.Failed:
                 return 0
+            if peer.verify:
+                self._send_digest(peer, req)
+            if not peer.route.sends_aux:
+                return 0
+            if peer.cold:
+                return self._send_cold_aux(req, prefill_aux_index, dst_aux_ptrs)
         return int(super().send_aux(req, prefill_aux_index, dst_aux_ptrs))
+
+    def _send_cold_aux(self, req: Any, row: int, dst_ptrs: list[int]) -> int:
+        """Stock's send_aux without the drafter's rows, whose length may differ on that side."""
+        lens = self.kv_args.aux_item_lens
+        ranges = [
+            (src + lens[i] * row, dst + lens[i] * req.dst_aux_index, lens[i])
+            for i, (src, dst) in enumerate(zip(self.kv_args.aux_data_ptrs, dst_ptrs, strict=True))
+            if i not in self.facts.draft_aux
+        ]
+        return int(self._transfer_data(req.mooncake_session_id, ranges))
 
     @override(MooncakeKVManager)
     def conclude_transfer(self, **kwargs: Any) -> Any:

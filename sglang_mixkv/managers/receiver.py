@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +13,8 @@ from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 from sglang_mixkv.core.routes import Route, route_of
 from sglang_mixkv.core.wire import Grant, encode
 from sglang_mixkv.managers.aside import override
+
+logger = logging.getLogger(__name__)
 
 
 class MixKVReceiver(MooncakeKVReceiver):
@@ -31,6 +34,10 @@ class MixKVReceiver(MooncakeKVReceiver):
                 senders = self.kv_mgr.senders_of(self.prefill_info)
                 self.kv_mgr.expected_senders[self.bootstrap_room] = senders
             return
+        self._fail(reason, prefill_dp_rank)
+
+    def _fail(self, reason: str, prefill_dp_rank: int) -> None:
+        """Conclude this request on both sides."""
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.conclude_state = KVPoll.Failed
@@ -83,20 +90,31 @@ class MixKVReceiver(MooncakeKVReceiver):
         """As stock, with a region granted to each sender of strided draft slices."""
         self.pages = len(kv_indices)
         if self.bootstrap_infos is not None and self.conclude_state is None:
-            self.grants = self.kv_mgr.grant(self.bootstrap_room, self.prefill_info, kv_indices)
+            try:
+                self._prepare(kv_indices, args[0] if args else kwargs.get("aux_index"))
+            except Exception as error:
+                logger.exception("sglang-mixkv could not prepare room %s", self.bootstrap_room)
+                reason = f"sglang-mixkv could not prepare the request: {error!r}"
+                self._fail(reason, self.prefill_dp_rank)
+                return
         super().send_metadata(kv_indices, *args, **kwargs)
+
+    def _prepare(self, pages: Any, aux_row: int | None) -> None:
+        manager, room, info = self.kv_mgr, self.bootstrap_room, self.prefill_info
+        manager.prepare(room, info, pages, aux_row)
+        self.grants = manager.grant(room, info, pages)
 
     @override(MooncakeKVReceiver)
     def abort(self) -> None:
         """No scatter starts, and none is under way, once this has returned."""
         if self._owns_bootstrap_room:
-            self.kv_mgr.release_grant(self.bootstrap_room)
+            self.kv_mgr.release_room(self.bootstrap_room)
         super().abort()
 
     @override(MooncakeKVReceiver)
     def clear(self) -> None:
         if self._owns_bootstrap_room:
-            self.kv_mgr.release_grant(self.bootstrap_room)
+            self.kv_mgr.release_room(self.bootstrap_room)
             self.kv_mgr.expected_senders.pop(self.bootstrap_room, None)
         super().clear()
 
@@ -105,7 +123,7 @@ class MixKVReceiver(MooncakeKVReceiver):
         concluded = self.conclude_state
         status = super().poll()
         if concluded is None and status == KVPoll.Success:
-            self.kv_mgr.count_received(self.pages)
+            self.kv_mgr.count_received(self.pages, self.prefill_info)
         elif concluded is None and status == KVPoll.Failed:
             self.invalidate_cached_bootstrap_infos()  # the next request registers again
         return status

@@ -24,6 +24,7 @@ from sglang_mixkv.managers.kv_args import Caches
 from sglang_mixkv.managers.peer import Peer
 from sglang_mixkv.managers.staging import rows_for
 from sglang_mixkv.managers.stats import Stats
+from sglang_mixkv.transfer.digest import Sums
 from sglang_mixkv.transfer.rows import Rows
 from sglang_mixkv.transfer.writer import Region
 
@@ -48,6 +49,11 @@ class Shared(MooncakeKVManager):
 
     @cached_property
     def grants(self) -> dict[tuple[int, str], Region]:
+        return {}
+
+    @cached_property
+    def sums(self) -> dict[tuple[int, str], Sums]:
+        """Prefill side: (room, session id) -> checksums of what was sent so far."""
         return {}
 
     @cached_property
@@ -154,6 +160,7 @@ class Shared(MooncakeKVManager):
             "prefill_response_tracker",
             "required_prefill_response_num_table",
             "grants",
+            "sums",
             "open_rooms",
             "rooms_seen",
             "expected_senders",
@@ -163,6 +170,9 @@ class Shared(MooncakeKVManager):
             left = getattr(self, name, None)
             if isinstance(left, (dict, set)) and left:
                 found.append(f"{name} holds {sorted(left, key=str)[:5]}")
+        waiting = vars(self).get("verifier")
+        if waiting is not None and waiting.rooms:
+            found.append(f"checksums are waited for by rooms {sorted(waiting.rooms)[:5]}")
         staging = getattr(self, "staging", None)
         if staging is not None:
             found += staging.problems()

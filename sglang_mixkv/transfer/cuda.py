@@ -101,7 +101,10 @@ class CudaRows:
 
     def allocate(self, size: int) -> tuple[int, Any]:
         try:
-            owner = torch.empty(size, dtype=torch.uint8, device=self._device)
+            owner = torch.zeros(size, dtype=torch.uint8, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
             raise MemoryError(str(error)) from None
         return owner.data_ptr(), owner
+
+    def read(self, owner: Any, size: int) -> memoryview:
+        return memoryview(owner[:size].cpu().numpy())

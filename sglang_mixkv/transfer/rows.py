@@ -40,7 +40,10 @@ class Rows(Protocol):
         """Copy; when it returns, the bytes are there for any other engine to read."""
 
     def allocate(self, size: int) -> tuple[int, Any]:
-        """Memory for rows: its address, and the object that owns it. MemoryError if none."""
+        """Zeroed memory for rows: its address, and what owns it. MemoryError if none."""
+
+    def read(self, owner: Any, size: int) -> memoryview:
+        """The first `size` bytes of what `allocate` gave."""
 
 
 class HostRows:
@@ -60,8 +63,11 @@ class HostRows:
             target[what.dst_rows] = source[what.src_rows]
 
     def allocate(self, size: int) -> tuple[int, Any]:
-        owner = np.empty(size, np.uint8)
+        owner = np.zeros(size, np.uint8)
         return owner.ctypes.data, owner
+
+    def read(self, owner: Any, size: int) -> memoryview:
+        return memoryview(owner)[:size]
 
 
 def _is_range(rows: Ints) -> bool:

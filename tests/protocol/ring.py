@@ -24,7 +24,9 @@ from protocol import model
 from protocol.model import Cache, Case
 
 LIMIT_S = 60
-AUX_LENS = (32, 8)
+# As MetadataBuffers lays them out: six rows, the drafter's three, the room.
+AUX_LENS = (32, 8, 8, 8, 8, 8, 8, 16, 24, 16)
+DRAFT_AUX = (6, 7, 8)
 
 
 @dataclass
@@ -90,8 +92,13 @@ class Rank:
             np.random.default_rng([rank, side == "decode", i]).integers(
                 0, 256, (len(case.requests) + 1, n), np.uint8
             )
-            for i, n in enumerate(AUX_LENS)
+            for i, n in enumerate(self._aux_lens())
         ]
+
+    def _aux_lens(self) -> list[int]:
+        """Without speculation the drafter's rows have another length."""
+        longer = 0 if self._has_draft() else 8 * bool(self.case.extra.get("cold"))
+        return [n + longer * (i in DRAFT_AUX) for i, n in enumerate(AUX_LENS)]
 
     def _publish(self, tp_rank: int) -> None:
         from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
@@ -409,8 +416,9 @@ class Rank:
                     cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
                 )
                 first = self._first_page(name, len(tables[number]))
+                cold = name == "draft" and self.case.extra.get("cold")
                 for entry, row in zip(pool, rows, strict=True):
-                    entry[tables[number][first:]] = row[first:]
+                    entry[tables[number][first:]] = 0 if cold else row[first:]
             for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
                 self._differ(f"{name} entry {index}", want, got)
         several_senders = self.case.draft is None and (
@@ -420,6 +428,9 @@ class Rank:
             if several_senders:  # stock: each of them writes the row, one after the other
                 break
             for number in done:
+                if self.case.extra.get("cold") and index in DRAFT_AUX:
+                    want[number + 1] = 0 if self._has_draft() else want[number + 1]
+                    continue
                 sender = self._aux_sender(number)
                 want[number + 1] = np.random.default_rng([sender, False, index]).integers(
                     0, 256, (len(self.case.requests) + 1, AUX_LENS[index]), np.uint8

@@ -90,6 +90,23 @@ def test_single_server_does_not_start() -> None:
     assert "--disaggregation-mode null is not supported" in said
 
 
+COLD = ("--enable-mixkv", "--mixkv-on-draft-mismatch", "cold")
+
+
+def test_cold_with_a_decode_radix_cache_does_not_start() -> None:
+    decode = ("--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache")
+    assert "would become a prefix that other requests share" in in_fork(
+        lambda: resolve(*COLD, *decode)
+    )
+
+
+def test_cold_with_aux_over_tcp_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MOONCAKE_SEND_AUX_TCP", "1")
+    assert "SGLANG_MOONCAKE_SEND_AUX_TCP=1" in in_fork(lambda: resolve(*COLD))
+    monkeypatch.delenv("SGLANG_MOONCAKE_SEND_AUX_TCP")
+    assert in_fork(lambda: bool(resolve(*COLD))) == "ok True"
+
+
 def test_changed_seam_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_mixkv import compat
 

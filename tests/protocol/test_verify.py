@@ -1,0 +1,122 @@
+"""`--mixkv-verify checksum`: one wrong byte anywhere fails the request, with both values."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from protocol.model import Cache, Case, Request
+from protocol.ring import Rank, run
+
+REQUESTS = (Request(23), Request(8, chunk_pages=1), Request(9, prefix_pages=1, chunk_pages=2))
+VERIFY = {"verify": "checksum"}
+SHAPES = {
+    "P2-D1": Case(2, 1, requests=REQUESTS),
+    "P1-D2": Case(1, 2, requests=REQUESTS),
+    "P4-D1": Case(4, 1, requests=REQUESTS),
+    "P2-D2": Case(2, 2, requests=REQUESTS),
+    "no drafter": Case(2, 1, draft=None, requests=REQUESTS),
+    "gqa": Case(2, 1, target=Cache("mha", layers=2, heads=4), requests=REQUESTS),
+    "pp": Case(1, 1, prefill_pp=2, requests=REQUESTS),
+    "window": Case(2, 1, draft_window=6, requests=REQUESTS),
+    "replicas": Case(4, 2, draft=Cache("mha", heads=2), requests=REQUESTS),
+}
+
+
+def verified(name: str, **extra: Any) -> Case:
+    import dataclasses
+
+    config = {**VERIFY, **extra.pop("config", {})}
+    return dataclasses.replace(SHAPES[name], extra={"config": config, **extra})
+
+
+@pytest.mark.parametrize("mode", ["direct", "packed"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_right_bytes_pass(name: str, mode: str) -> None:
+    outcome = run(verified(name, config={"draft_transfer": mode}))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+    assert outcome.total("rooms_verified") == SHAPES[name].decode_tp * len(REQUESTS)
+
+
+def test_stock_s_flag_is_ours_where_layouts_differ() -> None:
+    """--disaggregation-enable-kv-checksum: stock compares equal layouts, ours the others."""
+    from sglang.srt.runtime_context import get_disagg
+
+    def stock_flag(rank: Rank) -> None:
+        from unittest.mock import patch
+
+        from sglang_mixkv.managers import decode
+
+        flags = type("Flags", (), {
+            "disaggregation_enable_kv_checksum": True,
+            "disaggregation_decode_enable_radix_cache": False,
+        })  # fmt: skip
+        assert not get_disagg().disaggregation_enable_kv_checksum
+        patch.object(decode, "get_disagg", lambda: flags).start()
+
+    for name, rooms in (("P2-D1", 3), ("P1-D2", 6), ("P2-D2", 0)):
+        case = verified(name, config={"verify": "off"})
+        case.extra["faults"] = {("decode", r): stock_flag for r in range(case.decode_tp)}
+        outcome = run(case)
+        assert outcome.wrong == []
+        assert outcome.total("rooms_verified") == rooms
+
+
+def flip(component: str) -> Callable[[Rank], None]:
+    """Change one bit of a request's page just before the decode rank completes it."""
+
+    def inject(rank: Rank) -> None:
+        from protocol import model
+
+        page = int(model.page_tables(rank.case, "decode")[0][-1])
+        real = rank.manager.verifier.problem
+
+        def problem(room: int) -> str | None:
+            if room == 100:
+                row = rank.pools[component][0][page]
+                byte = ctypes.c_uint8.from_address(row.ctypes.data + row.nbytes - 1)
+                byte.value ^= 1
+            return real(room)
+
+        rank.manager.verifier.problem = problem
+
+    return inject
+
+
+@pytest.mark.parametrize("component", ["target", "draft"])
+@pytest.mark.parametrize("name", ["P2-D1", "P1-D2", "P2-D2"])
+def test_one_wrong_bit_fails_the_request(name: str, component: str) -> None:
+    outcome = run(verified(name, faults={("decode", 0): flip(component)}))
+    first = outcome.decode[0]
+    assert first.status == ["failed", "success", "success"]
+    assert f"KV checksum mismatch: {component} entry 0" in outcome.reasons
+    assert "sent 0x" in outcome.reasons
+    assert "decode holds 0x" in outcome.reasons
+    assert [line for line in outcome.wrong if "decode rank 0" not in line] == []
+
+
+def test_without_digests_nothing_starts() -> None:
+    """A digest that is lost fails the request: nothing is taken for verified."""
+
+    def lose(rank: Rank) -> None:
+        rank.manager._send_digest = lambda *_: None
+
+    outcome = run(verified("P2-D1", faults={("prefill", 1): lose}))
+    assert outcome.decode[0].status == ["failed"] * 3
+    assert "prefill rank 1 sent no checksums" in outcome.reasons
+
+
+def test_a_stranger_s_digest_is_dropped() -> None:
+    from sglang_mixkv.core.wire import Digest, encode
+
+    def send(rank: Rank) -> None:
+        message = [encode(Digest(100, 7, (), ()))]
+        assert rank.manager._may_pass(rank.manager._check_decode, message) is False
+
+    outcome = run(verified("P2-D1", faults={("decode", 0): send}))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+    assert outcome.total("messages_dropped") == 1
