@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# All tests on a bare machine: set up what is missing, run the three rings, quickest first.
+# All tests on a bare machine: set up what is missing, run the rings, quickest first.
 # --full adds the long ones; other options go to pytest.
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$MIXKV_ROOT"
-exec python -m pytest tests/pure tests/protocol tests/e2e "$@"
+exec python -m pytest tests/pure tests/docs tests/protocol tests/e2e "$@"
