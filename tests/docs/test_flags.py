@@ -1,0 +1,65 @@
+"""docs/flags.md and README's table say what config.py says."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from sglang_mixkv import config
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("flags", ROOT / "scripts" / "docs" / "flags.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def test_the_committed_files_are_current(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert script.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_a_new_flag_makes_them_stale(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = config.Option("--mixkv-new", "SGLANG_MIXKV_NEW", "staging_mb", int, "Something.")
+    monkeypatch.setattr(config, "OPTIONS", (*config.OPTIONS, new))
+    assert script.main(["--check"]) == 1
+    said = capsys.readouterr().out
+    assert "docs/flags.md is not current" in said
+    assert "README.md is not current" in said
+    assert "| `--mixkv-new N` | `SGLANG_MIXKV_NEW` | 256 | Something |" in script.readme(
+        script.README.read_text()
+    )
+
+
+def test_an_undescribed_variable_is_noticed(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "OTHER_ENV", "SGLANG_MIXKV_OTHER", raising=False)
+    with pytest.raises(SystemExit, match="SGLANG_MIXKV_OTHER"):
+        script.document()
+
+
+def test_six_plugin_flags_at_most() -> None:
+    assert 1 + len(config.OPTIONS) <= 1 + 6
+
+
+def test_no_document_names_a_flag_or_variable_that_is_none() -> None:
+    """Everywhere in the docs, not in the tables alone."""
+    flags = {"--enable-mixkv", *(option.flag for option in config.OPTIONS)}
+    sources = "".join(path.read_text() for path in (ROOT / "sglang_mixkv").rglob("*.py"))
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
+        text = path.read_text().partition("## What is not here yet")[0]
+        assert set(re.findall(r"--(?:enable-)?mixkv[a-z-]*[a-z]", text)) - flags == set(), path
+        variables = set(re.findall(r"SGLANG_[A-Z_]*MIXKV[A-Z_]*[A-Z]", text))
+        assert {name for name in variables if name not in sources} == set(), path
