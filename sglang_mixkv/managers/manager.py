@@ -33,7 +33,14 @@ class MixKVManager(PrefillSide, DecodeSide):
         self.kv_status_msg_carries_reason = True
         self.mixkv_ready = True
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        logger.info("%s", self.banner())  # reads the facts: what does not fit raises here
+        banner = self.banner()  # reads the facts: what does not fit raises here
+        logger.log(logging.INFO if self.speaks else logging.DEBUG, "%s", banner)
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank's banner stands for the server: the first of the drafter's stage."""
+        ranks = (self.attn_tp_rank, self.attn_cp_rank, self.attn_dp_rank, self.system_dp_rank)
+        return not any(ranks) and (self.pp_rank or 0) == (self.pp_size or 1) - 1
 
     def banner(self) -> str:
         """Versions, protocol and this rank's part in one line."""

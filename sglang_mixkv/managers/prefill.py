@@ -113,9 +113,10 @@ class PrefillSide(PrefillGate):
 
     def _fail_room(self, peer: Peer, error: Exception) -> int:
         """Conclude this thread's room; 0 when that was possible, else a code that stock handles."""
-        reason = f"sglang-mixkv could not send to {peer.session}: {error}"
-        logger.error("%s", reason, exc_info=not isinstance(error, MixKVError))
         chunk = getattr(self.current, "chunk", None)
+        room = "" if chunk is None else f"room {chunk.room} "
+        reason = f"sglang-mixkv could not send {room}to {peer.session}: {error}"
+        logger.error("%s", reason, exc_info=not isinstance(error, MixKVError))
         if chunk is None or not isinstance(error, MixKVError):
             return -1
         self.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
