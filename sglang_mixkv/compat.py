@@ -1,7 +1,8 @@
 """Everything inside SGLang that the plugin touches, and the check that it is as expected.
 
-Nobody but `plugin.py` and `managers/` uses SGLang, and they use nothing of its private
-parts that is not listed here. `preflight` runs before an opted-in server starts.
+Nobody but `plugin.py` and `managers/` uses SGLang. What they override of its KV classes, or call
+of SGLang, is listed here (`tests/protocol/test_seams.py`). `preflight` runs before an opted-in
+server starts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "sglang.srt.server_args:ServerArgs.add_cli_args": ("parser",),
     "sglang.srt.server_args:ServerArgs.from_cli_args": ("args",),
     f"{_UTILS}:get_kv_class": ("transfer_backend", "class_type"),
+    f"{_UTILS}:is_mla_backend": ("target_kv_pool",),
     f"{_UTILS}:setup_state_kv_args": (
         "kv_args",
         "token_to_kv_pool",
@@ -46,6 +48,26 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "disaggregation_mode",
         "server_args",
         "is_mla_backend",
+    ),
+    f"{_CONN}:MooncakeKVManager.add_transfer_request": (
+        "self",
+        "bootstrap_room",
+        "kv_indices",
+        "index_slice",
+        "is_last_chunk",
+        "aux_index",
+        "state_indices",
+        "num_kv_tokens",
+        "wait_event",
+        "indices_event",
+        "trace_ctx",
+    ),
+    f"{_CONN}:MooncakeKVManager.transfer_worker": (
+        "self",
+        "queue",
+        "executor",
+        "staging_buffer",
+        "worker_index",
     ),
     f"{_CONN}:MooncakeKVManager.send_kvcache": (
         "self",
@@ -79,11 +101,57 @@ SEAMS: dict[str, tuple[str, ...]] = {
     ),
     f"{_CONN}:MooncakeKVManager._get_dsa_cache_transfer_skip_flags": ("self", "info"),
     f"{_CONN}:MooncakeKVManager._validate_peer_state_layout": ("self", "registration_info"),
+    f"{_COMMON}:CommonKVManager._ensure_prefill_recompute_executor": ("self",),
     f"{_COMMON}:CommonKVManager._make_worker_recv": ("self", "socket", "timeout_ms"),
     f"{_COMMON}:CommonKVManager._resolve_rank_mapping": ("self", "info"),
     f"{_COMMON}:CommonKVManager._register_topology_row": ("self", "url", "payload"),
+    f"{_COMMON}:CommonKVManager.conclude_failure": (
+        "self",
+        "bootstrap_room",
+        "failure_reason",
+        "targets",
+    ),
+    f"{_COMMON}:CommonKVManager.conclude_transfer": (
+        "self",
+        "bootstrap_room",
+        "status",
+        "targets",
+        "failure_reason",
+    ),
+    f"{_COMMON}:CommonKVManager.record_failure": ("self", "bootstrap_room", "failure_reason"),
+    f"{_COMMON}:CommonKVManager.requires_dcp_relayout": ("self", "dst_dcp_size", "dst_dcp_rank"),
+    f"{_COMMON}:CommonKVManager.send_kv_status_message": (
+        "self",
+        "targets",
+        "bootstrap_room",
+        "status",
+        "failure_reason",
+    ),
     f"{_COMMON}:CommonKVManager.try_ensure_parallel_info": ("self", "bootstrap_addr"),
+    f"{_COMMON}:CommonKVManager.update_status": ("self", "bootstrap_room", "status"),
+    f"{_COMMON}:CommonKVSender.__init__": (
+        "self",
+        "mgr",
+        "bootstrap_addr",
+        "bootstrap_room",
+        "req_has_disagg_prefill_dp_rank",
+    ),
+    f"{_COMMON}:CommonKVSender.clear": ("self",),
+    f"{_COMMON}:CommonKVReceiver.abort": ("self",),
+    f"{_COMMON}:CommonKVReceiver.clear": ("self",),
     f"{_COMMON}:CommonKVReceiver.init": ("self", "prefill_dp_rank"),
+    f"{_COMMON}:CommonKVReceiver.invalidate_cached_bootstrap_infos": ("self",),
+    f"{_COMMON}:CommonKVReceiver.poll": ("self",),
+    f"{_COMMON}:CommonKVReceiver.send_metadata": (
+        "self",
+        "kv_indices",
+        "aux_index",
+        "state_indices",
+        "decode_prefix_len",
+        "destination",
+        "device_kv_indices",
+    ),
+    f"{_COMMON}:CommonKVReceiver._connect_to_bootstrap_server": ("bootstrap_info",),
     f"{_COMMON}:CommonKVReceiver._get_bootstrap_info_from_server": (
         "self",
         "prefill_dp_rank",
@@ -98,6 +166,26 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "message",
         "operation",
     ),
+    "sglang.srt.configs.model_config:ModelConfig.from_server_args": (
+        "server_args",
+        "model_path",
+        "model_revision",
+        "is_draft_model",
+        "context_length",
+        "kwargs",
+    ),
+    "sglang.srt.plugins.hook_registry:HookRegistry.register": (
+        "target",
+        "hook",
+        "hook_type",
+        "source",
+    ),
+    "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook": ("name",),
+    "sglang.srt.arg_groups.overrides:resolved_view": ("server_args",),
+    "sglang.srt.runtime_context:get_device": (),
+    "sglang.srt.runtime_context:get_disagg": (),
+    "sglang.srt.runtime_context:get_server_args": (),
+    "sglang.srt.runtime_context:get_spec": (),
     f"{_COMMON}:CommonKVBootstrapServer._setup_routes": ("self",),
     f"{_COMMON}:CommonKVBootstrapServer._handle_route_put": ("self", "request"),
     f"{_COMMON}:CommonKVBootstrapServer._is_ready": ("self",),

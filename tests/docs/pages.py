@@ -1,0 +1,65 @@
+"""The documents as the tests read them: fenced blocks, commands, links."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+IDS = [path.name if path.parent == ROOT else f"docs/{path.name}" for path in PAGES]
+
+_FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_ASSIGNMENT = re.compile(r"(export )?[A-Za-z_]\w*=")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. `shown`: the text block that follows it at once, what it prints."""
+
+    language: str
+    text: str
+    shown: str | None = None
+
+    def commands(self) -> Iterator[str]:
+        """The commands of a bash block: lines joined, without comments and bare assignments."""
+        for line in self.text.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if not words or all(_ASSIGNMENT.match(word) or word == "export" for word in words):
+                continue
+            yield " ".join(line.partition("  #")[0].split())
+
+
+def blocks(page: Path) -> list[Block]:
+    """All fenced blocks of a page, each with the text block right behind it."""
+    text = page.read_text()
+    found = list(_FENCE.finditer(text))
+    made = []
+    for this, following in zip(found, [*found[1:], None], strict=False):
+        shown = None
+        if (
+            following
+            and following[1] == "text"
+            and not text[this.end() : following.start()].strip()
+        ):
+            shown = following[2]
+        made.append(Block(this[1], this[2], shown))
+    return made
+
+
+def bash(page: Path) -> list[Block]:
+    return [block for block in blocks(page) if block.language == "bash"]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return _FENCE.sub("", page.read_text())
+
+
+def words(command: str, variables: dict[str, str]) -> list[str]:
+    """A command's words, its variables filled in."""
+    found = re.sub(r"\$(\w+)", lambda name: variables[name[1]], command)
+    return shlex.split(found)

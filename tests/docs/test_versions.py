@@ -1,0 +1,39 @@
+"""Versions that have to change together."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+from sglang_mixkv import __version__
+from sglang_mixkv.compat import SUPPORTED_SGLANG
+from sglang_mixkv.core import wire
+
+from .pages import ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LATEST = SUPPORTED_SGLANG[-1]
+
+
+def test_one_version_of_the_plugin() -> None:
+    assert PROJECT["version"] == __version__
+    heads = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert __version__ in heads[:2], "the newest release in CHANGELOG.md"
+
+
+def test_the_supported_sglang_is_named_everywhere() -> None:
+    assert PROJECT["optional-dependencies"]["sglang"] == [f"sglang=={LATEST}"]
+    assert f"lmsysorg/sglang:v{LATEST}" in (ROOT / "docker" / "Dockerfile").read_text()
+    assert LATEST in (ROOT / "README.md").read_text()
+
+
+def test_the_compatibility_table_has_this_row() -> None:
+    table = (ROOT / "docs" / "compatibility.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
+    mine = [row for row in rows[1:] if __version__.startswith(row[0])]
+    assert sorted(row[1] for row in mine) == sorted(SUPPORTED_SGLANG)
+    assert {row[-1] for row in mine} == {str(wire.PROTOCOL)}
+
+
+def test_the_protocol_has_its_line_of_history() -> None:
+    assert re.search(rf"^    {wire.PROTOCOL}  \S+  \w", wire.__doc__ or "", re.MULTILINE)

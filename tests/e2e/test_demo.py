@@ -1,0 +1,34 @@
+"""The demo as the README shows it, by its script, in another topology than the default."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import START_TIMEOUT
+
+ROOT = Path(__file__).parents[2]
+pytestmark = START_TIMEOUT
+
+
+@pytest.mark.full
+def test_the_documented_demo(tmp_path: Path) -> None:
+    """Ends with a table and figures: with mixkv what the single server does, without it not."""
+    if Path(sys.prefix) != ROOT / ".venv":
+        pytest.skip("scripts/demo.sh would set up another environment than this one")
+    (line,) = re.findall(r"`(scripts/demo\.sh --prefill [^`]*)`", (ROOT / "README.md").read_text())
+    file = tmp_path / "figures.json"
+    command = ["bash", *shlex.split(line), "--json", str(file)]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=1700)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    figures = json.loads(file.read_text())
+    lengths = {run["name"]: run["accept_length"] for run in figures["runs"]}
+    assert lengths["mixkv"] == pytest.approx(lengths["single"], rel=0.02)
+    assert lengths["stock"] < 0.5 * lengths["single"]
+    assert "accept length" in done.stdout

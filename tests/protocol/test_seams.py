@@ -1,0 +1,168 @@
+"""What the plugin overrides or calls inside SGLang stands in compat.SEAMS, all of it.
+
+Found on the source: methods of ours that SGLang's classes have too, methods of SGLang's classes
+called on `self`, `super()`, `kv_mgr`, `mgr` or `receiver`, and SGLang's functions imported by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType
+
+import sglang_mixkv
+from sglang_mixkv import compat
+
+PACKAGE = Path(sglang_mixkv.__file__).parent
+SOURCES = [PACKAGE / "plugin.py", *sorted((PACKAGE / "managers").glob("*.py"))]
+
+
+def our_classes(module: str = "") -> list[type]:
+    """What get_kv_class hands out; with a module, those that are made of its classes."""
+    from sglang_mixkv.managers import CLASSES
+
+    found = list(CLASSES.values())
+    return [c for c in found if not module or module in {owner.__module__ for owner in c.__mro__}]
+
+
+def is_ours(owner: type) -> bool:
+    return owner.__module__.startswith("sglang_mixkv")
+
+
+def stock_seam(made: type, name: str) -> str | None:
+    """The method of this name that one of our classes inherits from SGLang, None without."""
+    for owner in made.__mro__:
+        if not is_ours(owner) and owner.__module__.startswith("sglang."):
+            found = vars(owner).get(name)
+            if isinstance(found, (FunctionType, staticmethod, classmethod)):
+                return f"{owner.__module__}:{owner.__qualname__}.{name}"
+    return None
+
+
+def overridden() -> Iterator[str | None]:
+    """Methods that one of our classes and one of SGLang's below it define."""
+    for made in our_classes():
+        for owner in filter(is_ours, made.__mro__):
+            for name, value in vars(owner).items():
+                if isinstance(value, FunctionType):
+                    yield stock_seam(made, name)
+
+
+def carried(node: ast.expr, module: str) -> list[type]:
+    """Our classes that an expression can be an instance of."""
+    from sglang_mixkv.managers import CLASSES
+
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
+        return our_classes(module)
+    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+    if name == "self":
+        return our_classes(module)
+    carriers = {"mgr": "manager", "kv_mgr": "manager", "receiver": "receiver"}
+    return [CLASSES[carriers[name]]] if name in carriers else []
+
+
+def called(source: str, module: str) -> Iterator[str | None]:
+    """What a module of ours takes of SGLang by name."""
+    tree = ast.parse(source)
+    imported = {
+        alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("sglang.") for alias in node.names
+    }  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield from (stock_seam(made, node.attr) for made in carried(node.value, module))
+        if isinstance(node, ast.Call):
+            yield imported_seam(node.func, imported)
+
+
+def imported_seam(function: ast.expr, imported: dict[str, str]) -> str | None:
+    """A called function of SGLang, or method of a class of SGLang, that was imported by name."""
+    if isinstance(function, ast.Name) and function.id in imported:
+        home = imported[function.id]
+        found = getattr(importlib.import_module(home), function.id)
+        return f"{home}:{function.id}" if isinstance(found, FunctionType) else None
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        home = imported.get(function.value.id, "")
+        owner = getattr(importlib.import_module(home), function.value.id) if home else None
+        if inspect.isclass(owner) and hasattr(owner, function.attr):
+            return f"{home}:{function.value.id}.{function.attr}"
+    return None
+
+
+def touched() -> set[str]:
+    found = set(overridden())
+    for path in SOURCES:
+        module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        found |= set(called(path.read_text(), module))
+    return {seam for seam in found if seam}
+
+
+def test_everything_touched_is_listed() -> None:
+    missing = sorted(touched() - compat.SEAMS.keys())
+    lines = [f"{path!r}: {compat._parameters(compat._resolve(path))}," for path in missing]
+    assert not lines, "add to compat.SEAMS:\n" + "\n".join(lines)
+
+
+def test_nothing_is_listed_in_vain() -> None:
+    """A seam that nobody uses would refuse an SGLang for nothing."""
+    from sglang_mixkv import plugin
+
+    hooks = {plugin.ADD_CLI_ARGS, plugin.FROM_CLI_ARGS, plugin.GET_KV_CLASS, plugin.SETUP_STATE}
+    listed = {path for path in compat.SEAMS if path.replace(":", ".") not in hooks}
+    assert listed - touched() == set()
+
+
+def test_an_unlisted_use_is_found() -> None:
+    source = (
+        "from sglang.srt.disaggregation.utils import is_mla_backend\n"
+        "def f(self, receiver):\n"
+        "    self.kv_mgr.teardown()\n"
+        "    receiver.failure_exception()\n"
+        "    super().ensure_abort_notified()\n"
+        "    is_mla_backend(1)\n"
+        "    self.config.clear()\n"
+    )
+    found = set(called(source, "sglang_mixkv.managers.receiver")) - {None}
+    assert {seam.rpartition(":")[2] for seam in found} == {
+        "MooncakeKVManager.teardown",
+        "CommonKVReceiver.failure_exception",
+        "CommonKVReceiver.ensure_abort_notified",
+        "is_mla_backend",
+    }
+
+
+def test_refused_features_still_have_these_names() -> None:
+    """startup.py reads what is missing as off: a renamed feature would pass unnoticed."""
+    from sglang.srt.environ import envs
+    from sglang.srt.server_args import ServerArgs
+
+    source = (PACKAGE / "startup.py").read_text()
+    variables = set(re.findall(r"SGLANG_[A-Z_]+", source))
+    assert {name for name in variables if not hasattr(envs, name)} == set()
+    attributes = set(re.findall(r"(?:\ba|args)\.(\w+)|(?:_get\(|(?:a|args), )\"(\w+)\"", source))
+    names = {name for pair in attributes for name in pair if name}
+    assert len(names) > 12
+    assert {name for name in names if not hasattr(ServerArgs, name)} == set()
+
+
+def test_plans_flags_are_sglangs() -> None:
+    """The plan reads launch lines without SGLang: same spellings, same defaults."""
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_mixkv.tools import plan_flags
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    stock = {option: action for action in parser._actions for option in action.option_strings}
+    for action in plan_flags._parser()._actions:
+        for option in action.option_strings:
+            assert option in stock, option
+        theirs = stock[action.option_strings[0]]
+        assert theirs.dest == action.dest
+        if action.dest not in ("model_path", "disaggregation_mode"):  # the plan knows its role
+            assert theirs.default == action.default, action.dest
