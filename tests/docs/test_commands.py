@@ -28,7 +28,7 @@ PARSED = "tests/protocol/test_launch_lines.py::test_sglang_accepts_the_line"
 TABLE: dict[str, str] = {
     r"bash scripts/demo\.sh": "tests/e2e/test_demo.py::test_the_documented_demo",
     r"bash scripts/test\.sh( -k routes)?": "tests/docs/test_commands.py::test_ci_runs_the_tests",
-    r"pip install sglang-mixkv": "tests/docs/test_package.py::test_the_commands_work",
+    r"pip install \.": "tests/docs/test_package.py::test_the_commands_work",
     r"\.venv/bin/pip install -e '\.\[dev\]' && \.venv/bin/ruff check \. && \.venv/bin/mypy":
         "tests/docs/test_lint.py::test_hook_passes_on_all_files",
     r"source .* pre-commit run --all-files":
