@@ -24,9 +24,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sglang_mixkv"
 LIGHT = ("msgspec", "numpy")
 PAIR = "Path(sglang_mixkv.__file__).parent / 'tools' / 'models' / 'mla'"
-LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "shared"
-)
+LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
+FOLDERS = ("sglang_mixkv", "docker", "docs", "scripts", "tests", ".ci")
 
 
 def run(*command: object, cwd: Path, status: int = 0) -> str:
@@ -44,7 +43,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the source distribution, and the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("built")
     source = folder / "source"
-    shutil.copytree(ROOT, source, ignore=LEFT_OUT, symlinks=True)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, source / name, ignore=LEFT_OUT)
+    for file in (path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"):
+        shutil.copy2(file, source)
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source, cwd=folder)
     run(
         sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder / "direct",
@@ -85,7 +87,7 @@ def test_a_wheel_from_the_tree_is_the_one_from_the_source_distribution(built: Pa
 def test_the_source_distribution_carries_docs_scripts_and_tests(built: Path) -> None:
     with tarfile.open(one(built, "*.tar.gz")) as archive:
         found = {name.partition("/")[2] for name in archive.getnames()}
-    wanted = [path for folder in ("docs", "scripts", "tests", "docker") for path in
+    wanted = [path for folder in FOLDERS[1:] for path in
               (ROOT / folder).rglob("*") if path.is_file()]  # fmt: skip
     wanted = [path for path in wanted if "__pycache__" not in path.parts]
     assert {str(path.relative_to(ROOT)) for path in wanted} - found == set()
