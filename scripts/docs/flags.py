@@ -16,7 +16,6 @@ from sglang_mixkv import config
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "flags.md"
 README = ROOT / "README.md"
-BEGIN, END = "<!-- flags:begin -->", "<!-- flags:end -->"
 
 # What config.py reads from the environment alone: no flag, since no deployment should need it.
 ENVIRONMENT_ONLY = {
@@ -82,28 +81,31 @@ def document() -> str:
     return "\n".join([HEAD, *tables]) + TAIL
 
 
-def readme(text: str) -> str:
-    """README.md with its table renewed: the first clause of each help text."""
-    rows = [(*row[:3], re.split(r"[:;.]", row[3])[0]) for row in flags()]
-    made = table(rows, "flag", "environment", "default", "")
-    before, _, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not end:
-        raise SystemExit(f"README.md lacks {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n{made}{END}{after}"
+def stale_in_readme(text: str) -> list[str]:
+    """Rows of README.md's table that are not as they should be, and missing ones.
+
+    Its last column is its own; flag, variable and default are the code's.
+    """
+    wanted = [f"| {' | '.join(row[:3])} |" for row in flags()]
+    rows = [line for line in text.splitlines() if re.match(r"\| `--[a-z-]*mixkv", line)]
+    return [
+        *(row for row in rows if not row.startswith(tuple(wanted))),
+        *(row for row in wanted if not any(line.startswith(row) for line in rows)),
+    ]
 
 
 def main(argv: list[str]) -> int:
     """Write, or compare; 1 when something is not current."""
-    wanted = {DOCUMENT: document(), README: readme(README.read_text())}
-    old = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
-    if "--check" in argv:
-        for path in old:
-            print(f"{path.relative_to(ROOT)} is not current: python scripts/docs/flags.py")
-        return int(bool(old))
-    for path in old:
-        path.write_text(wanted[path])
-    return 0
+    stale = stale_in_readme(README.read_text())
+    for row in stale:
+        print(f"README.md's table of flags is not current: {row}")
+    wanted = document()
+    if "--check" not in argv:
+        DOCUMENT.write_text(wanted)
+    elif DOCUMENT.read_text() != wanted:
+        stale.append("docs/flags.md")
+        print("docs/flags.md is not current: python scripts/docs/flags.py")
+    return int(bool(stale))
 
 
 if __name__ == "__main__":
