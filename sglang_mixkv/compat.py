@@ -104,6 +104,13 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "mooncake_session_id",
         "transfer_blocks",
     ),
+    f"{_CONN}:MooncakeKVManager.maybe_send_extra": (
+        "self",
+        "req",
+        "prefill_state_indices",
+        "executor",
+        "target_rank_registration_info",
+    ),
     f"{_CONN}:MooncakeKVManager._get_dsa_cache_transfer_skip_flags": ("self", "info"),
     f"{_CONN}:MooncakeKVManager._validate_peer_state_layout": ("self", "registration_info"),
     f"{_COMMON}:CommonKVManager._ensure_prefill_recompute_executor": ("self",),
@@ -135,6 +142,11 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "failure_reason",
     ),
     f"{_COMMON}:CommonKVManager.try_ensure_parallel_info": ("self", "bootstrap_addr"),
+    f"{_COMMON}:CommonKVManager.prepare_dcp_token_item_lens": (
+        "self",
+        "dst_page_item_lens",
+        "dst_dcp_size",
+    ),
     f"{_COMMON}:CommonKVManager.update_status": ("self", "bootstrap_room", "status"),
     f"{_COMMON}:CommonKVSender.__init__": (
         "self",
@@ -146,6 +158,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{_COMMON}:CommonKVSender.clear": ("self",),
     f"{_COMMON}:CommonKVReceiver.abort": ("self",),
     f"{_COMMON}:CommonKVReceiver.clear": ("self",),
+    f"{_COMMON}:CommonKVSender.init": ("self", "num_kv_indices", "aux_index"),
     f"{_COMMON}:CommonKVReceiver.init": ("self", "prefill_dp_rank"),
     f"{_COMMON}:CommonKVReceiver.invalidate_cached_bootstrap_infos": ("self",),
     f"{_COMMON}:CommonKVReceiver.poll": ("self",),

@@ -14,18 +14,26 @@ Deliberately not compared, since they cannot hurt:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
+
+# What a peer says is decoded into these: no negative sizes, nothing beyond int64, no long lists.
+Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Word = Annotated[str, msgspec.Meta(max_length=256)]
+Several = Annotated[tuple[T, ...], msgspec.Meta(max_length=4096)]
 
 
 class DraftFacts(msgspec.Struct, frozen=True):
     """The drafter as one server has it. `head_bytes`: bytes a token and head, per entry."""
 
-    kind: str
-    architecture: str
-    total_heads: int
-    head_bytes: tuple[int, ...]
-    window: int = 0
+    kind: Word
+    architecture: Word
+    total_heads: Size
+    head_bytes: Several[Size]
+    window: Size = 0
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -34,17 +42,17 @@ class Facts(msgspec.Struct, frozen=True):
     `draft_aux`: numbers of the metadata rows that only the drafter reads.
     """
 
-    plugin: str
-    engine: str
-    page_size: int
-    kv_cache_dtype: str
-    aux_item_lens: tuple[int, ...]
-    state_types: tuple[str, ...] = ()
-    speculative_algorithm: str = ""
-    topk: int = 0
-    steps: int = 0
+    plugin: Word
+    engine: Word
+    page_size: Size
+    kv_cache_dtype: Word
+    aux_item_lens: Several[Size]
+    state_types: Several[Word] = ()
+    speculative_algorithm: Word = ""
+    topk: Size = 0
+    steps: Size = 0
     draft: DraftFacts | None = None
-    draft_aux: tuple[int, ...] = ()
+    draft_aux: Several[Size] = ()
 
 
 def _sentence(what: str, prefill: object, decode: object, effect: str, remedy: str) -> str:

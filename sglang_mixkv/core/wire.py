@@ -24,7 +24,7 @@ from typing import TypeVar
 import msgspec
 
 from sglang_mixkv.core.errors import MixKVError, refuse
-from sglang_mixkv.core.facts import Facts
+from sglang_mixkv.core.facts import Facts, Several, Size, Word
 from sglang_mixkv.core.routes import Route
 
 T = TypeVar("T")
@@ -42,8 +42,8 @@ _UPGRADE = "Install the same sglang-mixkv on both sides and restart the older on
 class HeadRange(msgspec.Struct, frozen=True, array_like=True):
     """Half-open range of global head numbers."""
 
-    start: int
-    stop: int
+    start: Size
+    stop: Size
 
     @staticmethod
     def of(heads: range) -> HeadRange:
@@ -75,10 +75,11 @@ class Registration(msgspec.Struct, frozen=True):
     """What a decode rank says of itself beyond SGLang's registration frames.
 
     `num_draft_entries`: the last so many of the pointers and item lengths in stock's
-    frames 4 and 19 are the drafter's. `kv_data_lens`: length in bytes of every region
-    there, so that destinations can be bounds-checked. `draft_heads`: KV heads on this
-    rank; `draft_total_heads`: of the whole drafter. `draft_window`: how many tokens before
-    the prompt's end its drafter can reach, 0 where all of the draft KV has to come.
+    frames 4 and 19 are the drafter's. `kv_data_lens`, `state_lens`: length in bytes of every
+    region there, and of every state region in frame 6, so that destinations can be
+    bounds-checked. `draft_heads`: KV heads on this rank; `draft_total_heads`: of the whole
+    drafter. `draft_window`: how many tokens before the prompt's end its drafter can reach, 0
+    where all of the draft KV has to come.
     `stages`: the prefill pipeline stages that this rank contacts, ascending.
     `staging`: (address, bytes) of the buffer in which it grants regions; bytes 0: none.
     `aux_rows`: rows in each of its aux buffers. `cold`: the drafters do not fit, only the
@@ -86,16 +87,17 @@ class Registration(msgspec.Struct, frozen=True):
     """
 
     facts: Facts
-    num_draft_entries: int
-    draft_kind: str
-    draft_heads: int
-    draft_total_heads: int
-    kv_data_lens: tuple[int, ...]
+    num_draft_entries: Size
+    draft_kind: Word
+    draft_heads: Size
+    draft_total_heads: Size
+    kv_data_lens: Several[Size]
     route: RouteNotice
-    stages: tuple[int, ...] = (0,)
-    draft_window: int = 0
-    staging: tuple[int, int] = (0, 0)
-    aux_rows: int = 0
+    stages: Several[Size] = (0,)
+    draft_window: Size = 0
+    staging: tuple[Size, Size] = (0, 0)
+    aux_rows: Size = 0
+    state_lens: Several[Several[Size]] = ()
     cold: bool = False
     verify: bool = False
 
@@ -106,8 +108,8 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     `address`: first byte; `tokens`: rows an entry. Layout: packed.into_region.
     """
 
-    address: int
-    tokens: int
+    address: Size
+    tokens: Size
 
 
 class Digest(msgspec.Struct, frozen=True):
@@ -118,10 +120,10 @@ class Digest(msgspec.Struct, frozen=True):
     entry, CRC-32 of the rows sent to it, in the order of the request's pages).
     """
 
-    room: int
-    prefill_rank: int
-    target: tuple[tuple[int, int], ...]
-    draft: tuple[tuple[int, int], ...]
+    room: Size
+    prefill_rank: Size
+    target: Several[tuple[Size, Size]]
+    draft: Several[tuple[Size, Size]]
 
 
 def encode(extension: Registration | Grant | Digest) -> bytes:
@@ -191,7 +193,7 @@ def _payload(frame: bytes, kind: type[T]) -> T:
         )
     try:
         return msgspec.msgpack.decode(frame[HEADER:], type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MixKVError(
             f"malformed sglang-mixkv {kind.__name__.lower()}: {error}; nothing is sent to this "
             f"peer. {_UPGRADE}."

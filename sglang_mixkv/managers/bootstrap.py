@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any
 
-import msgspec
 from aiohttp import web
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
 
+from sglang_mixkv.core.announcement import kept
 from sglang_mixkv.managers.facts import KEY, PATH
 
 _RANK = ("system_dp_rank", "attn_dp_rank", "attn_cp_rank", "attn_tp_rank", "pp_rank")
@@ -18,7 +17,7 @@ class MixKVBootstrapServer(MooncakeKVBootstrapServer):
     """`announced`: rank -> what that prefill rank put under KEY in its row."""
 
     @cached_property
-    def announced(self) -> dict[tuple[int, ...], dict[str, Any] | None]:
+    def announced(self) -> dict[tuple[int, ...], bytes | None]:
         return {}
 
     def _setup_routes(self) -> None:
@@ -29,7 +28,7 @@ class MixKVBootstrapServer(MooncakeKVBootstrapServer):
         response = await super()._handle_route_put(request)
         if response.status == 200:
             row = await request.json()
-            self.announced[tuple(int(row[name] or 0) for name in _RANK)] = row.get(KEY)
+            self.announced[tuple(int(row[name] or 0) for name in _RANK)] = kept(row.get(KEY))
         return response
 
     async def _handle_facts(self, request: web.Request) -> web.Response:
@@ -39,7 +38,7 @@ class MixKVBootstrapServer(MooncakeKVBootstrapServer):
         if conflict:
             return web.Response(text=conflict, status=409)
         last = max(self.announced, key=lambda rank: rank[-1])  # the stage with the drafter
-        return web.json_response(self.announced[last])
+        return web.Response(body=self.announced[last], content_type="application/json")
 
     def _conflict(self) -> str | None:
         """Why the ranks of this server do not speak with one voice, None when they do."""
@@ -49,7 +48,7 @@ class MixKVBootstrapServer(MooncakeKVBootstrapServer):
                 f"{len(silent)} of {len(self.announced)} prefill ranks do not run sglang-mixkv. "
                 "Start every node of the prefill server with --enable-mixkv."
             )
-        voices = {(rank[-1], msgspec.json.encode(said)) for rank, said in self.announced.items()}
+        voices = {(rank[-1], said) for rank, said in self.announced.items()}
         if len(voices) != len({stage for stage, _ in voices}):
             return (
                 "ranks of one prefill stage announce different facts. Start every node of the "

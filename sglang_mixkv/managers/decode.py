@@ -28,7 +28,7 @@ from sglang_mixkv.managers import facts as handshake
 from sglang_mixkv.managers import farewell
 from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.cold import Clearer, clear_aux
-from sglang_mixkv.managers.shared import Shared
+from sglang_mixkv.managers.shared import Expected, Shared
 from sglang_mixkv.managers.staging import Staging, pack_buffer, wants_region
 from sglang_mixkv.managers.verify import Asked, Verifier
 
@@ -189,6 +189,7 @@ class DecodeSide(Shared):
                 aux_rows=min(self.aux_rows, default=0),
                 cold=getattr(info, "mixkv_cold", False),
                 verify=self.verifies(info),
+                state_lens=tuple(map(tuple, self.kv_args.state_data_lens)),
             )
         )
 
@@ -207,25 +208,39 @@ class DecodeSide(Shared):
         if frames[0] == ABORT_ACK_TAG:
             stock_frames.check_ack(frames)
         elif frames[0] == self.AUX_DATA_HEADER:
-            stock_frames.check_aux(frames, self.kv_args.aux_item_lens, self.aux_rows)
+            args = self.kv_args
+            self._check_aux(stock_frames.check_aux(frames, args.aux_item_lens, self.aux_rows))
         else:
             self._check_status(stock_frames.check_status(frames))
         return True
 
     def _check_status(self, said: stock_frames.Status) -> None:
-        """A success counts only from a rank that sends to this room."""
-        expected = self.expected_senders.get(said.room)
-        if said.status == KVPoll.Success and expected and said.prefill_rank not in expected:
+        """A success counts only from a rank that sends to this room, all else from one asked to."""
+        expected = self.expected.get(said.room)
+        if expected is None:
+            return
+        success = said.status == KVPoll.Success
+        if said.prefill_rank not in (expected.senders if success else expected.contacted):
             raise MixKVError(
-                f"room {said.room}: success from prefill rank {said.prefill_rank}, which sends "
-                "nothing to it."
+                f"room {said.room}: {'success' if success else 'no success'} from prefill rank "
+                f"{said.prefill_rank}, which was not asked to send to it."
             )
 
-    def senders_of(self, info: PrefillServerInfo) -> frozenset[int]:
-        """Stock's unique numbers (_prefill_unique_rank) of the prefill ranks that send here."""
-        return frozenset(
-            self._unique_rank(route, info) for route in self.routes_from(info) if not route.is_dummy
-        )
+    def _check_aux(self, said: stock_frames.Aux) -> None:
+        """Aux data over the control channel: into the room's own row."""
+        expected = self.expected.get(said.room)
+        if expected is not None and said.row != expected.aux_row:
+            raise MixKVError(
+                f"room {said.room}: aux row {said.row}, its own is {expected.aux_row}."
+            )
+        if said.room not in self.request_status:
+            raise MixKVError(f"room {said.room}: aux row {said.row}, there is no such room.")
+
+    def expect(self, info: PrefillServerInfo) -> Expected:
+        """Who sends to a room, as stock's unique numbers (_prefill_unique_rank)."""
+        table = {self._unique_rank(route, info): route for route in self.routes_from(info)}
+        senders = [number for number, route in table.items() if not route.is_dummy]
+        return Expected(frozenset(senders), frozenset(table))
 
     def _senders(self, info: PrefillServerInfo) -> dict[int, Route]:
         """The senders of KV, by stock's unique number."""

@@ -9,28 +9,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import requests
 from sglang.srt.runtime_context import get_spec
 
 from sglang_mixkv import __version__
 from sglang_mixkv.compat import sglang_version
+from sglang_mixkv.core.announcement import MAX_ANNOUNCEMENT, read_announcement
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.facts import DraftFacts, Facts
-from sglang_mixkv.core.wire import PROTOCOL
 from sglang_mixkv.managers.cold import draft_aux
 from sglang_mixkv.managers.kv_args import Caches
 
 KEY = "mixkv"
 PATH = "/mixkv"
 TIMEOUT_S = 5
-
-
-class Announcement(msgspec.Struct, frozen=True):
-    """What a prefill rank announces: the protocol first, facts only if that fits."""
-
-    protocol: int
-    facts: Facts
 
 
 def local_facts(kv_args: Any, caches: Caches) -> Facts:
@@ -64,18 +56,15 @@ def _draft_facts(kv_args: Any, caches: Caches) -> DraftFacts | None:
     )
 
 
-def announcement(facts: Facts) -> dict[str, Any]:
-    """The value under KEY in a prefill rank's row."""
-    return dict(msgspec.to_builtins(Announcement(PROTOCOL, facts)))
-
-
 def fetch(bootstrap_addr: str) -> Facts | None:
     """The prefill server's facts; None when it cannot be asked now.
 
     Raises MixKVError when it answered and does not fit this plugin.
     """
     try:
-        response = requests.get(f"http://{bootstrap_addr}{PATH}", timeout=TIMEOUT_S)
+        url = f"http://{bootstrap_addr}{PATH}"
+        with requests.get(url, timeout=TIMEOUT_S, stream=True) as response:
+            body = _read(response)
     except requests.RequestException:
         return None
     if response.status_code == requests.codes.not_found:
@@ -85,22 +74,18 @@ def fetch(bootstrap_addr: str) -> Facts | None:
             "--enable-mixkv, or both without."
         )
     if response.status_code == requests.codes.conflict:
-        raise MixKVError(f"prefill server at {bootstrap_addr}: {response.text}")
+        said = body[:1024].decode(errors="replace")
+        raise MixKVError(f"prefill server at {bootstrap_addr}: {said}")
     if response.status_code != requests.codes.ok:
         return None
-    return read_announcement(response.content, bootstrap_addr)
+    return read_announcement(body, bootstrap_addr)
 
 
-def read_announcement(body: bytes, source: str) -> Facts:
-    """Decode an announcement; the protocol is compared before the facts are read."""
-    try:
-        found = msgspec.json.decode(body)
-        protocol = found.get("protocol") if isinstance(found, dict) else None
-        if protocol != PROTOCOL:
-            raise MixKVError(
-                f"{source} speaks sglang-mixkv protocol {protocol}, this side {PROTOCOL}. Install "
-                "the same sglang-mixkv on both sides."
-            )
-        return msgspec.json.decode(body, type=Announcement).facts
-    except msgspec.MsgspecError as error:
-        raise MixKVError(f"{source} announced malformed facts: {error}.") from None
+def _read(response: requests.Response) -> bytes:
+    """The body, and of one that is too long no more than shows it."""
+    body = b""
+    for part in response.iter_content(16 << 10):
+        body += part
+        if len(body) > MAX_ANNOUNCEMENT:
+            break
+    return body

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import ABORT_TAG
+from sglang.srt.disaggregation.common.conn import ABORT_TAG, AbortAck
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 
 from sglang_mixkv.core import frames as stock_frames
 from sglang_mixkv.core import wire
 from sglang_mixkv.core.errors import MixKVError
+from sglang_mixkv.core.registration import PeerRegistration
 from sglang_mixkv.managers.aside import override
-from sglang_mixkv.managers.peer import Peer, PeerRegistration, PrefillRank, admit
+from sglang_mixkv.managers.peer import Peer, PrefillRank, admit
+from sglang_mixkv.managers.replies import Replies
 from sglang_mixkv.managers.shared import Shared
 
 logger = logging.getLogger(__name__)
@@ -36,22 +38,57 @@ class PrefillGate(Shared):
         if frames[0] == b"None":
             return self._check_registration(frames)
         if frames[0] == ABORT_TAG:
-            stock_frames.check_abort(frames)
-            return True
+            return self._check_abort(stock_frames.check_abort(frames))
         return self._check_metadata(frames)
+
+    def _check_abort(self, said: stock_frames.Abort) -> bool:
+        """A room that has its decode ranks is ended by one of them. Stock answers its peers."""
+        who = (said.endpoint, said.port)
+        infos = list(self.transfer_infos.get(said.room, {}).values())
+        ranks = {(info.endpoint, info.dst_port) for info in infos}
+        if self._has_all_ranks(infos) and who not in ranks:
+            raise MixKVError(f"room {said.room}: an abort by {who}, which has no part in it.")
+        peers = list(self.decode_kv_args_table.values())
+        if not said.port or who in {(peer.endpoint, peer.dst_port) for peer in peers}:
+            return True
+        # Not registered (any more), so that nothing is in flight to it.
+        if self.request_status.get(said.room) not in (None, KVPoll.Success):
+            self.update_status(said.room, KVPoll.Failed)
+        if said.generation is not None:
+            ack = AbortAck(said.room, self._prefill_unique_rank(), said.generation)
+            self.replies.send(said.endpoint, said.port, ack.to_zmq())
+        return False
+
+    @staticmethod
+    def _has_all_ranks(infos: list[Any]) -> bool:
+        return any(len(infos) >= info.required_dst_info_num for info in infos)
 
     # -- peers
 
     def _check_registration(self, frames: list[bytes]) -> bool:
         stock_frames.check_registration(frames)
-        size, rank = (int(frame or b"0") for frame in frames[16:18])
         try:
-            if self.requires_dcp_relayout(size or 1, rank) and self.kv_args.num_draft_entries:
-                raise MixKVError("decode context parallelism with a drafter is not supported.")
-        except RuntimeError as error:
+            self._check_dcp(int(frames[16] or b"1"), int(frames[17] or b"0"), int(frames[9]))
+        except RuntimeError as error:  # stock's, which would end its thread
             raise MixKVError(str(error)) from None
         self.last_registration = frames
         return True
+
+    def _check_dcp(self, size: int, rank: int, item_len: int) -> None:
+        if not self.requires_dcp_relayout(size, rank):
+            return
+        if self.kv_args.num_draft_entries:
+            raise MixKVError("decode context parallelism with a drafter is not supported.")
+        self.prepare_dcp_token_item_lens([item_len] * len(self.kv_args.kv_item_lens), size)
+
+    @override(MooncakeKVManager)
+    def _init_dcp_pack_buffers_once(self, *args: Any, **kwargs: Any) -> None:
+        """As stock; without the memory, each token is sent by itself."""
+        try:
+            super()._init_dcp_pack_buffers_once(*args, **kwargs)
+        except Exception:
+            logger.exception("sglang-mixkv: no buffers to pack for decode context parallelism")
+            self._dcp_pack_buffers: list[Any] | None = []
 
     @override(MooncakeKVManager)
     def _validate_peer_state_layout(self, registration_info: Any) -> tuple[bool, str | None]:
@@ -101,9 +138,7 @@ class PrefillGate(Shared):
                 raise
             self._reject_room(unread, str(error))
             return False
-        session = said.sender.session
         self._reap()
-        self.grants.pop((said.room, session), None)
         reason = self._room_reason(said, frames)
         if reason is None:
             if said.room not in self.open_rooms:
@@ -119,35 +154,50 @@ class PrefillGate(Shared):
             return "its registration never arrived; it registers again with its next request"
         refused: str | None = self.state_layout_rejections.get(session)
         peer = self.peers.get(session)
-        if refused is not None or peer is None or peer.plan is None:
+        if refused is not None or peer is None:
             return refused
-        room = self.transfer_infos.get(said.room, {})
-        if len(room) >= peer.required_peers and session not in room:
-            return f"room {said.room} has all its {len(room)} decode ranks already"
+        info = self.decode_kv_args_table[session]
+        if (said.sender.endpoint, said.sender.port) != (info.endpoint, info.dst_port):
+            return f"it registered from {info.endpoint}:{info.dst_port}"
+        if not self._may_join(said):
+            return "it has all its decode ranks already"
+        if said.prefix % self.kv_args.page_size:
+            return f"a prefix of {said.prefix} tokens ends inside a page"
         try:
             grant = wire.decode_grant(frames)
-            peer.check_metadata(said, np.frombuffer(frames[4], np.int32))
+            peer.check_metadata(said)
+            self.grants.pop((said.room, session), None)
             if grant is not None:
-                self.grants[said.room, session] = peer.check_grant(grant)
+                self.grants[said.room, session] = peer.check_grant(grant, len(said.pages))
         except MixKVError as error:
             return str(error)
         return None
 
+    def _may_join(self, said: stock_frames.Metadata) -> bool:
+        """Whether this decode rank is one of the room's, or can still become one."""
+        room = self.transfer_infos.get(said.room, {})
+        return said.sender.session in room or not self._has_all_ranks(list(room.values()))
+
     def _reject_room(self, said: stock_frames.Metadata, reason: str) -> None:
-        """Fail the room on both sides; a request that comes later fails at once too."""
+        """Fail the room on both sides; a request that comes later fails at once too.
+
+        A room that others have made complete, or that is done, is theirs: only the sender is told.
+        """
         reason = f"room {said.room}: {reason}"
         logger.error("sglang-mixkv refuses %s (%s)", reason, said.sender.session)
-        targets = [(said.sender.endpoint, said.sender.port)]
-        if said.room in self.request_status:
-            self.conclude_failure(bootstrap_room=said.room, failure_reason=reason, targets=targets)
-            return
-        self.rejected_rooms[said.room] = (time.monotonic(), reason)
-        self.send_kv_status_message(
-            targets=targets,
-            bootstrap_room=said.room,
-            status=KVPoll.Failed,
-            failure_reason=reason,
+        status = self.request_status.get(said.room)
+        if status is None:
+            self.rejected_rooms[said.room] = (time.monotonic(), reason)
+        elif status != KVPoll.Success and self._may_join(said):
+            self.conclude_failure(bootstrap_room=said.room, failure_reason=reason)
+        verdict = self._encode_kv_status_message(
+            bootstrap_room=said.room, status=KVPoll.Failed, failure_reason=reason
         )
+        self.replies.send(said.sender.endpoint, said.sender.port, verdict)
+
+    @cached_property
+    def replies(self) -> Replies:
+        return Replies()
 
     def open_room(self, room: int) -> None:
         """A sender was made for this room: from now on it is the sender that ends it."""

@@ -6,24 +6,25 @@ registration message -> checked against this rank -> route -> plan
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 from sglang.srt.disaggregation.utils import build_transfer_entry_pairs
 
 from sglang_mixkv.core import wire
 from sglang_mixkv.core.errors import MixKVError, refuse
 from sglang_mixkv.core.facts import Facts, cold_differences, differences
-from sglang_mixkv.core.frames import Metadata
-from sglang_mixkv.core.geometry import Component, Shard
+from sglang_mixkv.core.frames import Metadata, Numbers
 from sglang_mixkv.core.pairs import Pairs, positional_pairs
 from sglang_mixkv.core.plan import Copies, Plan, component_copies
+from sglang_mixkv.core.registration import PeerRegistration
 from sglang_mixkv.core.routes import Route, Topology, route_of, routes
-from sglang_mixkv.core.topology import Kind, Spread
+from sglang_mixkv.core.topology import Kind
 from sglang_mixkv.managers.kv_args import Caches
 from sglang_mixkv.transfer.writer import Region
+
+# The one kind of state (DSA_TAIL) whose indices are a row and spans inside it, which stock
+# checks (utils.py build_dsa_tail_transfer_blocks); all others are rows.
+ROW_AND_SPANS = "dsa_tail"
 
 
 @dataclass(frozen=True)
@@ -44,119 +45,62 @@ class PrefillRank:
 
 
 @dataclass(frozen=True)
-class PeerRegistration:
-    """A decode rank's registration: stock's parsed frames and the extension."""
-
-    info: Any  # mooncake.conn.KVArgsRegisterInfo
-    extension: wire.Registration
-
-    @property
-    def first_draft(self) -> int:
-        return len(self.info.dst_kv_ptrs) - self.extension.num_draft_entries
-
-    @property
-    def draft_kv_ptrs(self) -> list[int]:
-        return self.info.dst_kv_ptrs[self.first_draft :]
-
-    @property
-    def draft_dst_kv_item_len(self) -> list[int]:
-        """Bytes a page, one an entry: K and V may differ."""
-        return self.info.dst_kv_item_lens[self.first_draft :]
-
-    @property
-    def has_draft(self) -> bool:
-        """Whether draft KV is to be sent to it."""
-        return self.extension.num_draft_entries > 0 and not self.extension.cold
-
-    @property
-    def draft_spread(self) -> Spread | None:
-        if not self.has_draft:
-            return None
-        return Spread(Kind(self.extension.draft_kind), self.extension.draft_total_heads)
-
-    def shard(self, spread: Spread, entries: slice, page_size: int) -> Shard:
-        """The decode rank's component in these of its entries."""
-        return Shard(
-            Component(
-                spread,
-                tuple(self.info.dst_kv_item_lens[entries]),
-                tuple(self.extension.kv_data_lens[entries]),
-            ),
-            page_size,
-            self.info.dst_attn_tp_size,
-            self.info.dst_tp_rank % self.info.dst_attn_tp_size,
-        )
-
-    def check(self) -> None:
-        """Raise MixKVError unless pointers, item lengths and region lengths agree in number."""
-        counts = [
-            len(self.info.dst_kv_ptrs),
-            len(self.info.dst_kv_item_lens),
-            len(self.extension.kv_data_lens),
-        ]
-        draft = self.extension.num_draft_entries
-        if len(set(counts)) != 1 or not 0 <= draft <= counts[0] or self.info.dst_attn_tp_size < 1:
-            raise refuse(
-                "as many pointers as item lengths and region lengths, the drafter's among them",
-                f"{counts} and {draft} draft entries at attention TP {self.info.dst_attn_tp_size}",
-                "entries would be paired wrongly",
-                "Start both sides with the same SGLang and sglang-mixkv",
-            )
-        if not self.extension.stages:
-            raise MixKVError("the decode rank names no prefill stage that it contacts.")
-        if draft and self.extension.draft_kind not in tuple(Kind):
-            raise refuse(
-                f"a drafter of kind {[k.value for k in Kind]}",
-                self.extension.draft_kind,
-                "its rows could not be cut",
-                "Start both sides with the same sglang-mixkv",
-            )
-
-
-@dataclass(frozen=True)
 class Peer:
     """One decode rank as this prefill rank serves it. No plan: stock's transfer serves it.
 
-    `draft_window`: tokens before the prompt's end that its drafter can reach; 0: all.
-    `staging`: address and bytes of the buffer it grants regions in. `aux_rows`: rows of its
-    aux buffers. `required_peers`: decode ranks that share a room on this prefill rank.
-    `cold`: it gets the target's KV alone. `verify`: it asks for checksums.
+    `pages`, `aux_rows`, `states` (kind, rows): what bounds a room's destinations; pages None:
+    it has no KV. `draft_window`: tokens before the prompt's end that its drafter can reach; 0: all.
+    `staging`: address and bytes of the buffer it grants regions in. `required_peers`: decode
+    ranks that share a room on this prefill rank. `cold`: it gets the target's KV alone.
+    `verify`: it asks for checksums.
     """
 
     session: str
     route: Route
     plan: Plan | None
+    pages: int | None
+    aux_rows: int
+    states: tuple[tuple[str, int], ...] = ()
     draft_window: int = 0
     staging: tuple[int, int] = (0, 0)
-    aux_rows: int = 0
     required_peers: int = 1
     cold: bool = False
     verify: bool = False
 
-    def check_metadata(self, said: Metadata, pages: npt.NDArray[np.int32]) -> None:
+    def check_metadata(self, said: Metadata) -> None:
         """Raise MixKVError unless a room's metadata stays inside what this peer registered."""
-        assert self.plan is not None
+        if self.plan is not None:
+            self._check_role(said)
+        if said.is_dummy:
+            return
+        if self.pages is not None:
+            _check_inside("pages", said.pages, self.pages)
+        if said.aux_index >= self.aux_rows:
+            raise MixKVError(f"aux row {said.aux_index} of {self.aux_rows}.")
+        if said.states and len(said.states) != len(self.states):
+            raise MixKVError(
+                f"indices of {len(said.states)} kinds of state, of {len(self.states)}."
+            )
+        for indices, (kind, rows) in zip(said.states, self.states, strict=False):
+            _check_inside(f"{kind} rows", indices[:1] if kind == ROW_AND_SPANS else indices, rows)
+
+    def _check_role(self, said: Metadata) -> None:
         if said.is_dummy != self.route.is_dummy or said.required != self.required_peers:
             role = "a dummy" if said.is_dummy else "a sender"
             raise MixKVError(
                 f"the decode rank takes this prefill rank for {role} to {said.required} decode "
                 f"ranks, by the routes it is another to {self.required_peers}."
             )
-        if said.is_dummy:
-            return
-        if len(pages) and not 0 <= pages.min() <= pages.max() < self.plan.dst_pages:
-            raise MixKVError(
-                f"pages {pages.min()}..{pages.max()} of a pool of {self.plan.dst_pages}."
-            )
-        if said.aux_index >= self.aux_rows:
-            raise MixKVError(f"aux row {said.aux_index} of {self.aux_rows}.")
 
-    def check_grant(self, grant: wire.Grant) -> Region:
-        """The region, or MixKVError when it is not inside what the peer registered."""
+    def check_grant(self, grant: wire.Grant, pages: int) -> Region:
+        """The region for a room of so many pages, or MixKVError when it is not inside what the
+        peer registered, or not for so many."""
         assert self.plan is not None
         start, size = self.staging
         need = grant.tokens * int(self.plan.draft.width.sum())
-        if grant.tokens <= 0 or grant.address < start or grant.address + need > start + size:
+        if grant.tokens != pages * self.plan.page_size:
+            raise MixKVError(f"a region of {grant.tokens} tokens for {pages} pages.")
+        if grant.address < start or grant.address + need > start + size:
             raise refuse(
                 f"a region inside the {size} bytes of staging that the decode rank announced",
                 f"{need} bytes at offset {grant.address - start}",
@@ -166,25 +110,31 @@ class Peer:
         return Region(grant.address, grant.tokens)
 
 
+def _check_inside(what: str, numbers: Numbers, count: int) -> None:
+    if len(numbers) > count or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < count):
+        raise MixKVError(
+            f"{len(numbers)} {what}, {numbers.min()}..{numbers.max()}, of a pool of {count}."
+        )
+
+
 def admit(local: PrefillRank, registration: PeerRegistration) -> Peer:
     """The peer, or MixKVError with every reason why it is not served."""
-    registration.check()
     _compare_facts(local, registration.extension)
+    registration.check()
     route = _agreed_route(local, registration)
-    session = registration.info.mooncake_session_id
     extension = registration.extension
-    if not (registration.has_draft or extension.cold or extension.verify):
-        return Peer(session, route, None)
-    plan = _plan(local, registration, route)
-    decode_tp = registration.info.dst_attn_tp_size
+    planned = registration.has_draft or extension.cold or extension.verify
+    plan = _plan(local, registration, route) if planned else None
     return Peer(
-        session,
+        registration.info.mooncake_session_id,
         route,
         plan,
+        plan.dst_pages if plan else registration.pages,
+        extension.aux_rows,
+        registration.states,
         extension.draft_window,
         extension.staging,
-        extension.aux_rows,
-        max(1, decode_tp // local.caches.target.tp),
+        max(1, registration.info.dst_attn_tp_size // local.caches.target.tp),
         extension.cold,
         extension.verify,
     )
@@ -206,6 +156,13 @@ def _compare_cold(local: PrefillRank, decode: Facts) -> None:
     found = cold_differences(local.facts, decode)
     if found:
         raise MixKVError(" ".join(found))
+    ours, theirs = ((len(f.aux_item_lens), f.draft_aux) for f in (local.facts, decode))
+    if ours != theirs:
+        raise MixKVError(
+            f"metadata rows (all, the drafter's): prefill has {ours}, decode has {theirs}; what is "
+            "not the drafter's would land at wrong offsets. Run the same SGLang release and "
+            "sampling mask on both sides."
+        )
     if not local.cold_allowed:
         raise refuse(
             "drafters that fit, since this prefill runs with --mixkv-on-draft-mismatch refuse",
@@ -218,13 +175,18 @@ def _compare_cold(local: PrefillRank, decode: Facts) -> None:
 def _agreed_route(local: PrefillRank, registration: PeerRegistration) -> Route:
     target = local.caches.target
     info = registration.info
+    stages = registration.extension.stages
+    if not stages or list(stages) != sorted(set(stages)) or stages[-1] > local.last_stage:
+        raise MixKVError(
+            f"the decode rank contacts prefill stages {stages[:8]}, of {local.last_stage + 1}."
+        )
     table = routes(
         Topology(
             prefill_tp=target.tp,
             decode_tp=info.dst_attn_tp_size,
             target=target.component.spread,
             draft=registration.draft_spread,
-            stages=registration.extension.stages,
+            stages=stages,
             last_stage=local.last_stage,
             sharded_state=local.sharded_state,
         ),
@@ -294,6 +256,8 @@ def _pairs(local: PrefillRank, registration: PeerRegistration) -> tuple[Pairs, P
         )
     except RuntimeError as error:
         raise MixKVError(str(error)) from None
+    if any((i < n_src) != (j < n_dst) for i, j in pairs):
+        raise MixKVError("layer ids pair entries of the target with entries of the drafter.")
     return (
         [(i, j) for i, j in pairs if i < n_src],
         [(i - n_src, j - n_dst) for i, j in pairs if i >= n_src],

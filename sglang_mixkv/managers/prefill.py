@@ -17,12 +17,13 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.utils.network import NetworkAddress
 
+from sglang_mixkv.core.announcement import announcement
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.pages import pages_to_send, window_start
 from sglang_mixkv.core.plan import Plan
 from sglang_mixkv.core.wire import Digest, encode
 from sglang_mixkv.managers.aside import override
-from sglang_mixkv.managers.facts import KEY, PATH, TIMEOUT_S, announcement
+from sglang_mixkv.managers.facts import KEY, PATH, TIMEOUT_S
 from sglang_mixkv.managers.gate import PrefillGate
 from sglang_mixkv.managers.peer import Peer
 from sglang_mixkv.managers.staging import pack_buffer
@@ -104,23 +105,39 @@ class PrefillSide(PrefillGate):
     ) -> int:  # fmt: skip
         """Send one chunk: by the peer's plan, or as stock where there is no drafter."""
         peer = self.peers.get(session)
-        if peer is None or peer.plan is None:
-            return stock(session, src_pages, dst_ptrs, dst_pages, *args, **kwargs)
-        try:
-            return self._send_planned(peer, src_pages, dst_pages)
-        except Exception as error:
-            return self._fail_room(peer, error)
+        if peer is not None and peer.plan is not None:
+            return self._guarded(session, self._send_planned, peer, src_pages, dst_pages)
+        return self._guarded(
+            session, stock, session, src_pages, dst_ptrs, dst_pages, *args, **kwargs
+        )
 
-    def _fail_room(self, peer: Peer, error: Exception) -> int:
-        """Conclude this thread's room; 0 when that was possible, else a code that stock handles."""
-        chunk = getattr(self.current, "chunk", None)
-        room = "" if chunk is None else f"room {chunk.room} "
-        reason = f"sglang-mixkv could not send {room}to {peer.session}: {error}"
-        logger.error("%s", reason, exc_info=not isinstance(error, MixKVError))
-        if chunk is None or not isinstance(error, MixKVError):
-            return -1
-        self.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
-        return 0
+    def _guarded(self, session: str, send: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+        """What `send` returns; where it raises, this thread's room fails with the reason.
+
+        Then 0 for what was refused before a byte was sent, else a code that stock handles.
+        """
+        try:
+            return int(send(*args, **kwargs))
+        except Exception as error:
+            refused = isinstance(error, MixKVError)
+            chunk = getattr(self.current, "chunk", None)
+            room = "" if chunk is None else f"room {chunk.room} "
+            reason = f"sglang-mixkv could not send {room}to {session}: {error}"
+            logger.error("%s", reason, exc_info=not refused)
+            if chunk is not None:
+                self.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
+            return 0 if refused and chunk is not None else -1
+
+    @override(MooncakeKVManager)
+    def send_kvcache_dcp(self, mooncake_session_id: str, *args: Any, **kwargs: Any) -> int:
+        stock = super().send_kvcache_dcp
+        return self._guarded(mooncake_session_id, stock, mooncake_session_id, *args, **kwargs)
+
+    @override(MooncakeKVManager)
+    def maybe_send_extra(self, req: Any, *args: Any, **kwargs: Any) -> int:
+        """State, as stock, which raises where it is laid out otherwise than it expects."""
+        stock = super().maybe_send_extra
+        return self._guarded(req.mooncake_session_id, stock, req, *args, **kwargs)
 
     @override(MooncakeKVManager)
     def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> None:
@@ -255,9 +272,8 @@ class PrefillSide(PrefillGate):
                 self._send_digest(peer, req)
             if not peer.route.sends_aux:
                 return 0
-            if peer.cold:
-                return self._send_cold_aux(req, prefill_aux_index, dst_aux_ptrs)
-        return int(super().send_aux(req, prefill_aux_index, dst_aux_ptrs))
+        send = self._send_cold_aux if peer is not None and peer.cold else super().send_aux
+        return self._guarded(req.mooncake_session_id, send, req, prefill_aux_index, dst_aux_ptrs)
 
     def _send_cold_aux(self, req: Any, row: int, dst_ptrs: list[int]) -> int:
         """Stock's send_aux without the drafter's rows, whose length may differ on that side."""

@@ -31,8 +31,8 @@ class MixKVReceiver(MooncakeKVReceiver):
         if reason is None or self.conclude_state == KVPoll.Failed:
             super().init(prefill_dp_rank)
             if self.conclude_state is None and self.kv_mgr.caches.draft is not None:
-                senders = self.kv_mgr.senders_of(self.prefill_info)
-                self.kv_mgr.expected_senders[self.bootstrap_room] = senders
+                expected = self.kv_mgr.expect(self.prefill_info)
+                self.kv_mgr.expected[self.bootstrap_room] = expected
             return
         self._fail(reason, prefill_dp_rank)
 
@@ -86,18 +86,23 @@ class MixKVReceiver(MooncakeKVReceiver):
         )
 
     @override(MooncakeKVReceiver)
-    def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
+    def send_metadata(
+        self, kv_indices: Any, aux_index: int | None = None, *args: Any, **kwargs: Any
+    ) -> None:
         """As stock, with a region granted to each sender of strided draft slices."""
         self.pages = len(kv_indices)
+        expected = self.kv_mgr.expected.get(self.bootstrap_room)
+        if expected is not None:
+            expected.aux_row = aux_index
         if self.bootstrap_infos is not None and self.conclude_state is None:
             try:
-                self._prepare(kv_indices, args[0] if args else kwargs.get("aux_index"))
+                self._prepare(kv_indices, aux_index)
             except Exception as error:
                 logger.exception("sglang-mixkv could not prepare room %s", self.bootstrap_room)
                 reason = f"sglang-mixkv could not prepare the request: {error!r}"
                 self._fail(reason, self.prefill_dp_rank)
                 return
-        super().send_metadata(kv_indices, *args, **kwargs)
+        super().send_metadata(kv_indices, aux_index, *args, **kwargs)
 
     def _prepare(self, pages: Any, aux_row: int | None) -> None:
         manager, room, info = self.kv_mgr, self.bootstrap_room, self.prefill_info
@@ -115,7 +120,7 @@ class MixKVReceiver(MooncakeKVReceiver):
     def clear(self) -> None:
         if self._owns_bootstrap_room:
             self.kv_mgr.release_room(self.bootstrap_room)
-            self.kv_mgr.expected_senders.pop(self.bootstrap_room, None)
+            self.kv_mgr.expected.pop(self.bootstrap_room, None)
         super().clear()
 
     @override(MooncakeKVReceiver)

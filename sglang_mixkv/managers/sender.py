@@ -24,6 +24,16 @@ class MixKVSender(MooncakeKVSender):
             mgr.open_room(bootstrap_room)
 
     @override(MooncakeKVSender)
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        """As stock; fewer pages than none, and no chunk would ever be sent."""
+        super().init(num_kv_indices, aux_index)
+        if num_kv_indices < 0:
+            self.kv_mgr.conclude_failure(
+                bootstrap_room=self.bootstrap_room,
+                failure_reason="the decode side's cached prefix is longer than the prompt.",
+            )
+
+    @override(MooncakeKVSender)
     def clear(self) -> None:
         """Ours first: once stock has said that the room ended, its number may be used again."""
         self.kv_mgr.forget_room(self.bootstrap_room)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +32,19 @@ from sglang_mixkv.transfer.writer import Region
 logger = logging.getLogger(__name__)
 
 Recv = Callable[[], list[bytes] | None]
+
+
+@dataclass
+class Expected:
+    """What a decode rank expects for a room, by stock's unique numbers of prefill ranks.
+
+    `senders`: whose success counts; `contacted`: who may say that it failed; `aux_row`: where
+    the room's aux data may be written to.
+    """
+
+    senders: frozenset[int]
+    contacted: frozenset[int]
+    aux_row: int | None = None
 
 
 class Shared(MooncakeKVManager):
@@ -72,8 +86,8 @@ class Shared(MooncakeKVManager):
         return {}
 
     @cached_property
-    def expected_senders(self) -> dict[int, frozenset[int]]:
-        """Decode side: room -> prefill ranks (stock's unique numbers) whose answers count."""
+    def expected(self) -> dict[int, Expected]:
+        """Decode side: room -> who sends to it."""
         return {}
 
     @cached_property
@@ -163,7 +177,7 @@ class Shared(MooncakeKVManager):
             "sums",
             "open_rooms",
             "rooms_seen",
-            "expected_senders",
+            "expected",
             "failure_records",
         )
         for name in tables:

@@ -93,8 +93,8 @@ class Verifier:
         said: tuple[tuple[int, int], ...], pages: Ints,
     ) -> Iterator[str]:  # fmt: skip
         entries = [ptrs.index(address) for address, _ in said if address in ptrs]
-        if len(entries) != len(said):
-            yield f"prefill rank {rank} wrote to {name} entries that are not of this rank"
+        if len(set(entries)) != len(said):
+            yield f"prefill rank {rank} wrote to {name} entries that are not of this rank, or twice"
             return
         local = list(ptrs)
         copies = component_copies(local, shard, local, shard, heads, [(i, i) for i in entries])

@@ -1,0 +1,213 @@
+"""What arrives at the control ports is not trusted: whoever sends it, it stays the sender's.
+
+Each message below was read by SGLang's own threads, or changed another peer's room, before the
+guard that its test names.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+from protocol.model import Case
+from protocol.ring import Rank, run
+from protocol.test_faults import TWO_ROUNDS, case, meddle, recovered, replaced, short_timeouts
+
+__all__ = ["short_timeouts"]
+
+STRANGER = [b"127.0.0.9", b"17009", b"127.0.0.9:17010"]
+
+
+def int_lists(*lists: list[int]) -> bytes:
+    parts = [np.array(numbers, np.int32).tobytes() for numbers in lists]
+    return struct.pack(f"<{1 + len(parts)}I", len(parts), *map(len, parts)) + b"".join(parts)
+
+
+def interrupt(messages: list[list[bytes]]) -> Callable[[Rank], None]:
+    """Messages to this rank's own port, sent once it has the first room's metadata."""
+
+    def inject(rank: Rank) -> None:
+        real, sent = rank.manager._may_pass, []
+
+        def passing(check: Any, frames: list[bytes]) -> bool:
+            passed = real(check, frames)
+            if frames[0] == b"100" and not sent:
+                sent.append(1)
+                _shout(rank.manager.rank_port, messages)
+            return passed
+
+        rank.manager._may_pass = passing
+
+    return inject
+
+
+def _shout(port: int, messages: list[list[bytes]]) -> None:
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        for message in messages:
+            socket.send_multipart(message)
+
+
+def send_late(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
+    """After all that was shouted has been read."""
+    time.sleep(0.3)
+    sender.send(chunk, state)
+
+
+# ---------------------------------------------------------------- rooms of others
+
+
+FORGED = {
+    "abort without an address": [b"ABORT", b"100"],
+    "abort from elsewhere": [b"ABORT", b"100", b"127.0.0.9", b"17009", b"1"],
+    "metadata of a stranger": [b"100", *STRANGER, b"\0" * 4, b"1", b"", b"1", b"0", b""],
+    "metadata that cannot be read": [b"100", *STRANGER, b"\0" * 3, b"1", b"", b"1", b"0", b""],
+    "metadata cut short": [b"100", *STRANGER],
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_room_is_ended_by_its_own_decode_ranks_alone(what: str) -> None:
+    faults = {("prefill", 0): interrupt([FORGED[what]])}
+    outcome = run(case(2, 1, faults=faults, send=send_late))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        [b"100", b"0", b"9", b"a rank that was never asked"],
+        [b"AUX_DATA", b"100", b"0", b"2", b"\0\0\0\4", b"1234"],
+        [b"AUX_DATA", b"55", b"0", b"2", b"\0\0\0\4", b"1234"],
+    ],
+    ids=["failure", "another room's aux row", "aux row of no room"],
+)
+def test_a_decode_rank_hears_only_who_was_asked(message: list[bytes]) -> None:
+    def inject(rank: Rank) -> None:
+        cls = rank.kv_class["receiver"]
+        real = cls.send_metadata
+
+        def told(self: Any, *args: Any, **kwargs: Any) -> None:
+            real(self, *args, **kwargs)
+            _shout(rank.manager.rank_port, [message])
+
+        cls.send_metadata = told
+
+    outcome = run(case(2, 1, faults={("decode", 0): inject}, send=send_late))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+    assert outcome.total("messages_dropped") > 0
+
+
+# ---------------------------------------------------------------- what would be written, or raise
+
+
+def hybrid(change: Callable[[list[bytes]], list[bytes]]) -> Case:
+    faults = {("decode", 0): meddle("send_metadata", change)}
+    return Case(2, 1, hybrid=True, extra={"faults": faults}, **TWO_ROUNDS)
+
+
+@pytest.mark.parametrize(
+    ("indices", "words"),
+    [
+        (int_lists([1 << 20]), "mamba rows"),
+        (int_lists([-1]), "mamba rows"),
+        (int_lists([1], [1]), "kinds of state"),
+        (int_lists([]), "could not send"),
+        (b"", "could not send"),
+    ],
+    ids=["outside", "negative", "a kind too many", "none of the kind", "none"],
+)
+def test_state_goes_into_rows_of_the_peers_pool(indices: bytes, words: str) -> None:
+    """Stock writes wherever the index points, and its transfer thread dies of a missing one."""
+    recovered(run(hybrid(replaced(6, indices))), words)
+
+
+def smaller_grant(message: list[bytes]) -> list[bytes]:
+    """A region for one token: the rows of the others would lie behind it."""
+    assert len(message) == 11
+    address = message[10][8:-1]
+    return [*message[:10], message[10][:8] + address + b"\x01"]
+
+
+def test_a_region_is_as_large_as_the_request() -> None:
+    faults = {("decode", 0): meddle("send_metadata", smaller_grant)}
+    outcome = run(case(2, 1, faults=faults, config={"draft_transfer": "packed"}))
+    recovered(outcome, "a region of 1 tokens")
+
+
+METADATA = {
+    "prefix inside a page": (replaced(8, b"1"), "ends inside a page"),
+    "another address": (replaced(2, b"17009"), "it registered from"),
+    "device pages": (replaced(9, b"\0" * 4), "device pages"),
+}
+
+
+@pytest.mark.parametrize("what", METADATA)
+def test_metadata_that_stock_would_have_used(what: str) -> None:
+    change, words = METADATA[what]
+    faults = {("decode", 0): meddle("send_metadata", change)}
+    outcome = run(case(2, 1, faults=faults))
+    assert outcome.wrong == []
+    assert {report.status[0] for report in outcome.prefill} == {"failed"}
+    assert words in outcome.reasons
+
+
+def test_a_prefix_longer_than_the_prompt_fails_at_once() -> None:
+    """Stock never sends a chunk, and waits."""
+
+    def inject(rank: Rank) -> None:
+        real, done = rank.kv_class["sender"].init, []
+
+        def init(self: Any, pages: int, aux_index: int) -> None:
+            real(self, pages if done else -1, aux_index)
+            done.append(1)
+
+        rank.kv_class["sender"].init = init
+
+    faults = {("prefill", 0): inject}
+    recovered(run(case(2, 1, faults=faults)), "longer than the prompt")
+
+
+REGISTRATIONS = {
+    "session without a port": replaced(3, b"9100"),
+    "another DCP geometry": lambda m: [*m[:9], b"7", *m[10:16], b"2", *m[17:]],
+    "an aux buffer less": lambda m: [*m[:5], m[5][8:], *m[6:]],
+    "addresses beyond memory": lambda m: [*m[:4], b"\xff" * len(m[4]), *m[5:]],
+}
+
+
+@pytest.mark.parametrize("what", REGISTRATIONS)
+def test_registrations_that_would_end_a_thread(what: str) -> None:
+    change = REGISTRATIONS[what]
+    faults = {("decode", 0): meddle("_register_kv_args", change)}
+    extra = {"faults": faults}
+    outcome = run(Case(2, 1, hybrid=True, draft=None, extra=extra, **TWO_ROUNDS))
+    assert [line for line in outcome.wrong if "thread" in line] == []
+    assert outcome.decode[0].status == ["failed", "success"]
+    assert [w for r in outcome.decode for w in r.wrong] == []
+
+
+def test_an_unlimited_number_of_strangers_costs_no_socket() -> None:
+    """Each refused stranger is answered; none of the addresses is kept."""
+    rest = [b"127.0.0.9:5", b"", b"", b"", b"1", b"0", b""]
+    messages = [[b"55", b"127.0.0.9", str(20000 + n).encode(), *rest] for n in range(300)]
+
+    def inject(rank: Rank) -> None:
+        interrupt(messages)(rank)
+        real = rank.manager.check_integrity
+
+        def check() -> list[str]:
+            return [*real(), *(a for a in rank.manager._socket_cache if "127.0.0.9" in a)]
+
+        rank.manager.check_integrity = check
+
+    outcome = run(case(2, 1, faults={("prefill", 0): inject}, send=send_late))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
