@@ -34,6 +34,9 @@ from sglang_mixkv.managers.verify import Asked, Verifier
 
 logger = logging.getLogger(__name__)
 
+# More ranks in any one dimension than a prefill server can have.
+MAX_RANKS = 4096
+
 
 class DecodeSide(Shared):
     """Overrides of CommonKVManager that act on decode ranks.
@@ -129,6 +132,9 @@ class DecodeSide(Shared):
     @override(MooncakeKVManager)
     def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
         """As stock; with a drafter, wait for every distinct sender of this rank."""
+        sizes = (info.attn_tp_size, info.attn_cp_size, info.dp_size, info.pp_size)
+        if not all(0 < size <= MAX_RANKS for size in sizes):  # lists of them are made
+            raise MixKVError(f"the prefill server has sizes (TP, CP, DP, PP) {sizes}.")
         info.mixkv_cold = self.cold_server
         super()._resolve_rank_mapping(info)
         if self.caches.draft is None:

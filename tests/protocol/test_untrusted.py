@@ -18,6 +18,8 @@ from protocol.model import Case
 from protocol.ring import Rank, run
 from protocol.test_faults import TWO_ROUNDS, case, meddle, recovered, replaced, short_timeouts
 
+from sglang_mixkv.core.errors import MixKVError
+
 __all__ = ["short_timeouts"]
 
 STRANGER = [b"127.0.0.9", b"17009", b"127.0.0.9:17010"]
@@ -192,6 +194,21 @@ def test_registrations_that_would_end_a_thread(what: str) -> None:
     assert [line for line in outcome.wrong if "thread" in line] == []
     assert outcome.decode[0].status == ["failed", "success"]
     assert [w for r in outcome.decode for w in r.wrong] == []
+
+
+def test_a_prefill_server_has_no_billion_ranks() -> None:
+    """Stock, and the routes, make lists of them, in the scheduler's loop."""
+
+    def inject(rank: Rank) -> None:
+        from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+
+        for sizes in ((1 << 60, 1, 1, 1), (2, 1, 1, 1 << 60), (0, 1, 1, 1), (2, 1, 1, -1)):
+            with pytest.raises(MixKVError, match="has sizes"):
+                rank.manager._resolve_rank_mapping(PrefillServerInfo(*sizes, None, None, True))
+
+    outcome = run(case(2, 1, faults={("decode", 0): inject}))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
 
 
 def test_an_unlimited_number_of_strangers_costs_no_socket() -> None:
