@@ -44,7 +44,7 @@ ALL = PURE | WITH_SGLANG
 
 # What reads network input.
 PARSERS = ("core/announcement.py", "core/frames.py", "core/registration.py", "core/wire.py")
-PARSERS_WITH_SGLANG = ("managers/gate.py", "managers/peer.py")
+PARSERS_WITH_SGLANG = ("managers/decode_gate.py", "managers/gate.py", "managers/peer.py")
 
 
 def no_unpickling(event: str, _: tuple) -> None:

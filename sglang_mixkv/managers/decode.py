@@ -12,25 +12,25 @@ from typing import Any
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import ABORT_ACK_TAG, PrefillServerInfo
+from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVReceiver
 from sglang.srt.runtime_context import get_disagg
 
-from sglang_mixkv.core import frames as stock_frames
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.facts import Facts, cold_differences, differences
 from sglang_mixkv.core.geometry import Shard
 from sglang_mixkv.core.pages import window_start
 from sglang_mixkv.core.routes import Route, Topology, required_responses, routes
 from sglang_mixkv.core.topology import Kind, Spread
-from sglang_mixkv.core.wire import Grant, Registration, decode_digest, encode, notice_of
+from sglang_mixkv.core.wire import Grant, Registration, encode, notice_of
 from sglang_mixkv.managers import facts as handshake
 from sglang_mixkv.managers import farewell
 from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.cold import Clearer, clear_aux
-from sglang_mixkv.managers.shared import Expected, Shared
+from sglang_mixkv.managers.decode_gate import DecodeGate
+from sglang_mixkv.managers.shared import Expected
 from sglang_mixkv.managers.staging import Staging, pack_buffer, wants_region
-from sglang_mixkv.managers.verify import Asked, Verifier
+from sglang_mixkv.managers.verify import Asked
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 MAX_RANKS = 4096
 
 
-class DecodeSide(Shared):
+class DecodeSide(DecodeGate):
     """Overrides of CommonKVManager that act on decode ranks.
 
     `staging`: this rank's buffer for granted regions, once a peer needs one. `cold_server`: the
@@ -49,11 +49,6 @@ class DecodeSide(Shared):
     staging: Staging | None = None
     no_staging = False
     cold_server = False
-
-    @cached_property
-    def verifier(self) -> Verifier:
-        """Compares checksums of the rooms that it is asked for."""
-        return Verifier(self.caches, self.rows)
 
     def verifies(self, info: PrefillServerInfo) -> bool:
         """Whether requests from that server are compared: by our flag, or by SGLang's.
@@ -198,49 +193,6 @@ class DecodeSide(Shared):
                 state_lens=tuple(map(tuple, self.kv_args.state_data_lens)),
             )
         )
-
-    @property
-    def aux_rows(self) -> list[int]:
-        """Rows of each aux buffer of this rank."""
-        args = self.kv_args
-        return [n // item for n, item in zip(args.aux_data_lens, args.aux_item_lens, strict=True)]
-
-    def _check_decode(self, frames: list[bytes]) -> bool:
-        """Every message to a decode rank, before stock reads it. Raises MixKVError."""
-        digest = decode_digest(frames)
-        if digest is not None:
-            self.verifier.hear(digest)
-            return False
-        if frames[0] == ABORT_ACK_TAG:
-            stock_frames.check_ack(frames)
-        elif frames[0] == self.AUX_DATA_HEADER:
-            args = self.kv_args
-            self._check_aux(stock_frames.check_aux(frames, args.aux_item_lens, self.aux_rows))
-        else:
-            self._check_status(stock_frames.check_status(frames))
-        return True
-
-    def _check_status(self, said: stock_frames.Status) -> None:
-        """A success counts only from a rank that sends to this room, all else from one asked to."""
-        expected = self.expected.get(said.room)
-        if expected is None:
-            return
-        success = said.status == KVPoll.Success
-        if said.prefill_rank not in (expected.senders if success else expected.contacted):
-            raise MixKVError(
-                f"room {said.room}: {'success' if success else 'no success'} from prefill rank "
-                f"{said.prefill_rank}, which was not asked to send to it."
-            )
-
-    def _check_aux(self, said: stock_frames.Aux) -> None:
-        """Aux data over the control channel: into the room's own row."""
-        expected = self.expected.get(said.room)
-        if expected is not None and said.row != expected.aux_row:
-            raise MixKVError(
-                f"room {said.room}: aux row {said.row}, its own is {expected.aux_row}."
-            )
-        if said.room not in self.request_status:
-            raise MixKVError(f"room {said.room}: aux row {said.row}, there is no such room.")
 
     def expect(self, info: PrefillServerInfo) -> Expected:
         """Who sends to a room, as stock's unique numbers (_prefill_unique_rank)."""
