@@ -14,6 +14,7 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import ABORT_TAG, AbortAck
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_mixkv.core import frames as stock_frames
 from sglang_mixkv.core import wire
@@ -48,6 +49,7 @@ class PrefillGate(Shared):
         ranks = {(info.endpoint, info.dst_port) for info in infos}
         if self._has_all_ranks(infos) and who not in ranks:
             raise MixKVError(f"room {said.room}: an abort by {who}, which has no part in it.")
+        self._note_abort(said)
         peers = list(self.decode_kv_args_table.values())
         if not said.port or who in {(peer.endpoint, peer.dst_port) for peer in peers}:
             return True
@@ -207,6 +209,35 @@ class PrefillGate(Shared):
         if reason and time.monotonic() - when < MEMORY_S:
             self.conclude_failure(bootstrap_room=room, failure_reason=reason)
 
+    def _note_abort(self, said: stock_frames.Abort) -> None:
+        """Stock fails the room without a reason: keep one for this side's log and HTTP error."""
+        room, peer = said.room, f"{said.endpoint}:{said.port}" if said.port else "unknown"
+        if self.request_status.get(room) in (None, KVPoll.Success, KVPoll.Failed):
+            return
+        with self.failure_lock:
+            self.failure_records.setdefault(
+                room,
+                f"room {room}: the decode rank at {peer} ended it: aborted, failed or "
+                "timed out there; the reason is in its log and in its answer to the request",
+            )
+
+    def abandon_room(self, room: int) -> None:
+        """The scheduler aborts the room's sender: tell decode, and reap the room if the sender
+        is never cleared (SGLang drops requests that wait or are chunked so)."""
+        if room not in self.request_status:
+            return
+        self.conclude_failure(
+            bootstrap_room=room, failure_reason=f"room {room}: aborted by the prefill server"
+        )
+        self.open_rooms.discard(room)
+        self.rooms_seen[room] = time.monotonic()
+
+    def check_integrity(self) -> list[str]:
+        """As on either side; on a prefill rank once what is due has been reaped."""
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self._reap()
+        return super().check_integrity()
+
     def forget_room(self, room: int) -> None:
         """The room's sender is cleared: nothing of the room stays."""
         self.open_rooms.discard(room)
@@ -216,7 +247,8 @@ class PrefillGate(Shared):
                 table.pop(key, None)
 
     def _reap(self) -> None:
-        """Drop metadata that no request came for within stock's bootstrap timeout."""
+        """Drop rooms that no sender ends: no request came for their metadata within stock's
+        bootstrap timeout, or it was aborted and dropped."""
         now = time.monotonic()
         if now < self.next_reap:
             return
@@ -228,6 +260,7 @@ class PrefillGate(Shared):
                 self.transfer_infos.pop(room, None)
                 self.request_status.pop(room, None)
                 self.req_to_decode_prefix_len.pop(room, None)
+                self.failure_records.pop(room, None)
                 self.forget_room(room)
         for room, (seen, _) in list(self.rejected_rooms.items()):
             if now - seen > MEMORY_S:

@@ -22,6 +22,7 @@ class MixKVReceiver(MooncakeKVReceiver):
 
     conclude_state: Any
     pages = 0
+    cleared = False
     grants: Mapping[tuple[int, int], Grant] = MappingProxyType({})
 
     @override(MooncakeKVReceiver)
@@ -118,6 +119,11 @@ class MixKVReceiver(MooncakeKVReceiver):
 
     @override(MooncakeKVReceiver)
     def clear(self) -> None:
+        """Once: SGLang clears a failed request again when its pages are released, and another
+        request may have the room's number by then."""
+        if self.cleared:
+            return
+        self.cleared = True
         if self._owns_bootstrap_room:
             self.kv_mgr.release_room(self.bootstrap_room)
             self.kv_mgr.expected.pop(self.bootstrap_room, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
 from sglang_mixkv.managers.aside import is_ours, override
@@ -38,3 +39,13 @@ class MixKVSender(MooncakeKVSender):
         """Ours first: once stock has said that the room ended, its number may be used again."""
         self.kv_mgr.forget_room(self.bootstrap_room)
         super().clear()
+        if self.conclude_state == KVPoll.Success:  # an ABORT that came too late left a reason
+            self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
+
+    @override(MooncakeKVSender)
+    def abort(self) -> None:
+        """As stock; the decode side is told, which in stock learns it by its timeout."""
+        self.kv_mgr.abandon_room(self.bootstrap_room)
+        super().abort()
+        if self.bootstrap_room not in self.kv_mgr.request_status:  # it had ended before
+            self.kv_mgr.failure_records.pop(self.bootstrap_room, None)

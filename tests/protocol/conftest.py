@@ -21,6 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 @pytest.fixture(scope="session", autouse=True)
 def sglang_with_plugin() -> None:
+    load_sglang()
+
+
+def load_sglang() -> None:
+    """Import what the ranks need; the scripts that run the ring call it too."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()

@@ -1,7 +1,9 @@
 """Real managers, real bootstrap server, real ZMQ and Mooncake TCP: one forked process a rank.
 
 Faults are injected by callables in `Case.extra`: "faults" maps (side, rank) to a function that
-gets the Rank in its own process once its manager runs.
+gets the Rank in its own process once its manager runs. A rank that ends early takes its server
+with it where "restart" names its side: all ranks of the side are killed, as SGLang does, and
+started anew with `life` 1, for the rounds from the second on.
 
 SGLang is imported once, in the parent; each rank is a fork of it that publishes its own
 ServerArgs and rank numbers, builds SGLang's own KV pools and KV args, and drives the
@@ -16,7 +18,10 @@ import os
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,11 +36,13 @@ DRAFT_AUX = (6, 7, 8)
 
 @dataclass
 class RankReport:
-    """What one rank says at the end. `wrong`: byte differences, in words."""
+    """What one rank says at the end. `wrong`: byte differences, in words. `seconds`: for each
+    status, from the fault (if one struck while the request was open), else its start."""
 
     side: str
     rank: int
     status: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     stats: dict[str, int] = field(default_factory=dict)
@@ -75,8 +82,8 @@ def free_port() -> int:
 class Rank:
     """One rank's pools, KV args and manager."""
 
-    def __init__(self, case: Case, side: str, rank: int, port: int) -> None:
-        self.case, self.side, self.rank, self.port = case, side, rank, port
+    def __init__(self, case: Case, side: str, rank: int, port: int, life: int = 0) -> None:
+        self.case, self.side, self.rank, self.port, self.life = case, side, rank, port, life
         self.tp = case.prefill_tp if side == "prefill" else case.decode_tp
         self.dp_size = case.prefill_dp if side == "prefill" else case.decode_dp
         self.pp_size = case.prefill_pp if side == "prefill" else 1
@@ -281,6 +288,8 @@ class Rank:
             get_server_args(),
             self.case.target.is_mla and not self.case.hybrid,
         )
+        self.releases = Releases()
+        self.published: list[Any] = []  # receivers whose metadata went out
 
     # -- requests
 
@@ -292,9 +301,17 @@ class Rank:
 
     def numbers(self) -> list[int]:
         """This rank's requests, in the order in which they are concluded."""
-        return [n for group in self.case.all_rounds() for n in group if self.mine(n)]
+        return [n for group in self.rounds() for n in group if self.mine(n)]
 
-    def conclude(self, handle: Any) -> None:
+    def rounds(self) -> tuple[tuple[int, ...], ...]:
+        """A restarted rank knows nothing of the first round."""
+        return self.case.all_rounds()[self.life :]
+
+    def strike(self) -> None:
+        """The fault happens now."""
+        self.case.extra["struck"].value = time.monotonic()
+
+    def conclude(self, handle: Any, began: float) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         deadline = time.monotonic() + LIMIT_S / 2
@@ -302,24 +319,24 @@ class Rank:
         while status not in (KVPoll.Success, KVPoll.Failed) and time.monotonic() < deadline:
             time.sleep(0.001)
             status = handle.poll()
+        self.report.seconds.append(time.monotonic() - max(began, self.case.extra["struck"].value))
         names = {KVPoll.Success: "success", KVPoll.Failed: "failed"}
         self.report.status.append(names.get(status, f"stuck in {status}"))
         if status == KVPoll.Failed:
-            try:
-                handle.failure_exception()
-            except Exception as error:
-                self.report.reasons.append(f"{self.side} {self.rank}: {error}")
+            self.report.reasons.append(f"{self.side} {self.rank}: {reason_of(handle)}")
+            if handle in self.published:
+                self.releases.hold(handle)
         else:
             handle.clear()
 
     def run_prefill(self) -> None:
         tables = model.page_tables(self.case, "prefill")
-        for group in self.case.all_rounds():
-            numbers = [n for n in group if self.mine(n)]
+        for group in self.rounds():
+            began, numbers = time.monotonic(), [n for n in group if self.mine(n)]
             senders = {n: self._sender(n, tables) for n in numbers}
             self._send_all(senders, {n: self._chunks(n, tables) for n in numbers})
             for sender in senders.values():
-                self.conclude(sender)
+                self.conclude(sender, began)
 
     def _sender(self, number: int, tables: list[np.ndarray]) -> Any:
         sender = self.kv_class["sender"](
@@ -357,17 +374,20 @@ class Rank:
         aux_before = [a.copy() for a in self.aux]
         state_before = self.state.copy()
         tables = model.page_tables(case, "decode")
-        for group in case.all_rounds():
+        for group in self.rounds():
+            began = time.monotonic()
             receivers = {n: self._receiver(n) for n in group if self.mine(n)}
             for number, receiver in receivers.items():
                 if receiver.conclude_state is None:
                     state = [np.array([number + 1], np.int32)] if case.hybrid else None
                     prefix = case.requests[number].prefix_pages * case.page_size
+                    self.published.append(receiver)
                     receiver.send_metadata(
                         tables[number], number + 1, state, decode_prefix_len=prefix
                     )
             for receiver in receivers.values():
-                self.conclude(receiver)
+                self.conclude(receiver, began)
+        self.releases.wait()
         self.case.extra["all_sent"].wait(LIMIT_S)
         done = [
             n for n, s in zip(self.numbers(), self.report.status, strict=True) if s == "success"
@@ -471,6 +491,62 @@ def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
     sender.send(chunk, state)
 
 
+def reason_of(handle: Any) -> str:
+    """Why a sender or receiver failed; ends it, as SGLang's schedulers do."""
+    try:
+        handle.failure_exception()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+class Releases:
+    """What failed requests of a decode rank hold until no write to it can be in flight.
+
+    SGLang's own deferred release decides: DecodeTransferQueue._defer_release and
+    resolve_deferred_releases (disaggregation/decode.py), here without a scheduler around them.
+    """
+
+    def __init__(self) -> None:
+        from sglang.srt.disaggregation import decode
+        from sglang.srt.environ import envs
+
+        decode.all_reduce_flags = lambda flags, **_: flags  # each rank here decides for itself
+        queue = decode.DecodeTransferQueue.__new__(decode.DecodeTransferQueue)
+        queue._deferred_releases = []
+        queue.deferred_kv_release_timeout = (
+            envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get()
+        )
+        queue.enable_staging, queue.gloo_group = False, None
+        queue._is_host_destination = lambda _: False
+        queue._release_request = lambda request: request.free()
+        queue._observe_deferred_kv_release = lambda *_, **__: None
+        queue.metadata_buffers = SimpleNamespace(clear_slot=lambda _: None)
+        queue.req_to_metadata_buffer_idx_allocator = SimpleNamespace(free=lambda _: None)
+        self.queue = queue
+
+    def __len__(self) -> int:
+        return int(self.queue.num_pending_deferred_releases())
+
+    def hold(self, receiver: Any, free: Callable[[], None] = lambda: None) -> None:
+        """As pop_transferred does with a failed request. `free`: its pages may be used again."""
+        if not receiver.abort_notified:
+            receiver.ensure_abort_notified(force_arm=True)
+        req = SimpleNamespace(bootstrap_room=receiver.bootstrap_room)
+        self.queue._defer_release(
+            SimpleNamespace(req=req, kv_receiver=receiver, metadata_buffer_index=0, free=free)
+        )
+
+    def resolve(self) -> None:
+        """Release what is drained or overdue."""
+        self.queue.resolve_deferred_releases()
+
+    def wait(self) -> None:
+        while len(self):
+            self.resolve()
+            time.sleep(0.005)
+
+
 class Stages:
     """What PPConsensusStore needs of SGLang's PP group: one broadcast from stage 0."""
 
@@ -510,13 +586,14 @@ def wait_for_port(port: int) -> None:
     raise TimeoutError(f"nothing listens on {port}")
 
 
-def _rank_main(case: Case, side: str, rank: int, port: int, pipe: Any, go: Any) -> None:
+def _rank_main(case: Case, side: str, rank: int, port: int, pipe: Any, go: Any, life: int) -> None:
     report = RankReport(side, rank)
     try:
-        one = Rank(case, side, rank, port)
+        one = Rank(case, side, rank, port, life)
         report = one.report
         one.start_manager()
-        case.extra.get("faults", {}).get((side, rank), lambda _: None)(one)
+        if not life:
+            case.extra.get("faults", {}).get((side, rank), lambda _: None)(one)
         one.run_prefill() if side == "prefill" else one.run_decode()
         report.stats = one.manager.stats.snapshot() if hasattr(one.manager, "stats") else {}
         report.wrong += left_behind(one.manager)
@@ -527,12 +604,12 @@ def _rank_main(case: Case, side: str, rank: int, port: int, pipe: Any, go: Any) 
     os._exit(0)
 
 
-def left_behind(manager: Any) -> list[str]:
+def left_behind(manager: Any, seconds: float = 2) -> list[str]:
     """What an idle manager should not have, once its workers have had time to tidy up."""
     check = getattr(manager, "check_integrity", None)
     if check is None:
         return [f"thread {t.name} has ended" for t in manager._worker_threads if not t.is_alive()]
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + seconds
     while (found := check()) and time.monotonic() < deadline:
         time.sleep(0.02)
     return [f"left behind: {line}" for line in found]
@@ -544,59 +621,95 @@ def left_behind(manager: Any) -> list[str]:
 def run(case: Case) -> Outcome:
     """Run one case; every rank's process has ended when this returns."""
     context = mp.get_context("fork")
-    port, go = free_port(), context.Event()
     case.extra.update(
         bootstrap_up=context.Event(),
         all_sent=context.Event(),
+        struck=context.Value("d", 0.0),
         pp_groups={
             i: Stages(context.Queue(), case.prefill_pp)
             for i in range(case.prefill_tp * case.prefill_dp)
         },
     )
-    ranks = [("prefill", r) for r in range(case.prefill_tp * case.prefill_dp * case.prefill_pp)]
-    ranks += [("decode", r) for r in range(case.decode_tp * case.decode_dp)]
-    processes, pipes = [], []
-    for side, rank in ranks:
-        here, there = context.Pipe()
-        process = context.Process(target=_rank_main, args=(case, side, rank, port, there, go))
-        process.start()
-        there.close()
-        processes.append(process)
-        pipes.append(here)
+    servers = Servers(case, context)
     try:
-        reports = _collect(case, ranks, pipes)
+        reports = servers.reports()
     finally:
-        go.set()
-        _end(processes)
-    split = len(ranks) - case.decode_tp * case.decode_dp
-    return Outcome(reports[:split], reports[split:])
+        servers.end()
+    return Outcome(
+        [report for (side, _), report in reports.items() if side == "prefill"],
+        [report for (side, _), report in reports.items() if side == "decode"],
+    )
 
 
-def _collect(case: Case, ranks: list[tuple[str, int]], pipes: list[Any]) -> list[RankReport]:
-    """All reports. Decode ranks compare only after every prefill rank has reported."""
-    reports: list[RankReport | None] = [None] * len(ranks)
+Key = tuple[str, int]
 
-    def take(index: int) -> None:
+
+class Servers:
+    """All ranks of a case: their processes, and the pipes on which they report."""
+
+    def __init__(self, case: Case, context: Any, main: Callable[..., None] = _rank_main) -> None:
+        self._case, self._context, self._main = case, context, main
+        self._port, self._go = free_port(), context.Event()
+        self._keys: list[Key] = [
+            *(("prefill", r) for r in range(case.prefill_tp * case.prefill_dp * case.prefill_pp)),
+            *(("decode", r) for r in range(case.decode_tp * case.decode_dp)),
+        ]
+        self._processes: dict[Key, Any] = {}
+        self._pipes: dict[Key, Any] = {}
+        for key in self._keys:
+            self._start(key, 0)
+
+    def _start(self, key: Key, life: int) -> None:
+        here, there = self._context.Pipe()
+        arguments = (self._case, *key, self._port, there, self._go, life)
+        self._processes[key] = self._context.Process(target=self._main, args=arguments)
+        self._processes[key].start()
+        there.close()
+        self._pipes[key] = here
+
+    def reports(self, limit_s: float = LIMIT_S) -> dict[Key, RankReport]:
+        """All reports. Decode ranks compare only after every prefill rank has reported."""
+        found: dict[Key, RankReport] = {}
+        restart = {self._case.extra.get("restart")}
+        while len(found) < len(self._keys):
+            if all(key in found for key in self._keys if key[0] == "prefill"):
+                self._case.extra["all_sent"].set()
+            waiting = {self._pipes[key]: key for key in self._keys if key not in found}
+            ready = wait(list(waiting), limit_s)
+            for pipe in ready or waiting:
+                key = waiting[pipe]
+                if self._pipes[key] is not pipe:
+                    continue  # restarted meanwhile
+                report = self._take(key) if ready else None
+                if report is None and ready and key[0] in restart:
+                    restart.remove(key[0])
+                    self._restart(key[0])
+                    continue
+                found[key] = report or RankReport(*key, error=f"{key} did not report")
+        return {key: found[key] for key in self._keys}
+
+    def _take(self, key: Key) -> RankReport | None:
+        """A rank's report; None when it ended without one."""
         try:
-            ready = pipes[index].poll(LIMIT_S)
-            reports[index] = pipes[index].recv() if ready else None
+            return self._pipes[key].recv()
         except EOFError:
-            reports[index] = None
-        if reports[index] is None:
-            reports[index] = RankReport(*ranks[index], error=f"{ranks[index]} did not report")
+            return None
 
-    prefill = [i for i, (side, _) in enumerate(ranks) if side == "prefill"]
-    for index in prefill:
-        take(index)
-    case.extra["all_sent"].set()
-    for index in range(len(prefill), len(ranks)):
-        take(index)
-    return [r for r in reports if r is not None]
+    def _restart(self, side: str) -> None:
+        """A server of which one process ends is ended by SGLang; an operator starts it anew."""
+        keys = [key for key in self._keys if key[0] == side]
+        for key in keys:
+            self._processes[key].kill()
+            self._processes[key].join()
+        if side == "prefill":
+            self._case.extra["bootstrap_up"].clear()
+        for key in keys:
+            self._start(key, 1)
 
-
-def _end(processes: list[Any]) -> None:
-    for process in processes:
-        process.join(5)
-        if process.is_alive():
-            process.kill()
-            process.join()
+    def end(self) -> None:
+        self._go.set()
+        for process in self._processes.values():
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()

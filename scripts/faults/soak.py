@@ -1,0 +1,99 @@
+"""Many requests with random faults on the protocol ring, in both directions.
+
+Real managers, ZMQ and Mooncake TCP, one process a rank. Exit status 0: nothing lost, nothing
+leaked, no wrong byte. `--json` writes the figures, `--into` fills their place in a document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
+
+from protocol.conftest import load_sglang  # noqa: E402
+
+load_sglang()
+
+from markers import fill  # noqa: E402
+from protocol.soak import Soak, Verdict, run  # noqa: E402
+
+DIRECTIONS = ((2, 1), (1, 2))
+OTHERS_FAULT = "failed without a fault of its own"
+
+
+def figures(verdict: Verdict) -> dict[str, object]:
+    """One direction as a flat record."""
+    warm, end = zip(*verdict.resources.values(), strict=True) if verdict.resources else ((), ())
+    grown = {
+        name: max(b[name] - a[name] for a, b in zip(warm, end, strict=True))
+        for name in ("threads", "fds", "sockets", "rss_mib")
+        if warm
+    }
+    return {
+        "prefill -> decode": f"TP {verdict.soak.prefill_tp} -> TP {verdict.soak.decode_tp}",
+        "requests": verdict.soak.requests,
+        "met a fault": verdict.soak.requests - verdict.met["none"],
+        "right": verdict.counts["succeeded"],
+        "failed with a reason": verdict.counts["failed"],
+        "of these without a fault of their own": verdict.counts[OTHERS_FAULT],
+        "uses a page": round(verdict.page_uses, 1),
+        "more threads": grown.get("threads", ""),
+        "more file descriptors": grown.get("fds", ""),
+        "more sockets": grown.get("sockets", ""),
+        "more RSS, MiB": grown.get("rss_mib", ""),
+        "wrong, lost or leaked": len(verdict.problems),
+        "seconds": round(verdict.seconds),
+    }
+
+
+def table(records: list[dict[str, object]]) -> str:
+    """Directions as columns."""
+    head = "".join(f" {r['prefill -> decode']} |" for r in records)
+    lines = ["| |" + head, "|" + "---|" * (len(records) + 1)]
+    for name in list(records[0])[1:]:
+        lines.append("| " + " | ".join([name, *(f"{r[name]}" for r in records)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faulty", type=float, default=0.3, help="share that meets a fault")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--into", type=Path, help="document with the markers of this soak")
+    arguments = parser.parse_args()
+    records, bad = [], False
+    for prefill_tp, decode_tp in DIRECTIONS:
+        soak = Soak(
+            arguments.requests, arguments.seed, arguments.faulty,
+            prefill_tp=prefill_tp, decode_tp=decode_tp,
+        )  # fmt: skip
+        print(f"soak {soak}", file=sys.stderr, flush=True)
+        verdict = run(soak)
+        records.append(figures(verdict))
+        bad = bad or bool(verdict.problems)
+        for line in verdict.problems[:50]:
+            print(f"  {line}", file=sys.stderr)
+        met = ", ".join(f"{name} {count}" for name, count in sorted(verdict.met.items()))
+        print(f"  met: {met}", file=sys.stderr, flush=True)
+        print(f"  resources, warm and at the end: {verdict.resources}", file=sys.stderr)
+    name = "soak" if arguments.faulty < 1 else "soak-faulty"
+    text = (
+        f"`--requests {arguments.requests} --seed {arguments.seed} --faulty {arguments.faulty:g}`"
+    )
+    text += "\n\n" + table(records)
+    print(text)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(records, indent=1) + "\n")
+    if arguments.into:
+        fill(arguments.into, name, text)
+    return int(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

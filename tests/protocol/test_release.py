@@ -1,0 +1,92 @@
+"""Pages of an aborted request are not used again while a write to them may be in flight.
+
+SGLang's own deferred release runs here (ring.Releases): it waits for the acknowledgement of
+every prefill rank that was contacted. A draft-only sender is one of them, and still writes.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import threading
+import time
+from typing import Any
+
+import pytest
+from protocol.model import Case, Request
+from protocol.ring import Rank, Releases, run
+
+WRITES_S = 1.0
+
+
+def slow_write(written: Any) -> Any:
+    """This prefill rank's first write takes WRITES_S."""
+
+    def inject(rank: Rank) -> None:
+        real = rank.manager.engine.batch_transfer_sync
+
+        def slow(*args: Any) -> int:
+            if not written.value:
+                time.sleep(WRITES_S)
+                written.value = time.monotonic()
+            return int(real(*args))
+
+        rank.manager.engine.batch_transfer_sync = slow
+
+    return inject
+
+
+def abort_while_it_writes(freed: Any) -> Any:
+    """This decode rank aborts its first request, and notes when its pages are free."""
+
+    def inject(rank: Rank) -> None:
+        cls = rank.kv_class["receiver"]
+        real, hold, aborted = cls.send_metadata, rank.releases.hold, []
+
+        def aborting(self: Any, *args: Any, **kwargs: Any) -> None:
+            real(self, *args, **kwargs)
+            if not aborted:
+                aborted.append(1)
+                threading.Timer(WRITES_S / 3, self.abort).start()
+
+        def noting(receiver: Any) -> None:
+            hold(receiver, lambda: setattr(freed, "value", time.monotonic()))
+
+        cls.send_metadata, rank.releases.hold = aborting, noting
+
+    return inject
+
+
+def written_and_freed(sender: int) -> tuple[float, float]:
+    written, freed = mp.Value("d", 0.0), mp.Value("d", 0.0)
+    faults = {
+        ("prefill", sender): slow_write(written),
+        ("decode", 0): abort_while_it_writes(freed),
+    }
+    outcome = run(
+        Case(2, 1, requests=(Request(12), Request(9)), rounds=((0,), (1,)),
+             extra={"faults": faults, "config": {"draft_transfer": "direct"}})
+    )  # fmt: skip
+    assert outcome.wrong == []
+    assert outcome.decode[0].status == ["failed", "success"]
+    assert 0 < written.value
+    assert 0 < freed.value
+    return written.value, freed.value
+
+
+@pytest.mark.parametrize("sender", [0, 1], ids=["target's", "draft-only"])
+def test_pages_are_free_after_the_last_write(sender: int) -> None:
+    written, freed = written_and_freed(sender)
+    assert freed > written
+
+
+def test_it_fails_when_draft_only_senders_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Releases.hold
+
+    def hold(self: Releases, receiver: Any, *args: Any) -> None:
+        real(self, receiver, *args)
+        request, start, deadline, index, _ = self.queue._deferred_releases.pop()
+        self.queue._deferred_releases.append((request, start, deadline, index, 1))
+
+    monkeypatch.setattr(Releases, "hold", hold)
+    written, freed = written_and_freed(1)
+    assert freed < written
