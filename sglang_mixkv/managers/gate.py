@@ -94,9 +94,12 @@ class PrefillGate(Shared):
 
     @override(MooncakeKVManager)
     def _validate_peer_state_layout(self, registration_info: Any) -> tuple[bool, str | None]:
-        """Stock's verdict on a registering peer, ours first: a reason refuses the peer."""
+        """Stock's verdict on a registering peer, ours first: a reason refuses the peer.
+
+        Until then its last good plan stands: a transfer thread that found none would send as
+        stock does, in the middle of a request.
+        """
         session = registration_info.mooncake_session_id
-        self.peers.pop(session, None)
         try:
             peer = self._admit(registration_info)
         except MixKVError as error:

@@ -133,6 +133,15 @@ class Fleet:
         self._servers.append(ServerProcess(name, log, process))
         return self._servers[-1]
 
+    def signal(self, server: ServerProcess, number: signal.Signals) -> None:
+        """Send a signal to every process of one server; SIGKILL ends its membership, too."""
+        leashed = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        for pid in map(int, leashed.read_text().split()):
+            os.killpg(pid, number)
+        if number == signal.SIGKILL:
+            self._servers.remove(server)
+            server.finish()
+
     def check(self) -> None:
         """Raise :class:`ServerDied` if any server of this fleet has ended."""
         for server in self._servers:

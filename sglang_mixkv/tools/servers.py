@@ -24,7 +24,7 @@ import requests
 from sglang_mixkv.tools import launch
 from sglang_mixkv.tools.launch import Launch, Topology
 from sglang_mixkv.tools.pair import Answer, RequestFailed, ask, post, prompts, request_body
-from sglang_mixkv.tools.processes import Fleet
+from sglang_mixkv.tools.processes import Fleet, ServerProcess
 
 START_TIMEOUT_S = 900.0
 POLL_S = 0.5
@@ -154,11 +154,16 @@ def _poll(
         time.sleep(POLL_S)
 
 
-def _bring_up(fleet: Fleet, servers: Sequence[Launch], tell: Progress) -> None:
-    """Start servers side by side; wait until all are healthy and the last one serves."""
-    for server in servers:
-        fleet.start(server.name, server.argv, server.env)
+def start(fleet: Fleet, servers: Sequence[Launch], tell: Progress = silent) -> list[ServerProcess]:
+    """Start servers side by side; wait until all are healthy."""
+    started = [fleet.start(server.name, server.argv, server.env) for server in servers]
     _poll(fleet, servers, _is_healthy, tell)
+    return started
+
+
+def _bring_up(fleet: Fleet, servers: Sequence[Launch], tell: Progress) -> None:
+    """Start servers; wait until all are healthy and the last one serves."""
+    start(fleet, servers, tell)
     entry = servers[-1]
     tell(entry.name, "first request")
     _poll(fleet, [entry], _serves, silent)

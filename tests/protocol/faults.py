@@ -186,6 +186,40 @@ def registration_after_metadata(rank: Rank) -> None:
     cls._send_bootstrap_message = swapped
 
 
+def registers_again(rank: Rank) -> None:
+    """This decode rank registers anew a little after its first metadata, as after a failure."""
+    cls = rank.kv_class["receiver"]
+    real, done = cls.send_metadata, []
+
+    def sending(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        if not done:
+            done.append(1)
+            threading.Timer(0.3, self._register_kv_args).start()
+
+    cls.send_metadata = sending
+
+
+def admits_slowly(rank: Rank) -> None:
+    """This prefill rank takes a second over every registration but the first."""
+    real, seen = rank.manager._admit, []
+
+    def slow(info: Any) -> Any:
+        if seen:
+            rank.strike()
+            time.sleep(1)
+        seen.append(1)
+        return real(info)
+
+    rank.manager._admit = slow
+
+
+def registers_while_sending() -> Case:
+    """The second registration is looked at while the first request's chunks are under way."""
+    faults = {("prefill", rank): admits_slowly for rank in (0, 1)}
+    return case(chunked=True, faults={**faults, ("decode", 0): registers_again}, send=hold_the_rest)
+
+
 def frame(index: int, value: bytes) -> Callable[[list[bytes]], list[list[bytes]]]:
     """One frame of the message replaced."""
     return lambda m: [[*m[:index], value, *m[index + 1 :]]]
@@ -526,6 +560,11 @@ def _messages() -> Iterator[Fault]:
         "registration", "metadata before its registration",
         "the two messages change places, to every prefill rank",
         _decode_fault(registration_after_metadata), words="its registration never arrived",
+    )  # fmt: skip
+    yield Fault(
+        "registration", "registered again in the middle of a transfer",
+        "a second registration, looked at for a second between two chunks",
+        registers_while_sending, ends="success",
     )  # fmt: skip
     yield Fault(
         "metadata", "every message doubled", "sent twice", _decode_fault(doubled), ends="success",

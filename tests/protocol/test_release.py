@@ -68,8 +68,8 @@ def written_and_freed(sender: int) -> tuple[float, float]:
     )  # fmt: skip
     assert outcome.wrong == []
     assert outcome.decode[0].status == ["failed", "success"]
-    assert 0 < written.value
-    assert 0 < freed.value
+    assert written.value > 0
+    assert freed.value > 0
     return written.value, freed.value
 
 
