@@ -21,12 +21,14 @@ class Topology:
     """The flags of a prefill and a decode server beyond what both share.
 
     ``mixkv_*``: the plugin's own flags of that side; empty for a stock server.
+    ``speculative``: False leaves the drafter out on both sides.
     """
 
     prefill: tuple[str, ...] = ("--tp", "2")
     decode: tuple[str, ...] = ("--tp", "1")
     mixkv_prefill: tuple[str, ...] = ()
     mixkv_decode: tuple[str, ...] = ()
+    speculative: bool = True
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def ranks(flags: Sequence[str]) -> int:
     return int(known.tp * known.pp)
 
 
-def _local_env() -> dict[str, str]:
+def local_env() -> dict[str, str]:
     """Local addresses past any proxy, no hub, no compiler; opting in is left to flags alone."""
     no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY"), HOST, "localhost"]))
     return {
@@ -74,13 +76,18 @@ def _idle_flags(flags: Sequence[str]) -> tuple[str, ...]:
 
 
 def server(
-    name: str, pair: str, flags: Sequence[str], extra_env: Mapping[str, str] | None = None
+    name: str,
+    pair: str,
+    flags: Sequence[str],
+    extra_env: Mapping[str, str] | None = None,
+    speculative: bool = True,
 ) -> Launch:
     """A ``sglang.launch_server`` on the CPU engine with the models of a pair."""
     port = free_port()
     address = ("--host", HOST, "--port", str(port))
-    command = (sys.executable, "-m", "sglang.launch_server", *address, *model_flags(pair))
-    env = {**_local_env(), **cpu.launch_env(ranks(flags)), **(extra_env or {})}
+    models = model_flags(pair, speculative)
+    command = (sys.executable, "-m", "sglang.launch_server", *address, *models)
+    env = {**local_env(), **cpu.launch_env(ranks(flags)), **(extra_env or {})}
     return Launch(name, (*command, *cpu.LAUNCH_FLAGS, *_idle_flags(flags), *flags), env, port)
 
 
@@ -100,8 +107,9 @@ def prefill_and_decode(pair: str, topology: Topology, stats: str) -> tuple[Launc
     bootstrap, env = free_port(), {STATS_DIR_ENV: stats}
     prefill_flags = (*_disaggregation("prefill", bootstrap), *topology.prefill)
     decode_flags = (*_disaggregation("decode", bootstrap), *topology.decode)
-    prefill = server("prefill", pair, (*prefill_flags, *topology.mixkv_prefill), env)
-    decode = server("decode", pair, (*decode_flags, *topology.mixkv_decode), env)
+    speculative = topology.speculative
+    prefill = server("prefill", pair, (*prefill_flags, *topology.mixkv_prefill), env, speculative)
+    decode = server("decode", pair, (*decode_flags, *topology.mixkv_decode), env, speculative)
     return prefill, decode, bootstrap
 
 
@@ -115,4 +123,4 @@ def router(prefill: Launch, decode: Launch, bootstrap_port: int) -> Launch:
         *("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker"),
         *("--worker-startup-check-interval", "1"),
     )
-    return Launch("router", command, _local_env(), port)
+    return Launch("router", command, local_env(), port)

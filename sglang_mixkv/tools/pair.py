@@ -11,6 +11,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +33,31 @@ REQUEST_TIMEOUT_S = 180.0
 _MODELS = Path(__file__).parent / "models"
 
 
-def model_flags(pair: str) -> list[str]:
+def model_path(pair: str) -> Path:
+    """The folder of a pair's target, with its tokenizer."""
+    return _MODELS / pair / "target"
+
+
+def model_flags(pair: str, speculative: bool = True) -> list[str]:
     """The part of a launch line that names the models and switches speculation on."""
+    target = ["--model-path", str(model_path(pair))]
+    if not speculative:
+        return target
     flags = {
-        "--model-path": _MODELS / pair / "target",
         "--speculative-algorithm": "EAGLE3",
         "--speculative-draft-model-path": _MODELS / pair / "drafter",
         "--speculative-num-steps": DRAFT_STEPS,
         "--speculative-eagle-topk": 1,
         "--speculative-num-draft-tokens": DRAFT_STEPS + 1,
     }
-    return [str(part) for item in flags.items() for part in item]
+    return [*target, *(str(part) for item in flags.items() for part in item)]
 
 
-def prompts() -> list[list[int]]:
-    """The fixed prompts as token ids, the same on every machine."""
+def prompts(count: int = len(PROMPT_LENGTHS)) -> list[list[int]]:
+    """The first ``count`` of the fixed prompts as token ids, the same on every machine."""
     source = random.Random(2024)
-    return [[BOS, *source.sample(SYMBOLS, length), SEP] for length in PROMPT_LENGTHS]
+    lengths = islice(cycle(PROMPT_LENGTHS), count)
+    return [[BOS, *source.sample(SYMBOLS, length), SEP] for length in lengths]
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,10 @@ class Deployment:
             _settle(self.fleet)
             raise
 
+    def watch(self, call: Callable[[], T]) -> T:
+        """The result of a blocking call; ServerDied as soon as a server ends meanwhile."""
+        return _watched(self.fleet, call)
+
     def draft_bytes(self) -> DraftBytes | None:
         """The counters once they rest: servers write them after the request's end."""
         last = read_stats(self.stats)
@@ -161,7 +165,7 @@ def start(fleet: Fleet, servers: Sequence[Launch], tell: Progress = silent) -> l
     return started
 
 
-def _bring_up(fleet: Fleet, servers: Sequence[Launch], tell: Progress) -> None:
+def bring_up(fleet: Fleet, servers: Sequence[Launch], tell: Progress) -> None:
     """Start servers; wait until all are healthy and the last one serves."""
     start(fleet, servers, tell)
     entry = servers[-1]
@@ -176,7 +180,7 @@ def single(
     """One server that does prefill and decode: the reference."""
     server = launch.server("server", pair, flags)
     stats = fleet.folder("stats")
-    _bring_up(fleet, [server], progress)
+    bring_up(fleet, [server], progress)
     return Deployment(fleet, server.url, stats)
 
 
@@ -187,5 +191,5 @@ def disaggregated(
     stats = fleet.folder("stats")
     prefill, decode, bootstrap = launch.prefill_and_decode(pair, topology, str(stats))
     router = launch.router(prefill, decode, bootstrap)
-    _bring_up(fleet, [prefill, decode, router], progress)
+    bring_up(fleet, [prefill, decode, router], progress)
     return Deployment(fleet, router.url, stats)

@@ -1,0 +1,120 @@
+"""Rows of bench_pd.py as a table on the terminal, as Markdown, and as a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pd_figures import Record
+from rich.table import Table
+
+LINES = (
+    ("requests completed / failed", ("completed", "failed"), "d"),
+    ("requests/s", ("request_throughput",), ".2f"),
+    ("output tokens/s", ("output_throughput",), ".1f"),
+    ("input tokens/s", ("input_throughput",), ".1f"),
+    ("TTFT mean / median / p99, ms", ("mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms"), ".0f"),
+    ("transfer in TTFT, mean, ms", ("transfer_ms",), ".1f"),
+    ("share of the transfer in TTFT", ("transfer_share",), ".1%"),
+    ("TPOT mean / median / p99, ms", ("mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms"), ".1f"),
+    ("ITL mean / median / p99, ms", ("mean_itl_ms", "median_itl_ms", "p99_itl_ms"), ".1f"),
+    ("verify rounds", ("verify_rounds",), "d"),
+    ("drafts", ("drafts",), "d"),
+    ("accepted drafts", ("accepted",), "d"),
+    ("acceptance rate", ("accept_rate",), ".3f"),
+    ("accept length", ("accept_length",), ".3f"),
+    ("acceptance by position", ("by_position",), ".2f"),
+)
+"""Title, figures and format of each line."""
+
+
+def cell(figures: Record, names: Sequence[str], form: str) -> str:
+    """One or several figures; a dash where nobody reported one."""
+    return " / ".join(_text(figures[name], form) for name in names)
+
+
+def _text(value: Any, form: str) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return " ".join(_text(part, form) for part in value)
+    return f"{value:{form}}"
+
+
+def lines(rows: Sequence[Record]) -> list[list[str]]:
+    """The table without its head."""
+    made = [
+        [title, *(cell(row["figures"], names, form) for row in rows)]
+        for title, names, form in LINES
+    ]
+    return [*made, ["output as in the first run", *(_same_output(row, rows[0]) for row in rows)]]
+
+
+def _same_output(row: Record, first: Record) -> str:
+    if row["workload"] != first["workload"]:
+        return "other prompts"
+    return "yes" if row["figures"]["output_digest"] == first["figures"]["output_digest"] else "NO"
+
+
+def table(rows: Sequence[Record]) -> Table:
+    """A line a figure, a column a run."""
+    grid = Table(caption="-: not reported, or no speculation", caption_justify="left")
+    grid.add_column("")
+    for row in rows:
+        grid.add_column(row["label"], justify="right")
+    for line in lines(rows):
+        grid.add_row(*line)
+    return grid
+
+
+def markdown(rows: Sequence[Record]) -> str:
+    """The same for a document."""
+    head = ["", *(row["label"] for row in rows)]
+    body = ["| " + " | ".join(line) + " |" for line in [head, *lines(rows)]]
+    return "\n".join([body[0], "|---|" + "---:|" * len(rows), *body[1:]]) + "\n"
+
+
+def draw(rows: Sequence[Record], path: Path) -> None:
+    """One PNG: throughput, latencies, accept length, acceptance by position."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    labels = [row["label"] for row in rows]
+    _bars(axes[0][0], labels, rows, ("output_throughput",), "output tokens/s")
+    _bars(axes[0][1], labels, rows, ("median_ttft_ms", "p99_ttft_ms", "transfer_ms"), "TTFT, ms")
+    _bars(axes[1][0], labels, rows, ("accept_length",), "accept length")
+    _positions(axes[1][1], rows)
+    figure.savefig(path, dpi=90)
+    pyplot.close(figure)
+
+
+def _bars(
+    axis: Any, labels: Sequence[str], rows: Sequence[Record], names: Sequence[str], title: str
+) -> None:
+    """Bars side by side for each run."""
+    width = 0.8 / len(names)
+    for index, name in enumerate(names):
+        places = [place + index * width for place in range(len(rows))]
+        axis.bar(places, [row["figures"][name] or 0 for row in rows], width, label=name)
+    middle = (len(names) - 1) * width / 2
+    axis.set_xticks([place + middle for place in range(len(rows))], labels, rotation=30, ha="right")
+    axis.set_title(title)
+    if len(names) > 1:
+        axis.legend()
+
+
+def _positions(axis: Any, rows: Sequence[Record]) -> None:
+    """A line for each run that drafts."""
+    markers = "osv^D*xP"
+    for index, row in enumerate(rows):
+        if shares := row["figures"]["by_position"]:
+            places = range(1, len(shares) + 1)
+            axis.plot(places, shares, marker=markers[index % len(markers)], label=row["label"])
+            axis.set_xticks(places)
+    axis.set_ylim(-0.02, 1.02)
+    axis.set_title("acceptance by position of the draft")
+    axis.legend()

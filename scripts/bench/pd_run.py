@@ -1,0 +1,155 @@
+"""Runs of bench_serving against a router, each one a row in ``runs.jsonl`` of one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pd_client
+import pd_figures
+import requests
+from common import machine
+from pd_figures import Record
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from sglang_mixkv.tools.progress import QUIET_S
+
+WARMUP = 1
+T = TypeVar("T")
+Watch = Callable[[Callable[[], T]], T]
+"""Makes a blocking call, and gives it up when there is no use in waiting for it."""
+
+
+class BenchFailed(RuntimeError):
+    """bench_serving ended without a result; the message has its last lines."""
+
+
+class Runner:
+    """``workload``: what has to be equal for two runs to be compared."""
+
+    def __init__(self, folder: Path, workload: Record, console: Console) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.workload = workload
+        self._console = console
+
+    @property
+    def rows(self) -> list[Record]:
+        """All runs so far, the last one of each label."""
+        return pd_figures.load(self.folder / "runs.jsonl")
+
+    def run(
+        self,
+        label: str,
+        url: str,
+        options: Sequence[str],
+        metrics: str,
+        env: Mapping[str, str] | None = None,
+        watch: Watch[Any] = lambda call: call(),
+    ) -> None:
+        """Send the workload and append the row. ``metrics``: a page with the prefill's."""
+        output = self.folder / "bench_serving.jsonl"
+        about = machine()
+        before = fetch(metrics)
+        replies = self._drive(label, self._command(url, options, output), env or {}, watch)
+        result = json.loads(output.read_text().splitlines()[-1])
+        row = {
+            "label": label,
+            "workload": self.workload,
+            "figures": pd_figures.figures(result, replies[WARMUP:], before, fetch(metrics)),
+            "machine": {**about, "load_at_end": os.getloadavg()[0]},
+        }
+        pd_figures.append(self.folder / "runs.jsonl", row)
+
+    def _command(self, url: str, options: Sequence[str], output: Path) -> list[str]:
+        return [
+            *(sys.executable, str(Path(pd_client.__file__))),
+            *("--backend", "sglang", "--base-url", url, *options),
+            *("--num-prompts", str(self.workload["prompts"])),
+            *("--max-concurrency", str(self.workload["max_concurrency"])),
+            *("--warmup-requests", str(WARMUP), "--disable-tqdm"),
+            *("--output-details", "--output-file", str(output)),
+        ]
+
+    def _drive(
+        self, label: str, command: list[str], env: Mapping[str, str], watch: Watch[Any]
+    ) -> list[Record]:
+        """Run bench_serving to its end and collect the replies; it does not outlive this call."""
+        log = self.folder / "bench_serving.log"
+        replies: list[Record] = []
+        counter = Counter(self._console, label, WARMUP + self.workload["prompts"])
+        with log.open("w") as out, counter:
+            child = subprocess.Popen(
+                command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=out, text=True
+            )
+
+            def read() -> int:
+                for line in child.stdout or ():
+                    if reply := pd_client.parse(line):
+                        replies.append(reply)
+                        counter.advance()
+                    else:
+                        print(line, end="", file=out, flush=True)
+                return child.wait()
+
+            try:
+                status = watch(read)
+            finally:
+                child.kill()
+                child.wait()
+        if status:
+            end = "\n".join(log.read_text().splitlines()[-10:])
+            raise BenchFailed(f"bench_serving ended with status {status}; {log} ends with:\n{end}")
+        return replies
+
+
+def fetch(url: str) -> str | None:
+    """A page of metrics; None where there is none."""
+    with requests.Session() as session:
+        session.trust_env = False
+        try:
+            answer = session.get(url, timeout=30)
+        except requests.RequestException:
+            return None
+    return answer.text if answer.status_code == requests.codes.ok else None
+
+
+class Counter:
+    """Finished requests: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, console: Console, label: str, total: int) -> None:
+        self._console, self._label, self._total = console, label, total
+        self._done, self._said = 0, time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+        )
+        self._task = self._bar.add_task(f"{label}: requests", total=total)
+
+    def __enter__(self) -> Counter:
+        if self._console.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._console.is_terminal:
+            self._bar.stop()
+
+    def advance(self) -> None:
+        self._done += 1
+        self._bar.advance(self._task)
+        now = time.monotonic()
+        last = self._done == self._total
+        if not self._console.is_terminal and (last or now - self._said > QUIET_S):
+            self._said = now
+            self._console.print(f"  {self._label}: {self._done} of {self._total} requests")

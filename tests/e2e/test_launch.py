@@ -1,0 +1,149 @@
+"""The launch scripts themselves with the small pair: only sizes differ from production.
+
+Each way to opt in is there once on each side: a flag, a YAML file, the environment; and each
+launcher: `sglang serve`, `python -m sglang.launch_server`. Both sizes differ, and one-sided
+opt-in is refused, so right drafts mean that the plugin is active on both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from sglang_mixkv import cpu
+from sglang_mixkv.config import ENABLE_ENV, STATS_DIR_ENV
+from sglang_mixkv.tools import launch, servers
+from sglang_mixkv.tools.pair import Answer, accept_length, model_flags, prompts
+from sglang_mixkv.tools.ports import free_port
+from sglang_mixkv.tools.processes import Fleet
+from sglang_mixkv.tools.servers import Deployment, bring_up
+
+from .conftest import START_TIMEOUT
+
+pytestmark = [START_TIMEOUT, pytest.mark.full]
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+ENVIRONMENT = {"MIXKV": "0", ENABLE_ENV: "1"}
+YAML = {"MIXKV": "0"}
+SERVE = {"LAUNCHER": "sglang serve"}
+ROUTERS = ("router", "mini-lb")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Variables of prefill.sh and decode.sh; ``yaml``: which of them opts in by --config."""
+
+    name: str
+    prefill: dict[str, str]
+    decode: dict[str, str]
+    yaml: str = ""
+
+
+CASES = [
+    Case("serve-flag--yaml", {"TP": "2", **SERVE}, {"TP": "1", **YAML}, yaml="decode"),
+    Case("environment--serve-environment", {"TP": "1", **ENVIRONMENT},
+         {"TP": "2", **SERVE, **ENVIRONMENT}),
+]  # fmt: skip
+
+
+@dataclass
+class Started:
+    """A running pair: one deployment for each router before it."""
+
+    stats: Path
+    by_router: dict[str, Deployment] = field(default_factory=dict)
+
+
+def script(name: str, arguments: tuple[str, ...], **variables: str) -> launch.Launch:
+    """One of the launch scripts as a server to start."""
+    port, file = free_port(), name if name in ("prefill", "decode") else "router"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    env = {**launch.local_env(), "PATH": path, "HOST": launch.HOST, "PORT": str(port), **variables}
+    return launch.Launch(name, ("bash", str(SCRIPTS / f"launch/{file}.sh"), *arguments), env, port)
+
+
+def server(
+    name: str, sizes: dict[str, str], shared: dict[str, str], yaml: Path | None
+) -> launch.Launch:
+    """A prefill or decode server on CPU: sizes by variables, the CPU's flags behind."""
+    models = dict(zip(*[iter(model_flags("mla"))] * 2, strict=True))
+    names = {"MODEL": models["--model-path"], "DRAFT": models["--speculative-draft-model-path"]}
+    config = ("--config", str(yaml)) if yaml else ()
+    arguments = (*cpu.LAUNCH_FLAGS, "--sleep-on-idle", *config)
+    env = cpu.launch_env(int(sizes["TP"]))
+    return script(name, arguments, **{**env, **names, **shared, **sizes})
+
+
+def router(
+    name: str, prefill: launch.Launch, decode: launch.Launch, bootstrap: str
+) -> launch.Launch:
+    further = ("--mini-lb",) if name == "mini-lb" else ("--prometheus-port", str(free_port()))
+    return script(name, further, PREFILL=f"{prefill.url},{bootstrap}", DECODE=decode.url)
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def started(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Started]:
+    """A pair behind both routers."""
+    case: Case = request.param
+    yaml = tmp_path_factory.mktemp("config") / "mixkv.yaml"
+    yaml.write_text("enable-mixkv: true\nmixkv-staging-mb: 32\n")
+    with Fleet() as fleet:
+        stats, bootstrap = fleet.folder("stats"), str(free_port())
+        shared = {STATS_DIR_ENV: str(stats), "BOOTSTRAP_PORT": bootstrap}
+        prefill, decode = (
+            server(name, getattr(case, name), shared, yaml if case.yaml == name else None)
+            for name in ("prefill", "decode")
+        )
+        first, second = (router(name, prefill, decode, bootstrap) for name in ROUTERS)
+        bring_up(fleet, [prefill, decode, first], servers.silent)
+        bring_up(fleet, [second], servers.silent)
+        deployments = {r.name: Deployment(fleet, r.url, stats) for r in (first, second)}
+        yield Started(stats, deployments)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_drafts_are_the_single_servers(
+    name: str, started: Started, reference: Callable[[str], list[Answer]]
+) -> None:
+    deployment = started.by_router[name]
+    answers = [deployment.ask(prompt) for prompt in prompts()]
+    assert [list(a.tokens) for a in answers] == [prompt[1:] for prompt in prompts()]
+    assert accept_length(answers) == pytest.approx(accept_length(reference("mla")), rel=0.02)
+
+
+def test_every_draft_byte_went_through_the_plugin(started: Started) -> None:
+    found = started.by_router["router"].draft_bytes()
+    assert found is not None
+    assert found.sent == found.needed > 0
+
+
+def test_bench_against_a_running_deployment(started: Started, tmp_path: Path) -> None:
+    """bench_pd.py --router, with another of bench_serving's datasets."""
+    command = [sys.executable, str(SCRIPTS / "bench_pd.py"), "--into", str(tmp_path)]
+    further = [
+        "--dataset-name",
+        "random-ids",
+        "--random-input-len",
+        "40",
+        "--random-output-len",
+        "20",
+    ]
+    done = subprocess.run(
+        [*command, "--router", started.by_router["router"].url, "--label", "here",
+         "--num-prompts", "3", "--", *further],
+        env={**os.environ, **launch.local_env(), **cpu.launch_env()},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
+    assert row["figures"]["completed"] == 3
+    assert row["figures"]["verify_rounds"] > 0
