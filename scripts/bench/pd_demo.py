@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, runner: Runner, console: Console) -> list[s
             with StartDisplay(console) as display:
                 deployment = disaggregated(fleet, options.pair, topology, display.update)
             url = deployment.url
-            metrics = f"{url}/engine_metrics"
+            metrics = f"{deployment.prefill}/metrics"
             runner.run(label, url, [*further, *options.further], metrics, env, deployment.watch)
     return list(plan)
 

@@ -66,11 +66,12 @@ def read_stats(folder: Path) -> DraftBytes | None:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Running servers, and where to send requests."""
+    """Running servers, and where to send requests. ``prefill``: URL of a pair's prefill server."""
 
     fleet: Fleet
     url: str
     stats: Path
+    prefill: str = ""
 
     def ask(self, prompt: list[int]) -> Answer:
         """One prompt; raises RequestFailed, or ServerDied when a server ends meanwhile."""
@@ -192,4 +193,4 @@ def disaggregated(
     prefill, decode, bootstrap = launch.prefill_and_decode(pair, topology, str(stats))
     router = launch.router(prefill, decode, bootstrap)
     bring_up(fleet, [prefill, decode, router], progress)
-    return Deployment(fleet, router.url, stats)
+    return Deployment(fleet, router.url, stats, prefill.url)

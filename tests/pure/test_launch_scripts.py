@@ -129,14 +129,23 @@ def test_every_variable_of_the_scripts_is_described() -> None:
     assert {name for name in used if name not in listed} == set()
 
 
-def test_shellcheck() -> None:
-    found = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+def lint(tool: str, *arguments: str) -> None:
+    """Run a linter of the dev extra over files of the repository."""
+    found = shutil.which(tool, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if found is None:
-        pytest.skip("shellcheck is not installed (the dev extra has it)")
+        pytest.skip(f"{tool} is not installed (the dev extra has it)")
+    done = subprocess.run([found, *arguments], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_shellcheck() -> None:
     files = sorted(map(str, LAUNCH.glob("*.sh")))
     assert len(files) == 4
-    done = subprocess.run([found, "-x", *files], cwd=ROOT, text=True, capture_output=True)
-    assert done.returncode == 0, done.stdout
+    lint("shellcheck", "-x", *files)
+
+
+def test_dockerfile() -> None:
+    lint("hadolint", "docker/Dockerfile")
 
 
 def test_compose_uses_the_scripts_and_their_variables() -> None:
