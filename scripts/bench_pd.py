@@ -92,7 +92,7 @@ def report(runner: Runner, console: Console) -> None:
     if not rows:
         console.print(f"no runs in {runner.folder}")
         return
-    console.print(pd_report.table(rows))
+    console.print(*pd_report.tables(rows), sep="\n")
     (runner.folder / "table.md").write_text(pd_report.markdown(rows))
     try:
         pd_report.draw(rows, runner.folder / "plot.png")

@@ -18,7 +18,7 @@ Record = dict[str, Any]
 LATENCIES = ("ttft", "tpot", "itl")
 STATISTICS = ("mean", "median", "p99")
 
-STAGES = "sglang:per_stage_req_latency_seconds"
+STAGES = "sglang_per_stage_req_latency_seconds"
 TRANSFER_STAGE = "prefill_transfer_kv_cache"
 """From the end of a request's prefill to the end of its transfer (req_time_stats.py): what a
 client waits for; earlier chunks travel while the prefill still computes."""
@@ -57,14 +57,17 @@ def by_position(histograms: Sequence[Sequence[int]]) -> list[float]:
 
 
 def transfer_totals(metrics: str) -> tuple[float, float]:
-    """Seconds and number of transfers in a Prometheus page, over all prefill ranks that report."""
-    seconds = count = 0.0
+    """Seconds and number of transfers in a Prometheus page, over all prefill ranks that report.
+
+    A server's own page begins its names with ``sglang:``, the router's with ``sglang_``.
+    """
+    found = {"sum": 0.0, "count": 0.0}
     for family in text_string_to_metric_families(metrics):
         for sample in family.samples:
-            if sample.labels.get("stage") == TRANSFER_STAGE:
-                seconds += sample.value if sample.name == f"{STAGES}_sum" else 0.0
-                count += sample.value if sample.name == f"{STAGES}_count" else 0.0
-    return seconds, count
+            name, _, kind = sample.name.replace(":", "_", 1).rpartition("_")
+            if name == STAGES and kind in found and sample.labels.get("stage") == TRANSFER_STAGE:
+                found[kind] += sample.value
+    return found["sum"], found["count"]
 
 
 def transfer(before: str | None, after: str | None, ttft_ms: float) -> Record:

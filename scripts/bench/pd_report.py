@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,20 @@ def _text(value: Any, form: str) -> str:
     return f"{value:{form}}"
 
 
-def lines(rows: Sequence[Record]) -> list[list[str]]:
-    """The table without its head."""
+def groups(rows: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
+    """Runs of one deployment side by side: labels with the same words before the last one."""
+    names = [row["label"].rpartition(" ")[0] for row in rows]
+    for name in dict.fromkeys(names):
+        yield name, [row for row, other in zip(rows, names, strict=True) if other == name]
+
+
+def lines(rows: Sequence[Record], first: Record) -> list[list[str]]:
+    """A group without its head. ``first``: the run with whose output others are compared."""
     made = [
         [title, *(cell(row["figures"], names, form) for row in rows)]
         for title, names, form in LINES
     ]
-    return [*made, ["output as in the first run", *(_same_output(row, rows[0]) for row in rows)]]
+    return [*made, ["output as in the first run", *(_same_output(row, first) for row in rows)]]
 
 
 def _same_output(row: Record, first: Record) -> str:
@@ -57,22 +64,27 @@ def _same_output(row: Record, first: Record) -> str:
     return "yes" if row["figures"]["output_digest"] == first["figures"]["output_digest"] else "NO"
 
 
-def table(rows: Sequence[Record]) -> Table:
-    """A line a figure, a column a run."""
-    grid = Table(caption="-: not reported, or no speculation", caption_justify="left")
-    grid.add_column("")
-    for row in rows:
-        grid.add_column(row["label"], justify="right")
-    for line in lines(rows):
-        grid.add_row(*line)
-    return grid
+def tables(rows: Sequence[Record]) -> Iterator[Table]:
+    """A table a group: a line a figure, a column a run."""
+    for name, group in groups(rows):
+        grid = Table(title=name, caption="-: not reported, or no speculation")
+        grid.add_column("")
+        for row in group:
+            grid.add_column(row["label"].rpartition(" ")[2], justify="right")
+        for line in lines(group, rows[0]):
+            grid.add_row(*line)
+        yield grid
 
 
 def markdown(rows: Sequence[Record]) -> str:
     """The same for a document."""
-    head = ["", *(row["label"] for row in rows)]
-    body = ["| " + " | ".join(line) + " |" for line in [head, *lines(rows)]]
-    return "\n".join([body[0], "|---|" + "---:|" * len(rows), *body[1:]]) + "\n"
+    return "\n".join(_markdown(group, rows[0]) for _, group in groups(rows))
+
+
+def _markdown(group: Sequence[Record], first: Record) -> str:
+    head = ["", *(row["label"] for row in group)]
+    body = ["| " + " | ".join(line) + " |" for line in [head, *lines(group, first)]]
+    return "\n".join([body[0], "|---|" + "---:|" * len(group), *body[1:]]) + "\n"
 
 
 def draw(rows: Sequence[Record], path: Path) -> None:

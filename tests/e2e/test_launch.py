@@ -76,7 +76,7 @@ def server(
     models = dict(zip(*[iter(model_flags("mla"))] * 2, strict=True))
     names = {"MODEL": models["--model-path"], "DRAFT": models["--speculative-draft-model-path"]}
     config = ("--config", str(yaml)) if yaml else ()
-    arguments = (*cpu.LAUNCH_FLAGS, "--sleep-on-idle", *config)
+    arguments = (*cpu.LAUNCH_FLAGS, "--sleep-on-idle", "--enable-metrics", *config)
     env = cpu.launch_env(int(sizes["TP"]))
     return script(name, arguments, **{**env, **names, **shared, **sizes})
 
@@ -147,3 +147,4 @@ def test_bench_against_a_running_deployment(started: Started, tmp_path: Path) ->
     (row,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().splitlines())
     assert row["figures"]["completed"] == 3
     assert row["figures"]["verify_rounds"] > 0
+    assert 0 < row["figures"]["transfer_share"] < 1

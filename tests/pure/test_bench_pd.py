@@ -77,8 +77,10 @@ def test_without_speculation_there_is_no_acceptance() -> None:
     assert set(pd_figures.acceptance([PLAIN, PLAIN]).values()) == {None}
 
 
-def test_transfer_counts_what_happened_in_between() -> None:
-    before, after = METRICS.format(1.0, 10), METRICS.format(1.5, 20)
+@pytest.mark.parametrize("prefix", ["sglang:", "sglang_"], ids=["server", "router"])
+def test_transfer_counts_what_happened_in_between(prefix: str) -> None:
+    metrics = METRICS.replace("sglang:", prefix)
+    before, after = metrics.format(1.0, 10), metrics.format(1.5, 20)
     assert pd_figures.transfer(before, after, ttft_ms=200.0) == {
         "transfer_ms": pytest.approx(50.0),
         "transfer_share": pytest.approx(0.25),
@@ -123,7 +125,7 @@ def test_verdict(mixkv: dict[str, Any], good: bool) -> None:
 def test_table_markdown_and_plot(tmp_path: Path) -> None:
     rows = [row("P2->D1 none", [PLAIN]), row("P2->D1 mixkv", [GOOD], generated_texts=["x"])]
     console = Console(width=120, record=True)
-    console.print(pd_report.table(rows))
+    console.print(*pd_report.tables(rows))
     shown, written = console.export_text(), pd_report.markdown(rows)
     for text in (shown, written):
         assert "3.333" in text
@@ -131,6 +133,11 @@ def test_table_markdown_and_plot(tmp_path: Path) -> None:
         assert "100 / 100 / 100" in text
         assert "NO" in text
     assert len({line.count("|") for line in written.splitlines()}) == 1
+    other = [*rows, row("P1->D2 mixkv", [GOOD])]
+    assert [(name, len(group)) for name, group in pd_report.groups(other)] == [
+        ("P2->D1", 2), ("P1->D2", 1),
+    ]  # fmt: skip
+    assert pd_report.markdown(other).count("|---|") == 2
     pytest.importorskip("matplotlib")
     pd_report.draw(rows, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
