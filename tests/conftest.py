@@ -1,6 +1,9 @@
-"""What all rings share: the option --full."""
+"""What all rings share: the option --full, and the figures of a run by ring and file."""
 
 from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -16,3 +19,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "full" in item.keywords:
             item.add_marker(skip)
+
+
+@dataclass
+class Figures:
+    """Cases of one file by outcome, and their seconds, set-up included."""
+
+    outcomes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    seconds: float = 0.0
+
+    def row(self, name: str) -> str:
+        counts = [self.outcomes[key] for key in ("passed", "failed", "skipped")]
+        return "| " + " | ".join([f"`{name}`", *map(str, counts), f"{self.seconds:.0f}"]) + " |"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A Markdown table, as it stands in docs/matrix.md."""
+    files: dict[str, Figures] = defaultdict(Figures)
+    for category, reports in terminalreporter.stats.items():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                file, phase = files[report.nodeid.partition("::")[0]], report.when
+                if phase == "call" or category in ("skipped", "error"):
+                    file.outcomes["failed" if category == "error" else category] += 1
+                file.seconds += report.duration
+    if not files:
+        return
+    terminalreporter.section("cases and seconds")
+    lines = ["| file | passed | failed | skipped | seconds |", "|---|---|---|---|---|"]
+    lines += [files[name].row(name) for name in sorted(files)]
+    terminalreporter.write_line("\n".join(lines))

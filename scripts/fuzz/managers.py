@@ -65,9 +65,9 @@ def rank_of(side: str, name: str) -> Any:
     from protocol.ring import Rank, free_port
 
     case = cases()[name]
-    case.extra.update(bootstrap_up=threading.Event(), all_sent=threading.Event())
+    case.extra.update(bootstrap_up=[threading.Event()], all_sent=threading.Event())
     case.extra["config"]["draft_transfer"] = "direct"
-    rank = Rank(case, side, 0, free_port())
+    rank = Rank(case, side, 0, [free_port()])
     rank.start_manager()
     return rank
 

@@ -7,8 +7,10 @@
     disaggregation.utils.get_kv_class                 Mooncake's sender would take page
         (after)                                       indices over pinned memory and a CUDA
                                                       event
+    mem_cache.allocation.get_last_loc (around)        with pages of several tokens it starts
+                                                      a Triton kernel
 
-Unless SGLANG_USE_CPU_ENGINE is 1, nothing is installed. With it, pairs of servers need both
+Unless SGLANG_USE_CPU_ENGINE is 1, nothing is installed. With it, pairs of servers need all
 hooks whether or not they opted in to mixkv. Hooks only: installing imports no SGLang module
 but its hook registry.
 """
@@ -24,16 +26,18 @@ from sglang_mixkv.cpu import CPU_ENGINE_ENV
 
 FALLBACK = "sglang.srt.arg_groups.overrides._attention_backend_platform_fallbacks"
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
+LAST_LOC = "sglang.srt.mem_cache.allocation.get_last_loc"
 
 
 def install() -> None:
-    """Register both hooks if this process runs the CPU engine."""
+    """Register the hooks if this process runs the CPU engine."""
     if os.environ.get(CPU_ENGINE_ENV) != "1":
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(FALLBACK, _keep_intel_amx, HookType.AROUND)
     HookRegistry.register(GET_KV_CLASS, _without_host_indices, HookType.AFTER)
+    HookRegistry.register(LAST_LOC, _last_loc_in_torch, HookType.AROUND)
 
 
 def _stand_in_is_loaded() -> bool:
@@ -54,3 +58,10 @@ def _without_host_indices(kv_class: Any, *_args: Any, **_kwargs: Any) -> None:
     """Switch the feature off on the class that has it; subclasses of it inherit that."""
     if getattr(kv_class, "supports_host_tensor_indices", False):
         kv_class.supports_host_tensor_indices = False
+
+
+def _last_loc_in_torch(_original: Callable[..., Any], *args: Any) -> Any:
+    """SGLang's own variant in PyTorch, which it keeps for two backends by name."""
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(*args)

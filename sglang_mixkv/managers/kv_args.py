@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.utils import is_mla_backend
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_server_args, get_spec
 
 from sglang_mixkv.core.errors import refuse
@@ -49,8 +50,18 @@ def describe(kv_args: Any, target_pool: Any, draft_pool: Any | None) -> None:
     split_draft(kv_args)
     if not is_mla_backend(target_pool) and not kv_args.is_hybrid_mla_backend:
         _describe_target_heads(kv_args, target_pool)
+    if draft_pool is not None:
+        _check_is_sent_whole(draft_pool)
     if draft_pool is None or not kv_args.num_draft_entries:
         return
+    if getattr(kv_args, "mla_compression_ratios", None):
+        raise refuse(
+            "a target with KV entries in the order of its layers",
+            "DeepSeek-V4's, ordered by compression ratio, and a drafter with token KV",
+            "entries of several pipeline stages would be paired wrongly",
+            "Use DeepSeek-V4's own NextN drafter, or start both sides without --enable-mixkv",
+        )
+    draft_pool = getattr(draft_pool, "full_kv_pool", draft_pool)
     spec = get_spec()
     config = ModelConfig.from_server_args(
         get_server_args(),
@@ -76,6 +87,26 @@ def _describe_target_heads(kv_args: Any, pool: Any) -> None:
     config = ModelConfig.from_server_args(get_server_args())
     kv_args.kv_head_num = pool.head_num
     kv_args.total_kv_head_num = config.get_total_num_kv_heads()
+
+
+def _check_is_sent_whole(pool: Any) -> None:
+    """Refuse a drafter of which KV args hold a part only: setup_state_kv_args adds what is not
+    in kv_data_* for the target's pool alone (but for DeepSeek-V4, DSA and QSA drafters)."""
+    scales = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
+    if isinstance(pool, SWAKVPool):
+        raise refuse(
+            "a drafter whose layers share one group of pages",
+            f"{type(pool).__name__}: its sliding-window layers have pages of their own",
+            "SGLang 0.5.23 would never send the KV of those layers",
+            "Use a drafter without such layers, or --speculative-draft-window-size",
+        )
+    if any(getattr(pool, name, None) is not None for name in scales):
+        raise refuse(
+            "a drafter's KV that needs no scales beside it",
+            f"{type(pool).__name__} with block scales",
+            "SGLang 0.5.23 would never send its scales",
+            "Give --speculative-draft-kv-cache-dtype bfloat16 or fp8_e4m3",
+        )
 
 
 def _check_layout(name: str, pool: Any) -> None:

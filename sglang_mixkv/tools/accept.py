@@ -50,9 +50,9 @@ def tokenize(url: str, text: str) -> list[int]:
     """Token ids with one BOS where the model has one, by the server's own tokenizer."""
     plain = _tokens(url, text, special=False)
     full = _tokens(url, text, special=True)
-    added = len(full) - len(plain)
-    doubled = added > 0 and plain[:added] == full[:added]
-    return plain if doubled else full
+    spare = len(full) - len(plain)  # a tokenizer may add tokens on both sides
+    front = next((n for n in range(spare + 1) if full[n : n + len(plain)] == plain), 0)
+    return full[front:] if plain[:front] == full[:front] else full
 
 
 def _tokens(url: str, text: str, *, special: bool) -> list[int]:
@@ -75,13 +75,14 @@ def ask(url: str, ids: list[int], max_new_tokens: int) -> Answer:
 def compare(single: list[Answer], pair: list[Answer], gate: float) -> dict[str, Any]:
     """The figures of both, and whether the pair is within the gate."""
     left, right = accept_length(single), accept_length(pair)
+    steps = max(len(answer.rounds_by_right_drafts) for answer in single + pair) - 1
     return {
         "prompts": len(single),
         "same_output": sum(a.tokens == b.tokens for a, b in zip(single, pair, strict=True)),
-        "single": {"accept_length": left, "by_position": acceptance_by_position(single)},
-        "pair": {"accept_length": right, "by_position": acceptance_by_position(pair)},
+        "single": {"accept_length": left, "by_position": acceptance_by_position(single, steps)},
+        "pair": {"accept_length": right, "by_position": acceptance_by_position(pair, steps)},
         "gate": gate,
-        "within_gate": left > 0 and right >= left * (1 - gate),
+        "within_gate": right >= left * (1 - gate),
     }
 
 
@@ -122,6 +123,14 @@ def main(argv: list[str]) -> int:
         pair = [ask(args.pair, prompt, args.max_new_tokens) for prompt in ids]
     except (RequestFailed, requests.RequestException) as error:
         print(error, file=sys.stderr)
+        return 2
+    if not accept_length(single):
+        print(
+            f"{args.single} reports no speculative decoding for the {len(ids)} prompts of "
+            f"{args.prompts}, so there is nothing to compare with. Start it with the pair's "
+            "speculative flags.",
+            file=sys.stderr,
+        )
         return 2
     found = compare(single, pair, args.gate)
     print("\n".join(table(found)))

@@ -60,14 +60,25 @@ def prompts(count: int = len(PROMPT_LENGTHS)) -> list[list[int]]:
     return [[BOS, *source.sample(SYMBOLS, length), SEP] for length in lengths]
 
 
+def cousins() -> list[list[int]]:
+    """For each fixed prompt one with its first half, and its second half shuffled."""
+    source = random.Random(2025)
+    found = []
+    for prompt in prompts():
+        half = len(prompt) // 2
+        found.append([*prompt[:half], *source.sample(prompt[half:-1], len(prompt) - 1 - half), SEP])
+    return found
+
+
 @dataclass(frozen=True)
 class Answer:
-    """What a server said to one prompt."""
+    """What a server said to one prompt. `cached_tokens`: of the prompt, found in a radix cache."""
 
     tokens: tuple[int, ...]
     verify_rounds: int
     rounds_by_right_drafts: tuple[int, ...]
     seconds: float
+    cached_tokens: int = 0
 
 
 class RequestFailed(RuntimeError):
@@ -109,6 +120,7 @@ def parse_answer(reply: dict[str, Any], seconds: float) -> Answer:
         verify_rounds=info.get("spec_verify_ct") or 0,
         rounds_by_right_drafts=tuple(info.get("spec_correct_drafts_histogram") or ()),
         seconds=seconds,
+        cached_tokens=info.get("cached_tokens") or 0,
     )
 
 
@@ -118,11 +130,11 @@ def accept_length(answers: list[Answer]) -> float:
     return sum(len(answer.tokens) for answer in answers) / rounds if rounds else 0.0
 
 
-def acceptance_by_position(answers: list[Answer]) -> list[float]:
-    """For i = 1, 2, ...: the share of verify rounds with at least i right drafts."""
+def acceptance_by_position(answers: list[Answer], steps: int = DRAFT_STEPS) -> list[float]:
+    """For i = 1 .. steps: the share of verify rounds with at least i right drafts."""
     histograms = [answer.rounds_by_right_drafts for answer in answers]
     rounds = sum(map(sum, histograms))
     return [
         sum(sum(histogram[i:]) for histogram in histograms) / rounds if rounds else 0.0
-        for i in range(1, DRAFT_STEPS + 1)
+        for i in range(1, steps + 1)
     ]

@@ -6,19 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sglang_mixkv.tools.pair import accept_length, prompts
+from sglang_mixkv.tools.pair import Answer, accept_length, cousins, prompts
 
-from .conftest import START_TIMEOUT, Measured
+from .conftest import START_TIMEOUT, Measured, record
 
 pytestmark = START_TIMEOUT
 
 
-def test_output_is_the_single_servers(pd: Measured) -> None:
-    assert [a.tokens for a in pd.answers] == [a.tokens for a in pd.reference]
+def same(answers: list[Answer], reference: list[Answer]) -> None:
+    """Every token as the single server's, and the accept length within 2 %."""
+    assert [a.tokens for a in answers] == [a.tokens for a in reference]
+    assert accept_length(answers) == pytest.approx(accept_length(reference), rel=0.02)
 
 
-def test_accept_length_is_the_single_servers(pd: Measured) -> None:
-    assert accept_length(pd.answers) == pytest.approx(accept_length(pd.reference), rel=0.02)
+def test_output_and_accept_length_are_the_single_servers(pd: Measured) -> None:
+    same(pd.answers, pd.reference.fixed)
 
 
 def test_no_draft_byte_is_missing_or_sent_twice(pd: Measured) -> None:
@@ -26,8 +28,24 @@ def test_no_draft_byte_is_missing_or_sent_twice(pd: Measured) -> None:
     assert pd.draft.sent == pd.draft.needed > 0
 
 
-def test_requests_side_by_side_do_not_disturb_each_other(pd: Measured) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(pd.deployment.ask, prompts()))
-    assert [a.tokens for a in answers] == [a.tokens for a in pd.reference]
-    assert accept_length(answers) == pytest.approx(accept_length(pd.reference), rel=0.02)
+def test_repeated_prompts(pd: Measured) -> None:
+    """The prefill finds them in its radix cache, a decode server with one has most pages too."""
+    before = pd.draft_bytes()
+    answers = [pd.deployment.ask(prompt) for prompt in prompts()]
+    record(f"{pd.case.name}, again", answers, pd.reference.fixed)
+    same(answers, pd.reference.fixed)
+    draft = pd.draft_bytes().since(before)
+    assert draft.sent == draft.needed > 0
+    assert all(answer.cached_tokens > 0 for answer in answers)
+    assert (draft.needed < before.needed / 2) == pd.case.decode_caches
+
+
+def test_eight_requests_at_once_with_cached_prefixes(pd: Measured) -> None:
+    """Their first halves are in the caches, their second halves are new."""
+    before = pd.draft_bytes()
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(pd.deployment.ask, cousins()))
+    record(f"{pd.case.name}, 8 at once", answers, pd.reference.cousins)
+    same(answers, pd.reference.cousins)
+    draft = pd.draft_bytes().since(before)
+    assert draft.sent == draft.needed > 0

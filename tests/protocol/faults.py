@@ -385,7 +385,7 @@ def bootstrap_away(rank: Rank) -> None:
     def away() -> None:
         old.close()
         time.sleep(STALL_S)
-        rank.bootstrap = Back("127.0.0.1", rank.port)
+        rank.bootstrap = Back("127.0.0.1", rank.ports[0])
 
     rank.strike()
     threading.Thread(target=away, daemon=True).start()

@@ -5,7 +5,7 @@ Nothing here uses the project's own geometry, routes or plans.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,16 +37,17 @@ class Cache:
 @dataclass(frozen=True)
 class Request:
     """`tokens` to transfer beyond a decode-side prefix of `prefix_pages`, in chunks of
-    `chunk_pages` (0: one chunk)."""
+    `chunk_pages` (0: one chunk). `prefix_of`: the request whose first pages are the prefix."""
 
     tokens: int
     prefix_pages: int = 0
     chunk_pages: int = 0
+    prefix_of: int | None = None
 
 
 @dataclass(frozen=True)
 class Case:
-    """One prefill server, one decode server, some requests."""
+    """Prefill servers (all alike), one decode server, some requests, sent to them in turns."""
 
     prefill_tp: int
     decode_tp: int
@@ -57,9 +58,12 @@ class Case:
     prefill_dp: int = 1
     decode_dp: int = 1
     prefill_pp: int = 1
+    prefills: int = 1
     shuffled: bool = True
     hybrid: bool = False  # pools publish layer ids, and there is linear-attention state
+    target_window: int = 0  # the target has one more layer, with this window, in an SWAKVPool
     draft_window: int = 0
+    decode_radix: bool = False
     prefill_mixkv: bool = True
     decode_mixkv: bool = True
     seed: int = 0
@@ -70,6 +74,18 @@ class Case:
         draft = self.draft and (f"{self.draft.kind}{self.draft.heads}")
         hybrid = "hybrid-" if self.hybrid else ""
         return f"{hybrid}{self.target.kind}+{draft}-P{self.prefill_tp}-D{self.decode_tp}"
+
+    @property
+    def window_group(self) -> Cache:
+        """The target's layer with a window: SGLang sends its pages as state."""
+        return replace(self.target, layers=1)
+
+    def prefill_of(self, number: int) -> int:
+        return number % self.prefills
+
+    def turn(self, number: int) -> int:
+        """The number among the requests of one prefill server: it picks the DP ranks."""
+        return number // self.prefills
 
     def all_rounds(self) -> tuple[tuple[int, ...], ...]:
         return self.rounds or (tuple(range(len(self.requests))),)
@@ -93,7 +109,7 @@ def heads_of_rank(heads: int, tp: int, rank: int) -> slice:
 
 def whole(case: Case, name: str, cache: Cache, request: int) -> list[np.ndarray]:
     """Unsharded rows of one request: per entry [pages, page_size, heads, bytes]."""
-    rng = np.random.default_rng([case.seed, request, name == "draft"])
+    rng = np.random.default_rng([case.seed, request, ("target", "draft", "window").index(name)])
     pages = case.pages(case.requests[request])
     heads = 1 if cache.is_mla else cache.heads
     return [
@@ -113,23 +129,30 @@ def sglang_pool(case: Case, cache: Cache, tp: int, rank: int, layers: int) -> An
     """The KV pool that SGLang's model runner builds for this cache on one rank."""
     import torch
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     dtype = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[cache.dtype]
     size = (case.pool_pages - 1) * case.page_size  # SGLang adds a page of its own in front
     common = {
-        "size": size, "page_size": case.page_size, "dtype": dtype, "layer_num": layers,
+        "size": size, "page_size": case.page_size, "dtype": dtype,
         "device": "cpu", "enable_memory_saver": False,
     }  # fmt: skip
     if cache.is_mla:
         width = cache.k_bytes // dtype.itemsize
-        return MLATokenToKVPool(kv_lora_rank=width - 1, qk_rope_head_dim=1, **common)
-    local = len(range(cache.heads)[heads_of_rank(cache.heads, tp, rank)])
-    return MHATokenToKVPool(
-        head_num=local,
-        head_dim=cache.k_bytes // dtype.itemsize,
-        v_head_dim=cache.v_bytes // dtype.itemsize,
-        **common,
-    )
+        return MLATokenToKVPool(
+            kv_lora_rank=width - 1, qk_rope_head_dim=1, layer_num=layers, **common
+        )
+    common |= {
+        "head_num": len(range(cache.heads)[heads_of_rank(cache.heads, tp, rank)]),
+        "head_dim": cache.k_bytes // dtype.itemsize,
+        "v_head_dim": cache.v_bytes // dtype.itemsize,
+    }
+    if case.target_window and cache is case.target:
+        return SWAKVPool(
+            size_swa=size, full_attention_layer_ids=[*range(layers)],
+            swa_attention_layer_ids=[layers], **common,
+        )  # fmt: skip
+    return MHATokenToKVPool(layer_num=layers, **common)
 
 
 def entries_of(case: Case, pool: Any, cache: Cache, tp: int, rank: int) -> list[np.ndarray]:
@@ -147,13 +170,21 @@ def canary(seed: list[int], shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
 
 
-def page_tables(case: Case, side: str) -> list[np.ndarray]:
-    """For each request, the pages it has on that side (all ranks of a side agree)."""
-    rng = np.random.default_rng([case.seed, side == "decode"])
+def page_tables(case: Case, side: str, pool: int = 0) -> list[np.ndarray]:
+    """For each request, the pages it has on that side (all ranks of a side agree).
+
+    `pool` 1: in the pool of the target's layers with a window, which has numbers of its own."""
+    seed = [case.seed, side == "decode"]
+    rng = np.random.default_rng([*seed, pool] if pool else seed)
     order = rng.permutation(case.pool_pages) if case.shuffled else np.arange(case.pool_pages)
     sizes = [case.pages(r) for r in case.requests]
     ends = np.cumsum(sizes)
     return [order[end - size : end].astype(np.int32) for size, end in zip(sizes, ends, strict=True)]
+
+
+def window_start(case: Case, request: int) -> int:
+    """First page that the target's window reaches (prefill.py, _swa_payload)."""
+    return max(0, case.requests[request].tokens - case.target_window) // case.page_size
 
 
 def state_rows(case: Case, request: int, tp: int, rank: int) -> np.ndarray:

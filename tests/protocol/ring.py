@@ -82,13 +82,14 @@ def free_port() -> int:
 class Rank:
     """One rank's pools, KV args and manager."""
 
-    def __init__(self, case: Case, side: str, rank: int, port: int, life: int = 0) -> None:
-        self.case, self.side, self.rank, self.port, self.life = case, side, rank, port, life
+    def __init__(self, case: Case, side: str, rank: int, ports: list[int], life: int = 0) -> None:
+        self.case, self.side, self.rank, self.ports, self.life = case, side, rank, ports, life
         self.tp = case.prefill_tp if side == "prefill" else case.decode_tp
         self.dp_size = case.prefill_dp if side == "prefill" else case.decode_dp
         self.pp_size = case.prefill_pp if side == "prefill" else 1
         per_stage = self.tp * self.dp_size
-        self.stage, tp_rank = divmod(rank, per_stage)
+        self.server, local = divmod(rank, per_stage * self.pp_size)
+        self.stage, tp_rank = divmod(local, per_stage)
         self.dp_rank, self.attn_rank = divmod(tp_rank, self.tp)
         self.report = RankReport(side, rank)
         self._publish(tp_rank)
@@ -126,7 +127,8 @@ class Rank:
             page_size=case.page_size,
             disaggregation_mode=self.side,
             disaggregation_transfer_backend="mooncake",
-            disaggregation_bootstrap_port=self.port,
+            disaggregation_bootstrap_port=self.ports[self.server],
+            disaggregation_decode_enable_radix_cache=case.decode_radix and self.side == "decode",
         )
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
         setattr(args, ATTRIBUTE, Config(enabled=enabled, **case.extra.get("config", {})))
@@ -138,7 +140,9 @@ class Rank:
         init_mooncake_transfer_engine(hostname="127.0.0.1")
 
     def _pp_group(self) -> Any:
-        return self.case.extra.get("pp_groups", {}).get(self.rank % (self.tp * self.dp_size))
+        per_stage = self.tp * self.dp_size
+        key = self.server * per_stage + self.rank % per_stage
+        return self.case.extra.get("pp_groups", {}).get(key)
 
     def _stage_layers(self) -> range:
         per_stage = self.case.target.layers // self.pp_size
@@ -158,27 +162,49 @@ class Rank:
             layers = len(self._stage_layers()) if name == "target" else cache.layers
             pool = model.sglang_pool(self.case, cache, self.tp, self.attn_rank, layers)
             self.sglang_pools[name] = pool
-            views[name] = model.entries_of(self.case, pool, cache, self.tp, self.attn_rank)
-            for index, entry in enumerate(views[name]):
+            whole = getattr(pool, "full_kv_pool", pool)
+            views[name] = model.entries_of(self.case, whole, cache, self.tp, self.attn_rank)
+        if self.case.target_window:
+            window = self.sglang_pools["target"].swa_kv_pool
+            views["window"] = model.entries_of(
+                self.case, window, self.case.window_group, self.tp, self.attn_rank
+            )
+        for name, view in views.items():
+            for index, entry in enumerate(view):
                 seed = [self.case.seed, self.side == "decode", self.rank, len(name), index]
                 entry[:] = model.canary(seed, entry.shape)
             if self.side == "prefill":
-                self._write_truth(name, cache, views[name])
+                self._write_truth(name, view)
         return views
+
+    def _cache(self, name: str) -> Cache:
+        caches = {"target": self.case.target, "draft": self.case.draft}
+        cache = self.case.window_group if name == "window" else caches[name]
+        assert cache is not None
+        return cache
+
+    def _tables(self, name: str) -> list[np.ndarray]:
+        """For each request, its pages in the pool of that name."""
+        return model.page_tables(self.case, self.side, int(name == "window"))
+
+    def _rows(self, name: str, number: int) -> list[np.ndarray]:
+        """What this rank holds of a request once it has all of it, per entry."""
+        cache = self._cache(name)
+        return model.cut(
+            cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
+        )
 
     def _on_stage(self, name: str, cache: Cache, rows: list[np.ndarray]) -> list[np.ndarray]:
         """Of the whole model's entries, those of this pipeline stage."""
-        if name == "draft" or self.pp_size == 1:
+        if name != "target" or self.pp_size == 1:
             return rows
         groups = range(1 if cache.is_mla else 2)
         return [rows[g * cache.layers + i] for g in groups for i in self._stage_layers()]
 
-    def _write_truth(self, name: str, cache: Cache, pool: list[np.ndarray]) -> None:
-        for number, pages in enumerate(model.page_tables(self.case, self.side)):
-            rows = model.cut(
-                cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
-            )
-            for entry, row in zip(pool, self._on_stage(name, cache, rows), strict=True):
+    def _write_truth(self, name: str, pool: list[np.ndarray]) -> None:
+        for number, pages in enumerate(self._tables(name)):
+            rows = self._on_stage(name, self._cache(name), self._rows(name, number))
+            for entry, row in zip(pool, rows, strict=True):
                 entry[pages] = row
 
     def _state(self) -> np.ndarray:
@@ -215,10 +241,12 @@ class Rank:
                      "dim_per_tensor", "slice_outer_counts", "conv_shard_groups"):  # fmt: skip
             setattr(args, f"state_{name}", [])
         args.is_hybrid_mla_backend = False
+        args.swa_kv_cache_layout = None
         if case.hybrid:
             self._describe_hybrid(args)
+        if case.target_window:
+            self._describe_window(args)
         args.mla_compression_ratios = None
-        args.swa_kv_cache_layout = None
         args.ib_device, args.gpu_id = "", 0
         args.page_size = case.page_size
         args.system_dp_rank = 0
@@ -252,6 +280,15 @@ class Rank:
         args.state_conv_shard_groups = [[None]]
         args.state_slice_outer_counts = [[1]]
 
+    def _describe_window(self, args: Any) -> None:
+        """As setup_state_kv_args does for an SWAKVPool."""
+        from sglang.srt.disaggregation.base.conn import StateType
+        from sglang.srt.disaggregation.utils import append_state_component
+
+        pool = self.sglang_pools["target"]
+        append_state_component(args, StateType.SWA, *pool.get_state_buf_infos())
+        args.swa_kv_cache_layout = pool.swa_kv_pool.kv_cache_layout
+
     def _describe_draft(self, args: Any) -> None:
         draft = self.case.draft
         assert draft is not None
@@ -274,11 +311,13 @@ class Rank:
             return get_kv_class(TransferBackend.MOONCAKE, kind)
 
         self.kv_class = {k.value: kv_class(k) for k in KVClassType}
-        if self.side == "prefill" and self.rank == 0:
-            self.bootstrap = self.kv_class["bootstrap_server"]("127.0.0.1", self.port)
-            wait_for_port(self.port)
-            self.case.extra["bootstrap_up"].set()
-        self.case.extra["bootstrap_up"].wait(LIMIT_S)
+        up, port = self.case.extra["bootstrap_up"], self.ports[self.server]
+        if self.side == "prefill" and self.stage == self.dp_rank == self.attn_rank == 0:
+            self.bootstrap = self.kv_class["bootstrap_server"]("127.0.0.1", port)
+            wait_for_port(port)
+            up[self.server].set()
+        for one in up if self.side == "decode" else up[self.server : self.server + 1]:
+            one.wait(LIMIT_S)
         other_facts = self.case.extra.get("facts", {}).get(self.side)
         if other_facts is not None:
             tell_other_facts(self.kv_class["manager"], other_facts)
@@ -297,7 +336,14 @@ class Rank:
         return self.case.extra.get("rooms") or [100 + i for i in range(len(self.case.requests))]
 
     def mine(self, number: int) -> bool:
-        return number % self.dp_size == self.dp_rank
+        """Whether this rank takes part in the request."""
+        if self.side == "prefill" and self.case.prefill_of(number) != self.server:
+            return False
+        return self.case.turn(number) % self.dp_size == self.dp_rank
+
+    def address(self, number: int) -> str:
+        """The bootstrap server of the request's prefill server."""
+        return f"127.0.0.1:{self.ports[self.case.prefill_of(number)]}"
 
     def numbers(self) -> list[int]:
         """This rank's requests, in the order in which they are concluded."""
@@ -340,7 +386,7 @@ class Rank:
 
     def _sender(self, number: int, tables: list[np.ndarray]) -> Any:
         sender = self.kv_class["sender"](
-            self.manager, f"127.0.0.1:{self.port}", self.rooms()[number],
+            self.manager, self.address(number), self.rooms()[number],
             req_has_disagg_prefill_dp_rank=True,
         )  # fmt: skip
         sender.init(len(tables[number]), number)
@@ -358,10 +404,16 @@ class Rank:
                     chunks.clear()
                 elif chunks and status >= KVPoll.WaitingForInput:
                     chunk = chunks.pop(0)
-                    last = self.case.hybrid and not chunks
-                    state = [np.array([number], np.int32)] if last else None
+                    state = None if chunks else self.state_indices(number)
                     self.case.extra.get("send", send)(self, senders[number], chunk, state)
             time.sleep(0.0005)
+
+    def state_indices(self, number: int) -> list[np.ndarray] | None:
+        """What names a request's state on this side: pages of its window, or a slot."""
+        if self.case.target_window:
+            return [self._tables("window")[number][model.window_start(self.case, number) :]]
+        slot = number + (self.side == "decode")
+        return [np.array([slot], np.int32)] if self.case.hybrid else None
 
     def _chunks(self, number: int, tables: list[np.ndarray]) -> list[np.ndarray]:
         pages = tables[number]
@@ -379,9 +431,9 @@ class Rank:
             receivers = {n: self._receiver(n) for n in group if self.mine(n)}
             for number, receiver in receivers.items():
                 if receiver.conclude_state is None:
-                    state = [np.array([number + 1], np.int32)] if case.hybrid else None
                     prefix = case.requests[number].prefix_pages * case.page_size
                     self.published.append(receiver)
+                    state = self.state_indices(number)
                     receiver.send_metadata(
                         tables[number], number + 1, state, decode_prefix_len=prefix
                     )
@@ -392,53 +444,48 @@ class Rank:
         done = [
             n for n, s in zip(self.numbers(), self.report.status, strict=True) if s == "success"
         ]
-        self._excuse_failed(before, aux_before, tables, done)
-        self.compare(before, aux_before, tables, done)
+        self._excuse_failed(before, aux_before, done)
+        self.compare(before, aux_before, done)
+        self._check_shared_prefixes(tables, done)
         for number in done if case.hybrid else ():
             state_before[number + 1] = model.state_rows(case, number, self.tp, self.attn_rank)
         self._differ("state", state_before, self.state)
 
     def _excuse_failed(
-        self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray],
-        tables: list[np.ndarray], done: list[int],
-    ) -> None:  # fmt: skip
+        self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray], done: list[int]
+    ) -> None:
         """Pages and aux rows of failed requests may hold anything; all others may not."""
         if self.case.extra.get("failed_rooms_stay_clean"):
             return
         for number in set(self.numbers()) - set(done):
             for name, pool in before.items():
+                pages = self._tables(name)[number]
                 for want, got in zip(pool, self.pools[name], strict=True):
-                    want[tables[number]] = got[tables[number]]
+                    want[pages] = got[pages]
             for want, got in zip(aux_before, self.aux, strict=True):
                 want[number + 1] = got[number + 1]
 
     def _receiver(self, number: int) -> Any:
-        address = f"127.0.0.1:{self.port}"
+        address = self.address(number)
         deadline = time.monotonic() + LIMIT_S / 2
         while not self.manager.try_ensure_parallel_info(address):
             if time.monotonic() > deadline:
                 raise TimeoutError("prefill facts never came")
             time.sleep(0.02)
         receiver = self.kv_class["receiver"](self.manager, address, self.rooms()[number])
-        receiver.init(number % self.case.prefill_dp)
+        receiver.init(self.case.turn(number) % self.case.prefill_dp)
         return receiver
 
     def compare(
-        self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray],
-        tables: list[np.ndarray], done: list[int],
-    ) -> None:  # fmt: skip
+        self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray], done: list[int]
+    ) -> None:
         """Every byte of every buffer: done requests hold the truth, all else its canary."""
         for name, pool in before.items():
-            cache = self.case.target if name == "target" else self.case.draft
-            assert cache is not None
             for number in done:
-                rows = model.cut(
-                    cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
-                )
-                first = self._first_page(name, len(tables[number]))
                 cold = name == "draft" and self.case.extra.get("cold")
-                for entry, row in zip(pool, rows, strict=True):
-                    entry[tables[number][first:]] = 0 if cold else row[first:]
+                pages, first = self._tables(name)[number], self._first_page(name, number)
+                for entry, row in zip(pool, self._rows(name, number), strict=True):
+                    entry[pages[first:]] = 0 if cold else row[first:]
             for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
                 self._differ(f"{name} entry {index}", want, got)
         several_senders = self.case.draft is None and (
@@ -457,10 +504,33 @@ class Rank:
                 )[number]
             self._differ(f"aux {index}", want, got)
 
-    def _first_page(self, name: str, total: int) -> int:
+    def _first_page(self, name: str, number: int) -> int:
+        """The request's first page that is sent: with a window those in its reach, but all of
+        the drafter where the decode side's radix cache is on."""
+        if name == "window":
+            return model.window_start(self.case, number)
+        if name == "target" or self.case.decode_radix:
+            return 0
+        return self._draft_reach(self.case.pages(self.case.requests[number]))
+
+    def _check_shared_prefixes(self, tables: list[np.ndarray], done: list[int]) -> None:
+        """What the drafter reads of a prefix that another request left is that one's truth."""
+        for number in done:
+            request = self.case.requests[number]
+            if request.prefix_of is None:
+                continue
+            pages = [tables[request.prefix_of][: request.prefix_pages], tables[number]]
+            reach = self._draft_reach(sum(map(len, pages)))
+            rows = [self._rows("draft", n) for n in (request.prefix_of, number)]
+            for index, (theirs, own) in enumerate(zip(*rows, strict=True)):
+                want = np.concatenate([theirs[: request.prefix_pages], own])
+                got = self.pools["draft"][index][np.concatenate(pages)]
+                self._differ(f"request {number} draft entry {index}", want[reach:], got[reach:])
+
+    def _draft_reach(self, total: int) -> int:
         """Pages before this one are outside the drafter's window, with SGLang's own tokens
         before the window's edge added."""
-        if name == "target" or not self.case.draft_window:
+        if not self.case.draft_window:
             return 0
         oldest_read = (total - 1) * self.case.page_size + 1 - self.case.draft_window - 2
         return max(0, oldest_read // self.case.page_size)
@@ -475,7 +545,8 @@ class Rank:
             else self.attn_rank // (case.decode_tp // tp)
         )
         stage = case.prefill_pp - 1
-        return (stage * case.prefill_dp + number % case.prefill_dp) * tp + rank
+        server, dp_rank = case.prefill_of(number), case.turn(number) % case.prefill_dp
+        return ((server * case.prefill_pp + stage) * case.prefill_dp + dp_rank) * tp + rank
 
     def _differ(self, what: str, want: np.ndarray, got: np.ndarray) -> None:
         bad = np.argwhere(want != got)
@@ -586,10 +657,12 @@ def wait_for_port(port: int) -> None:
     raise TimeoutError(f"nothing listens on {port}")
 
 
-def _rank_main(case: Case, side: str, rank: int, port: int, pipe: Any, go: Any, life: int) -> None:
+def _rank_main(
+    case: Case, side: str, rank: int, ports: list[int], pipe: Any, go: Any, life: int
+) -> None:
     report = RankReport(side, rank)
     try:
-        one = Rank(case, side, rank, port, life)
+        one = Rank(case, side, rank, ports, life)
         report = one.report
         one.start_manager()
         if not life:
@@ -621,16 +694,17 @@ def left_behind(manager: Any, seconds: float = 2) -> list[str]:
 def run(case: Case) -> Outcome:
     """Run one case; every rank's process has ended when this returns."""
     context = mp.get_context("fork")
+    ports = [free_port() for _ in range(case.prefills)]
     case.extra.update(
-        bootstrap_up=context.Event(),
+        bootstrap_up=[context.Event() for _ in ports],
         all_sent=context.Event(),
         struck=context.Value("d", 0.0),
         pp_groups={
             i: Stages(context.Queue(), case.prefill_pp)
-            for i in range(case.prefill_tp * case.prefill_dp)
+            for i in range(case.prefills * case.prefill_tp * case.prefill_dp)
         },
     )
-    servers = Servers(case, context)
+    servers = Servers(case, context, ports)
     try:
         reports = servers.reports()
     finally:
@@ -647,11 +721,14 @@ Key = tuple[str, int]
 class Servers:
     """All ranks of a case: their processes, and the pipes on which they report."""
 
-    def __init__(self, case: Case, context: Any, main: Callable[..., None] = _rank_main) -> None:
+    def __init__(
+        self, case: Case, context: Any, ports: list[int], main: Callable[..., None] = _rank_main
+    ) -> None:
         self._case, self._context, self._main = case, context, main
-        self._port, self._go = free_port(), context.Event()
+        self._ports, self._go = ports, context.Event()
+        prefill = case.prefills * case.prefill_tp * case.prefill_dp * case.prefill_pp
         self._keys: list[Key] = [
-            *(("prefill", r) for r in range(case.prefill_tp * case.prefill_dp * case.prefill_pp)),
+            *(("prefill", r) for r in range(prefill)),
             *(("decode", r) for r in range(case.decode_tp * case.decode_dp)),
         ]
         self._processes: dict[Key, Any] = {}
@@ -661,7 +738,7 @@ class Servers:
 
     def _start(self, key: Key, life: int) -> None:
         here, there = self._context.Pipe()
-        arguments = (self._case, *key, self._port, there, self._go, life)
+        arguments = (self._case, *key, self._ports, there, self._go, life)
         self._processes[key] = self._context.Process(target=self._main, args=arguments)
         self._processes[key].start()
         there.close()
@@ -702,7 +779,8 @@ class Servers:
             self._processes[key].kill()
             self._processes[key].join()
         if side == "prefill":
-            self._case.extra["bootstrap_up"].clear()
+            for up in self._case.extra["bootstrap_up"]:
+                up.clear()
         for key in keys:
             self._start(key, 1)
 

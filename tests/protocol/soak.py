@@ -35,6 +35,7 @@ from protocol.ring import (
     Rank,
     RankReport,
     Servers,
+    free_port,
     left_behind,
     reason_of,
 )  # fmt: skip
@@ -343,7 +344,7 @@ class SoakPrefill(SoakRank):
         for index, aux in enumerate(self.aux):
             aux[row[0]] = self.aux_truth(self.rank, number, index)
         sender = self.kv_class["sender"](
-            self.manager, f"127.0.0.1:{self.port}", self.case.room(number),
+            self.manager, f"127.0.0.1:{self.ports[0]}", self.case.room(number),
             req_has_disagg_prefill_dp_rank=True,
         )  # fmt: skip
         sender.init(len(pages), int(row[0]))
@@ -409,7 +410,7 @@ class SoakDecode(SoakRank):
     def _begin(
         self, number: int, pages: np.ndarray, row: np.ndarray, meeting: Meeting | None
     ) -> Open:
-        address = f"127.0.0.1:{self.port}"
+        address = f"127.0.0.1:{self.ports[0]}"
         while not self.manager.try_ensure_parallel_info(address):
             time.sleep(0.02)
         if meeting is not None and meeting.name.startswith("registration"):
@@ -520,14 +521,14 @@ def _changed(name: str, operation: str, message: list[bytes]) -> list[list[bytes
 
 
 def _rank_main(
-    case: SoakCase, side: str, rank: int, port: int, pipe: Any, go: Any, life: int
+    case: SoakCase, side: str, rank: int, ports: list[int], pipe: Any, go: Any, life: int
 ) -> None:
     from sglang_mixkv.managers import gate
 
     gate.MEMORY_S = MEMORY_S
     report: RankReport = RankReport(side, rank)
     try:
-        one = (SoakPrefill if side == "prefill" else SoakDecode)(case, side, rank, port, life)
+        one = (SoakPrefill if side == "prefill" else SoakDecode)(case, side, rank, ports, life)
         report = one.report
         one.start_manager()
         one.inject()
@@ -566,14 +567,14 @@ def run(soak: Soak) -> Verdict:
     context = mp.get_context("fork")
     case = soak.case()
     case.extra.update(
-        bootstrap_up=context.Event(),
+        bootstrap_up=[context.Event()],
         all_sent=context.Event(),
         struck=context.Value("d", 0.0),
         idle=context.Barrier(soak.prefill_tp + soak.decode_tp),
     )
     before = {name: os.environ.get(name) for name in TIMEOUTS}
     os.environ.update(TIMEOUTS)
-    began, servers = time.monotonic(), Servers(case, context, _rank_main)
+    began, servers = time.monotonic(), Servers(case, context, [free_port()], _rank_main)
     try:
         reports = servers.reports(120 + soak.requests)
     finally:

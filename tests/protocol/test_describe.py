@@ -35,7 +35,15 @@ def in_fork(what: Callable[[], Any]) -> Any:
     return said
 
 
-def described(tp: int, drafter: Path, draft_pool: Cache, *, enabled: bool = True) -> Any:
+def plain_pool(cache: Cache, tp: int) -> Any:
+    """The drafter's pool, as SGLang builds it for nearly every drafter."""
+    return sglang_pool(CASE, cache, tp, 0, cache.layers)
+
+
+def described(
+    tp: int, drafter: Path, cache: Cache, *, enabled: bool = True,
+    build: Callable[[Cache, int], Any] = plain_pool,
+) -> Any:  # fmt: skip
     """KV args after SGLang's own setup_state_kv_args, as both _init_kv_manager call it."""
     from sglang.srt.disaggregation import utils
     from sglang.srt.disaggregation.base.conn import KVArgs
@@ -53,7 +61,7 @@ def described(tp: int, drafter: Path, draft_pool: Cache, *, enabled: bool = True
     setattr(args, ATTRIBUTE, Config(enabled=enabled))
     publish(args, role="tokenizer")
     target = sglang_pool(CASE, CASE.target, tp, 0, CASE.target.layers)
-    draft = sglang_pool(CASE, draft_pool, tp, 0, draft_pool.layers)
+    draft = build(cache, tp)
     kv_args = KVArgs()
     infos = [target.get_contiguous_buf_infos(), draft.get_contiguous_buf_infos()]
     kv_args.kv_data_ptrs, kv_args.kv_data_lens, kv_args.kv_item_lens = (
@@ -99,6 +107,65 @@ def test_an_mla_drafter_has_no_heads(tmp_path: Path) -> None:
     found = in_fork(lambda: described(2, drafter(tmp_path), Cache("mla")))
     assert found["is_draft_mla_backend"] is True
     assert found["draft_total_kv_head_num"] is None
+
+
+def hybrid_pool(cache: Cache, tp: int) -> Any:
+    """The pool of a drafter that is one full layer of a hybrid model."""
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool
+
+    pool = HybridLinearKVPool.__new__(HybridLinearKVPool)
+    pool.full_kv_pool = plain_pool(cache, tp)
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("cache", "is_mla"), [(Cache("mha", heads=4), False), (Cache("mla"), True)]
+)
+def test_a_drafter_in_a_hybrid_pool(tmp_path: Path, cache: Cache, is_mla: bool) -> None:
+    found = in_fork(lambda: described(2, drafter(tmp_path), cache, build=hybrid_pool))
+    assert found["is_draft_mla_backend"] is is_mla
+    assert found["draft_kv_head_num"] == (None if is_mla else 2)
+
+
+def windowed_pool(cache: Cache, tp: int) -> Any:
+    return sglang_pool(Case(1, 1, target=cache, target_window=5), cache, tp, 0, cache.layers)
+
+
+def scaled_pool(cache: Cache, tp: int) -> Any:
+    pool = plain_pool(cache, tp)
+    pool.k_scale_buffer = [pool.k_buffer[0]]
+    return pool
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [(windowed_pool, "sliding-window layers have pages of their own"),
+     (scaled_pool, "would never send its scales")],
+)  # fmt: skip
+def test_a_drafter_that_sglang_sends_in_part_does_not_start(
+    tmp_path: Path, build: Callable[[Cache, int], Any], reason: str
+) -> None:
+    cache = Cache("mha", heads=4)
+    said = in_fork(lambda: described(2, drafter(tmp_path), cache, build=build))
+    assert said.startswith("MixKVError")
+    assert reason in said
+
+
+def test_entries_by_compression_ratio_do_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSeek-V4's pools; its own drafter has no token KV, and is not concerned."""
+    from sglang_mixkv.managers import kv_args
+
+    real = kv_args.describe
+
+    def with_ratios(args: Any, *pools: Any) -> None:
+        args.mla_compression_ratios = [0, 4, 128]
+        real(args, *pools)
+
+    monkeypatch.setattr(kv_args, "describe", with_ratios)
+    said = in_fork(lambda: described(2, drafter(tmp_path), Cache("mha", heads=4)))
+    assert "ordered by compression ratio" in said
 
 
 def test_not_opted_in_nothing_is_added(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from protocol import ring
 from protocol.model import Cache, Case, Request
 from protocol.ring import Outcome, Rank, run
 
@@ -27,15 +28,33 @@ def right(outcome: Outcome) -> None:
 
 def send_with_lookahead(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
     """A prompt that fills its last page, with one more page allocated behind it."""
-    beyond = np.append(chunk, np.int32(rank.case.pool_pages - 1))
-    sender.num_kv_indices += 1
-    sender.send(beyond, state, num_kv_tokens=len(chunk) * rank.case.page_size)
+    offered = chunk
+    if sender.curr_idx + len(chunk) == sender.num_kv_indices:
+        offered = np.append(chunk, np.int32(rank.case.pool_pages - 1))
+        sender.num_kv_indices += 1
+    sender.send(offered, state, num_kv_tokens=len(chunk) * rank.case.page_size)
+
+
+FULL_PAGES = (Request(8), Request(12, chunk_pages=1), Request(8, 2), Request(12, 1, 2))
+LOOKAHEAD = {"send": send_with_lookahead}
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
 def test_lookahead_pages_are_cut(prefill_tp: int, decode_tp: int) -> None:
-    case = Case(prefill_tp, decode_tp, requests=(Request(8),), extra={"send": send_with_lookahead})
-    right(run(case))
+    """In one chunk and in several, with and without a prefix that the decode side has cached."""
+    right(run(Case(prefill_tp, decode_tp, requests=FULL_PAGES, extra=dict(LOOKAHEAD))))
+
+
+def test_without_the_cut_lookahead_is_taken_for_a_mismatch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang_mixkv.managers import prefill
+
+    def uncut(offered: int, tokens: int | None, *rest: Any, **last: Any) -> int:
+        return pages.pages_to_send(offered, None, *rest, **last)
+
+    monkeypatch.setattr(prefill, "pages_to_send", uncut)
+    assert run(Case(2, 1, requests=FULL_PAGES, extra=dict(LOOKAHEAD))).statuses == {"failed"}
 
 
 def send_short(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
@@ -71,13 +90,24 @@ def test_chunks_that_do_not_line_up_are_refused(prefill_tp: int, decode_tp: int,
         )
 
 
-def test_without_the_guard_pages_stay_unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+WITHOUT_THE_GUARD = {
+    "pages stay unwritten": (send_short, {"success"}, True),
+    "a computed page is cut": (send_long, {"success"}, False),
+    "the request never ends": (send_twice, {"stuck in 2"}, False),
+}
+
+
+@pytest.mark.parametrize("harm", WITHOUT_THE_GUARD)
+def test_without_the_guard(monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
+    """No error names what happened."""
     from sglang_mixkv.managers import prefill
 
+    send, statuses, wrong = WITHOUT_THE_GUARD[harm]
+    monkeypatch.setattr(ring, "LIMIT_S", 8)
     monkeypatch.setattr(prefill, "pages_to_send", lambda offered, *_, **__: offered)
-    outcome = run(Case(2, 1, requests=(Request(12),), extra={"send": send_short}))
-    assert outcome.statuses == {"success"}
-    assert outcome.wrong
+    outcome = run(Case(2, 1, requests=(Request(12),), extra={"send": send}))
+    assert outcome.statuses == statuses
+    assert any("entry" in line for line in outcome.wrong) == wrong
 
 
 # ---------------------------------------------------------------- order
@@ -131,6 +161,37 @@ def test_without_the_window_everything_is_sent(monkeypatch: pytest.MonkeyPatch) 
     assert run(replace(case, extra=dict(direct))).wrong
 
 
+# Request 1 starts behind five pages that request 0 left, and its drafter reads two of them.
+SHARED = (Request(40), Request(9, prefix_pages=5, prefix_of=0))
+
+
+def shared_prefix(prefill_tp: int, decode_tp: int, mode: str = "auto") -> Case:
+    return Case(
+        prefill_tp, decode_tp, draft_window=12, decode_radix=True, requests=SHARED,
+        rounds=((0,), (1,)), extra={"config": {"draft_transfer": mode}},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["direct", "packed"])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
+def test_a_prefix_that_others_will_share_has_all_of_its_draft(
+    prefill_tp: int, decode_tp: int, mode: str
+) -> None:
+    """Windowed drafter, radix cache on the decode side: the whole draft is sent."""
+    outcome = run(shared_prefix(prefill_tp, decode_tp, mode))
+    right(outcome)
+    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
+
+
+def test_without_the_guard_a_shared_prefix_lacks_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_mixkv.managers.decode import DecodeSide
+
+    monkeypatch.setattr(DecodeSide, "draft_window", property(lambda self: 12))
+    outcome = run(shared_prefix(2, 1))
+    assert outcome.statuses == {"success"}
+    assert any("request 1 draft entry" in line for line in outcome.wrong)
+
+
 @pytest.mark.parametrize(
     ("total", "page_size", "window", "first"),
     [(10, 4, 0, 0), (10, 4, 100, 0), (10, 4, 5, 7), (1, 64, 5, 0), (10, 1, 3, 5)],
@@ -171,6 +232,40 @@ def test_mismatches_are_refused(
 ) -> None:
     with pytest.raises(MixKVError):
         pages.pages_to_send(offered, tokens, 4, start, total, last=last)
+
+
+# ---------------------------------------------------------------- aux rows
+
+
+def late_aux(rank: Rank) -> None:
+    """This rank's aux rows, should it send any, arrive after all others."""
+    cls = type(rank.manager)
+    real = cls.send_aux
+
+    def late(self: Any, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.3)
+        return real(self, *args, **kwargs)
+
+    cls.send_aux = late
+
+
+def two_draft_senders() -> Case:
+    return Case(2, 1, requests=(Request(8),), extra={"faults": {("prefill", 1): late_aux}})
+
+
+def test_one_rank_sends_the_aux_row() -> None:
+    right(run(two_draft_senders()))
+
+
+def test_without_the_guard_the_last_rank_overwrites_the_aux_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+    from sglang_mixkv.managers.prefill import PrefillSide
+
+    monkeypatch.setattr(PrefillSide, "send_aux", MooncakeKVManager.send_aux)
+    assert any("aux" in line for line in run(two_draft_senders()).wrong)
 
 
 # ---------------------------------------------------------------- packing

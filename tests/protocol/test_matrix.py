@@ -53,6 +53,14 @@ def test_dp_attention(prefill_tp: int, decode_tp: int, prefill_dp: int, decode_d
     )
 
 
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize("dp", [1, 2])
+def test_several_prefill_servers(prefill_tp: int, decode_tp: int, dp: int) -> None:
+    """One decode server takes requests of two prefill servers in turns."""
+    requests = (*REQUESTS, Request(17, chunk_pages=1), Request(5), Request(9), Request(30))
+    right(Case(prefill_tp, decode_tp, prefills=2, decode_dp=dp, requests=requests))
+
+
 GQA = Cache("mha", layers=2, heads=4, k_bytes=4, v_bytes=4)
 SHAPES = [(1, 1), (2, 1), (4, 2), (1, 2), (2, 4)]
 
@@ -79,6 +87,21 @@ def test_hybrid_target(prefill_tp: int, decode_tp: int, target: Cache, stages: i
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
+@pytest.mark.parametrize("draft_heads", [2, 8])
+def test_target_with_a_sliding_window_group(
+    prefill_tp: int, decode_tp: int, draft_heads: int
+) -> None:
+    """Layers with a window have pages of their own, sent as state; the drafter's pages are those
+    of the full layers, all of them."""
+    draft = Cache("mha", heads=draft_heads, k_bytes=6, v_bytes=2)
+    right(
+        Case(
+            prefill_tp, decode_tp, target=GQA, draft=draft, target_window=9, requests=REQUESTS
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
 @pytest.mark.parametrize("target", [Cache("mla", layers=4), Cache("mha", layers=4, heads=4)])
 def test_two_prefill_stages(prefill_tp: int, decode_tp: int, target: Cache) -> None:
     """Each stage sends its layers, the last one the drafter and the aux row."""
@@ -96,10 +119,12 @@ def test_drafter_with_a_window(prefill_tp: int, decode_tp: int) -> None:
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(4, 2), (2, 4), (2, 1)])
 def test_page_sizes_and_page_edges(prefill_tp: int, decode_tp: int, page_size: int) -> None:
-    """Prompts of page_size x k - 1, x k and x k + 1 tokens, in one chunk and in several."""
+    """Prompts of page_size x k - 1, x k and x k + 1 tokens, in one chunk and in several, with
+    and without a prefix that the decode side has cached."""
     requests = tuple(
-        Request(max(1, page_size * 2 + edge), chunk_pages=chunk)
+        Request(max(1, page_size * 2 + edge), prefix, chunk)
         for edge in (-1, 0, 1)
+        for prefix in (0, 2)
         for chunk in (0, 1)
     )
     right(Case(prefill_tp, decode_tp, page_size=page_size, requests=requests))

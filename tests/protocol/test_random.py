@@ -40,7 +40,9 @@ def random_case(number: int) -> Case:
     hybrid = draw.random() < 0.2
     draft = None if draw.random() < 0.1 else cache(draw, "draft", 1)
     target = cache(draw, "target", stages)
-    if draft is None:  # then it is stock's transfer, which takes K and V to be of one width
+    has_group = draft is not None and not target.is_mla and not hybrid and stages == 1
+    target_window = draw.choice([0, 5, 20]) if has_group else 0
+    if draft is None or target_window:  # stock's transfer, which takes K and V to be of one width
         target = replace(target, v_bytes=target.k_bytes)
     return Case(
         prefill_tp,
@@ -52,8 +54,10 @@ def random_case(number: int) -> Case:
         prefill_dp=draw.choice([1, 1, 2]) if prefill_tp <= 2 else 1,
         decode_dp=draw.choice([1, 1, 2]) if decode_tp <= 4 else 1,
         prefill_pp=stages,
+        prefills=draw.choice([1, 1, 2]) if prefill_tp * stages <= 2 else 1,
         shuffled=draw.random() < 0.7,
         hybrid=hybrid,
+        target_window=target_window,
         draft_window=draw.choice([0, 0, 7, 40]) if draft and not draft.is_mla else 0,
         seed=number,
         extra={"config": {"draft_transfer": draw.choice(["auto", "direct", "packed"])}},

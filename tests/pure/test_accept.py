@@ -30,7 +30,7 @@ class Stub(BaseHTTPRequestHandler):
     def tokenize(self, body: dict) -> dict:
         words = body["prompt"].split()
         ids = [BOS if word == "<s>" else 10 + len(word) for word in words]
-        return {"tokens": [BOS, *ids] if body["add_special_tokens"] else ids}
+        return {"tokens": [BOS, *ids, *self.server.tail] if body["add_special_tokens"] else ids}
 
     def generate(self, body: dict) -> dict:
         self.server.asked.append(body["input_ids"])
@@ -47,7 +47,7 @@ class Stub(BaseHTTPRequestHandler):
 @pytest.fixture
 def server() -> Iterator[HTTPServer]:
     made = HTTPServer(("127.0.0.1", 0), Stub)
-    made.asked, made.histogram = [], [0, 0, 0, 10]
+    made.asked, made.histogram, made.tail = [], [0, 0, 0, 10], []
     thread = threading.Thread(target=made.serve_forever)
     thread.start()
     yield made
@@ -63,6 +63,12 @@ def url(server: HTTPServer) -> str:
 def test_one_bos_whether_or_not_the_prompt_has_it(server: HTTPServer) -> None:
     assert accept.tokenize(url(server), "a bb") == [BOS, 11, 12]
     assert accept.tokenize(url(server), "<s> a bb") == [BOS, 11, 12]
+
+
+def test_a_tokenizer_that_also_adds_a_token_behind(server: HTTPServer) -> None:
+    server.tail = [2]
+    assert accept.tokenize(url(server), "a bb") == [BOS, 11, 12, 2]
+    assert accept.tokenize(url(server), "<s> a bb") == [BOS, 11, 12, 2]
 
 
 def run(server: HTTPServer, tmp_path: Path, pair: list[int], gate: str) -> tuple[int, dict]:
@@ -95,6 +101,24 @@ def test_outside_the_gate(server: HTTPServer, tmp_path: Path) -> None:
     assert code == 1
     assert not found["within_gate"]
     assert found["same_output"] == 0
+
+
+def test_as_many_positions_as_were_drafted(server: HTTPServer, tmp_path: Path) -> None:
+    server.histogram = [0, 0, 0, 0, 0, 10]
+    _, found = run(server, tmp_path, [0, 5, 0, 0, 0, 5], "0.05")
+    assert found["single"]["by_position"] == [1.0] * 5
+    assert found["pair"]["by_position"] == [1.0, 0.5, 0.5, 0.5, 0.5]
+
+
+def test_a_single_server_without_speculation(
+    server: HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "p"
+    prompts.write_text("a\n")
+    server.histogram = []
+    argv = ["--single", url(server), "--pair", url(server), "--prompts", str(prompts)]
+    assert accept.main(argv) == 2
+    assert "no speculative decoding" in capsys.readouterr().err
 
 
 def test_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ def test_support_is_inert_without_the_cpu_engine(monkeypatch, registered, value)
 def test_support_hooks_with_the_cpu_engine(monkeypatch, registered) -> None:
     monkeypatch.setenv(cpu.CPU_ENGINE_ENV, "1")
     support.install()
-    assert registered == [support.FALLBACK, support.GET_KV_CLASS]
+    assert registered == [support.FALLBACK, support.GET_KV_CLASS, support.LAST_LOC]
 
 
 @pytest.mark.parametrize(

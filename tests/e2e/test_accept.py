@@ -1,0 +1,71 @@
+"""The acceptance harness on real servers: it tells a right pair from a broken one.
+
+The broken one is stock: its output is right, and nearly every draft is lost.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import sglang_mixkv
+from sglang_mixkv.tools import accept
+from sglang_mixkv.tools.launch import Topology
+from sglang_mixkv.tools.pair import BOS, SEP, prompts
+from sglang_mixkv.tools.processes import Fleet
+from sglang_mixkv.tools.servers import disaggregated, single
+
+from .conftest import ENABLE, FIGURES, START_TIMEOUT, TP1, TP2
+
+pytestmark = [START_TIMEOUT, pytest.mark.full]
+
+COLLAPSED = 1.3
+GOOD = 3.3
+MODELS = Path(sglang_mixkv.__file__).parent / "tools" / "models"
+
+
+def write_prompts(pair: str, path: Path) -> Path:
+    """Ids, text, and text that starts with a BOS of its own, a third of the prompts each."""
+    known = json.loads((MODELS / pair / "target" / "tokenizer.json").read_text())["model"]["vocab"]
+    word = {number: text for text, number in known.items()}
+    lines = []
+    for number, ids in enumerate(prompts()):
+        text = " ".join(word[token] for token in ids[1:-1])
+        bos = {"text": f"{word[BOS]} {text}"}
+        lines.append([json.dumps({"input_ids": ids}), text, json.dumps(bos)][number % 3])
+    path.write_text("\n".join(lines))
+    return path
+
+
+def run_harness(
+    pair: str, single_url: str, topology: Topology, folder: Path
+) -> tuple[int, dict[str, object]]:
+    """Exit status and figures of `python -m sglang_mixkv accept` against this pair."""
+    figures, file = folder / "figures.json", write_prompts(pair, folder / "prompts")
+    with Fleet() as fleet:
+        url = disaggregated(fleet, pair, topology).url
+        status = accept.main(
+            ["--single", single_url, "--pair", url, "--prompts", str(file), "--json", str(figures)]
+        )
+    return status, json.loads(figures.read_text())
+
+
+@pytest.mark.parametrize("pair", ["mla", "gqa"])
+def test_the_harness_tells_a_right_pair_from_a_broken_one(
+    pair: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Fleet() as fleet:
+        url = single(fleet, pair).url
+        assert accept.tokenize(url, "bas")[0] == BOS
+        assert accept.tokenize(url, "<bos> bas") == accept.tokenize(url, "bas")
+        assert accept.tokenize(url, "bas")[-1] == SEP
+        broken, stock = run_harness(pair, url, Topology(TP2, TP1), tmp_path)
+        right, mixkv = run_harness(pair, url, Topology(TP2, TP1, ENABLE, ENABLE), tmp_path)
+    FIGURES.extend(f"{pair}: {line}" for line in capsys.readouterr().out.splitlines())
+    assert (broken, right) == (1, 0)
+    assert mixkv["single"]["accept_length"] > GOOD
+    assert stock["pair"]["accept_length"] < COLLAPSED
+    for found in (stock, mixkv):
+        assert found["same_output"] == found["prompts"] == len(prompts())
