@@ -22,8 +22,7 @@ START_TIMEOUT = pytest.mark.timeout(1800)
 
 ENABLE = ("--enable-mixkv",)
 TP1, TP2 = ("--tp", "1"), ("--tp", "2")
-DP2 = ("--dp", "2", "--enable-dp-attention")
-TP2_DP2, TP4_DP2 = (*TP2, *DP2), ("--tp", "4", *DP2)
+TP2_DP2 = (*TP2, "--dp", "2", "--enable-dp-attention")
 PAGES = ("--page-size", "16")
 CHUNKS = ("--chunked-prefill-size", "64")
 DECODE_CACHE = ("--disaggregation-decode-enable-radix-cache",)
@@ -59,7 +58,7 @@ CASES = [
     full("P2-D1-decode-cache", (*TP2, *PAGES), (*TP1, *PAGES, *DECODE_CACHE)),
     full("P1-D2-decode-cache", (*TP1, *CHUNKS), (*TP2, *DECODE_CACHE)),
     full("P2-D2dp", TP2, TP2_DP2),
-    full("P4dp2-D2dp2", TP4_DP2, TP2_DP2),
+    full("P2dp-D2dp", TP2_DP2, TP2_DP2),
     full("gqa-P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES), "gqa"),
     full("gqa-P1-D2", TP1, (*TP2, *DECODE_CACHE), "gqa"),
     full("P2-D1-window", (*TP2, *PAGES), (*TP1, *PAGES), "mla", WINDOW),

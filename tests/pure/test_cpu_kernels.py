@@ -133,6 +133,19 @@ def test_extend_attention(heads, kv_heads, width, value_width, mla, window, cap,
     torch.testing.assert_close(out, want)
 
 
+def test_rows_that_dp_attention_pads_become_zero() -> None:
+    kv, q = Cache(4, 8, 8), torch.randn(7, 4, 8)
+    out, rows = torch.full((7, 4, 8), float("nan")), torch.cat([kv.rows, torch.tensor([0, 0])])
+    spans = (torch.tensor(kv.lengths), torch.tensor([1, 2, 1]), torch.tensor([0, 1, 3]), 2)
+    attention.extend_attention_cpu(
+        *(q, None, None, out, kv.k, kv.v, 1.0, 1.0, kv.req_to_token, rows, *spans),
+        *(SCALE, 0.0, False, 0, None, None, None, True),
+    )
+    parts = zip(q[:4].split((1, 2, 1)), range(3), strict=True)
+    want = torch.cat([reference(x, kv.k, kv.v, kv.slots(i)) for x, i in parts])
+    torch.testing.assert_close(out, torch.cat([want, torch.zeros(3, 4, 8)]))
+
+
 def test_a_prompt_without_prefix_may_have_other_heads_than_the_cache() -> None:
     """MLA computes fresh prompts with full heads; the cache holds latents of another width."""
     latents, q = torch.randn(POOL, 1, 12), torch.randn(3, 4, 8)

@@ -110,12 +110,15 @@ def extend_attention_cpu(
 
     Their keys and values come from ``k`` and ``v`` (None: from the cache), those of the
     positions before them from the cache. ``window``: keys that a query sees; 0 for all.
+
+    DP-attention pads ``q`` and ``req_pool_indices`` behind the batch that the lengths describe:
+    those rows of ``o`` become zero.
     """
     scaled = k_scale != 1 or v_scale != 1
     _refuse(cross_attention=is_cross, kv_scale=scaled, sinks=sinks, tree_mask=tree_mask)
-    spans = zip(
-        *(x.tolist() for x in (req_pool_indices, seq_lens, extend_lens, extend_start)), strict=True
-    )
+    rows = req_pool_indices[: len(seq_lens)]
+    spans = zip(*(x.tolist() for x in (rows, seq_lens, extend_lens, extend_start)), strict=True)
+    o[int(extend_lens.sum()) :] = 0
     for row, seq_len, length, start in spans:
         new = slice(start, start + length)
         slots = req_to_token[row, :seq_len].long()
