@@ -8,19 +8,46 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from protocol import faults as faults_of_ring
+from protocol.faults import TWO_ROUNDS, case
 from protocol.model import Case
-from protocol.ring import Rank, run
-from protocol.test_faults import TWO_ROUNDS, case, meddle, recovered, replaced, short_timeouts
+from protocol.ring import Outcome, Rank, run
 
 from sglang_mixkv.core.errors import MixKVError
 
-__all__ = ["short_timeouts"]
+Change = Callable[[list[bytes]], list[bytes]]
+
+
+@pytest.fixture(autouse=True)
+def short_timeouts() -> Iterator[None]:
+    with faults_of_ring.short_timeouts():
+        yield
+
+
+def meddle(operation: str, change: Change) -> Callable[[Rank], None]:
+    return faults_of_ring.meddle(operation, lambda message: [change(message)])
+
+
+def replaced(index: int, frame: bytes) -> Change:
+    return lambda message: [*message[:index], frame, *message[index + 1 :]]
+
+
+def recovered(outcome: Outcome, *words: str) -> None:
+    """Round one failed on both sides with these words as the reason, round two was right."""
+    assert outcome.wrong == []
+    for report in outcome.decode:
+        assert report.status == ["failed", "success"]
+    for report in outcome.prefill:
+        assert report.status[-1] == "success"
+    for word in words:
+        assert word in outcome.reasons
+
 
 STRANGER = [b"127.0.0.9", b"17009", b"127.0.0.9:17010"]
 

@@ -25,7 +25,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "compat.py": (set(), {"config"}),
     "startup.py": (set(), {"config"}),
     "managers/": (
-        {"aiohttp", "msgspec", "numpy", "requests", "sglang"},
+        {"aiohttp", "msgspec", "numpy", "requests", "sglang", "zmq"},
         {"", "compat", "config", "core", "managers", "transfer"},
     ),
     "plugin.py": (set(), {"compat", "config", "cpu", "managers", "startup"}),
