@@ -18,6 +18,7 @@ from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config
 SUPPORTED_SGLANG = ("0.5.23",)
 
 _CONN = "sglang.srt.disaggregation.mooncake.conn"
+_ENGINE = "sglang.srt.distributed.device_communicators.mooncake_transfer_engine"
 _COMMON = "sglang.srt.disaggregation.common.conn"
 _UTILS = "sglang.srt.disaggregation.utils"
 
@@ -69,6 +70,16 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "staging_buffer",
         "worker_index",
     ),
+    f"{_CONN}:MooncakeKVManager.init_engine": ("self",),
+    f"{_ENGINE}:MooncakeTransferEngine.__init__": ("self", "hostname", "gpu_id", "ib_device"),
+    f"{_ENGINE}:MooncakeTransferEngine.batch_transfer_sync": (
+        "self",
+        "session_id",
+        "buffers",
+        "peer_buffer_addresses",
+        "lengths",
+    ),
+    f"{_ENGINE}:MooncakeTransferEngine.send_probe": ("self", "peer_session_id"),
     f"{_CONN}:MooncakeKVManager.send_kvcache": (
         "self",
         "mooncake_session_id",

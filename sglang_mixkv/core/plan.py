@@ -8,13 +8,14 @@ table of copies, one row an entry (source entry -> destination entry):
     destination row  | h2 | h3 |                      dst_row = 2 heads, dst_offset = 0
 
 With `width == src_row == dst_row` a run of neighbouring pages is one range; otherwise
-each token is a range of its own (the direct path), unless it is packed first.
+each token is a range of its own (the direct path), unless it is packed or sent by page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ from sglang_mixkv.core.errors import refuse
 from sglang_mixkv.core.geometry import Shard
 
 Ints = npt.NDArray[np.int64]
+Runs = tuple[Ints, Ints, Ints]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Blocks:
     @staticmethod
     def concat(parts: Iterable[Blocks]) -> Blocks:
         parts = list(parts)
+        if len(parts) == 1:
+            return parts[0]
         empty = np.empty(0, np.int64)
         return Blocks(
             *(
@@ -64,6 +68,10 @@ class Copies:
     def select(self, mask: npt.NDArray[np.bool_]) -> Copies:
         return Copies(*(column[mask] for column in self._columns()))
 
+    def at(self, index: int) -> Copies:
+        """One of them."""
+        return Copies(*(column[index : index + 1] for column in self._columns()))
+
     def _columns(self) -> tuple[Ints, ...]:
         return (
             self.src,
@@ -78,14 +86,50 @@ class Copies:
     def __len__(self) -> int:
         return len(self.src)
 
-    @property
-    def whole(self) -> npt.NDArray[np.bool_]:
-        """Copies of full rows, for which neighbouring pages form one range."""
-        return (self.width == self.src_row) & (self.width == self.dst_row)
+    @cached_property
+    def parts(self) -> Parts:
+        """These copies by what can be done with them."""
+        fills = self.width == self.dst_row
+        whole = fills & (self.width == self.src_row)
+        return Parts(self.select(whole), self.select(fills & ~whole), self.select(~fills))
+
+    @cached_property
+    def bytes_per_token(self) -> int:
+        return int(self.width.sum())
+
+    def paged(self, page_size: int) -> Copies:
+        """The same slices in items of a page instead of rows: in its destination page each
+        sender's slice of all tokens stands together, in the order of the heads. The
+        source rows must hold nothing but the slice."""
+        zero = np.zeros_like(self.width)
+        return Copies(
+            self.src,
+            self.dst + self.dst_offset * page_size,
+            self.src_row * page_size,
+            self.dst_row * page_size,
+            zero,
+            zero,
+            self.width * page_size,
+        )
+
+    @staticmethod
+    def concat(parts: Iterable[Copies]) -> Copies:
+        columns = zip(*(part._columns() for part in parts), strict=True)
+        return Copies(*(np.concatenate(column) for column in columns))
 
     @staticmethod
     def empty() -> Copies:
         return Copies(*(np.empty(0, np.int64) for _ in range(7)))
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Copies by shape: rows that are `whole` on both sides, for which neighbouring pages form
+    one range; slices that `fill` the destination's row; slices that are a part of it."""
+
+    whole: Copies
+    fill: Copies
+    part: Copies
 
 
 def component_copies(
@@ -132,23 +176,53 @@ class Plan:
 
     @property
     def draft_bytes_per_page(self) -> int:
-        return int(self.draft.width.sum()) * self.page_size
+        return self.draft.bytes_per_token * self.page_size
 
     @property
     def target_bytes_per_page(self) -> int:
-        return int(self.target.width.sum()) * self.page_size
+        return self.target.bytes_per_token * self.page_size
 
 
-def page_runs(src_pages: Ints, dst_pages: Ints) -> tuple[Ints, Ints, Ints]:
+def page_runs(src_pages: Ints, dst_pages: Ints) -> Runs:
     """Runs of pages that are neighbours on both sides: (first src, first dst, pages)."""
     if not len(src_pages):
         return src_pages, dst_pages, src_pages
-    breaks = np.flatnonzero((np.diff(src_pages) != 1) | (np.diff(dst_pages) != 1)) + 1
-    starts = np.concatenate([[0], breaks])
-    return src_pages[starts], dst_pages[starts], np.diff(np.append(starts, len(src_pages)))
+    starts = np.empty(len(src_pages), np.bool_)
+    starts[0] = True
+    np.not_equal(src_pages[1:] - src_pages[:-1], 1, out=starts[1:])
+    starts[1:] |= dst_pages[1:] - dst_pages[:-1] != 1
+    first = np.flatnonzero(starts)
+    if len(first) == len(src_pages):
+        return src_pages, dst_pages, np.ones_like(src_pages)
+    ends = np.append(first[1:], len(src_pages))
+    return src_pages[first], dst_pages[first], ends - first
 
 
-def whole_blocks(copies: Copies, page_size: int, runs: tuple[Ints, Ints, Ints]) -> Blocks:
+@dataclass(frozen=True)
+class PagePairs:
+    """Pages at the source, and where each goes, with their runs worked out once."""
+
+    src: Ints
+    dst: Ints
+
+    def __len__(self) -> int:
+        return len(self.src)
+
+    def cut(self, start: int, stop: int | None = None) -> PagePairs:
+        return PagePairs(self.src[start:stop], self.dst[start:stop])
+
+    @cached_property
+    def runs(self) -> Runs:
+        """Runs on both sides."""
+        return page_runs(self.src, self.dst)
+
+    @cached_property
+    def dst_runs(self) -> Runs:
+        """Runs at the destination, for pages that were packed in this order."""
+        return page_runs(np.arange(len(self.dst)), self.dst)
+
+
+def whole_blocks(copies: Copies, page_size: int, runs: Runs) -> Blocks:
     """One range a copy and run, entry after entry. Every copy must be `whole`."""
     first_src, first_dst, count = runs
     item = (copies.width * page_size)[:, None]
@@ -171,11 +245,12 @@ def token_blocks(copies: Copies, page_size: int, src_pages: Ints, dst_pages: Int
 
 def blocks(copies: Copies, page_size: int, src_pages: Ints, dst_pages: Ints) -> Blocks:
     """Byte ranges that carry `copies` for one chunk of page pairs (the direct path)."""
-    whole = copies.whole
-    parts = []
-    if whole.any():
-        runs = page_runs(src_pages, dst_pages)
-        parts.append(whole_blocks(copies.select(whole), page_size, runs))
-    if not whole.all():
-        parts.append(token_blocks(copies.select(~whole), page_size, src_pages, dst_pages))
-    return Blocks.concat(parts)
+    by_shape, found = copies.parts, []
+    if len(by_shape.whole):
+        found.append(whole_blocks(by_shape.whole, page_size, page_runs(src_pages, dst_pages)))
+    found += [
+        token_blocks(slices, page_size, src_pages, dst_pages)
+        for slices in (by_shape.fill, by_shape.part)
+        if len(slices)
+    ]
+    return Blocks.concat(found)

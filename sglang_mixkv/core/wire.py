@@ -103,13 +103,18 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):
-    """A region for the draft slices of one request from the prefill rank that gets this.
+    """Where a request's head slices go, for the prefill rank that gets this.
 
-    `address`: first byte; `tokens`: rows an entry. Layout: packed.into_region.
+    `address`, `tokens`: a region for the draft slices, its first byte and rows an entry
+    (layout: packed.into_region); `tokens` 0: none. `first_page`: the request's page that its
+    first row belongs to. `by_page`: slices that go to no region and are a part of the
+    destination's row are written by page (layout: plan.Copies.paged).
     """
 
-    address: Size
-    tokens: Size
+    address: Size = 0
+    tokens: Size = 0
+    first_page: Size = 0
+    by_page: bool = False
 
 
 class Digest(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.cold import Clearer, clear_aux
 from sglang_mixkv.managers.decode_gate import DecodeGate
 from sglang_mixkv.managers.shared import Expected
-from sglang_mixkv.managers.staging import Staging, pack_buffer, wants_region
+from sglang_mixkv.managers.staging import Slices, Staging, prepare
 from sglang_mixkv.managers.verify import Asked
 
 logger = logging.getLogger(__name__)
@@ -41,13 +41,12 @@ MAX_RANKS = 4096
 class DecodeSide(DecodeGate):
     """Overrides of CommonKVManager that act on decode ranks.
 
-    `staging`: this rank's buffer for granted regions, once a peer needs one. `cold_server`: the
-    prefill server that is being resolved gets no draft KV from; PrefillServerInfo remembers it
-    as `mixkv_cold`.
+    `staging`: where this rank puts head slices in order, once a peer needs that. `cold_server`:
+    the prefill server that is being resolved gets no draft KV from; PrefillServerInfo remembers
+    it as `mixkv_cold`.
     """
 
     staging: Staging | None = None
-    no_staging = False
     cold_server = False
 
     def verifies(self, info: PrefillServerInfo) -> bool:
@@ -225,28 +224,39 @@ class DecodeSide(DecodeGate):
             skip = window_start(len(pages), self.kv_args.page_size, self.draft_window)
             self.verifier.ask(room, Asked(pages, skip, draft, self._senders(info)))
 
+    def slices_from(self, info: PrefillServerInfo) -> tuple[Slices, Slices] | None:
+        """The target's and the drafter's heads from that server, None without a drafter."""
+        draft, table = self.draft_for(info), self.routes_from(info)
+        if draft is None:
+            return None
+        target_from, draft_from = (
+            {(route.prefill_rank, route.stage): heads for route, heads in found if heads}
+            for found in (
+                [(route, route.target_heads) for route in table],
+                [(route, route.draft_heads) for route in table],
+            )
+        )
+        caches, size = self.caches, info.attn_tp_size
+        return (
+            Slices(caches.target, caches.target_ptrs, target_from, size),
+            Slices(draft, caches.draft_ptrs, draft_from, size),
+        )
+
     def prepare_staging(self, info: PrefillServerInfo) -> None:
-        """Take the staging buffer before the first peer that needs it is registered with."""
-        draft = self.draft_for(info)
-        if draft is None or self.staging is not None or self.no_staging:
-            return
-        if wants_region(draft, self.routes_from(info), 1 << 20, self.config.draft_transfer):
-            buffer = pack_buffer(self.engine, self.rows, self.config.staging_mb << 20)
-            self.no_staging = buffer is None
-            self.staging = Staging(buffer, self.rows) if buffer else None
+        """Take the staging memory before the first peer that needs it is registered with."""
+        slices = self.slices_from(info)
+        if slices is not None and self.staging is None:
+            size, mode = self.config.staging_mb << 20, self.config.draft_transfer
+            self.staging = prepare(self.engine, self.rows, size, *slices, mode)
 
     def grant(self, room: int, info: PrefillServerInfo, pages: Any) -> dict[tuple[int, int], Grant]:
-        """Regions for a room's draft slices by (prefill rank, stage); none: the direct path."""
-        draft, table = self.draft_for(info), self.routes_from(info)
-        mode = self.config.draft_transfer
-        if draft is None or self.staging is None or not len(pages):
+        """How a room's head slices come, by (prefill rank, stage); none: the direct path."""
+        slices = self.slices_from(info)
+        if slices is None or self.staging is None or not len(pages):
             return {}
-        if not wants_region(draft, table, len(pages), mode):
-            return {}
-        skip = window_start(len(pages), draft.page_size, self.draft_window)
         numbers = np.asarray(pages, np.int64)
-        ptrs = self.caches.draft_ptrs
-        return self.staging.grant(room, draft, ptrs, numbers, skip, table) or {}
+        skip = window_start(len(pages), self.kv_args.page_size, self.draft_window)
+        return self.staging.grant(room, *slices, numbers, skip, self.config.draft_transfer)
 
     @override(MooncakeKVManager)
     def update_status(self, bootstrap_room: int, status: Any) -> None:

@@ -173,7 +173,8 @@ class PrefillGate(Shared):
             peer.check_metadata(said)
             self.grants.pop((said.room, session), None)
             if grant is not None:
-                self.grants[said.room, session] = peer.check_grant(grant, len(said.pages))
+                peer.check_grant(grant, len(said.pages))
+                self.grants[said.room, session] = grant
         except MixKVError as error:
             return str(error)
         return None

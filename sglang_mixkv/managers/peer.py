@@ -20,7 +20,6 @@ from sglang_mixkv.core.registration import PeerRegistration
 from sglang_mixkv.core.routes import Route, Topology, route_of, routes
 from sglang_mixkv.core.topology import Kind
 from sglang_mixkv.managers.kv_args import Caches
-from sglang_mixkv.transfer.writer import Region
 
 # The one kind of state (DSA_TAIL) whose indices are a row and spans inside it, which stock
 # checks (utils.py build_dsa_tail_transfer_blocks); all others are rows.
@@ -92,22 +91,26 @@ class Peer:
                 f"ranks, by the routes it is another to {self.required_peers}."
             )
 
-    def check_grant(self, grant: wire.Grant, pages: int) -> Region:
-        """The region for a room of so many pages, or MixKVError when it is not inside what the
-        peer registered, or not for so many."""
+    def check_grant(self, grant: wire.Grant, pages: int) -> None:
+        """Raise MixKVError unless it is for a room of so many pages and stays inside what the
+        peer registered."""
         assert self.plan is not None
         start, size = self.staging
-        need = grant.tokens * int(self.plan.draft.width.sum())
-        if grant.tokens != pages * self.plan.page_size:
-            raise MixKVError(f"a region of {grant.tokens} tokens for {pages} pages.")
-        if grant.address < start or grant.address + need > start + size:
+        need = grant.tokens * self.plan.draft.bytes_per_token
+        if grant.tokens and grant.tokens != (pages - grant.first_page) * self.plan.page_size:
+            raise MixKVError(
+                f"a region of {grant.tokens} tokens from page {grant.first_page} of {pages}."
+            )
+        if grant.tokens and (grant.address < start or grant.address + need > start + size):
             raise refuse(
                 f"a region inside the {size} bytes of staging that the decode rank announced",
                 f"{need} bytes at offset {grant.address - start}",
                 "slices would be written outside it",
                 "Start both sides with the same sglang-mixkv",
             )
-        return Region(grant.address, grant.tokens)
+        parts = (self.plan.target.parts.part, self.plan.draft.parts.part)
+        if grant.by_page and any((part.src_row != part.width).any() for part in parts):
+            raise MixKVError("slices are wanted by page that do not fill this rank's rows.")
 
 
 def _check_inside(what: str, numbers: Numbers, count: int) -> None:

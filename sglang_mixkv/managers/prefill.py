@@ -6,7 +6,9 @@ without a word: nothing here raises.
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +17,11 @@ import numpy as np
 import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    MooncakeTransferEngine,
+)
+from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_mixkv.core.announcement import announcement
@@ -27,10 +34,22 @@ from sglang_mixkv.managers.facts import KEY, PATH, TIMEOUT_S
 from sglang_mixkv.managers.gate import PrefillGate
 from sglang_mixkv.managers.peer import Peer
 from sglang_mixkv.managers.staging import pack_buffer
+from sglang_mixkv.transfer.bounded import BoundedEngine
 from sglang_mixkv.transfer.digest import Digester, Sums, pairs
 from sglang_mixkv.transfer.writer import Chunk, ChunkWriter
 
 logger = logging.getLogger(__name__)
+
+
+def over_tcp() -> bool:
+    """Whether SGLang's engine uses Mooncake's TCP transport (MooncakeTransferEngine)."""
+    forced = os.environ.get("MC_FORCE_TCP") == "1"
+    return forced or str(envs.MOONCAKE_PROTOCOL.get()).lower() == "tcp"
+
+
+def like(engine: MooncakeTransferEngine) -> MooncakeTransferEngine:
+    """A new engine with the same settings."""
+    return MooncakeTransferEngine(engine.hostname, engine.gpu_id, engine.ib_device)
 
 
 class TappedQueue:
@@ -51,8 +70,17 @@ class PrefillSide(PrefillGate):
     """Overrides of MooncakeKVManager that act on prefill ranks.
 
     `peers`: session id -> Peer; written by the bootstrap thread, read by transfer threads.
-    `grants`: (room, session id) -> region, from metadata to the end of the room's sender.
+    `grants`: (room, session id) -> grant, from metadata to the end of the room's sender.
     """
+
+    engine: Any
+
+    @override(MooncakeKVManager)
+    def init_engine(self) -> None:
+        """As stock; on prefill ranks over TCP, within that transport's limits."""
+        super().init_engine()
+        if self.disaggregation_mode == DisaggregationMode.PREFILL and over_tcp():
+            self.engine = BoundedEngine(self.engine, functools.partial(like, self.engine))
 
     @override(MooncakeKVManager)
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
@@ -186,12 +214,12 @@ class PrefillSide(PrefillGate):
         assert plan is not None
         src, dst = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
         self._check_bounds(plan, src, dst)
-        chunk, region = Chunk(src, dst), None
+        chunk, grant = Chunk(src, dst), None
         taken = getattr(self.current, "chunk", None)
         if taken is not None:
             chunk = Chunk(src, dst, taken.index_slice.start, self._before_window(peer, taken))
-            region = self.grants.get((taken.room, peer.session))
-        written = self._writer().write(peer.session, plan, chunk, region)
+            grant = self.grants.get((taken.room, peer.session))
+        written = self._writer().write(peer.session, plan, chunk, grant)
         if written.code == 0:
             if peer.verify and taken is not None:
                 sums = self.sums.setdefault((taken.room, peer.session), Sums())

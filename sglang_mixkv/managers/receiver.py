@@ -90,7 +90,7 @@ class MixKVReceiver(MooncakeKVReceiver):
     def send_metadata(
         self, kv_indices: Any, aux_index: int | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        """As stock, with a region granted to each sender of strided draft slices."""
+        """As stock, and senders of head slices are told how they are wanted."""
         self.pages = len(kv_indices)
         expected = self.kv_mgr.expected.get(self.bootstrap_room)
         if expected is not None:

@@ -18,6 +18,7 @@ from sglang_mixkv.config import Config, config_of
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.facts import Facts
 from sglang_mixkv.core.topology import Kind
+from sglang_mixkv.core.wire import Grant
 from sglang_mixkv.managers import facts as handshake
 from sglang_mixkv.managers import kv_args as geometry
 from sglang_mixkv.managers.aside import override
@@ -27,7 +28,6 @@ from sglang_mixkv.managers.staging import rows_for
 from sglang_mixkv.managers.stats import Stats
 from sglang_mixkv.transfer.digest import Sums
 from sglang_mixkv.transfer.rows import Rows
-from sglang_mixkv.transfer.writer import Region
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Shared(MooncakeKVManager):
     next_reap = 0.0
 
     @cached_property
-    def grants(self) -> dict[tuple[int, str], Region]:
+    def grants(self) -> dict[tuple[int, str], Grant]:
         return {}
 
     @cached_property

@@ -2,15 +2,18 @@
 
 Prefill: each transfer thread has a pack buffer of its own (`pack_buffer`).
 
-Decode: one registered buffer; a request whose draft slices are strided in its pool is
-granted a region of it, one area a sender. Life of a grant, on a decode rank:
+Decode: one registered buffer; a request whose draft slices would be many short ranges in its
+pool is granted a region of it, one area a sender. Slices that are a part of a row and get no
+region (no room, or the target's) are written by page into the request's own pages. Life of
+a grant, on a decode rank:
 
-    scheduler      receiver.send_metadata -> grant()        region held; none: direct path
-    decode thread  all senders answered   -> scatter()      region -> pool, region free
+    scheduler      receiver.send_metadata -> grant()        region held
+    decode thread  all senders answered   -> scatter()      region or pages -> rows, region free
     scheduler      abort or failure       -> release()      region quarantined
 
 A failed write can still be under way after the transport's call has returned, so a region
-that was not scattered stays out of use for QUARANTINE_S.
+that was not scattered stays out of use for QUARANTINE_S. The request's pages are SGLang's to
+hold back, as after any failed transfer.
 """
 
 from __future__ import annotations
@@ -18,18 +21,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from sglang_mixkv.core.allocator import RegionAllocator
 from sglang_mixkv.core.geometry import Shard
-from sglang_mixkv.core.plan import Copies, Ints, component_copies
-from sglang_mixkv.core.routes import Route
+from sglang_mixkv.core.plan import Copies, Ints, component_copies, page_runs
 from sglang_mixkv.core.wire import Grant
-from sglang_mixkv.transfer.packed import PackBuffer, into_region, prefer_packed, scatter
+from sglang_mixkv.transfer.packed import (
+    PackBuffer,
+    by_page_rows,
+    from_region,
+    prefer_packed,
+    scatter,
+)
 from sglang_mixkv.transfer.rows import HostRows, Rows
 
 logger = logging.getLogger(__name__)
@@ -37,6 +43,11 @@ logger = logging.getLogger(__name__)
 # Twice the 30 s after which SGLang frees the pages of an aborted request whatever the
 # transport does (SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT).
 QUARANTINE_S = 60.0
+
+# What pages written by page pass through on their way to rows, at most so many bytes at once.
+SCRATCH = 8 << 20
+
+Sender = tuple[int, int]  # prefill rank, stage
 
 
 def rows_for(device: str, gpu_id: int) -> Rows:
@@ -64,50 +75,153 @@ def pack_buffer(engine: Any, rows: Rows, size: int) -> PackBuffer | None:
 
 
 @dataclass(frozen=True)
-class Granted:
-    """A request's region: where it starts in the buffer, and what is scattered from it."""
+class Slices:
+    """One component's heads as this rank receives them, and from whom.
 
-    start: int
+    `senders`: the heads (global numbers) of each; `prefill_tp`: the senders' attention TP.
+    """
+
+    shard: Shard
+    ptrs: tuple[int, ...]
+    senders: Mapping[Sender, range]
+    prefill_tp: int
+
+    @property
+    def are_parts(self) -> bool:
+        """Whether they are parts of this rank's rows: P > D."""
+        return any(heads != self.shard.heads for heads in self.senders.values())
+
+    @property
+    def are_cut(self) -> bool:
+        """Whether they are parts of their senders' rows: P < D."""
+        return any(heads != self._sent_rows(rank) for (rank, _), heads in self.senders.items())
+
+    def _sent_rows(self, rank: int) -> range:
+        return self.shard.component.spread.on_rank(self.prefill_tp, rank)
+
+    def detour(self, pages: int, runs: int, mode: str) -> bool:
+        """Whether so many pages, in so many runs here, are better not sent as they are: the
+        one rule (packed.py), over the ranges that writing them into the pool takes."""
+        tokens = pages * self.shard.page_size
+        if self.are_parts:
+            ranges = tokens * self.shard.component.entries * len(self.ranks)
+        elif self.are_cut:  # packed by their sender whatever is decided here
+            ranges = runs * self.shard.component.entries
+            mode = "auto" if mode == "packed" else mode
+        else:
+            return False  # the same rows on both sides, as the target's
+        return prefer_packed(ranges, tokens * sum(self.shard.rows), mode)
+
+    @property
+    def ranks(self) -> dict[int, range]:
+        """Heads by prefill rank: the same from all stages."""
+        return {rank: heads for (rank, _), heads in self.senders.items() if heads}
+
+    def may_go_by_page(self) -> bool:
+        """Whether pages hold the slices in equal parts, and a sender's rows nothing else."""
+        page_size = self.shard.page_size
+        widths = {len(heads) for heads in self.ranks.values()}
+        return (
+            page_size > 1
+            and len(widths) == 1
+            and max(self.shard.rows) * page_size <= SCRATCH
+            and not self.are_cut
+        )
+
+    def in_pool(self, heads: range) -> Copies:
+        """These heads in every entry of this rank's pool, as a destination."""
+        pairs = [(i, i) for i in range(self.shard.component.entries)]
+        ptrs = list(self.ptrs)
+        return component_copies(ptrs, self.shard, ptrs, self.shard, heads, pairs)
+
+    def entries(self) -> Iterator[Copies]:
+        """Entry after entry, the slices of every rank."""
+        ranks = [self.in_pool(heads) for heads in self.ranks.values()]
+        for index in range(self.shard.component.entries):
+            yield Copies.concat(copies.at(index) for copies in ranks)
+
+
+@dataclass(frozen=True)
+class Granted:
+    """What has to be done with a request's pages once all of them are written.
+
+    `start`: of its region in the buffer, None without one; `areas`: what is in the region;
+    `by_page`: slices, and the pages they were written to by page.
+    """
+
     page_size: int
     pages: Ints
-    skip: int
+    start: int | None
     areas: tuple[Copies, ...]
+    by_page: tuple[tuple[Slices, Ints], ...]
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while it is scattered
 
 
 class Staging:
-    """A decode rank's buffer and the grants in it."""
+    """A decode rank's buffer and the grants in it. Without `buffer` it grants no regions,
+    without `scratch` nothing is written by page."""
 
-    def __init__(self, buffer: PackBuffer, rows: Rows) -> None:
-        self._buffer, self._rows = buffer, rows
-        self._regions = RegionAllocator(buffer.size)
+    def __init__(
+        self, buffer: PackBuffer | None, rows: Rows, scratch: PackBuffer | None = None
+    ) -> None:
+        self._buffer, self._rows, self._scratch = buffer, rows, scratch
+        self._regions = RegionAllocator(buffer.size if buffer else 0)
         self._granted: dict[int, Granted] = {}
+        self._scratch_lock = threading.Lock()
 
     @property
     def span(self) -> tuple[int, int]:
-        return self._buffer.address, self._buffer.size
+        return (self._buffer.address, self._buffer.size) if self._buffer else (0, 0)
 
     def grant(
-        self, room: int, draft: Shard, ptrs: tuple[int, ...], pages: Ints, skip: int,
-        routes: Iterable[Route],
-    ) -> dict[tuple[int, int], Grant] | None:  # fmt: skip
-        """Hold a region for this room: (prefill rank, stage) -> its area. None: no room."""
-        senders = [route for route in routes if route.is_send_draft]
-        tokens = len(pages) * draft.page_size
-        sizes = [sum(draft.head_bytes) * len(route.draft_heads) * tokens for route in senders]
-        start = self._regions.allocate(sum(sizes), time.monotonic())
-        if start is None:
+        self, room: int, target: Slices, draft: Slices, pages: Ints, skip: int, mode: str
+    ) -> dict[Sender, Grant]:
+        """Decide how this room's slices come: what senders have to be told, if anything.
+
+        `pages`: all pages of the request; the drafter's window reaches those from `skip` on.
+        """
+        reached = pages[skip:]
+        start = self._region(draft, reached, mode)
+        in_pool = [(target, pages)] + [(draft, reached)] * (start is None)
+        parts = [(slices, where) for slices, where in in_pool if slices.are_parts and len(where)]
+        by_page = self._go_by_page(parts, mode)
+        if start is None and not by_page:
+            return {}
+        told = {}
+        if by_page:
+            told = {sender: Grant(by_page=True) for sender in (*target.senders, *draft.senders)}
+        areas = []
+        if start is not None:
+            address, tokens = self.span[0] + start, len(reached) * draft.shard.page_size
+            for sender, heads in draft.senders.items():
+                copies = draft.in_pool(heads)
+                areas.append(from_region(copies, address, tokens))
+                told[sender] = Grant(address, tokens, skip, by_page)
+                address += copies.bytes_per_token * tokens
+        self._granted[room] = Granted(
+            draft.shard.page_size, reached, start, tuple(areas), tuple(parts) if by_page else ()
+        )
+        return told
+
+    def _region(self, draft: Slices, pages: Ints, mode: str) -> int | None:
+        """Hold a region for these pages where they are worth one. None: no, or no room."""
+        runs = len(page_runs(pages, pages)[0])
+        if self._buffer is None or not draft.detour(len(pages), runs, mode):
             return None
-        areas, grants, address = [], {}, self._buffer.address + start
-        for route, size in zip(senders, sizes, strict=True):
-            areas.append(_area(draft, ptrs, route, address, tokens))
-            grants[route.prefill_rank, route.stage] = Grant(address, tokens)
-            address += size
-        self._granted[room] = Granted(start, draft.page_size, pages, skip, tuple(areas))
-        return grants
+        size = sum(draft.shard.rows) * len(pages) * draft.shard.page_size
+        return self._regions.allocate(size, time.monotonic())
+
+    def _go_by_page(self, parts: list[tuple[Slices, Ints]], mode: str) -> bool:
+        """Whether all of these are written by page: one answer for a whole request."""
+        return (
+            self._scratch is not None
+            and any(slices.detour(len(pages), len(pages), mode) for slices, pages in parts)
+            and all(slices.may_go_by_page() for slices, _ in parts)
+        )
 
     def scatter(self, room: int) -> None:
-        """Spread a room's region into the pool and free it; nothing if it has none.
+        """Put what a room's senders wrote where it belongs and free its region; nothing if it
+        has no grant.
 
         Raises whatever the copy raises; the region is then quarantined. While it runs,
         `release` of the room waits: pages are not freed under it.
@@ -119,16 +233,24 @@ class Staging:
             if self._granted.get(room) is not granted:
                 return
             try:
-                for area in granted.areas:
-                    pages = granted.pages[granted.skip :]
-                    scatter(self._rows, area, granted.page_size, granted.skip, pages)
+                self._scatter(granted)
             except Exception:
                 self._retire(granted)
                 raise
             else:
-                self._regions.free(granted.start)
+                if granted.start is not None:
+                    self._regions.free(granted.start)
             finally:
                 self._granted.pop(room, None)
+
+    def _scatter(self, granted: Granted) -> None:
+        for area in granted.areas:
+            scatter(self._rows, area, granted.page_size, 0, granted.pages)
+        for slices, pages in granted.by_page:
+            assert self._scratch is not None
+            with self._scratch_lock:
+                for entry in slices.entries():
+                    by_page_rows(self._rows, entry, granted.page_size, pages, self._scratch)
 
     def release(self, room: int) -> None:
         """The room ended without a scatter: its region may still be written."""
@@ -141,7 +263,8 @@ class Staging:
                 self._retire(granted)
 
     def _retire(self, granted: Granted) -> None:
-        self._regions.retire(granted.start, time.monotonic() + QUARANTINE_S)
+        if granted.start is not None:
+            self._regions.retire(granted.start, time.monotonic() + QUARANTINE_S)
 
     def in_use(self) -> tuple[int, int]:
         """Bytes held by requests, and bytes quarantined."""
@@ -154,27 +277,21 @@ class Staging:
         return [f"{held} bytes of staging are held"] * bool(held or self._granted)
 
 
-def _area(draft: Shard, ptrs: tuple[int, ...], route: Route, address: int, tokens: int) -> Copies:
-    """From one sender's area (src) to this rank's pool (dst)."""
-    pairs = [(i, i) for i in range(draft.component.entries)]
-    in_pool = component_copies(list(ptrs), draft, list(ptrs), draft, route.draft_heads, pairs)
-    area = into_region(in_pool, address, tokens)
-    return Copies(
-        src=area.dst,
-        dst=in_pool.dst,
-        src_row=in_pool.width,
-        dst_row=in_pool.dst_row,
-        src_offset=np.zeros_like(in_pool.width),
-        dst_offset=in_pool.dst_offset,
-        width=in_pool.width,
-    )
+def prepare(
+    engine: Any, rows: Rows, size: int, target: Slices, draft: Slices, mode: str
+) -> Staging | None:
+    """A decode rank's staging for a prefill server with these slices, None if it needs none.
 
-
-def wants_region(draft: Shard, routes: Iterable[Route], pages: int, mode: str) -> bool:
-    """Whether a request's draft slices are strided here and worth a region, by the one rule."""
-    senders = [route for route in routes if route.is_send_draft]
-    if all(route.draft_heads == draft.heads for route in senders):
-        return False  # each slice is a whole row of this rank's pool
-    tokens = pages * draft.page_size
-    descriptors = tokens * draft.component.entries * len(senders)
-    return prefer_packed(descriptors, sum(draft.rows) * tokens, mode)
+    Takes the memory that requests could come to need: a buffer of `size` bytes, scratch.
+    """
+    longest = 1 << 20
+    regions = draft.detour(longest, longest, mode)
+    if not regions and not target.detour(longest, longest, mode):
+        return None
+    try:
+        address, owner = rows.allocate(SCRATCH)
+        scratch = PackBuffer(address, SCRATCH, owner)
+    except MemoryError as error:
+        logger.warning("sglang-mixkv: nothing is received by page (%s)", error)
+        scratch = None
+    return Staging(pack_buffer(engine, rows, size) if regions else None, rows, scratch)

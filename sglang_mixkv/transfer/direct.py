@@ -1,7 +1,7 @@
 """The direct path: byte ranges as they are, in batches that Mooncake's TCP transport takes.
 
-About 2,048 descriptors in flight an engine and peer is where the transport starts to
-fail; a batch here is half of that, and a peer's chunks go one after the other.
+About 2,048 descriptors in flight an engine and peer is where the transport starts to fail; a
+batch here is half of that. What all threads have in flight together: bounded.py.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def write(engine: Engine, session: str, blocks: Blocks) -> int:
     After a non-zero code earlier batches have been written, and later bytes of the failed
     one may still arrive: the destination must be held until they cannot.
     """
-    for start in range(0, len(blocks.length), MAX_DESCRIPTORS):
+    total = len(blocks.length)
+    first = int(blocks.length[0]) if total else 0
+    alike = bool((blocks.length == first).all())
+    for start in range(0, total, MAX_DESCRIPTORS):
         batch = slice(start, start + MAX_DESCRIPTORS)
-        code = engine.batch_transfer_sync(
-            session,
-            blocks.src[batch].tolist(),
-            blocks.dst[batch].tolist(),
-            blocks.length[batch].tolist(),
-        )
+        src = blocks.src[batch].tolist()
+        lengths = [first] * len(src) if alike else blocks.length[batch].tolist()
+        code = engine.batch_transfer_sync(session, src, blocks.dst[batch].tolist(), lengths)
         if code != 0:
             return code
     return 0

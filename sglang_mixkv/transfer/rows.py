@@ -12,6 +12,7 @@ One operation serves both. Of entry e, row `src_rows[n]` at the source becomes r
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,21 +47,35 @@ class Rows(Protocol):
         """The first `size` bytes of what `allocate` gave."""
 
 
+TEMPORARY = 1 << 20  # bytes of a list of rows on its way, so that they stay in the cache
+
+
 class HostRows:
     """Rows in this process's own memory."""
 
     def copy(self, what: RowCopy) -> None:
-        for entry in range(len(what.src)):
-            width = int(what.width[entry])
-            source = _view(what.src[entry], what.src_rows, what.src_stride[entry], width)
-            target = _view(what.dst[entry], what.dst_rows, what.dst_stride[entry], width)
-            if _is_range(what.dst_rows):
-                first = int(what.dst_rows[0])
-                out = target[first : first + len(what.dst_rows)]
-                if out.flags.c_contiguous:
-                    np.take(source, what.src_rows, out=out, mode="clip")
-                    continue
-            target[what.dst_rows] = source[what.src_rows]
+        count = len(what.src_rows)
+        if not count:
+            return
+        src_rows, dst_rows = _as_slice(what.src_rows), _as_slice(what.dst_rows)
+        src_count, dst_count = int(what.src_rows.max()) + 1, int(what.dst_rows.max()) + 1
+        for src, dst, src_stride, dst_stride, width in _entries(what):
+            source = _view(src, src_count, src_stride, width)
+            target = _view(dst, dst_count, dst_stride, width)
+            if isinstance(src_rows, slice):
+                target[dst_rows] = source[src_rows]
+            elif isinstance(dst_rows, slice) and src_stride == dst_stride == width:
+                np.take(source, src_rows, out=target[dst_rows], mode="clip")
+            else:
+                self._copy_list(target, what.dst_rows, source, src_rows, width)
+
+    @staticmethod
+    def _copy_list(target: Any, dst_rows: Ints, source: Any, src_rows: Ints, width: int) -> None:
+        """Not np.take: it would copy all of a strided source, a pool, before it takes."""
+        step = max(1, TEMPORARY // width)
+        for first in range(0, len(src_rows), step):
+            part = slice(first, first + step)
+            target[dst_rows[part]] = source[src_rows[part]]
 
     def allocate(self, size: int) -> tuple[int, Any]:
         owner = np.zeros(size, np.uint8)
@@ -70,13 +85,20 @@ class HostRows:
         return memoryview(owner)[:size]
 
 
-def _is_range(rows: Ints) -> bool:
-    return bool(len(rows)) and bool((np.diff(rows) == 1).all())
+def _entries(what: RowCopy) -> Iterator[tuple[int, ...]]:
+    columns = (what.src, what.dst, what.src_stride, what.dst_stride, what.width)
+    return zip(*(column.tolist() for column in columns), strict=True)
 
 
-def _view(address: int, rows: Ints, stride: int, width: int) -> np.ndarray[Any, Any]:
-    """The strided rows at `address` as opaque items of `width` bytes, up to the last used."""
-    count, stride = (int(rows.max()) + 1 if len(rows) else 0), int(stride)
-    size = max(0, (count - 1) * stride + width) if count else 0
-    memory = (ctypes.c_char * size).from_address(int(address))
+def _as_slice(rows: Ints) -> Ints | slice:
+    """Consecutive rows as a slice, which numpy copies without a temporary."""
+    first, count = int(rows[0]), len(rows)
+    if int(rows[-1]) - first == count - 1 and bool((rows[1:] - rows[:-1] == 1).all()):
+        return slice(first, first + count)
+    return rows
+
+
+def _view(address: int, count: int, stride: int, width: int) -> np.ndarray[Any, Any]:
+    """`count` rows at `address`, `stride` bytes apart, as opaque items of `width` bytes."""
+    memory = (ctypes.c_char * ((count - 1) * stride + width)).from_address(address)
     return np.ndarray((count,), f"V{width}", memoryview(memory).cast("B"), 0, (stride,))

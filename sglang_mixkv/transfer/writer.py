@@ -7,10 +7,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sglang_mixkv.core.plan import Blocks, Copies, Ints, Plan, blocks, page_runs
+from sglang_mixkv.core.errors import MixKVError
+from sglang_mixkv.core.plan import (
+    Blocks,
+    Copies,
+    Ints,
+    PagePairs,
+    Plan,
+    token_blocks,
+    whole_blocks,
+)
+from sglang_mixkv.core.wire import Grant
 from sglang_mixkv.transfer import direct
 from sglang_mixkv.transfer.packed import PackBuffer, into_region, prefer_packed
 from sglang_mixkv.transfer.rows import Rows
+
+NO_GRANT = Grant()
 
 
 @dataclass(frozen=True)
@@ -28,14 +40,6 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Region:
-    """Where the draft slices of this sender go instead of the pool: `tokens` rows an entry."""
-
-    address: int
-    tokens: int
-
-
-@dataclass(frozen=True)
 class Written:
     """What became of a chunk: the transport's code, and bytes handed to it by component."""
 
@@ -47,11 +51,11 @@ class Written:
 
 
 @dataclass(frozen=True)
-class _Job:
+class _Packed:
+    """Copies that go through the pack buffer."""
+
     copies: Copies
-    src_pages: Ints
-    dst_pages: Ints
-    packed: bool
+    pairs: PagePairs
 
 
 class ChunkWriter:
@@ -68,81 +72,98 @@ class ChunkWriter:
         self._make_buffer = make_buffer
         self._buffer: PackBuffer | None = None
 
-    def write(self, session: str, plan: Plan, chunk: Chunk, region: Region | None) -> Written:
-        """Write one chunk, target and draft, as few batches as the pack buffer allows."""
-        jobs = [
-            *self._split(plan.target, plan.page_size, chunk.src_pages, chunk.dst_pages),
-            *self._split(*self._draft(plan, chunk, region)),
-        ]
-        per_page = plan.page_size
-        pending = Blocks.concat(
-            blocks(j.copies, per_page, j.src_pages, j.dst_pages) for j in jobs if not j.packed
-        )
+    def write(self, session: str, plan: Plan, chunk: Chunk, grant: Grant | None = None) -> Written:
+        """Write one chunk, target and draft, in as few batches as the pack buffer allows.
+
+        Raises MixKVError, with nothing written, for pages outside the granted region.
+        """
+        ways = list(self._ways(plan, chunk, grant or NO_GRANT))
+        pending = [way for way in ways if isinstance(way, Blocks)]
         code, descriptors, packed_bytes = 0, 0, 0
-        for ranges in self._rounds(jobs, per_page):
+        for ranges in self._rounds(ways, plan.page_size):
             packed_bytes += ranges.bytes
-            pending = Blocks.concat([pending, ranges])
-            code, descriptors = self._flush(session, pending, descriptors)
-            pending = Blocks.concat([])
+            batch, pending = Blocks.concat([*pending, ranges]), []
+            descriptors += len(batch.length)
+            code = direct.write(self._engine, session, batch)
             if code:
                 break
-        if not code:
-            code, descriptors = self._flush(session, pending, descriptors)
-        sent = (chunk.skip, len(chunk.src_pages) - chunk.skip)
+        if pending:
+            batch = Blocks.concat(pending)
+            descriptors += len(batch.length)
+            code = direct.write(self._engine, session, batch)
         return Written(
             code,
             len(chunk.src_pages) * plan.target_bytes_per_page,
-            max(0, sent[1]) * plan.draft_bytes_per_page,
+            max(0, len(chunk.src_pages) - chunk.skip) * plan.draft_bytes_per_page,
             descriptors,
             packed_bytes,
         )
 
-    def _flush(self, session: str, ranges: Blocks, so_far: int) -> tuple[int, int]:
-        return direct.write(self._engine, session, ranges), so_far + len(ranges.length)
+    def _ways(self, plan: Plan, chunk: Chunk, grant: Grant) -> Iterator[Blocks | _Packed]:
+        """Everything of this chunk, as ranges or as something to pack."""
+        pairs = PagePairs(chunk.src_pages, chunk.dst_pages)
+        draft_pairs = pairs.cut(chunk.skip) if chunk.skip else pairs
+        yield from self._to_pool(plan.target, plan.page_size, pairs, grant)
+        if grant.tokens:
+            yield from self._to_region(plan, chunk, draft_pairs, grant)
+        else:
+            yield from self._to_pool(plan.draft, plan.page_size, draft_pairs, grant)
 
-    @staticmethod
-    def _draft(plan: Plan, chunk: Chunk, region: Region | None) -> tuple[Copies, int, Ints, Ints]:
-        src, dst = chunk.src_pages[chunk.skip :], chunk.dst_pages[chunk.skip :]
-        if region is None:
-            return plan.draft, plan.page_size, src, dst
-        first = chunk.start + chunk.skip
-        pages = np.arange(first, first + len(src), dtype=np.int64)
-        return into_region(plan.draft, region.address, region.tokens), plan.page_size, src, pages
-
-    def _split(
-        self, copies: Copies, page_size: int, src_pages: Ints, dst_pages: Ints
-    ) -> Iterator[_Job]:
-        """The copies that are packed, and those that are not."""
-        if not len(copies) or not len(src_pages):
+    def _to_pool(
+        self, copies: Copies, page_size: int, pairs: PagePairs, grant: Grant
+    ) -> Iterator[Blocks | _Packed]:
+        if not len(pairs):
             return
-        for whole in (True, False):
-            part = copies.select(copies.whole == whole)
-            packable = part.dst_row == part.width
-            for packed in (True, False):
-                job = part.select(packable == packed)
-                if len(job):
-                    worth = packed and self._worth(job, page_size, src_pages, dst_pages)
-                    yield _Job(job, src_pages, dst_pages, worth)
+        whole, fill, part = copies.parts.whole, copies.parts.fill, copies.parts.part
+        if len(whole):
+            yield whole_blocks(whole, page_size, pairs.runs)
+        if len(fill):
+            packed = self._packed(fill, page_size, pairs, len(pairs) * page_size)
+            yield packed or token_blocks(fill, page_size, pairs.src, pairs.dst)
+        if len(part) and grant.by_page:
+            yield token_blocks(part.paged(page_size), 1, pairs.src, pairs.dst)
+        elif len(part):
+            yield token_blocks(part, page_size, pairs.src, pairs.dst)
 
-    def _worth(self, copies: Copies, page_size: int, src_pages: Ints, dst_pages: Ints) -> bool:
-        """Whether packing these is right by the rule, leaves fewer ranges, and can be done."""
-        whole = bool(copies.whole.all())
-        tokens = len(src_pages) * page_size
-        runs = len(page_runs(src_pages, dst_pages)[0]) if whole else tokens
-        packed_runs = len(page_runs(np.arange(len(dst_pages)), dst_pages)[0])
-        per_page = int(copies.width.sum()) * page_size
-        total = per_page * len(src_pages)
-        if 2 * packed_runs > runs or not prefer_packed(runs * len(copies), total, self._mode):
-            return False
+    def _to_region(
+        self, plan: Plan, chunk: Chunk, pairs: PagePairs, grant: Grant
+    ) -> Iterator[Blocks | _Packed]:
+        """The draft slices into the region: page after page of the request, from its first."""
+        if not len(pairs) or not len(plan.draft):
+            return
+        first = chunk.start + chunk.skip - grant.first_page
+        if first < 0 or (first + len(pairs)) * plan.page_size > grant.tokens:
+            raise MixKVError(
+                f"pages {first}..{first + len(pairs) - 1} of a region of {grant.tokens} tokens; "
+                "nothing of this chunk was sent"
+            )
+        pairs = PagePairs(pairs.src, np.arange(first, first + len(pairs), dtype=np.int64))
+        copies = into_region(plan.draft, grant.address, grant.tokens)
+        whole = copies.parts.whole
+        if len(whole):
+            ranges = self._packed(whole, plan.page_size, pairs, len(pairs.runs[0]))
+            yield ranges or whole_blocks(whole, plan.page_size, pairs.runs)
+        yield from self._to_pool(copies.parts.fill, plan.page_size, pairs, NO_GRANT)
+
+    def _packed(
+        self, copies: Copies, page_size: int, pairs: PagePairs, ranges: int
+    ) -> _Packed | None:
+        """These copies to be packed; None where the rule says no, where that would not halve
+        the `ranges` each of them needs otherwise, or where a page does not fit."""
+        if 2 * len(pairs.dst_runs[0]) > ranges:
+            return None
+        per_page = copies.bytes_per_token * page_size
+        if not prefer_packed(ranges * len(copies), per_page * len(pairs), self._mode):
+            return None
         self._buffer = self._buffer or self._make_buffer()
         if self._buffer is None or per_page > self._buffer.size:
-            return False
-        rounds = -(-len(src_pages) // (self._buffer.size // per_page))
-        return 2 * (packed_runs + rounds - 1) <= runs  # a round ends a run
+            return None
+        rounds = -(-len(pairs) // (self._buffer.size // per_page))
+        if 2 * (len(pairs.dst_runs[0]) + rounds - 1) > ranges:  # a round ends a run
+            return None
+        return _Packed(copies, pairs)
 
-    def _rounds(self, jobs: list[_Job], page_size: int) -> Iterator[Blocks]:
-        for job in jobs:
-            if job.packed and self._buffer is not None:
-                yield from self._buffer.rounds(
-                    self._rows, job.copies, page_size, job.src_pages, job.dst_pages
-                )
+    def _rounds(self, ways: list[Blocks | _Packed], page_size: int) -> Iterator[Blocks]:
+        for way in ways:
+            if isinstance(way, _Packed) and self._buffer is not None:
+                yield from self._buffer.rounds(self._rows, way.copies, page_size, way.pairs)

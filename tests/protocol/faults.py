@@ -132,6 +132,30 @@ def failing_transport(times: int, written: bool = False) -> Inject:
     return inject
 
 
+def overflow(rank: Rank) -> None:
+    """This rank's first write comes with more ranges in flight than Mooncake's TCP transport
+    takes: its engine is then stuck towards that peer for good."""
+    real, engine = rank.manager.engine.batch_transfer_sync, rank.manager.engine._engine
+    first = [1]
+
+    def overflowing(session: str, *ranges: list[int]) -> int:
+        if first:
+            first.clear()
+            rank.strike()
+            many = [(column * 8000)[:8000] for column in ranges]
+            flood = [
+                threading.Thread(target=engine.batch_transfer_sync, args=(session, *many))
+                for _ in range(4)
+            ]
+            for thread in flood:
+                thread.start()
+            for thread in flood:
+                thread.join()
+        return int(real(session, *ranges))
+
+    rank.manager.engine.batch_transfer_sync = overflowing
+
+
 def no_staging_memory(rank: Rank) -> None:
     """The transport cannot register one byte more."""
     rank.manager.engine.batch_register = lambda *_: -1
@@ -593,8 +617,14 @@ def _transport() -> Iterator[Fault]:
         group, "return code -1 always, on the draft only", "every call of the draft-only sender",
         _prefill_fault(1, failing_transport(1 << 30)), words=words, next_too=True,
     )  # fmt: skip
+    for rank, name in enumerate(("target's", "draft-only")):
+        yield Fault(
+            group, f"engine of the {name} sender stuck for good",
+            "4 x 8,000 ranges in flight at once, past SGLang's engine's limit",
+            _prefill_fault(rank, overflow), words=words,
+        )  # fmt: skip
     yield Fault(
-        group, "no memory for decode's staging buffer", "registering it fails; direct path",
+        group, "no memory for decode's staging buffer", "registering it fails; slices by page",
         _decode_fault(no_staging_memory, config={"draft_transfer": "packed"}), ends="success",
     )  # fmt: skip
     yield Fault(

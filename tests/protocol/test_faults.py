@@ -30,6 +30,14 @@ def test_fault(fault: Fault) -> None:
         assert outcome.total("messages_dropped") >= len(NOISE) - 2
 
 
+def test_without_its_replacement_an_engine_stays_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_mixkv.transfer.bounded import BoundedEngine
+
+    monkeypatch.setattr(BoundedEngine, "_replace_if_stuck", lambda *_: None)
+    outcome = run(faults.case(faults={("prefill", 1): faults.overflow}))
+    assert {s for r in outcome.decode for s in r.status} == {"failed"}
+
+
 # ---------------------------------------------------------------- servers that nobody restarts
 
 

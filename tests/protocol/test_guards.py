@@ -284,10 +284,30 @@ def test_both_paths_give_the_same_bytes(prefill_tp: int, decode_tp: int, mode: s
 
 
 def test_no_room_for_a_region_is_no_failure() -> None:
-    """1 MiB of staging for requests that need more: those go the direct path."""
+    """1 MiB of staging for requests that need more: those go by page."""
     draft = Cache("mha", heads=2, k_bytes=256, v_bytes=256)
     requests = (Request(1500), Request(900), Request(40))
     extra = {"config": {"draft_transfer": "packed", "staging_mb": 1}}
     outcome = run(Case(2, 1, draft=draft, page_size=64, requests=requests, extra=extra))
     right(outcome)
     assert 0 < outcome.total("packed_bytes") < outcome.total("draft_bytes_sent")
+    pages = 24 + 15 + 1
+    assert outcome.total("descriptors") <= pages * (2 + 2 * 2), "of the target, and of K and V"
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "target", "draft_ranges"),
+    [
+        (1, 2, Cache("mla", layers=2), 4 * 2),  # a range an entry and rank, into regions
+        (2, 1, Cache("mla", layers=2), 4 * 2),
+        (2, 1, Cache("mha", layers=1, heads=4), 4 * 2),  # the target's: a range a page
+    ],
+)
+def test_scattered_pages_take_few_ranges(
+    prefill_tp: int, decode_tp: int, target: Cache, draft_ranges: int
+) -> None:
+    draft = Cache("mha", heads=4, layers=2)
+    case = Case(prefill_tp, decode_tp, target=target, draft=draft, requests=(Request(160),))
+    outcome = run(case)
+    right(outcome)
+    assert outcome.total("descriptors") <= 2 * 2 * 40 + draft_ranges

@@ -21,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sglang_mixkv.core.allocator import ALIGNMENT, RegionAllocator
 from sglang_mixkv.core.plan import Copies, Plan
+from sglang_mixkv.core.wire import Grant
 from sglang_mixkv.transfer.direct import MAX_DESCRIPTORS
 from sglang_mixkv.transfer.packed import (
     DIRECT_DESCRIPTORS,
@@ -31,7 +32,7 @@ from sglang_mixkv.transfer.packed import (
     scatter,
 )
 from sglang_mixkv.transfer.rows import HostRows, RowCopy
-from sglang_mixkv.transfer.writer import Chunk, ChunkWriter, Region, Written
+from sglang_mixkv.transfer.writer import Chunk, ChunkWriter, Written
 
 POOL_PAGES = 12
 CANARY = 0xEE
@@ -277,14 +278,14 @@ class Scene:
         """All chunks through one writer, then the scatter, from a clean receiver."""
         self.clear()
         tokens = len(self.src_pages) * self.page_size
-        area = Region(self.area.ctypes.data, tokens) if self.region else None
+        grant = Grant(self.area.ctypes.data, tokens) if self.region else None
         writer = ChunkWriter(engine, HostRows(), self.pack_buffer, mode)
         written, plan = [], self.plan()
         for start in range(0, max(1, len(self.src_pages)), self.chunk_pages):
             part = slice(start, start + self.chunk_pages)
             src, dst = self.src_pages[part], self.dst_pages[part]
             skip = min(len(src), max(0, self.skip - start))
-            written.append(writer.write("peer:1", plan, Chunk(src, dst, start, skip), area))
+            written.append(writer.write("peer:1", plan, Chunk(src, dst, start, skip), grant))
         if self.region:
             self._scatter(plan.draft, tokens)
         return written
