@@ -113,7 +113,7 @@ class Result:
 
     def finish(self, arguments: argparse.Namespace, plot: Callable[[Any], None]) -> None:
         """Print the tables, and write what the options ask for."""
-        self.machine["load_at_end"] = os.getloadavg()[0]
+        self.machine.setdefault("load_at_end", os.getloadavg()[0])
         result = self.as_json()
         if arguments.json:
             arguments.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -126,6 +126,19 @@ class Result:
     def as_json(self) -> Record:
         checks = [{**asdict(check), "met": check.met} for check in self.checks]
         return {**asdict(self), "checks": checks}
+
+
+def merged(paths: Sequence[Path]) -> Result:
+    """One result of several that were measured in parts, one after the other."""
+    found = [json.loads(path.read_text()) for path in paths]
+    parts: dict[str, list[Record]] = {}
+    for one in found:
+        for name, records in one["parts"].items():
+            parts.setdefault(name, []).extend(records)
+    loads = [one["machine"][when] for one in found for when in ("load_at_start", "load_at_end")]
+    about = {**found[0]["machine"], "load_at_start": min(loads), "load_at_end": max(loads)}
+    quick = any(one["quick"] for one in found)
+    return Result(found[0]["bench"], quick, parts, machine=about)
 
 
 def draw(plot: Callable[[Any], None], path: Path) -> None:

@@ -18,6 +18,7 @@ from cases import CANARY, Bytes, Case, dst_draft, dst_places, dst_size, page_tab
 from common import MOONCAKE_ENV
 
 import sglang_mixkv
+from sglang_mixkv.transfer.packed import PackBuffer
 from sglang_mixkv.transfer.rows import HostRows
 
 ANSWER_MS = 120_000
@@ -81,9 +82,14 @@ class Receiver:
         product = staging_module()
         rows = HostRows()
         buffer = product.pack_buffer(self.engines[0], rows, staging)
+        address, owner = rows.allocate(product.SCRATCH)
+        scratch = PackBuffer(address, product.SCRATCH, owner)
         for engine in self.engines[1:]:
             engine.batch_register([buffer.address], [buffer.size])
-        self.staging = product.Staging(buffer, rows)
+        self.stagings = {
+            "region": product.Staging(buffer, rows, scratch),
+            "by page": product.Staging(None, rows, scratch),
+        }
         self.case: Case | None = None
 
     def hello(self) -> tuple[list[str], int, int]:
@@ -97,24 +103,30 @@ class Receiver:
     def clear(self) -> None:
         self.pool[: dst_size(self._case())].fill(CANARY)
 
-    def grant(self, room: int) -> tuple[Any, float]:
-        """Grants of a room by (prefill rank, stage), None without room; seconds it took."""
-        case = self._case()
-        start = time.perf_counter()
-        pointers = tuple(self.pool.ctypes.data + place for place in dst_places(case))
+    def grant(self, room: int, way: str) -> tuple[dict[tuple[int, int], Any], float]:
+        """What senders are told, by (prefill rank, stage), as `auto` grants it with room for
+        regions (`region`) or without (`by page`); seconds it took."""
+        if way not in self.stagings:
+            return {}, 0.0
+        case, start = self._case(), time.perf_counter()
         pages = page_tables(case, "decode")[room]
-        granted = self.staging.grant(room, dst_draft(case), pointers, pages, 0, case.table)
+        draft, target = self._slices(True), self._slices(False)
+        granted = self.stagings[way].grant(room, target, draft, pages, 0, "auto")
         return granted, time.perf_counter() - start
 
-    def wants(self) -> bool:
-        """Whether `auto` grants regions for this case."""
+    def _slices(self, draft: bool) -> Any:
+        """The drafter's slices of this case; the target's are none, as if it were MLA."""
         case = self._case()
-        return bool(staging_module().wants_region(dst_draft(case), case.table, case.pages, "auto"))
+        pointers = tuple(self.pool.ctypes.data + place for place in dst_places(case))
+        senders = {(r.prefill_rank, r.stage): r.draft_heads for r in case.table if draft}
+        size = case.topology.prefill_tp
+        return staging_module().Slices(dst_draft(case), pointers, senders, size)
 
     def done(self, room: int) -> tuple[float, float]:
         """All senders have answered: (moment this was known, moment the pool was complete)."""
         known = time.perf_counter()
-        self.staging.scatter(room)
+        for staging in self.stagings.values():
+            staging.scatter(room)
         return known, time.perf_counter()
 
     def wrong(self) -> int:

@@ -20,11 +20,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import cases
@@ -36,216 +35,65 @@ from common import (
     Record,
     Result,
     Samples,
-    elapsed,
     geomean,
     interleave,
+    merged,
     options,
     repeats,
     worst,
 )
-from peer import Mooncake, Remote, receiver, staging_module
+from methods import AT_ONCE, STAGING, WHOLE_LAYERS, Run, Sender, pair
 
 from sglang_mixkv.core.plan import Copies, Plan
-from sglang_mixkv.transfer.direct import MAX_DESCRIPTORS
-from sglang_mixkv.transfer.rows import HostRows, RowCopy
-from sglang_mixkv.transfer.writer import Chunk, ChunkWriter, Region, Written
+from sglang_mixkv.transfer.writer import Chunk
 
-MIB = 1 << 20
-STAGING = 256 * MIB  # the receiver's buffer; the product's default
-PACK = 64 * MIB  # a transfer thread's: the same, over SGLang's four transfer threads
 LARGEST = STAGING  # bytes of a case; beyond it no region could be granted
 MOST_RANGES = 33_000  # a method that needs more is skipped: a second a sample, and more
-AT_ONCE = 8
-WHOLE_LIMIT = 1.05
-
-
-class TimedRows(HostRows):
-    """The product's rows, with the seconds spent in copies."""
-
-    pack = 0.0
-
-    def copy(self, what: RowCopy) -> None:
-        start = time.perf_counter()
-        super().copy(what)
-        self.pack += time.perf_counter() - start
-
-
-@dataclass
-class Sender:
-    """The senders' process: one engine, the receiver at the other end."""
-
-    remote: Remote
-    engine: Mooncake
-    truth: cases.Bytes
-
-    def __post_init__(self) -> None:
-        self.sessions, self.pool, self.plain = self.remote.hello()
-        self.engine.batch_register([self.truth.ctypes.data], [self.truth.nbytes])
-        self.rows = TimedRows()
-        self.buffers: dict[int, Any] = {}
-
-    def buffer(self, slot: int) -> Any:
-        """The pack buffer of transfer thread number `slot`, made once."""
-        if slot not in self.buffers:
-            self.buffers[slot] = staging_module().pack_buffer(self.engine, self.rows, PACK)
-        return self.buffers[slot]
-
-    def writer(self, mode: str, slot: int = 0) -> ChunkWriter:
-        return ChunkWriter(self.engine, self.rows, lambda: self.buffer(slot), mode)
-
-    def plan(self, case: Case, sender: int) -> Plan:
-        return cases.plan(case, sender, self.truth.ctypes.data, self.pool)
-
-    def reset(self) -> None:
-        self.engine.reset()
-        self.rows.pack = 0.0
-
-
-@contextmanager
-def pair(all_cases: list[Case], quick: bool) -> Iterator[Sender]:
-    """Sender and receiver with memory for the largest of these cases."""
-    truth = cases.make_truth(max(map(plain_or_pools, all_cases)))
-    pool = max(map(cases.dst_size, all_cases))
-    plain = max(case.bytes for case in all_cases)
-    staging = 32 * MIB if quick else STAGING
-    with receiver(truth, pool, plain, staging, AT_ONCE) as remote:
-        yield Sender(remote, Mooncake(), truth)
-
-
-def plain_or_pools(case: Case) -> int:
-    return max(cases.src_size(case), case.bytes)
-
-
-# ---------------------------------------------------------------- methods
-
-
-class Run:
-    """The methods over one case. `codes`: non-zero return codes seen."""
-
-    def __init__(self, sender: Sender, case: Case) -> None:
-        self.sender, self.case = sender, case
-        self.plans = [sender.plan(case, number) for number in range(case.senders)]
-        self.src = page_tables(case, "prefill")[0]
-        self.dst = page_tables(case, "decode")[0]
-        self.codes: list[int] = []
-        sender.remote.begin(case)
-
-    def plain(self, samples: Samples) -> None:
-        """One contiguous write of the same bytes."""
-        one = self.sender
-        addresses = [one.truth.ctypes.data], [one.plain], [self.case.bytes]
-        samples.add(elapsed(lambda: self._write(*addresses)))
-
-    def _write(self, src: list[int], dst: list[int], lengths: list[int]) -> None:
-        one = self.sender
-        self._note(one.engine.batch_transfer_sync(one.sessions[0], src, dst, lengths))
-
-    def _note(self, code: int) -> None:
-        if code:
-            self.codes.append(code)
-
-    def product(
-        self, samples: Samples, mode: str, region: bool, plans: list[Plan] | None = None
-    ) -> list[Written]:
-        """The product's way: every sender's chunk, the signal, the scatter."""
-        one, written = self.sender, []
-        granted, grant_s = one.remote.grant(0) if region else (None, 0.0)
-        one.reset()
-        start = time.perf_counter()
-        for number, plan in enumerate(plans or self.plans):
-            written.append(self._chunk(number, plan, mode, granted))
-        self._finish(samples, start, grant=grant_s)
-        return written
-
-    def _chunk(self, number: int, plan: Plan, mode: str, granted: Any) -> Written:
-        one, area = self.sender, None
-        if granted:
-            grant = granted[number, 0]
-            area = Region(grant.address, grant.tokens)
-        chunk = Chunk(self.src, self.dst)
-        written = one.writer(mode).write(one.sessions[0], plan, chunk, area)
-        self._note(written.code)
-        return written
-
-    def _finish(self, samples: Samples, start: float, **more: float) -> None:
-        one = self.sender
-        sent = time.perf_counter()
-        known, complete = one.remote.done(0)
-        pack, wire = one.rows.pack, one.engine.wire
-        samples.add(
-            complete - start, plan=sent - start - pack - wire, pack=pack, wire=wire,
-            signal=known - sent, scatter=complete - known,
-            ranges=float(one.engine.descriptors), **more,
-        )  # fmt: skip
-
-    def stock(self, samples: Samples) -> None:
-        """Slices as SGLang's send_kvcache_slice lists them, in batches that do not fail."""
-        self.sender.reset()
-        start = time.perf_counter()
-        for plan in self.plans:
-            for entry in range(len(plan.draft)):
-                self._stock_entry(plan.draft.select(np.arange(len(plan.draft)) == entry))
-        self._finish(samples, start)
-
-    def _stock_entry(self, one: Copies) -> None:
-        """Restates process_layer_tp_aware of sglang/srt/disaggregation/mooncake/conn.py,
-        which sends the whole list in one call: that fails above some 2,048 ranges."""
-        slots = np.arange(self.case.page_size).reshape(1, -1)
-        src_pages, dst_pages = self.src.reshape(-1, 1), self.dst.reshape(-1, 1)
-        src_item, dst_item = one.src_row * slots.size, one.dst_row * slots.size
-        src = (one.src + src_pages * src_item) + (slots * one.src_row + one.src_offset)
-        dst = (one.dst + dst_pages * dst_item) + (slots * one.dst_row + one.dst_offset)
-        src_list, dst_list = src.reshape(-1).tolist(), dst.reshape(-1).tolist()
-        lengths = [int(one.width[0])] * len(src_list)
-        for first in range(0, len(src_list), MAX_DESCRIPTORS):
-            part = slice(first, first + MAX_DESCRIPTORS)
-            self._write(src_list[part], dst_list[part], lengths[part])
-
-    def checked(self, method: Callable[[Samples], Any]) -> int:
-        """Wrong bytes after this method on a pool of canaries."""
-        self.sender.remote.clear()
-        method(Samples())
-        return int(self.sender.remote.wrong())
+WHOLE_LIMIT, TARGET_LIMIT = 1.05, 1.02
 
 
 # ---------------------------------------------------------------- slices alone
 
 
-def slice_methods(run: Run) -> dict[str, Callable[[Samples], Any]]:
-    """The methods of a case, without those that need an absurd number of ranges.
-
-    `packed`: what --mixkv-draft-transfer packed does. `region`: P < D through a region too.
-    """
+def slice_methods(run: Run, choice: str) -> dict[str, Callable[[Samples], Any]]:
+    """The methods of a case, without those that need an absurd number of ranges, and without
+    a region where `auto` would not grant one."""
     case, found = run.case, {"plain": run.plain}
     tokens = cases.ENTRIES * case.tokens * case.senders
     gather = case.direction == "gather"
-    in_pool = case.draft_bytes // case.run_bytes
-    if gather or in_pool <= MOST_RANGES:
-        found["packed"] = lambda samples: run.product(samples, "packed", gather)
-    if not gather and case.layout == "random":
-        found["region"] = lambda samples: run.product(samples, "packed", True)
+    ways = {
+        "packed": 0 if gather else case.draft_bytes // case.run_bytes,
+        "region": 1 if choice == "region" else 0,
+        "by page": tokens // case.page_size if gather and case.page_size > 1 else 0,
+        "direct": tokens,
+    }
+    for way, ranges in ways.items():
+        if 0 < ranges <= MOST_RANGES:
+            found[way] = lambda samples, way=way: run.product(samples, way)
     if tokens <= MOST_RANGES:
-        found["direct"] = lambda samples: run.product(samples, "direct", False)
         found["stock"] = run.stock
     return found
 
 
 def auto_choice(run: Run) -> str:
     """What `auto` does with this case."""
-    region = bool(run.sender.remote.wants())
-    if not region and 2 * run.case.draft_bytes // run.case.run_bytes > 2 * MOST_RANGES:
-        return "not tried"
-    written = run.product(Samples(), "auto", region)
-    packed = any(one.packed_bytes for one in written)
-    return "region" if region else "packed" if packed else "direct"
+    granted, _ = run.sender.remote.grant(0, "region")
+    run.sender.remote.done(0)
+    for grant in granted.values():
+        return "region" if grant.tokens else "by page"
+    case = run.case
+    if case.direction == "gather" or case.draft_bytes // case.run_bytes > MOST_RANGES:
+        return "direct"
+    packed = any(one.packed_bytes for one in run.product(Samples(), "auto"))
+    return "packed" if packed else "direct"
 
 
 def measure_slices(sender: Sender, case: Case, count: int) -> list[Record]:
     """One record a method. Raises RuntimeError when bytes are wrong or a call failed."""
     run = Run(sender, case)
-    methods = slice_methods(run)
-    timed = {name: method for name, method in methods.items() if name != "plain"}
     choice = auto_choice(run)
+    methods = slice_methods(run, choice)
+    timed = {name: method for name, method in methods.items() if name != "plain"}
     run.plain(Samples())
     wrong = {name: run.checked(method) for name, method in timed.items()}
     samples = interleave(methods, count)
@@ -272,7 +120,7 @@ def slice_cases(quick: bool) -> list[Case]:
     kinds = [("gather", 2), ("gather", 4), ("scatter", 1)]
     tokens = (64, 512) if quick else (64, 512, 4096, 8192, 32768)
     page_sizes = (16,) if quick else (1, 16, 64)
-    layouts, heads = ("contiguous", "random"), (1,) if quick else (1, 2, 4, 8)
+    layouts, heads = ("contiguous", "random"), (1,) if quick else (1, 4)
     every = product(kinds, tokens, page_sizes, layouts, heads)
     found = [Case(*kind, t, p, where, h) for kind, t, p, where, h in every]
     return [case for case in found if case.draft_bytes <= LARGEST]
@@ -282,24 +130,27 @@ def slice_cases(quick: bool) -> list[Case]:
 
 
 def whole_cases(quick: bool) -> list[Case]:
-    layers, sizes = (3, (512,)) if quick else (61, (1024, 4096))
+    layers, sizes = (3, (512,)) if quick else (WHOLE_LAYERS, (1024, 4096))
     kinds = [("gather", 2), ("scatter", 1)]
     every = product(kinds, sizes, ("contiguous", "random"))
     return [Case(*kind, tokens, 64, where, 1, layers) for kind, tokens, where in every]
 
 
 def measure_whole(sender: Sender, case: Case, count: int) -> list[Record]:
-    """MLA rows of all layers with the draft slices, against MLA rows alone."""
+    """MLA rows of all layers with the draft slices, against MLA rows alone, and those against
+    the same by SGLang's own plan."""
     run = Run(sender, case)
     alone = [Plan(p.page_size, p.target, Copies.empty(), p.src_pages, p.dst_pages)
              for p in run.plans[:1]]  # fmt: skip
-    region = case.direction == "gather"
+    way = "region" if case.direction == "gather" or case.layout == "random" else "packed"
     methods: dict[str, Callable[[Samples], Any]] = {
-        "MLA alone": lambda samples: run.product(samples, "packed", False, alone),
-        "with packed slices": lambda samples: run.product(samples, "packed", region),
-        "with direct slices": lambda samples: run.product(samples, "direct", False),
+        "MLA alone": lambda samples: run.product(samples, "auto", alone),
+        "with draft slices": lambda samples: run.product(samples, way),
+        "with direct slices": lambda samples: run.product(samples, "direct"),
     }
     wrong = {name: run.checked(methods[name]) for name in list(methods)[1:]}
+    if sender.stock is not None:
+        methods["MLA alone, stock's plan"] = run.stock_target
     samples = interleave(methods, count)
     if any(wrong.values()) or run.codes:
         raise RuntimeError(f"{case}: wrong bytes {wrong}, return codes {run.codes}")
@@ -316,17 +167,19 @@ def measure_whole(sender: Sender, case: Case, count: int) -> list[Record]:
 
 
 def at_once_cases(quick: bool) -> list[Case]:
-    tokens = 512 if quick else 32768
+    """The last two need more than the receiver's buffer: what finds no room goes by page."""
+    tokens, more = (512, 16) if quick else (32768, 4)
     kinds = product([("gather", 2), ("scatter", 1)], ("contiguous", "random"))
-    return [Case(*kind, tokens, 64, where, 1, 0, AT_ONCE) for kind, where in kinds]
+    found = [Case(*kind, tokens, 64, where, 1, 0, AT_ONCE) for kind, where in kinds]
+    wide = [Case("gather", 2, tokens, size, "random", more, 0, AT_ONCE) for size in (16, 64)]
+    return found + (wide[:1] if quick else wide)
 
 
 def measure_at_once(sender: Sender, case: Case) -> Record:
     """All requests of a case at once, one thread and one peer session each."""
     run = Run(sender, case)
     sender.remote.clear()
-    region = case.direction == "gather"
-    granted = [sender.remote.grant(room)[0] if region else None for room in range(AT_ONCE)]
+    granted = [sender.remote.grant(room, "region")[0] for room in range(AT_ONCE)]
     for room in range(AT_ONCE):
         sender.buffer(room)
     sender.reset()
@@ -337,12 +190,16 @@ def measure_at_once(sender: Sender, case: Case) -> Record:
     for room in range(AT_ONCE):
         sender.remote.done(room)
     total = time.perf_counter() - start
+    whole = Samples()
+    run.plain_of(whole, case.draft_bytes * AT_ONCE)
     return {
         "direction": case.direction, "senders": case.senders, "tokens": case.tokens,
-        "layout": case.layout, "requests": AT_ONCE, "bytes": case.draft_bytes * AT_ONCE,
-        "granted": sum(one is not None for one in granted),
+        "page_size": case.page_size, "layout": case.layout, "heads": case.heads,
+        "requests": AT_ONCE, "bytes": case.draft_bytes * AT_ONCE,
+        "regions": sum(any(g.tokens for g in one.values()) for one in granted),
+        "by_page": sum(any(g.by_page for g in one.values()) for one in granted),
         "codes": sorted(set(codes)), "wrong_bytes": int(sender.remote.wrong()),
-        "written": written, "total": total,
+        "written": written, "total": total, "ratio": total / whole.total[0],
     }  # fmt: skip
 
 
@@ -351,12 +208,10 @@ def _one(run: Run, room: int, granted: Any) -> int:
     case, one = run.case, run.sender
     pages = (page_tables(case, side)[room] for side in ("prefill", "decode"))
     chunk = Chunk(*pages)
-    writer = one.writer("packed", room)
+    writer = one.writer("auto", room)
     session = one.sessions[room]
     for number, plan in enumerate(run.plans):
-        grant = granted and granted[number, 0]
-        area = Region(grant.address, grant.tokens) if grant else None
-        code = writer.write(session, plan, chunk, area).code
+        code = writer.write(session, plan, chunk, granted.get((number, 0))).code
         if code:
             return code
     return 0
@@ -365,36 +220,43 @@ def _one(run: Run, room: int, granted: Any) -> int:
 # ---------------------------------------------------------------- checks, plot, main
 
 
-def checks(result: Result) -> list[Check]:
-    """The targets, over the records that they are about."""
+def checks(parts: dict[str, list[Record]]) -> list[Check]:
+    """The targets, over the records that they are about: what `auto` chooses."""
     found = []
-    large = [r for r in result.parts["slices"] if r["method"] == "packed" and _large(r)]
-    for name, limit, chosen in (
-        ("P < D in runs", 1.5, [r for r in large if _kind(r) == ("scatter", "contiguous")]),
-        ("P < D, random pages", 2.2, [r for r in large if _kind(r) == ("scatter", "random")]),
-        (
-            "P < D, random pages, through a region",
-            2.2,
-            [r for r in result.parts["slices"] if r["method"] == "region" and _large(r)],
-        ),
-        ("P > D in runs", 2.2, [r for r in large if _kind(r) == ("gather", "contiguous")]),
-        ("P > D, random pages", 2.2, [r for r in large if _kind(r) == ("gather", "random")]),
+    chosen = [r for r in parts["slices"] if r["method"] == r["auto"] and _large(r)]
+    for name, limit, kind in (
+        ("P < D in runs", 1.5, ("scatter", "contiguous")),
+        ("P < D, random pages", 2.2, ("scatter", "random")),
+        ("P > D in runs", 2.2, ("gather", "contiguous")),
+        ("P > D, random pages", 2.2, ("gather", "random")),
     ):
-        ratios = [r["ratio"] for r in chosen]
+        ratios = [r["ratio"] for r in chosen if _kind(r) == kind]
         if ratios:
             found.append(Check(f"{name}, to a plain write: worst", limit, worst(ratios)))
             found.append(Check(f"{name}, to a plain write: mean", limit, geomean(ratios)))
-    whole = [r["ratio"] for r in result.parts["whole"] if r["method"] == "with packed slices"]
-    if whole:
-        found.append(Check("whole request to MLA alone: worst", WHOLE_LIMIT, worst(whole)))
-    if result.parts["at_once"]:
-        failed = [r for r in result.parts["at_once"] if r["codes"] != [0] or r["wrong_bytes"]]
+    for name, limit, ratios in (
+        ("whole request to MLA alone", WHOLE_LIMIT, _to_alone(parts["whole"])),
+        ("target to stock's", TARGET_LIMIT, _to_stock(parts["whole"])),
+    ):
+        if ratios:
+            found.append(Check(f"{name}: worst", limit, worst(ratios)))
+            found.append(Check(f"{name}: mean", limit, geomean(ratios)))
+    if parts["at_once"]:
+        failed = [r for r in parts["at_once"] if r["codes"] != [0] or r["wrong_bytes"]]
         found.append(Check(f"{AT_ONCE} chunks at once: failures", 0, len(failed)))
-    speedups = _speedups(result.parts["slices"])
+    speedups = _speedups(parts["slices"])
     if speedups:
-        found.append(Check("packed over per-token, 8,192 x 256 B, pages of 64: least", 20,
+        found.append(Check("over per-token, 8,192 x 256 B, pages of 16 and 64: least", 20,
                            min(speedups), at_most=False))  # fmt: skip
     return found
+
+
+def _to_alone(records: list[Record]) -> list[float]:
+    return [r["ratio"] for r in records if r["method"] == "with draft slices"]
+
+
+def _to_stock(records: list[Record]) -> list[float]:
+    return [1 / r["ratio"] for r in records if r["method"] == "MLA alone, stock's plan"]
 
 
 def _large(record: Record) -> bool:
@@ -407,45 +269,54 @@ def _kind(record: Record) -> tuple[str, str]:
 
 
 def _speedups(records: list[Record]) -> list[float]:
-    """Direct over packed at 8,192 tokens, one head, pages of 64."""
-    medians = {
-        (r["direction"], r["senders"], r["layout"], r["method"]): r["median"]
-        for r in records
-        if (r["tokens"], r["heads"], r["page_size"]) == (8192, 1, 64)
-    }
-    pairs = [(medians.get((*key[:3], "direct")), value)
-             for key, value in medians.items() if key[3] == "packed"]  # fmt: skip
-    return [slow / fast for slow, fast in pairs if slow]
+    """Per-token over what `auto` chooses at 8,192 tokens of one head, pages of 16 and 64."""
+    about = [r for r in records if (r["tokens"], r["heads"]) == (8192, 1) and r["page_size"] > 1]
+    found = {}
+    for record in about:
+        case = tuple(record[k] for k in ("direction", "senders", "page_size", "layout"))
+        if record["method"] in ("direct", record["auto"]):
+            found.setdefault(case, {})[record["method"]] = record["median"]
+    return [max(two.values()) / min(two.values()) for two in found.values() if len(two) == 2]
 
 
 def plot(result: Result, pyplot: Any) -> None:
-    """Ratio to a plain write over tokens, a panel a direction, pages of 64 (quick: any)."""
+    """Ratio to a plain write over tokens, a panel a direction, pages of 16 and one head."""
     records = result.parts["slices"]
-    size = max(r["page_size"] for r in records)
     panels = sorted({_kind(r) for r in records})
-    _, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 4), sharey=True)
+    _, axes = pyplot.subplots(1, len(panels), figsize=(3.2 * len(panels), 3.6), sharey=True)
     for axis, panel in zip(np.atleast_1d(axes), panels, strict=True):
-        chosen = [r for r in records if _kind(r) == panel and r["page_size"] == size
+        chosen = [r for r in records if _kind(r) == panel and r["page_size"] == 16
                   and r["heads"] == 1 and r["senders"] in (1, 2)]  # fmt: skip
         for method in dict.fromkeys(r["method"] for r in chosen):
             line = [r for r in chosen if r["method"] == method]
             axis.plot([r["tokens"] for r in line], [r["ratio"] for r in line], "o-", label=method)
         axis.set(xscale="log", yscale="log", xlabel="tokens", title=", ".join(panel))
-        axis.legend()
-    np.atleast_1d(axes)[0].set_ylabel(f"time / one plain write (pages of {size}, 256 B slices)")
+        axis.legend(fontsize=7)
+    np.atleast_1d(axes)[0].set_ylabel("time / one plain write")
 
 
 def parse() -> argparse.Namespace:
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name has this regex")
     parser.add_argument("--parts", default="slices,whole,at_once", help="which to run")
+    parser.add_argument("--merge", nargs="+", type=Path, default=[],
+                        help="measure nothing: one result of these, measured in parts")  # fmt: skip
     return parser.parse_args()
 
 
 def main() -> None:
     arguments = parse()
-    os.environ.update(MOONCAKE_ENV)
-    result = Result("transfer", arguments.quick, {"slices": [], "whole": [], "at_once": []})
+    if arguments.merge:
+        result = merged(arguments.merge)
+    else:
+        os.environ.update(MOONCAKE_ENV)
+        result = Result("transfer", arguments.quick, run_cases(arguments))
+    result.checks = checks(result.parts)
+    result.finish(arguments, lambda pyplot: plot(result, pyplot))
+
+
+def run_cases(arguments: argparse.Namespace) -> dict[str, list[Record]]:
+    """The records of every part that was asked for."""
     count, parts = repeats(arguments), arguments.parts.split(",")
     matches = re.compile(arguments.only).search
     chosen = {
@@ -453,14 +324,14 @@ def main() -> None:
         "whole": [c for c in whole_cases(arguments.quick) if matches(str(c))],
         "at_once": [c for c in at_once_cases(arguments.quick) if matches(str(c))],
     }
-    chosen = {part: found for part, found in chosen.items() if part in parts and found}
-    if not any(chosen.values()):
+    chosen = {part: found if part in parts else [] for part, found in chosen.items()}
+    every = [case for found in chosen.values() for case in found]
+    if not every:
         raise SystemExit("no case matches")
-    with pair([case for found in chosen.values() for case in found], arguments.quick) as sender:
-        for part, found in chosen.items():
-            result.parts[part] = measure(sender, part, found, count)
-    result.checks = checks(result)
-    result.finish(arguments, lambda pyplot: plot(result, pyplot))
+    with pair(every, arguments.quick) as sender:
+        if chosen["whole"] and not arguments.quick:
+            sender.load_stock()
+        return {part: measure(sender, part, found, count) for part, found in chosen.items()}
 
 
 def measure(sender: Sender, part: str, chosen: list[Case], count: int) -> list[Record]:

@@ -38,18 +38,22 @@ def test_transfer_moves_every_byte_each_way(tmp_path: Path) -> None:
     only = ("--only", r"^(gather-2|scatter-1)-(64|512)-(16|64)-random-")
     parts = quick("transfer", tmp_path, "--repeats", "1", *only)["parts"]
     methods = {(r["direction"], r["method"]) for r in parts["slices"]}
-    every = ("plain", "packed", "direct", "stock")
+    every = ("plain", "region", "direct", "stock")
     assert methods == {(d, m) for d in ("gather", "scatter") for m in every} | {
-        ("scatter", "region")
-    }
+        ("scatter", "packed"), ("gather", "by page"),
+    }  # fmt: skip
     by_method = {(r["direction"], r["tokens"], r["method"]): r for r in parts["slices"]}
-    assert by_method["gather", 512, "packed"]["ranges"] == 4, "two senders, K and V"
+    assert by_method["gather", 512, "region"]["ranges"] == 4, "two senders, K and V"
+    assert by_method["gather", 512, "by page"]["ranges"] == 4 * 32
     assert by_method["gather", 512, "direct"]["ranges"] == 4 * 512
+    assert by_method["scatter", 512, "packed"]["ranges"] >= 2 * 20
     assert by_method["scatter", 512, "region"]["ranges"] == 2
     assert {r["method"] for r in parts["whole"]} == {
-        "MLA alone", "with packed slices", "with direct slices",
+        "MLA alone", "with draft slices", "with direct slices",
     }  # fmt: skip
-    assert [(r["codes"], r["wrong_bytes"]) for r in parts["at_once"]] == [([0], 0)] * 2
+    at_once = parts["at_once"]
+    assert [(r["codes"], r["wrong_bytes"]) for r in at_once] == [([0], 0)] * 3
+    assert [(r["regions"], r["by_page"]) for r in at_once] == [(8, 0), (0, 0), (4, 4)]
 
 
 def test_transfer_notices_a_wrong_byte(tmp_path: Path) -> None:
