@@ -118,15 +118,11 @@ class Slices:
         return {rank: heads for (rank, _), heads in self.senders.items() if heads}
 
     def may_go_by_page(self) -> bool:
-        """Whether pages hold the slices in equal parts, and a sender's rows nothing else."""
+        """Whether that makes longer ranges, and each slice is its sender's whole row: all of
+        them are equally wide then."""
         page_size = self.shard.page_size
-        widths = {len(heads) for heads in self.ranks.values()}
-        return (
-            page_size > 1
-            and len(widths) == 1
-            and max(self.shard.rows) * page_size <= SCRATCH
-            and not self.are_cut
-        )
+        fits = max(self.shard.rows) * page_size <= SCRATCH
+        return page_size > 1 and fits and not self.are_cut
 
     def in_pool(self, heads: range) -> Copies:
         """These heads in every entry of this rank's pool, as a destination."""

@@ -14,7 +14,10 @@ PEER = "peer:1"
 
 
 class SlowEngine:
-    """Counts the ranges that are in flight over all threads. `code`: what a write returns."""
+    """Counts the ranges that are in flight over all threads. `code`: what a write returns.
+
+    `gates`: a call of so many ranges waits there; `together`: all calls leave at once.
+    """
 
     def __init__(self, code: int = 0, probe: int = 0) -> None:
         self.code, self.probe = code, probe
@@ -22,6 +25,8 @@ class SlowEngine:
         self.now = self.most = 0
         self.calls: list[int] = []
         self.memory: dict[int, int] = {}
+        self.gates: dict[int, threading.Event] = {}
+        self.together: threading.Barrier | None = None
 
     def batch_transfer_sync(
         self, session_id: str, buffers: list[int], peer_buffer_addresses: list[int],
@@ -32,7 +37,12 @@ class SlowEngine:
             self.calls.append(len(lengths))
             self.now += len(lengths)
             self.most = max(self.most, self.now)
-        time.sleep(0.002)
+        if len(lengths) in self.gates:
+            self.gates[len(lengths)].wait(30)
+        elif self.together is not None:
+            self.together.wait(30)
+        else:
+            time.sleep(0.002)
         with self.lock:
             self.now -= len(lengths)
         return self.code
@@ -89,24 +99,20 @@ def test_a_call_above_the_limit_is_cut() -> None:
     assert engine.calls == [100, 100, 50]
 
 
-def test_a_large_call_is_not_passed_by_for_ever() -> None:
-    """Small calls that never leave the gate empty do not keep a full one out."""
-    engine, done = SlowEngine(), threading.Event()
+def test_a_large_call_is_not_passed_by() -> None:
+    """A small call that would fit does not overtake a large one that waits for room."""
+    engine = SlowEngine()
+    engine.gates = {40: threading.Event()}
     into, _ = bounded(engine)
-
-    def small() -> None:
-        deadline = time.monotonic() + 10
-        while not done.is_set() and time.monotonic() < deadline:
-            write(into, 40)
-
-    def large() -> None:
-        time.sleep(0.02)
-        write(into, 100)
-        done.set()
-
-    at_once([small, small, small, large])
-    assert done.is_set()
-    assert 100 in engine.calls
+    threads = [threading.Thread(target=write, args=(into, n)) for n in (40, 100, 20)]
+    for number, thread in enumerate(threads):
+        thread.start()
+        time.sleep(0.05)
+        assert len(engine.calls) == 1, f"call {number} went ahead"
+    engine.gates[40].set()
+    for thread in threads:
+        thread.join(30)
+    assert engine.calls == [40, 100, 20]
 
 
 def test_an_engine_that_fails_towards_a_living_peer_is_replaced() -> None:
@@ -128,8 +134,11 @@ def test_an_engine_whose_peer_is_away_stays() -> None:
 
 
 def test_threads_that_fail_together_make_one_engine() -> None:
-    into, made = bounded(SlowEngine(code=-1))
+    engine = SlowEngine(code=-1)
+    engine.together = threading.Barrier(5)
+    into, made = bounded(engine)
     at_once([lambda: write(into, 20)] * 5)
+    assert engine.calls == [20] * 5
     assert len(made) == 1
 
 

@@ -277,11 +277,10 @@ def test_a_room_without_a_region_leaves_nothing() -> None:
     assert world.staging.problems() == []
 
 
-def test_by_page_needs_equal_slices_that_fill_their_senders_rows() -> None:
+def test_by_page_needs_slices_that_fill_their_senders_rows() -> None:
     shard = Pool(1, 0, 4).shard
     for senders, prefill_tp, may in (
         ({(0, 0): range(4), (1, 0): range(4, 8)}, 2, True),
-        ({(0, 0): range(6), (1, 0): range(6, 8)}, 2, False),
         ({(0, 0): range(2), (1, 0): range(2, 4)}, 2, False),
     ):
         assert staging.Slices(shard, (0, 0), senders, prefill_tp).may_go_by_page() is may

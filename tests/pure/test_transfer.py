@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_mixkv.core.allocator import ALIGNMENT, RegionAllocator
-from sglang_mixkv.core.plan import Copies, Plan
+from sglang_mixkv.core.plan import Copies, Plan, page_runs
 from sglang_mixkv.core.wire import Grant
 from sglang_mixkv.transfer.direct import MAX_DESCRIPTORS
 from sglang_mixkv.transfer.packed import (
@@ -110,6 +110,29 @@ def test_host_rows_copy_as_a_plain_loop_does(case: RowCase) -> None:
     wanted = case.expected()
     HostRows().copy(case.what())
     assert [target.tobytes() for target in case.targets] == wanted
+
+
+@pytest.mark.parametrize("rows", [[0, 2, 1, 3], [3, 4, 5], [5, 4], [2]])
+def test_rows_in_order_are_told_from_others(rows: list[int]) -> None:
+    """A list that begins and ends as a run does is no run."""
+    for src, dst in ((rows, sorted(rows)), (sorted(rows), rows)):
+        case = RowCase([(8, 8, 12), (8, 12, 8), (8, 8, 8)], src, dst)
+        wanted = case.expected()
+        HostRows().copy(case.what())
+        assert [target.tobytes() for target in case.targets] == wanted
+
+
+@pytest.mark.parametrize(
+    ("src", "dst", "runs"),
+    [
+        ([0, 1, 5], [2, 3, 4], [(0, 2, 2), (5, 4, 1)]),
+        ([4, 2, 0], [0, 1, 2], [(4, 0, 1), (2, 1, 1), (0, 2, 1)]),
+        ([7, 8, 9], [1, 2, 3], [(7, 1, 3)]),
+        ([], [], []),
+    ],
+)
+def test_page_runs(src: list[int], dst: list[int], runs: list[tuple[int, ...]]) -> None:
+    assert list(zip(*page_runs(ints(*src), ints(*dst)), strict=True)) == runs
 
 
 def test_host_rows_allocate_what_was_asked_for() -> None:
@@ -367,14 +390,10 @@ def test_every_mode_gives_the_same_bytes_and_counts_them(scene: Scene) -> None:
 
 
 def test_rounds_through_a_small_buffer_never_need_more_ranges_than_the_direct_path() -> None:
-    """Rows whole on both sides; only the source has a gap, and a round takes one page."""
-    pages = ints(0, 1, 2, 4)
-    scene = a_scene(src_heads=1, src_first=0, src_pages=pages, dst_pages=np.arange(4),
-                    target_row=1, buffer_pages=1.0)  # fmt: skip
-    engines = {mode: MemoryEngine() for mode in ("direct", "packed")}
-    for mode, engine in engines.items():
-        scene.send(mode, engine)
-    assert len(engines["packed"].ranges) <= len(engines["direct"].ranges)
+    """A token a page, and a round takes one: packing would save nothing."""
+    scene, engine = a_scene(page_size=1, buffer_pages=1.0), MemoryEngine()
+    (written,) = scene.send("packed", engine)
+    assert (written.packed_bytes, scene.found()) == (0, scene.expected())
 
 
 def test_packing_makes_one_range_an_entry_of_a_run() -> None:
