@@ -229,6 +229,7 @@ class PrefillSide(PrefillGate):
                 draft_bytes_sent=written.draft_bytes,
                 descriptors=written.descriptors,
                 packed_bytes=written.packed_bytes,
+                wire_bytes=written.wire_bytes,
             )
         return written.code
 

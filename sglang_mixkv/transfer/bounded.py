@@ -36,7 +36,7 @@ class BoundedEngine:
         self._engine, self._make, self._limit = engine, make, limit
         self._memory: dict[int, int] = {}  # registered: address -> length
         self._retired: list[Any] = []
-        self._lock = threading.Lock()  # of the four above
+        self._lock = threading.Lock()  # of the engine in use and its memory
         self._turn = threading.Lock()
         self._room = threading.Condition()
         self._in_flight = 0
@@ -91,8 +91,10 @@ class BoundedEngine:
     def _replace_if_stuck(self, engine: Any, session: str) -> None:
         """A new engine in the place of one that failed towards a peer that is there."""
         try:
+            if engine.send_probe(session) != 0:
+                return
             with self._lock:
-                if self._engine is engine and engine.send_probe(session) == 0:
+                if self._engine is engine:
                     self._replace(session)
         except Exception:
             logger.exception("sglang-mixkv could not replace the transfer engine")

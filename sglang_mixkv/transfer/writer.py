@@ -41,13 +41,15 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Written:
-    """What became of a chunk: the transport's code, and bytes handed to it by component."""
+    """What became of a chunk: the transport's code, bytes by component as the plan has them,
+    and ranges and bytes as they were handed to the transport."""
 
     code: int
     target_bytes: int
     draft_bytes: int
     descriptors: int
     packed_bytes: int
+    wire_bytes: int
 
 
 @dataclass(frozen=True)
@@ -78,25 +80,21 @@ class ChunkWriter:
         Raises MixKVError, with nothing written, for pages outside the granted region.
         """
         ways = list(self._ways(plan, chunk, grant or NO_GRANT))
-        pending = [way for way in ways if isinstance(way, Blocks)]
-        code, descriptors, packed_bytes = 0, 0, 0
-        for ranges in self._rounds(ways, plan.page_size):
-            packed_bytes += ranges.bytes
-            batch, pending = Blocks.concat([*pending, ranges]), []
+        code, descriptors, packed_bytes, wire_bytes = 0, 0, 0, 0
+        for batch, packed in self._batches(ways, plan.page_size):
             descriptors += len(batch.length)
+            packed_bytes += packed
+            wire_bytes += batch.bytes
             code = direct.write(self._engine, session, batch)
             if code:
                 break
-        if pending:
-            batch = Blocks.concat(pending)
-            descriptors += len(batch.length)
-            code = direct.write(self._engine, session, batch)
         return Written(
             code,
             len(chunk.src_pages) * plan.target_bytes_per_page,
             max(0, len(chunk.src_pages) - chunk.skip) * plan.draft_bytes_per_page,
             descriptors,
             packed_bytes,
+            wire_bytes,
         )
 
     def _ways(self, plan: Plan, chunk: Chunk, grant: Grant) -> Iterator[Blocks | _Packed]:
@@ -163,7 +161,16 @@ class ChunkWriter:
             return None
         return _Packed(copies, pairs)
 
-    def _rounds(self, ways: list[Blocks | _Packed], page_size: int) -> Iterator[Blocks]:
+    def _batches(
+        self, ways: list[Blocks | _Packed], page_size: int
+    ) -> Iterator[tuple[Blocks, int]]:
+        """What is written in one go, and its packed bytes: all ranges with the first round
+        through the pack buffer, then round by round."""
+        pending = [way for way in ways if isinstance(way, Blocks)]
         for way in ways:
             if isinstance(way, _Packed) and self._buffer is not None:
-                yield from self._buffer.rounds(self._rows, way.copies, page_size, way.pairs)
+                for ranges in self._buffer.rounds(self._rows, way.copies, page_size, way.pairs):
+                    yield Blocks.concat([*pending, ranges]), ranges.bytes
+                    pending = []
+        if pending:
+            yield Blocks.concat(pending), 0

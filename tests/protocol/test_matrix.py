@@ -25,6 +25,8 @@ def right(case: Case) -> Outcome:
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
     assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
+    planned = outcome.total("target_bytes_sent") + outcome.total("draft_bytes_sent")
+    assert outcome.total("wire_bytes") == planned
     return outcome
 
 

@@ -381,6 +381,7 @@ def test_every_mode_gives_the_same_bytes_and_counts_them(scene: Scene) -> None:
         assert sum(w.target_bytes for w in written) == target
         assert sum(w.draft_bytes for w in written) == draft
         assert sum(length for _, _, length in engine.ranges) == target + draft
+        assert sum(w.wire_bytes for w in written) == target + draft
         assert sum(w.descriptors for w in written) == len(engine.ranges)
         assert 0 <= sum(w.packed_bytes for w in written) <= (mode != "direct") * (target + draft)
         ends = engine.written()
@@ -502,7 +503,7 @@ def test_pages_before_the_window_are_not_sent() -> None:
 def test_an_empty_chunk_sends_nothing() -> None:
     engine = MemoryEngine()
     (written,) = a_scene(src_pages=ints(), dst_pages=ints()).send("packed", engine)
-    assert written == Written(0, 0, 0, 0, 0)
+    assert written == Written(0, 0, 0, 0, 0, 0)
     assert not engine.calls
 
 
