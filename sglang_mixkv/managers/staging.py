@@ -68,7 +68,7 @@ def pack_buffer(engine: Any, rows: Rows, size: int) -> PackBuffer | None:
         code, address, owner = str(error), 0, None
     if code:
         logger.warning(
-            "sglang-mixkv: no staging buffer of %d bytes (%s); the direct path is used", size, code
+            "sglang-mixkv: no staging buffer of %d bytes (%s); slices go without it", size, code
         )
         return None
     return PackBuffer(address, size, owner)
@@ -78,7 +78,8 @@ def pack_buffer(engine: Any, rows: Rows, size: int) -> PackBuffer | None:
 class Slices:
     """One component's heads as this rank receives them, and from whom.
 
-    `senders`: the heads (global numbers) of each; `prefill_tp`: the senders' attention TP.
+    `senders`: the heads (global numbers) that each sends, at least one; `prefill_tp`: their
+    attention TP.
     """
 
     shard: Shard
@@ -115,7 +116,7 @@ class Slices:
     @property
     def ranks(self) -> dict[int, range]:
         """Heads by prefill rank: the same from all stages."""
-        return {rank: heads for (rank, _), heads in self.senders.items() if heads}
+        return {rank: heads for (rank, _), heads in self.senders.items()}
 
     def may_go_by_page(self) -> bool:
         """Whether that makes longer ranges, and each slice is its sender's whole row: all of
