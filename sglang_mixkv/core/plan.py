@@ -20,7 +20,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from sglang_mixkv.core.errors import refuse
+from sglang_mixkv.core.errors import MixKVError, refuse
 from sglang_mixkv.core.geometry import Shard
 
 Ints = npt.NDArray[np.int64]
@@ -181,6 +181,18 @@ class Plan:
     @property
     def target_bytes_per_page(self) -> int:
         return self.target.bytes_per_token * self.page_size
+
+    def check_pages(self, src_pages: Ints, dst_pages: Ints) -> None:
+        """Raise MixKVError unless a chunk's pages are inside both pools."""
+        for name, pages, count in (
+            ("source", src_pages, self.src_pages),
+            ("destination", dst_pages, self.dst_pages),
+        ):
+            if len(pages) and not 0 <= pages.min() <= pages.max() < count:
+                raise MixKVError(
+                    f"{name} pages {pages.min()}..{pages.max()} of a pool of {count}; nothing of "
+                    "this chunk was sent"
+                )
 
 
 def page_runs(src_pages: Ints, dst_pages: Ints) -> Runs:

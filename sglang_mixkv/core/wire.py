@@ -111,8 +111,8 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
     destination's row are written by page (layout: plan.Copies.paged).
     """
 
-    address: Size = 0
-    tokens: Size = 0
+    address: Size
+    tokens: Size
     first_page: Size = 0
     by_page: bool = False
 

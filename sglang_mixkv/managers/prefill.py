@@ -6,9 +6,7 @@ without a word: nothing here raises.
 
 from __future__ import annotations
 
-import functools
 import logging
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,38 +16,22 @@ import requests
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
-    MooncakeTransferEngine,
-)
-from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_mixkv.core.announcement import announcement
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.pages import pages_to_send, window_start
-from sglang_mixkv.core.plan import Plan
 from sglang_mixkv.core.wire import Digest, encode
 from sglang_mixkv.managers.aside import override
+from sglang_mixkv.managers.engine import within_limits
 from sglang_mixkv.managers.facts import KEY, PATH, TIMEOUT_S
 from sglang_mixkv.managers.gate import PrefillGate
 from sglang_mixkv.managers.peer import Peer
 from sglang_mixkv.managers.staging import pack_buffer
-from sglang_mixkv.transfer.bounded import BoundedEngine
 from sglang_mixkv.transfer.digest import Digester, Sums, pairs
 from sglang_mixkv.transfer.writer import Chunk, ChunkWriter
 
 logger = logging.getLogger(__name__)
-
-
-def over_tcp() -> bool:
-    """Whether SGLang's engine uses Mooncake's TCP transport (MooncakeTransferEngine)."""
-    forced = os.environ.get("MC_FORCE_TCP") == "1"
-    return forced or str(envs.MOONCAKE_PROTOCOL.get()).lower() == "tcp"
-
-
-def like(engine: MooncakeTransferEngine) -> MooncakeTransferEngine:
-    """A new engine with the same settings."""
-    return MooncakeTransferEngine(engine.hostname, engine.gpu_id, engine.ib_device)
 
 
 class TappedQueue:
@@ -79,8 +61,8 @@ class PrefillSide(PrefillGate):
     def init_engine(self) -> None:
         """As stock; on prefill ranks over TCP, within that transport's limits."""
         super().init_engine()
-        if self.disaggregation_mode == DisaggregationMode.PREFILL and over_tcp():
-            self.engine = BoundedEngine(self.engine, functools.partial(like, self.engine))
+        if self.disaggregation_mode == DisaggregationMode.PREFILL:
+            self.engine = within_limits(self.engine)
 
     @override(MooncakeKVManager)
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
@@ -213,7 +195,7 @@ class PrefillSide(PrefillGate):
         plan = peer.plan
         assert plan is not None
         src, dst = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
-        self._check_bounds(plan, src, dst)
+        plan.check_pages(src, dst)
         chunk, grant = Chunk(src, dst), None
         taken = getattr(self.current, "chunk", None)
         if taken is not None:
@@ -277,18 +259,6 @@ class PrefillSide(PrefillGate):
         total = len(self.transfer_infos[taken.room][peer.session].dst_kv_indices)
         first = window_start(total, peer.plan.page_size, peer.draft_window)
         return min(len(taken.prefill_kv_indices), max(0, first - taken.index_slice.start))
-
-    @staticmethod
-    def _check_bounds(plan: Plan, src_pages: Any, dst_pages: Any) -> None:
-        for name, pages, count in (
-            ("source", src_pages, plan.src_pages),
-            ("destination", dst_pages, plan.dst_pages),
-        ):
-            if len(pages) and not 0 <= pages.min() <= pages.max() < count:
-                raise MixKVError(
-                    f"{name} pages {pages.min()}..{pages.max()} of a pool of {count}; nothing of "
-                    "this chunk was sent"
-                )
 
     @override(MooncakeKVManager)
     def send_aux(self, req: Any, prefill_aux_index: int, dst_aux_ptrs: list[int]) -> int:

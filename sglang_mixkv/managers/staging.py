@@ -186,7 +186,9 @@ class Staging:
             return {}
         told = {}
         if by_page:
-            told = {sender: Grant(by_page=True) for sender in (*target.senders, *draft.senders)}
+            told = {
+                sender: Grant(0, 0, by_page=True) for sender in (*target.senders, *draft.senders)
+            }
         areas = []
         if start is not None:
             address, tokens = self.span[0] + start, len(reached) * draft.shard.page_size

@@ -22,7 +22,7 @@ from sglang_mixkv.transfer import direct
 from sglang_mixkv.transfer.packed import PackBuffer, into_region, prefer_packed
 from sglang_mixkv.transfer.rows import Rows
 
-NO_GRANT = Grant()
+NO_GRANT = Grant(0, 0)
 
 
 @dataclass(frozen=True)
