@@ -250,7 +250,7 @@ class DecodeSide(DecodeGate):
             self.staging = prepare(self.engine, self.rows, size, *slices, mode)
 
     def grant(self, room: int, info: PrefillServerInfo, pages: Any) -> dict[tuple[int, int], Grant]:
-        """How a room's head slices come, by (prefill rank, stage); none: the direct path."""
+        """How a room's head slices come, by (prefill rank, stage); none: direct or packed."""
         slices = self.slices_from(info)
         if slices is None or self.staging is None or not len(pages):
             return {}
