@@ -228,3 +228,12 @@ def test_a_failed_run_says_so_and_leaves_no_row(runner: Runner) -> None:
     with pytest.raises(BenchFailed, match=r"status 1(.|\n)*no server"):
         runner.run("a", "http://127.0.0.1:1", ["fail"], "http://127.0.0.1:1/metrics")
     assert runner.rows == []
+
+
+def test_report_again(runner: Runner, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """`--report` makes the files anew from what was kept, and sends nothing."""
+    runner.run("a", "http://127.0.0.1:1", [], "http://127.0.0.1:1/metrics")
+    assert bench_pd.main(["--report", "--into", str(runner.folder)]) == 0
+    assert "3.333" in (runner.folder / "table.md").read_text()
+    assert bench_pd.main(["--report", "--into", str(tmp_path / "empty")]) == 0
+    assert "no runs in" in capsys.readouterr().out
