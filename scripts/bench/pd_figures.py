@@ -41,19 +41,20 @@ def acceptance(replies: Sequence[Record]) -> Record:
         accepted,
         accepted / drafts if drafts else 0.0,
         sum(reply["completion_tokens"] for reply in replies) / rounds,
-        by_position([reply["spec_correct_drafts_histogram"] or [] for reply in replies]),
+        by_position(
+            [reply["spec_correct_drafts_histogram"] or [] for reply in replies], drafts // rounds
+        ),
     )
     return dict(zip(names, values, strict=True))
 
 
-def by_position(histograms: Sequence[Sequence[int]]) -> list[float]:
-    """For i = 1, 2, ...: the share of verify rounds with at least i right drafts.
+def by_position(histograms: Sequence[Sequence[int]], drafts: int) -> list[float]:
+    """For i = 1 to ``drafts`` a round: the share of verify rounds with at least i right ones.
 
-    A histogram counts rounds by their number of right drafts, beginning with none.
+    A histogram counts rounds by their number of right drafts, from none to the most there were.
     """
     rounds = sum(map(sum, histograms))
-    positions = range(1, max(map(len, histograms), default=0))
-    return [sum(sum(h[i:]) for h in histograms) / rounds for i in positions]
+    return [sum(sum(h[i:]) for h in histograms) / rounds for i in range(1, drafts + 1)]
 
 
 def transfer_totals(metrics: str) -> tuple[float, float]:

@@ -94,39 +94,37 @@ def draw(rows: Sequence[Record], path: Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7), layout="constrained")
+    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.5), layout="constrained")
     labels = [row["label"] for row in rows]
-    _bars(axes[0][0], labels, rows, ("output_throughput",), "output tokens/s")
-    _bars(axes[0][1], labels, rows, ("median_ttft_ms", "p99_ttft_ms", "transfer_ms"), "TTFT, ms")
-    _bars(axes[1][0], labels, rows, ("accept_length",), "accept length")
-    _positions(axes[1][1], rows)
+    found = [row["figures"] for row in rows]
+    positions = max((len(f["by_position"] or ()) for f in found), default=0)
+    panels: dict[str, dict[str, list[Any]]] = {
+        "output tokens/s": {"": [f["output_throughput"] for f in found]},
+        "TTFT and its wait for the transfer, ms": {
+            "median": [f["median_ttft_ms"] for f in found],
+            "p99": [f["p99_ttft_ms"] for f in found],
+            "transfer, mean": [f["transfer_ms"] for f in found],
+        },
+        "accept length": {"": [f["accept_length"] for f in found]},
+        "acceptance by position of the draft": {
+            str(i + 1): [sum((f["by_position"] or [])[i : i + 1]) for f in found]
+            for i in range(positions)
+        },
+    }
+    for axis, (title, series) in zip(axes.flat, panels.items(), strict=True):
+        _bars(axis, labels, series, title)
     figure.savefig(path, dpi=90)
     pyplot.close(figure)
 
 
-def _bars(
-    axis: Any, labels: Sequence[str], rows: Sequence[Record], names: Sequence[str], title: str
-) -> None:
-    """Bars side by side for each run."""
-    width = 0.8 / len(names)
-    for index, name in enumerate(names):
-        places = [place + index * width for place in range(len(rows))]
-        axis.bar(places, [row["figures"][name] or 0 for row in rows], width, label=name)
-    middle = (len(names) - 1) * width / 2
-    axis.set_xticks([place + middle for place in range(len(rows))], labels, rotation=30, ha="right")
+def _bars(axis: Any, labels: Sequence[str], series: dict[str, list[Any]], title: str) -> None:
+    """Bars side by side for each run; none where a figure was not reported."""
+    width = 0.8 / max(len(series), 1)
+    for index, (name, values) in enumerate(series.items()):
+        places = [place + (index - (len(series) - 1) / 2) * width for place in range(len(labels))]
+        axis.bar(places, [value or 0 for value in values], width, label=name)
+    axis.set_xticks(range(len(labels)), labels, rotation=30, ha="right")
     axis.set_title(title)
-    if len(names) > 1:
-        axis.legend()
-
-
-def _positions(axis: Any, rows: Sequence[Record]) -> None:
-    """A line for each run that drafts."""
-    markers = "osv^D*xP"
-    for index, row in enumerate(rows):
-        if shares := row["figures"]["by_position"]:
-            places = range(1, len(shares) + 1)
-            axis.plot(places, shares, marker=markers[index % len(markers)], label=row["label"])
-            axis.set_xticks(places)
-    axis.set_ylim(-0.02, 1.02)
-    axis.set_title("acceptance by position of the draft")
-    axis.legend()
+    if len(series) > 1:
+        axis.margins(y=0.2)
+        axis.legend(ncols=len(series), loc="upper center")

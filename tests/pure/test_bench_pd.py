@@ -73,6 +73,10 @@ def test_acceptance_is_summed_over_requests() -> None:
     }
 
 
+def test_positions_that_no_draft_was_right_at_count_as_zero() -> None:
+    assert pd_figures.acceptance([reply(5, [3, 1])])["by_position"] == [0.25, 0.0, 0.0]
+
+
 def test_without_speculation_there_is_no_acceptance() -> None:
     assert set(pd_figures.acceptance([PLAIN, PLAIN]).values()) == {None}
 
