@@ -54,6 +54,8 @@ def by_position(histograms: Sequence[Sequence[int]], drafts: int) -> list[float]
     A histogram counts rounds by their number of right drafts, from none to the most there were.
     """
     rounds = sum(map(sum, histograms))
+    if not rounds:
+        return []
     return [sum(sum(h[i:]) for h in histograms) / rounds for i in range(1, drafts + 1)]
 
 

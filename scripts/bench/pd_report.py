@@ -35,7 +35,7 @@ def cell(figures: Record, names: Sequence[str], form: str) -> str:
 
 
 def _text(value: Any, form: str) -> str:
-    if value is None:
+    if value is None or value == []:
         return "-"
     if isinstance(value, list):
         return " ".join(_text(part, form) for part in value)
