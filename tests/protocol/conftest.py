@@ -29,5 +29,9 @@ def load_sglang() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    for module in ("sglang.srt.disaggregation.mooncake", "sglang_mixkv.managers"):
+    for module in (
+        "sglang.srt.disaggregation.mooncake",
+        "sglang.srt.disaggregation.decode",
+        "sglang_mixkv.managers",
+    ):
         importlib.import_module(module)

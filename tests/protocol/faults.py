@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import zmq
 from protocol.model import Case, Request
-from protocol.ring import Outcome, Rank, RankReport
+from protocol.ring import NOT_YET, Outcome, Rank, RankReport
 
 # The prefill's is longer: a rank that is done early opens its next room at once, and waits
 # there while another rank's request still ends by the decode side's timeout (and its ABORT).
@@ -365,11 +365,19 @@ def die_when_sending(prefill_rank: int, rank: Rank, sender: Any, chunk: Any, sta
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hold_the_rest(rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
+def hold_the_rest(rank: Rank, sender: Any, chunk: Any, state: Any) -> Any:
     """Chunks of the first request leave half a second apart."""
+    return send_after(0.5 if sender.curr_idx else 0.0, rank, sender, chunk, state)
+
+
+def send_after(delay: float, rank: Rank, sender: Any, chunk: Any, state: Any) -> Any:
+    """Send a chunk of the first request so long after the one before."""
+    first = sender.bootstrap_room == rank.rooms()[0]
+    if first and time.monotonic() < getattr(sender, "sent_at", 0.0) + delay:
+        return NOT_YET
     sender.send(chunk, state)
-    if sender.bootstrap_room == rank.rooms()[0]:
-        time.sleep(0.5)
+    sender.sent_at = time.monotonic()
+    return None
 
 
 def die_when_receiving(rank: Rank) -> None:
@@ -418,14 +426,13 @@ def bootstrap_away(rank: Rank) -> None:
 OF_THE_SERVER = ("app", "thread", "lock", "_loop", "_runner", "_background_tasks")
 
 
-def send_around_bootstrap_away(rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
+def send_around_bootstrap_away(rank: Rank, sender: Any, chunk: Any, state: Any) -> Any:
     """The bootstrap server goes after the first chunk; the last one comes when it is back."""
-    first = sender.bootstrap_room == rank.rooms()[0]
-    if first and sender.curr_idx == 2:
-        time.sleep(STALL_S + 1)
-    sender.send(chunk, state)
-    if first and sender.curr_idx == 1 and rank.rank == 0:
+    last = sender.curr_idx == 2
+    sent = send_after(STALL_S + 1 if last else 0.0, rank, sender, chunk, state)
+    if sender.bootstrap_room == rank.rooms()[0] and sender.curr_idx == 1 and rank.rank == 0:
         bootstrap_away(rank)
+    return sent
 
 
 # ---------------------------------------------------------------- aborts

@@ -405,7 +405,9 @@ class Rank:
                 elif chunks and status >= KVPoll.WaitingForInput:
                     chunk = chunks.pop(0)
                     state = None if chunks else self.state_indices(number)
-                    self.case.extra.get("send", send)(self, senders[number], chunk, state)
+                    hand_over = self.case.extra.get("send", send)
+                    if hand_over(self, senders[number], chunk, state) is NOT_YET:
+                        chunks.insert(0, chunk)
             time.sleep(0.0005)
 
     def state_indices(self, number: int) -> list[np.ndarray] | None:
@@ -557,8 +559,11 @@ class Rank:
             )
 
 
-def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
-    """Hand one chunk to a sender, as SGLang's scheduler does."""
+NOT_YET = object()
+
+
+def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> Any:
+    """Hand one chunk to a sender, as SGLang's scheduler does; NOT_YET: offer it again."""
     sender.send(chunk, state)
 
 

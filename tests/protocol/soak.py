@@ -191,8 +191,16 @@ class Open:
     since: float = field(default_factory=time.monotonic)
     published: bool = False
 
+    def is_to(self, name: str) -> bool:
+        """Whether this request meets that fault, on whichever rank."""
+        return self.meeting is not None and self.meeting.name == name
+
     def meets(self, name: str, rank: int) -> bool:
-        return self.meeting is not None and (self.meeting.name, self.meeting.rank) == (name, rank)
+        return self.is_to(name) and self.meeting is not None and self.meeting.rank == rank
+
+    @property
+    def part(self) -> float:
+        return self.meeting.part if self.meeting is not None else 0.0
 
     @property
     def age(self) -> float:
@@ -266,12 +274,13 @@ class SoakRank(Rank):
         self.report.page_uses = self.pages.taken / self.pages.size
 
     def _admit(self, number: int) -> bool:
-        """Open the request if there is memory for it, and its room's last user has ended."""
+        """Open the request if there is memory for it."""
+        row = self.rows.take(1)
+        if row is None:
+            return False
         pages = self.pages.take(self.case.pages(self.case.requests[number]))
-        row = None if pages is None else self.rows.take(1)
-        if pages is None or row is None:
-            if pages is not None:
-                self.pages.give(pages.tolist())
+        if pages is None:
+            self.rows.give(row.tolist())
             return False
         self.open[number] = self._begin(number, pages, row, self.case.fault(number))
         return True
@@ -355,8 +364,7 @@ class SoakPrefill(SoakRank):
     def _go_on(self, one: Open, status: Any) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        aborts = one.meeting is not None and one.meeting.name == "prefill aborts"
-        if aborts and one.age > one.meeting.part / 10:
+        if one.is_to("prefill aborts") and one.age > one.part / 10:
             one.handle.abort()
             return
         if status >= KVPoll.WaitingForInput and one.chunks:
@@ -420,25 +428,24 @@ class SoakDecode(SoakRank):
         receiver.init(0)
         one = Open(number, receiver, pages, row, meeting)
         if receiver.conclude_state is None:
-            self._publish(one)
+            self._say(one)
         return one
 
-    def _publish(self, one: Open) -> None:
+    def _say(self, one: Open) -> None:
         """Send the metadata, unless this request's fault is that it is late or never sent."""
-        name = one.meeting.name if one.meeting is not None else ""
-        if name == "metadata: late" and one.age < one.meeting.part:
+        if one.is_to("metadata: late") and one.age < one.part:
             return
         if one.meets("abort before metadata", self.rank):
             one.handle.abort()
             return
-        if name.startswith("noise"):
-            self._make_noise(name, one)
+        if one.is_to("noise to decode") or one.is_to("noise to prefill"):
+            self._make_noise(one)
         one.published = True
         one.handle.send_metadata(one.pages, int(one.row[0]), None, decode_prefix_len=0)
 
-    def _make_noise(self, name: str, one: Open) -> None:
+    def _make_noise(self, one: Open) -> None:
         for message in NOISE:
-            if name == "noise to decode":
+            if one.is_to("noise to decode"):
                 self.shout.send_multipart(message)
                 continue
             for info in one.handle.bootstrap_infos:
@@ -448,10 +455,9 @@ class SoakDecode(SoakRank):
 
     def _go_on(self, one: Open, status: Any) -> None:
         if not one.published and one.handle.conclude_state is None:
-            self._publish(one)
-        storm = one.meeting is not None and one.meeting.name == "abort storm"
-        aborts = one.meets("abort after metadata", self.rank) and one.age > one.meeting.part / 20
-        if one.published and (storm or aborts):
+            self._say(one)
+        aborts = one.meets("abort after metadata", self.rank) and one.age > one.part / 20
+        if one.published and (aborts or one.is_to("abort storm")):
             one.handle.abort()
 
     def _succeeded(self, one: Open) -> None:
