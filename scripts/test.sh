@@ -4,5 +4,8 @@
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+# shellcheck source=scripts/prometheus.sh
+source "$MIXKV_ROOT/scripts/prometheus.sh"
+mixkv_prometheus
 cd "$MIXKV_ROOT"
 exec python -m pytest tests/pure tests/docs tests/protocol tests/e2e "$@"

@@ -117,6 +117,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{_COMMON}:CommonKVSender.abort": ("self",),
     f"{_COMMON}:CommonKVReceiver.abort": ("self",),
     f"{_COMMON}:CommonKVReceiver.clear": ("self",),
+    f"{_COMMON}:CommonKVSender.get_transfer_metric": ("self",),
     f"{_COMMON}:CommonKVReceiver.init": ("self", "prefill_dp_rank"),
     f"{_COMMON}:CommonKVReceiver.invalidate_cached_bootstrap_infos": ("self",),
     f"{_COMMON}:CommonKVReceiver.poll": ("self",),

@@ -89,6 +89,7 @@ def _assign(spread: Spread, topology: Topology, decode_rank: int) -> Iterator[ra
             f"heads up to {covered - 1} only",
             "part of the decode rank's cache would never be written",
             "This pair of TP sizes and heads is not supported",
+            "topology",
         )
 
 

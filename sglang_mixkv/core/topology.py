@@ -54,6 +54,7 @@ def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
             f"{total_heads} heads",
             "SGLang could not load the model so, and no rank's heads would be known",
             "Choose another --tp or --dp size on this side",
+            "topology",
         )
     if total_heads >= tp:
         per_rank = total_heads // tp
@@ -70,6 +71,7 @@ def check_pairing(prefill_tp: int, decode_tp: int) -> None:
             f"prefill {prefill_tp}, decode {decode_tp}",
             "some decode ranks would find no whole set of prefill ranks",
             "Change --tp, or --dp with --enable-dp-attention, on one side",
+            "topology",
         )
 
 

@@ -148,6 +148,7 @@ def decode(frames: list[bytes]) -> Registration:
             f"{len(frames)} frames: the decode side does not run sglang-mixkv, or another SGLang",
             "draft KV could land in other requests' pages",
             "Start the decode server with --enable-mixkv too, or this prefill without it",
+            "no_plugin",
         )
     return decode_extension(frames[-1])
 
@@ -187,6 +188,7 @@ def _payload(frame: bytes, kind: type[T]) -> T:
             f"{len(frame)} other bytes",
             "the peer's drafter would be unknown",
             _UPGRADE,
+            "malformed",
         )
     (protocol,) = struct.unpack_from(">H", frame, len(MAGIC))
     if protocol != PROTOCOL:
@@ -195,11 +197,13 @@ def _payload(frame: bytes, kind: type[T]) -> T:
             f"protocol {protocol}",
             "fields could be read with another meaning",
             _UPGRADE,
+            "protocol",
         )
     try:
         return msgspec.msgpack.decode(frame[HEADER:], type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MixKVError(
             f"malformed sglang-mixkv {kind.__name__.lower()}: {error}; nothing is sent to this "
-            f"peer. {_UPGRADE}."
+            f"peer. {_UPGRADE}.",
+            "malformed",
         ) from None

@@ -90,7 +90,7 @@ class DecodeSide(DecodeGate):
             return False
         apart = cold_differences(facts, self.facts)
         if apart or self.config.on_draft_mismatch != "cold":
-            raise MixKVError(" ".join(apart or found))
+            raise MixKVError(" ".join(apart or found), "facts")
         logger.warning(
             "sglang-mixkv serves requests of prefill server %s without draft KV "
             "(--mixkv-on-draft-mismatch cold): %s", bootstrap_addr, " ".join(found),
@@ -105,6 +105,7 @@ class DecodeSide(DecodeGate):
         """Keep the reason, and a stand-in for the server's facts so that requests resolve."""
         reason = f"sglang-mixkv refuses prefill server {bootstrap_addr}: {error}"
         logger.error("%s", reason)
+        self.stats.refused(error)
         self.refusals[bootstrap_addr] = reason
         self.prefill_info_table[bootstrap_addr] = PrefillServerInfo(
             attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
@@ -163,11 +164,14 @@ class DecodeSide(DecodeGate):
         return tuple(range(info.pp_size))
 
     def count_received(self, pages: int, info: PrefillServerInfo) -> None:
-        """Count what one request needed of the drafter, as this rank's pool holds it."""
-        if self.draft_for(info) is None:
-            pages = 0
-        pages -= window_start(pages, self.kv_args.page_size, self.draft_window)
-        self.stats.add(draft_bytes_needed=pages * sum(self.kv_args.draft_kv_item_lens))
+        """Count what one request needed, as this rank's pool holds it."""
+        if self.caches.draft is not None:  # without a drafter the prefill side does not count
+            draft_pages = pages - window_start(pages, self.kv_args.page_size, self.draft_window)
+            draft_items = self.caches.draft.component.item_lens if self.draft_for(info) else ()
+            self.stats.add(
+                target_bytes_needed=pages * sum(self.caches.target.component.item_lens),
+                draft_bytes_needed=draft_pages * sum(draft_items),
+            )
         self.stats.publish()
 
     def extension_for(self, info: PrefillServerInfo, route: Route) -> bytes:
@@ -219,7 +223,7 @@ class DecodeSide(DecodeGate):
             if aux_row is not None:
                 clear_aux(self.kv_args, aux_row, self.facts.draft_aux)
         if getattr(info, "mixkv_cold", False):
-            self.stats.add(cold_requests=1)
+            self.stats.cold()
         if self.verifies(info) and len(pages):
             skip = window_start(len(pages), self.kv_args.page_size, self.draft_window)
             self.verifier.ask(room, Asked(pages, skip, draft, self._senders(info)))
@@ -248,6 +252,7 @@ class DecodeSide(DecodeGate):
         if slices is not None and self.staging is None:
             size, mode = self.config.staging_mb << 20, self.config.draft_transfer
             self.staging = prepare(self.engine, self.rows, size, *slices, mode)
+            self.count_staging()
 
     def grant(self, room: int, info: PrefillServerInfo, pages: Any) -> dict[tuple[int, int], Grant]:
         """How a room's head slices come, by (prefill rank, stage); none: direct or packed."""
@@ -256,7 +261,17 @@ class DecodeSide(DecodeGate):
             return {}
         numbers = np.asarray(pages, np.int64)
         skip = window_start(len(pages), self.kv_args.page_size, self.draft_window)
-        return self.staging.grant(room, *slices, numbers, skip, self.config.draft_transfer)
+        full = self.staging.full
+        told = self.staging.grant(room, *slices, numbers, skip, self.config.draft_transfer)
+        self.stats.add(staging_full=self.staging.full - full)
+        self.count_staging()
+        return told
+
+    def count_staging(self) -> None:
+        """Show what the staging buffer holds now."""
+        staging = self.staging
+        if staging is not None:
+            self.stats.staging(lambda: sum(staging.in_use()), staging.span[1])
 
     @override(MooncakeKVManager)
     def update_status(self, bootstrap_room: int, status: Any) -> None:
@@ -275,6 +290,7 @@ class DecodeSide(DecodeGate):
         try:
             if self.staging is not None:
                 self.staging.scatter(room)
+                self.count_staging()
             if room not in self.verifier.rooms:
                 return None
             self.stats.add(rooms_verified=1)
@@ -287,6 +303,7 @@ class DecodeSide(DecodeGate):
         """The room ended; a region that was not scattered is quarantined."""
         if self.staging is not None:
             self.staging.release(room)
+            self.count_staging()
         self.verifier.forget(room)
 
     @property

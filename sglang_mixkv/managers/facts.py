@@ -71,11 +71,12 @@ def fetch(bootstrap_addr: str) -> Facts | None:
         raise MixKVError(
             f"the prefill server at {bootstrap_addr} does not run sglang-mixkv, this decode server "
             "does: its draft KV could land in other requests' pages. Start both with "
-            "--enable-mixkv, or both without."
+            "--enable-mixkv, or both without.",
+            "no_plugin",
         )
     if response.status_code == requests.codes.conflict:
         said = body[:1024].decode(errors="replace")
-        raise MixKVError(f"prefill server at {bootstrap_addr}: {said}")
+        raise MixKVError(f"prefill server at {bootstrap_addr}: {said}", "facts")
     if response.status_code != requests.codes.ok:
         return None
     return read_announcement(body, bootstrap_addr)

@@ -23,6 +23,7 @@ from sglang_mixkv.core.registration import PeerRegistration
 from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.peer import Peer, PrefillRank, admit
 from sglang_mixkv.managers.replies import Replies
+from sglang_mixkv.managers.sent import Sent
 from sglang_mixkv.managers.shared import Shared
 
 logger = logging.getLogger(__name__)
@@ -103,13 +104,17 @@ class PrefillGate(Shared):
         try:
             peer = self._admit(registration_info)
         except MixKVError as error:
+            self.stats.refused(error)
             return False, f"sglang-mixkv refuses this decode rank: {error}"
         except Exception as error:
+            self.stats.refused(error)
             logger.exception("sglang-mixkv could not read the registration of %s", session)
             return False, f"sglang-mixkv could not read this decode rank's registration: {error!r}"
         if peer is not None:
             self.peers[session] = peer
         verdict: tuple[bool, str | None] = super()._validate_peer_state_layout(registration_info)
+        if not verdict[0]:
+            self.stats.refused()
         return verdict
 
     def _admit(self, info: Any) -> Peer | None:
@@ -205,13 +210,14 @@ class PrefillGate(Shared):
     def replies(self) -> Replies:
         return Replies()
 
-    def open_room(self, room: int) -> None:
+    def open_room(self, room: int) -> Sent:
         """A sender was made for this room: from now on it is the sender that ends it."""
-        self.open_rooms.add(room)
+        sent = self.open_rooms[room] = Sent()
         self.rooms_seen.pop(room, None)
         when, reason = self.rejected_rooms.pop(room, (0.0, ""))
         if reason and time.monotonic() - when < MEMORY_S:
             self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+        return sent
 
     def _note_abort(self, said: stock_frames.Abort) -> None:
         """Stock fails the room without a reason: keep one for this side's log and HTTP error."""
@@ -233,7 +239,7 @@ class PrefillGate(Shared):
         self.conclude_failure(
             bootstrap_room=room, failure_reason=f"room {room}: aborted by the prefill server"
         )
-        self.open_rooms.discard(room)
+        self.open_rooms.pop(room, None)
         self.rooms_seen[room] = time.monotonic()
 
     def check_integrity(self) -> list[str]:
@@ -244,7 +250,7 @@ class PrefillGate(Shared):
 
     def forget_room(self, room: int) -> None:
         """The room's sender is cleared: nothing of the room stays."""
-        self.open_rooms.discard(room)
+        self.open_rooms.pop(room, None)
         self.rooms_seen.pop(room, None)
         for table in (self.grants, self.sums):
             for key in [key for key in list(table) if key[0] == room]:

@@ -9,6 +9,7 @@ from sglang_mixkv.config import config_of
 from sglang_mixkv.core.wire import PROTOCOL
 from sglang_mixkv.managers.decode import DecodeSide
 from sglang_mixkv.managers.kv_args import split_draft
+from sglang_mixkv.managers.metrics import metrics_for
 from sglang_mixkv.managers.prefill import PrefillSide
 from sglang_mixkv.managers.stats import Stats
 
@@ -28,7 +29,8 @@ class MixKVManager(PrefillSide, DecodeSide):
         if getattr(args, "num_draft_entries", 0):
             split_draft(args)
         self.config = config_of(server_args)
-        self.stats = Stats(disaggregation_mode.value, self.config.stats_dir)
+        side = disaggregation_mode.value
+        self.stats = Stats(side, self.config.stats_dir, metrics_for(side))
         # A prefill's reason for a failure travels to the decode side; stock parses it too.
         self.kv_status_msg_carries_reason = True
         self.mixkv_ready = True

@@ -152,19 +152,20 @@ def _compare_facts(local: PrefillRank, extension: wire.Registration) -> None:
         prefill, decode = (msgspec.structs.replace(f, draft=None) for f in (prefill, decode))
     found = differences(prefill, decode)
     if found:
-        raise MixKVError(" ".join(found))
+        raise MixKVError(" ".join(found), "facts")
 
 
 def _compare_cold(local: PrefillRank, decode: Facts) -> None:
     found = cold_differences(local.facts, decode)
     if found:
-        raise MixKVError(" ".join(found))
+        raise MixKVError(" ".join(found), "facts")
     ours, theirs = ((len(f.aux_item_lens), f.draft_aux) for f in (local.facts, decode))
     if ours != theirs:
         raise MixKVError(
             f"metadata rows (all, the drafter's): prefill has {ours}, decode has {theirs}; what is "
             "not the drafter's would land at wrong offsets. Run the same SGLang release and "
-            "sampling mask on both sides."
+            "sampling mask on both sides.",
+            "facts",
         )
     if not local.cold_allowed:
         raise refuse(
@@ -172,6 +173,7 @@ def _compare_cold(local: PrefillRank, decode: Facts) -> None:
             " ".join(differences(local.facts, decode)) or "a decode rank that wants no draft KV",
             "the accept length would be low",
             "Give both sides the same drafter, or both --mixkv-on-draft-mismatch cold",
+            "facts",
         )
 
 
@@ -204,6 +206,7 @@ def _agreed_route(local: PrefillRank, registration: PeerRegistration) -> Route:
             f"{told}",
             "draft heads would be sent twice or never",
             "Start both sides with the same models, SGLang and sglang-mixkv",
+            "topology",
         )
     return route
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -201,19 +202,22 @@ class PrefillSide(PrefillGate):
         if taken is not None:
             chunk = Chunk(src, dst, taken.index_slice.start, self._before_window(peer, taken))
             grant = self.grants.get((taken.room, peer.session))
+        started = time.perf_counter()
         written = self._writer().write(peer.session, plan, chunk, grant)
         if written.code == 0:
+            self.stats.written(written, time.perf_counter() - started)
+            sent = self.open_rooms.get(taken.room) if taken is not None else None
+            if sent is not None:
+                sent.add(peer, written)
             if peer.verify and taken is not None:
                 sums = self.sums.setdefault((taken.room, peer.session), Sums())
                 self._digester().add_chunk(sums, plan, src, chunk.skip)
-            self.stats.add(
-                target_bytes_sent=written.target_bytes,
-                draft_bytes_sent=written.draft_bytes,
-                descriptors=written.descriptors,
-                packed_bytes=written.packed_bytes,
-                wire_bytes=written.wire_bytes,
-            )
         return written.code
+
+    @property
+    def has_plans(self) -> bool:
+        """Whether this rank's decode ranks have a drafter: then plans say what is sent."""
+        return any(peer.plan is not None for peer in list(self.peers.values()))
 
     def _digester(self) -> Digester:
         """This thread's reader for checksums."""

@@ -22,7 +22,7 @@ class MixKVSender(MooncakeKVSender):
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
         if is_ours(mgr):
-            mgr.open_room(bootstrap_room)
+            self.sent = mgr.open_room(bootstrap_room)
 
     @override(MooncakeKVSender)
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
@@ -49,3 +49,14 @@ class MixKVSender(MooncakeKVSender):
         super().abort()
         if self.bootstrap_room not in self.kv_mgr.request_status:  # it had ended before
             self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
+
+    @override(MooncakeKVSender)
+    def get_transfer_metric(self) -> Any:
+        """As stock, with the bytes that were sent in place of stock's product (see sent.py)."""
+        metric = super().get_transfer_metric()
+        manager = self.kv_mgr
+        if manager.has_plans:
+            state = self._transfer_num_state_indices * manager.state_item_lens_sum
+            total = self.sent.total(state, sharded=manager.sharded_state)
+            metric.transfer_total_bytes = total
+        return metric

@@ -24,8 +24,9 @@ from sglang_mixkv.managers import kv_args as geometry
 from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.kv_args import Caches
 from sglang_mixkv.managers.peer import Peer
+from sglang_mixkv.managers.sent import Sent
 from sglang_mixkv.managers.staging import rows_for
-from sglang_mixkv.managers.stats import Stats
+from sglang_mixkv.managers.stats import Stats, TimedRows
 from sglang_mixkv.transfer.digest import Sums
 from sglang_mixkv.transfer.rows import Rows
 
@@ -71,9 +72,9 @@ class Shared(MooncakeKVManager):
         return {}
 
     @cached_property
-    def open_rooms(self) -> set[int]:
-        """Prefill side: rooms with a sender."""
-        return set()
+    def open_rooms(self) -> dict[int, Sent]:
+        """Prefill side: rooms with a sender, and what was sent for them."""
+        return {}
 
     @cached_property
     def rooms_seen(self) -> dict[int, float]:
@@ -96,7 +97,8 @@ class Shared(MooncakeKVManager):
 
     @cached_property
     def rows(self) -> Rows:
-        return rows_for(get_device().device, getattr(self.kv_args, "gpu_id", 0))
+        rows = rows_for(get_device().device, getattr(self.kv_args, "gpu_id", 0))
+        return TimedRows(rows, self.stats)
 
     @cached_property
     def current(self) -> threading.local:

@@ -156,7 +156,7 @@ class Granted:
 
 class Staging:
     """A decode rank's buffer and the grants in it. Without `buffer` it grants no regions,
-    without `scratch` nothing is written by page."""
+    without `scratch` nothing is written by page. `full`: requests that found no room."""
 
     def __init__(
         self, buffer: PackBuffer | None, rows: Rows, scratch: PackBuffer | None = None
@@ -165,6 +165,7 @@ class Staging:
         self._regions = RegionAllocator(buffer.size if buffer else 0)
         self._granted: dict[int, Granted] = {}
         self._scratch_lock = threading.Lock()
+        self.full = 0
 
     @property
     def span(self) -> tuple[int, int]:
@@ -208,7 +209,9 @@ class Staging:
         if self._buffer is None or not draft.detour(len(pages), runs, mode):
             return None
         size = sum(draft.shard.rows) * len(pages) * draft.shard.page_size
-        return self._regions.allocate(size, time.monotonic())
+        start = self._regions.allocate(size, time.monotonic())
+        self.full += start is None
+        return start
 
     def _go_by_page(self, parts: list[tuple[Slices, Ints]], mode: str) -> bool:
         """Whether all of these are written by page: one answer for a whole request."""

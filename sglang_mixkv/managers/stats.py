@@ -1,7 +1,9 @@
-"""Bytes counted where they are handed to the transport, by component.
+"""What one process counts: the one place that feeds the JSON file and the Prometheus series.
 
 With `SGLANG_MIXKV_STATS_DIR` set, each process keeps one small JSON file there, rewritten
-whole after each request; without it counting costs an addition a chunk.
+whole after each request. With SGLang's `--enable-metrics` the same counts are series
+(`metrics.py`). Without either, counting costs an addition a chunk. Nothing here raises:
+figures are not worth a request.
 """
 
 from __future__ import annotations
@@ -9,28 +11,73 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections import Counter
+import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from sglang_mixkv.core.errors import MixKVError
+from sglang_mixkv.core.series import divided
+from sglang_mixkv.managers.metrics import Metrics
+from sglang_mixkv.transfer.rows import RowCopy, Rows
+from sglang_mixkv.transfer.writer import Written
 
 
 class Stats:
-    """Counters of one process, safe to use from several threads."""
+    """Counts of one process, safe to use from several threads."""
 
-    def __init__(self, role: str, folder: str = "") -> None:
+    def __init__(self, role: str, folder: str = "", metrics: Metrics | None = None) -> None:
         self._lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
+        self._counts: defaultdict[str, float] = defaultdict(int)
         self._path = Path(folder, f"{role}-{os.getpid()}.json") if folder else None
+        self._metrics = metrics
 
-    def add(self, **amounts: int) -> None:
+    def add(self, **amounts: float) -> None:
         with self._lock:
-            self._counts.update(amounts)
+            for name, amount in amounts.items():
+                self._counts[name] += amount
+        if self._metrics is not None:
+            self._metrics.add(amounts)
 
-    def snapshot(self) -> dict[str, int]:
+    def written(self, chunk: Written, seconds: float) -> None:
+        """A chunk that the transport took, and how long that was."""
+        target, draft = divided(seconds, chunk.target_bytes, chunk.draft_bytes)
+        self.add(
+            target_bytes_sent=chunk.target_bytes,
+            draft_bytes_sent=chunk.draft_bytes,
+            target_send_seconds=target,
+            draft_send_seconds=draft,
+            packed_bytes=chunk.packed_bytes,
+            direct_bytes=chunk.target_bytes + chunk.draft_bytes - chunk.packed_bytes,
+            descriptors=chunk.descriptors,
+            wire_bytes=chunk.wire_bytes,
+        )
+
+    def refused(self, error: Exception | None = None) -> None:
+        """A peer was refused."""
+        reason = error.reason if isinstance(error, MixKVError) else "other"
+        self.add(**{f"refused_{reason}": 1})
+
+    def cold(self) -> None:
+        """A request is served without the prompt's draft KV."""
+        self.add(cold_requests=1)
+
+    def staging(self, used: Callable[[], int], size: int) -> None:
+        """What the staging buffer holds now, in bytes; asked under the lock, so that the last
+        value shown is the last one there was."""
+        with self._lock:
+            now = {"staging_used": used(), "staging_size": size}
+            self._counts.update(now)
+            if self._metrics is not None:
+                self._metrics.set(now)
+
+    def snapshot(self) -> dict[str, float]:
         with self._lock:
             return dict(self._counts)
 
     def publish(self) -> None:
-        """Rewrite the file, if one was asked for. Never raises: figures are not worth a request."""
+        """Rewrite the file, if one was asked for."""
         if self._path is None:
             return
         partial = self._path.with_suffix(".tmp")
@@ -40,3 +87,21 @@ class Stats:
                 partial.replace(self._path)
         except OSError:
             self._path = None
+
+
+class TimedRows:
+    """`rows`, with the seconds of its copies counted."""
+
+    def __init__(self, rows: Rows, stats: Stats) -> None:
+        self._rows, self._stats = rows, stats
+
+    def copy(self, what: RowCopy) -> None:
+        started = time.perf_counter()
+        self._rows.copy(what)
+        self._stats.add(copy_seconds=time.perf_counter() - started)
+
+    def allocate(self, size: int) -> tuple[int, Any]:
+        return self._rows.allocate(size)
+
+    def read(self, owner: Any, size: int) -> memoryview:
+        return self._rows.read(owner, size)

@@ -66,12 +66,17 @@ def read_stats(folder: Path) -> DraftBytes | None:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Running servers, and where to send requests. ``prefill``: URL of a pair's prefill server."""
+    """Running servers, and where to send requests. ``servers``: those that run models."""
 
     fleet: Fleet
     url: str
     stats: Path
-    prefill: str = ""
+    servers: tuple[Launch, ...] = ()
+
+    @property
+    def prefill(self) -> str:
+        """URL of a pair's prefill server."""
+        return self.servers[0].url
 
     def ask(self, prompt: list[int]) -> Answer:
         """One prompt; raises RequestFailed, or ServerDied when a server ends meanwhile."""
@@ -182,7 +187,7 @@ def single(
     server = launch.server("server", pair, flags)
     stats = fleet.folder("stats")
     bring_up(fleet, [server], progress)
-    return Deployment(fleet, server.url, stats)
+    return Deployment(fleet, server.url, stats, (server,))
 
 
 def disaggregated(
@@ -193,4 +198,4 @@ def disaggregated(
     prefill, decode, bootstrap = launch.prefill_and_decode(pair, topology, str(stats))
     router = launch.router(prefill, decode, bootstrap)
     bring_up(fleet, [prefill, decode, router], progress)
-    return Deployment(fleet, router.url, stats, prefill.url)
+    return Deployment(fleet, router.url, stats, (prefill, decode))

@@ -129,13 +129,15 @@ class Rank:
             disaggregation_transfer_backend="mooncake",
             disaggregation_bootstrap_port=self.ports[self.server],
             disaggregation_decode_enable_radix_cache=case.decode_radix and self.side == "decode",
+            enable_metrics=case.extra.get("metrics", False),
         )
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
         setattr(args, ATTRIBUTE, Config(enabled=enabled, **case.extra.get("config", {})))
         publish(args, role="tokenizer")
         get_parallel().override_permanently(
             tp_rank=tp_rank, pp_rank=self.stage, attn_tp_rank=self.attn_rank,
-            attn_dp_rank=self.dp_rank, attn_cp_rank=0, pp_group=self._pp_group(),
+            attn_dp_rank=self.dp_rank, attn_cp_rank=0, moe_ep_rank=0, dp_rank=None,
+            pp_group=self._pp_group(),
         )  # fmt: skip
         init_mooncake_transfer_engine(hostname="127.0.0.1")
 

@@ -1,0 +1,30 @@
+# shellcheck shell=bash
+# Sourced after env.sh by what can use a Prometheus: mixkv_prometheus puts `prometheus` and
+# `promtool` of Debian's package into .venv/bin. The package is unpacked, not installed: no
+# service is started, and none of its web libraries are needed.
+
+mixkv_prometheus() {
+    if command -v prometheus >/dev/null && command -v promtool >/dev/null; then
+        return
+    fi
+    if ! command -v apt-get >/dev/null || ! command -v dpkg-deb >/dev/null; then
+        echo "no prometheus and promtool in PATH: what needs them is skipped" >&2
+        return
+    fi
+    local folder
+    folder="$(mktemp -d)"
+    echo "unpacking Debian's prometheus into .venv/bin"
+    if (cd "$folder" && mixkv_download prometheus && dpkg-deb -x prometheus_*.deb .); then
+        install "$folder"/usr/bin/prometheus "$folder"/usr/bin/promtool "$MIXKV_VENV/bin"
+    else
+        echo "prometheus could not be had: what needs it is skipped" >&2
+    fi
+    rm -rf "$folder"
+}
+
+# A package's file, with the package lists fetched first where they are missing (as root).
+mixkv_download() {
+    apt-get download -qq "$1" 2>/dev/null && return
+    apt-get update -qq </dev/null || sudo -n apt-get update -qq </dev/null || return 1
+    apt-get download -qq "$1"
+}

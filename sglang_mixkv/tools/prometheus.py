@@ -1,0 +1,132 @@
+"""A Prometheus beside the demo's servers, and the expressions of the shipped dashboard.
+
+The binary is looked for in PATH (scripts/prometheus.sh gets Debian's). It runs with a
+configuration and a data folder of its own in a Fleet, and ends with it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from sglang_mixkv.tools.launch import HOST
+from sglang_mixkv.tools.ports import free_port
+from sglang_mixkv.tools.processes import Fleet
+
+START_TIMEOUT_S = 30.0
+
+
+class QueryFailed(RuntimeError):
+    """Prometheus refused an expression; the message is its own."""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """One query of a dashboard's panel."""
+
+    panel: str
+    unit: str
+    legend: str
+    text: str
+
+
+def expressions(dashboard: Path, interval: str, model: str = ".+") -> list[Expression]:
+    """Every expression of a Grafana dashboard, its variables replaced."""
+    panels = json.loads(dashboard.read_text())["panels"]
+    replaced = {"$__rate_interval": interval, "$model": model}
+    found = []
+    for panel in panels:
+        unit = panel.get("fieldConfig", {}).get("defaults", {}).get("unit", "")
+        for target in panel.get("targets", ()):
+            text = target["expr"]
+            for name, value in replaced.items():
+                text = text.replace(name, value)
+            found.append(Expression(panel["title"], unit, target["legendFormat"], text))
+    return found
+
+
+@dataclass(frozen=True)
+class Series:
+    """One series of an answer: its labels, and (unix time, value) in order."""
+
+    labels: dict[str, str]
+    points: tuple[tuple[float, float], ...]
+
+    @property
+    def value(self) -> float:
+        return self.points[-1][1]
+
+
+class Prometheus:
+    """A running Prometheus that scrapes these servers ("host:port")."""
+
+    def __init__(
+        self, fleet: Fleet, targets: Sequence[str], rules: Path | None = None, every: str = "1s"
+    ) -> None:
+        self._fleet = fleet
+        home, port = fleet.folder("prometheus-home"), free_port()
+        config = {
+            "global": {"scrape_interval": every, "evaluation_interval": every},
+            "rule_files": [str(rules)] if rules else [],
+            "scrape_configs": [
+                {"job_name": "sglang", "static_configs": [{"targets": list(targets)}]}
+            ],
+        }
+        file = home / "prometheus.yml"
+        file.write_text(json.dumps(config))  # JSON is YAML
+        self.url = f"http://{HOST}:{port}"
+        command = (
+            "prometheus", f"--config.file={file}", f"--storage.tsdb.path={home / 'data'}",
+            f"--web.listen-address={HOST}:{port}", "--log.level=warn",
+        )  # fmt: skip
+        fleet.start("prometheus", command, {})
+        self._wait_until_ready()
+
+    def _wait_until_ready(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._fleet.check()
+            try:
+                if self._get("/-/ready").status_code == requests.codes.ok:
+                    return
+            except requests.ConnectionError:
+                pass
+            time.sleep(0.2)
+        raise TimeoutError(f"Prometheus is not ready after {START_TIMEOUT_S:.0f} s")
+
+    def _get(self, path: str, **query: str | float) -> requests.Response:
+        with requests.Session() as session:
+            session.trust_env = False
+            return session.get(f"{self.url}{path}", params=query, timeout=30)
+
+    def _data(self, path: str, **query: str | float) -> Any:
+        answer = self._get(path, **query).json()
+        if answer["status"] != "success":
+            raise QueryFailed(f"{query.get('query', path)}: {answer['error']}")
+        return answer["data"]
+
+    def query(self, expression: str) -> list[Series]:
+        """The present value of an expression; raises QueryFailed for one that is not valid."""
+        found = self._data("/api/v1/query", query=expression)["result"]
+        return [Series(s["metric"], (_point(s["value"]),)) for s in found]
+
+    def range(self, expression: str, start: float, end: float, step: float) -> list[Series]:
+        """Its values from `start` to `end` (unix seconds), every `step` seconds."""
+        path = "/api/v1/query_range"
+        found = self._data(path, query=expression, start=start, end=end, step=step)["result"]
+        return [Series(s["metric"], tuple(map(_point, s["values"]))) for s in found]
+
+    def rules(self) -> list[dict[str, Any]]:
+        """All rules with their health and last error, as Prometheus evaluated them."""
+        groups = self._data("/api/v1/rules")["groups"]
+        return [rule for group in groups for rule in group["rules"]]
+
+
+def _point(pair: Sequence[Any]) -> tuple[float, float]:
+    return float(pair[0]), float(pair[1])
