@@ -90,6 +90,7 @@ def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     from sglang_mixkv import compat, startup
 
+    startup.set_metrics_folder(server_args)
     compat.preflight(config)
     dead = [path for path in (ADD_CLI_ARGS, FROM_CLI_ARGS, GET_KV_CLASS, SETUP_STATE)
             if not is_live(path)]  # fmt: skip

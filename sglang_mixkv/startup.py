@@ -8,6 +8,7 @@ as an error later.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -120,3 +121,20 @@ def refusals(
     if config is not None and config.on_draft_mismatch == "cold":
         found += _cold_rules(args, environ)
     return found + _environment_rules(environ)
+
+
+_metrics_folder: tempfile.TemporaryDirectory[str] | None = None
+
+
+def set_metrics_folder(args: Any) -> None:
+    """Set PROMETHEUS_MULTIPROC_DIR now; SGLang does, but after its arguments are resolved.
+
+    prometheus_client decides for good when it is imported whether values go to that folder, and
+    the check of the seams imports it (mooncake/conn.py has a counter): the API process would
+    leave its own series out of /metrics. SGLang goes on as if the operator had set it (sglang:
+    utils/common.py set_prometheus_multiproc_dir).
+    """
+    global _metrics_folder
+    if getattr(args, "enable_metrics", False) and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        _metrics_folder = tempfile.TemporaryDirectory()
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = _metrics_folder.name

@@ -38,17 +38,19 @@ def read_announcement(body: bytes, source: str) -> Facts:
     `source`: whose it is, for the reason. Raises MixKVError, never anything else.
     """
     if len(body) > MAX_ANNOUNCEMENT:
-        raise MixKVError(f"{source} announced more than {MAX_ANNOUNCEMENT} bytes.")
+        raise MixKVError(f"{source} announced more than {MAX_ANNOUNCEMENT} bytes.", "malformed")
     try:
         protocol = msgspec.json.decode(body, type=_Protocol).protocol
         if protocol != PROTOCOL:
             raise MixKVError(
                 f"{source} speaks sglang-mixkv protocol {protocol}, this side {PROTOCOL}. Install "
-                "the same sglang-mixkv on both sides."
+                "the same sglang-mixkv on both sides.",
+                "protocol",
             )
         return msgspec.json.decode(body, type=Announcement).facts
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MixKVError(f"{source} announced malformed facts: {error}.") from None
+        text = f"{source} announced malformed facts: {error}."
+        raise MixKVError(text, "malformed") from None
 
 
 def kept(said: Any) -> bytes | None:

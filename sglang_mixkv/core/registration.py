@@ -84,22 +84,26 @@ class PeerRegistration:
 
     def check(self) -> None:
         """Raise MixKVError unless what it says of itself is whole, and consistent."""
-        self._check_counts()
-        self._check_state()
-        self._check_draft()
-        regions = [
-            (self.info.dst_kv_ptrs, self.extension.kv_data_lens),
-            *zip(self.info.dst_state_data_ptrs, self.extension.state_lens, strict=True),
-            (
-                self.info.dst_aux_ptrs,
-                [n * self.extension.aux_rows for n in self.extension.facts.aux_item_lens],
-            ),
-            ([self.extension.staging[0]], [self.extension.staging[1]]),
-        ]
-        for ptrs, lens in regions:
-            for ptr, length in zip(ptrs, lens, strict=True):
-                if ptr + length >= MAX_ADDRESS:
-                    raise MixKVError(f"a region of {length} bytes at {ptr:#x} is no memory.")
+        try:
+            self._check_counts()
+            self._check_state()
+            self._check_draft()
+            regions = [
+                (self.info.dst_kv_ptrs, self.extension.kv_data_lens),
+                *zip(self.info.dst_state_data_ptrs, self.extension.state_lens, strict=True),
+                (
+                    self.info.dst_aux_ptrs,
+                    [n * self.extension.aux_rows for n in self.extension.facts.aux_item_lens],
+                ),
+                ([self.extension.staging[0]], [self.extension.staging[1]]),
+            ]
+            for ptrs, lens in regions:
+                for ptr, length in zip(ptrs, lens, strict=True):
+                    if ptr + length >= MAX_ADDRESS:
+                        raise MixKVError(f"a region of {length} bytes at {ptr:#x} is no memory.")
+        except MixKVError as error:
+            error.reason = "malformed"
+            raise
 
     def _check_counts(self) -> None:
         """Pointers, item lengths and region lengths agree in number; nothing is empty."""

@@ -65,10 +65,8 @@ class Metrics:
 
 def metrics_for(side: str) -> Metrics | None:
     """This rank's series; None where SGLang's metrics are off, or (with a log line) fail."""
-    if not get_observability().enable_metrics:
-        return None
     try:
-        return Metrics(side, labels(side))
+        return Metrics(side, labels(side)) if get_observability().enable_metrics else None
     except Exception:
         logger.exception("sglang-mixkv could not make its series; /metrics lacks them")
         return None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
+import os
 import pickle
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +117,34 @@ def test_changed_seam_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     said = in_fork(lambda: resolve("--enable-mixkv"))
     assert "ServerArgs.gone" in said
     assert "does not start" in said
+
+
+@pytest.mark.parametrize("metrics", [True, False])
+def test_the_folder_of_metrics_is_set_before_the_seams_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, metrics: bool
+) -> None:
+    """Looking at them imports prometheus_client, which decides by it where values go."""
+    from sglang_mixkv import compat
+
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folders = []
+
+    def look(_: Any) -> None:
+        folders.append(os.environ.get("PROMETHEUS_MULTIPROC_DIR", ""))
+
+    monkeypatch.setattr(compat, "preflight", look)
+
+    def exists() -> tuple[bool, bool]:
+        from sglang.srt.utils.common import set_prometheus_multiproc_dir
+
+        resolve("--enable-mixkv", *["--enable-metrics"] * metrics)
+        if metrics:
+            set_prometheus_multiproc_dir()  # as SGLang's launcher does next
+        gc.collect()
+        return bool(folders[0]), os.path.isdir(folders[0])
+
+    assert in_fork(exists) == f"ok {(metrics, metrics)}"
 
 
 def test_hook_that_was_not_applied_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
