@@ -89,6 +89,11 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{_COMMON}:CommonKVManager._ensure_prefill_recompute_executor": ("self",),
     f"{_COMMON}:CommonKVManager._prefill_unique_rank": ("self",),
     f"{_COMMON}:CommonKVManager._send_multipart_locked": ("self", "endpoint", "parts", "is_ipv6"),
+    f"{_CONN}:MooncakeKVManager._handle_deferred_abort_notification": (
+        "self",
+        "notification",
+        "room_active",
+    ),
     f"{_COMMON}:CommonKVManager._make_worker_recv": ("self", "socket", "timeout_ms"),
     f"{_COMMON}:CommonKVManager._resolve_rank_mapping": ("self", "info"),
     f"{_COMMON}:CommonKVManager._register_topology_row": ("self", "url", "payload"),

@@ -26,7 +26,7 @@ from protocol.faults import FAULTS, TIMEOUTS, Fault, problems, short_timeouts  #
 from protocol.ring import Outcome, RankReport, run  # noqa: E402
 
 Row = dict[str, str]
-LONGEST = 170
+LONGEST = 230
 
 
 def shown(text: str) -> str:
@@ -40,14 +40,17 @@ def shown(text: str) -> str:
 def side(reports: list[RankReport], fault: Fault) -> tuple[str, str]:
     """What the user of one side sees of the request that met the fault, and after how long.
 
-    Of several ranks the one that failed last: its server answers then.
+    Of several ranks: the first that knows more than that the other side gave up, and the time
+    of the last.
     """
     seen = [(r.status[0], r.seconds[0], r) for r in reports if len(r.status) > 1]
     if not seen:
         return "ended by the fault", ""
     failed = [one for one in seen if one[0] == "failed"]
-    _, seconds, report = max(failed or seen, key=lambda one: one[1])
-    text = shown(report.reasons[0]) if failed else "nothing: served"
+    seconds = max(one[1] for one in failed or seen)
+    reasons = [report.reasons[0] for _, _, report in failed]
+    telling = [reason for reason in reasons if "gave it up" not in reason]
+    text = shown((telling or reasons)[0]) if failed else "nothing: served"
     return text, f"{seconds:.2f} s"
 
 

@@ -119,6 +119,16 @@ class DecodeSide(DecodeGate):
             self.prefill_info_table.pop(bootstrap_addr, None)
         return reason
 
+    def why_in_use(self, room: int) -> str | None:
+        """Why a room number cannot be used: its last request failed, and prefill ranks have not
+        all said yet that nothing of it is under way. A late success would count for this one."""
+        if room not in self._deferred_abort_ack_tracker:
+            return None
+        return (
+            f"room {room} still belongs to a request that failed: bytes and answers to it may "
+            "arrive. Send the request with another bootstrap_room, as SGLang's router does."
+        )
+
     def tell_prefill(self, bootstrap_addr: str, room: int, dp_rank: int) -> None:
         """Let that server's half of a refused request end now rather than by timeout."""
         executor = self._ensure_prefill_recompute_executor()

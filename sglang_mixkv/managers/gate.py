@@ -20,11 +20,11 @@ from sglang_mixkv.core import frames as stock_frames
 from sglang_mixkv.core import wire
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.registration import PeerRegistration
+from sglang_mixkv.managers.aborts import PrefillAborts
 from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.peer import Peer, PrefillRank, admit
 from sglang_mixkv.managers.replies import Replies
 from sglang_mixkv.managers.sent import Sent
-from sglang_mixkv.managers.shared import Shared
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 MEMORY_S = 60.0
 
 
-class PrefillGate(Shared):
+class PrefillGate(PrefillAborts):
     """Overrides of MooncakeKVManager that admit peers and rooms on prefill ranks."""
 
     def _check_prefill(self, frames: list[bytes]) -> bool:
@@ -55,7 +55,8 @@ class PrefillGate(Shared):
         if not said.port or who in {(peer.endpoint, peer.dst_port) for peer in peers}:
             return True
         # Not registered (any more), so that nothing is in flight to it.
-        if self.request_status.get(said.room) not in (None, KVPoll.Success):
+        active = self.request_status.get(said.room) not in (None, KVPoll.Success)
+        if active and not self._is_of_last_request(said):
             self.update_status(said.room, KVPoll.Failed)
         if said.generation is not None:
             ack = AbortAck(said.room, self._prefill_unique_rank(), said.generation)
@@ -219,29 +220,6 @@ class PrefillGate(Shared):
             self.conclude_failure(bootstrap_room=room, failure_reason=reason)
         return sent
 
-    def _note_abort(self, said: stock_frames.Abort) -> None:
-        """Stock fails the room without a reason: keep one for this side's log and HTTP error."""
-        room, peer = said.room, f"{said.endpoint}:{said.port}" if said.port else "unknown"
-        if self.request_status.get(room) in (None, KVPoll.Success, KVPoll.Failed):
-            return
-        with self.failure_lock:
-            self.failure_records.setdefault(
-                room,
-                f"room {room}: the decode rank at {peer} ended it: aborted, failed or "
-                "timed out there; the reason is in its log and in its answer to the request",
-            )
-
-    def abandon_room(self, room: int) -> None:
-        """The scheduler aborts the room's sender: tell decode, and reap the room if the sender
-        is never cleared (SGLang drops requests that wait or are chunked so)."""
-        if room not in self.request_status:
-            return
-        self.conclude_failure(
-            bootstrap_room=room, failure_reason=f"room {room}: aborted by the prefill server"
-        )
-        self.open_rooms.pop(room, None)
-        self.rooms_seen[room] = time.monotonic()
-
     def check_integrity(self) -> list[str]:
         """As on either side; on a prefill rank once what is due has been reaped."""
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
@@ -249,7 +227,8 @@ class PrefillGate(Shared):
         return super().check_integrity()
 
     def forget_room(self, room: int) -> None:
-        """The room's sender is cleared: nothing of the room stays."""
+        """The room's sender is cleared: nothing of the room stays but that it has ended."""
+        self.ended_rooms[room] = time.monotonic()
         self.open_rooms.pop(room, None)
         self.rooms_seen.pop(room, None)
         for table in (self.grants, self.sums):
@@ -275,3 +254,6 @@ class PrefillGate(Shared):
         for room, (seen, _) in list(self.rejected_rooms.items()):
             if now - seen > MEMORY_S:
                 self.rejected_rooms.pop(room, None)
+        for room, ended in list(self.ended_rooms.items()):
+            if now - ended > MEMORY_S:
+                self.ended_rooms.pop(room, None)

@@ -28,7 +28,8 @@ class MixKVReceiver(MooncakeKVReceiver):
     @override(MooncakeKVReceiver)
     def init(self, prefill_dp_rank: int) -> None:
         """Refuse where stock refuses, in init: the request fails, the server goes on."""
-        reason = self.kv_mgr.refusal_of(self.bootstrap_addr)
+        room = self.bootstrap_room
+        reason = self.kv_mgr.refusal_of(self.bootstrap_addr) or self.kv_mgr.why_in_use(room)
         if reason is None or self.conclude_state == KVPoll.Failed:
             super().init(prefill_dp_rank)
             if self.conclude_state is None and self.kv_mgr.caches.draft is not None:

@@ -499,6 +499,13 @@ def storm() -> Case:
     )  # fmt: skip
 
 
+def room_in_use() -> Case:
+    return Case(
+        2, 1, requests=(Request(12), Request(9), Request(7)), rounds=((0,), (1,), (2,)),
+        extra={"faults": {("prefill", 1): failing_transport(1)}, "rooms": [100, 100, 101]},
+    )  # fmt: skip
+
+
 # ---------------------------------------------------------------- handshake
 
 
@@ -563,7 +570,9 @@ def _kills() -> Iterator[Fault]:
         yield Fault(
             group, f"{name} sender stalls",
             f"SIGSTOP of that rank between two chunks, SIGCONT after {STALL_S} s",
-            lambda rank=rank: case(chunked=True, send=partial(stall_when_sending, rank)),
+            lambda rank=rank: case(
+                chunked=True, send=partial(stall_when_sending, rank), pause=STALL_S
+            ),
             words="" if rank == 0 else "timed out",
         )  # fmt: skip
     yield Fault(
@@ -584,9 +593,7 @@ def _messages() -> Iterator[Fault]:
         ("metadata", "send_metadata", METADATA),
     ):
         for name, (how, change, words) in changes.items():
-            yield Fault(
-                kind, f"{kind}: {name}", how, _decode_fault(meddle(operation, change)), words=words
-            )
+            yield Fault(kind, name, how, _decode_fault(meddle(operation, change)), words=words)
     yield Fault(
         "registration", "metadata before its registration",
         "the two messages change places, to every prefill rank",
@@ -671,12 +678,19 @@ def _aborts() -> Iterator[Fault]:
         lambda: case(rooms=[100, 100]), ends="success",
     )  # fmt: skip
     yield Fault(
-        group, "the same room number after a failure", "return code -1 once, then the same number",
-        _prefill_fault(1, failing_transport(1), rooms=[100, 100]),
+        group, "the same room number after a failure",
+        "return code -1 once; the same number once SGLang has released the pages",
+        _prefill_fault(1, failing_transport(1), rooms=[100, 100], pause=4),
     )  # fmt: skip
     yield Fault(
-        group, "the same room number after an abort", "aborted after 2 ms, then the same number",
-        _decode_fault(abort_after(0.002), rooms=[100, 100]), words=words,
+        group, "the same room number after an abort",
+        "aborted after 2 ms; the same number once SGLang has released the pages",
+        _decode_fault(abort_after(0.002), rooms=[100, 100], pause=4), words=words,
+    )  # fmt: skip
+    yield Fault(
+        group, "the same room number before the failed request is drained",
+        "return code -1 once, the same number at once, then another",
+        room_in_use, words="still belongs to a request that failed",
     )  # fmt: skip
 
 

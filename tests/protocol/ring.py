@@ -29,6 +29,7 @@ from protocol import model
 from protocol.model import Cache, Case
 
 LIMIT_S = 60
+RESTART_S = 4  # a server that is started anew is away for longer than a heartbeat
 # As MetadataBuffers lays them out: six rows, the drafter's three, the room.
 AUX_LENS = (32, 8, 8, 8, 8, 8, 8, 16, 24, 16)
 DRAFT_AUX = (6, 7, 8)
@@ -443,6 +444,7 @@ class Rank:
                     )
             for receiver in receivers.values():
                 self.conclude(receiver, began)
+            self.releases.wait(self.case.extra.get("pause", 0))
         self.releases.wait()
         self.case.extra["all_sent"].wait(LIMIT_S)
         done = [
@@ -619,8 +621,10 @@ class Releases:
         """Release what is drained or overdue."""
         self.queue.resolve_deferred_releases()
 
-    def wait(self) -> None:
-        while len(self):
+    def wait(self, seconds: float | None = None) -> None:
+        """Until all is released; with `seconds`, so long in any case."""
+        end = time.monotonic() + (seconds or 0)
+        while time.monotonic() < end or (seconds is None and len(self)):
             self.resolve()
             time.sleep(0.005)
 
@@ -788,6 +792,7 @@ class Servers:
         if side == "prefill":
             for up in self._case.extra["bootstrap_up"]:
                 up.clear()
+        time.sleep(RESTART_S)
         for key in keys:
             self._start(key, 1)
 

@@ -52,9 +52,13 @@ ROOM_AGAIN_AFTER = 400
 STORM = 12
 MAX_WRONG = 20
 
+# Mooncake turns such writes down four a second, and all others of the peer wait behind them.
+WRONG_POINTERS, WRONG_POINTERS_EVERY = "registration: wrong pointers", 900
+
 AT_DECODE = (
     *(f"metadata: {name}" for name in METADATA),
-    "metadata: doubled", "metadata: late", *(f"registration: {name}" for name in REGISTRATIONS),
+    "metadata: doubled", "metadata: late",
+    *(f"registration: {name}" for name in REGISTRATIONS if name not in WRONG_POINTERS),
     "registration: doubled", "noise to decode", "noise to prefill", "abort before metadata",
     *["abort after metadata"] * 6,
 )  # fmt: skip
@@ -116,6 +120,8 @@ class SoakCase(Case):
         draw = random.Random(f"{self.soak.seed} {number}")
         if random.Random(f"{self.soak.seed} storm {number // STORM}").random() < 0.02:
             return Meeting("abort storm", 0, 0.0)
+        if number % WRONG_POINTERS_EVERY == WRONG_POINTERS_EVERY // 2:
+            return Meeting(WRONG_POINTERS, 0, 0.0)
         if draw.random() >= self.soak.faulty:
             return None
         name = draw.choice((*AT_DECODE, *AT_PREFILL * 3))
