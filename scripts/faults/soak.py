@@ -63,7 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--faulty", type=float, default=0.3, help="share that meets a fault")
+    parser.add_argument("--faulty", type=float, default=0.2, help="share that meets a fault")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--into", type=Path, help="document with the markers of this soak")
     arguments = parser.parse_args()
@@ -80,7 +80,9 @@ def main() -> int:
         for line in verdict.problems[:50]:
             print(f"  {line}", file=sys.stderr)
         met = ", ".join(f"{name} {count}" for name, count in sorted(verdict.met.items()))
-        print(f"  met: {met}", file=sys.stderr, flush=True)
+        print(f"  met: {met}", file=sys.stderr)
+        for reason, count in verdict.others.most_common():
+            print(f"  by another's fault: {count} x {reason}", file=sys.stderr)
         print(f"  resources, warm and at the end: {verdict.resources}", file=sys.stderr)
     name = "soak" if arguments.faulty < 1 else "soak-faulty"
     text = (

@@ -18,7 +18,7 @@ from sglang_mixkv.core.frames import Abort
 from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.shared import Shared
 
-# How many rooms are remembered that were given up before their request came.
+# How many rooms, or sessions, are remembered whose request or registration is still to come.
 MAX_REMEMBERED = 1 << 16
 
 

@@ -20,7 +20,7 @@ from sglang_mixkv.core import frames as stock_frames
 from sglang_mixkv.core import wire
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.registration import PeerRegistration
-from sglang_mixkv.managers.aborts import PrefillAborts
+from sglang_mixkv.managers.aborts import MAX_REMEMBERED, PrefillAborts
 from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.peer import Peer, PrefillRank, admit
 from sglang_mixkv.managers.replies import Replies
@@ -69,14 +69,26 @@ class PrefillGate(PrefillAborts):
 
     # -- peers
 
+    @cached_property
+    def unreadable(self) -> dict[bytes, str]:
+        """Sessions whose last registration was turned down unread, and why."""
+        return {}
+
     def _check_registration(self, frames: list[bytes]) -> bool:
-        stock_frames.check_registration(frames)
         try:
+            stock_frames.check_registration(frames)
             self._check_dcp(int(frames[16] or b"1"), int(frames[17] or b"0"), int(frames[9]))
-        except RuntimeError as error:  # stock's, which would end its thread
+        except RuntimeError as error:  # stock's would end its thread
+            self._remember_unread(frames, error)
             raise MixKVError(str(error)) from None
+        self.unreadable.pop(frames[3], None)
         self.last_registration = frames
         return True
+
+    def _remember_unread(self, frames: list[bytes], error: Exception) -> None:
+        session = frames[3] if len(frames) > 3 else b""
+        if len(session) < stock_frames.MAX_TEXT and len(self.unreadable) < MAX_REMEMBERED:
+            self.unreadable[session] = f"its registration was turned down: {error}"
 
     def _check_dcp(self, size: int, rank: int, item_len: int) -> None:
         if not self.requires_dcp_relayout(size, rank):
@@ -162,7 +174,8 @@ class PrefillGate(PrefillAborts):
         """Why this room is not served for this peer, None when it is."""
         session = said.sender.session
         if session not in self.decode_kv_args_table:
-            return "its registration never arrived; it registers again with its next request"
+            why = self.unreadable.get(session.encode(), "its registration never arrived")
+            return f"{why.rstrip('.')}; it registers again with its next request"
         refused: str | None = self.state_layout_rejections.get(session)
         peer = self.peers.get(session)
         if refused is not None or peer is None:

@@ -266,21 +266,21 @@ def other_protocol(message: list[bytes]) -> list[list[bytes]]:
 
 REGISTRATIONS: dict[str, tuple[str, Callable[[list[bytes]], list[list[bytes]]], str]] = {
     "lost": ("never sent", lambda m: [], "its registration never arrived"),
-    "cut short": ("15 of 21 frames", lambda m: [m[:15]], "never arrived"),
+    "cut short": ("15 of 21 frames", lambda m: [m[:15]], "registration of 15 frames"),
     "two frames": ("2 of 21 frames: ends stock's thread", lambda m: [m[:2]], "never arrived"),
     "extension cut": ("3 bytes off the last frame", lambda m: [[*m[:-1], m[-1][:-3]]], "malformed"),
     "other protocol": ("version 99 in the extension", other_protocol, "protocol 99"),
-    "random bytes": ("33 random bytes as state pointers", frame(6, os.urandom(33)), ""),
-    "no number": ("'many' as the attention-TP size", frame(8, b"many"), ""),
+    "random bytes": ("33 random bytes as state pointers", frame(6, os.urandom(33)), "turned down"),
+    "no number": ("'many' as the attention-TP size", frame(8, b"many"), "is no number"),
     "pointers missing": (
         "one KV pointer less than lengths",
         lambda m: [[*m[:4], m[4][8:], *m[5:]]],
-        "",
+        "another number of item lengths",
     ),
     "wrong pointers": ("KV pointers + 1 TiB", elsewhere, "Failed to send kv chunk"),
-    "wrong lengths": ("KV item lengths x 2", longer_items, ""),
-    "one frame more": ("a 22nd frame", lambda m: [[*m, b"more"]], ""),
-    "wrong rank": ("rank 7 of 1", frame(7, b"7"), ""),
+    "wrong lengths": ("KV item lengths x 2", longer_items, "bytes a token"),
+    "one frame more": ("a 22nd frame", lambda m: [[*m, b"more"]], "registration of 22 frames"),
+    "wrong rank": ("rank 7 of 1", frame(7, b"7"), "attention-TP rank is 7"),
 }
 
 METADATA: dict[str, tuple[str, Callable[[list[bytes]], list[list[bytes]]], str]] = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import os
 import random
+import re
 import time
 import traceback
 from collections import Counter, deque
@@ -41,8 +42,8 @@ from protocol.ring import (
 )  # fmt: skip
 
 TIMEOUTS = {
-    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "8",
-    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "4",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "12",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "6",
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "3",
 }
 MEMORY_S = 3.0  # of the prefill's gate, instead of a minute
@@ -63,7 +64,7 @@ AT_DECODE = (
     *["abort after metadata"] * 6,
 )  # fmt: skip
 AT_PREFILL = (
-    "code -1", "code -1, bytes written", *["stall"] * 3, "prefill aborts", "short chunk",
+    "code -1", "code -1, bytes written", "stall", "stall", "prefill aborts", "short chunk",
 )  # fmt: skip
 
 
@@ -73,7 +74,7 @@ class Soak:
 
     requests: int
     seed: int = 0
-    faulty: float = 0.3
+    faulty: float = 0.2
     prefill_tp: int = 2
     decode_tp: int = 1
     max_tokens: int = 4000
@@ -563,13 +564,15 @@ def _rank_main(
 
 @dataclass(frozen=True)
 class Verdict:
-    """`problems`: empty when nothing was lost, leaked or wrong."""
+    """`problems`: empty when nothing was lost, leaked or wrong. `met`: requests by the fault that
+    they met. `others`: why requests without a fault of their own failed."""
 
     soak: Soak
     seconds: float
     problems: list[str]
     counts: Counter[str]
     met: Counter[str]
+    others: Counter[str]
     page_uses: float
     resources: dict[str, tuple[dict[str, int], dict[str, int]]]
 
@@ -601,24 +604,26 @@ def judge(case: SoakCase, reports: dict[Key, RankReport], seconds: float) -> Ver
     problems: list[str] = []
     counts: Counter[str] = Counter()
     met: Counter[str] = Counter()
+    others: Counter[str] = Counter()
     for (side, rank), report in reports.items():
         lines = [*report.wrong, *filter(None, [report.error])]
         problems += [f"{side} {rank}: {line}" for line in lines]
     complete = [r for r in reports.values() if isinstance(r, Report)]
     if len(complete) == len(reports):
         for number in range(len(case.requests)):
-            problems += _one_request(case, number, complete, counts, met)
+            problems += _one_request(case, number, complete, counts, met, others)
         problems += [line for report in complete for line in _leaks(report)]
     uses = [r.page_uses for r in complete if r.side == "decode"]
     return Verdict(
-        case.soak, seconds, problems, counts, met, min(uses, default=0.0),
+        case.soak, seconds, problems, counts, met, others, min(uses, default=0.0),
         {f"{r.side} {r.rank}": (r.resources[0], r.resources[-1]) for r in complete if r.resources},
     )  # fmt: skip
 
 
 def _one_request(
-    case: SoakCase, number: int, reports: list[Report], counts: Counter[str], met: Counter[str]
-) -> list[str]:
+    case: SoakCase, number: int, reports: list[Report], counts: Counter[str], met: Counter[str],
+    others: Counter[str],
+) -> list[str]:  # fmt: skip
     meeting = case.fault(number)
     name = meeting.name if meeting is not None else "none"
     ends = {(r.side, r.rank): r.ended.get(number, ("lost", "")) for r in reports}
@@ -627,7 +632,10 @@ def _one_request(
     succeeded = decode == {"success"}
     met[name] += 1
     counts["succeeded" if succeeded else "failed"] += 1
-    counts["failed without a fault of its own"] += not succeeded and meeting is None
+    if not succeeded and meeting is None:
+        counts["failed without a fault of its own"] += 1
+        reasons = [r for (side, _), (_, r) in ends.items() if side == "decode" and r]
+        others[re.sub(r"\d+", "N", (reasons or ["?"])[0])[:120]] += 1
     where = f"request {number} ({name})"
     found = [
         f"{where}: {side} {rank} says {status}, {reason!r}"
