@@ -5,6 +5,7 @@ Nothing here uses the project's own geometry, routes or plans.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -155,6 +156,46 @@ def sglang_pool(case: Case, cache: Cache, tp: int, rank: int, layers: int) -> An
     return MHATokenToKVPool(layer_num=layers, **common)
 
 
+def hybrid_pool(case: Case, full: Any, tp: int, layers: range) -> Any:
+    """The pool around `full` that SGLang builds for a model of full and linear-attention layers,
+    a slot of state a request. Odd layers are full, even ones linear."""
+    import torch
+    from sglang.srt.configs.mamba_utils import (
+        Mamba2CacheParams,
+        Mamba2StateDType,
+        Mamba2StateShape,
+    )
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool
+
+    heads, linear = STATE_HEADS // tp, [2 * layer for layer in layers]
+    shape = Mamba2StateShape(
+        conv=[(heads, 3)], temporal=(heads, 2, 2), intermediate_size=heads, conv_dim=heads,
+        ssm_state_size=2, num_heads=heads, head_dim=2, state_size=2, conv_kernel=4,
+    )  # fmt: skip
+    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+    params = Mamba2CacheParams(shape=shape, dtype=dtype, layers=linear)
+    state = MambaPool(
+        size=len(case.requests), spec_state_size=0, cache_params=params,
+        mamba_layer_ids=linear, device="cpu",
+    )  # fmt: skip
+    return HybridLinearKVPool(
+        size=full.size, dtype=full.dtype, page_size=case.page_size, head_num=heads, head_dim=2,
+        full_attention_layer_ids=[layer + 1 for layer in linear], device="cpu",
+        mamba_pool=state, full_kv_pool=full, use_mla=case.target.is_mla,
+    )  # fmt: skip
+
+
+def state_of(case: Case, pool: Any) -> dict[tuple[int, int], np.ndarray]:
+    """A hybrid pool's state, by (tensor, layer): [slots, heads on rank, bytes]."""
+    ids, dims = pool.get_state_layer_ids(), pool.get_state_dim_per_tensor()
+    found = {}
+    for index, (ptr, length) in enumerate(zip(*pool.get_state_buf_infos()[:2], strict=True)):
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(ptr))
+        key = index // len(set(ids)), ids[index]
+        found[key] = memory.reshape(len(case.requests) + 1, dims[index], -1)
+    return found
+
+
 def entries_of(case: Case, pool: Any, cache: Cache, tp: int, rank: int) -> list[np.ndarray]:
     """The pool's buffers as bytes, per entry [pages, page_size, heads, bytes]."""
     import torch
@@ -187,14 +228,16 @@ def window_start(case: Case, request: int) -> int:
     return max(0, case.requests[request].tokens - case.target_window) // case.page_size
 
 
-def state_rows(case: Case, request: int, tp: int, rank: int) -> np.ndarray:
-    """Linear-attention state of one request on one rank: [heads on rank, bytes].
+def state_rows(
+    case: Case, request: int, key: tuple[int, int], width: int, tp: int, rank: int
+) -> np.ndarray:
+    """One state tensor of one request on one rank: [heads on rank, width].
 
     Cut by TP rank like SGLang's mamba states (dim 0 of the per-slot tensor)."""
-    rng = np.random.default_rng([case.seed, request, 77])
-    rows = rng.integers(0, 256, (STATE_HEADS, STATE_BYTES), np.uint8)
+    rng = np.random.default_rng([case.seed, request, 77, *key])
+    rows = rng.integers(0, 256, (STATE_HEADS, width), np.uint8)
     per_rank = STATE_HEADS // tp
     return rows[rank * per_rank : (rank + 1) * per_rank]
 
 
-STATE_HEADS, STATE_BYTES = 8, 6
+STATE_HEADS = 8

@@ -13,6 +13,7 @@ classes that get_kv_class hands out, as SGLang's schedulers do.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import multiprocessing as mp
 import os
 import socket
@@ -164,6 +165,8 @@ class Rank:
                 continue
             layers = len(self._stage_layers()) if name == "target" else cache.layers
             pool = model.sglang_pool(self.case, cache, self.tp, self.attn_rank, layers)
+            if name == "target" and self.case.hybrid:
+                pool = model.hybrid_pool(self.case, pool, self.tp, self._stage_layers())
             self.sglang_pools[name] = pool
             whole = getattr(pool, "full_kv_pool", pool)
             views[name] = model.entries_of(self.case, whole, cache, self.tp, self.attn_rank)
@@ -210,19 +213,28 @@ class Rank:
             for entry, row in zip(pool, rows, strict=True):
                 entry[pages] = row
 
-    def _state(self) -> np.ndarray:
-        """One linear-attention state tensor, a slot a request: [slots, heads on rank, bytes]."""
-        heads = model.STATE_HEADS // self.tp
-        rng = np.random.default_rng([self.rank, self.side == "decode", 5])
-        slots = len(self.case.requests) + 1
-        state = rng.integers(0, 256, (slots, heads, model.STATE_BYTES), np.uint8)
+    def _state(self) -> dict[tuple[int, int], np.ndarray]:
+        """Views of a hybrid pool's state: canary, on prefill every request's rows."""
+        if not self.case.hybrid:
+            return {}
+        state = model.state_of(self.case, self.sglang_pools["target"])
+        for key, slots in state.items():
+            slots[:] = model.canary([self.rank, self.side == "decode", *key], slots.shape)
         if self.side == "prefill":
-            for number in range(slots - 1):
-                state[number] = model.state_rows(self.case, number, self.tp, self.attn_rank)
+            self._write_state(state, {n: n for n in range(len(self.case.requests))})
         return state
+
+    def _write_state(self, state: dict[tuple[int, int], np.ndarray], slots: dict[int, int]) -> None:
+        """Write the truth of requests into their slots."""
+        for key, rows in state.items():
+            for number, slot in slots.items():
+                rows[slot] = model.state_rows(
+                    self.case, number, key, rows.shape[2], self.tp, self.attn_rank
+                )
 
     def kv_args(self) -> Any:
         """KV args as SGLang's _init_kv_manager fills them from its pools."""
+        from sglang.srt.disaggregation import utils
         from sglang.srt.disaggregation.base.conn import KVArgs
 
         case = self.case
@@ -235,21 +247,17 @@ class Rank:
         args.kv_data_lens = [n for _, lens, _ in infos for n in lens]
         args.kv_item_lens = [n for _, _, items in infos for n in items]
         args.num_draft_entries = len(self.pools.get("draft", ()))
-        args.kv_layer_ids = []
         args.kv_cache_dtype_str = case.extra.get(f"{self.side}_dtype", "bf16")
         args.aux_data_ptrs = [a.ctypes.data for a in self.aux]
         args.aux_data_lens = [a.nbytes for a in self.aux]
         args.aux_item_lens = [a[0].nbytes for a in self.aux]
-        for name in ("types", "data_ptrs", "data_lens", "item_lens", "layer_ids",
-                     "dim_per_tensor", "slice_outer_counts", "conv_shard_groups"):  # fmt: skip
-            setattr(args, f"state_{name}", [])
-        args.is_hybrid_mla_backend = False
-        args.swa_kv_cache_layout = None
-        if case.hybrid:
-            self._describe_hybrid(args)
-        if case.target_window:
-            self._describe_window(args)
-        args.mla_compression_ratios = None
+        target, draft = (self.sglang_pools.get(name) for name in ("target", "draft"))
+        args.kv_layer_ids = utils.build_kv_layer_ids(
+            token_to_kv_pool=target, draft_token_to_kv_pool=draft,
+            num_draft_entries=args.num_draft_entries, num_hidden_layers=100,
+        )  # fmt: skip
+        # SGLang's own, without the plugin's hook, which would read the models' configurations.
+        inspect.unwrap(utils.setup_state_kv_args)(args, target, draft, 100)
         args.ib_device, args.gpu_id = "", 0
         args.page_size = case.page_size
         args.system_dp_rank = 0
@@ -262,35 +270,6 @@ class Rank:
         if self._has_draft():
             self._describe_draft(args)
         return args
-
-    def _describe_hybrid(self, args: Any) -> None:
-        """As build_kv_layer_ids and setup_state_kv_args do for a HybridLinearKVPool."""
-        from sglang.srt.disaggregation.base.conn import StateType
-
-        case = self.case
-        args.is_hybrid_mla_backend = case.target.is_mla
-        groups = 1 if case.target.is_mla else 2
-        args.kv_layer_ids = [1 + 2 * layer for layer in self._stage_layers()] * groups
-        if self._has_draft():
-            band = range(100, 100 + case.draft.layers)
-            args.kv_layer_ids += [*band] * (1 if case.draft.is_mla else 2)
-        args.state_types = [StateType.MAMBA]
-        args.state_data_ptrs = [[self.state.ctypes.data]]
-        args.state_data_lens = [[self.state.nbytes]]
-        args.state_item_lens = [[self.state[0].nbytes]]
-        args.state_dim_per_tensor = [[self.state.shape[1]]]
-        args.state_layer_ids = [[0]]
-        args.state_conv_shard_groups = [[None]]
-        args.state_slice_outer_counts = [[1]]
-
-    def _describe_window(self, args: Any) -> None:
-        """As setup_state_kv_args does for an SWAKVPool."""
-        from sglang.srt.disaggregation.base.conn import StateType
-        from sglang.srt.disaggregation.utils import append_state_component
-
-        pool = self.sglang_pools["target"]
-        append_state_component(args, StateType.SWA, *pool.get_state_buf_infos())
-        args.swa_kv_cache_layout = pool.swa_kv_pool.kv_cache_layout
 
     def _describe_draft(self, args: Any) -> None:
         draft = self.case.draft
@@ -429,7 +408,7 @@ class Rank:
         case = self.case
         before = {name: [e.copy() for e in pool] for name, pool in self.pools.items()}
         aux_before = [a.copy() for a in self.aux]
-        state_before = self.state.copy()
+        state_before = {key: slots.copy() for key, slots in self.state.items()}
         tables = model.page_tables(case, "decode")
         for group in self.rounds():
             began = time.monotonic()
@@ -453,9 +432,9 @@ class Rank:
         self._excuse_failed(before, aux_before, done)
         self.compare(before, aux_before, done)
         self._check_shared_prefixes(tables, done)
-        for number in done if case.hybrid else ():
-            state_before[number + 1] = model.state_rows(case, number, self.tp, self.attn_rank)
-        self._differ("state", state_before, self.state)
+        self._write_state(state_before, {number: number + 1 for number in done})
+        for key, want in state_before.items():
+            self._differ(f"state {key}", want, self.state[key])
 
     def _excuse_failed(
         self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray], done: list[int]
