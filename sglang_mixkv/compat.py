@@ -25,6 +25,7 @@ _ENGINE = "sglang.srt.distributed.device_communicators.mooncake_transfer_engine"
 # Dotted name -> parameter names that the plugin relies on, in order. A seam with more
 # parameters than these is another seam: what the new one means is unknown.
 # fmt: off
+# fmt: off
 SEAMS: dict[str, tuple[str, ...]] = {
     "sglang.srt.server_args:ServerArgs.add_cli_args": ("parser",),
     "sglang.srt.server_args:ServerArgs.from_cli_args": ("args",),
@@ -38,8 +39,16 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "sglang.srt.arg_groups.overrides:resolved_view": ("server_args",),
     "sglang.srt.runtime_context:get_device": (),
     "sglang.srt.runtime_context:get_disagg": (),
+    "sglang.srt.runtime_context:get_observability": (),
+    "sglang.srt.runtime_context:get_parallel": (),
     "sglang.srt.runtime_context:get_server_args": (),
+    "sglang.srt.runtime_context:get_serving": (),
     "sglang.srt.runtime_context:get_spec": (),
+    f"{_ENGINE}:MooncakeTransferEngine.__init__": ("self", "hostname", "gpu_id", "ib_device"),
+    f"{_ENGINE}:MooncakeTransferEngine.batch_transfer_sync": (
+        "self", "session_id", "buffers", "peer_buffer_addresses", "lengths",
+    ),
+    f"{_ENGINE}:MooncakeTransferEngine.send_probe": ("self", "peer_session_id"),
     f"{_UTILS}:get_kv_class": ("transfer_backend", "class_type"),
     f"{_UTILS}:is_mla_backend": ("target_kv_pool",),
     f"{_UTILS}:setup_state_kv_args": (
@@ -60,11 +69,6 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "self", "queue", "executor", "staging_buffer", "worker_index",
     ),
     f"{_CONN}:MooncakeKVManager.init_engine": ("self",),
-    f"{_ENGINE}:MooncakeTransferEngine.__init__": ("self", "hostname", "gpu_id", "ib_device"),
-    f"{_ENGINE}:MooncakeTransferEngine.batch_transfer_sync": (
-        "self", "session_id", "buffers", "peer_buffer_addresses", "lengths",
-    ),
-    f"{_ENGINE}:MooncakeTransferEngine.send_probe": ("self", "peer_session_id"),
     f"{_CONN}:MooncakeKVManager.send_kvcache": (
         "self", "mooncake_session_id", "prefill_kv_indices", "dst_kv_ptrs", "dst_kv_indices",
         "executor", "dst_layer_ids", "dst_device_kv_indices", "dst_kv_item_len", "dst_attn_tp_size",
@@ -120,9 +124,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{_COMMON}:CommonKVSender.clear": ("self",),
     f"{_COMMON}:CommonKVSender.init": ("self", "num_kv_indices", "aux_index"),
     f"{_COMMON}:CommonKVSender.abort": ("self",),
+    f"{_COMMON}:CommonKVSender.get_transfer_metric": ("self",),
     f"{_COMMON}:CommonKVReceiver.abort": ("self",),
     f"{_COMMON}:CommonKVReceiver.clear": ("self",),
-    f"{_COMMON}:CommonKVSender.get_transfer_metric": ("self",),
     f"{_COMMON}:CommonKVReceiver.init": ("self", "prefill_dp_rank"),
     f"{_COMMON}:CommonKVReceiver.invalidate_cached_bootstrap_infos": ("self",),
     f"{_COMMON}:CommonKVReceiver.poll": ("self",),
