@@ -43,6 +43,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
 LAZY = {
     "plugin.py": {"sglang"},
     "cpu/support.py": {"sglang"},
+    "managers/metrics.py": {"prometheus_client"},
     "managers/staging.py": {"sglang_mixkv.transfer.cuda"},
     "tools/doctor_transfer.py": {"mooncake"},
     "tools/plan_flags.py": {"yaml"},
