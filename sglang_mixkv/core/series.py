@@ -112,6 +112,7 @@ FAMILIES = (
         "counter",
         "Requests served without the prompt's draft KV.",
         {"": "cold_requests"},
+        sides=(DECODE,),
     ),
     Family(
         "sglang:mixkv_messages_dropped_total",
