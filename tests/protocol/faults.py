@@ -299,7 +299,7 @@ METADATA: dict[str, tuple[str, Callable[[list[bytes]], list[list[bytes]]], str]]
     "foreign grant": (
         "a region at address 4,096",
         lambda m: [[*m[:10], b"MIXKV\x00\x01\x92\xcd\x10\x00\x01"]],
-        "a region inside",
+        "a region of",
     ),
     "random grant": ("40 random bytes as the grant", lambda m: [[*m[:10], os.urandom(40)]], ""),
     "grant of another version": (
