@@ -23,7 +23,7 @@ from coverage import Coverage
 HERE = Path(__file__).parent
 TIMEOUT_S, RSS_MB, MAX_LEN = 10, 2048, 16 << 10
 
-# Target -> its seeds. Of all inputs, a target of the second kind gets a fifteenth of one of the
+# Target -> its seeds. Of all inputs, a target of the second kind gets a hundredth of one of the
 # first: it sets up a whole rank, and is slower by about as much.
 PURE = {
     "prefill": "prefill",
@@ -39,8 +39,14 @@ WITH_SGLANG = {
     "gate-cold": "prefill",
     "gate-decode": "decode",
 }
-WEIGHT = 15
+WEIGHT = 100
 ALL = PURE | WITH_SGLANG
+
+INSTRUMENTED = [
+    "sglang_mixkv",
+    "sglang.srt.disaggregation.common",
+    "sglang.srt.disaggregation.mooncake",
+]
 
 # What reads network input.
 PARSERS = ("core/announcement.py", "core/frames.py", "core/registration.py", "core/wire.py")
@@ -69,7 +75,7 @@ def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
     """Does not return: libFuzzer ends the process."""
     import atheris
 
-    with atheris.instrument_imports(include=["sglang_mixkv", "sglang.srt.disaggregation"]):
+    with atheris.instrument_imports(include=INSTRUMENTED):
         one, mutate = target(name)
     logging.disable(logging.CRITICAL)
     sys.addaudithook(no_unpickling)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -28,7 +27,6 @@ from mutate import unpack
 
 TESTS = Path(__file__).parents[2] / "tests"
 sys.path.insert(0, str(TESTS))
-os.environ["SGLANG_MOONCAKE_SEND_AUX_TCP"] = ""
 conftest = importlib.import_module("protocol.conftest")  # sets what SGLang's import reads
 
 HOST, PORT, SESSION, ROOM = "10.9.9.9", 17009, "10.9.9.9:17010", 7
@@ -47,16 +45,16 @@ def cases() -> dict[str, Any]:
     """Name -> case of the protocol ring."""
     from protocol.model import Case, Request
 
-    def packed(more: dict | None = None, **changed: Any) -> Case:
+    def packed(tp: int = 2, more: dict | None = None, **changed: Any) -> Case:
         config = {"draft_transfer": "packed", "staging_mb": 1, "on_draft_mismatch": "cold"}
         extra = {"config": {**config, **changed.pop("config", {})}, **(more or {})}
-        return Case(2, 1, requests=(Request(23), Request(8)), extra=extra, **changed)
+        return Case(tp, 1, requests=(Request(23), Request(8)), extra=extra, **changed)
 
     return {
         "plain": packed(config={"verify": "checksum"}),
         "hybrid": packed(hybrid=True),
-        "no-draft": packed(hybrid=True, draft=None),
-        "cold": packed({"draft_on": {"decode": False}, "cold": True}),
+        "no-draft": packed(1, hybrid=True, draft=None),
+        "cold": packed(2, {"draft_on": {"decode": False}, "cold": True}),
     }
 
 
@@ -66,6 +64,7 @@ def rank_of(side: str, name: str) -> Any:
 
     case = cases()[name]
     case.extra.update(bootstrap_up=[threading.Event()], all_sent=threading.Event())
+    case.extra["bootstrap_up"].set()
     case.extra["config"]["draft_transfer"] = "direct"
     rank = Rank(case, side, 0, [free_port()])
     rank.start_manager()

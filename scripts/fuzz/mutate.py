@@ -44,7 +44,7 @@ MSGPACK = Format(
 JSON = Format(
     msgspec.json.decode,
     msgspec.json.encode,
-    (b"[" * DEEP + b"]" * DEEP, b'"\xff"', b'{"\xff":1}', b"9" * 400, b"-0", b"NaN"),
+    (b"[" * DEEP + b"]" * DEEP, b'"\xff"', b'{"\xff":1}', b'"\\ud800"', b"9" * 400, b"-0", b"NaN"),
 )
 
 

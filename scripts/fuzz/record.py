@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,16 @@ def main() -> None:
             for side in ("prefill", "decode")
             for rank in range(2)
         }
+        # Aux data over the control channel, as with NVLink pools.
+        os.environ["SGLANG_MOONCAKE_SEND_AUX_TCP"] = str(int(name == "hybrid"))
         outcome = ring.run(case)
         assert not outcome.wrong, outcome.wrong
+    from sglang.srt.disaggregation.common.conn import AbortAck, AbortNotification
+
+    for abort in (AbortNotification(100), AbortNotification(100, "127.0.0.1", 17009, 1)):
+        keep("prefill", "abort", pack([abort.to_zmq()]))
+    for ack in (AbortAck(100, 0), AbortAck(100, 1, 1)):
+        keep("decode", "ack", pack([ack.to_zmq()]))
 
 
 if __name__ == "__main__":

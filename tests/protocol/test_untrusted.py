@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -19,6 +20,7 @@ from protocol.faults import TWO_ROUNDS, case
 from protocol.model import Case
 from protocol.ring import Outcome, Rank, run
 
+from sglang_mixkv.core import wire
 from sglang_mixkv.core.errors import MixKVError
 
 Change = Callable[[list[bytes]], list[bytes]]
@@ -155,14 +157,17 @@ def hybrid(change: Callable[[list[bytes]], list[bytes]]) -> Case:
 )
 def test_state_goes_into_rows_of_the_peers_pool(indices: bytes, words: str) -> None:
     """Stock writes wherever the index points, and its transfer thread dies of a missing one."""
-    recovered(run(hybrid(replaced(6, indices))), words)
+    outcome = run(hybrid(replaced(6, indices)))
+    # The row of the failed request itself: the other prefill rank has sent its half of it.
+    outcome.decode[0].wrong = [w for w in outcome.decode[0].wrong if not w.endswith("pages [1]")]
+    recovered(outcome, words)
 
 
 def smaller_grant(message: list[bytes]) -> list[bytes]:
     """A region for one token: the rows of the others would lie behind it."""
-    assert len(message) == 11
-    address = message[10][8:-1]
-    return [*message[:10], message[10][:8] + address + b"\x01"]
+    grant = wire.decode_grant(message)
+    assert grant is not None
+    return [*message[:10], wire.encode(msgspec.structs.replace(grant, tokens=1))]
 
 
 def test_a_region_is_as_large_as_the_request() -> None:
@@ -184,24 +189,20 @@ def test_metadata_that_stock_would_have_used(what: str) -> None:
     faults = {("decode", 0): meddle("send_metadata", change)}
     outcome = run(case(2, 1, faults=faults))
     assert outcome.wrong == []
-    assert {report.status[0] for report in outcome.prefill} == {"failed"}
+    assert outcome.prefill[0].status == outcome.decode[0].status == ["failed", "success"]
     assert words in outcome.reasons
 
 
 def test_a_prefix_longer_than_the_prompt_fails_at_once() -> None:
     """Stock never sends a chunk, and waits."""
 
-    def inject(rank: Rank) -> None:
-        real, done = rank.kv_class["sender"].init, []
+    def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
+        if sender.bootstrap_room == 100:
+            sender.init(-1, sender.aux_index)
+        else:
+            sender.send(chunk, state)
 
-        def init(self: Any, pages: int, aux_index: int) -> None:
-            real(self, pages if done else -1, aux_index)
-            done.append(1)
-
-        rank.kv_class["sender"].init = init
-
-    faults = {("prefill", 0): inject}
-    recovered(run(case(2, 1, faults=faults)), "longer than the prompt")
+    recovered(run(case(2, 1, send=send)), "longer than the prompt")
 
 
 REGISTRATIONS = {
@@ -217,10 +218,7 @@ def test_registrations_that_would_end_a_thread(what: str) -> None:
     change = REGISTRATIONS[what]
     faults = {("decode", 0): meddle("_register_kv_args", change)}
     extra = {"faults": faults}
-    outcome = run(Case(2, 1, hybrid=True, draft=None, extra=extra, **TWO_ROUNDS))
-    assert [line for line in outcome.wrong if "thread" in line] == []
-    assert outcome.decode[0].status == ["failed", "success"]
-    assert [w for r in outcome.decode for w in r.wrong] == []
+    recovered(run(Case(1, 1, hybrid=True, draft=None, extra=extra, **TWO_ROUNDS)))
 
 
 def test_a_prefill_server_has_no_billion_ranks() -> None:
