@@ -50,6 +50,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     ),
     f"{_ENGINE}:MooncakeTransferEngine.send_probe": ("self", "peer_session_id"),
     f"{_UTILS}:get_kv_class": ("transfer_backend", "class_type"),
+    f"{_UTILS}:DisaggregationMode.to_engine_type": ("mode",),
     f"{_UTILS}:is_mla_backend": ("target_kv_pool",),
     f"{_UTILS}:setup_state_kv_args": (
         "kv_args", "token_to_kv_pool", "draft_token_to_kv_pool", "total_kv_layers",

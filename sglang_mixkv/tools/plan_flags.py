@@ -27,6 +27,7 @@ _VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
     ("model_path", str, None, ("--model-path", "--model")),
     ("tp_size", int, 1, ("--tp-size", "--tensor-parallel-size", "--tp")),
     ("dp_size", int, 1, ("--dp-size", "--data-parallel-size", "--dp")),
+    ("attn_dp_size", int, 1, ("--attn-dp-size", "--attention-data-parallel-size")),
     ("pp_size", int, 1, ("--pp-size", "--pipeline-parallel-size")),
     ("attn_cp_size", int, 1, ("--attn-cp-size", "--attention-context-parallel-size")),
     ("dcp_size", int, 1, ("--dcp-size", "--decode-context-parallel-size")),
@@ -120,8 +121,14 @@ class Server:
 
     @property
     def dp_groups(self) -> int:
-        """DP-attention groups inside the TP group; plain data parallelism makes replicas."""
-        return int(self.args.dp_size) if self.args.enable_dp_attention else 1
+        """DP-attention groups inside the TP group; plain data parallelism makes replicas.
+
+        Two spellings, as SGLang resolves them (parallel_hook.py, handle_deprecated_dp_attention);
+        a running server answers with the resolved one and the flag.
+        """
+        if self.args.attn_dp_size > 1 or not self.args.enable_dp_attention:
+            return int(self.args.attn_dp_size)
+        return int(self.args.dp_size)
 
     @property
     def page_size(self) -> int | None:

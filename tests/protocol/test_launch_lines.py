@@ -67,7 +67,7 @@ def test_sglang_accepts_the_line(line: str) -> None:
     server_args = ServerArgs.from_cli_args(
         parser.parse_args(flags_of(line, "sglang.launch_server"))
     )
-    assert config_of(server_args).enabled
+    assert config_of(server_args).enabled is ("--enable-mixkv" in line)
     assert server_args.disaggregation_mode in ("prefill", "decode")
 
 

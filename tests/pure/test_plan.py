@@ -130,8 +130,11 @@ def test_mha_target_is_cut_by_heads(tmp_path: Path) -> None:
     assert senders[0].load == Load(3 * 128, 128, 8 * 1008, 8 * 1008)
 
 
-def test_dp_attention_counts_inside_a_group() -> None:
-    plan = planned("--tp 8", "--tp 8 --dp 8 --enable-dp-attention")
+@pytest.mark.parametrize(
+    "spelling", ["--dp 8 --enable-dp-attention", "--attn-dp-size 8", "--attn-dp-size 8 --dp 2"]
+)
+def test_dp_attention_counts_inside_a_group(spelling: str) -> None:
+    plan = planned("--tp 8", f"--tp 8 {spelling}")
     assert plan.decode is not None
     assert (plan.decode.attention_tp, plan.decode.dp_groups, len(plan.ranks)) == (1, 8, 1)
     assert plan.ranks[0].expected_responses == 4  # 4 heads on 8 ranks, 2 ranks hold the same
@@ -285,6 +288,13 @@ def url() -> Iterator[str]:
 def test_a_running_server_is_read(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["--prefill-url", url, "--decode", flags("--tp 1"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["prefill"]["attention_tp"] == 2
+
+
+def test_a_running_servers_dp_attention_is_the_resolved_one() -> None:
+    """SGLang moves the deprecated --dp-size to attn_dp_size, and reports the flag beside it."""
+    resolved = {**INFO, "tp_size": 8, "attn_dp_size": 4, "enable_dp_attention": True}
+    server = from_info("decode", resolved)
+    assert (server.dp_groups, server.attention_tp) == (4, 2)
 
 
 def test_a_server_that_does_not_say_leaves_it_open() -> None:
