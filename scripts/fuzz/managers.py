@@ -45,16 +45,14 @@ def cases() -> dict[str, Any]:
     """Name -> case of the protocol ring."""
     from protocol.model import Case, Request
 
-    def packed(tp: int = 2, more: dict | None = None, **changed: Any) -> Case:
-        config = {"draft_transfer": "packed", "staging_mb": 1, "on_draft_mismatch": "cold"}
-        extra = {"config": {**config, **changed.pop("config", {})}, **(more or {})}
-        return Case(tp, 1, requests=(Request(23), Request(8)), extra=extra, **changed)
+    def packed(config: dict | None = None, **changed: Any) -> Case:
+        extra = {"config": {"draft_transfer": "packed", "staging_mb": 1, **(config or {})}}
+        return Case(2, 1, requests=(Request(23), Request(8)), extra=extra, **changed)
 
     return {
-        "plain": packed(config={"verify": "checksum"}),
+        "plain": packed({"verify": "checksum"}),
         "hybrid": packed(hybrid=True),
-        "no-draft": packed(1, hybrid=True, draft=None),
-        "cold": packed(2, {"draft_on": {"decode": False}, "cold": True}),
+        "no-draft": packed(hybrid=True, draft=None),
     }
 
 
@@ -63,8 +61,9 @@ def rank_of(side: str, name: str) -> Any:
     from protocol.ring import Rank, free_port
 
     case = cases()[name]
-    case.extra.update(bootstrap_up=[threading.Event()], all_sent=threading.Event())
-    case.extra["bootstrap_up"].set()
+    up = threading.Event()
+    up.set()  # a decode rank would wait for the prefill's bootstrap server
+    case.extra.update(bootstrap_up=[up], all_sent=threading.Event())
     case.extra["config"]["draft_transfer"] = "direct"
     rank = Rank(case, side, 0, [free_port()])
     rank.start_manager()
