@@ -78,7 +78,10 @@ class PrefillGate(PrefillAborts):
         try:
             stock_frames.check_registration(frames)
             self._check_dcp(int(frames[16] or b"1"), int(frames[17] or b"0"), int(frames[9]))
-        except RuntimeError as error:  # stock's would end its thread
+        except MixKVError as error:
+            self._remember_unread(frames, error)
+            raise
+        except RuntimeError as error:  # stock's, which would end its thread
             self._remember_unread(frames, error)
             raise MixKVError(str(error)) from None
         self.unreadable.pop(frames[3], None)
