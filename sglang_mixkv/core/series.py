@@ -96,7 +96,8 @@ FAMILIES = (
     Family(
         "sglang:mixkv_staging_full_total",
         "counter",
-        "Requests that found no room in the staging buffer and took the direct path.",
+        "Requests that found no room in the staging buffer: their slices go by page, or token by "
+        "token.",
         {"": "staging_full"},
         sides=(DECODE,),
     ),

@@ -346,6 +346,7 @@ class Rank:
         status = handle.poll()
         while status not in (KVPoll.Success, KVPoll.Failed) and time.monotonic() < deadline:
             time.sleep(0.001)
+            self.releases.resolve()
             status = handle.poll()
         self.report.seconds.append(time.monotonic() - max(began, self.case.extra["struck"].value))
         names = {KVPoll.Success: "success", KVPoll.Failed: "failed"}
@@ -365,6 +366,7 @@ class Rank:
             self._send_all(senders, {n: self._chunks(n, tables) for n in numbers})
             for sender in senders.values():
                 self.conclude(sender, began)
+            time.sleep(self.case.extra.get("pause", 0))
 
     def _sender(self, number: int, tables: list[np.ndarray]) -> Any:
         sender = self.kv_class["sender"](

@@ -12,6 +12,7 @@ request are used again by SGLang's rule for deferred release (ring.Releases).
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing as mp
 import os
 import random
@@ -150,7 +151,7 @@ class Report(RankReport):
 
 def resources() -> dict[str, int]:
     """What this process holds."""
-    fds = [os.readlink(f"/proc/self/fd/{fd}") for fd in _existing_fds()]
+    fds = list(_existing_fds())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
         "threads": len(os.listdir("/proc/self/task")),
@@ -161,7 +162,10 @@ def resources() -> dict[str, int]:
 
 
 def _existing_fds() -> Iterable[str]:
-    return [fd for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")]
+    """What the open descriptors are; one may be closed while they are listed."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            yield os.readlink(f"/proc/self/fd/{fd}")
 
 
 class FreeList:
