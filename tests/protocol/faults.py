@@ -674,8 +674,8 @@ def _aborts() -> Iterator[Fault]:
         group, "abort storm", "24 rooms at once, 23 aborted at once", storm, "either", words
     )
     yield Fault(
-        group, "the same room number again", "two requests, one number",
-        lambda: case(rooms=[100, 100]), ends="success",
+        group, "the same room number again", "two requests, one number, a second apart",
+        lambda: case(rooms=[100, 100], pause=1), ends="success",
     )  # fmt: skip
     yield Fault(
         group, "the same room number after a failure",
