@@ -476,7 +476,7 @@ class Rank:
             for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
                 self._differ(f"{name} entry {index}", want, got)
         several_senders = self.case.draft is None and (
-            not self.case.target.is_mla or self.case.prefill_pp > 1
+            not self.case.target.is_mla or self.case.hybrid or self.case.prefill_pp > 1
         )
         for index, (want, got) in enumerate(zip(aux_before, self.aux, strict=True)):
             if several_senders:  # stock: each of them writes the row, one after the other
