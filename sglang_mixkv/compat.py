@@ -102,6 +102,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{_COMMON}:CommonKVManager._make_worker_recv": ("self", "socket", "timeout_ms"),
     f"{_COMMON}:CommonKVManager._resolve_rank_mapping": ("self", "info"),
     f"{_COMMON}:CommonKVManager._register_topology_row": ("self", "url", "payload"),
+    f"{_COMMON}:CommonKVManager.check_status": ("self", "bootstrap_room"),
     f"{_COMMON}:CommonKVManager.conclude_failure": (
         "self", "bootstrap_room", "failure_reason", "targets",
     ),

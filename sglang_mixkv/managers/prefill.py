@@ -156,6 +156,12 @@ class PrefillSide(PrefillGate):
         super().transfer_worker(TappedQueue(queue, self.current), *args, **kwargs)
 
     @override(MooncakeKVManager)
+    def check_status(self, bootstrap_room: int) -> Any:
+        """As stock; a room that is gone has failed. Stock's transfer thread asks after it looked
+        whether the room is there, and ends with a KeyError if it was cleared in between."""
+        return self.request_status.get(bootstrap_room, KVPoll.Failed)
+
+    @override(MooncakeKVManager)
     def add_transfer_request(
         self, bootstrap_room: int, kv_indices: Any, index_slice: slice, is_last_chunk: bool,
         aux_index: int | None = None, state_indices: Any = None, num_kv_tokens: int | None = None,

@@ -311,3 +311,13 @@ def test_scattered_pages_take_few_ranges(
     outcome = run(case)
     right(outcome)
     assert outcome.total("descriptors") <= 2 * 2 * 40 + draft_ranges
+
+
+def test_a_room_cleared_under_a_transfer_thread_does_not_end_it() -> None:
+    """Stock asks whether a room is there, then for its status: in between it can be cleared."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    def ask(rank: Rank) -> None:
+        assert rank.manager.check_status(999) == KVPoll.Failed
+
+    right(run(Case(2, 1, extra={"faults": {("prefill", 1): ask}})))
