@@ -26,12 +26,15 @@ LAUNCH_FLAGS: tuple[str, ...] = (
     "--cuda-graph-backend-prefill=disabled",
     "--disable-overlap-schedule",
     "--skip-server-warmup",
+    "--no-enable-tp-lm-head-all-to-all",
     *("--disaggregation-decode-retraction-backup", "cpu_tensor"),
     *("--max-total-tokens", "8192"),
     *("--dtype", "bfloat16"),
 )
 """Flags of every CPU server: speculation on CPU knows no overlap, and nothing is captured. The
-default place for retracted requests (of a decode server) is pinned by CUDA."""
+default place for retracted requests (of a decode server) is pinned by CUDA. The all-to-all of
+a DP-attention decode server (``sglang::reg_all_to_all_single``, taken when every DP rank has as
+many rows) is an operator that SGLang registers for CUDA only."""
 
 
 def launch_env(num_ranks: int = 1) -> dict[str, str]:

@@ -8,6 +8,7 @@ from the thread that entered the context: the kernel ties a leash to its startin
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,9 @@ from sglang_mixkv.tools import leash
 
 TAIL_LINES = 30
 """Lines of its log that a dead server's error carries."""
+
+ERROR_LINE = re.compile(r"^[\w.]+(?:Error|Exception)\b.*$", re.MULTILINE)
+"""How a traceback ends. SGLang prints much more below the one that ended a scheduler."""
 
 
 class ServerDied(RuntimeError):
@@ -43,12 +47,18 @@ class ServerProcess:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[-lines:])
 
+    def last_error(self) -> str:
+        """The line that ends the last traceback in the log, or nothing."""
+        found = ERROR_LINE.findall(self.log.read_text(errors="replace"))
+        return f"its last error:\n{found[-1]}\n" if found else ""
+
     def check(self) -> None:
         """Raise :class:`ServerDied` unless the server runs."""
         status = self.process.poll()
         if status is not None:
             raise ServerDied(
-                f"{self.name} ended with status {status}; the end of its log:\n{self.tail()}"
+                f"{self.name} ended with status {status}; {self.last_error()}"
+                f"the end of its log:\n{self.tail()}"
             )
 
     def finish(self) -> None:

@@ -104,6 +104,15 @@ def test_a_server_that_dies_is_noticed_with_its_last_words() -> None:
             fleet.check()
 
 
+def test_the_error_that_ended_a_server_is_told_though_much_follows_it() -> None:
+    script = "print('x.OperatorError: no cheese\\n' + 'dump\\n' * 99); raise SystemExit(7)"
+    with Fleet() as fleet:
+        server = fleet.start("brief", [sys.executable, "-c", script], {})
+        assert server.process.wait(15) == 7
+        with pytest.raises(ServerDied, match=r"(?s)its last error:\nx\.OperatorError: no cheese\n"):
+            fleet.check()
+
+
 def test_what_a_dead_server_leaves_behind_ends_too(tmp_path: Path) -> None:
     with Fleet() as fleet:
         start_stubborn(fleet, tmp_path)
