@@ -26,7 +26,7 @@ TP2_DP2 = (*TP2, "--dp", "2", "--enable-dp-attention")
 PAGES = ("--page-size", "16")
 CHUNKS = ("--chunked-prefill-size", "64")
 DECODE_CACHE = ("--disaggregation-decode-enable-radix-cache",)
-WINDOW = ("--speculative-draft-window-size", "64")
+WINDOW = ("--speculative-draft-window-size", "128")
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,11 @@ class Case:
     @property
     def decode_caches(self) -> bool:
         return DECODE_CACHE[0] in self.decode
+
+    @property
+    def prefill_ranks_share(self) -> bool:
+        """Whether a prompt that comes again meets the prefill rank that has it cached."""
+        return "--dp" not in self.prefill
 
     def topology(self) -> Topology:
         return Topology((*self.prefill, *self.shared), (*self.decode, *self.shared), ENABLE, ENABLE)

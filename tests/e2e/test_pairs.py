@@ -29,14 +29,16 @@ def test_no_draft_byte_is_missing_or_sent_twice(pd: Measured) -> None:
 
 
 def test_repeated_prompts(pd: Measured) -> None:
-    """The prefill finds them in its radix cache, a decode server with one has most pages too."""
+    """The prefill finds them in its radix cache, unless they come to another of its DP ranks; a
+    decode server with one has most pages too."""
     before = pd.draft_bytes()
     answers = [pd.deployment.ask(prompt) for prompt in prompts()]
     record(f"{pd.case.name}, again", answers, pd.reference.fixed)
     same(answers, pd.reference.fixed)
     draft = pd.draft_bytes().since(before)
     assert draft.sent == draft.needed > 0
-    assert all(answer.cached_tokens > 0 for answer in answers)
+    cached = [answer.cached_tokens > 0 for answer in answers]
+    assert all(cached) or not pd.case.prefill_ranks_share
     assert (draft.needed < before.needed / 2) == pd.case.decode_caches
 
 
