@@ -36,6 +36,7 @@ WITH_SGLANG = {
     "gate-plain": "prefill",
     "gate-hybrid": "prefill",
     "gate-no-draft": "prefill",
+    "gate-cold": "prefill",
     "gate-decode": "decode",
 }
 WEIGHT = 100

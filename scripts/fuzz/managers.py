@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import numpy as np
 from mutate import unpack
 
@@ -49,11 +50,19 @@ def cases() -> dict[str, Any]:
         extra = {"config": {"draft_transfer": "packed", "staging_mb": 1, **(config or {})}}
         return Case(2, 1, requests=(Request(23), Request(8)), extra=extra, **changed)
 
+    cold = packed({"on_draft_mismatch": "cold"})
+    cold.extra.update(cold=True, facts={"decode": _another_drafter})
     return {
         "plain": packed({"verify": "checksum"}),
         "hybrid": packed(hybrid=True),
         "no-draft": packed(hybrid=True, draft=None),
+        "cold": cold,
     }
+
+
+def _another_drafter(manager: Any) -> None:
+    draft = msgspec.structs.replace(manager.facts.draft, architecture="Another")
+    manager.facts = msgspec.structs.replace(manager.facts, draft=draft, topk=4)
 
 
 def rank_of(side: str, name: str) -> Any:

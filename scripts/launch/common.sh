@@ -5,7 +5,7 @@
 #   MODEL             target, a folder or a hub name                               (required)
 #   DRAFT             Llama EAGLE3 drafter, a folder or a hub name (required with EAGLE3)
 #   TP                --tp-size                                                           8
-#   DP                --dp-size; above 1 with --enable-dp-attention                       1
+#   DP                --attn-dp-size (DP-attention groups), where above 1                 1
 #   PP                --pp-size                                                           1
 #   HOST, PORT        where the server listens                       0.0.0.0, 30000 / 30001
 #   BOOTSTRAP_PORT    prefill: --disaggregation-bootstrap-port                         8998
@@ -72,7 +72,7 @@ speculation() {
 parallelism() {
     option --tp-size "${TP:-8}"
     if [ "${DP:-1}" -gt 1 ]; then
-        COMMAND+=(--dp-size "$DP" --enable-dp-attention)
+        COMMAND+=(--attn-dp-size "$DP")
     fi
     if [ "${PP:-1}" -gt 1 ]; then
         COMMAND+=(--pp-size "$PP")

@@ -70,7 +70,7 @@ def check_pairing(prefill_tp: int, decode_tp: int) -> None:
             "attention-TP sizes of which one divides the other",
             f"prefill {prefill_tp}, decode {decode_tp}",
             "some decode ranks would find no whole set of prefill ranks",
-            "Change --tp, or --dp with --enable-dp-attention, on one side",
+            "Change --tp or --attn-dp-size on one side",
             "topology",
         )
 

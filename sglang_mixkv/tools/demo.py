@@ -56,7 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help='flags of the prefill server (default "--tp 2")')  # fmt: skip
     add("--decode", type=_flags, default=("--tp", "1"), metavar="FLAGS",
         help='flags of the decode server (default "--tp 1"); '
-        'for example "--tp 2 --dp 2 --enable-dp-attention"')  # fmt: skip
+        'for example "--tp 2 --attn-dp-size 2"')  # fmt: skip
     add("--runs", type=_runs, default=RUNS, help="comma-separated (default single,stock,mixkv)")
     add("--pair", choices=PAIRS, default=PAIRS[0], help="which target (default mla)")
     add("--mixkv-args", type=_flags, default=(), metavar="FLAGS",

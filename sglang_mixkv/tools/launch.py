@@ -72,7 +72,8 @@ def _idle_flags(flags: Sequence[str]) -> tuple[str, ...]:
 
     Not with DP-attention: its ranks step together, and one asleep would hold up the others.
     """
-    return () if "--enable-dp-attention" in flags else ("--sleep-on-idle",)
+    dp_attention = {"--attn-dp-size", "--enable-dp-attention"} & set(flags)
+    return () if dp_attention else ("--sleep-on-idle",)
 
 
 def server(

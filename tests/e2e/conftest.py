@@ -22,7 +22,8 @@ START_TIMEOUT = pytest.mark.timeout(1800)
 
 ENABLE = ("--enable-mixkv",)
 TP1, TP2 = ("--tp", "1"), ("--tp", "2")
-TP2_DP2 = (*TP2, "--dp", "2", "--enable-dp-attention")
+TP2_DP2 = (*TP2, "--attn-dp-size", "2")
+TP2_DP2_OLDER = (*TP2, "--dp", "2", "--enable-dp-attention")
 PAGES = ("--page-size", "16")
 CHUNKS = ("--chunked-prefill-size", "64")
 DECODE_CACHE = ("--disaggregation-decode-enable-radix-cache",)
@@ -46,7 +47,7 @@ class Case:
     @property
     def prefill_ranks_share(self) -> bool:
         """Whether a prompt that comes again meets the prefill rank that has it cached."""
-        return "--dp" not in self.prefill
+        return not {"--dp", "--attn-dp-size"} & set(self.prefill)
 
     def topology(self) -> Topology:
         return Topology((*self.prefill, *self.shared), (*self.decode, *self.shared), ENABLE, ENABLE)
@@ -63,7 +64,7 @@ CASES = [
     full("P2-D1-decode-cache", (*TP2, *PAGES), (*TP1, *PAGES, *DECODE_CACHE)),
     full("P1-D2-decode-cache", (*TP1, *CHUNKS), (*TP2, *DECODE_CACHE)),
     full("P2-D2dp", TP2, TP2_DP2),
-    full("P2dp-D2dp", TP2_DP2, TP2_DP2),
+    full("P2dp-D2dp", TP2_DP2_OLDER, TP2_DP2),
     full("gqa-P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES), "gqa"),
     full("gqa-P1-D2", TP1, (*TP2, *DECODE_CACHE), "gqa"),
     full("P2-D1-window", (*TP2, *PAGES), (*TP1, *PAGES), "mla", WINDOW),

@@ -51,8 +51,7 @@ def printed(name: str, *arguments: str, **variables: str) -> list[str]:
         (
             "decode.sh",
             {"DP": "8"},
-            f"{SERVER} --host 0.0.0.0 --port 30001 --tp-size 8 --dp-size 8 --enable-dp-attention "
-            f"{DECODE}",
+            f"{SERVER} --host 0.0.0.0 --port 30001 --tp-size 8 --attn-dp-size 8 {DECODE}",
         ),
         (
             "prefill.sh",
