@@ -24,7 +24,7 @@ from sglang_mixkv.tools.servers import Deployment, disaggregated
 
 DOCS = Path(__file__).parents[1] / "docs"
 FLAGS = ("--enable-metrics",)
-STEP_S = 2.0
+STEP_S = 5.0
 UNITS = {
     "Bps": "bytes/s", "bytes": "bytes", "s": "s/s", "ms": "ms", "mbytes": "MiB", "reqps": "1/s",
 }  # fmt: skip
@@ -53,8 +53,8 @@ def measure(seconds: float) -> tuple[float, Curves]:
         start = time.time()
         load(deployment, seconds / 2, 1)
         load(deployment, seconds / 2, 4)
-        time.sleep(2 * STEP_S)
-        queries = expressions(DOCS / "dashboard.json", "20s")
+        prometheus.wait_for_scrape()
+        queries = expressions(DOCS / "dashboard.json", "30s")
         found = [(q, prometheus.range(q.text, start, time.time(), STEP_S)) for q in queries]
     return start, found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +26,10 @@ DIRECTIONS = ((2, 1), (1, 2))
 OTHERS_FAULT = "failed without a fault of its own"
 
 
+def direction(verdict: Verdict) -> str:
+    return f"TP {verdict.soak.prefill_tp} -> TP {verdict.soak.decode_tp}"
+
+
 def figures(verdict: Verdict) -> dict[str, object]:
     """One direction as a flat record."""
     warm, end = zip(*verdict.resources.values(), strict=True) if verdict.resources else ((), ())
@@ -34,7 +39,7 @@ def figures(verdict: Verdict) -> dict[str, object]:
         if warm
     }
     return {
-        "prefill -> decode": f"TP {verdict.soak.prefill_tp} -> TP {verdict.soak.decode_tp}",
+        "prefill -> decode": direction(verdict),
         "requests": verdict.soak.requests,
         "met a fault": verdict.soak.requests - verdict.met["none"],
         "right": verdict.counts["succeeded"],
@@ -59,6 +64,22 @@ def table(records: list[dict[str, object]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def reasons(verdicts: list[Verdict]) -> str:
+    """Why requests without a fault of their own failed: numbers of either direction, a row each."""
+    every = Counter[str]()
+    for verdict in verdicts:
+        every.update(verdict.others)
+    if not every:
+        return ""
+    heads = "".join(f" {direction(verdict)} |" for verdict in verdicts)
+    lines = ["| the reason of those without a fault of their own |" + heads]
+    lines += ["|" + "---|" * (len(verdicts) + 1)]
+    for reason, _ in every.most_common():
+        counts = "".join(f" {verdict.others[reason]} |" for verdict in verdicts)
+        lines.append(f"| {reason.partition('): ')[2] or reason} |{counts}")
+    return "\n" + "\n".join(lines) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=2000)
@@ -67,7 +88,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--into", type=Path, help="document with the markers of this soak")
     arguments = parser.parse_args()
-    records, bad = [], False
+    records, verdicts, bad = [], [], False
     for prefill_tp, decode_tp in DIRECTIONS:
         soak = Soak(
             arguments.requests, arguments.seed, arguments.faulty,
@@ -75,20 +96,19 @@ def main() -> int:
         )  # fmt: skip
         print(f"soak {soak}", file=sys.stderr, flush=True)
         verdict = run(soak)
+        verdicts.append(verdict)
         records.append(figures(verdict))
         bad = bad or bool(verdict.problems)
         for line in verdict.problems[:50]:
             print(f"  {line}", file=sys.stderr)
         met = ", ".join(f"{name} {count}" for name, count in sorted(verdict.met.items()))
         print(f"  met: {met}", file=sys.stderr)
-        for reason, count in verdict.others.most_common():
-            print(f"  by another's fault: {count} x {reason}", file=sys.stderr)
         print(f"  resources, warm and at the end: {verdict.resources}", file=sys.stderr)
     name = "soak" if arguments.faulty < 1 else "soak-faulty"
     text = (
         f"`--requests {arguments.requests} --seed {arguments.seed} --faulty {arguments.faulty:g}`"
     )
-    text += "\n\n" + table(records)
+    text += "\n\n" + table(records) + reasons(verdicts)
     print(text)
     if arguments.json:
         arguments.json.write_text(json.dumps(records, indent=1) + "\n")

@@ -20,6 +20,18 @@ from sglang_mixkv.tools.ports import free_port
 from sglang_mixkv.tools.processes import Fleet
 
 START_TIMEOUT_S = 30.0
+EVERY = "5s"
+"""How often to scrape, and how long a scrape may take: SGLang reads a file a process and kind of
+series for it, which takes more than a second where the cores are busy."""
+
+COLON_AGAIN = {
+    "source_labels": ["__name__"],
+    "regex": "sglang_(.+)",
+    "target_label": "__name__",
+    "replacement": "sglang:$1",
+}
+"""A relabelling for Prometheus before 3: prometheus_client 0.23 to 0.26 (openmetrics/exposition.py
+generate_latest) answers it with `_` for the `:` in the names of samples."""
 
 
 class QueryFailed(RuntimeError):
@@ -67,15 +79,19 @@ class Prometheus:
     """A running Prometheus that scrapes these servers ("host:port")."""
 
     def __init__(
-        self, fleet: Fleet, targets: Sequence[str], rules: Path | None = None, every: str = "1s"
+        self, fleet: Fleet, targets: Sequence[str], rules: Path | None = None, every: str = EVERY
     ) -> None:
-        self._fleet = fleet
+        self._fleet, self._targets = fleet, len(targets)
         home, port = fleet.folder("prometheus-home"), free_port()
         config = {
             "global": {"scrape_interval": every, "evaluation_interval": every},
             "rule_files": [str(rules)] if rules else [],
             "scrape_configs": [
-                {"job_name": "sglang", "static_configs": [{"targets": list(targets)}]}
+                {
+                    "job_name": "sglang",
+                    "static_configs": [{"targets": list(targets)}],
+                    "metric_relabel_configs": [COLON_AGAIN],
+                }
             ],
         }
         file = home / "prometheus.yml"
@@ -99,6 +115,18 @@ class Prometheus:
                 pass
             time.sleep(0.2)
         raise TimeoutError(f"Prometheus is not ready after {START_TIMEOUT_S:.0f} s")
+
+    def wait_for_scrape(self) -> None:
+        """Block until every target has been scraped anew, from beginning to end."""
+        asked = time.time()
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            self._fleet.check()
+            scraped = [series.value for series in self.query("timestamp(up == 1)")]
+            if len(scraped) == self._targets and min(scraped) > asked:
+                return
+            time.sleep(0.2)
+        raise TimeoutError(f"no new scrape of all targets in {START_TIMEOUT_S:.0f} s")
 
     def _get(self, path: str, **query: str | float) -> requests.Response:
         with requests.Session() as session:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +55,11 @@ def monitored() -> Iterator[Monitored]:
         deployment = disaggregated(fleet, "mla", topology)
         targets = [f"{HOST}:{server.port}" for server in deployment.servers]
         prometheus = Prometheus(fleet, targets, DOCS / "alerts.yml")
-        time.sleep(5)  # scrapes from before the requests
+        prometheus.wait_for_scrape()  # one from before the requests
         answers = [deployment.ask(prompt) for prompt in prompts()]
         deployment.draft_bytes()  # returns when the counters rest
-        time.sleep(5)  # scrapes from after them
+        for _ in range(2):  # and two from after them: rates need two
+            prometheus.wait_for_scrape()
         yield Monitored(deployment, prometheus, answers)
 
 

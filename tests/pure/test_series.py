@@ -12,10 +12,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sglang_mixkv.core.errors import REASONS, MixKVError, refuse
 from sglang_mixkv.core.series import DECODE, FAMILIES, PREFILL, divided, of_side
-from sglang_mixkv.tools.prometheus import expressions
+from sglang_mixkv.tools.prometheus import COLON_AGAIN, expressions
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD, ALERTS = ROOT / "docs" / "dashboard.json", ROOT / "docs" / "alerts.yml"
@@ -151,3 +152,9 @@ def test_another_rule_would_be_noticed(tmp_path: Path, old: str, new: str) -> No
     (tmp_path / "docs" / ALERTS.name).write_text(rules.replace(old, new))
     shutil.copy(ALERT_TESTS, tmp_path / "tests")
     assert promtool("test", "rules", tmp_path / "tests" / ALERT_TESTS.name).returncode != 0
+
+
+def test_the_documents_relabelling_is_the_one_that_is_tried() -> None:
+    (block,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    (job,) = yaml.safe_load(block)["scrape_configs"]
+    assert job["metric_relabel_configs"] == [COLON_AGAIN]
