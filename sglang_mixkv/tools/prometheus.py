@@ -122,7 +122,7 @@ class Prometheus:
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             self._fleet.check()
-            scraped = [series.value for series in self.query("timestamp(up == 1)")]
+            scraped = [series.value for series in self.query("timestamp(up) and up == 1")]
             if len(scraped) == self._targets and min(scraped) > asked:
                 return
             time.sleep(0.2)
