@@ -57,7 +57,7 @@ class Clearer:
                 src_stride=np.zeros_like(width),
                 dst_stride=width,
                 width=width,
-                src_rows=np.zeros_like(dst_rows),
+                src_rows=np.zeros(len(dst_rows), np.int64),
                 dst_rows=dst_rows,
             )
         )

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sglang_mixkv.transfer.rows import RowCopy
+from sglang_mixkv.transfer.rows import RowCopy, numbers
 
 BLOCK_ROWS = 32
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -65,7 +65,9 @@ def launch(what: RowCopy, device: torch.device | str) -> None:
         what.width // size,
     ]
     entries = torch.from_numpy(np.stack(columns)).to(device, non_blocking=True)
-    rows = torch.from_numpy(np.stack([what.src_rows, what.dst_rows])).to(device, non_blocking=True)
+    rows = torch.from_numpy(np.stack([numbers(what.src_rows), numbers(what.dst_rows)])).to(
+        device, non_blocking=True
+    )
     n_entries, n_rows = len(what.src), len(what.src_rows)
     grid = (n_entries, triton.cdiv(n_rows, BLOCK_ROWS))
     copy_rows[grid](

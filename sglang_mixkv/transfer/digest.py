@@ -13,7 +13,7 @@ import numpy as np
 
 from sglang_mixkv.core.plan import Copies, Ints, Plan
 from sglang_mixkv.transfer.packed import into_region, rows_of
-from sglang_mixkv.transfer.rows import RowCopy, Rows
+from sglang_mixkv.transfer.rows import RowCopy, RowNumbers, Rows
 
 SCRATCH = 16 << 20
 
@@ -57,7 +57,7 @@ class Digester:
             self._address, self._owner = self._rows.allocate(size)
             self._size = size
 
-    def _add(self, so_far: list[int], copies: Copies, src_rows: Ints) -> list[int]:
+    def _add(self, so_far: list[int], copies: Copies, src_rows: RowNumbers) -> list[int]:
         count = len(src_rows)
         there = into_region(copies, self._address, count)
         self._rows.copy(
@@ -68,7 +68,7 @@ class Digester:
                 dst_stride=copies.width,
                 width=copies.width,
                 src_rows=src_rows,
-                dst_rows=np.arange(count),
+                dst_rows=range(count),
             )
         )
         ends = np.cumsum(copies.width) * count

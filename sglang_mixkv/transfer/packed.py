@@ -13,7 +13,8 @@ a page into the destination's own pages, which the receiver then puts in the ord
 
 The rule of `auto`, for both sides: take the longer way where the shorter would need more than
 DIRECT_DESCRIPTORS ranges that average less than DIRECT_MEAN bytes. A range costs 20-25 us on
-TCP, as much as 48 KiB of payload; few ranges, or long ones, are not worth a copy.
+TCP, as much as the copy of some 150 KiB, or of 75 KiB at both ends; few ranges, or long ones,
+are not worth one.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from typing import Any
 import numpy as np
 
 from sglang_mixkv.core.plan import Blocks, Copies, Ints, PagePairs, whole_blocks
-from sglang_mixkv.transfer.rows import RowCopy, Rows
+from sglang_mixkv.transfer.rows import RowCopy, RowNumbers, Rows, consecutive
 
 DIRECT_DESCRIPTORS = 16
-DIRECT_MEAN = 48 << 10
+DIRECT_MEAN = 96 << 10
 
 
 def prefer_packed(descriptors: int, total_bytes: int, mode: str) -> bool:
@@ -60,8 +61,11 @@ def from_region(copies: Copies, address: int, tokens: int) -> Copies:
     )  # fmt: skip
 
 
-def rows_of(pages: Ints, page_size: int) -> Ints:
+def rows_of(pages: Ints, page_size: int) -> RowNumbers:
     """Token rows of these pages, in order."""
+    run = consecutive(pages) if len(pages) else None
+    if run is not None:
+        return range(run.start * page_size, run.stop * page_size)
     return (pages[:, None] * page_size + np.arange(page_size)).ravel()
 
 
@@ -96,7 +100,7 @@ class PackBuffer:
                 dst_stride=copies.width,
                 width=copies.width,
                 src_rows=rows_of(pairs.src, page_size),
-                dst_rows=np.arange(tokens),
+                dst_rows=range(tokens),
             )
         )
         return whole_blocks(packed, page_size, pairs.dst_runs)
@@ -107,7 +111,7 @@ def scatter(rows: Rows, copies: Copies, page_size: int, region_page: int, dst_pa
 
     `copies`: from the region (src) to the pool (dst).
     """
-    count = len(dst_pages) * page_size
+    first, count = region_page * page_size, len(dst_pages) * page_size
     rows.copy(
         RowCopy(
             src=copies.src,
@@ -115,7 +119,7 @@ def scatter(rows: Rows, copies: Copies, page_size: int, region_page: int, dst_pa
             src_stride=copies.src_row,
             dst_stride=copies.dst_row,
             width=copies.width,
-            src_rows=np.arange(count) + region_page * page_size,
+            src_rows=range(first, first + count),
             dst_rows=rows_of(dst_pages, page_size),
         )
     )
@@ -145,7 +149,7 @@ def by_page_rows(
                 dst_stride=copies.width,
                 width=copies.width,
                 src_rows=rows_of(part * len(copies), page_size),
-                dst_rows=np.arange(tokens),
+                dst_rows=range(tokens),
             )
         )
         scatter(rows, aside, page_size, 0, part)

@@ -20,6 +20,9 @@ import numpy as np
 
 from sglang_mixkv.core.plan import Ints
 
+RowNumbers = Ints | range
+"""Rows of a copy; consecutive ones are better given as a range."""
+
 
 @dataclass(frozen=True)
 class RowCopy:
@@ -30,8 +33,8 @@ class RowCopy:
     src_stride: Ints
     dst_stride: Ints
     width: Ints
-    src_rows: Ints
-    dst_rows: Ints
+    src_rows: RowNumbers
+    dst_rows: RowNumbers
 
 
 class Rows(Protocol):
@@ -58,7 +61,7 @@ class HostRows:
         if not count:
             return
         src_rows, dst_rows = _as_slice(what.src_rows), _as_slice(what.dst_rows)
-        src_count, dst_count = int(what.src_rows.max()) + 1, int(what.dst_rows.max()) + 1
+        src_count, dst_count = _end(src_rows), _end(dst_rows)
         for src, dst, src_stride, dst_stride, width in _entries(what):
             source = _view(src, src_count, src_stride, width)
             target = _view(dst, dst_count, dst_stride, width)
@@ -67,7 +70,7 @@ class HostRows:
             elif isinstance(dst_rows, slice) and src_stride == dst_stride == width:
                 np.take(source, src_rows, out=target[dst_rows], mode="clip")
             else:
-                self._copy_list(target, what.dst_rows, source, src_rows, width)
+                self._copy_list(target, numbers(what.dst_rows), source, src_rows, width)
 
     @staticmethod
     def _copy_list(target: Any, dst_rows: Ints, source: Any, src_rows: Ints, width: int) -> None:
@@ -90,12 +93,29 @@ def _entries(what: RowCopy) -> Iterator[tuple[int, ...]]:
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
-def _as_slice(rows: Ints) -> Ints | slice:
-    """Consecutive rows as a slice, which numpy copies without a temporary."""
+def numbers(rows: RowNumbers) -> Ints:
+    return np.arange(rows.start, rows.stop) if isinstance(rows, range) else rows
+
+
+def _end(rows: Ints | slice) -> int:
+    """The number after the last row's."""
+    return int(rows.stop if isinstance(rows, slice) else rows.max() + 1)
+
+
+def consecutive(rows: Ints) -> range | None:
+    """These numbers as a range, if each is one more than the one before. Not for none at all."""
     first, count = int(rows[0]), len(rows)
     if int(rows[-1]) - first == count - 1 and bool((rows[1:] - rows[:-1] == 1).all()):
-        return slice(first, first + count)
-    return rows
+        return range(first, first + count)
+    return None
+
+
+def _as_slice(rows: RowNumbers) -> Ints | slice:
+    """Consecutive rows as a slice, which numpy copies without a temporary."""
+    if isinstance(rows, range):
+        return slice(rows.start, rows.stop)
+    found = consecutive(rows)
+    return rows if found is None else slice(found.start, found.stop)
 
 
 def _view(address: int, count: int, stride: int, width: int) -> np.ndarray[Any, Any]:
