@@ -70,6 +70,11 @@ class Samples:
         return {"median": middle, "q1": low, "q3": high, "samples": len(self.total), **medians}
 
 
+def ratio(taken: Samples, base: Samples) -> float:
+    """The median over the turns of one method's time to another's of the same turn."""
+    return float(np.median(np.divide(taken.total, base.total)))
+
+
 def interleave(methods: dict[str, Callable[[Samples], None]], count: int) -> dict[str, Samples]:
     """`count` samples of each method, taken in turns, so that the machine's mood hits all."""
     samples = {name: Samples() for name in methods}

@@ -39,6 +39,7 @@ from common import (
     interleave,
     merged,
     options,
+    ratio,
     repeats,
     worst,
 )
@@ -106,13 +107,11 @@ def measure_slices(sender: Sender, case: Case, count: int) -> list[Record]:
 def _record(
     case: Case, name: str, taken: Samples, samples: dict[str, Samples], choice: str
 ) -> Record:
-    base = float(np.median(samples["plain"].total))
-    record = taken.record()
     return {
         "direction": case.direction, "senders": case.senders, "tokens": case.tokens,
         "page_size": case.page_size, "layout": case.layout, "heads": case.heads,
         "bytes": case.draft_bytes, "method": name, "auto": choice,
-        **record, "ratio": record["median"] / base,
+        **taken.record(), "ratio": ratio(taken, samples["plain"]),
     }  # fmt: skip
 
 
@@ -154,11 +153,10 @@ def measure_whole(sender: Sender, case: Case, count: int) -> list[Record]:
     samples = interleave(methods, count)
     if any(wrong.values()) or run.codes:
         raise RuntimeError(f"{case}: wrong bytes {wrong}, return codes {run.codes}")
-    base = float(np.median(samples["MLA alone"].total))
     return [
         {"direction": case.direction, "senders": case.senders, "tokens": case.tokens,
          "layers": case.mla_layers, "page_size": case.page_size, "layout": case.layout,
-         "method": name, **taken.record(), "ratio": float(np.median(taken.total)) / base}
+         "method": name, **taken.record(), "ratio": ratio(taken, samples["MLA alone"])}
         for name, taken in samples.items()
     ]  # fmt: skip
 
