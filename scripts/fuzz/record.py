@@ -11,8 +11,11 @@ import hashlib
 import importlib
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import managers
 import msgspec
@@ -28,21 +31,25 @@ def keep(side: str, what: str, content: bytes) -> None:
     (SEEDS / side / name).write_bytes(content)
 
 
-def listen(name: str, rank: Any) -> None:
-    """Keep each message that this rank's manager checks, and all of them in their order."""
-    manager, side, seen = rank.manager, rank.side, []
-    real = manager._may_pass
+@contextmanager
+def listening(name: str) -> Iterator[None]:
+    """Keep each message that a manager checks, the first three together, and the prefill's
+    facts. By the class, for ranks that start meanwhile: their first message comes at once."""
+    shared = importlib.import_module("sglang_mixkv.managers.shared").Shared
+    real, seen = shared._may_pass, []
 
-    def kept(check: Any, frames: list[bytes]) -> bool:
+    def kept(manager: Any, check: Any, frames: list[bytes]) -> bool:
+        side, rank = manager.disaggregation_mode.value, manager.kv_args.engine_rank
+        if side == "prefill" and not seen:
+            keep("announcement", name, msgspec.json.encode(announcement(manager.facts)))
         seen.append(frames)
-        keep(side, f"{name}{rank.rank}-message", pack([frames]))
+        keep(side, f"{name}{rank}-message", pack([frames]))
         if len(seen) == 3:
-            keep(side, f"{name}{rank.rank}-messages", pack(seen))
-        return real(check, frames)
+            keep(side, f"{name}{rank}-messages", pack(seen))
+        return bool(real(manager, check, frames))
 
-    manager._may_pass = kept
-    if side == "prefill":
-        keep("announcement", name, msgspec.json.encode(announcement(manager.facts)))
+    with mock.patch.object(shared, "_may_pass", kept):
+        yield
 
 
 def main() -> None:
@@ -52,14 +59,10 @@ def main() -> None:
         shutil.rmtree(SEEDS / side, ignore_errors=True)
         (SEEDS / side).mkdir(parents=True)
     for name, case in managers.cases().items():
-        case.extra["faults"] = {
-            (side, rank): lambda one, name=name: listen(name, one)
-            for side in ("prefill", "decode")
-            for rank in range(2)
-        }
         # Aux data over the control channel, as with NVLink pools.
         os.environ["SGLANG_MOONCAKE_SEND_AUX_TCP"] = str(int(name == "hybrid"))
-        outcome = ring.run(case)
+        with listening(name):
+            outcome = ring.run(case)
         assert outcome.statuses == {"success"}, outcome.wrong
     from sglang.srt.disaggregation.common.conn import AbortAck, AbortNotification
 
