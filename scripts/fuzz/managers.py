@@ -203,12 +203,13 @@ class PrefillBench(Bench):
     def reset(self) -> None:
         super().reset()
         manager = self.manager
+        sent = importlib.import_module("sglang_mixkv.managers.sent")
         manager.next_reap, manager.last_registration = 0.0, None
         manager.peers[SESSION] = self.peer
         manager.decode_kv_args_table[SESSION] = self.info
         manager.transfer_infos[ROOM] = {SESSION: self.room}
         manager.request_status[ROOM] = self.transferring
-        manager.open_rooms.add(ROOM)
+        manager.open_rooms[ROOM] = sent.Sent()
 
     def check(self, messages: list[list[bytes]]) -> None:
         manager = self.manager
