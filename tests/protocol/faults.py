@@ -571,7 +571,7 @@ def _kills() -> Iterator[Fault]:
             group, f"{name} sender stalls",
             f"SIGSTOP of that rank between two chunks, SIGCONT after {STALL_S} s",
             lambda rank=rank: case(
-                chunked=True, send=partial(stall_when_sending, rank), pause=STALL_S
+                chunked=True, send=partial(stall_when_sending, rank), lockstep=True
             ),
             words="" if rank == 0 else "timed out",
         )  # fmt: skip

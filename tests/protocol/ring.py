@@ -367,6 +367,13 @@ class Rank:
             for sender in senders.values():
                 self.conclude(sender, began)
             time.sleep(self.case.extra.get("pause", 0))
+            self._lockstep()
+
+    def _lockstep(self) -> None:
+        """Wait for all ranks of both sides, where a case asks for it: SGLang's ranks are in
+        lockstep, so a request does not start on one while another still concludes the last."""
+        if self.case.extra.get("lockstep"):
+            self.case.extra["ranks"].wait(LIMIT_S)
 
     def _sender(self, number: int, tables: list[np.ndarray]) -> Any:
         sender = self.kv_class["sender"](
@@ -426,6 +433,7 @@ class Rank:
             for receiver in receivers.values():
                 self.conclude(receiver, began)
             self.releases.wait(self.case.extra.get("pause", 0))
+            self._lockstep()
         self.releases.wait()
         self.case.extra["all_sent"].wait(LIMIT_S)
         done = [
@@ -690,6 +698,10 @@ def run(case: Case) -> Outcome:
     case.extra.update(
         bootstrap_up=[context.Event() for _ in ports],
         all_sent=context.Event(),
+        ranks=context.Barrier(
+            case.prefills * case.prefill_tp * case.prefill_dp * case.prefill_pp
+            + case.decode_tp * case.decode_dp
+        ),
         struck=context.Value("d", 0.0),
         pp_groups={
             i: Stages(context.Queue(), case.prefill_pp)

@@ -83,11 +83,37 @@ def test_chunks_that_do_not_line_up_are_refused(prefill_tp: int, decode_tp: int,
     outcome = run(Case(prefill_tp, decode_tp, requests=(Request(12),), extra=extra))
     assert outcome.wrong == []
     assert outcome.statuses == {"failed"}
-    for side in ("prefill 0", "decode 0"):
-        assert any(
-            line.startswith(side) and "chunks that fill the 3 pages" in line
-            for line in outcome.reasons.splitlines()
-        )
+    assert_both_sides_know(outcome)
+
+
+def assert_both_sides_know(outcome: Outcome) -> None:
+    """Decode names what did not line up, and so does the prefill rank that found it. Ranks are
+    not in lockstep here: another may first hear from decode that the request was given up."""
+    lines = outcome.reasons.splitlines()
+    assert all("chunks that fill the 3 pages" in x for x in lines if x.startswith("decode"))
+    prefill = [line for line in lines if line.startswith("prefill")]
+    assert any("chunks that fill the 3 pages" in line for line in prefill)
+    assert all("chunks that fill the 3 pages" in x or "gave it up" in x for x in prefill)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_the_late_rank_hears_it_from_decode(late: int) -> None:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
+        if rank.rank == late:
+            deadline = time.monotonic() + 10
+            while sender.poll() != KVPoll.Failed and time.monotonic() < deadline:
+                time.sleep(0.001)
+        send_twice(rank, sender, chunk, state)
+
+    extra = {"send": send, "failed_rooms_stay_clean": False}
+    outcome = run(Case(2, 1, requests=(Request(12),), extra=extra))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"failed"}
+    assert_both_sides_know(outcome)
+    late_reason = next(x for x in outcome.reasons.splitlines() if x.startswith(f"prefill {late}"))
+    assert "gave it up" in late_reason
 
 
 WITHOUT_THE_GUARD = {
