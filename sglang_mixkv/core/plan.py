@@ -195,19 +195,26 @@ class Plan:
                 )
 
 
+def runs_of(*lists: Ints) -> tuple[Ints, Ints]:
+    """Runs of numbers that are neighbours in all of these equal-length lists: (place of the
+    first, how many)."""
+    count = len(lists[0])
+    if not count:
+        return np.empty(0, np.int64), np.empty(0, np.int64)
+    breaks = lists[0][1:] - lists[0][:-1] != 1
+    for more in lists[1:]:
+        breaks |= more[1:] - more[:-1] != 1
+    inner = np.flatnonzero(breaks)
+    edges = np.empty(len(inner) + 2, np.int64)
+    edges[0], edges[-1] = 0, count
+    np.add(inner, 1, out=edges[1:-1])
+    return edges[:-1], edges[1:] - edges[:-1]
+
+
 def page_runs(src_pages: Ints, dst_pages: Ints) -> Runs:
     """Runs of pages that are neighbours on both sides: (first src, first dst, pages)."""
-    if not len(src_pages):
-        return src_pages, dst_pages, src_pages
-    starts = np.empty(len(src_pages), np.bool_)
-    starts[0] = True
-    np.not_equal(src_pages[1:] - src_pages[:-1], 1, out=starts[1:])
-    starts[1:] |= dst_pages[1:] - dst_pages[:-1] != 1
-    first = np.flatnonzero(starts)
-    if len(first) == len(src_pages):
-        return src_pages, dst_pages, np.ones_like(src_pages)
-    ends = np.append(first[1:], len(src_pages))
-    return src_pages[first], dst_pages[first], ends - first
+    first, count = runs_of(src_pages, dst_pages)
+    return src_pages[first], dst_pages[first], count
 
 
 @dataclass(frozen=True)
@@ -231,7 +238,8 @@ class PagePairs:
     @cached_property
     def dst_runs(self) -> Runs:
         """Runs at the destination, for pages that were packed in this order."""
-        return page_runs(np.arange(len(self.dst)), self.dst)
+        first, count = runs_of(self.dst)
+        return first, self.dst[first], count
 
 
 def whole_blocks(copies: Copies, page_size: int, runs: Runs) -> Blocks:

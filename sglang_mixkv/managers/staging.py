@@ -27,7 +27,7 @@ from typing import Any
 
 from sglang_mixkv.core.allocator import RegionAllocator
 from sglang_mixkv.core.geometry import Shard
-from sglang_mixkv.core.plan import Copies, Ints, component_copies, page_runs
+from sglang_mixkv.core.plan import Copies, Ints, component_copies, runs_of
 from sglang_mixkv.core.wire import Grant
 from sglang_mixkv.transfer.packed import (
     PackBuffer,
@@ -205,7 +205,7 @@ class Staging:
 
     def _region(self, draft: Slices, pages: Ints, mode: str) -> int | None:
         """Hold a region for these pages where they are worth one. None: no, or no room."""
-        runs = len(page_runs(pages, pages)[0])
+        runs = len(runs_of(pages)[0])
         if self._buffer is None or not draft.detour(len(pages), runs, mode):
             return None
         size = sum(draft.shard.rows) * len(pages) * draft.shard.page_size
