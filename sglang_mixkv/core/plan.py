@@ -14,7 +14,7 @@ each token is a range of its own (the direct path), unless it is packed or sent 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -96,6 +96,20 @@ class Copies:
     @cached_property
     def bytes_per_token(self) -> int:
         return int(self.width.sum())
+
+    @cached_property
+    def region(self) -> Copies:
+        """The same slices into a region of rows of just their width, entry after entry: `dst`
+        is so many bytes a token of the region from its start. See `placed`."""
+        zero = np.zeros_like(self.width)
+        before = np.cumsum(self.width) - self.width
+        return Copies(
+            self.src, before, self.src_row, self.width, self.src_offset, zero, self.width
+        )  # fmt: skip
+
+    def placed(self, address: int, tokens: int) -> Copies:
+        """Of a `region`, or of some of its entries: with a region of `tokens` at `address`."""
+        return replace(self, dst=address + self.dst * tokens)
 
     def paged(self, page_size: int) -> Copies:
         """The same slices in items of a page instead of rows: in its destination page each

@@ -44,12 +44,7 @@ def into_region(copies: Copies, address: int, tokens: int) -> Copies:
 
     Layout of a region: entry after entry, `tokens` rows each.
     """
-    before = np.cumsum(copies.width) - copies.width
-    zero = np.zeros_like(copies.width)
-    return Copies(
-        copies.src, address + before * tokens, copies.src_row, copies.width, copies.src_offset,
-        zero, copies.width,
-    )  # fmt: skip
+    return copies.region.placed(address, tokens)
 
 
 def from_region(copies: Copies, address: int, tokens: int) -> Copies:

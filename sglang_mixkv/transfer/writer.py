@@ -19,7 +19,7 @@ from sglang_mixkv.core.plan import (
 )
 from sglang_mixkv.core.wire import Grant
 from sglang_mixkv.transfer import direct
-from sglang_mixkv.transfer.packed import PackBuffer, into_region, prefer_packed
+from sglang_mixkv.transfer.packed import PackBuffer, prefer_packed
 from sglang_mixkv.transfer.rows import Rows
 
 NO_GRANT = Grant(0, 0)
@@ -116,8 +116,7 @@ class ChunkWriter:
         if len(whole):
             yield whole_blocks(whole, page_size, pairs.runs)
         if len(fill):
-            packed = self._packed(fill, page_size, pairs, len(pairs) * page_size)
-            yield packed or token_blocks(fill, page_size, pairs.src, pairs.dst)
+            yield self._fill(fill, page_size, pairs)
         if len(part) and grant.by_page:
             yield token_blocks(part.paged(page_size), 1, pairs.src, pairs.dst)
         elif len(part):
@@ -136,12 +135,19 @@ class ChunkWriter:
                 "nothing of this chunk was sent"
             )
         pairs = PagePairs(pairs.src, np.arange(first, first + len(pairs), dtype=np.int64))
-        copies = into_region(plan.draft, grant.address, grant.tokens)
-        whole = copies.parts.whole
-        if len(whole):
-            ranges = self._packed(whole, plan.page_size, pairs, len(pairs.runs[0]))
-            yield ranges or whole_blocks(whole, plan.page_size, pairs.runs)
-        yield from self._to_pool(copies.parts.fill, plan.page_size, pairs, NO_GRANT)
+        parts = plan.draft.region.parts
+        if len(parts.whole):
+            whole = parts.whole.placed(grant.address, grant.tokens)
+            packed = self._packed(whole, plan.page_size, pairs, len(pairs.runs[0]))
+            yield packed or whole_blocks(whole, plan.page_size, pairs.runs)
+        if len(parts.fill):
+            fill = parts.fill.placed(grant.address, grant.tokens)
+            yield self._fill(fill, plan.page_size, pairs)
+
+    def _fill(self, fill: Copies, page_size: int, pairs: PagePairs) -> Blocks | _Packed:
+        """Slices that fill the destination's row: packed, or a range a token."""
+        packed = self._packed(fill, page_size, pairs, len(pairs) * page_size)
+        return packed or token_blocks(fill, page_size, pairs.src, pairs.dst)
 
     def _packed(
         self, copies: Copies, page_size: int, pairs: PagePairs, ranges: int
