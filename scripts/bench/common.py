@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -76,11 +77,13 @@ def ratio(taken: Samples, base: Samples) -> float:
 
 
 def interleave(methods: dict[str, Callable[[Samples], None]], count: int) -> dict[str, Samples]:
-    """`count` samples of each method, taken in turns, so that the machine's mood hits all."""
+    """`count` samples of each method, taken in turns, so that the machine's mood hits all; in
+    an order drawn anew each turn, so that none always runs on what the same other left behind."""
     samples = {name: Samples() for name in methods}
+    order = random.Random(count)
     for _ in range(count):
-        for name, method in methods.items():
-            method(samples[name])
+        for name in order.sample(list(methods), len(methods)):
+            methods[name](samples[name])
     return samples
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,12 +20,12 @@ import pytest
 from sglang_mixkv import cpu
 from sglang_mixkv.config import ENABLE_ENV, STATS_DIR_ENV
 from sglang_mixkv.tools import launch, servers
-from sglang_mixkv.tools.pair import Answer, accept_length, model_flags, prompts
+from sglang_mixkv.tools.pair import accept_length, model_flags, prompts
 from sglang_mixkv.tools.ports import free_port
 from sglang_mixkv.tools.processes import Fleet
 from sglang_mixkv.tools.servers import Deployment, bring_up
 
-from .conftest import START_TIMEOUT
+from .conftest import START_TIMEOUT, Reference
 
 pytestmark = [START_TIMEOUT, pytest.mark.full]
 
@@ -111,13 +111,11 @@ def started(
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_drafts_are_the_single_servers(
-    name: str, started: Started, reference: Callable[[str], list[Answer]]
-) -> None:
-    deployment = started.by_router[name]
+def test_drafts_are_the_single_servers(name: str, started: Started, reference: Reference) -> None:
+    deployment, expected = started.by_router[name], reference("mla", ()).fixed
     answers = [deployment.ask(prompt) for prompt in prompts()]
     assert [list(a.tokens) for a in answers] == [prompt[1:] for prompt in prompts()]
-    assert accept_length(answers) == pytest.approx(accept_length(reference("mla")), rel=0.02)
+    assert accept_length(answers) == pytest.approx(accept_length(expected), rel=0.02)
 
 
 def test_every_draft_byte_went_through_the_plugin(started: Started) -> None:
