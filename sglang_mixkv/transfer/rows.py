@@ -50,6 +50,9 @@ class Rows(Protocol):
         """The first `size` bytes of what `allocate` gave."""
 
 
+TEMPORARY = 1 << 20  # bytes, where listed rows go to listed rows
+
+
 class HostRows:
     """Rows in this process's own memory."""
 
@@ -61,14 +64,25 @@ class HostRows:
         src_count, dst_count = _end(src_rows), _end(dst_rows)
         for src, dst, src_stride, dst_stride, width in _entries(what):
             target = _view(dst, dst_count, dst_stride, width)
+            source = _view(src, src_count, src_stride, width)
             apart, rest = divmod(src_stride, width)
-            if isinstance(dst_rows, slice) and isinstance(src_rows, np.ndarray) and not rest:
+            if isinstance(src_rows, slice):
+                target[dst_rows] = source[src_rows]
+            elif isinstance(dst_rows, slice) and dst_stride == width and not rest:
                 # as items of a row's width, every `apart`-th of which is a row: np.take copies
                 # from a contiguous source without a temporary
                 items = _view(src, (src_count - 1) * apart + 1, width, width)
                 np.take(items, src_rows * apart, out=target[dst_rows], mode="clip")
             else:
-                target[dst_rows] = _view(src, src_count, src_stride, width)[src_rows]
+                self._copy_list(target, numbers(what.dst_rows), source, src_rows, width)
+
+    @staticmethod
+    def _copy_list(target: Any, dst_rows: Ints, source: Any, src_rows: Ints, width: int) -> None:
+        """Through numpy's temporary, which stays small whatever the number of rows."""
+        step = max(1, TEMPORARY // width)
+        for first in range(0, len(src_rows), step):
+            part = slice(first, first + step)
+            target[dst_rows[part]] = source[src_rows[part]]
 
     def allocate(self, size: int) -> tuple[int, Any]:
         owner = np.zeros(size, np.uint8)
