@@ -6,10 +6,12 @@ all of it once and adds one sample.
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cases
@@ -19,7 +21,7 @@ from common import Samples, elapsed
 from peer import Mooncake, Remote, receiver, staging_module
 
 from sglang_mixkv.core.plan import Copies, Plan
-from sglang_mixkv.transfer.bounded import BoundedEngine
+from sglang_mixkv.transfer.bounded import BoundedEngine, Started
 from sglang_mixkv.transfer.direct import MAX_DESCRIPTORS
 from sglang_mixkv.transfer.rows import HostRows, RowCopy
 from sglang_mixkv.transfer.writer import Chunk, ChunkWriter, Written
@@ -29,6 +31,7 @@ STAGING = 256 * MIB  # the receiver's buffer; the product's default
 PACK = 64 * MIB  # a transfer thread's: the same, over SGLang's four transfer threads
 AT_ONCE = 8
 WHOLE_LAYERS = 61
+DONE = pickle.dumps(("done", (0,)))
 
 
 class TimedRows(HostRows):
@@ -42,6 +45,22 @@ class TimedRows(HostRows):
         self.pack += time.perf_counter() - start
 
 
+class TimedEngine(BoundedEngine):
+    """The product's engine; what is begun and waited for later counts with the wire too."""
+
+    def start(self, *write: Any) -> Started | None:
+        start = time.perf_counter()
+        started = super().start(*write)
+        self._engine.took(start, len(started.numbers) if started else 0)
+        return started
+
+    def finish(self, started: Started) -> int:
+        start = time.perf_counter()
+        code = super().finish(started)
+        self._engine.took(start, 0)
+        return code
+
+
 @dataclass
 class Sender:
     """The senders' process: one engine, the receiver at the other end."""
@@ -52,11 +71,12 @@ class Sender:
 
     def __post_init__(self) -> None:
         self.sessions, self.pool, self.plain = self.remote.hello()
-        self.bounded = BoundedEngine(self.engine, Mooncake)
+        self.bounded = TimedEngine(self.engine, Mooncake)
         self.bounded.batch_register([self.truth.ctypes.data], [self.truth.nbytes])
         self.rows = TimedRows()
         self.stock: Any = None
         self.buffers: dict[int, Any] = {}
+        self.writers: dict[tuple[str, int], ChunkWriter] = {}
 
     def buffer(self, slot: int) -> Any:
         """The pack buffer of transfer thread number `slot`, made once."""
@@ -65,7 +85,11 @@ class Sender:
         return self.buffers[slot]
 
     def writer(self, mode: str, slot: int = 0) -> ChunkWriter:
-        return ChunkWriter(self.bounded, self.rows, lambda: self.buffer(slot), mode)
+        """That of transfer thread number `slot`, made once."""
+        if (mode, slot) not in self.writers:
+            make = partial(self.buffer, slot)
+            self.writers[mode, slot] = ChunkWriter(self.bounded, self.rows, make, mode)
+        return self.writers[mode, slot]
 
     def plan(self, case: Case, sender: int) -> Plan:
         return cases.plan(case, sender, self.truth.ctypes.data, self.pool)
@@ -151,7 +175,7 @@ class Run:
     def _finish(self, samples: Samples, start: float, **more: float) -> None:
         one = self.sender
         sent = time.perf_counter()
-        known, complete = one.remote.done(0)
+        known, complete = one.remote.say(DONE)
         pack, wire = one.rows.pack, one.engine.wire
         samples.add(
             complete - start, plan=sent - start - pack - wire, pack=pack, wire=wire,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing as mp
 import os
+import pickle
 import sys
 import time
 from collections.abc import Iterator
@@ -39,34 +40,37 @@ def staging_module() -> ModuleType:
 
 
 class Mooncake:
-    """A Mooncake engine with the calls of SGLang's MooncakeTransferEngine that are used.
+    """A Mooncake engine with what is used of SGLang's MooncakeTransferEngine.
 
-    `wire`: seconds spent in writes; `calls`, `descriptors` and `bytes` count them.
+    `wire`: seconds spent in waiting for writes; `descriptors` counts their ranges.
     """
 
     def __init__(self) -> None:
         from mooncake.engine import TransferEngine
 
-        self._engine = TransferEngine()
-        if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
+        self.engine = TransferEngine()
+        if self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
             raise RuntimeError("Mooncake could not be initialised")
-        self.session = f"127.0.0.1:{self._engine.get_rpc_port()}"
+        self.session = f"127.0.0.1:{self.engine.get_rpc_port()}"
         self.reset()
 
     def reset(self) -> None:
-        self.wire, self.calls, self.descriptors, self.bytes = 0.0, 0, 0, 0
+        self.wire, self.descriptors = 0.0, 0
 
     def batch_register(self, addresses: list[int], lengths: list[int]) -> int:
-        return int(self._engine.batch_register_memory(addresses, lengths))
+        return int(self.engine.batch_register_memory(addresses, lengths))
 
     def batch_transfer_sync(
         self, session: str, src: list[int], dst: list[int], lengths: list[int]
     ) -> int:
         start = time.perf_counter()
-        code = int(self._engine.batch_transfer_sync_write(session, src, dst, lengths))
-        self.wire += time.perf_counter() - start
-        self.calls, self.descriptors = self.calls + 1, self.descriptors + len(lengths)
+        code = int(self.engine.batch_transfer_sync_write(session, src, dst, lengths))
+        self.took(start, len(lengths))
         return code
+
+    def took(self, start: float, ranges: int) -> None:
+        self.wire += time.perf_counter() - start
+        self.descriptors += ranges
 
 
 class Receiver:
@@ -91,6 +95,7 @@ class Receiver:
             "by page": product.Staging(None, rows, scratch),
         }
         self.case: Case | None = None
+        self.heard = 0.0
 
     def hello(self) -> tuple[list[str], int, int]:
         """Sessions, address of the pool, address of the area for one contiguous write."""
@@ -123,11 +128,10 @@ class Receiver:
         return staging_module().Slices(dst_draft(case), pointers, senders, size)
 
     def done(self, room: int) -> tuple[float, float]:
-        """All senders have answered: (moment this was known, moment the pool was complete)."""
-        known = time.perf_counter()
+        """All senders have answered: (moment this was heard, moment the pool was complete)."""
         for staging in self.stagings.values():
             staging.scatter(room)
-        return known, time.perf_counter()
+        return self.heard, time.perf_counter()
 
     def wrong(self) -> int:
         return wrong_bytes(self._case(), self.truth, self.pool)
@@ -143,7 +147,9 @@ def _serve(address: str, *args: Any) -> None:
     socket.connect(address)
     receiver = Receiver(*args)
     while True:
-        name, values = socket.recv_pyobj()
+        message = socket.recv()
+        receiver.heard = time.perf_counter()
+        name, values = pickle.loads(message)
         if name == "stop":
             os._exit(0)
         try:
@@ -162,7 +168,11 @@ class Remote:
         return lambda *values: self._ask(name, values)
 
     def _ask(self, name: str, values: tuple[Any, ...]) -> Any:
-        self._socket.send_pyobj((name, values))
+        return self.say(pickle.dumps((name, values)))
+
+    def say(self, message: bytes) -> Any:
+        """Its answer to a message that was made before: pickled name and values of a call."""
+        self._socket.send(message)
         answer = self._socket.recv_pyobj()
         if isinstance(answer, Exception):
             raise answer

@@ -51,16 +51,20 @@ from sglang_mixkv.transfer.writer import Chunk
 LARGEST = STAGING  # bytes of a case; beyond it no region could be granted
 MOST_RANGES = 33_000  # a method that needs more is skipped: a second a sample, and more
 WHOLE_LIMIT, TARGET_LIMIT = 1.05, 1.02
-FEW = 9  # samples of a whole request in direct slices: three times as slow as the others
+MANY_RANGES = 1000  # a method of more is timed in turns of its own, FEW times: it takes as long as
+FEW = 9  # dozens of the others, and they would start from what it left in the caches
 
 
 # ---------------------------------------------------------------- slices alone
 
 
-def slice_methods(run: Run, choice: str) -> dict[str, Callable[[Samples], Any]]:
-    """The methods of a case, without those that need an absurd number of ranges, and without
-    a region where `auto` would not grant one."""
-    case, found = run.case, {"plain": run.plain}
+Methods = dict[str, Callable[[Samples], Any]]
+
+
+def slice_methods(run: Run, choice: str) -> tuple[Methods, Methods]:
+    """The methods of a case, those of many ranges by themselves, without those of an absurd
+    number, and without a region where `auto` would not grant one."""
+    case, few, many = run.case, {"plain": run.plain}, {"plain": run.plain}
     tokens = cases.ENTRIES * case.tokens * case.senders
     gather = case.direction == "gather"
     ways = {
@@ -71,10 +75,11 @@ def slice_methods(run: Run, choice: str) -> dict[str, Callable[[Samples], Any]]:
     }
     for way, ranges in ways.items():
         if 0 < ranges <= MOST_RANGES:
+            found = many if ranges > MANY_RANGES and way != choice else few
             found[way] = lambda samples, way=way: run.product(samples, way)
     if tokens <= MOST_RANGES:
-        found["stock"] = run.stock
-    return found
+        many["stock"] = run.stock
+    return few, many
 
 
 def auto_choice(run: Run) -> str:
@@ -94,25 +99,28 @@ def measure_slices(sender: Sender, case: Case, count: int) -> list[Record]:
     """One record a method. Raises RuntimeError when bytes are wrong or a call failed."""
     run = Run(sender, case)
     choice = auto_choice(run)
-    methods = slice_methods(run, choice)
-    timed = {name: method for name, method in methods.items() if name != "plain"}
+    few, many = slice_methods(run, choice)
+    timed = {name: method for name, method in (few | many).items() if name != "plain"}
     run.plain(Samples())
     wrong = {name: run.checked(method) for name, method in timed.items()}
-    samples = interleave(methods, count)
+    slow = interleave(many, min(count, FEW)) if len(many) > 1 else {}
+    samples = interleave(few, count)
     wrong |= {f"{name}, last": run.checked(method) for name, method in timed.items()}
     if any(wrong.values()) or run.codes:
         raise RuntimeError(f"{case}: wrong bytes {wrong}, return codes {run.codes}")
-    return [_record(case, name, taken, samples, choice) for name, taken in samples.items()]
+    slow_plain = slow.pop("plain", Samples())
+    return [
+        *(_record(case, name, taken, samples["plain"], choice) for name, taken in samples.items()),
+        *(_record(case, name, taken, slow_plain, choice) for name, taken in slow.items()),
+    ]
 
 
-def _record(
-    case: Case, name: str, taken: Samples, samples: dict[str, Samples], choice: str
-) -> Record:
+def _record(case: Case, name: str, taken: Samples, plain: Samples, choice: str) -> Record:
     return {
         "direction": case.direction, "senders": case.senders, "tokens": case.tokens,
         "page_size": case.page_size, "layout": case.layout, "heads": case.heads,
         "bytes": case.draft_bytes, "method": name, "auto": choice,
-        **taken.record(), "ratio": ratio(taken, samples["plain"]),
+        **taken.record(), "ratio": ratio(taken, plain),
     }  # fmt: skip
 
 

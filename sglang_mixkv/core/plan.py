@@ -35,9 +35,13 @@ class Blocks:
     dst: Ints
     length: Ints
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return int(self.length.sum())
+
+    def lists(self) -> tuple[list[int], list[int], list[int]]:
+        """As Mooncake's binding takes them."""
+        return self.src.tolist(), self.dst.tolist(), self.length.tolist()
 
     @staticmethod
     def concat(parts: Iterable[Blocks]) -> Blocks:
@@ -96,6 +100,11 @@ class Copies:
     @cached_property
     def bytes_per_token(self) -> int:
         return int(self.width.sum())
+
+    @cached_property
+    def slices(self) -> Ints:
+        """Addresses of the first row's slice, at the source."""
+        return self.src + self.src_offset
 
     @cached_property
     def region(self) -> Copies:
@@ -209,6 +218,14 @@ class Plan:
                 )
 
 
+def consecutive(numbers: Ints) -> range | None:
+    """These numbers as a range, if each is one more than the one before. Not for none at all."""
+    first, count = int(numbers[0]), len(numbers)
+    if int(numbers[-1]) - first == count - 1 and bool((numbers[1:] - numbers[:-1] == 1).all()):
+        return range(first, first + count)
+    return None
+
+
 def runs_of(*lists: Ints) -> tuple[Ints, Ints]:
     """Runs of numbers that are neighbours in all of these equal-length lists: (place of the
     first, how many)."""
@@ -244,6 +261,10 @@ class PagePairs:
     def cut(self, start: int, stop: int | None = None) -> PagePairs:
         return PagePairs(self.src[start:stop], self.dst[start:stop])
 
+    def only(self, pages: range) -> PagePairs:
+        """Those at these places."""
+        return self if len(pages) == len(self) else self.cut(pages.start, pages.stop)
+
     @cached_property
     def runs(self) -> Runs:
         """Runs on both sides."""
@@ -252,17 +273,24 @@ class PagePairs:
     @cached_property
     def dst_runs(self) -> Runs:
         """Runs at the destination, for pages that were packed in this order."""
+        if len(self) and consecutive(self.dst) is not None:
+            return np.zeros(1, np.int64), self.dst[:1], np.array([len(self)], np.int64)
         first, count = runs_of(self.dst)
         return first, self.dst[first], count
 
 
 def whole_blocks(copies: Copies, page_size: int, runs: Runs) -> Blocks:
     """One range a copy and run, entry after entry. Every copy must be `whole`."""
+    return run_blocks(copies.src, copies.dst, copies.width * page_size, runs)
+
+
+def run_blocks(src: Ints, dst: Ints, page_bytes: Ints, runs: Runs) -> Blocks:
+    """One range an entry and run, entry after entry: base addresses, and bytes of a page."""
     first_src, first_dst, count = runs
-    item = (copies.width * page_size)[:, None]
+    item = page_bytes[:, None]
     return Blocks(
-        (copies.src[:, None] + first_src * item).ravel(),
-        (copies.dst[:, None] + first_dst * item).ravel(),
+        (src[:, None] + first_src * item).ravel(),
+        (dst[:, None] + first_dst * item).ravel(),
         (count * item).ravel(),
     )
 

@@ -3,9 +3,12 @@
 The transport fails above some 2,048 ranges in flight an engine and peer, and after such an
 overflow the engine can be stuck towards that peer for good: each call returns -1 after a
 second, while the peer still answers a probe. So all threads together have at most
-MAX_DESCRIPTORS ranges in flight, and an engine whose call failed although the peer answers is
+IN_FLIGHT ranges in flight, and an engine whose write failed although the peer answers is
 replaced by a new one, with the same memory registered. A peer does not notice: the engine's
 own session is never told to it.
+
+Writes that go on by themselves (`start`) have a share of their own: no call waits for room that
+is only given back by a thread which itself waits.
 
 The failed call is not repeated: bytes of it may still arrive, and the request that it belongs
 to fails. The old engine is kept, since ending it takes a second in which Python stands still.
@@ -15,15 +18,28 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from sglang_mixkv.transfer.direct import MAX_DESCRIPTORS
+from sglang_mixkv.transfer.direct import MAX_DESCRIPTORS, STARTED
 
 logger = logging.getLogger(__name__)
 
 MOST_ENGINES = 8
+POLL_S = 5e-5
+GIVE_UP_S = 30.0  # as Mooncake does with a call that waits, unless told else
+
+
+@dataclass(frozen=True)
+class Started:
+    """Writes that go on by themselves: Mooncake's numbers of them, one a range, 0 of one that it
+    turned down, and the engine that does them."""
+
+    engine: Any
+    session: str
+    numbers: list[int]
 
 
 class BoundedEngine:
@@ -40,6 +56,7 @@ class BoundedEngine:
         self._turn = threading.Lock()
         self._room = threading.Condition()
         self._in_flight = 0
+        self._started = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -65,28 +82,63 @@ class BoundedEngine:
         """As the engine's, in calls of at most the limit. The first non-zero code ends it."""
         for start in range(0, len(lengths), self._limit):
             part = slice(start, start + self._limit)
-            with self._held(len(lengths[part])):
-                engine = self._engine
+            count = len(lengths[part])
+            self._take(count)
+            engine = self._engine
+            try:
                 code: int = engine.batch_transfer_sync(
                     session_id, buffers[part], peer_buffer_addresses[part], lengths[part]
                 )
+            finally:
+                self._give_back(count)
             if code != 0:
                 self._replace_if_stuck(engine, session_id)
                 return code
         return 0
 
-    @contextmanager
-    def _held(self, count: int) -> Iterator[None]:
+    def start(
+        self, session_id: str, buffers: list[int], peer_buffer_addresses: list[int],
+        lengths: list[int],
+    ) -> Started | None:  # fmt: skip
+        """Begin these writes and come back at once; `finish` has to follow.
+
+        None, with nothing begun, where too many are under way or Mooncake does not offer it.
+        """
+        engine, count = self._engine, len(lengths)
+        mooncake = getattr(engine, "engine", None)
+        if not hasattr(mooncake, "transfer_submit_write") or not self._start_more(count):
+            return None
+        ranges = zip(buffers, peer_buffer_addresses, lengths, strict=True)
+        return Started(engine, session_id, [_submit(mooncake, session_id, r) for r in ranges])
+
+    def finish(self, started: Started) -> int:
+        """Wait for these writes: 0, or -1 if any of them failed."""
+        mooncake, deadline = started.engine.engine, time.monotonic() + GIVE_UP_S
+        codes = [_outcome(mooncake, number, deadline) for number in started.numbers]
+        with self._room:
+            self._started -= len(codes)
+        if not any(codes):
+            return 0
+        self._replace_if_stuck(started.engine, started.session)
+        return -1
+
+    def _start_more(self, count: int) -> bool:
+        with self._room:
+            fits = self._started + count <= STARTED
+            self._started += count if fits else 0
+            return fits
+
+    def _take(self, count: int) -> None:
         """Room for so many ranges, in the order of asking: a large call is not passed by."""
         with self._turn, self._room:
-            self._room.wait_for(lambda: self._in_flight + count <= self._limit)
+            while self._in_flight + count > self._limit:
+                self._room.wait()
             self._in_flight += count
-        try:
-            yield
-        finally:
-            with self._room:
-                self._in_flight -= count
-                self._room.notify_all()
+
+    def _give_back(self, count: int) -> None:
+        with self._room:
+            self._in_flight -= count
+            self._room.notify_all()
 
     def _replace_if_stuck(self, engine: Any, session: str) -> None:
         """A new engine in the place of one that failed towards a peer that is there."""
@@ -116,3 +168,27 @@ class BoundedEngine:
             "sglang-mixkv: a transfer to %s failed although it answers; the transfer engine was "
             "replaced", session,
         )  # fmt: skip
+
+
+def _submit(mooncake: Any, session: str, one: tuple[int, int, int]) -> int:
+    """Mooncake's number of this write; 0 if it was turned down."""
+    try:
+        number = int(mooncake.transfer_submit_write(session, *one))
+    except Exception:
+        logger.exception("sglang-mixkv could not begin a write to %s", session)
+        return 0
+    return number if 0 < number < 1 << 63 else 0  # a pointer, 0, or -1 as it may be unsigned
+
+
+def _outcome(mooncake: Any, number: int, deadline: float) -> int:
+    """0 when this write is done; -1 if it failed, was turned down, or is not done by then.
+    Mooncake forgets the number of one that ended."""
+    try:
+        while number and (state := int(mooncake.transfer_check_status(number))) <= 0:
+            if state < 0 or time.monotonic() > deadline:
+                return -1
+            time.sleep(POLL_S)
+    except Exception:
+        logger.exception("sglang-mixkv does not know what became of a write")
+        return -1
+    return 0 if number else -1

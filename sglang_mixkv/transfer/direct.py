@@ -1,7 +1,7 @@
 """The direct path: byte ranges as they are, in batches that Mooncake's TCP transport takes.
 
-About 2,048 descriptors in flight an engine and peer is where the transport starts to fail; a
-batch here is half of that. What all threads have in flight together: bounded.py.
+About 2,048 descriptors in flight an engine and peer is where the transport starts to fail; at
+most half of that are used. What all threads have in flight together: bounded.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import Protocol
 
 from sglang_mixkv.core.plan import Blocks
 
-MAX_DESCRIPTORS = 1024
+IN_FLIGHT = 1024
+STARTED = 128  # of them, in writes that go on by themselves
+MAX_DESCRIPTORS = IN_FLIGHT - STARTED
 
 
 class Engine(Protocol):
@@ -29,7 +31,9 @@ def write(engine: Engine, session: str, blocks: Blocks) -> int:
     one may still arrive: the destination must be held until they cannot.
     """
     total = len(blocks.length)
-    first = int(blocks.length[0]) if total else 0
+    if total <= MAX_DESCRIPTORS:
+        return engine.batch_transfer_sync(session, *blocks.lists()) if total else 0
+    first = int(blocks.length[0])
     alike = bool((blocks.length == first).all())
     for start in range(0, total, MAX_DESCRIPTORS):
         batch = slice(start, start + MAX_DESCRIPTORS)

@@ -6,7 +6,9 @@
             the receiver granted; the receiver scatters when every sender has answered
 
 Either way a chunk's slices become ranges as long as the destination is contiguous. A chunk
-larger than the pack buffer goes through it in several rounds.
+larger than the pack buffer goes through it in several rounds; over TCP, so does every chunk of
+some MiB, in rounds that begin small and double: while one is on the wire the next is packed
+(ahead.py), so that little but the first has to be waited for.
 
 Without room for a region, slices that are part of a row go by page (`by_page_rows`): a range
 a page into the destination's own pages, which the receiver then puts in the order of rows.
@@ -19,17 +21,19 @@ are not worth one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from sglang_mixkv.core.plan import Blocks, Copies, Ints, PagePairs, whole_blocks
-from sglang_mixkv.transfer.rows import RowCopy, RowNumbers, Rows, consecutive
+from sglang_mixkv.core.plan import Blocks, Copies, Ints, PagePairs, consecutive, run_blocks
+from sglang_mixkv.transfer.rows import RowCopy, RowNumbers, Rows
 
 DIRECT_DESCRIPTORS = 16
 DIRECT_MEAN = 96 << 10
+FIRST_ROUND = 256 << 10  # bytes of an entry, so that rounds do not make ranges short
+MANY_ROUNDS = 4  # as large as the first; with less than that, one round is as fast
 
 
 def prefer_packed(descriptors: int, total_bytes: int, mode: str) -> bool:
@@ -64,6 +68,15 @@ def rows_of(pages: Ints, page_size: int) -> RowNumbers:
     return (pages[:, None] * page_size + np.arange(page_size)).ravel()
 
 
+@dataclass(frozen=True)
+class Packing:
+    """Copies that go through the pack buffer. `cuts`: the pages of each round."""
+
+    copies: Copies
+    pairs: PagePairs
+    cuts: list[range]
+
+
 @dataclass
 class PackBuffer:
     """One thread's registered buffer, at `address`, of `size` bytes."""
@@ -72,25 +85,53 @@ class PackBuffer:
     size: int
     owner: Any
 
+    def cuts(self, copies: Copies, page_size: int, pages: int, overlap: bool) -> list[range]:
+        """The pages of each round. `overlap`: one can be packed while others are on the wire.
+        A page of all entries must fit."""
+        per_page = copies.bytes_per_token * page_size
+        size = most = self.size // per_page
+        first = max(1, len(copies) * FIRST_ROUND // per_page)
+        if overlap and most > 1 and pages >= MANY_ROUNDS * first:
+            most //= 2
+            size = min(most, first)
+        found, start = [], 0
+        while start < pages:
+            found.append(range(start, min(pages, start + size)))
+            start, size = start + size, min(most, 2 * size)
+        return found
+
     def rounds(
-        self, rows: Rows, copies: Copies, page_size: int, pairs: PagePairs
+        self, rows: Rows, page_size: int, packings: list[Packing], settle: Callable[[], int]
     ) -> Iterator[Blocks]:
-        """Pack and yield the ranges of one round at a time; the buffer is reused between.
+        """Pack and yield the ranges of one round at a time.
 
-        Every copy's slice must be its destination's whole row.
+        `settle`: wait until nothing reads the buffer; called before any of it is used again.
+        No more rounds after it returned another code than 0. Every copy's slice must be
+        its destination's whole row.
         """
-        step = max(1, self.size // (copies.bytes_per_token * page_size))
-        for start in range(0, len(pairs), step):
-            part = pairs if step >= len(pairs) else pairs.cut(start, start + step)
-            yield self._round(rows, copies, page_size, part)
+        at = self.size
+        for packing in packings:
+            copies = packing.copies
+            for pages in packing.cuts:
+                need = len(pages) * copies.bytes_per_token * page_size
+                if at + need > self.size:
+                    if settle():
+                        return
+                    at = 0
+                pairs = packing.pairs.only(pages)
+                yield self._round(rows, copies, page_size, pairs, self.address + at)
+                at += need
 
-    def _round(self, rows: Rows, copies: Copies, page_size: int, pairs: PagePairs) -> Blocks:
+    @staticmethod
+    def _round(
+        rows: Rows, copies: Copies, page_size: int, pairs: PagePairs, address: int
+    ) -> Blocks:
         tokens = len(pairs) * page_size
-        packed = from_region(copies, self.address, tokens)
+        area = address + copies.region.dst * tokens
         rows.copy(
             RowCopy(
-                src=copies.src + copies.src_offset,
-                dst=packed.src,
+                src=copies.slices,
+                dst=area,
                 src_stride=copies.src_row,
                 dst_stride=copies.width,
                 width=copies.width,
@@ -98,7 +139,7 @@ class PackBuffer:
                 dst_rows=range(tokens),
             )
         )
-        return whole_blocks(packed, page_size, pairs.dst_runs)
+        return run_blocks(area, copies.dst, copies.width * page_size, pairs.dst_runs)
 
 
 def scatter(rows: Rows, copies: Copies, page_size: int, region_page: int, dst_pages: Ints) -> None:

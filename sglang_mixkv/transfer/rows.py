@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from sglang_mixkv.core.plan import Ints
+from sglang_mixkv.core.plan import Ints, consecutive
 
 RowNumbers = Ints | range
 """Rows of a copy; consecutive ones are better given as a range."""
@@ -104,14 +104,6 @@ def numbers(rows: RowNumbers) -> Ints:
 def _end(rows: Ints | slice) -> int:
     """The number after the last row's."""
     return int(rows.stop if isinstance(rows, slice) else rows.max() + 1)
-
-
-def consecutive(rows: Ints) -> range | None:
-    """These numbers as a range, if each is one more than the one before. Not for none at all."""
-    first, count = int(rows[0]), len(rows)
-    if int(rows[-1]) - first == count - 1 and bool((rows[1:] - rows[:-1] == 1).all()):
-        return range(first, first + count)
-    return None
 
 
 def _as_slice(rows: RowNumbers) -> Ints | slice:

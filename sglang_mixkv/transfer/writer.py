@@ -19,7 +19,9 @@ from sglang_mixkv.core.plan import (
 )
 from sglang_mixkv.core.wire import Grant
 from sglang_mixkv.transfer import direct
-from sglang_mixkv.transfer.packed import PackBuffer, prefer_packed
+from sglang_mixkv.transfer.ahead import Ahead
+from sglang_mixkv.transfer.bounded import BoundedEngine
+from sglang_mixkv.transfer.packed import PackBuffer, Packing, prefer_packed
 from sglang_mixkv.transfer.rows import Rows
 
 NO_GRANT = Grant(0, 0)
@@ -53,11 +55,13 @@ class Written:
 
 
 @dataclass(frozen=True)
-class _Packed:
-    """Copies that go through the pack buffer."""
+class _Batch:
+    """Ranges that are written in one go; bytes of them that were packed. `wait`: there is nothing
+    to pack meanwhile."""
 
-    copies: Copies
-    pairs: PagePairs
+    blocks: Blocks
+    packed: int
+    wait: bool
 
 
 class ChunkWriter:
@@ -71,23 +75,27 @@ class ChunkWriter:
         mode: str,
     ) -> None:
         self._engine, self._rows, self._mode = engine, rows, mode
+        self._overlap = isinstance(engine, BoundedEngine)
         self._make_buffer = make_buffer
         self._buffer: PackBuffer | None = None
 
     def write(self, session: str, plan: Plan, chunk: Chunk, grant: Grant | None = None) -> Written:
-        """Write one chunk, target and draft, in as few batches as the pack buffer allows.
+        """Write one chunk, target and draft. Nothing of it is under way when this returns.
 
         Raises MixKVError, with nothing written, for pages outside the granted region.
         """
         ways = list(self._ways(plan, chunk, grant or NO_GRANT))
-        code, descriptors, packed_bytes, wire_bytes = 0, 0, 0, 0
-        for batch, packed in self._batches(ways, plan.page_size):
-            descriptors += len(batch.length)
-            packed_bytes += packed
-            wire_bytes += batch.bytes
-            code = direct.write(self._engine, session, batch)
-            if code:
-                break
+        ahead = Ahead(self._engine, session)
+        descriptors, packed_bytes, wire_bytes = 0, 0, 0
+        try:
+            for batch in self._batches(ways, plan.page_size, ahead):
+                descriptors += len(batch.blocks.length)
+                packed_bytes += batch.packed
+                wire_bytes += batch.blocks.bytes
+                if ahead.write(batch.blocks, batch.wait):
+                    break
+        finally:
+            code = ahead.settle()
         return Written(
             code,
             len(chunk.src_pages) * plan.target_bytes_per_page,
@@ -97,7 +105,7 @@ class ChunkWriter:
             wire_bytes,
         )
 
-    def _ways(self, plan: Plan, chunk: Chunk, grant: Grant) -> Iterator[Blocks | _Packed]:
+    def _ways(self, plan: Plan, chunk: Chunk, grant: Grant) -> Iterator[Blocks | Packing]:
         """Everything of this chunk, as ranges or as something to pack."""
         pairs = PagePairs(chunk.src_pages, chunk.dst_pages)
         draft_pairs = pairs.cut(chunk.skip) if chunk.skip else pairs
@@ -109,7 +117,7 @@ class ChunkWriter:
 
     def _to_pool(
         self, copies: Copies, page_size: int, pairs: PagePairs, grant: Grant
-    ) -> Iterator[Blocks | _Packed]:
+    ) -> Iterator[Blocks | Packing]:
         if not len(pairs):
             return
         whole, fill, part = copies.parts.whole, copies.parts.fill, copies.parts.part
@@ -124,7 +132,7 @@ class ChunkWriter:
 
     def _to_region(
         self, plan: Plan, chunk: Chunk, pairs: PagePairs, grant: Grant
-    ) -> Iterator[Blocks | _Packed]:
+    ) -> Iterator[Blocks | Packing]:
         """The draft slices into the region: page after page of the request, from its first."""
         if not len(pairs) or not len(plan.draft):
             return
@@ -144,14 +152,14 @@ class ChunkWriter:
             fill = parts.fill.placed(grant.address, grant.tokens)
             yield self._fill(fill, plan.page_size, pairs)
 
-    def _fill(self, fill: Copies, page_size: int, pairs: PagePairs) -> Blocks | _Packed:
+    def _fill(self, fill: Copies, page_size: int, pairs: PagePairs) -> Blocks | Packing:
         """Slices that fill the destination's row: packed, or a range a token."""
         packed = self._packed(fill, page_size, pairs, len(pairs) * page_size)
         return packed or token_blocks(fill, page_size, pairs.src, pairs.dst)
 
     def _packed(
         self, copies: Copies, page_size: int, pairs: PagePairs, ranges: int
-    ) -> _Packed | None:
+    ) -> Packing | None:
         """These copies to be packed; None where the rule says no, where that would not halve
         the `ranges` each of them needs otherwise, or where a page does not fit."""
         if 2 * len(pairs.dst_runs[0]) > ranges:
@@ -162,21 +170,36 @@ class ChunkWriter:
         self._buffer = self._buffer or self._make_buffer()
         if self._buffer is None or per_page > self._buffer.size:
             return None
-        rounds = -(-len(pairs) // (self._buffer.size // per_page))
-        if 2 * (len(pairs.dst_runs[0]) + rounds - 1) > ranges:  # a round ends a run
-            return None
-        return _Packed(copies, pairs)
+        for overlap in (self._overlap, False):
+            cuts = self._buffer.cuts(copies, page_size, len(pairs), overlap)
+            if 2 * (len(pairs.dst_runs[0]) + len(cuts) - 1) <= ranges:  # a round ends a run
+                return Packing(copies, pairs, cuts)
+        return None
 
     def _batches(
-        self, ways: list[Blocks | _Packed], page_size: int
-    ) -> Iterator[tuple[Blocks, int]]:
-        """What is written in one go, and its packed bytes: all ranges with the first round
-        through the pack buffer, then round by round."""
-        pending = [way for way in ways if isinstance(way, Blocks)]
-        for way in ways:
-            if isinstance(way, _Packed) and self._buffer is not None:
-                for ranges in self._buffer.rounds(self._rows, way.copies, page_size, way.pairs):
-                    yield Blocks.concat([*pending, ranges]), ranges.bytes
-                    pending = []
-        if pending:
-            yield Blocks.concat(pending), 0
+        self, ways: list[Blocks | Packing], page_size: int, ahead: Ahead
+    ) -> Iterator[_Batch]:
+        """Round after round through the pack buffer, and all other ranges: in one batch where all
+        that is packed fits, else with the first round, or, where rounds go on by themselves,
+        after all of them."""
+        others = [way for way in ways if isinstance(way, Blocks)]
+        packings = [way for way in ways if isinstance(way, Packing)]
+        if packings and self._buffer is not None:
+            rounds = self._buffer.rounds(self._rows, page_size, packings, ahead.settle)
+            overlap = self._overlap
+            if self._at_once(packings, page_size):
+                rounds, overlap = iter([Blocks.concat(rounds)]), False
+            for ranges in rounds:
+                if overlap:
+                    yield _Batch(ranges, ranges.bytes, wait=False)
+                else:
+                    yield _Batch(Blocks.concat([*others, ranges]), ranges.bytes, wait=True)
+                    others = []
+        if others:
+            yield _Batch(Blocks.concat(others), 0, wait=True)
+
+    def _at_once(self, packings: list[Packing], page_size: int) -> bool:
+        """Whether all of it is small: one round each, and together no more than the buffer."""
+        assert self._buffer is not None
+        sizes = [len(p.pairs) * p.copies.bytes_per_token * page_size for p in packings]
+        return all(len(p.cuts) == 1 for p in packings) and sum(sizes) <= self._buffer.size

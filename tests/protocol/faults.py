@@ -132,6 +132,42 @@ def failing_transport(times: int, written: bool = False) -> Inject:
     return inject
 
 
+def failing_started(written: bool) -> Inject:
+    """The first write of this rank that goes on by itself fails; with `written` the bytes arrive
+    all the same."""
+
+    def inject(rank: Rank) -> None:
+        engine, left = rank.manager.engine, [1]
+        mooncake = engine._engine.engine
+        real_submit = mooncake.transfer_submit_write
+
+        def submit(session: str, *one: int) -> int:
+            if not left:
+                return int(real_submit(session, *one))
+            left.clear()
+            rank.strike()
+            if written:
+                number = int(real_submit(session, *one))
+                while mooncake.transfer_check_status(number) == 0:
+                    time.sleep(0.001)
+            return 0
+
+        engine._engine.engine = Wrapped(mooncake, transfer_submit_write=submit)
+
+    return inject
+
+
+class Wrapped:
+    """Another object with some of its methods replaced."""
+
+    def __init__(self, other: Any, **replaced: Any) -> None:
+        self._other = other
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._other, name)
+
+
 def overflow(rank: Rank) -> None:
     """This rank's first write comes with more ranges in flight than Mooncake's TCP transport
     takes: its engine is then stuck towards that peer for good."""
@@ -636,6 +672,16 @@ def _transport() -> Iterator[Fault]:
             group, f"engine of the {name} sender stuck for good",
             "4 x 8,000 ranges in flight at once, past SGLang's engine's limit",
             _prefill_fault(rank, overflow), words=words,
+        )  # fmt: skip
+    for written in (False, True):
+        yield Fault(
+            group, "a write that goes on by itself fails" + written * " although the bytes arrive",
+            "Mooncake turns the first of them down" + written * " after it was done",
+            lambda written=written: case(
+                1, 2, faults={("prefill", 0): failing_started(written)}, small_rounds=True,
+                config={"draft_transfer": "packed"},
+            ),
+            words=words,
         )  # fmt: skip
     yield Fault(
         group, "no memory for decode's staging buffer", "registering it fails; slices by page",

@@ -29,6 +29,8 @@ import numpy as np
 from protocol import model
 from protocol.model import Cache, Case
 
+from sglang_mixkv.transfer import packed
+
 LIMIT_S = 60
 RESTART_S = 4  # a server that is started anew is away for longer than a heartbeat
 # As MetadataBuffers lays them out: six rows, the drafter's three, the room.
@@ -135,6 +137,8 @@ class Rank:
         )
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
         setattr(args, ATTRIBUTE, Config(enabled=enabled, **case.extra.get("config", {})))
+        if case.extra.get("small_rounds"):  # as chunks of MiB have them
+            packed.FIRST_ROUND, packed.MANY_ROUNDS = 64, 1
         publish(args, role="tokenizer")
         get_parallel().override_permanently(
             tp_rank=tp_rank, pp_rank=self.stage, attn_tp_rank=self.attn_rank,

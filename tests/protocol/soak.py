@@ -96,7 +96,7 @@ class Soak:
         uses = sum(-(-r.tokens // self.page_size) for r in requests)
         return SoakCase(
             self.prefill_tp, self.decode_tp, requests=requests, page_size=self.page_size,
-            seed=self.seed, extra={"config": {"staging_mb": 1}},
+            seed=self.seed, extra={"config": {"staging_mb": 1}, "small_rounds": True},
             soak=self, pages_in_pool=max(uses // self.reuse, 2 * most),
         )  # fmt: skip
 

@@ -309,6 +309,35 @@ def test_both_paths_give_the_same_bytes(prefill_tp: int, decode_tp: int, mode: s
     assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
 
 
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(4, 1), (1, 4), (2, 4)])
+def test_rounds_that_overlap_give_the_same_bytes(prefill_tp: int, decode_tp: int) -> None:
+    """Scattered pages, so that senders pack in both directions; writes that go on by themselves,
+    as chunks of MiB have them."""
+    draft = Cache("mha", heads=8, layers=2, k_bytes=6, v_bytes=10)
+    requests = (Request(200, chunk_pages=20), Request(133), Request(1), Request(90, chunk_pages=4))
+    extra = {
+        "config": {"draft_transfer": "packed"}, "small_rounds": True,
+        "faults": {("prefill", 0): strike_at_a_started_write},
+    }  # fmt: skip
+    case = Case(prefill_tp, decode_tp, draft=draft, requests=requests, shuffled=True, extra=extra)
+    outcome = run(case)
+    right(outcome)
+    assert case.extra["struck"].value > 0, "no write was started"
+    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
+    planned = outcome.total("target_bytes_sent") + outcome.total("draft_bytes_sent")
+    assert outcome.total("wire_bytes") == planned
+
+
+def strike_at_a_started_write(rank: Rank) -> None:
+    real = rank.manager.engine.finish
+
+    def finish(started: Any) -> int:
+        rank.strike()
+        return int(real(started))
+
+    rank.manager.engine.finish = finish
+
+
 def test_no_room_for_a_region_is_no_failure() -> None:
     """1 MiB of staging for requests that need more: those go by page."""
     draft = Cache("mha", heads=2, k_bytes=256, v_bytes=256)

@@ -17,12 +17,22 @@ def watch(rank: Rank) -> None:
     """Count what the transport is given, keep stock's metric of each request, and read the
     series of this process at the end."""
     stats, engine = rank.manager.stats, rank.manager.engine
-    transfer, snapshot, conclude = engine.batch_transfer_sync, stats.snapshot, rank.conclude
+    transfer, start = engine.batch_transfer_sync, getattr(engine, "start", None)
+    snapshot, conclude = stats.snapshot, rank.conclude
 
-    def counting(session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
+    def count(src: list[int], lengths: list[int]) -> None:
         kv = [n for address, n in zip(src, lengths, strict=True) if not is_aux(rank, address)]
         stats.add(seen_bytes=sum(kv), seen_ranges=len(kv))
+
+    def counting(session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
+        count(src, lengths)
         return int(transfer(session, src, dst, lengths))
+
+    def counting_started(session: str, src: list[int], dst: list[int], lengths: list[int]) -> Any:
+        started = start(session, src, dst, lengths)
+        if started is not None:
+            count(src, lengths)
+        return started
 
     def concluding(handle: Any, *began: float) -> None:
         conclude(handle, *began)
@@ -32,6 +42,8 @@ def watch(rank: Rank) -> None:
             stats.add(transfer_metric=handle.get_transfer_metric().transfer_total_bytes)
 
     engine.batch_transfer_sync = counting
+    if start is not None:
+        engine.start = counting_started
     rank.conclude = concluding
     stats.snapshot = lambda: {**snapshot(), **series()}
 
@@ -76,12 +88,16 @@ def assert_true(report: RankReport) -> None:
         assert bool(took) == bool(found[f"sent_bytes_total{{{component}}}"])
 
 
-@pytest.mark.parametrize("mode", ["packed", "direct"])
+@pytest.mark.parametrize("mode", ["packed", "direct", "rounds"])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
 def test_series_are_what_the_transport_saw(prefill_tp: int, decode_tp: int, mode: str) -> None:
     draft = Cache("mha", heads=4)
-    config = {"draft_transfer": mode}
-    case = Case(prefill_tp, decode_tp, draft=draft, requests=REQUESTS, extra={"config": config})
+    packs = mode != "direct"
+    extra = {
+        "config": {"draft_transfer": "packed" if packs else "direct"},
+        "small_rounds": mode == "rounds",
+    }
+    case = Case(prefill_tp, decode_tp, draft=draft, requests=REQUESTS, extra=extra)
     outcome = measured(case)
     for report in outcome.prefill:
         assert_true(report)
@@ -90,9 +106,9 @@ def test_series_are_what_the_transport_saw(prefill_tp: int, decode_tp: int, mode
         assert outcome.total(f"{PREFIX}sent_{key}") == outcome.total(f"{PREFIX}needed_{key}") > 0
     assert outcome.total("stock_says") > outcome.total("transfer_metric"), "stock is wrong here"
     packed = outcome.total(f"{PREFIX}path_bytes_total{{packed}}")
-    assert (packed > 0) == (mode == "packed")
-    assert (outcome.total(f"{PREFIX}copy_seconds_total") > 0) == (mode == "packed")
-    assert (outcome.total(f"{PREFIX}staging_size_bytes") > 0) == (mode == "packed")
+    assert (packed > 0) == packs
+    assert (outcome.total(f"{PREFIX}copy_seconds_total") > 0) == packs
+    assert (outcome.total(f"{PREFIX}staging_size_bytes") > 0) == packs
     assert outcome.total(f"{PREFIX}staging_used_bytes") == 0, "all requests have ended"
 
 

@@ -60,7 +60,10 @@ def random_case(number: int) -> Case:
         target_window=target_window,
         draft_window=draw.choice([0, 0, 7, 40]) if draft and not draft.is_mla else 0,
         seed=number,
-        extra={"config": {"draft_transfer": draw.choice(["auto", "direct", "packed"])}},
+        extra={
+            "config": {"draft_transfer": draw.choice(["auto", "direct", "packed"])},
+            "small_rounds": draw.random() < 0.5,
+        },
     )
 
 

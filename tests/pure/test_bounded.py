@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang_mixkv.transfer.bounded import MOST_ENGINES, BoundedEngine
+from sglang_mixkv.transfer import bounded as module
+from sglang_mixkv.transfer.bounded import MOST_ENGINES, BoundedEngine, Started
+from sglang_mixkv.transfer.direct import IN_FLIGHT, MAX_DESCRIPTORS, STARTED
 
 PEER = "peer:1"
 
@@ -27,6 +29,7 @@ class SlowEngine:
         self.memory: dict[int, int] = {}
         self.gates: dict[int, threading.Event] = {}
         self.together: threading.Barrier | None = None
+        self.engine = Mooncake(self)
 
     def batch_transfer_sync(
         self, session_id: str, buffers: list[int], peer_buffer_addresses: list[int],
@@ -61,6 +64,40 @@ class SlowEngine:
         return self.probe
 
 
+class Mooncake:
+    """Mooncake's own engine: writes that are begun, and asked about until they have ended.
+
+    `turned_down`: what it returns instead of a number; `state`: what becomes of a write, after
+    it was asked about `later` times.
+    """
+
+    def __init__(self, owner: SlowEngine) -> None:
+        self.owner = owner
+        self.turned_down: int | None = None
+        self.state, self.later = 1, 2
+        self.asked: dict[int, int] = {}
+
+    def transfer_submit_write(self, session: str, src: int, dst: int, length: int) -> int:
+        assert session == PEER
+        if self.turned_down is not None:
+            return self.turned_down
+        with self.owner.lock:
+            self.owner.now += 1
+            self.owner.most = max(self.owner.most, self.owner.now)
+            self.asked[number := 1000 + len(self.asked)] = 0
+        return number
+
+    def transfer_check_status(self, number: int) -> int:
+        self.asked[number] += 1
+        if self.asked[number] <= self.later:
+            return 0
+        with self.owner.lock:
+            self.owner.now -= 1
+        if self.state > 1:
+            raise RuntimeError("no such write")
+        return self.state
+
+
 def bounded(engine: SlowEngine, limit: int = 100) -> tuple[BoundedEngine, list[SlowEngine]]:
     """With this engine first, and the engines made after it."""
     made: list[SlowEngine] = []
@@ -74,6 +111,10 @@ def bounded(engine: SlowEngine, limit: int = 100) -> tuple[BoundedEngine, list[S
 
 def write(engine: BoundedEngine | SlowEngine, count: int) -> int:
     return engine.batch_transfer_sync(PEER, [1] * count, [2] * count, [3] * count)
+
+
+def start(engine: BoundedEngine, count: int) -> Started | None:
+    return engine.start(PEER, [1] * count, [2] * count, [3] * count)
 
 
 def at_once(calls: list[Callable[[], object]]) -> None:
@@ -164,3 +205,70 @@ def test_a_failure_to_make_an_engine_is_no_exception() -> None:
     into = BoundedEngine(engine, make)
     assert (write(into, 1), write(into, 2)) == (-1, -1)
     assert engine.calls == [1, 2]
+
+
+# ---------------------------------------------------------------- writes that go on by themselves
+
+
+def test_a_started_write_is_waited_for_later() -> None:
+    into, made = bounded(engine := SlowEngine())
+    started = start(into, 3)
+    assert started is not None
+    assert engine.now == 3
+    assert into.finish(started) == 0
+    assert (engine.now, engine.calls, made) == (0, [], [])
+    assert set(engine.engine.asked.values()) == {3}
+
+
+def test_started_writes_have_a_share_of_what_may_be_in_flight() -> None:
+    """What does not fit is not begun, and calls that wait do not wait for what was."""
+    into, _ = bounded(engine := SlowEngine(), MAX_DESCRIPTORS)
+    held = [start(into, STARTED - 1), start(into, 1)]
+    assert start(into, 1) is None
+    assert write(into, MAX_DESCRIPTORS) == 0
+    assert engine.most == IN_FLIGHT == 1024
+    assert held[1] is not None
+    into.finish(held[1])
+    assert start(into, 2) is None
+    assert start(into, 1) is not None
+
+
+@pytest.mark.parametrize("turned_down", [0, -1, 2**64 - 1])
+def test_a_write_that_was_turned_down_has_failed(turned_down: int) -> None:
+    """Mooncake says so with 0, or with -1 in an unsigned number."""
+    into, made = bounded(engine := SlowEngine())
+    engine.engine.turned_down = turned_down
+    started = start(into, 2)
+    assert started is not None
+    assert into.finish(started) == -1
+    assert len(made) == 1, "the peer answers, so another engine takes its place"
+    assert start(into, STARTED) is not None, "its share is free again"
+
+
+@pytest.mark.parametrize("state", [-1, -2, 2])
+def test_a_started_write_that_fails_replaces_the_engine(
+    state: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where asking about it raises: nothing does inside SGLang's threads."""
+    into, made = bounded(engine := SlowEngine())
+    engine.engine.state = state
+    started = start(into, 2)
+    assert started is not None
+    assert into.finish(started) == -1
+    assert len(made) == 1
+    assert ("what became of a write" in caplog.text) is (state == 2)
+
+
+def test_a_write_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "GIVE_UP_S", 0.02)
+    into, _ = bounded(engine := SlowEngine(probe=-102))
+    engine.engine.later = 1 << 60
+    started = start(into, 2)
+    assert started is not None
+    assert into.finish(started) == -1
+
+
+def test_a_mooncake_without_such_writes_begins_none() -> None:
+    into, _ = bounded(engine := SlowEngine())
+    engine.engine = object()  # type: ignore[assignment]
+    assert start(into, 1) is None

@@ -6,7 +6,6 @@ expected is computed from unsharded rows.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import sys
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from scene import MemoryEngine
 
 import sglang_mixkv
 from sglang_mixkv.core.errors import MixKVError
@@ -46,22 +46,6 @@ def load() -> ModuleType:
 
 
 staging = load()
-
-
-class MemoryEngine:
-    """The one call that writes; ranges land at once."""
-
-    def __init__(self) -> None:
-        self.ranges: list[tuple[int, int, int]] = []
-
-    def batch_transfer_sync(
-        self, session_id: str, buffers: list[int], peer_buffer_addresses: list[int],
-        lengths: list[int],
-    ) -> int:  # fmt: skip
-        for one in zip(buffers, peer_buffer_addresses, lengths, strict=True):
-            self.ranges.append(one)
-            ctypes.memmove(one[1], one[0], one[2])
-        return 0
 
 
 def buffer(size: int) -> PackBuffer:

@@ -6,7 +6,6 @@ bytes. What is expected is computed with plain loops over (page, slot, head).
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -18,33 +17,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from scene import CANARY, POOL_PAGES, MemoryEngine, Scene, a_scene, ints, noise, scenes
 
 from sglang_mixkv.core.allocator import ALIGNMENT, RegionAllocator
-from sglang_mixkv.core.plan import Copies, Plan, page_runs
-from sglang_mixkv.core.wire import Grant
+from sglang_mixkv.core.plan import page_runs
 from sglang_mixkv.transfer.direct import MAX_DESCRIPTORS
 from sglang_mixkv.transfer.packed import (
     DIRECT_DESCRIPTORS,
     DIRECT_MEAN,
     PackBuffer,
-    into_region,
     prefer_packed,
-    scatter,
 )
 from sglang_mixkv.transfer.rows import HostRows, RowCopy
 from sglang_mixkv.transfer.writer import Chunk, ChunkWriter, Written
-
-POOL_PAGES = 12
-CANARY = 0xEE
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int64)
-
-
-def noise(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng([seed, *shape]).integers(0, 256, shape, np.uint8)
-
 
 # ---------------------------------------------------------------- rows
 
@@ -172,199 +157,6 @@ def compare_kernel_with_host_rows() -> None:
     print("kernel agrees")
 
 
-# ---------------------------------------------------------------- the fake engine
-
-
-class MemoryEngine:
-    """The one call of SGLang's MooncakeTransferEngine; ranges land at once.
-
-    `fail_at`: number of the call (from 0) that returns `code` and moves nothing.
-    """
-
-    def __init__(self, fail_at: int = -1, code: int = -1) -> None:
-        self.calls: list[list[tuple[int, int, int]]] = []
-        self.fail_at, self.code = fail_at, code
-
-    def batch_transfer_sync(
-        self, session_id: str, buffers: list[int], peer_buffer_addresses: list[int],
-        lengths: list[int],
-    ) -> int:  # fmt: skip
-        assert session_id == "peer:1"
-        for values in (buffers, peer_buffer_addresses, lengths):
-            assert isinstance(values, list)
-            assert all(type(value) is int for value in values)
-        ranges = list(zip(buffers, peer_buffer_addresses, lengths, strict=True))
-        self.calls.append(ranges)
-        if len(self.calls) - 1 == self.fail_at:
-            return self.code
-        for src, dst, length in ranges:
-            assert length > 0
-            ctypes.memmove(dst, src, length)
-        return 0
-
-    @property
-    def ranges(self) -> list[tuple[int, int, int]]:
-        return [one for call in self.calls for one in call]
-
-    def written(self) -> list[tuple[int, int]]:
-        """(first, end) of every range at the destination, in the order of addresses."""
-        return sorted((dst, dst + length) for _, dst, length in self.ranges)
-
-
-# ---------------------------------------------------------------- scenes
-
-
-@dataclass
-class Scene:
-    """A sender of `src_heads` heads, a receiver of `dst_heads`, and `heads` that both hold.
-
-    `region`: slices go to a region and are scattered. `skip`: pages outside the window.
-    """
-
-    head_bytes: list[int]  # per draft entry
-    src_heads: int
-    dst_heads: int
-    src_first: int
-    dst_first: int
-    heads: int
-    page_size: int
-    src_pages: np.ndarray
-    dst_pages: np.ndarray
-    skip: int = 0
-    region: bool = False
-    buffer_pages: float = 1.0  # size of the pack buffer, in pages of all entries
-    target_row: int = 12
-    chunk_pages: int = POOL_PAGES
-
-    def __post_init__(self) -> None:
-        tokens = POOL_PAGES * self.page_size
-        self.target_src = noise(tokens, self.target_row, seed=1)
-        self.draft_src = [noise(tokens, self.src_heads, b, seed=2) for b in self.head_bytes]
-        self.clear()
-
-    def clear(self) -> None:
-        tokens = POOL_PAGES * self.page_size
-        self.target_dst = np.full((tokens, self.target_row), CANARY, np.uint8)
-        self.draft_dst = [
-            np.full((tokens, self.dst_heads, b), CANARY, np.uint8) for b in self.head_bytes
-        ]
-        rows = len(self.src_pages) * self.page_size
-        self.area = np.full(sum(self.widths) * rows + 64, CANARY, np.uint8)
-
-    @property
-    def widths(self) -> list[int]:
-        return [self.heads * b for b in self.head_bytes]
-
-    def plan(self) -> Plan:
-        byte = np.array(self.head_bytes, np.int64)
-        draft = Copies(
-            src=ints(*(e.ctypes.data for e in self.draft_src)),
-            dst=ints(*(e.ctypes.data for e in self.draft_dst)),
-            src_row=byte * self.src_heads,
-            dst_row=byte * self.dst_heads,
-            src_offset=byte * self.src_first,
-            dst_offset=byte * self.dst_first,
-            width=byte * self.heads,
-        )
-        row, zero = ints(self.target_row), ints(0)
-        target = Copies(
-            ints(self.target_src.ctypes.data), ints(self.target_dst.ctypes.data),
-            row, row, zero, zero, row,
-        )  # fmt: skip
-        return Plan(self.page_size, target, draft, POOL_PAGES, POOL_PAGES)
-
-    def rows_of(self, pages: np.ndarray) -> list[int]:
-        return [int(p) * self.page_size + s for p in pages for s in range(self.page_size)]
-
-    def expected(self) -> list[bytes]:
-        """Bytes of the receiver's target and draft entries after all chunks."""
-        target = np.full_like(self.target_dst, CANARY)
-        draft = [np.full_like(entry, CANARY) for entry in self.draft_dst]
-        pairs = list(zip(self.rows_of(self.src_pages), self.rows_of(self.dst_pages), strict=True))
-        for src, dst in pairs:
-            target[dst] = self.target_src[src]
-        for src, dst in pairs[self.skip * self.page_size :]:
-            for want, have in zip(draft, self.draft_src, strict=True):
-                for head in range(self.heads):
-                    want[dst, self.dst_first + head] = have[src, self.src_first + head]
-        return [target.tobytes(), *(entry.tobytes() for entry in draft)]
-
-    def found(self) -> list[bytes]:
-        return [self.target_dst.tobytes(), *(entry.tobytes() for entry in self.draft_dst)]
-
-    def pack_buffer(self) -> PackBuffer:
-        size = int(self.buffer_pages * sum(self.widths) * self.page_size)
-        address, owner = HostRows().allocate(size)
-        return PackBuffer(address, size, owner)
-
-    def send(self, mode: str, engine: MemoryEngine) -> list[Written]:
-        """All chunks through one writer, then the scatter, from a clean receiver."""
-        self.clear()
-        tokens = len(self.src_pages) * self.page_size
-        grant = Grant(self.area.ctypes.data, tokens) if self.region else None
-        writer = ChunkWriter(engine, HostRows(), self.pack_buffer, mode)
-        written, plan = [], self.plan()
-        for start in range(0, max(1, len(self.src_pages)), self.chunk_pages):
-            part = slice(start, start + self.chunk_pages)
-            src, dst = self.src_pages[part], self.dst_pages[part]
-            skip = min(len(src), max(0, self.skip - start))
-            written.append(writer.write("peer:1", plan, Chunk(src, dst, start, skip), grant))
-        if self.region:
-            self._scatter(plan.draft, tokens)
-        return written
-
-    def _scatter(self, draft: Copies, tokens: int) -> None:
-        packed = into_region(draft, self.area.ctypes.data, tokens)
-        zero = np.zeros_like(draft.width)
-        back = Copies(
-            packed.dst, draft.dst, draft.width, draft.dst_row, zero, draft.dst_offset, draft.width
-        )
-        scatter(HostRows(), back, self.page_size, self.skip, self.dst_pages[self.skip :])
-
-    def bytes(self) -> tuple[int, int]:
-        """Bytes that have to be sent, target and draft."""
-        tokens = len(self.src_pages) * self.page_size
-        wanted = tokens - self.skip * self.page_size
-        return tokens * self.target_row, wanted * sum(self.widths)
-
-
-@st.composite
-def page_lists(draw: st.DrawFn, count: int) -> np.ndarray:
-    """Random pages, or a run."""
-    first = draw(st.integers(0, POOL_PAGES - count))
-    run = st.just(list(range(first, first + count)))
-    pages = draw(run | st.permutations(range(POOL_PAGES)).map(lambda p: p[:count]))
-    return ints(*pages)
-
-
-@st.composite
-def scenes(draw: st.DrawFn) -> Scene:
-    heads = draw(st.integers(1, 3))
-    src_first, dst_first = draw(st.integers(0, 2)), draw(st.integers(0, 2))
-    src_heads = src_first + heads + draw(st.integers(0, 2))
-    dst_heads = dst_first + heads + draw(st.integers(0, 2))
-    count = draw(st.integers(0, POOL_PAGES))
-    return Scene(
-        head_bytes=draw(st.lists(st.sampled_from([1, 3, 8]), min_size=1, max_size=3)),
-        src_heads=src_heads, dst_heads=dst_heads, src_first=src_first, dst_first=dst_first,
-        heads=heads, page_size=draw(st.sampled_from([1, 2, 4])),
-        src_pages=draw(page_lists(count)), dst_pages=draw(page_lists(count)),
-        skip=draw(st.integers(0, count)), region=draw(st.booleans()),
-        buffer_pages=draw(st.sampled_from([0.5, 1.0, 2.5, 100.0])),
-        chunk_pages=draw(st.sampled_from([1, 3, POOL_PAGES])),
-    )  # fmt: skip
-
-
-def a_scene(**changes: object) -> Scene:
-    """P < D over one run: a slice of one head of four is the receiver's whole row."""
-    run = np.arange(10, dtype=np.int64)
-    values = {
-        "head_bytes": [8, 4], "src_heads": 4, "dst_heads": 1, "src_first": 2, "dst_first": 0,
-        "heads": 1, "page_size": 4, "src_pages": run, "dst_pages": run + 2, "buffer_pages": 100.0,
-    }  # fmt: skip
-    return Scene(**{**values, **changes})
-
-
 # ---------------------------------------------------------------- the writer
 
 
@@ -478,7 +270,7 @@ def test_no_call_has_more_ranges_than_the_transport_takes() -> None:
     scene = a_scene(page_size=128, src_pages=pages, dst_pages=pages[::-1].copy())
     engine = MemoryEngine()
     scene.send("direct", engine)
-    assert max(map(len, engine.calls)) == MAX_DESCRIPTORS == 1024
+    assert max(map(len, engine.calls)) == MAX_DESCRIPTORS
     assert len(engine.ranges) == 2 * POOL_PAGES * 128 + POOL_PAGES
     assert scene.found() == scene.expected()
 

@@ -1,0 +1,49 @@
+"""One chunk's writes to one peer: they go on while the caller packs what comes next.
+
+    pack 1 | pack 2  | pack 3      | settle ...... |
+           | write 1 | write 2 ------ | write 3 -- |
+
+When everything is settled the chunk counts as written: nothing reads the pack buffer any
+more, and every code is known.
+"""
+
+from __future__ import annotations
+
+from sglang_mixkv.core.plan import Blocks
+from sglang_mixkv.transfer import direct
+from sglang_mixkv.transfer.bounded import BoundedEngine, Started
+
+
+class Ahead:
+    """Made for one chunk, by the thread that writes it; `settle` must be its last call.
+
+    With an engine other than BoundedEngine every write is waited for.
+    """
+
+    def __init__(self, engine: direct.Engine, session: str) -> None:
+        self._engine, self._session = engine, session
+        self._started: list[tuple[BoundedEngine, Started]] = []
+        self._code = 0
+
+    def write(self, blocks: Blocks, wait: bool) -> int:
+        """Write these ranges, or, unless told to wait, begin to if that can be. 0, or the first
+        code of this chunk that is not; then nothing more is written."""
+        if not self._code and (wait or not self._start(blocks)):
+            self._code = direct.write(self._engine, self._session, blocks)
+        return self._code
+
+    def _start(self, blocks: Blocks) -> bool:
+        engine = self._engine
+        if not isinstance(engine, BoundedEngine):
+            return False
+        started = engine.start(self._session, *blocks.lists())
+        if started is not None:
+            self._started.append((engine, started))
+        return started is not None
+
+    def settle(self) -> int:
+        """Wait for everything that was begun. 0, or the first code of this chunk that is not."""
+        while self._started:
+            engine, started = self._started.pop(0)
+            self._code = engine.finish(started) or self._code
+        return self._code
