@@ -37,6 +37,7 @@ from common import (
     Samples,
     geomean,
     interleave,
+    machine,
     merged,
     options,
     ratio,
@@ -323,7 +324,8 @@ def main() -> None:
         result = merged(arguments.merge)
     else:
         os.environ.update(MOONCAKE_ENV)
-        result = Result("transfer", arguments.quick, run_cases(arguments))
+        about = machine()  # its load before anything is measured
+        result = Result("transfer", arguments.quick, run_cases(arguments), machine=about)
     result.checks = checks(result.parts)
     result.finish(arguments, lambda pyplot: plot(result, pyplot))
 
