@@ -95,6 +95,10 @@ class TimedRows:
     def __init__(self, rows: Rows, stats: Stats) -> None:
         self._rows, self._stats = rows, stats
 
+    @property
+    def takes_long(self) -> bool:
+        return self._rows.takes_long
+
     def copy(self, what: RowCopy) -> None:
         started = time.perf_counter()
         self._rows.copy(what)

@@ -3,8 +3,8 @@
     pack 1 | pack 2  | pack 3      | settle ...... |
            | write 1 | write 2 ------ | write 3 -- |
 
-When everything is settled the chunk counts as written: nothing reads the pack buffer any
-more, and every code is known.
+When all is settled, with code 0, the chunk counts as written and nothing reads the pack buffer
+any more. After another code a write may still go on, as with Mooncake's call that waits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Ahead:
         self._code = 0
 
     def write(self, blocks: Blocks, wait: bool) -> int:
-        """Write these ranges, or, unless told to wait, begin to if that can be. 0, or the first
-        code of this chunk that is not; then nothing more is written."""
+        """Write these ranges, or, unless told to wait, begin to if that can be. Another code than
+        0: something of this chunk is known to have failed, and nothing more is written."""
         if not self._code and (wait or not self._start(blocks)):
             self._code = direct.write(self._engine, self._session, blocks)
         return self._code
@@ -42,8 +42,9 @@ class Ahead:
         return started is not None
 
     def settle(self) -> int:
-        """Wait for everything that was begun. 0, or the first code of this chunk that is not."""
+        """Wait for everything that was begun. 0, or the first code known that is not."""
         while self._started:
             engine, started = self._started.pop(0)
-            self._code = engine.finish(started) or self._code
+            code = engine.finish(started)
+            self._code = self._code or code
         return self._code

@@ -17,6 +17,7 @@ to fails. The old engine is kept, since ending it takes a second in which Python
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -29,17 +30,18 @@ logger = logging.getLogger(__name__)
 
 MOST_ENGINES = 8
 POLL_S = 5e-5
-GIVE_UP_S = 30.0  # as Mooncake does with a call that waits, unless told else
+GIVE_UP_S = 30.0  # after which Mooncake gives a call up that waits, unless told else
 
 
 @dataclass(frozen=True)
 class Started:
     """Writes that go on by themselves: Mooncake's numbers of them, one a range, 0 of one that it
-    turned down, and the engine that does them."""
+    turned down, the engine that does them, and when they are given up (time.monotonic)."""
 
     engine: Any
     session: str
     numbers: list[int]
+    until: float
 
 
 class BoundedEngine:
@@ -100,7 +102,7 @@ class BoundedEngine:
         self, session_id: str, buffers: list[int], peer_buffer_addresses: list[int],
         lengths: list[int],
     ) -> Started | None:  # fmt: skip
-        """Begin these writes and come back at once; `finish` has to follow.
+        """Begin these writes without waiting for their end; `finish` has to follow.
 
         None, with nothing begun, where too many are under way or Mooncake does not offer it.
         """
@@ -109,12 +111,13 @@ class BoundedEngine:
         if not hasattr(mooncake, "transfer_submit_write") or not self._start_more(count):
             return None
         ranges = zip(buffers, peer_buffer_addresses, lengths, strict=True)
-        return Started(engine, session_id, [_submit(mooncake, session_id, r) for r in ranges])
+        numbers = [_submit(mooncake, session_id, one) for one in ranges]
+        return Started(engine, session_id, numbers, time.monotonic() + patience_s())
 
     def finish(self, started: Started) -> int:
-        """Wait for these writes: 0, or -1 if any of them failed."""
-        mooncake, deadline = started.engine.engine, time.monotonic() + GIVE_UP_S
-        codes = [_outcome(mooncake, number, deadline) for number in started.numbers]
+        """Wait for these writes: 0, or -1 if any failed or was given up; that one may go on."""
+        mooncake, until = started.engine.engine, started.until
+        codes = [_outcome(mooncake, number, until) for number in started.numbers]
         with self._room:
             self._started -= len(codes)
         if not any(codes):
@@ -178,6 +181,12 @@ def _submit(mooncake: Any, session: str, one: tuple[int, int, int]) -> int:
         logger.exception("sglang-mixkv could not begin a write to %s", session)
         return 0
     return number if 0 < number < 1 << 63 else 0  # a pointer, 0, or -1 as it may be unsigned
+
+
+def patience_s() -> float:
+    """Seconds after which Mooncake gives up a call that waits: MC_TRANSFER_TIMEOUT, at least 5."""
+    said = os.environ.get("MC_TRANSFER_TIMEOUT", "")
+    return max(5.0, float(said)) if said.isdecimal() else GIVE_UP_S
 
 
 def _outcome(mooncake: Any, number: int, deadline: float) -> int:

@@ -84,6 +84,8 @@ def launch(what: RowCopy, device: torch.device | str) -> None:
 class CudaRows:
     """Rows on one GPU. A call waits for its own stream only, never for the scheduler's."""
 
+    takes_long = False
+
     def __init__(self, device: int) -> None:
         self._device = torch.device("cuda", device)
         self._streams = threading.local()

@@ -6,9 +6,9 @@
             the receiver granted; the receiver scatters when every sender has answered
 
 Either way a chunk's slices become ranges as long as the destination is contiguous. A chunk
-larger than the pack buffer goes through it in several rounds; over TCP, so does every chunk of
-some MiB, in rounds that begin small and double: while one is on the wire the next is packed
-(ahead.py), so that little but the first has to be waited for.
+larger than the pack buffer goes through it in several rounds. Where a copy takes about as long
+as the write, so does a smaller one, in rounds that begin small and double: while one is on the
+wire the next is packed (ahead.py), so that little but the first has to be waited for.
 
 Without room for a region, slices that are part of a row go by page (`by_page_rows`): a range
 a page into the destination's own pages, which the receiver then puts in the order of rows.

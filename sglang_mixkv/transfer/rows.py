@@ -38,7 +38,13 @@ class RowCopy:
 
 
 class Rows(Protocol):
-    """Where the rows are. Both calls may come from several threads."""
+    """Where the rows are. All calls may come from several threads.
+
+    `takes_long`: a copy takes about as long as a write of as many bytes.
+    """
+
+    @property
+    def takes_long(self) -> bool: ...
 
     def copy(self, what: RowCopy) -> None:
         """Copy; when it returns, the bytes are there for any other engine to read."""
@@ -55,6 +61,8 @@ TEMPORARY = 1 << 20  # bytes, where listed rows go to listed rows
 
 class HostRows:
     """Rows in this process's own memory."""
+
+    takes_long = True
 
     def copy(self, what: RowCopy) -> None:
         count = len(what.src_rows)

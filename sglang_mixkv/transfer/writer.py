@@ -75,12 +75,12 @@ class ChunkWriter:
         mode: str,
     ) -> None:
         self._engine, self._rows, self._mode = engine, rows, mode
-        self._overlap = isinstance(engine, BoundedEngine)
+        self._overlap = isinstance(engine, BoundedEngine) and rows.takes_long
         self._make_buffer = make_buffer
         self._buffer: PackBuffer | None = None
 
     def write(self, session: str, plan: Plan, chunk: Chunk, grant: Grant | None = None) -> Written:
-        """Write one chunk, target and draft. Nothing of it is under way when this returns.
+        """Write one chunk, target and draft. With code 0 nothing of it is under way any more.
 
         Raises MixKVError, with nothing written, for pages outside the granted region.
         """
@@ -172,7 +172,9 @@ class ChunkWriter:
             return None
         for overlap in (self._overlap, False):
             cuts = self._buffer.cuts(copies, page_size, len(pairs), overlap)
-            if 2 * (len(pairs.dst_runs[0]) + len(cuts) - 1) <= ranges:  # a round ends a run
+            needed = len(pairs.dst_runs[0]) + len(cuts) - 1  # a round ends a run
+            started = len(copies) * needed if overlap else 0
+            if 2 * needed <= ranges and started <= direct.STARTED:
                 return Packing(copies, pairs, cuts)
         return None
 

@@ -132,29 +132,33 @@ def failing_transport(times: int, written: bool = False) -> Inject:
     return inject
 
 
-def failing_started(written: bool) -> Inject:
-    """The first write of this rank that goes on by itself fails; with `written` the bytes arrive
-    all the same."""
+def turned_down(rank: Rank) -> None:
+    """Mooncake does not begin this rank's first write that would go on by itself."""
+    mooncake, left = rank.manager.engine._engine.engine, [1]
 
-    def inject(rank: Rank) -> None:
-        engine, left = rank.manager.engine, [1]
-        mooncake = engine._engine.engine
-        real_submit = mooncake.transfer_submit_write
+    def submit(session: str, *one: int) -> int:
+        if not left:
+            return int(mooncake.transfer_submit_write(session, *one))
+        left.clear()
+        rank.strike()
+        return 0
 
-        def submit(session: str, *one: int) -> int:
-            if not left:
-                return int(real_submit(session, *one))
-            left.clear()
-            rank.strike()
-            if written:
-                number = int(real_submit(session, *one))
-                while mooncake.transfer_check_status(number) == 0:
-                    time.sleep(0.001)
-            return 0
+    rank.manager.engine._engine.engine = Wrapped(mooncake, transfer_submit_write=submit)
 
-        engine._engine.engine = Wrapped(mooncake, transfer_submit_write=submit)
 
-    return inject
+def failed_later(rank: Rank) -> None:
+    """It is begun and its bytes arrive, but it is said to have failed."""
+    mooncake, left = rank.manager.engine._engine.engine, [1]
+
+    def check(number: int) -> int:
+        state = int(mooncake.transfer_check_status(number))
+        if state == 0 or not left:
+            return state
+        left.clear()
+        rank.strike()
+        return -1
+
+    rank.manager.engine._engine.engine = Wrapped(mooncake, transfer_check_status=check)
 
 
 class Wrapped:
@@ -673,12 +677,14 @@ def _transport() -> Iterator[Fault]:
             "4 x 8,000 ranges in flight at once, past SGLang's engine's limit",
             _prefill_fault(rank, overflow), words=words,
         )  # fmt: skip
-    for written in (False, True):
+    for name, how, inject in (
+        ("is turned down", "transfer_submit_write returns 0", turned_down),
+        ("fails although the bytes arrive", "transfer_check_status returns -1", failed_later),
+    ):
         yield Fault(
-            group, "a write that goes on by itself fails" + written * " although the bytes arrive",
-            "Mooncake turns the first of them down" + written * " after it was done",
-            lambda written=written: case(
-                1, 2, faults={("prefill", 0): failing_started(written)}, small_rounds=True,
+            group, f"a write that goes on by itself {name}", how,
+            lambda inject=inject: case(
+                1, 2, faults={("prefill", 0): inject}, small_rounds=True,
                 config={"draft_transfer": "packed"},
             ),
             words=words,

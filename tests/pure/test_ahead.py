@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from scene import MemoryEngine, Scene, a_scene, scenes
 
-from sglang_mixkv.core.plan import Blocks
-from sglang_mixkv.transfer import packed
+from sglang_mixkv.core.plan import Blocks, Plan
+from sglang_mixkv.transfer import direct, packed
 from sglang_mixkv.transfer.ahead import Ahead
 from sglang_mixkv.transfer.bounded import BoundedEngine
 from sglang_mixkv.transfer.packed import PackBuffer
-from sglang_mixkv.transfer.rows import HostRows
+from sglang_mixkv.transfer.rows import HostRows, RowCopy
+from sglang_mixkv.transfer.writer import Chunk, ChunkWriter
 
 
 class LateEngine(MemoryEngine):
@@ -131,10 +133,62 @@ def test_a_begun_write_that_fails_fails_the_chunk(lost: int) -> None:
     assert late.events.count("ended") == 8
 
 
-def test_nothing_is_packed_over_a_round_that_failed() -> None:
+def test_nothing_is_packed_over_a_round_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, copies = HostRows.copy, []
+
+    def counted(self: HostRows, what: RowCopy) -> None:
+        copies.append(what)
+        real(self, what)
+
+    monkeypatch.setattr(HostRows, "copy", counted)
     late = LateEngine(lost=(1,))
     assert send(a_scene(buffer_pages=4.0), late) == [-1]
     assert late.events == ["begun"] * 4 + ["ended"] * 4
+    assert len(copies) == 2
+
+
+def gqa(pages: int, buffer_pages: float) -> tuple[Scene, Plan]:
+    """A target whose heads are packed as the drafter's are: two packings in one chunk."""
+    run = np.arange(pages)
+    scene = a_scene(src_pages=run, dst_pages=run + 1, buffer_pages=buffer_pages)
+    plan = scene.plan()
+    return scene, replace(plan, target=plan.draft.at(0), draft=plan.draft.at(1))
+
+
+@pytest.mark.parametrize("buffer_pages", [2.0, 4.0, 100.0])
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("pages", [1, 2, 3, 10])
+def test_two_packings_share_the_buffer(
+    pages: int, late: bool, buffer_pages: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One may not be packed over the other before it was read, begun or not."""
+    scene, plan = gqa(pages, buffer_pages)
+    if pages < 10:  # one round each
+        monkeypatch.setattr(packed, "MANY_ROUNDS", 100)
+    engine = BoundedEngine(LateEngine(), LateEngine) if late else MemoryEngine()
+    writer = ChunkWriter(engine, HostRows(), scene.pack_buffer, "packed")
+    written = writer.write("peer:1", plan, Chunk(scene.src_pages, scene.dst_pages))
+    assert written.code == 0
+    assert scene.found()[1:] == scene.expected()[1:]
+    assert written.packed_bytes == written.wire_bytes == scene.bytes()[1]
+
+
+def test_where_writes_cannot_all_be_begun_there_is_one_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(direct, "STARTED", 2 * 3)
+    late = LateEngine()
+    assert send(a_scene(), late) == [0]
+    assert late.events == ["call"], "four rounds of two entries would be eight"
+
+
+def test_rows_that_are_copied_in_no_time_are_packed_in_one_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(HostRows, "takes_long", False)
+    late = LateEngine()
+    assert send(a_scene(), late) == [0]
+    assert late.events == ["call"]
 
 
 def test_begun_writes_are_waited_for_when_a_call_fails() -> None:

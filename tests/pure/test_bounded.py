@@ -259,13 +259,55 @@ def test_a_started_write_that_fails_replaces_the_engine(
     assert ("what became of a write" in caplog.text) is (state == 2)
 
 
-def test_a_write_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "GIVE_UP_S", 0.02)
+def test_writes_that_do_not_end_are_given_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted from when they began: several hung writes take no longer than one."""
+    monkeypatch.setattr(module, "GIVE_UP_S", 0.5)
     into, _ = bounded(engine := SlowEngine(probe=-102))
     engine.engine.later = 1 << 60
+    hung = [start(into, 2) for _ in range(4)]
+    began = time.monotonic()
+    assert [into.finish(one) for one in hung if one is not None] == [-1] * 4
+    assert time.monotonic() - began < 1
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"), [(None, 30), ("120", 120), ("1", 5), ("long", 30), ("", 30)]
+)
+def test_patience_is_mooncakes(
+    said: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MC_TRANSFER_TIMEOUT", raising=False)
+    if said is not None:
+        monkeypatch.setenv("MC_TRANSFER_TIMEOUT", said)
+    assert module.patience_s() == seconds
+
+
+def test_a_write_is_asked_about_where_it_was_begun() -> None:
+    """An engine that was replaced in between does not know it."""
+    engine = SlowEngine(code=-1)
+    into, made = bounded(engine)
     started = start(into, 2)
+    assert write(into, 1) == -1
+    assert len(made) == 1
     assert started is not None
-    assert into.finish(started) == -1
+    assert into.finish(started) == 0
+    assert set(engine.engine.asked.values()) == {3}
+
+
+def test_threads_share_what_may_be_started() -> None:
+    """Each begins what it can and gives it back, a hundred times; in the end all is free."""
+    into, _ = bounded(engine := SlowEngine())
+    engine.engine.later = 0
+
+    def begin_and_end() -> None:
+        for _ in range(100):
+            started = start(into, 50)
+            if started is not None:
+                assert into.finish(started) == 0
+
+    at_once([begin_and_end] * 4)
+    assert engine.most <= STARTED
+    assert start(into, STARTED) is not None
 
 
 def test_a_mooncake_without_such_writes_begins_none() -> None:
