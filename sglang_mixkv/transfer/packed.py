@@ -7,8 +7,8 @@
 
 Either way a chunk's slices become ranges as long as the destination is contiguous. A chunk
 larger than the pack buffer goes through it in several rounds. Where a copy takes about as long
-as the write, so does a smaller one, in rounds that begin small and double: while one is on the
-wire the next is packed (ahead.py), so that little but the first has to be waited for.
+as the write, so does a smaller one, in a few rounds that begin small: while one is on the wire
+the next is packed (ahead.py), so that little but the first has to be waited for.
 
 Without room for a region, slices that are part of a row go by page (`by_page_rows`): a range
 a page into the destination's own pages, which the receiver then puts in the order of rows.
@@ -34,6 +34,7 @@ DIRECT_DESCRIPTORS = 16
 DIRECT_MEAN = 96 << 10
 FIRST_ROUND = 256 << 10  # bytes of an entry, so that rounds do not make ranges short
 MANY_ROUNDS = 4  # as large as the first; with less than that, one round is as fast
+GROWTH = 4  # a round to the one before: each costs turns of Python's lock
 
 
 def prefer_packed(descriptors: int, total_bytes: int, mode: str) -> bool:
@@ -97,7 +98,7 @@ class PackBuffer:
         found, start = [], 0
         while start < pages:
             found.append(range(start, min(pages, start + size)))
-            start, size = start + size, min(most, 2 * size)
+            start, size = start + size, min(most, GROWTH * size)
         return found
 
     def rounds(
