@@ -21,8 +21,9 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -325,8 +326,8 @@ def parse() -> argparse.Namespace:
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name has this regex")
     parser.add_argument("--parts", default="slices,whole,at_once", help="which to run")
-    parser.add_argument("--busy", action="store_true",
-                        help="beside a thread that never leaves Python")  # fmt: skip
+    parser.add_argument("--busy", choices=BUSY, help="beside another thread of the sender's: one "
+                        "that polls as a scheduler does, or never leaves Python")  # fmt: skip
     parser.add_argument("--merge", nargs="+", type=Path, default=[],
                         help="measure nothing: one result of these, measured in parts")  # fmt: skip
     return parser.parse_args()
@@ -360,16 +361,48 @@ def run_cases(arguments: argparse.Namespace) -> dict[str, list[Record]]:
     with pair(every, arguments.quick) as sender:
         if chosen["whole"] and not arguments.quick:
             sender.load_stock()
-        if arguments.busy:
-            threading.Thread(target=stay_in_python, daemon=True).start()
-        return {part: measure(sender, part, found, count) for part, found in chosen.items()}
+        with beside(BUSY.get(arguments.busy)):
+            return {part: measure(sender, part, found, count) for part, found in chosen.items()}
 
 
-def stay_in_python() -> None:
+@contextmanager
+def beside(busy: Callable[[threading.Event], None] | None) -> Iterator[None]:
+    """With this in another thread, until it is told to end."""
+    ended = threading.Event()
+    thread = threading.Thread(target=busy, args=[ended]) if busy else None
+    if thread:
+        thread.start()
+        time.sleep(3)
+    try:
+        yield
+    finally:
+        ended.set()
+        if thread:
+            thread.join()
+
+
+def stay_in_python(ended: threading.Event) -> None:
     """What takes Python's lock from the others as often as it may."""
     turns = 0
-    while True:
+    while not ended.is_set():
         turns += 1
+
+
+def poll(ended: threading.Event) -> None:
+    """A turn of a socket that has nothing, a small operation of torch, a little Python."""
+    import torch
+    import zmq
+
+    socket = zmq.Context.instance().socket(zmq.PULL)
+    socket.bind_to_random_port("tcp://127.0.0.1")
+    statuses = torch.zeros(8, dtype=torch.int64)
+    while not ended.is_set():
+        socket.poll(0)
+        statuses.fill_(1).tolist()
+        _ = list(range(300))
+
+
+BUSY = {"polling": poll, "python": stay_in_python}
 
 
 def measure(sender: Sender, part: str, chosen: list[Case], count: int) -> list[Record]:
