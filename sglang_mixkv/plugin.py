@@ -38,7 +38,7 @@ def register() -> None:
     except Exception as error:
         if not _asked_for():
             raise
-        from sglang_mixkv.compat import stop
+        from sglang_mixkv.engine.releases import stop
 
         stop("the plugin failed to load", [repr(error)], "Report this with the message above")
 
@@ -88,7 +88,8 @@ def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
         return
     from sglang.srt.arg_groups.overrides import resolved_view
 
-    from sglang_mixkv import compat, startup
+    from sglang_mixkv import refusals as startup
+    from sglang_mixkv.engine import releases as compat
 
     startup.set_metrics_folder(server_args)
     compat.preflight(config)
@@ -120,7 +121,7 @@ def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: A
 
     if transfer_backend != TransferBackend.MOONCAKE:
         return stock
-    from sglang_mixkv.managers import CLASSES
+    from sglang_mixkv.engine import CLASSES
 
     return CLASSES.get(class_type.value, stock)
 
@@ -128,7 +129,7 @@ def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: A
 def _describe_components(_result: None, kv_args: Any, *args: Any, **kwargs: Any) -> None:
     if not _enabled_here():
         return
-    from sglang_mixkv.managers.kv_args import describe
+    from sglang_mixkv.engine.kv_args import describe
 
     draft = kwargs.get("draft_token_to_kv_pool", args[1] if len(args) > 1 else None)
     describe(kv_args, args[0] if args else kwargs["token_to_kv_pool"], draft)

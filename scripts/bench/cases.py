@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from sglang_mixkv.core.geometry import Component, Shard
-from sglang_mixkv.core.plan import Copies, Ints, Plan, component_copies
-from sglang_mixkv.core.routes import Route, Topology, routes
-from sglang_mixkv.core.topology import Kind, Spread
+from sglang_mixkv.kv.layout import Component, Kind, Shard, Spread
+from sglang_mixkv.kv.plan import Copies, Ints, Plan, component_copies
+from sglang_mixkv.kv.routes import Route, Topology, routes
 
 HEAD_BYTES = 256  # 128 x bf16
 MLA_ROW = 1152  # (512 + 64) x bf16

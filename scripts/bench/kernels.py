@@ -41,7 +41,7 @@ def lacking() -> str:
 def row_copy(kind: str, strided: Any, packed: Any, tokens: int, width: int, layout: str) -> Any:
     """Pack (strided rows -> packed) or scatter (packed -> strided rows), the second slice of a
     row, tokens in order or in random pages of 64."""
-    from sglang_mixkv.transfer.rows import RowCopy
+    from sglang_mixkv.rows.host import RowCopy
 
     pages = np.arange(tokens // 64)
     if layout == "random":
@@ -62,7 +62,7 @@ def kernel(what: Any, device: str) -> Callable[[], None]:
     import torch
     import triton
 
-    from sglang_mixkv.transfer import cuda
+    from sglang_mixkv.rows import cuda
 
     size = cuda.word_bytes(what)
     columns = [what.src, what.dst, what.src_stride // size, what.dst_stride // size,
@@ -93,7 +93,7 @@ def measure(kind: str, tokens: int, width: int, layout: str, count: int) -> list
     """Kernel, whole call and device copy of the same bytes; raises if bytes are wrong."""
     import torch
 
-    from sglang_mixkv.transfer.cuda import CudaRows
+    from sglang_mixkv.rows.cuda import CudaRows
 
     size = ENTRIES * tokens * width
     strided = torch.randint(0, 255, (FAN * size,), dtype=torch.uint8, device="cuda")

@@ -20,11 +20,11 @@ from cases import Case, page_tables
 from common import Samples, elapsed
 from peer import Mooncake, Remote, receiver, staging_module
 
-from sglang_mixkv.core.plan import Copies, Plan
-from sglang_mixkv.transfer.bounded import BoundedEngine, Started
-from sglang_mixkv.transfer.direct import MAX_DESCRIPTORS
-from sglang_mixkv.transfer.rows import HostRows, RowCopy
-from sglang_mixkv.transfer.writer import Chunk, ChunkWriter, Written
+from sglang_mixkv.kv.plan import Copies, Plan
+from sglang_mixkv.prefill.writer import Chunk, ChunkWriter, Written
+from sglang_mixkv.rows.host import HostRows, RowCopy
+from sglang_mixkv.transport.base import MAX_DESCRIPTORS
+from sglang_mixkv.transport.mooncake import BoundedEngine, Started
 
 MIB = 1 << 20
 STAGING = 256 * MIB  # the receiver's buffer; the product's default

@@ -12,11 +12,11 @@ from pd_run import Runner
 from rich.console import Console
 
 from sglang_mixkv import cpu
-from sglang_mixkv.tools import pair
-from sglang_mixkv.tools.launch import Topology, local_env
-from sglang_mixkv.tools.processes import Fleet
-from sglang_mixkv.tools.progress import StartDisplay
-from sglang_mixkv.tools.servers import disaggregated
+from sglang_mixkv.demo import pair
+from sglang_mixkv.demo.launch import Topology, local_env
+from sglang_mixkv.demo.processes import Fleet
+from sglang_mixkv.demo.progress import StartDisplay
+from sglang_mixkv.demo.servers import disaggregated
 
 VARIANTS = ("none", "stock", "mixkv")
 BASELINE = "P1->D1 stock"

@@ -19,7 +19,7 @@ from pd_figures import Record
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sglang_mixkv.tools.progress import QUIET_S
+from sglang_mixkv.demo.progress import QUIET_S
 
 WARMUP = 1
 T = TypeVar("T")

@@ -19,14 +19,14 @@ from cases import CANARY, Bytes, Case, dst_draft, dst_places, dst_size, page_tab
 from common import MOONCAKE_ENV
 
 import sglang_mixkv
-from sglang_mixkv.transfer.packed import PackBuffer
-from sglang_mixkv.transfer.rows import HostRows
+from sglang_mixkv.prefill.packing import PackBuffer
+from sglang_mixkv.rows.host import HostRows
 
 ANSWER_MS = 120_000
 
 
 def staging_module() -> ModuleType:
-    """sglang_mixkv.managers.staging by its path: it needs nothing of SGLang, while importing
+    """sglang_mixkv.decode.landing by its path: it needs nothing of SGLang, while importing
     its package imports all of SGLang, half a minute of it."""
     name = "mixkv_bench_staging"
     if name not in sys.modules:

@@ -18,8 +18,9 @@ import numpy as np
 from common import Check, Record, Result, elapsed, interleave, options, repeats
 
 from sglang_mixkv import cpu
-from sglang_mixkv.core.plan import Copies, Ints, blocks
-from sglang_mixkv.transfer import direct
+from sglang_mixkv.kv.plan import Copies, Ints
+from sglang_mixkv.kv.ranges import blocks
+from sglang_mixkv.transport import base as direct
 
 ENTRIES, PAGES, PAGE_SIZE, ROW = 62, 2048, 64, 1152
 POOL = 2 * PAGES

@@ -48,8 +48,8 @@ from common import (
 )
 from methods import AT_ONCE, STAGING, WHOLE_LAYERS, Run, Sender, pair
 
-from sglang_mixkv.core.plan import Copies, Plan
-from sglang_mixkv.transfer.writer import Chunk
+from sglang_mixkv.kv.plan import Copies, Plan
+from sglang_mixkv.prefill.writer import Chunk
 
 LARGEST = STAGING  # bytes of a case; beyond it no region could be granted
 MOST_RANGES = 33_000  # a method that needs more is skipped: a second a sample, and more

@@ -49,8 +49,8 @@ INSTRUMENTED = [
 ]
 
 # What reads network input.
-PARSERS = ("core/announcement.py", "core/frames.py", "core/registration.py", "core/wire.py")
-PARSERS_WITH_SGLANG = ("managers/decode_gate.py", "managers/gate.py", "managers/peer.py")
+PARSERS = ("protocol/announcement.py", "protocol/frames.py", "protocol/registration.py", "protocol/extension.py")
+PARSERS_WITH_SGLANG = ("engine/decode_gate.py", "engine/gate.py", "prefill/peer.py")
 
 
 def no_unpickling(event: str, _: tuple) -> None:

@@ -38,7 +38,7 @@ def load() -> None:
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    for module in ("sglang.srt.disaggregation.mooncake", "sglang_mixkv.managers"):
+    for module in ("sglang.srt.disaggregation.mooncake", "sglang_mixkv.engine"):
         importlib.import_module(module)
 
 
@@ -141,7 +141,7 @@ class Bench:
         self.manager._send_multipart_locked = self._note
         self.manager.replies = SimpleNamespace(send=lambda host, port, _: self._note(host, port))
         for module in ("gate", "shared"):
-            logger = importlib.import_module(f"sglang_mixkv.managers.{module}").logger
+            logger = importlib.import_module(f"sglang_mixkv.engine.{module}").logger
             logger.exception = unexpected
 
     def _note(self, endpoint: str, *_: Any, **__: Any) -> None:
@@ -203,7 +203,7 @@ class PrefillBench(Bench):
     def reset(self) -> None:
         super().reset()
         manager = self.manager
-        sent = importlib.import_module("sglang_mixkv.managers.sent")
+        sent = importlib.import_module("sglang_mixkv.prefill.sent")
         manager.next_reap, manager.last_registration = 0.0, None
         manager.peers[SESSION] = self.peer
         manager.decode_kv_args_table[SESSION] = self.info
@@ -228,7 +228,7 @@ class PrefillBench(Bench):
 
     def _extensions(self, messages: list[list[bytes]]) -> dict[str, Any]:
         """What each admitted peer of this input registered last."""
-        wire = importlib.import_module("sglang_mixkv.core.wire")
+        wire = importlib.import_module("sglang_mixkv.protocol.extension")
         found = {}
         for message in messages:
             if message[0] == b"None" and len(message) == 21:
@@ -293,7 +293,7 @@ class DecodeBench(Bench):
         super().__init__("decode", "plain")
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        from sglang_mixkv.managers.shared import Expected
+        from sglang_mixkv.engine.shared import Expected
 
         self.waiting = KVPoll.WaitingForInput
         self.expected = {

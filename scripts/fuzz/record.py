@@ -21,7 +21,7 @@ import managers
 import msgspec
 from mutate import pack
 
-from sglang_mixkv.core.announcement import announcement
+from sglang_mixkv.protocol.announcement import announcement
 
 SEEDS = Path(__file__).parent / "seeds"
 
@@ -35,7 +35,7 @@ def keep(side: str, what: str, content: bytes) -> None:
 def listening(name: str) -> Iterator[None]:
     """Keep each message that a manager checks, the first three together, and the prefill's
     facts. By the class, for ranks that start meanwhile: their first message comes at once."""
-    shared = importlib.import_module("sglang_mixkv.managers.shared").Shared
+    shared = importlib.import_module("sglang_mixkv.engine.shared").Shared
     real, seen = shared._may_pass, []
 
     def kept(manager: Any, check: Any, frames: list[bytes]) -> bool:

@@ -12,17 +12,17 @@ from types import SimpleNamespace
 
 from mutate import unpack
 
-from sglang_mixkv.core import announcement as announcing
-from sglang_mixkv.core import frames as stock_frames
-from sglang_mixkv.core import wire
-from sglang_mixkv.core.errors import MixKVError
-from sglang_mixkv.core.registration import PeerRegistration
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.protocol import announcement as announcing
+from sglang_mixkv.protocol import extension as wire
+from sglang_mixkv.protocol import frames as stock_frames
+from sglang_mixkv.protocol.registration import PeerRegistration
 
 AUX_ITEM_LENS, AUX_ROWS = (32, 8), (3, 5)
 
 
 def prefill(data: bytes) -> None:
-    """Messages to a prefill rank, told apart as managers/gate.py does."""
+    """Messages to a prefill rank, told apart as engine/gate.py does."""
     for frames in unpack(data):
         with suppress(MixKVError):
             if frames[0] == b"None":
@@ -35,7 +35,7 @@ def prefill(data: bytes) -> None:
 
 
 def decode(data: bytes) -> None:
-    """Messages to a decode rank, told apart as managers/decode.py does."""
+    """Messages to a decode rank, told apart as engine/decode.py does."""
     for frames in unpack(data):
         with suppress(MixKVError):
             if wire.decode_digest(frames) is not None:

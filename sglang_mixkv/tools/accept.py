@@ -22,7 +22,7 @@ from typing import Any
 
 import requests
 
-from sglang_mixkv.tools.pair import (
+from sglang_mixkv.demo.pair import (
     Answer,
     RequestFailed,
     accept_length,

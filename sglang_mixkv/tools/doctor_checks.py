@@ -18,9 +18,10 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_mixkv import __version__, config, cpu, startup
-from sglang_mixkv.compat import SUPPORTED_SGLANG
-from sglang_mixkv.core.wire import PROTOCOL
+from sglang_mixkv import __version__, config, cpu
+from sglang_mixkv import refusals as startup
+from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
+from sglang_mixkv.protocol.extension import PROTOCOL
 from sglang_mixkv.tools.plan_flags import from_line
 
 GROUP, ENTRY = "sglang.srt.plugins", "mixkv"

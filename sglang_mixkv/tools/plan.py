@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from sglang_mixkv.core.errors import MixKVError
+from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_figures import Plan, make_plan
 from sglang_mixkv.tools.plan_flags import Server, from_line, from_url
 from sglang_mixkv.tools.plan_svg import svg

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sglang_mixkv import __version__, startup
-from sglang_mixkv.core.facts import DraftFacts, Facts, differences
+from sglang_mixkv import __version__
+from sglang_mixkv import refusals as startup
+from sglang_mixkv.protocol.facts import DraftFacts, Facts, differences
 from sglang_mixkv.tools.plan_flags import Server
 from sglang_mixkv.tools.plan_model import Cache
 

@@ -11,10 +11,11 @@ import msgspec
 import numpy as np
 
 from sglang_mixkv import __version__
-from sglang_mixkv.core.errors import MixKVError
-from sglang_mixkv.core.geometry import Component, Shard
-from sglang_mixkv.core.plan import Copies, blocks, component_copies
-from sglang_mixkv.core.routes import Route, Topology, required_responses, routes
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.kv.layout import Component, Shard
+from sglang_mixkv.kv.plan import Copies, component_copies
+from sglang_mixkv.kv.ranges import blocks
+from sglang_mixkv.kv.routes import Route, Topology, required_responses, routes
 from sglang_mixkv.tools.plan_checks import mismatches, own_refusals, unseen
 from sglang_mixkv.tools.plan_flags import Server
 from sglang_mixkv.tools.plan_model import Cache, draft_cache, target_cache

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang_mixkv.config import ENABLE_ENV, add_flags, truth
-from sglang_mixkv.core.errors import MixKVError, refuse
+from sglang_mixkv.errors import MixKVError, refuse
 
 TIMEOUT_S = 10
 

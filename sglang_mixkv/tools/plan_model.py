@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sglang_mixkv.core.errors import MixKVError, refuse
-from sglang_mixkv.core.topology import Kind, Spread
+from sglang_mixkv.errors import MixKVError, refuse
+from sglang_mixkv.kv.layout import Kind, Spread
 from sglang_mixkv.tools.plan_flags import Server
 
 Config = dict[str, Any]

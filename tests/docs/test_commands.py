@@ -65,7 +65,7 @@ TABLE: dict[str, str] = {
         "tests/pure/test_bench.py::test_a_result_fills_the_document",
 }  # fmt: skip
 
-PAIR = "sglang_mixkv/tools/models/mla"
+PAIR = "sglang_mixkv/demo/models/mla"
 FLAGS = (
     f"--model-path {PAIR}/target --speculative-algorithm EAGLE3 "
     f"--speculative-draft-model-path {PAIR}/drafter --page-size 16 --enable-mixkv"

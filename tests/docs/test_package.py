@@ -135,7 +135,7 @@ def test_it_is_imported_from_the_clean_environment(clean: Clean) -> None:
         "import importlib, pkgutil, sglang_mixkv.core as core\n"
         "for found in pkgutil.iter_modules(core.__path__, 'sglang_mixkv.core.'):\n"
         "    importlib.import_module(found.name)\n"
-        "import sglang_mixkv.config, sglang_mixkv.transfer.writer\n"
+        "import sglang_mixkv.config, sglang_mixkv.prefill.writer\n"
         "try:\n    import sglang\nexcept ImportError:\n    print(core.__file__)\n"
     )
     assert clean.call("-c", code).startswith(str(clean.folder))

@@ -1,7 +1,7 @@
 """docs/troubleshooting.md has each text with which the plugin refuses or warns, by its own words.
 
 The texts are read off the source: of each refusal, error and log line the first clause, of that
-the longest part between two values, of that the first six words. What `core/frames.py` finds wrong
+the longest part between two values, of that the first six words. What `protocol/frames.py` finds wrong
 with a control message is logged behind "drops a message" and is documented by that.
 """
 
@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import sglang_mixkv
-from sglang_mixkv import startup
+from sglang_mixkv import refusals as startup
 from sglang_mixkv.config import Config
-from sglang_mixkv.core import facts
+from sglang_mixkv.protocol import facts
 from sglang_mixkv.tools import plan_flags
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
@@ -28,8 +28,8 @@ SAID_BY = {
 }  # fmt: skip
 WORDS, VALUE = 6, "\0"
 # The doctor prints what to do with each of its findings, the demo and the harness are no product.
-ELSEWHERE = ("core/frames.py", "core/errors.py", "cpu/")
-TOOLS = ("tools/plan", "tools/accept", "tools/pair.py")
+ELSEWHERE = ("protocol/frames.py", "errors.py", "cpu/")
+TOOLS = ("tools/plan", "tools/accept", "demo/pair.py")
 
 
 def squeezed(text: str) -> str:

@@ -6,8 +6,8 @@ import re
 import tomllib
 
 from sglang_mixkv import __version__
-from sglang_mixkv.compat import SUPPORTED_SGLANG
-from sglang_mixkv.core import wire
+from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
+from sglang_mixkv.protocol import extension as wire
 
 from .pages import ROOT
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 import sglang_mixkv
+from sglang_mixkv.demo.launch import Topology
+from sglang_mixkv.demo.pair import BOS, SEP, prompts
+from sglang_mixkv.demo.processes import Fleet
+from sglang_mixkv.demo.servers import disaggregated, single
 from sglang_mixkv.tools import accept
-from sglang_mixkv.tools.launch import Topology
-from sglang_mixkv.tools.pair import BOS, SEP, prompts
-from sglang_mixkv.tools.processes import Fleet
-from sglang_mixkv.tools.servers import disaggregated, single
 
 from .conftest import ENABLE, FIGURES, START_TIMEOUT, TP1, TP2
 
@@ -23,7 +23,7 @@ pytestmark = [START_TIMEOUT, pytest.mark.full]
 
 COLLAPSED = 1.3
 GOOD = 3.3
-MODELS = Path(sglang_mixkv.__file__).parent / "tools" / "models"
+MODELS = Path(sglang_mixkv.__file__).parent / "demo" / "models"
 
 
 def write_prompts(pair: str, path: Path) -> Path:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sglang_mixkv.tools.pair import Answer, accept_length, cousins, prompts
+from sglang_mixkv.demo.pair import Answer, accept_length, cousins, prompts
 
 from .conftest import START_TIMEOUT, Measured, record
 

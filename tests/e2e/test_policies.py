@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from sglang_mixkv.tools import launch
-from sglang_mixkv.tools.launch import Launch, Topology
-from sglang_mixkv.tools.pair import Answer, accept_length, cousins, prompts
-from sglang_mixkv.tools.processes import Fleet
-from sglang_mixkv.tools.servers import Deployment, bring_up, disaggregated, silent
+from sglang_mixkv.demo import launch
+from sglang_mixkv.demo.launch import Launch, Topology
+from sglang_mixkv.demo.pair import Answer, accept_length, cousins, prompts
+from sglang_mixkv.demo.processes import Fleet
+from sglang_mixkv.demo.servers import Deployment, bring_up, disaggregated, silent
 
 from .conftest import ENABLE, START_TIMEOUT, TP1, TP2, WINDOW, Reference, record
 

@@ -32,6 +32,6 @@ def load_sglang() -> None:
     for module in (
         "sglang.srt.disaggregation.mooncake",
         "sglang.srt.disaggregation.decode",
-        "sglang_mixkv.managers",
+        "sglang_mixkv.engine",
     ):
         importlib.import_module(module)

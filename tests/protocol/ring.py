@@ -29,7 +29,7 @@ import numpy as np
 from protocol import model
 from protocol.model import Cache, Case
 
-from sglang_mixkv.transfer import packed
+from sglang_mixkv.prefill import packing as packed
 
 LIMIT_S = 60
 RESTART_S = 4  # a server that is started anew is away for longer than a heartbeat

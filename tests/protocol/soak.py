@@ -540,7 +540,7 @@ def _changed(name: str, operation: str, message: list[bytes]) -> list[list[bytes
 def _rank_main(
     case: SoakCase, side: str, rank: int, ports: list[int], pipe: Any, go: Any, life: int
 ) -> None:
-    from sglang_mixkv.managers import gate
+    from sglang_mixkv.engine import gate
 
     gate.MEMORY_S = MEMORY_S
     report: RankReport = RankReport(side, rank)

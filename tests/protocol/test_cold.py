@@ -70,7 +70,7 @@ def test_refuse_is_the_default(mismatch: str) -> None:
 
 
 def test_cold_on_decode_alone_is_refused_by_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_mixkv.managers import decode
+    from sglang_mixkv.engine import decode
 
     monkeypatch.setattr(decode.DecodeSide, "_is_cold", lambda *_: True)
     outcome = run(case(2, 1, "another drafter", cold=True))
@@ -92,7 +92,8 @@ def test_cold_does_not_hide_other_differences() -> None:
 @pytest.mark.parametrize("guard", ["clear", "clear_aux", "_send_cold_aux"])
 def test_without_its_guard_cold_is_wrong(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part of serving cold can be switched off, and is then missed."""
-    from sglang_mixkv.managers import cold, decode, prefill
+    from sglang_mixkv.decode import cold
+    from sglang_mixkv.engine import decode, prefill
 
     mismatch = "another drafter"
     if guard == "clear":
@@ -110,7 +111,7 @@ def test_draft_rows_of_the_metadata_are_where_sglang_has_them() -> None:
     import torch
     from sglang.srt.disaggregation.utils import MetadataBuffers
 
-    from sglang_mixkv.managers.cold import draft_aux
+    from sglang_mixkv.decode.cold import draft_aux
 
     buffers = MetadataBuffers(2, 24, torch.float32, max_sampling_mask_tokens=8)
     pointers, _, _ = buffers.get_buf_infos()

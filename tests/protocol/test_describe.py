@@ -14,7 +14,7 @@ from protocol.model import Cache, Case, Request, sglang_pool
 import sglang_mixkv
 from sglang_mixkv.config import ATTRIBUTE, Config
 
-MODELS = Path(sglang_mixkv.__file__).parent / "tools" / "models"
+MODELS = Path(sglang_mixkv.__file__).parent / "demo" / "models"
 CASE = Case(4, 1, requests=(Request(8),))
 
 
@@ -155,7 +155,7 @@ def test_entries_by_compression_ratio_do_not_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DeepSeek-V4's pools; its own drafter has no token KV, and is not concerned."""
-    from sglang_mixkv.managers import kv_args
+    from sglang_mixkv.engine import kv_args
 
     real = kv_args.describe
 

@@ -12,8 +12,8 @@ from protocol import ring
 from protocol.model import Cache, Case, Request
 from protocol.ring import Outcome, Rank, run
 
-from sglang_mixkv.core import pages
-from sglang_mixkv.core.errors import MixKVError
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.kv import pages
 
 PAIRS = [(2, 1), (1, 2)]
 
@@ -48,7 +48,7 @@ def test_lookahead_pages_are_cut(prefill_tp: int, decode_tp: int) -> None:
 def test_without_the_cut_lookahead_is_taken_for_a_mismatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sglang_mixkv.managers import prefill
+    from sglang_mixkv.engine import prefill
 
     def uncut(offered: int, tokens: int | None, *rest: Any, **last: Any) -> int:
         return pages.pages_to_send(offered, None, *rest, **last)
@@ -126,7 +126,7 @@ WITHOUT_THE_GUARD = {
 @pytest.mark.parametrize("harm", WITHOUT_THE_GUARD)
 def test_without_the_guard(monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
     """No error names what happened."""
-    from sglang_mixkv.managers import prefill
+    from sglang_mixkv.engine import prefill
 
     send, statuses, wrong = WITHOUT_THE_GUARD[harm]
     monkeypatch.setattr(ring, "LIMIT_S", 8)
@@ -178,7 +178,7 @@ def test_without_the_wait_the_order_test_fails(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_the_window_everything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_mixkv.managers import prefill
+    from sglang_mixkv.engine import prefill
 
     direct = {"config": {"draft_transfer": "direct"}}
     case = Case(2, 1, draft_window=5, requests=(Request(40),), extra=dict(direct))
@@ -210,7 +210,7 @@ def test_a_prefix_that_others_will_share_has_all_of_its_draft(
 
 
 def test_without_the_guard_a_shared_prefix_lacks_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_mixkv.managers.decode import DecodeSide
+    from sglang_mixkv.engine.decode import DecodeSide
 
     monkeypatch.setattr(DecodeSide, "draft_window", property(lambda self: 12))
     outcome = run(shared_prefix(2, 1))
@@ -288,7 +288,7 @@ def test_without_the_guard_the_last_rank_overwrites_the_aux_row(
 ) -> None:
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 
-    from sglang_mixkv.managers.prefill import PrefillSide
+    from sglang_mixkv.engine.prefill import PrefillSide
 
     monkeypatch.setattr(PrefillSide, "send_aux", MooncakeKVManager.send_aux)
     assert any("aux" in line for line in run(two_draft_senders()).wrong)

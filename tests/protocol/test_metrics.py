@@ -149,7 +149,7 @@ def test_a_refusal_is_counted_under_its_reason() -> None:
 def test_a_full_buffer_is_counted() -> None:
     def small_buffer(rank: Rank) -> None:
         watch(rank)
-        from sglang_mixkv.core.allocator import RegionAllocator
+        from sglang_mixkv.decode.regions import RegionAllocator
 
         RegionAllocator.allocate = lambda *_: None
 

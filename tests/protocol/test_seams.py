@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FunctionType
 
 import sglang_mixkv
-from sglang_mixkv import compat
+from sglang_mixkv.engine import releases as compat
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
 SOURCES = [PACKAGE / "plugin.py", *sorted((PACKAGE / "managers").glob("*.py"))]
@@ -24,7 +24,7 @@ SOURCES = [PACKAGE / "plugin.py", *sorted((PACKAGE / "managers").glob("*.py"))]
 
 def our_classes(module: str = "") -> list[type]:
     """What get_kv_class hands out; with a module, those that are made of its classes."""
-    from sglang_mixkv.managers import CLASSES
+    from sglang_mixkv.engine import CLASSES
 
     found = list(CLASSES.values())
     return [c for c in found if not module or module in {owner.__module__ for owner in c.__mro__}]
@@ -55,7 +55,7 @@ def overridden() -> Iterator[str | None]:
 
 def carried(node: ast.expr, module: str) -> list[type]:
     """Our classes that an expression can be an instance of."""
-    from sglang_mixkv.managers import CLASSES
+    from sglang_mixkv.engine import CLASSES
 
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
         return our_classes(module)
@@ -124,7 +124,7 @@ def test_an_unlisted_use_is_found() -> None:
         "    is_mla_backend(1)\n"
         "    self.config.clear()\n"
     )
-    found = set(called(source, "sglang_mixkv.managers.receiver")) - {None}
+    found = set(called(source, "sglang_mixkv.engine.receiver")) - {None}
     assert {seam.rpartition(":")[2] for seam in found} == {
         "MooncakeKVManager.teardown",
         "CommonKVReceiver.failure_exception",

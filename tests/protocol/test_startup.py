@@ -15,7 +15,7 @@ import pytest
 
 import sglang_mixkv
 
-MODELS = Path(sglang_mixkv.__file__).parent / "tools" / "models" / "mla"
+MODELS = Path(sglang_mixkv.__file__).parent / "demo" / "models" / "mla"
 FLAGS = [
     "--model-path", str(MODELS / "target"), "--device", "cpu",
     "--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake",
@@ -111,7 +111,7 @@ def test_cold_with_aux_over_tcp_does_not_start(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_changed_seam_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_mixkv import compat
+    from sglang_mixkv.engine import releases as compat
 
     monkeypatch.setitem(compat.SEAMS, "sglang.srt.server_args:ServerArgs.gone", ())
     said = in_fork(lambda: resolve("--enable-mixkv"))
@@ -124,7 +124,7 @@ def test_the_folder_of_metrics_is_set_before_the_seams_are_looked_at(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, metrics: bool
 ) -> None:
     """Looking at them imports prometheus_client, which decides by it where values go."""
-    from sglang_mixkv import compat
+    from sglang_mixkv.engine import releases as compat
 
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -157,8 +157,8 @@ def test_hook_that_was_not_applied_does_not_start(monkeypatch: pytest.MonkeyPatc
 
 
 def test_seams_of_the_installed_engine_are_as_listed() -> None:
-    from sglang_mixkv import compat
     from sglang_mixkv.config import Config
+    from sglang_mixkv.engine import releases as compat
 
     assert list(compat.problems(Config(enabled=True))) == []
 

@@ -20,8 +20,8 @@ from protocol.faults import TWO_ROUNDS, case
 from protocol.model import Case
 from protocol.ring import Outcome, Rank, run
 
-from sglang_mixkv.core import wire
-from sglang_mixkv.core.errors import MixKVError
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.protocol import extension as wire
 
 Change = Callable[[list[bytes]], list[bytes]]
 

@@ -48,7 +48,7 @@ def test_stock_s_flag_is_ours_where_layouts_differ() -> None:
     def stock_flag(rank: Rank) -> None:
         from unittest.mock import patch
 
-        from sglang_mixkv.managers import decode
+        from sglang_mixkv.engine import decode
 
         flags = type("Flags", (), {
             "disaggregation_enable_kv_checksum": True,
@@ -110,7 +110,7 @@ def test_without_digests_nothing_starts() -> None:
 
 
 def test_a_stranger_s_digest_is_dropped() -> None:
-    from sglang_mixkv.core.wire import Digest, encode
+    from sglang_mixkv.protocol.extension import Digest, encode
 
     def send(rank: Rank) -> None:
         message = [encode(Digest(100, 7, (), ()))]

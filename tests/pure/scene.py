@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from sglang_mixkv.core.plan import Copies, Plan
-from sglang_mixkv.core.wire import Grant
-from sglang_mixkv.transfer.direct import Engine
-from sglang_mixkv.transfer.packed import PackBuffer, into_region, scatter
-from sglang_mixkv.transfer.rows import HostRows
-from sglang_mixkv.transfer.writer import Chunk, ChunkWriter, Written
+from sglang_mixkv.kv.plan import Copies, Plan, into_region
+from sglang_mixkv.prefill.packing import PackBuffer
+from sglang_mixkv.prefill.writer import Chunk, ChunkWriter, Written
+from sglang_mixkv.protocol.extension import Grant
+from sglang_mixkv.rows.host import HostRows
+from sglang_mixkv.rows.slices import scatter
+from sglang_mixkv.transport.base import Engine
 
 POOL_PAGES = 12
 CANARY = 0xEE

@@ -12,13 +12,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from scene import MemoryEngine, Scene, a_scene, scenes
 
-from sglang_mixkv.core.plan import Blocks, Plan
-from sglang_mixkv.transfer import direct, packed
-from sglang_mixkv.transfer.ahead import Ahead
-from sglang_mixkv.transfer.bounded import BoundedEngine
-from sglang_mixkv.transfer.packed import PackBuffer
-from sglang_mixkv.transfer.rows import HostRows, RowCopy
-from sglang_mixkv.transfer.writer import Chunk, ChunkWriter
+from sglang_mixkv.kv.plan import Plan
+from sglang_mixkv.kv.ranges import Blocks
+from sglang_mixkv.prefill import packing as packed
+from sglang_mixkv.prefill.packing import PackBuffer
+from sglang_mixkv.prefill.writer import Chunk, ChunkWriter
+from sglang_mixkv.rows.host import HostRows, RowCopy
+from sglang_mixkv.transport import base as direct
+from sglang_mixkv.transport.ahead import Ahead
+from sglang_mixkv.transport.mooncake import BoundedEngine
 
 
 class LateEngine(MemoryEngine):

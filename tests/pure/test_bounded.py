@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from sglang_mixkv.transfer import bounded as module
-from sglang_mixkv.transfer.bounded import MOST_ENGINES, BoundedEngine, Started
-from sglang_mixkv.transfer.direct import IN_FLIGHT, MAX_DESCRIPTORS, STARTED
+from sglang_mixkv.transport import mooncake as module
+from sglang_mixkv.transport.base import IN_FLIGHT, MAX_DESCRIPTORS, STARTED
+from sglang_mixkv.transport.mooncake import MOST_ENGINES, BoundedEngine, Started
 
 PEER = "peer:1"
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_mixkv import compat, startup
+from sglang_mixkv import refusals as startup
 from sglang_mixkv.config import Config, add_flags, config_of, resolve, truth
+from sglang_mixkv.engine import releases as compat
 
 
 def parse(*argv: str) -> argparse.Namespace:

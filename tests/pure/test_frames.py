@@ -11,12 +11,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglang_mixkv.core import announcement as announcing
-from sglang_mixkv.core import frames, wire
-from sglang_mixkv.core.announcement import announcement, kept, read_announcement
-from sglang_mixkv.core.errors import MixKVError
-from sglang_mixkv.core.facts import DraftFacts, Facts
-from sglang_mixkv.core.registration import PeerRegistration
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.protocol import announcement as announcing
+from sglang_mixkv.protocol import extension as wire
+from sglang_mixkv.protocol import frames
+from sglang_mixkv.protocol.announcement import announcement, kept, read_announcement
+from sglang_mixkv.protocol.facts import DraftFacts, Facts
+from sglang_mixkv.protocol.registration import PeerRegistration
 
 Message = list[bytes]
 Change = Callable[[Message], None]

@@ -20,7 +20,7 @@ HEAVY = {"sglang", "torch", "triton", "mooncake", "sgl_kernel"}
 RULES: dict[str, tuple[set[str], set[str]]] = {
     "core/": ({"msgspec", "numpy"}, {"core"}),
     "transfer/": ({"msgspec", "numpy"}, {"core", "transfer"}),
-    "transfer/cuda.py": ({"msgspec", "numpy", "torch", "triton"}, {"core", "transfer"}),
+    "rows/cuda.py": ({"msgspec", "numpy", "torch", "triton"}, {"core", "transfer"}),
     "config.py": ({"msgspec"}, set()),
     "compat.py": (set(), {"config"}),
     "startup.py": (set(), {"config"}),
@@ -43,8 +43,8 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
 LAZY = {
     "plugin.py": {"sglang"},
     "cpu/support.py": {"sglang"},
-    "managers/metrics.py": {"prometheus_client"},
-    "managers/staging.py": {"sglang_mixkv.transfer.cuda"},
+    "engine/metrics.py": {"prometheus_client"},
+    "decode/landing.py": {"sglang_mixkv.rows.cuda"},
     "tools/doctor_transfer.py": {"mooncake"},
     "tools/plan_flags.py": {"yaml"},
 }
@@ -93,7 +93,7 @@ def violations(file: str, source: str) -> list[str]:
             continue
         if not at_import and (top in lazy or module in lazy):
             continue
-        if module == "sglang_mixkv.transfer.cuda":
+        if module == "sglang_mixkv.rows.cuda":
             found.append(module)  # torch and Triton: only where a GPU is
         elif top == "sglang_mixkv":
             part = rest.partition(".")[0]
@@ -113,15 +113,15 @@ def test_a_file_imports_what_its_place_allows(file: str) -> None:
 @pytest.mark.parametrize(
     ("file", "line", "found"),
     [
-        ("core/plan.py", "import torch", "torch"),
-        ("core/plan.py", "from sglang_mixkv.managers.peer import Peer", "sglang_mixkv.managers"),
-        ("core/plan.py", "def f():\n    import sglang.srt", "sglang.srt"),
+        ("kv/plan.py", "import torch", "torch"),
+        ("kv/plan.py", "from sglang_mixkv.prefill.peer import Peer", "sglang_mixkv.engine"),
+        ("kv/plan.py", "def f():\n    import sglang.srt", "sglang.srt"),
         ("config.py", "import numpy", "numpy"),
-        ("transfer/direct.py", "from sglang_mixkv.transfer import cuda", "transfer.cuda"),
-        ("managers/peer.py", "import torch", "torch"),
-        ("managers/peer.py", "from sglang_mixkv.tools import plan", "sglang_mixkv.tools"),
+        ("transport/base.py", "from sglang_mixkv.transfer import cuda", "transfer.cuda"),
+        ("prefill/peer.py", "import torch", "torch"),
+        ("prefill/peer.py", "from sglang_mixkv.tools import plan", "sglang_mixkv.tools"),
         ("plugin.py", "from sglang.srt.plugins import hook_registry", "sglang.srt.plugins"),
-        ("tools/plan.py", "from sglang_mixkv.managers.peer import Peer", "sglang_mixkv.managers"),
+        ("tools/plan.py", "from sglang_mixkv.prefill.peer import Peer", "sglang_mixkv.engine"),
     ],
 )
 def test_a_forbidden_import_is_found(file: str, line: str, found: str) -> None:

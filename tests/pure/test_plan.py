@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from sglang_mixkv.core.errors import MixKVError
+from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools import plan as tool
 from sglang_mixkv.tools.plan_figures import Load, Plan, Sender, make_plan, stage_layers
 from sglang_mixkv.tools.plan_flags import from_info, from_line

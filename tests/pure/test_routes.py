@@ -7,17 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_mixkv.core.errors import MixKVError
-from sglang_mixkv.core.geometry import Component, Shard
-from sglang_mixkv.core.plan import Plan, blocks, component_copies, page_runs
-from sglang_mixkv.core.routes import Topology, required_responses, routes
-from sglang_mixkv.core.topology import (
-    Kind,
-    Spread,
-    contacted_ranks,
-    heads_on_rank,
-    overlap,
-)
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.kv.layout import Component, Kind, Shard, Spread, heads_on_rank
+from sglang_mixkv.kv.plan import Plan, component_copies
+from sglang_mixkv.kv.ranges import blocks, page_runs
+from sglang_mixkv.kv.routes import Topology, contacted_ranks, overlap, required_responses, routes
 
 sizes = st.sampled_from([1, 2, 4, 8, 3, 6, 12])
 head_counts = st.sampled_from([1, 2, 3, 4, 6, 8, 16])

@@ -17,15 +17,14 @@ import pytest
 from scene import MemoryEngine
 
 import sglang_mixkv
-from sglang_mixkv.core.errors import MixKVError
-from sglang_mixkv.core.geometry import Component, Shard
-from sglang_mixkv.core.plan import Copies, Plan, component_copies
-from sglang_mixkv.core.routes import Topology, routes
-from sglang_mixkv.core.topology import Kind, Spread
-from sglang_mixkv.core.wire import Grant
-from sglang_mixkv.transfer.packed import PackBuffer
-from sglang_mixkv.transfer.rows import HostRows
-from sglang_mixkv.transfer.writer import Chunk, ChunkWriter
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.kv.layout import Component, Kind, Shard, Spread
+from sglang_mixkv.kv.plan import Copies, Plan, component_copies
+from sglang_mixkv.kv.routes import Topology, routes
+from sglang_mixkv.prefill.packing import PackBuffer
+from sglang_mixkv.prefill.writer import Chunk, ChunkWriter
+from sglang_mixkv.protocol.extension import Grant
+from sglang_mixkv.rows.host import HostRows
 
 CANARY = 0xEE
 POOL_PAGES = 40
@@ -33,7 +32,7 @@ HEADS, HEAD_BYTES = 8, (6, 10)
 
 
 def load() -> ModuleType:
-    """managers/staging.py by its path: its package imports SGLang, it does not."""
+    """decode/landing.py by its path: its package imports SGLang, it does not."""
     name = "mixkv_staging_alone"
     if name not in sys.modules:
         path = Path(sglang_mixkv.__path__[0], "managers", "staging.py")

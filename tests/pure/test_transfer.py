@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from scene import CANARY, POOL_PAGES, MemoryEngine, Scene, a_scene, ints, noise, scenes
 
-from sglang_mixkv.core.allocator import ALIGNMENT, RegionAllocator
-from sglang_mixkv.core.plan import page_runs
-from sglang_mixkv.transfer.direct import MAX_DESCRIPTORS
-from sglang_mixkv.transfer.packed import (
+from sglang_mixkv.decode.regions import ALIGNMENT, RegionAllocator
+from sglang_mixkv.kv.ranges import page_runs
+from sglang_mixkv.prefill.packing import PackBuffer
+from sglang_mixkv.prefill.writer import Chunk, ChunkWriter, Written
+from sglang_mixkv.rows.host import HostRows, RowCopy
+from sglang_mixkv.transport.base import (
     DIRECT_DESCRIPTORS,
     DIRECT_MEAN,
-    PackBuffer,
+    MAX_DESCRIPTORS,
     prefer_packed,
 )
-from sglang_mixkv.transfer.rows import HostRows, RowCopy
-from sglang_mixkv.transfer.writer import Chunk, ChunkWriter, Written
 
 # ---------------------------------------------------------------- rows
 
@@ -155,7 +155,7 @@ def test_the_gpu_kernel_copies_the_same_in_tritons_interpreter() -> None:
 
 def compare_kernel_with_host_rows() -> None:
     """The body of the test above: word sizes 8, 4, 2, 1; a last block that is not full."""
-    from sglang_mixkv.transfer import cuda
+    from sglang_mixkv.rows import cuda
 
     assert cuda.BLOCK_ROWS == 32, "the row counts here straddle one block"
     seen = set()

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_mixkv.core import wire
-from sglang_mixkv.core.errors import MixKVError
-from sglang_mixkv.core.facts import DraftFacts, Facts, differences, draft_differences
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.protocol import extension as wire
+from sglang_mixkv.protocol.facts import DraftFacts, Facts, differences, draft_differences
 
 FACTS = Facts(
     plugin="0.1.0", engine="0.5.23", page_size=64, kv_cache_dtype="bf16", aux_item_lens=(64, 8),

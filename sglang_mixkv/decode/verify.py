@@ -1,0 +1,123 @@
+"""The decode side of `--mixkv-verify checksum`: does the pool hold what the prefill sent?
+
+Each sender tells, per entry, the CRC-32 of the rows that it sent (wire.Digest), just before
+its success. When all have answered, the same rows are read here and compared, before the
+request may start. State and metadata rows are not covered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from sglang_mixkv.engine.kv_args import Caches
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.kv.layout import Shard
+from sglang_mixkv.kv.plan import Ints, component_copies
+from sglang_mixkv.kv.routes import Route
+from sglang_mixkv.protocol.extension import Digest
+from sglang_mixkv.rows.digest import Digester
+from sglang_mixkv.rows.host import Rows
+
+SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A room's pages, those before `skip` without draft KV, and its senders by unique number."""
+
+    pages: Ints
+    skip: int
+    draft: Shard | None
+    senders: Mapping[int, Route]
+    heard: dict[int, Digest] = field(default_factory=dict)
+
+
+class Verifier:
+    """Rooms of one decode rank whose KV is compared before they start."""
+
+    def __init__(self, caches: Caches, rows: Rows) -> None:
+        self._caches = caches
+        self._digester = Digester(rows)
+        self.rooms: dict[int, Asked] = {}
+
+    def ask(self, room: int, asked: Asked) -> None:
+        """Expect a digest of each sender. In the scheduler, before the metadata goes out."""
+        self.rooms[room] = asked
+
+    def forget(self, room: int) -> None:
+        self.rooms.pop(room, None)
+
+    def hear(self, digest: Digest) -> None:
+        """Keep one sender's digest. Raises MixKVError for one that nobody waits for."""
+        asked = self.rooms.get(digest.room)
+        if asked is None or digest.prefill_rank not in asked.senders:
+            raise MixKVError(
+                f"room {digest.room}: checksums from prefill rank {digest.prefill_rank}, which "
+                "sends nothing to it."
+            )
+        asked.heard[digest.prefill_rank] = digest
+
+    def problem(self, room: int) -> str | None:
+        """What differs, None when every byte that was needed is as it was sent."""
+        asked = self.rooms.pop(room, None)
+        if asked is None:
+            return None
+        found = [line for rank in asked.senders for line in self._of_sender(asked, rank)]
+        found += self._gaps(asked)
+        if not found:
+            return None
+        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        return f"KV checksum mismatch: {'; '.join(found[:SHOWN])}{more}"
+
+    def _of_sender(self, asked: Asked, rank: int) -> Iterator[str]:
+        digest, route = asked.heard.get(rank), asked.senders[rank]
+        if digest is None:
+            yield f"prefill rank {rank} sent no checksums"
+            return
+        caches, skip = self._caches, asked.skip
+        yield from self._compare(
+            "target", rank, caches.target, caches.target_ptrs, route.target_heads,
+            digest.target, asked.pages,
+        )  # fmt: skip
+        if asked.draft is not None:
+            yield from self._compare(
+                "draft", rank, asked.draft, caches.draft_ptrs, route.draft_heads,
+                digest.draft, asked.pages[skip:],
+            )  # fmt: skip
+
+    def _compare(
+        self, name: str, rank: int, shard: Shard, ptrs: tuple[int, ...], heads: range,
+        said: tuple[tuple[int, int], ...], pages: Ints,
+    ) -> Iterator[str]:  # fmt: skip
+        entries = [ptrs.index(address) for address, _ in said if address in ptrs]
+        if len(set(entries)) != len(said):
+            yield f"prefill rank {rank} wrote to {name} entries that are not of this rank, or twice"
+            return
+        local = list(ptrs)
+        copies = component_copies(local, shard, local, shard, heads, [(i, i) for i in entries])
+        here = self._digester.add([], copies, shard.page_size, np.asarray(pages, np.int64))
+        for entry, (_, sent), held in zip(entries, said, here, strict=True):
+            if sent != held:
+                what = f"{name} entry {entry}, heads {heads.start}-{heads.stop - 1}"
+                yield f"{what}: prefill rank {rank} sent {sent:#010x}, decode holds {held:#010x}"
+
+    def _gaps(self, asked: Asked) -> Iterator[str]:
+        """Entries that no digest covers with all heads of this rank."""
+        for name, shard, ptrs in (
+            ("target", self._caches.target, self._caches.target_ptrs),
+            ("draft", asked.draft, self._caches.draft_ptrs),
+        ):
+            if shard is None:
+                continue
+            heads = dict.fromkeys(ptrs, 0)
+            for rank, digest in asked.heard.items():
+                route = asked.senders[rank]
+                count = len(route.target_heads if name == "target" else route.draft_heads)
+                for address, _ in getattr(digest, name):
+                    heads[address] = heads.get(address, 0) + count
+            short = [i for i, ptr in enumerate(ptrs) if heads[ptr] != len(shard.heads)]
+            if short:
+                yield f"no sender's checksums cover {name} entries {short}"

@@ -1,0 +1,175 @@
+"""The demo: a small trained pair in the real engine, three times.
+
+    single   one server: the reference
+    stock    prefill + decode behind SGLang's router, as SGLang does it
+    mixkv    the same with --enable-mixkv on both sides
+
+It needs no GPU, no download and no training. See ``DISCLAIMER`` for what its figures say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from rich.console import Console
+
+from sglang_mixkv.demo import report
+from sglang_mixkv.demo.launch import Topology
+from sglang_mixkv.demo.pair import PAIRS, Answer, RequestFailed, prompts
+from sglang_mixkv.demo.processes import Fleet, ServerDied
+from sglang_mixkv.demo.progress import StartDisplay
+from sglang_mixkv.demo.servers import Deployment, Progress, disaggregated, single
+
+RUNS = ("single", "stock", "mixkv")
+ENABLE = ("--enable-mixkv",)
+
+Builder = Callable[[Fleet, Progress], Deployment]
+
+
+def _runs(text: str) -> tuple[str, ...]:
+    """The value of --runs, in the order of RUNS."""
+    names = text.split(",")
+    if unknown := set(names) - set(RUNS):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+    if RUNS[0] not in names:
+        raise argparse.ArgumentTypeError("'single' must be there: the others are compared with it")
+    return tuple(name for name in RUNS if name in names)
+
+
+def _flags(text: str) -> tuple[str, ...]:
+    return tuple(shlex.split(text))
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_mixkv demo", description=__doc__, epilog=report.DISCLAIMER,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--prefill", type=_flags, default=("--tp", "2"), metavar="FLAGS",
+        help='flags of the prefill server (default "--tp 2")')  # fmt: skip
+    add("--decode", type=_flags, default=("--tp", "1"), metavar="FLAGS",
+        help='flags of the decode server (default "--tp 1"); '
+        'for example "--tp 2 --attn-dp-size 2"')  # fmt: skip
+    add("--runs", type=_runs, default=RUNS, help="comma-separated (default single,stock,mixkv)")
+    add("--pair", choices=PAIRS, default=PAIRS[0], help="which target (default mla)")
+    add("--mixkv-args", type=_flags, default=(), metavar="FLAGS",
+        help="further flags of the plugin, for both sides of the mixkv run")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="write the figures there")
+    add("--keep-logs", type=Path, metavar="DIR", help="keep the servers' logs there")
+    options = parser.parse_args(argv)
+    if options.json and not options.json.parent.is_dir():
+        parser.error(f"--json: there is no folder {options.json.parent}")
+    return options
+
+
+def _builder(name: str, options: argparse.Namespace) -> Builder:
+    """How to start the servers of one run."""
+    if name == "single":
+        return lambda fleet, progress: single(fleet, options.pair, (), progress)
+    plugin = (*ENABLE, *options.mixkv_args) if name == "mixkv" else ()
+    topology = Topology(options.prefill, options.decode, plugin, plugin)
+    return lambda fleet, progress: disaggregated(fleet, options.pair, topology, progress)
+
+
+def _version(package: str) -> str | None:
+    """The installed version; None where it is not (a machine with another transport)."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+class Demo:
+    """The runs asked for, one after the other: two cores carry one deployment at a time."""
+
+    def __init__(self, options: argparse.Namespace, console: Console) -> None:
+        self._options = options
+        self._console = console
+        self._reference: list[Answer | None] = []
+        self._failed: list[str] = []
+        self.runs: list[report.Run] = []
+
+    def run(self, name: str) -> None:
+        """Start the servers of one run, ask all prompts, stop them."""
+        self._console.rule(f"[bold]{name}")
+        keep = self._options.keep_logs
+        with Fleet(keep / name if keep else None) as fleet:
+            with StartDisplay(self._console) as display:
+                deployment = _builder(name, self._options)(fleet, display.update)
+            self.runs.append(self._measure(name, deployment))
+
+    def _measure(self, name: str, deployment: Deployment) -> report.Run:
+        """Ask all prompts; the warm-up request's bytes do not count."""
+        before = deployment.draft_bytes()
+        answers = [self._ask(name, deployment, prompt) for prompt in prompts()]
+        if name == "single":
+            self._reference = answers
+        after = deployment.draft_bytes()
+        draft = after.since(before) if after and before else after
+        return report.summarise(name, answers, self._reference, draft)
+
+    def _ask(self, name: str, deployment: Deployment, prompt: list[int]) -> Answer | None:
+        """One prompt with a line about it; a failed request is a result as well."""
+        label = f"  {len(prompt) - 2:>3} symbols:"
+        try:
+            answer = deployment.ask(prompt)
+        except RequestFailed as error:
+            self._failed.append(f"{name}: {error}")
+            self._console.print(f"{label} failed: {error}", style="red", markup=False)
+            return None
+        self._console.print(
+            f"{label} {len(answer.tokens)} tokens in {answer.verify_rounds} verify rounds, "
+            f"{answer.seconds:.1f} s"
+        )
+        return answer
+
+    def conclude(self) -> int:
+        """Table, file and verdict."""
+        options = self._options
+        title = f"prefill {shlex.join(options.prefill)} -> decode {shlex.join(options.decode)}"
+        self._console.print(report.table(self.runs, f"{title}, {options.pair} target"))
+        self._console.print(report.DISCLAIMER, style="italic")
+        if options.json:
+            report.write_json(options.json, self.runs, self._context())
+        found = report.shortcomings(self.runs)
+        for text in found:
+            self._console.print(text, style="red")
+        return 1 if found else 0
+
+    def _context(self) -> dict[str, object]:
+        """What the figures were measured on, and what they leave out."""
+        names = ("prefill", "decode", "mixkv_args", "pair")
+        packages = ("sglang", "sglang-mixkv", "sglang-router", "mooncake-transfer-engine-non-cuda")
+        return {
+            "topology": {name: getattr(self._options, name) for name in names},
+            "versions": {package: _version(package) for package in packages},
+            "failed_requests": self._failed,
+        }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0: all outputs identical, and mixkv's accept length as good as the single server's."""
+    options = parse(argv)
+    console = Console(highlight=False)
+    demo = Demo(options, console)
+    try:
+        for name in options.runs:
+            demo.run(name)
+        return demo.conclude()
+    except (ServerDied, TimeoutError) as error:
+        console.print(str(error), style="red", markup=False, soft_wrap=True)
+        return 1
+    except KeyboardInterrupt:
+        console.print("interrupted: all servers are stopped")
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

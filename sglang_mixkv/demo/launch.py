@@ -1,0 +1,127 @@
+"""Command lines and environments of the servers that the demo and the end-to-end tests start."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sglang_mixkv import cpu
+from sglang_mixkv.config import ENABLE_ENV, STATS_DIR_ENV
+from sglang_mixkv.demo.pair import model_flags
+from sglang_mixkv.demo.ports import free_port
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The flags of a prefill and a decode server beyond what both share.
+
+    ``mixkv_*``: the plugin's own flags of that side; empty for a stock server.
+    ``speculative``: False leaves the drafter out on both sides.
+    """
+
+    prefill: tuple[str, ...] = ("--tp", "2")
+    decode: tuple[str, ...] = ("--tp", "1")
+    mixkv_prefill: tuple[str, ...] = ()
+    mixkv_decode: tuple[str, ...] = ()
+    speculative: bool = True
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One server to start: how it is called, its command, its environment, where it listens."""
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+
+def ranks(flags: Sequence[str]) -> int:
+    """How many scheduler processes a server with these flags has."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tp", "--tp-size", "--tensor-parallel-size", type=int, default=1)
+    parser.add_argument("--pp", "--pp-size", "--pipeline-parallel-size", type=int, default=1)
+    known, _ = parser.parse_known_args(list(flags))
+    return int(known.tp * known.pp)
+
+
+def local_env() -> dict[str, str]:
+    """Local addresses past any proxy, no hub, no compiler; opting in is left to flags alone."""
+    no_proxy = ",".join(filter(None, [os.environ.get("NO_PROXY"), HOST, "localhost"]))
+    return {
+        "NO_PROXY": no_proxy,
+        "no_proxy": no_proxy,
+        "HF_HUB_OFFLINE": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        ENABLE_ENV: "0",
+        STATS_DIR_ENV: "",
+    }
+
+
+def _idle_flags(flags: Sequence[str]) -> tuple[str, ...]:
+    """Let idle schedulers sleep, so that the busy ones get the cores.
+
+    Not with DP-attention: its ranks step together, and one asleep would hold up the others.
+    """
+    dp_attention = {"--attn-dp-size", "--enable-dp-attention"} & set(flags)
+    return () if dp_attention else ("--sleep-on-idle",)
+
+
+def server(
+    name: str,
+    pair: str,
+    flags: Sequence[str],
+    extra_env: Mapping[str, str] | None = None,
+    speculative: bool = True,
+) -> Launch:
+    """A ``sglang.launch_server`` on the CPU engine with the models of a pair."""
+    port = free_port()
+    address = ("--host", HOST, "--port", str(port))
+    models = model_flags(pair, speculative)
+    command = (sys.executable, "-m", "sglang.launch_server", *address, *models)
+    env = {**local_env(), **cpu.launch_env(ranks(flags)), **(extra_env or {})}
+    return Launch(name, (*command, *cpu.LAUNCH_FLAGS, *_idle_flags(flags), *flags), env, port)
+
+
+def _disaggregation(mode: str, bootstrap_port: int) -> tuple[str, ...]:
+    return (
+        *("--disaggregation-mode", mode),
+        *("--disaggregation-transfer-backend", "mooncake"),
+        *("--disaggregation-bootstrap-port", str(bootstrap_port)),
+    )
+
+
+def prefill_and_decode(pair: str, topology: Topology, stats: str) -> tuple[Launch, Launch, int]:
+    """Both servers of a disaggregated pair, and the prefill's bootstrap port.
+
+    ``stats``: the folder into which opted-in servers count their bytes.
+    """
+    bootstrap, env = free_port(), {STATS_DIR_ENV: stats}
+    prefill_flags = (*_disaggregation("prefill", bootstrap), *topology.prefill)
+    decode_flags = (*_disaggregation("decode", bootstrap), *topology.decode)
+    speculative = topology.speculative
+    prefill = server("prefill", pair, (*prefill_flags, *topology.mixkv_prefill), env, speculative)
+    decode = server("decode", pair, (*decode_flags, *topology.mixkv_decode), env, speculative)
+    return prefill, decode, bootstrap
+
+
+def router(prefill: Launch, decode: Launch, bootstrap_port: int) -> Launch:
+    """SGLang's own router in PD mode; it hands errors through instead of trying again."""
+    port = free_port()
+    command = (
+        *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"),
+        *("--host", HOST, "--port", str(port), "--prometheus-port", str(free_port())),
+        *("--prefill", prefill.url, str(bootstrap_port), "--decode", decode.url),
+        *("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker"),
+        *("--worker-startup-check-interval", "1"),
+    )
+    return Launch("router", command, local_env(), port)

@@ -1,0 +1,102 @@
+"""Runs one server so that nothing of it outlives the program that started it.
+
+``python -m sglang_mixkv.demo.leash PARENT_PID FOLDER COMMAND...`` stays between the two:
+
+    starter --SIGTERM, or its death--> leash --SIGTERM--> server
+                                             --SIGKILL, after a grace--> server's group
+
+The server gets a process group of its own, and the leash adopts whatever the server leaves
+behind (a scheduler whose parent crashed, say), so "no child left" means "nothing left". It
+ends when the server ends by itself (with its exit status), when it is told to, or when its
+starter is gone; only in that last case nobody else can remove FOLDER, so each leash does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+GRACE_S = float(os.environ.get("SGLANG_MIXKV_LEASH_GRACE_S", "15"))
+"""Seconds between SIGTERM and SIGKILL."""
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    """Set one attribute of this process; a kernel without it is no error."""
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _die_with_parent() -> None:
+    """In the server, before it is executed: no leash, no server."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    """Signal every process of the group, if it has any."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _reap(seconds: float) -> bool:
+    """Collect ended children for at most that long; True when none is left."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return True
+        if pid == 0:
+            time.sleep(0.05)
+    return False
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """End the server and its whole group, the polite way first.
+
+    SIGTERM goes to the server alone: its schedulers' ends would look like a crash to SGLang,
+    which then looks for causes and leaves shared memory behind. A dead server's rest gets it.
+    """
+    if server.poll() is None:
+        server.terminate()
+    else:
+        _signal_group(server.pid, signal.SIGTERM)
+    if not _reap(GRACE_S):
+        _signal_group(server.pid, signal.SIGKILL)
+        _reap(GRACE_S)
+
+
+def _serve(command: list[str]) -> int:
+    """Run the server until it ends or this process is told to; leave none of it behind."""
+    server = subprocess.Popen(command, process_group=0, preexec_fn=_die_with_parent)
+    try:
+        status = server.wait()
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        _end(server)
+    return status if status >= 0 else 128 - status
+
+
+def main(argv: list[str]) -> int:
+    """Tie the process to its parent, run the command, clean up after a parent that died."""
+    parent, folder, command = int(argv[0]), Path(argv[1]), argv[2:]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        return _serve(command) if os.getppid() == parent else 1
+    finally:
+        if os.getppid() != parent:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,158 @@
+"""Groups of server processes with a common end.
+
+A :class:`Fleet` is a context: it starts servers, notices one that dies, and on the way out
+(normal, exception, Ctrl-C, SIGTERM) ends all of them and removes their folders. Start servers
+from the thread that entered the context: the kernel ties a leash to its starting thread.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+from sglang_mixkv.demo import leash
+
+TAIL_LINES = 30
+"""Lines of its log that a dead server's error carries."""
+
+ERROR_LINE = re.compile(r"^[\w.]+(?:Error|Exception)\b.*$", re.MULTILINE)
+"""How a traceback ends. SGLang prints much more below the one that ended a scheduler."""
+
+
+class ServerDied(RuntimeError):
+    """A server ended although nobody told it to; the message has its last log lines."""
+
+
+@dataclass
+class ServerProcess:
+    """One running server: its leash, its log, and a temporary folder of its own."""
+
+    name: str
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    def tail(self, lines: int = TAIL_LINES) -> str:
+        """The last lines of the log."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def last_error(self) -> str:
+        """The line that ends the last traceback in the log, or nothing."""
+        found = ERROR_LINE.findall(self.log.read_text(errors="replace"))
+        return f"its last error:\n{found[-1]}\n" if found else ""
+
+    def check(self) -> None:
+        """Raise :class:`ServerDied` unless the server runs."""
+        status = self.process.poll()
+        if status is not None:
+            raise ServerDied(
+                f"{self.name} ended with status {status}; {self.last_error()}"
+                f"the end of its log:\n{self.tail()}"
+            )
+
+    def finish(self) -> None:
+        """Wait for a leash that was told to end; it needs two graces at most."""
+        try:
+            self.process.wait(2 * leash.GRACE_S + 5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+def _exit_on_sigterm(number: int, _frame: FrameType | None) -> None:
+    """Turn SIGTERM into an exception, so that contexts unwind."""
+    raise SystemExit(128 + number)
+
+
+class Fleet:
+    """Servers that live and end together. ``logs``: keep the log files in that folder."""
+
+    def __init__(self, logs: Path | None = None) -> None:
+        self._keep = logs
+        self._servers: list[ServerProcess] = []
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.root = Path(tempfile.mkdtemp(prefix="mixkv-"))
+        self._stack.callback(shutil.rmtree, self.root, ignore_errors=True)
+        self._handle(signal.SIGTERM, _exit_on_sigterm)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        """End everything; a second Ctrl-C or SIGTERM does not interrupt that."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handle(number, signal.SIG_IGN)
+        self._end_servers()
+        self._stack.close()
+
+    def _handle(self, number: signal.Signals, handler: signal._HANDLER) -> None:
+        """Install a signal handler until the end of the context (main thread only)."""
+        try:
+            previous = signal.signal(number, handler)
+        except ValueError:
+            return
+        self._stack.callback(signal.signal, number, previous)
+
+    def _end_servers(self) -> None:
+        """Tell all first, then wait: they end side by side."""
+        for server in self._servers:
+            server.process.terminate()
+        for server in self._servers:
+            server.finish()
+        self._servers.clear()
+
+    def folder(self, name: str) -> Path:
+        """A new folder of this fleet; removed with it."""
+        path = self.root / name
+        path.mkdir(parents=True)
+        return path
+
+    def _log_path(self, name: str, home: Path) -> Path:
+        """Where a server's log goes: with its other files, or where the caller keeps logs."""
+        if self._keep is None:
+            return home / "log"
+        self._keep.mkdir(parents=True, exist_ok=True)
+        return self._keep / f"{name}.log"
+
+    def start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> ServerProcess:
+        """Start one server on a leash, with ``env`` on top of this process's environment."""
+        home = self.folder(name)
+        scratch = self.folder(f"{name}/tmp")
+        log = self._log_path(name, home)
+        command = [sys.executable, "-m", leash.__name__, str(os.getpid()), str(self.root), *argv]
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **env, "TMPDIR": str(scratch)},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._servers.append(ServerProcess(name, log, process))
+        return self._servers[-1]
+
+    def signal(self, server: ServerProcess, number: signal.Signals) -> None:
+        """Send a signal to every process of one server; SIGKILL ends its membership, too."""
+        leashed = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
+        for pid in map(int, leashed.read_text().split()):
+            os.killpg(pid, number)
+        if number == signal.SIGKILL:
+            self._servers.remove(server)
+            server.finish()
+
+    def check(self) -> None:
+        """Raise :class:`ServerDied` if any server of this fleet has ended."""
+        for server in self._servers:
+            server.check()

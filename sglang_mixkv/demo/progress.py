@@ -1,0 +1,57 @@
+"""Shows servers while they start: a line each with a clock, on a terminal or in a log file."""
+
+from __future__ import annotations
+
+import time
+from typing import Self
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+QUIET_S = 30.0
+"""Without a terminal: seconds between two lines that say the same of a server."""
+
+
+class StartDisplay:
+    """A context whose ``update`` is the progress callback of :mod:`sglang_mixkv.demo.servers`."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._tasks: dict[str, TaskID] = {}
+        self._said: dict[str, tuple[str, float]] = {}
+        self._begin = time.monotonic()
+        self._bars = Progress(
+            SpinnerColumn(finished_text="[green]✓[/]"),
+            TextColumn("{task.description:<8} {task.fields[state]}"),
+            TimeElapsedColumn(),
+            console=console,
+        )
+
+    def __enter__(self) -> Self:
+        if self._console.is_terminal:
+            self._bars.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._console.is_terminal:
+            self._bars.stop()
+
+    def update(self, name: str, state: str) -> None:
+        """A server's state: live on a terminal, else a line now and then."""
+        if self._console.is_terminal:
+            self._update_bar(name, state)
+        else:
+            self._say(name, state)
+
+    def _update_bar(self, name: str, state: str) -> None:
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=1, state=state)
+        done = state in ("healthy", "ready")
+        self._bars.update(self._tasks[name], state=state, completed=done)
+
+    def _say(self, name: str, state: str) -> None:
+        now = time.monotonic()
+        last, at = self._said.get(name, ("", 0.0))
+        if state != last or now - at > QUIET_S:
+            self._said[name] = (state, now)
+            self._console.print(f"  {name} {state} ({now - self._begin:.0f} s)")

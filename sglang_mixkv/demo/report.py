@@ -1,0 +1,118 @@
+"""What the demo's runs came to: figures, verdict, table and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from sglang_mixkv.demo.pair import Answer, accept_length, acceptance_by_position
+from sglang_mixkv.demo.servers import DraftBytes
+
+TOLERANCE = 0.02
+"""How far the accept length with mixkv may be from the single server's, as a share of it."""
+
+DISCLAIMER = (
+    "This drafter is built as a detector: every KV head of the prompt matters to it, so that a "
+    "wrong byte shows. It is not a measure of what production drafters lose."
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """The figures of one run; the field names are those of the JSON file."""
+
+    name: str
+    accept_length: float
+    acceptance_by_position: list[float]
+    output_identical: bool
+    tokens_per_second: float
+    draft_bytes_sent: int | None
+    draft_bytes_needed: int | None
+
+
+def _outputs(answers: Sequence[Answer | None]) -> list[tuple[int, ...] | None]:
+    return [answer.tokens if answer else None for answer in answers]
+
+
+def summarise(
+    name: str,
+    answers: Sequence[Answer | None],
+    reference: Sequence[Answer | None],
+    draft: DraftBytes | None,
+) -> Run:
+    """The figures over all prompts; None stands for a prompt without an answer."""
+    good = [answer for answer in answers if answer is not None]
+    seconds = sum(answer.seconds for answer in good)
+    tokens = sum(len(answer.tokens) for answer in good)
+    return Run(
+        name=name,
+        accept_length=round(accept_length(good), 4),
+        acceptance_by_position=[round(share, 4) for share in acceptance_by_position(good)],
+        output_identical=None not in answers and _outputs(answers) == _outputs(reference),
+        tokens_per_second=round(tokens / seconds, 2) if seconds else 0.0,
+        draft_bytes_sent=draft.sent if draft else None,
+        draft_bytes_needed=draft.needed if draft else None,
+    )
+
+
+def is_close(length: float, reference: float) -> bool:
+    """Whether an accept length is as good as the single server's."""
+    return abs(length - reference) <= TOLERANCE * reference
+
+
+def shortcomings(runs: Sequence[Run]) -> list[str]:
+    """Why the demo did not show what it is to show; empty when it did."""
+    found = [
+        f"{run.name}: output differs from the single server's"
+        for run in runs
+        if not run.output_identical
+    ]
+    by_name = {run.name: run for run in runs}
+    if "mixkv" in by_name:
+        length, reference = by_name["mixkv"].accept_length, by_name["single"].accept_length
+        if not is_close(length, reference):
+            found.append(
+                f"mixkv: accept length {length:.3f} is not within "
+                f"{TOLERANCE:.0%} of the single server's {reference:.3f}"
+            )
+    return found
+
+
+def _count(number: int | None) -> str:
+    return "-" if number is None else f"{number:,}"
+
+
+def _row(run: Run) -> list[str]:
+    return [
+        run.name,
+        "yes" if run.output_identical else "NO",
+        f"{run.accept_length:.3f}",
+        " ".join(f"{share:.2f}" for share in run.acceptance_by_position),
+        f"{run.tokens_per_second:.1f}",
+        f"{_count(run.draft_bytes_sent)} / {_count(run.draft_bytes_needed)}",
+    ]
+
+
+def table(runs: Sequence[Run], title: str) -> Table:
+    """One row a run."""
+    grid = Table(title=title, caption="-: nobody counted", caption_justify="left")
+    grid.add_column("run")
+    grid.add_column("output equal\nto single")
+    grid.add_column("accept\nlength", justify="right")
+    grid.add_column("acceptance\nby position", justify="right")
+    grid.add_column("tokens/s", justify="right")
+    grid.add_column("draft bytes\nsent / needed", justify="right", no_wrap=True)
+    for run in runs:
+        grid.add_row(*_row(run))
+    return grid
+
+
+def write_json(path: Path, runs: Sequence[Run], context: dict[str, Any]) -> None:
+    """The figures as a file; ``context`` stands beside them at the top level."""
+    record = {"runs": [asdict(run) for run in runs], **context}
+    path.write_text(json.dumps(record, indent=2) + "\n")

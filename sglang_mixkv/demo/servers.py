@@ -1,0 +1,201 @@
+"""Deployments that answer prompts: a single server, or prefill + decode behind SGLang's router.
+
+    with Fleet() as fleet:
+        deployment = disaggregated(fleet, "mla", Topology(), progress)
+        answer = deployment.ask(prompt)
+
+Both builders return when a first request has been served: it pays for what the engine compiles.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import requests
+
+from sglang_mixkv.demo import launch
+from sglang_mixkv.demo.launch import Launch, Topology
+from sglang_mixkv.demo.pair import Answer, RequestFailed, ask, post, prompts, request_body
+from sglang_mixkv.demo.processes import Fleet, ServerProcess
+
+START_TIMEOUT_S = 900.0
+POLL_S = 0.5
+SETTLE_S = 3.0
+"""How long a failed request waits for the news that its server has died."""
+
+Progress = Callable[[str, str], None]
+"""Called with a server's name and what it is doing."""
+
+T = TypeVar("T")
+
+
+def silent(_name: str, _state: str) -> None:
+    """A progress callback that says nothing."""
+
+
+@dataclass(frozen=True)
+class DraftBytes:
+    """Draft KV bytes since start: what prefill ranks handed to the transport, and what decode
+    ranks needed; each side counts its own, so that the two numbers check each other."""
+
+    sent: int
+    needed: int
+
+    def since(self, before: DraftBytes) -> DraftBytes:
+        return DraftBytes(self.sent - before.sent, self.needed - before.needed)
+
+
+def read_stats(folder: Path) -> DraftBytes | None:
+    """The sum over all ranks' counters; None where nobody counted."""
+    records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    if not records:
+        return None
+    return DraftBytes(
+        sent=sum(record.get("draft_bytes_sent", 0) for record in records),
+        needed=sum(record.get("draft_bytes_needed", 0) for record in records),
+    )
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Running servers, and where to send requests. ``servers``: those that run models."""
+
+    fleet: Fleet
+    url: str
+    stats: Path
+    servers: tuple[Launch, ...] = ()
+
+    @property
+    def prefill(self) -> str:
+        """URL of a pair's prefill server."""
+        return self.servers[0].url
+
+    def ask(self, prompt: list[int]) -> Answer:
+        """One prompt; raises RequestFailed, or ServerDied when a server ends meanwhile."""
+        try:
+            return _watched(self.fleet, lambda: ask(self.url, prompt))
+        except RequestFailed:
+            _settle(self.fleet)
+            raise
+
+    def watch(self, call: Callable[[], T]) -> T:
+        """The result of a blocking call; ServerDied as soon as a server ends meanwhile."""
+        return _watched(self.fleet, call)
+
+    def draft_bytes(self) -> DraftBytes | None:
+        """The counters once they rest: servers write them after the request's end."""
+        last = read_stats(self.stats)
+        while True:
+            time.sleep(POLL_S)
+            now = read_stats(self.stats)
+            if now == last:
+                return now
+            last = now
+
+
+def _watched(fleet: Fleet, call: Callable[[], T]) -> T:
+    """The result of a blocking call, given up as soon as a server of the fleet ends."""
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except Exception as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not result.done():
+        fleet.check()
+        wait([result], timeout=POLL_S)
+    return result.result()
+
+
+def _settle(fleet: Fleet) -> None:
+    """After an error: raise ServerDied if the end of a server explains it."""
+    deadline = time.monotonic() + SETTLE_S
+    while time.monotonic() < deadline:
+        fleet.check()
+        time.sleep(POLL_S)
+
+
+def _is_healthy(server: Launch) -> bool:
+    """SGLang's own health check, which generates a token; the router's says that it listens."""
+    try:
+        with requests.Session() as session:
+            session.trust_env = False
+            return session.get(f"{server.url}/health", timeout=30).status_code == requests.codes.ok
+    except requests.RequestException:
+        return False
+
+
+def _serves(server: Launch) -> bool:
+    """Whether a request gets past this server: a router answers 503 until it knows its workers."""
+    try:
+        response = post(f"{server.url}/generate", request_body(prompts()[0]))
+    except requests.ConnectionError:
+        return False
+    return response.status_code != requests.codes.unavailable
+
+
+def _poll(
+    fleet: Fleet, servers: Sequence[Launch], is_up: Callable[[Launch], bool], tell: Progress
+) -> None:
+    """Block until all servers are up; ServerDied or TimeoutError otherwise."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    waiting = list(servers)
+    while waiting:
+        if time.monotonic() > deadline:
+            names = ", ".join(server.name for server in waiting)
+            raise TimeoutError(f"{names}: not ready after {START_TIMEOUT_S:.0f} s")
+        for server in waiting:
+            tell(server.name, "starting")
+        up = [server for server in waiting if _watched(fleet, partial(is_up, server))]
+        for server in up:
+            tell(server.name, "healthy")
+            waiting.remove(server)
+        time.sleep(POLL_S)
+
+
+def start(fleet: Fleet, servers: Sequence[Launch], tell: Progress = silent) -> list[ServerProcess]:
+    """Start servers side by side; wait until all are healthy."""
+    started = [fleet.start(server.name, server.argv, server.env) for server in servers]
+    _poll(fleet, servers, _is_healthy, tell)
+    return started
+
+
+def bring_up(fleet: Fleet, servers: Sequence[Launch], tell: Progress) -> None:
+    """Start servers; wait until all are healthy and the last one serves."""
+    start(fleet, servers, tell)
+    entry = servers[-1]
+    tell(entry.name, "first request")
+    _poll(fleet, [entry], _serves, silent)
+    tell(entry.name, "ready")
+
+
+def single(
+    fleet: Fleet, pair: str, flags: Sequence[str] = (), progress: Progress = silent
+) -> Deployment:
+    """One server that does prefill and decode: the reference."""
+    server = launch.server("server", pair, flags)
+    stats = fleet.folder("stats")
+    bring_up(fleet, [server], progress)
+    return Deployment(fleet, server.url, stats, (server,))
+
+
+def disaggregated(
+    fleet: Fleet, pair: str, topology: Topology, progress: Progress = silent
+) -> Deployment:
+    """Prefill and decode behind the router, all started together."""
+    stats = fleet.folder("stats")
+    prefill, decode, bootstrap = launch.prefill_and_decode(pair, topology, str(stats))
+    router = launch.router(prefill, decode, bootstrap)
+    bring_up(fleet, [prefill, decode, router], progress)
+    return Deployment(fleet, router.url, stats, (prefill, decode))

@@ -1,0 +1,111 @@
+"""What one process counts: the one place that feeds the JSON file and the Prometheus series.
+
+With `SGLANG_MIXKV_STATS_DIR` set, each process keeps one small JSON file there, rewritten
+whole after each request. With SGLang's `--enable-metrics` the same counts are series
+(`metrics.py`). Without either, counting costs an addition a chunk. Nothing here raises:
+figures are not worth a request.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sglang_mixkv.engine.metrics import Metrics
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.prefill.writer import Written
+from sglang_mixkv.rows.host import RowCopy, Rows
+from sglang_mixkv.series import divided
+
+
+class Stats:
+    """Counts of one process, safe to use from several threads."""
+
+    def __init__(self, role: str, folder: str = "", metrics: Metrics | None = None) -> None:
+        self._lock = threading.Lock()
+        self._counts: defaultdict[str, float] = defaultdict(int)
+        self._path = Path(folder, f"{role}-{os.getpid()}.json") if folder else None
+        self._metrics = metrics
+
+    def add(self, **amounts: float) -> None:
+        with self._lock:
+            for name, amount in amounts.items():
+                self._counts[name] += amount
+        if self._metrics is not None:
+            self._metrics.add(amounts)
+
+    def written(self, chunk: Written, seconds: float) -> None:
+        """A chunk that the transport took, and how long that was."""
+        target, draft = divided(seconds, chunk.target_bytes, chunk.draft_bytes)
+        self.add(
+            target_bytes_sent=chunk.target_bytes,
+            draft_bytes_sent=chunk.draft_bytes,
+            target_send_seconds=target,
+            draft_send_seconds=draft,
+            packed_bytes=chunk.packed_bytes,
+            direct_bytes=chunk.target_bytes + chunk.draft_bytes - chunk.packed_bytes,
+            descriptors=chunk.descriptors,
+            wire_bytes=chunk.wire_bytes,
+        )
+
+    def refused(self, error: Exception | None = None) -> None:
+        """A peer was refused."""
+        reason = error.reason if isinstance(error, MixKVError) else "other"
+        self.add(**{f"refused_{reason}": 1})
+
+    def cold(self) -> None:
+        """A request is served without the prompt's draft KV."""
+        self.add(cold_requests=1)
+
+    def staging(self, used: Callable[[], int], size: int) -> None:
+        """What the staging buffer holds now, in bytes; asked under the lock, so that the last
+        value shown is the last one there was."""
+        with self._lock:
+            now = {"staging_used": used(), "staging_size": size}
+            self._counts.update(now)
+            if self._metrics is not None:
+                self._metrics.set(now)
+
+    def snapshot(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._counts)
+
+    def publish(self) -> None:
+        """Rewrite the file, if one was asked for."""
+        if self._path is None:
+            return
+        partial = self._path.with_suffix(".tmp")
+        try:
+            with self._lock:
+                partial.write_text(json.dumps(self._counts))
+                partial.replace(self._path)
+        except OSError:
+            self._path = None
+
+
+class TimedRows:
+    """`rows`, with the seconds of its copies counted."""
+
+    def __init__(self, rows: Rows, stats: Stats) -> None:
+        self._rows, self._stats = rows, stats
+
+    @property
+    def takes_long(self) -> bool:
+        return self._rows.takes_long
+
+    def copy(self, what: RowCopy) -> None:
+        started = time.perf_counter()
+        self._rows.copy(what)
+        self._stats.add(copy_seconds=time.perf_counter() - started)
+
+    def allocate(self, size: int) -> tuple[int, Any]:
+        return self._rows.allocate(size)
+
+    def read(self, owner: Any, size: int) -> memoryview:
+        return self._rows.read(owner, size)

@@ -1,0 +1,269 @@
+"""What a prefill rank knows of one decode rank: built at registration, frozen after.
+
+registration message -> checked against this rank -> route -> plan
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+from sglang.srt.disaggregation.utils import build_transfer_entry_pairs
+
+from sglang_mixkv.engine.kv_args import Caches
+from sglang_mixkv.errors import MixKVError, refuse
+from sglang_mixkv.kv.layout import Kind
+from sglang_mixkv.kv.plan import Copies, Pairs, Plan, component_copies, positional_pairs
+from sglang_mixkv.kv.routes import Route, Topology, route_of, routes
+from sglang_mixkv.protocol import extension as wire
+from sglang_mixkv.protocol.facts import Facts, cold_differences, differences
+from sglang_mixkv.protocol.frames import Metadata, Numbers
+from sglang_mixkv.protocol.registration import PeerRegistration
+
+# The one kind of state (DSA_TAIL) whose indices are a row and spans inside it, which stock
+# checks (utils.py build_dsa_tail_transfer_blocks); all others are rows.
+ROW_AND_SPANS = "dsa_tail"
+
+
+@dataclass(frozen=True)
+class PrefillRank:
+    """This side of the comparison. `start_layer`: first target layer of this PP stage.
+
+    `cold_allowed`: a peer whose drafter does not fit may have the target's KV alone.
+    """
+
+    facts: Facts
+    caches: Caches
+    layer_ids: tuple[int, ...]
+    start_layer: int
+    stage: int
+    last_stage: int
+    sharded_state: bool
+    cold_allowed: bool = False
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One decode rank as this prefill rank serves it. No plan: stock's transfer serves it.
+
+    `pages`, `aux_rows`, `states` (kind, rows): what bounds a room's destinations; pages None:
+    it has no KV. `draft_window`: tokens before the prompt's end that its drafter can reach; 0: all.
+    `staging`: address and bytes of the buffer it grants regions in. `required_peers`: decode
+    ranks that share a room on this prefill rank. `cold`: it gets the target's KV alone.
+    `verify`: it asks for checksums.
+    """
+
+    session: str
+    route: Route
+    plan: Plan | None
+    pages: int | None
+    aux_rows: int
+    states: tuple[tuple[str, int], ...] = ()
+    draft_window: int = 0
+    staging: tuple[int, int] = (0, 0)
+    required_peers: int = 1
+    cold: bool = False
+    verify: bool = False
+
+    def check_metadata(self, said: Metadata) -> None:
+        """Raise MixKVError unless a room's metadata stays inside what this peer registered."""
+        if self.plan is not None:
+            self._check_role(said)
+        if said.is_dummy:
+            return
+        if self.pages is not None:
+            _check_inside("pages", said.pages, self.pages)
+        if said.aux_index >= self.aux_rows:
+            raise MixKVError(f"aux row {said.aux_index} of {self.aux_rows}.")
+        if said.states and len(said.states) != len(self.states):
+            raise MixKVError(
+                f"indices of {len(said.states)} kinds of state, of {len(self.states)}."
+            )
+        for indices, (kind, rows) in zip(said.states, self.states, strict=False):
+            _check_inside(f"{kind} rows", indices[:1] if kind == ROW_AND_SPANS else indices, rows)
+
+    def _check_role(self, said: Metadata) -> None:
+        if said.is_dummy != self.route.is_dummy or said.required != self.required_peers:
+            role = "a dummy" if said.is_dummy else "a sender"
+            raise MixKVError(
+                f"the decode rank takes this prefill rank for {role} to {said.required} decode "
+                f"ranks, by the routes it is another to {self.required_peers}."
+            )
+
+    def check_grant(self, grant: wire.Grant, pages: int) -> None:
+        """Raise MixKVError unless it is for a room of so many pages and stays inside what the
+        peer registered."""
+        assert self.plan is not None
+        start, size = self.staging
+        need = grant.tokens * self.plan.draft.bytes_per_token
+        if grant.tokens and grant.tokens != (pages - grant.first_page) * self.plan.page_size:
+            raise MixKVError(
+                f"a region of {grant.tokens} tokens from page {grant.first_page} of {pages}."
+            )
+        if grant.tokens and (grant.address < start or grant.address + need > start + size):
+            raise refuse(
+                f"a region inside the {size} bytes of staging that the decode rank announced",
+                f"{need} bytes at offset {grant.address - start}",
+                "slices would be written outside it",
+                "Start both sides with the same sglang-mixkv",
+            )
+        parts = (self.plan.target.parts.part, self.plan.draft.parts.part)
+        if grant.by_page and any((part.src_row != part.width).any() for part in parts):
+            raise MixKVError("slices are wanted by page that do not fill this rank's rows.")
+
+
+def _check_inside(what: str, numbers: Numbers, count: int) -> None:
+    if len(numbers) > count or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < count):
+        raise MixKVError(
+            f"{len(numbers)} {what}, {numbers.min()}..{numbers.max()}, of a pool of {count}."
+        )
+
+
+def admit(local: PrefillRank, registration: PeerRegistration) -> Peer:
+    """The peer, or MixKVError with every reason why it is not served."""
+    _compare_facts(local, registration.extension)
+    registration.check()
+    route = _agreed_route(local, registration)
+    extension = registration.extension
+    planned = registration.has_draft or extension.cold or extension.verify
+    plan = _plan(local, registration, route) if planned else None
+    return Peer(
+        registration.info.mooncake_session_id,
+        route,
+        plan,
+        plan.dst_pages if plan else registration.pages,
+        extension.aux_rows,
+        registration.states,
+        extension.draft_window,
+        extension.staging,
+        max(1, registration.info.dst_attn_tp_size // local.caches.target.tp),
+        extension.cold,
+        extension.verify,
+    )
+
+
+def _compare_facts(local: PrefillRank, extension: wire.Registration) -> None:
+    prefill, decode = local.facts, extension.facts
+    if extension.cold:
+        _compare_cold(local, decode)
+        return
+    if local.stage != local.last_stage:  # only the last stage holds the drafter
+        prefill, decode = (msgspec.structs.replace(f, draft=None) for f in (prefill, decode))
+    found = differences(prefill, decode)
+    if found:
+        raise MixKVError(" ".join(found), "facts")
+
+
+def _compare_cold(local: PrefillRank, decode: Facts) -> None:
+    found = cold_differences(local.facts, decode)
+    if found:
+        raise MixKVError(" ".join(found), "facts")
+    ours, theirs = ((len(f.aux_item_lens), f.draft_aux) for f in (local.facts, decode))
+    if ours != theirs:
+        raise MixKVError(
+            f"metadata rows (all, the drafter's): prefill has {ours}, decode has {theirs}; what is "
+            "not the drafter's would land at wrong offsets. Run the same SGLang release and "
+            "sampling mask on both sides.",
+            "facts",
+        )
+    if not local.cold_allowed:
+        raise refuse(
+            "drafters that fit, since this prefill runs with --mixkv-on-draft-mismatch refuse",
+            " ".join(differences(local.facts, decode)) or "a decode rank that wants no draft KV",
+            "the accept length would be low",
+            "Give both sides the same drafter, or both --mixkv-on-draft-mismatch cold",
+            "facts",
+        )
+
+
+def _agreed_route(local: PrefillRank, registration: PeerRegistration) -> Route:
+    target = local.caches.target
+    info = registration.info
+    stages = registration.extension.stages
+    if not stages or list(stages) != sorted(set(stages)) or stages[-1] > local.last_stage:
+        raise MixKVError(
+            f"the decode rank contacts prefill stages {stages[:8]}, of {local.last_stage + 1}."
+        )
+    table = routes(
+        Topology(
+            prefill_tp=target.tp,
+            decode_tp=info.dst_attn_tp_size,
+            target=target.component.spread,
+            draft=registration.draft_spread,
+            stages=stages,
+            last_stage=local.last_stage,
+            sharded_state=local.sharded_state,
+        ),
+        info.dst_tp_rank % info.dst_attn_tp_size,
+    )
+    route = route_of(table, target.rank, local.stage)
+    told = registration.extension.route
+    if route is None or wire.notice_of(route) != told:
+        raise refuse(
+            f"decode rank {info.dst_tp_rank} of {info.dst_attn_tp_size} to see this prefill rank "
+            f"{target.rank} of {target.tp} as {route and wire.notice_of(route)}",
+            f"{told}",
+            "draft heads would be sent twice or never",
+            "Start both sides with the same models, SGLang and sglang-mixkv",
+            "topology",
+        )
+    return route
+
+
+def _plan(local: PrefillRank, registration: PeerRegistration, route: Route) -> Plan:
+    caches, first = local.caches, registration.first_draft
+    page_size = caches.target.page_size
+    target = registration.shard(caches.target.component.spread, slice(first), page_size)
+    target.check("decode target")
+    ptrs = registration.info.dst_kv_ptrs
+    target_pairs, draft_pairs = _pairs(local, registration)
+    pages = [target.pages]
+    copies = component_copies(
+        list(caches.target_ptrs), caches.target, ptrs[:first], target,
+        route.target_heads, target_pairs if route.is_send_target else [],
+    )  # fmt: skip
+    draft_copies = Copies.empty()
+    if caches.draft is not None and route.is_send_draft:
+        draft = registration.shard(caches.draft.component.spread, slice(first, None), page_size)
+        draft.check("decode draft")
+        pages.append(draft.pages)
+        draft_copies = component_copies(
+            list(caches.draft_ptrs), caches.draft, registration.draft_kv_ptrs, draft,
+            route.draft_heads, draft_pairs,
+        )  # fmt: skip
+    return Plan(page_size, copies, draft_copies, _source_pages(caches), min(pages))
+
+
+def _source_pages(caches: Caches) -> int:
+    return min(shard.pages for shard in (caches.target, caches.draft) if shard is not None)
+
+
+def _pairs(local: PrefillRank, registration: PeerRegistration) -> tuple[Pairs, Pairs]:
+    """(source entry, destination entry) of the target, then of the drafter from 0 each."""
+    n_src, n_dst = len(local.caches.target_ptrs), registration.first_draft
+    n_draft, n_dst_draft = 0, 0
+    if registration.has_draft:
+        n_draft = len(local.caches.draft_ptrs)
+        n_dst_draft = registration.extension.num_draft_entries
+    dst_ids = list(registration.info.dst_kv_layer_ids)[: n_dst + n_dst_draft]
+    if not local.layer_ids and not dst_ids:
+        mha = local.caches.target.component.spread.kind is Kind.MHA
+        return (
+            positional_pairs(n_src, n_dst, local.start_layer, halves=mha),
+            positional_pairs(n_draft, n_dst_draft, 0, halves=False) if n_draft else [],
+        )
+    try:
+        pairs = build_transfer_entry_pairs(
+            list(local.layer_ids)[: n_src + n_draft],
+            dst_ids,
+            n_src + n_draft,
+            n_dst + n_dst_draft,
+        )
+    except RuntimeError as error:
+        raise MixKVError(str(error)) from None
+    if any((i < n_src) != (j < n_dst) for i, j in pairs):
+        raise MixKVError("layer ids pair entries of the target with entries of the drafter.")
+    return (
+        [(i, j) for i, j in pairs if i < n_src],
+        [(i - n_src, j - n_dst) for i, j in pairs if i >= n_src],
+    )
