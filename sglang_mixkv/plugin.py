@@ -121,7 +121,7 @@ def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: A
 
     if transfer_backend != TransferBackend.MOONCAKE:
         return stock
-    from sglang_mixkv.engine import CLASSES
+    from sglang_mixkv.engine.mooncake import CLASSES
 
     return CLASSES.get(class_type.value, stock)
 

@@ -1,19 +1,19 @@
-"""Regions of this process's memory that packed slices go through.
+"""Where head slices land on a decode rank that cannot simply be written into its rows.
 
-Prefill: each transfer thread has a pack buffer of its own (`pack_buffer`).
+One registered buffer: a request whose draft slices would be many short ranges in its pool is
+granted a region of it, one area per sender. Slices that are a part of a row and get no region
+(no room, or the target's) are written by extent into the request's own pages (kv/extents.py).
+Life of what a room holds here:
 
-Decode: one registered buffer; a request whose draft slices would be many short ranges in its
-pool is granted a region of it, one area a sender. Slices that are a part of a row and get no
-region (no room, or the target's) are written by page into the request's own pages. Life of
-a grant, on a decode rank:
+    scheduler      metadata is about to go out -> grant()      region held
+    decode thread  all senders answered        -> scatter()    region or pages -> rows, region free
+    scheduler      abort or failure            -> release()    region in quarantine
+    decode thread  all ranks acknowledged      -> drained()    region free
 
-    scheduler      receiver.send_metadata -> grant()        region held
-    decode thread  all senders answered   -> scatter()      region or pages -> rows, region free
-    scheduler      abort or failure       -> release()      region quarantined
-
-A failed write can still be under way after the transport's call has returned, so a region
-that was not scattered stays out of use for QUARANTINE_S. The request's pages are SGLang's to
-hold back, as after any failed transfer.
+A failed write can still be in flight after the transport's call has returned, so a region that
+was not scattered stays out of use until every contacted rank has said that nothing of the room is
+in flight, or for `quarantine_s` where one never does. SGLang holds the request's pages back in
+the same way.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from sglang_mixkv.config import Config
 from sglang_mixkv.decode.regions import RegionAllocator
-from sglang_mixkv.kv.layout import Shard
-from sglang_mixkv.kv.plan import Copies, Ints, component_copies, from_region
+from sglang_mixkv.decode.slices import Sender, Slices
+from sglang_mixkv.kv.extents import Extents, extents, most_tokens
+from sglang_mixkv.kv.plan import Ints, from_region
 from sglang_mixkv.kv.ranges import runs_of
-from sglang_mixkv.prefill.packing import PackBuffer
 from sglang_mixkv.protocol.extension import Grant
-from sglang_mixkv.rows.host import HostRows, Rows
-from sglang_mixkv.rows.slices import by_page_rows, scatter
-from sglang_mixkv.transport.base import prefer_packed
+from sglang_mixkv.rows.host import Buffer, Rows
+from sglang_mixkv.rows.slices import orderings, scatter, to_rows
+from sglang_mixkv.stats import Stats
+from sglang_mixkv.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -41,256 +42,256 @@ logger = logging.getLogger(__name__)
 # transport does (SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT).
 QUARANTINE_S = 60.0
 
-# What pages written by page pass through on their way to rows, at most so many bytes at once.
+# Extents pass through scratch memory on their way to rows: at most so many bytes at once.
 SCRATCH = 8 << 20
 
-Sender = tuple[int, int]  # prefill rank, stage
+# Memory that could not be had is not asked for again before so long.
+RETRY_S = 60.0
 
+# A request so long needs regions, if any request from a server does.
+LONG_PAGES = 1 << 20
 
-def rows_for(device: str, gpu_id: int) -> Rows:
-    """The row copier of this engine's device."""
-    if device != "cuda":
-        return HostRows()
-    from sglang_mixkv.rows.cuda import CudaRows
-
-    return CudaRows(gpu_id)
-
-
-def pack_buffer(engine: Any, rows: Rows, size: int) -> PackBuffer | None:
-    """A registered buffer of `size` bytes, None (and a warning) when there is no memory."""
-    try:
-        address, owner = rows.allocate(size)
-        code = engine.batch_register([address], [size])
-    except MemoryError as error:
-        code, address, owner = str(error), 0, None
-    if code:
-        logger.warning(
-            "sglang-mixkv: no staging buffer of %d bytes (%s); slices go without it", size, code
-        )
-        return None
-    return PackBuffer(address, size, owner)
+Parts = list[tuple[Slices, Ints]]  # slices that are parts of rows, and their pages
 
 
 @dataclass(frozen=True)
-class Slices:
-    """One component's heads as this rank receives them, and from whom.
-
-    `senders`: the heads (global numbers) that each sends, at least one; `prefill_tp`: their
-    attention TP.
-    """
-
-    shard: Shard
-    ptrs: tuple[int, ...]
-    senders: Mapping[Sender, range]
-    prefill_tp: int
-
-    @property
-    def are_parts(self) -> bool:
-        """Whether they are parts of this rank's rows: P > D."""
-        return any(heads != self.shard.heads for heads in self.senders.values())
-
-    @property
-    def are_cut(self) -> bool:
-        """Whether they are parts of their senders' rows: P < D."""
-        return any(heads != self._sent_rows(rank) for (rank, _), heads in self.senders.items())
-
-    def _sent_rows(self, rank: int) -> range:
-        return self.shard.component.spread.on_rank(self.prefill_tp, rank)
-
-    def detour(self, pages: int, runs: int, mode: str) -> bool:
-        """Whether so many pages, in so many runs here, are better not sent as they are: the
-        one rule (packed.py), over the ranges that writing them into the pool takes."""
-        tokens = pages * self.shard.page_size
-        if self.are_parts:
-            ranges = tokens * self.shard.component.entries * len(self.ranks)
-        elif self.are_cut:  # packed by their sender whatever is decided here
-            ranges = runs * self.shard.component.entries
-            mode = "auto" if mode == "packed" else mode
-        else:
-            return False  # the same rows on both sides, as the target's
-        return prefer_packed(ranges, tokens * sum(self.shard.rows), mode)
-
-    @property
-    def ranks(self) -> dict[int, range]:
-        """Heads by prefill rank: the same from all stages."""
-        return {rank: heads for (rank, _), heads in self.senders.items()}
-
-    def may_go_by_page(self) -> bool:
-        """Whether that makes longer ranges, and each slice is its sender's whole row: all of
-        them are equally wide then."""
-        page_size = self.shard.page_size
-        fits = max(self.shard.rows) * page_size <= SCRATCH
-        return page_size > 1 and fits and not self.are_cut
-
-    def in_pool(self, heads: range) -> Copies:
-        """These heads in every entry of this rank's pool, as a destination."""
-        pairs = [(i, i) for i in range(self.shard.component.entries)]
-        ptrs = list(self.ptrs)
-        return component_copies(ptrs, self.shard, ptrs, self.shard, heads, pairs)
-
-    def entries(self) -> Iterator[Copies]:
-        """Entry after entry, the slices of every rank."""
-        ranks = [self.in_pool(heads) for heads in self.ranks.values()]
-        for index in range(self.shard.component.entries):
-            yield Copies.concat(copies.at(index) for copies in ranks)
-
-
-@dataclass(frozen=True)
-class Granted:
+class Held:
     """What has to be done with a request's pages once all of them are written.
 
-    `start`: of its region in the buffer, None without one; `areas`: what is in the region;
-    `by_page`: slices, and the pages they were written to by page.
+    `start`: of its region in the buffer, None without one; `areas`: where in it each sender of
+    the draft's `slices` writes those of `pages`. `parts`: slices, and the pages that they are
+    written to by extents of at most `extent` tokens.
     """
 
-    page_size: int
+    slices: Slices
     pages: Ints
     start: int | None
-    areas: tuple[Copies, ...]
-    by_page: tuple[tuple[Slices, Ints], ...]
+    areas: Mapping[Sender, int]
+    parts: tuple[tuple[Slices, Ints], ...]
+    extent: int
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while it is scattered
 
 
-class Staging:
-    """A decode rank's buffer and the grants in it. Without `buffer` it grants no regions,
-    without `scratch` nothing is written by page. `full`: requests that found no room."""
+@dataclass(frozen=True)
+class Leaving:
+    """A region in quarantine: until that moment, or until all of `ranks` have acknowledged."""
+
+    start: int
+    until: float
+    ranks: frozenset[int]
+
+
+class Landing:
+    """A decode rank's buffer and scratch, each taken when the first peer needs it, and what rooms
+    hold of them. Without a buffer there are no regions, without scratch no extents."""
 
     def __init__(
-        self, buffer: PackBuffer | None, rows: Rows, scratch: PackBuffer | None = None
+        self, rows: Rows, config: Config, stats: Stats, quarantine_s: float = QUARANTINE_S
     ) -> None:
-        self._buffer, self._rows, self._scratch = buffer, rows, scratch
-        self._regions = RegionAllocator(buffer.size if buffer else 0)
-        self._granted: dict[int, Granted] = {}
+        self._rows, self._stats, self._quarantine_s = rows, stats, quarantine_s
+        self._mode, self._size = config.draft_transfer, config.staging_mb << 20
+        self._transport: Transport | None = None
+        self._buffer: Buffer | None = None
+        self._scratch: Buffer | None = None
+        self._regions = RegionAllocator(0)
+        self._asked = float("-inf")
+        self._held: dict[int, Held] = {}
+        self._leaving: dict[int, Leaving] = {}
         self._scratch_lock = threading.Lock()
-        self.full = 0
+
+    def connect(self, transport: Transport) -> None:
+        self._transport = transport
 
     @property
     def span(self) -> tuple[int, int]:
+        """Address and bytes of the buffer."""
         return (self._buffer.address, self._buffer.size) if self._buffer else (0, 0)
 
+    # -- memory
+
+    def prepare(self, target: Slices, draft: Slices | None) -> None:
+        """Take the memory that requests with these slices could come to need."""
+        if draft is None:
+            return
+        regions = self._worth_a_copy(draft, LONG_PAGES, LONG_PAGES)
+        if not regions and not self._worth_a_copy(target, LONG_PAGES, LONG_PAGES):
+            return
+        now = time.monotonic()
+        missing = self._scratch is None or (regions and self._buffer is None)
+        if missing and now - self._asked >= RETRY_S:
+            self._asked = now
+            self._take(regions=regions)
+        self._show()
+
+    def _take(self, *, regions: bool) -> None:
+        assert self._transport is not None
+        try:
+            self._scratch = self._scratch or self._rows.allocate(SCRATCH)
+            if regions and self._buffer is None:
+                buffer = self._rows.allocate(self._size)
+                self._transport.register(buffer.address, buffer.size)
+                self._buffer, self._regions = buffer, RegionAllocator(buffer.size)
+        except MemoryError as error:
+            logger.warning(
+                "sglang-mixkv: no staging buffer of %d bytes (%s); slices go without it",
+                self._size, error,
+            )  # fmt: skip
+
+    def _worth_a_copy(self, slices: Slices, pages: int, runs: int) -> bool:
+        assert self._transport is not None
+        return slices.worth_a_copy(pages, runs, self._transport.limits, self._mode)
+
+    # -- rooms
+
     def grant(
-        self, room: int, target: Slices, draft: Slices, pages: Ints, skip: int, mode: str
-    ) -> dict[Sender, Grant]:
+        self, room: int, target: Slices, draft: Slices, pages: Ints, skip: int, *,
+        knows_extents: bool,
+    ) -> dict[Sender, Grant]:  # fmt: skip
         """Decide how this room's slices come: what senders have to be told, if anything.
 
         `pages`: all pages of the request; the drafter's window reaches those from `skip` on.
+        `knows_extents`: the senders can write extents other than pages.
         """
         reached = pages[skip:]
-        start = self._region(draft, reached, mode)
+        start = self._region(draft, reached)
         in_pool = [(target, pages)] + [(draft, reached)] * (start is None)
         parts = [(slices, where) for slices, where in in_pool if slices.are_parts and len(where)]
-        by_page = self._go_by_page(parts, mode)
-        if start is None and not by_page:
-            return {}
-        told = {}
+        extent = self._extent(parts, knows_extents)
+        by_page, told = extent is not None, {}
         if by_page:
-            told = {
-                sender: Grant(0, 0, by_page=True) for sender in (*target.senders, *draft.senders)
-            }
-        areas = []
+            plain = Grant(0, 0, skip, True, extent or 0)
+            told = dict.fromkeys((*target.senders, *draft.senders), plain)
+        areas: dict[Sender, int] = {}
         if start is not None:
-            address, tokens = self.span[0] + start, len(reached) * draft.shard.page_size
-            for sender, heads in draft.senders.items():
-                copies = draft.in_pool(heads)
-                areas.append(from_region(copies, address, tokens))
-                told[sender] = Grant(address, tokens, skip, by_page)
-                address += copies.bytes_per_token * tokens
-        self._granted[room] = Granted(
-            draft.shard.page_size, reached, start, tuple(areas), tuple(parts) if by_page else ()
-        )
+            tokens = len(reached) * draft.shard.page_size
+            areas = draft.areas(self.span[0] + start, tokens)
+            for sender, address in areas.items():
+                told[sender] = Grant(address, tokens, skip, by_page, extent or 0)
+        if told:
+            written = tuple(parts) if by_page else ()
+            self._held[room] = Held(draft, reached, start, areas, written, extent or 0)
+        self._show()
         return told
 
-    def _region(self, draft: Slices, pages: Ints, mode: str) -> int | None:
+    def _region(self, draft: Slices, pages: Ints) -> int | None:
         """Hold a region for these pages where they are worth one. None: no, or no room."""
-        runs = len(runs_of(pages)[0])
-        if self._buffer is None or not draft.detour(len(pages), runs, mode):
+        if self._buffer is None:
             return None
-        size = sum(draft.shard.rows) * len(pages) * draft.shard.page_size
+        runs = len(runs_of(pages)[0])
+        if not self._worth_a_copy(draft, len(pages), runs):
+            return None
+        size = draft.row_bytes * len(pages) * draft.shard.page_size
         start = self._regions.allocate(size, time.monotonic())
-        self.full += start is None
+        self._stats.add(staging_full=int(start is None))
         return start
 
-    def _go_by_page(self, parts: list[tuple[Slices, Ints]], mode: str) -> bool:
-        """Whether all of these are written by page: one answer for a whole request."""
-        return (
-            self._scratch is not None
-            and any(slices.detour(len(pages), len(pages), mode) for slices, pages in parts)
-            and all(slices.may_go_by_page() for slices, _ in parts)
-        )
+    def _extent(self, parts: Parts, known: bool) -> int | None:
+        """Tokens of an extent at most (0: pages), by which all of these are written: one answer
+        for a whole request. None: they are not, since each slice has to be its sender's whole
+        row (then all of a row are equally wide), and ranges at least half as many."""
+        wanted = any(self._worth_a_copy(slices, len(p), len(p)) for slices, p in parts)
+        if not wanted or self._scratch is None or any(slices.are_cut for slices, _ in parts):
+            return None
+        size = parts[0][0].shard.page_size
+        room = self._scratch.size // max(max(slices.rows) for slices, _ in parts)
+        if not known:
+            return 0 if 1 < size <= room else None
+        most = most_tokens(size, room) if room else 0
+        tokens = sum(len(pages) for _, pages in parts) * size
+        found = sum(len(extents(pages, size, most)) for _, pages in parts) if most > 1 else tokens
+        return most if 2 * found <= tokens else None
 
     def scatter(self, room: int) -> None:
         """Put what a room's senders wrote where it belongs and free its region; nothing if it
-        has no grant.
+        holds none.
 
         Raises whatever the copy raises; the region is then quarantined. While it runs,
         `release` of the room waits: pages are not freed under it.
         """
-        granted = self._granted.get(room)
-        if granted is None:
+        held = self._held.get(room)
+        if held is None:
             return
-        with granted.lock:  # the room's own: the scheduler's other rooms never wait for a copy
-            if self._granted.get(room) is not granted:
+        with held.lock:  # the room's own: the scheduler's other rooms never wait for a copy
+            if self._held.get(room) is not held:
                 return
             try:
-                self._scatter(granted)
+                self._scatter(held)
             except Exception:
-                self._retire(granted)
+                self._retire(room, held, frozenset())
                 raise
             else:
-                if granted.start is not None:
-                    self._regions.free(granted.start)
+                if held.start is not None:
+                    self._regions.free(held.start)
             finally:
-                self._granted.pop(room, None)
+                self._held.pop(room, None)
+                self._show()
 
-    def _scatter(self, granted: Granted) -> None:
-        for area in granted.areas:
-            scatter(self._rows, area, granted.page_size, 0, granted.pages)
-        for slices, pages in granted.by_page:
-            assert self._scratch is not None
-            with self._scratch_lock:
-                for entry in slices.entries():
-                    by_page_rows(self._rows, entry, granted.page_size, pages, self._scratch)
+    def _scatter(self, held: Held) -> None:
+        size = held.slices.shard.page_size
+        tokens = len(held.pages) * size
+        for sender, address in held.areas.items():
+            area = from_region(held.slices.in_pool[sender], address, tokens)
+            scatter(self._rows, area, size, 0, held.pages)
+        for slices, pages in held.parts:
+            self._order(slices, extents(pages, size, held.extent))
 
-    def release(self, room: int) -> None:
-        """The room ended without a scatter: its region may still be written."""
-        granted = self._granted.get(room)
-        if granted is None:
+    def _order(self, slices: Slices, found: Extents) -> None:
+        """Put these extents of every entry in the order of rows."""
+        assert self._scratch is not None
+        most = self._scratch.size // max(slices.rows)
+        with self._scratch_lock:
+            for order in orderings(found, slices.in_row, most):
+                for ptr, row in zip(slices.ptrs, slices.rows, strict=True):
+                    to_rows(self._rows, ptr, row, slices.in_row, order, self._scratch.address)
+
+    def release(self, room: int, ranks: frozenset[int] = frozenset()) -> None:
+        """The room ended without a scatter: its region may still be written, at the longest until
+        `ranks`, all that were contacted, have acknowledged that (`drained`)."""
+        held = self._held.get(room)
+        if held is None:
             return
-        with granted.lock:
-            if self._granted.get(room) is granted:
-                del self._granted[room]
-                self._retire(granted)
+        with held.lock:
+            if self._held.get(room) is held:
+                del self._held[room]
+                self._retire(room, held, ranks)
+        self._show()
 
-    def _retire(self, granted: Granted) -> None:
-        if granted.start is not None:
-            self._regions.retire(granted.start, time.monotonic() + QUARANTINE_S)
+    def _retire(self, room: int, held: Held, ranks: frozenset[int]) -> None:
+        if held.start is None:
+            return
+        now = time.monotonic()
+        for other, leaving in list(self._leaving.items()):
+            if leaving.until <= now:
+                self._leaving.pop(other, None)
+        until = now + self._quarantine_s
+        self._leaving[room] = Leaving(held.start, until, ranks)
+        self._regions.retire(held.start, until)
+
+    def drained(self, room: int, acknowledged: Collection[int]) -> None:
+        """These ranks have said that nothing of a room that ended is in flight. Its region is
+        free when they are all that were contacted."""
+        leaving = self._leaving.get(room)
+        if leaving is None or not leaving.ranks or not leaving.ranks.issubset(acknowledged):
+            return
+        self._regions.reclaim(leaving.start, leaving.until)
+        if self._leaving.get(room) is leaving:
+            self._leaving.pop(room, None)
+        self._show()
+
+    # -- what it holds
 
     def in_use(self) -> tuple[int, int]:
         """Bytes held by requests, and bytes quarantined."""
         return self._regions.in_use()
 
+    def _show(self) -> None:
+        if self._buffer is not None:
+            self._stats.staging(lambda: sum(self.in_use()), self.span[1])
+
     def problems(self) -> list[str]:
         """What is wrong while no request runs: held regions, broken bookkeeping."""
         self._regions.check_integrity()
         held, _ = self._regions.in_use()
-        return [f"{held} bytes of staging are held"] * bool(held or self._granted)
-
-
-def prepare(
-    engine: Any, rows: Rows, size: int, target: Slices, draft: Slices, mode: str
-) -> Staging | None:
-    """A decode rank's staging for a prefill server with these slices, None if it needs none.
-
-    Takes the memory that requests could come to need: a buffer of `size` bytes, scratch.
-    """
-    longest = 1 << 20
-    regions = draft.detour(longest, longest, mode)
-    if not regions and not target.detour(longest, longest, mode):
-        return None
-    try:
-        address, owner = rows.allocate(SCRATCH)
-        scratch = PackBuffer(address, SCRATCH, owner)
-    except MemoryError as error:
-        logger.warning("sglang-mixkv: nothing is received by page (%s)", error)
-        scratch = None
-    return Staging(pack_buffer(engine, rows, size) if regions else None, rows, scratch)
+        if not held and not self._held:
+            return []
+        return [f"{len(self._held)} rooms hold {held} bytes of staging"]

@@ -1,6 +1,6 @@
 """The decode side of `--mixkv-verify checksum`: does the pool hold what the prefill sent?
 
-Each sender tells, per entry, the CRC-32 of the rows that it sent (wire.Digest), just before
+Each sender tells, per entry, the CRC-32 of the rows that it sent (extension.Digest), just before
 its success. When all have answered, the same rows are read here and compared, before the
 request may start. State and metadata rows are not covered.
 """
@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_mixkv.engine.kv_args import Caches
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.kv.layout import Shard
+from sglang_mixkv.kv.layout import Caches, Shard
 from sglang_mixkv.kv.plan import Ints, component_copies
 from sglang_mixkv.kv.routes import Route
 from sglang_mixkv.protocol.extension import Digest
@@ -34,37 +33,29 @@ class Asked:
     senders: Mapping[int, Route]
     heard: dict[int, Digest] = field(default_factory=dict)
 
+    def hear(self, digest: Digest) -> None:
+        """Keep one sender's digest. Raises MixKVError for one that nobody waits for."""
+        if digest.prefill_rank not in self.senders:
+            raise not_awaited(digest)
+        self.heard[digest.prefill_rank] = digest
+
+
+def not_awaited(digest: Digest) -> MixKVError:
+    return MixKVError(
+        f"room {digest.room}: checksums from prefill rank {digest.prefill_rank}, which sends "
+        "nothing to it."
+    )
+
 
 class Verifier:
-    """Rooms of one decode rank whose KV is compared before they start."""
+    """Compares what one decode rank received, once all of a room has come."""
 
     def __init__(self, caches: Caches, rows: Rows) -> None:
         self._caches = caches
         self._digester = Digester(rows)
-        self.rooms: dict[int, Asked] = {}
 
-    def ask(self, room: int, asked: Asked) -> None:
-        """Expect a digest of each sender. In the scheduler, before the metadata goes out."""
-        self.rooms[room] = asked
-
-    def forget(self, room: int) -> None:
-        self.rooms.pop(room, None)
-
-    def hear(self, digest: Digest) -> None:
-        """Keep one sender's digest. Raises MixKVError for one that nobody waits for."""
-        asked = self.rooms.get(digest.room)
-        if asked is None or digest.prefill_rank not in asked.senders:
-            raise MixKVError(
-                f"room {digest.room}: checksums from prefill rank {digest.prefill_rank}, which "
-                "sends nothing to it."
-            )
-        asked.heard[digest.prefill_rank] = digest
-
-    def problem(self, room: int) -> str | None:
+    def problem(self, asked: Asked) -> str | None:
         """What differs, None when every byte that was needed is as it was sent."""
-        asked = self.rooms.pop(room, None)
-        if asked is None:
-            return None
         found = [line for rank in asked.senders for line in self._of_sender(asked, rank)]
         found += self._gaps(asked)
         if not found:

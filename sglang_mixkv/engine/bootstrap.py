@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from aiohttp import web
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-from sglang_mixkv.engine.facts import KEY, PATH
+from sglang_mixkv.engine.handshake import KEY, PATH
 from sglang_mixkv.protocol.announcement import kept
 
 _RANK = ("system_dp_rank", "attn_dp_rank", "attn_cp_rank", "attn_tp_rank", "pp_rank")
 
 
-class MixKVBootstrapServer(MooncakeKVBootstrapServer):
+class AnnouncingBootstrapServer(CommonKVBootstrapServer):
     """`announced`: rank -> what that prefill rank put under KEY in its row."""
 
-    @cached_property
-    def announced(self) -> dict[tuple[int, ...], bytes | None]:
-        return {}
+    def __init__(self, host: str, port: int) -> None:
+        self.announced: dict[tuple[int, ...], bytes | None] = {}
+        super().__init__(host, port)
 
     def _setup_routes(self) -> None:
         super()._setup_routes()

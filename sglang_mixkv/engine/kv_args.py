@@ -17,27 +17,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.utils import is_mla_backend
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_server_args, get_spec
 
 from sglang_mixkv.errors import refuse
-from sglang_mixkv.kv.layout import Component, Kind, Shard, Spread
+from sglang_mixkv.kv.layout import Caches, Component, Kind, Shard, Spread
 
 # Drafters whose every attention layer has the window of --speculative-draft-window-size
 # (models/llama_eagle3.py). Others window the draft steps only, and read all of it elsewhere.
 WINDOWED = "LlamaForCausalLMEagle3"
-
-
-class Caches(msgspec.Struct, frozen=True):
-    """This rank's target and draft, with the addresses of their entries."""
-
-    target: Shard
-    target_ptrs: tuple[int, ...]
-    draft: Shard | None = None
-    draft_ptrs: tuple[int, ...] = ()
 
 
 def describe(kv_args: Any, target_pool: Any, draft_pool: Any | None) -> None:

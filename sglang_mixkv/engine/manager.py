@@ -1,59 +1,194 @@
-"""The KV manager of both roles. It only composes; see prefill.py and decode.py."""
+"""The KV manager: SGLang's own, with this rank's side beside it.
+
+A process has one side, a prefill rank or a decode rank. Overrides translate what SGLang hands
+over and ask the side; they decide nothing. Those of CommonKVManager stand here, those that only
+one backend has in its own module (mooncake.py).
+
+SGLang's unit tests, and tools, build managers piecemeal (`__new__`, mocks). Such a manager has
+no side, and every override then does what SGLang's method does.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from typing import Any
 
-from sglang_mixkv.config import config_of
-from sglang_mixkv.engine.decode import DecodeSide
-from sglang_mixkv.engine.kv_args import split_draft
-from sglang_mixkv.engine.metrics import metrics_for
-from sglang_mixkv.engine.prefill import PrefillSide
-from sglang_mixkv.engine.stats import Stats
-from sglang_mixkv.protocol.extension import PROTOCOL
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from sglang_mixkv.decode.background import Background
+from sglang_mixkv.decode.rank import DecodeRank
+from sglang_mixkv.decode.source import Sizes
+from sglang_mixkv.engine import handshake, sides
+from sglang_mixkv.engine.banner import banner, speaks
+from sglang_mixkv.engine.farewell import Farewells
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.prefill.rank import PrefillRank
+from sglang_mixkv.protocol.announcement import announcement
 
 logger = logging.getLogger(__name__)
 
 
-class MixKVManager(PrefillSide, DecodeSide):
-    """SGLang's MooncakeKVManager with separate target and draft components.
+class SidedManager(CommonKVManager):
+    """`prefill`, `decode`: the one of them that this process is; None without a side."""
 
-    Raises MixKVError, and the server does not start, when the KV args do not describe a
-    drafter that can be cut into heads.
-    """
+    prefill: PrefillRank | None = None
+    decode: DecodeRank | None = None
 
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
     ) -> None:
-        if getattr(args, "num_draft_entries", 0):
-            split_draft(args)
-        self.config = config_of(server_args)
-        side = disaggregation_mode.value
-        self.stats = Stats(side, self.config.stats_dir, metrics_for(side))
+        """Raises MixKVError, and the server does not start, for a drafter that cannot be cut
+        into heads. The side comes first: SGLang's constructor starts its threads."""
+        self._thread = threading.local()
+        rank = sides.Rank(self, args, server_args, is_mla_backend)
+        if disaggregation_mode == DisaggregationMode.PREFILL:
+            self.prefill = rank.prefill()
+        else:
+            self.decode = rank.decode()
+            self._farewells = Farewells(Background())
         # A prefill's reason for a failure travels to the decode side; stock parses it too.
         self.kv_status_msg_carries_reason = True
-        self.mixkv_ready = True
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        banner = self.banner()  # reads the facts: what does not fit raises here
-        logger.log(logging.INFO if self.speaks else logging.DEBUG, "%s", banner)
+        level = logging.INFO if speaks(self) else logging.DEBUG
+        logger.log(level, "%s", banner(self))
 
     @property
-    def speaks(self) -> bool:
-        """Whether this rank's banner stands for the server: the first of the drafter's stage."""
-        ranks = (self.attn_tp_rank, self.attn_cp_rank, self.attn_dp_rank, self.system_dp_rank)
-        return not any(ranks) and (self.pp_rank or 0) == (self.pp_size or 1) - 1
+    def side(self) -> PrefillRank | DecodeRank | None:
+        return self.prefill or self.decode
 
-    def banner(self) -> str:
-        """Versions, protocol and this rank's part in one line."""
-        draft = self.facts.draft
-        drafter = "no drafter" if draft is None else f"drafter {draft.kind}"
-        if draft is not None and draft.total_heads:
-            heads = self.caches.draft.heads if self.caches.draft else range(0)
-            drafter += f" heads {heads.start}-{heads.stop - 1} of {draft.total_heads}"
-        return (
-            f"sglang-mixkv {self.facts.plugin} (protocol {PROTOCOL}, SGLang {self.facts.engine}): "
-            f"{self.disaggregation_mode.value} attention-TP rank {self.caches.target.rank} of "
-            f"{self.caches.target.tp}, target {self.target_kind.value}, {drafter}, "
-            f"draft transfer {self.config.draft_transfer}"
-        )
+    def may_pass(self, message: list[bytes]) -> bool:
+        """Whether SGLang may read this control message. An exception would end its thread."""
+        side = self.side
+        assert side is not None
+        try:
+            return side.gate.may_pass(message)
+        except MixKVError as error:
+            logger.warning("sglang-mixkv drops a message: %s", error)
+        except Exception:
+            logger.exception("sglang-mixkv drops a message that it could not check")
+        side.stats.add(messages_dropped=1)
+        return False
+
+    def check_status(self, bootstrap_room: int) -> Any:
+        """As stock; a room that is gone has failed. Stock's transfer thread asks after it looked
+        whether the room is there, and ends with a KeyError if it was cleared in between."""
+        if self.side is None:
+            return super().check_status(bootstrap_room)
+        return self.request_status.get(bootstrap_room, KVPoll.Failed)
+
+    def conclude_transfer(self, **kwargs: Any) -> Any:
+        status = super().conclude_transfer(**kwargs)
+        if self.side is not None:
+            self.side.stats.publish()
+        return status
+
+    # -- a prefill rank introduces itself
+
+    def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
+        """As stock, with this rank's facts in the row; then see that somebody keeps them."""
+        if self.prefill is None:
+            super()._register_topology_row(url, payload)
+            return
+        row = {**payload, handshake.KEY: announcement(self.prefill.local.facts)}
+        super()._register_topology_row(url, row)
+        handshake.check_is_kept(url)
+
+    # -- a decode rank learns of prefill servers, in the scheduler
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """As stock, once per prefill server; one that does not fit is kept with a reason."""
+        side = self.decode
+        if side is None:
+            return bool(super().try_ensure_parallel_info(bootstrap_addr))
+        if bootstrap_addr in self.prefill_info_table:
+            return True
+        now = time.monotonic()
+        if side.sources.is_refused(bootstrap_addr, now):
+            self._stand_in(bootstrap_addr)
+            return True
+        try:
+            return self._resolve(side, bootstrap_addr)
+        except Exception as error:
+            side.sources.refuse(bootstrap_addr, error, now)
+            self._stand_in(bootstrap_addr)
+            return True
+
+    def _resolve(self, side: DecodeRank, address: str) -> bool:
+        """Whether the server could be asked. Raises when it does not fit."""
+        facts = handshake.fetch(address)
+        if facts is None:
+            return False
+        cold = side.is_cold(address, facts)
+        if not super().try_ensure_parallel_info(address):
+            return False
+        info = self.prefill_info_table[address]
+        source = side.learn(address, _sizes(info), facts, cold=cold)
+        if side.local.has_draft:
+            info.required_prefill_response_num = source.required
+        return True
+
+    def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
+        """As stock, which makes lists of ranks, for sizes that a server can have."""
+        if self.decode is not None:
+            _sizes(info).check(with_draft=self.decode.local.has_draft)
+        super()._resolve_rank_mapping(info)
+
+    def _stand_in(self, address: str) -> None:
+        """Sizes for a refused server, so that each request to it resolves, and is refused."""
+        self.prefill_info_table[address] = PrefillServerInfo(
+            attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
+            kv_cache_dtype=None, follow_bootstrap_room=True,
+        )  # fmt: skip
+
+    def dismiss(self, address: str, room: int, dp_rank: int) -> None:
+        """Let a prefill server's half of a refused request end now rather than by timeout. A
+        refused server is resolved anew with the next request."""
+        assert self.decode is not None
+        if self.decode.sources.get(address) is None:
+            self.prefill_info_table.pop(address, None)
+        self._farewells.tell(address, room, dp_rank)
+
+    # -- a decode rank lands rooms, in SGLang's decode thread
+
+    def update_status(self, bootstrap_room: int, status: Any) -> None:
+        """As stock; before a room succeeds, its slices land and its KV is verified."""
+        if self.decode is not None and status == KVPoll.Success:
+            problem = self.decode.land(bootstrap_room)
+            if problem is not None:
+                logger.error("sglang-mixkv fails room %s: %s", bootstrap_room, problem)
+                self.record_failure(bootstrap_room, f"sglang-mixkv: {problem}")
+                status = KVPoll.Failed
+        super().update_status(bootstrap_room, status)
+
+    def note_abort_ack(self, bootstrap_room: int, prefill_rank: int, generation: int) -> None:
+        """As stock; what a failed room held is free once all ranks have acknowledged."""
+        super().note_abort_ack(bootstrap_room, prefill_rank, generation)
+        state = self._deferred_abort_ack_tracker.get(bootstrap_room)
+        if self.decode is not None and state is not None:
+            self.decode.drained(bootstrap_room, set(state.prefill_ranks))
+
+    # -- what must hold
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with an idle manager: dead threads, and anything left of a room.
+
+        For tests, and for production when no request is running. Empty when all is well.
+        """
+        found = [f"thread {t.name} has ended" for t in self._worker_threads if not t.is_alive()]
+        found += self.side.problems() if self.side is not None else []
+        for name in (
+            "request_status", "transfer_infos", "req_to_decode_prefix_len", "failure_records",
+            "prefill_response_tracker", "required_prefill_response_num_table",
+        ):  # fmt: skip
+            left = getattr(self, name, None)
+            if isinstance(left, dict) and left:
+                found.append(f"{name} holds {sorted(left, key=str)[:5]}")
+        return found
+
+
+def _sizes(info: PrefillServerInfo) -> Sizes:
+    return Sizes(info.attn_tp_size, info.attn_cp_size, info.dp_size, info.pp_size)

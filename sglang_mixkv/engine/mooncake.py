@@ -1,29 +1,265 @@
-"""SGLang's transfer engine, as a prefill rank uses it."""
+"""SGLang's Mooncake classes with this rank's side: what only this backend has.
+
+One chunk, in a transfer thread:
+
+    transfer_worker -> (SGLang's loop) -> send_kvcache -> PrefillRank.send -> ChunkWriter.write
+                    -> Mooncake.write
+"""
 
 from __future__ import annotations
 
-import os
+import logging
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+from sglang.srt.disaggregation.mooncake.conn import (
+    MooncakeKVBootstrapServer,
+    MooncakeKVManager,
+    MooncakeKVReceiver,
+    MooncakeKVSender,
+)
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
 from sglang.srt.environ import envs
 
-from sglang_mixkv.transport.mooncake import BoundedEngine
+from sglang_mixkv.engine.bootstrap import AnnouncingBootstrapServer
+from sglang_mixkv.engine.manager import SidedManager
+from sglang_mixkv.engine.receiver import RoomReceiver
+from sglang_mixkv.engine.sender import RoomSender
+from sglang_mixkv.engine.tcp import over_tcp
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.prefill.rank import AuxFrom, Hands, Task
+from sglang_mixkv.protocol.messages import Abort
+from sglang_mixkv.transport.mooncake import Engines, InFlight, Mooncake, SharedEngine
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[], int]
 
 
-def over_tcp() -> bool:
-    """Whether the engine uses Mooncake's TCP transport (MooncakeTransferEngine.__init__)."""
-    forced = os.environ.get("MC_FORCE_TCP") == "1"
-    return forced or str(envs.MOONCAKE_PROTOCOL.get()).lower() == "tcp"
+class HandedQueue:
+    """SGLang's transfer queue; what a thread takes is what its hands work on."""
+
+    def __init__(self, queue: Any, hands: Hands) -> None:
+        self._queue, self._hands = queue, hands
+
+    def get(self) -> Any:
+        self._hands.task = None
+        chunk = self._queue.get()
+        if chunk is not None:
+            pages = len(chunk.prefill_kv_indices)
+            self._hands.task = Task(chunk.room, chunk.index_slice.start or 0, pages)
+        return chunk
+
+    def put(self, chunk: Any) -> None:
+        self._queue.put(chunk)
 
 
-def within_limits(engine: MooncakeTransferEngine) -> MooncakeTransferEngine | BoundedEngine:
-    """This engine; over TCP, within the limits of that transport."""
-    return BoundedEngine(engine, partial(like, engine)) if over_tcp() else engine
+class MixKVManager(SidedManager, MooncakeKVManager):
+    """SGLang's MooncakeKVManager with separate target and draft components."""
+
+    def init_engine(self) -> None:
+        """As stock; what the side writes goes by the same engine."""
+        super().init_engine()
+        if self.side is None:
+            return
+        engines = Engines(self.engine, partial(_like, self.engine))
+        in_flight = InFlight() if self.prefill is not None and over_tcp(self.engine) else None
+        transport = Mooncake(engines, in_flight, _batch())
+        if in_flight is not None:
+            self.engine: Any = SharedEngine(engines, transport, in_flight)
+        self.side.connect(transport)
+
+    # -- chunks, in SGLang's transfer threads
+
+    def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> None:
+        """As stock, over a queue that tells this thread's hands what they work on."""
+        if self.prefill is not None:
+            self._thread.hands = hands = self.prefill.hands(max(1, len(self.transfer_queues)))
+            queue = HandedQueue(queue, hands)
+        super().transfer_worker(queue, *args, **kwargs)
+
+    @property
+    def _hands(self) -> Hands | None:
+        """This thread's. SGLang passes no room to send_kvcache, so its chunk is kept per
+        thread; a side that finds none refuses the chunk."""
+        hands: Hands | None = getattr(self._thread, "hands", None)
+        return hands
+
+    def send_kvcache(
+        self, mooncake_session_id: str, prefill_kv_indices: Any, dst_kv_ptrs: list[int],
+        dst_kv_indices: Any, *args: Any, **kwargs: Any,
+    ) -> int:  # fmt: skip
+        stock = partial(
+            super().send_kvcache, mooncake_session_id, prefill_kv_indices, dst_kv_ptrs,
+            dst_kv_indices, *args, **kwargs,
+        )  # fmt: skip
+        return self._send(stock, mooncake_session_id, prefill_kv_indices, dst_kv_indices)
+
+    def send_kvcache_slice(
+        self, mooncake_session_id: str, prefill_kv_indices: Any, dst_kv_ptrs: list[int],
+        dst_kv_indices: Any, *args: Any, **kwargs: Any,
+    ) -> int:  # fmt: skip
+        stock = partial(
+            super().send_kvcache_slice, mooncake_session_id, prefill_kv_indices, dst_kv_ptrs,
+            dst_kv_indices, *args, **kwargs,
+        )  # fmt: skip
+        return self._send(stock, mooncake_session_id, prefill_kv_indices, dst_kv_indices)
+
+    def _send(self, stock: Send, session: str, src_pages: Any, dst_pages: Any) -> int:
+        """By the peer's plan, or as stock where there is no drafter."""
+        side = self.prefill
+        if side is None:
+            return stock()
+        peer, hands = side.planned(session), self._hands
+        if peer is not None:
+            stock = partial(side.send, hands, peer, src_pages, dst_pages)
+        return side.guarded(hands, session, stock)
+
+    def send_kvcache_dcp(self, mooncake_session_id: str, *args: Any, **kwargs: Any) -> int:
+        stock = partial(super().send_kvcache_dcp, mooncake_session_id, *args, **kwargs)
+        return self._guarded(mooncake_session_id, stock)
+
+    def maybe_send_extra(self, req: Any, *args: Any, **kwargs: Any) -> int:
+        """State, as stock, which raises where it is laid out otherwise than it expects."""
+        stock = partial(super().maybe_send_extra, req, *args, **kwargs)
+        return self._guarded(req.mooncake_session_id, stock)
+
+    def _guarded(self, session: str, stock: Send) -> int:
+        return (
+            stock() if self.prefill is None else self.prefill.guarded(self._hands, session, stock)
+        )
+
+    def _get_dsa_cache_transfer_skip_flags(self, info: Any) -> tuple[bool, bool]:
+        """Let the plan decide on KV, and the route on state."""
+        skip_kv, skip_state = super()._get_dsa_cache_transfer_skip_flags(info)
+        side = self.prefill
+        peer = side.planned(info.mooncake_session_id) if side and info is not None else None
+        if peer is None:
+            return skip_kv, skip_state
+        return False, skip_state or not peer.route.sends_state
+
+    def send_aux(self, req: Any, prefill_aux_index: int, dst_aux_ptrs: list[int]) -> int:
+        """Metadata, from one sender per decode rank; to a cold one without the drafter's."""
+        stock = partial(super().send_aux, req, prefill_aux_index, dst_aux_ptrs)
+        side, session = self.prefill, req.mooncake_session_id
+        if side is None:
+            return stock()
+        digest = side.digest(session, req.room, self._prefill_unique_rank())
+        if digest is not None:
+            self._tell(req, digest)
+        source = side.aux_from(session, req.room)
+        if source is AuxFrom.NOBODY:
+            return 0
+        if source is AuxFrom.COLD:
+            stock = partial(self._send_cold_aux, req, prefill_aux_index, dst_aux_ptrs)
+        return side.guarded(self._hands, session, stock)
+
+    def _send_cold_aux(self, req: Any, row: int, dst_ptrs: list[int]) -> int:
+        """Stock's send_aux without the drafter's rows, whose length may differ on that side."""
+        assert self.prefill is not None
+        lens, left_out = self.kv_args.aux_item_lens, self.prefill.local.facts.draft_aux
+        ranges = [
+            (src + lens[i] * row, dst + lens[i] * req.dst_aux_index, lens[i])
+            for i, (src, dst) in enumerate(zip(self.kv_args.aux_data_ptrs, dst_ptrs, strict=True))
+            if i not in left_out
+        ]
+        return int(self._transfer_data(req.mooncake_session_id, ranges))
+
+    # -- control threads
+
+    def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Callable[[], Any]:
+        """Stock's receive of both control threads, giving only messages that stock may read."""
+        recv = super()._make_worker_recv(socket, timeout_ms)
+
+        def admitted() -> list[bytes] | None:
+            message = recv()
+            return message if message and self.may_pass(message) else None
+
+        return recv if self.side is None else admitted
+
+    def _validate_peer_state_layout(self, registration_info: Any) -> tuple[bool, str | None]:
+        """As stock, about a peer that was admitted at the door."""
+        checked, mismatch = super()._validate_peer_state_layout(registration_info)
+        if mismatch is not None and self.prefill is not None:
+            self.prefill.refused_by_sglang(registration_info.mooncake_session_id, mismatch)
+        return checked, mismatch
+
+    def _init_dcp_pack_buffers_once(self, *args: Any, **kwargs: Any) -> None:
+        """As stock; without the memory, each token is sent as a range of its own."""
+        try:
+            super()._init_dcp_pack_buffers_once(*args, **kwargs)
+        except Exception:
+            if self.side is None:
+                raise
+            logger.exception("sglang-mixkv: no buffers to pack for decode context parallelism")
+            self._dcp_pack_buffers: list[Any] | None = []
+
+    def _handle_deferred_abort_notification(self, notification: Any, room_active: bool) -> None:
+        """As stock, which acknowledges; only the request that was given up ends."""
+        if self.prefill is not None:
+            said = Abort(
+                notification.room,
+                notification.decode_ip or "",
+                notification.decode_port or 0,
+                notification.generation,
+            )
+            room_active = room_active and not self.prefill.gate.is_of_last_request(said)
+        super()._handle_deferred_abort_notification(notification, room_active)
+
+    # -- the scheduler
+
+    def add_transfer_request(
+        self, bootstrap_room: int, kv_indices: Any, index_slice: slice, is_last_chunk: bool,
+        aux_index: int | None = None, state_indices: Any = None, num_kv_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """Without lookahead pages; a chunk that does not line up fails its room."""
+        if self.prefill is not None:
+            try:
+                count = self.prefill.pages_to_send(
+                    bootstrap_room, len(kv_indices), index_slice.start, num_kv_tokens,
+                    last=is_last_chunk,
+                )  # fmt: skip
+            except MixKVError as error:
+                reason = f"sglang-mixkv refuses to send room {bootstrap_room}: {error}"
+                self.conclude_failure(bootstrap_room=bootstrap_room, failure_reason=reason)
+                return
+            kv_indices = kv_indices[:count]
+            index_slice = slice(index_slice.start, index_slice.start + count)
+        super().add_transfer_request(
+            bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices,
+            num_kv_tokens, **kwargs,
+        )  # fmt: skip
 
 
-def like(engine: MooncakeTransferEngine) -> MooncakeTransferEngine:
+def _batch() -> int:
+    """Most ranges per call: stock's own setting, which stock reads as 0: no limit."""
+    return envs.SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES.get() or sys.maxsize
+
+
+def _like(engine: MooncakeTransferEngine) -> MooncakeTransferEngine:
     """A new engine with the same settings."""
     return MooncakeTransferEngine(engine.hostname, engine.gpu_id, engine.ib_device)
+
+
+class MixKVSender(RoomSender, MooncakeKVSender):
+    """SGLang's Mooncake sender with its room."""
+
+
+class MixKVReceiver(RoomReceiver, MooncakeKVReceiver):
+    """SGLang's Mooncake receiver with its room."""
+
+
+class MixKVBootstrapServer(AnnouncingBootstrapServer, MooncakeKVBootstrapServer):
+    """SGLang's Mooncake bootstrap server, which passes facts on."""
+
+
+CLASSES = {
+    "manager": MixKVManager,
+    "sender": MixKVSender,
+    "receiver": MixKVReceiver,
+    "bootstrap_server": MixKVBootstrapServer,
+}

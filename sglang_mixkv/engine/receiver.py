@@ -1,4 +1,11 @@
-"""The decode side of one request."""
+"""The decode side of one request.
+
+init           refuse, or SGLang's own: addresses, registration with each prefill rank
+               -> DecodeRank.begin -> Room
+send_metadata  DecodeRank.prepare -> grants, one per prefill rank
+poll           SGLang's own; the last one counts what came
+abort, clear   DecodeRank.release, end
+"""
 
 from __future__ import annotations
 
@@ -8,44 +15,62 @@ from types import MappingProxyType
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
+from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-from sglang_mixkv.engine.aside import override
-from sglang_mixkv.kv.routes import Route, route_of
+from sglang_mixkv.decode.rank import DecodeRank
+from sglang_mixkv.decode.rooms import Room
+from sglang_mixkv.decode.slices import Sender
 from sglang_mixkv.protocol.extension import Grant, encode
+from sglang_mixkv.protocol.messages import REGISTER_AGAIN
 
 logger = logging.getLogger(__name__)
 
+ENDED = (KVPoll.Success, KVPoll.Failed)
 
-class MixKVReceiver(MooncakeKVReceiver):
-    """SGLang's receiver, refusing servers that do not fit and naming each rank's route."""
 
+class RoomReceiver(CommonKVReceiver):
+    """SGLang's receiver, which refuses servers that do not fit and names each rank's route.
+
+    `side`, `room`: None for a receiver of a manager that has no side, `room` also before init.
+    """
+
+    side: DecodeRank | None = None
+    room: Room | None = None
     conclude_state: Any
-    pages = 0
     cleared = False
-    grants: Mapping[tuple[int, int], Grant] = MappingProxyType({})
+    grants: Mapping[Sender, Grant] = MappingProxyType({})
 
-    @override(MooncakeKVReceiver)
+    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
+        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        side = getattr(mgr, "decode", None)
+        self.side = side if isinstance(side, DecodeRank) else None
+
     def init(self, prefill_dp_rank: int) -> None:
         """Refuse where stock refuses, in init: the request fails, the server goes on."""
-        room = self.bootstrap_room
-        reason = self.kv_mgr.refusal_of(self.bootstrap_addr) or self.kv_mgr.why_in_use(room)
-        if reason is None or self.conclude_state == KVPoll.Failed:
+        side, address = self.side, self.bootstrap_addr
+        if side is None or self.conclude_state == KVPoll.Failed:
             super().init(prefill_dp_rank)
-            if self.conclude_state is None and self.kv_mgr.caches.draft is not None:
-                expected = self.kv_mgr.expect(self.prefill_info)
-                self.kv_mgr.expected[self.bootstrap_room] = expected
             return
-        self._fail(reason, prefill_dp_rank)
+        reason = side.refusal(address, self.bootstrap_room)
+        if reason is not None:
+            self._fail(reason)
+            self._dismiss(prefill_dp_rank)
+            return
+        super().init(prefill_dp_rank)
+        if self.conclude_state is None:
+            self.room = side.begin(self.bootstrap_room, address)
 
-    def _fail(self, reason: str, prefill_dp_rank: int) -> None:
-        """Conclude this request on both sides."""
+    def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.conclude_state = KVPoll.Failed
-        self.kv_mgr.tell_prefill(self.bootstrap_addr, self.bootstrap_room, prefill_dp_rank)
 
-    @override(MooncakeKVReceiver)
+    def _dismiss(self, dp_rank: int) -> None:
+        """The prefill side's half ends too."""
+        self.kv_mgr.dismiss(self.bootstrap_addr, self.bootstrap_room, dp_rank)
+
+    # -- addresses and registration
+
     def _get_bootstrap_info_from_server(
         self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
     ) -> dict[str, Any] | None:
@@ -56,86 +81,84 @@ class MixKVReceiver(MooncakeKVReceiver):
             info["tp_rank"] = int(target_tp_rank)
         return info
 
-    @override(MooncakeKVReceiver)
     def _register_kv_args(self) -> bool:
         """With a drafter, who is a dummy is our table's decision instead of stock's."""
-        if self.kv_mgr.caches.draft is not None:
-            self.kv_mgr.prepare_staging(self.prefill_info)
+        side = self.side
+        source = side.sources.get(self.bootstrap_addr) if side is not None else None
+        if side is not None and source is not None and side.local.has_draft:
+            side.landing.prepare(source.target, source.draft)
             for info in self.bootstrap_infos or []:
-                info["is_dummy"] = self._route(info).is_dummy
+                info["is_dummy"] = source.route(info["tp_rank"], info["pp_rank"]).is_dummy
         return super()._register_kv_args()
 
-    def _route(self, bootstrap_info: dict[str, Any]) -> Route:
-        table = self.kv_mgr.routes_from(self.prefill_info)
-        rank, stage = bootstrap_info["tp_rank"], bootstrap_info["pp_rank"]
-        route = route_of(table, rank, stage)
-        assert route is not None
-        return route
-
-    @override(MooncakeKVReceiver)
     def _send_bootstrap_message(
         self, *, bootstrap_info: dict[str, Any], message: list[bytes], operation: Any
     ) -> bool:
-        if operation == "_register_kv_args":
-            route = self._route(bootstrap_info)
-            message = [*message, self.kv_mgr.extension_for(self.prefill_info, route)]
-        else:
-            key = bootstrap_info.get("tp_rank", -1), bootstrap_info.get("pp_rank", -1)
-            if key in self.grants:
-                message = [*message, encode(self.grants[key])]
+        more = self._extension(bootstrap_info, operation) if self.side is not None else None
         return super()._send_bootstrap_message(
-            bootstrap_info=bootstrap_info, message=message, operation=operation
+            bootstrap_info=bootstrap_info,
+            message=message if more is None else [*message, more],
+            operation=operation,
         )
 
-    @override(MooncakeKVReceiver)
+    def _extension(self, info: dict[str, Any], operation: str) -> bytes | None:
+        """The frame behind SGLang's own, if this message has one."""
+        assert self.side is not None
+        who = info.get("tp_rank", -1), info.get("pp_rank", -1)
+        if operation != "_register_kv_args":
+            return encode(self.grants[who]) if who in self.grants else None
+        source = self.side.sources.get(self.bootstrap_addr)
+        return None if source is None else encode(self.side.extension(source, *who))
+
+    # -- the request
+
     def send_metadata(
         self, kv_indices: Any, aux_index: int | None = None, *args: Any, **kwargs: Any
     ) -> None:
         """As stock, and senders of head slices are told how they are wanted."""
-        self.pages = len(kv_indices)
-        expected = self.kv_mgr.expected.get(self.bootstrap_room)
-        if expected is not None:
-            expected.aux_row = aux_index
-        if self.bootstrap_infos is not None and self.conclude_state is None:
+        side, room = self.side, self.room
+        if side is not None and room is not None and self.conclude_state is None:
             try:
-                self._prepare(kv_indices, aux_index)
+                self.grants = side.prepare(room, kv_indices, aux_index)
             except Exception as error:
                 logger.exception("sglang-mixkv could not prepare room %s", self.bootstrap_room)
-                reason = f"sglang-mixkv could not prepare the request: {error!r}"
-                self._fail(reason, self.prefill_dp_rank)
+                self._fail(f"sglang-mixkv could not prepare the request: {error!r}")
+                self._dismiss(self.prefill_dp_rank)
                 return
         super().send_metadata(kv_indices, aux_index, *args, **kwargs)
 
-    def _prepare(self, pages: Any, aux_row: int | None) -> None:
-        manager, room, info = self.kv_mgr, self.bootstrap_room, self.prefill_info
-        manager.prepare(room, info, pages, aux_row)
-        self.grants = manager.grant(room, info, pages)
-
-    @override(MooncakeKVReceiver)
-    def abort(self) -> None:
-        """No scatter starts, and none is under way, once this has returned."""
-        if self._owns_bootstrap_room:
-            self.kv_mgr.release_room(self.bootstrap_room)
-        super().abort()
-
-    @override(MooncakeKVReceiver)
-    def clear(self) -> None:
-        """Once: SGLang clears a failed request again when its pages are released, and another
-        request may have the room's number by then."""
-        if self.cleared:
-            return
-        self.cleared = True
-        if self._owns_bootstrap_room:
-            self.kv_mgr.release_room(self.bootstrap_room)
-            self.kv_mgr.expected.pop(self.bootstrap_room, None)
-        super().clear()
-
-    @override(MooncakeKVReceiver)
     def poll(self) -> Any:
         concluded = self.conclude_state
         status = super().poll()
-        if concluded is None and status == KVPoll.Success:
-            self.kv_mgr.count_received(self.pages, self.prefill_info)
-        elif concluded is None and status == KVPoll.Failed:
-            self.invalidate_cached_bootstrap_infos()  # the next request registers again
+        if concluded is None and status in ENDED and self.room is not None:
+            self._concluded(status)
         return status
+
+    def _concluded(self, status: Any) -> None:
+        """The first poll that says how the request ended."""
+        assert self.side is not None
+        assert self.room is not None
+        if status == KVPoll.Success:
+            self.side.received(self.room)
+        elif REGISTER_AGAIN in self.kv_mgr.failure_records.get(self.bootstrap_room, ""):
+            self._register_kv_args()
+
+    def abort(self) -> None:
+        """No scatter starts, and none is under way, once this has returned."""
+        if self.room is not None:
+            assert self.side is not None
+            self.side.release(self.room)
+        super().abort()
+
+    def clear(self) -> None:
+        """Once: SGLang clears a failed request again when its pages are released, and another
+        request may have the room's number by then."""
+        if self.side is None:
+            super().clear()
+            return
+        if self.cleared:
+            return
+        self.cleared = True
+        if self.room is not None:
+            self.side.end(self.room)
+        super().clear()

@@ -1,8 +1,9 @@
-"""Everything inside SGLang that the plugin touches, and the check that it is as expected.
+"""Everything inside SGLang that the plugin touches, per release, and the check that it is so.
 
-Nobody but `plugin.py` and `managers/` uses SGLang. What they override of its KV classes, or call
-of SGLang, is listed here (`tests/protocol/test_seams.py`). `preflight` runs before an opted-in
-server starts.
+Nobody but `plugin.py`, `engine/` and `cpu/support.py` uses SGLang. What they override of its KV
+classes, or call of SGLang, is listed here (`tests/protocol/test_seams.py`). A release is an entry
+of RELEASES: its seams, and where its control messages have what. `preflight` runs before an
+opted-in server starts.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config
-
-SUPPORTED_SGLANG = ("0.5.23",)
+from sglang_mixkv.protocol.messages import MetadataPositions
+from sglang_mixkv.protocol.registration import Positions
 
 _CONN = "sglang.srt.disaggregation.mooncake.conn"
 _COMMON = "sglang.srt.disaggregation.common.conn"
@@ -24,7 +26,6 @@ _ENGINE = "sglang.srt.distributed.device_communicators.mooncake_transfer_engine"
 
 # Dotted name -> parameter names that the plugin relies on, in order. A seam with more
 # parameters than these is another seam: what the new one means is unknown.
-# fmt: off
 # fmt: off
 SEAMS: dict[str, tuple[str, ...]] = {
     "sglang.srt.server_args:ServerArgs.add_cli_args": ("parser",),
@@ -91,7 +92,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "decode_prefix_len", "num_kv_tokens", "executor", "dst_layer_ids", "pack_buffer",
         "dst_kv_item_lens", "dst_tp_rank", "dst_attn_tp_size",
     ),
-    f"{_COMMON}:CommonKVManager._ensure_prefill_recompute_executor": ("self",),
+    f"{_COMMON}:CommonKVManager.note_abort_ack": (
+        "self", "bootstrap_room", "prefill_rank", "generation",
+    ),
     f"{_COMMON}:CommonKVManager._prefill_unique_rank": ("self",),
     f"{_COMMON}:CommonKVManager._send_multipart_locked": ("self", "endpoint", "parts", "is_ipv6"),
     f"{_CONN}:MooncakeKVManager._handle_deferred_abort_notification": (
@@ -151,6 +154,29 @@ SEAMS: dict[str, tuple[str, ...]] = {
 # fmt: on
 
 
+@dataclass(frozen=True)
+class Release:
+    """One release of SGLang. `seams`: see SEAMS; `registration`, `metadata`: where its Mooncake
+    messages have what."""
+
+    version: str
+    seams: Mapping[str, tuple[str, ...]]
+    registration: Positions
+    metadata: MetadataPositions
+
+
+RELEASES = (Release("0.5.23", SEAMS, Positions(), MetadataPositions()),)
+"""The newest last."""
+
+SUPPORTED_SGLANG = tuple(release.version for release in RELEASES)
+
+
+def here() -> Release:
+    """The installed release; an untested one is taken for the newest that is known."""
+    version = sglang_version()
+    return next((known for known in RELEASES if known.version == version), RELEASES[-1])
+
+
 def sglang_version() -> str:
     """Version of the installed SGLang, `none` without one."""
     from importlib.metadata import PackageNotFoundError, version
@@ -193,7 +219,7 @@ def problems(config: Config) -> Iterator[str]:
             f"SGLang version: expected one of {SUPPORTED_SGLANG}, found {version}. Install a "
             f"supported SGLang, or set {ALLOW_UNTESTED_ENV}=1 to try this one at your own risk"
         )
-    for path, expected in SEAMS.items():
+    for path, expected in here().seams.items():
         problem = seam_problem(path, expected)
         if problem:
             yield problem

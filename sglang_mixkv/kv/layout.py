@@ -1,8 +1,8 @@
 """What a KV cache looks like on one rank.
 
-A *component* is one model's cache: the target's or the draft's. It is a list of
-*entries* (K of layer 0, K of layer 1, ..., V of layer 0, ...; one entry a layer
-for MLA), each a flat region of pages:
+A *component* is one model's cache: the target's or the draft's. It is a list of *entries* (K of
+layer 0, K of layer 1, ..., V of layer 0, ...; one entry per layer for MLA), each a flat region
+of pages:
 
     region   | page 0 | page 1 | page 2 | ...          length bytes
     page     | token 0 | token 1 | ... |               item_len = page_size * row
@@ -10,6 +10,10 @@ for MLA), each a flat region of pages:
     (MLA: the row is one latent vector, the same on every rank; it has no heads)
 
 Entries may differ in width (K and V need not agree), pages and heads do not.
+
+Which heads a rank holds is SGLang's rule, `QKVParallelLinear` (sglang/srt/layers/linear.py):
+with at least as many heads as ranks each rank owns total/tp of them; with fewer, each head
+lives on tp/total neighbouring ranks.
 """
 
 from __future__ import annotations
@@ -21,74 +25,10 @@ import msgspec
 from sglang_mixkv.errors import refuse
 
 
-class Component(msgspec.Struct, frozen=True):
-    """One model's cache on one rank. Lengths in bytes, one per entry."""
-
-    spread: Spread
-    item_lens: tuple[int, ...]
-    lens: tuple[int, ...]
-
-    @property
-    def entries(self) -> int:
-        return len(self.item_lens)
-
-
-class Shard(msgspec.Struct, frozen=True):
-    """A component as rank `rank` of `tp` holds it, with pages of `page_size` tokens."""
-
-    component: Component
-    page_size: int
-    tp: int
-    rank: int
-
-    @property
-    def heads(self) -> range:
-        """Global numbers of the KV heads on this rank; MLA counts as one head, head 0."""
-        return self.component.spread.on_rank(self.tp, self.rank)
-
-    @property
-    def rows(self) -> tuple[int, ...]:
-        """Bytes a token, per entry."""
-        return tuple(length // self.page_size for length in self.component.item_lens)
-
-    @property
-    def head_bytes(self) -> tuple[int, ...]:
-        """Bytes a token and head, per entry. For MLA the whole row."""
-        return tuple(row // len(self.heads) for row in self.rows)
-
-    @property
-    def pages(self) -> int:
-        """Pages that every entry has room for."""
-        pairs = zip(self.component.lens, self.component.item_lens, strict=True)
-        return min((length // item for length, item in pairs), default=0)
-
-    def check(self, name: str) -> None:
-        """Raise MixKVError unless every entry is a whole number of pages, rows and heads."""
-        component = self.component
-        if len(component.lens) != component.entries:
-            raise refuse(
-                f"one region length for each of the {component.entries} {name} entries",
-                f"{len(component.lens)}",
-                "destinations could not be bounds-checked",
-                "Start both sides with the same sglang-mixkv version",
-            )
-        step = self.page_size * len(self.heads)
-        for index, item_len in enumerate(component.item_lens):
-            if item_len <= 0 or item_len % step:
-                raise refuse(
-                    f"{name} entry {index} to be pages of {self.page_size} tokens x "
-                    f"{len(self.heads)} heads",
-                    f"{item_len} bytes a page",
-                    "heads would be cut at wrong offsets",
-                    "Use a KV pool in NHD layout and a drafter whose configuration names its "
-                    "real number of KV heads",
-                )
-
-
 class Kind(StrEnum):
     """How a component is spread over the attention-TP ranks."""
 
-    MLA = "mla"  # one latent row a token, equal on every rank
+    MLA = "mla"  # one latent row per token, equal on every rank
     MHA = "mha"  # rows of heads, sharded; MHA, GQA and MQA alike
 
 
@@ -124,3 +64,81 @@ def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
         return range(rank * per_rank, (rank + 1) * per_rank)
     head = rank // (tp // total_heads)
     return range(head, head + 1)
+
+
+class Component(msgspec.Struct, frozen=True):
+    """One model's cache on one rank. Lengths in bytes, one per entry."""
+
+    spread: Spread
+    item_lens: tuple[int, ...]
+    lens: tuple[int, ...]
+
+    @property
+    def entries(self) -> int:
+        return len(self.item_lens)
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """A component as rank `rank` of `tp` holds it, with pages of `page_size` tokens."""
+
+    component: Component
+    page_size: int
+    tp: int
+    rank: int
+
+    @property
+    def heads(self) -> range:
+        """Global numbers of the KV heads on this rank; MLA counts as one head, head 0."""
+        return self.component.spread.on_rank(self.tp, self.rank)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """Bytes per token, per entry."""
+        return tuple(length // self.page_size for length in self.component.item_lens)
+
+    @property
+    def head_bytes(self) -> tuple[int, ...]:
+        """Bytes per token and head, per entry. For MLA the whole row."""
+        return tuple(row // len(self.heads) for row in self.rows)
+
+    @property
+    def pages(self) -> int:
+        """Pages that every entry has room for."""
+        pairs = zip(self.component.lens, self.component.item_lens, strict=True)
+        return min((length // item for length, item in pairs), default=0)
+
+    def check(self, name: str) -> None:
+        """Raise MixKVError unless every entry is a whole number of pages, rows and heads."""
+        component = self.component
+        if len(component.lens) != component.entries:
+            raise refuse(
+                f"one region length for each of the {component.entries} {name} entries",
+                f"{len(component.lens)}",
+                "destinations could not be bounds-checked",
+                "Start both sides with the same sglang-mixkv version",
+            )
+        step = self.page_size * len(self.heads)
+        for index, item_len in enumerate(component.item_lens):
+            if item_len <= 0 or item_len % step:
+                raise refuse(
+                    f"{name} entry {index} to be pages of {self.page_size} tokens x "
+                    f"{len(self.heads)} heads",
+                    f"{item_len} bytes per page",
+                    "heads would be cut at wrong offsets",
+                    "Use a KV pool in NHD layout and a drafter whose configuration names its "
+                    "real number of KV heads",
+                )
+
+
+class Caches(msgspec.Struct, frozen=True):
+    """This rank's target and draft, with the addresses of their entries."""
+
+    target: Shard
+    target_ptrs: tuple[int, ...]
+    draft: Shard | None = None
+    draft_ptrs: tuple[int, ...] = ()
+
+    @property
+    def pages(self) -> int:
+        """Pages that both have room for."""
+        return min(shard.pages for shard in (self.target, self.draft) if shard is not None)

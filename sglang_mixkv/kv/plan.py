@@ -1,14 +1,14 @@
-"""The plan of one sender for one peer, and the byte ranges of one chunk.
+"""The plan of one sender for one peer: which slices of which entries go where.
 
 A plan is computed once, when the peer registers, and holds for every chunk. It is a
-table of copies, one row an entry (source entry -> destination entry):
+table of copies, one row per entry (source entry -> destination entry):
 
     source row       | h0 | h1 | h2 | h3 |            src_row = 4 heads
                                \\_________ width = 1 head at src_offset = 2 heads
     destination row  | h2 | h3 |                      dst_row = 2 heads, dst_offset = 0
 
 With `width == src_row == dst_row` a run of neighbouring pages is one range; otherwise
-each token is a range of its own (the direct path), unless it is packed or sent by page.
+each token is a range of its own (the direct path), unless it is packed or sent by extent.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Copies:
 
     src: Ints  # base address of the source entry
     dst: Ints  # base address of the destination entry
-    src_row: Ints  # bytes a token at the source
-    dst_row: Ints  # bytes a token at the destination
+    src_row: Ints  # bytes per token at the source
+    dst_row: Ints  # bytes per token at the destination
     src_offset: Ints  # first byte of the slice in the source row
     dst_offset: Ints  # first byte of the slice in the destination row
     width: Ints  # bytes of the slice
@@ -78,7 +78,7 @@ class Copies:
     @cached_property
     def region(self) -> Copies:
         """The same slices into a region of rows of just their width, entry after entry: `dst`
-        is so many bytes a token of the region from its start. See `placed`."""
+        is so many bytes per token of the region from its start. See `placed`."""
         zero = np.zeros_like(self.width)
         before = np.cumsum(self.width) - self.width
         return Copies(
@@ -88,21 +88,6 @@ class Copies:
     def placed(self, address: int, tokens: int) -> Copies:
         """Of a `region`, or of some of its entries: with a region of `tokens` at `address`."""
         return replace(self, dst=address + self.dst * tokens)
-
-    def paged(self, page_size: int) -> Copies:
-        """The same slices in items of a page instead of rows: in its destination page each
-        sender's slice of all tokens stands together, in the order of the heads. The
-        source rows must hold nothing but the slice."""
-        zero = np.zeros_like(self.width)
-        return Copies(
-            self.src,
-            self.dst + self.dst_offset * page_size,
-            self.src_row * page_size,
-            self.dst_row * page_size,
-            zero,
-            zero,
-            self.width * page_size,
-        )
 
     @staticmethod
     def concat(parts: Iterable[Copies]) -> Copies:
@@ -140,7 +125,7 @@ def component_copies(
     dst_head = np.array(dst.head_bytes, np.int64)[[j for _, j in pairs]]
     if (src_head != dst_head).any():
         raise refuse(
-            f"heads of {src_head.tolist()} bytes a token, as this prefill rank has",
+            f"heads of {src_head.tolist()} bytes per token, as this prefill rank has",
             f"{dst_head.tolist()} on the decode rank",
             "bytes of one head would land in another",
             "Use the same models and the same --kv-cache-dtype on both sides",

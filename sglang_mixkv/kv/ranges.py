@@ -1,4 +1,8 @@
-"""TODO."""
+"""The byte ranges of one chunk: from pages on both sides and a plan to addresses and lengths.
+
+Pages that are neighbours on both sides form runs. Rows that are whole on both sides need one
+range per run; slices of rows need one per token, unless they are packed or sent by page.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,9 @@ import numpy as np
 from sglang_mixkv.kv.plan import Copies, Ints
 
 Runs = tuple[Ints, Ints, Ints]
+
+
+_COLUMNS = ("src", "dst", "length")
 
 
 @dataclass(frozen=True)
@@ -30,17 +37,15 @@ class Blocks:
         return self.src.tolist(), self.dst.tolist(), self.length.tolist()
 
     @staticmethod
+    def none() -> Blocks:
+        return Blocks(*(np.empty(0, np.int64) for _ in range(3)))
+
+    @staticmethod
     def concat(parts: Iterable[Blocks]) -> Blocks:
-        parts = list(parts)
-        if len(parts) == 1:
-            return parts[0]
-        empty = np.empty(0, np.int64)
-        return Blocks(
-            *(
-                np.concatenate([getattr(p, name) for p in parts]) if parts else empty
-                for name in ("src", "dst", "length")
-            )
-        )
+        parts = [part for part in parts if len(part.length)]
+        if len(parts) < 2:
+            return parts[0] if parts else Blocks.none()
+        return Blocks(*(np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS))
 
 
 def consecutive(numbers: Ints) -> range | None:

@@ -1,4 +1,4 @@
-"""Who sends what to whom: one pure function of the two topologies.
+r"""Who sends what to whom: one pure function of the two topologies.
 
 Both sides call `routes` and get the same table; the decode side tells each
 prefill rank its row when it registers, and a prefill rank that computed another
@@ -19,6 +19,13 @@ Rules, per prefill pipeline stage and decode rank:
   that), but sends nothing and answers nothing.
 
 The drafter lives on the last prefill stage.
+
+Which ranks talk to each other is SGLang's rule, `CommonKVManager._resolve_rank_mapping`
+(sglang/srt/disaggregation/common/conn.py). One TP size divides the other.
+
+    prefill TP 4       0   1   2   3          prefill TP 2      0       1
+                        \ /     \ /                            / \     / \
+    decode  TP 2         0       1            decode  TP 4     0   1   2   3
 """
 
 from __future__ import annotations
@@ -32,6 +39,34 @@ from sglang_mixkv.errors import refuse
 from sglang_mixkv.kv.layout import Spread
 
 NO_HEADS = range(0)
+
+
+def check_pairing(prefill_tp: int, decode_tp: int) -> None:
+    """Raise MixKVError unless one attention-TP size divides the other."""
+    if min(prefill_tp, decode_tp) < 1 or (prefill_tp % decode_tp and decode_tp % prefill_tp):
+        raise refuse(
+            "attention-TP sizes of which one divides the other",
+            f"prefill {prefill_tp}, decode {decode_tp}",
+            "some decode ranks would find no whole set of prefill ranks",
+            "Change --tp or --attn-dp-size on one side",
+            "topology",
+        )
+
+
+def contacted_ranks(prefill_tp: int, decode_tp: int, decode_rank: int) -> range:
+    """Attention-TP ranks of the prefill side that a decode rank registers with."""
+    check_pairing(prefill_tp, decode_tp)
+    if prefill_tp >= decode_tp:
+        fan_in = prefill_tp // decode_tp
+        return range(decode_rank * fan_in, (decode_rank + 1) * fan_in)
+    prefill_rank = decode_rank // (decode_tp // prefill_tp)
+    return range(prefill_rank, prefill_rank + 1)
+
+
+def overlap(left: range, right: range) -> range:
+    """Common part of two half-open ranges of step 1; empty when they do not meet."""
+    start = max(left.start, right.start)
+    return range(start, max(start, min(left.stop, right.stop)))
 
 
 class Topology(msgspec.Struct, frozen=True):
@@ -128,31 +163,3 @@ def route_of(table: Iterable[Route], prefill_rank: int, stage: int) -> Route | N
 def required_responses(table: Iterable[Route]) -> int:
     """Answers a decode rank waits for: the number of its distinct senders."""
     return sum(not route.is_dummy for route in table)
-
-
-def check_pairing(prefill_tp: int, decode_tp: int) -> None:
-    """Raise MixKVError unless one attention-TP size divides the other."""
-    if min(prefill_tp, decode_tp) < 1 or (prefill_tp % decode_tp and decode_tp % prefill_tp):
-        raise refuse(
-            "attention-TP sizes of which one divides the other",
-            f"prefill {prefill_tp}, decode {decode_tp}",
-            "some decode ranks would find no whole set of prefill ranks",
-            "Change --tp or --attn-dp-size on one side",
-            "topology",
-        )
-
-
-def contacted_ranks(prefill_tp: int, decode_tp: int, decode_rank: int) -> range:
-    """Attention-TP ranks of the prefill side that a decode rank registers with."""
-    check_pairing(prefill_tp, decode_tp)
-    if prefill_tp >= decode_tp:
-        fan_in = prefill_tp // decode_tp
-        return range(decode_rank * fan_in, (decode_rank + 1) * fan_in)
-    prefill_rank = decode_rank // (decode_tp // prefill_tp)
-    return range(prefill_rank, prefill_rank + 1)
-
-
-def overlap(left: range, right: range) -> range:
-    """Common part of two half-open ranges of step 1; empty when they do not meet."""
-    start = max(left.start, right.start)
-    return range(start, max(start, min(left.stop, right.stop)))

@@ -6,33 +6,27 @@
             the receiver granted; the receiver scatters when every sender has answered
 
 Either way a chunk's slices become ranges as long as the destination is contiguous. A chunk
-larger than the pack buffer goes through it in several rounds. Where a copy takes about as long
-as the write, so does a smaller one, in a few rounds that begin small: while one is on the wire
-the next is packed (ahead.py), so that little but the first has to be waited for.
+larger than the pack buffer goes through it in several rounds. So does a smaller one where the
+next round can be packed while one is in flight (writer.py): a few rounds that begin small, so
+that little but the first has to be waited for.
 
-Without room for a region, slices that are part of a row go by page (`by_page_rows`): a range
-a page into the destination's own pages, which the receiver then puts in the order of rows.
-
-The rule of `auto`, for both sides: take the longer way where the shorter would need more than
-DIRECT_DESCRIPTORS ranges that average less than DIRECT_MEAN bytes. A range costs 20-25 us on
-TCP, as much as the copy of some 150 KiB, or of 75 KiB at both ends; few ranges, or long ones,
-are not worth one.
+Without room for a region, slices that are part of a row go by page (rows/slices.py): one range
+per page into the destination's own pages, which the receiver then puts in the order of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from sglang_mixkv.kv.plan import Copies
 from sglang_mixkv.kv.ranges import Blocks, PagePairs, run_blocks
-from sglang_mixkv.rows.host import RowCopy, Rows
+from sglang_mixkv.rows.host import Buffer, RowCopy, Rows
 from sglang_mixkv.rows.slices import rows_of
 
-FIRST_ROUND = 256 << 10  # bytes of an entry, so that rounds do not make ranges short
+FIRST_ROUND = 256 << 10  # bytes per entry, so that rounds do not make ranges short
 MANY_ROUNDS = 4  # as large as the first; with less than that, one round is as fast
-GROWTH = 4  # a round to the one before: each costs turns of Python's lock
+GROWTH = 4  # of a round to the one before: each takes turns with other threads for the GIL
 
 
 @dataclass(frozen=True)
@@ -44,13 +38,8 @@ class Packing:
     cuts: list[range]
 
 
-@dataclass
-class PackBuffer:
-    """One thread's registered buffer, at `address`, of `size` bytes."""
-
-    address: int
-    size: int
-    owner: Any
+class PackBuffer(Buffer):
+    """One thread's registered buffer."""
 
     def cuts(self, copies: Copies, page_size: int, pages: int, overlap: bool) -> list[range]:
         """The pages of each round. `overlap`: one can be packed while others are on the wire.

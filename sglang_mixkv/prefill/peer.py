@@ -1,33 +1,38 @@
 """What a prefill rank knows of one decode rank: built at registration, frozen after.
 
-registration message -> checked against this rank -> route -> plan
+registration message -> compared with this rank -> route -> plan
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
-from sglang.srt.disaggregation.utils import build_transfer_entry_pairs
 
-from sglang_mixkv.engine.kv_args import Caches
 from sglang_mixkv.errors import MixKVError, refuse
-from sglang_mixkv.kv.layout import Kind
+from sglang_mixkv.kv.layout import Caches, Kind
 from sglang_mixkv.kv.plan import Copies, Pairs, Plan, component_copies, positional_pairs
 from sglang_mixkv.kv.routes import Route, Topology, route_of, routes
 from sglang_mixkv.protocol import extension as wire
+from sglang_mixkv.protocol.extension import Extension, Grant
 from sglang_mixkv.protocol.facts import Facts, cold_differences, differences
-from sglang_mixkv.protocol.frames import Metadata, Numbers
-from sglang_mixkv.protocol.registration import PeerRegistration
+from sglang_mixkv.protocol.frames import Address, Numbers
+from sglang_mixkv.protocol.messages import Metadata
+from sglang_mixkv.protocol.registration import Registration
 
 # The one kind of state (DSA_TAIL) whose indices are a row and spans inside it, which stock
 # checks (utils.py build_dsa_tail_transfer_blocks); all others are rows.
 ROW_AND_SPANS = "dsa_tail"
 
+PairByLayer = Callable[[list[int], list[int], int, int], Pairs]
+"""SGLang's rule for entries with layer ids (utils.py build_transfer_entry_pairs): ids of the
+source's and the destination's entries, and how many of each. Raises RuntimeError."""
+
 
 @dataclass(frozen=True)
-class PrefillRank:
-    """This side of the comparison. `start_layer`: first target layer of this PP stage.
+class Local:
+    """This rank's side of the comparison. `start_layer`: first target layer of this PP stage.
 
     `cold_allowed`: a peer whose drafter does not fit may have the target's KV alone.
     """
@@ -39,6 +44,7 @@ class PrefillRank:
     stage: int
     last_stage: int
     sharded_state: bool
+    pair_by_layer: PairByLayer
     cold_allowed: bool = False
 
 
@@ -53,7 +59,7 @@ class Peer:
     `verify`: it asks for checksums.
     """
 
-    session: str
+    address: Address
     route: Route
     plan: Plan | None
     pages: int | None
@@ -65,10 +71,16 @@ class Peer:
     cold: bool = False
     verify: bool = False
 
+    @property
+    def session(self) -> str:
+        return self.address.session
+
     def check_metadata(self, said: Metadata) -> None:
         """Raise MixKVError unless a room's metadata stays inside what this peer registered."""
         if self.plan is not None:
             self._check_role(said)
+            if said.grant is not None:
+                self._check_grant(self.plan, said.grant, len(said.pages))
         if said.is_dummy:
             return
         if self.pages is not None:
@@ -84,19 +96,18 @@ class Peer:
 
     def _check_role(self, said: Metadata) -> None:
         if said.is_dummy != self.route.is_dummy or said.required != self.required_peers:
-            role = "a dummy" if said.is_dummy else "a sender"
             raise MixKVError(
-                f"the decode rank takes this prefill rank for {role} to {said.required} decode "
-                f"ranks, by the routes it is another to {self.required_peers}."
+                f"expected metadata for {_role(self.route.is_dummy)} shared by "
+                f"{self.required_peers} decode ranks, as the routes have it; got it for "
+                f"{_role(said.is_dummy)} shared by {said.required}."
             )
 
-    def check_grant(self, grant: wire.Grant, pages: int) -> None:
+    def _check_grant(self, plan: Plan, grant: Grant, pages: int) -> None:
         """Raise MixKVError unless it is for a room of so many pages and stays inside what the
         peer registered."""
-        assert self.plan is not None
         start, size = self.staging
-        need = grant.tokens * self.plan.draft.bytes_per_token
-        if grant.tokens and grant.tokens != (pages - grant.first_page) * self.plan.page_size:
+        need = grant.tokens * plan.draft.bytes_per_token
+        if grant.tokens and grant.tokens != (pages - grant.first_page) * plan.page_size:
             raise MixKVError(
                 f"a region of {grant.tokens} tokens from page {grant.first_page} of {pages}."
             )
@@ -107,9 +118,16 @@ class Peer:
                 "slices would be written outside it",
                 "Start both sides with the same sglang-mixkv",
             )
-        parts = (self.plan.target.parts.part, self.plan.draft.parts.part)
+        parts = (plan.target.parts.part, plan.draft.parts.part)
         if grant.by_page and any((part.src_row != part.width).any() for part in parts):
-            raise MixKVError("slices are wanted by page that do not fill this rank's rows.")
+            raise MixKVError("slices are wanted by extent that do not fill this rank's rows.")
+        size, extent = plan.page_size, grant.extent
+        if extent and extent % size and size % extent:
+            raise MixKVError(f"extents of {extent} tokens do not fit pages of {size}.")
+
+
+def _role(is_dummy: bool) -> str:
+    return "a dummy" if is_dummy else "a sender"
 
 
 def _check_inside(what: str, numbers: Numbers, count: int) -> None:
@@ -119,7 +137,7 @@ def _check_inside(what: str, numbers: Numbers, count: int) -> None:
         )
 
 
-def admit(local: PrefillRank, registration: PeerRegistration) -> Peer:
+def admit(local: Local, registration: Registration) -> Peer:
     """The peer, or MixKVError with every reason why it is not served."""
     _compare_facts(local, registration.extension)
     registration.check()
@@ -128,7 +146,7 @@ def admit(local: PrefillRank, registration: PeerRegistration) -> Peer:
     planned = registration.has_draft or extension.cold or extension.verify
     plan = _plan(local, registration, route) if planned else None
     return Peer(
-        registration.info.mooncake_session_id,
+        registration.sender,
         route,
         plan,
         plan.dst_pages if plan else registration.pages,
@@ -136,13 +154,13 @@ def admit(local: PrefillRank, registration: PeerRegistration) -> Peer:
         registration.states,
         extension.draft_window,
         extension.staging,
-        max(1, registration.info.dst_attn_tp_size // local.caches.target.tp),
+        max(1, registration.attn_tp_size // local.caches.target.tp),
         extension.cold,
         extension.verify,
     )
 
 
-def _compare_facts(local: PrefillRank, extension: wire.Registration) -> None:
+def _compare_facts(local: Local, extension: Extension) -> None:
     prefill, decode = local.facts, extension.facts
     if extension.cold:
         _compare_cold(local, decode)
@@ -154,7 +172,7 @@ def _compare_facts(local: PrefillRank, extension: wire.Registration) -> None:
         raise MixKVError(" ".join(found), "facts")
 
 
-def _compare_cold(local: PrefillRank, decode: Facts) -> None:
+def _compare_cold(local: Local, decode: Facts) -> None:
     found = cold_differences(local.facts, decode)
     if found:
         raise MixKVError(" ".join(found), "facts")
@@ -176,9 +194,8 @@ def _compare_cold(local: PrefillRank, decode: Facts) -> None:
         )
 
 
-def _agreed_route(local: PrefillRank, registration: PeerRegistration) -> Route:
+def _agreed_route(local: Local, registration: Registration) -> Route:
     target = local.caches.target
-    info = registration.info
     stages = registration.extension.stages
     if not stages or list(stages) != sorted(set(stages)) or stages[-1] > local.last_stage:
         raise MixKVError(
@@ -187,21 +204,21 @@ def _agreed_route(local: PrefillRank, registration: PeerRegistration) -> Route:
     table = routes(
         Topology(
             prefill_tp=target.tp,
-            decode_tp=info.dst_attn_tp_size,
+            decode_tp=registration.attn_tp_size,
             target=target.component.spread,
             draft=registration.draft_spread,
             stages=stages,
             last_stage=local.last_stage,
             sharded_state=local.sharded_state,
         ),
-        info.dst_tp_rank % info.dst_attn_tp_size,
+        registration.attn_tp_rank % registration.attn_tp_size,
     )
     route = route_of(table, target.rank, local.stage)
     told = registration.extension.route
     if route is None or wire.notice_of(route) != told:
         raise refuse(
-            f"decode rank {info.dst_tp_rank} of {info.dst_attn_tp_size} to see this prefill rank "
-            f"{target.rank} of {target.tp} as {route and wire.notice_of(route)}",
+            f"decode rank {registration.attn_tp_rank} of {registration.attn_tp_size} to see this "
+            f"prefill rank {target.rank} of {target.tp} as {route and wire.notice_of(route)}",
             f"{told}",
             "draft heads would be sent twice or never",
             "Start both sides with the same models, SGLang and sglang-mixkv",
@@ -210,12 +227,12 @@ def _agreed_route(local: PrefillRank, registration: PeerRegistration) -> Route:
     return route
 
 
-def _plan(local: PrefillRank, registration: PeerRegistration, route: Route) -> Plan:
+def _plan(local: Local, registration: Registration, route: Route) -> Plan:
     caches, first = local.caches, registration.first_draft
     page_size = caches.target.page_size
     target = registration.shard(caches.target.component.spread, slice(first), page_size)
     target.check("decode target")
-    ptrs = registration.info.dst_kv_ptrs
+    ptrs = list(registration.kv_ptrs)
     target_pairs, draft_pairs = _pairs(local, registration)
     pages = [target.pages]
     copies = component_copies(
@@ -228,24 +245,20 @@ def _plan(local: PrefillRank, registration: PeerRegistration, route: Route) -> P
         draft.check("decode draft")
         pages.append(draft.pages)
         draft_copies = component_copies(
-            list(caches.draft_ptrs), caches.draft, registration.draft_kv_ptrs, draft,
+            list(caches.draft_ptrs), caches.draft, ptrs[first:], draft,
             route.draft_heads, draft_pairs,
         )  # fmt: skip
-    return Plan(page_size, copies, draft_copies, _source_pages(caches), min(pages))
+    return Plan(page_size, copies, draft_copies, caches.pages, min(pages))
 
 
-def _source_pages(caches: Caches) -> int:
-    return min(shard.pages for shard in (caches.target, caches.draft) if shard is not None)
-
-
-def _pairs(local: PrefillRank, registration: PeerRegistration) -> tuple[Pairs, Pairs]:
+def _pairs(local: Local, registration: Registration) -> tuple[Pairs, Pairs]:
     """(source entry, destination entry) of the target, then of the drafter from 0 each."""
     n_src, n_dst = len(local.caches.target_ptrs), registration.first_draft
     n_draft, n_dst_draft = 0, 0
     if registration.has_draft:
         n_draft = len(local.caches.draft_ptrs)
         n_dst_draft = registration.extension.num_draft_entries
-    dst_ids = list(registration.info.dst_kv_layer_ids)[: n_dst + n_dst_draft]
+    dst_ids = list(registration.kv_layer_ids)[: n_dst + n_dst_draft]
     if not local.layer_ids and not dst_ids:
         mha = local.caches.target.component.spread.kind is Kind.MHA
         return (
@@ -253,7 +266,7 @@ def _pairs(local: PrefillRank, registration: PeerRegistration) -> tuple[Pairs, P
             positional_pairs(n_draft, n_dst_draft, 0, halves=False) if n_draft else [],
         )
     try:
-        pairs = build_transfer_entry_pairs(
+        pairs = local.pair_by_layer(
             list(local.layer_ids)[: n_src + n_draft],
             dst_ids,
             n_src + n_draft,

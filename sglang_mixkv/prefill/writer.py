@@ -1,24 +1,36 @@
-"""One transfer thread's hands: from a plan and a chunk's pages to bytes at the peer."""
+"""From a plan and the pages of one chunk to bytes at the peer: one transfer thread's hands.
+
+    plan, chunk, grant -> ways: ranges as they are, and slices to pack
+                       -> rounds through the pack buffer, each a list of ranges
+                       -> transport
+
+Where a copy takes about as long as a write (host memory), rounds are asynchronous: the next one
+is packed while the last is in flight.
+
+    pack 1 | pack 2  | pack 3      | settle ...... |
+           | write 1 | write 2 ------ | write 3 -- |
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.kv.extents import extent_blocks, extents
 from sglang_mixkv.kv.plan import Copies, Ints, Plan
 from sglang_mixkv.kv.ranges import Blocks, PagePairs, token_blocks, whole_blocks
 from sglang_mixkv.prefill.packing import PackBuffer, Packing
 from sglang_mixkv.protocol.extension import Grant
 from sglang_mixkv.rows.host import Rows
-from sglang_mixkv.transport import base as direct
-from sglang_mixkv.transport.ahead import Ahead
-from sglang_mixkv.transport.base import prefer_packed
-from sglang_mixkv.transport.mooncake import BoundedEngine
+from sglang_mixkv.transport.base import Transport
 
 NO_GRANT = Grant(0, 0)
+
+Ways = tuple[list[Blocks], list[Packing]]
 
 
 @dataclass(frozen=True)
@@ -26,13 +38,32 @@ class Chunk:
     """The pages of one chunk, source and destination side by side.
 
     `start`: pages of the request sent before it; `skip`: pages at its front that the
-    drafter's window cannot reach.
+    drafter's window cannot reach; `room_pages`: all destination pages of the request.
     """
 
     src_pages: Ints
     dst_pages: Ints
     start: int = 0
     skip: int = 0
+    room_pages: Ints | None = None
+
+    def by_extent(
+        self, copies: Copies, page_size: int, pairs: PagePairs, grant: Grant, first: int
+    ) -> Blocks:
+        """Ranges for its last pages, `pairs`, in the extents of the request's pages from `first`
+        on. Raises MixKVError where they are not at their place among those."""
+        if not grant.extent:
+            return extent_blocks(copies, extents(pairs.dst, page_size, 0), page_size, 0, pairs.src)
+        pages = self.dst_pages[:0] if self.room_pages is None else self.room_pages[first:]
+        start = self.start + len(self.src_pages) - len(pairs) - first
+        if start < 0 or not np.array_equal(pages[start : start + len(pairs)], pairs.dst):
+            raise MixKVError(
+                f"this chunk's {len(pairs)} pages are not the request's from page {start + first} "
+                "on; nothing of this chunk was sent"
+            )
+        return extent_blocks(
+            copies, extents(pages, page_size, grant.extent), page_size, start, pairs.src
+        )
 
 
 @dataclass(frozen=True)
@@ -48,14 +79,35 @@ class Written:
     wire_bytes: int
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Ranges that are written in one go; bytes of them that were packed. `wait`: there is nothing
-    to pack meanwhile."""
+@dataclass
+class Sending:
+    """The writes of one chunk. `code`: 0, or the first known code that is not."""
 
-    blocks: Blocks
-    packed: int
-    wait: bool
+    transport: Transport
+    session: str
+    code: int = 0
+    descriptors: int = 0
+    bytes: int = 0
+    _open: list[Any] = field(default_factory=list)
+
+    def write(self, blocks: Blocks, *, overlap: bool = False) -> None:
+        """Nothing is written after a failure."""
+        if self.code or not len(blocks.length):
+            return
+        self.descriptors += len(blocks.length)
+        self.bytes += blocks.bytes
+        handle = self.transport.write(self.session, blocks, overlap=overlap)
+        self._open.append(handle)
+        if not overlap:
+            code = self.transport.wait(self._open.pop())
+            self.code = self.code or code
+
+    def settle(self) -> int:
+        """Wait until nothing of the chunk is in flight: the code."""
+        while self._open:
+            code = self.transport.wait(self._open.pop(0))
+            self.code = self.code or code
+        return self.code
 
 
 class ChunkWriter:
@@ -63,55 +115,94 @@ class ChunkWriter:
 
     def __init__(
         self,
-        engine: direct.Engine,
+        transport: Transport,
         rows: Rows,
         make_buffer: Callable[[], PackBuffer | None],
         mode: str,
     ) -> None:
-        self._engine, self._rows, self._mode = engine, rows, mode
-        self._overlap = isinstance(engine, BoundedEngine) and rows.takes_long
+        self._transport, self._rows, self._mode = transport, rows, mode
+        self._limits = transport.limits
+        self._overlap = self._limits.overlaps and rows.takes_long
         self._make_buffer = make_buffer
         self._buffer: PackBuffer | None = None
 
     def write(self, session: str, plan: Plan, chunk: Chunk, grant: Grant | None = None) -> Written:
-        """Write one chunk, target and draft. With code 0 nothing of it is under way any more.
+        """Write one chunk, target and draft. With code 0 nothing of it is in flight any more.
 
-        Raises MixKVError, with nothing written, for pages outside the granted region.
+        Raises what packing raises, and MixKVError for pages outside the granted region. Then
+        nothing of the chunk is in flight either, unless the transport failed as well: that is
+        returned as its code.
         """
-        ways = list(self._ways(plan, chunk, grant or NO_GRANT))
-        ahead = Ahead(self._engine, session)
-        descriptors, packed_bytes, wire_bytes = 0, 0, 0
+        direct, packings = self._ways(plan, chunk, grant or NO_GRANT)
+        sending = Sending(self._transport, session)
         try:
-            for batch in self._batches(ways, plan.page_size, ahead):
-                descriptors += len(batch.blocks.length)
-                packed_bytes += batch.packed
-                wire_bytes += batch.blocks.bytes
-                if ahead.write(batch.blocks, batch.wait):
-                    break
-        finally:
-            code = ahead.settle()
+            packed = self._send(sending, Blocks.concat(direct), packings, plan.page_size)
+        except Exception:
+            if sending.settle() == 0:
+                raise
+            packed = 0
         return Written(
-            code,
+            sending.settle(),
             len(chunk.src_pages) * plan.target_bytes_per_page,
             max(0, len(chunk.src_pages) - chunk.skip) * plan.draft_bytes_per_page,
-            descriptors,
-            packed_bytes,
-            wire_bytes,
+            sending.descriptors,
+            packed,
+            sending.bytes,
         )
 
-    def _ways(self, plan: Plan, chunk: Chunk, grant: Grant) -> Iterator[Blocks | Packing]:
+    def _send(
+        self, sending: Sending, direct: Blocks, packings: list[Packing], page_size: int
+    ) -> int:
+        """Bytes that were packed. What needs no packing goes with the first round, or, where
+        rounds are asynchronous, after all of them."""
+        packed, rounds, overlap = 0, self._rounds(sending, packings, page_size), self._overlap
+        if self._fits_at_once(packings, page_size):
+            rounds, overlap = iter([Blocks.concat(rounds)]), False
+        for blocks in rounds:
+            if sending.code:
+                break
+            packed += blocks.bytes
+            if overlap:
+                sending.write(blocks, overlap=True)
+            else:
+                sending.write(Blocks.concat([direct, blocks]))
+                direct = Blocks.none()
+        sending.write(direct)
+        return packed
+
+    def _rounds(
+        self, sending: Sending, packings: list[Packing], page_size: int
+    ) -> Iterator[Blocks]:
+        if packings and self._buffer is not None:
+            yield from self._buffer.rounds(self._rows, page_size, packings, sending.settle)
+
+    def _fits_at_once(self, packings: list[Packing], page_size: int) -> bool:
+        """Whether all of it is small: one round each, and together no more than the buffer."""
+        if self._buffer is None or not packings:
+            return False
+        sizes = [len(p.pairs) * p.copies.bytes_per_token * page_size for p in packings]
+        return all(len(p.cuts) == 1 for p in packings) and sum(sizes) <= self._buffer.size
+
+    # -- which way each part goes
+
+    def _ways(self, plan: Plan, chunk: Chunk, grant: Grant) -> Ways:
         """Everything of this chunk, as ranges or as something to pack."""
         pairs = PagePairs(chunk.src_pages, chunk.dst_pages)
-        draft_pairs = pairs.cut(chunk.skip) if chunk.skip else pairs
-        yield from self._to_pool(plan.target, plan.page_size, pairs, grant)
+        reached = pairs.cut(chunk.skip) if chunk.skip else pairs
+        ways = [*self._to_pool(plan.target, plan.page_size, pairs, chunk, grant, 0)]
         if grant.tokens:
-            yield from self._to_region(plan, chunk, draft_pairs, grant)
+            ways += self._to_region(plan, chunk, reached, grant)
         else:
-            yield from self._to_pool(plan.draft, plan.page_size, draft_pairs, grant)
+            first = grant.first_page
+            ways += self._to_pool(plan.draft, plan.page_size, reached, chunk, grant, first)
+        direct = [way for way in ways if isinstance(way, Blocks)]
+        return direct, [way for way in ways if isinstance(way, Packing)]
 
     def _to_pool(
-        self, copies: Copies, page_size: int, pairs: PagePairs, grant: Grant
-    ) -> Iterator[Blocks | Packing]:
+        self, copies: Copies, page_size: int, pairs: PagePairs, chunk: Chunk, grant: Grant,
+        first: int,
+    ) -> Iterator[Blocks | Packing]:  # fmt: skip
+        """`first`: the request's page from which on they are wanted."""
         if not len(pairs):
             return
         whole, fill, part = copies.parts.whole, copies.parts.fill, copies.parts.part
@@ -120,7 +211,7 @@ class ChunkWriter:
         if len(fill):
             yield self._fill(fill, page_size, pairs)
         if len(part) and grant.by_page:
-            yield token_blocks(part.paged(page_size), 1, pairs.src, pairs.dst)
+            yield chunk.by_extent(part, page_size, pairs, grant, first)
         elif len(part):
             yield token_blocks(part, page_size, pairs.src, pairs.dst)
 
@@ -147,7 +238,7 @@ class ChunkWriter:
             yield self._fill(fill, plan.page_size, pairs)
 
     def _fill(self, fill: Copies, page_size: int, pairs: PagePairs) -> Blocks | Packing:
-        """Slices that fill the destination's row: packed, or a range a token."""
+        """Slices that fill the destination's row: packed, or one range per token."""
         packed = self._packed(fill, page_size, pairs, len(pairs) * page_size)
         return packed or token_blocks(fill, page_size, pairs.src, pairs.dst)
 
@@ -159,7 +250,8 @@ class ChunkWriter:
         if 2 * len(pairs.dst_runs[0]) > ranges:
             return None
         per_page = copies.bytes_per_token * page_size
-        if not prefer_packed(ranges * len(copies), per_page * len(pairs), self._mode):
+        size = per_page * len(pairs)
+        if not self._limits.worth_packing(ranges * len(copies), size, self._mode):
             return None
         self._buffer = self._buffer or self._make_buffer()
         if self._buffer is None or per_page > self._buffer.size:
@@ -167,35 +259,7 @@ class ChunkWriter:
         for overlap in (self._overlap, False):
             cuts = self._buffer.cuts(copies, page_size, len(pairs), overlap)
             needed = len(pairs.dst_runs[0]) + len(cuts) - 1  # a round ends a run
-            started = len(copies) * needed if overlap else 0
-            if 2 * needed <= ranges and started <= direct.STARTED:
+            begun = len(copies) * needed if overlap else 0
+            if 2 * needed <= ranges and begun <= self._limits.begun:
                 return Packing(copies, pairs, cuts)
         return None
-
-    def _batches(
-        self, ways: list[Blocks | Packing], page_size: int, ahead: Ahead
-    ) -> Iterator[_Batch]:
-        """Round after round through the pack buffer, and all other ranges: in one batch where all
-        that is packed fits, else with the first round, or, where rounds go on by themselves,
-        after all of them."""
-        others = [way for way in ways if isinstance(way, Blocks)]
-        packings = [way for way in ways if isinstance(way, Packing)]
-        if packings and self._buffer is not None:
-            rounds = self._buffer.rounds(self._rows, page_size, packings, ahead.settle)
-            overlap = self._overlap
-            if self._at_once(packings, page_size):
-                rounds, overlap = iter([Blocks.concat(rounds)]), False
-            for ranges in rounds:
-                if overlap:
-                    yield _Batch(ranges, ranges.bytes, wait=False)
-                else:
-                    yield _Batch(Blocks.concat([*others, ranges]), ranges.bytes, wait=True)
-                    others = []
-        if others:
-            yield _Batch(Blocks.concat(others), 0, wait=True)
-
-    def _at_once(self, packings: list[Packing], page_size: int) -> bool:
-        """Whether all of it is small: one round each, and together no more than the buffer."""
-        assert self._buffer is not None
-        sizes = [len(p.pairs) * p.copies.bytes_per_token * page_size for p in packings]
-        return all(len(p.cuts) == 1 for p in packings) and sum(sizes) <= self._buffer.size

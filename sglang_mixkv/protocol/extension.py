@@ -2,7 +2,7 @@
 
 Stock frames stay byte-identical; the extension is one more frame at the end:
 
-    b"MIXKV" | protocol version, big-endian u16 | msgpack of `Registration` or `Grant`
+    b"MIXKV" | protocol version, big-endian u16 | msgpack of `Extension` or `Grant`
 
 A `Digest` is a message of its own, one such frame, sent only to a peer that asked for it.
 
@@ -18,7 +18,6 @@ default; not for a new field with a default that means what its absence meant.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
@@ -26,14 +25,13 @@ import msgspec
 from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.routes import Route
 from sglang_mixkv.protocol.facts import Facts, Several, Size, Word
+from sglang_mixkv.protocol.frames import Frames
 
 T = TypeVar("T")
 
 PROTOCOL = 1
 MAGIC = b"MIXKV"
 HEADER = len(MAGIC) + 2
-STOCK_REGISTRATION_FRAMES = 20
-STOCK_METADATA_FRAMES = 10
 MAX_EXTENSION = 1 << 20
 
 _UPGRADE = "Install the same sglang-mixkv on both sides and restart the older one"
@@ -71,7 +69,7 @@ def notice_of(route: Route) -> RouteNotice:
     )
 
 
-class Registration(msgspec.Struct, frozen=True):
+class Extension(msgspec.Struct, frozen=True):
     """What a decode rank says of itself beyond SGLang's registration frames.
 
     `num_draft_entries`: the last so many of the pointers and item lengths in stock's
@@ -105,16 +103,19 @@ class Registration(msgspec.Struct, frozen=True):
 class Grant(msgspec.Struct, frozen=True, array_like=True):
     """Where a request's head slices go, for the prefill rank that gets this.
 
-    `address`, `tokens`: a region for the draft slices, its first byte and rows an entry
-    (layout: packed.into_region); `tokens` 0: none. `first_page`: the request's page that its
-    first row belongs to. `by_page`: slices that go to no region and are a part of the
-    destination's row are written by page (layout: plan.Copies.paged).
+    `address`, `tokens`: a region for the draft slices, its first byte and rows per entry
+    (layout: kv/plan.py into_region); `tokens` 0: none. `first_page`: the request's page that its
+    first row belongs to, and from which on draft KV is wanted. `by_page`: slices that go to no
+    region and are a part of the destination's row are written by extent (kv/extents.py).
+    `extent`: tokens of an extent at most; 0: each page is one. Other than 0 only for a server
+    whose facts say that it knows extents.
     """
 
     address: Size
     tokens: Size
     first_page: Size = 0
     by_page: bool = False
+    extent: Size = 0
 
 
 class Digest(msgspec.Struct, frozen=True):
@@ -131,48 +132,41 @@ class Digest(msgspec.Struct, frozen=True):
     draft: Several[tuple[Size, Size]]
 
 
-def encode(extension: Registration | Grant | Digest) -> bytes:
+def encode(extension: Extension | Grant | Digest) -> bytes:
     """The extension frame."""
     return MAGIC + struct.pack(">H", PROTOCOL) + msgspec.msgpack.encode(extension)
 
 
-def decode(frames: list[bytes]) -> Registration:
-    """Read the extension off a whole registration message.
+def split(frames: Frames) -> tuple[Frames, bytes | None]:
+    """A message's own frames, and the extension behind them if there is one.
 
-    Raises MixKVError, never anything else, for a message without it, from another
-    protocol, short, long or malformed.
+    The extension is found by its magic, not by a count of frames, so that SGLang may add frames
+    of its own.
     """
-    if len(frames) != STOCK_REGISTRATION_FRAMES + 1:
+    if len(frames) > 1 and frames[-1].startswith(MAGIC):
+        return frames[:-1], frames[-1]
+    return frames, None
+
+
+def decode_extension(frame: bytes | None) -> Extension:
+    """Read the extension of a registration. Raises MixKVError, never anything else."""
+    if frame is None:
         raise refuse(
-            f"{STOCK_REGISTRATION_FRAMES} stock frames and one of sglang-mixkv",
-            f"{len(frames)} frames: the decode side does not run sglang-mixkv, or another SGLang",
+            "a registration that ends with the frame of sglang-mixkv",
+            "one without it: the decode side does not run sglang-mixkv",
             "draft KV could land in other requests' pages",
             "Start the decode server with --enable-mixkv too, or this prefill without it",
             "no_plugin",
         )
-    return decode_extension(frames[-1])
+    return _payload(frame, Extension)
 
 
-def decode_grant(frames: list[bytes]) -> Grant | None:
-    """The grant in a room's metadata message, None without one. Raises MixKVError."""
-    if len(frames) == STOCK_METADATA_FRAMES:
-        return None
-    if len(frames) != STOCK_METADATA_FRAMES + 1:
-        raise refuse(
-            f"{STOCK_METADATA_FRAMES} stock frames and at most one of sglang-mixkv",
-            f"{len(frames)} frames",
-            "page numbers could be read from another field",
-            _UPGRADE,
-        )
-    return _payload(frames[-1], Grant)
+def decode_grant(frame: bytes | None) -> Grant | None:
+    """The grant of a room's metadata message, None without one. Raises MixKVError."""
+    return None if frame is None else _payload(frame, Grant)
 
 
-def decode_extension(frame: bytes) -> Registration:
-    """Read the extension frame of a registration; raises MixKVError."""
-    return _payload(frame, Registration)
-
-
-def decode_digest(frames: Sequence[bytes]) -> Digest | None:
+def decode_digest(frames: Frames) -> Digest | None:
     """The digest, when this message to a decode rank is one. Raises MixKVError."""
     if not frames[0].startswith(MAGIC):
         return None

@@ -27,7 +27,7 @@ Several = Annotated[tuple[T, ...], msgspec.Meta(max_length=4096)]
 
 
 class DraftFacts(msgspec.Struct, frozen=True):
-    """The drafter as one server has it. `head_bytes`: bytes a token and head, per entry."""
+    """The drafter as one server has it. `head_bytes`: bytes per token and head, per entry."""
 
     kind: Word
     architecture: Word
@@ -39,7 +39,8 @@ class DraftFacts(msgspec.Struct, frozen=True):
 class Facts(msgspec.Struct, frozen=True):
     """One server's side of the handshake; equal on all its ranks that hold the drafter.
 
-    `draft_aux`: numbers of the metadata rows that only the drafter reads.
+    `draft_aux`: numbers of the metadata rows that only the drafter reads. `extents`: it can write
+    slices by extent (kv/extents.py).
     """
 
     plugin: Word
@@ -53,6 +54,7 @@ class Facts(msgspec.Struct, frozen=True):
     steps: Size = 0
     draft: DraftFacts | None = None
     draft_aux: Several[Size] = ()
+    extents: bool = False
 
 
 def _sentence(what: str, prefill: object, decode: object, effect: str, remedy: str) -> str:
@@ -112,7 +114,7 @@ _DRAFT_COMPARED = (
     ("kind", "kind of drafter KV", "its rows are laid out differently"),
     ("architecture", "drafter architecture", "it is another model"),
     ("total_heads", "drafter KV heads", "its heads would be cut at wrong offsets"),
-    ("head_bytes", "drafter bytes a token and head, per entry", "its layers, head size or "
+    ("head_bytes", "drafter bytes per token and head, per entry", "its layers, head size or "
      "dtype differ"),
     ("window", "drafter window", "pages that one side needs would never be sent"),
 )  # fmt: skip

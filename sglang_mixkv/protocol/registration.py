@@ -1,46 +1,89 @@
-"""A decode rank's registration as a whole: stock's parsed frames and the extension.
+"""A decode rank's registration with a prefill rank: SGLang's own frames and the extension.
 
-Pure: `info` is what stock made of its frames, any object with those attributes. Nothing here
-is compared with this side; that is prefill/peer.py's.
+`read` turns the frames into one value, `check` sees that it is whole and consistent. Nothing
+here compares it with the rank that reads it; that is prefill/peer.py's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.layout import Component, Kind, Shard, Spread
-from sglang_mixkv.protocol import extension as wire
+from sglang_mixkv.protocol import extension, frames
+from sglang_mixkv.protocol.frames import Address, Frames
 
 # One past the highest address that a destination may reach: addresses are added as int64.
 MAX_ADDRESS = 1 << 63
 
+Lists = tuple[tuple[int, ...], ...]
 
-@dataclass(frozen=True)
-class PeerRegistration:
-    """What a decode rank says of itself. `check` it before anything else is asked of it."""
 
-    info: Any  # mooncake.conn.KVArgsRegisterInfo
-    extension: wire.Registration
+class Positions(msgspec.Struct, frozen=True):
+    """Where SGLang puts what in a registration message, by frame number.
+
+    The defaults are Mooncake's of SGLang 0.5.22 and 0.5.23 (mooncake/conn.py
+    KVArgsRegisterInfo.from_zmq). `count`: frames that SGLang sends.
+    """
+
+    count: int = 20
+    endpoint: int = 1
+    port: int = 2
+    session: int = 3
+    kv_ptrs: int = 4
+    aux_ptrs: int = 5
+    state_ptrs: int = 6
+    attn_tp_rank: int = 7
+    attn_tp_size: int = 8
+    kv_item_len: int = 9
+    state_item_lens: int = 10
+    state_dims: int = 11
+    kv_layer_ids: int = 12
+    state_layer_ids: int = 13
+    staging_ptr: int = 14
+    staging_size: int = 15
+    dcp_size: int = 16
+    dcp_rank: int = 17
+    staging_layer_ids: int = 18
+    kv_item_lens: int = 19
+
+
+class Registration(msgspec.Struct, frozen=True):
+    """What a decode rank says of itself.
+
+    `kv_ptrs`, `kv_item_lens`: address and bytes per page of every KV entry, the drafter's last.
+    `state_ptrs`, `state_item_lens`: the same of each kind of model state. `kv_item_len`: the
+    target's, as stock compares it under DCP.
+    """
+
+    sender: Address
+    attn_tp_rank: int
+    attn_tp_size: int
+    kv_ptrs: tuple[int, ...]
+    kv_item_lens: tuple[int, ...]
+    kv_item_len: int
+    kv_layer_ids: tuple[int, ...]
+    aux_ptrs: tuple[int, ...]
+    state_ptrs: Lists
+    state_item_lens: Lists
+    dcp_size: int
+    dcp_rank: int
+    extension: extension.Extension
 
     @property
     def first_draft(self) -> int:
-        return len(self.info.dst_kv_ptrs) - self.extension.num_draft_entries
-
-    @property
-    def draft_kv_ptrs(self) -> list[int]:
-        return self.info.dst_kv_ptrs[self.first_draft :]
-
-    @property
-    def draft_dst_kv_item_len(self) -> list[int]:
-        """Bytes a page, one an entry: K and V may differ."""
-        return self.info.dst_kv_item_lens[self.first_draft :]
+        """Number of the drafter's first entry."""
+        return len(self.kv_ptrs) - self.extension.num_draft_entries
 
     @property
     def pages(self) -> int | None:
         """Pages that every entry has room for; None without entries."""
-        sizes = zip(self.extension.kv_data_lens, self.info.dst_kv_item_lens, strict=True)
+        sizes = zip(self.extension.kv_data_lens, self.kv_item_lens, strict=True)
         return min((length // item for length, item in sizes), default=None)
 
     @property
@@ -49,7 +92,7 @@ class PeerRegistration:
         sizes = zip(
             self.extension.facts.state_types,
             self.extension.state_lens,
-            self.info.dst_state_item_lens,
+            self.state_item_lens,
             strict=True,
         )
         return tuple(
@@ -71,15 +114,13 @@ class PeerRegistration:
     def shard(self, spread: Spread, entries: slice, page_size: int) -> Shard:
         """The decode rank's component in these of its entries."""
         return Shard(
-            Component(
-                spread,
-                tuple(self.info.dst_kv_item_lens[entries]),
-                tuple(self.extension.kv_data_lens[entries]),
-            ),
+            Component(spread, self.kv_item_lens[entries], self.extension.kv_data_lens[entries]),
             page_size,
-            self.info.dst_attn_tp_size,
-            self.info.dst_tp_rank % self.info.dst_attn_tp_size,
+            self.attn_tp_size,
+            self.attn_tp_rank % self.attn_tp_size,
         )
+
+    # -- consistency
 
     def check(self) -> None:
         """Raise MixKVError unless what it says of itself is whole, and consistent."""
@@ -87,53 +128,49 @@ class PeerRegistration:
             self._check_counts()
             self._check_state()
             self._check_draft()
-            regions = [
-                (self.info.dst_kv_ptrs, self.extension.kv_data_lens),
-                *zip(self.info.dst_state_data_ptrs, self.extension.state_lens, strict=True),
-                (
-                    self.info.dst_aux_ptrs,
-                    [n * self.extension.aux_rows for n in self.extension.facts.aux_item_lens],
-                ),
-                ([self.extension.staging[0]], [self.extension.staging[1]]),
-            ]
-            for ptrs, lens in regions:
-                for ptr, length in zip(ptrs, lens, strict=True):
-                    if ptr + length >= MAX_ADDRESS:
-                        raise MixKVError(f"a region of {length} bytes at {ptr:#x} is no memory.")
+            for ptr, length in self._regions():
+                if ptr + length >= MAX_ADDRESS:
+                    raise MixKVError(f"a region of {length} bytes at {ptr:#x} is no memory.")
         except MixKVError as error:
             error.reason = "malformed"
             raise
 
+    def _regions(self) -> Any:
+        """(address, bytes) of everything that is written to."""
+        said = self.extension
+        aux = [n * said.aux_rows for n in said.facts.aux_item_lens]
+        return chain(
+            zip(self.kv_ptrs, said.kv_data_lens, strict=True),
+            *(
+                zip(*pair, strict=True)
+                for pair in zip(self.state_ptrs, said.state_lens, strict=True)
+            ),
+            zip(self.aux_ptrs, aux, strict=True),
+            [said.staging],
+        )
+
     def _check_counts(self) -> None:
         """Pointers, item lengths and region lengths agree in number; nothing is empty."""
-        counts = [
-            len(self.info.dst_kv_ptrs),
-            len(self.info.dst_kv_item_lens),
-            len(self.extension.kv_data_lens),
-        ]
-        draft = self.extension.num_draft_entries
-        if len(set(counts)) != 1 or not 0 <= draft <= counts[0] or self.info.dst_attn_tp_size < 1:
+        said = self.extension
+        counts = [len(self.kv_ptrs), len(self.kv_item_lens), len(said.kv_data_lens)]
+        if len(set(counts)) != 1 or said.num_draft_entries > counts[0]:
             raise refuse(
                 "as many pointers as item lengths and region lengths, the drafter's among them",
-                f"{counts} and {draft} draft entries at attention TP {self.info.dst_attn_tp_size}",
+                f"{counts} and {said.num_draft_entries} draft entries",
                 "entries would be paired wrongly",
                 "Start both sides with the same SGLang and sglang-mixkv",
             )
-        if not all(0 < item < MAX_ADDRESS for item in self.info.dst_kv_item_lens):
+        if not all(0 < item < MAX_ADDRESS for item in self.kv_item_lens):
             raise MixKVError("the decode rank has KV pages of no bytes, or of more than memory.")
-        aux = len(self.extension.facts.aux_item_lens)
-        if len(self.info.dst_aux_ptrs) != aux:
+        if len(self.aux_ptrs) != len(said.facts.aux_item_lens):
             raise MixKVError(
-                f"{len(self.info.dst_aux_ptrs)} metadata buffers with {aux} sizes of their rows."
+                f"{len(self.aux_ptrs)} metadata buffers with {len(said.facts.aux_item_lens)} sizes "
+                "of their rows."
             )
 
     def _check_state(self) -> None:
         """One pointer, item length and region length for every entry of every component."""
-        said = (
-            self.info.dst_state_data_ptrs,
-            self.info.dst_state_item_lens,
-            self.extension.state_lens,
-        )
+        said = (self.state_ptrs, self.state_item_lens, self.extension.state_lens)
         shapes = [[len(part) for part in parts] for parts in said]
         kinds = len(self.extension.facts.state_types)
         if shapes[0] != shapes[1] or shapes[0] != shapes[2] or len(shapes[0]) != kinds:
@@ -148,14 +185,72 @@ class PeerRegistration:
 
     def _check_draft(self) -> None:
         """The drafter's part of the registration is the drafter in its facts."""
-        draft, facts = self.extension.num_draft_entries, self.extension.facts.draft
-        if draft and self.extension.draft_kind not in tuple(Kind):
+        said, facts = self.extension, self.extension.facts.draft
+        if said.num_draft_entries and said.draft_kind not in tuple(Kind):
             raise refuse(
                 f"a drafter of kind {[k.value for k in Kind]}",
-                self.extension.draft_kind,
+                said.draft_kind,
                 "its rows could not be cut",
                 "Start both sides with the same sglang-mixkv",
             )
-        said = (self.extension.draft_kind, self.extension.draft_total_heads) if draft else None
-        if said != (facts and (facts.kind, facts.total_heads)):
-            raise MixKVError(f"the decode rank has a drafter of {said}, and facts of {facts}.")
+        draft = (said.draft_kind, said.draft_total_heads) if said.num_draft_entries else None
+        if draft != (facts and (facts.kind, facts.total_heads)):
+            raise MixKVError(f"the decode rank has a drafter of {draft}, and facts of {facts}.")
+
+
+def read(message: Frames, at: Positions) -> Registration:
+    """The registration in a whole message, not checked yet.
+
+    Raises MixKVError for what SGLang could not read either, and its subclass Refusal for one
+    without a usable extension.
+    """
+    stock, more = extension.split(message)
+    frames.bounded(stock, at.count, at.count + frames.MAX_NEW_FRAMES, "registration")
+    size = frames.number(stock[at.attn_tp_size], "attention-TP size", low=1, high=1 << 16)
+    dcp_size = frames.number(stock[at.dcp_size] or b"1", "DCP size", low=1, high=1 << 16)
+    _check_unused(stock, at)
+    return Registration(
+        sender=sender_of(stock, at),
+        attn_tp_rank=frames.number(stock[at.attn_tp_rank], "attention-TP rank", high=size),
+        attn_tp_size=size,
+        kv_ptrs=frames.words(stock[at.kv_ptrs], "KV pointers", "Q"),
+        kv_item_lens=frames.words(stock[at.kv_item_lens], "KV item lengths", "Q"),
+        kv_item_len=frames.number(stock[at.kv_item_len], "KV item length"),
+        kv_layer_ids=frames.words(stock[at.kv_layer_ids], "KV layer ids", "I"),
+        aux_ptrs=frames.words(stock[at.aux_ptrs], "aux pointers", "Q"),
+        state_ptrs=_lists(stock[at.state_ptrs], "state pointers", np.uint64),
+        state_item_lens=_lists(stock[at.state_item_lens], "state item lengths", np.uint32),
+        dcp_size=dcp_size,
+        dcp_rank=frames.number(stock[at.dcp_rank] or b"0", "DCP rank", high=dcp_size),
+        extension=extension.decode_extension(more),
+    )
+
+
+def sender_of(stock: Frames, at: Positions) -> Address:
+    """Who sent it. Raises MixKVError."""
+    return Address(
+        frames.host(stock[at.endpoint], "endpoint"),
+        frames.number(stock[at.port], "port", low=1, high=frames.MAX_PORT),
+        frames.session(stock[at.session]),
+    )
+
+
+def session_of(message: Sequence[bytes], at: Positions) -> str:
+    """The session that a message names, for one that cannot be read otherwise; "" without."""
+    named = message[at.session] if len(message) > at.session else b""
+    return named.decode("ascii", "replace") if len(named) < frames.MAX_TEXT else ""
+
+
+def _check_unused(stock: Frames, at: Positions) -> None:
+    """What stock reads and this plugin does not."""
+    frames.lists(stock[at.state_dims], "state dims", np.uint32)
+    frames.lists(stock[at.state_layer_ids], "state layer ids", np.uint32)
+    frames.words(stock[at.staging_layer_ids], "staging layer ids", "Q")
+    if len(stock[at.staging_ptr]) not in (0, 8):
+        raise MixKVError(f"staging pointer of {len(stock[at.staging_ptr])} bytes.")
+    if stock[at.staging_size]:
+        frames.number(stock[at.staging_size], "staging size")
+
+
+def _lists(frame: bytes, what: str, dtype: Any) -> Lists:
+    return tuple(tuple(numbers.tolist()) for numbers in frames.lists(frame, what, dtype))

@@ -8,14 +8,13 @@ is how it is tested without a GPU.
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from sglang_mixkv.rows.host import RowCopy, numbers
+from sglang_mixkv.rows.host import Buffer, RowCopy, numbers
 
 BLOCK_ROWS = 32
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
@@ -103,12 +102,12 @@ class CudaRows:
         own: torch.cuda.Stream = self._streams.own
         return own
 
-    def allocate(self, size: int) -> tuple[int, Any]:
+    def allocate(self, size: int) -> Buffer:
         try:
             owner = torch.zeros(size, dtype=torch.uint8, device=self._device)
         except torch.cuda.OutOfMemoryError as error:
             raise MemoryError(str(error)) from None
-        return owner.data_ptr(), owner
+        return Buffer(owner.data_ptr(), size, owner)
 
-    def read(self, owner: Any, size: int) -> memoryview:
-        return memoryview(owner[:size].cpu().numpy())
+    def read(self, buffer: Buffer, size: int) -> memoryview:
+        return memoryview(buffer.owner[:size].cpu().numpy())

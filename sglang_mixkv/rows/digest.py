@@ -1,6 +1,6 @@
 """CRC-32 of the rows of a plan, for `--mixkv-verify checksum`.
 
-One checksum an entry, over the rows in the order of the request's pages: chunk after chunk
+One checksum per entry, over the rows in the order of the request's pages: chunk after chunk
 it goes on where it stopped, so both sides agree whatever the chunks were.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from sglang_mixkv.kv.plan import Copies, Ints, Plan, into_region
-from sglang_mixkv.rows.host import RowCopy, RowNumbers, Rows
+from sglang_mixkv.rows.host import Buffer, RowCopy, RowNumbers, Rows
 from sglang_mixkv.rows.slices import rows_of
 
 SCRATCH = 16 << 20
@@ -20,7 +20,7 @@ SCRATCH = 16 << 20
 
 @dataclass
 class Sums:
-    """Checksums so far, one a copy of the plan."""
+    """Checksums so far, one per copy of the plan."""
 
     target: list[int] = field(default_factory=list)
     draft: list[int] = field(default_factory=list)
@@ -31,8 +31,7 @@ class Digester:
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
-        self._size = 0
-        self._address, self._owner = 0, None
+        self._scratch: Buffer | None = None
 
     def add_chunk(self, sums: Sums, plan: Plan, pages: Ints, skip: int) -> None:
         """Take in what a sender sent of its pages; `skip`: those before the drafter's window."""
@@ -40,26 +39,24 @@ class Digester:
         sums.draft = self.add(sums.draft, plan.draft, plan.page_size, pages[skip:])
 
     def add(self, so_far: list[int], copies: Copies, page_size: int, pages: Ints) -> list[int]:
-        """The checksums, one a copy, with the source rows of these pages taken in."""
+        """The checksums, one per copy, with the source rows of these pages taken in."""
         found = so_far or [0] * len(copies)
         if not len(copies):
             return found
         per_page = int(copies.width.sum()) * page_size
-        self._reserve(max(SCRATCH, per_page))
-        step = self._size // per_page
+        if self._scratch is None or self._scratch.size < per_page:
+            self._scratch = self._rows.allocate(max(SCRATCH, per_page))
+        step = self._scratch.size // per_page
         for start in range(0, len(pages), step):
             part = rows_of(pages[start : start + step], page_size)
-            found = self._add(found, copies, part)
+            found = self._add(found, copies, part, self._scratch)
         return found
 
-    def _reserve(self, size: int) -> None:
-        if self._size < size:
-            self._address, self._owner = self._rows.allocate(size)
-            self._size = size
-
-    def _add(self, so_far: list[int], copies: Copies, src_rows: RowNumbers) -> list[int]:
+    def _add(
+        self, so_far: list[int], copies: Copies, src_rows: RowNumbers, scratch: Buffer
+    ) -> list[int]:
         count = len(src_rows)
-        there = into_region(copies, self._address, count)
+        there = into_region(copies, scratch.address, count)
         self._rows.copy(
             RowCopy(
                 src=copies.src + copies.src_offset,
@@ -72,7 +69,7 @@ class Digester:
             )
         )
         ends = np.cumsum(copies.width) * count
-        data = self._rows.read(self._owner, int(ends[-1]))
+        data = self._rows.read(scratch, int(ends[-1]))
         starts = ends - copies.width * count
         return [
             zlib.crc32(data[start:end], crc)

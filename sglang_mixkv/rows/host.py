@@ -38,6 +38,15 @@ class RowCopy:
     dst_rows: RowNumbers
 
 
+@dataclass
+class Buffer:
+    """Memory for rows: `size` bytes at `address`, as long as `owner` is kept."""
+
+    address: int
+    size: int
+    owner: Any
+
+
 class Rows(Protocol):
     """Where the rows are. All calls may come from several threads.
 
@@ -50,11 +59,11 @@ class Rows(Protocol):
     def copy(self, what: RowCopy) -> None:
         """Copy; when it returns, the bytes are there for any other engine to read."""
 
-    def allocate(self, size: int) -> tuple[int, Any]:
-        """Zeroed memory for rows: its address, and what owns it. MemoryError if none."""
+    def allocate(self, size: int) -> Buffer:
+        """Zeroed memory for rows. MemoryError if there is none."""
 
-    def read(self, owner: Any, size: int) -> memoryview:
-        """The first `size` bytes of what `allocate` gave."""
+    def read(self, buffer: Buffer, size: int) -> memoryview:
+        """Its first `size` bytes."""
 
 
 TEMPORARY = 1 << 20  # bytes, where listed rows go to listed rows
@@ -93,12 +102,12 @@ class HostRows:
             part = slice(first, first + step)
             target[dst_rows[part]] = source[src_rows[part]]
 
-    def allocate(self, size: int) -> tuple[int, Any]:
+    def allocate(self, size: int) -> Buffer:
         owner = np.zeros(size, np.uint8)
-        return owner.ctypes.data, owner
+        return Buffer(owner.ctypes.data, size, owner)
 
-    def read(self, owner: Any, size: int) -> memoryview:
-        return memoryview(owner)[:size]
+    def read(self, buffer: Buffer, size: int) -> memoryview:
+        return memoryview(buffer.owner)[:size]
 
 
 def _entries(what: RowCopy) -> Iterator[tuple[int, ...]]:

@@ -42,8 +42,8 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 _USERINFO = re.compile(r"//[^/@\s]*@")
 
 _SEAMS_PROGRAM = (
-    "from sglang_mixkv import compat, config\n"
-    "print(*('seam:' + p for p in compat.problems(config.resolve(None))), 'done:', sep='\\n')"
+    "from sglang_mixkv import config\nfrom sglang_mixkv.engine import releases\n"
+    "print(*('seam:' + p for p in releases.problems(config.resolve(None))), 'done:', sep='\\n')"
 )
 
 

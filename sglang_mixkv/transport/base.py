@@ -1,58 +1,59 @@
-"""The direct path: byte ranges as they are, in batches that Mooncake's TCP transport takes.
+"""How bytes get to a peer: what every transport offers, and what its ranges cost.
 
-About 2,048 descriptors in flight an engine and peer is where the transport starts to fail; at
-most half of that are used. What all threads have in flight together: bounded.py.
+Lifetime of a write:
+
+    write(session, blocks)  -> Handle     in flight, or already over
+    wait(handle)            -> 0, or the code of a failure
+
+With 0 the bytes are at the peer and the source may change. After any other code bytes may still
+arrive: the destination must be held until they cannot.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from sglang_mixkv.kv.ranges import Blocks
 
-IN_FLIGHT = 1024
-STARTED = 128  # of them, in writes that go on by themselves
-MAX_DESCRIPTORS = IN_FLIGHT - STARTED
 
+@dataclass(frozen=True)
+class Limits:
+    """What ranges cost on a transport.
 
-class Engine(Protocol):
-    """The one call that moves bytes: SGLang's MooncakeTransferEngine has it."""
-
-    def batch_transfer_sync(
-        self, session_id: str, buffers: list[int], peer_buffer_addresses: list[int],
-        lengths: list[int],
-    ) -> int: ...  # fmt: skip
-
-
-def write(engine: Engine, session: str, blocks: Blocks) -> int:
-    """Write all ranges to `session`, in order. Returns 0, or the first non-zero code.
-
-    After a non-zero code earlier batches have been written, and later bytes of the failed
-    one may still arrive: the destination must be held until they cannot.
+    A copy pays where otherwise more than `few` ranges average less than `short` bytes.
+    `overlaps`: a write goes on while this thread does something else. `begun`: ranges of one
+    chunk that may be in flight so.
     """
-    total = len(blocks.length)
-    if total <= MAX_DESCRIPTORS:
-        return engine.batch_transfer_sync(session, *blocks.lists()) if total else 0
-    first = int(blocks.length[0])
-    alike = bool((blocks.length == first).all())
-    for start in range(0, total, MAX_DESCRIPTORS):
-        batch = slice(start, start + MAX_DESCRIPTORS)
-        src = blocks.src[batch].tolist()
-        lengths = [first] * len(src) if alike else blocks.length[batch].tolist()
-        code = engine.batch_transfer_sync(session, src, blocks.dst[batch].tolist(), lengths)
-        if code != 0:
-            return code
-    return 0
+
+    few: int
+    short: int
+    overlaps: bool = False
+    begun: int = 0
+
+    def worth_packing(self, ranges: int, size: int, mode: str) -> bool:
+        """Whether to copy `size` bytes rather than to send them as so many ranges."""
+        if mode != "auto":
+            return mode == "packed"
+        return ranges > self.few and size < ranges * self.short
 
 
-DIRECT_DESCRIPTORS = 16
+class Transport(Protocol):
+    """One process's way to its peers. All calls may come from several threads."""
 
+    @property
+    def limits(self) -> Limits: ...
 
-DIRECT_MEAN = 96 << 10
+    def register(self, address: int, size: int) -> None:
+        """Let this memory be a source or a destination. MemoryError where that fails."""
 
+    def write(self, session: str, blocks: Blocks, *, overlap: bool = False) -> Any:
+        """Begin to write these ranges: a handle for `wait`. With `overlap` the caller has
+        something else to do meanwhile. Ranges whose sources or destinations are wrong show in
+        `wait`."""
 
-def prefer_packed(descriptors: int, total_bytes: int, mode: str) -> bool:
-    """Whether to avoid sending so many bytes as so many ranges."""
-    if mode != "auto":
-        return mode == "packed"
-    return descriptors > DIRECT_DESCRIPTORS and total_bytes < descriptors * DIRECT_MEAN
+    def wait(self, handle: Any) -> int:
+        """The end of a write, once for each handle: 0, or a code that is not."""
+
+    def probe(self, session: str) -> bool:
+        """Whether the peer answers."""

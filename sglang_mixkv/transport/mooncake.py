@@ -1,17 +1,17 @@
-"""A sender's engine over TCP, within the limits of Mooncake's TCP transport.
+"""Mooncake: over RDMA as SGLang uses it, over TCP within the limits of that transport.
 
-The transport fails above some 2,048 ranges in flight an engine and peer, and after such an
-overflow the engine can be stuck towards that peer for good: each call returns -1 after a
-second, while the peer still answers a probe. So all threads together have at most
-IN_FLIGHT ranges in flight, and an engine whose write failed although the peer answers is
-replaced by a new one, with the same memory registered. A peer does not notice: the engine's
-own session is never told to it.
+Mooncake's TCP transport fails above some 2,048 ranges in flight per engine and peer. After such
+an overflow the engine can be stuck towards that peer for good: each call returns -1 after a
+second, while the peer still answers a probe. So over TCP all threads together keep at most
+IN_FLIGHT ranges in flight (`InFlight`), and an engine whose write failed although the peer
+answers is replaced by a fresh one with the same memory registered (`Engines`). A peer does not
+notice: the engine's own session is never told to it.
 
-Writes that go on by themselves (`start`) have a share of their own: no call waits for room that
-is only given back by a thread which itself waits.
+A failed call is not repeated: bytes of it may still arrive, and the request that it belongs to
+fails. The old engine is kept, since ending it takes a second under the GIL.
 
-The failed call is not repeated: bytes of it may still arrive, and the request that it belongs
-to fails. The old engine is kept, since ending it takes a second in which Python stands still.
+`Mooncake` is the transport of what the plugin plans. SGLang's own writes (targets without a
+drafter, model state, metadata) go through `SharedEngine`, so that they count as well.
 """
 
 from __future__ import annotations
@@ -24,138 +24,98 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_mixkv.transport.base import MAX_DESCRIPTORS, STARTED
+from sglang_mixkv.kv.ranges import Blocks
+from sglang_mixkv.transport.base import Limits
 
 logger = logging.getLogger(__name__)
 
+IN_FLIGHT = 1024
+ASYNCHRONOUS = 128  # of them, in writes that nobody waits for yet
+WAITED_FOR = IN_FLIGHT - ASYNCHRONOUS
+
+# A range costs 20-25 us on TCP, as much as the copy of some 150 KiB, or of 75 KiB at both ends.
+FEW, SHORT = 16, 96 << 10
+
 MOST_ENGINES = 8
 POLL_S = 5e-5
-GIVE_UP_S = 30.0  # after which Mooncake gives a call up that waits, unless told else
+GIVE_UP_S = 30.0  # after which Mooncake gives up a call that waits, unless told otherwise
 
 
-@dataclass(frozen=True)
-class Started:
-    """Writes that go on by themselves: Mooncake's numbers of them, one a range, 0 of one that it
-    turned down, the engine that does them, and when they are given up (time.monotonic)."""
+class InFlight:
+    """Ranges in flight of one process. Writes that are waited for and asynchronous ones have a
+    share each: no call waits for room that only a thread which itself waits can give back."""
 
-    engine: Any
-    session: str
-    numbers: list[int]
-    until: float
-
-
-class BoundedEngine:
-    """Stands in for SGLang's MooncakeTransferEngine; what is not here is the engine's own.
-
-    `make`: a new engine like `engine`. Only transfer threads write, so only they wait.
-    """
-
-    def __init__(self, engine: Any, make: Callable[[], Any], limit: int = MAX_DESCRIPTORS) -> None:
-        self._engine, self._make, self._limit = engine, make, limit
-        self._memory: dict[int, int] = {}  # registered: address -> length
-        self._retired: list[Any] = []
-        self._lock = threading.Lock()  # of the engine in use and its memory
+    def __init__(self, waited_for: int = WAITED_FOR, asynchronous: int = ASYNCHRONOUS) -> None:
+        self.most = waited_for
+        self._most_asynchronous = asynchronous
         self._turn = threading.Lock()
         self._room = threading.Condition()
-        self._in_flight = 0
-        self._started = 0
+        self._waited_for = self._asynchronous = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    def take(self, count: int) -> None:
+        """Room for so many ranges, in the order of asking: a large call is not passed by."""
+        with self._turn, self._room:
+            while self._waited_for + count > self.most:
+                self._room.wait()
+            self._waited_for += count
 
-    def batch_register(self, ptrs: list[int], lengths: list[int]) -> int:
+    def give_back(self, count: int) -> None:
+        with self._room:
+            self._waited_for -= count
+            self._room.notify_all()
+
+    def begin(self, count: int) -> bool:
+        """Room for so many asynchronous ranges, if there is any now."""
+        with self._room:
+            fits = self._asynchronous + count <= self._most_asynchronous
+            self._asynchronous += count if fits else 0
+            return fits
+
+    def end(self, count: int) -> None:
+        with self._room:
+            self._asynchronous -= count
+
+
+class Engines:
+    """The engine in use, the memory registered with it, and those that it replaced.
+
+    `make`: a fresh engine like the first.
+    """
+
+    def __init__(self, engine: Any, make: Callable[[], Any]) -> None:
+        self.current = engine
+        self._make = make
+        self._memory: dict[int, int] = {}  # registered: address -> length
+        self._replaced: list[Any] = []
+        self._lock = threading.Lock()
+
+    def register(self, ptrs: list[int], lengths: list[int]) -> int:
         with self._lock:
-            code: int = self._engine.batch_register(ptrs, lengths)
+            code: int = self.current.batch_register(ptrs, lengths)
             if code == 0:
                 self._memory.update(zip(ptrs, lengths, strict=True))
             return code
 
-    def batch_deregister(self, ptrs: list[int]) -> int:
+    def deregister(self, ptrs: list[int]) -> int:
         with self._lock:
             for ptr in ptrs:
                 self._memory.pop(ptr, None)
-            code: int = self._engine.batch_deregister(ptrs)
+            code: int = self.current.batch_deregister(ptrs)
             return code
 
-    def batch_transfer_sync(
-        self, session_id: str, buffers: list[int], peer_buffer_addresses: list[int],
-        lengths: list[int],
-    ) -> int:  # fmt: skip
-        """As the engine's, in calls of at most the limit. The first non-zero code ends it."""
-        for start in range(0, len(lengths), self._limit):
-            part = slice(start, start + self._limit)
-            count = len(lengths[part])
-            self._take(count)
-            engine = self._engine
-            try:
-                code: int = engine.batch_transfer_sync(
-                    session_id, buffers[part], peer_buffer_addresses[part], lengths[part]
-                )
-            finally:
-                self._give_back(count)
-            if code != 0:
-                self._replace_if_stuck(engine, session_id)
-                return code
-        return 0
-
-    def start(
-        self, session_id: str, buffers: list[int], peer_buffer_addresses: list[int],
-        lengths: list[int],
-    ) -> Started | None:  # fmt: skip
-        """Begin these writes without waiting for their end; `finish` has to follow.
-
-        None, with nothing begun, where too many are under way or Mooncake does not offer it.
-        """
-        engine, count = self._engine, len(lengths)
-        mooncake = getattr(engine, "engine", None)
-        if not hasattr(mooncake, "transfer_submit_write") or not self._start_more(count):
-            return None
-        ranges = zip(buffers, peer_buffer_addresses, lengths, strict=True)
-        numbers = [_submit(mooncake, session_id, one) for one in ranges]
-        return Started(engine, session_id, numbers, time.monotonic() + patience_s())
-
-    def finish(self, started: Started) -> int:
-        """Wait for these writes: 0, or -1 if any failed or was given up; that one may go on."""
-        mooncake, until = started.engine.engine, started.until
-        codes = [_outcome(mooncake, number, until) for number in started.numbers]
-        with self._room:
-            self._started -= len(codes)
-        if not any(codes):
-            return 0
-        self._replace_if_stuck(started.engine, started.session)
-        return -1
-
-    def _start_more(self, count: int) -> bool:
-        with self._room:
-            fits = self._started + count <= STARTED
-            self._started += count if fits else 0
-            return fits
-
-    def _take(self, count: int) -> None:
-        """Room for so many ranges, in the order of asking: a large call is not passed by."""
-        with self._turn, self._room:
-            while self._in_flight + count > self._limit:
-                self._room.wait()
-            self._in_flight += count
-
-    def _give_back(self, count: int) -> None:
-        with self._room:
-            self._in_flight -= count
-            self._room.notify_all()
-
-    def _replace_if_stuck(self, engine: Any, session: str) -> None:
-        """A new engine in the place of one that failed towards a peer that is there."""
+    def replace_if_stuck(self, engine: Any, session: str) -> None:
+        """A fresh engine in the place of one that failed towards a peer that is there."""
         try:
             if engine.send_probe(session) != 0:
                 return
             with self._lock:
-                if self._engine is engine:
+                if self.current is engine:
                     self._replace(session)
         except Exception:
             logger.exception("sglang-mixkv could not replace the transfer engine")
 
     def _replace(self, session: str) -> None:
-        if len(self._retired) >= MOST_ENGINES:
+        if len(self._replaced) >= MOST_ENGINES:
             logger.error(
                 "sglang-mixkv: transfers to %s fail although it answers, and the transfer engine "
                 "was replaced %d times already; restart this server", session, MOST_ENGINES,
@@ -165,16 +125,149 @@ class BoundedEngine:
         code = fresh.batch_register(list(self._memory), list(self._memory.values()))
         if code != 0:
             raise RuntimeError(f"registering memory with a new engine returned {code}")
-        self._retired.append(self._engine)
-        self._engine = fresh
+        self._replaced.append(self.current)
+        self.current = fresh
         logger.warning(
             "sglang-mixkv: a transfer to %s failed although it answers; the transfer engine was "
             "replaced", session,
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A write that was waited for already."""
+
+    code: int
+
+
+@dataclass(frozen=True)
+class Begun:
+    """An asynchronous write: Mooncake's numbers, one per range, 0 of one that it rejected, the
+    engine that does it, and when it is given up (time.monotonic)."""
+
+    engine: Any
+    session: str
+    numbers: list[int]
+    until: float
+
+
+class Mooncake:
+    """Transport over one or more of SGLang's MooncakeTransferEngine.
+
+    `in_flight`: None over RDMA, which has no such limit. `batch`: most ranges per call.
+    """
+
+    def __init__(self, engines: Engines, in_flight: InFlight | None, batch: int) -> None:
+        self._engines, self._in_flight = engines, in_flight
+        self._batch = min(batch, in_flight.most) if in_flight else batch
+        begun = ASYNCHRONOUS if in_flight else 0
+        self.limits = Limits(FEW, SHORT, overlaps=bool(begun), begun=begun)
+
+    def register(self, address: int, size: int) -> None:
+        code = self._engines.register([address], [size])
+        if code:
+            raise MemoryError(f"registering {size} bytes returned {code}")
+
+    def probe(self, session: str) -> bool:
+        return bool(self._engines.current.send_probe(session) == 0)
+
+    def write(self, session: str, blocks: Blocks, *, overlap: bool = False) -> Ended | Begun:
+        begun = self._begin(session, blocks) if overlap else None
+        return begun or Ended(self._write(session, blocks))
+
+    def wait(self, handle: Ended | Begun) -> int:
+        return handle.code if isinstance(handle, Ended) else self._finish(handle)
+
+    # -- waited for
+
+    def _write(self, session: str, blocks: Blocks) -> int:
+        """In calls of at most one batch. The first code that is not 0 ends it."""
+        total = len(blocks.length)
+        if not total:
+            return 0
+        first = int(blocks.length[0])
+        alike = bool((blocks.length == first).all())
+        for start in range(0, total, self._batch):
+            part = slice(start, start + self._batch)
+            src = blocks.src[part].tolist()
+            lengths = [first] * len(src) if alike else blocks.length[part].tolist()
+            code = self.transfer(session, src, blocks.dst[part].tolist(), lengths)
+            if code != 0:
+                return code
+        return 0
+
+    def transfer(self, session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
+        """One batch, waited for: lists, as Mooncake's binding takes them."""
+        limiter, engine, count = self._in_flight, self._engines.current, len(lengths)
+        if limiter is None:
+            return int(engine.batch_transfer_sync(session, src, dst, lengths))
+        limiter.take(count)
+        try:
+            engine = self._engines.current
+            code = int(engine.batch_transfer_sync(session, src, dst, lengths))
+        finally:
+            limiter.give_back(count)
+        if code != 0:
+            self._engines.replace_if_stuck(engine, session)
+        return code
+
+    # -- asynchronous
+
+    def _begin(self, session: str, blocks: Blocks) -> Begun | None:
+        """None, with nothing begun, where too many are in flight or Mooncake cannot."""
+        engine, limiter = self._engines.current, self._in_flight
+        mooncake = getattr(engine, "engine", None)
+        if limiter is None or not hasattr(mooncake, "transfer_submit_write"):
+            return None
+        if not limiter.begin(len(blocks.length)):
+            return None
+        numbers = [_submit(mooncake, session, one) for one in zip(*blocks.lists(), strict=True)]
+        return Begun(engine, session, numbers, time.monotonic() + patience_s())
+
+    def _finish(self, begun: Begun) -> int:
+        mooncake = begun.engine.engine
+        codes = [_outcome(mooncake, number, begun.until) for number in begun.numbers]
+        assert self._in_flight is not None
+        self._in_flight.end(len(codes))
+        if not any(codes):
+            return 0
+        self._engines.replace_if_stuck(begun.engine, begun.session)
+        return -1
+
+
+class SharedEngine:
+    """Stands in for SGLang's MooncakeTransferEngine where its writes have to count too. What is
+    not here is the engine's own."""
+
+    def __init__(self, engines: Engines, transport: Mooncake, in_flight: InFlight) -> None:
+        self._engines, self._transport, self._most = engines, transport, in_flight.most
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engines.current, name)
+
+    def batch_register(self, ptrs: list[int], lengths: list[int]) -> int:
+        return self._engines.register(ptrs, lengths)
+
+    def batch_deregister(self, ptrs: list[int]) -> int:
+        return self._engines.deregister(ptrs)
+
+    def batch_transfer_sync(
+        self, session_id: str, buffers: list[int], peer_buffer_addresses: list[int],
+        lengths: list[int],
+    ) -> int:  # fmt: skip
+        """As the engine's, in calls within the limit. The first code that is not 0 ends it."""
+        for start in range(0, len(lengths), self._most):
+            part = slice(start, start + self._most)
+            code = self._transport.transfer(
+                session_id, buffers[part], peer_buffer_addresses[part], lengths[part]
+            )
+            if code != 0:
+                return code
+        return 0
+
+
 def _submit(mooncake: Any, session: str, one: tuple[int, int, int]) -> int:
-    """Mooncake's number of this write; 0 if it was turned down."""
+    """Mooncake's number of this write; 0 if it was rejected."""
     try:
         number = int(mooncake.transfer_submit_write(session, *one))
     except Exception:
@@ -190,7 +283,7 @@ def patience_s() -> float:
 
 
 def _outcome(mooncake: Any, number: int, deadline: float) -> int:
-    """0 when this write is done; -1 if it failed, was turned down, or is not done by then.
+    """0 when this write is done; -1 if it failed, was rejected, or is not done by then.
     Mooncake forgets the number of one that ended."""
     try:
         while number and (state := int(mooncake.transfer_check_status(number))) <= 0:

@@ -32,6 +32,6 @@ def load_sglang() -> None:
     for module in (
         "sglang.srt.disaggregation.mooncake",
         "sglang.srt.disaggregation.decode",
-        "sglang_mixkv.engine",
+        "sglang_mixkv.engine.mooncake",
     ):
         importlib.import_module(module)

@@ -306,7 +306,7 @@ class Rank:
             one.wait(LIMIT_S)
         other_facts = self.case.extra.get("facts", {}).get(self.side)
         if other_facts is not None:
-            tell_other_facts(self.kv_class["manager"], other_facts)
+            tell_other_facts(other_facts)
         self.manager = self.kv_class["manager"](
             self.kv_args(),
             DisaggregationMode(self.side),
@@ -636,20 +636,22 @@ class Stages:
         return value
 
 
-def tell_other_facts(manager_class: Any, change: Any) -> None:
+def tell_other_facts(change: Any) -> None:
     """Managers of this process announce, and compare with, changed facts."""
-    real = manager_class.__mro__[1].facts.func
+    from sglang_mixkv.engine import sides
+
+    real = sides.local_facts
 
     class Holder:
         facts: Any = None
 
-    def facts(self: Any) -> Any:
+    def facts(*args: Any) -> Any:
         holder = Holder()
-        holder.facts = real(self)
+        holder.facts = real(*args)
         change(holder)
         return holder.facts
 
-    manager_class.facts = property(facts)
+    sides.local_facts = facts
 
 
 def wait_for_port(port: int) -> None:

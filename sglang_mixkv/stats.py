@@ -2,7 +2,7 @@
 
 With `SGLANG_MIXKV_STATS_DIR` set, each process keeps one small JSON file there, rewritten
 whole after each request. With SGLang's `--enable-metrics` the same counts are series
-(`metrics.py`). Without either, counting costs an addition a chunk. Nothing here raises:
+(`engine/metrics.py`). Without either, counting costs one addition per chunk. Nothing here raises:
 figures are not worth a request.
 """
 
@@ -13,15 +13,20 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-from sglang_mixkv.engine.metrics import Metrics
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.prefill.writer import Written
-from sglang_mixkv.rows.host import RowCopy, Rows
-from sglang_mixkv.series import divided
+from sglang_mixkv.rows.host import Buffer, RowCopy, Rows
+
+
+class Metrics(Protocol):
+    """Series that show some of the counts (engine/metrics.py). Neither method raises."""
+
+    def add(self, amounts: Mapping[str, float]) -> None: ...
+
+    def set(self, values: Mapping[str, float]) -> None: ...
 
 
 class Stats:
@@ -39,20 +44,6 @@ class Stats:
                 self._counts[name] += amount
         if self._metrics is not None:
             self._metrics.add(amounts)
-
-    def written(self, chunk: Written, seconds: float) -> None:
-        """A chunk that the transport took, and how long that was."""
-        target, draft = divided(seconds, chunk.target_bytes, chunk.draft_bytes)
-        self.add(
-            target_bytes_sent=chunk.target_bytes,
-            draft_bytes_sent=chunk.draft_bytes,
-            target_send_seconds=target,
-            draft_send_seconds=draft,
-            packed_bytes=chunk.packed_bytes,
-            direct_bytes=chunk.target_bytes + chunk.draft_bytes - chunk.packed_bytes,
-            descriptors=chunk.descriptors,
-            wire_bytes=chunk.wire_bytes,
-        )
 
     def refused(self, error: Exception | None = None) -> None:
         """A peer was refused."""
@@ -104,8 +95,8 @@ class TimedRows:
         self._rows.copy(what)
         self._stats.add(copy_seconds=time.perf_counter() - started)
 
-    def allocate(self, size: int) -> tuple[int, Any]:
+    def allocate(self, size: int) -> Buffer:
         return self._rows.allocate(size)
 
-    def read(self, owner: Any, size: int) -> memoryview:
-        return self._rows.read(owner, size)
+    def read(self, buffer: Buffer, size: int) -> memoryview:
+        return self._rows.read(buffer, size)

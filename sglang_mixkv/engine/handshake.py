@@ -10,19 +10,24 @@ from __future__ import annotations
 from typing import Any
 
 import requests
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_spec
 
 from sglang_mixkv import __version__
-from sglang_mixkv.decode.cold import draft_aux
-from sglang_mixkv.engine.kv_args import Caches
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.kv.layout import Caches
 from sglang_mixkv.protocol.announcement import MAX_ANNOUNCEMENT, read_announcement
 from sglang_mixkv.protocol.facts import DraftFacts, Facts
 
 KEY = "mixkv"
 PATH = "/mixkv"
 TIMEOUT_S = 5
+
+# disaggregation/utils.py MetadataBuffers.get_buf_infos: rows before the drafter's three
+# (top-k p, top-k index, hidden states), and those of a sampling mask.
+AUX_BEFORE_DRAFT = 6
+AUX_OF_SAMPLING_MASK = 3
 
 
 def local_facts(kv_args: Any, caches: Caches) -> Facts:
@@ -40,7 +45,15 @@ def local_facts(kv_args: Any, caches: Caches) -> Facts:
         steps=spec.speculative_num_steps or 0,
         draft=_draft_facts(kv_args, caches),
         draft_aux=draft_aux(),
+        extents=True,
     )
+
+
+def draft_aux() -> tuple[int, ...]:
+    """Numbers of the metadata rows that only the drafter reads."""
+    mask = AUX_OF_SAMPLING_MASK if envs.SGLANG_ENABLE_DISAGG_SAMPLING_MASK.get() else 0
+    first = AUX_BEFORE_DRAFT + mask
+    return (first, first + 1, first + 2)
 
 
 def _draft_facts(kv_args: Any, caches: Caches) -> DraftFacts | None:
@@ -54,6 +67,20 @@ def _draft_facts(kv_args: Any, caches: Caches) -> DraftFacts | None:
         head_bytes=caches.draft.head_bytes,
         window=getattr(kv_args, "draft_window", 0),
     )
+
+
+def check_is_kept(url: str) -> None:
+    """Raise RuntimeError where the bootstrap server, whose /route this is, is SGLang's own."""
+    try:
+        answer = requests.get(url.removesuffix("/route") + PATH, timeout=TIMEOUT_S)
+    except requests.RequestException:
+        return  # SGLang has logged that the bootstrap server is away
+    if answer.status_code == requests.codes.not_found:
+        raise RuntimeError(
+            f"sglang-mixkv: the bootstrap server at {url} is SGLang's own, not the plugin's, so "
+            "decode servers could not see this prefill's drafter. Start every process of the "
+            "prefill server with --enable-mixkv and without SGLANG_PLUGINS excluding it."
+        )
 
 
 def fetch(bootstrap_addr: str) -> Facts | None:

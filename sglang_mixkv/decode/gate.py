@@ -1,0 +1,74 @@
+"""The decode side's door: every control message is read and judged here before SGLang sees it.
+
+Runs in SGLang's decode thread. What cannot be read, or comes from a rank that was not asked, is
+dropped with a reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sglang_mixkv.decode.rooms import Rooms
+from sglang_mixkv.decode.sglang import SGLang
+from sglang_mixkv.decode.verify import not_awaited
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.protocol import messages
+from sglang_mixkv.protocol.extension import Digest, decode_digest
+from sglang_mixkv.protocol.frames import Frames
+from sglang_mixkv.protocol.messages import Aux, Poll, Status
+
+ACK_TAG, AUX_TAG = b"ABORT_ACK", b"AUX_DATA"
+
+
+@dataclass(frozen=True)
+class Gate:
+    """`judges`: whether this rank's rooms say who may answer (with a drafter; else SGLang does).
+
+    `aux_lens`, `aux_rows`: bytes per row, and rows, of each of its metadata buffers.
+    """
+
+    rooms: Rooms
+    sglang: SGLang
+    judges: bool
+    aux_lens: tuple[int, ...]
+    aux_rows: tuple[int, ...]
+
+    def may_pass(self, message: Frames) -> bool:
+        """Whether SGLang may read this message. Raises MixKVError for what is dropped."""
+        digest = decode_digest(message)
+        if digest is not None:
+            self._digest(digest)
+            return False
+        if message[0] == ACK_TAG:
+            messages.read_ack(message)
+        elif message[0] == AUX_TAG:
+            self._aux(messages.read_aux(message, self.aux_lens, self.aux_rows))
+        else:
+            self._status(messages.read_status(message))
+        return True
+
+    def _digest(self, said: Digest) -> None:
+        room = self.rooms.get(said.room)
+        if room is None or room.verified is None:
+            raise not_awaited(said)
+        room.verified.hear(said)
+
+    def _status(self, said: Status) -> None:
+        """A success counts only from a rank that sends to this room, all else from one asked to."""
+        room = self.rooms.get(said.room)
+        if room is None or not self.judges:
+            return
+        success = said.status == Poll.SUCCESS
+        if said.prefill_rank not in (room.source.senders if success else room.source.contacted):
+            raise MixKVError(
+                f"room {said.room}: {'success' if success else 'no success'} from prefill rank "
+                f"{said.prefill_rank}, which was not asked to send to it."
+            )
+
+    def _aux(self, said: Aux) -> None:
+        """Metadata over the control channel: into the room's own row."""
+        room = self.rooms.get(said.room)
+        if room is not None and self.judges and said.row != room.aux_row:
+            raise MixKVError(f"room {said.room}: aux row {said.row}, its own is {room.aux_row}.")
+        if said.room not in self.sglang.statuses():
+            raise MixKVError(f"room {said.room}: aux row {said.row}, there is no such room.")

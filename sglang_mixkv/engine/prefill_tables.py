@@ -1,0 +1,68 @@
+"""SGLang's tables of one prefill rank, as prefill/ asks for them (prefill/sglang.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import AbortAck
+
+from sglang_mixkv.engine.replies import Replies
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.protocol.frames import Address
+from sglang_mixkv.protocol.messages import Abort
+from sglang_mixkv.protocol.registration import Registration
+
+
+class PrefillTables:
+    """`manager`: SGLang's, of a prefill rank."""
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        self._replies = Replies()
+
+    def statuses(self) -> Any:
+        return self._manager.request_status
+
+    def fail(self, room: int, reason: str) -> None:
+        self._manager.conclude_failure(bootstrap_room=room, failure_reason=reason)
+
+    def mark_failed(self, room: int) -> None:
+        self._manager.update_status(room, KVPoll.Failed)
+
+    def keep_reason(self, room: int, reason: str) -> None:
+        with self._manager.failure_lock:
+            self._manager.failure_records.setdefault(room, reason)
+
+    def forget(self, room: int) -> None:
+        manager = self._manager
+        for table in (
+            manager.transfer_infos,
+            manager.request_status,
+            manager.req_to_decode_prefix_len,
+            manager.failure_records,
+        ):
+            table.pop(room, None)
+
+    def refuse(self, who: Address, room: int, reason: str) -> None:
+        verdict = self._manager._encode_kv_status_message(
+            bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason
+        )
+        self._replies.send(who.endpoint, who.port, verdict)
+
+    def acknowledge(self, abort: Abort) -> None:
+        assert abort.generation is not None
+        ack = AbortAck(abort.room, self._manager._prefill_unique_rank(), abort.generation)
+        self._replies.send(abort.endpoint, abort.port, ack.to_zmq())
+
+    def check_dcp(self, registration: Registration) -> None:
+        manager, size = self._manager, registration.dcp_size
+        try:
+            if not manager.requires_dcp_relayout(size, registration.dcp_rank):
+                return
+            if manager.kv_args.num_draft_entries:
+                raise MixKVError("decode context parallelism with a drafter is not supported.")
+            entries = len(manager.kv_args.kv_item_lens)
+            manager.prepare_dcp_token_item_lens([registration.kv_item_len] * entries, size)
+        except RuntimeError as error:  # SGLang's own, which would end its control thread
+            raise MixKVError(str(error)) from None

@@ -1,0 +1,94 @@
+"""From SGLang's KV args and arguments to this rank's side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.disaggregation.utils import build_transfer_entry_pairs
+from sglang.srt.environ import envs
+from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
+
+from sglang_mixkv.config import config_of
+from sglang_mixkv.decode import source
+from sglang_mixkv.decode.rank import DecodeRank
+from sglang_mixkv.engine import kv_args, releases
+from sglang_mixkv.engine.decode_tables import DecodeTables
+from sglang_mixkv.engine.handshake import local_facts
+from sglang_mixkv.engine.metrics import metrics_for
+from sglang_mixkv.engine.prefill_tables import PrefillTables
+from sglang_mixkv.prefill import peer
+from sglang_mixkv.prefill.rank import PrefillRank
+from sglang_mixkv.rows.host import HostRows, Rows
+from sglang_mixkv.stats import Stats, TimedRows
+
+
+class Rank:
+    """What both sides are made of. Raises MixKVError for KV args that cannot be cut."""
+
+    def __init__(self, manager: Any, args: Any, server_args: Any, is_mla: bool) -> None:
+        parallel = get_parallel()
+        self.manager, self.args = manager, args
+        self.tp = parallel.attn_tp_size
+        self.pp_size, self.pp_rank = parallel.pp_size or 1, args.pp_rank or 0
+        self.config = config_of(server_args)
+        self.caches = kv_args.caches(args, is_mla, self.tp)
+        self.facts = local_facts(args, self.caches)
+        # State that every contacted rank sends: stock's rule for hybrid MLA and MHA targets.
+        replicated = is_mla and not getattr(args, "is_hybrid_mla_backend", False)
+        self.sharded_state = bool(getattr(args, "state_types", [])) and not replicated
+
+    def prefill(self) -> PrefillRank:
+        stats = self._stats("prefill")
+        local = peer.Local(
+            facts=self.facts,
+            caches=self.caches,
+            layer_ids=tuple(self.args.kv_layer_ids),
+            start_layer=getattr(self.args, "prefill_start_layer", 0) or 0,
+            stage=self.pp_rank,
+            last_stage=self.pp_size - 1,
+            sharded_state=self.sharded_state,
+            pair_by_layer=build_transfer_entry_pairs,
+            cold_allowed=self.config.on_draft_mismatch == "cold",
+        )
+        release, awaited = releases.here(), envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+        at = release.registration, release.metadata
+        tables = PrefillTables(self.manager)
+        return PrefillRank(local, self.config, stats, self._rows(stats), tables, at, float(awaited))
+
+    def decode(self) -> DecodeRank:
+        stats, args = self._stats("decode"), self.args
+        # All of the draft KV where pages become a prefix that other requests share.
+        shared = get_disagg().disaggregation_decode_enable_radix_cache
+        sizes = zip(args.aux_data_lens, args.aux_item_lens, strict=True)
+        local = source.Local(
+            facts=self.facts,
+            caches=self.caches,
+            tp=self.tp,
+            rank=self.caches.target.rank,
+            pp_size=self.pp_size,
+            pp_rank=self.pp_rank,
+            sharded_state=self.sharded_state,
+            kv_data_lens=tuple(args.kv_data_lens),
+            state_lens=tuple(map(tuple, args.state_data_lens)),
+            aux_ptrs=tuple(args.aux_data_ptrs),
+            aux_rows=tuple(length // item for length, item in sizes),
+            draft_window=0 if shared else getattr(args, "draft_window", 0),
+        )
+        compares = bool(get_disagg().disaggregation_enable_kv_checksum)
+        tables, rows = DecodeTables(self.manager), self._rows(stats)
+        return DecodeRank(local, self.config, stats, rows, tables, compares=compares)
+
+    def _stats(self, side: str) -> Stats:
+        return Stats(side, self.config.stats_dir, metrics_for(side))
+
+    def _rows(self, stats: Stats) -> Rows:
+        return TimedRows(rows_for(get_device().device, getattr(self.args, "gpu_id", 0)), stats)
+
+
+def rows_for(device: str, gpu_id: int) -> Rows:
+    """The row copier of this engine's device."""
+    if device != "cuda":
+        return HostRows()
+    from sglang_mixkv.rows.cuda import CudaRows
+
+    return CudaRows(gpu_id)

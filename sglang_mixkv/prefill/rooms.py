@@ -1,0 +1,227 @@
+"""Rooms of one prefill rank: one table, from the first message about a room to its end.
+
+    metadata        AWAITED ----- its sender is made -----> OPEN ----- cleared -----> ENDED
+    refusal, abort  REFUSED ----- its sender is made -----> OPEN (and fails at once)
+    the scheduler aborts the sender                         ABANDONED -- cleared, or reaped
+
+A room number is the router's. It can be used again once the request before has ended, and a
+message that is late can still belong to that one: an ENDED room is remembered for MEMORY_S.
+
+SGLang's control thread, its scheduler and its transfer threads call this; every change is made
+under one lock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from sglang_mixkv.prefill.peer import Peer
+from sglang_mixkv.prefill.writer import Written
+from sglang_mixkv.protocol.messages import Metadata
+from sglang_mixkv.rows.digest import Sums
+
+# How long a refused room, and one that has ended, is remembered.
+MEMORY_S = 60.0
+
+# Rooms that are remembered without a sender: who sends more of them is no SGLang.
+MAX_WAITING = 1 << 16
+
+
+class State(StrEnum):
+    AWAITED = "awaited"
+    REFUSED = "refused"
+    OPEN = "open"
+    ABANDONED = "abandoned"
+    ENDED = "ended"
+
+
+WITH_SENDER = (State.OPEN, State.ABANDONED)
+
+
+@dataclass
+class Sent:
+    """What went out for one room, for SGLang's own sglang:kv_transfer_* series.
+
+    Stock multiplies a page of this rank's pools, the drafter's included, by the number of decode
+    ranks (CommonKVSender.get_transfer_metric). That is right for rows that every decode rank gets
+    whole; a sharded drafter's heads go out once, and a rank that sends heads only sends no target.
+    `state_to`: sessions of the peers that get model state from this rank.
+    """
+
+    bytes: int = 0
+    state_to: set[str] = field(default_factory=set)
+
+    def add(self, peer: Peer, written: Written) -> None:
+        self.bytes += written.target_bytes + written.draft_bytes
+        if peer.route.sends_state:
+            self.state_to.add(peer.session)
+
+    def total(self, state_bytes: int, *, sharded: bool) -> int:
+        """With `state_bytes` of model state: cut between the peers (sharded), or a copy each."""
+        copies = len(self.state_to)
+        return self.bytes + state_bytes * (min(1, copies) if sharded else copies)
+
+
+@dataclass
+class Room:
+    """One room number, and the request that it stands for now.
+
+    `since`: when it came into its state. `reason`: why its request is to fail (REFUSED).
+    `members`: session -> metadata of the decode ranks that share it. `sums`: checksums of what
+    each was sent. `reused`: the number stood for another request lately, whose messages may
+    still come.
+    """
+
+    number: int
+    state: State
+    since: float
+    reason: str = ""
+    members: dict[str, Metadata] = field(default_factory=dict)
+    sums: dict[str, Sums] = field(default_factory=dict)
+    sent: Sent = field(default_factory=Sent)
+    reused: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all its decode ranks have sent their metadata."""
+        members = list(self.members.values())
+        return any(len(members) >= said.required for said in members)
+
+    def may_join(self, session: str) -> bool:
+        """Whether this decode rank is one of the room's, or can still become one."""
+        return session in self.members or not self.is_complete
+
+    def has_member_at(self, endpoint: str, port: int) -> bool:
+        where = {(said.sender.endpoint, said.sender.port) for said in list(self.members.values())}
+        return (endpoint, port) in where
+
+    def total_pages(self, session: str) -> int | None:
+        """Destination pages of the whole request at that decode rank; None if it is no member."""
+        said = self.members.get(session)
+        return None if said is None else len(said.pages)
+
+
+class Rooms:
+    """All rooms of one prefill rank. Numbers that it counts only grow."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[int, Room] = {}
+        self._lock = threading.Lock()
+        self._opened = self._closed = 0
+        self._next_reap = 0.0
+
+    def get(self, number: int) -> Room | None:
+        return self._rooms.get(number)
+
+    def open_room(self, number: int) -> Room | None:
+        """The room, while it has a sender."""
+        room = self._rooms.get(number)
+        return room if room is not None and room.state in WITH_SENDER else None
+
+    # -- before a sender is there
+
+    def join(self, said: Metadata, now: float) -> None:
+        """A decode rank's metadata was admitted. It must be one that may join."""
+        with self._lock:
+            room = self._rooms.get(said.room)
+            if room is None or room.state is State.ENDED:
+                room = self._put(said.room, State.AWAITED, now, reused=room is not None)
+            assert room.may_join(said.sender.session), said
+            room.members[said.sender.session] = said
+            if room.state is State.ABANDONED:
+                room.since = now
+
+    def refuse(self, number: int, reason: str, now: float) -> bool:
+        """Its request fails when it comes. False, and nothing changed, if it has come."""
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is not None and room.state in WITH_SENDER:
+                return False
+            if room is None and len(self._rooms) >= MAX_WAITING:
+                return True
+            reused = room is not None and (room.reused or room.state is State.ENDED)
+            members = room.members if room is not None else {}
+            self._put(number, State.REFUSED, now, reason=reason, members=members, reused=reused)
+            return True
+
+    # -- its sender
+
+    def open(self, number: int, now: float) -> Room:
+        """A sender was made; `reason` of the room says if it has to fail at once."""
+        with self._lock:
+            before = self._rooms.get(number)
+            if before is not None and before.state in WITH_SENDER:
+                self._closed += 1  # SGLang made another sender without clearing the first
+            self._opened += 1
+            if before is None or before.state is State.ENDED:
+                return self._put(number, State.OPEN, now, reused=before is not None)
+            recent = before.state is not State.REFUSED or now - before.since < MEMORY_S
+            return self._put(
+                number, State.OPEN, now, reason=before.reason if recent else "",
+                members=before.members, reused=before.reused,
+            )  # fmt: skip
+
+    def abandon(self, number: int, now: float) -> None:
+        """The scheduler aborted the sender, and may never clear it."""
+        with self._lock:
+            room = self._rooms.get(number)
+            if room is not None and room.state is State.OPEN:
+                room.state, room.since = State.ABANDONED, now
+
+    def close(self, room: Room, now: float) -> None:
+        """The sender was cleared: nothing of its room stays but that it has ended. Not twice:
+        the number may be another request's by then."""
+        with self._lock:
+            if self._rooms.get(room.number) is room:
+                self._closed += 1
+                self._put(room.number, State.ENDED, now)
+
+    def reap(self, now: float, limit: float) -> list[int]:
+        """Forget what is over, at most once a second. The numbers of rooms that no sender will
+        end, after `limit` seconds: SGLang's tables still hold them."""
+        if now < self._next_reap:
+            return []
+        self._next_reap = now + 1.0
+        dropped = []
+        with self._lock:
+            for room in list(self._rooms.values()):
+                age = now - room.since
+                if room.state in (State.AWAITED, State.ABANDONED) and age > limit:
+                    self._closed += room.state is State.ABANDONED
+                    self._put(room.number, State.ENDED, now)
+                    dropped.append(room.number)
+                elif room.state in (State.REFUSED, State.ENDED) and age > MEMORY_S:
+                    del self._rooms[room.number]
+                    dropped += [room.number] if room.members else []
+        return dropped
+
+    def _put(self, number: int, state: State, now: float, **fields: object) -> Room:
+        room = self._rooms[number] = Room(number, state, now, **fields)  # type: ignore[arg-type]
+        return room
+
+    # -- what must hold
+
+    def problems(self, statuses: Mapping[int, object]) -> list[str]:
+        """What is wrong while no request runs. `statuses`: SGLang's rooms, by number."""
+        with self._lock:
+            count = Counter(room.state for room in self._rooms.values())
+            known = {n for n, room in self._rooms.items() if room.state is not State.ENDED}
+        held = count[State.OPEN] + count[State.ABANDONED]
+        found = []
+        if self._opened - self._closed != held:
+            found.append(
+                f"{self._opened} rooms opened and {self._closed} closed, but {held} have a sender"
+            )
+        if held or count[State.AWAITED]:
+            found.append(f"{held} rooms have a sender, {count[State.AWAITED]} wait for one")
+        found += _strays(statuses, known)
+        return found
+
+
+def _strays(statuses: Collection[int], known: set[int]) -> list[str]:
+    strays = sorted(set(statuses) - known)
+    return [f"SGLang holds {len(strays)} rooms that are over here: {strays[:5]}"] if strays else []
