@@ -9,6 +9,7 @@ One chunk, in a transfer thread:
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any

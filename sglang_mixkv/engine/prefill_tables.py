@@ -24,6 +24,11 @@ class PrefillTables:
     def statuses(self) -> Any:
         return self._manager.request_status
 
+    def rooms(self) -> list[int]:
+        """PPConsensusStore, the table of a pipeline, cannot be iterated."""
+        statuses = self._manager.request_status
+        return list(getattr(statuses, "_local_map", statuses))
+
     def fail(self, room: int, reason: str) -> None:
         self._manager.conclude_failure(bootstrap_room=room, failure_reason=reason)
 

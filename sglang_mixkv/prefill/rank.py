@@ -246,7 +246,7 @@ class PrefillRank:
     def problems(self) -> list[str]:
         """What is wrong while no request runs, once what is due has been reaped."""
         self.gate.reap(time.monotonic())
-        return self.rooms.problems(self._sglang.statuses())
+        return self.rooms.problems(self._sglang.rooms())
 
 
 class PackMemory:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -205,8 +205,9 @@ class Rooms:
 
     # -- what must hold
 
-    def problems(self, statuses: Mapping[int, object]) -> list[str]:
-        """What is wrong while no request runs. `statuses`: SGLang's rooms, by number."""
+    def problems(self, of_sglang: Collection[int]) -> list[str]:
+        """What is wrong while no request runs. `of_sglang`: numbers of the
+        rooms that SGLang holds."""
         with self._lock:
             count = Counter(room.state for room in self._rooms.values())
             known = {n for n, room in self._rooms.items() if room.state is not State.ENDED}
@@ -218,10 +219,10 @@ class Rooms:
             )
         if held or count[State.AWAITED]:
             found.append(f"{held} rooms have a sender, {count[State.AWAITED]} wait for one")
-        found += _strays(statuses, known)
+        found += _strays(of_sglang, known)
         return found
 
 
-def _strays(statuses: Collection[int], known: set[int]) -> list[str]:
-    strays = sorted(set(statuses) - known)
+def _strays(of_sglang: Collection[int], known: set[int]) -> list[str]:
+    strays = sorted(set(of_sglang) - known)
     return [f"SGLang holds {len(strays)} rooms that are over here: {strays[:5]}"] if strays else []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 from sglang_mixkv.protocol.frames import Address
@@ -15,6 +15,9 @@ class SGLang(Protocol):
 
     def statuses(self) -> Mapping[int, int]:
         """Status (messages.Poll) of every room that SGLang knows."""
+
+    def rooms(self) -> Collection[int]:
+        """Numbers of these rooms."""
 
     def fail(self, room: int, reason: str) -> None:
         """End a room with this reason on both sides; the first reason stays."""

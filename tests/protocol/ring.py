@@ -316,6 +316,11 @@ class Rank:
         self.releases = Releases()
         self.published: list[Any] = []  # receivers whose metadata went out
 
+    @property
+    def plugin(self) -> Any:
+        """The plugin's side of this rank; None where SGLang runs alone."""
+        return getattr(self.manager, "side", None)
+
     # -- requests
 
     def rooms(self) -> list[int]:
@@ -674,7 +679,7 @@ def _rank_main(
         if not life:
             case.extra.get("faults", {}).get((side, rank), lambda _: None)(one)
         one.run_prefill() if side == "prefill" else one.run_decode()
-        report.stats = one.manager.stats.snapshot() if hasattr(one.manager, "stats") else {}
+        report.stats = one.plugin.stats.snapshot() if one.plugin is not None else {}
         report.wrong += left_behind(one.manager)
     except BaseException:
         report.error = traceback.format_exc()
