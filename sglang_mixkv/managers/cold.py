@@ -47,8 +47,9 @@ class Clearer:
         """
         width = np.array(draft.rows, np.int64)
         if self._size < width.max():
-            self._size = int(width.max())
-            self._address, self._owner = self._rows.allocate(self._size)
+            size = int(width.max())
+            self._address, self._owner = self._rows.allocate(size)
+            self._size = size  # only now: where this raised, the next request asks again
         dst_rows = rows_of(np.asarray(pages, np.int64), draft.page_size)
         self._rows.copy(
             RowCopy(
