@@ -20,7 +20,7 @@ class MixKVManager(PrefillSide, DecodeSide):
     """SGLang's MooncakeKVManager with separate target and draft components.
 
     Raises MixKVError, and the server does not start, when the KV args do not describe a
-    drafter that can be cut into heads.
+    drafter that can be cut into heads, or when rows cannot be copied on this rank's device.
     """
 
     def __init__(
@@ -34,6 +34,8 @@ class MixKVManager(PrefillSide, DecodeSide):
         # A prefill's reason for a failure travels to the decode side; stock parses it too.
         self.kv_status_msg_carries_reason = True
         self.mixkv_ready = True
+        self.kv_args = args  # stock's constructor sets it too, and then registers this rank
+        self.rows.warm_up()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         banner = self.banner()  # reads the facts: what does not fit raises here
         logger.log(logging.INFO if self.speaks else logging.DEBUG, "%s", banner)
