@@ -15,8 +15,9 @@ on the GPU, ends the server with the next one.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,8 +76,8 @@ def word_bytes(what: RowCopy) -> int:
     return next(word for word in WORDS if together % word == 0)
 
 
-def launch(what: RowCopy, device: torch.device | str) -> None:
-    """Start the copy on the current stream of `device`."""
+def prepared(what: RowCopy, device: torch.device | str) -> Callable[[], Any]:
+    """The copy with its arguments on the device: each call starts it on the current stream."""
     word = word_bytes(what)
     parts = (what.src, what.dst, what.src_stride, what.dst_stride, what.width)
     entries, rows = (
@@ -89,7 +90,12 @@ def launch(what: RowCopy, device: torch.device | str) -> None:
     n_rows, n_columns = len(what.src_rows), triton.cdiv(int(what.width.max()), LINE)
     given = variant(word)
     grid = (triton.cdiv(n_rows, given["BLOCK"]) * n_columns, len(what.src))
-    copy_rows[grid](entries, rows, n_rows, n_columns, **given)
+    return partial(copy_rows[grid], entries, rows, n_rows, n_columns, **given)
+
+
+def launch(what: RowCopy, device: torch.device | str) -> None:
+    """Start the copy on the current stream of `device`."""
+    prepared(what, device)()
 
 
 class CudaRows:
