@@ -90,6 +90,9 @@ class TimedRows:
     def takes_long(self) -> bool:
         return self._rows.takes_long
 
+    def warm_up(self) -> None:
+        self._rows.warm_up()
+
     def copy(self, what: RowCopy) -> None:
         started = time.perf_counter()
         self._rows.copy(what)

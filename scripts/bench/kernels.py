@@ -1,23 +1,27 @@
 """Pack and scatter kernels on an NVIDIA GPU, against a device copy of the same bytes.
 
-Without CUDA it says what it lacks and exits 0. One sample is the time between two CUDA
-events around a burst of launches; `GB/s` counts each byte once, as for the copy. `call`
-is the product's whole call, from the host, with its uploads and its wait.
+Without CUDA it says what it lacks and exits 0. One line per kind, layout, number of tokens and
+width of a slice. One sample is the time between two CUDA events around a burst of launches;
+`GB/s` counts each byte once, as for the copy. `call` is the product's whole call, from the
+host, with its uploads and its wait.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
-from common import Check, Record, Result, elapsed, interleave, options, repeats
+from common import Check, Record, Result, elapsed, interleave, options, ratio, repeats
 
 LEAST_SHARE = 0.75
 FROM_TOKENS = 8192
 ENTRIES = 2  # K and V of one layer
-WIDTHS = (128, 256, 512, 1024)  # bytes of a slice
+# Bytes of a slice: one to 16 heads of 64 or 128 in 1 or 2 bytes; MLA's rows (656: fp8 with its
+# scales, 1152: bf16); 132, DeepSeek's index keys, in words of 4.
+WIDTHS = (64, 128, 132, 256, 512, 656, 1024, 1152, 2048, 4096, 8192)
 FAN = 4  # slices a full row
 BURST = 20
 
@@ -57,25 +61,6 @@ def row_copy(kind: str, strided: Any, packed: Any, tokens: int, width: int, layo
     return RowCopy(dense, wide, strides[1], strides[0], widths, order, rows)
 
 
-def kernel(what: Any, device: str) -> Callable[[], None]:
-    """The kernel alone: arguments are on the device already."""
-    import torch
-    import triton
-
-    from sglang_mixkv.rows import cuda
-
-    size = cuda.word_bytes(what)
-    columns = [what.src, what.dst, what.src_stride // size, what.dst_stride // size,
-               what.width // size]  # fmt: skip
-    entries = torch.from_numpy(np.stack(columns)).to(device)
-    rows = torch.from_numpy(np.stack([what.src_rows, what.dst_rows])).to(device)
-    word = torch.empty(1, dtype=cuda.WORDS[size], device=device)
-    grid = (ENTRIES, triton.cdiv(len(what.src_rows), cuda.BLOCK_ROWS))
-    widest = triton.next_power_of_2(int(columns[-1].max()))
-    arguments = (word, entries, rows, ENTRIES, len(what.src_rows))
-    return lambda: cuda.copy_rows[grid](*arguments, BLOCK=cuda.BLOCK_ROWS, WIDTH=widest)
-
-
 def device_seconds(launch: Callable[[], Any]) -> float:
     """Seconds of one launch on the device, over a burst."""
     import torch
@@ -89,33 +74,33 @@ def device_seconds(launch: Callable[[], Any]) -> float:
     return float(start.elapsed_time(end)) / 1e3 / BURST
 
 
-def measure(kind: str, tokens: int, width: int, layout: str, count: int) -> list[Record]:
+def measure(kind: str, tokens: int, width: int, layout: str, count: int) -> Record:
     """Kernel, whole call and device copy of the same bytes; raises if bytes are wrong."""
     import torch
 
-    from sglang_mixkv.rows.cuda import CudaRows
+    from sglang_mixkv.rows import cuda
 
     size = ENTRIES * tokens * width
     strided = torch.randint(0, 255, (FAN * size,), dtype=torch.uint8, device="cuda")
     packed = torch.randint(0, 255, (size,), dtype=torch.uint8, device="cuda")
     copy_to = torch.empty_like(packed)
-    what, rows = row_copy(kind, strided, packed, tokens, width, layout), CudaRows(0)
-    launch = kernel(what, "cuda")
+    what, rows = row_copy(kind, strided, packed, tokens, width, layout), cuda.CudaRows(0)
+    kernel = cuda.prepared(what, "cuda")
+    torch.cuda.synchronize()  # rows are copied on a stream of their own
     rows.copy(what)
     _check(kind, strided, packed, what, tokens, width)
     methods = {
         "device copy": lambda s: s.add(device_seconds(lambda: copy_to.copy_(packed))),
-        "kernel": lambda s: s.add(device_seconds(launch)),
+        "kernel": lambda s: s.add(device_seconds(kernel)),
         "call": lambda s: s.add(elapsed(lambda: rows.copy(what))),
     }
     samples = interleave(methods, count)
-    base = float(np.median(samples["device copy"].total))
-    return [
-        {"kind": kind, "tokens": tokens, "width": width, "layout": layout, "bytes": size,
-         "method": name, **taken.record(), "gb_s": size / float(np.median(taken.total)) / 1e9,
-         "share_of_copy": base / float(np.median(taken.total))}
-        for name, taken in samples.items()
-    ]  # fmt: skip
+    return {
+        "kind": kind, "layout": layout, "tokens": tokens, "width": width,
+        "word": cuda.word_bytes(what), "bytes": size,
+        **{f"{name} GB/s": size / float(np.median(s.total)) / 1e9 for name, s in samples.items()},
+        "share_of_copy": 1 / ratio(samples["kernel"], samples["device copy"]),
+    }  # fmt: skip
 
 
 def _check(kind: str, strided: Any, packed: Any, what: Any, tokens: int, width: int) -> None:
@@ -129,20 +114,20 @@ def _check(kind: str, strided: Any, packed: Any, what: Any, tokens: int, width: 
 
 def checks(records: list[Record]) -> list[Check]:
     shares = [r["share_of_copy"] for r in records
-              if r["method"] == "kernel" and r["tokens"] >= FROM_TOKENS]  # fmt: skip
+              if r["tokens"] >= FROM_TOKENS and r["word"] == 16]  # fmt: skip
     name = f"kernels at {FROM_TOKENS:,} tokens and more, share of the device's copy: least"
     return [Check(name, LEAST_SHARE, min(shares), at_most=False)] if shares else []
 
 
 def plot(result: Result, pyplot: Any) -> None:
-    chosen = [r for r in result.parts["rows"] if r["method"] == "kernel"]
-    for key in dict.fromkeys((r["kind"], r["width"], r["layout"]) for r in chosen):
-        line = [r for r in chosen if (r["kind"], r["width"], r["layout"]) == key]
-        label = "{} {} B {}".format(*key)
-        pyplot.plot([r["tokens"] for r in line], [r["share_of_copy"] for r in line], label=label)
+    chosen = result.parts["rows"]
+    for key in dict.fromkeys((r["kind"], r["layout"], r["tokens"]) for r in chosen):
+        line = [r for r in chosen if (r["kind"], r["layout"], r["tokens"]) == key]
+        label = "{} {} {:,} tokens".format(*key)
+        pyplot.plot([r["width"] for r in line], [r["share_of_copy"] for r in line], label=label)
     pyplot.axhline(LEAST_SHARE, color="black", linewidth=0.5)
     pyplot.xscale("log")
-    pyplot.xlabel("tokens")
+    pyplot.xlabel("bytes of a slice")
     pyplot.ylabel("share of the device's copy bandwidth")
     pyplot.legend(fontsize=6)
 
@@ -154,12 +139,13 @@ def main() -> None:
         import torch
 
         result.machine["gpu"] = torch.cuda.get_device_name(0)
-        for tokens in (1024,) if arguments.quick else (1024, 4096, 8192, 16384, 65536):
-            for width in WIDTHS[:1] if arguments.quick else WIDTHS:
-                for kind in ("pack", "scatter"):
-                    for layout in ("contiguous", "random"):
-                        count = repeats(arguments)
-                        result.parts["rows"] += measure(kind, tokens, width, layout, count)
+        cases = product(
+            ("pack", "scatter"),
+            (1024,) if arguments.quick else (1024, 8192, 65536),
+            WIDTHS[:1] if arguments.quick else WIDTHS,
+            ("contiguous", "random"),
+        )
+        result.parts["rows"] = [measure(*case, repeats(arguments)) for case in cases]
         result.checks = checks(result.parts["rows"])
     result.finish(arguments, lambda pyplot: plot(result, pyplot))
 

@@ -49,7 +49,12 @@ INSTRUMENTED = [
 ]
 
 # What reads network input.
-PARSERS = ("protocol/announcement.py", "protocol/frames.py", "protocol/registration.py", "protocol/extension.py")
+PARSERS = (
+    "protocol/announcement.py",
+    "protocol/frames.py",
+    "protocol/registration.py",
+    "protocol/extension.py",
+)
 PARSERS_WITH_SGLANG = ("engine/decode_gate.py", "engine/gate.py", "prefill/peer.py")
 
 

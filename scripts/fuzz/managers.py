@@ -292,7 +292,6 @@ class DecodeBench(Bench):
     def __init__(self) -> None:
         super().__init__("decode", "plain")
         from sglang.srt.disaggregation.base.conn import KVPoll
-
         from sglang_mixkv.engine.shared import Expected
 
         self.waiting = KVPoll.WaitingForInput

@@ -42,7 +42,8 @@ class SidedManager(CommonKVManager):
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
     ) -> None:
         """Raises MixKVError, and the server does not start, for a drafter that cannot be cut
-        into heads. The side comes first: SGLang's constructor starts its threads."""
+        into heads, and where rows cannot be copied on this rank's device. The side comes first:
+        SGLang's constructor registers this rank and starts its threads."""
         self._thread = threading.local()
         rank = sides.Rank(self, args, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.PREFILL:
@@ -50,6 +51,7 @@ class SidedManager(CommonKVManager):
         else:
             self.decode = rank.decode()
             self._farewells = Farewells(Background())
+        self.side.rows.warm_up()
         # A prefill's reason for a failure travels to the decode side; stock parses it too.
         self.kv_status_msg_carries_reason = True
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)

@@ -56,11 +56,20 @@ class Rows(Protocol):
     @property
     def takes_long(self) -> bool: ...
 
+    def warm_up(self) -> None:
+        """Prepare, and try, what any copy can need. MixKVError if copies cannot be made here."""
+
     def copy(self, what: RowCopy) -> None:
-        """Copy; when it returns, the bytes are there for any other engine to read."""
+        """Copy; when it returns, the bytes are there for any other engine to read.
+
+        MemoryError where the copy itself needs memory and there is none.
+        """
 
     def allocate(self, size: int) -> Buffer:
-        """Zeroed memory for rows. MemoryError if there is none."""
+        """Zeroed memory for rows. MemoryError if there is none.
+
+        Zeroed before this returns: nothing but copies writes there afterwards.
+        """
 
     def read(self, buffer: Buffer, size: int) -> memoryview:
         """Its first `size` bytes."""
@@ -73,6 +82,9 @@ class HostRows:
     """Rows in this process's own memory."""
 
     takes_long = True
+
+    def warm_up(self) -> None:
+        """numpy needs no preparation."""
 
     def copy(self, what: RowCopy) -> None:
         count = len(what.src_rows)

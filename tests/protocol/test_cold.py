@@ -107,6 +107,27 @@ def test_without_its_guard_cold_is_wrong(guard: str, monkeypatch: pytest.MonkeyP
     assert run(case(2, 1, mismatch, config=COLD, cold=True)).wrong != []
 
 
+def test_a_row_of_zeros_that_found_no_memory_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One request fails; clearing for the next from what was never allocated would end the rank."""
+    from sglang_mixkv.rows.host import HostRows
+
+    real, asked = HostRows.allocate, []
+
+    def allocate(self: HostRows, size: int) -> Any:
+        asked.append(size)
+        if len(asked) == 1:
+            raise MemoryError("no room for a row of zeros")
+        return real(self, size)
+
+    monkeypatch.setattr(HostRows, "allocate", allocate)
+    outcome = run(case(2, 1, "no drafter on prefill", config=COLD, cold=True))
+    assert outcome.wrong == []
+    assert outcome.decode[0].status == ["failed", "success", "success"]
+    assert "no room for a row of zeros" in outcome.reasons
+
+
 def test_draft_rows_of_the_metadata_are_where_sglang_has_them() -> None:
     import torch
     from sglang.srt.disaggregation.utils import MetadataBuffers

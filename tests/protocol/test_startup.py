@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import sglang_mixkv
+from sglang_mixkv.errors import MixKVError
 
 MODELS = Path(sglang_mixkv.__file__).parent / "demo" / "models" / "mla"
 FLAGS = [
@@ -177,3 +178,27 @@ def test_plugin_that_fails_to_load_stops_an_opted_in_process(
     monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
     with pytest.raises(SystemExit, match="broken install"):
         plugin.register()
+
+
+def test_a_rank_that_cannot_copy_rows_ends_before_it_registers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU the kernel is compiled and tried here; see tests/pure/test_cuda.py."""
+    from protocol.model import Case
+    from protocol.ring import run
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    from sglang_mixkv.rows.host import HostRows
+
+    def warm_up(_: HostRows) -> None:
+        raise MixKVError("no kernel here")
+
+    def register(_: CommonKVManager) -> None:
+        raise AssertionError("it has registered")
+
+    monkeypatch.setattr(HostRows, "warm_up", warm_up)
+    monkeypatch.setattr(CommonKVManager, "register_to_bootstrap", register)
+    outcome = run(Case(1, 1))
+    errors = [report.error for report in outcome.prefill + outcome.decode]
+    assert len(errors) == 2
+    assert all("MixKVError: no kernel here" in error for error in errors)

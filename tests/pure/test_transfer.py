@@ -6,9 +6,6 @@ bytes. What is expected is computed with plain loops over (page, slot, head).
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tracemalloc
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -142,38 +139,6 @@ def test_listed_rows_to_listed_rows_need_little_memory_beside_them() -> None:
 def test_host_rows_allocate_what_was_asked_for() -> None:
     address, owner = HostRows().allocate(4096)
     assert (owner.nbytes, owner.ctypes.data) == (4096, address)
-
-
-def test_the_gpu_kernel_copies_the_same_in_tritons_interpreter() -> None:
-    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
-    env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300
-    )
-    assert (done.returncode, done.stdout.split()[-2:]) == (0, ["kernel", "agrees"]), done.stderr
-
-
-def compare_kernel_with_host_rows() -> None:
-    """The body of the test above: word sizes 8, 4, 2, 1; a last block that is not full."""
-    from sglang_mixkv.rows import cuda
-
-    assert cuda.BLOCK_ROWS == 32, "the row counts here straddle one block"
-    seen = set()
-    for number, (width, gap) in enumerate([(16, 8), (12, 4), (6, 2), (5, 0), (24, 16), (8, 1)]):
-        rng = np.random.default_rng(number)
-        count = (1, 32, 33, 47)[number % 4]
-        rows = rng.permutation(50)[:count].tolist(), rng.permutation(50)[:count].tolist()
-        entries = [(width, width + gap, width), (2 * width, 2 * width, 2 * width + gap)]
-        case = RowCase(entries, *rows, rows=50)
-        wanted = case.expected()
-        seen.add(cuda.word_bytes(case.what()))
-        cuda.launch(case.what(), "cpu")
-        assert [target.tobytes() for target in case.targets] == wanted, (width, gap)
-        case.targets = [np.full_like(target, CANARY) for target in case.targets]
-        HostRows().copy(case.what())
-        assert [target.tobytes() for target in case.targets] == wanted, (width, gap)
-    assert seen == {8, 4, 2, 1}
-    print("kernel agrees")
 
 
 # ---------------------------------------------------------------- the writer
@@ -434,7 +399,3 @@ def test_broken_books_are_noticed() -> None:
     regions._held[ALIGNMENT] = ALIGNMENT
     with pytest.raises(AssertionError, match="overlaps"):
         regions.check_integrity()
-
-
-if __name__ == "__main__":
-    compare_kernel_with_host_rows()
