@@ -45,13 +45,13 @@ class SidedManager(CommonKVManager):
         into heads, and where rows cannot be copied on this rank's device. The side comes first:
         SGLang's constructor registers this rank and starts its threads."""
         self._thread = threading.local()
-        rank = sides.Rank(self, args, server_args, is_mla_backend)
+        rank = sides.Rank(self, args, server_args, disaggregation_mode.value, is_mla_backend)
+        rank.rows.warm_up()
         if disaggregation_mode == DisaggregationMode.PREFILL:
             self.prefill = rank.prefill()
         else:
             self.decode = rank.decode()
             self._farewells = Farewells(Background())
-        self.side.rows.warm_up()
         # A prefill's reason for a failure travels to the decode side; stock parses it too.
         self.kv_status_msg_carries_reason = True
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)

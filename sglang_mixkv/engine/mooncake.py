@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -58,6 +59,18 @@ class HandedQueue:
         self._queue.put(chunk)
 
 
+class HandedExecutor:
+    """SGLang's executor of one transfer thread, with its writes kept for that thread's hands."""
+
+    def __init__(self, executor: ThreadPoolExecutor, hands: Hands) -> None:
+        self._executor, self._hands = executor, hands
+
+    def submit(self, write: Callable[..., int], *args: Any) -> Future[int]:
+        future = self._executor.submit(write, *args)
+        self._hands.writes.append(future)
+        return future
+
+
 class MixKVManager(SidedManager, MooncakeKVManager):
     """SGLang's MooncakeKVManager with separate target and draft components."""
 
@@ -75,12 +88,12 @@ class MixKVManager(SidedManager, MooncakeKVManager):
 
     # -- chunks, in SGLang's transfer threads
 
-    def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> None:
-        """As stock, over a queue that tells this thread's hands what they work on."""
+    def transfer_worker(self, queue: Any, executor: Any, *args: Any, **kwargs: Any) -> None:
+        """As stock, over a queue and an executor that tell this thread's hands what goes on."""
         if self.prefill is not None:
             self._thread.hands = hands = self.prefill.hands(max(1, len(self.transfer_queues)))
-            queue = HandedQueue(queue, hands)
-        super().transfer_worker(queue, *args, **kwargs)
+            queue, executor = HandedQueue(queue, hands), HandedExecutor(executor, hands)
+        super().transfer_worker(queue, executor, *args, **kwargs)
 
     @property
     def _hands(self) -> Hands | None:
@@ -119,6 +132,14 @@ class MixKVManager(SidedManager, MooncakeKVManager):
             stock = partial(side.send, hands, peer, src_pages, dst_pages)
         return side.guarded(hands, session, stock)
 
+    def _transfer_data(self, mooncake_session_id: str, transfer_blocks: Any) -> int:
+        """As stock; what it returns is kept, since stock loses it where it raises afterwards."""
+        code = int(super()._transfer_data(mooncake_session_id, transfer_blocks))
+        hands = self._hands if self.prefill is not None else None
+        if hands is not None:
+            hands.code = hands.code or code
+        return code
+
     def send_kvcache_dcp(self, mooncake_session_id: str, *args: Any, **kwargs: Any) -> int:
         stock = partial(super().send_kvcache_dcp, mooncake_session_id, *args, **kwargs)
         return self._guarded(mooncake_session_id, stock)
@@ -148,7 +169,7 @@ class MixKVManager(SidedManager, MooncakeKVManager):
         side, session = self.prefill, req.mooncake_session_id
         if side is None:
             return stock()
-        digest = side.digest(session, req.room, self._prefill_unique_rank())
+        digest = side.digest(session, req.room, self._prefill_unique_rank())  # once
         if digest is not None:
             self._tell(req, digest)
         source = side.aux_from(session, req.room)

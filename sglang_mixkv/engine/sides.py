@@ -25,7 +25,7 @@ from sglang_mixkv.stats import Stats, TimedRows
 class Rank:
     """What both sides are made of. Raises MixKVError for KV args that cannot be cut."""
 
-    def __init__(self, manager: Any, args: Any, server_args: Any, is_mla: bool) -> None:
+    def __init__(self, manager: Any, args: Any, server_args: Any, mode: str, is_mla: bool) -> None:
         parallel = get_parallel()
         self.manager, self.args = manager, args
         self.tp = parallel.attn_tp_size
@@ -36,9 +36,11 @@ class Rank:
         # State that every contacted rank sends: stock's rule for hybrid MLA and MHA targets.
         replicated = is_mla and not getattr(args, "is_hybrid_mla_backend", False)
         self.sharded_state = bool(getattr(args, "state_types", [])) and not replicated
+        self.stats = Stats(mode, self.config.stats_dir, metrics_for(mode))
+        rows = rows_for(get_device().device, getattr(args, "gpu_id", 0))
+        self.rows: Rows = TimedRows(rows, self.stats)
 
     def prefill(self) -> PrefillRank:
-        stats = self._stats("prefill")
         local = peer.Local(
             facts=self.facts,
             caches=self.caches,
@@ -53,10 +55,10 @@ class Rank:
         release, awaited = releases.here(), envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
         at = release.registration, release.metadata
         tables = PrefillTables(self.manager)
-        return PrefillRank(local, self.config, stats, self._rows(stats), tables, at, float(awaited))
+        return PrefillRank(local, self.config, self.stats, self.rows, tables, at, float(awaited))
 
     def decode(self) -> DecodeRank:
-        stats, args = self._stats("decode"), self.args
+        args = self.args
         # All of the draft KV where pages become a prefix that other requests share.
         shared = get_disagg().disaggregation_decode_enable_radix_cache
         sizes = zip(args.aux_data_lens, args.aux_item_lens, strict=True)
@@ -75,14 +77,8 @@ class Rank:
             draft_window=0 if shared else getattr(args, "draft_window", 0),
         )
         compares = bool(get_disagg().disaggregation_enable_kv_checksum)
-        tables, rows = DecodeTables(self.manager), self._rows(stats)
-        return DecodeRank(local, self.config, stats, rows, tables, compares=compares)
-
-    def _stats(self, side: str) -> Stats:
-        return Stats(side, self.config.stats_dir, metrics_for(side))
-
-    def _rows(self, stats: Stats) -> Rows:
-        return TimedRows(rows_for(get_device().device, getattr(self.args, "gpu_id", 0)), stats)
+        tables = DecodeTables(self.manager)
+        return DecodeRank(local, self.config, self.stats, self.rows, tables, compares=compares)
 
 
 def rows_for(device: str, gpu_id: int) -> Rows:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_mixkv.config import Config
-from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.pages import pages_to_send, window_start
 from sglang_mixkv.prefill.gate import Gate
 from sglang_mixkv.prefill.packing import PackBuffer
@@ -57,11 +58,29 @@ class Task:
 
 
 class Hands:
-    """One of SGLang's transfer threads: what it works on, and the buffers it works with."""
+    """One of SGLang's transfer threads: what it works on, and the buffers it works with.
+
+    `code`: the first of this send that is not 0, and `writes`: of this send, on SGLang's executor:
+    where SGLang's own code raises, what it handed to the transport before has to end first.
+    """
 
     def __init__(self, writer: ChunkWriter, digester: Digester) -> None:
         self.writer, self.digester = writer, digester
         self.task: Task | None = None
+        self.code = 0
+        self.writes: list[Future[int]] = []
+
+    def begin(self) -> None:
+        """Another send begins."""
+        self.code = 0
+        self.writes.clear()
+
+    def settle(self) -> int:
+        """Wait for what SGLang's executor still writes. 0, or the first code that is not."""
+        for write in self.writes:
+            failed = write.cancel() or write.exception() is not None
+            self.code = self.code or (0 if failed else int(write.result()))
+        return self.code
 
 
 class AuxFrom(Enum):
@@ -148,19 +167,29 @@ class PrefillRank:
         return peer if peer is not None and peer.plan is not None else None
 
     def guarded(self, hands: Hands | None, session: str, send: Callable[[], int]) -> int:
-        """What `send` returns, the transport's code. Where it raises, nothing is in flight, and
-        only this thread's room fails: 0, since the decode rank is as well as before."""
+        """What `send` returns, the transport's code. Nothing is sent for a room that has failed.
+
+        Where `send` raises, this thread's room fails with the reason. It fails alone (0) unless a
+        write of it failed: another code is SGLang's word for a peer that is dead.
+        """
+        task = hands.task if hands is not None else None
+        if task is not None and self._has_failed(task.room):
+            return 0
+        if hands is not None:
+            hands.begin()
         try:
             return int(send())
         except Exception as error:
-            task = hands.task if hands is not None else None
+            ours = isinstance(error, MixKVError)
             room = f"room {task.room} " if task is not None else ""
-            reason = f"sglang-mixkv could not send {room}to {session}: {error}"
-            logger.error("%s", reason, exc_info=not isinstance(error, MixKVError))
-            if task is None:  # no room to fail: SGLang fails the one that it works on
+            why = str(error) if ours else repr(error)
+            reason = f"sglang-mixkv could not send {room}to {session}: {why}"
+            logger.error("%s", reason, exc_info=not ours)
+            if task is None or hands is None:  # SGLang fails the room that it works on
                 return -1
+            code = hands.settle()
             self._sglang.fail(task.room, reason)
-            return 0
+            return code
 
     def send(
         self, hands: Hands | None, peer: Peer, src_pages: PageNumbers, dst_pages: PageNumbers
@@ -170,9 +199,11 @@ class PrefillRank:
         Raises MixKVError for a chunk that does not fit, and what packing raises.
         """
         if hands is None or hands.task is None:
-            raise MixKVError(
-                "a chunk that no transfer thread has taken from its queue: its room, and what its "
-                "decode rank granted, are unknown; nothing of it was sent"
+            raise refuse(
+                "to know which room this chunk belongs to",
+                "a thread that took none from SGLang's queue",
+                "draft heads would land outside the region that the decode rank reads",
+                "Report this; it is not expected from a supported SGLang",
             )
         task, plan = hands.task, peer.plan
         assert plan is not None
