@@ -25,6 +25,7 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
     MooncakeTransferEngine,
 )
 from sglang.srt.environ import envs
+from sglang.srt.utils.network import NetworkAddress
 
 from sglang_mixkv.engine.bootstrap import AnnouncingBootstrapServer
 from sglang_mixkv.engine.manager import SidedManager
@@ -33,6 +34,7 @@ from sglang_mixkv.engine.sender import RoomSender
 from sglang_mixkv.engine.tcp import over_tcp
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.prefill.rank import AuxFrom, Hands, Task
+from sglang_mixkv.protocol.extension import Digest, encode
 from sglang_mixkv.protocol.messages import Abort
 from sglang_mixkv.transport.mooncake import Engines, InFlight, Mooncake, SharedEngine
 
@@ -169,7 +171,7 @@ class MixKVManager(SidedManager, MooncakeKVManager):
         side, session = self.prefill, req.mooncake_session_id
         if side is None:
             return stock()
-        digest = side.digest(session, req.room, self._prefill_unique_rank())  # once
+        digest = side.digest(session, req.room, self._prefill_unique_rank())
         if digest is not None:
             self._tell(req, digest)
         source = side.aux_from(session, req.room)
@@ -178,6 +180,14 @@ class MixKVManager(SidedManager, MooncakeKVManager):
         if source is AuxFrom.COLD:
             stock = partial(self._send_cold_aux, req, prefill_aux_index, dst_aux_ptrs)
         return side.guarded(self._hands, session, stock)
+
+    def _tell(self, req: Any, digest: Digest) -> None:
+        """To the decode rank, which concludes without checksums if this is lost."""
+        address = NetworkAddress(req.endpoint, req.dst_port)
+        try:
+            self._send_multipart_locked(address.to_tcp(), [encode(digest)], is_ipv6=address.is_ipv6)
+        except Exception as error:
+            logger.warning("sglang-mixkv: no checksums to %s: %s", address.to_tcp(), error)
 
     def _send_cold_aux(self, req: Any, row: int, dst_ptrs: list[int]) -> int:
         """Stock's send_aux without the drafter's rows, whose length may differ on that side."""
