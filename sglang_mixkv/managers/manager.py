@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sglang_mixkv import startup
 from sglang_mixkv.config import config_of
 from sglang_mixkv.core.wire import PROTOCOL
 from sglang_mixkv.managers.decode import DecodeSide
@@ -29,6 +30,8 @@ class MixKVManager(PrefillSide, DecodeSide):
         if getattr(args, "num_draft_entries", 0):
             split_draft(args)
         self.config = config_of(server_args)
+        if self.config.enabled:
+            startup.check_once(server_args, self.config)
         side = disaggregation_mode.value
         self.stats = Stats(side, self.config.stats_dir, metrics_for(side))
         # A prefill's reason for a failure travels to the decode side; stock parses it too.
