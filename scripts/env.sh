@@ -1,5 +1,6 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: makes .venv/ at the repository's root ready, and activates it.
+# With PYTHON=python3.12 (a name or a path) it is .venv-3.12/ instead, beside the first one.
 #
 # The first time this installs the engine, the CPU transport, the demo's and the tests'
 # dependencies, and the system libraries that Mooncake needs. Later it only looks whether
@@ -7,7 +8,6 @@
 # wherever uv and pip are configured to look.
 
 MIXKV_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-MIXKV_VENV="$MIXKV_ROOT/.venv"
 MIXKV_EXTRAS="sglang,cpu,demo,test"
 
 mixkv_fail() {
@@ -19,17 +19,50 @@ mixkv_is_new_enough() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 }
 
-# The interpreter to build the environment from; 3.11 is the one that is tested.
-mixkv_python() {
+# Path of the first of these interpreters that runs and is new enough.
+mixkv_first_of() {
     local candidate
-    for candidate in ${PYTHON:+"$PYTHON"} python3.11 python3.12 python3.13 python3; do
+    for candidate in "$@"; do
         if mixkv_is_new_enough "$candidate"; then
             "$candidate" -c 'import sys; print(sys.executable)'
             return
         fi
     done
-    mixkv_fail "Python 3.11 or newer is required; found: $(python3 --version 2>&1 || true)." \
+    return 1
+}
+
+# The interpreter that PYTHON names. pyenv may have it although its shim of that name only says
+# that the version is not selected.
+mixkv_asked_python() {
+    local versions=()
+    if command -v pyenv >/dev/null; then
+        versions=("$(pyenv root)"/versions/*/bin/"$PYTHON")
+    fi
+    mixkv_first_of "$PYTHON" "${versions[@]}" || mixkv_fail \
+        "PYTHON=$PYTHON: no Python 3.11 or newer of that name runs here ($("$PYTHON" --version \
+        2>&1 | head -n 1)). Nothing was set up or tested with it: install it, or unset PYTHON."
+}
+
+# The interpreter to build the environment from.
+mixkv_python() {
+    if [ -n "${PYTHON:-}" ]; then
+        mixkv_asked_python
+        return
+    fi
+    mixkv_first_of python3.11 python3.12 python3.13 python3 || mixkv_fail \
+        "Python 3.11 or newer is required; found: $(python3 --version 2>&1 || true)." \
         "Install it (Debian 12: apt-get install python3 python3-venv) or set PYTHON."
+}
+
+# Where the environment goes: one of its own for each version that PYTHON asks for.
+mixkv_venv() {
+    local python
+    if [ -z "${PYTHON:-}" ]; then
+        echo "$MIXKV_ROOT/.venv"
+        return
+    fi
+    python="$(mixkv_asked_python)" || exit 1
+    echo "$MIXKV_ROOT/.venv-$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
 }
 
 # Install Debian packages as root or through sudo; say what to install otherwise.
@@ -66,7 +99,7 @@ mixkv_system_libraries() {
 mixkv_create() {
     local python
     python="$(mixkv_python)" || exit 1
-    echo "creating .venv with $("$python" --version)"
+    echo "creating ${MIXKV_VENV##*/} with $("$python" --version)"
     rm -rf "$MIXKV_VENV"
     if command -v uv >/dev/null && uv venv -q --seed --python "$python" "$MIXKV_VENV"; then
         return
@@ -104,5 +137,6 @@ mixkv_environment() {
     fi
 }
 
+MIXKV_VENV="$(mixkv_venv)" || exit 1
 mixkv_environment
 export PATH="$MIXKV_VENV/bin:$PATH"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 # Sourced after env.sh by what can use a Prometheus: mixkv_prometheus puts `prometheus` and
-# `promtool` of Debian's package into .venv/bin. The package is unpacked, not installed: no
+# `promtool` of Debian's package into the environment. The package is unpacked, not installed: no
 # service is started, and none of its web libraries are needed.
 
 mixkv_prometheus() {
@@ -13,7 +13,7 @@ mixkv_prometheus() {
     fi
     local folder
     folder="$(mktemp -d)"
-    echo "unpacking Debian's prometheus into .venv/bin"
+    echo "unpacking Debian's prometheus into ${MIXKV_VENV##*/}/bin"
     if (cd "$folder" && mixkv_download prometheus && dpkg-deb -x prometheus_*.deb .); then
         install "$folder"/usr/bin/prometheus "$folder"/usr/bin/promtool "$MIXKV_VENV/bin"
     else

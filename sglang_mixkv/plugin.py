@@ -9,8 +9,24 @@
                                        (after)
 
 Not opted in, each hook hands through what SGLang computed. Opted in, a missing or changed
-seam stops the server (`compat.preflight`). SGLang logs and swallows a plugin's exceptions,
+seam stops the server (`releases.preflight`). SGLang logs and swallows a plugin's exceptions,
 so failures here end the process with SystemExit if the plugin was asked for.
+
+An opted-in process never goes on as stock without a word. SGLang's launcher is checked while it
+resolves its arguments. A process that hands out KV classes checks itself as well, once for its
+ServerArgs (`engine/check.py`), since the launcher may have resolved them before plugins were
+loaded. The contract with whoever builds ServerArgs and KV args by hand (a test, another tool):
+
+    opted in by                    SGLANG_ENABLE_MIXKV=1, or the record in ServerArgs._mixkv
+    KV args                        the attributes listed in engine/kv_args.py
+    no published ServerArgs        the classes are handed out (a bootstrap server alone); the
+                                   check runs when a manager is built, with its ServerArgs
+    ServerArgs resolved by hand    served: a device that is not set means host memory, the
+                                   role is the manager's, speculation may be in get_spec() alone
+    a stand-in for ServerArgs      served: only the installed SGLang is checked
+    another transfer backend       stopped when a manager is asked for, or ServerArgs are
+                                   published; else SGLang's class, and a warning
+    the fake backend               SGLang's class: warm-up requests of a supported server use it
 
 Top-level imports stay in the standard library: a plugin that cannot be imported is skipped
 by SGLang without a stop.
@@ -19,10 +35,13 @@ by SGLang without a stop.
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
@@ -88,22 +107,20 @@ def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
         return
     from sglang.srt.arg_groups.overrides import resolved_view
 
-    from sglang_mixkv import refusals as startup
-    from sglang_mixkv.engine import releases as compat
+    from sglang_mixkv import refusals
+    from sglang_mixkv.engine import check, releases
 
-    startup.set_metrics_folder(server_args)
-    compat.preflight(config)
+    refusals.set_metrics_folder(server_args)
+    releases.preflight(config)
     dead = [path for path in (ADD_CLI_ARGS, FROM_CLI_ARGS, GET_KV_CLASS, SETUP_STATE)
             if not is_live(path)]  # fmt: skip
     if dead:
-        compat.stop(
+        releases.stop(
             "SGLang did not apply these hooks",
             dead,
             "Look above for the reason that SGLang logged, or for another plugin on these seams",
         )
-    unsupported = startup.refusals(resolved_view(server_args), config=config)
-    if unsupported:
-        compat.stop("this combination is not supported", unsupported, "Change it, or drop the flag")
+    check.stop_if(refusals.refusals(resolved_view(server_args), config=config))
 
 
 def is_live(path: str) -> bool:
@@ -114,20 +131,37 @@ def is_live(path: str) -> bool:
 
 
 def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+    server_args = _published()
+    if not _is_enabled(server_args):
+        return original(transfer_backend, class_type)
+    _check(server_args, transfer_backend.value, class_type.value)
     stock = original(transfer_backend, class_type)
-    if not _enabled_here():
-        return stock
-    from sglang.srt.disaggregation.utils import TransferBackend
-
-    if transfer_backend != TransferBackend.MOONCAKE:
+    if transfer_backend.value != "mooncake":
         return stock
     from sglang_mixkv.engine.mooncake import CLASSES
 
     return CLASSES.get(class_type.value, stock)
 
 
+def _check(server_args: Any, backend: str, kind: str) -> None:
+    """Stop this process rather than hand out a class that would go on as stock."""
+    from sglang_mixkv import refusals
+    from sglang_mixkv.config import config_of
+    from sglang_mixkv.engine import check
+
+    if server_args is not None:
+        check.check_once(server_args, config_of(server_args))
+    if backend in ("mooncake", "fake"):
+        return
+    if server_args is not None or kind == "manager":
+        check.stop_if([refusals.text_of(refusals.OTHER_BACKEND)])
+    logger.warning(
+        "sglang-mixkv is enabled, but the %s of the %s backend is SGLang's own", kind, backend
+    )
+
+
 def _describe_components(_result: None, kv_args: Any, *args: Any, **kwargs: Any) -> None:
-    if not _enabled_here():
+    if not _is_enabled(_published()):
         return
     from sglang_mixkv.engine.kv_args import describe
 
@@ -135,14 +169,17 @@ def _describe_components(_result: None, kv_args: Any, *args: Any, **kwargs: Any)
     describe(kv_args, args[0] if args else kwargs["token_to_kv_pool"], draft)
 
 
-def _enabled_here() -> bool:
-    """Opted in, as the ServerArgs say that this process was started with."""
+def _published() -> Any:
+    """The ServerArgs that this process was started with, None before they are published."""
     from sglang.srt.runtime_context import get_server_args
 
+    try:
+        return get_server_args()
+    except ValueError:
+        return None
+
+
+def _is_enabled(server_args: Any) -> bool:
     from sglang_mixkv.config import config_of
 
-    try:
-        server_args = get_server_args()
-    except ValueError:  # nothing published in this process yet
-        server_args = None
     return config_of(server_args).enabled

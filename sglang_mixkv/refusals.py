@@ -15,6 +15,7 @@ from typing import Any
 from sglang_mixkv.config import Config, truth
 
 SPECULATIVE = (None, "NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+DEVICES = ("cuda", "cpu")
 
 _Rule = tuple[str, Callable[[Any], bool], str]
 
@@ -28,17 +29,40 @@ def _has_drafter(args: Any) -> bool:
     return algorithm not in ("NONE", "NGRAM")
 
 
+def _with_drafter(name: str) -> Callable[[Any], bool]:
+    return lambda args: bool(getattr(args, name, False)) and _has_drafter(args)
+
+
 # What it is called on the command line, when it applies, what to do instead.
+SINGLE_SERVER: _Rule = (
+    "--disaggregation-mode null",
+    lambda a: a.disaggregation_mode not in ("prefill", "decode"),
+    "give --disaggregation-mode prefill or decode, or drop --enable-mixkv",
+)
+OTHER_BACKEND: _Rule = (
+    "--disaggregation-transfer-backend other than mooncake",
+    lambda a: a.disaggregation_transfer_backend != "mooncake",
+    "use --disaggregation-transfer-backend mooncake",
+)
+
+# The caches below are SGLang 0.5.23's, under srt/mem_cache/.
+# FlexKV: FlexKVConnector.__init__ (storage/flexkv/flexkv_connector.py) registers the target pool's
+# buffers alone, so a page that it brings back has the target's KV and an older draft KV. SGLang
+# lets it start. `--radix-cache-backend flexkv` is the same cache.
+# LMCache: LMCacheUnifiedRadixCache.__init__ (storage/lmcache/lmcache_unified_radix_cache.py) hands
+# its connector the target's allocator alone. With speculation SGLang's launcher raises before this
+# rule is read (srt/arg_groups/kv_cache_hook.py).
+# External linker: a drafter's pages are stored under the TP rank without the TP size
+# (_storage_suffix in storage/mooncake_store/mooncake_direct_linker.py, shared by
+# storage/umbp/), so a server of another TP size reads other heads; a `dynamic` linker is unknown.
 ARGUMENT_RULES: tuple[_Rule, ...] = (
+    SINGLE_SERVER,
+    OTHER_BACKEND,
     (
-        "--disaggregation-mode null",
-        lambda a: a.disaggregation_mode not in ("prefill", "decode"),
-        "give --disaggregation-mode prefill or decode, or drop --enable-mixkv",
-    ),
-    (
-        "--disaggregation-transfer-backend other than mooncake",
-        lambda a: a.disaggregation_transfer_backend != "mooncake",
-        "use --disaggregation-transfer-backend mooncake",
+        "--device other than cuda and cpu",
+        lambda a: (getattr(a, "device", None) or "cuda").partition(":")[0] not in DEVICES,
+        "KV in its memory would be read and written as host memory; use --device cuda, or start "
+        "both sides without --enable-mixkv",
     ),
     ("--use-ray", _get("use_ray"), "start without Ray"),
     ("--enable-pd-role-switch", _get("enable_pd_role_switch"), "drop the flag"),
@@ -68,8 +92,29 @@ ARGUMENT_RULES: tuple[_Rule, ...] = (
     ),
     (
         "--enable-hierarchical-cache with a drafter",
-        lambda a: bool(getattr(a, "enable_hierarchical_cache", False)) and _has_drafter(a),
+        _with_drafter("enable_hierarchical_cache"),
         "a prefix that comes back from the host cache may lack its draft KV; drop the flag",
+    ),
+    (
+        "--enable-lmcache with a drafter",
+        _with_drafter("enable_lmcache"),
+        "a prefix that comes back from LMCache lacks its draft KV; drop the flag",
+    ),
+    (
+        "--enable-flexkv with a drafter",
+        _with_drafter("enable_flexkv"),
+        "a prefix that comes back from FlexKV lacks its draft KV; drop the flag",
+    ),
+    (
+        "--radix-cache-backend flexkv with a drafter",
+        lambda a: getattr(a, "radix_cache_backend", None) == "flexkv" and _has_drafter(a),
+        "a prefix that comes back from FlexKV lacks its draft KV; drop the flag",
+    ),
+    (
+        "--enable-unified-cache-external-linker with a drafter",
+        _with_drafter("enable_unified_cache_external_linker"),
+        "a prefix that comes back from the external store may have the draft KV of other heads, "
+        "or none; drop the flag",
     ),
     (
         "--dcp-size above 1 with a drafter",
@@ -110,14 +155,24 @@ def _cold_rules(args: Any, environ: Mapping[str, str]) -> list[str]:
     return found
 
 
+def text_of(rule: _Rule) -> str:
+    """What a server that breaks this rule is told."""
+    name, _, remedy = rule
+    return f"{name} is not supported: {remedy}"
+
+
 def refusals(
     args: Any, environ: Mapping[str, str] = os.environ, config: Config | None = None
 ) -> list[str]:
     """Unsupported choices among resolved server arguments and the environment."""
-    found = [
-        f"{name} is not supported: {remedy}" for name, applies, remedy in ARGUMENT_RULES
-        if applies(args)
-    ]  # fmt: skip
+    return broken(ARGUMENT_RULES, args, environ, config)
+
+
+def broken(
+    rules: tuple[_Rule, ...], args: Any, environ: Mapping[str, str], config: Config | None
+) -> list[str]:
+    """Of these rules, and of those on the environment."""
+    found = [text_of(rule) for rule in rules if rule[1](args)]
     if config is not None and config.on_draft_mismatch == "cold":
         found += _cold_rules(args, environ)
     return found + _environment_rules(environ)

@@ -35,7 +35,7 @@ class Format(NamedTuple):
     odd: tuple[bytes, ...]
 
 
-DEEP = 1500
+DEEP = 12_000
 MSGPACK = Format(
     msgspec.msgpack.decode,
     msgspec.msgpack.encode,

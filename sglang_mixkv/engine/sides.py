@@ -12,6 +12,7 @@ from sglang_mixkv.config import config_of
 from sglang_mixkv.decode import source
 from sglang_mixkv.decode.rank import DecodeRank
 from sglang_mixkv.engine import kv_args, releases
+from sglang_mixkv.engine.check import check_once
 from sglang_mixkv.engine.decode_tables import DecodeTables
 from sglang_mixkv.engine.handshake import local_facts
 from sglang_mixkv.engine.metrics import metrics_for
@@ -26,11 +27,13 @@ class Rank:
     """What both sides are made of. Raises MixKVError for KV args that cannot be cut."""
 
     def __init__(self, manager: Any, args: Any, server_args: Any, mode: str, is_mla: bool) -> None:
+        self.config = config_of(server_args)
+        if self.config.enabled:
+            check_once(server_args, self.config)
         parallel = get_parallel()
         self.manager, self.args = manager, args
         self.tp = parallel.attn_tp_size
         self.pp_size, self.pp_rank = parallel.pp_size or 1, args.pp_rank or 0
-        self.config = config_of(server_args)
         self.caches = kv_args.caches(args, is_mla, self.tp)
         self.facts = local_facts(args, self.caches)
         # State that every contacted rank sends: stock's rule for hybrid MLA and MHA targets.

@@ -34,8 +34,10 @@ _VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
     ("page_size", int, None, ("--page-size",)),
     ("dtype", str, "auto", ("--dtype",)),
     ("kv_cache_dtype", str, "auto", ("--kv-cache-dtype",)),
+    ("device", str, None, ("--device",)),
     ("attention_backend", str, None, ("--attention-backend",)),
     ("decode_attention_backend", str, None, ("--decode-attention-backend",)),
+    ("radix_cache_backend", str, None, ("--radix-cache-backend",)),
     ("speculative_algorithm", str, None, ("--speculative-algorithm",)),
     (
         "speculative_draft_model_path",
@@ -74,6 +76,10 @@ _SWITCHES = (
     "enable_unified_memory",
     "enable_kv_cache_sharding",
     "enable_multi_layer_eagle",
+    "enable_hierarchical_cache",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_unified_cache_external_linker",
     "disaggregation_decode_enable_radix_cache",
     "disaggregation_enable_kv_checksum",
 )

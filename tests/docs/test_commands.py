@@ -20,6 +20,9 @@ from sglang_mixkv.tools import accept, plan
 
 from .pages import IDS, PAGES, ROOT, Block, bash, blocks, prose, words
 
+# As scripts/env.sh chooses it.
+VERSION = "-{}.{}".format(*sys.version_info) if os.environ.get("PYTHON") else ""
+SCRIPTS_ENVIRONMENT = ROOT / f".venv{VERSION}"
 HERE = "run by test_blocks_do_what_the_page_shows"
 PARSED = "tests/protocol/test_launch_lines.py::test_sglang_accepts_the_line"
 
@@ -27,7 +30,8 @@ PARSED = "tests/protocol/test_launch_lines.py::test_sglang_accepts_the_line"
 # is not run.
 TABLE: dict[str, str] = {
     r"bash scripts/demo\.sh": "tests/e2e/test_demo.py::test_the_documented_demo",
-    r"bash scripts/test\.sh( -k routes)?": "tests/docs/test_commands.py::test_ci_runs_the_tests",
+    r"(PYTHON=python3\.12 )?bash scripts/test\.sh( -k routes)?":
+        "tests/docs/test_commands.py::test_ci_runs_the_tests",
     r"pip install \.": "tests/docs/test_package.py::test_the_commands_work",
     r"\.venv/bin/pip install -e '\.\[dev\]' && \.venv/bin/ruff check \. && \.venv/bin/mypy":
         "tests/docs/test_lint.py::test_hook_passes_on_all_files",
@@ -198,6 +202,13 @@ def test_ci_runs_the_tests() -> None:
     assert "tests/docs" in (ROOT / "scripts" / "test.sh").read_text()
 
 
+def test_a_python_that_this_machine_lacks_is_an_error() -> None:
+    """Nothing is set up or tested on another version instead."""
+    done = run("PYTHON=python3.99 bash scripts/test.sh --version", ROOT, 60)
+    assert done.returncode == 1
+    assert "PYTHON=python3.99: no Python 3.11 or newer of that name runs here" in done.stderr
+
+
 def test_the_flags_of_accept_are_its_own() -> None:
     (line,) = {c for _, c in every_command() if " accept " in c}
     assert accept.parser().parse_args(words(line, READER)[4:]).gate == 0.05
@@ -275,7 +286,7 @@ def test_the_doctor_finds_this_machine_right(tmp_path: Path) -> None:
     ],
 )
 def test_a_long_script_runs(script: str, options: str, result: str, tmp_path: Path) -> None:
-    if Path(sys.prefix) != ROOT / ".venv":
+    if Path(sys.prefix) != SCRIPTS_ENVIRONMENT:
         pytest.skip("scripts/ would set up another environment than this one")
     done = run(f"bash {ROOT}/scripts/{script} {tmp_path} {options}", ROOT, 1700)
     assert done.returncode == 0, done.stderr[-3000:]

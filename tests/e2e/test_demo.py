@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -14,13 +15,16 @@ import pytest
 from .conftest import START_TIMEOUT
 
 ROOT = Path(__file__).parents[2]
+# As scripts/env.sh chooses it.
+VERSION = "-{}.{}".format(*sys.version_info) if os.environ.get("PYTHON") else ""
+SCRIPTS_ENVIRONMENT = ROOT / f".venv{VERSION}"
 pytestmark = START_TIMEOUT
 
 
 @pytest.mark.full
 def test_the_documented_demo(tmp_path: Path) -> None:
     """Ends with a table and figures: with mixkv what the single server does, without it not."""
-    if Path(sys.prefix) != ROOT / ".venv":
+    if Path(sys.prefix) != SCRIPTS_ENVIRONMENT:
         pytest.skip("scripts/demo.sh would set up another environment than this one")
     (line,) = re.findall(r"`(scripts/demo\.sh --prefill [^`]*)`", (ROOT / "README.md").read_text())
     file = tmp_path / "figures.json"

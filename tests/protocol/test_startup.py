@@ -6,10 +6,13 @@ import gc
 import multiprocessing as mp
 import os
 import pickle
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -202,3 +205,195 @@ def test_a_rank_that_cannot_copy_rows_ends_before_it_registers(
     errors = [report.error for report in outcome.prefill + outcome.decode]
     assert len(errors) == 2
     assert all("MixKVError: no kernel here" in error for error in errors)
+
+
+# ------------------------------------------------------ processes that were not checked at start
+
+
+def serve(**changed: Any) -> None:
+    """Publish ServerArgs whose resolution ran without the plugin: a dummy model ends it early."""
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import ServerArgs
+
+    given = {"model_path": "dummy", "disaggregation_mode": "prefill"}
+    publish(ServerArgs(**given | changed), role="scheduler")
+
+
+def ask(kind: str = "kvargs", backend: str = "mooncake") -> str:
+    """The package that SGLang's own lookup answers from."""
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+
+    found = get_kv_class(TransferBackend(backend), KVClassType(kind))
+    return str(found.__module__.partition(".")[0])
+
+
+def build(server_args: Any) -> Any:
+    """Start to build a prefill rank's manager; KV args are not looked at before the check."""
+    from sglang.srt.disaggregation.base.conn import KVArgs
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+
+    from sglang_mixkv.engine.mooncake import MixKVManager
+
+    return MixKVManager(KVArgs(), DisaggregationMode.PREFILL, server_args)
+
+
+KINDS = ("kvargs", "manager", "sender", "receiver", "bootstrap_server")
+OTHER = "--disaggregation-transfer-backend other than mooncake is not supported"
+
+
+@pytest.fixture
+def opted_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Each check of the seams leaves an entry."""
+    from sglang_mixkv.engine import releases as compat
+
+    calls: list[Any] = []
+    monkeypatch.setattr(compat, "preflight", lambda *args, **kwargs: calls.append(args))
+    return calls
+
+
+EMBEDDER = """
+from sglang.srt.runtime_context import publish
+from sglang.srt.server_args import ServerArgs
+given = dict(model_path="MODEL", device="cpu", attention_backend="torch_native")
+server_args = ServerArgs(**given, disable_overlap_schedule=True, disaggregation_mode="prefill",
+                         disaggregation_transfer_backend="nixl")
+server_args.resolve_once()
+from sglang.srt.plugins import load_plugins
+load_plugins()
+publish(server_args, role="scheduler")
+from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+get_kv_class(TransferBackend.NIXL, KVClassType.KVARGS)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("opted_in")
+def test_an_embedder_that_resolved_before_plugins_were_loaded_stops() -> None:
+    script = EMBEDDER.replace("MODEL", str(MODELS / "target"))
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, OTHER in ended.stderr) == (1, True), ended.stderr[-2000:]
+
+
+@pytest.mark.usefixtures("opted_in")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
+def test_an_unchecked_process_with_another_backend_stops(kind: str, backend: str) -> None:
+    """Whatever it asks for first: by its ServerArgs, or by the backend that it asks for."""
+    said = in_fork(lambda: [serve(disaggregation_transfer_backend="nixl"), ask(kind, backend)])
+    assert OTHER in said
+    assert OTHER in in_fork(lambda: [serve(), ask(kind, "nixl")])
+
+
+@pytest.mark.usefixtures("opted_in")
+def test_an_unchecked_process_stops_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_mixkv.engine import releases as compat
+
+    late = {"disaggregation_mode": "decode",
+            "disaggregation_decode_allocation_policy": "prefill_complete"}  # fmt: skip
+    assert "prefill_complete is not supported" in in_fork(lambda: [serve(**late), ask()])
+    monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
+    assert "SGLANG_DISAGG_STAGING_BUFFER=1 is not supported" in in_fork(lambda: [serve(), ask()])
+    monkeypatch.delenv("SGLANG_DISAGG_STAGING_BUFFER")
+    monkeypatch.setitem(compat.SEAMS, "sglang.srt.server_args:ServerArgs.gone", ())
+    assert "ServerArgs.gone" in in_fork(lambda: [serve(), ask()])
+
+
+@pytest.mark.usefixtures("opted_in")
+def test_a_supported_process_checks_itself_once(checks: list[Any]) -> None:
+    def ours() -> tuple[list[str], int]:
+        serve()
+        found = [ask(kind) for kind in KINDS * 3]
+        return sorted(set(found[1:5])), len(checks)
+
+    assert in_fork(ours) == "ok (['sglang_mixkv'], 1)"
+
+
+@pytest.mark.usefixtures("opted_in")
+def test_the_next_engine_of_a_process_is_checked_anew() -> None:
+    said = in_fork(lambda: [serve(), ask(), serve(disaggregation_transfer_backend="nixl"), ask()])
+    assert OTHER in said
+
+
+@pytest.mark.usefixtures("opted_in")
+@pytest.mark.parametrize("kind", ["sender", "receiver"])
+def test_warm_up_requests_go_to_the_fake_backend(kind: str) -> None:
+    assert in_fork(lambda: [serve(), ask(kind, "fake")][1]) == "ok sglang"
+
+
+@pytest.mark.usefixtures("opted_in")
+def test_a_bootstrap_server_alone_is_handed_out_unchecked(checks: list[Any]) -> None:
+    """Nothing is published in its process; a manager is checked when it is built."""
+    from sglang.srt.runtime_context import reset_context
+
+    def alone() -> tuple[str, int]:
+        reset_context()
+        return ask("bootstrap_server"), len(checks)
+
+    assert in_fork(alone) == "ok ('sglang_mixkv', 0)"
+
+
+@pytest.mark.usefixtures("opted_in")
+def test_a_manager_checks_the_arguments_that_it_is_given() -> None:
+    from sglang.srt.runtime_context import reset_context
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(model_path="dummy", disaggregation_transfer_backend="nixl")
+    assert OTHER in in_fork(lambda: [reset_context(), ask("manager"), build(args)])
+
+
+@pytest.mark.usefixtures("opted_in")
+def test_another_backend_without_published_arguments(caplog: pytest.LogCaptureFixture) -> None:
+    """A bootstrap server goes on as stock, with a word; a manager does not."""
+    from sglang.srt.runtime_context import reset_context
+
+    def word() -> str:
+        reset_context()
+        return ask("bootstrap_server", "nixl") + caplog.text
+
+    said = in_fork(word)
+    assert said.startswith("ok sglang")
+    assert "the bootstrap_server of the nixl backend is SGLang's own" in said
+    assert OTHER in in_fork(lambda: [reset_context(), ask("manager", "nixl")])
+
+
+@pytest.mark.usefixtures("opted_in")
+def test_arguments_that_were_resolved_by_hand_are_served() -> None:
+    """No device, no role and no speculation in ServerArgs, the latter in get_spec() alone."""
+
+    def by_hand() -> tuple[Any, ...]:
+        from sglang.srt.runtime_context import get_context, get_device, get_spec, publish
+        from sglang.srt.server_args import ServerArgs
+
+        server_args = ServerArgs(model_path="dummy")
+        server_args._resolution_finished = True
+        publish(server_args, role="scheduler")
+        get_context().override("test", speculative_algorithm="EAGLE3")
+        kinds = {ask(kind) for kind in KINDS[1:]}
+        return kinds, get_device().device, get_spec().speculative_algorithm
+
+    assert in_fork(by_hand) == "ok ({'sglang_mixkv'}, None, 'EAGLE3')"
+
+
+@pytest.mark.usefixtures("opted_in")
+def test_a_stand_in_for_arguments_is_served_and_replaced_functions_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As tests and tools build managers; the stand-in says yes to whatever it is asked."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+    monkeypatch.setattr(MooncakeKVManager, "__init__", lambda self, *args: None)
+    with pytest.raises(AttributeError):  # the banner of a manager that has nothing
+        build(MagicMock())
+
+
+def test_not_opted_in_nothing_is_checked(checks: list[Any]) -> None:
+    def stock() -> tuple[Any, ...]:
+        serve(disaggregation_transfer_backend="nixl")
+        return ask("manager"), ask("manager", "nixl"), len(checks)
+
+    assert in_fork(stock) == "ok ('sglang', 'sglang', 0)"

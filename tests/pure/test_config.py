@@ -68,7 +68,12 @@ REFUSED = [
     ({"speculative_algorithm": "DSPARK"}, "--speculative-algorithm"),
     ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
     ({"decoupled_spec_role": "drafter"}, "--decoupled-spec-role"),
+    ({"device": "npu"}, "--device"),
     ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+    ({"enable_lmcache": True}, "--enable-lmcache"),
+    ({"enable_flexkv": True}, "--enable-flexkv"),
+    ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend"),
+    ({"enable_unified_cache_external_linker": True}, "--enable-unified-cache-external-linker"),
     ({"dcp_size": 2}, "--dcp-size"),
     ({"attn_cp_size": 2}, "--attn-cp-size"),
 ]
@@ -98,8 +103,21 @@ def test_every_rule_has_a_test() -> None:
     assert len(hit) == len(startup.ARGUMENT_RULES)
 
 
-def test_dcp_without_a_drafter_is_left_to_sglang() -> None:
-    assert startup.refusals(arguments(dcp_size=2, speculative_algorithm=None), {}) == []
+@pytest.mark.parametrize("changed", [changed for changed, _ in REFUSED[-7:]])
+@pytest.mark.parametrize("algorithm", [None, "NGRAM"])
+def test_without_a_drafter_caches_are_left_to_sglang(changed: dict, algorithm: str | None) -> None:
+    assert startup.refusals(arguments(speculative_algorithm=algorithm, **changed), {}) == []
+
+
+@pytest.mark.parametrize("device", [None, "cuda", "cuda:1", "cpu"])
+def test_a_supported_or_unset_device_is_not_refused(device: str | None) -> None:
+    assert startup.refusals(arguments(device=device), {}) == []
+
+
+@pytest.mark.parametrize("device", ["npu", "xpu", "hpu", "musa", "mps", "npu:0"])
+def test_any_other_device_is_refused(device: str) -> None:
+    (refusal,) = startup.refusals(arguments(device=device), {})
+    assert "--device other than cuda and cpu" in refusal
 
 
 def test_missing_and_changed_seams_are_named() -> None:

@@ -205,7 +205,7 @@ def test_aux_data_outside_its_row_is_refused(changed: tuple[int, bytes]) -> None
 # ---------------------------------------------------------------- extension
 
 
-DEEP = b"\x91" * 5000 + b"\x01"
+DEEP = b"\x91" * 12_000 + b"\x01"
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "said", [None, 1, [], "x", nested(5000), {"x": "\ud800"}, {"x": "y" * (64 << 10)}],
+    "said", [None, 1, [], "x", nested(10_500), {"x": "\ud800"}, {"x": "y" * (64 << 10)}],
     ids=lambda said: str(type(said)),
 )  # fmt: skip
 def test_what_a_bootstrap_server_does_not_pass_on(said: Any) -> None:

@@ -23,10 +23,10 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "rows/cuda.py": ({"msgspec", "numpy", "torch", "triton"}, {"core", "transfer"}),
     "config.py": ({"msgspec"}, set()),
     "compat.py": (set(), {"config"}),
-    "startup.py": (set(), {"config"}),
+    "startup.py": (set(), {"compat", "config"}),
     "managers/": (
         {"aiohttp", "msgspec", "numpy", "requests", "sglang", "zmq"},
-        {"", "compat", "config", "core", "managers", "transfer"},
+        {"", "compat", "config", "core", "managers", "startup", "transfer"},
     ),
     "plugin.py": (set(), {"compat", "config", "cpu", "managers", "startup"}),
     "cpu/": (set(), {"cpu"}),
@@ -42,6 +42,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
 # What may be imported inside a function, since the module itself has to load without it.
 LAZY = {
     "plugin.py": {"sglang"},
+    "startup.py": {"sglang"},
     "cpu/support.py": {"sglang"},
     "engine/metrics.py": {"prometheus_client"},
     "decode/landing.py": {"sglang_mixkv.rows.cuda"},

@@ -1,0 +1,46 @@
+"""The check of a process that is about to use the plugin's classes.
+
+SGLang's launcher is checked while it resolves its arguments (`plugin.py`); `check_once` checks
+every other process, since the launcher may have resolved them before plugins were loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.server_args import ServerArgs
+
+from sglang_mixkv import refusals
+from sglang_mixkv.config import Config
+from sglang_mixkv.engine import releases
+
+
+def stop_if(unsupported: list[str]) -> None:
+    """Stop the process where something is unsupported."""
+    if unsupported:
+        releases.stop(
+            "this combination is not supported", unsupported, "Change it, or drop the flag"
+        )
+
+
+_checked: Any = None
+"""The ServerArgs that this process was last checked for."""
+
+
+def check_once(server_args: Any, config: Config) -> None:
+    """Stop an opted-in process that SGLang's launcher did not check. Once per ServerArgs.
+
+    Who asks for KV classes transfers KV, so `--disaggregation-mode` is not looked at: the
+    manager is told its role. Of a stand-in for ServerArgs only SGLang itself is checked.
+    """
+    global _checked
+    if server_args is _checked:
+        return
+    releases.preflight(config, replaced_is_fine=True)
+    if isinstance(server_args, ServerArgs):
+        rules = refusals.ARGUMENT_RULES
+        asked = tuple(rule for rule in rules if rule is not refusals.SINGLE_SERVER)
+        stop_if(refusals.broken(asked, resolved_view(server_args), os.environ, config))
+    _checked = server_args
