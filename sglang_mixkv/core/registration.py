@@ -6,6 +6,7 @@ is compared with this side; that is managers/peer.py's.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,16 @@ from sglang_mixkv.core.topology import Kind, Spread
 
 # One past the highest address that a destination may reach: addresses are added as int64.
 MAX_ADDRESS = 1 << 63
+
+# The kinds of state in which SGLang gives a layer an entry of no bytes: a DSA layer that shares the
+# top-k of an earlier one has no index keys (sglang: disaggregation/utils.py is_elided_entry).
+MAY_BE_ELIDED = ("dsa", "dsa_tail")
+
+
+def rows_in(lens: Sequence[int], item_lens: Sequence[int]) -> int | None:
+    """Items that every entry has room for; None where there is no entry that takes any."""
+    sizes = zip(lens, item_lens, strict=True)
+    return min((length // item for length, item in sizes if item), default=None)
 
 
 @dataclass(frozen=True)
@@ -41,21 +52,20 @@ class PeerRegistration:
     @property
     def pages(self) -> int | None:
         """Pages that every entry has room for; None without entries."""
-        sizes = zip(self.extension.kv_data_lens, self.info.dst_kv_item_lens, strict=True)
-        return min((length // item for length, item in sizes), default=None)
+        return rows_in(self.extension.kv_data_lens, self.info.dst_kv_item_lens)
 
     @property
-    def states(self) -> tuple[tuple[str, int], ...]:
-        """Kind and rows of each component of state."""
-        sizes = zip(
+    def states(self) -> tuple[tuple[str, int | None], ...]:
+        """Kind and rows of each component of state; rows None: nothing of it is ever written."""
+        return tuple((kind, rows_in(lens, items)) for kind, lens, items in self._state_sizes())
+
+    def _state_sizes(self) -> Iterator[tuple[str, Sequence[int], Sequence[int]]]:
+        """Kind, region lengths and item lengths of each component of state."""
+        return zip(
             self.extension.facts.state_types,
             self.extension.state_lens,
             self.info.dst_state_item_lens,
             strict=True,
-        )
-        return tuple(
-            (kind, min((n // item for n, item in zip(lens, items, strict=True)), default=0))
-            for kind, lens, items in sizes
         )
 
     @property
@@ -120,8 +130,9 @@ class PeerRegistration:
                 "entries would be paired wrongly",
                 "Start both sides with the same SGLang and sglang-mixkv",
             )
-        if not all(0 < item < MAX_ADDRESS for item in self.info.dst_kv_item_lens):
-            raise MixKVError("the decode rank has KV pages of no bytes, or of more than memory.")
+        sizes = zip(self.extension.kv_data_lens, self.info.dst_kv_item_lens, strict=True)
+        for length, item in sizes:
+            _check_room("KV page", item, length)
         aux = len(self.extension.facts.aux_item_lens)
         if len(self.info.dst_aux_ptrs) != aux:
             raise MixKVError(
@@ -144,8 +155,10 @@ class PeerRegistration:
                 "state could be written outside its pool",
                 "Start both sides with the same SGLang and sglang-mixkv",
             )
-        if min((item for items in said[1] for item in items), default=1) < 1:
-            raise MixKVError("the decode rank has rows of state of no bytes.")
+        for kind, lens, items in self._state_sizes():
+            for length, item in zip(lens, items, strict=True):
+                if (length, item) != (0, 0) or kind not in MAY_BE_ELIDED:
+                    _check_room(f"{kind} row", item, length)
 
     def _check_draft(self) -> None:
         """The drafter's part of the registration is the drafter in its facts."""
@@ -160,3 +173,14 @@ class PeerRegistration:
         said = (self.extension.draft_kind, self.extension.draft_total_heads) if draft else None
         if said != (facts and (facts.kind, facts.total_heads)):
             raise MixKVError(f"the decode rank has a drafter of {said}, and facts of {facts}.")
+
+
+def _check_room(what: str, item: int, length: int) -> None:
+    """Raise MixKVError unless an entry's item has bytes, and its region has room for one."""
+    if not 0 < item <= length:
+        raise refuse(
+            f"regions with room for a {what} at least",
+            f"{length} bytes for a {what} of {item}",
+            "it would be written outside its pool",
+            "Start both sides with the same SGLang and sglang-mixkv",
+        )

@@ -5,9 +5,11 @@ registration message -> checked against this rank -> route -> plan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 from sglang.srt.disaggregation.utils import build_transfer_entry_pairs
 
 from sglang_mixkv.core import wire
@@ -47,11 +49,11 @@ class PrefillRank:
 class Peer:
     """One decode rank as this prefill rank serves it. No plan: stock's transfer serves it.
 
-    `pages`, `aux_rows`, `states` (kind, rows): what bounds a room's destinations; pages None:
-    it has no KV. `draft_window`: tokens before the prompt's end that its drafter can reach; 0: all.
-    `staging`: address and bytes of the buffer it grants regions in. `required_peers`: decode
-    ranks that share a room on this prefill rank. `cold`: it gets the target's KV alone.
-    `verify`: it asks for checksums.
+    `pages`, `aux_rows`, `states` (kind, rows): what bounds a room's destinations; pages or rows
+    None: there is nothing of it to write. `draft_window`: tokens before the prompt's end that its
+    drafter can reach; 0: all. `staging`: address and bytes of the buffer it grants regions in.
+    `required_peers`: decode ranks that share a room on this prefill rank. `cold`: it gets the
+    target's KV alone. `verify`: it asks for checksums.
     """
 
     session: str
@@ -59,7 +61,7 @@ class Peer:
     plan: Plan | None
     pages: int | None
     aux_rows: int
-    states: tuple[tuple[str, int], ...] = ()
+    states: tuple[tuple[str, int | None], ...] = ()
     draft_window: int = 0
     staging: tuple[int, int] = (0, 0)
     required_peers: int = 1
@@ -70,18 +72,25 @@ class Peer:
         """Raise MixKVError unless a room's metadata stays inside what this peer registered."""
         if self.plan is not None:
             self._check_role(said)
-        if said.is_dummy:
-            return
+        if not said.is_dummy:
+            self.check_pages(said.pages)
+            self.check_rows(said.aux_index, said.states)
+
+    def check_pages(self, pages: Numbers) -> None:
+        """Raise MixKVError unless these are pages of its pools."""
         if self.pages is not None:
-            _check_inside("pages", said.pages, self.pages)
-        if said.aux_index >= self.aux_rows:
-            raise MixKVError(f"aux row {said.aux_index} of {self.aux_rows}.")
-        if said.states and len(said.states) != len(self.states):
-            raise MixKVError(
-                f"indices of {len(said.states)} kinds of state, of {len(self.states)}."
-            )
-        for indices, (kind, rows) in zip(said.states, self.states, strict=False):
-            _check_inside(f"{kind} rows", indices[:1] if kind == ROW_AND_SPANS else indices, rows)
+            _check_inside("pages", pages, self.pages)
+
+    def check_rows(self, aux_index: int, states: Sequence[Sequence[int] | Numbers]) -> None:
+        """Raise MixKVError unless these are rows of its metadata buffers and of its state."""
+        if aux_index >= self.aux_rows:
+            raise MixKVError(f"aux row {aux_index} of {self.aux_rows}.")
+        if states and len(states) != len(self.states):
+            raise MixKVError(f"indices of {len(states)} kinds of state, of {len(self.states)}.")
+        for indices, (kind, rows) in zip(states, self.states, strict=False):
+            named = indices[:1] if kind == ROW_AND_SPANS else indices
+            if rows is not None:
+                _check_inside(f"{kind} rows", np.asarray(named, np.int32), rows)
 
     def _check_role(self, said: Metadata) -> None:
         if said.is_dummy != self.route.is_dummy or said.required != self.required_peers:
@@ -95,12 +104,20 @@ class Peer:
         """Raise MixKVError unless it is for a room of so many pages and stays inside what the
         peer registered."""
         assert self.plan is not None
-        start, size = self.staging
-        need = grant.tokens * self.plan.draft.bytes_per_token
         if grant.tokens and grant.tokens != (pages - grant.first_page) * self.plan.page_size:
             raise MixKVError(
                 f"a region of {grant.tokens} tokens from page {grant.first_page} of {pages}."
             )
+        self.check_region(grant)
+        parts = (self.plan.target.parts.part, self.plan.draft.parts.part)
+        if grant.by_page and any((part.src_row != part.width).any() for part in parts):
+            raise MixKVError("slices are wanted by page that do not fill this rank's rows.")
+
+    def check_region(self, grant: wire.Grant) -> None:
+        """Raise MixKVError unless the region is inside the peer's staging buffer."""
+        assert self.plan is not None
+        start, size = self.staging
+        need = grant.tokens * self.plan.draft.bytes_per_token
         if grant.tokens and (grant.address < start or grant.address + need > start + size):
             raise refuse(
                 f"a region inside the {size} bytes of staging that the decode rank announced",
@@ -108,9 +125,6 @@ class Peer:
                 "slices would be written outside it",
                 "Start both sides with the same sglang-mixkv",
             )
-        parts = (self.plan.target.parts.part, self.plan.draft.parts.part)
-        if grant.by_page and any((part.src_row != part.width).any() for part in parts):
-            raise MixKVError("slices are wanted by page that do not fill this rank's rows.")
 
 
 def _check_inside(what: str, numbers: Numbers, count: int) -> None:
