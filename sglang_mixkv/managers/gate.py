@@ -176,8 +176,10 @@ class PrefillGate(PrefillAborts):
     def _room_reason(self, said: stock_frames.Metadata, frames: list[bytes]) -> str | None:
         """Why this room is not served for this peer, None when it is."""
         session = said.sender.session
+        why = self.unreadable.get(session.encode())  # then what it registered before is no more
         if session not in self.decode_kv_args_table:
-            why = self.unreadable.get(session.encode(), "its registration never arrived")
+            why = why or "its registration never arrived"
+        if why is not None:
             return f"{why.rstrip('.')}; it registers again with its next request"
         refused: str | None = self.state_layout_rejections.get(session)
         peer = self.peers.get(session)

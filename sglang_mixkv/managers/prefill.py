@@ -119,8 +119,26 @@ class PrefillSide(PrefillGate):
         if peer is not None and peer.plan is not None:
             return self._guarded(session, self._send_planned, peer, src_pages, dst_pages)
         return self._guarded(
-            session, stock, session, src_pages, dst_ptrs, dst_pages, *args, **kwargs
-        )
+            session, self._send_stock, stock, peer, session, src_pages, dst_ptrs, dst_pages, *args,
+            **kwargs,
+        )  # fmt: skip
+
+    @staticmethod
+    def _send_stock(
+        stock: Callable[..., int], peer: Peer | None, session: str, src_pages: Any,
+        dst_ptrs: list[int], dst_pages: Any, *args: Any, **kwargs: Any,
+    ) -> int:  # fmt: skip
+        if peer is not None:
+            peer.check_pages(dst_pages)
+        return stock(session, src_pages, dst_ptrs, dst_pages, *args, **kwargs)
+
+    def _send_rows(self, stock: Callable[..., int], req: Any, *args: Any, **kwargs: Any) -> int:
+        """State or aux data, as stock, into rows that the peer has: it may have registered anew
+        since this room was let in."""
+        peer = self.peers.get(req.mooncake_session_id)
+        if peer is not None:
+            peer.check_rows(req.dst_aux_index, req.dst_state_indices)
+        return stock(req, *args, **kwargs)
 
     def _guarded(self, session: str, send: Callable[..., int], *args: Any, **kwargs: Any) -> int:
         """What `send` returns; where it raises, this thread's room fails with the reason.
@@ -148,7 +166,7 @@ class PrefillSide(PrefillGate):
     def maybe_send_extra(self, req: Any, *args: Any, **kwargs: Any) -> int:
         """State, as stock, which raises where it is laid out otherwise than it expects."""
         stock = super().maybe_send_extra
-        return self._guarded(req.mooncake_session_id, stock, req, *args, **kwargs)
+        return self._guarded(req.mooncake_session_id, self._send_rows, stock, req, *args, **kwargs)
 
     @override(MooncakeKVManager)
     def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> None:
@@ -208,6 +226,8 @@ class PrefillSide(PrefillGate):
         if taken is not None:
             chunk = Chunk(src, dst, taken.index_slice.start, self._before_window(peer, taken))
             grant = self.grants.get((taken.room, peer.session))
+        if grant is not None:  # the peer may have registered anew since
+            peer.check_region(grant)
         started = time.perf_counter()
         written = self._writer().write(peer.session, plan, chunk, grant)
         if written.code == 0:
@@ -282,7 +302,9 @@ class PrefillSide(PrefillGate):
             if not peer.route.sends_aux:
                 return 0
         send = self._send_cold_aux if peer is not None and peer.cold else super().send_aux
-        return self._guarded(req.mooncake_session_id, send, req, prefill_aux_index, dst_aux_ptrs)
+        return self._guarded(
+            req.mooncake_session_id, self._send_rows, send, req, prefill_aux_index, dst_aux_ptrs
+        )
 
     def _send_cold_aux(self, req: Any, row: int, dst_ptrs: list[int]) -> int:
         """Stock's send_aux without the drafter's rows, whose length may differ on that side."""
