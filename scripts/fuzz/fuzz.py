@@ -10,6 +10,7 @@ libFuzzer mutates the seeds, keeps what reaches new code in FOLDER/TARGET, and e
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib
 import logging
 import random
@@ -100,7 +101,17 @@ def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
         start = rng.choice(seeds) if rng.randrange(3) == 0 else data
         return mutate(start, atheris.Mutate, rng.getrandbits(32), max_size)
 
-    atheris.Setup([name, *flags, str(corpus), str(recorded)], one, custom_mutator=custom)
+    def kept(data: bytes) -> None:
+        # A rank's threads can end the process before libFuzzer has written the input down.
+        try:
+            one(data)
+        except BaseException:
+            found = folder / f"{name}-finding-{hashlib.sha256(data).hexdigest()[:12]}"
+            found.write_bytes(data)
+            print(f"{name}, -seed={seed}: {found}", file=sys.stderr, flush=True)
+            raise
+
+    atheris.Setup([name, *flags, str(corpus), str(recorded)], kept, custom_mutator=custom)
     atheris.Fuzz()
 
 

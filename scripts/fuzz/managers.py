@@ -177,11 +177,13 @@ class PrefillBench(Bench):
         "transfer_infos", "decode_kv_args_table", "request_status", "peers", "grants",
         "open_rooms", "rooms_seen", "rejected_rooms", "failure_records", "session_failures",
         "req_to_decode_prefix_len", "state_layout_rejections", "state_strides_validated",
-        "failed_sessions", "_deferred_ack_targets", "_deferred_ack_poisoned_rooms",
+        "failed_sessions", "_deferred_ack_targets", "_deferred_ack_poisoned_rooms", "unreadable",
     )  # fmt: skip
 
     def __init__(self, name: str, registration: list[bytes], metadata: list[bytes]) -> None:
         super().__init__("prefill", name)
+        self.registered: dict[str, Any] = {}  # session -> what it said when it was admitted last
+        self._admit, self.manager._admit = self.manager._admit, self._note_admitted
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         self.transferring, self.failed = KVPoll.Transferring, KVPoll.Failed
@@ -196,12 +198,20 @@ class PrefillBench(Bench):
         self.writes: list[tuple[int, int]] = []
         self.manager.engine = SimpleNamespace(batch_transfer_sync=self._write)
 
+    def _note_admitted(self, info: Any) -> Any:
+        frames = self.manager.last_registration
+        peer = self._admit(info)
+        wire = importlib.import_module("sglang_mixkv.protocol.extension")
+        self.registered[info.mooncake_session_id] = wire.decode(frames)
+        return peer
+
     def _write(self, _: str, __: Any, dst: Any, lengths: Any) -> int:
         self.writes += zip(map(int, dst), map(int, lengths), strict=True)
         return 0
 
     def reset(self) -> None:
         super().reset()
+        self.registered.clear()
         manager = self.manager
         sent = importlib.import_module("sglang_mixkv.prefill.sent")
         manager.next_reap, manager.last_registration = 0.0, None
@@ -220,23 +230,10 @@ class PrefillBench(Bench):
             assert manager.peers[SESSION] is self.peer, "a bystander's plan"
             assert manager.decode_kv_args_table[SESSION] is self.info, "a bystander's addresses"
             assert not any(HOST in str(one) for one in self.told), "a bystander was told"
-        extensions = self._extensions(messages)
         for room, infos in list(manager.transfer_infos.items()):
             for session, info in infos.items():
-                if session in extensions and not info.is_dummy:
-                    self._send(room, session, info, extensions[session])
-
-    def _extensions(self, messages: list[list[bytes]]) -> dict[str, Any]:
-        """What each admitted peer of this input registered last."""
-        wire = importlib.import_module("sglang_mixkv.protocol.extension")
-        found = {}
-        for message in messages:
-            if message[0] == b"None" and len(message) == 21:
-                session = message[3].decode("ascii", "replace")
-                if session in self.manager.peers:
-                    with mock.patch.object(wire, "MAX_EXTENSION", 1 << 30):
-                        found[session] = _last(wire, message, found.get(session))
-        return found
+                if session in self.registered and not info.is_dummy:
+                    self._send(room, session, info, self.registered[session])
 
     def _send(self, room: int, session: str, info: Any, extension: Any) -> None:
         """What a transfer thread does with the last chunk of this room."""
@@ -275,13 +272,6 @@ class PrefillBench(Bench):
         for start, length in self.writes:
             inside = any(a <= start and start + length <= a + size for a, size in ranges)
             assert inside, f"{length} bytes at {start:#x} are outside what the peer registered"
-
-
-def _last(wire: Any, message: list[bytes], before: Any) -> Any:
-    try:
-        return wire.decode(message)
-    except ValueError:
-        return before
 
 
 class DecodeBench(Bench):

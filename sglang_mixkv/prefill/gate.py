@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 
 from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.prefill.peer import Peer
 from sglang_mixkv.prefill.peers import Peers
 from sglang_mixkv.prefill.rooms import MEMORY_S, Room, Rooms, State
 from sglang_mixkv.prefill.sglang import SGLang
@@ -74,15 +75,15 @@ class Gate:
         self.reap(now)
         try:
             said = messages.read_metadata(message, self.metadata_at)
-            self._check(said)
+            peer = self._check(said)
         except MixKVError as error:
             self._reject(number, sender, str(error), now)
             return False
-        self.rooms.join(said, now)
+        self.rooms.join(said, peer, now)
         return True
 
-    def _check(self, said: Metadata) -> None:
-        """Raise MixKVError unless this room is served for this peer."""
+    def _check(self, said: Metadata) -> Peer:
+        """Whose room it is. Raises MixKVError unless it is served for this peer."""
         session = said.sender.session
         refusal, peer = self.peers.refusal(session), self.peers.get(session)
         if refusal is not None or peer is None:
@@ -94,6 +95,7 @@ class Gate:
         if said.prefix % self.page_size:
             raise MixKVError(f"a prefix of {said.prefix} tokens ends inside a page")
         peer.check_metadata(said)
+        return peer
 
     def _may_join(self, number: int, session: str) -> bool:
         room = self.rooms.get(number)

@@ -52,11 +52,11 @@ class Local:
 class Peer:
     """One decode rank as this prefill rank serves it. No plan: stock's transfer serves it.
 
-    `pages`, `aux_rows`, `states` (kind, rows): what bounds a room's destinations; pages None:
-    it has no KV. `draft_window`: tokens before the prompt's end that its drafter can reach; 0: all.
-    `staging`: address and bytes of the buffer it grants regions in. `required_peers`: decode
-    ranks that share a room on this prefill rank. `cold`: it gets the target's KV alone.
-    `verify`: it asks for checksums.
+    `pages`, `aux_rows`, `states` (kind, rows): what bounds a room's destinations; pages or rows
+    None: there is nothing of it to write. `draft_window`: tokens before the prompt's end that its
+    drafter can reach; 0: all. `staging`: address and bytes of the buffer it grants regions in.
+    `required_peers`: decode ranks that share a room on this prefill rank. `cold`: it gets the
+    target's KV alone. `verify`: it asks for checksums.
     """
 
     address: Address
@@ -64,7 +64,7 @@ class Peer:
     plan: Plan | None
     pages: int | None
     aux_rows: int
-    states: tuple[tuple[str, int], ...] = ()
+    states: tuple[tuple[str, int | None], ...] = ()
     draft_window: int = 0
     staging: tuple[int, int] = (0, 0)
     required_peers: int = 1
@@ -92,7 +92,9 @@ class Peer:
                 f"indices of {len(said.states)} kinds of state, of {len(self.states)}."
             )
         for indices, (kind, rows) in zip(said.states, self.states, strict=False):
-            _check_inside(f"{kind} rows", indices[:1] if kind == ROW_AND_SPANS else indices, rows)
+            if rows is not None:
+                named = indices[:1] if kind == ROW_AND_SPANS else indices
+                _check_inside(f"{kind} rows", named, rows)
 
     def _check_role(self, said: Metadata) -> None:
         if said.is_dummy != self.route.is_dummy or said.required != self.required_peers:

@@ -47,8 +47,8 @@ class Peers:
             self._refused[session] = reason
 
     def note_unread(self, session: str, reason: str) -> None:
-        """A registration came that could not be read. Who sent it is not known: a peer that was
-        admitted stays one."""
+        """A registration came that could not be read: what this session registered before may be
+        no more."""
         with self._lock:
             if session and len(self._unread) < MAX_UNREAD:
                 self._unread[session] = reason
@@ -58,11 +58,11 @@ class Peers:
 
     def refusal(self, session: str) -> str | None:
         """Why this session is not served; None for a peer."""
-        if session in self._refused:
-            return self._refused[session]
-        if session in self._peers:
-            return None
         why = self._unread.get(session)
+        if why is None and session in self._refused:
+            return self._refused[session]
+        if why is None and session in self._peers:
+            return None
         why = f"its registration was rejected: {why}" if why else "its registration never arrived"
         return f"{why.rstrip('.')}; {REGISTER_AGAIN}"
 

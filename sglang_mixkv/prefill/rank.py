@@ -178,6 +178,8 @@ class PrefillRank:
         if hands is not None:
             hands.begin()
         try:
+            if task is not None:
+                self._check_still_fits(task.room, session)
             return int(send())
         except Exception as error:
             ours = isinstance(error, MixKVError)
@@ -190,6 +192,20 @@ class PrefillRank:
             code = hands.settle()
             self._sglang.fail(task.room, reason)
             return code
+
+    def _check_still_fits(self, number: int, session: str) -> None:
+        """Raise MixKVError unless a room stays inside what its peer registered last, which can be
+        anew since the room was admitted."""
+        room, peer = self.rooms.open_room(number), self.peers.get(session)
+        said = room.members.get(session) if room is not None else None
+        if room is None or said is None or peer is None:
+            return
+        refusal = self.peers.refusal(session)
+        if refusal is not None:
+            raise MixKVError(refusal)
+        if room.fits.get(session) is not peer:
+            peer.check_metadata(said)
+            room.fits[session] = peer
 
     def send(
         self, hands: Hands | None, peer: Peer, src_pages: PageNumbers, dst_pages: PageNumbers
@@ -207,9 +223,6 @@ class PrefillRank:
             )
         task, plan = hands.task, peer.plan
         assert plan is not None
-        refusal = self.peers.refusal(peer.session)
-        if refusal is not None:
-            raise MixKVError(refusal)
         room = self.rooms.open_room(task.room)
         said = room.members.get(peer.session) if room is not None else None
         if room is None or said is None:

@@ -71,7 +71,8 @@ class Room:
     """One room number, and the request that it stands for now.
 
     `since`: when it came into its state. `reason`: why its request is to fail (REFUSED).
-    `members`: session -> metadata of the decode ranks that share it. `sums`: checksums of what
+    `members`: session -> metadata of the decode ranks that share it; `fits`: session -> the
+    registration that this was compared with last. `sums`: checksums of what
     each was sent. `reused`: the number stood for another request lately, whose messages may
     still come.
     """
@@ -81,6 +82,7 @@ class Room:
     since: float
     reason: str = ""
     members: dict[str, Metadata] = field(default_factory=dict)
+    fits: dict[str, Peer] = field(default_factory=dict)
     sums: dict[str, Sums] = field(default_factory=dict)
     sent: Sent = field(default_factory=Sent)
     reused: bool = False
@@ -124,14 +126,14 @@ class Rooms:
 
     # -- before a sender is there
 
-    def join(self, said: Metadata, now: float) -> None:
+    def join(self, said: Metadata, peer: Peer, now: float) -> None:
         """A decode rank's metadata was admitted. It must be one that may join."""
         with self._lock:
             room = self._rooms.get(said.room)
             if room is None or room.state is State.ENDED:
                 room = self._put(said.room, State.AWAITED, now, reused=room is not None)
             assert room.may_join(said.sender.session), said
-            room.members[said.sender.session] = said
+            room.members[peer.session], room.fits[peer.session] = said, peer
             if room.state is State.ABANDONED:
                 room.since = now
 
@@ -144,8 +146,11 @@ class Rooms:
             if room is None and len(self._rooms) >= MAX_WAITING:
                 return True
             reused = room is not None and (room.reused or room.state is State.ENDED)
-            members = room.members if room is not None else {}
-            self._put(number, State.REFUSED, now, reason=reason, members=members, reused=reused)
+            members, fits = (room.members, room.fits) if room is not None else ({}, {})
+            self._put(
+                number, State.REFUSED, now, reason=reason, members=members, fits=fits,
+                reused=reused,
+            )  # fmt: skip
             return True
 
     # -- its sender
@@ -162,7 +167,7 @@ class Rooms:
             recent = before.state is not State.REFUSED or now - before.since < MEMORY_S
             return self._put(
                 number, State.OPEN, now, reason=before.reason if recent else "",
-                members=before.members, reused=before.reused,
+                members=before.members, fits=before.fits, reused=before.reused,
             )  # fmt: skip
 
     def abandon(self, number: int, now: float) -> None:

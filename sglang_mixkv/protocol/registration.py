@@ -6,7 +6,7 @@ here compares it with the rank that reads it; that is prefill/peer.py's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -21,7 +21,17 @@ from sglang_mixkv.protocol.frames import Address, Frames
 # One past the highest address that a destination may reach: addresses are added as int64.
 MAX_ADDRESS = 1 << 63
 
+# The kinds of state in which SGLang gives a layer an entry of no bytes: a DSA layer that shares the
+# top-k of an earlier one has no index keys (sglang: disaggregation/utils.py is_elided_entry).
+MAY_BE_ELIDED = ("dsa", "dsa_tail")
+
 Lists = tuple[tuple[int, ...], ...]
+
+
+def rows_in(lens: Sequence[int], item_lens: Sequence[int]) -> int | None:
+    """Items that every entry has room for; None where there is no entry that takes any."""
+    sizes = zip(lens, item_lens, strict=True)
+    return min((length // item for length, item in sizes if item), default=None)
 
 
 class Positions(msgspec.Struct, frozen=True):
@@ -83,22 +93,17 @@ class Registration(msgspec.Struct, frozen=True):
     @property
     def pages(self) -> int | None:
         """Pages that every entry has room for; None without entries."""
-        sizes = zip(self.extension.kv_data_lens, self.kv_item_lens, strict=True)
-        return min((length // item for length, item in sizes), default=None)
+        return rows_in(self.extension.kv_data_lens, self.kv_item_lens)
 
     @property
-    def states(self) -> tuple[tuple[str, int], ...]:
-        """Kind and rows of each component of state."""
-        sizes = zip(
-            self.extension.facts.state_types,
-            self.extension.state_lens,
-            self.state_item_lens,
-            strict=True,
-        )
-        return tuple(
-            (kind, min((n // item for n, item in zip(lens, items, strict=True)), default=0))
-            for kind, lens, items in sizes
-        )
+    def states(self) -> tuple[tuple[str, int | None], ...]:
+        """Kind and rows of each component of state; rows None: nothing of it is ever written."""
+        return tuple((kind, rows_in(lens, items)) for kind, lens, items in self._state_sizes())
+
+    def _state_sizes(self) -> Iterator[tuple[str, Sequence[int], Sequence[int]]]:
+        """Kind, region lengths and item lengths of each component of state."""
+        said = self.extension
+        return zip(said.facts.state_types, said.state_lens, self.state_item_lens, strict=True)
 
     @property
     def has_draft(self) -> bool:
@@ -160,8 +165,8 @@ class Registration(msgspec.Struct, frozen=True):
                 "entries would be paired wrongly",
                 "Start both sides with the same SGLang and sglang-mixkv",
             )
-        if not all(0 < item < MAX_ADDRESS for item in self.kv_item_lens):
-            raise MixKVError("the decode rank has KV pages of no bytes, or of more than memory.")
+        for length, item in zip(said.kv_data_lens, self.kv_item_lens, strict=True):
+            _check_room("KV page", item, length)
         if len(self.aux_ptrs) != len(said.facts.aux_item_lens):
             raise MixKVError(
                 f"{len(self.aux_ptrs)} metadata buffers with {len(said.facts.aux_item_lens)} sizes "
@@ -180,8 +185,10 @@ class Registration(msgspec.Struct, frozen=True):
                 "state could be written outside its pool",
                 "Start both sides with the same SGLang and sglang-mixkv",
             )
-        if min((item for items in said[1] for item in items), default=1) < 1:
-            raise MixKVError("the decode rank has rows of state of no bytes.")
+        for kind, lens, items in self._state_sizes():
+            for length, item in zip(lens, items, strict=True):
+                if (length, item) != (0, 0) or kind not in MAY_BE_ELIDED:
+                    _check_room(f"{kind} row", item, length)
 
     def _check_draft(self) -> None:
         """The drafter's part of the registration is the drafter in its facts."""
@@ -196,6 +203,17 @@ class Registration(msgspec.Struct, frozen=True):
         draft = (said.draft_kind, said.draft_total_heads) if said.num_draft_entries else None
         if draft != (facts and (facts.kind, facts.total_heads)):
             raise MixKVError(f"the decode rank has a drafter of {draft}, and facts of {facts}.")
+
+
+def _check_room(what: str, item: int, length: int) -> None:
+    """Raise MixKVError unless an entry's item has bytes, and its region has room for one."""
+    if not 0 < item <= length:
+        raise refuse(
+            f"regions with room for a {what} at least",
+            f"{length} bytes for a {what} of {item}",
+            "it would be written outside its pool",
+            "Start both sides with the same SGLang and sglang-mixkv",
+        )
 
 
 def read(message: Frames, at: Positions) -> Registration:

@@ -15,7 +15,9 @@ import numpy as np
 @dataclass(frozen=True)
 class Cache:
     """One model's KV cache. `kind` mla: one latent row of `k_bytes` a token and layer.
-    mha: K and V rows of `heads` heads, `k_bytes` and `v_bytes` each. `dtype`: bf16 or fp8."""
+    mha: K and V rows of `heads` heads, `k_bytes` and `v_bytes` each. `dtype`: bf16 or fp8.
+    `index_k`: for DSA (mla, pages of 64), whether each layer has index keys: one that shares the
+    top-k of an earlier layer has none."""
 
     kind: str
     layers: int = 1
@@ -23,6 +25,7 @@ class Cache:
     k_bytes: int = 8
     v_bytes: int = 8
     dtype: str = "bf16"
+    index_k: tuple[bool, ...] = ()
 
     @property
     def is_mla(self) -> bool:
@@ -76,10 +79,16 @@ class Case:
         hybrid = "hybrid-" if self.hybrid else ""
         return f"{hybrid}{self.target.kind}+{draft}-P{self.prefill_tp}-D{self.decode_tp}"
 
-    @property
-    def window_group(self) -> Cache:
-        """The target's layer with a window: SGLang sends its pages as state."""
-        return replace(self.target, layers=1)
+    def cache(self, name: str) -> Cache | None:
+        """The cache of that name. SGLang sends the target's layer with a `window`, and the index
+        keys (`... index`), page by page too, but as state."""
+        if name == "window":
+            return replace(self.target, layers=1)
+        cache = self.target if name.startswith("target") else self.draft
+        if name.endswith(" index"):
+            assert cache is not None
+            return Cache("mla", layers=sum(cache.index_k), k_bytes=INDEX_K_BYTES)
+        return cache
 
     def prefill_of(self, number: int) -> int:
         return number % self.prefills
@@ -108,9 +117,13 @@ def heads_of_rank(heads: int, tp: int, rank: int) -> slice:
     return slice(rank * (heads // tp), (rank + 1) * (heads // tp))
 
 
+NAMES = ("target", "draft", "window", "target index", "draft index")
+INDEX_K_BYTES = 132  # a token: 128 in fp8, and a scale
+
+
 def whole(case: Case, name: str, cache: Cache, request: int) -> list[np.ndarray]:
     """Unsharded rows of one request: per entry [pages, page_size, heads, bytes]."""
-    rng = np.random.default_rng([case.seed, request, ("target", "draft", "window").index(name)])
+    rng = np.random.default_rng([case.seed, request, NAMES.index(name)])
     pages = case.pages(case.requests[request])
     heads = 1 if cache.is_mla else cache.heads
     return [
@@ -126,10 +139,16 @@ def cut(cache: Cache, entries: list[np.ndarray], tp: int, rank: int) -> list[np.
     return [entry[:, :, heads_of_rank(cache.heads, tp, rank)] for entry in entries]
 
 
-def sglang_pool(case: Case, cache: Cache, tp: int, rank: int, layers: int) -> Any:
-    """The KV pool that SGLang's model runner builds for this cache on one rank."""
+def sglang_pool(
+    case: Case, cache: Cache, tp: int, rank: int, layers: int, first_layer: int = 0
+) -> Any:
+    """The KV pool that SGLang's model runner builds for these layers of a cache on one rank."""
     import torch
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import (
+        DSATokenToKVPool,
+        MHATokenToKVPool,
+        MLATokenToKVPool,
+    )
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     dtype = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[cache.dtype]
@@ -140,9 +159,14 @@ def sglang_pool(case: Case, cache: Cache, tp: int, rank: int, layers: int) -> An
     }  # fmt: skip
     if cache.is_mla:
         width = cache.k_bytes // dtype.itemsize
-        return MLATokenToKVPool(
-            kv_lora_rank=width - 1, qk_rope_head_dim=1, layer_num=layers, **common
-        )
+        common |= {"kv_lora_rank": width - 1, "qk_rope_head_dim": 1, "layer_num": layers}
+        if not cache.index_k:
+            return MLATokenToKVPool(**common)
+        has_keys = cache.index_k[first_layer : first_layer + layers]
+        return DSATokenToKVPool(
+            index_head_dim=128, kv_cache_dim=width,
+            skip_topk_layers=[not has for has in has_keys], **common,
+        )  # fmt: skip
     common |= {
         "head_num": len(range(cache.heads)[heads_of_rank(cache.heads, tp, rank)]),
         "head_dim": cache.k_bytes // dtype.itemsize,
@@ -182,6 +206,7 @@ def hybrid_pool(case: Case, full: Any, tp: int, layers: range) -> Any:
         size=full.size, dtype=full.dtype, page_size=case.page_size, head_num=heads, head_dim=2,
         full_attention_layer_ids=[layer + 1 for layer in linear], device="cpu",
         mamba_pool=state, full_kv_pool=full, use_mla=case.target.is_mla,
+        use_dsa=bool(case.target.index_k),
     )  # fmt: skip
 
 
@@ -204,6 +229,12 @@ def entries_of(case: Case, pool: Any, cache: Cache, tp: int, rank: int) -> list[
     local = 1 if cache.is_mla else len(range(cache.heads)[heads_of_rank(cache.heads, tp, rank)])
     shape = (case.pool_pages, case.page_size, local, -1)
     return [b.view(torch.uint8).numpy().reshape(shape) for b in buffers]
+
+
+def index_entries_of(case: Case, pool: Any) -> list[np.ndarray]:
+    """The index keys of the layers that have them, in the shape of `entries_of`."""
+    shape = (case.pool_pages, case.page_size, 1, INDEX_K_BYTES)
+    return [b.numpy().reshape(shape) for b in pool.index_k_with_scale_buffer if len(b)]
 
 
 def canary(seed: list[int], shape: tuple[int, ...]) -> np.ndarray:

@@ -167,17 +167,21 @@ class Rank:
         for name, cache in caches.items():
             if cache is None or (name == "draft" and not self._has_draft()):
                 continue
-            layers = len(self._stage_layers()) if name == "target" else cache.layers
-            pool = model.sglang_pool(self.case, cache, self.tp, self.attn_rank, layers)
+            layers = self._stage_layers() if name == "target" else range(cache.layers)
+            pool = model.sglang_pool(
+                self.case, cache, self.tp, self.attn_rank, len(layers), layers.start
+            )
             if name == "target" and self.case.hybrid:
                 pool = model.hybrid_pool(self.case, pool, self.tp, self._stage_layers())
             self.sglang_pools[name] = pool
             whole = getattr(pool, "full_kv_pool", pool)
             views[name] = model.entries_of(self.case, whole, cache, self.tp, self.attn_rank)
+            if cache.index_k:
+                views[f"{name} index"] = model.index_entries_of(self.case, whole)
         if self.case.target_window:
             window = self.sglang_pools["target"].swa_kv_pool
             views["window"] = model.entries_of(
-                self.case, window, self.case.window_group, self.tp, self.attn_rank
+                self.case, window, self._cache("window"), self.tp, self.attn_rank
             )
         for name, view in views.items():
             for index, entry in enumerate(view):
@@ -188,8 +192,7 @@ class Rank:
         return views
 
     def _cache(self, name: str) -> Cache:
-        caches = {"target": self.case.target, "draft": self.case.draft}
-        cache = self.case.window_group if name == "window" else caches[name]
+        cache = self.case.cache(name)
         assert cache is not None
         return cache
 
@@ -206,8 +209,11 @@ class Rank:
 
     def _on_stage(self, name: str, cache: Cache, rows: list[np.ndarray]) -> list[np.ndarray]:
         """Of the whole model's entries, those of this pipeline stage."""
-        if name != "target" or self.pp_size == 1:
+        if not name.startswith("target") or self.pp_size == 1:
             return rows
+        if name == "target index":
+            layers = np.flatnonzero(self.case.target.index_k)
+            return [r for i, r in zip(layers, rows, strict=True) if i in self._stage_layers()]
         groups = range(1 if cache.is_mla else 2)
         return [rows[g * cache.layers + i] for g in groups for i in self._stage_layers()]
 
@@ -411,11 +417,16 @@ class Rank:
             time.sleep(0.0005)
 
     def state_indices(self, number: int) -> list[np.ndarray] | None:
-        """What names a request's state on this side: pages of its window, or a slot."""
+        """What names a request's state on this side, kind by kind: pages of its window, a slot,
+        pages of its index keys."""
+        found = []
         if self.case.target_window:
-            return [self._tables("window")[number][model.window_start(self.case, number) :]]
-        slot = number + (self.side == "decode")
-        return [np.array([slot], np.int32)] if self.case.hybrid else None
+            found.append(self._tables("window")[number][model.window_start(self.case, number) :])
+        if self.case.hybrid:
+            found.append(np.array([number + (self.side == "decode")], np.int32))
+        if self.case.target.index_k:
+            found.append(self._tables("target")[number])
+        return found or None
 
     def _chunks(self, number: int, tables: list[np.ndarray]) -> list[np.ndarray]:
         pages = tables[number]
@@ -492,7 +503,8 @@ class Rank:
                     entry[pages[first:]] = 0 if cold else row[first:]
             for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
                 self._differ(f"{name} entry {index}", want, got)
-        several_senders = self.case.draft is None and (
+        one_sender = self.case.draft is not None and self.case.prefill_mixkv
+        several_senders = not one_sender and (
             not self.case.target.is_mla or self.case.hybrid or self.case.prefill_pp > 1
         )
         for index, (want, got) in enumerate(zip(aux_before, self.aux, strict=True)):
@@ -513,7 +525,7 @@ class Rank:
         the drafter where the decode side's radix cache is on."""
         if name == "window":
             return model.window_start(self.case, number)
-        if name == "target" or self.case.decode_radix:
+        if name != "draft" or self.case.decode_radix:
             return 0
         return self._draft_reach(self.case.pages(self.case.requests[number]))
 

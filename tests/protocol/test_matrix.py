@@ -103,6 +103,49 @@ def test_target_with_a_sliding_window_group(
     )  # fmt: skip
 
 
+DSA_SHAPES = [(1, 1), (2, 2), (2, 1), (1, 2), (4, 2)]
+DSA_REQUESTS = (Request(150, chunk_pages=2), Request(64, chunk_pages=1), Request(1), Request(130))
+INDEX_K = {
+    "all": (True, True, True, True),
+    "shared": (True, False, True, False),  # item lengths [8448, 0, 8448, 0]
+    "stage without": (True, True, False, False),
+}
+
+
+def dsa(prefill_tp: int, decode_tp: int, index_k: str, **kwargs: object) -> Case:
+    """DeepSeek-V3.2, GLM-5, LongCat: index keys in pages of their own, sent as state."""
+    target = Cache("mla", layers=4, k_bytes=24, index_k=INDEX_K[index_k])
+    return Case(prefill_tp, decode_tp, target=target, page_size=64, requests=DSA_REQUESTS, **kwargs)
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), DSA_SHAPES)
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("index_k", INDEX_K)
+def test_dsa_target(prefill_tp: int, decode_tp: int, stages: int, index_k: str) -> None:
+    """Every byte of KV and of index keys, which some layers have and some do not."""
+    config = {"verify": "checksum"}
+    right(dsa(prefill_tp, decode_tp, index_k, prefill_pp=stages, extra={"config": config}))
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), DSA_SHAPES)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_dsa_target_and_dsa_drafter(prefill_tp: int, decode_tp: int, stages: int) -> None:
+    """DeepSeek's own MTP layer: its index keys follow the target's in one list of entries."""
+    draft = Cache("mla", k_bytes=24, index_k=(True,))
+    right(dsa(prefill_tp, decode_tp, "shared", draft=draft, prefill_pp=stages))
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), DSA_SHAPES)
+def test_dsa_target_with_linear_attention(prefill_tp: int, decode_tp: int) -> None:
+    """Two kinds of state: one cut by TP rank, one the same on every rank."""
+    right(dsa(prefill_tp, decode_tp, "shared", hybrid=True, draft=Cache("mha", heads=2)))
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), DSA_SHAPES)
+def test_dsa_target_without_drafter(prefill_tp: int, decode_tp: int) -> None:
+    right(dsa(prefill_tp, decode_tp, "shared", draft=None))
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
 @pytest.mark.parametrize("target", [Cache("mla", layers=4), Cache("mha", layers=4, heads=4)])
 def test_two_prefill_stages(prefill_tp: int, decode_tp: int, target: Cache) -> None:

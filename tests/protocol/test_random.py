@@ -27,6 +27,12 @@ def cache(draw: random.Random, name: str, stages: int) -> Cache:
     return Cache(kind, layers, heads, k_bytes + 8 * (kind == "mla"), v_bytes, dtype)
 
 
+def with_index_keys(draw: random.Random, target: Cache) -> Cache:
+    """The same for DSA: the first layer has index keys, each other one has them or not."""
+    own = (True, *(draw.random() < 0.5 for _ in range(target.layers - 1)))
+    return replace(target, index_k=own)
+
+
 def request(draw: random.Random, page_size: int) -> Request:
     edge = page_size * draw.randint(1, 4) + draw.choice([-1, 0, 1, draw.randint(0, page_size)])
     return Request(max(1, edge), draw.choice([0, 0, 2]), draw.choice([0, 1, 2, 3]))
@@ -42,6 +48,10 @@ def random_case(number: int) -> Case:
     target = cache(draw, "target", stages)
     has_group = draft is not None and not target.is_mla and not hybrid and stages == 1
     target_window = draw.choice([0, 5, 20]) if has_group else 0
+    if target.is_mla and page_size == 64 and not (hybrid and stages > 1) and draw.random() < 0.7:
+        target = with_index_keys(draw, target)
+        if draft is not None and draft.is_mla:
+            draft = replace(draft, index_k=(True,) * draft.layers)
     if draft is None or target_window:  # stock's transfer, which takes K and V to be of one width
         target = replace(target, v_bytes=target.k_bytes)
     return Case(

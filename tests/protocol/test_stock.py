@@ -52,3 +52,30 @@ def test_scatter_is_wrong_at_low_page_numbers() -> None:
 @pytest.mark.parametrize("heads", [1, 2])
 def test_heads_replicated_on_both_sides_are_right(heads: int) -> None:
     assert run(stock(4, 2, draft=Cache("mha", heads=heads))).wrong == []
+
+
+DSA = Cache("mla", layers=4, k_bytes=24, index_k=(True, False, True, False))
+MTP = Cache("mla", k_bytes=24, index_k=(True,))
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("draft", [Cache("mha", heads=4), MTP], ids=["mha", "mtp"])
+def test_dsa_at_equal_tp_is_right(tp: int, stages: int, draft: Cache) -> None:
+    """As with the plugin in test_matrix.py, layers without index keys included."""
+    requests = (Request(150, chunk_pages=1), Request(64))
+    outcome = run(
+        stock(
+            tp, tp, target=DSA, draft=draft, page_size=64, prefill_pp=stages, requests=requests
+        )
+    )  # fmt: skip
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_dsa_without_drafter_is_right(prefill_tp: int, decode_tp: int) -> None:
+    """Index keys are the same on every rank: they come from the one that sends the target."""
+    outcome = run(stock(prefill_tp, decode_tp, target=DSA, draft=None, page_size=64))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}

@@ -17,7 +17,7 @@ import pytest
 import zmq
 from protocol import faults as faults_of_ring
 from protocol.faults import TWO_ROUNDS, case
-from protocol.model import Case
+from protocol.model import Case, Request
 from protocol.ring import Outcome, Rank, run
 
 from sglang_mixkv.errors import MixKVError
@@ -219,6 +219,56 @@ def test_registrations_that_would_end_a_thread(what: str) -> None:
     faults = {("decode", 0): meddle("_register_kv_args", change)}
     extra = {"faults": faults}
     recovered(run(Case(1, 1, hybrid=True, draft=None, extra=extra, **TWO_ROUNDS)))
+
+
+def only_one_request(fault: Callable[[Rank], None], side: str, **kwargs: Any) -> Outcome:
+    """A request whose peer's last registration is wrong: it fails, and only its own rows were
+    written (of its state by the other prefill rank)."""
+    extra = {"faults": {(side, 0): fault}, "send": send_late}
+    config = {"config": {"draft_transfer": "packed"}}
+    outcome = run(Case(2, 1, requests=(Request(8),), extra=extra | config, **kwargs))
+    assert [w for w in outcome.wrong if not ("state" in w and w.endswith("pages [1]"))] == []
+    assert outcome.decode[0].status == outcome.prefill[0].status == ["failed"]
+    return outcome
+
+
+def test_after_a_registration_that_cannot_be_read_the_one_before_does_not_count() -> None:
+    """Its memory may be another process's by now."""
+    fault = faults_of_ring.meddle("_register_kv_args", lambda m: [m, replaced(16, b"+1")(m)])
+    outcome = only_one_request(fault, "decode")
+    assert "DCP size is no number" in outcome.reasons
+
+
+REGISTERED_ANEW = {
+    "pages": ({"kv_data_lens": (96, 96, 128, 128)}, {}, "of a pool of 1"),
+    "stock's pages": ({"kv_data_lens": (96, 96)}, {"draft": None}, "of a pool of 1"),
+    "aux rows": ({"aux_rows": 1}, {}, "aux row 1 of 1"),
+    "stock's aux rows": ({"aux_rows": 1}, {"draft": None}, "aux row 1 of 1"),
+    "state": ({"state_lens": ((48, 48, 128, 128),)}, {"hybrid": True}, "mamba rows"),
+    "staging": ({"staging": (1 << 40, 8)}, {}, "a region inside the 8 bytes"),
+}
+
+
+@pytest.mark.parametrize("what", REGISTERED_ANEW)
+def test_a_room_stays_inside_what_its_peer_registered_last(what: str) -> None:
+    """The room was let in, and lay inside, when its peer registered less."""
+    changed, kwargs, words = REGISTERED_ANEW[what]
+
+    def inject(rank: Rank) -> None:
+        real, kept = rank.manager._may_pass, []
+
+        def passing(check: Any, frames: list[bytes]) -> bool:
+            passed = real(check, frames)
+            if frames[0] == b"None" and not kept:
+                kept.append(frames)
+            elif frames[0] == b"100":
+                said = msgspec.structs.replace(wire.decode(kept[0]), **changed)
+                _shout(rank.manager.rank_port, [[*kept[0][:20], wire.encode(said)]])
+            return passed
+
+        rank.manager._may_pass = passing
+
+    assert words in only_one_request(inject, "prefill", **kwargs).reasons
 
 
 def test_a_prefill_server_has_no_billion_ranks() -> None:
