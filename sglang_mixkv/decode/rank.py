@@ -11,7 +11,7 @@ none of those that are raised here through.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,20 +36,24 @@ from sglang_mixkv.transport.base import Transport
 
 logger = logging.getLogger(__name__)
 
+Endpoint = tuple[str, int]  # where a prefill rank listens
+
 
 class DecodeRank:
     """`sources`, `rooms`: what it knows; `gate`: its door; `landing`: where slices land."""
 
     def __init__(
         self, local: Local, config: Config, stats: Stats, rows: Rows, sglang: SGLang,
-        *, compares: bool,
+        *, compares: bool, quarantine_s: float,
     ) -> None:  # fmt: skip
-        """`compares`: SGLang's own --disaggregation-enable-kv-checksum is on."""
+        """`compares`: SGLang's own --disaggregation-enable-kv-checksum is on. `quarantine_s`: how
+        long what a failed room held stays out of use at most."""
         self.local, self.config, self.stats, self.rows = local, config, stats, rows
         self._sglang, self._compares = sglang, compares
         self.sources, self.rooms = Sources(stats), Rooms()
         self.verifier, self._clearer = Verifier(local.caches, rows), Clearer(rows)
-        self.landing = Landing(rows, config, stats)
+        self.landing = Landing(rows, config, stats, quarantine_s)
+        self._registered: dict[Endpoint, tuple[int, int]] = {}
         facts = local.facts
         self.gate = Gate(self.rooms, sglang, local.has_draft, facts.aux_item_lens, local.aux_rows)
 
@@ -96,11 +100,22 @@ class DecodeRank:
         route = source.route(prefill_rank, stage)
         return source.extension(self.local, route, self.landing.span)
 
+    # -- registrations: who has this rank's, and of which staging buffer it was told
+
+    def registered(self, endpoint: Endpoint) -> None:
+        self._registered[endpoint] = self.landing.span
+
+    def should_register(self, endpoint: Endpoint) -> bool:
+        return self._registered.get(endpoint) != self.landing.span
+
+    def forget_registration(self, endpoint: Endpoint) -> None:
+        self._registered.pop(endpoint, None)
+
     # -- requests, in the scheduler
 
     def refusal(self, address: str, number: int) -> str | None:
         """Why a request cannot be served, None when it can."""
-        reason = self.sources.refusal(address)
+        reason = self.sources.why_not(address)
         if reason is not None:
             return reason
         if self.rooms.get(number) is not None or self._sglang.awaits_acks(number):
@@ -150,8 +165,10 @@ class DecodeRank:
         self.stats.publish()
 
     def release(self, room: Room) -> None:
-        """The request ended; nothing scatters when this has returned."""
+        """The request ended; nothing scatters when this has returned. What it held is free once
+        all ranks have acknowledged, which some may have done before."""
         self.landing.release(room.number, room.source.contacted)
+        self.drained(room.number)
 
     def end(self, room: Room) -> None:
         """Its receiver is cleared."""
@@ -176,9 +193,9 @@ class DecodeRank:
             logger.exception("sglang-mixkv could not complete room %s", number)
             return f"could not complete room {number}: {error!r}"
 
-    def drained(self, number: int, acknowledged: Collection[int]) -> None:
-        """These prefill ranks have nothing of a failed room in flight any more."""
-        self.landing.drained(number, acknowledged)
+    def drained(self, number: int) -> None:
+        """More prefill ranks have nothing of a failed room in flight any more."""
+        self.landing.drained(number, self._sglang.acknowledged(number))
 
     def problems(self) -> list[str]:
         """What is wrong while no request runs."""

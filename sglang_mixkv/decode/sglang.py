@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Protocol
 
 
@@ -11,6 +11,10 @@ class SGLang(Protocol):
 
     def statuses(self) -> Mapping[int, int]:
         """Status (messages.Poll) of every room that SGLang knows."""
+
+    def acknowledged(self, room: int) -> Collection[int]:
+        """Prefill ranks, by SGLang's unique number, that have nothing of this aborted room in
+        flight any more."""
 
     def awaits_acks(self, room: int) -> bool:
         """Whether prefill ranks have not all said yet that nothing of this number's last

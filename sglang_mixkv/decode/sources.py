@@ -1,8 +1,8 @@
 """Prefill servers of one decode rank, by bootstrap address: those resolved, those refused.
 
 SGLang's scheduler resolves a server with the first request to it. One that does not fit is
-refused: its requests fail one by one, and it is asked again at most every RETRY_S, since it may
-have been restarted with other flags.
+refused: its requests fail one by one. An answer counts for CURRENT_S; then the server is asked
+again, since it may have been restarted, in the background, and is not known meanwhile.
 """
 
 from __future__ import annotations
@@ -16,24 +16,64 @@ from sglang_mixkv.stats import Stats
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 1.0
-
-# A refused server's reason is logged when it changes, else not more often than that.
-LOG_EVERY_S = 60.0
+CURRENT_S = 1.0  # an answer counts for so long, and is had again no more often
+SUMMARY_S = 60.0
 
 
 @dataclass
 class Refusal:
-    """`until`: when the server is asked again; `requests`: how many it has cost since `logged`."""
+    """Why one prefill server is not used, and when it said so.
 
-    reason: str
-    until: float
-    logged: float
+    `unused`: no request has had its last answer yet. `tried`: when it was asked last, with an
+    answer or without; `asking`: it is being asked. `requests`: refused since the last line about
+    it was logged (`said`).
+    """
+
+    address: str
+    error: Exception
+    answered: float
+    tried: float
+    said: float
+    unused: bool = True
+    asking: bool = False
     requests: int = 0
+
+    @property
+    def reason(self) -> str:
+        return f"sglang-mixkv refuses prefill server {self.address}: {self.error}"
+
+    def counts(self) -> bool:
+        """Whether a request is refused by the last answer. It is when no other was before it, so
+        that a request which had the server asked is decided by what it said."""
+        if self.asking:
+            return False
+        current = self.unused or time.monotonic() - self.answered < CURRENT_S
+        self.unused = False
+        return current
+
+    def may_be_asked(self) -> bool:
+        return not self.asking and time.monotonic() - self.tried >= CURRENT_S
+
+    def asked(self, error: Exception | None = None) -> None:
+        """It was asked again: it is refused for this, or cannot be reached (or is used now)."""
+        self.tried = time.monotonic()
+        if error is not None:
+            if str(error) != str(self.error):
+                logger.error("sglang-mixkv refuses prefill server %s: %s", self.address, error)
+            self.error, self.answered, self.unused = error, self.tried, True
+        self.asking = False
+
+    def count(self) -> None:
+        """A request was refused: logged once a minute, all together."""
+        self.requests += 1
+        now = time.monotonic()
+        if now - self.said >= SUMMARY_S:
+            logger.error("%s (%d requests since the last such line)", self.reason, self.requests)
+            self.said, self.requests = now, 0
 
 
 class Sources:
-    """All calls come from the scheduler, which no lock has to keep out of here."""
+    """The scheduler asks; it and the background thread put in what they learn."""
 
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
@@ -44,35 +84,24 @@ class Sources:
         return self._sources.get(address)
 
     def put(self, source: Source) -> None:
+        """It fits: it is refused no longer."""
         self._sources[source.address] = source
         self._refused.pop(source.address, None)
 
-    def refuse(self, address: str, error: Exception, now: float) -> None:
-        """This server does not fit. Logged once, then once a minute."""
-        reason = f"sglang-mixkv refuses prefill server {address}: {error}"
-        before = self._refused.get(address)
-        self._stats.refused(error)
-        self._sources.pop(address, None)
-        refusal = Refusal(reason, now + RETRY_S, now)
-        if before is not None and before.reason == reason:
-            refusal.logged, refusal.requests = before.logged, before.requests
-        self._refused[address] = refusal
-        if refusal.logged == now:
-            logger.error("%s", reason)
-        elif now - refusal.logged >= LOG_EVERY_S:
-            logger.error("%s (%d requests failed since)", reason, refusal.requests)
-            refusal.logged, refusal.requests = now, 0
+    def refused(self, address: str) -> Refusal | None:
+        return self._refused.get(address)
 
-    def is_refused(self, address: str, now: float | None = None) -> bool:
-        """Whether it need not be asked again yet."""
-        refusal = self._refused.get(address)
-        now = time.monotonic() if now is None else now
-        return refusal is not None and now < refusal.until
+    def refuse(self, address: str, error: Exception) -> None:
+        """A server that nothing was known of does not fit."""
+        now = time.monotonic()
+        refusal = self._refused[address] = Refusal(address, error, now, now, now)
+        logger.error("%s", refusal.reason)
 
-    def refusal(self, address: str) -> str | None:
-        """Why a request to this server fails; counted."""
+    def why_not(self, address: str) -> str | None:
+        """Why a request to this server fails, None when it does not; counted."""
         refusal = self._refused.get(address)
         if refusal is None:
             return None
-        refusal.requests += 1
+        self._stats.refused(refusal.error)
+        refusal.count()
         return refusal.reason

@@ -14,5 +14,9 @@ class DecodeTables:
     def statuses(self) -> Any:
         return self._manager.request_status
 
+    def acknowledged(self, room: int) -> frozenset[int]:
+        state = self._manager._deferred_abort_ack_tracker.get(room)
+        return frozenset(state.prefill_ranks) if state is not None else frozenset()
+
     def awaits_acks(self, room: int) -> bool:
         return room in self._manager._deferred_abort_ack_tracker

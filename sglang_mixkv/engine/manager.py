@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -22,6 +21,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang_mixkv.decode.background import Background
 from sglang_mixkv.decode.rank import DecodeRank
 from sglang_mixkv.decode.source import Sizes
+from sglang_mixkv.decode.sources import Refusal
 from sglang_mixkv.engine import handshake, sides
 from sglang_mixkv.engine.banner import banner, speaks
 from sglang_mixkv.engine.farewell import Farewells
@@ -51,7 +51,8 @@ class SidedManager(CommonKVManager):
             self.prefill = rank.prefill()
         else:
             self.decode = rank.decode()
-            self._farewells = Farewells(Background())
+            self._background = Background()
+            self._farewells = Farewells(self._background)
         # A prefill's reason for a failure travels to the decode side; stock parses it too.
         self.kv_status_msg_carries_reason = True
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
@@ -102,55 +103,67 @@ class SidedManager(CommonKVManager):
     # -- a decode rank learns of prefill servers, in the scheduler
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """As stock, once per prefill server; one that does not fit is kept with a reason."""
+        """As stock, once per prefill server. One that does not fit is kept with a reason; it is
+        asked again outside of the scheduler's loop, and not known meanwhile."""
         side = self.decode
         if side is None:
             return bool(super().try_ensure_parallel_info(bootstrap_addr))
         if bootstrap_addr in self.prefill_info_table:
             return True
-        now = time.monotonic()
-        if side.sources.is_refused(bootstrap_addr, now):
-            self._stand_in(bootstrap_addr)
+        refusal = side.sources.refused(bootstrap_addr)
+        if refusal is None:
+            return self._ask(side, bootstrap_addr)
+        if refusal.counts():
+            self.prefill_info_table[bootstrap_addr] = _stand_in()
             return True
+        if refusal.may_be_asked():
+            refusal.asking = self._background.submit(self._ask_again, side, refusal)
+        return False
+
+    def _ask(self, side: DecodeRank, address: str) -> bool:
+        """Resolve a prefill server that nothing is known of. Whether that is done."""
         try:
-            return self._resolve(side, bootstrap_addr)
+            return self._resolve(side, address)
         except Exception as error:
-            side.sources.refuse(bootstrap_addr, error, now)
-            self._stand_in(bootstrap_addr)
-            return True
+            side.sources.refuse(address, error)
+            return self.try_ensure_parallel_info(address)
+
+    def _ask_again(self, side: DecodeRank, refusal: Refusal) -> None:
+        """Resolve a refused server: it may have been restarted."""
+        try:
+            self._resolve(side, refusal.address)
+            refusal.asked()
+        except Exception as error:
+            refusal.asked(error)
 
     def _resolve(self, side: DecodeRank, address: str) -> bool:
-        """Whether the server could be asked. Raises when it does not fit."""
+        """Whether the server could be asked. Raises why it does not fit."""
         facts = handshake.fetch(address)
         if facts is None:
             return False
-        cold = side.is_cold(address, facts)
-        if not super().try_ensure_parallel_info(address):
-            return False
-        info = self.prefill_info_table[address]
-        source = side.learn(address, _sizes(info), facts, cold=cold)
-        if side.local.has_draft:
-            info.required_prefill_response_num = source.required
-        return True
+        self._thread.resolving = address, facts, side.is_cold(address, facts)
+        return bool(super().try_ensure_parallel_info(address))
 
     def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
-        """As stock, which makes lists of ranks, for sizes that a server can have."""
-        if self.decode is not None:
-            _sizes(info).check(with_draft=self.decode.local.has_draft)
+        """As stock, for sizes that a server can have. Stock publishes `info` next: its Source is
+        there before."""
+        side = self.decode
+        if side is None:
+            super()._resolve_rank_mapping(info)
+            return
+        sizes = Sizes(info.attn_tp_size, info.attn_cp_size, info.dp_size, info.pp_size)
+        sizes.check(with_draft=side.local.has_draft)
         super()._resolve_rank_mapping(info)
-
-    def _stand_in(self, address: str) -> None:
-        """Sizes for a refused server, so that each request to it resolves, and is refused."""
-        self.prefill_info_table[address] = PrefillServerInfo(
-            attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
-            kv_cache_dtype=None, follow_bootstrap_room=True,
-        )  # fmt: skip
+        address, facts, cold = self._thread.resolving
+        source = side.learn(address, sizes, facts, cold=cold)
+        if side.local.has_draft:
+            info.required_prefill_response_num = source.required
 
     def dismiss(self, address: str, room: int, dp_rank: int) -> None:
-        """Let a prefill server's half of a refused request end now rather than by timeout. A
-        refused server is resolved anew with the next request."""
+        """Let a prefill server's half of a refused request end now rather than by timeout. The
+        stand-in of a refused server goes, so that the next request may have it asked."""
         assert self.decode is not None
-        if self.decode.sources.get(address) is None:
+        if self.decode.sources.refused(address) is not None:
             self.prefill_info_table.pop(address, None)
         self._farewells.tell(address, room, dp_rank)
 
@@ -169,9 +182,8 @@ class SidedManager(CommonKVManager):
     def note_abort_ack(self, bootstrap_room: int, prefill_rank: int, generation: int) -> None:
         """As stock; what a failed room held is free once all ranks have acknowledged."""
         super().note_abort_ack(bootstrap_room, prefill_rank, generation)
-        state = self._deferred_abort_ack_tracker.get(bootstrap_room)
-        if self.decode is not None and state is not None:
-            self.decode.drained(bootstrap_room, set(state.prefill_ranks))
+        if self.decode is not None:
+            self.decode.drained(bootstrap_room)
 
     # -- what must hold
 
@@ -192,5 +204,10 @@ class SidedManager(CommonKVManager):
         return found
 
 
-def _sizes(info: PrefillServerInfo) -> Sizes:
-    return Sizes(info.attn_tp_size, info.attn_cp_size, info.dp_size, info.pp_size)
+def _stand_in() -> PrefillServerInfo:
+    """In the place of a refused server's sizes, so that SGLang resolves its requests without
+    asking it anything: with one DP rank the number of that is known."""
+    return PrefillServerInfo(
+        attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
+        kv_cache_dtype=None, follow_bootstrap_room=True,
+    )  # fmt: skip

@@ -21,11 +21,14 @@ from sglang_mixkv.decode.rank import DecodeRank
 from sglang_mixkv.decode.rooms import Room
 from sglang_mixkv.decode.slices import Sender
 from sglang_mixkv.protocol.extension import Grant, encode
-from sglang_mixkv.protocol.messages import REGISTER_AGAIN
+from sglang_mixkv.protocol.messages import cured_by_registration
 
 logger = logging.getLogger(__name__)
 
-ENDED = (KVPoll.Success, KVPoll.Failed)
+
+def _endpoint(info: dict[str, Any]) -> tuple[str, int]:
+    """Where the prefill rank of stock's record listens."""
+    return info["rank_ip"], info["rank_port"]
 
 
 class RoomReceiver(CommonKVReceiver):
@@ -37,6 +40,7 @@ class RoomReceiver(CommonKVReceiver):
     side: DecodeRank | None = None
     room: Room | None = None
     conclude_state: Any
+    bootstrap_infos: Any
     cleared = False
     grants: Mapping[Sender, Grant] = MappingProxyType({})
 
@@ -58,6 +62,7 @@ class RoomReceiver(CommonKVReceiver):
             return
         super().init(prefill_dp_rank)
         if self.conclude_state is None:
+            self._register_again(side)
             self.room = side.begin(self.bootstrap_room, address)
 
     def _fail(self, reason: str) -> None:
@@ -89,7 +94,24 @@ class RoomReceiver(CommonKVReceiver):
             side.landing.prepare(source.target, source.draft)
             for info in self.bootstrap_infos or []:
                 info["is_dummy"] = source.route(info["tp_rank"], info["pp_rank"]).is_dummy
-        return super()._register_kv_args()
+        sent = bool(super()._register_kv_args())
+        if side is not None and sent:
+            for info in self.bootstrap_infos:
+                side.registered(_endpoint(info))
+        return sent
+
+    def _register_again(self, side: DecodeRank) -> None:
+        """Register with those ranks of a known server that need it. No HTTP: stock's record of
+        them stays."""
+        known = self.bootstrap_infos
+        stale = [info for info in known if side.should_register(_endpoint(info))]
+        if not stale:
+            return
+        self.bootstrap_infos = stale
+        sent = self._register_kv_args()
+        self.bootstrap_infos = known
+        if not sent:
+            self.invalidate_cached_bootstrap_infos()
 
     def _send_bootstrap_message(
         self, *, bootstrap_info: dict[str, Any], message: list[bytes], operation: Any
@@ -127,22 +149,6 @@ class RoomReceiver(CommonKVReceiver):
                 return
         super().send_metadata(kv_indices, aux_index, *args, **kwargs)
 
-    def poll(self) -> Any:
-        concluded = self.conclude_state
-        status = super().poll()
-        if concluded is None and status in ENDED and self.room is not None:
-            self._concluded(status)
-        return status
-
-    def _concluded(self, status: Any) -> None:
-        """The first poll that says how the request ended."""
-        assert self.side is not None
-        assert self.room is not None
-        if status == KVPoll.Success:
-            self.side.received(self.room)
-        elif REGISTER_AGAIN in self.kv_mgr.failure_records.get(self.bootstrap_room, ""):
-            self._register_kv_args()
-
     def abort(self) -> None:
         """No scatter starts, and none is under way, once this has returned."""
         if self.room is not None:
@@ -160,5 +166,14 @@ class RoomReceiver(CommonKVReceiver):
             return
         self.cleared = True
         if self.room is not None:
+            self._conclude(self.side, self.room)
             self.side.end(self.room)
         super().clear()
+
+    def _conclude(self, side: DecodeRank, room: Room) -> None:
+        """What this request's end means for the counters, and for the next request."""
+        if self.conclude_state == KVPoll.Success:
+            side.received(room)
+        elif cured_by_registration(self.kv_mgr.failure_records.get(room.number, "")):
+            for info in self.bootstrap_infos or []:
+                side.forget_registration(_endpoint(info))

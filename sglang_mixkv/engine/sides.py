@@ -10,6 +10,7 @@ from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
 
 from sglang_mixkv.config import config_of
 from sglang_mixkv.decode import source
+from sglang_mixkv.decode.landing import QUARANTINE_S
 from sglang_mixkv.decode.rank import DecodeRank
 from sglang_mixkv.engine import kv_args, releases
 from sglang_mixkv.engine.check import check_once
@@ -80,8 +81,12 @@ class Rank:
             draft_window=0 if shared else getattr(args, "draft_window", 0),
         )
         compares = bool(get_disagg().disaggregation_enable_kv_checksum)
-        tables = DecodeTables(self.manager)
-        return DecodeRank(local, self.config, self.stats, self.rows, tables, compares=compares)
+        # SGLang frees the pages of an aborted request after that, whatever the transport does.
+        release_s = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get()
+        return DecodeRank(
+            local, self.config, self.stats, self.rows, DecodeTables(self.manager),
+            compares=compares, quarantine_s=max(QUARANTINE_S, 2.0 * release_s),
+        )  # fmt: skip
 
 
 def rows_for(device: str, gpu_id: int) -> Rows:

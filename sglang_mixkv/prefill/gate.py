@@ -17,7 +17,7 @@ from sglang_mixkv.prefill.rooms import MEMORY_S, Room, Rooms, State
 from sglang_mixkv.prefill.sglang import SGLang
 from sglang_mixkv.protocol import messages, registration
 from sglang_mixkv.protocol.frames import Address, Frames
-from sglang_mixkv.protocol.messages import Abort, Metadata, MetadataPositions, Poll
+from sglang_mixkv.protocol.messages import MOVED, Abort, Metadata, MetadataPositions, Poll
 from sglang_mixkv.protocol.registration import Positions
 from sglang_mixkv.stats import Stats
 
@@ -89,7 +89,7 @@ class Gate:
         if refusal is not None or peer is None:
             raise MixKVError(refusal or "its registration never arrived")
         if (said.sender.endpoint, said.sender.port) != (peer.address.endpoint, peer.address.port):
-            raise MixKVError(f"it registered from {peer.address.endpoint}:{peer.address.port}")
+            raise MixKVError(f"{MOVED} {peer.address.endpoint}:{peer.address.port}")
         if not self._may_join(said.room, session):
             raise MixKVError("it has all its decode ranks already")
         if said.prefix % self.page_size:

@@ -6,7 +6,7 @@ import threading
 
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.prefill.peer import Local, Peer, admit
-from sglang_mixkv.protocol.messages import REGISTER_AGAIN
+from sglang_mixkv.protocol.messages import REFUSED, REGISTER_AGAIN
 from sglang_mixkv.protocol.registration import Registration
 
 # Sessions that are remembered whose registration could not be read.
@@ -33,7 +33,7 @@ class Peers:
         try:
             peer = admit(self._local, registration)
         except MixKVError as error:
-            self.refuse(session, str(error))
+            self.refuse(session, f"{REFUSED}: {error}")
             raise
         with self._lock:
             self._peers[session] = peer

@@ -26,9 +26,19 @@ from sglang_mixkv.protocol.frames import Address, Frames, Numbers
 
 ABORT = b"ABORT"
 
-# What a prefill rank says of a decode rank that it does not know (any more): the one reason for a
-# failure that a registration cures.
+# What prefill ranks say of a request that failed for want of a good registration: they have none,
+# or refused it, or do not send any more to a session that a write to it failed for, which a
+# registration of that session ends (sglang: MooncakeKVManager._publish_peer_registration).
 REGISTER_AGAIN = "it registers again with its next request"
+MOVED = "it registered from"
+REFUSED = "sglang-mixkv refuses this decode rank"
+_CURED = (REGISTER_AGAIN, MOVED, REFUSED, "Failed to send", "Decode instance could be dead")
+
+
+def cured_by_registration(reason: str) -> bool:
+    """Whether the decode rank should register before its next request."""
+    return any(words in reason for words in _CURED)
+
 
 MAX_INDEX = 1 << 31
 
