@@ -52,6 +52,13 @@ class RegionAllocator:
                 raise KeyError(start)
             self._retired[start] = until
 
+    def reclaim(self, start: int, until: float) -> None:
+        """End that quarantine now: no write to the region can be in flight. Nothing happens when
+        it has ended already, whatever the region is by then."""
+        with self._lock:
+            if self._retired.get(start) == until:
+                del self._retired[start], self._held[start]
+
     def _reap(self, now: float) -> None:
         for start in [s for s, until in self._retired.items() if until <= now]:
             del self._retired[start], self._held[start]

@@ -39,7 +39,8 @@ class DraftFacts(msgspec.Struct, frozen=True):
 class Facts(msgspec.Struct, frozen=True):
     """One server's side of the handshake; equal on all its ranks that hold the drafter.
 
-    `draft_aux`: numbers of the metadata rows that only the drafter reads.
+    `draft_aux`: numbers of the metadata rows that only the drafter reads. `extents`: it can write
+    slices by extent (core/extents.py).
     """
 
     plugin: Word
@@ -53,6 +54,7 @@ class Facts(msgspec.Struct, frozen=True):
     steps: Size = 0
     draft: DraftFacts | None = None
     draft_aux: Several[Size] = ()
+    extents: bool = False
 
 
 def _sentence(what: str, prefill: object, decode: object, effect: str, remedy: str) -> str:

@@ -8,7 +8,7 @@ table of copies, one row an entry (source entry -> destination entry):
     destination row  | h2 | h3 |                      dst_row = 2 heads, dst_offset = 0
 
 With `width == src_row == dst_row` a run of neighbouring pages is one range; otherwise
-each token is a range of its own (the direct path), unless it is packed or sent by page.
+each token is a range of its own (the direct path), unless it is packed or sent by extent.
 """
 
 from __future__ import annotations
@@ -119,21 +119,6 @@ class Copies:
     def placed(self, address: int, tokens: int) -> Copies:
         """Of a `region`, or of some of its entries: with a region of `tokens` at `address`."""
         return replace(self, dst=address + self.dst * tokens)
-
-    def paged(self, page_size: int) -> Copies:
-        """The same slices in items of a page instead of rows: in its destination page each
-        sender's slice of all tokens stands together, in the order of the heads. The
-        source rows must hold nothing but the slice."""
-        zero = np.zeros_like(self.width)
-        return Copies(
-            self.src,
-            self.dst + self.dst_offset * page_size,
-            self.src_row * page_size,
-            self.dst_row * page_size,
-            zero,
-            zero,
-            self.width * page_size,
-        )
 
     @staticmethod
     def concat(parts: Iterable[Copies]) -> Copies:

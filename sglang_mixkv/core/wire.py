@@ -107,14 +107,17 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
 
     `address`, `tokens`: a region for the draft slices, its first byte and rows an entry
     (layout: packed.into_region); `tokens` 0: none. `first_page`: the request's page that its
-    first row belongs to. `by_page`: slices that go to no region and are a part of the
-    destination's row are written by page (layout: plan.Copies.paged).
+    first row belongs to, and from which on draft KV is wanted. `by_page`: slices that go to no
+    region and are a part of the destination's row are written by extent (core/extents.py).
+    `extent`: tokens of an extent at most; 0: each page is one. Other than 0 only for a server
+    whose facts say that it knows extents.
     """
 
     address: Size
     tokens: Size
     first_page: Size = 0
     by_page: bool = False
+    extent: Size = 0
 
 
 class Digest(msgspec.Struct, frozen=True):

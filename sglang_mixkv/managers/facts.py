@@ -40,6 +40,7 @@ def local_facts(kv_args: Any, caches: Caches) -> Facts:
         steps=spec.speculative_num_steps or 0,
         draft=_draft_facts(kv_args, caches),
         draft_aux=draft_aux(),
+        extents=True,
     )
 
 

@@ -111,6 +111,9 @@ class Peer:
         parts = (self.plan.target.parts.part, self.plan.draft.parts.part)
         if grant.by_page and any((part.src_row != part.width).any() for part in parts):
             raise MixKVError("slices are wanted by page that do not fill this rank's rows.")
+        size, extent = self.plan.page_size, grant.extent
+        if extent and extent % size and size % extent:
+            raise MixKVError(f"extents of {extent} tokens do not fit pages of {size}.")
 
 
 def _check_inside(what: str, numbers: Numbers, count: int) -> None:

@@ -22,6 +22,7 @@ from sglang.srt.utils.network import NetworkAddress
 from sglang_mixkv.core.announcement import announcement
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.pages import pages_to_send, window_start
+from sglang_mixkv.core.plan import Ints
 from sglang_mixkv.core.wire import Digest, encode
 from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.engine import within_limits
@@ -206,7 +207,8 @@ class PrefillSide(PrefillGate):
         chunk, grant = Chunk(src, dst), None
         taken = getattr(self.current, "chunk", None)
         if taken is not None:
-            chunk = Chunk(src, dst, taken.index_slice.start, self._before_window(peer, taken))
+            skip = self._before_window(peer, taken)
+            chunk = Chunk(src, dst, taken.index_slice.start, skip, self._room_pages(peer, taken))
             grant = self.grants.get((taken.room, peer.session))
         started = time.perf_counter()
         written = self._writer().write(peer.session, plan, chunk, grant)
@@ -269,6 +271,11 @@ class PrefillSide(PrefillGate):
         total = len(self.transfer_infos[taken.room][peer.session].dst_kv_indices)
         first = window_start(total, peer.plan.page_size, peer.draft_window)
         return min(len(taken.prefill_kv_indices), max(0, first - taken.index_slice.start))
+
+    def _room_pages(self, peer: Peer, taken: Any) -> Ints | None:
+        """All destination pages of the room at this peer; None once the room has ended."""
+        info = self.transfer_infos.get(taken.room, {}).get(peer.session)
+        return None if info is None else np.asarray(info.dst_kv_indices, np.int64)
 
     @override(MooncakeKVManager)
     def send_aux(self, req: Any, prefill_aux_index: int, dst_aux_ptrs: list[int]) -> int:

@@ -3,17 +3,19 @@
 Prefill: each transfer thread has a pack buffer of its own (`pack_buffer`).
 
 Decode: one registered buffer; a request whose draft slices would be many short ranges in its
-pool is granted a region of it, one area a sender. Slices that are a part of a row and get no
-region (no room, or the target's) are written by page into the request's own pages. Life of
-a grant, on a decode rank:
+pool is granted a region of it, one area per sender. Slices that are a part of a row and get no
+region (no room, or the target's) are written by extent into the request's own pages
+(core/extents.py). Life of a grant, on a decode rank:
 
     scheduler      receiver.send_metadata -> grant()        region held
     decode thread  all senders answered   -> scatter()      region or pages -> rows, region free
     scheduler      abort or failure       -> release()      region quarantined
+    decode thread  all ranks acknowledged -> drained()      region free
 
-A failed write can still be under way after the transport's call has returned, so a region
-that was not scattered stays out of use for QUARANTINE_S. The request's pages are SGLang's to
-hold back, as after any failed transfer.
+A failed write can still be in flight after the transport's call has returned, so a region that
+was not scattered stays out of use until every contacted rank has said that nothing of the room is
+in flight, or for `quarantine_s` where one never does. SGLang holds the request's pages back in the
+same way.
 """
 
 from __future__ import annotations
@@ -21,20 +23,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from sglang_mixkv.core.allocator import RegionAllocator
+from sglang_mixkv.core.extents import Extents, extents, most_tokens
 from sglang_mixkv.core.geometry import Shard
 from sglang_mixkv.core.plan import Copies, Ints, component_copies, runs_of
 from sglang_mixkv.core.wire import Grant
 from sglang_mixkv.transfer.packed import (
     PackBuffer,
-    by_page_rows,
     from_region,
+    orderings,
     prefer_packed,
     scatter,
+    to_rows,
 )
 from sglang_mixkv.transfer.rows import HostRows, Rows
 
@@ -44,10 +49,14 @@ logger = logging.getLogger(__name__)
 # transport does (SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT).
 QUARANTINE_S = 60.0
 
-# What pages written by page pass through on their way to rows, at most so many bytes at once.
+# Extents pass through scratch memory on their way to rows: at most so many bytes at once.
 SCRATCH = 8 << 20
 
+# A buffer that could not be had is not asked for again before so long.
+RETRY_S = 60.0
+
 Sender = tuple[int, int]  # prefill rank, stage
+Parts = list[tuple["Slices", Ints]]  # slices that are parts of rows, and their pages
 
 
 def rows_for(device: str, gpu_id: int) -> Rows:
@@ -87,12 +96,12 @@ class Slices:
     senders: Mapping[Sender, range]
     prefill_tp: int
 
-    @property
+    @cached_property
     def are_parts(self) -> bool:
         """Whether they are parts of this rank's rows: P > D."""
         return any(heads != self.shard.heads for heads in self.senders.values())
 
-    @property
+    @cached_property
     def are_cut(self) -> bool:
         """Whether they are parts of their senders' rows: P < D."""
         return any(heads != self._sent_rows(rank) for (rank, _), heads in self.senders.items())
@@ -100,107 +109,137 @@ class Slices:
     def _sent_rows(self, rank: int) -> range:
         return self.shard.component.spread.on_rank(self.prefill_tp, rank)
 
+    @cached_property
+    def in_row(self) -> int:
+        """Slices that make a row: the same from all stages."""
+        return len({rank for rank, _ in self.senders})
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Bytes per token, per entry."""
+        return self.shard.rows
+
+    @cached_property
+    def row_bytes(self) -> int:
+        return sum(self.rows)
+
+    @cached_property
+    def in_pool(self) -> Mapping[Sender, Copies]:
+        """Each sender's heads in every entry of this rank's pool, as a destination."""
+        pairs = [(i, i) for i in range(self.shard.component.entries)]
+        ptrs = list(self.ptrs)
+        return {
+            sender: component_copies(ptrs, self.shard, ptrs, self.shard, heads, pairs)
+            for sender, heads in self.senders.items()
+        }
+
     def detour(self, pages: int, runs: int, mode: str) -> bool:
         """Whether so many pages, in so many runs here, are better not sent as they are: the
         one rule (packed.py), over the ranges that writing them into the pool takes."""
         tokens = pages * self.shard.page_size
         if self.are_parts:
-            ranges = tokens * self.shard.component.entries * len(self.ranks)
+            ranges = tokens * self.shard.component.entries * self.in_row
         elif self.are_cut:  # packed by their sender whatever is decided here
             ranges = runs * self.shard.component.entries
             mode = "auto" if mode == "packed" else mode
         else:
             return False  # the same rows on both sides, as the target's
-        return prefer_packed(ranges, tokens * sum(self.shard.rows), mode)
+        return prefer_packed(ranges, tokens * self.row_bytes, mode)
 
-    @property
-    def ranks(self) -> dict[int, range]:
-        """Heads by prefill rank: the same from all stages."""
-        return {rank: heads for (rank, _), heads in self.senders.items()}
-
-    def may_go_by_page(self) -> bool:
-        """Whether that makes longer ranges, and each slice is its sender's whole row: all of
-        them are equally wide then."""
-        page_size = self.shard.page_size
-        fits = max(self.shard.rows) * page_size <= SCRATCH
-        return page_size > 1 and fits and not self.are_cut
-
-    def in_pool(self, heads: range) -> Copies:
-        """These heads in every entry of this rank's pool, as a destination."""
-        pairs = [(i, i) for i in range(self.shard.component.entries)]
-        ptrs = list(self.ptrs)
-        return component_copies(ptrs, self.shard, ptrs, self.shard, heads, pairs)
-
-    def entries(self) -> Iterator[Copies]:
-        """Entry after entry, the slices of every rank."""
-        ranks = [self.in_pool(heads) for heads in self.ranks.values()]
-        for index in range(self.shard.component.entries):
-            yield Copies.concat(copies.at(index) for copies in ranks)
+    def areas(self, address: int, tokens: int) -> dict[Sender, int]:
+        """Where each sender writes into a region at `address`, one after the other."""
+        found = {}
+        for sender, copies in self.in_pool.items():
+            found[sender] = address
+            address += copies.bytes_per_token * tokens
+        return found
 
 
 @dataclass(frozen=True)
 class Granted:
     """What has to be done with a request's pages once all of them are written.
 
-    `start`: of its region in the buffer, None without one; `areas`: what is in the region;
-    `by_page`: slices, and the pages they were written to by page.
+    `start`: of its region in the buffer, None without one; `areas`: where in it each sender of
+    the draft's `slices` writes those of `pages`. `parts`: slices, and the pages that they are
+    written to by extents of at most `extent` tokens.
     """
 
-    page_size: int
+    slices: Slices
     pages: Ints
     start: int | None
-    areas: tuple[Copies, ...]
-    by_page: tuple[tuple[Slices, Ints], ...]
+    areas: Mapping[Sender, int]
+    parts: tuple[tuple[Slices, Ints], ...]
+    extent: int
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while it is scattered
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """A region in quarantine: until that moment, or until all of `ranks` have acknowledged."""
+
+    start: int
+    until: float
+    ranks: frozenset[int]
 
 
 class Staging:
     """A decode rank's buffer and the grants in it. Without `buffer` it grants no regions,
-    without `scratch` nothing is written by page. `full`: requests that found no room."""
+    without `scratch` nothing is written by extent. `full`: requests that found no room."""
 
     def __init__(
-        self, buffer: PackBuffer | None, rows: Rows, scratch: PackBuffer | None = None
-    ) -> None:
-        self._buffer, self._rows, self._scratch = buffer, rows, scratch
-        self._regions = RegionAllocator(buffer.size if buffer else 0)
+        self, buffer: PackBuffer | None, rows: Rows, scratch: PackBuffer | None = None,
+        quarantine_s: float = QUARANTINE_S,
+    ) -> None:  # fmt: skip
+        self._rows, self._scratch, self._quarantine_s = rows, scratch, quarantine_s
         self._granted: dict[int, Granted] = {}
+        self._leaving: dict[int, Leaving] = {}
         self._scratch_lock = threading.Lock()
+        self._asked = float("-inf")
         self.full = 0
+        self._use(buffer)
+
+    def _use(self, buffer: PackBuffer | None) -> None:
+        self._buffer = buffer
+        self._regions = RegionAllocator(buffer.size if buffer else 0)
+
+    def take(self, engine: Any, size: int) -> None:
+        """Take the buffer, for the first peer that needs regions."""
+        now = time.monotonic()
+        if self._buffer is None and now - self._asked >= RETRY_S:
+            self._asked = now
+            self._use(pack_buffer(engine, self._rows, size))
 
     @property
     def span(self) -> tuple[int, int]:
         return (self._buffer.address, self._buffer.size) if self._buffer else (0, 0)
 
     def grant(
-        self, room: int, target: Slices, draft: Slices, pages: Ints, skip: int, mode: str
-    ) -> dict[Sender, Grant]:
+        self, room: int, target: Slices, draft: Slices, pages: Ints, skip: int, mode: str,
+        extents_known: bool = False,
+    ) -> dict[Sender, Grant]:  # fmt: skip
         """Decide how this room's slices come: what senders have to be told, if anything.
 
         `pages`: all pages of the request; the drafter's window reaches those from `skip` on.
+        `extents_known`: the senders can write extents other than pages.
         """
         reached = pages[skip:]
         start = self._region(draft, reached, mode)
         in_pool = [(target, pages)] + [(draft, reached)] * (start is None)
         parts = [(slices, where) for slices, where in in_pool if slices.are_parts and len(where)]
-        by_page = self._go_by_page(parts, mode)
-        if start is None and not by_page:
-            return {}
-        told = {}
+        extent = self._extent(parts, mode, extents_known)
+        by_page, told = extent is not None, {}
         if by_page:
-            told = {
-                sender: Grant(0, 0, by_page=True) for sender in (*target.senders, *draft.senders)
-            }
-        areas = []
+            plain = Grant(0, 0, skip, True, extent or 0)
+            told = dict.fromkeys((*target.senders, *draft.senders), plain)
+        areas: dict[Sender, int] = {}
         if start is not None:
-            address, tokens = self.span[0] + start, len(reached) * draft.shard.page_size
-            for sender, heads in draft.senders.items():
-                copies = draft.in_pool(heads)
-                areas.append(from_region(copies, address, tokens))
-                told[sender] = Grant(address, tokens, skip, by_page)
-                address += copies.bytes_per_token * tokens
-        self._granted[room] = Granted(
-            draft.shard.page_size, reached, start, tuple(areas), tuple(parts) if by_page else ()
-        )
+            tokens = len(reached) * draft.shard.page_size
+            areas = draft.areas(self.span[0] + start, tokens)
+            for sender, address in areas.items():
+                told[sender] = Grant(address, tokens, skip, by_page, extent or 0)
+        if told:
+            written = tuple(parts) if by_page else ()
+            self._granted[room] = Granted(draft, reached, start, areas, written, extent or 0)
         return told
 
     def _region(self, draft: Slices, pages: Ints, mode: str) -> int | None:
@@ -208,18 +247,26 @@ class Staging:
         runs = len(runs_of(pages)[0])
         if self._buffer is None or not draft.detour(len(pages), runs, mode):
             return None
-        size = sum(draft.shard.rows) * len(pages) * draft.shard.page_size
+        size = draft.row_bytes * len(pages) * draft.shard.page_size
         start = self._regions.allocate(size, time.monotonic())
         self.full += start is None
         return start
 
-    def _go_by_page(self, parts: list[tuple[Slices, Ints]], mode: str) -> bool:
-        """Whether all of these are written by page: one answer for a whole request."""
-        return (
-            self._scratch is not None
-            and any(slices.detour(len(pages), len(pages), mode) for slices, pages in parts)
-            and all(slices.may_go_by_page() for slices, _ in parts)
-        )
+    def _extent(self, parts: Parts, mode: str, known: bool) -> int | None:
+        """Tokens of an extent at most (0: pages), by which all of these are written: one answer
+        for a whole request. None: they are not, since each slice has to be its sender's whole
+        row (then all of a row are equally wide), and ranges at least half as many."""
+        wanted = any(slices.detour(len(pages), len(pages), mode) for slices, pages in parts)
+        if not wanted or self._scratch is None or any(slices.are_cut for slices, _ in parts):
+            return None
+        size = parts[0][0].shard.page_size
+        room = self._scratch.size // max(max(slices.rows) for slices, _ in parts)
+        if not known:
+            return 0 if 1 < size <= room else None
+        most = most_tokens(size, room) if room else 0
+        tokens = sum(len(pages) for _, pages in parts) * size
+        found = sum(len(extents(pages, size, most)) for _, pages in parts) if most > 1 else tokens
+        return most if 2 * found <= tokens else None
 
     def scatter(self, room: int) -> None:
         """Put what a room's senders wrote where it belongs and free its region; nothing if it
@@ -237,7 +284,7 @@ class Staging:
             try:
                 self._scatter(granted)
             except Exception:
-                self._retire(granted)
+                self._retire(room, granted, frozenset())
                 raise
             else:
                 if granted.start is not None:
@@ -246,27 +293,54 @@ class Staging:
                 self._granted.pop(room, None)
 
     def _scatter(self, granted: Granted) -> None:
-        for area in granted.areas:
-            scatter(self._rows, area, granted.page_size, 0, granted.pages)
-        for slices, pages in granted.by_page:
-            assert self._scratch is not None
-            with self._scratch_lock:
-                for entry in slices.entries():
-                    by_page_rows(self._rows, entry, granted.page_size, pages, self._scratch)
+        size = granted.slices.shard.page_size
+        tokens = len(granted.pages) * size
+        for sender, address in granted.areas.items():
+            area = from_region(granted.slices.in_pool[sender], address, tokens)
+            scatter(self._rows, area, size, 0, granted.pages)
+        for slices, pages in granted.parts:
+            self._order(slices, extents(pages, size, granted.extent))
 
-    def release(self, room: int) -> None:
-        """The room ended without a scatter: its region may still be written."""
+    def _order(self, slices: Slices, found: Extents) -> None:
+        """Put these extents of every entry in the order of rows."""
+        assert self._scratch is not None
+        most = self._scratch.size // max(slices.rows)
+        with self._scratch_lock:
+            for order in orderings(found, slices.in_row, most):
+                for ptr, row in zip(slices.ptrs, slices.rows, strict=True):
+                    to_rows(self._rows, ptr, row, slices.in_row, order, self._scratch.address)
+
+    def release(self, room: int, ranks: frozenset[int] = frozenset()) -> None:
+        """The room ended without a scatter: its region may still be written, at the longest until
+        `ranks`, all that were contacted, have acknowledged that (`drained`)."""
         granted = self._granted.get(room)
         if granted is None:
             return
         with granted.lock:
             if self._granted.get(room) is granted:
                 del self._granted[room]
-                self._retire(granted)
+                self._retire(room, granted, ranks)
 
-    def _retire(self, granted: Granted) -> None:
-        if granted.start is not None:
-            self._regions.retire(granted.start, time.monotonic() + QUARANTINE_S)
+    def _retire(self, room: int, granted: Granted, ranks: frozenset[int]) -> None:
+        if granted.start is None:
+            return
+        now = time.monotonic()
+        for other, leaving in list(self._leaving.items()):
+            if leaving.until <= now:
+                self._leaving.pop(other, None)
+        until = now + self._quarantine_s
+        self._leaving[room] = Leaving(granted.start, until, ranks)
+        self._regions.retire(granted.start, until)
+
+    def drained(self, room: int, acknowledged: Collection[int]) -> None:
+        """These ranks have said that nothing of a room that ended is in flight. Its region is
+        free when they are all that were contacted."""
+        leaving = self._leaving.get(room)
+        if leaving is None or not leaving.ranks or not leaving.ranks.issubset(acknowledged):
+            return
+        self._regions.reclaim(leaving.start, leaving.until)
+        if self._leaving.get(room) is leaving:
+            self._leaving.pop(room, None)
 
     def in_use(self) -> tuple[int, int]:
         """Bytes held by requests, and bytes quarantined."""
@@ -280,20 +354,25 @@ class Staging:
 
 
 def prepare(
-    engine: Any, rows: Rows, size: int, target: Slices, draft: Slices, mode: str
-) -> Staging | None:
-    """A decode rank's staging for a prefill server with these slices, None if it needs none.
-
-    Takes the memory that requests could come to need: a buffer of `size` bytes, scratch.
-    """
+    engine: Any, rows: Rows, size: int, target: Slices, draft: Slices, mode: str,
+    quarantine_s: float = QUARANTINE_S, before: Staging | None = None,
+) -> Staging | None:  # fmt: skip
+    """A decode rank's staging once it serves a prefill server with these slices: as `before`, or
+    with the memory that its requests could come to need: a buffer of `size` bytes, scratch."""
     longest = 1 << 20
     regions = draft.detour(longest, longest, mode)
     if not regions and not target.detour(longest, longest, mode):
-        return None
+        return before
+    staging = before or Staging(None, rows, _scratch(rows), quarantine_s)
+    if regions:
+        staging.take(engine, size)
+    return staging
+
+
+def _scratch(rows: Rows) -> PackBuffer | None:
     try:
         address, owner = rows.allocate(SCRATCH)
-        scratch = PackBuffer(address, SCRATCH, owner)
     except MemoryError as error:
         logger.warning("sglang-mixkv: nothing is received by page (%s)", error)
-        scratch = None
-    return Staging(pack_buffer(engine, rows, size) if regions else None, rows, scratch)
+        return None
+    return PackBuffer(address, SCRATCH, owner)

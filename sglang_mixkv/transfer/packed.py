@@ -10,8 +10,9 @@ larger than the pack buffer goes through it in several rounds. Where a copy take
 as the write, so does a smaller one, in a few rounds that begin small: while one is on the wire
 the next is packed (ahead.py), so that little but the first has to be waited for.
 
-Without room for a region, slices that are part of a row go by page (`by_page_rows`): a range
-a page into the destination's own pages, which the receiver then puts in the order of rows.
+Without room for a region, slices that are part of a row go by extent (core/extents.py): a range
+per run of neighbouring tokens into the request's own pages, which the receiver then puts in the
+order of rows (`to_rows`).
 
 The rule of `auto`, for both sides: take the longer way where the shorter would need more than
 DIRECT_DESCRIPTORS ranges that average less than DIRECT_MEAN bytes. A range costs 20-25 us on
@@ -27,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_mixkv.core.extents import Extents
 from sglang_mixkv.core.plan import Blocks, Copies, Ints, PagePairs, consecutive, run_blocks
 from sglang_mixkv.transfer.rows import RowCopy, RowNumbers, Rows
 
@@ -162,31 +164,47 @@ def scatter(rows: Rows, copies: Copies, page_size: int, region_page: int, dst_pa
     )
 
 
-def by_page_rows(
-    rows: Rows, copies: Copies, page_size: int, pages: Ints, scratch: PackBuffer
-) -> None:
-    """Put pages that were written by page (Copies.paged) in the order of rows, in place.
+@dataclass(frozen=True)
+class Ordering:
+    """What puts some extents in the order of rows: `tokens` of the pool, and for each slice as it
+    was written, extent after extent, its number among the pool's slices."""
 
-    `copies`: the slices of all senders of one entry; equally wide, together its row.
-    `scratch`: room for one page of it at least.
+    tokens: Ints
+    slices: Ints
 
-        as written   | h0 of token 0, 1, 2, ... | h1 of token 0, 1, 2, ... |
-        in rows      | h0 h1 | h0 h1 | h0 h1 | ...
+
+def orderings(found: Extents, slices: int, most: int) -> Iterator[Ordering]:
+    """These extents, at most `most` tokens at a time; a row consists of so many `slices`."""
+    ends = np.cumsum(found.count)
+    start = 0
+    while start < len(found):
+        done = ends[start] - found.count[start]
+        stop = int(np.searchsorted(ends, done + most, "right"))
+        yield _ordering(found.cut(start, stop), slices)
+        start = stop
+
+
+def _ordering(part: Extents, slices: int) -> Ordering:
+    tokens = np.repeat(part.first, part.count) + _places(part.count)
+    written = part.count * slices
+    place, count = _places(written), np.repeat(part.count, written)
+    token = np.repeat(part.first, written) + place % count
+    return Ordering(tokens, token * slices + place // count)
+
+
+def _places(counts: Ints) -> Ints:
+    """0, 1, 2 ... of each, one after the other."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def to_rows(rows: Rows, ptr: int, row: int, slices: int, order: Ordering, scratch: int) -> None:
+    """Put extents of the entry at `ptr` in the order of rows, in place (receiver's side).
+
+    `row`: bytes, of equally wide `slices`. `scratch`: address of room for the tokens' rows.
     """
-    step = max(1, scratch.size // (copies.bytes_per_token * page_size))
-    for start in range(0, len(pages), step):
-        part = pages[start : start + step]
-        tokens = len(part) * page_size
-        aside = from_region(copies, scratch.address, tokens)
-        rows.copy(
-            RowCopy(
-                src=copies.dst + copies.dst_offset * page_size,
-                dst=aside.src,
-                src_stride=copies.width,
-                dst_stride=copies.width,
-                width=copies.width,
-                src_rows=rows_of(part * len(copies), page_size),
-                dst_rows=range(tokens),
-            )
-        )
-        scatter(rows, aside, page_size, 0, part)
+    entry, aside, whole = (np.array([n], np.int64) for n in (ptr, scratch, row))
+    width = whole // slices
+    count = len(order.tokens)
+    rows.copy(RowCopy(entry, aside, whole, whole, whole, order.tokens, range(count)))
+    written = range(count * slices)
+    rows.copy(RowCopy(aside, entry, width, width, width, written, order.slices))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from sglang_mixkv.core.errors import MixKVError
+from sglang_mixkv.core.extents import extent_blocks, extents
 from sglang_mixkv.core.plan import (
     Blocks,
     Copies,
@@ -32,13 +33,32 @@ class Chunk:
     """The pages of one chunk, source and destination side by side.
 
     `start`: pages of the request sent before it; `skip`: pages at its front that the
-    drafter's window cannot reach.
+    drafter's window cannot reach; `room_pages`: all destination pages of the request.
     """
 
     src_pages: Ints
     dst_pages: Ints
     start: int = 0
     skip: int = 0
+    room_pages: Ints | None = None
+
+    def by_extent(
+        self, copies: Copies, page_size: int, pairs: PagePairs, grant: Grant, first: int
+    ) -> Blocks:
+        """Ranges for its last pages, `pairs`, in the extents of the request's pages from `first`
+        on. Raises MixKVError where they are not at their place among those."""
+        if not grant.extent:
+            return extent_blocks(copies, extents(pairs.dst, page_size, 0), page_size, 0, pairs.src)
+        pages = self.dst_pages[:0] if self.room_pages is None else self.room_pages[first:]
+        start = self.start + len(self.src_pages) - len(pairs) - first
+        if start < 0 or not np.array_equal(pages[start : start + len(pairs)], pairs.dst):
+            raise MixKVError(
+                f"this chunk's {len(pairs)} pages are not the request's from page {start + first} "
+                "on; nothing of this chunk was sent"
+            )
+        return extent_blocks(
+            copies, extents(pages, page_size, grant.extent), page_size, start, pairs.src
+        )
 
 
 @dataclass(frozen=True)
@@ -109,15 +129,18 @@ class ChunkWriter:
         """Everything of this chunk, as ranges or as something to pack."""
         pairs = PagePairs(chunk.src_pages, chunk.dst_pages)
         draft_pairs = pairs.cut(chunk.skip) if chunk.skip else pairs
-        yield from self._to_pool(plan.target, plan.page_size, pairs, grant)
+        yield from self._to_pool(plan.target, plan.page_size, pairs, chunk, grant, 0)
         if grant.tokens:
             yield from self._to_region(plan, chunk, draft_pairs, grant)
         else:
-            yield from self._to_pool(plan.draft, plan.page_size, draft_pairs, grant)
+            yield from self._to_pool(
+                plan.draft, plan.page_size, draft_pairs, chunk, grant, grant.first_page
+            )
 
     def _to_pool(
-        self, copies: Copies, page_size: int, pairs: PagePairs, grant: Grant
-    ) -> Iterator[Blocks | Packing]:
+        self, copies: Copies, page_size: int, pairs: PagePairs, chunk: Chunk, grant: Grant,
+        first: int,
+    ) -> Iterator[Blocks | Packing]:  # fmt: skip
         if not len(pairs):
             return
         whole, fill, part = copies.parts.whole, copies.parts.fill, copies.parts.part
@@ -126,7 +149,7 @@ class ChunkWriter:
         if len(fill):
             yield self._fill(fill, page_size, pairs)
         if len(part) and grant.by_page:
-            yield token_blocks(part.paged(page_size), 1, pairs.src, pairs.dst)
+            yield chunk.by_extent(part, page_size, pairs, grant, first)
         elif len(part):
             yield token_blocks(part, page_size, pairs.src, pairs.dst)
 
