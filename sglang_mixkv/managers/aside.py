@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.disaggregation.base.conn import BaseKVManager
+
 
 def is_ours(manager: Any) -> bool:
     """Whether MixKVManager's constructor has built this; False for stand-ins of any kind."""
@@ -24,11 +26,17 @@ def override(stock: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
         original = getattr(stock, method.__name__)
 
-        def standing_aside(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if is_ours(getattr(self, "kv_mgr", self)):
+        def of_manager(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(self, "mixkv_ready", False) is True:
                 return method(self, *args, **kwargs)
             return original(self, *args, **kwargs)
 
+        def of_request(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if is_ours(getattr(self, "kv_mgr", None)):
+                return method(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
+
+        standing_aside = of_manager if issubclass(stock, BaseKVManager) else of_request
         functools.update_wrapper(standing_aside, original, assigned=("__name__", "__qualname__"))
         standing_aside.__doc__ = method.__doc__
         return standing_aside

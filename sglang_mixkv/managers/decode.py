@@ -7,13 +7,14 @@ what does not fit is kept as a reason, and the receiver refuses its requests.
 from __future__ import annotations
 
 import logging
-from functools import cached_property
+import threading
 from typing import Any
 
 import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVReceiver
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_disagg
 
 from sglang_mixkv.core.errors import MixKVError
@@ -24,12 +25,14 @@ from sglang_mixkv.core.routes import Route, Topology, required_responses, routes
 from sglang_mixkv.core.topology import Kind, Spread
 from sglang_mixkv.core.wire import Grant, Registration, encode, notice_of
 from sglang_mixkv.managers import facts as handshake
-from sglang_mixkv.managers import farewell
 from sglang_mixkv.managers.aside import override
+from sglang_mixkv.managers.background import Background
 from sglang_mixkv.managers.cold import Clearer, clear_aux
 from sglang_mixkv.managers.decode_gate import DecodeGate
-from sglang_mixkv.managers.shared import Expected
-from sglang_mixkv.managers.staging import Slices, Staging, prepare
+from sglang_mixkv.managers.farewell import Farewells
+from sglang_mixkv.managers.refusals import Refusal
+from sglang_mixkv.managers.source import Source, unique_number
+from sglang_mixkv.managers.staging import QUARANTINE_S, Slices, Staging, prepare
 from sglang_mixkv.managers.verify import Asked
 
 logger = logging.getLogger(__name__)
@@ -41,47 +44,66 @@ MAX_RANKS = 4096
 class DecodeSide(DecodeGate):
     """Overrides of CommonKVManager that act on decode ranks.
 
-    `staging`: where this rank puts head slices in order, once a peer needs that. `cold_server`:
-    the prefill server that is being resolved gets no draft KV from; PrefillServerInfo remembers
-    it as `mixkv_cold`.
+    `sources`: the prefill servers that are used, by bootstrap address; `refusals`: those that
+    are not. `staging`: where this rank puts head slices in order, once a peer needs that.
+    `asked`: per thread, what the server that is being resolved has said (`.of`).
     """
 
-    staging: Staging | None = None
-    cold_server = False
+    def __init__(
+        self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
+    ) -> None:
+        self.sources: dict[str, Source] = {}
+        self.refusals: dict[str, Refusal] = {}
+        self.staging: Staging | None = None
+        self.asked = threading.local()
+        self.background = Background()
+        self.farewells = Farewells(self.background)
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.clearer = Clearer(self.rows)
 
-    def verifies(self, info: PrefillServerInfo) -> bool:
-        """Whether requests from that server are compared: by our flag, or by SGLang's.
-
-        --disaggregation-enable-kv-checksum compares what both sides digest alike; where layouts
-        differ stock skips it (decode.py _kv_checksum_comparable), and ours steps in.
-        """
-        if self.config.verify == "checksum":
-            return True
-        sizes = (info.attn_tp_size, info.pp_size) != (self.attn_tp_size, self.pp_size)
-        apart = sizes or getattr(info, "mixkv_cold", False)
-        return bool(apart and get_disagg().disaggregation_enable_kv_checksum)
-
-    @cached_property
-    def clearer(self) -> Clearer:
-        return Clearer(self.rows)
+    # -- prefill servers
 
     @override(MooncakeKVManager)
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """As stock, once a prefill server; a server that does not fit is kept with a reason."""
+        """As stock, once per prefill server. One that does not fit is kept with a reason; it is
+        asked again outside of the scheduler's loop, and not known meanwhile."""
         if bootstrap_addr in self.prefill_info_table:
             return True
-        try:
-            facts = handshake.fetch(bootstrap_addr)
-            if facts is None:
-                return False
-            self.cold_server = self._is_cold(facts, bootstrap_addr)
-            known = bool(super().try_ensure_parallel_info(bootstrap_addr))
-            if known:
-                self.refusals.pop(bootstrap_addr, None)
-            return known
-        except Exception as error:
-            self._refuse(bootstrap_addr, error)
+        refusal = self.refusals.get(bootstrap_addr)
+        if refusal is None:
+            return self._ask(bootstrap_addr)
+        if refusal.counts():
+            self.prefill_info_table[bootstrap_addr] = refusal.info
             return True
+        if refusal.may_be_asked():
+            refusal.asking = self.background.submit(self._ask_again, refusal)
+        return False
+
+    def _ask(self, bootstrap_addr: str) -> bool:
+        """Resolve a prefill server that nothing is known of. Whether that is done."""
+        try:
+            return self._resolve(bootstrap_addr)
+        except Exception as error:
+            refusal = self.refusals[bootstrap_addr] = Refusal(bootstrap_addr, error)
+            logger.error("%s", refusal.reason)
+            return self.try_ensure_parallel_info(bootstrap_addr)
+
+    def _ask_again(self, refusal: Refusal) -> None:
+        """Resolve a refused server: it may have been restarted."""
+        try:
+            self._resolve(refusal.addr)
+            refusal.asked()
+        except Exception as error:
+            refusal.asked(error)
+
+    def _resolve(self, bootstrap_addr: str) -> bool:
+        """Stock's try_ensure_parallel_info, with what the server says beyond it. Raises why it
+        does not fit."""
+        facts = handshake.fetch(bootstrap_addr)
+        if facts is None:
+            return False
+        self.asked.of = bootstrap_addr, facts, self._is_cold(facts, bootstrap_addr)
+        return bool(super().try_ensure_parallel_info(bootstrap_addr))
 
     def _is_cold(self, facts: Facts, bootstrap_addr: str) -> bool:
         """Whether that server's requests go without draft KV. MixKVError when not even that."""
@@ -97,150 +119,91 @@ class DecodeSide(DecodeGate):
         )  # fmt: skip
         return True
 
-    def draft_for(self, info: PrefillServerInfo) -> Shard | None:
-        """The drafter as far as that prefill server's KV serves it."""
-        return None if getattr(info, "mixkv_cold", False) else self.caches.draft
-
-    def _refuse(self, bootstrap_addr: str, error: Exception) -> None:
-        """Keep the reason, and a stand-in for the server's facts so that requests resolve."""
-        reason = f"sglang-mixkv refuses prefill server {bootstrap_addr}: {error}"
-        logger.error("%s", reason)
-        self.stats.refused(error)
-        self.refusals[bootstrap_addr] = reason
-        self.prefill_info_table[bootstrap_addr] = PrefillServerInfo(
-            attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
-            kv_cache_dtype=None, follow_bootstrap_room=True,
-        )  # fmt: skip
-
-    def refusal_of(self, bootstrap_addr: str) -> str | None:
-        """Why that server is not used. The next request asks it again: it may have restarted."""
-        reason = self.refusals.get(bootstrap_addr)
-        if reason is not None:
-            self.prefill_info_table.pop(bootstrap_addr, None)
-        return reason
-
-    def why_in_use(self, room: int) -> str | None:
-        """Why a room number cannot be used: its last request failed, and prefill ranks have not
-        all said yet that nothing of it is under way. A late success would count for this one."""
-        if room not in self._deferred_abort_ack_tracker:
-            return None
-        return (
-            f"room {room} still belongs to a request that failed: bytes and answers to it may "
-            "arrive. Send the request with another bootstrap_room, as SGLang's router does."
-        )
-
-    def tell_prefill(self, bootstrap_addr: str, room: int, dp_rank: int) -> None:
-        """Let that server's half of a refused request end now rather than by timeout."""
-        executor = self._ensure_prefill_recompute_executor()
-        executor.submit(farewell.tell, MooncakeKVReceiver, bootstrap_addr, room, dp_rank)
-
     @override(MooncakeKVManager)
     def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
-        """As stock; with a drafter, wait for every distinct sender of this rank."""
+        """As stock; with a drafter, wait for every distinct sender of this rank.
+
+        Stock publishes `info` next: what is derived from it is there before, and the server is
+        refused no longer.
+        """
         sizes = (info.attn_tp_size, info.attn_cp_size, info.dp_size, info.pp_size)
         if not all(0 < size <= MAX_RANKS for size in sizes):  # lists of them are made
             raise MixKVError(f"the prefill server has sizes (TP, CP, DP, PP) {sizes}.")
-        info.mixkv_cold = self.cold_server
         super()._resolve_rank_mapping(info)
-        if self.caches.draft is None:
-            return
-        if info.attn_cp_size != 1:
-            raise MixKVError(
-                f"the prefill server has attention CP {info.attn_cp_size}; with a drafter only 1 "
-                "is supported. Use tensor or DP attention on the prefill side."
-            )
-        info.required_prefill_response_num = required_responses(self.routes_from(info))
+        addr, facts, cold = getattr(self.asked, "of", ("", None, False))
+        source = self._source(info, cold=cold, extents=facts is not None and facts.extents)
+        if self.caches.draft is not None:
+            if info.attn_cp_size != 1:
+                raise MixKVError(
+                    f"the prefill server has attention CP {info.attn_cp_size}; with a drafter "
+                    "only 1 is supported. Use tensor or DP attention on the prefill side."
+                )
+            info.required_prefill_response_num = required_responses(source.routes.values())
+        self.sources[addr] = source
+        self.refusals.pop(addr, None)
 
-    def routes_from(self, info: PrefillServerInfo) -> tuple[Route, ...]:
-        """This rank's table for that prefill server. MixKVError where sizes do not fit."""
-        draft = self.draft_for(info)
+    def _source(self, info: PrefillServerInfo, *, cold: bool, extents: bool) -> Source:
+        """What follows from a server's sizes. MixKVError where they do not fit."""
+        draft = None if cold else self.caches.draft
+        stages = self._stages_of(info)
+        table = self._routes_from(info, draft, stages)
+        numbers = {unique_number(route, info.pp_size): route for route in table}
+        with_kv = {n: r for n, r in numbers.items() if r.is_send_target or r.is_send_draft}
+        size = self.kv_args.page_size
+        rows = [shard.rows if shard else () for shard in (self.caches.target, draft)]
+        return Source(
+            routes={(route.prefill_rank, route.stage): route for route in table},
+            stages=stages,
+            contacted=frozenset(numbers),
+            senders=frozenset(n for n, route in numbers.items() if not route.is_dummy),
+            kv_senders=with_kv,
+            draft=draft,
+            slices=self._slices_from(info, draft, table),
+            draft_window=self.draft_window,
+            cold=cold,
+            verify=self._verifies(info, cold),
+            extents=extents,
+            page_bytes=(size * sum(rows[0]), size * sum(rows[1])),
+        )
+
+    def _verifies(self, info: PrefillServerInfo, cold: bool) -> bool:
+        """Whether requests from that server are compared: by our flag, or by SGLang's.
+
+        --disaggregation-enable-kv-checksum compares what both sides digest alike; where layouts
+        differ stock skips it (decode.py _kv_checksum_comparable), and ours steps in.
+        """
+        if self.config.verify == "checksum":
+            return True
+        sizes = (info.attn_tp_size, info.pp_size) != (self.attn_tp_size, self.pp_size)
+        return bool((sizes or cold) and get_disagg().disaggregation_enable_kv_checksum)
+
+    def _routes_from(
+        self, info: PrefillServerInfo, draft: Shard | None, stages: tuple[int, ...]
+    ) -> tuple[Route, ...]:
+        """This rank's table for that prefill server."""
         return routes(
             Topology(
                 prefill_tp=info.attn_tp_size,
                 decode_tp=self.attn_tp_size,
                 target=self.caches.target.component.spread,
                 draft=draft.component.spread if draft else None,
-                stages=self.stages_of(info),
+                stages=stages,
                 last_stage=info.pp_size - 1,
                 sharded_state=self.sharded_state,
             ),
             self.kv_args.engine_rank % self.attn_tp_size,
         )
 
-    def stages_of(self, info: PrefillServerInfo) -> tuple[int, ...]:
+    def _stages_of(self, info: PrefillServerInfo) -> tuple[int, ...]:
         """Prefill pipeline stages that this rank contacts: its own, or all, as in stock."""
         if info.pp_size == self.pp_size:
             return (self.pp_rank or 0,)
         return tuple(range(info.pp_size))
 
-    def count_received(self, pages: int, info: PrefillServerInfo) -> None:
-        """Count what one request needed, as this rank's pool holds it."""
-        if self.caches.draft is not None:  # without a drafter the prefill side does not count
-            draft_pages = pages - window_start(pages, self.kv_args.page_size, self.draft_window)
-            draft_items = self.caches.draft.component.item_lens if self.draft_for(info) else ()
-            self.stats.add(
-                target_bytes_needed=pages * sum(self.caches.target.component.item_lens),
-                draft_bytes_needed=draft_pages * sum(draft_items),
-            )
-        self.stats.publish()
-
-    def extension_for(self, info: PrefillServerInfo, route: Route) -> bytes:
-        """The registration's extension frame for the prefill rank with this route."""
-        draft = self.caches.draft
-        spread = draft.component.spread if draft else Spread(Kind.MLA)
-        return encode(
-            Registration(
-                facts=self.facts,
-                num_draft_entries=self.kv_args.num_draft_entries,
-                draft_kind=spread.kind.value,
-                draft_heads=len(draft.heads) if draft else 0,
-                draft_total_heads=spread.total_heads,
-                kv_data_lens=tuple(self.kv_args.kv_data_lens),
-                route=notice_of(route),
-                stages=self.stages_of(info),
-                draft_window=self.draft_window,
-                staging=self.staging.span if self.staging else (0, 0),
-                aux_rows=min(self.aux_rows, default=0),
-                cold=getattr(info, "mixkv_cold", False),
-                verify=self.verifies(info),
-                state_lens=tuple(map(tuple, self.kv_args.state_data_lens)),
-            )
-        )
-
-    def expect(self, info: PrefillServerInfo) -> Expected:
-        """Who sends to a room, as stock's unique numbers (_prefill_unique_rank)."""
-        table = {self._unique_rank(route, info): route for route in self.routes_from(info)}
-        senders = [number for number, route in table.items() if not route.is_dummy]
-        return Expected(frozenset(senders), frozenset(table))
-
-    def _senders(self, info: PrefillServerInfo) -> dict[int, Route]:
-        """The senders of KV, by stock's unique number."""
-        return {
-            self._unique_rank(route, info): route
-            for route in self.routes_from(info)
-            if route.is_send_target or route.is_send_draft
-        }
-
-    @staticmethod
-    def _unique_rank(route: Route, info: PrefillServerInfo) -> int:
-        return route.prefill_rank * info.pp_size + route.stage
-
-    def prepare(self, room: int, info: PrefillServerInfo, pages: Any, aux_row: int | None) -> None:
-        """Before a room's metadata goes out: clear what will not come, note what is verified."""
-        draft, own = self.draft_for(info), self.caches.draft
-        if own is not None and draft is None:
-            self.clearer.clear(own, self.caches.draft_ptrs, pages)
-            if aux_row is not None:
-                clear_aux(self.kv_args, aux_row, self.facts.draft_aux)
-        if getattr(info, "mixkv_cold", False):
-            self.stats.cold()
-        if self.verifies(info) and len(pages):
-            skip = window_start(len(pages), self.kv_args.page_size, self.draft_window)
-            self.verifier.ask(room, Asked(pages, skip, draft, self._senders(info)))
-
-    def slices_from(self, info: PrefillServerInfo) -> tuple[Slices, Slices] | None:
+    def _slices_from(
+        self, info: PrefillServerInfo, draft: Shard | None, table: tuple[Route, ...]
+    ) -> tuple[Slices, Slices] | None:
         """The target's and the drafter's heads from that server, None without a drafter."""
-        draft, table = self.draft_for(info), self.routes_from(info)
         if draft is None:
             return None
         target_from, draft_from = (
@@ -256,23 +219,106 @@ class DecodeSide(DecodeGate):
             Slices(draft, caches.draft_ptrs, draft_from, size),
         )
 
-    def prepare_staging(self, info: PrefillServerInfo) -> None:
-        """Take the staging memory before the first peer that needs it is registered with."""
-        slices = self.slices_from(info)
-        if slices is not None and self.staging is None:
-            size, mode = self.config.staging_mb << 20, self.config.draft_transfer
-            self.staging = prepare(self.engine, self.rows, size, *slices, mode)
-            self.count_staging()
+    def refusal_of(self, bootstrap_addr: str) -> str | None:
+        """Why a request to that server is refused, None where it is not. In the scheduler.
 
-    def grant(self, room: int, info: PrefillServerInfo, pages: Any) -> dict[tuple[int, int], Grant]:
+        The stand-in goes again, so that the next request asks (`try_ensure_parallel_info`).
+        """
+        refusal, info = self.refusals.get(bootstrap_addr), self.prefill_info_table
+        if refusal is None or info.get(bootstrap_addr, refusal.info) is not refusal.info:
+            return None
+        info.pop(bootstrap_addr, None)
+        self.stats.refused(refusal.error)
+        refusal.one_more()
+        return refusal.reason
+
+    def why_in_use(self, room: int) -> str | None:
+        """Why a room number cannot be used: its last request failed, and prefill ranks have not
+        all said yet that nothing of it is in flight. A late success would count for this one."""
+        if room not in self._deferred_abort_ack_tracker:
+            return None
+        return (
+            f"room {room} still belongs to a request that failed: bytes and answers to it may "
+            "arrive. Send the request with another bootstrap_room, as SGLang's router does."
+        )
+
+    def extension_for(self, source: Source, route: Route) -> bytes:
+        """The registration's extension frame for the prefill rank with this route."""
+        draft = self.caches.draft
+        spread = draft.component.spread if draft else Spread(Kind.MLA)
+        return encode(
+            Registration(
+                facts=self.facts,
+                num_draft_entries=self.kv_args.num_draft_entries,
+                draft_kind=spread.kind.value,
+                draft_heads=len(draft.heads) if draft else 0,
+                draft_total_heads=spread.total_heads,
+                kv_data_lens=tuple(self.kv_args.kv_data_lens),
+                route=notice_of(route),
+                stages=source.stages,
+                draft_window=source.draft_window,
+                staging=self.staging_span,
+                aux_rows=min(self.aux_rows, default=0),
+                cold=source.cold,
+                verify=source.verify,
+                state_lens=tuple(map(tuple, self.kv_args.state_data_lens)),
+            )
+        )
+
+    # -- requests
+
+    def prepare(self, room: int, source: Source, pages: Any, aux_row: int | None) -> None:
+        """Before a room's metadata goes out: clear what will not come, note what is verified."""
+        own = self.caches.draft
+        if own is not None and source.draft is None:
+            self.clearer.clear(own, self.caches.draft_ptrs, pages)
+            if aux_row is not None:
+                clear_aux(self.kv_args, aux_row, self.facts.draft_aux)
+        if source.cold:
+            self.stats.cold()
+        if source.verify and len(pages):
+            skip = self._pages_skipped(source, len(pages))
+            asked = Asked(self.caches, pages, skip, source.draft, source.kv_senders)
+            self.verifier.ask(room, asked)
+
+    def _pages_skipped(self, source: Source, pages: int) -> int:
+        """Pages that are outside of the drafter's window."""
+        return window_start(pages, self.kv_args.page_size, source.draft_window)
+
+    def count_received(self, pages: int, source: Source) -> None:
+        """Count what one request needed, as this rank's pool holds it."""
+        if self.caches.draft is not None:  # without a drafter the prefill side does not count
+            target, draft = source.page_bytes
+            draft_pages = pages - self._pages_skipped(source, pages)
+            self.stats.add(
+                target_bytes_needed=pages * target, draft_bytes_needed=draft_pages * draft
+            )
+        self.stats.publish()
+
+    @property
+    def staging_span(self) -> tuple[int, int]:
+        """Address and bytes of the buffer in which regions are granted; (0, 0): none are."""
+        return self.staging.span if self.staging else (0, 0)
+
+    def prepare_staging(self, source: Source) -> None:
+        """Take the staging memory before the first peer that needs it is registered with."""
+        if source.slices is None:
+            return
+        release_s = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get()
+        self.staging = prepare(
+            self.engine, self.rows, self.config.staging_mb << 20, *source.slices,
+            self.config.draft_transfer, max(QUARANTINE_S, 2 * release_s), self.staging,
+        )  # fmt: skip
+        self.count_staging()
+
+    def grant(self, room: int, source: Source, pages: Any) -> dict[tuple[int, int], Grant]:
         """How a room's head slices come, by (prefill rank, stage); none: direct or packed."""
-        slices = self.slices_from(info)
-        if slices is None or self.staging is None or not len(pages):
+        if source.slices is None or self.staging is None or not len(pages):
             return {}
         numbers = np.asarray(pages, np.int64)
-        skip = window_start(len(pages), self.kv_args.page_size, self.draft_window)
-        full = self.staging.full
-        told = self.staging.grant(room, *slices, numbers, skip, self.config.draft_transfer)
+        full, mode = self.staging.full, self.config.draft_transfer
+        skip = self._pages_skipped(source, len(pages))
+        told = self.staging.grant(room, *source.slices, numbers, skip, mode, source.extents)
         self.stats.add(staging_full=self.staging.full - full)
         self.count_staging()
         return told
@@ -310,11 +356,25 @@ class DecodeSide(DecodeGate):
             return f"could not complete room {room}: {error!r}"
 
     def release_room(self, room: int) -> None:
-        """The room ended; a region that was not scattered is quarantined."""
+        """The room ended; a region that was not scattered is quarantined until all ranks that were
+        contacted have acknowledged the abort, which some may have done before."""
         if self.staging is not None:
-            self.staging.release(room)
-            self.count_staging()
+            expected = self.expected.get(room)
+            self.staging.release(room, expected.contacted if expected else frozenset())
+            self._free_if_drained(room)
         self.verifier.forget(room)
+
+    @override(MooncakeKVManager)
+    def note_abort_ack(self, bootstrap_room: int, prefill_rank: int, generation: int) -> None:
+        """As stock; what the room held of the staging buffer is free with the last one."""
+        super().note_abort_ack(bootstrap_room, prefill_rank, generation)
+        self._free_if_drained(bootstrap_room)
+
+    def _free_if_drained(self, room: int) -> None:
+        state = self._deferred_abort_ack_tracker.get(room)
+        if state is not None and self.staging is not None:
+            self.staging.drained(room, state.prefill_ranks)
+            self.count_staging()
 
     @property
     def draft_window(self) -> int:

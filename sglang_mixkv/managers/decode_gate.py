@@ -5,25 +5,35 @@ Runs in SGLang's decode thread, called by `Shared._may_pass`, which lets nothing
 
 from __future__ import annotations
 
-from functools import cached_property
+from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import ABORT_ACK_TAG
+from sglang.srt.runtime_context import get_device
 
 from sglang_mixkv.core import frames as stock_frames
 from sglang_mixkv.core.errors import MixKVError
 from sglang_mixkv.core.wire import decode_digest
 from sglang_mixkv.managers.shared import Shared
+from sglang_mixkv.managers.staging import rows_for
+from sglang_mixkv.managers.stats import TimedRows
 from sglang_mixkv.managers.verify import Verifier
 
 
 class DecodeGate(Shared):
-    """What decode ranks hear, and from whom. `expected` says who sends to a room."""
+    """What decode ranks hear, and from whom.
 
-    @cached_property
-    def verifier(self) -> Verifier:
-        """Compares checksums of the rooms that it is asked for."""
-        return Verifier(self.caches, self.rows)
+    `expected` says who sends to a room; `verifier` compares checksums of the rooms that it is
+    asked for. Both are there before SGLang's constructor starts the decode thread.
+    """
+
+    def __init__(
+        self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
+    ) -> None:
+        self.expected = {}
+        self.rows = TimedRows(rows_for(get_device().device, getattr(args, "gpu_id", 0)), self.stats)
+        self.verifier = Verifier(self.rows)
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
 
     @property
     def aux_rows(self) -> list[int]:

@@ -10,17 +10,34 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 
-from sglang_mixkv.core.routes import Route, route_of
+from sglang_mixkv.core.routes import Route
 from sglang_mixkv.core.wire import Grant, encode
 from sglang_mixkv.managers.aside import override
 
 logger = logging.getLogger(__name__)
+
+# What prefill ranks say of a request that failed for want of a good registration: they have
+# none, or turned it down, or do not send any more to a session that a write to it failed for,
+# which a registration of that session ends (MooncakeKVManager._publish_peer_registration).
+CURED_BY_REGISTRATION = (
+    "registers again with its next request",
+    "it registered from",
+    "refuses this decode rank",
+    "could not read this decode rank's registration",
+    "Failed to send",
+    "Decode instance could be dead",
+)
+# Of stock's record of a prefill rank: it has to be registered with before the next request.
+STALE = "mixkv_stale"
+STAGING = "mixkv_staging"  # the buffer that it was told of
 
 
 class MixKVReceiver(MooncakeKVReceiver):
     """SGLang's receiver, refusing servers that do not fit and naming each rank's route."""
 
     conclude_state: Any
+    bootstrap_infos: Any
+    source: Any  # Source, from init on
     pages = 0
     cleared = False
     grants: Mapping[tuple[int, int], Grant] = MappingProxyType({})
@@ -28,22 +45,40 @@ class MixKVReceiver(MooncakeKVReceiver):
     @override(MooncakeKVReceiver)
     def init(self, prefill_dp_rank: int) -> None:
         """Refuse where stock refuses, in init: the request fails, the server goes on."""
-        room = self.bootstrap_room
-        reason = self.kv_mgr.refusal_of(self.bootstrap_addr) or self.kv_mgr.why_in_use(room)
-        if reason is None or self.conclude_state == KVPoll.Failed:
-            super().init(prefill_dp_rank)
-            if self.conclude_state is None and self.kv_mgr.caches.draft is not None:
-                expected = self.kv_mgr.expect(self.prefill_info)
-                self.kv_mgr.expected[self.bootstrap_room] = expected
+        manager, room = self.kv_mgr, self.bootstrap_room
+        if self.conclude_state != KVPoll.Failed:
+            reason = manager.refusal_of(self.bootstrap_addr) or manager.why_in_use(room)
+            if reason is not None:
+                self._fail(reason, prefill_dp_rank)
+                return
+        self.source = manager.sources.get(self.bootstrap_addr)
+        if self.source is None:  # then stock finds that it does not know the server either
+            manager.prefill_info_table.pop(self.bootstrap_addr, None)
+        super().init(prefill_dp_rank)
+        if self.conclude_state is None:
+            self._register_again()
+            if manager.caches.draft is not None:
+                manager.expected[room] = self.source.expected()
+
+    def _register_again(self) -> None:
+        """Register with those ranks of a known server that need it. No HTTP: stock's record of
+        them stays."""
+        known, span = self.bootstrap_infos, self.kv_mgr.staging_span
+        stale = [i for i in known if i.pop(STALE, False) or i.get(STAGING, span) != span]
+        if not stale:
             return
-        self._fail(reason, prefill_dp_rank)
+        self.bootstrap_infos = stale
+        sent = self._register_kv_args()
+        self.bootstrap_infos = known
+        if not sent:
+            self.invalidate_cached_bootstrap_infos()
 
     def _fail(self, reason: str, prefill_dp_rank: int) -> None:
         """Conclude this request on both sides."""
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.conclude_state = KVPoll.Failed
-        self.kv_mgr.tell_prefill(self.bootstrap_addr, self.bootstrap_room, prefill_dp_rank)
+        self.kv_mgr.farewells.tell(self.bootstrap_addr, self.bootstrap_room, prefill_dp_rank)
 
     @override(MooncakeKVReceiver)
     def _get_bootstrap_info_from_server(
@@ -60,17 +95,14 @@ class MixKVReceiver(MooncakeKVReceiver):
     def _register_kv_args(self) -> bool:
         """With a drafter, who is a dummy is our table's decision instead of stock's."""
         if self.kv_mgr.caches.draft is not None:
-            self.kv_mgr.prepare_staging(self.prefill_info)
+            self.kv_mgr.prepare_staging(self.source)
             for info in self.bootstrap_infos or []:
                 info["is_dummy"] = self._route(info).is_dummy
+                info[STAGING] = self.kv_mgr.staging_span
         return super()._register_kv_args()
 
     def _route(self, bootstrap_info: dict[str, Any]) -> Route:
-        table = self.kv_mgr.routes_from(self.prefill_info)
-        rank, stage = bootstrap_info["tp_rank"], bootstrap_info["pp_rank"]
-        route = route_of(table, rank, stage)
-        assert route is not None
-        return route
+        return self.source.routes[bootstrap_info["tp_rank"], bootstrap_info["pp_rank"]]
 
     @override(MooncakeKVReceiver)
     def _send_bootstrap_message(
@@ -78,7 +110,7 @@ class MixKVReceiver(MooncakeKVReceiver):
     ) -> bool:
         if operation == "_register_kv_args":
             route = self._route(bootstrap_info)
-            message = [*message, self.kv_mgr.extension_for(self.prefill_info, route)]
+            message = [*message, self.kv_mgr.extension_for(self.source, route)]
         else:
             key = bootstrap_info.get("tp_rank", -1), bootstrap_info.get("pp_rank", -1)
             if key in self.grants:
@@ -107,9 +139,9 @@ class MixKVReceiver(MooncakeKVReceiver):
         super().send_metadata(kv_indices, aux_index, *args, **kwargs)
 
     def _prepare(self, pages: Any, aux_row: int | None) -> None:
-        manager, room, info = self.kv_mgr, self.bootstrap_room, self.prefill_info
-        manager.prepare(room, info, pages, aux_row)
-        self.grants = manager.grant(room, info, pages)
+        manager, room, source = self.kv_mgr, self.bootstrap_room, self.source
+        manager.prepare(room, source, pages, aux_row)
+        self.grants = manager.grant(room, source, pages)
 
     @override(MooncakeKVReceiver)
     def abort(self) -> None:
@@ -126,16 +158,17 @@ class MixKVReceiver(MooncakeKVReceiver):
             return
         self.cleared = True
         if self._owns_bootstrap_room:
+            self._conclude()
             self.kv_mgr.release_room(self.bootstrap_room)
             self.kv_mgr.expected.pop(self.bootstrap_room, None)
         super().clear()
 
-    @override(MooncakeKVReceiver)
-    def poll(self) -> Any:
-        concluded = self.conclude_state
-        status = super().poll()
-        if concluded is None and status == KVPoll.Success:
-            self.kv_mgr.count_received(self.pages, self.prefill_info)
-        elif concluded is None and status == KVPoll.Failed:
-            self.invalidate_cached_bootstrap_infos()  # the next request registers again
-        return status
+    def _conclude(self) -> None:
+        """What this request's end means for the counters, and for the next request."""
+        if self.conclude_state == KVPoll.Success:
+            self.kv_mgr.count_received(self.pages, self.source)
+            return
+        reason = self.kv_mgr.failure_records.get(self.bootstrap_room, "")
+        if any(words in reason for words in CURED_BY_REGISTRATION):
+            for info in getattr(self, "bootstrap_infos", None) or []:
+                info[STALE] = True

@@ -54,6 +54,9 @@ class Shared(MooncakeKVManager):
     # Set by MixKVManager's constructor; see aside.py.
     mixkv_ready = False
 
+    # Decode side: room -> who sends to it. Made by DecodeGate's constructor.
+    expected: dict[int, Expected]
+
     last_registration: list[bytes] | None = None
 
     @cached_property
@@ -87,11 +90,6 @@ class Shared(MooncakeKVManager):
         return {}
 
     @cached_property
-    def expected(self) -> dict[int, Expected]:
-        """Decode side: room -> who sends to it."""
-        return {}
-
-    @cached_property
     def config(self) -> Config:
         return config_of(getattr(self, "server_args", None))
 
@@ -104,11 +102,6 @@ class Shared(MooncakeKVManager):
     def current(self) -> threading.local:
         """Prefill side: `.chunk`, what this transfer thread works on."""
         return threading.local()
-
-    @cached_property
-    def refusals(self) -> dict[str, str]:
-        """Decode side: bootstrap address -> why that prefill server is not used."""
-        return {}
 
     @cached_property
     def stats(self) -> Stats:
@@ -186,7 +179,7 @@ class Shared(MooncakeKVManager):
             left = getattr(self, name, None)
             if isinstance(left, (dict, set)) and left:
                 found.append(f"{name} holds {sorted(left, key=str)[:5]}")
-        waiting = vars(self).get("verifier")
+        waiting = getattr(self, "verifier", None)
         if waiting is not None and waiting.rooms:
             found.append(f"checksums are waited for by rooms {sorted(waiting.rooms)[:5]}")
         staging = getattr(self, "staging", None)

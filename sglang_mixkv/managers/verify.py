@@ -28,6 +28,7 @@ SHOWN = 4
 class Asked:
     """A room's pages, those before `skip` without draft KV, and its senders by unique number."""
 
+    caches: Caches
     pages: Ints
     skip: int
     draft: Shard | None
@@ -38,8 +39,7 @@ class Asked:
 class Verifier:
     """Rooms of one decode rank whose KV is compared before they start."""
 
-    def __init__(self, caches: Caches, rows: Rows) -> None:
-        self._caches = caches
+    def __init__(self, rows: Rows) -> None:
         self._digester = Digester(rows)
         self.rooms: dict[int, Asked] = {}
 
@@ -77,7 +77,7 @@ class Verifier:
         if digest is None:
             yield f"prefill rank {rank} sent no checksums"
             return
-        caches, skip = self._caches, asked.skip
+        caches, skip = asked.caches, asked.skip
         yield from self._compare(
             "target", rank, caches.target, caches.target_ptrs, route.target_heads,
             digest.target, asked.pages,
@@ -107,8 +107,8 @@ class Verifier:
     def _gaps(self, asked: Asked) -> Iterator[str]:
         """Entries that no digest covers with all heads of this rank."""
         for name, shard, ptrs in (
-            ("target", self._caches.target, self._caches.target_ptrs),
-            ("draft", asked.draft, self._caches.draft_ptrs),
+            ("target", asked.caches.target, asked.caches.target_ptrs),
+            ("draft", asked.draft, asked.caches.draft_ptrs),
         ):
             if shard is None:
                 continue
