@@ -156,10 +156,11 @@ class PrefillSide(PrefillGate):
         """As stock, over a queue that remembers what this thread took last."""
         super().transfer_worker(TappedQueue(queue, self.current), *args, **kwargs)
 
-    @override(MooncakeKVManager)
     def check_status(self, bootstrap_room: int) -> Any:
         """As stock; a room that is gone has failed. Stock's transfer thread asks after it looked
-        whether the room is there, and ends with a KeyError if it was cleared in between."""
+        whether the room is there, and ends with a KeyError if it was cleared in between.
+
+        Every poll comes here, so that it does not stand aside (aside.py)."""
         return self.request_status.get(bootstrap_room, KVPoll.Failed)
 
     @override(MooncakeKVManager)

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from sglang_mixkv.core.allocator import RegionAllocator
 from sglang_mixkv.core.extents import Extents, extents, most_tokens
 from sglang_mixkv.core.geometry import Shard
@@ -304,11 +306,10 @@ class Staging:
     def _order(self, slices: Slices, found: Extents) -> None:
         """Put these extents of every entry in the order of rows."""
         assert self._scratch is not None
-        most = self._scratch.size // max(slices.rows)
+        ptrs, rows = np.array(slices.ptrs, np.int64), np.array(slices.rows, np.int64)
         with self._scratch_lock:
-            for order in orderings(found, slices.in_row, most):
-                for ptr, row in zip(slices.ptrs, slices.rows, strict=True):
-                    to_rows(self._rows, ptr, row, slices.in_row, order, self._scratch.address)
+            for order in orderings(found, slices.in_row, self._scratch.size // int(rows.max())):
+                to_rows(self._rows, ptrs, rows, slices.in_row, order, self._scratch)
 
     def release(self, room: int, ranks: frozenset[int] = frozenset()) -> None:
         """The room ended without a scatter: its region may still be written, at the longest until
@@ -373,6 +374,6 @@ def _scratch(rows: Rows) -> PackBuffer | None:
     try:
         address, owner = rows.allocate(SCRATCH)
     except MemoryError as error:
-        logger.warning("sglang-mixkv: nothing is received by page (%s)", error)
+        logger.warning("sglang-mixkv: nothing is received by extent (%s)", error)
         return None
     return PackBuffer(address, SCRATCH, owner)
