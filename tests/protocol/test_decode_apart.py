@@ -169,10 +169,28 @@ def fail_every_other(rank: Rank) -> None:
     rank.manager.engine.batch_transfer_sync = broken
 
 
+def give_every_other_up(rank: Rank) -> None:
+    """The prefill's scheduler drops every second request, as when its client leaves."""
+    cls = rank.kv_class["sender"]
+    real = cls.send
+
+    def aborting(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.bootstrap_room % 2 == 0:
+            self.abort()
+        else:
+            real(self, *args, **kwargs)
+
+    cls.send = aborting
+
+
 @pytest.mark.parametrize(
     ("fault", "registrations"),
-    [(("decode", 0, abort_every_other), 4), (("prefill", 3, fail_every_other), 4 + 4 * 4)],
-    ids=["aborted", "failed writes"],
+    [
+        (("decode", 0, abort_every_other), 4),
+        (("prefill", 3, give_every_other_up), 4),
+        (("prefill", 3, fail_every_other), 4 + 4 * 4),
+    ],
+    ids=["aborted", "given up by prefill", "failed writes"],
 )
 def test_a_failed_request_costs_the_next_no_http(
     monkeypatch: pytest.MonkeyPatch, fault: Any, registrations: int
@@ -372,7 +390,9 @@ def test_state_is_there_before_the_threads_are() -> None:
 
 
 @pytest.mark.parametrize("held", ["prealloc queue", "transfer queue", "deferred release", ""])
-def test_memory_is_released_only_when_no_receiver_is_left(held: str) -> None:
+def test_memory_is_released_only_when_no_receiver_is_left(
+    monkeypatch: pytest.MonkeyPatch, held: str
+) -> None:
     """release_memory_occupation empties SGLang's queues without clearing receivers: it is
     refused while there are any, so that nothing of ours is left behind."""
     from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -394,6 +414,7 @@ def test_memory_is_released_only_when_no_receiver_is_left(held: str) -> None:
     scheduler.grammar_manager.grammar_queue = []
     updater = mock.Mock(scheduler=scheduler, offload_tags=set())
     updater.is_fully_idle = lambda **options: Scheduler.is_fully_idle(scheduler, **options)
+    monkeypatch.setattr(weight_updater.torch, "get_device_module", mock.Mock())
     release = weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation
     refused = pytest.raises(AssertionError, match="only when server is idle")
     with refused if held else contextlib.nullcontext():
