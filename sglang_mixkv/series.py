@@ -96,7 +96,7 @@ FAMILIES = (
     Family(
         "sglang:mixkv_staging_full_total",
         "counter",
-        "Requests that found no room in the staging buffer: their slices go by page, or token by "
+        "Requests that found no room in the staging buffer: their slices go by extent, or token by "
         "token.",
         {"": "staging_full"},
         sides=(DECODE,),
@@ -104,7 +104,7 @@ FAMILIES = (
     Family(
         "sglang:mixkv_peers_refused_total",
         "counter",
-        "Times that a peer was refused in the handshake; it is asked again with each request.",
+        "Times that a peer was refused in the handshake; each request to it counts.",
         {reason: f"refused_{reason}" for reason in REASONS},
         "reason",
     ),

@@ -24,6 +24,8 @@ import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from sglang_mixkv.config import Config
 from sglang_mixkv.decode.regions import RegionAllocator
 from sglang_mixkv.decode.slices import Sender, Slices
@@ -238,11 +240,10 @@ class Landing:
     def _order(self, slices: Slices, found: Extents) -> None:
         """Put these extents of every entry in the order of rows."""
         assert self._scratch is not None
-        most = self._scratch.size // max(slices.rows)
+        ptrs, rows = np.array(slices.ptrs, np.int64), np.array(slices.rows, np.int64)
         with self._scratch_lock:
-            for order in orderings(found, slices.in_row, most):
-                for ptr, row in zip(slices.ptrs, slices.rows, strict=True):
-                    to_rows(self._rows, ptr, row, slices.in_row, order, self._scratch.address)
+            for order in orderings(found, slices.in_row, self._scratch.size // int(rows.max())):
+                to_rows(self._rows, ptrs, rows, slices.in_row, order, self._scratch)
 
     def release(self, room: int, ranks: frozenset[int] = frozenset()) -> None:
         """The room ended without a scatter: its region may still be written, at the longest until

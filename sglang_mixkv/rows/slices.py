@@ -14,7 +14,7 @@ import numpy as np
 from sglang_mixkv.kv.extents import Extents
 from sglang_mixkv.kv.plan import Copies, Ints
 from sglang_mixkv.kv.ranges import consecutive
-from sglang_mixkv.rows.host import RowCopy, RowNumbers, Rows
+from sglang_mixkv.rows.host import Buffer, RowCopy, RowNumbers, Rows
 
 
 def rows_of(pages: Ints, page_size: int) -> RowNumbers:
@@ -77,14 +77,20 @@ def _places(counts: Ints) -> Ints:
     return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def to_rows(rows: Rows, ptr: int, row: int, slices: int, order: Ordering, scratch: int) -> None:
-    """Put extents of the entry at `ptr` in the order of rows, in place (receiver's side).
+def to_rows(
+    rows: Rows, ptrs: Ints, row_bytes: Ints, slices: int, order: Ordering, scratch: Buffer
+) -> None:
+    """Put extents of the entries at `ptrs` in the order of rows, in place (receiver's side).
 
-    `row`: bytes, of equally wide `slices`. `scratch`: address of room for the tokens' rows.
+    `row_bytes`: of equally wide `slices`, per entry. `scratch`: room for the tokens' rows of one
+    entry at least.
     """
-    entry, aside, whole = (np.array([n], np.int64) for n in (ptr, scratch, row))
-    width = whole // slices
     count = len(order.tokens)
-    rows.copy(RowCopy(entry, aside, whole, whole, whole, order.tokens, range(count)))
-    written = range(count * slices)
-    rows.copy(RowCopy(aside, entry, width, width, width, written, order.slices))
+    place = count * int(row_bytes.max())
+    step = max(1, scratch.size // place)
+    for first in range(0, len(ptrs), step):
+        entry, whole = ptrs[first : first + step], row_bytes[first : first + step]
+        aside, width = scratch.address + place * np.arange(len(entry)), whole // slices
+        rows.copy(RowCopy(entry, aside, whole, whole, whole, order.tokens, range(count)))
+        written = range(count * slices)
+        rows.copy(RowCopy(aside, entry, width, width, width, written, order.slices))

@@ -121,11 +121,13 @@ class World:
             for name in ("target", "draft")
         ]
 
-    def grant(self, mode: str = "auto", skip: int = 0, target: bool = True) -> dict:
+    def grant(
+        self, mode: str = "auto", skip: int = 0, target: bool = True, extents: bool = True
+    ) -> dict:
         slices = list(self.slices)
         if not target:
             slices[0] = staging.Slices(slices[0].shard, slices[0].ptrs, {}, 1)
-        return self.staging.grant(7, *slices, self.dst, skip, mode)
+        return self.staging.grant(7, *slices, self.dst, skip, mode, extents)
 
     def plan(self, rank: int) -> Plan:
         route = next(r for r in self.table if r.prefill_rank == rank)
@@ -148,7 +150,7 @@ class World:
                 part = slice(start, start + chunk)
                 src, dst = self.src[part], self.dst[part]
                 outside = min(len(src), max(0, skip - start))
-                given = Chunk(src, dst, start, outside)
+                given = Chunk(src, dst, start, outside, self.dst)
                 grant = grants.get((route.prefill_rank, 0))
                 assert writer.write("peer:1", plan, given, grant).code == 0
 
@@ -172,12 +174,35 @@ class World:
 def test_every_way_gives_the_same_bytes(
     sizes: tuple[int, int], page_size: int, mode: str, room: int
 ) -> None:
-    for skip in (0, 9):
-        world = World(*sizes, page_size=page_size, room=room)
-        world.send(world.grant(mode, skip), mode, skip=skip)
+    for skip, run, extents in ((0, 1, True), (9, 5, True), (9, 1, False), (0, 5, False)):
+        world = World(*sizes, page_size=page_size, room=room, run=run)
+        world.send(world.grant(mode, skip, extents=extents), mode, skip=skip)
         world.staging.scatter(7)
         assert world.wrong(skip) == 0
         assert world.staging.problems() == []
+
+
+@pytest.mark.parametrize(("page_size", "scratch"), [(1, 1 << 16), (16, 1 << 16), (16, 500)])
+def test_an_extent_is_one_range_per_sender_and_entry(page_size: int, scratch: int) -> None:
+    """Pages of one token, pages, and pages that are larger than the scratch memory."""
+    world = World(4, 1, page_size=page_size, room=0, run=10)
+    world.staging = staging.Staging(None, HostRows(), buffer(scratch))
+    grants = world.grant()
+    (extent,) = {grant.extent for grant in grants.values()}
+    world.src = world.dst  # neighbours at the source too
+    world.send(grants, chunk=100)
+    tokens = len(world.dst) * page_size
+    row = HEADS * max(HEAD_BYTES)
+    assert extent * row <= scratch
+    extents = sum(-(-10 * page_size // extent) for _ in range(len(world.dst) // 10))
+    ranges = len(world.engine.ranges)
+    assert ranges == 4 * 2 * len(HEAD_BYTES) * extents < 4 * 2 * len(HEAD_BYTES) * tokens / 2
+    world.staging.scatter(7)
+    assert world.wrong() == 0
+
+
+def test_extents_that_are_single_tokens_are_not_worth_it() -> None:
+    assert World(4, 2, page_size=1, room=0).grant() == {}
 
 
 def kinds(grants: dict) -> set[tuple[bool, bool]]:
@@ -201,11 +226,16 @@ def test_without_room_the_draft_goes_by_page_too() -> None:
     assert kinds(World(4, 2, room=2000).grant(target=False)) == {(False, True)}
 
 
-def test_without_scratch_or_with_pages_of_one_token_nothing_goes_by_page() -> None:
+def test_without_scratch_nothing_goes_by_page() -> None:
     world = World(4, 2, room=0)
     world.staging = staging.Staging(None, HostRows())
     assert world.grant() == {}
-    assert World(4, 2, page_size=1, room=0).grant() == {}
+
+
+def test_senders_that_know_no_extents_write_pages() -> None:
+    (page_grant, *_) = World(4, 2, room=0, run=5).grant(extents=False).values()
+    assert (page_grant.by_page, page_grant.extent) == (True, 0)
+    assert World(4, 2, page_size=1, room=0, run=5).grant(extents=False) == {}
 
 
 @pytest.mark.parametrize(("run", "granted"), [(1, True), (10, False)])
@@ -261,12 +291,44 @@ def test_a_room_without_a_region_leaves_nothing() -> None:
 
 
 def test_by_page_needs_slices_that_fill_their_senders_rows() -> None:
-    shard = Pool(1, 0, 4).shard
-    for senders, prefill_tp, may in (
-        ({(0, 0): range(4), (1, 0): range(4, 8)}, 2, True),
-        ({(0, 0): range(2), (1, 0): range(2, 4)}, 2, False),
-    ):
-        assert staging.Slices(shard, (0, 0), senders, prefill_tp).may_go_by_page() is may
+    world = World(4, 1, room=0)
+    assert kinds(world.grant()) == {(False, True)}
+    part = world.slices[0]
+    world.slices[0] = staging.Slices(part.shard, part.ptrs, {(0, 0): range(2), (1, 0): range(2)}, 2)
+    assert world.grant() == {}
+
+
+def test_a_drained_region_is_free_at_once() -> None:
+    """When all ranks that were contacted have said so, in this quarantine and not in another."""
+    world = World(4, 2)
+    world.grant()
+    held, _ = world.staging.in_use()
+    world.staging.release(7, frozenset({2, 3}))
+    world.staging.drained(7, {2})
+    assert world.staging.in_use() == (0, held)
+    world.staging.drained(7, {2, 3, 9})
+    assert world.staging.in_use() == (0, 0)
+    world.grant()
+    world.staging.drained(7, {2, 3})
+    assert world.staging.in_use() == (held, 0), "the next request of that number"
+    world.staging.release(7)
+    world.staging.drained(7, {2, 3})
+    assert world.staging.in_use() == (0, held), "nobody said whose word counts"
+
+
+def test_the_buffer_comes_with_the_first_peer_that_needs_it() -> None:
+    class Engine(MemoryEngine):
+        def batch_register(self, *_: object) -> int:
+            return 0
+
+    world = World(4, 2)
+    target, draft = world.slices
+    none = staging.Slices(draft.shard, draft.ptrs, {}, 1)
+    first = staging.prepare(Engine(), HostRows(), 4096, target, none, "auto")
+    assert first.span == (0, 0)
+    again = staging.prepare(Engine(), HostRows(), 4096, target, draft, "auto", before=first)
+    assert again is first
+    assert first.span[1] == 4096
 
 
 def test_memory_is_taken_only_where_a_peer_can_need_it() -> None:

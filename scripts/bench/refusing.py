@@ -1,0 +1,170 @@
+"""A decode rank's calls in SGLang's scheduler: stock's and ours, and beside a refused server.
+
+A real decode rank of the protocol ring, in a process of its own; its prefill servers are real
+bootstrap servers with sockets that only listen (tests/protocol/stand_ins.py). One pass is
+what the scheduler calls for one request of a healthy server: the receiver is made, init,
+send_metadata, poll while it waits, poll when it has succeeded, clear.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing as mp
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import Check, Record, Result, elapsed, options
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+conftest = importlib.import_module("protocol.conftest")  # sets what SGLang's import reads
+
+PREFILL_TP = (2, 8)  # to 1
+PAGES, POLLS, REFUSED, PASSES = 100, 20, 1000, 500
+CALLS = ("init", "send_metadata", "poll", "last_poll", "clear")
+
+
+class Passes:
+    """Passes of healthy requests; seconds of each call."""
+
+    def __init__(self, server: Any) -> None:
+        self.server, self.manager = server, server.rank.manager
+        self.room = 10_000
+        self.pages = np.arange(PAGES, dtype=np.int32)
+
+    def one(self) -> dict[str, float]:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        self.room += 1
+        made = self.server.rank.kv_class["receiver"]
+        taken: dict[str, float] = {}
+
+        def begin() -> None:
+            taken["receiver"] = made(self.manager, self.server.address, self.room)
+            taken["receiver"].init(0)
+
+        taken["init"] = elapsed(begin)
+        receiver = taken.pop("receiver")
+        taken["send_metadata"] = elapsed(lambda: receiver.send_metadata(self.pages, 0))
+        taken["poll"] = elapsed(lambda: [receiver.poll() for _ in range(POLLS)]) / POLLS
+        self.manager.update_status(self.room, KVPoll.Success)
+        taken["last_poll"] = elapsed(receiver.poll)
+        taken["clear"] = elapsed(receiver.clear)
+        return taken
+
+    def many(self, count: int) -> Record:
+        """Medians in microseconds, of each call and of the pass; a pass's 99th percentile."""
+        found = [self.one() for _ in range(count)]
+        sums = [sum(one.values()) for one in found]
+        calls = {f"{name}_us": 1e6 * float(np.median([o[name] for o in found])) for name in CALLS}
+        tail = 1e6 * float(np.percentile(sums, 99))
+        return {**calls, "pass_us": 1e6 * float(np.median(sums)), "p99_us": tail}
+
+
+def healthy(tp: int, passes: int, *, mixkv: bool) -> Passes:
+    from protocol.stand_ins import StandIn, decode_rank
+
+    found = Passes(StandIn(decode_rank(mixkv=mixkv), tp, fits=True, by_room=True))
+    found.server.resolve()
+    found.many(passes // 5 + 1)
+    return found
+
+
+def calls(tp: int, passes: int, *, mixkv: bool) -> list[Record]:
+    """A rank's calls per request."""
+    who = "mixkv" if mixkv else "stock"
+    return [{"prefill_tp": tp, "decode_tp": 1, "plugin": who,
+             **healthy(tp, passes, mixkv=mixkv).many(passes)}]  # fmt: skip
+
+
+def refusing(tp: int, passes: int, refused: int) -> list[Record]:
+    """Passes before and right after many requests to a refused server; what these cost."""
+    from protocol.stand_ins import StandIn
+
+    passing = healthy(tp, passes, mixkv=True)
+    manager = passing.manager
+    other = StandIn(passing.server.rank, fits=False, by_room=True)
+    before = passing.many(passes)
+    each = [elapsed(lambda n=n: _refused(other, n)) for n in range(refused)]
+    after = passing.many(passes)
+    executor = manager._ensure_prefill_recompute_executor()
+    answer = elapsed(lambda: executor.submit(time.monotonic).result(60))
+    common = {"prefill_tp": tp, "decode_tp": 1, "refused": refused}
+    return [
+        {**common, "when": "before", **before},
+        {**common, "when": "after", **after},
+        {**common, "when": "while", "ratio": after["pass_us"] / before["pass_us"],
+         "refused_ms": 1e3 * float(np.mean(each[1:])), "first_ms": 1e3 * each[0],
+         "executor_ms": 1e3 * answer},
+    ]  # fmt: skip
+
+
+def _refused(server: Any, number: int) -> None:
+    """One refused request, from the scheduler's first look at its server to its end."""
+    receiver = server.request(number)
+    receiver.poll()
+    with suppress(Exception):
+        receiver.failure_exception()
+
+
+def alone(part: Callable[..., list[Record]], *args: Any, **options: Any) -> list[Record]:
+    """A part in a fork: a process has one rank."""
+    context = mp.get_context("fork")
+    here, there = context.Pipe()
+
+    def body() -> None:
+        there.send(part(*args, **options))
+        os._exit(0)
+
+    process = context.Process(target=body)
+    process.start()
+    there.close()
+    found: list[Record] = here.recv()
+    process.join()
+    return found
+
+
+def checks(parts: dict[str, list[Record]]) -> list[Check]:
+    last = parts["refusing"][-1]
+    polls = {r["plugin"]: r["poll_us"] for r in parts["calls"] if r["prefill_tp"] == 2}
+    return [
+        Check("a pass after 1,000 refused requests to one before", 1.1, last["ratio"]),
+        Check("a refused request, ms of the caller's thread", 0.5, last["refused_ms"]),
+        Check("SGLang's own executor answers within, ms", 1000, last["executor_ms"]),
+        Check("poll to stock's", 1.2, polls["mixkv"] / polls["stock"]),
+    ]
+
+
+def plot(result: Result, pyplot: Any) -> None:
+    records = result.parts["calls"]
+    labels = [f"{r['prefill_tp']} to 1\n{r['plugin']}" for r in records]
+    bottom = np.zeros(len(records))
+    for name in CALLS:
+        values = np.array([r[f"{name}_us"] for r in records])
+        pyplot.bar(labels, values, bottom=bottom, label=name)
+        bottom += values
+    pyplot.legend()
+    pyplot.ylabel("us per request")
+
+
+def main() -> None:
+    arguments = options((__doc__ or "").splitlines()[0]).parse_args()
+    passes = arguments.repeats or (20 if arguments.quick else PASSES)
+    result = Result("refusing", arguments.quick, {"calls": [], "refusing": []})
+    conftest.load_sglang()
+    for tp in PREFILL_TP:
+        for mixkv in (False, True):
+            result.parts["calls"] += alone(calls, tp, passes, mixkv=mixkv)
+    refused = 50 if arguments.quick else REFUSED
+    result.parts["refusing"] = alone(refusing, 2, passes, refused)
+    result.checks = checks(result.parts)
+    result.finish(arguments, lambda pyplot: plot(result, pyplot))
+
+
+if __name__ == "__main__":
+    main()
