@@ -65,6 +65,13 @@ class DecodeRank:
 
     def learn(self, address: str, sizes: Sizes, facts: Facts, *, cold: bool) -> Source:
         """A prefill server that SGLang has resolved. Raises MixKVError for unsupported sizes."""
+        if sizes.attn_cp != 1 and self.config.verify == "checksum":
+            raise MixKVError(
+                "--mixkv-verify checksum does not know attention CP; the prefill server has "
+                f"{sizes.attn_cp}, so no request could be compared. Start this decode server "
+                "with --mixkv-verify off, or the prefill without attention CP.",
+                "topology",
+            )
         verify = self._verifies(sizes, cold=cold)
         source = source_of(self.local, address, sizes, facts, cold=cold, verify=verify)
         self.sources.put(source)
@@ -88,10 +95,13 @@ class DecodeRank:
         """Whether requests from that server are compared: by our flag, or by SGLang's.
 
         --disaggregation-enable-kv-checksum compares what both sides digest alike; where layouts
-        differ stock skips it (decode.py _kv_checksum_comparable), and ours steps in.
+        differ stock skips it (decode.py _kv_checksum_comparable), and ours steps in, but for
+        context parallelism, which it does not know.
         """
         if self.config.verify == "checksum":
             return True
+        if sizes.attn_cp != 1 or self.local.dcp_size != 1:
+            return False
         apart = (sizes.attn_tp, sizes.pp) != (self.local.tp, self.local.pp_size)
         return self._compares and (apart or cold)
 

@@ -37,6 +37,7 @@ class Local:
     rank: int
     pp_size: int
     pp_rank: int
+    dcp_size: int
     sharded_state: bool
     kv_data_lens: tuple[int, ...]
     state_lens: tuple[tuple[int, ...], ...]

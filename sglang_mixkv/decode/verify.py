@@ -27,7 +27,6 @@ SHOWN = 4
 class Asked:
     """A room's pages, those before `skip` without draft KV, and its senders by unique number."""
 
-    caches: Caches
     pages: Ints
     skip: int
     draft: Shard | None
@@ -51,7 +50,8 @@ def not_awaited(digest: Digest) -> MixKVError:
 class Verifier:
     """Compares what one decode rank received, once all of a room has come."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, caches: Caches, rows: Rows) -> None:
+        self._caches = caches
         self._digester = Digester(rows)
 
     def problem(self, asked: Asked) -> str | None:
@@ -68,7 +68,7 @@ class Verifier:
         if digest is None:
             yield f"prefill rank {rank} sent no checksums"
             return
-        caches, skip = asked.caches, asked.skip
+        caches, skip = self._caches, asked.skip
         yield from self._compare(
             "target", rank, caches.target, caches.target_ptrs, route.target_heads,
             digest.target, asked.pages,
@@ -98,8 +98,8 @@ class Verifier:
     def _gaps(self, asked: Asked) -> Iterator[str]:
         """Entries that no digest covers with all heads of this rank."""
         for name, shard, ptrs in (
-            ("target", asked.caches.target, asked.caches.target_ptrs),
-            ("draft", asked.draft, asked.caches.draft_ptrs),
+            ("target", self._caches.target, self._caches.target_ptrs),
+            ("draft", asked.draft, self._caches.draft_ptrs),
         ):
             if shard is None:
                 continue

@@ -9,7 +9,6 @@ One chunk, in a transfer thread:
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -24,14 +23,13 @@ from sglang.srt.disaggregation.mooncake.conn import (
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
-from sglang.srt.environ import envs
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_mixkv.engine.bootstrap import AnnouncingBootstrapServer
 from sglang_mixkv.engine.manager import SidedManager
+from sglang_mixkv.engine.rdma import over_rdma
 from sglang_mixkv.engine.receiver import RoomReceiver
 from sglang_mixkv.engine.sender import RoomSender
-from sglang_mixkv.engine.tcp import over_tcp
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.prefill.rank import AuxFrom, Hands, Task
 from sglang_mixkv.protocol.extension import Digest, encode
@@ -77,13 +75,15 @@ class MixKVManager(SidedManager, MooncakeKVManager):
     """SGLang's MooncakeKVManager with separate target and draft components."""
 
     def init_engine(self) -> None:
-        """As stock; what the side writes goes by the same engine."""
+        """As stock; what the side writes goes by the same engine. On prefill ranks, and unless it
+        certainly uses RDMA, within the limits of Mooncake's TCP transport."""
         super().init_engine()
         if self.side is None:
             return
         engines = Engines(self.engine, partial(_like, self.engine))
-        in_flight = InFlight() if self.prefill is not None and over_tcp(self.engine) else None
-        transport = Mooncake(engines, in_flight, _batch())
+        bounded = self.prefill is not None and not over_rdma(self.engine)
+        in_flight = InFlight() if bounded else None
+        transport = Mooncake(engines, in_flight)
         if in_flight is not None:
             self.engine: Any = SharedEngine(engines, transport, in_flight)
         self.side.connect(transport)
@@ -93,7 +93,9 @@ class MixKVManager(SidedManager, MooncakeKVManager):
     def transfer_worker(self, queue: Any, executor: Any, *args: Any, **kwargs: Any) -> None:
         """As stock, over a queue and an executor that tell this thread's hands what goes on."""
         if self.prefill is not None:
-            self._thread.hands = hands = self.prefill.hands(max(1, len(self.transfer_queues)))
+            self._thread.hands = hands = self.prefill.hands(
+                max(1, len(self.transfer_queues)), self.max_transfer_batch_indices
+            )
             queue, executor = HandedQueue(queue, hands), HandedExecutor(executor, hands)
         super().transfer_worker(queue, executor, *args, **kwargs)
 
@@ -257,7 +259,7 @@ class MixKVManager(SidedManager, MooncakeKVManager):
                 )  # fmt: skip
             except MixKVError as error:
                 reason = f"sglang-mixkv refuses to send room {bootstrap_room}: {error}"
-                self.conclude_failure(bootstrap_room=bootstrap_room, failure_reason=reason)
+                self.prefill.fail(bootstrap_room, reason)
                 return
             kv_indices = kv_indices[:count]
             index_slice = slice(index_slice.start, index_slice.start + count)
@@ -265,11 +267,6 @@ class MixKVManager(SidedManager, MooncakeKVManager):
             bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices,
             num_kv_tokens, **kwargs,
         )  # fmt: skip
-
-
-def _batch() -> int:
-    """Most ranges per call: stock's own setting, which stock reads as 0: no limit."""
-    return envs.SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES.get() or sys.maxsize
 
 
 def _like(engine: MooncakeTransferEngine) -> MooncakeTransferEngine:

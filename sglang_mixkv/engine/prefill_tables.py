@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import AbortAck
 
-from sglang_mixkv.engine.replies import Replies
+from sglang_mixkv.engine.replies import Notices, Replies
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.protocol.frames import Address
 from sglang_mixkv.protocol.messages import Abort
@@ -19,7 +19,7 @@ class PrefillTables:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._replies = Replies()
+        self._replies, self._notices = Replies(), Notices()
 
     def statuses(self) -> Any:
         return self._manager.request_status
@@ -30,7 +30,21 @@ class PrefillTables:
         return list(getattr(statuses, "_local_map", statuses))
 
     def fail(self, room: int, reason: str) -> None:
-        self._manager.conclude_failure(bootstrap_room=room, failure_reason=reason)
+        """As conclude_failure, without waiting for a peer that does not read."""
+        manager, targets = self._manager, self._manager._room_notify_targets(room)
+        ended = manager.conclude_failure(bootstrap_room=room, failure_reason=reason, targets=[])
+        if ended is None:  # there is no such room
+            return
+        verdict = self._verdict(room, manager.failure_records.get(room, reason))
+        for endpoint, port in targets:
+            self._notices.send(endpoint, port, verdict)
+
+    def _verdict(self, room: int, reason: str) -> list[bytes]:
+        """SGLang's message that a room failed."""
+        message: list[bytes] = self._manager._encode_kv_status_message(
+            bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason
+        )
+        return message
 
     def mark_failed(self, room: int) -> None:
         self._manager.update_status(room, KVPoll.Failed)
@@ -50,10 +64,7 @@ class PrefillTables:
             table.pop(room, None)
 
     def refuse(self, who: Address, room: int, reason: str) -> None:
-        verdict = self._manager._encode_kv_status_message(
-            bootstrap_room=room, status=KVPoll.Failed, failure_reason=reason
-        )
-        self._replies.send(who.endpoint, who.port, verdict)
+        self._replies.send(who.endpoint, who.port, self._verdict(room, reason))
 
     def acknowledge(self, abort: Abort) -> None:
         assert abort.generation is not None

@@ -36,10 +36,8 @@ class RoomSender(CommonKVSender):
         """As stock; fewer pages than none, and no chunk would ever be sent."""
         super().init(num_kv_indices, aux_index)
         if self.side is not None and num_kv_indices < 0:
-            self.kv_mgr.conclude_failure(
-                bootstrap_room=self.bootstrap_room,
-                failure_reason="the decode side's cached prefix is longer than the prompt.",
-            )
+            reason = "the decode side's cached prefix is longer than the prompt."
+            self.side.fail(self.bootstrap_room, reason)
 
     def clear(self) -> None:
         """The room first: once stock has said that it ended, its number may be used again."""

@@ -73,6 +73,7 @@ class Rank:
             rank=self.caches.target.rank,
             pp_size=self.pp_size,
             pp_rank=self.pp_rank,
+            dcp_size=get_parallel().attn_dcp_size or 1,
             sharded_state=self.sharded_state,
             kv_data_lens=tuple(args.kv_data_lens),
             state_lens=tuple(map(tuple, args.state_data_lens)),

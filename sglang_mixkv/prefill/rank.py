@@ -115,12 +115,14 @@ class PrefillRank:
         """Once SGLang has its engine."""
         self._transport = transport
 
-    def hands(self, threads: int) -> Hands:
-        """For one of so many transfer threads, which keeps them."""
+    def hands(self, threads: int, most_pages: int) -> Hands:
+        """For one of so many transfer threads, which keeps them. `most_pages`: see ChunkWriter."""
         assert self._transport is not None, "a transfer thread before the transport"
         size = (self.config.staging_mb << 20) // threads
         buffer = PackMemory(self._transport, self.rows, size)
-        writer = ChunkWriter(self._transport, self.rows, buffer.get, self.config.draft_transfer)
+        writer = ChunkWriter(
+            self._transport, self.rows, buffer.get, self.config.draft_transfer, most_pages
+        )
         return Hands(writer, Digester(self.rows))
 
     # -- rooms, in the scheduler
@@ -131,6 +133,10 @@ class PrefillRank:
         if room.reason:
             self._sglang.fail(number, room.reason)
         return room
+
+    def fail(self, number: int, reason: str) -> None:
+        """End a room with this reason on both sides."""
+        self._sglang.fail(number, reason)
 
     def abandon_room(self, number: int) -> None:
         """The scheduler aborts the sender: tell decode."""

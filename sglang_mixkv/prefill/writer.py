@@ -14,7 +14,7 @@ is packed while the last is in flight.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,15 @@ class Chunk:
     start: int = 0
     skip: int = 0
     room_pages: Ints | None = None
+
+    def parts(self, most: int) -> Iterator[Chunk]:
+        """The chunk in parts of at most `most` pages; 0: as it is."""
+        count = len(self.src_pages)
+        for first in range(0, max(1, count), most if most > 0 else max(1, count)):
+            part = slice(first, first + most if most > 0 else None)
+            src, dst = self.src_pages[part], self.dst_pages[part]
+            skip = min(len(src), max(0, self.skip - first))
+            yield replace(self, src_pages=src, dst_pages=dst, start=self.start + first, skip=skip)
 
     def by_extent(
         self, copies: Copies, page_size: int, pairs: PagePairs, grant: Grant, first: int
@@ -111,7 +120,10 @@ class Sending:
 
 
 class ChunkWriter:
-    """Writes chunks for one thread, packing through `buffer` (made at the first need)."""
+    """Writes chunks for one thread, packing through a buffer that is made at the first need.
+
+    `most_pages`: so many at a time (SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES); 0: a whole chunk.
+    """
 
     def __init__(
         self,
@@ -119,8 +131,10 @@ class ChunkWriter:
         rows: Rows,
         make_buffer: Callable[[], PackBuffer | None],
         mode: str,
+        most_pages: int = 0,
     ) -> None:
         self._transport, self._rows, self._mode = transport, rows, mode
+        self._most_pages = most_pages
         self._limits = transport.limits
         self._overlap = self._limits.overlaps and rows.takes_long
         self._make_buffer = make_buffer
@@ -133,14 +147,14 @@ class ChunkWriter:
         nothing of the chunk is in flight either, unless the transport failed as well: that is
         returned as its code.
         """
-        direct, packings = self._ways(plan, chunk, grant or NO_GRANT)
-        sending = Sending(self._transport, session)
+        parts = [self._ways(plan, p, grant or NO_GRANT) for p in chunk.parts(self._most_pages)]
+        sending, packed = Sending(self._transport, session), 0
         try:
-            packed = self._send(sending, Blocks.concat(direct), packings, plan.page_size)
+            for direct, packings in parts:
+                packed += self._send(sending, Blocks.concat(direct), packings, plan.page_size)
         except Exception:
             if sending.settle() == 0:
                 raise
-            packed = 0
         return Written(
             sending.settle(),
             len(chunk.src_pages) * plan.target_bytes_per_page,

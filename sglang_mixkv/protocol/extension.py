@@ -24,7 +24,7 @@ import msgspec
 
 from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.routes import Route
-from sglang_mixkv.protocol.facts import Facts, Several, Size, Word
+from sglang_mixkv.protocol.facts import Facts, Room, Several, Size, Word
 from sglang_mixkv.protocol.frames import Frames
 
 T = TypeVar("T")
@@ -126,7 +126,7 @@ class Digest(msgspec.Struct, frozen=True):
     entry, CRC-32 of the rows sent to it, in the order of the request's pages).
     """
 
-    room: Size
+    room: Room
     prefill_rank: Size
     target: Several[tuple[Size, Size]]
     draft: Several[tuple[Size, Size]]

@@ -154,12 +154,11 @@ class Begun:
 class Mooncake:
     """Transport over one or more of SGLang's MooncakeTransferEngine.
 
-    `in_flight`: None over RDMA, which has no such limit. `batch`: most ranges per call.
+    `in_flight`: None over RDMA, which has no such limit: then a write is one call.
     """
 
-    def __init__(self, engines: Engines, in_flight: InFlight | None, batch: int) -> None:
+    def __init__(self, engines: Engines, in_flight: InFlight | None) -> None:
         self._engines, self._in_flight = engines, in_flight
-        self._batch = min(batch, in_flight.most) if in_flight else batch
         begun = ASYNCHRONOUS if in_flight else 0
         self.limits = Limits(FEW, SHORT, overlaps=bool(begun), begun=begun)
 
@@ -181,14 +180,15 @@ class Mooncake:
     # -- waited for
 
     def _write(self, session: str, blocks: Blocks) -> int:
-        """In calls of at most one batch. The first code that is not 0 ends it."""
+        """In calls within the limit. The first code that is not 0 ends it."""
         total = len(blocks.length)
-        if not total:
-            return 0
+        most = self._in_flight.most if self._in_flight is not None else total
+        if total <= most:
+            return self.transfer(session, *blocks.lists()) if total else 0
         first = int(blocks.length[0])
         alike = bool((blocks.length == first).all())
-        for start in range(0, total, self._batch):
-            part = slice(start, start + self._batch)
+        for start in range(0, total, most):
+            part = slice(start, start + most)
             src = blocks.src[part].tolist()
             lengths = [first] * len(src) if alike else blocks.length[part].tolist()
             code = self.transfer(session, src, blocks.dst[part].tolist(), lengths)
