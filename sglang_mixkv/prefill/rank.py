@@ -109,19 +109,19 @@ class PrefillRank:
         self.peers, self.rooms = Peers(local), Rooms()
         page_size = local.caches.target.page_size
         self.gate = Gate(self.peers, self.rooms, sglang, stats, page_size, *at, awaited_s)
-        self._transport: Transport | None = None
+        self.transport: Transport | None = None
 
     def connect(self, transport: Transport) -> None:
         """Once SGLang has its engine."""
-        self._transport = transport
+        self.transport = transport
 
     def hands(self, threads: int, most_pages: int) -> Hands:
         """For one of so many transfer threads, which keeps them. `most_pages`: see ChunkWriter."""
-        assert self._transport is not None, "a transfer thread before the transport"
+        assert self.transport is not None, "a transfer thread before the transport"
         size = (self.config.staging_mb << 20) // threads
-        buffer = PackMemory(self._transport, self.rows, size)
+        buffer = PackMemory(self.transport, self.rows, size)
         writer = ChunkWriter(
-            self._transport, self.rows, buffer.get, self.config.draft_transfer, most_pages
+            self.transport, self.rows, buffer.get, self.config.draft_transfer, most_pages
         )
         return Hands(writer, Digester(self.rows))
 

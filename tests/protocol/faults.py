@@ -116,25 +116,29 @@ def failing_transport(times: int, written: bool = False) -> Inject:
     all the same."""
 
     def inject(rank: Rank) -> None:
-        real, left = rank.manager.engine.batch_transfer_sync, [times]
+        left = [times]
 
-        def broken(*args: Any) -> int:
-            left[0] -= 1
-            if left[0] < 0:
-                return real(*args)
-            rank.strike()
-            if written:
-                real(*args)
-            return -1
+        def breaking(real: Callable[..., int]) -> Callable[..., int]:
+            def broken(*args: Any) -> int:
+                left[0] -= 1
+                if left[0] < 0:
+                    return real(*args)
+                rank.strike()
+                if written:
+                    real(*args)
+                return -1
 
-        rank.manager.engine.batch_transfer_sync = broken
+            return broken
+
+        rank.on_transfer(breaking)
 
     return inject
 
 
 def turned_down(rank: Rank) -> None:
-    """Mooncake does not begin this rank's first write that would go on by itself."""
-    mooncake, left = rank.manager.engine._engine.engine, [1]
+    """Mooncake rejects this rank's first asynchronous write."""
+    engine, left = rank.plugin.transport.engine, [1]
+    mooncake = engine.engine
 
     def submit(session: str, *one: int) -> int:
         if not left:
@@ -143,12 +147,13 @@ def turned_down(rank: Rank) -> None:
         rank.strike()
         return 0
 
-    rank.manager.engine._engine.engine = Wrapped(mooncake, transfer_submit_write=submit)
+    engine.engine = Wrapped(mooncake, transfer_submit_write=submit)
 
 
 def failed_later(rank: Rank) -> None:
     """It is begun and its bytes arrive, but it is said to have failed."""
-    mooncake, left = rank.manager.engine._engine.engine, [1]
+    engine, left = rank.plugin.transport.engine, [1]
+    mooncake = engine.engine
 
     def check(number: int) -> int:
         state = int(mooncake.transfer_check_status(number))
@@ -158,7 +163,7 @@ def failed_later(rank: Rank) -> None:
         rank.strike()
         return -1
 
-    rank.manager.engine._engine.engine = Wrapped(mooncake, transfer_check_status=check)
+    engine.engine = Wrapped(mooncake, transfer_check_status=check)
 
 
 class Wrapped:
@@ -175,30 +180,32 @@ class Wrapped:
 def overflow(rank: Rank) -> None:
     """This rank's first write comes with more ranges in flight than Mooncake's TCP transport
     takes: its engine is then stuck towards that peer for good."""
-    real, engine = rank.manager.engine.batch_transfer_sync, rank.manager.engine._engine
-    first = [1]
+    engine, first = rank.plugin.transport.engine, [1]
 
-    def overflowing(session: str, *ranges: list[int]) -> int:
-        if first:
-            first.clear()
-            rank.strike()
-            many = [(column * 8000)[:8000] for column in ranges]
-            flood = [
-                threading.Thread(target=engine.batch_transfer_sync, args=(session, *many))
-                for _ in range(4)
-            ]
-            for thread in flood:
-                thread.start()
-            for thread in flood:
-                thread.join()
-        return int(real(session, *ranges))
+    def flooding(real: Callable[..., int]) -> Callable[..., int]:
+        def overflowing(session: str, *ranges: list[int]) -> int:
+            if first:
+                first.clear()
+                rank.strike()
+                many = [(column * 8000)[:8000] for column in ranges]
+                flood = [
+                    threading.Thread(target=engine.batch_transfer_sync, args=(session, *many))
+                    for _ in range(4)
+                ]
+                for thread in flood:
+                    thread.start()
+                for thread in flood:
+                    thread.join()
+            return int(real(session, *ranges))
 
-    rank.manager.engine.batch_transfer_sync = overflowing
+        return overflowing
+
+    rank.on_transfer(flooding)
 
 
 def no_staging_memory(rank: Rank) -> None:
     """The transport cannot register one byte more."""
-    rank.manager.engine.batch_register = lambda *_: -1
+    rank.plugin.transport.engine.batch_register = lambda *_: -1
 
 
 # ---------------------------------------------------------------- messages
@@ -266,16 +273,16 @@ def registers_again(rank: Rank) -> None:
 
 def admits_slowly(rank: Rank) -> None:
     """This prefill rank takes a second over every registration but the first."""
-    real, seen = rank.manager._admit, []
+    real, seen = rank.plugin.peers.admit, []
 
-    def slow(info: Any) -> Any:
+    def slow(said: Any) -> Any:
         if seen:
             rank.strike()
             time.sleep(1)
         seen.append(1)
-        return real(info)
+        return real(said)
 
-    rank.manager._admit = slow
+    rank.plugin.peers.admit = slow
 
 
 def registers_while_sending() -> Case:

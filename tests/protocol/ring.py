@@ -327,6 +327,12 @@ class Rank:
         """The plugin's side of this rank; None where SGLang runs alone."""
         return getattr(self.manager, "side", None)
 
+    def on_transfer(self, change: Callable[[Callable[..., int]], Callable[..., int]]) -> None:
+        """Put `change(real)` in the place of the call that each write of this rank waits for:
+        (session, source addresses, destinations, lengths) -> code."""
+        transport = self.plugin.transport
+        transport.transfer = change(transport.transfer)
+
     # -- requests
 
     def rooms(self) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -210,9 +211,10 @@ def test_a_prefix_that_others_will_share_has_all_of_its_draft(
 
 
 def test_without_the_guard_a_shared_prefix_lacks_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_mixkv.engine.decode import DecodeSide
+    from sglang_mixkv.engine import sides
 
-    monkeypatch.setattr(DecodeSide, "draft_window", property(lambda self: 12))
+    disagg = mock.Mock(wraps=sides.get_disagg(), disaggregation_decode_enable_radix_cache=False)
+    monkeypatch.setattr(sides, "get_disagg", lambda: disagg)
     outcome = run(shared_prefix(2, 1))
     assert outcome.statuses == {"success"}
     assert any("request 1 draft entry" in line for line in outcome.wrong)
@@ -288,9 +290,9 @@ def test_without_the_guard_the_last_rank_overwrites_the_aux_row(
 ) -> None:
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 
-    from sglang_mixkv.engine.prefill import PrefillSide
+    from sglang_mixkv.engine.mooncake import MixKVManager
 
-    monkeypatch.setattr(PrefillSide, "send_aux", MooncakeKVManager.send_aux)
+    monkeypatch.setattr(MixKVManager, "send_aux", MooncakeKVManager.send_aux)
     assert any("aux" in line for line in run(two_draft_senders()).wrong)
 
 
@@ -329,13 +331,13 @@ def test_rounds_that_overlap_give_the_same_bytes(prefill_tp: int, decode_tp: int
 
 
 def strike_at_a_started_write(rank: Rank) -> None:
-    real = rank.manager.engine.finish
+    real = rank.plugin.transport._finish
 
-    def finish(started: Any) -> int:
+    def finish(begun: Any) -> int:
         rank.strike()
-        return int(real(started))
+        return int(real(begun))
 
-    rank.manager.engine.finish = finish
+    rank.plugin.transport._finish = finish
 
 
 def test_no_room_for_a_region_is_no_failure() -> None:
