@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import zmq
 from protocol.model import Case, Request
-from protocol.ring import NOT_YET, Outcome, Rank, RankReport
+from protocol.ring import NOT_YET, Outcome, Rank, RankReport, stock_class
 
 # The prefill's is longer: a rank that is done early opens its next room at once, and waits
 # there while another rank's request still ends by the decode side's timeout (and its ABORT).
@@ -135,7 +135,7 @@ def failing_transport(times: int, written: bool = False) -> Inject:
     return inject
 
 
-def turned_down(rank: Rank) -> None:
+def rejected(rank: Rank) -> None:
     """Mooncake rejects this rank's first asynchronous write."""
     engine, left = rank.plugin.transport.engine, [1]
     mooncake = engine.engine
@@ -216,7 +216,7 @@ def meddle(operation: str, change: Callable[[list[bytes]], list[list[bytes]]]) -
     all."""
 
     def inject(rank: Rank) -> None:
-        cls = rank.kv_class["receiver"].__mro__[1]  # stock's: the extension is there already
+        cls = stock_class(rank, "receiver")  # the extension is there already
         real, done = cls._send_bootstrap_message, []
 
         def changed(self: Any, *, bootstrap_info: Any, message: Any, operation: str) -> bool:
@@ -238,7 +238,7 @@ def meddle(operation: str, change: Callable[[list[bytes]], list[list[bytes]]]) -
 
 def registration_after_metadata(rank: Rank) -> None:
     """The first two messages of this decode rank to each prefill rank change places."""
-    cls = rank.kv_class["receiver"].__mro__[1]
+    cls = stock_class(rank, "receiver")
     real, held = cls._send_bootstrap_message, {}
 
     def swapped(self: Any, *, bootstrap_info: Any, message: Any, operation: str) -> bool:
@@ -317,8 +317,8 @@ REGISTRATIONS: dict[str, tuple[str, Callable[[list[bytes]], list[list[bytes]]], 
     "two frames": ("2 of 21 frames: ends stock's thread", lambda m: [m[:2]], "never arrived"),
     "extension cut": ("3 bytes off the last frame", lambda m: [[*m[:-1], m[-1][:-3]]], "malformed"),
     "other protocol": ("version 99 in the extension", other_protocol, "protocol 99"),
-    "random bytes": ("33 random bytes as state pointers", frame(6, os.urandom(33)), "turned down"),
-    "no number": ("'many' as the attention-TP size", frame(8, b"many"), "is no number"),
+    "random bytes": ("33 random bytes as state pointers", frame(6, os.urandom(33)), "was rejected"),
+    "no number": ("'many' as the attention-TP size", frame(8, b"many"), "is not a number"),
     "pointers missing": (
         "one KV pointer less than lengths",
         lambda m: [[*m[:4], m[4][8:], *m[5:]]],
@@ -359,7 +359,7 @@ METADATA: dict[str, tuple[str, Callable[[list[bytes]], list[list[bytes]]], str]]
 
 def doubled(rank: Rank) -> None:
     """Everything that this decode rank says it says twice."""
-    cls = rank.kv_class["receiver"].__mro__[1]
+    cls = stock_class(rank, "receiver")
     real = cls._send_bootstrap_message
 
     def twice(self: Any, **kwargs: Any) -> bool:
@@ -685,7 +685,7 @@ def _transport() -> Iterator[Fault]:
             _prefill_fault(rank, overflow), words=words,
         )  # fmt: skip
     for name, how, inject in (
-        ("is turned down", "transfer_submit_write returns 0", turned_down),
+        ("is rejected", "transfer_submit_write returns 0", rejected),
         ("fails although the bytes arrive", "transfer_check_status returns -1", failed_later),
     ):
         yield Fault(

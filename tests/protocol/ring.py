@@ -579,6 +579,11 @@ class Rank:
             )
 
 
+def stock_class(rank: Rank, kind: str) -> Any:
+    """SGLang's class of a backend that one of the plugin's is made of."""
+    return next(c for c in rank.kv_class[kind].__mro__ if c.__module__.startswith("sglang."))
+
+
 NOT_YET = object()
 
 

@@ -32,6 +32,7 @@ from protocol import model
 from protocol.faults import METADATA, NOISE, REGISTRATIONS
 from protocol.model import Case, Request
 from protocol.ring import (
+    stock_class,
     AUX_LENS,
     Key,
     Rank,
@@ -397,7 +398,7 @@ class SoakPrefill(SoakRank):
 class SoakDecode(SoakRank):
     def inject(self) -> None:
         """Messages change on their way, in the scheduler's thread."""
-        cls = self.kv_class["receiver"].__mro__[1]
+        cls = stock_class(self, "receiver")
         real, done = cls._send_bootstrap_message, set()
         self.shout = zmq.Context.instance().socket(zmq.PUSH)
         self.shout.connect(f"tcp://127.0.0.1:{self.manager.rank_port}")
@@ -541,9 +542,9 @@ def _changed(name: str, operation: str, message: list[bytes]) -> list[list[bytes
 def _rank_main(
     case: SoakCase, side: str, rank: int, ports: list[int], pipe: Any, go: Any, life: int
 ) -> None:
-    from sglang_mixkv.engine import gate
+    from sglang_mixkv.prefill import gate, rooms
 
-    gate.MEMORY_S = MEMORY_S
+    gate.MEMORY_S = rooms.MEMORY_S = MEMORY_S
     report: RankReport = RankReport(side, rank)
     try:
         one = (SoakPrefill if side == "prefill" else SoakDecode)(case, side, rank, ports, life)

@@ -49,7 +49,7 @@ def test_lookahead_pages_are_cut(prefill_tp: int, decode_tp: int) -> None:
 def test_without_the_cut_lookahead_is_taken_for_a_mismatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sglang_mixkv.engine import prefill
+    from sglang_mixkv.prefill import rank as prefill
 
     def uncut(offered: int, tokens: int | None, *rest: Any, **last: Any) -> int:
         return pages.pages_to_send(offered, None, *rest, **last)
@@ -127,7 +127,7 @@ WITHOUT_THE_GUARD = {
 @pytest.mark.parametrize("harm", WITHOUT_THE_GUARD)
 def test_without_the_guard(monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
     """No error names what happened."""
-    from sglang_mixkv.engine import prefill
+    from sglang_mixkv.prefill import rank as prefill
 
     send, statuses, wrong = WITHOUT_THE_GUARD[harm]
     monkeypatch.setattr(ring, "LIMIT_S", 8)
@@ -179,7 +179,7 @@ def test_without_the_wait_the_order_test_fails(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_the_window_everything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_mixkv.engine import prefill
+    from sglang_mixkv.prefill import rank as prefill
 
     direct = {"config": {"draft_transfer": "direct"}}
     case = Case(2, 1, draft_window=5, requests=(Request(40),), extra=dict(direct))

@@ -20,8 +20,10 @@ from sglang_mixkv.engine import releases
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
 SOURCES = [
-    PACKAGE / "plugin.py", PACKAGE / "cpu" / "support.py", *sorted((PACKAGE / "engine").glob("*.py")),
-]  # fmt: skip
+    PACKAGE / "plugin.py",
+    PACKAGE / "cpu" / "support.py",
+    *sorted((PACKAGE / "engine").glob("*.py")),
+]
 
 
 def our_classes(module: str = "") -> list[type]:
@@ -64,7 +66,8 @@ def carried(node: ast.expr, module: str) -> list[type]:
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     if name == "self":
         return our_classes(module)
-    carriers = {"mgr": "manager", "kv_mgr": "manager", "receiver": "receiver"}
+    carriers = {"mgr": "manager", "kv_mgr": "manager", "manager": "manager", "receiver": "receiver"}
+    name = name.removeprefix("_")
     return [CLASSES[carriers[name]]] if name in carriers else []
 
 

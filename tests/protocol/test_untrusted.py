@@ -236,7 +236,7 @@ def test_after_a_registration_that_cannot_be_read_the_one_before_does_not_count(
     """Its memory may be another process's by now."""
     fault = faults_of_ring.meddle("_register_kv_args", lambda m: [m, replaced(16, b"+1")(m)])
     outcome = only_one_request(fault, "decode")
-    assert "DCP size is no number" in outcome.reasons
+    assert "DCP size is not a number" in outcome.reasons
 
 
 REGISTERED_ANEW = {
