@@ -8,7 +8,6 @@ forgets the first kind, ends the wrong request by the second, and keeps no reaso
 from __future__ import annotations
 
 import time
-from functools import cached_property
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -25,10 +24,10 @@ MAX_REMEMBERED = 1 << 16
 class PrefillAborts(Shared):
     """Overrides of MooncakeKVManager that act when either side gives a request up."""
 
-    @cached_property
-    def ended_rooms(self) -> dict[int, float]:
-        """Rooms whose sender was cleared lately, and when."""
-        return {}
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """`ended_rooms`: whose sender was cleared lately, and when."""
+        self.ended_rooms: dict[int, float] = {}
+        super().__init__(*args, **kwargs)
 
     def _note_abort(self, said: Abort) -> None:
         """Keep a reason for this side's log and answer, for a request still to come as well."""

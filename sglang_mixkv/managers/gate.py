@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import cached_property
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -34,6 +33,12 @@ MEMORY_S = 60.0
 
 class PrefillGate(PrefillAborts):
     """Overrides of MooncakeKVManager that admit peers and rooms on prefill ranks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """`unreadable`: sessions whose last registration was rejected unread, and why."""
+        self.unreadable: dict[bytes, str] = {}
+        self.replies = Replies()
+        super().__init__(*args, **kwargs)
 
     def _check_prefill(self, frames: list[bytes]) -> bool:
         """Every message to a prefill rank, before stock reads it. Raises MixKVError."""
@@ -68,11 +73,6 @@ class PrefillGate(PrefillAborts):
         return any(len(infos) >= info.required_dst_info_num for info in infos)
 
     # -- peers
-
-    @cached_property
-    def unreadable(self) -> dict[bytes, str]:
-        """Sessions whose last registration was turned down unread, and why."""
-        return {}
 
     def _check_registration(self, frames: list[bytes]) -> bool:
         try:
@@ -222,10 +222,6 @@ class PrefillGate(PrefillAborts):
             bootstrap_room=said.room, status=KVPoll.Failed, failure_reason=reason
         )
         self.replies.send(said.sender.endpoint, said.sender.port, verdict)
-
-    @cached_property
-    def replies(self) -> Replies:
-        return Replies()
 
     def open_room(self, room: int) -> Sent:
         """A sender was made for this room: from now on it is the sender that ends it."""

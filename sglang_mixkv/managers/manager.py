@@ -5,13 +5,9 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sglang_mixkv.config import config_of
 from sglang_mixkv.core.wire import PROTOCOL
 from sglang_mixkv.managers.decode import DecodeSide
-from sglang_mixkv.managers.kv_args import split_draft
-from sglang_mixkv.managers.metrics import metrics_for
 from sglang_mixkv.managers.prefill import PrefillSide
-from sglang_mixkv.managers.stats import Stats
 
 logger = logging.getLogger(__name__)
 
@@ -26,17 +22,10 @@ class MixKVManager(PrefillSide, DecodeSide):
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
     ) -> None:
-        if getattr(args, "num_draft_entries", 0):
-            split_draft(args)
-        self.config = config_of(server_args)
-        side = disaggregation_mode.value
-        self.stats = Stats(side, self.config.stats_dir, metrics_for(side))
         # A prefill's reason for a failure travels to the decode side; stock parses it too.
         self.kv_status_msg_carries_reason = True
-        self.mixkv_ready = True
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        banner = self.banner()  # reads the facts: what does not fit raises here
-        logger.log(logging.INFO if self.speaks else logging.DEBUG, "%s", banner)
+        logger.log(logging.INFO if self.speaks else logging.DEBUG, "%s", self.banner())
 
     @property
     def speaks(self) -> bool:

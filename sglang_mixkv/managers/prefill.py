@@ -7,7 +7,6 @@ without a word: nothing here raises.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,33 +19,20 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.utils.network import NetworkAddress
 
 from sglang_mixkv.core.announcement import announcement
-from sglang_mixkv.core.errors import MixKVError
+from sglang_mixkv.core.errors import MixKVError, refuse
 from sglang_mixkv.core.pages import pages_to_send, window_start
 from sglang_mixkv.core.wire import Digest, encode
 from sglang_mixkv.managers.aside import override
 from sglang_mixkv.managers.engine import within_limits
 from sglang_mixkv.managers.facts import KEY, PATH, TIMEOUT_S
 from sglang_mixkv.managers.gate import PrefillGate
+from sglang_mixkv.managers.handover import Current, TappedExecutor, TappedQueue
 from sglang_mixkv.managers.peer import Peer
 from sglang_mixkv.managers.staging import pack_buffer
 from sglang_mixkv.transfer.digest import Digester, Sums, pairs
-from sglang_mixkv.transfer.writer import Chunk, ChunkWriter
+from sglang_mixkv.transfer.writer import Chunk, ChunkWriter, Unfinished
 
 logger = logging.getLogger(__name__)
-
-
-class TappedQueue:
-    """SGLang's transfer queue, with the chunk that a transfer thread works on kept for it."""
-
-    def __init__(self, queue: Any, current: threading.local) -> None:
-        self._queue, self._current = queue, current
-
-    def get(self) -> Any:
-        self._current.chunk = chunk = self._queue.get()
-        return chunk
-
-    def put(self, chunk: Any) -> None:
-        self._queue.put(chunk)
 
 
 class PrefillSide(PrefillGate):
@@ -57,6 +43,11 @@ class PrefillSide(PrefillGate):
     """
 
     engine: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """`current`: what each transfer thread works on."""
+        self.current = Current()
+        super().__init__(*args, **kwargs)
 
     @override(MooncakeKVManager)
     def init_engine(self) -> None:
@@ -123,21 +114,39 @@ class PrefillSide(PrefillGate):
         )
 
     def _guarded(self, session: str, send: Callable[..., int], *args: Any, **kwargs: Any) -> int:
-        """What `send` returns; where it raises, this thread's room fails with the reason.
+        """What `send` returns. Nothing is sent for a room that has ended.
 
-        Then 0 for what was refused before a byte was sent, else a code that stock handles.
+        Where `send` raises, this thread's room fails with the reason. It fails alone (0) unless a
+        write of it failed or may go on: another code is stock's word for a peer that is dead.
         """
+        chunk = self.current.chunk
+        if chunk is not None and self._has_failed(chunk.room):
+            return 0
+        self.current.begin()
         try:
             return int(send(*args, **kwargs))
         except Exception as error:
-            refused = isinstance(error, MixKVError)
-            chunk = getattr(self.current, "chunk", None)
             room = "" if chunk is None else f"room {chunk.room} "
-            reason = f"sglang-mixkv could not send {room}to {session}: {error}"
-            logger.error("%s", reason, exc_info=not refused)
-            if chunk is not None:
-                self.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
-            return 0 if refused and chunk is not None else -1
+            ours = isinstance(error, MixKVError)
+            why = str(error) if ours else repr(error)
+            reason = f"sglang-mixkv could not send {room}to {session}: {why}"
+            logger.error("%s", reason, exc_info=not ours)
+            if chunk is None:
+                return -1
+            code = self.current.settle() or (-1 if isinstance(error, Unfinished) else 0)
+            self.conclude_failure(bootstrap_room=chunk.room, failure_reason=reason)
+            return code
+
+    def _has_failed(self, room: int) -> bool:
+        """Whether the room has failed, or the scheduler has cleared it already."""
+        return bool(self.request_status.get(room, KVPoll.Failed) == KVPoll.Failed)
+
+    @override(MooncakeKVManager)
+    def _transfer_data(self, mooncake_session_id: str, transfer_blocks: Any) -> int:
+        """As stock; what it returns is kept, since stock loses it where it raises afterwards."""
+        code = int(super()._transfer_data(mooncake_session_id, transfer_blocks))
+        self.current.code = self.current.code or code
+        return code
 
     @override(MooncakeKVManager)
     def send_kvcache_dcp(self, mooncake_session_id: str, *args: Any, **kwargs: Any) -> int:
@@ -151,9 +160,10 @@ class PrefillSide(PrefillGate):
         return self._guarded(req.mooncake_session_id, stock, req, *args, **kwargs)
 
     @override(MooncakeKVManager)
-    def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> None:
-        """As stock, over a queue that remembers what this thread took last."""
-        super().transfer_worker(TappedQueue(queue, self.current), *args, **kwargs)
+    def transfer_worker(self, queue: Any, executor: Any, *args: Any, **kwargs: Any) -> None:
+        """As stock, over a queue and an executor that note what this thread works on."""
+        taps = TappedQueue(queue, self.current), TappedExecutor(executor, self.current)
+        super().transfer_worker(*taps, *args, **kwargs)
 
     @override(MooncakeKVManager)
     def check_status(self, bootstrap_room: int) -> Any:
@@ -199,15 +209,25 @@ class PrefillSide(PrefillGate):
 
     def _send_planned(self, peer: Peer, src_pages: Any, dst_pages: Any) -> int:
         """Write one chunk of this thread's room. Raises MixKVError for one that does not fit."""
-        plan = peer.plan
+        plan, taken = peer.plan, self.current.chunk
         assert plan is not None
         src, dst = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
         plan.check_pages(src, dst)
         chunk, grant = Chunk(src, dst), None
-        taken = getattr(self.current, "chunk", None)
         if taken is not None:
-            chunk = Chunk(src, dst, taken.index_slice.start, self._before_window(peer, taken))
             grant = self.grants.get((taken.room, peer.session))
+            info = self.transfer_infos.get(taken.room, {}).get(peer.session)
+            if info is None or self._has_failed(taken.room):
+                return 0  # given up, and its grant may be gone: nobody reads what would be sent
+            skip = self._before_window(peer, taken, len(info.dst_kv_indices))
+            chunk = Chunk(src, dst, taken.index_slice.start, skip)
+        elif peer.staging[1] or peer.draft_window:
+            raise refuse(
+                "to know which room this chunk belongs to",
+                "a thread that took none from SGLang's queue",
+                "draft heads would land outside the region that the decode rank reads",
+                "Report this; it is not expected from a supported SGLang",
+            )
         started = time.perf_counter()
         written = self._writer().write(peer.session, plan, chunk, grant)
         if written.code == 0:
@@ -227,10 +247,8 @@ class PrefillSide(PrefillGate):
 
     def _digester(self) -> Digester:
         """This thread's reader for checksums."""
-        digester: Digester | None = getattr(self.current, "digester", None)
-        if digester is None:
-            digester = self.current.digester = Digester(self.rows)
-        return digester
+        self.current.digester = self.current.digester or Digester(self.rows)
+        return self.current.digester
 
     def _send_digest(self, peer: Peer, req: Any) -> None:
         """Tell the decode rank what was sent; it concludes without one if this is lost."""
@@ -249,40 +267,42 @@ class PrefillSide(PrefillGate):
 
     def _writer(self) -> ChunkWriter:
         """This thread's writer."""
-        writer: ChunkWriter | None = getattr(self.current, "writer", None)
-        if writer is None:
+        if self.current.writer is None:
             threads = max(1, len(getattr(self, "transfer_queues", ())))
             size = (self.config.staging_mb << 20) // threads
-            writer = self.current.writer = ChunkWriter(
+            self.current.writer = ChunkWriter(
                 self.engine,
                 self.rows,
                 lambda: pack_buffer(self.engine, self.rows, size),
                 self.config.draft_transfer,
             )
-        return writer
+        return self.current.writer
 
-    def _before_window(self, peer: Peer, taken: Any) -> int:
-        """Pages at this chunk's front that the drafter's window cannot reach."""
+    def _before_window(self, peer: Peer, taken: Any, total: int) -> int:
+        """Pages at this chunk's front, of `total` in all, that the drafter cannot reach."""
         if not peer.draft_window:
             return 0
         assert peer.plan is not None
-        total = len(self.transfer_infos[taken.room][peer.session].dst_kv_indices)
         first = window_start(total, peer.plan.page_size, peer.draft_window)
         return min(len(taken.prefill_kv_indices), max(0, first - taken.index_slice.start))
 
     @override(MooncakeKVManager)
     def send_aux(self, req: Any, prefill_aux_index: int, dst_aux_ptrs: list[int]) -> int:
         """Aux data comes from one sender a decode rank; to a cold one without the drafter's."""
+        stock = super().send_aux
+        return self._guarded(
+            req.mooncake_session_id, self._send_aux, stock, req, prefill_aux_index, dst_aux_ptrs
+        )
+
+    def _send_aux(self, stock: Callable[..., int], req: Any, row: int, dst_ptrs: list[int]) -> int:
         peer = self.peers.get(req.mooncake_session_id)
-        if peer is not None and peer.plan is not None:
-            if self.request_status.get(req.room, KVPoll.Failed) == KVPoll.Failed:
-                return 0
-            if peer.verify:
-                self._send_digest(peer, req)
-            if not peer.route.sends_aux:
-                return 0
-        send = self._send_cold_aux if peer is not None and peer.cold else super().send_aux
-        return self._guarded(req.mooncake_session_id, send, req, prefill_aux_index, dst_aux_ptrs)
+        if peer is None or peer.plan is None:
+            return stock(req, row, dst_ptrs)
+        if peer.verify:
+            self._send_digest(peer, req)
+        if not peer.route.sends_aux:
+            return 0
+        return self._send_cold_aux(req, row, dst_ptrs) if peer.cold else stock(req, row, dst_ptrs)
 
     def _send_cold_aux(self, req: Any, row: int, dst_ptrs: list[int]) -> int:
         """Stock's send_aux without the drafter's rows, whose length may differ on that side."""

@@ -1,28 +1,24 @@
-"""What both sides of the manager use. Defaults stand on the class, so that a manager built
-piecemeal (as SGLang's own unit tests build them) behaves as stock."""
+"""What both sides of the manager use."""
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.runtime_context import get_device
+from sglang.srt.runtime_context import get_device, get_parallel
 
-from sglang_mixkv.config import Config, config_of
+from sglang_mixkv.config import config_of
 from sglang_mixkv.core.errors import MixKVError
-from sglang_mixkv.core.facts import Facts
 from sglang_mixkv.core.topology import Kind
 from sglang_mixkv.core.wire import Grant
 from sglang_mixkv.managers import facts as handshake
 from sglang_mixkv.managers import kv_args as geometry
 from sglang_mixkv.managers.aside import override
-from sglang_mixkv.managers.kv_args import Caches
+from sglang_mixkv.managers.metrics import metrics_for
 from sglang_mixkv.managers.peer import Peer
 from sglang_mixkv.managers.sent import Sent
 from sglang_mixkv.managers.staging import rows_for
@@ -51,76 +47,37 @@ class Expected:
 class Shared(MooncakeKVManager):
     """State and derived values of one rank's manager."""
 
-    # Set by MixKVManager's constructor; see aside.py.
-    mixkv_ready = False
-
+    mixkv_ready = False  # until the constructor has made all state; see aside.py
     last_registration: list[bytes] | None = None
-
-    @cached_property
-    def peers(self) -> dict[str, Peer]:
-        return {}
-
     next_reap = 0.0
 
-    @cached_property
-    def grants(self) -> dict[tuple[int, str], Grant]:
-        return {}
+    def __init__(
+        self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
+    ) -> None:
+        """Everything that threads share is made here, before SGLang's constructor starts them.
 
-    @cached_property
-    def sums(self) -> dict[tuple[int, str], Sums]:
-        """Prefill side: (room, session id) -> checksums of what was sent so far."""
-        return {}
-
-    @cached_property
-    def open_rooms(self) -> dict[int, Sent]:
-        """Prefill side: rooms with a sender, and what was sent for them."""
-        return {}
-
-    @cached_property
-    def rooms_seen(self) -> dict[int, float]:
-        """Prefill side: rooms whose metadata came before their sender, and when."""
-        return {}
-
-    @cached_property
-    def rejected_rooms(self) -> dict[int, tuple[float, str]]:
-        """Prefill side: rooms refused before their sender was made: when, and why."""
-        return {}
-
-    @cached_property
-    def expected(self) -> dict[int, Expected]:
-        """Decode side: room -> who sends to it."""
-        return {}
-
-    @cached_property
-    def config(self) -> Config:
-        return config_of(getattr(self, "server_args", None))
-
-    @cached_property
-    def rows(self) -> Rows:
-        rows = rows_for(get_device().device, getattr(self.kv_args, "gpu_id", 0))
-        return TimedRows(rows, self.stats)
-
-    @cached_property
-    def current(self) -> threading.local:
-        """Prefill side: `.chunk`, what this transfer thread works on."""
-        return threading.local()
-
-    @cached_property
-    def refusals(self) -> dict[str, str]:
-        """Decode side: bootstrap address -> why that prefill server is not used."""
-        return {}
-
-    @cached_property
-    def stats(self) -> Stats:
-        return Stats("none")
-
-    @cached_property
-    def caches(self) -> Caches:
-        return geometry.caches(self.kv_args, self.is_mla_backend, self.attn_tp_size)
-
-    @cached_property
-    def facts(self) -> Facts:
-        return handshake.local_facts(self.kv_args, self.caches)
+        `grants`, `sums`: by room and session id. `open_rooms`: with a sender; `rooms_seen`: when
+        their metadata came before it; `rejected_rooms`: when they were refused before it, and
+        why. `expected`: who sends to a room. `refusals`: bootstrap address -> why that prefill
+        server is not used.
+        """
+        side = disaggregation_mode.value
+        self.config = config_of(server_args)
+        self.stats = Stats(side, self.config.stats_dir, metrics_for(side))
+        self.caches = geometry.caches(args, is_mla_backend, get_parallel().attn_tp_size)
+        self.facts = handshake.local_facts(args, self.caches)
+        rows = rows_for(get_device().device, getattr(args, "gpu_id", 0))
+        self.rows: Rows = TimedRows(rows, self.stats)
+        self.peers: dict[str, Peer] = {}
+        self.grants: dict[tuple[int, str], Grant] = {}
+        self.sums: dict[tuple[int, str], Sums] = {}
+        self.open_rooms: dict[int, Sent] = {}
+        self.rooms_seen: dict[int, float] = {}
+        self.rejected_rooms: dict[int, tuple[float, str]] = {}
+        self.expected: dict[int, Expected] = {}
+        self.refusals: dict[str, str] = {}
+        self.mixkv_ready = True
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
 
     @property
     def sharded_state(self) -> bool:

@@ -54,6 +54,10 @@ class Written:
     wire_bytes: int
 
 
+class Unfinished(Exception):
+    """This side failed, and a write that it had handed over before failed too: it may go on."""
+
+
 @dataclass(frozen=True)
 class _Batch:
     """Ranges that are written in one go; bytes of them that were packed. `wait`: there is nothing
@@ -82,7 +86,8 @@ class ChunkWriter:
     def write(self, session: str, plan: Plan, chunk: Chunk, grant: Grant | None = None) -> Written:
         """Write one chunk, target and draft. With code 0 nothing of it is under way any more.
 
-        Raises MixKVError, with nothing written, for pages outside the granted region.
+        The same is true where it raises, except for Unfinished. Raises MixKVError, with nothing
+        written, for pages outside the granted region.
         """
         ways = list(self._ways(plan, chunk, grant or NO_GRANT))
         ahead = Ahead(self._engine, session)
@@ -94,10 +99,12 @@ class ChunkWriter:
                 wire_bytes += batch.blocks.bytes
                 if ahead.write(batch.blocks, batch.wait):
                     break
-        finally:
-            code = ahead.settle()
+        except Exception as error:
+            if ahead.settle():
+                raise Unfinished(f"{error!r}, while another write of the chunk failed") from error
+            raise
         return Written(
-            code,
+            ahead.settle(),
             len(chunk.src_pages) * plan.target_bytes_per_page,
             max(0, len(chunk.src_pages) - chunk.skip) * plan.draft_bytes_per_page,
             descriptors,

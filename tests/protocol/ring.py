@@ -306,7 +306,7 @@ class Rank:
             one.wait(LIMIT_S)
         other_facts = self.case.extra.get("facts", {}).get(self.side)
         if other_facts is not None:
-            tell_other_facts(self.kv_class["manager"], other_facts)
+            tell_other_facts(other_facts)
         self.manager = self.kv_class["manager"](
             self.kv_args(),
             DisaggregationMode(self.side),
@@ -448,6 +448,8 @@ class Rank:
         self._check_shared_prefixes(tables, done)
         self._write_state(state_before, {number: number + 1 for number in done})
         for key, want in state_before.items():
+            for number in set(self.numbers()) - set(done):  # a failed request's slot
+                want[number + 1] = self.state[key][number + 1]
             self._differ(f"state {key}", want, self.state[key])
 
     def _excuse_failed(
@@ -636,20 +638,18 @@ class Stages:
         return value
 
 
-def tell_other_facts(manager_class: Any, change: Any) -> None:
+def tell_other_facts(change: Any) -> None:
     """Managers of this process announce, and compare with, changed facts."""
-    real = manager_class.__mro__[1].facts.func
+    from sglang_mixkv.managers import facts as handshake
 
-    class Holder:
-        facts: Any = None
+    real, holder = handshake.local_facts, SimpleNamespace()
 
-    def facts(self: Any) -> Any:
-        holder = Holder()
-        holder.facts = real(self)
+    def changed(*args: Any) -> Any:
+        holder.facts = real(*args)
         change(holder)
         return holder.facts
 
-    manager_class.facts = property(facts)
+    handshake.local_facts = changed
 
 
 def wait_for_port(port: int) -> None:

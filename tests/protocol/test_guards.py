@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing as mp
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -376,3 +380,56 @@ def test_a_room_cleared_under_a_transfer_thread_does_not_end_it() -> None:
         assert rank.manager.check_status(999) == KVPoll.Failed
 
     right(run(Case(2, 1, extra={"faults": {("prefill", 1): ask}})))
+
+
+# ---------------------------------------------------------------- state of a process
+
+
+def cached(made: type) -> Iterator[tuple[str, Any]]:
+    """The cached properties of one of our classes."""
+    for owner in made.__mro__:
+        if owner.__module__.startswith("sglang_mixkv"):
+            yield from ((n, p) for n, p in vars(owner).items() if isinstance(p, cached_property))
+
+
+def test_what_threads_share_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cached_property as it is since Python 3.12, without a lock; making a value takes a while."""
+    from sglang_mixkv.managers import MixKVManager
+
+    twice = mp.get_context("fork").Value("i", 0)
+
+    def slow(name: str, make: Any) -> Any:
+        made = set()
+
+        def slowly(manager: Any) -> Any:
+            twice.value += (name, id(manager)) in made
+            made.add((name, id(manager)))
+            time.sleep(0.1)
+            return make(manager)
+
+        return slowly
+
+    for name, prop in cached(MixKVManager):
+        monkeypatch.setattr(prop, "lock", contextlib.nullcontext(), raising=False)
+        monkeypatch.setattr(prop, "func", slow(name, prop.func))
+    requests = (Request(50, chunk_pages=3), Request(33), Request(9))
+    extra = {"config": {"draft_transfer": "packed"}}
+    right(run(Case(1, 2, requests=requests, extra=extra)))
+    assert twice.value == 0
+
+
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
+def test_a_thread_that_does_not_know_its_room_sends_nothing(
+    monkeypatch: pytest.MonkeyPatch, prefill_tp: int, decode_tp: int, window: int
+) -> None:
+    """Without the grant, slices would land where the decode rank does not look for them."""
+    from sglang_mixkv.managers import handover
+
+    monkeypatch.setattr(handover.TappedQueue, "get", lambda self: self._queue.get())
+    extra = {"config": {"draft_transfer": "packed"}, "failed_rooms_stay_clean": True}
+    outcome = run(
+        Case(prefill_tp, decode_tp, draft_window=window, requests=(Request(50),), extra=extra)
+    )
+    assert {s for r in outcome.decode for s in r.status} == {"failed"}
+    assert outcome.wrong == []
