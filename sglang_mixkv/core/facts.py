@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 # What a peer says is decoded into these: no negative sizes, nothing beyond int64, no long lists.
 Size = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Room = Annotated[int, msgspec.Meta(ge=0)]  # a uint64, which msgpack bounds
 Word = Annotated[str, msgspec.Meta(max_length=256)]
 Several = Annotated[tuple[T, ...], msgspec.Meta(max_length=4096)]
 

@@ -52,6 +52,11 @@ def number(frame: bytes, what: str, *, low: int = 0, high: int = MAX_NUMBER) -> 
     return value
 
 
+def room_number(frame: bytes) -> int:
+    """A room: any number that fits SGLang's row for it, a uint64. Raises MixKVError."""
+    return number(frame, "room", high=1 << 64)
+
+
 def host(frame: bytes, what: str) -> str:
     """A host, or a host and a port, of at most MAX_TEXT characters. Raises MixKVError."""
     if not frame or len(frame) > MAX_TEXT or not frame.isascii():
@@ -162,7 +167,7 @@ def metadata_sender(frames: Frames) -> Metadata | None:
     """Who to answer for metadata that cannot be read otherwise; None if not even that."""
     try:
         empty = np.empty(0, np.int32)
-        return Metadata(number(frames[0], "room"), sender_of(frames), True, empty, -1, 1)
+        return Metadata(room_number(frames[0]), sender_of(frames), True, empty, -1, 1)
     except (MixKVError, IndexError):
         return None
 
@@ -175,7 +180,7 @@ def check_metadata(frames: Frames) -> Metadata:
     if frames[9]:  # HiSparse's, which the plugin refuses to start with
         raise MixKVError(f"device pages, {len(frames[9])} bytes of them: not supported.")
     return Metadata(
-        room=number(frames[0], "room"),
+        room=room_number(frames[0]),
         sender=sender_of(frames),
         is_dummy=dummy,
         pages=np.frombuffer(frames[4], np.int32),
@@ -199,7 +204,7 @@ class Abort(msgspec.Struct, frozen=True):
 def check_abort(frames: Frames) -> Abort:
     """Raise MixKVError unless this is an abort that stock can read."""
     _bounded(frames, 2, 5, "abort")
-    room = number(frames[1], "room")
+    room = room_number(frames[1])
     if len(frames) < 4:
         return Abort(room)
     endpoint, port = host(frames[2], "endpoint"), number(frames[3], "port", low=1, high=1 << 16)
@@ -219,7 +224,7 @@ def check_status(frames: Frames) -> Status:
     """Raise MixKVError unless this is a status message that stock can read."""
     _bounded(frames, 3, 4, "status")
     return Status(
-        number(frames[0], "room"),
+        room_number(frames[0]),
         number(frames[1], "status", high=5),
         number(frames[2], "prefill rank", high=1 << 20),
     )
@@ -228,7 +233,8 @@ def check_status(frames: Frames) -> Status:
 def check_ack(frames: Frames) -> None:
     """Raise MixKVError unless this is an abort acknowledgement that stock can read."""
     _bounded(frames, 2, 4, "abort acknowledgement")
-    for frame, what in zip(frames[1:], ("room", "prefill rank", "generation"), strict=False):
+    room_number(frames[1])
+    for frame, what in zip(frames[2:], ("prefill rank", "generation"), strict=False):
         number(frame, what)
 
 
@@ -250,4 +256,4 @@ def check_aux(frames: Frames, item_lens: Sequence[int], rows: Sequence[int]) -> 
     row = number(frames[3], "aux row", high=rows[buffer])
     if len(frames[4]) != 4 or len(frames[5]) > item_lens[buffer]:
         raise MixKVError(f"{len(frames[5])} bytes for an aux row of {item_lens[buffer]}.")
-    return Aux(number(frames[1], "room"), buffer, row)
+    return Aux(room_number(frames[1]), buffer, row)

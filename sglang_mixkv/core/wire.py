@@ -24,7 +24,7 @@ from typing import TypeVar
 import msgspec
 
 from sglang_mixkv.core.errors import MixKVError, refuse
-from sglang_mixkv.core.facts import Facts, Several, Size, Word
+from sglang_mixkv.core.facts import Facts, Room, Several, Size, Word
 from sglang_mixkv.core.routes import Route
 
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class Digest(msgspec.Struct, frozen=True):
     entry, CRC-32 of the rows sent to it, in the order of the request's pages).
     """
 
-    room: Size
+    room: Room
     prefill_rank: Size
     target: Several[tuple[Size, Size]]
     draft: Several[tuple[Size, Size]]
