@@ -110,6 +110,16 @@ def _cold_rules(args: Any, environ: Mapping[str, str]) -> list[str]:
     return found
 
 
+def _verify_rules(args: Any) -> list[str]:
+    """With a drafter these are refused in any case."""
+    return [
+        f"--mixkv-verify checksum with {flag} above 1 is not supported: no rank holds a request's "
+        "tokens as they were sent; drop one of the two"
+        for name, flag in (("dcp_size", "--dcp-size"), ("attn_cp_size", "--attn-cp-size"))
+        if (getattr(args, name, 1) or 1) > 1
+    ]
+
+
 def refusals(
     args: Any, environ: Mapping[str, str] = os.environ, config: Config | None = None
 ) -> list[str]:
@@ -120,6 +130,8 @@ def refusals(
     ]  # fmt: skip
     if config is not None and config.on_draft_mismatch == "cold":
         found += _cold_rules(args, environ)
+    if config is not None and config.verify == "checksum":
+        found += _verify_rules(args)
     return found + _environment_rules(environ)
 
 

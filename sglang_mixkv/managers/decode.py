@@ -53,10 +53,13 @@ class DecodeSide(DecodeGate):
         """Whether requests from that server are compared: by our flag, or by SGLang's.
 
         --disaggregation-enable-kv-checksum compares what both sides digest alike; where layouts
-        differ stock skips it (decode.py _kv_checksum_comparable), and ours steps in.
+        differ stock skips it (decode.py _kv_checksum_comparable), and ours steps in, but for
+        context parallelism, which it does not know.
         """
         if self.config.verify == "checksum":
             return True
+        if info.attn_cp_size != 1 or self.dcp_size != 1:
+            return False
         sizes = (info.attn_tp_size, info.pp_size) != (self.attn_tp_size, self.pp_size)
         apart = sizes or getattr(info, "mixkv_cold", False)
         return bool(apart and get_disagg().disaggregation_enable_kv_checksum)
@@ -142,6 +145,12 @@ class DecodeSide(DecodeGate):
             raise MixKVError(f"the prefill server has sizes (TP, CP, DP, PP) {sizes}.")
         info.mixkv_cold = self.cold_server
         super()._resolve_rank_mapping(info)
+        if info.attn_cp_size != 1 and self.config.verify == "checksum":
+            raise MixKVError(
+                f"--mixkv-verify checksum does not know attention CP; the prefill server has "
+                f"{info.attn_cp_size}, so no request could be compared. Start this decode server "
+                "with --mixkv-verify off, or the prefill without attention CP."
+            )
         if self.caches.draft is None:
             return
         if info.attn_cp_size != 1:

@@ -98,6 +98,45 @@ def test_one_wrong_bit_fails_the_request(name: str, component: str) -> None:
     assert [line for line in outcome.wrong if "decode rank 0" not in line] == []
 
 
+def test_a_room_is_any_uint64() -> None:
+    """On both sides, and in the checksums' own message."""
+    outcome = run(verified("P2-D1", rooms=[(1 << 64) - 1, 1 << 63, (1 << 63) + 1]))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+    assert outcome.total("rooms_verified") == 3
+    assert outcome.total("messages_dropped") == 0
+
+
+@pytest.mark.parametrize("asked", ["--mixkv-verify", "SGLang's flag"])
+def test_a_prefill_with_attention_cp_is_not_compared(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """Asked for by our flag it is refused by name; by SGLang's, as there, nothing is compared."""
+    from types import SimpleNamespace
+
+    from sglang_mixkv.config import Config
+    from sglang_mixkv.managers import decode
+
+    if asked == "--mixkv-verify":
+        real = decode.DecodeSide._resolve_rank_mapping
+
+        def with_cp(self: Any, info: Any) -> None:
+            info.attn_cp_size = 2
+            real(self, info)
+
+        monkeypatch.setattr(decode.DecodeSide, "_resolve_rank_mapping", with_cp)
+        outcome = run(verified("no drafter"))
+        assert {s for r in outcome.decode for s in r.status} == {"failed"}
+        assert "--mixkv-verify checksum does not know attention CP" in outcome.reasons
+        return
+    flags = SimpleNamespace(disaggregation_enable_kv_checksum=True)
+    monkeypatch.setattr(decode, "get_disagg", lambda: flags)
+    rank = SimpleNamespace(config=Config(), attn_tp_size=1, pp_size=1, dcp_size=1)
+    for cp, compared in ((1, True), (2, False)):
+        info = SimpleNamespace(attn_tp_size=2, pp_size=1, attn_cp_size=cp)
+        assert decode.DecodeSide.verifies(rank, info) == compared
+
+
 def test_without_digests_nothing_starts() -> None:
     """A digest that is lost fails the request: nothing is taken for verified."""
 
