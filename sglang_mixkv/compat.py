@@ -119,6 +119,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{_COMMON}:CommonKVManager._encode_kv_status_message": (
         "self", "bootstrap_room", "status", "failure_reason",
     ),
+    f"{_COMMON}:CommonKVManager._room_notify_targets": ("self", "bootstrap_room"),
     f"{_COMMON}:CommonKVManager._init_dcp_pack_buffers_once": ("self", "dcp_size", "include_draft"),
     f"{_COMMON}:CommonKVSender.__init__": (
         "self", "mgr", "bootstrap_addr", "bootstrap_room", "req_has_disagg_prefill_dp_rank",

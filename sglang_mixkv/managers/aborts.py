@@ -15,6 +15,7 @@ from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 
 from sglang_mixkv.core.frames import Abort
 from sglang_mixkv.managers.aside import override
+from sglang_mixkv.managers.replies import Notices
 from sglang_mixkv.managers.shared import Shared
 
 # How many rooms, or sessions, are remembered whose request or registration is still to come.
@@ -27,6 +28,7 @@ class PrefillAborts(Shared):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """`ended_rooms`: whose sender was cleared lately, and when."""
         self.ended_rooms: dict[int, float] = {}
+        self.notices = Notices()
         super().__init__(*args, **kwargs)
 
     def _note_abort(self, said: Abort) -> None:
@@ -38,12 +40,30 @@ class PrefillAborts(Shared):
         )
         status = self.request_status.get(room)
         unknown = status is None and room not in self.ended_rooms
-        if unknown and len(self.rejected_rooms) < MAX_REMEMBERED:
-            self.rejected_rooms[room] = (time.monotonic(), reason)
+        if unknown:
+            self._remember_rejected(room, reason)
         ended = status in (None, KVPoll.Success, KVPoll.Failed)
         if not ended and not self._is_of_last_request(said):
             with self.failure_lock:
                 self.failure_records.setdefault(room, reason)
+
+    def _remember_rejected(self, room: int, reason: str) -> None:
+        """A request that comes for this room fails at once; beyond the bound, by its timeout."""
+        if len(self.rejected_rooms) < MAX_REMEMBERED:
+            self.rejected_rooms[room] = (time.monotonic(), reason)
+
+    def fail_room(self, room: int, reason: str) -> None:
+        """As conclude_failure, in a thread that must not wait for a peer that does not read."""
+        targets = self._room_notify_targets(room)
+        concluded = self.conclude_failure(bootstrap_room=room, failure_reason=reason, targets=[])
+        if concluded is None:  # there is no such room
+            return
+        verdict = self._encode_kv_status_message(
+            bootstrap_room=room, status=KVPoll.Failed,
+            failure_reason=self.failure_records.get(room, reason),
+        )  # fmt: skip
+        for endpoint, port in targets:
+            self.notices.send(endpoint, port, verdict)
 
     def _is_of_last_request(self, said: Abort) -> bool:
         """Whether an ABORT that follows metadata is for the request that had the number before:
@@ -70,8 +90,6 @@ class PrefillAborts(Shared):
         is never cleared (SGLang drops requests that wait or are chunked so)."""
         if room not in self.request_status:
             return
-        self.conclude_failure(
-            bootstrap_room=room, failure_reason=f"room {room}: aborted by the prefill server"
-        )
+        self.fail_room(room, f"room {room}: aborted by the prefill server")
         self.open_rooms.pop(room, None)
         self.rooms_seen[room] = time.monotonic()

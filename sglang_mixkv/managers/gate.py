@@ -215,9 +215,9 @@ class PrefillGate(PrefillAborts):
         logger.error("sglang-mixkv refuses %s (%s)", reason, said.sender.session)
         status = self.request_status.get(said.room)
         if status is None:
-            self.rejected_rooms[said.room] = (time.monotonic(), reason)
+            self._remember_rejected(said.room, reason)
         elif status != KVPoll.Success and self._may_join(said):
-            self.conclude_failure(bootstrap_room=said.room, failure_reason=reason)
+            self.fail_room(said.room, reason)
         verdict = self._encode_kv_status_message(
             bootstrap_room=said.room, status=KVPoll.Failed, failure_reason=reason
         )
@@ -229,7 +229,7 @@ class PrefillGate(PrefillAborts):
         self.rooms_seen.pop(room, None)
         when, reason = self.rejected_rooms.pop(room, (0.0, ""))
         if reason and time.monotonic() - when < MEMORY_S:
-            self.conclude_failure(bootstrap_room=room, failure_reason=reason)
+            self.fail_room(room, reason)
         return sent
 
     def check_integrity(self) -> list[str]:

@@ -44,5 +44,5 @@ class MixKVManager(PrefillSide, DecodeSide):
             f"sglang-mixkv {self.facts.plugin} (protocol {PROTOCOL}, SGLang {self.facts.engine}): "
             f"{self.disaggregation_mode.value} attention-TP rank {self.caches.target.rank} of "
             f"{self.caches.target.tp}, target {self.target_kind.value}, {drafter}, "
-            f"draft transfer {self.config.draft_transfer}"
+            f"draft transfer {self.config.draft_transfer}{self.transport}"
         )

@@ -29,6 +29,7 @@ from sglang_mixkv.managers.gate import PrefillGate
 from sglang_mixkv.managers.handover import Current, TappedExecutor, TappedQueue
 from sglang_mixkv.managers.peer import Peer
 from sglang_mixkv.managers.staging import pack_buffer
+from sglang_mixkv.transfer.bounded import BoundedEngine
 from sglang_mixkv.transfer.digest import Digester, Sums, pairs
 from sglang_mixkv.transfer.writer import Chunk, ChunkWriter, Unfinished
 
@@ -51,10 +52,18 @@ class PrefillSide(PrefillGate):
 
     @override(MooncakeKVManager)
     def init_engine(self) -> None:
-        """As stock; on prefill ranks over TCP, within that transport's limits."""
+        """As stock; on prefill ranks that may use TCP, within that transport's limits."""
         super().init_engine()
         if self.disaggregation_mode == DisaggregationMode.PREFILL:
             self.engine = within_limits(self.engine)
+
+    @property
+    def transport(self) -> str:
+        """What the banner says of a prefill rank's engine."""
+        if self.disaggregation_mode != DisaggregationMode.PREFILL:
+            return ""
+        bounded = isinstance(self.engine, BoundedEngine)
+        return ", within the limits of TCP" if bounded else ", over RDMA"
 
     @override(MooncakeKVManager)
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
@@ -183,10 +192,8 @@ class PrefillSide(PrefillGate):
                 bootstrap_room, len(kv_indices), index_slice.start, num_kv_tokens, is_last_chunk
             )
         except MixKVError as error:
-            self.conclude_failure(
-                bootstrap_room=bootstrap_room,
-                failure_reason=f"sglang-mixkv refuses to send room {bootstrap_room}: {error}",
-            )
+            reason = f"sglang-mixkv refuses to send room {bootstrap_room}: {error}"
+            self.fail_room(bootstrap_room, reason)
             return
         super().add_transfer_request(
             bootstrap_room, kv_indices[:count],
@@ -275,6 +282,7 @@ class PrefillSide(PrefillGate):
                 self.rows,
                 lambda: pack_buffer(self.engine, self.rows, size),
                 self.config.draft_transfer,
+                self.max_transfer_batch_indices,
             )
         return self.current.writer
 

@@ -29,10 +29,8 @@ class MixKVSender(MooncakeKVSender):
         """As stock; fewer pages than none, and no chunk would ever be sent."""
         super().init(num_kv_indices, aux_index)
         if num_kv_indices < 0:
-            self.kv_mgr.conclude_failure(
-                bootstrap_room=self.bootstrap_room,
-                failure_reason="the decode side's cached prefix is longer than the prompt.",
-            )
+            reason = "the decode side's cached prefix is longer than the prompt."
+            self.kv_mgr.fail_room(self.bootstrap_room, reason)
 
     @override(MooncakeKVSender)
     def clear(self) -> None:

@@ -7,13 +7,16 @@ rank that is dead, and then fails every request to it.
 from __future__ import annotations
 
 import multiprocessing as mp
+import socket
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+from protocol.faults import prefill_aborts
 from protocol.model import Cache, Case, Request
 from protocol.ring import Outcome, Rank, run
 
@@ -90,6 +93,69 @@ def test_it_fails_its_own_room_only(name: str) -> None:
 
 def ten(case: Case, faults: dict[tuple[str, int], Callable[[Rank], None]]) -> Case:
     return replace(case, requests=TEN, extra={**case.extra, "faults": faults})
+
+
+# ---------------------------------------------------------------- the scheduler does not wait
+
+
+def tells_nobody(rank: Rank) -> None:
+    """SGLang's sockets wait up to 30 s for a peer that does not read."""
+    real = rank.manager.send_kv_status_message
+
+    def telling(*, targets: list[tuple[str, int]], **kwargs: Any) -> None:
+        if targets and threading.current_thread() is threading.main_thread():
+            rank.report.wrong.append(f"prefill rank {rank.rank}: its scheduler tells {targets}")
+        real(targets=targets, **kwargs)
+
+    rank.manager.send_kv_status_message = telling
+
+
+def too_long_a_prefix(rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
+    if sender.bootstrap_room == rank.rooms()[0]:
+        sender.init(-1)
+        return
+    sender.send(chunk, state)
+
+
+def too_short_a_chunk(rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
+    if sender.bootstrap_room == rank.rooms()[0]:
+        sender.num_kv_indices -= 1
+        chunk = chunk[:-1]
+    sender.send(chunk, state)
+
+
+FROM_THE_SCHEDULER = {
+    "aborted by": partial(prefill_aborts, 0),
+    "longer than the prompt": too_long_a_prefix,
+    "refuses to send room": too_short_a_chunk,
+}
+
+
+@pytest.mark.parametrize("words", FROM_THE_SCHEDULER)
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_the_scheduler_waits_for_no_socket(prefill_tp: int, decode_tp: int, words: str) -> None:
+    """And the decode side hears it all the same, at once."""
+    case = Case(prefill_tp, decode_tp, extra={"send": FROM_THE_SCHEDULER[words]})
+    outcome = run(ten(case, {("prefill", r): tells_nobody for r in range(prefill_tp)}))
+    only_the_first_failed(outcome, words)
+    assert all(rank.seconds[0] < 20 for rank in outcome.decode), "not by SGLang's timeout"
+
+
+def test_notices_to_a_peer_that_does_not_read_do_not_wait() -> None:
+    """SGLang's socket would wait after a thousand of them."""
+    from sglang_mixkv.managers.replies import Notices
+
+    notices = Notices()
+    silent = socket.create_server(("127.0.0.1", 0))
+    port = silent.getsockname()[1]
+    sending = threading.Thread(
+        target=lambda: [notices.send("127.0.0.1", port, [b"x" * 1000]) for _ in range(3000)],
+        daemon=True,
+    )
+    sending.start()
+    sending.join(30)
+    silent.close()
+    assert not sending.is_alive()
 
 
 # ---------------------------------------------------------------- a client leaves
