@@ -42,7 +42,7 @@ class TransferFailed(RuntimeError):
 def protocol() -> str:
     """Mooncake's transport: as SGLang takes it, or TCP on a host without an RDMA device."""
     asked = os.environ.get("MOONCAKE_PROTOCOL", "")
-    if os.environ.get("MC_FORCE_TCP") == "1":
+    if "MC_FORCE_TCP" in os.environ:  # whatever its value
         return "tcp"
     devices = Path("/sys/class/infiniband")
     has_rdma = devices.is_dir() and any(devices.iterdir())

@@ -29,7 +29,8 @@ class Ahead:
         """Write these ranges, or, unless told to wait, begin to if that can be. Another code than
         0: something of this chunk is known to have failed, and nothing more is written."""
         if not self._code and (wait or not self._start(blocks)):
-            self._code = direct.write(self._engine, self._session, blocks)
+            most = direct.MAX_DESCRIPTORS if isinstance(self._engine, BoundedEngine) else 0
+            self._code = direct.write(self._engine, self._session, blocks, most)
         return self._code
 
     def _start(self, blocks: Blocks) -> bool:

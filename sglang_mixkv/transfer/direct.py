@@ -1,6 +1,6 @@
-"""The direct path: byte ranges as they are, in batches that Mooncake's TCP transport takes.
+"""The direct path: byte ranges as they are, over TCP in batches that Mooncake's transport takes.
 
-About 2,048 descriptors in flight an engine and peer is where the transport starts to fail; at
+About 2,048 descriptors in flight per engine and peer is where that transport starts to fail; at
 most half of that are used. What all threads have in flight together: bounded.py.
 """
 
@@ -24,19 +24,20 @@ class Engine(Protocol):
     ) -> int: ...  # fmt: skip
 
 
-def write(engine: Engine, session: str, blocks: Blocks) -> int:
-    """Write all ranges to `session`, in order. Returns 0, or the first non-zero code.
+def write(engine: Engine, session: str, blocks: Blocks, most: int = 0) -> int:
+    """Write all ranges to `session`, in order, at most `most` in one call (0: all). Returns 0, or
+    the first non-zero code.
 
     After a non-zero code earlier batches have been written, and later bytes of the failed
     one may still arrive: the destination must be held until they cannot.
     """
     total = len(blocks.length)
-    if total <= MAX_DESCRIPTORS:
+    if total <= (most or total):
         return engine.batch_transfer_sync(session, *blocks.lists()) if total else 0
     first = int(blocks.length[0])
     alike = bool((blocks.length == first).all())
-    for start in range(0, total, MAX_DESCRIPTORS):
-        batch = slice(start, start + MAX_DESCRIPTORS)
+    for start in range(0, total, most):
+        batch = slice(start, start + most)
         src = blocks.src[batch].tolist()
         lengths = [first] * len(src) if alike else blocks.length[batch].tolist()
         code = engine.batch_transfer_sync(session, src, blocks.dst[batch].tolist(), lengths)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from sglang_mixkv.transfer.packed import PackBuffer, Packing, prefer_packed
 from sglang_mixkv.transfer.rows import Rows
 
 NO_GRANT = Grant(0, 0)
+RETRY_S = 60.0  # before a pack buffer is asked for again that could not be had
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,15 @@ class Chunk:
     dst_pages: Ints
     start: int = 0
     skip: int = 0
+
+    def parts(self, most: int) -> Iterator[Chunk]:
+        """The chunk in parts of at most `most` pages; 0: as it is."""
+        count = len(self.src_pages)
+        for first in range(0, max(1, count), most if most > 0 else max(1, count)):
+            part = slice(first, first + most if most > 0 else None)
+            src, dst = self.src_pages[part], self.dst_pages[part]
+            skip = min(len(src), max(0, self.skip - first))
+            yield Chunk(src, dst, self.start + first, skip)
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,10 @@ class _Batch:
 
 
 class ChunkWriter:
-    """Writes chunks for one thread, packing through `buffer` (made at the first need)."""
+    """Writes chunks for one thread, packing through a buffer that is made at the first need.
+
+    `most_pages`: so many at a time (SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES); 0: a whole chunk.
+    """
 
     def __init__(
         self,
@@ -77,11 +92,14 @@ class ChunkWriter:
         rows: Rows,
         make_buffer: Callable[[], PackBuffer | None],
         mode: str,
+        most_pages: int = 0,
     ) -> None:
         self._engine, self._rows, self._mode = engine, rows, mode
+        self._most_pages = most_pages
         self._overlap = isinstance(engine, BoundedEngine) and rows.takes_long
         self._make_buffer = make_buffer
         self._buffer: PackBuffer | None = None
+        self._next_try = 0.0
 
     def write(self, session: str, plan: Plan, chunk: Chunk, grant: Grant | None = None) -> Written:
         """Write one chunk, target and draft. With code 0 nothing of it is under way any more.
@@ -89,11 +107,12 @@ class ChunkWriter:
         The same is true where it raises, except for Unfinished. Raises MixKVError, with nothing
         written, for pages outside the granted region.
         """
-        ways = list(self._ways(plan, chunk, grant or NO_GRANT))
+        parts = chunk.parts(self._most_pages)
+        ways = [list(self._ways(plan, part, grant or NO_GRANT)) for part in parts]
         ahead = Ahead(self._engine, session)
         descriptors, packed_bytes, wire_bytes = 0, 0, 0
         try:
-            for batch in self._batches(ways, plan.page_size, ahead):
+            for batch in chain.from_iterable(self._batches(w, plan.page_size, ahead) for w in ways):
                 descriptors += len(batch.blocks.length)
                 packed_bytes += batch.packed
                 wire_bytes += batch.blocks.bytes
@@ -174,16 +193,23 @@ class ChunkWriter:
         per_page = copies.bytes_per_token * page_size
         if not prefer_packed(ranges * len(copies), per_page * len(pairs), self._mode):
             return None
-        self._buffer = self._buffer or self._make_buffer()
-        if self._buffer is None or per_page > self._buffer.size:
+        buffer = self._pack_buffer()
+        if buffer is None or per_page > buffer.size:
             return None
         for overlap in (self._overlap, False):
-            cuts = self._buffer.cuts(copies, page_size, len(pairs), overlap)
+            cuts = buffer.cuts(copies, page_size, len(pairs), overlap)
             needed = len(pairs.dst_runs[0]) + len(cuts) - 1  # a round ends a run
             started = len(copies) * needed if overlap else 0
             if 2 * needed <= ranges and started <= direct.STARTED:
                 return Packing(copies, pairs, cuts)
         return None
+
+    def _pack_buffer(self) -> PackBuffer | None:
+        """The buffer. Asking a GPU without memory is dear: not again with every chunk."""
+        if self._buffer is None and time.monotonic() >= self._next_try:
+            self._next_try = time.monotonic() + RETRY_S
+            self._buffer = self._make_buffer()
+        return self._buffer
 
     def _batches(
         self, ways: list[Blocks | Packing], page_size: int, ahead: Ahead

@@ -382,6 +382,22 @@ def test_a_room_cleared_under_a_transfer_thread_does_not_end_it() -> None:
     right(run(Case(2, 1, extra={"faults": {("prefill", 1): ask}})))
 
 
+def test_memory_that_is_not_there_is_asked_for_once() -> None:
+    """Not again with each of fifty chunks: on a GPU every attempt flushes PyTorch's cache."""
+    asked = mp.get_context("fork").Value("i", 0)
+
+    def refuse(rank: Rank) -> None:
+        def register(*_: Any) -> int:
+            asked.value += 1
+            return -1
+
+        rank.manager.engine.batch_register = register
+
+    extra = {"config": {"draft_transfer": "packed"}, "faults": {("prefill", 0): refuse}}
+    right(run(Case(1, 2, requests=(Request(200, chunk_pages=1),), extra=extra)))
+    assert asked.value == 1
+
+
 # ---------------------------------------------------------------- state of a process
 
 
