@@ -310,6 +310,7 @@ class Rank:
             up[self.server].set()
         for one in up if self.side == "decode" else up[self.server : self.server + 1]:
             one.wait(LIMIT_S)
+        self.case.extra.get("before", {}).get((self.side, self.rank), lambda _: None)(self)
         other_facts = self.case.extra.get("facts", {}).get(self.side)
         if other_facts is not None:
             tell_other_facts(other_facts)

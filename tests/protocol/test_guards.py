@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import time
 from dataclasses import replace
 from typing import Any
@@ -378,3 +379,76 @@ def test_a_room_cleared_under_a_transfer_thread_does_not_end_it() -> None:
         assert rank.manager.check_status(999) == KVPoll.Failed
 
     right(run(Case(2, 1, extra={"faults": {("prefill", 1): ask}})))
+
+
+def test_memory_that_is_not_there_is_asked_for_once() -> None:
+    """Not again with each of fifty chunks: on a GPU every attempt flushes PyTorch's cache."""
+    asked = mp.get_context("fork").Value("i", 0)
+
+    def refuse(rank: Rank) -> None:
+        def register(*_: Any) -> int:
+            asked.value += 1
+            return -1
+
+        rank.plugin.transport.engine.batch_register = register
+
+    extra = {"config": {"draft_transfer": "packed"}, "faults": {("prefill", 0): refuse}}
+    right(run(Case(1, 2, requests=(Request(200, chunk_pages=1),), extra=extra)))
+    assert asked.value == 1
+
+
+# ---------------------------------------------------------------- state of a process
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_what_threads_share_is_made_before_they_start(side: str) -> None:
+    """functools.cached_property has had no lock since Python 3.12: two threads could make two."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+    def starting(rank: Rank) -> None:
+        cls, started = MooncakeKVManager, f"start_{side}_thread"
+        real = getattr(cls, started)
+
+        def start(manager: Any) -> None:
+            rank.report.reasons += sorted(_state(manager))
+            real(manager)
+
+        setattr(cls, started, start)
+
+    def compare(rank: Rank) -> None:
+        rank.report.reasons.append(f"later: {sorted(_state(rank.manager))}")
+
+    case = Case(2, 1, extra={"before": {(side, 0): starting}, "faults": {(side, 0): compare}})
+    outcome = run(case)
+    right(outcome)
+    report = getattr(outcome, side)[0]
+    *before, later = report.reasons
+    assert before
+    assert later == f"later: {before}"
+
+
+def _state(manager: Any) -> set[str]:
+    """Names of what the side of this rank, and its parts, hold."""
+    parts = [manager.side, *vars(manager.side).values()]
+    return {
+        f"{type(part).__name__}.{name}" for part in parts
+        if type(part).__module__.startswith("sglang_mixkv") and hasattr(part, "__dict__")
+        for name in vars(part)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
+def test_a_thread_that_does_not_know_its_room_sends_nothing(
+    monkeypatch: pytest.MonkeyPatch, prefill_tp: int, decode_tp: int, window: int
+) -> None:
+    """Without the grant, slices would land where the decode rank does not look for them."""
+    from sglang_mixkv.engine import mooncake
+
+    monkeypatch.setattr(mooncake.HandedQueue, "get", lambda self: self._queue.get())
+    extra = {"config": {"draft_transfer": "packed"}, "failed_rooms_stay_clean": True}
+    outcome = run(
+        Case(prefill_tp, decode_tp, draft_window=window, requests=(Request(50),), extra=extra)
+    )
+    assert {s for r in outcome.decode for s in r.status} == {"failed"}
+    assert outcome.wrong == []

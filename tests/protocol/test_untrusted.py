@@ -286,17 +286,23 @@ def test_a_prefill_server_has_no_billion_ranks() -> None:
     assert outcome.statuses == {"success"}
 
 
-def test_an_unlimited_number_of_strangers_costs_no_socket() -> None:
-    """Each refused stranger is answered; none of the addresses is kept."""
+def test_an_unlimited_number_of_strangers_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each refused stranger is answered; no address is kept, and of the rooms a bounded number."""
+    from sglang_mixkv.prefill import rooms
+
+    monkeypatch.setattr(rooms, "MAX_WAITING", 100)
     rest = [b"127.0.0.9:5", b"", b"", b"", b"1", b"0", b""]
-    messages = [[b"55", b"127.0.0.9", str(20000 + n).encode(), *rest] for n in range(300)]
+    rooms = [str(1000 + n).encode() for n in range(300)]
+    messages = [[rooms[n], b"127.0.0.9", str(20000 + n).encode(), *rest] for n in range(300)]
 
     def inject(rank: Rank) -> None:
         interrupt(messages)(rank)
         real = rank.manager.check_integrity
 
         def check() -> list[str]:
-            return [*real(), *(a for a in rank.manager._socket_cache if "127.0.0.9" in a)]
+            kept = [a for a in rank.manager._socket_cache if "127.0.0.9" in a]
+            too_many = [f"{n} rooms" for n in [len(rank.plugin.rooms._rooms)] if n > 101]
+            return [*real(), *kept, *too_many]
 
         rank.manager.check_integrity = check
 

@@ -91,6 +91,31 @@ def test_one_wrong_bit_fails_the_request(name: str, component: str) -> None:
     assert [line for line in outcome.wrong if "decode rank 0" not in line] == []
 
 
+def test_a_room_is_any_uint64() -> None:
+    """On both sides, and in the checksums' own message."""
+    outcome = run(verified("P2-D1", rooms=[(1 << 64) - 1, 1 << 63, (1 << 63) + 1]))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+    assert outcome.total("rooms_verified") == 3
+    assert outcome.total("messages_dropped") == 0
+
+
+def test_a_prefill_with_attention_cp_is_not_compared() -> None:
+    """Asked for by our flag it is refused by name; by SGLang's, as there, nothing is compared."""
+
+    def inject(rank: Rank) -> None:
+        side, facts = rank.plugin, rank.plugin.local.facts
+        sizes = Sizes(attn_tp=2, attn_cp=2, dp=1, pp=1)
+        with pytest.raises(MixKVError, match="does not know attention CP"):
+            side.learn("host:1", sizes, facts, cold=False)
+        side.config, side._compares = Config(), True
+        assert side.learn("host:1", replace(sizes, attn_cp=1), facts, cold=False).verify
+        assert not side.learn("host:1", sizes, facts, cold=False).verify
+
+    outcome = run(verified("no drafter", faults={("decode", 0): inject}))
+    assert outcome.wrong == []
+
+
 def test_without_digests_nothing_starts() -> None:
     """A digest that is lost fails the request: nothing is taken for verified."""
 

@@ -151,12 +151,12 @@ class Scene:
         address, owner = HostRows().allocate(size)
         return PackBuffer(address, size, owner)
 
-    def send(self, mode: str, engine: Engine) -> list[Written]:
+    def send(self, mode: str, engine: Engine, most_pages: int = 0) -> list[Written]:
         """All chunks through one writer, then the scatter, from a clean receiver."""
         self.clear()
         tokens = len(self.src_pages) * self.page_size
         grant = Grant(self.area.ctypes.data, tokens) if self.region else None
-        writer = ChunkWriter(engine, HostRows(), self.pack_buffer, mode)
+        writer = ChunkWriter(engine, HostRows(), self.pack_buffer, mode, most_pages)
         written, plan = [], self.plan()
         for start in range(0, max(1, len(self.src_pages)), self.chunk_pages):
             part = slice(start, start + self.chunk_pages)

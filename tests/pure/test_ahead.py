@@ -199,7 +199,11 @@ def test_begun_writes_are_waited_for_when_a_call_fails() -> None:
     assert late.events[-6:] == ["ended"] * 6
 
 
-def test_begun_writes_are_waited_for_when_packing_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("lost", "error"), [((), MemoryError), ((2,), Unfinished)])
+def test_begun_writes_are_waited_for_when_packing_raises(
+    monkeypatch: pytest.MonkeyPatch, lost: tuple[int, ...], error: type[Exception]
+) -> None:
+    """What is raised says whether all that was begun has arrived."""
     real, copies = HostRows.copy, []
 
     def once(self: HostRows, what: object) -> None:
@@ -209,8 +213,8 @@ def test_begun_writes_are_waited_for_when_packing_raises(monkeypatch: pytest.Mon
         real(self, what)  # type: ignore[arg-type]
 
     monkeypatch.setattr(HostRows, "copy", once)
-    late = LateEngine()
-    with pytest.raises(MemoryError):
+    late = LateEngine(lost)
+    with pytest.raises(error, match="no more"):
         send(a_scene(), late)
     assert late.events == ["begun"] * 4 + ["ended"] * 4
 

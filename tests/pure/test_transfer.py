@@ -9,6 +9,7 @@ from __future__ import annotations
 import tracemalloc
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -241,6 +242,35 @@ def test_the_buffer_is_made_once_and_only_when_needed() -> None:
     assert made == [1]
 
 
+@pytest.mark.parametrize("error", [None, RuntimeError("CUDA error")])
+def test_a_buffer_that_could_not_be_had_is_asked_for_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """Fifty chunks meanwhile go without it."""
+    now, asked = [1000.0], []
+    monkeypatch.setattr(writer_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    scene = a_scene()
+
+    def make() -> PackBuffer | None:
+        asked.append(now[0])
+        if len(asked) > 1:
+            return scene.pack_buffer()
+        if error is not None:
+            raise error
+        return None
+
+    writer = ChunkWriter(MemoryEngine(), HostRows(), make, "packed")
+    chunk = Chunk(scene.src_pages, scene.dst_pages)
+    if error is not None:  # costs this chunk, and none after it
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            writer.write("peer:1", scene.plan(), chunk)
+    packed = [writer.write("peer:1", scene.plan(), chunk).packed_bytes for _ in range(50)]
+    assert (asked, set(packed), scene.found()) == ([1000.0], {0}, scene.expected())
+    now[0] += writer_module.RETRY_S
+    assert writer.write("peer:1", scene.plan(), chunk).packed_bytes > 0
+    assert asked == [1000.0, 1000.0 + writer_module.RETRY_S]
+
+
 def test_no_buffer_is_made_where_packing_would_not_save_ranges() -> None:
     """Whole rows in one run: two ranges already, even where packing is asked for."""
     scene = a_scene(src_heads=1, src_first=0)
@@ -249,14 +279,32 @@ def test_no_buffer_is_made_where_packing_would_not_save_ranges() -> None:
     assert (written.descriptors, scene.found()) == (1 + 2, scene.expected())
 
 
-def test_no_call_has_more_ranges_than_the_transport_takes() -> None:
+@pytest.mark.parametrize("tcp", [True, False])
+def test_calls_over_tcp_have_no_more_ranges_than_it_takes(tcp: bool) -> None:
+    """Over RDMA nothing cuts them."""
     pages = np.arange(POOL_PAGES)
     scene = a_scene(page_size=128, src_pages=pages, dst_pages=pages[::-1].copy())
     engine = MemoryEngine()
-    scene.send("direct", engine)
-    assert max(map(len, engine.calls)) == MAX_DESCRIPTORS
-    assert len(engine.ranges) == 2 * POOL_PAGES * 128 + POOL_PAGES
+    scene.send("direct", BoundedEngine(engine, MemoryEngine) if tcp else engine)
+    ranges = 2 * POOL_PAGES * 128 + POOL_PAGES
+    assert max(map(len, engine.calls)) == (MAX_DESCRIPTORS if tcp else ranges)
+    assert len(engine.ranges) == ranges
     assert scene.found() == scene.expected()
+
+
+@pytest.mark.parametrize("most_pages", [1, 3, POOL_PAGES, 2 * POOL_PAGES])
+@pytest.mark.parametrize("mode", ["direct", "packed"])
+@pytest.mark.parametrize("region", [True, False])
+def test_calls_have_no_more_pages_than_is_asked_for(
+    mode: str, region: bool, most_pages: int
+) -> None:
+    """SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES, here of target and drafter together."""
+    pages = np.arange(POOL_PAGES)
+    scene = a_scene(src_pages=pages, dst_pages=pages[::-1].copy(), skip=2, region=region)
+    engine = MemoryEngine()
+    scene.send(mode, engine, most_pages)
+    assert scene.found() == scene.expected()
+    assert len(engine.calls) == -(-POOL_PAGES // most_pages)
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2])
@@ -264,7 +312,7 @@ def test_no_call_has_more_ranges_than_the_transport_takes() -> None:
 def test_a_return_code_stops_the_chunk_and_is_reported(mode: str, fail_at: int) -> None:
     sizes = {"page_size": 128, "buffer_pages": 3.0}
     scene, engine = a_scene(**sizes), MemoryEngine(fail_at, -7)
-    (written,) = scene.send(mode, engine)
+    (written,) = scene.send(mode, BoundedEngine(engine, MemoryEngine))
     assert written.code == -7
     assert len(engine.calls) == fail_at + 1, "nothing is sent after the failed call"
     assert scene.found() != scene.expected()
