@@ -32,7 +32,6 @@ from protocol import model
 from protocol.faults import METADATA, NOISE, REGISTRATIONS
 from protocol.model import Case, Request
 from protocol.ring import (
-    stock_class,
     AUX_LENS,
     Key,
     Rank,
@@ -41,6 +40,7 @@ from protocol.ring import (
     free_port,
     left_behind,
     reason_of,
+    stock_class,
 )  # fmt: skip
 
 TIMEOUTS = {

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from protocol.model import Cache, Case, Request
 from protocol.ring import Rank, run
+
+from sglang_mixkv.config import Config
+from sglang_mixkv.decode.source import Sizes
+from sglang_mixkv.errors import MixKVError
 
 REQUESTS = (Request(23), Request(8, chunk_pages=1), Request(9, prefix_pages=1, chunk_pages=2))
 VERIFY = {"verify": "checksum"}
@@ -26,10 +31,8 @@ SHAPES = {
 
 
 def verified(name: str, **extra: Any) -> Case:
-    import dataclasses
-
     config = {**VERIFY, **extra.pop("config", {})}
-    return dataclasses.replace(SHAPES[name], extra={"config": config, **extra})
+    return replace(SHAPES[name], extra={"config": config, **extra})
 
 
 @pytest.mark.parametrize("mode", ["direct", "packed"])
