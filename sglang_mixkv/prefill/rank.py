@@ -269,14 +269,19 @@ class PrefillRank:
 
     # -- after the last chunk
 
-    def aux_from(self, session: str, number: int) -> AuxFrom:
-        """Metadata comes from one sender per decode rank, and not for a room that failed."""
+    def aux_from(self, session: str) -> AuxFrom:
+        """Metadata comes from one sender per decode rank."""
         peer = self.planned(session)
         if peer is None:
             return AuxFrom.STOCK
-        if self._has_failed(number) or not peer.route.sends_aux:
+        if not peer.route.sends_aux:
             return AuxFrom.NOBODY
         return AuxFrom.COLD if peer.cold else AuxFrom.STOCK
+
+    def verifies(self, session: str) -> bool:
+        """Whether this peer asked for checksums."""
+        peer = self.planned(session)
+        return peer is not None and peer.verify
 
     def _has_failed(self, number: int) -> bool:
         return self._sglang.statuses().get(number, Poll.FAILED) == Poll.FAILED
@@ -285,7 +290,7 @@ class PrefillRank:
         """Checksums of all that this peer was sent, once, if it asked for them. `own_rank`:
         SGLang's unique number of this rank."""
         peer, room = self.planned(session), self.rooms.open_room(number)
-        if peer is None or peer.plan is None or room is None or self._has_failed(number):
+        if peer is None or peer.plan is None or room is None:
             return None
         sums = room.sums.pop(session, None)
         if sums is None:
