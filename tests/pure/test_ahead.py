@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from scene import MemoryEngine, Scene, a_scene, scenes
+from sglang_mixkv.transport.ahead import Ahead
 
 from sglang_mixkv.kv.plan import Plan
 from sglang_mixkv.kv.ranges import Blocks
@@ -19,7 +20,6 @@ from sglang_mixkv.prefill.packing import PackBuffer
 from sglang_mixkv.prefill.writer import Chunk, ChunkWriter
 from sglang_mixkv.rows.host import HostRows, RowCopy
 from sglang_mixkv.transport import base as direct
-from sglang_mixkv.transport.ahead import Ahead
 from sglang_mixkv.transport.mooncake import BoundedEngine
 
 
