@@ -88,7 +88,9 @@ def methods(layout: str, pages: int, engine: Counter, manager: Any) -> dict[str,
         "stock": lambda: manager._send_kvcache_generic(
             "session", pointers, pointers, items, stock_src, stock_dst, None
         ),
-        "product": lambda: direct.write(engine, "session", blocks(copies, PAGE_SIZE, src, dst)),
+        "product": lambda: direct.write(
+            engine, "session", blocks(copies, PAGE_SIZE, src, dst), direct.MAX_DESCRIPTORS
+        ),
         "product, ranges only": lambda: blocks(copies, PAGE_SIZE, src, dst),
     }
 

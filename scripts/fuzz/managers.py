@@ -139,7 +139,8 @@ class Bench:
         self.body = body_of(self.manager, f"start_{side}_thread", self.feed)
         self.told: list[tuple[str, int]] = []
         self.manager._send_multipart_locked = self._note
-        self.manager.replies = SimpleNamespace(send=lambda host, port, _: self._note(host, port))
+        note = SimpleNamespace(send=lambda host, port, _: self._note(host, port))
+        self.manager.replies = self.manager.notices = note
         for module in ("gate", "shared"):
             logger = importlib.import_module(f"sglang_mixkv.engine.{module}").logger
             logger.exception = unexpected

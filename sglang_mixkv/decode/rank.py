@@ -53,12 +53,14 @@ class DecodeRank:
         self.sources, self.rooms = Sources(stats), Rooms()
         self.verifier, self._clearer = Verifier(local.caches, rows), Clearer(rows)
         self.landing = Landing(rows, config, stats, quarantine_s)
+        self.transport: Transport | None = None
         self._registered: dict[Endpoint, tuple[int, int]] = {}
         facts = local.facts
         self.gate = Gate(self.rooms, sglang, local.has_draft, facts.aux_item_lens, local.aux_rows)
 
     def connect(self, transport: Transport) -> None:
         """Once SGLang has its engine."""
+        self.transport = transport
         self.landing.connect(transport)
 
     # -- prefill servers, in the scheduler

@@ -31,7 +31,7 @@ from sglang_mixkv.engine.rdma import over_rdma
 from sglang_mixkv.engine.receiver import RoomReceiver
 from sglang_mixkv.engine.sender import RoomSender
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.prefill.rank import AuxFrom, Hands, Task
+from sglang_mixkv.prefill.rank import AuxFrom, Hands, PrefillRank, Task
 from sglang_mixkv.protocol.extension import Digest, encode
 from sglang_mixkv.protocol.messages import Abort
 from sglang_mixkv.transport.mooncake import Engines, InFlight, Mooncake, SharedEngine
@@ -170,21 +170,27 @@ class MixKVManager(SidedManager, MooncakeKVManager):
     def send_aux(self, req: Any, prefill_aux_index: int, dst_aux_ptrs: list[int]) -> int:
         """Metadata, from one sender per decode rank; to a cold one without the drafter's."""
         stock = partial(super().send_aux, req, prefill_aux_index, dst_aux_ptrs)
-        side, session = self.prefill, req.mooncake_session_id
+        side = self.prefill
         if side is None:
             return stock()
-        digest = side.digest(session, req.room, self._prefill_unique_rank())
-        if digest is not None:
-            self._tell(req, digest)
-        source = side.aux_from(session, req.room)
+        send = partial(self._send_aux, side, stock, req, prefill_aux_index, dst_aux_ptrs)
+        return side.guarded(self._hands, req.mooncake_session_id, send)
+
+    def _send_aux(
+        self, side: PrefillRank, stock: Send, req: Any, row: int, dst_ptrs: list[int]
+    ) -> int:
+        session = req.mooncake_session_id
+        if side.verifies(session):
+            self._tell(req, side.digest(session, req.room, self._prefill_unique_rank()))
+        source = side.aux_from(session)
         if source is AuxFrom.NOBODY:
             return 0
-        if source is AuxFrom.COLD:
-            stock = partial(self._send_cold_aux, req, prefill_aux_index, dst_aux_ptrs)
-        return side.guarded(self._hands, session, stock)
+        return stock() if source is AuxFrom.STOCK else self._send_cold_aux(req, row, dst_ptrs)
 
-    def _tell(self, req: Any, digest: Digest) -> None:
-        """To the decode rank, which concludes without checksums if this is lost."""
+    def _tell(self, req: Any, digest: Digest | None) -> None:
+        """To the decode rank, which fails the request without checksums if this is lost."""
+        if digest is None:
+            return
         address = NetworkAddress(req.endpoint, req.dst_port)
         try:
             self._send_multipart_locked(address.to_tcp(), [encode(digest)], is_ipv6=address.is_ipv6)

@@ -50,6 +50,9 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "self", "session_id", "buffers", "peer_buffer_addresses", "lengths",
     ),
     f"{_ENGINE}:MooncakeTransferEngine.send_probe": ("self", "peer_session_id"),
+    "sglang.srt.mem_cache.allocation:get_last_loc_torch": (
+        "req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor",
+    ),
     f"{_UTILS}:get_kv_class": ("transfer_backend", "class_type"),
     f"{_UTILS}:DisaggregationMode.to_engine_type": ("mode",),
     f"{_UTILS}:is_mla_backend": ("target_kv_pool",),
@@ -131,16 +134,15 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{_COMMON}:CommonKVSender.init": ("self", "num_kv_indices", "aux_index"),
     f"{_COMMON}:CommonKVSender.abort": ("self",),
     f"{_COMMON}:CommonKVSender.get_transfer_metric": ("self",),
+    f"{_COMMON}:CommonKVReceiver.__init__": ("self", "mgr", "bootstrap_addr", "bootstrap_room"),
     f"{_COMMON}:CommonKVReceiver.abort": ("self",),
     f"{_COMMON}:CommonKVReceiver.clear": ("self",),
     f"{_COMMON}:CommonKVReceiver.init": ("self", "prefill_dp_rank"),
     f"{_COMMON}:CommonKVReceiver.invalidate_cached_bootstrap_infos": ("self",),
-    f"{_COMMON}:CommonKVReceiver.poll": ("self",),
     f"{_COMMON}:CommonKVReceiver.send_metadata": (
         "self", "kv_indices", "aux_index", "state_indices", "decode_prefix_len", "destination",
         "device_kv_indices",
     ),
-    f"{_COMMON}:CommonKVReceiver._connect_to_bootstrap_server": ("bootstrap_info",),
     f"{_COMMON}:CommonKVReceiver._get_bootstrap_info_from_server": (
         "self", "prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank",
     ),
@@ -148,6 +150,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{_COMMON}:CommonKVReceiver._send_bootstrap_message": (
         "self", "bootstrap_info", "message", "operation",
     ),
+    f"{_COMMON}:CommonKVBootstrapServer.__init__": ("self", "host", "port"),
     f"{_COMMON}:CommonKVBootstrapServer._setup_routes": ("self",),
     f"{_COMMON}:CommonKVBootstrapServer._handle_route_put": ("self", "request"),
     f"{_COMMON}:CommonKVBootstrapServer._is_ready": ("self",),

@@ -109,19 +109,19 @@ class PrefillRank:
         self.peers, self.rooms = Peers(local), Rooms()
         page_size = local.caches.target.page_size
         self.gate = Gate(self.peers, self.rooms, sglang, stats, page_size, *at, awaited_s)
-        self._transport: Transport | None = None
+        self.transport: Transport | None = None
 
     def connect(self, transport: Transport) -> None:
         """Once SGLang has its engine."""
-        self._transport = transport
+        self.transport = transport
 
     def hands(self, threads: int, most_pages: int) -> Hands:
         """For one of so many transfer threads, which keeps them. `most_pages`: see ChunkWriter."""
-        assert self._transport is not None, "a transfer thread before the transport"
+        assert self.transport is not None, "a transfer thread before the transport"
         size = (self.config.staging_mb << 20) // threads
-        buffer = PackMemory(self._transport, self.rows, size)
+        buffer = PackMemory(self.transport, self.rows, size)
         writer = ChunkWriter(
-            self._transport, self.rows, buffer.get, self.config.draft_transfer, most_pages
+            self.transport, self.rows, buffer.get, self.config.draft_transfer, most_pages
         )
         return Hands(writer, Digester(self.rows))
 
@@ -269,14 +269,19 @@ class PrefillRank:
 
     # -- after the last chunk
 
-    def aux_from(self, session: str, number: int) -> AuxFrom:
-        """Metadata comes from one sender per decode rank, and not for a room that failed."""
+    def aux_from(self, session: str) -> AuxFrom:
+        """Metadata comes from one sender per decode rank."""
         peer = self.planned(session)
         if peer is None:
             return AuxFrom.STOCK
-        if self._has_failed(number) or not peer.route.sends_aux:
+        if not peer.route.sends_aux:
             return AuxFrom.NOBODY
         return AuxFrom.COLD if peer.cold else AuxFrom.STOCK
+
+    def verifies(self, session: str) -> bool:
+        """Whether this peer asked for checksums."""
+        peer = self.planned(session)
+        return peer is not None and peer.verify
 
     def _has_failed(self, number: int) -> bool:
         return self._sglang.statuses().get(number, Poll.FAILED) == Poll.FAILED
@@ -285,7 +290,7 @@ class PrefillRank:
         """Checksums of all that this peer was sent, once, if it asked for them. `own_rank`:
         SGLang's unique number of this rank."""
         peer, room = self.planned(session), self.rooms.open_room(number)
-        if peer is None or peer.plan is None or room is None or self._has_failed(number):
+        if peer is None or peer.plan is None or room is None:
             return None
         sums = room.sums.pop(session, None)
         if sums is None:

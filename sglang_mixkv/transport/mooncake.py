@@ -161,6 +161,11 @@ class Mooncake:
         begun = in_flight.most_asynchronous if in_flight else 0
         self.limits = Limits(FEW, SHORT, overlaps=bool(begun), begun=begun)
 
+    @property
+    def engine(self) -> Any:
+        """SGLang's engine that is in use."""
+        return self._engines.current
+
     def register(self, address: int, size: int) -> None:
         code = self._engines.register([address], [size])
         if code:

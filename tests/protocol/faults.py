@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import zmq
 from protocol.model import Case, Request
-from protocol.ring import NOT_YET, Outcome, Rank, RankReport
+from protocol.ring import NOT_YET, Outcome, Rank, RankReport, stock_class
 
 # The prefill's is longer: a rank that is done early opens its next room at once, and waits
 # there while another rank's request still ends by the decode side's timeout (and its ABORT).
@@ -116,25 +116,29 @@ def failing_transport(times: int, written: bool = False) -> Inject:
     all the same."""
 
     def inject(rank: Rank) -> None:
-        real, left = rank.manager.engine.batch_transfer_sync, [times]
+        left = [times]
 
-        def broken(*args: Any) -> int:
-            left[0] -= 1
-            if left[0] < 0:
-                return real(*args)
-            rank.strike()
-            if written:
-                real(*args)
-            return -1
+        def breaking(real: Callable[..., int]) -> Callable[..., int]:
+            def broken(*args: Any) -> int:
+                left[0] -= 1
+                if left[0] < 0:
+                    return real(*args)
+                rank.strike()
+                if written:
+                    real(*args)
+                return -1
 
-        rank.manager.engine.batch_transfer_sync = broken
+            return broken
+
+        rank.on_transfer(breaking)
 
     return inject
 
 
-def turned_down(rank: Rank) -> None:
-    """Mooncake does not begin this rank's first write that would go on by itself."""
-    mooncake, left = rank.manager.engine._engine.engine, [1]
+def rejected(rank: Rank) -> None:
+    """Mooncake rejects this rank's first asynchronous write."""
+    engine, left = rank.plugin.transport.engine, [1]
+    mooncake = engine.engine
 
     def submit(session: str, *one: int) -> int:
         if not left:
@@ -143,12 +147,13 @@ def turned_down(rank: Rank) -> None:
         rank.strike()
         return 0
 
-    rank.manager.engine._engine.engine = Wrapped(mooncake, transfer_submit_write=submit)
+    engine.engine = Wrapped(mooncake, transfer_submit_write=submit)
 
 
 def failed_later(rank: Rank) -> None:
     """It is begun and its bytes arrive, but it is said to have failed."""
-    mooncake, left = rank.manager.engine._engine.engine, [1]
+    engine, left = rank.plugin.transport.engine, [1]
+    mooncake = engine.engine
 
     def check(number: int) -> int:
         state = int(mooncake.transfer_check_status(number))
@@ -158,7 +163,7 @@ def failed_later(rank: Rank) -> None:
         rank.strike()
         return -1
 
-    rank.manager.engine._engine.engine = Wrapped(mooncake, transfer_check_status=check)
+    engine.engine = Wrapped(mooncake, transfer_check_status=check)
 
 
 class Wrapped:
@@ -175,30 +180,32 @@ class Wrapped:
 def overflow(rank: Rank) -> None:
     """This rank's first write comes with more ranges in flight than Mooncake's TCP transport
     takes: its engine is then stuck towards that peer for good."""
-    real, engine = rank.manager.engine.batch_transfer_sync, rank.manager.engine._engine
-    first = [1]
+    engine, first = rank.plugin.transport.engine, [1]
 
-    def overflowing(session: str, *ranges: list[int]) -> int:
-        if first:
-            first.clear()
-            rank.strike()
-            many = [(column * 8000)[:8000] for column in ranges]
-            flood = [
-                threading.Thread(target=engine.batch_transfer_sync, args=(session, *many))
-                for _ in range(4)
-            ]
-            for thread in flood:
-                thread.start()
-            for thread in flood:
-                thread.join()
-        return int(real(session, *ranges))
+    def flooding(real: Callable[..., int]) -> Callable[..., int]:
+        def overflowing(session: str, *ranges: list[int]) -> int:
+            if first:
+                first.clear()
+                rank.strike()
+                many = [(column * 8000)[:8000] for column in ranges]
+                flood = [
+                    threading.Thread(target=engine.batch_transfer_sync, args=(session, *many))
+                    for _ in range(4)
+                ]
+                for thread in flood:
+                    thread.start()
+                for thread in flood:
+                    thread.join()
+            return int(real(session, *ranges))
 
-    rank.manager.engine.batch_transfer_sync = overflowing
+        return overflowing
+
+    rank.on_transfer(flooding)
 
 
 def no_staging_memory(rank: Rank) -> None:
     """The transport cannot register one byte more."""
-    rank.manager.engine.batch_register = lambda *_: -1
+    rank.plugin.transport.engine.batch_register = lambda *_: -1
 
 
 # ---------------------------------------------------------------- messages
@@ -209,7 +216,7 @@ def meddle(operation: str, change: Callable[[list[bytes]], list[list[bytes]]]) -
     all."""
 
     def inject(rank: Rank) -> None:
-        cls = rank.kv_class["receiver"].__mro__[1]  # stock's: the extension is there already
+        cls = stock_class(rank, "receiver")  # the extension is there already
         real, done = cls._send_bootstrap_message, []
 
         def changed(self: Any, *, bootstrap_info: Any, message: Any, operation: str) -> bool:
@@ -231,7 +238,7 @@ def meddle(operation: str, change: Callable[[list[bytes]], list[list[bytes]]]) -
 
 def registration_after_metadata(rank: Rank) -> None:
     """The first two messages of this decode rank to each prefill rank change places."""
-    cls = rank.kv_class["receiver"].__mro__[1]
+    cls = stock_class(rank, "receiver")
     real, held = cls._send_bootstrap_message, {}
 
     def swapped(self: Any, *, bootstrap_info: Any, message: Any, operation: str) -> bool:
@@ -266,16 +273,16 @@ def registers_again(rank: Rank) -> None:
 
 def admits_slowly(rank: Rank) -> None:
     """This prefill rank takes a second over every registration but the first."""
-    real, seen = rank.manager._admit, []
+    real, seen = rank.plugin.peers.admit, []
 
-    def slow(info: Any) -> Any:
+    def slow(said: Any) -> Any:
         if seen:
             rank.strike()
             time.sleep(1)
         seen.append(1)
-        return real(info)
+        return real(said)
 
-    rank.manager._admit = slow
+    rank.plugin.peers.admit = slow
 
 
 def registers_while_sending() -> Case:
@@ -310,8 +317,8 @@ REGISTRATIONS: dict[str, tuple[str, Callable[[list[bytes]], list[list[bytes]]], 
     "two frames": ("2 of 21 frames: ends stock's thread", lambda m: [m[:2]], "never arrived"),
     "extension cut": ("3 bytes off the last frame", lambda m: [[*m[:-1], m[-1][:-3]]], "malformed"),
     "other protocol": ("version 99 in the extension", other_protocol, "protocol 99"),
-    "random bytes": ("33 random bytes as state pointers", frame(6, os.urandom(33)), "turned down"),
-    "no number": ("'many' as the attention-TP size", frame(8, b"many"), "is no number"),
+    "random bytes": ("33 random bytes as state pointers", frame(6, os.urandom(33)), "was rejected"),
+    "no number": ("'many' as the attention-TP size", frame(8, b"many"), "is not a number"),
     "pointers missing": (
         "one KV pointer less than lengths",
         lambda m: [[*m[:4], m[4][8:], *m[5:]]],
@@ -352,7 +359,7 @@ METADATA: dict[str, tuple[str, Callable[[list[bytes]], list[list[bytes]]], str]]
 
 def doubled(rank: Rank) -> None:
     """Everything that this decode rank says it says twice."""
-    cls = rank.kv_class["receiver"].__mro__[1]
+    cls = stock_class(rank, "receiver")
     real = cls._send_bootstrap_message
 
     def twice(self: Any, **kwargs: Any) -> bool:
@@ -678,7 +685,7 @@ def _transport() -> Iterator[Fault]:
             _prefill_fault(rank, overflow), words=words,
         )  # fmt: skip
     for name, how, inject in (
-        ("is turned down", "transfer_submit_write returns 0", turned_down),
+        ("is rejected", "transfer_submit_write returns 0", rejected),
         ("fails although the bytes arrive", "transfer_check_status returns -1", failed_later),
     ):
         yield Fault(

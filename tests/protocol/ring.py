@@ -310,6 +310,7 @@ class Rank:
             up[self.server].set()
         for one in up if self.side == "decode" else up[self.server : self.server + 1]:
             one.wait(LIMIT_S)
+        self.case.extra.get("before", {}).get((self.side, self.rank), lambda _: None)(self)
         other_facts = self.case.extra.get("facts", {}).get(self.side)
         if other_facts is not None:
             tell_other_facts(other_facts)
@@ -326,6 +327,12 @@ class Rank:
     def plugin(self) -> Any:
         """The plugin's side of this rank; None where SGLang runs alone."""
         return getattr(self.manager, "side", None)
+
+    def on_transfer(self, change: Callable[[Callable[..., int]], Callable[..., int]]) -> None:
+        """Put `change(real)` in the place of the call that each write of this rank waits for:
+        (session, source addresses, destinations, lengths) -> code."""
+        transport = self.plugin.transport
+        transport.transfer = change(transport.transfer)
 
     # -- requests
 
@@ -571,6 +578,11 @@ class Rank:
             self.report.wrong.append(
                 f"decode rank {self.rank} {what}: {len(bad)} bytes differ, pages {pages[:9]}"
             )
+
+
+def stock_class(rank: Rank, kind: str) -> Any:
+    """SGLang's class of a backend that one of the plugin's is made of."""
+    return next(c for c in rank.kv_class[kind].__mro__ if c.__module__.startswith("sglang."))
 
 
 NOT_YET = object()

@@ -20,9 +20,9 @@ import re
 import time
 import traceback
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from protocol.ring import (
     free_port,
     left_behind,
     reason_of,
+    stock_class,
 )  # fmt: skip
 
 TIMEOUTS = {
@@ -339,11 +340,12 @@ class SoakRank(Rank):
 class SoakPrefill(SoakRank):
     def inject(self) -> None:
         """Codes and stalls happen in the transport, in SGLang's transfer threads."""
-        real, done = self.manager.engine.batch_transfer_sync, set()
+        done = set()
 
-        def meddled(*args: Any) -> int:
-            chunk = getattr(self.manager.current, "chunk", None)
-            number, meeting = self.meeting_in(chunk.room) if chunk is not None else (-1, None)
+        def meddled(real: Callable[..., int], *args: Any) -> int:
+            hands = self.manager._hands
+            task = hands.task if hands is not None else None
+            number, meeting = self.meeting_in(task.room) if task is not None else (-1, None)
             if meeting is None or meeting.rank != self.rank or number in done:
                 return int(real(*args))
             done.add(number)
@@ -353,7 +355,7 @@ class SoakPrefill(SoakRank):
                 code = int(real(*args))
             return -1 if meeting.name.startswith("code -1") else code
 
-        self.manager.engine.batch_transfer_sync = meddled
+        self.on_transfer(lambda real: partial(meddled, real))
 
     def _begin(
         self, number: int, pages: np.ndarray, row: np.ndarray, meeting: Meeting | None
@@ -396,7 +398,7 @@ class SoakPrefill(SoakRank):
 class SoakDecode(SoakRank):
     def inject(self) -> None:
         """Messages change on their way, in the scheduler's thread."""
-        cls = self.kv_class["receiver"].__mro__[1]
+        cls = stock_class(self, "receiver")
         real, done = cls._send_bootstrap_message, set()
         self.shout = zmq.Context.instance().socket(zmq.PUSH)
         self.shout.connect(f"tcp://127.0.0.1:{self.manager.rank_port}")
@@ -540,9 +542,9 @@ def _changed(name: str, operation: str, message: list[bytes]) -> list[list[bytes
 def _rank_main(
     case: SoakCase, side: str, rank: int, ports: list[int], pipe: Any, go: Any, life: int
 ) -> None:
-    from sglang_mixkv.engine import gate
+    from sglang_mixkv.prefill import gate, rooms
 
-    gate.MEMORY_S = MEMORY_S
+    gate.MEMORY_S = rooms.MEMORY_S = MEMORY_S
     report: RankReport = RankReport(side, rank)
     try:
         one = (SoakPrefill if side == "prefill" else SoakDecode)(case, side, rank, ports, life)
@@ -557,7 +559,7 @@ def _rank_main(
             one.compare_idle()
             one.shout.close(linger=0)
         report.resources.append(resources())
-        report.stats = one.manager.stats.snapshot()
+        report.stats = one.plugin.stats.snapshot()
     except BaseException:
         report.error = traceback.format_exc()
         case.extra["idle"].abort()

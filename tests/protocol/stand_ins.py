@@ -102,7 +102,8 @@ class StandIn:
 
     def announce(self, *, fits: bool) -> None:
         """Have all ranks register (again), with facts that fit or not."""
-        facts = getattr(self.rank.manager, "facts", None)  # None: stock, which asks for none
+        side = self.rank.plugin  # None: stock, which asks for no facts
+        facts = side.local.facts if side is not None else None
         if facts is not None and not fits:
             facts = msgspec.structs.replace(facts, page_size=facts.page_size + 1)
         balance = "follow_bootstrap_room" if self.by_room else "round_robin"

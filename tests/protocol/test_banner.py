@@ -8,11 +8,13 @@ import pytest
 from protocol.model import Case, Request
 from protocol.ring import run
 
+from sglang_mixkv.engine.banner import banner, speaks
+
 
 def tell(rank: Any) -> None:
     """Report the banner if this rank logs it."""
-    if rank.manager.speaks:
-        rank.report.reasons.append(rank.manager.banner())
+    if speaks(rank.manager):
+        rank.report.reasons.append(banner(rank.manager))
 
 
 @pytest.mark.parametrize(

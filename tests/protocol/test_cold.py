@@ -70,9 +70,9 @@ def test_refuse_is_the_default(mismatch: str) -> None:
 
 
 def test_cold_on_decode_alone_is_refused_by_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_mixkv.engine import decode
+    from sglang_mixkv.decode.rank import DecodeRank
 
-    monkeypatch.setattr(decode.DecodeSide, "_is_cold", lambda *_: True)
+    monkeypatch.setattr(DecodeRank, "is_cold", lambda *_: True)
     outcome = run(case(2, 1, "another drafter", cold=True))
     assert outcome.wrong == []
     assert outcome.statuses == {"failed"}
@@ -92,18 +92,18 @@ def test_cold_does_not_hide_other_differences() -> None:
 @pytest.mark.parametrize("guard", ["clear", "clear_aux", "_send_cold_aux"])
 def test_without_its_guard_cold_is_wrong(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part of serving cold can be switched off, and is then missed."""
-    from sglang_mixkv.decode import cold
-    from sglang_mixkv.engine import decode, prefill
+    from sglang_mixkv.decode import cold, rank
+    from sglang_mixkv.engine import mooncake
 
     mismatch = "another drafter"
     if guard == "clear":
         monkeypatch.setattr(cold.Clearer, "clear", lambda *_: None)
     elif guard == "clear_aux":
-        monkeypatch.setattr(decode, "clear_aux", lambda *_: None)
+        monkeypatch.setattr(rank, "clear_aux", lambda *_: None)
     else:
         mismatch = "no drafter on decode"
-        stock = prefill.MooncakeKVManager.send_aux
-        monkeypatch.setattr(prefill.PrefillSide, guard, lambda *args: stock(*args))
+        stock = mooncake.MooncakeKVManager.send_aux
+        monkeypatch.setattr(mooncake.MixKVManager, guard, lambda *args: stock(*args))
     assert run(case(2, 1, mismatch, config=COLD, cold=True)).wrong != []
 
 

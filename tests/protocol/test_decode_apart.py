@@ -11,7 +11,8 @@ import multiprocessing as mp
 import sys
 import threading
 import time
-from functools import cached_property
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -157,16 +158,16 @@ def abort_every_other(rank: Rank) -> None:
 
 def fail_every_other(rank: Rank) -> None:
     """The transport fails the first write of every second request."""
-    real, failed = rank.manager.engine.batch_transfer_sync, set()
+    failed = set()
 
-    def broken(*args: Any) -> int:
-        room = rank.manager.current.chunk.room
+    def broken(real: Callable[..., int], *args: Any) -> int:
+        room = rank.manager._hands.task.room
         if room % 2 or room in failed:
             return int(real(*args))
         failed.add(room)
         return -1
 
-    rank.manager.engine.batch_transfer_sync = broken
+    rank.on_transfer(lambda real: partial(broken, real))
 
 
 def give_every_other_up(rank: Rank) -> None:
@@ -271,8 +272,9 @@ def take_it_later(rank: Rank) -> None:
     def taking(self: Any, *args: Any) -> None:
         if seen:
             engine.batch_register = register
-            rank.manager.staging._asked = float("-inf")
-            rank.manager.staging.take(engine, 1 << 20)
+            rank.plugin.landing._asked = float("-inf")
+            source = rank.plugin.sources.get(rank.address(0))
+            rank.plugin.landing.prepare(source.target, source.draft)
         seen.append(1)
         init(self, *args)
 
@@ -368,25 +370,15 @@ def calls_of(function: Any) -> int:
 @in_own_process
 def test_what_a_server_is_taken_for_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Routes and slices follow from the two servers, not from the request."""
-    from sglang_mixkv.engine import decode
+    from sglang_mixkv.decode import source
 
     made = []
-    real = decode.routes
-    monkeypatch.setattr(decode, "routes", lambda *args: made.append(1) or real(*args))
+    real = source.routes
+    monkeypatch.setattr(source, "routes", lambda *args: made.append(1) or real(*args))
     server = StandIn(decode_rank(), tp=4, fits=True, by_room=True)
     for room in range(20):
         server.request(room).send_metadata(np.arange(50, dtype=np.int32), 0)
     assert len(made) == 1
-
-
-def test_state_is_there_before_the_threads_are() -> None:
-    """functools.cached_property has had no lock since Python 3.12: two threads can make two."""
-    from sglang_mixkv.engine.decode import DecodeSide
-    from sglang_mixkv.engine.decode_gate import DecodeGate
-
-    for owner in (DecodeSide, DecodeGate):
-        lazy = [name for name, one in vars(owner).items() if isinstance(one, cached_property)]
-        assert lazy == []
 
 
 @pytest.mark.parametrize("held", ["prealloc queue", "transfer queue", "deferred release", ""])

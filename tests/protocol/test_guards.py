@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
 import time
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -48,7 +50,7 @@ def test_lookahead_pages_are_cut(prefill_tp: int, decode_tp: int) -> None:
 def test_without_the_cut_lookahead_is_taken_for_a_mismatch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sglang_mixkv.engine import prefill
+    from sglang_mixkv.prefill import rank as prefill
 
     def uncut(offered: int, tokens: int | None, *rest: Any, **last: Any) -> int:
         return pages.pages_to_send(offered, None, *rest, **last)
@@ -126,7 +128,7 @@ WITHOUT_THE_GUARD = {
 @pytest.mark.parametrize("harm", WITHOUT_THE_GUARD)
 def test_without_the_guard(monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
     """No error names what happened."""
-    from sglang_mixkv.engine import prefill
+    from sglang_mixkv.prefill import rank as prefill
 
     send, statuses, wrong = WITHOUT_THE_GUARD[harm]
     monkeypatch.setattr(ring, "LIMIT_S", 8)
@@ -178,7 +180,7 @@ def test_without_the_wait_the_order_test_fails(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_the_window_everything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_mixkv.engine import prefill
+    from sglang_mixkv.prefill import rank as prefill
 
     direct = {"config": {"draft_transfer": "direct"}}
     case = Case(2, 1, draft_window=5, requests=(Request(40),), extra=dict(direct))
@@ -210,9 +212,10 @@ def test_a_prefix_that_others_will_share_has_all_of_its_draft(
 
 
 def test_without_the_guard_a_shared_prefix_lacks_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_mixkv.engine.decode import DecodeSide
+    from sglang_mixkv.engine import sides
 
-    monkeypatch.setattr(DecodeSide, "draft_window", property(lambda self: 12))
+    disagg = mock.Mock(wraps=sides.get_disagg(), disaggregation_decode_enable_radix_cache=False)
+    monkeypatch.setattr(sides, "get_disagg", lambda: disagg)
     outcome = run(shared_prefix(2, 1))
     assert outcome.statuses == {"success"}
     assert any("request 1 draft entry" in line for line in outcome.wrong)
@@ -288,9 +291,9 @@ def test_without_the_guard_the_last_rank_overwrites_the_aux_row(
 ) -> None:
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 
-    from sglang_mixkv.engine.prefill import PrefillSide
+    from sglang_mixkv.engine.mooncake import MixKVManager
 
-    monkeypatch.setattr(PrefillSide, "send_aux", MooncakeKVManager.send_aux)
+    monkeypatch.setattr(MixKVManager, "send_aux", MooncakeKVManager.send_aux)
     assert any("aux" in line for line in run(two_draft_senders()).wrong)
 
 
@@ -329,13 +332,13 @@ def test_rounds_that_overlap_give_the_same_bytes(prefill_tp: int, decode_tp: int
 
 
 def strike_at_a_started_write(rank: Rank) -> None:
-    real = rank.manager.engine.finish
+    real = rank.plugin.transport._finish
 
-    def finish(started: Any) -> int:
+    def finish(begun: Any) -> int:
         rank.strike()
-        return int(real(started))
+        return int(real(begun))
 
-    rank.manager.engine.finish = finish
+    rank.plugin.transport._finish = finish
 
 
 def test_no_room_for_a_region_is_no_failure() -> None:
@@ -376,3 +379,76 @@ def test_a_room_cleared_under_a_transfer_thread_does_not_end_it() -> None:
         assert rank.manager.check_status(999) == KVPoll.Failed
 
     right(run(Case(2, 1, extra={"faults": {("prefill", 1): ask}})))
+
+
+def test_memory_that_is_not_there_is_asked_for_once() -> None:
+    """Not again with each of fifty chunks: on a GPU every attempt flushes PyTorch's cache."""
+    asked = mp.get_context("fork").Value("i", 0)
+
+    def refuse(rank: Rank) -> None:
+        def register(*_: Any) -> int:
+            asked.value += 1
+            return -1
+
+        rank.plugin.transport.engine.batch_register = register
+
+    extra = {"config": {"draft_transfer": "packed"}, "faults": {("prefill", 0): refuse}}
+    right(run(Case(1, 2, requests=(Request(200, chunk_pages=1),), extra=extra)))
+    assert asked.value == 1
+
+
+# ---------------------------------------------------------------- state of a process
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_what_threads_share_is_made_before_they_start(side: str) -> None:
+    """functools.cached_property has had no lock since Python 3.12: two threads could make two."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+
+    def starting(rank: Rank) -> None:
+        cls, started = MooncakeKVManager, f"start_{side}_thread"
+        real = getattr(cls, started)
+
+        def start(manager: Any) -> None:
+            rank.report.reasons += sorted(_state(manager))
+            real(manager)
+
+        setattr(cls, started, start)
+
+    def compare(rank: Rank) -> None:
+        rank.report.reasons.append(f"later: {sorted(_state(rank.manager))}")
+
+    case = Case(2, 1, extra={"before": {(side, 0): starting}, "faults": {(side, 0): compare}})
+    outcome = run(case)
+    right(outcome)
+    report = getattr(outcome, side)[0]
+    *before, later = report.reasons
+    assert before
+    assert later == f"later: {before}"
+
+
+def _state(manager: Any) -> set[str]:
+    """Names of what the side of this rank, and its parts, hold."""
+    parts = [manager.side, *vars(manager.side).values()]
+    return {
+        f"{type(part).__name__}.{name}" for part in parts
+        if type(part).__module__.startswith("sglang_mixkv") and hasattr(part, "__dict__")
+        for name in vars(part)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
+def test_a_thread_that_does_not_know_its_room_sends_nothing(
+    monkeypatch: pytest.MonkeyPatch, prefill_tp: int, decode_tp: int, window: int
+) -> None:
+    """Without the grant, slices would land where the decode rank does not look for them."""
+    from sglang_mixkv.engine import mooncake
+
+    monkeypatch.setattr(mooncake.HandedQueue, "get", lambda self: self._queue.get())
+    extra = {"config": {"draft_transfer": "packed"}, "failed_rooms_stay_clean": True}
+    outcome = run(
+        Case(prefill_tp, decode_tp, draft_window=window, requests=(Request(50),), extra=extra)
+    )
+    assert {s for r in outcome.decode for s in r.status} == {"failed"}
+    assert outcome.wrong == []

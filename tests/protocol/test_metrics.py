@@ -16,8 +16,8 @@ PREFIX = "sglang:mixkv_"
 def watch(rank: Rank) -> None:
     """Count what the transport is given, keep stock's metric of each request, and read the
     series of this process at the end."""
-    stats, engine = rank.manager.stats, rank.manager.engine
-    transfer, start = engine.batch_transfer_sync, getattr(engine, "start", None)
+    stats, transport = rank.plugin.stats, rank.plugin.transport
+    transfer, begin = transport.transfer, transport._begin
     snapshot, conclude = stats.snapshot, rank.conclude
 
     def count(src: list[int], lengths: list[int]) -> None:
@@ -28,11 +28,11 @@ def watch(rank: Rank) -> None:
         count(src, lengths)
         return int(transfer(session, src, dst, lengths))
 
-    def counting_started(session: str, src: list[int], dst: list[int], lengths: list[int]) -> Any:
-        started = start(session, src, dst, lengths)
-        if started is not None:
-            count(src, lengths)
-        return started
+    def counting_begun(session: str, blocks: Any) -> Any:
+        begun = begin(session, blocks)
+        if begun is not None:
+            count(blocks.src.tolist(), blocks.length.tolist())
+        return begun
 
     def concluding(handle: Any, *began: float) -> None:
         conclude(handle, *began)
@@ -41,9 +41,7 @@ def watch(rank: Rank) -> None:
             stats.add(stock_says=stock)
             stats.add(transfer_metric=handle.get_transfer_metric().transfer_total_bytes)
 
-    engine.batch_transfer_sync = counting
-    if start is not None:
-        engine.start = counting_started
+    transport.transfer, transport._begin = counting, counting_begun
     rank.conclude = concluding
     stats.snapshot = lambda: {**snapshot(), **series()}
 
@@ -170,7 +168,7 @@ def test_without_enable_metrics_no_series_is_made() -> None:
 
 def test_series_that_fail_cost_no_request() -> None:
     def broken(rank: Rank) -> None:
-        for child in rank.manager.stats._metrics._series.values():
+        for child in rank.plugin.stats._metrics._series.values():
             child.inc = child.set = raising
 
     def raising(*_: Any) -> None:

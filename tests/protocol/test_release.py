@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing as mp
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,15 +23,16 @@ def slow_write(written: Any) -> Any:
     """This prefill rank's first write takes WRITES_S."""
 
     def inject(rank: Rank) -> None:
-        real = rank.manager.engine.batch_transfer_sync
+        def slowing(real: Callable[..., int]) -> Callable[..., int]:
+            def slow(*args: Any) -> int:
+                if not written.value:
+                    time.sleep(WRITES_S)
+                    written.value = time.monotonic()
+                return int(real(*args))
 
-        def slow(*args: Any) -> int:
-            if not written.value:
-                time.sleep(WRITES_S)
-                written.value = time.monotonic()
-            return int(real(*args))
+            return slow
 
-        rank.manager.engine.batch_transfer_sync = slow
+        rank.on_transfer(slowing)
 
     return inject
 

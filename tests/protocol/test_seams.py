@@ -1,4 +1,4 @@
-"""What the plugin overrides or calls inside SGLang stands in compat.SEAMS, all of it.
+"""What the plugin overrides or calls inside SGLang stands in releases.SEAMS, all of it.
 
 Found on the source: methods of ours that SGLang's classes have too, methods of SGLang's classes
 called on `self`, `super()`, `kv_mgr`, `mgr` or `receiver`, and SGLang's functions imported by name.
@@ -16,15 +16,19 @@ from pathlib import Path
 from types import FunctionType
 
 import sglang_mixkv
-from sglang_mixkv.engine import releases as compat
+from sglang_mixkv.engine import releases
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
-SOURCES = [PACKAGE / "plugin.py", *sorted((PACKAGE / "managers").glob("*.py"))]
+SOURCES = [
+    PACKAGE / "plugin.py",
+    PACKAGE / "cpu" / "support.py",
+    *sorted((PACKAGE / "engine").glob("*.py")),
+]
 
 
 def our_classes(module: str = "") -> list[type]:
     """What get_kv_class hands out; with a module, those that are made of its classes."""
-    from sglang_mixkv.engine import CLASSES
+    from sglang_mixkv.engine.mooncake import CLASSES
 
     found = list(CLASSES.values())
     return [c for c in found if not module or module in {owner.__module__ for owner in c.__mro__}]
@@ -55,14 +59,15 @@ def overridden() -> Iterator[str | None]:
 
 def carried(node: ast.expr, module: str) -> list[type]:
     """Our classes that an expression can be an instance of."""
-    from sglang_mixkv.engine import CLASSES
+    from sglang_mixkv.engine.mooncake import CLASSES
 
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
         return our_classes(module)
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
     if name == "self":
         return our_classes(module)
-    carriers = {"mgr": "manager", "kv_mgr": "manager", "receiver": "receiver"}
+    carriers = {"mgr": "manager", "kv_mgr": "manager", "manager": "manager", "receiver": "receiver"}
+    name = name.removeprefix("_")
     return [CLASSES[carriers[name]]] if name in carriers else []
 
 
@@ -103,14 +108,14 @@ def touched() -> set[str]:
 
 
 def test_everything_touched_is_listed() -> None:
-    missing = sorted(touched() - compat.SEAMS.keys())
-    lines = [f"{path!r}: {compat._parameters(compat._resolve(path))}," for path in missing]
-    assert not lines, "add to compat.SEAMS:\n" + "\n".join(lines)
+    missing = sorted(touched() - releases.SEAMS.keys())
+    lines = [f"{path!r}: {releases._parameters(releases._resolve(path))}," for path in missing]
+    assert not lines, "add to releases.SEAMS:\n" + "\n".join(lines)
 
 
 def test_nothing_is_listed_in_vain() -> None:
     """A method that nobody uses would refuse an SGLang for nothing."""
-    listed = {path for path in compat.SEAMS if ".disaggregation." in path and "conn:" in path}
+    listed = {path for path in releases.SEAMS if ".disaggregation." in path and "conn:" in path}
     assert listed - touched() == set()
 
 
@@ -134,11 +139,11 @@ def test_an_unlisted_use_is_found() -> None:
 
 
 def test_refused_features_still_have_these_names() -> None:
-    """startup.py reads what is missing as off: a renamed feature would pass unnoticed."""
+    """refusals.py reads what is missing as off: a renamed feature would pass unnoticed."""
     from sglang.srt.environ import envs
     from sglang.srt.server_args import ServerArgs
 
-    source = (PACKAGE / "startup.py").read_text()
+    source = (PACKAGE / "refusals.py").read_text()
     variables = set(re.findall(r"SGLANG_[A-Z_]+", source))
     assert {name for name in variables if not hasattr(envs, name)} == set()
     attributes = set(re.findall(r"(?:\ba|args)\.(\w+)|(?:_get\(|(?:a|args), )\"(\w+)\"", source))

@@ -63,16 +63,16 @@ def interrupt(messages: list[list[bytes]]) -> Callable[[Rank], None]:
     """Messages to this rank's own port, sent once it has the first room's metadata."""
 
     def inject(rank: Rank) -> None:
-        real, sent = rank.manager._may_pass, []
+        real, sent = rank.manager.may_pass, []
 
-        def passing(check: Any, frames: list[bytes]) -> bool:
-            passed = real(check, frames)
+        def passing(frames: list[bytes]) -> bool:
+            passed = real(frames)
             if frames[0] == b"100" and not sent:
                 sent.append(1)
                 _shout(rank.manager.rank_port, messages)
             return passed
 
-        rank.manager._may_pass = passing
+        rank.manager.may_pass = passing
 
     return inject
 
@@ -165,7 +165,7 @@ def test_state_goes_into_rows_of_the_peers_pool(indices: bytes, words: str) -> N
 
 def smaller_grant(message: list[bytes]) -> list[bytes]:
     """A region for one token: the rows of the others would lie behind it."""
-    grant = wire.decode_grant(message)
+    grant = wire.decode_grant(message[10])
     assert grant is not None
     return [*message[:10], wire.encode(msgspec.structs.replace(grant, tokens=1))]
 
@@ -236,7 +236,7 @@ def test_after_a_registration_that_cannot_be_read_the_one_before_does_not_count(
     """Its memory may be another process's by now."""
     fault = faults_of_ring.meddle("_register_kv_args", lambda m: [m, replaced(16, b"+1")(m)])
     outcome = only_one_request(fault, "decode")
-    assert "DCP size is no number" in outcome.reasons
+    assert "DCP size is not a number" in outcome.reasons
 
 
 REGISTERED_ANEW = {
@@ -255,18 +255,18 @@ def test_a_room_stays_inside_what_its_peer_registered_last(what: str) -> None:
     changed, kwargs, words = REGISTERED_ANEW[what]
 
     def inject(rank: Rank) -> None:
-        real, kept = rank.manager._may_pass, []
+        real, kept = rank.manager.may_pass, []
 
-        def passing(check: Any, frames: list[bytes]) -> bool:
-            passed = real(check, frames)
+        def passing(frames: list[bytes]) -> bool:
+            passed = real(frames)
             if frames[0] == b"None" and not kept:
                 kept.append(frames)
             elif frames[0] == b"100":
-                said = msgspec.structs.replace(wire.decode(kept[0]), **changed)
+                said = msgspec.structs.replace(wire.decode_extension(kept[0][-1]), **changed)
                 _shout(rank.manager.rank_port, [[*kept[0][:20], wire.encode(said)]])
             return passed
 
-        rank.manager._may_pass = passing
+        rank.manager.may_pass = passing
 
     assert words in only_one_request(inject, "prefill", **kwargs).reasons
 
@@ -286,17 +286,23 @@ def test_a_prefill_server_has_no_billion_ranks() -> None:
     assert outcome.statuses == {"success"}
 
 
-def test_an_unlimited_number_of_strangers_costs_no_socket() -> None:
-    """Each refused stranger is answered; none of the addresses is kept."""
+def test_an_unlimited_number_of_strangers_costs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each refused stranger is answered; no address is kept, and of the rooms a bounded number."""
+    from sglang_mixkv.prefill import rooms
+
+    monkeypatch.setattr(rooms, "MAX_WAITING", 100)
     rest = [b"127.0.0.9:5", b"", b"", b"", b"1", b"0", b""]
-    messages = [[b"55", b"127.0.0.9", str(20000 + n).encode(), *rest] for n in range(300)]
+    rooms = [str(1000 + n).encode() for n in range(300)]
+    messages = [[rooms[n], b"127.0.0.9", str(20000 + n).encode(), *rest] for n in range(300)]
 
     def inject(rank: Rank) -> None:
         interrupt(messages)(rank)
         real = rank.manager.check_integrity
 
         def check() -> list[str]:
-            return [*real(), *(a for a in rank.manager._socket_cache if "127.0.0.9" in a)]
+            kept = [a for a in rank.manager._socket_cache if "127.0.0.9" in a]
+            too_many = [f"{n} rooms" for n in [len(rank.plugin.rooms._rooms)] if n > 101]
+            return [*real(), *kept, *too_many]
 
         rank.manager.check_integrity = check
 

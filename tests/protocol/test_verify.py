@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from protocol.model import Cache, Case, Request
 from protocol.ring import Rank, run
+
+from sglang_mixkv.config import Config
+from sglang_mixkv.decode.source import Sizes
+from sglang_mixkv.errors import MixKVError
 
 REQUESTS = (Request(23), Request(8, chunk_pages=1), Request(9, prefix_pages=1, chunk_pages=2))
 VERIFY = {"verify": "checksum"}
@@ -26,10 +31,8 @@ SHAPES = {
 
 
 def verified(name: str, **extra: Any) -> Case:
-    import dataclasses
-
     config = {**VERIFY, **extra.pop("config", {})}
-    return dataclasses.replace(SHAPES[name], extra={"config": config, **extra})
+    return replace(SHAPES[name], extra={"config": config, **extra})
 
 
 @pytest.mark.parametrize("mode", ["direct", "packed"])
@@ -46,16 +49,8 @@ def test_stock_s_flag_is_ours_where_layouts_differ() -> None:
     from sglang.srt.runtime_context import get_disagg
 
     def stock_flag(rank: Rank) -> None:
-        from unittest.mock import patch
-
-        from sglang_mixkv.engine import decode
-
-        flags = type("Flags", (), {
-            "disaggregation_enable_kv_checksum": True,
-            "disaggregation_decode_enable_radix_cache": False,
-        })  # fmt: skip
         assert not get_disagg().disaggregation_enable_kv_checksum
-        patch.object(decode, "get_disagg", lambda: flags).start()
+        rank.plugin._compares = True
 
     for name, rooms in (("P2-D1", 3), ("P1-D2", 6), ("P2-D2", 0)):
         case = verified(name, config={"verify": "off"})
@@ -72,16 +67,17 @@ def flip(component: str) -> Callable[[Rank], None]:
         from protocol import model
 
         page = int(model.page_tables(rank.case, "decode")[0][-1])
-        real = rank.manager.verifier.problem
+        real, seen = rank.plugin.verifier.problem, []
 
-        def problem(room: int) -> str | None:
-            if room == 100:
+        def problem(asked: Any) -> str | None:
+            seen.append(1)
+            if len(seen) == 1:
                 row = rank.pools[component][0][page]
                 byte = ctypes.c_uint8.from_address(row.ctypes.data + row.nbytes - 1)
                 byte.value ^= 1
-            return real(room)
+            return real(asked)
 
-        rank.manager.verifier.problem = problem
+        rank.plugin.verifier.problem = problem
 
     return inject
 
@@ -98,11 +94,36 @@ def test_one_wrong_bit_fails_the_request(name: str, component: str) -> None:
     assert [line for line in outcome.wrong if "decode rank 0" not in line] == []
 
 
+def test_a_room_is_any_uint64() -> None:
+    """On both sides, and in the checksums' own message."""
+    outcome = run(verified("P2-D1", rooms=[(1 << 64) - 1, 1 << 63, (1 << 63) + 1]))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+    assert outcome.total("rooms_verified") == 3
+    assert outcome.total("messages_dropped") == 0
+
+
+def test_a_prefill_with_attention_cp_is_not_compared() -> None:
+    """Asked for by our flag it is refused by name; by SGLang's, as there, nothing is compared."""
+
+    def inject(rank: Rank) -> None:
+        side, facts = rank.plugin, rank.plugin.local.facts
+        sizes = Sizes(attn_tp=2, attn_cp=2, dp=1, pp=1)
+        with pytest.raises(MixKVError, match="does not know attention CP"):
+            side.learn("host:1", sizes, facts, cold=False)
+        side.config, side._compares = Config(), True
+        assert side.learn("host:1", replace(sizes, attn_cp=1), facts, cold=False).verify
+        assert not side.learn("host:1", sizes, facts, cold=False).verify
+
+    outcome = run(verified("no drafter", faults={("decode", 0): inject}))
+    assert outcome.wrong == []
+
+
 def test_without_digests_nothing_starts() -> None:
     """A digest that is lost fails the request: nothing is taken for verified."""
 
     def lose(rank: Rank) -> None:
-        rank.manager._send_digest = lambda *_: None
+        rank.manager._tell = lambda *_: None
 
     outcome = run(verified("P2-D1", faults={("prefill", 1): lose}))
     assert outcome.decode[0].status == ["failed"] * 3
@@ -114,7 +135,7 @@ def test_a_stranger_s_digest_is_dropped() -> None:
 
     def send(rank: Rank) -> None:
         message = [encode(Digest(100, 7, (), ()))]
-        assert rank.manager._may_pass(rank.manager._check_decode, message) is False
+        assert rank.manager.may_pass(message) is False
 
     outcome = run(verified("P2-D1", faults={("decode", 0): send}))
     assert outcome.wrong == []

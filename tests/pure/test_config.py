@@ -120,6 +120,15 @@ def test_any_other_device_is_refused(device: str) -> None:
     assert "--device other than cuda and cpu" in refusal
 
 
+@pytest.mark.parametrize("flag", ["dcp_size", "attn_cp_size"])
+def test_checksums_with_context_parallelism_are_refused_by_name(flag: str) -> None:
+    """Without a drafter, too: no request could be compared, and each would fail."""
+    args, name = arguments(**{flag: 2}, speculative_algorithm=None), flag.replace("_", "-")
+    (refusal,) = startup.refusals(args, {}, Config(verify="checksum"))
+    assert f"--mixkv-verify checksum with --{name} above 1 is not supported" in refusal
+    assert startup.refusals(args, {}, Config()) == []
+
+
 def test_missing_and_changed_seams_are_named() -> None:
     assert "found none" in str(compat.seam_problem("sglang_mixkv.config:gone", ()))
     assert "found ('name', 'environ')" in str(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +92,22 @@ def test_lists_are_read_as_stock_packs_them(lists: list[list[int]]) -> None:
     assert [numbers.tolist() for numbers in found] == lists
 
 
+@pytest.mark.parametrize("room", [0, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64])
+def test_a_room_is_any_uint64(room: int) -> None:
+    """As wide as SGLang's row of room numbers; on both sides, in every message."""
+    number = str(room).encode()
+    messages: list[Callable[[], object]] = [
+        lambda: frames.check_metadata([number, *metadata()[1:]]),
+        lambda: frames.check_abort([b"ABORT", number]),
+        lambda: frames.check_status([number, b"4", b"1"]),
+        lambda: frames.check_ack([b"ABORT_ACK", number, b"1", b"1"]),
+        lambda: frames.check_aux([b"AUX_DATA", number, b"0", b"2", b"\0\0\0\4", b"12"], [8], [3]),
+    ]
+    for check in messages:
+        with pytest.raises(MixKVError) if room >= 1 << 64 else nullcontext():
+            check()
+
+
 NO_NUMBERS = [b"", b"-1", b"--1", b"+1", b" 1", b"1 ", b"1_0", b"1.0", b"1e3", b"\xff", b"\0",
               "٣".encode(), b"9" * 21, str(1 << 63).encode(), str(1 << 64).encode()]  # fmt: skip
 
@@ -104,8 +121,10 @@ def test_no_number_in_a_registration(index: int, frame: bytes) -> None:
         frames.check_registration(message)
 
 
-@pytest.mark.parametrize("frame", NO_NUMBERS)
-@pytest.mark.parametrize("index", [0, 2, 5, 7, 8])
+@pytest.mark.parametrize(
+    ("index", "frame"),
+    [(i, f) for i in (0, 2, 5, 7, 8) for f in NO_NUMBERS if i or f != str(1 << 63).encode()],
+)
 def test_no_number_in_metadata(index: int, frame: bytes) -> None:
     message = metadata()
     message[index] = frame
