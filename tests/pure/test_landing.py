@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -356,14 +357,16 @@ def test_memory_is_taken_only_where_a_peer_can_need_it(
     assert world.memory.asked == asked
 
 
-def test_memory_that_could_not_be_had_is_not_asked_for_at_once(
+def test_memory_that_could_not_be_had_is_asked_for_once_a_minute(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     world = World(4, 2, room=0)
     for _ in range(3):
         world.landing.prepare(*world.slices)
     assert (world.memory.asked, caplog.text.count("no staging buffer")) == ([SCRATCH, REGIONS], 1)
-    monkeypatch.setattr(module, "RETRY_S", 0.0)
+    now[0] += module.RETRY_S
     world.memory.room = 4096
     world.landing.prepare(*world.slices)
     assert (world.memory.asked[2:], world.landing.span[1]) == ([REGIONS], 4096)

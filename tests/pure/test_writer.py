@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ from scene import POOL_PAGES, MemoryEngine, Scene, a_scene, ints, over, scenes
 
 from sglang_mixkv.kv.plan import Plan
 from sglang_mixkv.kv.ranges import Blocks, page_runs
-from sglang_mixkv.prefill import packing
+from sglang_mixkv.prefill import packing, rank
 from sglang_mixkv.prefill.packing import PackBuffer
+from sglang_mixkv.prefill.rank import PackMemory
 from sglang_mixkv.prefill.writer import Chunk, ChunkWriter, Sending, Written
-from sglang_mixkv.rows.host import HostRows, RowCopy
+from sglang_mixkv.rows.host import Buffer, HostRows, RowCopy
 from sglang_mixkv.transport.base import Limits
 from sglang_mixkv.transport.mooncake import FEW, SHORT, WAITED_FOR, InFlight, Mooncake
 
@@ -136,6 +138,35 @@ def test_the_buffer_is_made_once_and_only_when_needed() -> None:
     assert made == [1]
 
 
+@pytest.mark.parametrize("error", [MemoryError("none left"), RuntimeError("CUDA error")])
+def test_a_buffer_that_could_not_be_had_is_asked_for_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Fifty chunks meanwhile go without it. Too little memory costs no chunk, a CUDA error one."""
+    now, asked = [1000.0], []
+    monkeypatch.setattr(rank, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Rows(HostRows):
+        def allocate(self, size: int) -> Buffer:
+            asked.append(now[0])
+            if len(asked) == 1:
+                raise error
+            return super().allocate(size)
+
+    scene, transport = a_scene(), over(MemoryEngine())
+    memory = PackMemory(transport, Rows(), 1 << 16)
+    writer = ChunkWriter(transport, HostRows(), memory.get, "packed")
+    chunk = Chunk(scene.src_pages, scene.dst_pages)
+    if isinstance(error, RuntimeError):
+        with pytest.raises(RuntimeError, match="CUDA error"):
+            writer.write("peer:1", scene.plan(), chunk)
+    packed = [writer.write("peer:1", scene.plan(), chunk).packed_bytes for _ in range(50)]
+    assert (asked, set(packed), scene.found()) == ([1000.0], {0}, scene.expected())
+    now[0] += rank.RETRY_BUFFER_S
+    assert writer.write("peer:1", scene.plan(), chunk).packed_bytes > 0
+    assert asked == [1000.0, 1000.0 + rank.RETRY_BUFFER_S]
+
+
 def test_no_buffer_is_made_where_packing_would_not_save_ranges() -> None:
     """Whole rows in one run: two ranges already, even where packing is asked for."""
     scene = a_scene(src_heads=1, src_first=0)
@@ -144,14 +175,33 @@ def test_no_buffer_is_made_where_packing_would_not_save_ranges() -> None:
     assert (written.descriptors, scene.found()) == (1 + 2, scene.expected())
 
 
-def test_no_call_has_more_ranges_than_the_transport_takes() -> None:
+@pytest.mark.parametrize("tcp", [True, False])
+def test_calls_over_tcp_have_no_more_ranges_than_it_takes(tcp: bool) -> None:
+    """Over RDMA nothing cuts them."""
     pages = np.arange(POOL_PAGES)
     scene = a_scene(page_size=128, src_pages=pages, dst_pages=pages[::-1].copy())
     engine = MemoryEngine()
-    scene.send("direct", over(engine, InFlight()))
-    assert max(map(len, engine.calls)) == WAITED_FOR
-    assert len(engine.ranges) == 2 * POOL_PAGES * 128 + POOL_PAGES
+    scene.send("direct", over(engine, InFlight() if tcp else None))
+    ranges = 2 * POOL_PAGES * 128 + POOL_PAGES
+    assert max(map(len, engine.calls)) == (WAITED_FOR if tcp else ranges)
+    assert len(engine.ranges) == ranges
     assert scene.found() == scene.expected()
+
+
+@pytest.mark.parametrize("most_pages", [1, 3, POOL_PAGES, 2 * POOL_PAGES])
+@pytest.mark.parametrize("mode", ["direct", "packed"])
+@pytest.mark.parametrize("region", [True, False])
+def test_calls_have_no_more_pages_than_is_asked_for(
+    mode: str, region: bool, most_pages: int
+) -> None:
+    """SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES, here of target and drafter together."""
+    pages = np.arange(POOL_PAGES)
+    scene = a_scene(src_pages=pages, dst_pages=pages[::-1].copy(), skip=2, region=region,
+                    most_pages=most_pages)  # fmt: skip
+    engine = MemoryEngine()
+    scene.send(mode, over(engine))
+    assert scene.found() == scene.expected()
+    assert len(engine.calls) == -(-POOL_PAGES // most_pages)
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2])
@@ -360,7 +410,11 @@ def test_begun_writes_are_waited_for_when_a_call_fails() -> None:
     assert late.events[-6:] == ["ended"] * 6
 
 
-def test_begun_writes_are_waited_for_when_packing_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lost", [(), (2,)])
+def test_begun_writes_are_waited_for_when_packing_raises(
+    monkeypatch: pytest.MonkeyPatch, lost: tuple[int, ...]
+) -> None:
+    """It raises where all that was begun has arrived; else the transport's code says more."""
     real, copies = HostRows.copy, []
 
     def once(self: HostRows, what: object) -> None:
@@ -370,9 +424,12 @@ def test_begun_writes_are_waited_for_when_packing_raises(monkeypatch: pytest.Mon
         real(self, what)  # type: ignore[arg-type]
 
     monkeypatch.setattr(HostRows, "copy", once)
-    late = LateEngine()
-    with pytest.raises(MemoryError):
-        send(a_scene(), late)
+    late = LateEngine(lost)
+    if lost:
+        assert send(a_scene(), late) == [-1]
+    else:
+        with pytest.raises(MemoryError, match="no more"):
+            send(a_scene(), late)
     assert late.events == ["begun"] * 4 + ["ended"] * 4
 
 
