@@ -23,6 +23,7 @@ from sglang_mixkv.demo.launch import Topology
 from sglang_mixkv.demo.pair import PAIRS, Answer, RequestFailed, prompts
 from sglang_mixkv.demo.processes import Fleet, ServerDied
 from sglang_mixkv.demo.progress import StartDisplay
+from sglang_mixkv.demo.serve import serve
 from sglang_mixkv.demo.servers import Deployment, Progress, disaggregated, single
 
 RUNS = ("single", "stock", "mixkv")
@@ -61,6 +62,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--pair", choices=PAIRS, default=PAIRS[0], help="which target (default mla)")
     add("--mixkv-args", type=_flags, default=(), metavar="FLAGS",
         help="further flags of the plugin, for both sides of the mixkv run")  # fmt: skip
+    add("--serve", choices=RUNS, metavar="RUN",
+        help="start one deployment, print one line of JSON when it serves, and stay until "
+        "standard input ends")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="write the figures there")
     add("--keep-logs", type=Path, metavar="DIR", help="keep the servers' logs there")
     options = parser.parse_args(argv)
@@ -154,15 +158,29 @@ class Demo:
         }
 
 
+def _serve(options: argparse.Namespace, console: Console) -> int:
+    """One deployment, until standard input ends."""
+    with Fleet(options.keep_logs) as fleet:
+        with StartDisplay(console) as display:
+            deployment = _builder(options.serve, options)(fleet, display.update)
+        serve(deployment)
+    return 0
+
+
+def _compare(options: argparse.Namespace, console: Console) -> int:
+    """All runs asked for, and what they show."""
+    demo = Demo(options, console)
+    for name in options.runs:
+        demo.run(name)
+    return demo.conclude()
+
+
 def main(argv: list[str] | None = None) -> int:
     """0: all outputs identical, and mixkv's accept length as good as the single server's."""
     options = parse(argv)
-    console = Console(highlight=False)
-    demo = Demo(options, console)
+    console = Console(highlight=False, stderr=options.serve is not None)
     try:
-        for name in options.runs:
-            demo.run(name)
-        return demo.conclude()
+        return (_serve if options.serve else _compare)(options, console)
     except (ServerDied, TimeoutError) as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         return 1

@@ -70,6 +70,12 @@ class ServerProcess:
             self.process.wait()
 
 
+def leashed(server: ServerProcess) -> list[int]:
+    """The processes that a server's leash holds: its own first."""
+    pid = server.process.pid
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 def _exit_on_sigterm(number: int, _frame: FrameType | None) -> None:
     """Turn SIGTERM into an exception, so that contexts unwind."""
     raise SystemExit(128 + number)
@@ -145,12 +151,15 @@ class Fleet:
 
     def signal(self, server: ServerProcess, number: signal.Signals) -> None:
         """Send a signal to every process of one server; SIGKILL ends its membership, too."""
-        leashed = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-        for pid in map(int, leashed.read_text().split()):
+        for pid in leashed(server):
             os.killpg(pid, number)
         if number == signal.SIGKILL:
             self._servers.remove(server)
             server.finish()
+
+    def pids(self) -> dict[str, int]:
+        """Each server's own process, by the server's name."""
+        return {server.name: leashed(server)[0] for server in self._servers}
 
     def check(self) -> None:
         """Raise :class:`ServerDied` if any server of this fleet has ended."""

@@ -66,12 +66,14 @@ def read_stats(folder: Path) -> DraftBytes | None:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Running servers, and where to send requests. ``servers``: those that run models."""
+    """Running servers, and where to send requests. ``servers``: those that run models;
+    ``routers``: in front of them."""
 
     fleet: Fleet
     url: str
     stats: Path
     servers: tuple[Launch, ...] = ()
+    routers: tuple[Launch, ...] = ()
 
     @property
     def prefill(self) -> str:
@@ -198,4 +200,4 @@ def disaggregated(
     prefill, decode, bootstrap = launch.prefill_and_decode(pair, topology, str(stats))
     router = launch.router(prefill, decode, bootstrap)
     bring_up(fleet, [prefill, decode, router], progress)
-    return Deployment(fleet, router.url, stats, (prefill, decode))
+    return Deployment(fleet, router.url, stats, (prefill, decode), (router,))

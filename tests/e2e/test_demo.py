@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from sglang_mixkv.demo.pair import ask, prompts
+
 from .conftest import START_TIMEOUT
 
 ROOT = Path(__file__).parents[2]
@@ -37,3 +39,19 @@ def test_the_documented_demo(tmp_path: Path) -> None:
     assert lengths["stock"] < 0.5 * lengths["single"]
     for name, length in lengths.items():
         assert re.search(rf"{name}\b.* {length:.3f} ", done.stdout), done.stdout
+
+
+@pytest.mark.full
+def test_one_deployment_serves_until_its_input_ends() -> None:
+    command = [sys.executable, "-m", "sglang_mixkv", "demo", "--serve", "single"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        said = json.loads(process.stdout.readline())
+        (server,) = said["servers"]
+        assert server["name"] == "server"
+        assert ask(said["url"], prompts()[0]).tokens
+        os.kill(server["pid"], 0)
+        process.stdin.close()
+        assert process.wait(60) == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(server["pid"], 0)

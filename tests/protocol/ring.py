@@ -471,6 +471,8 @@ class Rank:
         self._check_shared_prefixes(tables, done)
         self._write_state(state_before, {number: number + 1 for number in done})
         for key, want in state_before.items():
+            for number in set(self.numbers()) - set(done):  # a failed request's slot
+                want[number + 1] = self.state[key][number + 1]
             self._differ(f"state {key}", want, self.state[key])
 
     def _excuse_failed(

@@ -132,7 +132,7 @@ def test_draft_rows_of_the_metadata_are_where_sglang_has_them() -> None:
     import torch
     from sglang.srt.disaggregation.utils import MetadataBuffers
 
-    from sglang_mixkv.decode.cold import draft_aux
+    from sglang_mixkv.engine.handshake import draft_aux
 
     buffers = MetadataBuffers(2, 24, torch.float32, max_sampling_mask_tokens=8)
     pointers, _, _ = buffers.get_buf_infos()

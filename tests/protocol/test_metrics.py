@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from protocol.model import Cache, Case, Request
-from protocol.ring import Outcome, Rank, RankReport, run
+from protocol.ring import Outcome, Rank, RankReport, run, stock_class
 
 REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(12))
 PREFIX = "sglang:mixkv_"
@@ -37,7 +37,7 @@ def watch(rank: Rank) -> None:
     def concluding(handle: Any, *began: float) -> None:
         conclude(handle, *began)
         if rank.side == "prefill":
-            stock = super(type(handle), handle).get_transfer_metric().transfer_total_bytes
+            stock = stock_class(rank, "sender").get_transfer_metric(handle).transfer_total_bytes
             stats.add(stock_says=stock)
             stats.add(transfer_metric=handle.get_transfer_metric().transfer_total_bytes)
 

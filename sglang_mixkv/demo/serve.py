@@ -1,0 +1,30 @@
+"""``demo --serve RUN``: one deployment for people, load tests and other tools.
+
+One line of JSON on standard output when it serves; it ends with its standard input.
+
+    {"url": "http://...", "servers": [{"name": "prefill", "url": "http://...", "pid": 1}, ...]}
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from sglang_mixkv.demo.servers import Deployment
+
+
+def described(deployment: Deployment) -> dict[str, Any]:
+    """Where to send requests, and each server with its process."""
+    pids = deployment.fleet.pids()
+    servers = [
+        {"name": server.name, "url": server.url, "pid": pids[server.name]}
+        for server in (*deployment.servers, *deployment.routers)
+    ]
+    return {"url": deployment.url, "servers": servers}
+
+
+def serve(deployment: Deployment) -> None:
+    """Until standard input ends. Raises ServerDied when a server ends before."""
+    print(json.dumps(described(deployment)), flush=True)
+    deployment.watch(sys.stdin.read)
