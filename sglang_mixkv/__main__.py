@@ -1,7 +1,7 @@
 """``python -m sglang_mixkv COMMAND``: finds a tool by name and runs its ``main(argv) -> int``.
 
-A tool is a module of :mod:`sglang_mixkv.tools`. It is imported only when asked for, so that
-the help text needs neither SGLang nor torch.
+A tool is a module, imported only when asked for, so that the help text needs neither SGLang nor
+torch.
 """
 
 from __future__ import annotations
@@ -9,19 +9,31 @@ from __future__ import annotations
 import importlib
 import sys
 
-COMMANDS: dict[str, str] = {
-    "demo": "run a small trained pair in the real engine: single, stock PD, PD with mixkv",
-    "plan": "who will send what to whom, from two launch lines, before anything is started",
-    "doctor": "versions, seams, configuration, a real transfer: what to paste into an issue",
-    "accept": "acceptance of your own pair of servers against a single one, on your prompts",
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": (
+        "demo.demo",
+        "run a small trained pair in the real engine: single, stock PD, PD with mixkv",
+    ),
+    "plan": (
+        "tools.plan",
+        "who will send what to whom, from two launch lines, before anything is started",
+    ),
+    "doctor": (
+        "tools.doctor",
+        "versions, seams, configuration, a real transfer: what to paste into an issue",
+    ),
+    "accept": (
+        "tools.accept",
+        "acceptance of your own pair of servers against a single one, on your prompts",
+    ),
 }
-"""Name of the tool's module, and its line in the help text."""
+"""Name -> the tool's module in this package, and its line in the help text."""
 
 
 def usage() -> str:
     """The help text: one line a command."""
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: python -m sglang_mixkv COMMAND [options]", "", "commands:", *lines])
 
 
@@ -29,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     """Dispatch to one tool; 2 for a command that does not exist."""
     args = sys.argv[1:] if argv is None else argv
     if args and args[0] in COMMANDS:
-        tool = importlib.import_module(f"sglang_mixkv.tools.{args[0]}")
+        tool = importlib.import_module(f"sglang_mixkv.{COMMANDS[args[0]][0]}")
         return int(tool.main(args[1:]))
     if args and args[0] in ("-h", "--help"):
         print(usage())  # noqa: T201

@@ -96,7 +96,7 @@ class Landing:
         self._buffer: Buffer | None = None
         self._scratch: Buffer | None = None
         self._regions = RegionAllocator(0)
-        self._asked = float("-inf")
+        self._next_try = 0.0
         self._held: dict[int, Held] = {}
         self._leaving: dict[int, Leaving] = {}
         self._scratch_lock = threading.Lock()
@@ -118,15 +118,14 @@ class Landing:
         regions = self._worth_a_copy(draft, LONG_PAGES, LONG_PAGES)
         if not regions and not self._worth_a_copy(target, LONG_PAGES, LONG_PAGES):
             return
-        now = time.monotonic()
         missing = self._scratch is None or (regions and self._buffer is None)
-        if missing and now - self._asked >= RETRY_S:
-            self._asked = now
+        if missing and time.monotonic() >= self._next_try:
             self._take(regions=regions)
         self._show()
 
     def _take(self, *, regions: bool) -> None:
         assert self._transport is not None
+        self._next_try = time.monotonic() + RETRY_S
         try:
             self._scratch = self._scratch or self._rows.allocate(SCRATCH)
             if regions and self._buffer is None:
@@ -138,6 +137,8 @@ class Landing:
                 "sglang-mixkv: no staging buffer of %d bytes (%s); slices go without it",
                 self._size, error,
             )  # fmt: skip
+        else:
+            self._next_try = 0.0
 
     def _worth_a_copy(self, slices: Slices, pages: int, runs: int) -> bool:
         assert self._transport is not None

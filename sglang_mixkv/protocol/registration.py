@@ -219,8 +219,8 @@ def _check_room(what: str, item: int, length: int) -> None:
 def read(message: Frames, at: Positions) -> Registration:
     """The registration in a whole message, not checked yet.
 
-    Raises MixKVError for what SGLang could not read either, and its subclass Refusal for one
-    without a usable extension.
+    Raises MixKVError for what SGLang could not read either, and for one without a usable
+    extension.
     """
     stock, more = extension.split(message)
     frames.bounded(stock, at.count, at.count + frames.MAX_NEW_FRAMES, "registration")

@@ -46,8 +46,7 @@ class InFlight:
     share each: no call waits for room that only a thread which itself waits can give back."""
 
     def __init__(self, waited_for: int = WAITED_FOR, asynchronous: int = ASYNCHRONOUS) -> None:
-        self.most = waited_for
-        self._most_asynchronous = asynchronous
+        self.most, self.most_asynchronous = waited_for, asynchronous
         self._turn = threading.Lock()
         self._room = threading.Condition()
         self._waited_for = self._asynchronous = 0
@@ -67,7 +66,7 @@ class InFlight:
     def begin(self, count: int) -> bool:
         """Room for so many asynchronous ranges, if there is any now."""
         with self._room:
-            fits = self._asynchronous + count <= self._most_asynchronous
+            fits = self._asynchronous + count <= self.most_asynchronous
             self._asynchronous += count if fits else 0
             return fits
 
@@ -159,7 +158,7 @@ class Mooncake:
 
     def __init__(self, engines: Engines, in_flight: InFlight | None) -> None:
         self._engines, self._in_flight = engines, in_flight
-        begun = ASYNCHRONOUS if in_flight else 0
+        begun = in_flight.most_asynchronous if in_flight else 0
         self.limits = Limits(FEW, SHORT, overlaps=bool(begun), begun=begun)
 
     @property

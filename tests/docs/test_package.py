@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sglang_mixkv"
 LIGHT = ("msgspec", "numpy")
-PAIR = "Path(sglang_mixkv.__file__).parent / 'tools' / 'models' / 'mla'"
+PAIR = "Path(sglang_mixkv.__file__).parent / 'demo' / 'models' / 'mla'"
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 FOLDERS = ("sglang_mixkv", "docker", "docs", "scripts", "tests", ".ci")
 
@@ -132,11 +132,13 @@ def clean(
 
 def test_it_is_imported_from_the_clean_environment(clean: Clean) -> None:
     code = (
-        "import importlib, pkgutil, sglang_mixkv.core as core\n"
-        "for found in pkgutil.iter_modules(core.__path__, 'sglang_mixkv.core.'):\n"
-        "    importlib.import_module(found.name)\n"
-        "import sglang_mixkv.config, sglang_mixkv.prefill.writer\n"
-        "try:\n    import sglang\nexcept ImportError:\n    print(core.__file__)\n"
+        "import importlib, pkgutil, sglang_mixkv\n"
+        "from sglang_mixkv import decode, kv, prefill, protocol\n"
+        "for room in (decode, kv, prefill, protocol):\n"
+        "    for found in pkgutil.iter_modules(room.__path__, room.__name__ + '.'):\n"
+        "        importlib.import_module(found.name)\n"
+        "import sglang_mixkv.config, sglang_mixkv.refusals\n"
+        "try:\n    import sglang\nexcept ImportError:\n    print(sglang_mixkv.__file__)\n"
     )
     assert clean.call("-c", code).startswith(str(clean.folder))
 

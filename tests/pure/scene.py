@@ -1,4 +1,4 @@
-"""What tests of transfer/ share: an engine over this process's memory, and senders and
+"""What tests of the writer share: an engine over this process's memory, and senders and
 receivers whose every byte is known."""
 
 from __future__ import annotations
@@ -7,15 +7,17 @@ import ctypes
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 
-from sglang_mixkv.kv.plan import Copies, Plan, into_region
+from sglang_mixkv.kv.plan import Copies, Plan, from_region
 from sglang_mixkv.prefill.packing import PackBuffer
 from sglang_mixkv.prefill.writer import Chunk, ChunkWriter, Written
 from sglang_mixkv.protocol.extension import Grant
 from sglang_mixkv.rows.host import HostRows
 from sglang_mixkv.rows.slices import scatter
-from sglang_mixkv.transport.base import Engine
+from sglang_mixkv.transport.base import Transport
+from sglang_mixkv.transport.mooncake import Engines, InFlight, Mooncake
 
 POOL_PAGES = 12
 CANARY = 0xEE
@@ -30,7 +32,7 @@ def noise(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 class MemoryEngine:
-    """The one call of SGLang's MooncakeTransferEngine; ranges land at once.
+    """SGLang's MooncakeTransferEngine, as far as it writes; ranges land at once.
 
     `fail_at`: number of the call (from 0) that returns `code` and moves nothing.
     """
@@ -56,6 +58,13 @@ class MemoryEngine:
             ctypes.memmove(dst, src, length)
         return 0
 
+    def batch_register(self, ptrs: list[int], lengths: list[int]) -> int:
+        return 0
+
+    def send_probe(self, session: str) -> int:
+        """The peer is away: then a failure does not replace the engine."""
+        return -1
+
     @property
     def ranges(self) -> list[tuple[int, int, int]]:
         return [one for call in self.calls for one in call]
@@ -63,6 +72,12 @@ class MemoryEngine:
     def written(self) -> list[tuple[int, int]]:
         """(first, end) of every range at the destination, in the order of addresses."""
         return sorted((dst, dst + length) for _, dst, length in self.ranges)
+
+
+def over(engine: MemoryEngine, in_flight: InFlight | None = None) -> Mooncake:
+    """The transport over this engine, which is not replaced. `in_flight`: as over TCP; without
+    as over RDMA."""
+    return Mooncake(Engines(engine, lambda: pytest.fail("replaced")), in_flight)
 
 
 # ---------------------------------------------------------------- scenes
@@ -73,6 +88,7 @@ class Scene:
     """A sender of `src_heads` heads, a receiver of `dst_heads`, and `heads` that both hold.
 
     `region`: slices go to a region and are scattered. `skip`: pages outside the window.
+    `most_pages`: so many of a chunk at a time; 0: all.
     """
 
     head_bytes: list[int]  # per draft entry
@@ -89,6 +105,7 @@ class Scene:
     buffer_pages: float = 1.0  # size of the pack buffer, in pages of all entries
     target_row: int = 12
     chunk_pages: int = POOL_PAGES
+    most_pages: int = 0
 
     def __post_init__(self) -> None:
         tokens = POOL_PAGES * self.page_size
@@ -148,15 +165,15 @@ class Scene:
 
     def pack_buffer(self) -> PackBuffer:
         size = int(self.buffer_pages * sum(self.widths) * self.page_size)
-        address, owner = HostRows().allocate(size)
-        return PackBuffer(address, size, owner)
+        memory = HostRows().allocate(size)
+        return PackBuffer(memory.address, size, memory.owner)
 
-    def send(self, mode: str, engine: Engine, most_pages: int = 0) -> list[Written]:
+    def send(self, mode: str, transport: Transport) -> list[Written]:
         """All chunks through one writer, then the scatter, from a clean receiver."""
         self.clear()
         tokens = len(self.src_pages) * self.page_size
         grant = Grant(self.area.ctypes.data, tokens) if self.region else None
-        writer = ChunkWriter(engine, HostRows(), self.pack_buffer, mode, most_pages)
+        writer = ChunkWriter(transport, HostRows(), self.pack_buffer, mode, self.most_pages)
         written, plan = [], self.plan()
         for start in range(0, max(1, len(self.src_pages)), self.chunk_pages):
             part = slice(start, start + self.chunk_pages)
@@ -168,11 +185,7 @@ class Scene:
         return written
 
     def _scatter(self, draft: Copies, tokens: int) -> None:
-        packed = into_region(draft, self.area.ctypes.data, tokens)
-        zero = np.zeros_like(draft.width)
-        back = Copies(
-            packed.dst, draft.dst, draft.width, draft.dst_row, zero, draft.dst_offset, draft.width
-        )
+        back = from_region(draft, self.area.ctypes.data, tokens)
         scatter(HostRows(), back, self.page_size, self.skip, self.dst_pages[self.skip :])
 
     def bytes(self) -> tuple[int, int]:
@@ -206,6 +219,7 @@ def scenes(draw: st.DrawFn) -> Scene:
         skip=draw(st.integers(0, count)), region=draw(st.booleans()),
         buffer_pages=draw(st.sampled_from([0.5, 1.0, 2.5, 100.0])),
         chunk_pages=draw(st.sampled_from([1, 3, POOL_PAGES])),
+        most_pages=draw(st.sampled_from([0, 1, 5])),
     )  # fmt: skip
 
 

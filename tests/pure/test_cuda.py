@@ -1,4 +1,4 @@
-"""transfer/cuda.py without a GPU: its bytes in Triton's interpreter, its machine code as Triton
+"""rows/cuda.py without a GPU: its bytes in Triton's interpreter, its machine code as Triton
 compiles it for Hopper, its streams against a model of them."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scene import CANARY, ints, noise
-from test_transfer import RowCase
+from test_rows import RowCase
 
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.rows.host import HostRows, RowCopy, numbers
@@ -234,12 +234,12 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
 def test_memory_is_not_cleared_once_it_can_be_written(streams: Streams) -> None:
     """Whatever the caller's stream does meanwhile, which nobody waits for."""
     rows, source = cuda.CudaRows(0), noise(64)
-    address, owner = rows.allocate(64)
-    assert owner.tolist() == [0] * 64, "zeroed, as Clearer needs it, and at once"
-    ends = ints(source.ctypes.data), ints(address)
+    memory = rows.allocate(64)
+    assert memory.owner.tolist() == [0] * 64, "zeroed, as Clearer needs it, and at once"
+    ends = ints(source.ctypes.data), ints(memory.address)
     rows.copy(RowCopy(*ends, ints(64), ints(64), ints(64), ints(0), ints(0)))
     streams.finish()
-    assert bytes(rows.read(owner, 64)) == source.tobytes()
+    assert bytes(rows.read(memory, 64)) == source.tobytes()
     assert len(set(streams.waited)) == 1
     assert streams not in streams.waited
 

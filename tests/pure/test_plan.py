@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from sglang_mixkv import demo
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools import plan as tool
 from sglang_mixkv.tools.plan_figures import Load, Plan, Sender, make_plan, stage_layers
@@ -26,7 +27,7 @@ from sglang_mixkv.tools.plan_flags import from_info, from_line
 from sglang_mixkv.tools.plan_svg import svg
 from sglang_mixkv.tools.plan_text import text
 
-MODELS = Path(tool.__file__).parent / "models" / "mla"
+MODELS = Path(demo.__file__).parent / "models" / "mla"
 TARGET, DRAFTER = MODELS / "target", MODELS / "drafter"
 
 

@@ -1,4 +1,4 @@
-"""A decode rank's staging: which way slices come, and that they end where they belong.
+"""A decode rank's landing area: which way slices come, and that they end where they belong.
 
 Senders are the real ChunkWriter over an engine that applies ranges to memory; what is
 expected is computed from unsharded rows.
@@ -6,17 +6,23 @@ expected is computed from unsharded rows.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
+from itertools import pairwise
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
-from scene import MemoryEngine
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from scene import CANARY, MemoryEngine, over
 
-import sglang_mixkv
+from sglang_mixkv.config import Config
+from sglang_mixkv.decode import landing as module
+from sglang_mixkv.decode.landing import SCRATCH, Landing
+from sglang_mixkv.decode.regions import ALIGNMENT, RegionAllocator
+from sglang_mixkv.decode.slices import Slices
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kv.layout import Component, Kind, Shard, Spread
 from sglang_mixkv.kv.plan import Copies, Plan, component_copies
@@ -24,32 +30,35 @@ from sglang_mixkv.kv.routes import Topology, routes
 from sglang_mixkv.prefill.packing import PackBuffer
 from sglang_mixkv.prefill.writer import Chunk, ChunkWriter
 from sglang_mixkv.protocol.extension import Grant
-from sglang_mixkv.rows.host import HostRows
+from sglang_mixkv.rows.host import Buffer, HostRows
+from sglang_mixkv.stats import Stats
 
-CANARY = 0xEE
 POOL_PAGES = 40
 HEADS, HEAD_BYTES = 8, (6, 10)
+REGIONS = Config().staging_mb << 20
 
 
-def load() -> ModuleType:
-    """decode/landing.py by its path: its package imports SGLang, it does not."""
-    name = "mixkv_staging_alone"
-    if name not in sys.modules:
-        path = Path(sglang_mixkv.__path__[0], "managers", "staging.py")
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
+class Memory(HostRows):
+    """Rows with `room` bytes for regions, and `scratch` bytes; MemoryError where that is 0.
+
+    `asked`: sizes of what was asked for.
+    """
+
+    def __init__(self, room: int, scratch: int) -> None:
+        self.room, self.scratch = room, scratch
+        self.asked: list[int] = []
+
+    def allocate(self, size: int) -> Buffer:
+        self.asked.append(size)
+        given = self.scratch if size == SCRATCH else self.room
+        if not given:
+            raise MemoryError("none left")
+        return super().allocate(given)
 
 
-staging = load()
-
-
-def buffer(size: int) -> PackBuffer:
-    address, owner = HostRows().allocate(size)
-    return PackBuffer(address, size, owner)
+def pack_buffer() -> PackBuffer:
+    memory = HostRows().allocate(4096)
+    return PackBuffer(memory.address, memory.size, memory.owner)
 
 
 @dataclass
@@ -89,9 +98,9 @@ class World:
 
     def __init__(
         self, prefill_tp: int, decode_tp: int, page_size: int = 4, room: int = 1 << 20,
-        run: int = 1,
+        run: int = 1, mode: str = "auto", scratch: int = 1 << 16,
     ) -> None:  # fmt: skip
-        self.page_size = page_size
+        self.page_size, self.mode = page_size, mode
         spread, rank = Spread(Kind.MHA, HEADS), decode_tp - 1
         self.table = routes(Topology(prefill_tp, decode_tp, spread, spread), rank)
         rng = np.random.default_rng([prefill_tp, decode_tp, page_size])
@@ -108,11 +117,12 @@ class World:
         starts = rng.permutation(POOL_PAGES // run // 2) * 2 * run
         self.dst = (starts[:, None] + np.arange(run)).ravel().astype(np.int64)
         self.src = rng.permutation(POOL_PAGES)[: len(self.dst)].astype(np.int64)
-        self.buffer = buffer(room) if room else None
-        self.staging = staging.Staging(self.buffer, HostRows(), buffer(1 << 16))
-        self.engine = MemoryEngine()
+        self.engine, self.memory = MemoryEngine(), Memory(room, scratch)
+        config = msgspec.structs.replace(Config(), draft_transfer=mode)
+        self.landing = Landing(self.memory, config, Stats("decode"))
+        self.landing.connect(over(self.engine))
         self.slices = [
-            staging.Slices(
+            Slices(
                 self.pools[name].shard,
                 self.pools[name].ptrs,
                 {(r.prefill_rank, r.stage): getattr(r, f"{name}_heads") for r in self.table},
@@ -121,13 +131,13 @@ class World:
             for name in ("target", "draft")
         ]
 
-    def grant(
-        self, mode: str = "auto", skip: int = 0, target: bool = True, extents: bool = True
-    ) -> dict:
+    def grant(self, skip: int = 0, target: bool = True, extents: bool = True) -> dict:
+        """What senders are told, once the first peer's registration has come."""
         slices = list(self.slices)
         if not target:
-            slices[0] = staging.Slices(slices[0].shard, slices[0].ptrs, {}, 1)
-        return self.staging.grant(7, *slices, self.dst, skip, mode, extents)
+            slices[0] = without_senders(slices[0])
+        self.landing.prepare(*slices)
+        return self.landing.grant(7, *slices, self.dst, skip, knows_extents=extents)
 
     def plan(self, rank: int) -> Plan:
         route = next(r for r in self.table if r.prefill_rank == rank)
@@ -141,10 +151,10 @@ class World:
             ))  # fmt: skip
         return Plan(self.page_size, *copies, POOL_PAGES, POOL_PAGES)
 
-    def send(self, grants: dict, mode: str = "auto", chunk: int = 7, skip: int = 0) -> None:
+    def send(self, grants: dict, chunk: int = 7, skip: int = 0) -> None:
         """Every sender's chunks."""
         for route in self.table:
-            writer = ChunkWriter(self.engine, HostRows(), lambda: buffer(4096), mode)
+            writer = ChunkWriter(over(self.engine), HostRows(), pack_buffer, self.mode)
             plan = self.plan(route.prefill_rank)
             for start in range(0, len(self.dst), chunk):
                 part = slice(start, start + chunk)
@@ -167,6 +177,10 @@ class World:
         return wrong
 
 
+def without_senders(slices: Slices) -> Slices:
+    return Slices(slices.shard, slices.ptrs, {}, 1)
+
+
 @pytest.mark.parametrize("room", [1 << 20, 2000, 0])
 @pytest.mark.parametrize("mode", ["auto", "packed", "direct"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
@@ -175,18 +189,17 @@ def test_every_way_gives_the_same_bytes(
     sizes: tuple[int, int], page_size: int, mode: str, room: int
 ) -> None:
     for skip, run, extents in ((0, 1, True), (9, 5, True), (9, 1, False), (0, 5, False)):
-        world = World(*sizes, page_size=page_size, room=room, run=run)
-        world.send(world.grant(mode, skip, extents=extents), mode, skip=skip)
-        world.staging.scatter(7)
+        world = World(*sizes, page_size=page_size, room=room, run=run, mode=mode)
+        world.send(world.grant(skip, extents=extents), skip=skip)
+        world.landing.scatter(7)
         assert world.wrong(skip) == 0
-        assert world.staging.problems() == []
+        assert world.landing.problems() == []
 
 
 @pytest.mark.parametrize(("page_size", "scratch"), [(1, 1 << 16), (16, 1 << 16), (16, 500)])
 def test_an_extent_is_one_range_per_sender_and_entry(page_size: int, scratch: int) -> None:
     """Pages of one token, pages, and pages that are larger than the scratch memory."""
-    world = World(4, 1, page_size=page_size, room=0, run=10)
-    world.staging = staging.Staging(None, HostRows(), buffer(scratch))
+    world = World(4, 1, page_size=page_size, room=0, run=10, scratch=scratch)
     grants = world.grant()
     (extent,) = {grant.extent for grant in grants.values()}
     world.src = world.dst  # neighbours at the source too
@@ -197,7 +210,7 @@ def test_an_extent_is_one_range_per_sender_and_entry(page_size: int, scratch: in
     extents = sum(-(-10 * page_size // extent) for _ in range(len(world.dst) // 10))
     ranges = len(world.engine.ranges)
     assert ranges == 4 * 2 * len(HEAD_BYTES) * extents < 4 * 2 * len(HEAD_BYTES) * tokens / 2
-    world.staging.scatter(7)
+    world.landing.scatter(7)
     assert world.wrong() == 0
 
 
@@ -227,9 +240,7 @@ def test_without_room_the_draft_goes_by_page_too() -> None:
 
 
 def test_without_scratch_nothing_goes_by_page() -> None:
-    world = World(4, 2, room=0)
-    world.staging = staging.Staging(None, HostRows())
-    assert world.grant() == {}
+    assert World(4, 2, room=0, scratch=0).grant() == {}
 
 
 def test_senders_that_know_no_extents_write_pages() -> None:
@@ -244,14 +255,14 @@ def test_slices_that_are_whole_rows_get_a_region_where_pages_are_scattered(
 ) -> None:
     """P < D. The target's, packed by its sender, go into the pool either way."""
     for mode in ("auto", "packed"):
-        grants = World(1, 2, run=run).grant(mode)
+        grants = World(1, 2, run=run, mode=mode).grant()
         assert kinds(grants) == ({(True, False)} if granted else set())
-    assert World(1, 2, run=run).grant("direct") == {}
+    assert World(1, 2, run=run, mode="direct").grant() == {}
 
 
 def test_equal_sides_get_no_grant() -> None:
     for mode in ("auto", "packed"):
-        assert World(2, 2).grant(mode) == {}
+        assert World(2, 2, mode=mode).grant() == {}
 
 
 def test_a_region_has_no_rows_for_pages_outside_the_window() -> None:
@@ -275,26 +286,26 @@ def test_pages_outside_the_region_are_refused() -> None:
 def test_a_room_that_failed_leaves_its_region_in_quarantine() -> None:
     world = World(4, 2)
     world.grant()
-    held, _ = world.staging.in_use()
-    world.staging.release(7)
-    assert world.staging.in_use() == (0, held)
-    world.staging.scatter(7)
+    held, _ = world.landing.in_use()
+    world.landing.release(7)
+    assert world.landing.in_use() == (0, held)
+    world.landing.scatter(7)
     assert {entry.max() for entry in world.pools["draft"].entries} == {CANARY}
 
 
 def test_a_room_without_a_region_leaves_nothing() -> None:
     world = World(4, 2, room=0)
     world.grant()
-    assert world.staging.problems(), "the grant is noticed"
-    world.staging.release(7)
-    assert world.staging.problems() == []
+    assert world.landing.problems(), "the grant is noticed"
+    world.landing.release(7)
+    assert world.landing.problems() == []
 
 
 def test_by_page_needs_slices_that_fill_their_senders_rows() -> None:
     world = World(4, 1, room=0)
     assert kinds(world.grant()) == {(False, True)}
     part = world.slices[0]
-    world.slices[0] = staging.Slices(part.shard, part.ptrs, {(0, 0): range(2), (1, 0): range(2)}, 2)
+    world.slices[0] = Slices(part.shard, part.ptrs, {(0, 0): range(2), (1, 0): range(2)}, 2)
     assert world.grant() == {}
 
 
@@ -302,51 +313,70 @@ def test_a_drained_region_is_free_at_once() -> None:
     """When all ranks that were contacted have said so, in this quarantine and not in another."""
     world = World(4, 2)
     world.grant()
-    held, _ = world.staging.in_use()
-    world.staging.release(7, frozenset({2, 3}))
-    world.staging.drained(7, {2})
-    assert world.staging.in_use() == (0, held)
-    world.staging.drained(7, {2, 3, 9})
-    assert world.staging.in_use() == (0, 0)
+    held, _ = world.landing.in_use()
+    world.landing.release(7, frozenset({2, 3}))
+    world.landing.drained(7, {2})
+    assert world.landing.in_use() == (0, held)
+    world.landing.drained(7, {2, 3, 9})
+    assert world.landing.in_use() == (0, 0)
     world.grant()
-    world.staging.drained(7, {2, 3})
-    assert world.staging.in_use() == (held, 0), "the next request of that number"
-    world.staging.release(7)
-    world.staging.drained(7, {2, 3})
-    assert world.staging.in_use() == (0, held), "nobody said whose word counts"
+    world.landing.drained(7, {2, 3})
+    assert world.landing.in_use() == (held, 0), "the next request of that number"
+    world.landing.release(7)
+    world.landing.drained(7, {2, 3})
+    assert world.landing.in_use() == (0, held), "nobody said whose word counts"
 
 
 def test_the_buffer_comes_with_the_first_peer_that_needs_it() -> None:
-    class Engine(MemoryEngine):
-        def batch_register(self, *_: object) -> int:
-            return 0
-
     world = World(4, 2)
     target, draft = world.slices
-    none = staging.Slices(draft.shard, draft.ptrs, {}, 1)
-    first = staging.prepare(Engine(), HostRows(), 4096, target, none, "auto")
-    assert first.span == (0, 0)
-    again = staging.prepare(Engine(), HostRows(), 4096, target, draft, "auto", before=first)
-    assert again is first
-    assert first.span[1] == 4096
+    world.landing.prepare(target, None)
+    world.landing.prepare(without_senders(target), without_senders(draft))
+    assert (world.memory.asked, world.landing.span) == ([], (0, 0))
+    world.landing.prepare(target, without_senders(draft))
+    assert world.memory.asked == [SCRATCH], "the target's slices need no regions"
+    for _ in range(2):
+        world.landing.prepare(target, draft)
+    assert (world.memory.asked, world.landing.span[1]) == ([SCRATCH, REGIONS], 1 << 20)
 
 
-def test_memory_is_taken_only_where_a_peer_can_need_it() -> None:
-    class Engine(MemoryEngine):
-        def batch_register(self, addresses: list[int], lengths: list[int]) -> int:
-            registered.append(lengths[0])
-            return 0
+@pytest.mark.parametrize(
+    ("sizes", "mode", "asked"),
+    [
+        ((4, 2), "auto", [SCRATCH, REGIONS]),
+        ((1, 2), "auto", [SCRATCH, REGIONS]),
+        ((2, 2), "auto", []),
+        ((4, 2), "direct", []),
+    ],
+)
+def test_memory_is_taken_only_where_a_peer_can_need_it(
+    sizes: tuple[int, int], mode: str, asked: list[int]
+) -> None:
+    world = World(*sizes, mode=mode)
+    world.landing.prepare(*world.slices)
+    assert world.memory.asked == asked
 
-    for sizes, mode, wanted in (
-        ((4, 2), "auto", [4096]),
-        ((1, 2), "auto", [4096]),
-        ((2, 2), "auto", None),
-        ((4, 2), "direct", None),
-    ):
-        registered: list[int] = []
-        found = staging.prepare(Engine(), HostRows(), 4096, *World(*sizes).slices, mode)
-        assert (found is None) is (wanted is None)
-        assert registered == (wanted or [])
+
+def test_memory_that_could_not_be_had_is_asked_for_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    world = World(4, 2, room=0)
+    for _ in range(3):
+        world.landing.prepare(*world.slices)
+    assert (world.memory.asked, caplog.text.count("no staging buffer")) == ([SCRATCH, REGIONS], 1)
+    now[0] += module.RETRY_S
+    world.memory.room = 4096
+    world.landing.prepare(*world.slices)
+    assert (world.memory.asked[2:], world.landing.span[1]) == ([REGIONS], 4096)
+
+
+def test_memory_that_cannot_be_registered_is_not_used() -> None:
+    world = World(4, 2)
+    world.engine.batch_register = lambda *_: -1  # type: ignore[method-assign]
+    assert kinds(world.grant()) == {(False, True)}
+    assert world.landing.span == (0, 0)
 
 
 def test_copies_by_shape() -> None:
@@ -354,3 +384,106 @@ def test_copies_by_shape() -> None:
     copies = Copies(*ints, np.zeros(3, np.int64), np.zeros(3, np.int64), np.array([8, 4, 8]))
     parts = copies.parts
     assert [part.src.tolist() for part in (parts.whole, parts.fill, parts.part)] == [[1], [2], [3]]
+
+
+# ---------------------------------------------------------------- regions
+
+
+class Regions(RuleBasedStateMachine):
+    """RegionAllocator against a list of who holds which bytes until when."""
+
+    SIZE = 16 * ALIGNMENT
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.regions = RegionAllocator(self.SIZE)
+        self.now = 0.0
+        self.held: dict[int, int] = {}  # start -> end
+        self.retired: dict[int, tuple[int, float]] = {}  # start -> (end, until)
+
+    def taken(self) -> list[tuple[int, int]]:
+        quarantined = [(s, e) for s, (e, until) in self.retired.items() if until > self.now]
+        return sorted([*self.held.items(), *quarantined])
+
+    def largest_gap(self) -> int:
+        edges = [(0, 0), *self.taken(), (self.SIZE, self.SIZE)]
+        return max(b[0] - a[1] for a, b in pairwise(edges))
+
+    @rule(length=st.integers(0, 5 * ALIGNMENT))
+    def allocate(self, length: int) -> None:
+        size = max(1, -(-length // ALIGNMENT)) * ALIGNMENT
+        start = self.regions.allocate(length, self.now)
+        if start is None:
+            assert self.largest_gap() < size, "there was room"
+            return
+        assert all(start + size <= s or e <= start for s, e in self.taken()), "in use"
+        assert 0 <= start <= self.SIZE - size
+        self.retired = {s: v for s, v in self.retired.items() if v[1] > self.now}
+        self.held[start] = start + size
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        start = data.draw(st.sampled_from(sorted(self.held)))
+        self.regions.free(start)
+        del self.held[start]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), seconds=st.integers(0, 5))
+    def retire(self, data: st.DataObject, seconds: int) -> None:
+        start = data.draw(st.sampled_from(sorted(self.held)))
+        self.regions.retire(start, self.now + seconds)
+        self.retired[start] = (self.held.pop(start), self.now + seconds)
+
+    @rule(seconds=st.integers(1, 4))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.regions.check_integrity()
+        held, retired = self.regions.in_use()
+        assert held == sum(end - start for start, end in self.held.items())
+        assert retired == sum(end - start for start, (end, _) in self.retired.items()) or (
+            retired >= sum(e - s for s, (e, until) in self.retired.items() if until > self.now)
+        )
+
+
+TestRegions = Regions.TestCase
+TestRegions.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_quarantined_region_comes_back_when_its_time_is_over() -> None:
+    regions = RegionAllocator(2 * ALIGNMENT)
+    first = regions.allocate(2 * ALIGNMENT, 0.0)
+    assert first == 0
+    regions.retire(first, until=60.0)
+    assert regions.in_use() == (0, 2 * ALIGNMENT)
+    assert regions.allocate(1, 59.9) is None
+    assert regions.allocate(1, 60.0) == 0
+    assert regions.in_use() == (ALIGNMENT, 0)
+
+
+def test_a_region_ends_once() -> None:
+    regions = RegionAllocator(4 * ALIGNMENT)
+    one, other = regions.allocate(1, 0.0), regions.allocate(1, 0.0)
+    assert one is not None
+    assert other is not None
+    regions.free(one)
+    regions.retire(other, 5.0)
+    for call in (regions.free, lambda start: regions.retire(start, 9.0)):
+        for start in (one, other):
+            with pytest.raises(KeyError):
+                call(start)
+
+
+def test_a_region_larger_than_the_buffer_is_refused() -> None:
+    assert RegionAllocator(4 * ALIGNMENT).allocate(4 * ALIGNMENT + 1, 0.0) is None
+
+
+def test_broken_books_are_noticed() -> None:
+    regions = RegionAllocator(4 * ALIGNMENT)
+    regions.allocate(2 * ALIGNMENT, 0.0)
+    regions._held[ALIGNMENT] = ALIGNMENT
+    with pytest.raises(AssertionError, match="overlaps"):
+        regions.check_integrity()

@@ -5,20 +5,23 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.protocol import announcement as announcing
 from sglang_mixkv.protocol import extension as wire
-from sglang_mixkv.protocol import frames
+from sglang_mixkv.protocol import frames, messages
+from sglang_mixkv.protocol import registration as registrations
 from sglang_mixkv.protocol.announcement import announcement, kept, read_announcement
 from sglang_mixkv.protocol.facts import DraftFacts, Facts
-from sglang_mixkv.protocol.registration import PeerRegistration
+from sglang_mixkv.protocol.messages import Metadata, MetadataPositions
+from sglang_mixkv.protocol.registration import Positions, Registration
 
 Message = list[bytes]
 Change = Callable[[Message], None]
@@ -40,11 +43,12 @@ FACTS = Facts(
     state_types=("mamba",), draft=DraftFacts("mha", "LlamaForCausalLMEagle3", 8, (32, 32)),
 )  # fmt: skip
 ROUTE = wire.RouteNotice(True, wire.HeadRange(0, 1), wire.HeadRange(0, 8), True, True)
-EXTENSION = wire.Registration(
+EXTENSION = wire.Extension(
     FACTS, 2, "mha", 8, 8, (4096, 4096, 1 << 20, 1 << 20), ROUTE,
     staging=(1 << 40, 1 << 20), aux_rows=3, state_lens=((128,),),
 )  # fmt: skip
 SENDER = [b"127.0.0.1", b"9000", b"127.0.0.1:9100"]
+AUX = [b"AUX_DATA", b"7", b"0", b"2", b"\0\0\0\4", b"1234"]
 
 
 def registration(**changed: Any) -> Message:
@@ -64,31 +68,65 @@ def metadata() -> Message:
     return [b"100", *SENDER, pages, b"1", int_lists("i", [1]), b"1", b"64", b"", grant]
 
 
+def read(message: Message) -> Registration:
+    return registrations.read(message, Positions())
+
+
+def read_metadata(message: Message) -> Metadata:
+    return messages.read_metadata(message, MetadataPositions())
+
+
 def put(index: int, frame: bytes) -> Change:
     return lambda message: message.__setitem__(index, frame)
 
 
 def test_right_messages_pass() -> None:
-    assert frames.check_registration(registration()).port == 9000
-    said = frames.check_metadata(metadata())
+    said = read(registration())
+    said.check()
+    assert said.sender == frames.Address("127.0.0.1", 9000, "127.0.0.1:9100")
+    assert (said.attn_tp_rank, said.attn_tp_size, said.dcp_rank, said.dcp_size) == (0, 1, 0, 1)
+    assert (said.kv_ptrs[3], said.aux_ptrs[1], said.first_draft) == (1 << 42, 1 << 41, 2)
+    assert (said.state_ptrs, said.state_item_lens) == (((1 << 39,),), ((64,),))
+    assert (said.extension, said.pages, said.states) == (EXTENSION, 4, (("mamba", 2),))
+    assert messages.read_abort([b"ABORT", b"7"]) == messages.Abort(7)
+    assert messages.read_abort([b"ABORT", b"7", b"::1", b"80", b"3"]).generation == 3
+    assert messages.read_status([b"7", b"4", b"1", b"why"]) == messages.Status(7, 4, 1, "why")
+    assert messages.read_ack([b"ABORT_ACK", b"7", b"1", b"3"]) == messages.Ack(7, 1, 3)
+    assert messages.read_ack([b"ABORT_ACK", b"7"]) == messages.Ack(7)
+    assert messages.read_aux(AUX, [8], [3]) == messages.Aux(7, 0, 2)
+
+
+def test_right_metadata_passes() -> None:
+    said = read_metadata(metadata())
     assert (said.room, said.required, said.prefix, said.aux_index) == (100, 1, 64, 1)
     assert said.pages.tolist() == [1, 2, 3]
     assert [indices.tolist() for indices in said.states] == [[1]]
-    dummy = frames.check_metadata([b"100", *SENDER, b"", b"", b"", b"1", b"0", b""])
+    assert said.grant == wire.Grant(1 << 40, 12)
+    assert read_metadata(metadata()[:-1]).grant is None
+    dummy = read_metadata([b"100", *SENDER, b"", b"", b"", b"1", b"0", b""])
     assert dummy.is_dummy
-    assert frames.check_abort([b"ABORT", b"7"]).room == 7
-    assert frames.check_abort([b"ABORT", b"7", b"::1", b"80", b"3"]).generation == 3
-    assert frames.check_status([b"7", b"4", b"1", b"why"]).status == 4
-    assert (
-        frames.check_aux([b"AUX_DATA", b"7", b"0", b"2", b"\0\0\0\4", b"1234"], [8], [3]).row == 2
-    )
+
+
+def with_more(message: Message, count: int) -> Message:
+    """With so many more frames of SGLang's own."""
+    return [*message[:-1], *[b"new"] * count, message[-1]]
+
+
+def test_sglang_may_add_frames() -> None:
+    """The extension is the last frame, by its magic, wherever SGLang's own end."""
+    for count in (1, most := frames.MAX_NEW_FRAMES):
+        assert read(with_more(registration(), count)) == read(registration())
+        assert read_metadata(with_more(metadata(), count)).grant == wire.Grant(1 << 40, 12)
+    for reader, right in ((read, registration()), (read_metadata, metadata())):
+        with pytest.raises(MixKVError, match="frames; expected"):
+            reader(with_more(right, most + 1))
 
 
 @pytest.mark.parametrize(
     "lists", [[], [[]], [[1, 2], []], [[], [3]], [[1], [2, 3], [4]]], ids=lambda found: str(found)
 )
 def test_lists_are_read_as_stock_packs_them(lists: list[list[int]]) -> None:
-    found = frames.int_lists(int_lists("i", *lists), "lists")
+    found = frames.lists(int_lists("i", *lists), "lists", np.int32)
     assert [numbers.tolist() for numbers in found] == lists
 
 
@@ -96,16 +134,16 @@ def test_lists_are_read_as_stock_packs_them(lists: list[list[int]]) -> None:
 def test_a_room_is_any_uint64(room: int) -> None:
     """As wide as SGLang's row of room numbers; on both sides, in every message."""
     number = str(room).encode()
-    messages: list[Callable[[], object]] = [
-        lambda: frames.check_metadata([number, *metadata()[1:]]),
-        lambda: frames.check_abort([b"ABORT", number]),
-        lambda: frames.check_status([number, b"4", b"1"]),
-        lambda: frames.check_ack([b"ABORT_ACK", number, b"1", b"1"]),
-        lambda: frames.check_aux([b"AUX_DATA", number, b"0", b"2", b"\0\0\0\4", b"12"], [8], [3]),
+    readers: list[Callable[[], object]] = [
+        lambda: read_metadata([number, *metadata()[1:]]),
+        lambda: messages.read_abort([b"ABORT", number]),
+        lambda: messages.read_status([number, b"4", b"1"]),
+        lambda: messages.read_ack([b"ABORT_ACK", number, b"1", b"1"]),
+        lambda: messages.read_aux([AUX[0], number, *AUX[2:]], [8], [3]),
     ]
-    for check in messages:
+    for reader in readers:
         with pytest.raises(MixKVError) if room >= 1 << 64 else nullcontext():
-            check()
+            reader()
 
 
 NO_NUMBERS = [b"", b"-1", b"--1", b"+1", b" 1", b"1 ", b"1_0", b"1.0", b"1e3", b"\xff", b"\0",
@@ -118,7 +156,7 @@ def test_no_number_in_a_registration(index: int, frame: bytes) -> None:
     message = registration()
     message[index] = frame
     with pytest.raises(MixKVError):
-        frames.check_registration(message)
+        read(message).check()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +167,7 @@ def test_no_number_in_metadata(index: int, frame: bytes) -> None:
     message = metadata()
     message[index] = frame
     with pytest.raises(MixKVError):
-        frames.check_metadata(message)
+        read_metadata(message)
 
 
 WRONG_REGISTRATIONS: dict[str, Change] = {
@@ -153,7 +191,8 @@ WRONG_REGISTRATIONS: dict[str, Change] = {
     "staging pointer cut": put(14, b"\0" * 7),
     "DCP rank beyond its size": put(17, b"1"),
     "cut": lambda message: message.__delitem__(slice(19, None)),
-    "two extensions": lambda message: message.append(message[-1]),
+    "an extension that is not the last frame": lambda message: message.append(b""),
+    "no extension": lambda message: message.pop(),
 }
 
 
@@ -162,7 +201,7 @@ def test_wrong_registrations_are_refused(what: str) -> None:
     message = registration()
     WRONG_REGISTRATIONS[what](message)
     with pytest.raises(MixKVError):
-        frames.check_registration(message)
+        read(message).check()
 
 
 WRONG_METADATA: dict[str, Change] = {
@@ -174,7 +213,8 @@ WRONG_METADATA: dict[str, Change] = {
     "no decode rank": put(7, b"0"),
     "session without a port": put(3, b"127.0.0.1"),
     "frame above the limit": put(4, b"\0" * (frames.MAX_PAGES_FRAME + 4)),
-    "two frames more": lambda message: message.append(b""),
+    "a grant that is a registration": put(10, wire.encode(EXTENSION)),
+    "cut": lambda message: message.__delitem__(slice(9, None)),
 }
 
 
@@ -183,7 +223,7 @@ def test_wrong_metadata_is_refused(what: str) -> None:
     message = metadata()
     WRONG_METADATA[what](message)
     with pytest.raises(MixKVError):
-        frames.check_metadata(message)
+        read_metadata(message)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +235,7 @@ def test_wrong_metadata_is_refused(what: str) -> None:
 )  # fmt: skip
 def test_wrong_aborts_are_refused(message: Message) -> None:
     with pytest.raises(MixKVError):
-        frames.check_abort(message)
+        messages.read_abort(message)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +247,7 @@ def test_wrong_aborts_are_refused(message: Message) -> None:
 )  # fmt: skip
 def test_wrong_statuses_are_refused(message: Message) -> None:
     with pytest.raises(MixKVError):
-        frames.check_status(message)
+        messages.read_status(message)
 
 
 @pytest.mark.parametrize(
@@ -215,13 +255,74 @@ def test_wrong_statuses_are_refused(message: Message) -> None:
     [(2, b"1"), (2, b"-1"), (3, b"3"), (3, b"-1"), (4, b"\0"), (5, b"123456789")],
 )
 def test_aux_data_outside_its_row_is_refused(changed: tuple[int, bytes]) -> None:
-    message = [b"AUX_DATA", b"7", b"0", b"2", b"\0\0\0\4", b"1234"]
+    message = list(AUX)
     message[changed[0]] = changed[1]
     with pytest.raises(MixKVError):
-        frames.check_aux(message, [8], [3])
+        messages.read_aux(message, [8], [3])
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        [b"ABORT_ACK"], [b"ABORT_ACK", b"x"], [b"ABORT_ACK", b"1", b"-1"],
+        [b"ABORT_ACK", b"1", b"1", b"x"], [b"ABORT_ACK", b"1", b"1", b"1", b"1"],
+    ],
+)  # fmt: skip
+def test_wrong_acknowledgements_are_refused(message: Message) -> None:
+    with pytest.raises(MixKVError):
+        messages.read_ack(message)
+
+
+@given(st.lists(st.binary(max_size=8), max_size=32))
+def test_any_frames_end_in_a_reason(message: Message) -> None:
+    for reader in (read, read_metadata):
+        with pytest.raises(MixKVError):
+            reader(message)
 
 
 # ---------------------------------------------------------------- extension
+
+
+def test_an_extension_is_read_as_it_was_written() -> None:
+    assert wire.decode_extension(wire.encode(EXTENSION)) == EXTENSION
+    digest = wire.Digest(7, 1, ((1, 2),), ())
+    assert wire.decode_digest([wire.encode(digest)]) == digest
+    assert wire.decode_digest([b"7", b"4", b"0"]) is None
+    with pytest.raises(MixKVError, match="a digest of 2 frames"):
+        wire.decode_digest([wire.encode(digest), b""])
+
+
+def test_without_an_extension_the_reason_names_the_plugin() -> None:
+    with pytest.raises(MixKVError, match="does not run sglang-mixkv") as found:
+        read(registration()[:-1])
+    assert found.value.reason == "no_plugin"
+
+
+def test_another_protocol_is_named_before_its_schema_is_read() -> None:
+    frame = wire.MAGIC + struct.pack(">H", wire.PROTOCOL + 1) + b"\xff not msgpack"
+    with pytest.raises(MixKVError, match=f"protocol {wire.PROTOCOL + 1}") as found:
+        wire.decode_extension(frame)
+    assert found.value.reason == "protocol"
+
+
+ENCODED = wire.encode(EXTENSION)
+
+
+@given(st.binary(max_size=300) | st.binary(max_size=300).map(lambda b: ENCODED[:7] + b))
+def test_any_bytes_end_in_a_reason(frame: bytes) -> None:
+    with pytest.raises(MixKVError):
+        wire.decode_extension(frame)
+
+
+@given(st.integers(0, len(ENCODED) - 1))
+def test_an_extension_that_is_cut_short_ends_in_a_reason(end: int) -> None:
+    with pytest.raises(MixKVError):
+        wire.decode_extension(ENCODED[:end])
+
+
+def test_an_extension_that_is_too_large_is_refused() -> None:
+    with pytest.raises(MixKVError):
+        wire.decode_extension(ENCODED + b"\0" * wire.MAX_EXTENSION)
 
 
 DEEP = b"\x91" * 12_000 + b"\x01"
@@ -242,7 +343,7 @@ DEEP = b"\x91" * 12_000 + b"\x01"
 )  # fmt: skip
 def test_what_an_extension_cannot_say(changed: dict[str, Any]) -> None:
     with pytest.raises(MixKVError):
-        wire.decode(registration(**changed))
+        read(registration(**changed))
 
 
 def test_unknown_fields_pass_unless_they_are_nested_deeply() -> None:
@@ -258,31 +359,10 @@ def test_unknown_fields_pass_unless_they_are_nested_deeply() -> None:
 def test_what_a_grant_cannot_say(grant: tuple) -> None:
     frame = wire.MAGIC + b"\0\1" + msgspec.msgpack.encode(grant)
     with pytest.raises(MixKVError):
-        wire.decode_grant([*metadata()[:10], frame])
+        read_metadata([*metadata()[:10], frame])
 
 
 # ---------------------------------------------------------------- registration as a whole
-
-
-def peer(message: Message) -> PeerRegistration:
-    """As KVArgsRegisterInfo.from_zmq reads it."""
-
-    def numbers(frame: bytes) -> list[int]:
-        return list(struct.unpack(f"{len(frame) // 8}Q", frame))
-
-    info = SimpleNamespace(
-        dst_kv_ptrs=numbers(message[4]), dst_aux_ptrs=numbers(message[5]),
-        dst_state_data_ptrs=[[1 << 39]], dst_state_item_lens=[[64]], dst_tp_rank=0,
-        dst_attn_tp_size=1, dst_kv_item_lens=numbers(message[19]),
-    )  # fmt: skip
-    return PeerRegistration(info, wire.decode(message))
-
-
-def test_a_right_registration_says_what_bounds_its_rooms() -> None:
-    one = peer(registration())
-    one.check()
-    assert one.pages == 4
-    assert one.states == (("mamba", 2),)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +381,7 @@ def test_a_right_registration_says_what_bounds_its_rooms() -> None:
 )  # fmt: skip
 def test_what_a_registration_cannot_say(changed: dict[str, Any]) -> None:
     with pytest.raises(MixKVError):
-        peer(registration(**changed)).check()
+        read(registration(**changed)).check()
 
 
 @pytest.mark.parametrize(
@@ -319,7 +399,7 @@ def test_addresses_that_are_no_memory(index: int, frame: bytes) -> None:
     message = registration()
     message[index] = frame
     with pytest.raises(MixKVError):
-        peer(message).check()
+        read(message).check()
 
 
 # ---------------------------------------------------------------- announcement
