@@ -145,10 +145,9 @@ def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: A
 def _check(server_args: Any, backend: str, kind: str) -> None:
     """Stop this process rather than hand out a class that would go on as stock."""
     from sglang_mixkv import startup
-    from sglang_mixkv.config import config_of
 
     if server_args is not None:
-        startup.check_once(server_args, config_of(server_args))
+        startup.check_once(server_args)
     if backend in ("mooncake", "fake"):
         return
     if server_args is not None or kind == "manager":

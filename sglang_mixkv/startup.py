@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_mixkv import compat
-from sglang_mixkv.config import Config, truth
+from sglang_mixkv.config import Config, config_of, truth
 
 SPECULATIVE = (None, "NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 DEVICES = ("cuda", "cpu")
@@ -187,11 +187,11 @@ def stop_if(unsupported: list[str]) -> None:
         compat.stop("this combination is not supported", unsupported, "Change it, or drop the flag")
 
 
-_checked: Any = None
+_checked: Any = object()
 """The ServerArgs that this process was last checked for."""
 
 
-def check_once(server_args: Any, config: Config) -> None:
+def check_once(server_args: Any) -> None:
     """Stop an opted-in process that SGLang's launcher did not check. Once per ServerArgs.
 
     Who asks for KV classes transfers KV, so `--disaggregation-mode` is not looked at: the
@@ -199,6 +199,9 @@ def check_once(server_args: Any, config: Config) -> None:
     """
     global _checked
     if server_args is _checked:
+        return
+    config = config_of(server_args)
+    if not config.enabled:
         return
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.server_args import ServerArgs

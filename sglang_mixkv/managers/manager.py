@@ -27,11 +27,10 @@ class MixKVManager(PrefillSide, DecodeSide):
     def __init__(
         self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
     ) -> None:
+        startup.check_once(server_args)
         if getattr(args, "num_draft_entries", 0):
             split_draft(args)
         self.config = config_of(server_args)
-        if self.config.enabled:
-            startup.check_once(server_args, self.config)
         side = disaggregation_mode.value
         self.stats = Stats(side, self.config.stats_dir, metrics_for(side))
         # A prefill's reason for a failure travels to the decode side; stock parses it too.
