@@ -2,7 +2,8 @@
 
     plan(seed)  ->  every rank derives the same requests, rooms and faults from it
     each rank   ->  16 requests open at a time, as a scheduler has them; pages and metadata rows
-                    from free lists, so that each is used many times
+                    from free lists, so that each is used many times. Ranks of a server agree on
+                    each request's status, as SGLang's do (Board)
     judge()     ->  what the ranks say, put side by side
 
 A decode rank compares a request's pages and row with the truth when it succeeds, and all of its
@@ -44,16 +45,17 @@ from protocol.ring import (
 )  # fmt: skip
 
 TIMEOUTS = {
-    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "12",
-    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "6",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "25",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "15",
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "3",
 }
 MEMORY_S = 3.0  # of the prefill's gate, instead of a minute
-STUCK_S = 40.0  # more than all timeouts together
+STUCK_S = 90.0  # more than all timeouts together
 COMPARE_EVERY = 100
 ROOM_AGAIN_AFTER = 400
 STORM = 12
 MAX_WRONG = 20
+UNNAMED = "unknown reason"  # that of a rank which only knows that another one has failed
 
 # Mooncake turns such writes down four a second, and all others of the peer wait behind them.
 WRONG_POINTERS, WRONG_POINTERS_EVERY = "registration: wrong pointers", 900
@@ -118,6 +120,13 @@ class SoakCase(Case):
         again = number % 25 == 24 and number >= ROOM_AGAIN_AFTER
         return 1000 + number - ROOM_AGAIN_AFTER * again
 
+    def alone(self, number: int) -> bool:
+        """Whether this request must be the only one: a decode rank that registers itself wrongly
+        is, until it does so rightly, wrong for every request to it."""
+        meeting = self.fault(number) if number >= 0 else None
+        kind, _, what = meeting.name.partition(": ") if meeting is not None else ("", "", "")
+        return kind == "registration" and what != "doubled"
+
     def fault(self, number: int) -> Meeting | None:
         """What this request meets; a storm of aborts hits STORM requests in a row."""
         draw = random.Random(f"{self.soak.seed} {number}")
@@ -167,6 +176,20 @@ def _existing_fds() -> Iterable[str]:
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
             yield os.readlink(f"/proc/self/fd/{fd}")
+
+
+class Board:
+    """Each rank's status of each request, of one server: it is the lowest of them that counts, as
+    with SGLang's poll_and_all_reduce, so that a request ends on all ranks or on none."""
+
+    def __init__(self, context: Any, ranks: int, requests: int) -> None:
+        self._ranks, begun = ranks, 1  # KVPoll.Bootstrapping
+        self._cells = context.RawArray("b", [begun] * (ranks * requests))
+
+    def agree(self, rank: int, number: int, status: Any) -> int:
+        first = number * self._ranks
+        self._cells[first + rank] = int(status)
+        return min(self._cells[first : first + self._ranks])
 
 
 class FreeList:
@@ -232,6 +255,7 @@ class SoakRank(Rank):
         self.pages = FreeList(order.tolist())
         self.rows = FreeList(range(min(64, len(case.requests))))
         self.open: dict[int, Open] = {}
+        self.board: Board = case.extra["boards"][self.side]
 
     def _write_truth(self, *_: Any) -> None:
         """Pages get a request's rows when it gets them."""
@@ -273,9 +297,7 @@ class SoakRank(Rank):
         total, following = len(self.case.requests), 0
         warm = min(200, total // 3)
         while following < total or self.open or len(self.releases):
-            while following < total and len(self.open) < self.case.soak.in_flight:
-                if not self._admit(following):
-                    break
+            while following < total and self._fits(following) and self._admit(following):
                 following += 1
             for one in list(self.open.values()):
                 self._step(one)
@@ -284,6 +306,11 @@ class SoakRank(Rank):
                 self.report.resources.append(resources())
             time.sleep(0.0005)
         self.report.page_uses = self.pages.taken / self.pages.size
+
+    def _fits(self, number: int) -> bool:
+        if any(self.case.alone(n) for n in (number, *self.open)):
+            return not self.open
+        return len(self.open) < self.case.soak.in_flight
 
     def _admit(self, number: int) -> bool:
         """Open the request if there is memory for it."""
@@ -300,7 +327,7 @@ class SoakRank(Rank):
     def _step(self, one: Open) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        status = one.handle.poll()
+        status = self.board.agree(self.rank, one.number, one.handle.poll())
         if status == KVPoll.Success:
             self._succeeded(one)
             self._end(one, "success", "")
@@ -434,8 +461,9 @@ class SoakDecode(SoakRank):
         address = f"127.0.0.1:{self.ports[0]}"
         while not self.manager.try_ensure_parallel_info(address):
             time.sleep(0.02)
-        if meeting is not None and meeting.name.startswith("registration"):
-            self.manager.connection_pool.clear()  # registers again
+        wrongly = meeting is not None and meeting.name.startswith("registration")
+        if wrongly or self.case.alone(number - 1):
+            self.manager.connection_pool.clear()  # registers again, wrongly or rightly
         receiver = self.kv_class["receiver"](self.manager, address, self.case.room(number))
         receiver.soak_number = number
         receiver.init(0)
@@ -554,7 +582,7 @@ def _rank_main(
         case.extra["idle"].wait(60)
         one.run()
         case.extra["idle"].wait(10 * STUCK_S)  # nobody sends any more
-        report.wrong += left_behind(one.manager, 15)
+        report.wrong += left_behind(one.manager, 30)
         if side == "decode":
             one.compare_idle()
             one.shout.close(linger=0)
@@ -592,6 +620,10 @@ def run(soak: Soak) -> Verdict:
         all_sent=context.Event(),
         struck=context.Value("d", 0.0),
         idle=context.Barrier(soak.prefill_tp + soak.decode_tp),
+        boards={
+            "prefill": Board(context, soak.prefill_tp, soak.requests),
+            "decode": Board(context, soak.decode_tp, soak.requests),
+        },
     )
     before = {name: os.environ.get(name) for name in TIMEOUTS}
     os.environ.update(TIMEOUTS)
@@ -640,14 +672,15 @@ def _one_request(
     counts["succeeded" if succeeded else "failed"] += 1
     if not succeeded and meeting is None:
         counts["failed without a fault of its own"] += 1
-        reasons = [r for (side, _), (_, r) in ends.items() if side == "decode" and r]
+        texts = [r for (side, _), (_, r) in ends.items() if side == "decode" and r]
+        reasons = sorted(texts, key=lambda text: UNNAMED in text)
         others[re.sub(r"\d+", "N", (reasons or ["?"])[0])[:120]] += 1
     where = f"request {number} ({name})"
+    named = {side for (side, _), (_, reason) in ends.items() if reason and UNNAMED not in reason}
     found = [
         f"{where}: {side} {rank} says {status}, {reason!r}"
         for (side, rank), (status, reason) in ends.items()
-        if status not in ("success", "failed")
-        or (status == "failed" and (not reason or "unknown reason" in reason))
+        if status not in ("success", "failed") or (status == "failed" and side not in named)
     ]
     if succeeded and prefill != {"success"} and name not in ("prefill aborts", "abort storm"):
         found.append(f"{where}: succeeded on decode, on prefill {ends}")
