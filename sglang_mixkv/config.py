@@ -24,6 +24,8 @@ ENABLE_ENV = "SGLANG_ENABLE_MIXKV"
 ALLOW_UNTESTED_ENV = "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG"
 STATS_DIR_ENV = "SGLANG_MIXKV_STATS_DIR"
 
+UNREADABLE = "MIXKV-START-04"
+
 DRAFT_TRANSFERS = ("auto", "direct", "packed")
 ON_MISMATCH = ("refuse", "cold")
 VERIFY = ("off", "checksum")
@@ -55,7 +57,8 @@ def truth(name: str, environ: Mapping[str, str]) -> bool:
     text = environ.get(name, "").strip().lower()
     if text in _TRUE | _FALSE:
         return text in _TRUE
-    raise ValueError(f"{name}={text!r}: expected one of {sorted(_TRUE | _FALSE - {''})}")
+    values = sorted(_TRUE | _FALSE - {""})
+    raise ValueError(f"[{UNREADABLE}] {name}={text!r}: expected one of {values}")
 
 
 @dataclass(frozen=True)
@@ -168,11 +171,13 @@ def _value(option: Option, flags: argparse.Namespace | None, environ: Mapping[st
     if not text:
         return getattr(Config(), option.field)
     if option.choices and text not in option.choices:
-        raise ValueError(f"{option.environ}={text!r}: expected one of {option.choices}")
+        raise ValueError(
+            f"[{UNREADABLE}] {option.environ}={text!r}: expected one of {option.choices}"
+        )
     try:
         return option.parse(text)
     except ValueError as error:
-        raise ValueError(f"{option.environ}={text!r}: {error}") from None
+        raise ValueError(f"[{UNREADABLE}] {option.environ}={text!r}: {error}") from None
 
 
 def config_of(server_args: Any) -> Config:

@@ -1,23 +1,84 @@
-"""The one error of the pure part."""
+"""What the plugin refuses, fails or warns with: a code, and a text that can be reworded.
+
+An operator looks a code up in docs/troubleshooting.md, which has an entry for each: what it
+means, and what to do. Two texts share a code where the operator would do the same about both.
+"""
+
+from __future__ import annotations
+
+import re
+
+CODES = {
+    "MIXKV-START-01": "the installed SGLang is not one that the plugin knows",
+    "MIXKV-START-02": "the plugin was not loaded, or SGLang did not apply its hooks",
+    "MIXKV-START-03": "a flag or variable that does not go with the plugin",
+    "MIXKV-START-04": "a setting or a launch line that cannot be read",
+    "MIXKV-START-05": "a KV pool or a drafter that cannot be cut into heads, or is sent in part",
+    "MIXKV-START-06": "rows of KV cannot be copied on this device",
+    "MIXKV-PAIR-01": "the plugin runs on one side only, or not in every process",
+    "MIXKV-PAIR-02": "the two sides speak different protocols of the plugin",
+    "MIXKV-PAIR-03": "the two servers differ in models, flags or releases",
+    "MIXKV-PAIR-04": "there is no route between servers of these sizes",
+    "MIXKV-PAIR-05": "the two sides computed different routes",
+    "MIXKV-PAIR-06": "the drafters differ, and requests are served without draft KV",
+    "MIXKV-PAIR-07": "SGLang itself does not take the other side",
+    "MIXKV-REG-01": "a registration contradicts itself",
+    "MIXKV-REG-02": "a registration is missing or out of date, and is sent again",
+    "MIXKV-REG-03": "a prefill rank refuses a decode rank",
+    "MIXKV-ROOM-01": "a request does not fit what its decode rank registered",
+    "MIXKV-ROOM-02": "the other side ended the request",
+    "MIXKV-ROOM-03": "a room number is used again too early",
+    "MIXKV-ROOM-04": "something about a room came too late, or from a rank with no part in it",
+    "MIXKV-SEND-01": "a chunk does not line up with the pages of its request",
+    "MIXKV-SEND-02": "a prefill rank failed on its own while it sent",
+    "MIXKV-SEND-03": "the transport failed a write",
+    "MIXKV-SEND-04": "the transfer engine is stuck and cannot be replaced",
+    "MIXKV-LAND-01": "a decode rank could not prepare or complete a request",
+    "MIXKV-LAND-02": "KV at decode is not what prefill sent",
+    "MIXKV-MEM-01": "no memory for a buffer, so slices are sent without it",
+    "MIXKV-MSG-01": "a message of another process cannot be read",
+    "MIXKV-MSG-02": "a peer takes no control messages",
+    "MIXKV-SELF-01": "something unexpected inside the plugin",
+}
+"""Code -> symptom."""
 
 REASONS = ("no_plugin", "protocol", "malformed", "facts", "topology", "other")
 """What a refusal is counted under: the peer lacks the plugin, speaks another protocol, sent
 what cannot be read, differs in the handshake's facts, or has sizes or routes that do not fit."""
 
+_REASON_OF = {
+    "MIXKV-PAIR-01": "no_plugin",
+    "MIXKV-PAIR-02": "protocol",
+    "MIXKV-PAIR-03": "facts",
+    "MIXKV-PAIR-04": "topology",
+    "MIXKV-PAIR-05": "topology",
+    "MIXKV-REG-01": "malformed",
+    "MIXKV-MSG-01": "malformed",
+}
+
+_CODE = re.compile(r"MIXKV-[A-Z]+-\d\d")
+
 
 class MixKVError(ValueError):
-    """Something does not fit. The text says expected, got, consequence and remedy.
+    """Something does not fit. The text begins with its code, and says expected, got,
+    consequence and remedy where these are not plain."""
 
-    `reason`: one of REASONS, for counting.
-    """
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(f"[{code}] {text}")
+        self.code = code
 
-    def __init__(self, text: str, reason: str = "other") -> None:
-        super().__init__(text)
-        self.reason = reason
+    @property
+    def reason(self) -> str:
+        """One of REASONS, for counting."""
+        return _REASON_OF.get(self.code, "other")
 
 
-def refuse(
-    expected: str, got: str, consequence: str, remedy: str, reason: str = "other"
-) -> MixKVError:
-    """Build the error every check raises, so that each message has all four parts."""
-    return MixKVError(f"expected {expected}; got {got}. Otherwise {consequence}. {remedy}.", reason)
+def refuse(code: str, expected: str, got: str, consequence: str, remedy: str) -> MixKVError:
+    """The error with all four parts."""
+    text = f"expected {expected}; got {got}. Otherwise {consequence}. {remedy}."
+    return MixKVError(code, text)
+
+
+def codes_in(text: str) -> set[str]:
+    """The codes that a text carries: its own, and those of what caused it."""
+    return set(_CODE.findall(text))

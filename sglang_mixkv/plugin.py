@@ -59,7 +59,8 @@ def register() -> None:
             raise
         from sglang_mixkv.engine.releases import stop
 
-        stop("the plugin failed to load", [repr(error)], "Report this with the message above")
+        told = "Report this with the message above"
+        stop("MIXKV-START-02", "the plugin failed to load", [repr(error)], told)
 
 
 def _asked_for() -> bool:
@@ -116,6 +117,7 @@ def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
             if not is_live(path)]  # fmt: skip
     if dead:
         releases.stop(
+            "MIXKV-START-02",
             "SGLang did not apply these hooks",
             dead,
             "Look above for the reason that SGLang logged, or for another plugin on these seams",
@@ -156,7 +158,9 @@ def _check(server_args: Any, backend: str, kind: str) -> None:
     if server_args is not None or kind == "manager":
         check.stop_if([refusals.text_of(refusals.OTHER_BACKEND)])
     logger.warning(
-        "sglang-mixkv is enabled, but the %s of the %s backend is SGLang's own", kind, backend
+        "[MIXKV-START-03] sglang-mixkv is enabled, but the %s of the %s backend is SGLang's own",
+        kind,
+        backend,
     )
 
 

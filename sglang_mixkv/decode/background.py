@@ -56,7 +56,7 @@ class Background:
             try:
                 call(*args)
             except Exception:
-                logger.exception("sglang-mixkv: a call in the background failed")
+                logger.exception("[MIXKV-SELF-01] sglang-mixkv: a call in the background failed")
 
     def _collect(self) -> None:
         """Take in what was submitted; return when a call is due."""

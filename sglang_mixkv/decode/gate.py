@@ -61,14 +61,17 @@ class Gate:
         success = said.status == Poll.SUCCESS
         if said.prefill_rank not in (room.source.senders if success else room.source.contacted):
             raise MixKVError(
+                "MIXKV-ROOM-04",
                 f"room {said.room}: {'success' if success else 'no success'} from prefill rank "
-                f"{said.prefill_rank}, which was not asked to send to it."
+                f"{said.prefill_rank}, which was not asked to send to it.",
             )
 
     def _aux(self, said: Aux) -> None:
         """Metadata over the control channel: into the room's own row."""
         room = self.rooms.get(said.room)
         if room is not None and self.judges and said.row != room.aux_row:
-            raise MixKVError(f"room {said.room}: aux row {said.row}, its own is {room.aux_row}.")
+            text = f"room {said.room}: aux row {said.row}, its own is {room.aux_row}."
+            raise MixKVError("MIXKV-ROOM-04", text)
         if said.room not in self.sglang.statuses():
-            raise MixKVError(f"room {said.room}: aux row {said.row}, there is no such room.")
+            text = f"room {said.room}: aux row {said.row}, there is no such room."
+            raise MixKVError("MIXKV-ROOM-04", text)

@@ -134,7 +134,8 @@ class Landing:
                 self._buffer, self._regions = buffer, RegionAllocator(buffer.size)
         except MemoryError as error:
             logger.warning(
-                "sglang-mixkv: no staging buffer of %d bytes (%s); slices go without it",
+                "[MIXKV-MEM-01] sglang-mixkv: no staging buffer of %d bytes (%s); slices go "
+                "without it",
                 self._size, error,
             )  # fmt: skip
         else:

@@ -69,10 +69,10 @@ class DecodeRank:
         """A prefill server that SGLang has resolved. Raises MixKVError for unsupported sizes."""
         if sizes.attn_cp != 1 and self.config.verify == "checksum":
             raise MixKVError(
+                "MIXKV-PAIR-04",
                 "--mixkv-verify checksum does not know attention CP; the prefill server has "
                 f"{sizes.attn_cp}, so no request could be compared. Start this decode server "
                 "with --mixkv-verify off, or the prefill without attention CP.",
-                "topology",
             )
         verify = self._verifies(sizes, cold=cold)
         source = source_of(self.local, address, sizes, facts, cold=cold, verify=verify)
@@ -86,9 +86,9 @@ class DecodeRank:
             return False
         apart = cold_differences(facts, self.local.facts)
         if apart or self.config.on_draft_mismatch != "cold":
-            raise MixKVError(" ".join(apart or found), "facts")
+            raise MixKVError("MIXKV-PAIR-03", " ".join(apart or found))
         logger.warning(
-            "sglang-mixkv serves requests of prefill server %s without draft KV "
+            "[MIXKV-PAIR-06] sglang-mixkv serves requests of prefill server %s without draft KV "
             "(--mixkv-on-draft-mismatch cold): %s", address, " ".join(found),
         )  # fmt: skip
         return True
@@ -132,8 +132,9 @@ class DecodeRank:
             return reason
         if self.rooms.get(number) is not None or self._sglang.awaits_acks(number):
             return (
-                f"room {number} still belongs to another request: bytes and answers to that one "
-                "may arrive. Send the request with another bootstrap_room, as SGLang's router does."
+                f"[MIXKV-ROOM-03] room {number} still belongs to another request: bytes and "
+                "answers to that one may arrive. Send the request with another bootstrap_room, as "
+                "SGLang's router does."
             )
         return None
 
@@ -202,8 +203,8 @@ class DecodeRank:
             self.stats.add(rooms_verified=1)
             return self.verifier.problem(room.verified)
         except Exception as error:
-            logger.exception("sglang-mixkv could not complete room %s", number)
-            return f"could not complete room {number}: {error!r}"
+            logger.exception("[MIXKV-LAND-01] sglang-mixkv could not complete room %s", number)
+            return f"[MIXKV-LAND-01] could not complete room {number}: {error!r}"
 
     def drained(self, number: int) -> None:
         """More prefill ranks have nothing of a failed room in flight any more."""

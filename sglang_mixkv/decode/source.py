@@ -68,12 +68,13 @@ class Sizes:
         """Raise MixKVError for sizes that no server has, or that are not supported."""
         sizes = (self.attn_tp, self.attn_cp, self.dp, self.pp)
         if not all(0 < size <= MAX_RANKS for size in sizes):
-            raise MixKVError(f"the prefill server has sizes (TP, CP, DP, PP) {sizes}.", "topology")
+            text = f"the prefill server has sizes (TP, CP, DP, PP) {sizes}."
+            raise MixKVError("MIXKV-PAIR-04", text)
         if with_draft and self.attn_cp != 1:
             raise MixKVError(
+                "MIXKV-PAIR-04",
                 f"the prefill server has attention CP {self.attn_cp}; with a drafter only 1 is "
                 "supported. Use tensor or DP attention on the prefill side.",
-                "topology",
             )
 
 

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 
 from sglang_mixkv.decode.source import Source
+from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.stats import Stats
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,9 @@ class Refusal:
 
     @property
     def reason(self) -> str:
-        return f"sglang-mixkv refuses prefill server {self.address}: {self.error}"
+        ours = isinstance(self.error, MixKVError)
+        why = self.error if ours else f"[MIXKV-PAIR-07] {self.error}"
+        return f"sglang-mixkv refuses prefill server {self.address}: {why}"
 
     def counts(self) -> bool:
         """Whether a request is refused by the last answer. It is when no other was before it, so
@@ -58,9 +61,10 @@ class Refusal:
         """It was asked again: it is refused for this, or cannot be reached (or is used now)."""
         self.tried = time.monotonic()
         if error is not None:
-            if str(error) != str(self.error):
-                logger.error("sglang-mixkv refuses prefill server %s: %s", self.address, error)
+            is_new = str(error) != str(self.error)
             self.error, self.answered, self.unused = error, self.tried, True
+            if is_new:
+                logger.error("%s", self.reason)
         self.asking = False
 
     def count(self) -> None:

@@ -42,8 +42,9 @@ class Asked:
 
 def not_awaited(digest: Digest) -> MixKVError:
     return MixKVError(
+        "MIXKV-ROOM-04",
         f"room {digest.room}: checksums from prefill rank {digest.prefill_rank}, which sends "
-        "nothing to it."
+        "nothing to it.",
     )
 
 
@@ -61,7 +62,7 @@ class Verifier:
         if not found:
             return None
         more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        return f"KV checksum mismatch: {'; '.join(found[:SHOWN])}{more}"
+        return f"[MIXKV-LAND-02] KV checksum mismatch: {'; '.join(found[:SHOWN])}{more}"
 
     def _of_sender(self, asked: Asked, rank: int) -> Iterator[str]:
         digest, route = asked.heard.get(rank), asked.senders[rank]

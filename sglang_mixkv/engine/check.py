@@ -21,7 +21,10 @@ def stop_if(unsupported: list[str]) -> None:
     """Stop the process where something is unsupported."""
     if unsupported:
         releases.stop(
-            "this combination is not supported", unsupported, "Change it, or drop the flag"
+            "MIXKV-START-03",
+            "this combination is not supported",
+            unsupported,
+            "Change it, or drop the flag",
         )
 
 

@@ -77,9 +77,10 @@ def check_is_kept(url: str) -> None:
         return  # SGLang has logged that the bootstrap server is away
     if answer.status_code == requests.codes.not_found:
         raise RuntimeError(
-            f"sglang-mixkv: the bootstrap server at {url} is SGLang's own, not the plugin's, so "
-            "decode servers could not see this prefill's drafter. Start every process of the "
-            "prefill server with --enable-mixkv and without SGLANG_PLUGINS excluding it."
+            f"[MIXKV-PAIR-01] sglang-mixkv: the bootstrap server at {url} is SGLang's own, not "
+            "the plugin's, so decode servers could not see this prefill's drafter. Start every "
+            "process of the prefill server with --enable-mixkv and without SGLANG_PLUGINS "
+            "excluding it."
         )
 
 
@@ -96,14 +97,14 @@ def fetch(bootstrap_addr: str) -> Facts | None:
         return None
     if response.status_code == requests.codes.not_found:
         raise MixKVError(
+            "MIXKV-PAIR-01",
             f"the prefill server at {bootstrap_addr} does not run sglang-mixkv, this decode server "
             "does: its draft KV could land in other requests' pages. Start both with "
             "--enable-mixkv, or both without.",
-            "no_plugin",
         )
     if response.status_code == requests.codes.conflict:
         said = body[:1024].decode(errors="replace")
-        raise MixKVError(f"prefill server at {bootstrap_addr}: {said}", "facts")
+        raise MixKVError("MIXKV-PAIR-03", f"prefill server at {bootstrap_addr}: {said}")
     if response.status_code != requests.codes.ok:
         return None
     return read_announcement(body, bootstrap_addr)

@@ -45,6 +45,7 @@ def describe(kv_args: Any, target_pool: Any, draft_pool: Any | None) -> None:
         return
     if getattr(kv_args, "mla_compression_ratios", None):
         raise refuse(
+            "MIXKV-START-05",
             "a target with KV entries in the order of its layers",
             "DeepSeek-V4's, ordered by compression ratio, and a drafter with token KV",
             "entries of several pipeline stages would be paired wrongly",
@@ -84,6 +85,7 @@ def _check_is_sent_whole(pool: Any) -> None:
     scales = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
     if isinstance(pool, SWAKVPool):
         raise refuse(
+            "MIXKV-START-05",
             "a drafter whose layers share one group of pages",
             f"{type(pool).__name__}: its sliding-window layers have pages of their own",
             "SGLang 0.5.23 would never send the KV of those layers",
@@ -91,6 +93,7 @@ def _check_is_sent_whole(pool: Any) -> None:
         )
     if any(getattr(pool, name, None) is not None for name in scales):
         raise refuse(
+            "MIXKV-START-05",
             "a drafter's KV that needs no scales beside it",
             f"{type(pool).__name__} with block scales",
             "SGLang 0.5.23 would never send its scales",
@@ -102,6 +105,7 @@ def _check_layout(name: str, pool: Any) -> None:
     layout = getattr(pool, "kv_cache_layout", None)
     if layout != "nhd" or not hasattr(pool, "head_num"):
         raise refuse(
+            "MIXKV-START-05",
             f"a {name} KV pool with pages of [tokens, heads, head size] (NHD)",
             f"{type(pool).__name__} with layout {layout}",
             "heads could not be cut out of its rows",
@@ -134,6 +138,7 @@ def draft_spread(kv_args: Any) -> Spread | None:
     total = getattr(kv_args, "draft_total_kv_head_num", 0) or 0
     if total <= 0:
         raise refuse(
+            "MIXKV-START-05",
             "KV args with draft_total_kv_head_num, the KV heads of the whole drafter",
             f"{kv_args.num_draft_entries} draft entries without it",
             "the drafter's rows could not be cut",
@@ -177,6 +182,7 @@ def _check_heads_on_rank(kv_args: Any, draft: Shard) -> None:
     local = getattr(kv_args, "draft_kv_head_num", 0)
     if draft.component.spread.kind is Kind.MHA and local and local != len(draft.heads):
         raise refuse(
+            "MIXKV-START-05",
             f"{len(draft.heads)} of the drafter's {draft.component.spread.total_heads} KV heads "
             f"on rank {draft.rank} of {draft.tp}",
             f"a pool with {local}",

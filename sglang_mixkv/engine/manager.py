@@ -72,7 +72,7 @@ class SidedManager(CommonKVManager):
         except MixKVError as error:
             logger.warning("sglang-mixkv drops a message: %s", error)
         except Exception:
-            logger.exception("sglang-mixkv drops a message that it could not check")
+            logger.exception("[MIXKV-SELF-01] sglang-mixkv drops a message that it could not check")
         side.stats.add(messages_dropped=1)
         return False
 

@@ -60,7 +60,9 @@ class Metrics:
 
     def _stop(self) -> None:
         self._series = {}
-        logger.exception("sglang-mixkv: its series at /metrics stand still from now on")
+        logger.exception(
+            "[MIXKV-SELF-01] sglang-mixkv: its series at /metrics stand still from now on"
+        )
 
 
 def metrics_for(side: str) -> Metrics | None:
@@ -68,7 +70,9 @@ def metrics_for(side: str) -> Metrics | None:
     try:
         return Metrics(side, labels(side)) if get_observability().enable_metrics else None
     except Exception:
-        logger.exception("sglang-mixkv could not make its series; /metrics lacks them")
+        logger.exception(
+            "[MIXKV-SELF-01] sglang-mixkv could not make its series; /metrics lacks them"
+        )
         return None
 
 

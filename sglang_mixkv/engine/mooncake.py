@@ -196,7 +196,9 @@ class MixKVManager(SidedManager, MooncakeKVManager):
         try:
             self._send_multipart_locked(address.to_tcp(), [encode(digest)], is_ipv6=address.is_ipv6)
         except Exception as error:
-            logger.warning("sglang-mixkv: no checksums to %s: %s", address.to_tcp(), error)
+            logger.warning(
+                "[MIXKV-MSG-02] sglang-mixkv: no checksums to %s: %s", address.to_tcp(), error
+            )
 
     def _send_cold_aux(self, req: Any, row: int, dst_ptrs: list[int]) -> int:
         """Stock's send_aux without the drafter's rows, whose length may differ on that side."""
@@ -235,7 +237,9 @@ class MixKVManager(SidedManager, MooncakeKVManager):
         except Exception:
             if self.side is None:
                 raise
-            logger.exception("sglang-mixkv: no buffers to pack for decode context parallelism")
+            logger.exception(
+                "[MIXKV-MEM-01] sglang-mixkv: no buffers to pack for decode context parallelism"
+            )
             self._dcp_pack_buffers: list[Any] | None = []
 
     def _handle_deferred_abort_notification(self, notification: Any, room_active: bool) -> None:

@@ -84,8 +84,9 @@ class PrefillTables:
             if not manager.requires_dcp_relayout(size, registration.dcp_rank):
                 return
             if manager.kv_args.num_draft_entries:
-                raise MixKVError("decode context parallelism with a drafter is not supported.")
+                text = "decode context parallelism with a drafter is not supported."
+                raise MixKVError("MIXKV-PAIR-04", text)
             entries = len(manager.kv_args.kv_item_lens)
             manager.prepare_dcp_token_item_lens([registration.kv_item_len] * entries, size)
         except RuntimeError as error:  # SGLang's own, which would end its control thread
-            raise MixKVError(str(error)) from None
+            raise MixKVError("MIXKV-PAIR-07", str(error)) from None

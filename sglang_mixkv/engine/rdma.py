@@ -49,5 +49,7 @@ def _finds_devices(engine: MooncakeTransferEngine) -> bool:
         found = json.loads(engine.engine.get_local_topology(engine.ib_device or ""))
         return any(names for places in found.values() for names in places)
     except Exception:
-        logger.warning("sglang-mixkv does not know which devices Mooncake uses", exc_info=True)
+        logger.warning(
+            "[MIXKV-SELF-01] sglang-mixkv does not know which devices Mooncake uses", exc_info=True
+        )
         return False

@@ -143,8 +143,10 @@ class RoomReceiver(CommonKVReceiver):
             try:
                 self.grants = side.prepare(room, kv_indices, aux_index)
             except Exception as error:
-                logger.exception("sglang-mixkv could not prepare room %s", self.bootstrap_room)
-                self._fail(f"sglang-mixkv could not prepare the request: {error!r}")
+                logger.exception(
+                    "[MIXKV-LAND-01] sglang-mixkv could not prepare room %s", self.bootstrap_room
+                )
+                self._fail(f"[MIXKV-LAND-01] sglang-mixkv could not prepare the request: {error!r}")
                 self._dismiss(self.prefill_dp_rank)
                 return
         super().send_metadata(kv_indices, aux_index, *args, **kwargs)

@@ -249,18 +249,19 @@ def preflight(config: Config, *, replaced_is_fine: bool = False) -> None:
     found = list(problems(config, replaced_is_fine=replaced_is_fine))
     if found:
         stop(
+            "MIXKV-START-01",
             "the installed SGLang does not fit this version of the plugin",
             found,
-            "Install the SGLang and sglang-mixkv releases of one row of docs/compatibility.md, "
+            "Install the SGLang and sglang-mixkv releases of one row of docs/operate.md, "
             "or start without --enable-mixkv",
         )
 
 
-def stop(headline: str, details: list[str], remedy: str) -> None:
+def stop(code: str, headline: str, details: list[str], remedy: str) -> None:
     """End the process with one message. Raises SystemExit (exit status 1)."""
     lines = "\n".join(f"  - {detail}" for detail in details)
     raise SystemExit(
-        f"[sglang-mixkv, pid {os.getpid()}] --enable-mixkv is set, but {headline}; the server "
-        f"does not start, since it would silently transfer the drafter's KV wrongly.\n{lines}\n"
-        f"{remedy}."
+        f"[{code}] sglang-mixkv (pid {os.getpid()}): --enable-mixkv is set, but {headline}; the "
+        "server does not start, since it would silently transfer the drafter's KV wrongly.\n"
+        f"{lines}\n{remedy}."
     )

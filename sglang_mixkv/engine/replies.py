@@ -40,7 +40,9 @@ class Replies:
                 socket.connect(address.to_tcp())
                 socket.send_multipart(parts, zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.warning("sglang-mixkv could not answer %s: %s", address.to_tcp(), error)
+            logger.warning(
+                "[MIXKV-MSG-02] sglang-mixkv could not answer %s: %s", address.to_tcp(), error
+            )
 
 
 class Notices:
@@ -59,7 +61,9 @@ class Notices:
             with self._lock:
                 self._socket(address).send_multipart(parts, zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.warning("sglang-mixkv could not tell %s: %s", address.to_tcp(), error)
+            logger.warning(
+                "[MIXKV-MSG-02] sglang-mixkv could not tell %s: %s", address.to_tcp(), error
+            )
 
     def _socket(self, address: NetworkAddress) -> zmq.Socket[bytes]:
         name = address.to_tcp()

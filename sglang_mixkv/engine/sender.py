@@ -36,7 +36,7 @@ class RoomSender(CommonKVSender):
         """As stock; fewer pages than none, and no chunk would ever be sent."""
         super().init(num_kv_indices, aux_index)
         if self.side is not None and num_kv_indices < 0:
-            reason = "the decode side's cached prefix is longer than the prompt."
+            reason = "[MIXKV-SEND-01] the decode side's cached prefix is longer than the prompt."
             self.side.fail(self.bootstrap_room, reason)
 
     def clear(self) -> None:

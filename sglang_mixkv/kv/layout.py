@@ -53,11 +53,11 @@ def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
     """
     if total_heads <= 0 or (total_heads % tp and tp % total_heads):
         raise refuse(
+            "MIXKV-PAIR-04",
             f"a number of KV heads that divides, or is divided by, the attention-TP size {tp}",
             f"{total_heads} heads",
             "SGLang could not load the model so, and no rank's heads would be known",
             "Choose another --tp or --dp size on this side",
-            "topology",
         )
     if total_heads >= tp:
         per_rank = total_heads // tp
@@ -112,6 +112,7 @@ class Shard(msgspec.Struct, frozen=True):
         component = self.component
         if len(component.lens) != component.entries:
             raise refuse(
+                "MIXKV-START-05",
                 f"one region length for each of the {component.entries} {name} entries",
                 f"{len(component.lens)}",
                 "destinations could not be bounds-checked",
@@ -121,6 +122,7 @@ class Shard(msgspec.Struct, frozen=True):
         for index, item_len in enumerate(component.item_lens):
             if item_len <= 0 or item_len % step:
                 raise refuse(
+                    "MIXKV-START-05",
                     f"{name} entry {index} to be pages of {self.page_size} tokens x "
                     f"{len(self.heads)} heads",
                     f"{item_len} bytes per page",

@@ -34,6 +34,7 @@ def pages_to_send(
     filled = offered if tokens is None else -(-tokens // page_size)
     if filled > offered or (filled < offered and not last):
         raise refuse(
+            "MIXKV-SEND-01",
             f"{filled} pages for {tokens} tokens",
             f"{offered} pages, not the last chunk" if not last else f"{offered} pages",
             "pages after this chunk would shift",
@@ -42,6 +43,7 @@ def pages_to_send(
     end = start + filled
     if end > total or (last and end < total):
         raise refuse(
+            "MIXKV-SEND-01",
             f"chunks that fill the {total} pages that the decode side allocated",
             f"the chunk at page {start} ends at page {end}",
             "pages would be cut or stay unwritten without an error",

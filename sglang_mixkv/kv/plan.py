@@ -125,6 +125,7 @@ def component_copies(
     dst_head = np.array(dst.head_bytes, np.int64)[[j for _, j in pairs]]
     if (src_head != dst_head).any():
         raise refuse(
+            "MIXKV-PAIR-03",
             f"heads of {src_head.tolist()} bytes per token, as this prefill rank has",
             f"{dst_head.tolist()} on the decode rank",
             "bytes of one head would land in another",
@@ -167,8 +168,9 @@ class Plan:
         ):
             if len(pages) and not 0 <= pages.min() <= pages.max() < count:
                 raise MixKVError(
+                    "MIXKV-SEND-01",
                     f"{name} pages {pages.min()}..{pages.max()} of a pool of {count}; nothing of "
-                    "this chunk was sent"
+                    "this chunk was sent",
                 )
 
 
@@ -204,6 +206,7 @@ def positional_pairs(n_src: int, n_dst: int, start_layer: int, *, halves: bool) 
     src_layers, dst_layers = n_src // groups, n_dst // groups
     if start_layer + src_layers > dst_layers:
         raise refuse(
+            "MIXKV-PAIR-04",
             f"a decode rank with layers {start_layer}..{start_layer + src_layers - 1}",
             f"{dst_layers} layers",
             "this stage's KV would have no destination",

@@ -45,11 +45,11 @@ def check_pairing(prefill_tp: int, decode_tp: int) -> None:
     """Raise MixKVError unless one attention-TP size divides the other."""
     if min(prefill_tp, decode_tp) < 1 or (prefill_tp % decode_tp and decode_tp % prefill_tp):
         raise refuse(
+            "MIXKV-PAIR-04",
             "attention-TP sizes of which one divides the other",
             f"prefill {prefill_tp}, decode {decode_tp}",
             "some decode ranks would find no whole set of prefill ranks",
             "Change --tp or --attn-dp-size on one side",
-            "topology",
         )
 
 
@@ -120,11 +120,11 @@ def _assign(spread: Spread, topology: Topology, decode_rank: int) -> Iterator[ra
         yield fresh if fresh else NO_HEADS
     if covered != needed.stop:
         raise refuse(
+            "MIXKV-PAIR-04",
             f"prefill ranks that together hold KV heads {needed.start}..{needed.stop - 1}",
             f"heads up to {covered - 1} only",
             "part of the decode rank's cache would never be written",
             "This pair of TP sizes and heads is not supported",
-            "topology",
         )
 
 

@@ -17,7 +17,7 @@ from sglang_mixkv.prefill.rooms import MEMORY_S, Room, Rooms, State
 from sglang_mixkv.prefill.sglang import SGLang
 from sglang_mixkv.protocol import messages, registration
 from sglang_mixkv.protocol.frames import Address, Frames
-from sglang_mixkv.protocol.messages import MOVED, Abort, Metadata, MetadataPositions, Poll
+from sglang_mixkv.protocol.messages import Abort, Metadata, MetadataPositions, Poll
 from sglang_mixkv.protocol.registration import Positions
 from sglang_mixkv.stats import Stats
 
@@ -86,14 +86,17 @@ class Gate:
         """Whose room it is. Raises MixKVError unless it is served for this peer."""
         session = said.sender.session
         refusal, peer = self.peers.refusal(session), self.peers.get(session)
-        if refusal is not None or peer is None:
-            raise MixKVError(refusal or "its registration never arrived")
+        if refusal is not None:
+            raise refusal
+        assert peer is not None, session
         if (said.sender.endpoint, said.sender.port) != (peer.address.endpoint, peer.address.port):
-            raise MixKVError(f"{MOVED} {peer.address.endpoint}:{peer.address.port}")
+            text = f"it registered from {peer.address.endpoint}:{peer.address.port}"
+            raise MixKVError("MIXKV-REG-02", text)
         if not self._may_join(said.room, session):
-            raise MixKVError("it has all its decode ranks already")
+            raise MixKVError("MIXKV-ROOM-04", "it has all its decode ranks already")
         if said.prefix % self.page_size:
-            raise MixKVError(f"a prefix of {said.prefix} tokens ends inside a page")
+            text = f"a prefix of {said.prefix} tokens ends inside a page"
+            raise MixKVError("MIXKV-ROOM-01", text)
         peer.check_metadata(said)
         return peer
 
@@ -131,7 +134,8 @@ class Gate:
         mine = room is not None and room.has_member_at(said.endpoint, said.port)
         if room is not None and room.is_complete and not mine:
             who = (said.endpoint, said.port)
-            raise MixKVError(f"room {said.room}: an abort by {who}, which has no part in it.")
+            text = f"room {said.room}: an abort by {who}, which has no part in it."
+            raise MixKVError("MIXKV-ROOM-04", text)
         self._note_abort(said, room)
         if not said.port or self.peers.knows(said.endpoint, said.port):
             return True
@@ -147,8 +151,8 @@ class Gate:
         """Keep a reason for this side's log and answer, for a request still to come as well."""
         where = f" at {said.endpoint}:{said.port}" if said.port else ""
         reason = (
-            f"room {said.room}: the decode rank{where} gave it up: aborted, failed, refused or "
-            "timed out there; its log and its answer to the request say why"
+            f"[MIXKV-ROOM-02] room {said.room}: the decode rank{where} gave it up: aborted, "
+            "failed, refused or timed out there; its log and its answer to the request say why"
         )
         status = self.sglang.statuses().get(said.room)
         late = room is not None and (room.reused or room.state is State.ENDED)

@@ -73,7 +73,8 @@ class PackMemory:
         except MemoryError as error:
             self._next_try = now + RETRY_BUFFER_S
             logger.warning(
-                "sglang-mixkv: no pack buffer of %d bytes (%s); slices go without it",
+                "[MIXKV-MEM-01] sglang-mixkv: no pack buffer of %d bytes (%s); slices go "
+                "without it",
                 self._size, error,
             )  # fmt: skip
             return None

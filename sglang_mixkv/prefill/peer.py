@@ -86,11 +86,9 @@ class Peer:
         if self.pages is not None:
             _check_inside("pages", said.pages, self.pages)
         if said.aux_index >= self.aux_rows:
-            raise MixKVError(f"aux row {said.aux_index} of {self.aux_rows}.")
+            raise _misfit(f"aux row {said.aux_index} of {self.aux_rows}.")
         if said.states and len(said.states) != len(self.states):
-            raise MixKVError(
-                f"indices of {len(said.states)} kinds of state, of {len(self.states)}."
-            )
+            raise _misfit(f"indices of {len(said.states)} kinds of state, of {len(self.states)}.")
         for indices, (kind, rows) in zip(said.states, self.states, strict=False):
             if rows is not None:
                 named = indices[:1] if kind == ROW_AND_SPANS else indices
@@ -98,7 +96,7 @@ class Peer:
 
     def _check_role(self, said: Metadata) -> None:
         if said.is_dummy != self.route.is_dummy or said.required != self.required_peers:
-            raise MixKVError(
+            raise _misfit(
                 f"expected metadata for {_role(self.route.is_dummy)} shared by "
                 f"{self.required_peers} decode ranks, as the routes have it; got it for "
                 f"{_role(said.is_dummy)} shared by {said.required}."
@@ -110,11 +108,12 @@ class Peer:
         start, size = self.staging
         need = grant.tokens * plan.draft.bytes_per_token
         if grant.tokens and grant.tokens != (pages - grant.first_page) * plan.page_size:
-            raise MixKVError(
+            raise _misfit(
                 f"a region of {grant.tokens} tokens from page {grant.first_page} of {pages}."
             )
         if grant.tokens and (grant.address < start or grant.address + need > start + size):
             raise refuse(
+                "MIXKV-ROOM-01",
                 f"a region inside the {size} bytes of staging that the decode rank announced",
                 f"{need} bytes at offset {grant.address - start}",
                 "slices would be written outside it",
@@ -122,10 +121,15 @@ class Peer:
             )
         parts = (plan.target.parts.part, plan.draft.parts.part)
         if grant.by_page and any((part.src_row != part.width).any() for part in parts):
-            raise MixKVError("slices are wanted by extent that do not fill this rank's rows.")
+            raise _misfit("this rank's rows hold more than the slices that are wanted by extent.")
         size, extent = plan.page_size, grant.extent
         if extent and extent % size and size % extent:
-            raise MixKVError(f"extents of {extent} tokens do not fit pages of {size}.")
+            raise _misfit(f"extents of {extent} tokens do not fit pages of {size}.")
+
+
+def _misfit(text: str) -> MixKVError:
+    """What of a room does not fit the registration of its decode rank."""
+    return MixKVError("MIXKV-ROOM-01", text)
 
 
 def _role(is_dummy: bool) -> str:
@@ -134,7 +138,7 @@ def _role(is_dummy: bool) -> str:
 
 def _check_inside(what: str, numbers: Numbers, count: int) -> None:
     if len(numbers) > count or (len(numbers) and not 0 <= numbers.min() <= numbers.max() < count):
-        raise MixKVError(
+        raise _misfit(
             f"{len(numbers)} {what}, {numbers.min()}..{numbers.max()}, of a pool of {count}."
         )
 
@@ -171,28 +175,28 @@ def _compare_facts(local: Local, extension: Extension) -> None:
         prefill, decode = (msgspec.structs.replace(f, draft=None) for f in (prefill, decode))
     found = differences(prefill, decode)
     if found:
-        raise MixKVError(" ".join(found), "facts")
+        raise MixKVError("MIXKV-PAIR-03", " ".join(found))
 
 
 def _compare_cold(local: Local, decode: Facts) -> None:
     found = cold_differences(local.facts, decode)
     if found:
-        raise MixKVError(" ".join(found), "facts")
+        raise MixKVError("MIXKV-PAIR-03", " ".join(found))
     ours, theirs = ((len(f.aux_item_lens), f.draft_aux) for f in (local.facts, decode))
     if ours != theirs:
         raise MixKVError(
+            "MIXKV-PAIR-03",
             f"metadata rows (all, the drafter's): prefill has {ours}, decode has {theirs}; what is "
             "not the drafter's would land at wrong offsets. Run the same SGLang release and "
             "sampling mask on both sides.",
-            "facts",
         )
     if not local.cold_allowed:
         raise refuse(
+            "MIXKV-PAIR-03",
             "drafters that fit, since this prefill runs with --mixkv-on-draft-mismatch refuse",
             " ".join(differences(local.facts, decode)) or "a decode rank that wants no draft KV",
             "the accept length would be low",
             "Give both sides the same drafter, or both --mixkv-on-draft-mismatch cold",
-            "facts",
         )
 
 
@@ -201,7 +205,8 @@ def _agreed_route(local: Local, registration: Registration) -> Route:
     stages = registration.extension.stages
     if not stages or list(stages) != sorted(set(stages)) or stages[-1] > local.last_stage:
         raise MixKVError(
-            f"the decode rank contacts prefill stages {stages[:8]}, of {local.last_stage + 1}."
+            "MIXKV-REG-01",
+            f"the decode rank contacts prefill stages {stages[:8]}, of {local.last_stage + 1}.",
         )
     table = routes(
         Topology(
@@ -219,12 +224,12 @@ def _agreed_route(local: Local, registration: Registration) -> Route:
     told = registration.extension.route
     if route is None or wire.notice_of(route) != told:
         raise refuse(
+            "MIXKV-PAIR-05",
             f"decode rank {registration.attn_tp_rank} of {registration.attn_tp_size} to see this "
             f"prefill rank {target.rank} of {target.tp} as {route and wire.notice_of(route)}",
             f"{told}",
             "draft heads would be sent twice or never",
             "Start both sides with the same models, SGLang and sglang-mixkv",
-            "topology",
         )
     return route
 
@@ -275,9 +280,10 @@ def _pairs(local: Local, registration: Registration) -> tuple[Pairs, Pairs]:
             n_dst + n_dst_draft,
         )
     except RuntimeError as error:
-        raise MixKVError(str(error)) from None
+        raise MixKVError("MIXKV-PAIR-07", str(error)) from None
     if any((i < n_src) != (j < n_dst) for i, j in pairs):
-        raise MixKVError("layer ids pair entries of the target with entries of the drafter.")
+        text = "layer ids pair entries of the target with entries of the drafter."
+        raise MixKVError("MIXKV-REG-01", text)
     return (
         [(i, j) for i, j in pairs if i < n_src],
         [(i - n_src, j - n_dst) for i, j in pairs if i >= n_src],

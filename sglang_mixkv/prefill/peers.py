@@ -6,7 +6,6 @@ import threading
 
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.prefill.peer import Local, Peer, admit
-from sglang_mixkv.protocol.messages import REFUSED, REGISTER_AGAIN
 from sglang_mixkv.protocol.registration import Registration
 
 # Sessions that are remembered whose registration could not be read.
@@ -33,7 +32,7 @@ class Peers:
         try:
             peer = admit(self._local, registration)
         except MixKVError as error:
-            self.refuse(session, f"{REFUSED}: {error}")
+            self.refuse(session, str(error))
             raise
         with self._lock:
             self._peers[session] = peer
@@ -56,15 +55,17 @@ class Peers:
     def get(self, session: str) -> Peer | None:
         return self._peers.get(session)
 
-    def refusal(self, session: str) -> str | None:
-        """Why this session is not served; None for a peer."""
-        why = self._unread.get(session)
-        if why is None and session in self._refused:
-            return self._refused[session]
-        if why is None and session in self._peers:
+    def refusal(self, session: str) -> MixKVError | None:
+        """Why this session is not served; None for a peer. See messages.cured_by_registration."""
+        unread, refused = self._unread.get(session), self._refused.get(session)
+        if unread is None and refused is not None:
+            text = f"sglang-mixkv refuses this decode rank: {refused}"
+            return MixKVError("MIXKV-REG-03", text)
+        if unread is None and session in self._peers:
             return None
-        why = f"its registration was rejected: {why}" if why else "its registration never arrived"
-        return f"{why.rstrip('.')}; {REGISTER_AGAIN}"
+        why = f"was rejected: {unread.rstrip('.')}" if unread else "never arrived"
+        text = f"its registration {why}; it registers again with its next request"
+        return MixKVError("MIXKV-REG-02", text)
 
     def knows(self, endpoint: str, port: int) -> bool:
         """Whether a peer listens there."""

@@ -106,7 +106,9 @@ class PrefillRank:
     def abandon_room(self, number: int) -> None:
         """The scheduler aborts the sender: tell decode."""
         if number in self._sglang.statuses():
-            self._sglang.fail(number, f"room {number}: aborted by the prefill server")
+            self._sglang.fail(
+                number, f"[MIXKV-ROOM-02] room {number}: aborted by the prefill server"
+            )
             self.rooms.abandon(number, time.monotonic())
 
     def close_room(self, room: Room) -> None:
@@ -114,7 +116,7 @@ class PrefillRank:
 
     def refused_by_sglang(self, session: str, reason: str) -> None:
         """SGLang's own check of a peer that was admitted here."""
-        self.peers.refuse(session, reason)
+        self.peers.refuse(session, f"[MIXKV-PAIR-07] {reason}")
         self.stats.refused()
 
     def pages_to_send(
@@ -186,8 +188,8 @@ class PrefillRank:
         self._sglang.note_unsettled(room)
         self._sglang.fail(
             room,
-            f"Failed to send kv chunk of {room} to {session}, which answers: the transport "
-            f"returned {code}",
+            f"[MIXKV-SEND-03] Failed to send kv chunk of {room} to {session}, which answers: the "
+            f"transport returned {code}",
         )
         return 0
 
@@ -200,7 +202,7 @@ class PrefillRank:
             return
         refusal = self.peers.refusal(session)
         if refusal is not None:
-            raise MixKVError(refusal)
+            raise refusal
         if room.fits.get(session) is not peer:
             peer.check_metadata(said)
             room.fits[session] = peer
@@ -214,6 +216,7 @@ class PrefillRank:
         """
         if hands is None or hands.task is None:
             raise refuse(
+                "MIXKV-SEND-01",
                 "to know which room this chunk belongs to",
                 "a thread that took none from SGLang's queue",
                 "draft heads would land outside the region that the decode rank reads",
@@ -224,7 +227,8 @@ class PrefillRank:
         room = self.rooms.open_room(task.room)
         said = room.members.get(peer.session) if room is not None else None
         if room is None or said is None:
-            raise MixKVError("the request ended meanwhile; nothing of this chunk was sent")
+            text = "the request ended meanwhile; nothing of this chunk was sent"
+            raise MixKVError("MIXKV-ROOM-04", text)
         src, dst = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
         plan.check_pages(src, dst)
         skip = self._before_window(peer, said, task)
@@ -299,5 +303,6 @@ class PrefillRank:
 def _why(session: str, room: int | None, error: Exception) -> str:
     """Why a send failed on this side."""
     what = f"room {room} " if room is not None else ""
-    said = str(error) if isinstance(error, MixKVError) else repr(error)
+    ours = isinstance(error, MixKVError)
+    said = str(error) if ours else f"[MIXKV-SEND-02] {error!r}"
     return f"sglang-mixkv could not send {what}to {session}: {said}"

@@ -67,8 +67,9 @@ class Chunk:
         start = self.start + len(self.src_pages) - len(pairs) - first
         if start < 0 or not np.array_equal(pages[start : start + len(pairs)], pairs.dst):
             raise MixKVError(
+                "MIXKV-SEND-01",
                 f"this chunk's {len(pairs)} pages are not the request's from page {start + first} "
-                "on; nothing of this chunk was sent"
+                "on; nothing of this chunk was sent",
             )
         return extent_blocks(
             copies, extents(pages, page_size, grant.extent), page_size, start, pairs.src
@@ -238,8 +239,9 @@ class ChunkWriter:
         first = chunk.start + chunk.skip - grant.first_page
         if first < 0 or (first + len(pairs)) * plan.page_size > grant.tokens:
             raise MixKVError(
+                "MIXKV-SEND-01",
                 f"pages {first}..{first + len(pairs) - 1} of a region of {grant.tokens} tokens; "
-                "nothing of this chunk was sent"
+                "nothing of this chunk was sent",
             )
         pairs = PagePairs(pairs.src, np.arange(first, first + len(pairs), dtype=np.int64))
         parts = plan.draft.region.parts

@@ -12,6 +12,7 @@ import msgspec
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.protocol.extension import PROTOCOL
 from sglang_mixkv.protocol.facts import Facts
+from sglang_mixkv.protocol.frames import unreadable
 
 MAX_ANNOUNCEMENT = 64 << 10
 
@@ -38,19 +39,18 @@ def read_announcement(body: bytes, source: str) -> Facts:
     `source`: whose it is, for the reason. Raises MixKVError, never anything else.
     """
     if len(body) > MAX_ANNOUNCEMENT:
-        raise MixKVError(f"{source} announced more than {MAX_ANNOUNCEMENT} bytes.", "malformed")
+        raise unreadable(f"{source} announced more than {MAX_ANNOUNCEMENT} bytes.")
     try:
         protocol = msgspec.json.decode(body, type=_Protocol).protocol
         if protocol != PROTOCOL:
             raise MixKVError(
+                "MIXKV-PAIR-02",
                 f"{source} speaks sglang-mixkv protocol {protocol}, this side {PROTOCOL}. Install "
                 "the same sglang-mixkv on both sides.",
-                "protocol",
             )
         return msgspec.json.decode(body, type=Announcement).facts
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        text = f"{source} announced malformed facts: {error}."
-        raise MixKVError(text, "malformed") from None
+        raise unreadable(f"{source} announced malformed facts: {error}.") from None
 
 
 def kept(said: Any) -> bytes | None:

@@ -22,10 +22,10 @@ from typing import TypeVar
 
 import msgspec
 
-from sglang_mixkv.errors import MixKVError, refuse
+from sglang_mixkv.errors import refuse
 from sglang_mixkv.kv.routes import Route
 from sglang_mixkv.protocol.facts import Facts, Room, Several, Size, Word
-from sglang_mixkv.protocol.frames import Frames
+from sglang_mixkv.protocol.frames import Frames, unreadable
 
 T = TypeVar("T")
 
@@ -152,11 +152,11 @@ def decode_extension(frame: bytes | None) -> Extension:
     """Read the extension of a registration. Raises MixKVError, never anything else."""
     if frame is None:
         raise refuse(
+            "MIXKV-PAIR-01",
             "a registration that ends with the frame of sglang-mixkv",
             "one without it: the decode side does not run sglang-mixkv",
             "draft KV could land in other requests' pages",
             "Start the decode server with --enable-mixkv too, or this prefill without it",
-            "no_plugin",
         )
     return _payload(frame, Extension)
 
@@ -171,33 +171,32 @@ def decode_digest(frames: Frames) -> Digest | None:
     if not frames[0].startswith(MAGIC):
         return None
     if len(frames) != 1:
-        raise MixKVError(f"a digest of {len(frames)} frames; expected 1.")
+        raise unreadable(f"a digest of {len(frames)} frames; expected 1.")
     return _payload(frames[0], Digest)
 
 
 def _payload(frame: bytes, kind: type[T]) -> T:
     if len(frame) < HEADER or not frame.startswith(MAGIC) or len(frame) > MAX_EXTENSION:
         raise refuse(
+            "MIXKV-MSG-01",
             "an extension frame of sglang-mixkv",
             f"{len(frame)} other bytes",
             "the peer's drafter would be unknown",
             _UPGRADE,
-            "malformed",
         )
     (protocol,) = struct.unpack_from(">H", frame, len(MAGIC))
     if protocol != PROTOCOL:
         raise refuse(
+            "MIXKV-PAIR-02",
             f"sglang-mixkv protocol {PROTOCOL}",
             f"protocol {protocol}",
             "fields could be read with another meaning",
             _UPGRADE,
-            "protocol",
         )
     try:
         return msgspec.msgpack.decode(frame[HEADER:], type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MixKVError(
+        raise unreadable(
             f"malformed sglang-mixkv {kind.__name__.lower()}: {error}; nothing is sent to this "
-            f"peer. {_UPGRADE}.",
-            "malformed",
+            f"peer. {_UPGRADE}."
         ) from None

@@ -44,21 +44,26 @@ class Address(msgspec.Struct, frozen=True):
     session: str
 
 
+def unreadable(text: str) -> MixKVError:
+    """What is wrong with a message that cannot be read."""
+    return MixKVError("MIXKV-MSG-01", text)
+
+
 def bounded(frames: Frames, least: int, most: int, what: str, limit: int = MAX_FRAME) -> None:
     """Raise MixKVError unless there are so many frames, none of more than `limit` bytes."""
     if not least <= len(frames) <= most:
-        raise MixKVError(f"{what} of {len(frames)} frames; expected {least} to {most}.")
+        raise unreadable(f"{what} of {len(frames)} frames; expected {least} to {most}.")
     if any(len(frame) > limit for frame in frames):
-        raise MixKVError(f"{what} with a frame above {limit} bytes.")
+        raise unreadable(f"{what} with a frame above {limit} bytes.")
 
 
 def number(frame: bytes, what: str, *, low: int = 0, high: int = MAX_NUMBER) -> int:
     """An ASCII integer in [low, high). Raises MixKVError."""
     if not 0 < len(frame) <= 20 or not frame.removeprefix(b"-").isdigit():
-        raise MixKVError(f"{what} is not a number: {frame[:20]!r}.")
+        raise unreadable(f"{what} is not a number: {frame[:20]!r}.")
     value = int(frame)
     if not low <= value < high:
-        raise MixKVError(f"{what} is {value}, outside [{low}, {high}).")
+        raise unreadable(f"{what} is {value}, outside [{low}, {high}).")
     return value
 
 
@@ -69,10 +74,10 @@ def room(frame: bytes) -> int:
 def host(frame: bytes, what: str) -> str:
     """A host, or a host and a port, of at most MAX_TEXT characters. Raises MixKVError."""
     if not frame or len(frame) > MAX_TEXT or not frame.isascii():
-        raise MixKVError(f"{what} is not an address: {frame[:20]!r}.")
+        raise unreadable(f"{what} is not an address: {frame[:20]!r}.")
     found = frame.decode("ascii")
     if not _HOST.fullmatch(found):
-        raise MixKVError(f"{what} is not an address: {found[:20]!r}.")
+        raise unreadable(f"{what} is not an address: {found[:20]!r}.")
     return found
 
 
@@ -81,7 +86,7 @@ def session(frame: bytes) -> str:
     found = host(frame, "session")
     name, _, port = found.rpartition(":")
     if not name:
-        raise MixKVError(f"session {found!r} is not host:port.")
+        raise unreadable(f"session {found!r} is not host:port.")
     number(port.encode(), "session port", low=1, high=MAX_PORT)
     return found
 
@@ -90,14 +95,14 @@ def words(frame: bytes, what: str, code: str) -> tuple[int, ...]:
     """The integers of a packed frame; `code` as in `struct`. Raises MixKVError."""
     width = struct.calcsize(code)
     if len(frame) % width:
-        raise MixKVError(f"{what} has {len(frame)} bytes, not a multiple of {width}.")
+        raise unreadable(f"{what} has {len(frame)} bytes, not a multiple of {width}.")
     return struct.unpack(f"<{len(frame) // width}{code}", frame)
 
 
 def pages(frame: bytes, what: str) -> Numbers:
     """Page numbers, int32. Raises MixKVError."""
     if len(frame) % 4:
-        raise MixKVError(f"{what} has {len(frame)} bytes, not a multiple of 4.")
+        raise unreadable(f"{what} has {len(frame)} bytes, not a multiple of 4.")
     return np.frombuffer(frame, np.int32)
 
 
@@ -111,10 +116,10 @@ def lists(frame: bytes, what: str, dtype: Any) -> tuple[npt.NDArray[Any], ...]:
     width, head = np.dtype(dtype).itemsize, struct.calcsize("<I")
     count = struct.unpack_from("<I", frame)[0] if len(frame) >= head else MAX_LISTS + 1
     if count > MAX_LISTS or len(frame) < head * (1 + count):
-        raise MixKVError(f"{what} names {count} lists in {len(frame)} bytes.")
+        raise unreadable(f"{what} names {count} lists in {len(frame)} bytes.")
     sizes = struct.unpack_from(f"<{count}I", frame, head)
     if head * (1 + count) + sum(sizes) != len(frame) or any(size % width for size in sizes):
-        raise MixKVError(f"{what}: lists of {sizes[:8]} bytes in {len(frame)}.")
+        raise unreadable(f"{what}: lists of {sizes[:8]} bytes in {len(frame)}.")
     ends = np.cumsum([head * (1 + count), *sizes]).tolist()
     return tuple(
         np.frombuffer(frame, dtype, (end - start) // width, start) for start, end in pairwise(ends)

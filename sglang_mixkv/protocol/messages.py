@@ -19,25 +19,30 @@ from enum import IntEnum
 import msgspec
 import numpy as np
 
-from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.errors import codes_in
 from sglang_mixkv.protocol import extension, frames
 from sglang_mixkv.protocol.extension import Grant
 from sglang_mixkv.protocol.frames import Address, Frames, Numbers
 
 ABORT = b"ABORT"
 
-# What prefill ranks say of a request that failed for want of a good registration: they have none,
-# or refused it, or do not send any more to a session that a write to it failed for, which a
-# registration of that session ends (sglang: MooncakeKVManager._publish_peer_registration).
-REGISTER_AGAIN = "it registers again with its next request"
-MOVED = "it registered from"
-REFUSED = "sglang-mixkv refuses this decode rank"
-_CURED = (REGISTER_AGAIN, MOVED, REFUSED, "Failed to send", "Decode instance could be dead")
+# Why prefill ranks fail a request for want of a good registration: they have none, or refused it.
+_CURED = {"MIXKV-REG-02", "MIXKV-REG-03"}
+# The same in the words of version 0.1, which has no codes; then SGLang's own, of a session that it
+# sends nothing more to since a write failed: a registration ends that (MooncakeKVManager.
+# _publish_peer_registration).
+_CURED_WORDS = (
+    "it registers again with its next request",
+    "it registered from",
+    "sglang-mixkv refuses this decode rank",
+    "Failed to send",
+    "Decode instance could be dead",
+)
 
 
 def cured_by_registration(reason: str) -> bool:
     """Whether the decode rank should register before its next request."""
-    return any(words in reason for words in _CURED)
+    return bool(codes_in(reason) & _CURED) or any(words in reason for words in _CURED_WORDS)
 
 
 MAX_INDEX = 1 << 31
@@ -94,7 +99,7 @@ class Metadata(msgspec.Struct, frozen=True):
 def metadata_sender(message: Frames, at: MetadataPositions) -> tuple[int, Address]:
     """Room and sender, of a message that may not be readable otherwise. Raises MixKVError."""
     if len(message) <= max(at.room, at.endpoint, at.port, at.session):
-        raise MixKVError(f"metadata of {len(message)} frames; expected {at.count}.")
+        raise frames.unreadable(f"metadata of {len(message)} frames; expected {at.count}.")
     return frames.room(message[at.room]), Address(
         frames.host(message[at.endpoint], "endpoint"),
         frames.number(message[at.port], "port", low=1, high=frames.MAX_PORT),
@@ -111,7 +116,7 @@ def read_metadata(message: Frames, at: MetadataPositions) -> Metadata:
     dummy = stock[at.pages] == b"" and stock[at.aux_index] == b""
     if stock[at.device_pages]:  # HiSparse's, which the plugin refuses to start with
         size = len(stock[at.device_pages])
-        raise MixKVError(f"device pages, {size} bytes of them: not supported.")
+        raise frames.unreadable(f"device pages, {size} bytes of them: not supported.")
     return Metadata(
         room=room,
         sender=sender,
@@ -200,5 +205,5 @@ def read_aux(message: Frames, item_lens: Sequence[int], rows: Sequence[int]) -> 
     buffer = frames.number(message[2], "aux buffer", high=len(item_lens))
     row = frames.number(message[3], "aux row", high=rows[buffer])
     if len(message[4]) != 4 or len(message[5]) > item_lens[buffer]:
-        raise MixKVError(f"{len(message[5])} bytes for an aux row of {item_lens[buffer]}.")
+        raise frames.unreadable(f"{len(message[5])} bytes for an aux row of {item_lens[buffer]}.")
     return Aux(frames.room(message[1]), buffer, row)

@@ -129,16 +129,13 @@ class Registration(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         """Raise MixKVError unless what it says of itself is whole, and consistent."""
-        try:
-            self._check_counts()
-            self._check_state()
-            self._check_draft()
-            for ptr, length in self._regions():
-                if ptr + length >= MAX_ADDRESS:
-                    raise MixKVError(f"a region of {length} bytes at {ptr:#x} is no memory.")
-        except MixKVError as error:
-            error.reason = "malformed"
-            raise
+        self._check_counts()
+        self._check_state()
+        self._check_draft()
+        for ptr, length in self._regions():
+            if ptr + length >= MAX_ADDRESS:
+                text = f"a region of {length} bytes at {ptr:#x} is no memory."
+                raise MixKVError("MIXKV-REG-01", text)
 
     def _regions(self) -> Any:
         """(address, bytes) of everything that is written to."""
@@ -160,6 +157,7 @@ class Registration(msgspec.Struct, frozen=True):
         counts = [len(self.kv_ptrs), len(self.kv_item_lens), len(said.kv_data_lens)]
         if len(set(counts)) != 1 or said.num_draft_entries > counts[0]:
             raise refuse(
+                "MIXKV-REG-01",
                 "as many pointers as item lengths and region lengths, the drafter's among them",
                 f"{counts} and {said.num_draft_entries} draft entries",
                 "entries would be paired wrongly",
@@ -169,8 +167,9 @@ class Registration(msgspec.Struct, frozen=True):
             _check_room("KV page", item, length)
         if len(self.aux_ptrs) != len(said.facts.aux_item_lens):
             raise MixKVError(
+                "MIXKV-REG-01",
                 f"{len(self.aux_ptrs)} metadata buffers with {len(said.facts.aux_item_lens)} sizes "
-                "of their rows."
+                "of their rows.",
             )
 
     def _check_state(self) -> None:
@@ -180,6 +179,7 @@ class Registration(msgspec.Struct, frozen=True):
         kinds = len(self.extension.facts.state_types)
         if shapes[0] != shapes[1] or shapes[0] != shapes[2] or len(shapes[0]) != kinds:
             raise refuse(
+                "MIXKV-REG-01",
                 f"pointers, item lengths and region lengths for {kinds} kinds of state",
                 f"entries {[shape[:8] for shape in shapes]}",
                 "state could be written outside its pool",
@@ -195,6 +195,7 @@ class Registration(msgspec.Struct, frozen=True):
         said, facts = self.extension, self.extension.facts.draft
         if said.num_draft_entries and said.draft_kind not in tuple(Kind):
             raise refuse(
+                "MIXKV-REG-01",
                 f"a drafter of kind {[k.value for k in Kind]}",
                 said.draft_kind,
                 "its rows could not be cut",
@@ -202,13 +203,15 @@ class Registration(msgspec.Struct, frozen=True):
             )
         draft = (said.draft_kind, said.draft_total_heads) if said.num_draft_entries else None
         if draft != (facts and (facts.kind, facts.total_heads)):
-            raise MixKVError(f"the decode rank has a drafter of {draft}, and facts of {facts}.")
+            text = f"the decode rank has a drafter of {draft}, and facts of {facts}."
+            raise MixKVError("MIXKV-REG-01", text)
 
 
 def _check_room(what: str, item: int, length: int) -> None:
     """Raise MixKVError unless an entry's item has bytes, and its region has room for one."""
     if not 0 < item <= length:
         raise refuse(
+            "MIXKV-REG-01",
             f"regions with room for a {what} at least",
             f"{length} bytes for a {what} of {item}",
             "it would be written outside its pool",
@@ -265,7 +268,7 @@ def _check_unused(stock: Frames, at: Positions) -> None:
     frames.lists(stock[at.state_layer_ids], "state layer ids", np.uint32)
     frames.words(stock[at.staging_layer_ids], "staging layer ids", "Q")
     if len(stock[at.staging_ptr]) not in (0, 8):
-        raise MixKVError(f"staging pointer of {len(stock[at.staging_ptr])} bytes.")
+        raise frames.unreadable(f"staging pointer of {len(stock[at.staging_ptr])} bytes.")
     if stock[at.staging_size]:
         frames.number(stock[at.staging_size], "staging size")
 

@@ -114,6 +114,7 @@ class CudaRows:
             wrong = f"{type(error).__name__}: {error}"
         if wrong:
             raise refuse(
+                "MIXKV-START-06",
                 f"a kernel that copies rows on {self._device}",
                 wrong,
                 "requests would fail one by one",

@@ -172,7 +172,7 @@ def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     except ValueError as error:  # text that is no boolean
         refused = [str(error)]
     for name in sorted(filter(_SHOWN.match, environ)):
-        problem = next((text for text in refused if text.startswith(name)), "")
+        problem = next((text for text in refused if name in text.split("=")[0]), "")
         yield Finding("environment", name, without_secrets(name, environ[name]), problem)
 
 

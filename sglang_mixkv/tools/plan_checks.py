@@ -16,10 +16,10 @@ Caches = tuple[Cache, Cache | None]
 def own_refusals(server: Server) -> Iterator[str]:
     """What an opted-in server would refuse at its start."""
     for reason in startup.refusals(server.args, server.environ):
-        yield f"{server.role}: {reason}"
+        yield f"[MIXKV-START-03] {server.role}: {reason}"
     if server.args.disaggregation_mode != server.role:
         yield (
-            f"{server.role}: expected --disaggregation-mode {server.role}; got "
+            f"[MIXKV-START-03] {server.role}: expected --disaggregation-mode {server.role}; got "
             f"{server.args.disaggregation_mode}. Are the two launch lines swapped?"
         )
 
@@ -32,23 +32,27 @@ def mismatches(prefill: Server, decode: Server, mine: Caches, other: Caches) -> 
             f"target cache: prefill has {_words(mine[0])}, decode has {_words(other[0])}. Start "
             "both sides with the same --model-path and --dtype."
         )
-    return [*found, *_flag_mismatches(prefill, decode)]
+    different = [f"[MIXKV-PAIR-03] {sentence}" for sentence in found]
+    return [*different, *_flag_mismatches(prefill, decode)]
 
 
 def _flag_mismatches(prefill: Server, decode: Server) -> Iterator[str]:
     if {prefill.enabled, decode.enabled} == {True, False}:
         missing = prefill if decode.enabled else decode
         yield (
-            f"--enable-mixkv: the {missing.role} server does not have it. Start both with it, or "
-            "both without."
+            f"[MIXKV-PAIR-01] --enable-mixkv: the {missing.role} server does not have it. Start "
+            "both with it, or both without."
         )
     name = "disaggregation_enable_kv_checksum"
     if getattr(prefill.args, name) != getattr(decode.args, name):
-        yield "--disaggregation-enable-kv-checksum: on one side only. Set it on both or on neither."
+        yield (
+            "[MIXKV-PAIR-03] --disaggregation-enable-kv-checksum: on one side only. Set it on both "
+            "or on neither."
+        )
     if decode.args.pp_size not in (1, prefill.args.pp_size):
         yield (
-            f"--pp-size: expected 1 or the prefill's {prefill.args.pp_size} on the decode side; "
-            f"got {decode.args.pp_size}. Change one of them."
+            f"[MIXKV-PAIR-04] --pp-size: expected 1 or the prefill's {prefill.args.pp_size} on the "
+            f"decode side; got {decode.args.pp_size}. Change one of them."
         )
 
 

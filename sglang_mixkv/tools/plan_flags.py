@@ -89,7 +89,7 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise MixKVError(f"launch line: {message}.")
+        raise MixKVError("MIXKV-START-04", f"launch line: {message}.")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -118,6 +118,7 @@ class Server:
         groups = self.dp_groups * self.args.attn_cp_size
         if self.args.tp_size < 1 or groups < 1 or self.args.tp_size % groups:
             raise refuse(
+                "MIXKV-PAIR-04",
                 f"a {self.role} TP size that the DP-attention and CP sizes divide",
                 f"TP {self.args.tp_size} over {groups}",
                 "SGLang would not start it",
@@ -167,11 +168,12 @@ def _config_words(path: str) -> list[str]:
     try:
         import yaml  # type: ignore[import-untyped]
     except ImportError:
-        raise MixKVError("--config: reading it needs PyYAML, which is not installed.") from None
+        text = "--config: reading it needs PyYAML, which is not installed."
+        raise MixKVError("MIXKV-START-04", text) from None
     try:
         values = yaml.safe_load(Path(path).read_text()) or {}
     except (OSError, yaml.YAMLError) as error:
-        raise MixKVError(f"--config: {error}.") from None
+        raise MixKVError("MIXKV-START-04", f"--config: {error}.") from None
     words: list[str] = []
     for name, value in values.items():
         if value is True:
@@ -186,7 +188,7 @@ def from_line(role: str, line: str) -> Server:
     try:
         environ, words = _words(line)
     except ValueError as error:
-        raise MixKVError(f"{role} launch line: {error}.") from None
+        raise MixKVError("MIXKV-START-04", f"{role} launch line: {error}.") from None
     args, _ = _parser().parse_known_args(words)
     if args.config:
         args, _ = _parser().parse_known_args([*_config_words(args.config), *words])
@@ -220,7 +222,7 @@ def _server_info(url: str) -> dict[str, Any]:
         with opener.open(address, timeout=TIMEOUT_S) as reply:
             found = json.load(reply)
     except (OSError, ValueError, urllib.error.URLError) as error:
-        raise MixKVError(f"{address}: {error}.") from None
+        raise MixKVError("MIXKV-START-04", f"{address}: {error}.") from None
     if not isinstance(found, dict):
-        raise MixKVError(f"{address}: expected a JSON object.")
+        raise MixKVError("MIXKV-START-04", f"{address}: expected a JSON object.")
     return found

@@ -49,17 +49,18 @@ class Cache:
 def read_config(path: str | None, flag: str) -> Config:
     """A model folder's config.json. Raises MixKVError unless it is a local folder."""
     if not path:
-        raise MixKVError(f"{flag} is missing on the launch line.")
+        raise MixKVError("MIXKV-START-04", f"{flag} is missing on the launch line.")
     file = Path(path, "config.json")
     try:
         found = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise MixKVError(
+            "MIXKV-START-04",
             f"{flag} {path}: {error}. The plan reads config.json from a local folder and "
-            "downloads nothing: give the folder."
+            "downloads nothing: give the folder.",
         ) from None
     if not isinstance(found, dict):
-        raise MixKVError(f"{file}: expected a JSON object.")
+        raise MixKVError("MIXKV-START-04", f"{file}: expected a JSON object.")
     return found
 
 
@@ -120,7 +121,8 @@ def _cache(name: str, text: Config, layers: int, dtype: str, state: str) -> Cach
 def _number(text: Config, key: str) -> int:
     value = text.get(key)
     if not isinstance(value, int) or value < 1:
-        raise MixKVError(f"config.json: expected a positive number as {key}; got {value!r}.")
+        told = f"config.json: expected a positive number as {key}; got {value!r}."
+        raise MixKVError("MIXKV-START-04", told)
     return value
 
 
@@ -145,6 +147,7 @@ def _kv_dtype(server: Server, config: Config, asked: str) -> str:
     if asked != "auto":
         if asked not in DTYPE_BYTES:
             raise refuse(
+                "MIXKV-START-04",
                 f"a KV cache dtype among {sorted(DTYPE_BYTES)}",
                 asked,
                 "bytes a token would be guessed",

@@ -111,13 +111,14 @@ class Engines:
                 if self.current is engine:
                     self._replace(session)
         except Exception:
-            logger.exception("sglang-mixkv could not replace the transfer engine")
+            logger.exception("[MIXKV-SEND-04] sglang-mixkv could not replace the transfer engine")
 
     def _replace(self, session: str) -> None:
         if len(self._replaced) >= MOST_ENGINES:
             logger.error(
-                "sglang-mixkv: transfers to %s fail although it answers, and the transfer engine "
-                "was replaced %d times already; restart this server", session, MOST_ENGINES,
+                "[MIXKV-SEND-04] sglang-mixkv: transfers to %s fail although it answers, and the "
+                "transfer engine was replaced %d times already; restart this server",
+                session, MOST_ENGINES,
             )  # fmt: skip
             return
         fresh = self._make()
@@ -127,8 +128,8 @@ class Engines:
         self._replaced.append(self.current)
         self.current = fresh
         logger.warning(
-            "sglang-mixkv: a transfer to %s failed although it answers; the transfer engine was "
-            "replaced", session,
+            "[MIXKV-SEND-03] sglang-mixkv: a transfer to %s failed although it answers; the "
+            "transfer engine was replaced", session,
         )  # fmt: skip
 
 
@@ -275,7 +276,7 @@ def _submit(mooncake: Any, session: str, one: tuple[int, int, int]) -> int:
     try:
         number = int(mooncake.transfer_submit_write(session, *one))
     except Exception:
-        logger.exception("sglang-mixkv could not begin a write to %s", session)
+        logger.exception("[MIXKV-SEND-03] sglang-mixkv could not begin a write to %s", session)
         return 0
     return number if 0 < number < 1 << 63 else 0  # a pointer, 0, or -1 as it may be unsigned
 
@@ -295,6 +296,6 @@ def _outcome(mooncake: Any, number: int, deadline: float) -> int:
                 return -1
             time.sleep(POLL_S)
     except Exception:
-        logger.exception("sglang-mixkv does not know what became of a write")
+        logger.exception("[MIXKV-SEND-03] sglang-mixkv does not know what became of a write")
         return -1
     return 0 if number else -1

@@ -1,0 +1,96 @@
+"""Every refusal, error and warning carries a code of the table in errors.py."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import sglang_mixkv
+from sglang_mixkv.errors import _REASON_OF, CODES, REASONS, codes_in, refuse
+from sglang_mixkv.protocol.messages import cured_by_registration
+
+PACKAGE = Path(sglang_mixkv.__file__).parent
+TABLE = PACKAGE / "errors.py"
+SOURCES = [p for p in sorted(PACKAGE.rglob("*.py")) if p != TABLE and "site" not in p.parts]
+# Log lines around a value that carries a code already: a MixKVError, or a reason made of one.
+AROUND = {
+    "%s",
+    "%s (%d requests since the last such line)",
+    "sglang-mixkv drops a message: %s",
+    "sglang-mixkv fails room %s: %s",
+    "sglang-mixkv refuses %s (%s)",
+    "sglang-mixkv refuses decode rank %s: %s",
+}
+
+
+def test_the_codes_of_the_source_are_those_of_the_table() -> None:
+    used = set.union(*(codes_in(path.read_text()) for path in SOURCES))
+    assert used == set(CODES)
+
+
+SPEAKERS = re.compile(r"MixKVError|refuse|releases\.stop|stop|logger\.(warning|error|exception)")
+
+
+def uncoded(source: str) -> list[str]:
+    """What refuses, raises or warns without a code."""
+    found = []
+    for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
+        speaker = ast.unparse(call.func)
+        if not SPEAKERS.fullmatch(speaker) or codes_in(ast.unparse(call)):
+            continue
+        if not (speaker.startswith("logger.") and ast.literal_eval(call.args[0]) in AROUND):
+            found.append(f"line {call.lineno}: {ast.unparse(call)[:80]}")
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_is_said_without_a_code(path: Path) -> None:
+    assert uncoded(path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "raise MixKVError('this is odd')",
+        "raise refuse('a', 'b', 'c', 'd')",
+        "logger.warning('sglang-mixkv is tired of %s', room)",
+        "releases.stop('headline', [], 'remedy')",
+    ],
+)
+def test_a_text_without_a_code_is_noticed(line: str) -> None:
+    assert uncoded(line)
+
+
+def test_a_code_comes_first_and_decides_the_reason_that_is_counted() -> None:
+    error = refuse("MIXKV-PAIR-02", "1", "2", "3", "4")
+    assert str(error).startswith("[MIXKV-PAIR-02] expected 1; got 2.")
+    assert (error.code, error.reason) == ("MIXKV-PAIR-02", "protocol")
+    assert refuse("MIXKV-SEND-01", "1", "2", "3", "4").reason == "other"
+    assert set(_REASON_OF) <= set(CODES)
+    assert {*_REASON_OF.values(), "other"} == set(REASONS)
+
+
+@pytest.mark.parametrize(
+    ("reason", "cured"),
+    [
+        ("room 5: [MIXKV-REG-02] in other words", True),
+        ("[MIXKV-REG-03] in other words: [MIXKV-PAIR-03] page size", True),
+        ("room 5: [MIXKV-ROOM-01] aux row 9 of 3.", False),
+        ("its registration never arrived; it registers again with its next request", True),  # 0.1
+        ("room 5: it registered from 10.0.0.1:4000", True),  # 0.1
+        ("sglang-mixkv refuses this decode rank: page size", True),  # 0.1
+        ("Failed to send kv chunk of 5 to 10.0.0.1:4000", True),  # SGLang
+        ("Decode instance could be dead, remote mooncake session is not alive", True),  # SGLang
+        ("Aborted by AbortReq.", False),
+    ],
+)
+def test_what_a_registration_cures(reason: str, cured: bool) -> None:
+    assert cured_by_registration(reason) == cured
+
+
+def test_codes_look_alike() -> None:
+    assert all(re.fullmatch(r"MIXKV-(START|PAIR|REG|ROOM|SEND|LAND|MEM|MSG|SELF)-\d\d", code)
+               for code in CODES)  # fmt: skip
