@@ -322,11 +322,11 @@ REGISTRATIONS: dict[str, tuple[str, Callable[[list[bytes]], list[list[bytes]]], 
     "pointers missing": (
         "one KV pointer less than lengths",
         lambda m: [[*m[:4], m[4][8:], *m[5:]]],
-        "another number of item lengths",
+        "MIXKV-REG-01",
     ),
     "wrong pointers": ("KV pointers + 1 TiB", elsewhere, "Failed to send kv chunk"),
-    "wrong lengths": ("KV item lengths x 2", longer_items, "bytes a token"),
-    "one frame more": ("a 22nd frame", lambda m: [[*m, b"more"]], "registration of 22 frames"),
+    "wrong lengths": ("KV item lengths x 2", longer_items, "MIXKV-PAIR-03"),
+    "one frame more": ("a 22nd frame", lambda m: [[*m, b"more"]], "MIXKV-PAIR-01"),
     "wrong rank": ("rank 7 of 1", frame(7, b"7"), "attention-TP rank is 7"),
 }
 
@@ -579,7 +579,7 @@ UNLIKE: list[tuple[str, dict[str, Any], str]] = [
     ("top-k", {"topk": 8}, "--speculative-eagle-topk"),
     ("metadata rows", {"aux_item_lens": (64, 8)}, "metadata rows"),
     ("drafter's heads", {"draft_total_heads": 8}, "drafter KV heads"),
-    ("drafter's head size or dtype", {"draft_head_bytes": (4, 4)}, "bytes a token and head"),
+    ("drafter's head size or dtype", {"draft_head_bytes": (4, 4)}, "bytes per token and head"),
     ("drafter's architecture", {"draft_architecture": "Another"}, "drafter architecture"),
 ]
 
@@ -749,7 +749,7 @@ def _aborts() -> Iterator[Fault]:
     yield Fault(
         group, "the same room number before the failed request is drained",
         "return code -1 once, the same number at once, then another",
-        room_in_use, words="still belongs to a request that failed",
+        room_in_use, words="MIXKV-ROOM-03",
     )  # fmt: skip
 
 
