@@ -59,11 +59,11 @@ def test_a_chunks_time_is_divided_by_bytes(
 def test_a_refusal_has_a_reason_of_the_set() -> None:
     assert refuse("a", "b", "c", "d").reason == MixKVError("text").reason == "other"
     given = re.compile(r'"([a-z_]+)",?\s*\)(?: from \w+)?$', re.MULTILINE)
-    sources = [*(ROOT / "sglang_mixkv" / "core").glob("*.py")]
-    sources += (ROOT / "sglang_mixkv" / "managers").glob("*.py")
+    rooms = ("decode", "engine", "kv", "prefill", "protocol")
     raised = {
         name
-        for path in sources
+        for room in rooms
+        for path in (ROOT / "sglang_mixkv" / room).glob("*.py")
         for part in re.split(r"\b(?:MixKVError|refuse)\(", path.read_text())[1:]
         for name in given.findall(part.split("\n\n")[0])
     }
