@@ -31,7 +31,8 @@ from sglang_mixkv.engine.rdma import over_rdma
 from sglang_mixkv.engine.receiver import RoomReceiver
 from sglang_mixkv.engine.sender import RoomSender
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.prefill.rank import AuxFrom, Hands, PrefillRank, Task
+from sglang_mixkv.prefill.hands import Hands, Task
+from sglang_mixkv.prefill.rank import AuxFrom, PrefillRank
 from sglang_mixkv.protocol.extension import Digest, encode
 from sglang_mixkv.protocol.messages import Abort
 from sglang_mixkv.transport.mooncake import Engines, InFlight, Mooncake, SharedEngine

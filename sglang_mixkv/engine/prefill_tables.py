@@ -46,6 +46,13 @@ class PrefillTables:
         )
         return message
 
+    def takes_back(self, session: str) -> bool:
+        manager = self._manager
+        return bool(manager.enable_failed_session_probe and manager._send_probe(session) == 0)
+
+    def note_unsettled(self, room: int) -> None:
+        self._manager._poison_unsettled_send(room)
+
     def mark_failed(self, room: int) -> None:
         self._manager.update_status(room, KVPoll.Failed)
 

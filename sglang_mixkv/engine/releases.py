@@ -84,6 +84,8 @@ SEAMS: dict[str, tuple[str, ...]] = {
     ),
     f"{_CONN}:MooncakeKVManager.send_aux": ("self", "req", "prefill_aux_index", "dst_aux_ptrs"),
     f"{_CONN}:MooncakeKVManager._transfer_data": ("self", "mooncake_session_id", "transfer_blocks"),
+    f"{_CONN}:MooncakeKVManager._poison_unsettled_send": ("self", "room"),
+    f"{_CONN}:MooncakeKVManager._send_probe": ("self", "session_id"),
     f"{_CONN}:MooncakeKVManager.maybe_send_extra": (
         "self", "req", "prefill_state_indices", "executor", "target_rank_registration_info",
     ),

@@ -13,8 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
@@ -24,7 +22,7 @@ from sglang_mixkv.config import Config
 from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.pages import pages_to_send, window_start
 from sglang_mixkv.prefill.gate import Gate
-from sglang_mixkv.prefill.packing import PackBuffer
+from sglang_mixkv.prefill.hands import Hands, PackMemory, Task
 from sglang_mixkv.prefill.peer import Local, Peer
 from sglang_mixkv.prefill.peers import Peers
 from sglang_mixkv.prefill.rooms import Room, Rooms
@@ -43,44 +41,9 @@ logger = logging.getLogger(__name__)
 
 PageNumbers = npt.ArrayLike
 
-# How long a pack buffer that could not be had is not asked for again.
-RETRY_BUFFER_S = 60.0
 
-
-@dataclass(frozen=True)
-class Task:
-    """What a transfer thread took from SGLang's queue: `pages` of a room, from its page
-    `start` on."""
-
-    room: int
-    start: int
-    pages: int
-
-
-class Hands:
-    """One of SGLang's transfer threads: what it works on, and the buffers it works with.
-
-    `code`: the first of this send that is not 0, and `writes`: of this send, on SGLang's executor:
-    where SGLang's own code raises, what it handed to the transport before has to end first.
-    """
-
-    def __init__(self, writer: ChunkWriter, digester: Digester) -> None:
-        self.writer, self.digester = writer, digester
-        self.task: Task | None = None
-        self.code = 0
-        self.writes: list[Future[int]] = []
-
-    def begin(self) -> None:
-        """Another send begins."""
-        self.code = 0
-        self.writes.clear()
-
-    def settle(self) -> int:
-        """Wait for what SGLang's executor still writes. 0, or the first code that is not."""
-        for write in self.writes:
-            failed = write.cancel() or write.exception() is not None
-            self.code = self.code or (0 if failed else int(write.result()))
-        return self.code
+# So many failed writes in a row to a peer that answers, and SGLang takes it for dead all the same.
+MOST_FAILURES = 3
 
 
 class AuxFrom(Enum):
@@ -92,7 +55,8 @@ class AuxFrom(Enum):
 
 
 class PrefillRank:
-    """`peers`, `rooms`: what it knows; `gate`: its door."""
+    """`peers`, `rooms`: what it knows; `gate`: its door. Per session, writes are counted that
+    failed since the last one that did not."""
 
     def __init__(
         self,
@@ -110,6 +74,7 @@ class PrefillRank:
         page_size = local.caches.target.page_size
         self.gate = Gate(self.peers, self.rooms, sglang, stats, page_size, *at, awaited_s)
         self.transport: Transport | None = None
+        self._failures: dict[str, int] = {}
 
     def connect(self, transport: Transport) -> None:
         """Once SGLang has its engine."""
@@ -173,31 +138,58 @@ class PrefillRank:
         return peer if peer is not None and peer.plan is not None else None
 
     def guarded(self, hands: Hands | None, session: str, send: Callable[[], int]) -> int:
-        """What `send` returns, the transport's code. Nothing is sent for a room that has failed.
+        """What SGLang is told of a send: 0, or a code, by which it takes the peer for dead and
+        fails every request to it. Nothing is sent for a room that has failed.
 
-        Where `send` raises, this thread's room fails with the reason. It fails alone (0) unless a
-        write of it failed: another code is SGLang's word for a peer that is dead.
+        Where `send` raises, or a write failed though the peer answers, this thread's room fails
+        alone, with the reason.
         """
         task = hands.task if hands is not None else None
-        if task is not None and self._has_failed(task.room):
+        if task is None or hands is None:
+            return self._without_task(session, send)
+        if self._has_failed(task.room):
             return 0
-        if hands is not None:
-            hands.begin()
+        hands.begin()
         try:
-            if task is not None:
-                self._check_still_fits(task.room, session)
+            self._check_still_fits(task.room, session)
+            code = int(send())
+        except Exception as error:
+            self._log(session, task.room, error)
+            code = hands.settle()
+            if not code:
+                self._sglang.fail(task.room, _why(session, task.room, error))
+                return 0
+        return self._judged(session, task.room, code)
+
+    def _without_task(self, session: str, send: Callable[[], int]) -> int:
+        """A thread that took no chunk has no room to fail: SGLang fails the one it works on."""
+        try:
             return int(send())
         except Exception as error:
-            ours = isinstance(error, MixKVError)
-            room = f"room {task.room} " if task is not None else ""
-            why = str(error) if ours else repr(error)
-            reason = f"sglang-mixkv could not send {room}to {session}: {why}"
-            logger.error("%s", reason, exc_info=not ours)
-            if task is None or hands is None:  # SGLang fails the room that it works on
-                return -1
-            code = hands.settle()
-            self._sglang.fail(task.room, reason)
+            self._log(session, None, error)
+            return -1
+
+    @staticmethod
+    def _log(session: str, room: int | None, error: Exception) -> None:
+        ours = isinstance(error, MixKVError)
+        logger.error("%s", _why(session, room, error), exc_info=not ours)
+
+    def _judged(self, session: str, room: int, code: int) -> int:
+        """0, with the room failed, while a peer that a write failed to answers a probe: by that
+        SGLang takes a dead peer back, too, but half a minute later."""
+        if not code:
+            self._failures.pop(session, None)
+            return 0
+        self._failures[session] = failures = self._failures.get(session, 0) + 1
+        if failures >= MOST_FAILURES or not self._sglang.takes_back(session):
             return code
+        self._sglang.note_unsettled(room)
+        self._sglang.fail(
+            room,
+            f"Failed to send kv chunk of {room} to {session}, which answers: the transport "
+            f"returned {code}",
+        )
+        return 0
 
     def _check_still_fits(self, number: int, session: str) -> None:
         """Raise MixKVError unless a room stays inside what its peer registered last, which can be
@@ -304,26 +296,8 @@ class PrefillRank:
         return self.rooms.problems(self._sglang.rooms())
 
 
-class PackMemory:
-    """One thread's pack buffer, made at the first need; what could not be had is not asked for
-    again at once, since asking can be slow on a GPU that is short of memory."""
-
-    def __init__(self, transport: Transport, rows: Rows, size: int) -> None:
-        self._transport, self._rows, self._size = transport, rows, size
-        self._next_try = 0.0
-
-    def get(self) -> PackBuffer | None:
-        now = time.monotonic()
-        if now < self._next_try:
-            return None
-        self._next_try = now + RETRY_BUFFER_S
-        try:
-            memory = self._rows.allocate(self._size)
-            self._transport.register(memory.address, memory.size)
-        except MemoryError as error:
-            logger.warning(
-                "sglang-mixkv: no pack buffer of %d bytes (%s); slices go without it",
-                self._size, error,
-            )  # fmt: skip
-            return None
-        return PackBuffer(memory.address, memory.size, memory.owner)
+def _why(session: str, room: int | None, error: Exception) -> str:
+    """Why a send failed on this side."""
+    what = f"room {room} " if room is not None else ""
+    said = str(error) if isinstance(error, MixKVError) else repr(error)
+    return f"sglang-mixkv could not send {what}to {session}: {said}"

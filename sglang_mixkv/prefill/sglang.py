@@ -22,6 +22,12 @@ class SGLang(Protocol):
     def fail(self, room: int, reason: str) -> None:
         """End a room with this reason on both sides; the first reason stays."""
 
+    def takes_back(self, session: str) -> bool:
+        """Whether SGLang would serve this peer again after a failed write: it answers a probe."""
+
+    def note_unsettled(self, room: int) -> None:
+        """A write of this room may still go on: its abort is never acknowledged as drained."""
+
     def mark_failed(self, room: int) -> None:
         """End a room on this side."""
 

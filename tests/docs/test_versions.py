@@ -33,6 +33,8 @@ def test_the_compatibility_table_has_this_row() -> None:
     mine = [row for row in rows[1:] if __version__.startswith(row[0])]
     assert sorted(row[1] for row in mine) == sorted(SUPPORTED_SGLANG)
     assert {row[-1] for row in mine} == {str(wire.PROTOCOL)}
+    shown = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if "Python :: 3." in c]
+    assert {row[-2] for row in mine} == {", ".join(shown)}
 
 
 def test_the_protocol_has_its_line_of_history() -> None:

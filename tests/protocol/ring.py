@@ -13,15 +13,18 @@ classes that get_kv_class hands out, as SGLang's schedulers do.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import multiprocessing as mp
 import os
 import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +99,9 @@ class Rank:
         self.stage, tp_rank = divmod(local, per_stage)
         self.dp_rank, self.attn_rank = divmod(tp_rank, self.tp)
         self.report = RankReport(side, rank)
+        package = case.extra.get("package", {}).get(side)
+        if package is not None:
+            take_package(package)
         self._publish(tp_rank)
         self.sglang_pools: dict[str, Any] = {}
         self.pools = self._pools()
@@ -302,7 +308,10 @@ class Rank:
         def kv_class(kind: KVClassType) -> Any:
             return get_kv_class(TransferBackend.MOONCAKE, kind)
 
-        self.kv_class = {k.value: kv_class(k) for k in KVClassType}
+        if self.side in self.case.extra.get("package", {}):
+            self.kv_class = importlib.import_module("sglang_mixkv.managers").CLASSES
+        else:
+            self.kv_class = {k.value: kv_class(k) for k in KVClassType}
         up, port = self.case.extra["bootstrap_up"], self.ports[self.server]
         if self.side == "prefill" and self.stage == self.dp_rank == self.attn_rank == 0:
             self.bootstrap = self.kv_class["bootstrap_server"]("127.0.0.1", port)
@@ -580,6 +589,13 @@ class Rank:
             self.report.wrong.append(
                 f"decode rank {self.rank} {what}: {len(bad)} bytes differ, pages {pages[:9]}"
             )
+
+
+def take_package(folder: Path) -> None:
+    """From now on the plugin is the one in this folder, a version of it, in this process."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang_mixkv"]:
+        del sys.modules[name]
+    sys.path.insert(0, str(folder))
 
 
 def stock_class(rank: Rank, kind: str) -> Any:

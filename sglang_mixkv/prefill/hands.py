@@ -1,0 +1,80 @@
+"""One of SGLang's transfer threads: what it works on, and what it works with."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from sglang_mixkv.prefill.packing import PackBuffer
+from sglang_mixkv.prefill.writer import ChunkWriter
+from sglang_mixkv.rows.digest import Digester
+from sglang_mixkv.rows.host import Rows
+from sglang_mixkv.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+# How long a pack buffer that could not be had is not asked for again.
+RETRY_BUFFER_S = 60.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a transfer thread took from SGLang's queue: `pages` of a room, from its page
+    `start` on."""
+
+    room: int
+    start: int
+    pages: int
+
+
+class Hands:
+    """One of SGLang's transfer threads: what it works on, and the buffers it works with.
+
+    `code`: the first of this send that is not 0, and `writes`: of this send, on SGLang's executor:
+    where SGLang's own code raises, what it handed to the transport before has to end first.
+    """
+
+    def __init__(self, writer: ChunkWriter, digester: Digester) -> None:
+        self.writer, self.digester = writer, digester
+        self.task: Task | None = None
+        self.code = 0
+        self.writes: list[Future[int]] = []
+
+    def begin(self) -> None:
+        """Another send begins."""
+        self.code = 0
+        self.writes.clear()
+
+    def settle(self) -> int:
+        """Wait for what SGLang's executor still writes. 0, or the first code that is not."""
+        for write in self.writes:
+            failed = write.cancel() or write.exception() is not None
+            self.code = self.code or (0 if failed else int(write.result()))
+        return self.code
+
+
+class PackMemory:
+    """One thread's pack buffer, made at the first need; what could not be had is not asked for
+    again at once, since asking can be slow on a GPU that is short of memory."""
+
+    def __init__(self, transport: Transport, rows: Rows, size: int) -> None:
+        self._transport, self._rows, self._size = transport, rows, size
+        self._next_try = 0.0
+
+    def get(self) -> PackBuffer | None:
+        now = time.monotonic()
+        if now < self._next_try:
+            return None
+        try:
+            memory = self._rows.allocate(self._size)
+            self._transport.register(memory.address, memory.size)
+        except MemoryError as error:
+            self._next_try = now + RETRY_BUFFER_S
+            logger.warning(
+                "sglang-mixkv: no pack buffer of %d bytes (%s); slices go without it",
+                self._size, error,
+            )  # fmt: skip
+            return None
+        return PackBuffer(memory.address, memory.size, memory.owner)

@@ -1,0 +1,58 @@
+"""Version 0.1.0 of the plugin on the other side: every request is served, every byte right."""
+
+from __future__ import annotations
+
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+from protocol.model import Cache, Case, Request
+from protocol.ring import run
+
+RELEASED = "20f005c"
+"""The commit of version 0.1.0."""
+
+REQUESTS = (Request(23), Request(8, chunk_pages=1), Request(170, chunk_pages=8))
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That version's package."""
+    folder = tmp_path_factory.mktemp("released")
+    archive = folder / "package.tar"
+    command = ["git", "archive", "-o", str(archive), RELEASED, "sglang_mixkv"]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"this copy has no history: {done.stderr.strip()}")
+    with tarfile.open(archive) as package:
+        package.extractall(folder, filter="data")
+    return folder
+
+
+@pytest.mark.parametrize("mode", ["direct", "packed"])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2), (4, 2)])
+@pytest.mark.parametrize("old", ["prefill", "decode"])
+def test_the_version_before_is_served(
+    released: Path, old: str, prefill_tp: int, decode_tp: int, mode: str
+) -> None:
+    extra = {"package": {old: released}, "config": {"draft_transfer": mode, "staging_mb": 1}}
+    draft = Cache("mha", layers=2, heads=4, k_bytes=64, v_bytes=64)
+    outcome = run(Case(prefill_tp, decode_tp, draft=draft, requests=REQUESTS, extra=extra))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+
+
+@pytest.mark.parametrize("old", ["prefill", "decode"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_without_room_for_regions(released: Path, old: str, page_size: int) -> None:
+    """The version before knows extents that are pages only."""
+    extra = {"package": {old: released}, "config": {"draft_transfer": "packed", "staging_mb": 1}}
+    draft = Cache("mha", heads=2, k_bytes=256, v_bytes=256)
+    case = Case(
+        2, 1, draft=draft, requests=(Request(1500), Request(900)), page_size=page_size,
+        shuffled=False, extra=extra,
+    )  # fmt: skip
+    outcome = run(case)
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}

@@ -1,0 +1,156 @@
+"""Rooms of either side: their states, and what must hold of all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from sglang_mixkv.decode import rooms as decode
+from sglang_mixkv.prefill.rooms import MEMORY_S, Rooms, State
+from sglang_mixkv.protocol.frames import Address
+from sglang_mixkv.protocol.messages import Metadata
+
+ROOM = 7
+
+
+def said(session: str = "a:1", required: int = 1, room: int = ROOM) -> Metadata:
+    sender = Address("10.0.0.1", 9000, session)
+    return Metadata(room, sender, False, np.arange(3, dtype=np.int32), 1, required)
+
+
+def peer(session: str = "a:1") -> Any:
+    return mock.Mock(session=session)
+
+
+def join(rooms: Rooms, now: float = 0.0, **kwargs: Any) -> None:
+    rooms.join(said(**kwargs), peer(kwargs.get("session", "a:1")), now)
+
+
+def test_metadata_then_sender_then_end() -> None:
+    rooms = Rooms()
+    join(rooms)
+    assert rooms.get(ROOM).state is State.AWAITED
+    assert rooms.open_room(ROOM) is None
+    room = rooms.open(ROOM, 1.0)
+    assert (room.state, room.reason, room.total_pages("a:1")) == (State.OPEN, "", 3)
+    assert "1 rooms have a sender" in rooms.problems([ROOM])[0]
+    rooms.close(room, 2.0)
+    assert rooms.problems([]) == []
+    assert rooms.problems([ROOM]) == ["SGLang holds 1 rooms that are over here: [7]"]
+
+
+def test_a_refused_room_fails_when_its_sender_comes() -> None:
+    rooms = Rooms()
+    assert rooms.refuse(ROOM, "no drafter", 0.0)
+    assert rooms.open(ROOM, MEMORY_S - 1).reason == "no drafter"
+    assert not rooms.refuse(ROOM, "too late", 0.0), "it has a sender"
+    other = Rooms()
+    other.refuse(ROOM, "long ago", 0.0)
+    assert other.open(ROOM, MEMORY_S + 1).reason == ""
+
+
+def test_a_room_is_complete_with_as_many_as_it_requires() -> None:
+    rooms = Rooms()
+    join(rooms, required=2)
+    room = rooms.get(ROOM)
+    assert (room.is_complete, room.may_join("b:1")) == (False, True)
+    join(rooms, session="b:1", required=2)
+    assert (room.is_complete, room.may_join("c:1"), room.may_join("a:1")) == (True, False, True)
+
+
+def test_a_number_is_another_requests_once_the_first_has_ended() -> None:
+    rooms = Rooms()
+    first = rooms.open(ROOM, 0.0)
+    rooms.close(first, 1.0)
+    join(rooms, now=2.0)
+    assert rooms.get(ROOM).reused
+    rooms.close(first, 3.0)  # SGLang clears a request again
+    assert rooms.get(ROOM).state is State.AWAITED
+
+
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_what_nobody_ends_is_reaped(abandoned: bool) -> None:
+    rooms = Rooms()
+    join(rooms)
+    if abandoned:
+        rooms.open(ROOM, 0.0)
+        rooms.abandon(ROOM, 0.0)
+    assert rooms.reap(10.0, 100.0) == []
+    assert rooms.reap(101.0, 100.0) == [ROOM]
+    assert rooms.problems([]) == []
+
+
+class PrefillRooms(RuleBasedStateMachine):
+    """Whatever happens, opened less closed is what has a sender."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rooms, self.now, self.senders = Rooms(), 0.0, []
+
+    numbers = st.integers(1, 3)
+
+    @rule(room=numbers, session=st.sampled_from(["a:1", "b:1"]))
+    def metadata(self, room: int, session: str) -> None:
+        known = self.rooms.get(room)
+        if known is None or known.may_join(session):
+            join(self.rooms, now=self.now, room=room, session=session, required=2)
+
+    @rule(room=numbers)
+    def refuse(self, room: int) -> None:
+        self.rooms.refuse(room, "why", self.now)
+
+    @rule(room=numbers)
+    def open(self, room: int) -> None:
+        self.senders.append(self.rooms.open(room, self.now))
+
+    @rule(room=numbers)
+    def abandon(self, room: int) -> None:
+        self.rooms.abandon(room, self.now)
+
+    @rule(index=st.integers(0, 5))
+    def clear(self, index: int) -> None:
+        if self.senders:
+            self.rooms.close(self.senders[index % len(self.senders)], self.now)
+
+    @rule(seconds=st.sampled_from([0.5, 30.0, 400.0]))
+    def later(self, seconds: float) -> None:
+        self.now += seconds
+        self.rooms.reap(self.now, 300.0)
+
+    @invariant()
+    def conserved(self) -> None:
+        assert [p for p in self.rooms.problems([]) if "but" in p] == []
+
+
+TestPrefillRooms = PrefillRooms.TestCase
+TestPrefillRooms.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_a_broken_law_names_both_numbers() -> None:
+    rooms = Rooms()
+    rooms.open(ROOM, 0.0)
+    rooms._closed += 1
+    assert rooms.problems([])[0] == "1 rooms opened and 1 closed, but 1 have a sender"
+    own = decode.Rooms()
+    own.begin(ROOM, mock.Mock())
+    own._ended += 1
+    assert own.problems()[1] == "1 rooms begun and 1 ended, but 1 are held"
+
+
+def test_a_decode_room_ends_once() -> None:
+    rooms = decode.Rooms()
+    first = rooms.begin(ROOM, mock.Mock())
+    rooms.ask(first, 3, 1, None)
+    assert rooms.problems() == ["1 rooms are held: [7]"]
+    rooms.end(first)
+    second = rooms.begin(ROOM, mock.Mock())
+    rooms.end(first)
+    assert rooms.get(ROOM) is second
+    with pytest.raises(AssertionError):
+        rooms.begin(ROOM, mock.Mock())
