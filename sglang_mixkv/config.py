@@ -90,7 +90,7 @@ OPTIONS = (
         "SGLANG_MIXKV_DRAFT_TRANSFER",
         "draft_transfer",
         str,
-        "How head slices travel: packed into long ranges, one range a token (direct), or "
+        "How head slices travel: packed into long ranges, one range per token (direct), or "
         "whichever is cheaper by count and size (auto).",
         DRAFT_TRANSFERS,
     ),

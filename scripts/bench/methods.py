@@ -18,15 +18,23 @@ import cases
 import numpy as np
 from cases import Case, page_tables
 from common import Samples, elapsed
-from peer import Mooncake, Remote, receiver, staging_module
+from peer import MIB, Engine, Remote, receiver
 
 from sglang_mixkv.kv.plan import Copies, Plan
+from sglang_mixkv.kv.ranges import Blocks
+from sglang_mixkv.prefill.hands import PackMemory
 from sglang_mixkv.prefill.writer import Chunk, ChunkWriter, Written
 from sglang_mixkv.rows.host import HostRows, RowCopy
-from sglang_mixkv.transport.base import MAX_DESCRIPTORS
-from sglang_mixkv.transport.mooncake import BoundedEngine, Started
+from sglang_mixkv.transport.mooncake import (
+    WAITED_FOR,
+    Begun,
+    Ended,
+    Engines,
+    InFlight,
+    Mooncake,
+    SharedEngine,
+)
 
-MIB = 1 << 20
 STAGING = 256 * MIB  # the receiver's buffer; the product's default
 PACK = 64 * MIB  # a transfer thread's: the same, over SGLang's four transfer threads
 AT_ONCE = 8
@@ -45,19 +53,22 @@ class TimedRows(HostRows):
         self.pack += time.perf_counter() - start
 
 
-class TimedEngine(BoundedEngine):
-    """The product's engine; what is begun and waited for later counts with the wire too."""
+class TimedTransport(Mooncake):
+    """The product's transport. Its engine times what is waited for at once; asynchronous writes
+    count with the wire too, while they begin and while they are waited for."""
 
-    def start(self, *write: Any) -> Started | None:
+    def write(self, session: str, blocks: Blocks, *, overlap: bool = False) -> Ended | Begun:
         start = time.perf_counter()
-        started = super().start(*write)
-        self._engine.took(start, len(started.numbers) if started else 0)
-        return started
+        handle = super().write(session, blocks, overlap=overlap)
+        if isinstance(handle, Begun):
+            self.engine.took(start, len(handle.numbers))
+        return handle
 
-    def finish(self, started: Started) -> int:
+    def wait(self, handle: Ended | Begun) -> int:
         start = time.perf_counter()
-        code = super().finish(started)
-        self._engine.took(start, 0)
+        code = super().wait(handle)
+        if isinstance(handle, Begun):
+            self.engine.took(start, 0)
         return code
 
 
@@ -66,13 +77,15 @@ class Sender:
     """The senders' process: one engine, the receiver at the other end."""
 
     remote: Remote
-    engine: Mooncake
+    engine: Engine
     truth: cases.Bytes
 
     def __post_init__(self) -> None:
         self.sessions, self.pool, self.plain = self.remote.hello()
-        self.bounded = TimedEngine(self.engine, Mooncake)
-        self.bounded.batch_register([self.truth.ctypes.data], [self.truth.nbytes])
+        engines, in_flight = Engines(self.engine, Engine), InFlight()
+        self.transport = TimedTransport(engines, in_flight)
+        self.transport.register(self.truth.ctypes.data, self.truth.nbytes)
+        self.shared = SharedEngine(engines, self.transport, in_flight)
         self.rows = TimedRows()
         self.stock: Any = None
         self.buffers: dict[int, Any] = {}
@@ -81,14 +94,14 @@ class Sender:
     def buffer(self, slot: int) -> Any:
         """The pack buffer of transfer thread number `slot`, made once."""
         if slot not in self.buffers:
-            self.buffers[slot] = staging_module().pack_buffer(self.bounded, self.rows, PACK)
+            self.buffers[slot] = PackMemory(self.transport, self.rows, PACK).get()
         return self.buffers[slot]
 
     def writer(self, mode: str, slot: int = 0) -> ChunkWriter:
         """That of transfer thread number `slot`, made once."""
         if (mode, slot) not in self.writers:
             make = partial(self.buffer, slot)
-            self.writers[mode, slot] = ChunkWriter(self.bounded, self.rows, make, mode)
+            self.writers[mode, slot] = ChunkWriter(self.transport, self.rows, make, mode)
         return self.writers[mode, slot]
 
     def plan(self, case: Case, sender: int) -> Plan:
@@ -98,7 +111,7 @@ class Sender:
         """SGLang's own manager, as far as it plans, over the same engine."""
         from planning import stock_manager
 
-        self.stock = stock_manager(self.bounded)
+        self.stock = stock_manager(self.shared)
         self.stock.kv_args.prefill_end_layer = WHOLE_LAYERS
 
     def reset(self) -> None:
@@ -114,7 +127,7 @@ def pair(all_cases: list[Case], quick: bool) -> Iterator[Sender]:
     plain = max(case.bytes * case.requests for case in all_cases)
     staging = 32 * MIB if quick else STAGING
     with receiver(truth, pool, plain, staging, AT_ONCE) as remote:
-        yield Sender(remote, Mooncake(), truth)
+        yield Sender(remote, Engine(), truth)
 
 
 def plain_or_pools(case: Case) -> int:
@@ -132,6 +145,7 @@ class Run:
         self.plans = [sender.plan(case, number) for number in range(case.senders)]
         self.src = page_tables(case, "prefill")[0]
         self.dst = page_tables(case, "decode")[0]
+        self.chunk = Chunk(self.src, self.dst, room_pages=self.dst)
         self.codes: list[int] = []
         sender.remote.begin(case)
 
@@ -165,7 +179,7 @@ class Run:
         start = time.perf_counter()
         for number, plan in enumerate(plans or self.plans):
             done = one.writer(mode).write(
-                one.sessions[0], plan, Chunk(self.src, self.dst), granted.get((number, 0))
+                one.sessions[0], plan, self.chunk, granted.get((number, 0))
             )
             self._note(done.code)
             written.append(done)
@@ -202,8 +216,8 @@ class Run:
         dst = (one.dst + dst_pages * dst_item) + (slots * one.dst_row + one.dst_offset)
         src_list, dst_list = src.reshape(-1).tolist(), dst.reshape(-1).tolist()
         lengths = [int(one.width[0])] * len(src_list)
-        for first in range(0, len(src_list), MAX_DESCRIPTORS):
-            part = slice(first, first + MAX_DESCRIPTORS)
+        for first in range(0, len(src_list), WAITED_FOR):
+            part = slice(first, first + WAITED_FOR)
             self._write(src_list[part], dst_list[part], lengths[part])
 
     def stock_target(self, samples: Samples) -> None:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import multiprocessing as mp
 import os
 import pickle
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,28 +15,18 @@ import zmq
 from cases import CANARY, Bytes, Case, dst_draft, dst_places, dst_size, page_tables, wrong_bytes
 from common import MOONCAKE_ENV
 
-import sglang_mixkv
-from sglang_mixkv.prefill.packing import PackBuffer
-from sglang_mixkv.rows.host import HostRows
+from sglang_mixkv.config import Config
+from sglang_mixkv.decode.landing import SCRATCH, Landing
+from sglang_mixkv.decode.slices import Slices
+from sglang_mixkv.rows.host import Buffer, HostRows
+from sglang_mixkv.stats import Stats
+from sglang_mixkv.transport.mooncake import Engines, Mooncake
 
 ANSWER_MS = 120_000
+MIB = 1 << 20
 
 
-def staging_module() -> ModuleType:
-    """sglang_mixkv.decode.landing by its path: it needs nothing of SGLang, while importing
-    its package imports all of SGLang, half a minute of it."""
-    name = "mixkv_bench_staging"
-    if name not in sys.modules:
-        path = os.path.join(sglang_mixkv.__path__[0], "managers", "staging.py")
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-class Mooncake:
+class Engine:
     """A Mooncake engine with what is used of SGLang's MooncakeTransferEngine.
 
     `wire`: seconds spent in waiting for writes; `descriptors` counts their ranges.
@@ -73,27 +60,43 @@ class Mooncake:
         self.descriptors += ranges
 
 
+class Listening:
+    """The engines of one rank as the one that memory is registered with."""
+
+    def __init__(self, engines: list[Engine]) -> None:
+        self._engines = engines
+
+    def batch_register(self, addresses: list[int], lengths: list[int]) -> int:
+        codes = [engine.batch_register(addresses, lengths) for engine in self._engines]
+        return next((code for code in codes if code), 0)
+
+
+class ScratchOnly(HostRows):
+    """Rows without memory for regions."""
+
+    def allocate(self, size: int) -> Buffer:
+        if size > SCRATCH:
+            raise MemoryError("none for regions, to measure without")
+        return super().allocate(size)
+
+
 class Receiver:
     """Answers one command at a time; each is a method."""
 
     def __init__(self, truth: Bytes, pool: int, plain: int, staging: int, peers: int) -> None:
         self.truth = truth
         self.pool, self.plain = np.empty(pool, np.uint8), np.empty(max(1, plain), np.uint8)
-        self.engines = [Mooncake() for _ in range(peers)]
-        for engine in self.engines:
-            memory = [self.pool, self.plain]
-            engine.batch_register([m.ctypes.data for m in memory], [m.nbytes for m in memory])
-        product = staging_module()
-        rows = HostRows()
-        buffer = product.pack_buffer(self.engines[0], rows, staging)
-        address, owner = rows.allocate(product.SCRATCH)
-        scratch = PackBuffer(address, product.SCRATCH, owner)
-        for engine in self.engines[1:]:
-            engine.batch_register([buffer.address], [buffer.size])
-        self.stagings = {
-            "region": product.Staging(buffer, rows, scratch),
-            "by page": product.Staging(None, rows, scratch),
+        self.engines = [Engine() for _ in range(peers)]
+        listening = Listening(self.engines)
+        memory = [self.pool, self.plain]
+        listening.batch_register([m.ctypes.data for m in memory], [m.nbytes for m in memory])
+        config = Config(staging_mb=staging // MIB)
+        self.landings = {
+            "region": Landing(HostRows(), config, Stats("decode")),
+            "by page": Landing(ScratchOnly(), config, Stats("decode")),
         }
+        for landing in self.landings.values():
+            landing.connect(Mooncake(Engines(listening, Engine), None))
         self.case: Case | None = None
         self.heard = 0.0
 
@@ -103,7 +106,10 @@ class Receiver:
         return sessions, self.pool.ctypes.data, self.plain.ctypes.data
 
     def begin(self, case: Case) -> None:
+        """Its prefill ranks are about to register: memory is taken."""
         self.case = case
+        for landing in self.landings.values():
+            landing.prepare(self._slices(False), self._slices(True))
 
     def clear(self) -> None:
         self.pool[: dst_size(self._case())].fill(CANARY)
@@ -111,26 +117,25 @@ class Receiver:
     def grant(self, room: int, way: str) -> tuple[dict[tuple[int, int], Any], float]:
         """What senders are told, by (prefill rank, stage), as `auto` grants it with room for
         regions (`region`) or without (`by page`); seconds it took."""
-        if way not in self.stagings:
+        if way not in self.landings:
             return {}, 0.0
         case, start = self._case(), time.perf_counter()
         pages = page_tables(case, "decode")[room]
         draft, target = self._slices(True), self._slices(False)
-        granted = self.stagings[way].grant(room, target, draft, pages, 0, "auto")
+        granted = self.landings[way].grant(room, target, draft, pages, 0, knows_extents=True)
         return granted, time.perf_counter() - start
 
-    def _slices(self, draft: bool) -> Any:
+    def _slices(self, draft: bool) -> Slices:
         """The drafter's slices of this case; the target's are none, as if it were MLA."""
         case = self._case()
         pointers = tuple(self.pool.ctypes.data + place for place in dst_places(case))
         senders = {(r.prefill_rank, r.stage): r.draft_heads for r in case.table if draft}
-        size = case.topology.prefill_tp
-        return staging_module().Slices(dst_draft(case), pointers, senders, size)
+        return Slices(dst_draft(case), pointers, senders, case.topology.prefill_tp)
 
     def done(self, room: int) -> tuple[float, float]:
         """All senders have answered: (moment this was heard, moment the pool was complete)."""
-        for staging in self.stagings.values():
-            staging.scatter(room)
+        for landing in self.landings.values():
+            landing.scatter(room)
         return self.heard, time.perf_counter()
 
     def wrong(self) -> int:

@@ -20,7 +20,7 @@ from common import Check, Record, Result, elapsed, interleave, options, repeats
 from sglang_mixkv import cpu
 from sglang_mixkv.kv.plan import Copies, Ints
 from sglang_mixkv.kv.ranges import blocks
-from sglang_mixkv.transport import base as direct
+from sglang_mixkv.transport.mooncake import Engines, InFlight, Mooncake
 
 ENTRIES, PAGES, PAGE_SIZE, ROW = 62, 2048, 64, 1152
 POOL = 2 * PAGES
@@ -83,13 +83,13 @@ def methods(layout: str, pages: int, engine: Counter, manager: Any) -> dict[str,
     src, dst = pages_of(layout, pages)
     stock_src, stock_dst = src.astype(np.int32), dst.astype(np.int32)
     pointers, items = bases(ENTRIES), [PAGE_SIZE * ROW] * ENTRIES
-    copies = whole_copies(ENTRIES)
+    copies, transport = whole_copies(ENTRIES), Mooncake(Engines(engine, Counter), InFlight())
     return {
         "stock": lambda: manager._send_kvcache_generic(
             "session", pointers, pointers, items, stock_src, stock_dst, None
         ),
-        "product": lambda: direct.write(
-            engine, "session", blocks(copies, PAGE_SIZE, src, dst), direct.MAX_DESCRIPTORS
+        "product": lambda: transport.wait(
+            transport.write("session", blocks(copies, PAGE_SIZE, src, dst))
         ),
         "product, ranges only": lambda: blocks(copies, PAGE_SIZE, src, dst),
     }

@@ -2,7 +2,7 @@
 
 Two processes on loopback. The sender's process runs the product's ChunkWriter for each
 sender in turn (their times add up: real senders would overlap), the receiver's runs the
-product's Staging. A sample of a method is, in seconds:
+product's Landing. A sample of a method is, in seconds:
 
     plan + pack + wire    ChunkWriter.write of every sender (plan: what is left of it)
     signal                from the last sender's word, by ZMQ, until the receiver reads it
@@ -233,8 +233,8 @@ def all_at_once(run: Run) -> Record:
 def _one(run: Run, room: int, granted: Any) -> int:
     """One request's chunk from every sender, over this room's own session."""
     case, one = run.case, run.sender
-    pages = (page_tables(case, side)[room] for side in ("prefill", "decode"))
-    chunk = Chunk(*pages)
+    src, dst = (page_tables(case, side)[room] for side in ("prefill", "decode"))
+    chunk = Chunk(src, dst, room_pages=dst)
     writer = one.writer("auto", room)
     session = one.sessions[room]
     for number, plan in enumerate(run.plans):

@@ -67,11 +67,11 @@ class PackMemory:
         now = time.monotonic()
         if now < self._next_try:
             return None
+        self._next_try = now + RETRY_BUFFER_S
         try:
             memory = self._rows.allocate(self._size)
             self._transport.register(memory.address, memory.size)
         except MemoryError as error:
-            self._next_try = now + RETRY_BUFFER_S
             logger.warning(
                 "[MIXKV-MEM-01] sglang-mixkv: no pack buffer of %d bytes (%s); slices go "
                 "without it",

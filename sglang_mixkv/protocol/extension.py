@@ -25,7 +25,7 @@ import msgspec
 from sglang_mixkv.errors import refuse
 from sglang_mixkv.kv.routes import Route
 from sglang_mixkv.protocol.facts import Facts, Room, Several, Size, Word
-from sglang_mixkv.protocol.frames import Frames, unreadable
+from sglang_mixkv.protocol.frames import MAX_FRAME, Frames, bounded, unreadable
 
 T = TypeVar("T")
 
@@ -33,6 +33,7 @@ PROTOCOL = 1
 MAGIC = b"MIXKV"
 HEADER = len(MAGIC) + 2
 MAX_EXTENSION = 1 << 20
+MAX_NEW_FRAMES = 8  # that a later SGLang may add behind the ones that are known here
 
 _UPGRADE = "Install the same sglang-mixkv on both sides and restart the older one"
 
@@ -137,15 +138,20 @@ def encode(extension: Extension | Grant | Digest) -> bytes:
     return MAGIC + struct.pack(">H", PROTOCOL) + msgspec.msgpack.encode(extension)
 
 
-def split(frames: Frames) -> tuple[Frames, bytes | None]:
-    """A message's own frames, and the extension behind them if there is one.
+def split(
+    message: Frames, count: int, what: str, limit: int = MAX_FRAME
+) -> tuple[Frames, bytes | None]:
+    """A message's own frames, `count` of them or more, and the extension behind them if any.
 
-    The extension is found by its magic, not by a count of frames, so that SGLang may add frames
-    of its own.
+    The extension is found by its magic at the message's end, so that SGLang may add frames of its
+    own. Raises MixKVError for other frames behind it or in its place: a grant that is not read
+    leaves its region unwritten.
     """
-    if len(frames) > 1 and frames[-1].startswith(MAGIC):
-        return frames[:-1], frames[-1]
-    return frames, None
+    stock, found = message, None
+    if len(message) > 1 and message[-1].startswith(MAGIC):
+        stock, found = message[:-1], message[-1]
+    bounded(stock, count, count + (MAX_NEW_FRAMES if found else 0), what, limit)
+    return stock, found
 
 
 def decode_extension(frame: bytes | None) -> Extension:

@@ -27,7 +27,6 @@ MAX_ROOM = 1 << 64  # SGLang's row of metadata holds a room as uint64
 MAX_TEXT = 256
 MAX_LISTS = 1024
 MAX_PORT = 1 << 16
-MAX_NEW_FRAMES = 8  # that a later SGLang may add behind the ones that are known here
 
 # What can stand in a ZMQ address: a name, IPv4, or IPv6 with or without brackets and zone.
 _HOST = re.compile(r"[0-9A-Za-z._:%\[\]-]+")

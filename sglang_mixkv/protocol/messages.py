@@ -109,9 +109,7 @@ def metadata_sender(message: Frames, at: MetadataPositions) -> tuple[int, Addres
 
 def read_metadata(message: Frames, at: MetadataPositions) -> Metadata:
     """Raises MixKVError, never anything else, for what SGLang could not read either."""
-    stock, more = extension.split(message)
-    most = at.count + frames.MAX_NEW_FRAMES
-    frames.bounded(stock, at.count, most, "metadata", frames.MAX_PAGES_FRAME)
+    stock, more = extension.split(message, at.count, "metadata", frames.MAX_PAGES_FRAME)
     room, sender = metadata_sender(stock, at)
     dummy = stock[at.pages] == b"" and stock[at.aux_index] == b""
     if stock[at.device_pages]:  # HiSparse's, which the plugin refuses to start with

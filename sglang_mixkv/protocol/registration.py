@@ -225,8 +225,7 @@ def read(message: Frames, at: Positions) -> Registration:
     Raises MixKVError for what SGLang could not read either, and for one without a usable
     extension.
     """
-    stock, more = extension.split(message)
-    frames.bounded(stock, at.count, at.count + frames.MAX_NEW_FRAMES, "registration")
+    stock, more = extension.split(message, at.count, "registration")
     size = frames.number(stock[at.attn_tp_size], "attention-TP size", low=1, high=1 << 16)
     dcp_size = frames.number(stock[at.dcp_size] or b"1", "DCP size", low=1, high=1 << 16)
     _check_unused(stock, at)

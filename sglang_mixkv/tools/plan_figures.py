@@ -25,7 +25,7 @@ TOKENS = 1000
 
 
 class Model(msgspec.Struct, frozen=True):
-    """A cache in words. `row_bytes`: bytes a token over all layers of the whole model."""
+    """A cache in words. `row_bytes`: bytes per token over all layers of the whole model."""
 
     architecture: str
     kind: str
@@ -47,7 +47,7 @@ class Side(msgspec.Struct, frozen=True):
 
 
 class Load(msgspec.Struct, frozen=True):
-    """Target and draft bytes a token; descriptors for 1,000 tokens on the direct path, with
+    """Target and draft bytes per token; descriptors for 1,000 tokens on the direct path, with
     all pages in one run and with none next to another."""
 
     target_bytes: int = 0

@@ -30,7 +30,7 @@ _HEAD_KEYS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_g
 
 @dataclass(frozen=True)
 class Cache:
-    """One model's KV cache. `widths`: elements a token and head, one each for K and V, or the
+    """One model's KV cache. `widths`: elements per token and head, one each for K and V, or the
     latent row alone for MLA. `state`: none, replicated or sharded (by TP rank), beside KV."""
 
     architecture: str
@@ -41,7 +41,7 @@ class Cache:
     state: str = "none"
 
     def head_bytes(self, layers: int) -> tuple[int, ...]:
-        """Bytes a token and head, per entry: K of these layers, then V; MLA has one each."""
+        """Bytes per token and head, per entry: K of these layers, then V; MLA has one each."""
         size = DTYPE_BYTES[self.dtype]
         return tuple(width * size for width in self.widths for _ in range(layers))
 
@@ -150,7 +150,7 @@ def _kv_dtype(server: Server, config: Config, asked: str) -> str:
                 "MIXKV-START-04",
                 f"a KV cache dtype among {sorted(DTYPE_BYTES)}",
                 asked,
-                "bytes a token would be guessed",
+                "bytes per token would be guessed",
                 "Plan with another --kv-cache-dtype; this says nothing about running it",
             )
         return asked

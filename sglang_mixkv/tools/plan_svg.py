@@ -121,7 +121,7 @@ def _legend(plan: Plan) -> str:
     heads = f"drafter: {count} KV heads; " if count else ""
     return (
         f"{heads}a request: {plan.total.target_bytes:,} target and "
-        f"{plan.total.draft_bytes:,} draft bytes a token"
+        f"{plan.total.draft_bytes:,} draft bytes per token"
     )
 
 

@@ -140,5 +140,5 @@ def test_kills_and_restarts() -> None:
         halves = {side: pair.send(side, room) for side in ("prefill", "decode")}
         said = reason(halves["decode"], 30)
         assert "sglang-mixkv refuses prefill server" in said
-        assert "bytes a token and head" in said
+        assert "bytes per token and head" in said
         reason(halves["prefill"], 40)

@@ -322,11 +322,11 @@ REGISTRATIONS: dict[str, tuple[str, Callable[[list[bytes]], list[list[bytes]]], 
     "pointers missing": (
         "one KV pointer less than lengths",
         lambda m: [[*m[:4], m[4][8:], *m[5:]]],
-        "MIXKV-REG-01",
+        "as many pointers as item lengths",
     ),
     "wrong pointers": ("KV pointers + 1 TiB", elsewhere, "Failed to send kv chunk"),
-    "wrong lengths": ("KV item lengths x 2", longer_items, "MIXKV-PAIR-03"),
-    "one frame more": ("a 22nd frame", lambda m: [[*m, b"more"]], "MIXKV-PAIR-01"),
+    "wrong lengths": ("KV item lengths x 2", longer_items, "bytes per token"),
+    "one frame more": ("a 22nd frame", lambda m: [[*m, b"more"]], "registration of 22 frames"),
     "wrong rank": ("rank 7 of 1", frame(7, b"7"), "attention-TP rank is 7"),
 }
 
@@ -342,7 +342,7 @@ METADATA: dict[str, tuple[str, Callable[[list[bytes]], list[list[bytes]]], str]]
     ),
     "pages negative": ("page -5", frame(4, np.array([-5, 2, 3], np.int32).tobytes()), "pool of"),
     "aux row outside": ("row 99,999", frame(5, b"99999"), "aux row 99999"),
-    "other number of ranks": ("3 decode ranks instead of 1", frame(7, b"3"), "to 3 decode ranks"),
+    "other number of ranks": ("3 decode ranks instead of 1", frame(7, b"3"), "shared by 3"),
     "foreign grant": (
         "a region at address 4,096",
         lambda m: [[*m[:10], b"MIXKV\x00\x01\x92\xcd\x10\x00\x01"]],
@@ -579,7 +579,11 @@ UNLIKE: list[tuple[str, dict[str, Any], str]] = [
     ("top-k", {"topk": 8}, "--speculative-eagle-topk"),
     ("metadata rows", {"aux_item_lens": (64, 8)}, "metadata rows"),
     ("drafter's heads", {"draft_total_heads": 8}, "drafter KV heads"),
-    ("drafter's head size or dtype", {"draft_head_bytes": (4, 4)}, "bytes per token and head"),
+    (
+        "drafter's head size or dtype",
+        {"draft_head_bytes": (4, 4)},
+        "drafter bytes per token and head",
+    ),
     ("drafter's architecture", {"draft_architecture": "Another"}, "drafter architecture"),
 ]
 
@@ -749,7 +753,7 @@ def _aborts() -> Iterator[Fault]:
     yield Fault(
         group, "the same room number before the failed request is drained",
         "return code -1 once, the same number at once, then another",
-        room_in_use, words="MIXKV-ROOM-03",
+        room_in_use, words="still belongs to another request",
     )  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import multiprocessing as mp
 import time
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -214,8 +213,16 @@ def test_a_prefix_that_others_will_share_has_all_of_its_draft(
 def test_without_the_guard_a_shared_prefix_lacks_draft(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_mixkv.engine import sides
 
-    disagg = mock.Mock(wraps=sides.get_disagg(), disaggregation_decode_enable_radix_cache=False)
-    monkeypatch.setattr(sides, "get_disagg", lambda: disagg)
+    class Unshared:
+        """SGLang's settings without the flag."""
+
+        disaggregation_decode_enable_radix_cache = False
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(real(), name)
+
+    real = sides.get_disagg
+    monkeypatch.setattr(sides, "get_disagg", Unshared)
     outcome = run(shared_prefix(2, 1))
     assert outcome.statuses == {"success"}
     assert any("request 1 draft entry" in line for line in outcome.wrong)

@@ -114,12 +114,15 @@ def with_more(message: Message, count: int) -> Message:
 
 def test_sglang_may_add_frames() -> None:
     """The extension is the last frame, by its magic, wherever SGLang's own end."""
-    for count in (1, most := frames.MAX_NEW_FRAMES):
+    for count in (1, most := wire.MAX_NEW_FRAMES):
         assert read(with_more(registration(), count)) == read(registration())
         assert read_metadata(with_more(metadata(), count)).grant == wire.Grant(1 << 40, 12)
     for reader, right in ((read, registration()), (read_metadata, metadata())):
         with pytest.raises(MixKVError, match="frames; expected"):
             reader(with_more(right, most + 1))
+        for wrong in ([*right, b"new"], [*right[:-1], b"spoilt"]):
+            with pytest.raises(MixKVError, match="frames; expected"):
+                reader(wrong)
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_environment_on_the_line_is_checked() -> None:
 def test_different_drafters_are_refused(tmp_path: Path) -> None:
     other = variant(tmp_path / "draft", DRAFTER, head_dim=32)
     plan = make_plan(from_line("prefill", flags()), from_line("decode", flags(draft=other)))
-    assert any("bytes a token and head" in reason for reason in plan.refused)
+    assert any("bytes per token and head" in reason for reason in plan.refused)
     assert plan.ranks == ()
 
 
