@@ -14,7 +14,7 @@ folder="$(cd "$folder" && pwd)"
 # shellcheck source=scripts/env.sh
 source "$here/../env.sh"
 results=()
-for name in transfer planning kernels; do
+for name in transfer planning kernels scheduler; do
     echo "== $name" >&2
     python "$here/$name.py" "$@" --json "$folder/$name.json" --plot "$folder/$name.png" \
         >"$folder/$name.md"

@@ -40,7 +40,7 @@ def describe(kv_args: Any, target_pool: Any, draft_pool: Any | None) -> None:
     if not is_mla_backend(target_pool) and not kv_args.is_hybrid_mla_backend:
         _describe_target_heads(kv_args, target_pool)
     if draft_pool is not None:
-        _check_is_sent_whole(draft_pool)
+        _check_is_sent_whole(kv_args, draft_pool)
     if draft_pool is None or not kv_args.num_draft_entries:
         return
     if getattr(kv_args, "mla_compression_ratios", None):
@@ -79,7 +79,7 @@ def _describe_target_heads(kv_args: Any, pool: Any) -> None:
     kv_args.total_kv_head_num = config.get_total_num_kv_heads()
 
 
-def _check_is_sent_whole(pool: Any) -> None:
+def _check_is_sent_whole(kv_args: Any, pool: Any) -> None:
     """Refuse a drafter of which KV args hold a part only: setup_state_kv_args adds what is not
     in kv_data_* for the target's pool alone (but for DeepSeek-V4, DSA and QSA drafters)."""
     scales = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
@@ -98,6 +98,16 @@ def _check_is_sent_whole(pool: Any) -> None:
             f"{type(pool).__name__} with block scales",
             "SGLang 0.5.23 would never send its scales",
             "Give --speculative-draft-kv-cache-dtype bfloat16 or fp8_e4m3",
+        )
+    sent = {ptr for ptrs in kv_args.state_data_ptrs for ptr in ptrs}
+    index_keys = getattr(getattr(pool, "full_kv_pool", pool), "index_k_with_scale_buffer", ())
+    if any(len(keys) and keys.data_ptr() not in sent for keys in index_keys):
+        raise refuse(
+            "MIXKV-START-05",
+            "a drafter whose index keys are sent with the target's",
+            f"{type(pool).__name__} beside a target without them, or with linear attention",
+            "SGLang 0.5.23 would never send them, and the accept length would be low",
+            "Use a drafter without DSA",
         )
 
 

@@ -79,9 +79,12 @@ class SidedManager(CommonKVManager):
     def check_status(self, bootstrap_room: int) -> Any:
         """As stock; a room that is gone has failed. Stock's transfer thread asks after it looked
         whether the room is there, and ends with a KeyError if it was cleared in between."""
-        if self.side is None:
-            return super().check_status(bootstrap_room)
-        return self.request_status.get(bootstrap_room, KVPoll.Failed)
+        try:
+            return self.request_status[bootstrap_room]
+        except KeyError:
+            if self.side is None:
+                raise
+            return KVPoll.Failed
 
     def conclude_transfer(self, **kwargs: Any) -> Any:
         status = super().conclude_transfer(**kwargs)

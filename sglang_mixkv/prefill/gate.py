@@ -111,12 +111,13 @@ class Gate:
         """
         reason = f"room {number}: {reason}"
         logger.error("sglang-mixkv refuses %s (%s)", reason, sender.session)
+        # First of all: what it is told is for it alone, the others hear that the room failed.
+        self.sglang.refuse(sender, number, reason)
         status = self.sglang.statuses().get(number)
         theirs = status == Poll.SUCCESS or not self._may_join(number, sender.session)
         noted = theirs or (status is None and self.rooms.refuse(number, reason, now))
         if not noted:
             self.sglang.fail(number, reason)
-        self.sglang.refuse(sender, number, reason)
 
     def reap(self, now: float) -> None:
         """Forget rooms that nothing will end: no request came for their metadata within

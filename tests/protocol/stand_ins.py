@@ -56,10 +56,10 @@ def in_own_process(test: Any) -> Any:
     return forked
 
 
-def decode_rank(*, mixkv: bool = True) -> Rank:
-    """A decode rank in this process, its manager started."""
+def decode_rank(pages: int = 100, *, mixkv: bool = True) -> Rank:
+    """A decode rank in this process, its manager started. `pages`: of its one request."""
     case = Case(
-        2, 1, draft=Cache("mha", heads=8, layers=2), requests=(Request(400),),
+        2, 1, draft=Cache("mha", heads=8, layers=2), requests=(Request(4 * pages),),
         decode_mixkv=mixkv, extra={"bootstrap_up": [mock.Mock()]},
     )  # fmt: skip
     rank = Rank(case, "decode", 0, [free_port()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing as mp
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,14 @@ def in_fork(what: Callable[[], Any]) -> Any:
 
 
 def plain_pool(cache: Cache, tp: int) -> Any:
-    """The drafter's pool, as SGLang builds it for nearly every drafter."""
-    return sglang_pool(CASE, cache, tp, 0, cache.layers)
+    """A model's pool, as SGLang builds it for nearly every drafter; with DSA in pages of 64."""
+    case = replace(CASE, page_size=64) if cache.index_k else CASE
+    return sglang_pool(case, cache, tp, 0, cache.layers)
 
 
 def described(
     tp: int, drafter: Path, cache: Cache, *, enabled: bool = True,
-    build: Callable[[Cache, int], Any] = plain_pool,
+    build: Callable[[Cache, int], Any] = plain_pool, target_cache: Cache = CASE.target,
 ) -> Any:  # fmt: skip
     """KV args after SGLang's own setup_state_kv_args, as both _init_kv_manager call it."""
     from sglang.srt.disaggregation import utils
@@ -60,7 +62,7 @@ def described(
     )  # fmt: skip
     setattr(args, ATTRIBUTE, Config(enabled=enabled))
     publish(args, role="tokenizer")
-    target = sglang_pool(CASE, CASE.target, tp, 0, CASE.target.layers)
+    target = plain_pool(target_cache, tp)
     draft = build(cache, tp)
     kv_args = KVArgs()
     infos = [target.get_contiguous_buf_infos(), draft.get_contiguous_buf_infos()]
@@ -149,6 +151,28 @@ def test_a_drafter_that_sglang_sends_in_part_does_not_start(
     said = in_fork(lambda: described(2, drafter(tmp_path), cache, build=build))
     assert said.startswith("MixKVError")
     assert reason in said
+
+
+DSA_TARGET = Cache("mla", layers=2, k_bytes=24, index_k=(True, False))
+DSA_DRAFTER = Cache("mla", k_bytes=24, index_k=(True,))
+
+
+def test_a_dsa_drafter_starts_beside_a_dsa_target(tmp_path: Path) -> None:
+    found = in_fork(lambda: described(2, drafter(tmp_path), DSA_DRAFTER, target_cache=DSA_TARGET))
+    assert found["is_draft_mla_backend"] is True
+
+
+@pytest.mark.parametrize(
+    ("build", "target"), [(plain_pool, CASE.target), (hybrid_pool, DSA_TARGET)]
+)
+def test_a_drafter_whose_index_keys_are_not_sent_does_not_start(
+    tmp_path: Path, build: Callable[[Cache, int], Any], target: Cache
+) -> None:
+    """SGLang adds them to the target's, where both are DSA pools with nothing around them."""
+    said = in_fork(
+        lambda: described(2, drafter(tmp_path), DSA_DRAFTER, build=build, target_cache=target)
+    )
+    assert "index keys are sent with the target's" in said
 
 
 def test_entries_by_compression_ratio_do_not_start(

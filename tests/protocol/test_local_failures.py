@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from protocol.faults import prefill_aborts
+from protocol.faults import failing_transport, prefill_aborts
 from protocol.model import Cache, Case, Request
 from protocol.ring import Outcome, Rank, run
 
@@ -212,3 +212,31 @@ def test_a_client_that_leaves_costs_only_its_own_request(window: int, write: int
     faults = {("prefill", 0): held(write, begun), **{("decode", r): leaves(begun) for r in (0, 1)}}
     case = Case(1, 2, draft_window=window, requests=requests, extra={"faults": faults})
     only_the_first_failed(run(case), "Aborted by AbortReq")
+
+
+# ---------------------------------------------------------------- a write fails
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp", "rank"), [(2, 1, 0), (2, 1, 1), (1, 2, 0)])
+def test_a_failed_write_to_a_peer_that_answers_fails_its_own_room_only(
+    prefill_tp: int, decode_tp: int, rank: int
+) -> None:
+    """SGLang takes such a peer back too, half a minute later, and fails all until then."""
+    faults = {("prefill", rank): failing_transport(1)}
+    outcome = run(ten(Case(prefill_tp, decode_tp), faults))
+    only_the_first_failed(outcome, "which answers: the transport returned -1")
+
+
+def test_a_peer_to_which_every_write_fails_is_taken_for_dead() -> None:
+    """After the third in a row: each can take as long as the transport waits."""
+    outcome = run(ten(Case(2, 1), {("prefill", 1): failing_transport(1 << 30)}))
+    assert outcome.wrong == []
+    assert outcome.decode[0].status == ["failed"] * 10
+    assert outcome.reasons.count("which answers") == 2 * 2, "on both sides"
+    assert "Decode instance could be dead" in outcome.reasons
+
+
+def test_as_sglang_does_without_its_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_FAILED_SESSION_PROBE", "0")
+    outcome = run(ten(Case(2, 1), {("prefill", 1): failing_transport(1)}))
+    assert outcome.decode[0].status == ["failed"] * 10

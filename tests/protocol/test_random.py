@@ -50,7 +50,7 @@ def random_case(number: int) -> Case:
     target_window = draw.choice([0, 5, 20]) if has_group else 0
     if target.is_mla and page_size == 64 and not (hybrid and stages > 1) and draw.random() < 0.7:
         target = with_index_keys(draw, target)
-        if draft is not None and draft.is_mla:
+        if draft is not None and draft.is_mla and not hybrid:
             draft = replace(draft, index_k=(True,) * draft.layers)
     if draft is None or target_window:  # stock's transfer, which takes K and V to be of one width
         target = replace(target, v_bytes=target.k_bytes)

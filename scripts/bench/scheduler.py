@@ -1,4 +1,4 @@
-"""A decode rank's calls in SGLang's scheduler: stock's and ours, and beside a refused server.
+"""What a decode rank costs SGLang's scheduler per request: stock, ours, beside a refused server.
 
 A real decode rank of the protocol ring, in a process of its own; its prefill servers are real
 bootstrap servers with sockets that only listen (tests/protocol/stand_ins.py). One pass is
@@ -25,17 +25,18 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 conftest = importlib.import_module("protocol.conftest")  # sets what SGLang's import reads
 
 PREFILL_TP = (2, 8)  # to 1
-PAGES, POLLS, REFUSED, PASSES = 100, 20, 1000, 500
+PAGES = (128, 2048)
+POLLS, REFUSED, PASSES = 20, 1000, 500
 CALLS = ("init", "send_metadata", "poll", "last_poll", "clear")
 
 
 class Passes:
     """Passes of healthy requests; seconds of each call."""
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: Any, pages: int) -> None:
         self.server, self.manager = server, server.rank.manager
         self.room = 10_000
-        self.pages = np.arange(PAGES, dtype=np.int32)
+        self.pages = np.arange(pages, dtype=np.int32)
 
     def one(self) -> dict[str, float]:
         from sglang.srt.disaggregation.base.conn import KVPoll
@@ -66,27 +67,28 @@ class Passes:
         return {**calls, "pass_us": 1e6 * float(np.median(sums)), "p99_us": tail}
 
 
-def healthy(tp: int, passes: int, *, mixkv: bool) -> Passes:
+def healthy(tp: int, pages: int, passes: int, *, mixkv: bool) -> Passes:
     from protocol.stand_ins import StandIn, decode_rank
 
-    found = Passes(StandIn(decode_rank(mixkv=mixkv), tp, fits=True, by_room=True))
+    rank = decode_rank(pages, mixkv=mixkv)
+    found = Passes(StandIn(rank, tp, fits=True, by_room=True), pages)
     found.server.resolve()
     found.many(passes // 5 + 1)
     return found
 
 
-def calls(tp: int, passes: int, *, mixkv: bool) -> list[Record]:
+def calls(tp: int, pages: int, passes: int, *, mixkv: bool) -> list[Record]:
     """A rank's calls per request."""
     who = "mixkv" if mixkv else "stock"
-    return [{"prefill_tp": tp, "decode_tp": 1, "plugin": who,
-             **healthy(tp, passes, mixkv=mixkv).many(passes)}]  # fmt: skip
+    return [{"prefill_tp": tp, "decode_tp": 1, "pages": pages, "plugin": who,
+             **healthy(tp, pages, passes, mixkv=mixkv).many(passes)}]  # fmt: skip
 
 
 def refusing(tp: int, passes: int, refused: int) -> list[Record]:
     """Passes before and right after many requests to a refused server; what these cost."""
     from protocol.stand_ins import StandIn
 
-    passing = healthy(tp, passes, mixkv=True)
+    passing = healthy(tp, PAGES[0], passes, mixkv=True)
     manager = passing.manager
     other = StandIn(passing.server.rank, fits=False, by_room=True)
     before = passing.many(passes)
@@ -131,18 +133,31 @@ def alone(part: Callable[..., list[Record]], *args: Any, **options: Any) -> list
 
 def checks(parts: dict[str, list[Record]]) -> list[Check]:
     last = parts["refusing"][-1]
-    polls = {r["plugin"]: r["poll_us"] for r in parts["calls"] if r["prefill_tp"] == 2}
     return [
+        *(one for tp in PREFILL_TP for pages in PAGES for one in _against_stock(parts, tp, pages)),
         Check("a pass after 1,000 refused requests to one before", 1.1, last["ratio"]),
         Check("a refused request, ms of the caller's thread", 0.5, last["refused_ms"]),
         Check("SGLang's own executor answers within, ms", 1000, last["executor_ms"]),
-        Check("poll to stock's", 1.2, polls["mixkv"] / polls["stock"]),
     ]
+
+
+def _against_stock(parts: dict[str, list[Record]], tp: int, pages: int) -> list[Check]:
+    both = {r["plugin"]: r for r in parts["calls"] if (r["prefill_tp"], r["pages"]) == (tp, pages)}
+    ours, stock = both["mixkv"], both["stock"]
+    what = f"to stock's, {tp} to 1, {pages} pages"
+    return [
+        Check(f"init, send_metadata and last poll {what}", 1.25, _share(ours) / _share(stock)),
+        Check(f"poll {what}", 1.2, ours["poll_us"] / stock["poll_us"]),
+    ]
+
+
+def _share(record: Record) -> float:
+    return float(record["init_us"] + record["send_metadata_us"] + record["last_poll_us"])
 
 
 def plot(result: Result, pyplot: Any) -> None:
     records = result.parts["calls"]
-    labels = [f"{r['prefill_tp']} to 1\n{r['plugin']}" for r in records]
+    labels = [f"{r['prefill_tp']} to 1\n{r['pages']} pages\n{r['plugin']}" for r in records]
     bottom = np.zeros(len(records))
     for name in CALLS:
         values = np.array([r[f"{name}_us"] for r in records])
@@ -155,11 +170,12 @@ def plot(result: Result, pyplot: Any) -> None:
 def main() -> None:
     arguments = options((__doc__ or "").splitlines()[0]).parse_args()
     passes = arguments.repeats or (20 if arguments.quick else PASSES)
-    result = Result("refusing", arguments.quick, {"calls": [], "refusing": []})
+    result = Result("scheduler", arguments.quick, {"calls": [], "refusing": []})
     conftest.load_sglang()
     for tp in PREFILL_TP:
-        for mixkv in (False, True):
-            result.parts["calls"] += alone(calls, tp, passes, mixkv=mixkv)
+        for pages in PAGES:
+            for mixkv in (False, True):
+                result.parts["calls"] += alone(calls, tp, pages, passes, mixkv=mixkv)
     refused = 50 if arguments.quick else REFUSED
     result.parts["refusing"] = alone(refusing, 2, passes, refused)
     result.checks = checks(result.parts)
