@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 import sglang_mixkv
+from sglang_mixkv import refusals
 from sglang_mixkv.errors import _REASON_OF, CODES, REASONS, codes_in, refuse
 from sglang_mixkv.protocol.messages import cured_by_registration
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
 TABLE = PACKAGE / "errors.py"
+PAGE = (PACKAGE.parent / "docs" / "troubleshooting.md").read_text()
 SOURCES = [p for p in sorted(PACKAGE.rglob("*.py")) if p != TABLE and "site" not in p.parts]
 # Log lines around a value that carries a code already: a MixKVError, or a reason made of one.
 AROUND = {
@@ -29,6 +31,20 @@ AROUND = {
 def test_the_codes_of_the_source_are_those_of_the_table() -> None:
     used = set.union(*(codes_in(path.read_text()) for path in SOURCES))
     assert used == set(CODES)
+
+
+def test_the_troubleshooting_page_has_an_entry_for_each_code_in_the_tables_order() -> None:
+    assert re.findall(r"^### (MIXKV-\S+)$", PAGE, re.MULTILINE) == list(CODES)
+    entries = re.split(r"^### MIXKV-\S+$", PAGE.partition("## By code")[2], flags=re.MULTILINE)[1:]
+    assert all(len(entry.split()) > 10 for entry in entries)
+
+
+def test_the_page_names_what_is_refused_at_start() -> None:
+    rules = [re.search(r"--[a-z-]+", name) for name, *_ in refusals.ARGUMENT_RULES]
+    source = Path(refusals.__file__).read_text()
+    variables = re.findall(r'"(SGLANG_[A-Z_]+)"', source)
+    named = {found[0] for found in rules if found} | set(variables)
+    assert {name for name in named if name not in PAGE} == set()
 
 
 SPEAKERS = re.compile(r"MixKVError|refuse|releases\.stop|stop|logger\.(warning|error|exception)")

@@ -1,4 +1,4 @@
-"""The demo as the README shows it, by its script, in another topology than the default."""
+"""The demo as the documents show it, by its script, in another topology than the default."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def test_the_documented_demo(tmp_path: Path) -> None:
     """Ends with a table and figures: with mixkv what the single server does, without it not."""
     if Path(sys.prefix) != SCRIPTS_ENVIRONMENT:
         pytest.skip("scripts/demo.sh would set up another environment than this one")
-    (line,) = re.findall(r"`(scripts/demo\.sh --prefill [^`]*)`", (ROOT / "README.md").read_text())
+    page = (ROOT / "docs" / "tools.md").read_text()
+    (line,) = re.findall(r"`(scripts/demo\.sh --prefill [^`]*)`", page)
     file = tmp_path / "figures.json"
     command = ["bash", *shlex.split(line), "--json", str(file)]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=1700)
