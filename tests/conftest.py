@@ -34,7 +34,7 @@ class Figures:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A Markdown table, as it stands in docs/matrix.md."""
+    """A Markdown table of the files that ran."""
     files: dict[str, Figures] = defaultdict(Figures)
     for category, reports in terminalreporter.stats.items():
         for report in reports:

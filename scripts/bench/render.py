@@ -1,6 +1,6 @@
 """Turn result files into markdown: `render.py RESULT.json... [--into DOCUMENT]`.
 
-With --into, each table replaces what stands between its markers in the document:
+With --into, each table that has markers in the document replaces what stands between them:
 
     <!-- bench:NAME:begin -->  ...  <!-- bench:NAME:end -->
 
@@ -144,13 +144,15 @@ def markdown(result: Record) -> str:
 
 
 def fill(document: str, found: dict[str, str]) -> str:
-    """The document with each table between its markers. Raises KeyError if it has none."""
+    """The document with each table between its markers. Raises KeyError if it has none of any."""
+    filled = 0
     for name, text in found.items():
         begin, end = f"<!-- bench:{name}:begin -->", f"<!-- bench:{name}:end -->"
         block = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
-        if not block.search(document):
-            raise KeyError(f"no markers for {name}")
-        document = block.sub(lambda _, b=begin, t=text, e=end: f"{b}\n{t}{e}", document)
+        document, count = block.subn(lambda _, b=begin, t=text, e=end: f"{b}\n{t}{e}", document)
+        filled += count
+    if not filled:
+        raise KeyError(f"no markers for any of {list(found)}")
     return document
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All benchmarks, into a folder: run.sh FOLDER [--quick]
-# Writes JSON, PNG and one results.md; fill docs/performance.md with render.py --into.
+# Writes JSON, PNG and one results.md; render.py --into fills the table in docs/evidence.md.
 set -euo pipefail
 if [ "$#" -lt 1 ] || [ "${1#-}" != "$1" ]; then
     echo "usage: $0 FOLDER [--quick] [--repeats N]" >&2

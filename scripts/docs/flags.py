@@ -1,7 +1,7 @@
-"""docs/flags.md, and the table of flags in README.md, from `sglang_mixkv/config.py`.
+"""The tables of flags and variables in docs/operate.md, from `sglang_mixkv/config.py`.
 
-python scripts/docs/flags.py            # rewrite both
-python scripts/docs/flags.py --check    # exit status 1 unless both are current
+python scripts/docs/flags.py            # rewrite them
+python scripts/docs/flags.py --check    # exit status 1 unless they are current
 """
 
 from __future__ import annotations
@@ -13,37 +13,16 @@ from pathlib import Path
 
 from sglang_mixkv import config
 
-ROOT = Path(__file__).parents[2]
-DOCUMENT = ROOT / "docs" / "flags.md"
-README = ROOT / "README.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "operate.md"
+BEGIN, END = "<!-- flags:begin -->\n", "<!-- flags:end -->"
 
 # What config.py reads from the environment alone: no flag, since no deployment should need it.
 ENVIRONMENT_ONLY = {
     config.ALLOW_UNTESTED_ENV: "Start with an SGLang release that is not in "
-    "[the table](compatibility.md). Its seams are still checked.",
+    "[the table](#compatibility). Its functions are still compared.",
     config.STATS_DIR_ENV: "A folder in which each process keeps a JSON file of its counters: bytes "
     "of target and draft handed to the transport, ranges, dropped messages. Off when empty.",
 }
-
-HEAD = """# Flags and variables
-
-Generated from `sglang_mixkv/config.py` by `scripts/docs/flags.py`; `python -m sglang.launch_server
---help` prints the same.
-
-A flag wins over its variable, a variable over the default. `python -m sglang_mixkv doctor` with
-the server's flags prints every value and where it came from. In a file for `--config` a flag
-stands without its dashes: `enable-mixkv: true`.
-"""
-
-TAIL = f"""
-Booleans are `1`, `true`, `yes`, `on` or `0`, `false`, `no`, `off`; other text is an error.
-`{config.ENABLE_ENV}` is for launchers that know no plugin flags; it has to be in the environment
-of every process of the server, on every node. SGLang's own `SGLANG_PLUGINS`, where it is set, has
-to name `mixkv`.
-
-Which flags and variables of SGLang an opted-in server refuses is in
-[troubleshooting](troubleshooting.md#the-server-does-not-start).
-"""
 
 
 def flags() -> list[tuple[str, str, str, str]]:
@@ -68,44 +47,36 @@ def table(rows: list[tuple[str, ...]], *head: str) -> str:
     return "".join(f"{line.replace('|  |', '| |')}\n" for line in lines)
 
 
-def document() -> str:
-    """The text of docs/flags.md."""
+def tables() -> str:
+    """What stands between the markers."""
     known = {value for name, value in vars(config).items() if name.endswith("_ENV")}
     if known - {config.ENABLE_ENV} != ENVIRONMENT_ONLY.keys():
         raise SystemExit(f"ENVIRONMENT_ONLY does not describe the variables of config.py: {known}")
     only = [(f"`{name}`", text) for name, text in ENVIRONMENT_ONLY.items()]
-    tables = [
-        table(flags(), "flag", "variable", "default", "meaning"),
-        table(only, "variable only", "meaning"),
-    ]
-    return "\n".join([HEAD, *tables]) + TAIL
+    return "\n".join(
+        [
+            table(flags(), "flag", "variable", "default", "meaning"),
+            table(only, "variable only", "meaning"),
+        ]
+    )
 
 
-def stale_in_readme(text: str) -> list[str]:
-    """Rows of README.md's table that are not as they should be, and missing ones.
-
-    Its last column is its own; flag, variable and default are the code's.
-    """
-    wanted = [f"| {' | '.join(row[:3])} |" for row in flags()]
-    rows = [line for line in text.splitlines() if re.match(r"\| `--[a-z-]*mixkv", line)]
-    return [
-        *(row for row in rows if not row.startswith(tuple(wanted))),
-        *(row for row in wanted if not any(line.startswith(row) for line in rows)),
-    ]
+def filled(text: str) -> str:
+    """A document with these tables between its markers."""
+    before, _, rest = text.partition(BEGIN)
+    return f"{before}{BEGIN}{tables()}{END}{rest.partition(END)[2]}"
 
 
 def main(argv: list[str]) -> int:
-    """Write, or compare; 1 when something is not current."""
-    stale = stale_in_readme(README.read_text())
-    for row in stale:
-        print(f"README.md's table of flags is not current: {row}")
-    wanted = document()
+    """Write, or compare; 1 when the document is not current."""
+    present = DOCUMENT.read_text()
+    wanted = filled(present)
     if "--check" not in argv:
         DOCUMENT.write_text(wanted)
-    elif DOCUMENT.read_text() != wanted:
-        stale.append("docs/flags.md")
-        print("docs/flags.md is not current: python scripts/docs/flags.py")
-    return int(bool(stale))
+    elif present != wanted:
+        print("docs/operate.md is not current: python scripts/docs/flags.py")
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

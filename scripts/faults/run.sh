@@ -1,13 +1,16 @@
 #!/usr/bin/env bash
-# Inject every fault for real and fill the table of docs/reliability.md: run.sh [--soak]
+# Inject every fault for real, into results/faults.md and .json: run.sh [--soak]
 # --soak adds the soaks: 2,000 requests with random faults, 1,000 that each meet one, twice each.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 # shellcheck source=scripts/env.sh
 source "$here/../env.sh"
-document="$MIXKV_ROOT/docs/reliability.md"
-python "$here/table.py" --into "$document"
+folder="$MIXKV_ROOT/results"
+mkdir -p "$folder"
+python "$here/table.py" --json "$folder/faults.json" | tee "$folder/faults.md"
 if [ "${1:-}" = --soak ]; then
-    python "$here/soak.py" --requests 2000 --seed 2 --into "$document"
-    python "$here/soak.py" --requests 1000 --seed 3 --faulty 1 --into "$document"
+    python "$here/soak.py" --requests 2000 --seed 2 --json "$folder/soak.json" |
+        tee "$folder/soak.md"
+    python "$here/soak.py" --requests 1000 --seed 3 --faulty 1 --json "$folder/soak-faulty.json" |
+        tee "$folder/soak-faulty.md"
 fi

@@ -2,7 +2,7 @@
 
 Real managers, ZMQ and Mooncake TCP, one process per rank. Exit status 0: nothing lost, nothing
 leaked, no wrong byte, and no request failed without a fault of its own. `--json` writes the
-figures, `--into` fills their place in a document.
+figures.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT / "tests"))
 
 from protocol.conftest import load_sglang  # noqa: E402
 
 load_sglang()
 
-from markers import fill  # noqa: E402
 from protocol.soak import Soak, Verdict, run  # noqa: E402
 
 DIRECTIONS = ((2, 1), (1, 2))
@@ -87,7 +86,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faulty", type=float, default=0.2, help="share that meets a fault")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--into", type=Path, help="document with the markers of this soak")
     arguments = parser.parse_args()
     records, verdicts, bad = [], [], False
     for prefill_tp, decode_tp in DIRECTIONS:
@@ -105,7 +103,6 @@ def main() -> int:
         met = ", ".join(f"{name} {count}" for name, count in sorted(verdict.met.items()))
         print(f"  met: {met}", file=sys.stderr)
         print(f"  resources, warm and at the end: {verdict.resources}", file=sys.stderr)
-    name = "soak" if arguments.faulty < 1 else "soak-faulty"
     text = (
         f"`--requests {arguments.requests} --seed {arguments.seed} --faulty {arguments.faulty:g}`"
     )
@@ -113,8 +110,6 @@ def main() -> int:
     print(text)
     if arguments.json:
         arguments.json.write_text(json.dumps(records, indent=1) + "\n")
-    if arguments.into:
-        fill(arguments.into, name, text)
     return int(bad)
 
 

@@ -1,6 +1,6 @@
 """Inject each fault on the protocol ring for real, and write what happened as a table.
 
-    table.py [WORD...] [--into DOCUMENT] [--json FILE]
+    table.py [WORD...] [--json FILE]
 
 Words select faults by name. Exit status 0: every fault ended as it should.
 """
@@ -15,13 +15,12 @@ from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tests"), str(Path(__file__).parent)]
+sys.path.insert(0, str(ROOT / "tests"))
 
 from protocol.conftest import load_sglang  # noqa: E402
 
 load_sglang()
 
-from markers import fill  # noqa: E402
 from protocol.faults import FAULTS, TIMEOUTS, Fault, problems, short_timeouts  # noqa: E402
 from protocol.ring import Outcome, RankReport, run  # noqa: E402
 
@@ -89,7 +88,6 @@ def markdown(rows: list[tuple[str, Row]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("words", nargs="*", help="only faults whose name has one of these")
-    parser.add_argument("--into", type=Path, help="document whose markers are filled")
     parser.add_argument("--json", type=Path, help="write the rows here")
     arguments = parser.parse_args()
     chosen = [f for f in FAULTS if not arguments.words or any(w in str(f) for w in arguments.words)]
@@ -104,11 +102,7 @@ def main() -> int:
                 print(f"  {line}", file=sys.stderr)
             rows.append((fault.group, row(fault, outcome, found)))
     limits = ", ".join(f"`{name}={value}`" for name, value in TIMEOUTS.items())
-    text = f"{len(rows)} faults; {limits}.\n\n{markdown(rows)}"
-    if arguments.into:
-        fill(arguments.into, "faults", text)
-    else:
-        print(text)
+    print(f"{len(rows)} faults; {limits}.\n\n{markdown(rows)}")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     return int(bool(bad))

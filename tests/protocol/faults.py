@@ -1,5 +1,5 @@
 """Every fault that is tried on the protocol ring: one definition for the tests and for the table
-in docs/reliability.md (scripts/faults/table.py).
+that scripts/faults/table.py writes.
 
 The first request meets the fault. The second one is clean, follows on servers that nobody
 restarted by hand, and must be right to the last byte, as must every byte of every decode

@@ -1,6 +1,6 @@
 """Launch lines in the documents that need a cluster: SGLang's own parsers take them.
 
-The lines of README.md, those that docs/launch.md shows as printed, and one for each row of its
+The lines of README.md, those that docs/operate.md shows as printed, and one for each row of its
 table of topologies, made by the launch scripts.
 """
 
@@ -15,7 +15,7 @@ import subprocess
 import pytest
 from docs.pages import ROOT, bash, blocks, words
 
-LAUNCH_PAGE = ROOT / "docs" / "launch.md"
+OPERATE = ROOT / "docs" / "operate.md"
 READER = {"TARGET": "/models/target", "DRAFT": "/models/drafter",
           "PREFILL_HOST": "10.0.0.1", "DECODE_HOST": "10.0.0.2"}  # fmt: skip
 
@@ -23,13 +23,13 @@ READER = {"TARGET": "/models/target", "DRAFT": "/models/drafter",
 def written() -> list[str]:
     """All lines that start a server or a router."""
     commands = [c for block in bash(ROOT / "README.md") for c in block.commands()]
-    shown = [line for block in blocks(LAUNCH_PAGE) for line in (block.shown or "").splitlines()]
+    shown = [line for block in blocks(OPERATE) for line in (block.shown or "").splitlines()]
     return [line for line in (*commands, *shown) if ".launch_" in line]
 
 
 def made() -> list[str]:
     """The lines of the table of topologies, printed by the scripts themselves."""
-    table = re.findall(r"`((?:\w+=\S+ )*)(prefill|decode)\.sh`", LAUNCH_PAGE.read_text())
+    table = re.findall(r"`((?:\w+=\S+ )*)(prefill|decode)\.sh`", OPERATE.read_text())
     environ = {"PATH": os.environ["PATH"], "MODEL": "/models/target", "DRAFT": "/models/drafter"}
     printed = []
     for variables, role in table:
