@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -55,9 +55,11 @@ def pack(messages: Messages) -> bytes:
 
 def unpack(data: bytes) -> Messages:
     messages: Messages = [[]]
-    while data:
-        (length,) = struct.unpack_from("<I", data.ljust(4, b"\0"))
-        frame, data = data[4 : 4 + length], data[4 + length :]
+    at, padded = 0, data + bytes(4)
+    while at < len(data):
+        (length,) = struct.unpack_from("<I", padded, at)
+        frame = data[at + 4 : at + 4 + length]
+        at += 4 + length
         if frame == NEXT:
             messages.append([])
         else:
@@ -65,15 +67,23 @@ def unpack(data: bytes) -> Messages:
     return [message for message in messages if message]  # ZMQ delivers no empty message
 
 
-def mutate(data: bytes, mutate_bytes: Mutate, seed: int, max_size: int) -> bytes:
-    """One change to one message; `mutate_bytes` is libFuzzer's."""
-    rng = random.Random(seed)
+def mutate(
+    data: bytes,
+    mutate_bytes: Mutate,
+    rng: random.Random,
+    max_size: int,
+    others: Sequence[bytes] = (),
+) -> bytes:
+    """One change to one message; `mutate_bytes` is libFuzzer's. Or one message more, of this
+    input or of one of the `others`."""
     messages = unpack(data) or [[b"None"]]
     at = rng.randrange(len(messages))
     kind = rng.randrange(12)
     if kind == 0:
         messages.insert(at, list(rng.choice(messages)))
-    elif kind == 1 and len(messages) > 1:
+    elif kind == 1 and others:
+        messages[at:at] = unpack(rng.choice(others))
+    elif kind == 2 and len(messages) > 1:
         del messages[at]
     else:
         change = rng.choice((_words, _numbers, _numbers, _extension, _extension, _bytes, _shape))
@@ -146,8 +156,7 @@ def change(value: Any, rng: random.Random, odd: tuple[bytes, ...]) -> Any:
     return value
 
 
-def mutate_json(data: bytes, mutate_bytes: Mutate, seed: int, max_size: int) -> bytes:
+def mutate_json(data: bytes, mutate_bytes: Mutate, rng: random.Random, max_size: int) -> bytes:
     """One change to a JSON document."""
-    rng = random.Random(seed)
     changed = mutate_value(data, JSON, rng) if rng.randrange(3) else data
     return mutate_bytes(data, max_size) if changed == data else changed[:max_size]

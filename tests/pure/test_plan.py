@@ -201,7 +201,9 @@ def test_one_sided_opt_in_is_refused() -> None:
 def test_environment_on_the_line_is_checked() -> None:
     line = f"SGLANG_DISAGG_STAGING_BUFFER=1 python -m sglang.launch_server {flags()}"
     plan = make_plan(from_line("prefill", line), from_line("decode", flags()))
-    assert plan.refused == ("prefill: SGLANG_DISAGG_STAGING_BUFFER=1 is not supported: unset it",)
+    assert plan.refused == (
+        "[MIXKV-START-03] prefill: SGLANG_DISAGG_STAGING_BUFFER=1 is not supported: unset it",
+    )
 
 
 def test_different_drafters_are_refused(tmp_path: Path) -> None:
@@ -345,7 +347,7 @@ def test_text_has_every_sender_and_refusal(capsys: pytest.CaptureFixture[str]) -
     rows = [line.split() for line in out.splitlines()]
     assert ["0", "0", "latent", "0..1", "yes", "-", "480", "128", "2,021", "to", "2,331"] in rows
     assert ["0", "1", "-", "2..3", "-", "-", "0", "128", "2,016"] in rows
-    assert "  - decode: --use-ray is not supported: start without Ray" in out
+    assert "  - [MIXKV-START-03] decode: --use-ray is not supported: start without Ray" in out
 
 
 def test_text_without_ranks_names_the_reason() -> None:
