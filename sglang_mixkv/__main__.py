@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def usage() -> str:
-    """The help text: one line a command."""
+    """The help text: one line per command."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(["usage: python -m sglang_mixkv COMMAND [options]", "", "commands:", *lines])

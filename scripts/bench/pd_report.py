@@ -65,7 +65,7 @@ def _same_output(row: Record, first: Record) -> str:
 
 
 def tables(rows: Sequence[Record]) -> Iterator[Table]:
-    """A table a group: a line a figure, a column a run."""
+    """A table per group: a line per figure, a column per run."""
     for name, group in groups(rows):
         grid = Table(title=name, caption="-: not reported, or no speculation")
         grid.add_column("")

@@ -140,7 +140,7 @@ def plot(result: Result, pyplot: Any) -> None:
     pyplot.figure(figsize=(9, 4))
     pyplot.bar(labels, [r["median"] * 1e3 for r in records])
     pyplot.yscale("log")
-    pyplot.ylabel("ms a chunk")
+    pyplot.ylabel("ms per chunk")
 
 
 def main() -> None:

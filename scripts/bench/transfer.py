@@ -382,7 +382,7 @@ def beside(busy: Callable[[threading.Event], None] | None) -> Iterator[None]:
 
 
 def stay_in_python(ended: threading.Event) -> None:
-    """What takes Python's lock from the others as often as it may."""
+    """What takes the GIL from the others as often as it may."""
     turns = 0
     while not ended.is_set():
         turns += 1

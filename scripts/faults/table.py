@@ -72,7 +72,7 @@ def row(fault: Fault, outcome: Outcome, found: list[str]) -> Row:
 
 
 def markdown(rows: list[tuple[str, Row]]) -> str:
-    """A table a group."""
+    """A table per group."""
     parts = []
     for group, members in groupby(rows, key=lambda one: one[0]):
         lines = [row for _, row in members]

@@ -173,7 +173,7 @@ def replay(name: str, folder: Path) -> None:
 
 
 def report(names: list[str], folder: Path) -> None:
-    """Print which lines of the parsers the corpora reach. One process a target."""
+    """Print which lines of the parsers the corpora reach. One process per target."""
     files = [*PARSERS, *(PARSERS_WITH_SGLANG if set(names) & set(WITH_SGLANG) else ())]
     measured = Coverage(
         data_file=str(folder / ".coverage"), include=[f"*/sglang_mixkv/{file}" for file in files]

@@ -62,6 +62,6 @@ def _with_site(path: str) -> str:
 
 
 def _core_of_each_rank(num_ranks: int) -> str:
-    """One core a rank, "0|1|0": without it SGLang asks for a NUMA node a rank."""
+    """One core per rank, "0|1|0": without it SGLang asks for a NUMA node per rank."""
     cores = cycle(sorted(os.sched_getaffinity(0)))
     return "|".join(str(core) for core in islice(cores, num_ranks))

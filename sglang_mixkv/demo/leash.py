@@ -31,7 +31,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def _prctl(option: int, value: int) -> None:
-    """Set one attribute of this process; a kernel without it is no error."""
+    """Set one attribute of this process; a kernel that lacks it raises nothing."""
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 

@@ -110,12 +110,12 @@ class PagePairs:
 
 
 def whole_blocks(copies: Copies, page_size: int, runs: Runs) -> Blocks:
-    """One range a copy and run, entry after entry. Every copy must be `whole`."""
+    """One range per copy and run, entry after entry. Every copy must be `whole`."""
     return run_blocks(copies.src, copies.dst, copies.width * page_size, runs)
 
 
 def run_blocks(src: Ints, dst: Ints, page_bytes: Ints, runs: Runs) -> Blocks:
-    """One range an entry and run, entry after entry: base addresses, and bytes of a page."""
+    """One range per entry and run, entry after entry: base addresses, and bytes of a page."""
     first_src, first_dst, count = runs
     item = page_bytes[:, None]
     return Blocks(
@@ -126,7 +126,7 @@ def run_blocks(src: Ints, dst: Ints, page_bytes: Ints, runs: Runs) -> Blocks:
 
 
 def token_blocks(copies: Copies, page_size: int, src_pages: Ints, dst_pages: Ints) -> Blocks:
-    """One range a copy and token, entry after entry."""
+    """One range per copy and token, entry after entry."""
     slots = np.arange(page_size, dtype=np.int64)
     src_tokens = (src_pages[:, None] * page_size + slots).ravel()
     dst_tokens = (dst_pages[:, None] * page_size + slots).ravel()

@@ -10,8 +10,8 @@ larger than the pack buffer goes through it in several rounds. So does a smaller
 next round can be packed while one is in flight (writer.py): a few rounds that begin small, so
 that little but the first has to be waited for.
 
-Without room for a region, slices that are part of a row go by page (rows/slices.py): one range
-per page into the destination's own pages, which the receiver then puts in the order of rows.
+Without room for a region, slices that are part of a row go by extent (kv/extents.py): ranges into
+the destination's own pages, which the receiver then puts in the order of rows (rows/slices.py).
 """
 
 from __future__ import annotations

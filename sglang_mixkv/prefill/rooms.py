@@ -27,7 +27,7 @@ from sglang_mixkv.rows.digest import Sums
 # How long a refused room, and one that has ended, is remembered.
 MEMORY_S = 60.0
 
-# Rooms that are remembered without a sender: who sends more of them is no SGLang.
+# Rooms that are remembered without a sender: a sender of more is not SGLang.
 MAX_WAITING = 1 << 16
 
 
@@ -186,7 +186,7 @@ class Rooms:
                 self._put(room.number, State.ENDED, now)
 
     def reap(self, now: float, limit: float) -> list[int]:
-        """Forget what is over, at most once a second. The numbers of rooms that no sender will
+        """Forget what is over, at most once per second. The numbers of rooms that no sender will
         end, after `limit` seconds: SGLang's tables still hold them."""
         if now < self._next_reap:
             return []

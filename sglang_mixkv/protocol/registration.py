@@ -134,7 +134,7 @@ class Registration(msgspec.Struct, frozen=True):
         self._check_draft()
         for ptr, length in self._regions():
             if ptr + length >= MAX_ADDRESS:
-                text = f"a region of {length} bytes at {ptr:#x} is no memory."
+                text = f"a region of {length} bytes at {ptr:#x} lies outside the address space."
                 raise MixKVError("MIXKV-REG-01", text)
 
     def _regions(self) -> Any:

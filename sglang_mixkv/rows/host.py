@@ -27,7 +27,7 @@ RowNumbers = Ints | range
 
 @dataclass(frozen=True)
 class RowCopy:
-    """Addresses, strides and widths in bytes, one an entry; row numbers, one a row."""
+    """Addresses, strides and widths in bytes, one per entry; row numbers, one per row."""
 
     src: Ints
     dst: Ints

@@ -169,7 +169,7 @@ def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Variables that decide how servers of this shell would transfer KV; no secrets."""
     try:
         refused = startup.refusals(from_line("prefill", "").args, environ)
-    except ValueError as error:  # text that is no boolean
+    except ValueError as error:  # text that is not a boolean
         refused = [str(error)]
     for name in sorted(filter(_SHOWN.match, environ)):
         problem = next((text for text in refused if name in text.split("=")[0]), "")

@@ -98,7 +98,7 @@ def _hear(stream: IO[str]) -> dict[str, Any]:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise TransferFailed("the other side ended the connection, or is no doctor")
+        raise TransferFailed("the other side ended the connection, or is not a doctor")
     if "failed" in found:
         raise TransferFailed(f"on the other side: {found['failed']}")
     return found

@@ -693,7 +693,7 @@ def _transport() -> Iterator[Fault]:
         ("fails although the bytes arrive", "transfer_check_status returns -1", failed_later),
     ):
         yield Fault(
-            group, f"a write that goes on by itself {name}", how,
+            group, f"an asynchronous write {name}", how,
             lambda inject=inject: case(
                 1, 2, faults={("prefill", 0): inject}, small_rounds=True,
                 config={"draft_transfer": "packed"},

@@ -1,4 +1,4 @@
-"""Real managers, real bootstrap server, real ZMQ and Mooncake TCP: one forked process a rank.
+"""Real managers, real bootstrap server, real ZMQ and Mooncake TCP: one forked process per rank.
 
 Faults are injected by callables in `Case.extra`: "faults" maps (side, rank) to a function that
 gets the Rank in its own process once its manager runs. A rank that ends early takes its server

@@ -321,7 +321,7 @@ def test_both_paths_give_the_same_bytes(prefill_tp: int, decode_tp: int, mode: s
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(4, 1), (1, 4), (2, 4)])
 def test_rounds_that_overlap_give_the_same_bytes(prefill_tp: int, decode_tp: int) -> None:
-    """Scattered pages, so that senders pack in both directions; writes that go on by themselves,
+    """Scattered pages, so that senders pack in both directions; asynchronous writes,
     as chunks of MiB have them."""
     draft = Cache("mha", heads=8, layers=2, k_bytes=6, v_bytes=10)
     requests = (Request(200, chunk_pages=20), Request(133), Request(1), Request(90, chunk_pages=4))
@@ -365,7 +365,7 @@ def test_no_room_for_a_region_is_no_failure() -> None:
     [
         (1, 2, Cache("mla", layers=2), 4 * 2),  # a range an entry and rank, into regions
         (2, 1, Cache("mla", layers=2), 4 * 2),
-        (2, 1, Cache("mha", layers=1, heads=4), 4 * 2),  # the target's: a range a page
+        (2, 1, Cache("mha", layers=1, heads=4), 4 * 2),  # the target's: a range per page
     ],
 )
 def test_scattered_pages_take_few_ranges(

@@ -231,7 +231,7 @@ def test_slices_that_are_part_of_a_row_get_a_region_and_the_target_goes_by_page(
     world.send(grants)
     pool = world.pools["target"].entries[0]
     by_page = [n for _, dst, n in world.engine.ranges if 0 <= dst - pool.ctypes.data < pool.nbytes]
-    assert len(by_page) == 2 * len(world.dst), "one a page and sender, of the target's K"
+    assert len(by_page) == 2 * len(world.dst), "one per page and sender, of the target's K"
 
 
 def test_without_room_the_draft_goes_by_page_too() -> None:

@@ -1,7 +1,7 @@
 """The plan tool against figures worked out by hand, for the shipped pair and variants of it.
 
 Target: 5 MLA layers of (32 + 16) bfloat16 elements, 96 bytes each, 480 a token. Drafter: one
-layer, K and V of 4 heads x 16 bfloat16 elements, 64 bytes a head, 256 a token. 1,000 tokens are
+layer, K and V of 4 heads x 16 bfloat16 elements, 64 bytes per head, 256 per token. 1,000 tokens are
 63 pages of 16, so 1,008 tokens travel.
 """
 

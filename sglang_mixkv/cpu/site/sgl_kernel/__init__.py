@@ -4,7 +4,7 @@ With this folder's parent on PYTHONPATH, ``import sgl_kernel`` finds this packag
 takes effect only if
 
     1. SGLANG_USE_CPU_ENGINE is 1, SGLang's own condition, and
-    2. the ``sgl_kernel`` further down the path is no CPU build, which has its compiled
+    2. the ``sgl_kernel`` further down the path is not a CPU build, which has its compiled
        ``common_ops`` at its top; CUDA builds keep one a GPU architecture in subfolders.
 
 In every other case the import gives that other ``sgl_kernel``, as if this package were not

@@ -129,7 +129,7 @@ def extend_attention_cpu(
 
 
 def _store(cache: Tensor, loc: Tensor, x: Tensor) -> None:
-    """Write one row a request into the cache."""
+    """Write one row per request into the cache."""
     cache[loc] = x.reshape(len(loc), *cache.shape[1:]).to(cache.dtype)
 
 
@@ -154,7 +154,7 @@ def decode_attention_cpu(
     encoder_lens: Tensor | None,
     sinks: Tensor | None,
 ) -> None:
-    """Store the new keys and values at ``loc``; fill ``o`` [bs, H, Dv] for one query a request.
+    """Store the new keys and values at ``loc``; fill ``o`` [bs, H, Dv] for one query per request.
 
     With MLA ``v_cache`` is a view of ``k_cache``, and the keys bring the values along.
     """
