@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sglang_mixkv.decode.registrations import Registrations
 from sglang_mixkv.decode.rooms import Rooms
 from sglang_mixkv.decode.sglang import SGLang
 from sglang_mixkv.decode.verify import not_awaited
@@ -15,7 +16,7 @@ from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.protocol import messages
 from sglang_mixkv.protocol.extension import Digest, decode_digest
 from sglang_mixkv.protocol.frames import Frames
-from sglang_mixkv.protocol.messages import Aux, Poll, Status
+from sglang_mixkv.protocol.messages import Aux, Poll, Status, cured_by_registration
 
 ACK_TAG, AUX_TAG = b"ABORT_ACK", b"AUX_DATA"
 
@@ -28,6 +29,7 @@ class Gate:
     """
 
     rooms: Rooms
+    registrations: Registrations
     sglang: SGLang
     judges: bool
     aux_lens: tuple[int, ...]
@@ -55,6 +57,7 @@ class Gate:
 
     def _status(self, said: Status) -> None:
         """A success counts only from a rank that sends to this room, all else from one asked to."""
+        self._withdraw(said)
         room = self.rooms.get(said.room)
         if room is None or not self.judges:
             return
@@ -65,6 +68,15 @@ class Gate:
                 f"room {said.room}: {'success' if success else 'no success'} from prefill rank "
                 f"{said.prefill_rank}, which was not asked to send to it.",
             )
+
+    def _withdraw(self, said: Status) -> None:
+        """A failure for want of a registration, maybe after the room has ended: SGLang ends a
+        request on all ranks when the first of them knows that it failed."""
+        source = self.rooms.source(said.room)
+        if source is None or said.prefill_rank not in source.contacted:
+            return
+        if cured_by_registration(said.reason):
+            self.registrations.withdraw(source.address)
 
     def _aux(self, said: Aux) -> None:
         """Metadata over the control channel: into the room's own row."""

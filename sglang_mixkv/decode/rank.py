@@ -20,6 +20,7 @@ from sglang_mixkv.config import Config
 from sglang_mixkv.decode.cold import Clearer, clear_aux
 from sglang_mixkv.decode.gate import Gate
 from sglang_mixkv.decode.landing import Landing
+from sglang_mixkv.decode.registrations import Registrations
 from sglang_mixkv.decode.rooms import Room, Rooms
 from sglang_mixkv.decode.sglang import SGLang
 from sglang_mixkv.decode.slices import Sender
@@ -35,8 +36,6 @@ from sglang_mixkv.stats import Stats
 from sglang_mixkv.transport.base import Transport
 
 logger = logging.getLogger(__name__)
-
-Endpoint = tuple[str, int]  # where a prefill rank listens
 
 
 class DecodeRank:
@@ -54,9 +53,9 @@ class DecodeRank:
         self.verifier, self._clearer = Verifier(local.caches, rows), Clearer(rows)
         self.landing = Landing(rows, config, stats, quarantine_s)
         self.transport: Transport | None = None
-        self._registered: dict[Endpoint, tuple[int, int]] = {}
-        facts = local.facts
-        self.gate = Gate(self.rooms, sglang, local.has_draft, facts.aux_item_lens, local.aux_rows)
+        self.registrations = Registrations()
+        aux = local.facts.aux_item_lens, local.aux_rows
+        self.gate = Gate(self.rooms, self.registrations, sglang, local.has_draft, *aux)
 
     def connect(self, transport: Transport) -> None:
         """Once SGLang has its engine."""
@@ -111,17 +110,6 @@ class DecodeRank:
         """What that prefill rank is told at registration."""
         route = source.route(prefill_rank, stage)
         return source.extension(self.local, route, self.landing.span)
-
-    # -- registrations: who has this rank's, and of which staging buffer it was told
-
-    def registered(self, endpoint: Endpoint) -> None:
-        self._registered[endpoint] = self.landing.span
-
-    def should_register(self, endpoint: Endpoint) -> bool:
-        return self._registered.get(endpoint) != self.landing.span
-
-    def forget_registration(self, endpoint: Endpoint) -> None:
-        self._registered.pop(endpoint, None)
 
     # -- requests, in the scheduler
 

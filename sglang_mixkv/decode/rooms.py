@@ -12,11 +12,14 @@ under one lock.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from sglang_mixkv.decode.source import Source
 from sglang_mixkv.decode.verify import Asked
+
+REMEMBERED = 1024  # ended rooms, for verdicts that arrive later
 
 
 class State(StrEnum):
@@ -46,9 +49,15 @@ class Rooms:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _begun: int = 0
     _ended: int = 0
+    _last: OrderedDict[int, Source] = field(default_factory=OrderedDict)
 
     def get(self, number: int) -> Room | None:
         return self._rooms.get(number)
+
+    def source(self, number: int) -> Source | None:
+        """Whose room it is, or was not long ago."""
+        room = self._rooms.get(number)
+        return room.source if room is not None else self._last.get(number)
 
     def begin(self, number: int, source: Source) -> Room:
         """A receiver was initialised. The number must not be another request's still."""
@@ -76,6 +85,9 @@ class Rooms:
             if self._rooms.get(room.number) is room:
                 del self._rooms[room.number]
                 self._ended += 1
+                self._last[room.number] = room.source
+                if len(self._last) > REMEMBERED:
+                    self._last.popitem(last=False)
 
     def problems(self) -> list[str]:
         """What is wrong while no request runs."""

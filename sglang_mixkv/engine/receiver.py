@@ -97,14 +97,15 @@ class RoomReceiver(CommonKVReceiver):
         sent = bool(super()._register_kv_args())
         if side is not None and sent:
             for info in self.bootstrap_infos:
-                side.registered(_endpoint(info))
+                side.registrations.told(self.bootstrap_addr, _endpoint(info), side.landing.span)
         return sent
 
     def _register_again(self, side: DecodeRank) -> None:
         """Register with those ranks of a known server that need it. No HTTP: stock's record of
         them stays."""
-        known = self.bootstrap_infos
-        stale = [info for info in known if side.should_register(_endpoint(info))]
+        known, address, span = self.bootstrap_infos, self.bootstrap_addr, side.landing.span
+        lacks = side.registrations.lacks
+        stale = [info for info in known if lacks(address, _endpoint(info), span)]
         if not stale:
             return
         self.bootstrap_infos = stale
@@ -177,5 +178,4 @@ class RoomReceiver(CommonKVReceiver):
         if self.conclude_state == KVPoll.Success:
             side.received(room)
         elif cured_by_registration(self.kv_mgr.failure_records.get(room.number, "")):
-            for info in self.bootstrap_infos or []:
-                side.forget_registration(_endpoint(info))
+            side.registrations.withdraw(self.bootstrap_addr)

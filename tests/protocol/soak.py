@@ -462,8 +462,8 @@ class SoakDecode(SoakRank):
         while not self.manager.try_ensure_parallel_info(address):
             time.sleep(0.02)
         wrongly = meeting is not None and meeting.name.startswith("registration")
-        if wrongly or self.case.alone(number - 1):
-            self.manager.connection_pool.clear()  # registers again, wrongly or rightly
+        if wrongly:
+            self.manager.connection_pool.clear()  # registers again
         receiver = self.kv_class["receiver"](self.manager, address, self.case.room(number))
         receiver.soak_number = number
         receiver.init(0)

@@ -272,7 +272,7 @@ def take_it_later(rank: Rank) -> None:
     def taking(self: Any, *args: Any) -> None:
         if seen:
             engine.batch_register = register
-            rank.plugin.landing._asked = float("-inf")
+            rank.plugin.landing._next_try = 0.0
             source = rank.plugin.sources.get(rank.address(0))
             rank.plugin.landing.prepare(source.target, source.draft)
         seen.append(1)

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_mixkv.decode import rooms as decode
+from sglang_mixkv.decode.gate import Gate
+from sglang_mixkv.decode.registrations import Registrations
 from sglang_mixkv.prefill.rooms import MEMORY_S, Rooms, State
 from sglang_mixkv.protocol.frames import Address
 from sglang_mixkv.protocol.messages import Metadata
@@ -154,3 +156,20 @@ def test_a_decode_room_ends_once() -> None:
     assert rooms.get(ROOM) is second
     with pytest.raises(AssertionError):
         rooms.begin(ROOM, mock.Mock())
+
+
+@pytest.mark.parametrize(
+    ("rank", "reason", "again"),
+    [(0, b"[MIXKV-REG-02] it registers again", True), (0, b"timed out", False),
+     (1, b"[MIXKV-REG-02] it registers again", False)],
+)  # fmt: skip
+def test_a_verdict_on_an_ended_room_has_the_rank_register_again(
+    rank: int, reason: bytes, again: bool
+) -> None:
+    """SGLang ends a request on all ranks with the first that fails; each registers by itself."""
+    rooms, registrations = decode.Rooms(), Registrations()
+    gate = Gate(rooms, registrations, mock.Mock(), True, (), ())
+    registrations.told("host:1", ("host", 2), (0, 0))
+    rooms.end(rooms.begin(ROOM, mock.Mock(address="host:1", contacted={0})))
+    assert gate.may_pass([b"%d" % ROOM, b"0", b"%d" % rank, reason])
+    assert registrations.lacks("host:1", ("host", 2), (0, 0)) is again
