@@ -16,7 +16,10 @@ import logging
 import random
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from coverage import Coverage
@@ -38,6 +41,8 @@ WITH_SGLANG = {
     "gate-hybrid": "prefill",
     "gate-no-draft": "prefill",
     "gate-cold": "prefill",
+    "gate-shared": "prefill",
+    "gate-gqa": "prefill",
     "gate-decode": "decode",
 }
 WEIGHT = 100
@@ -52,11 +57,18 @@ INSTRUMENTED = [
 # What reads network input.
 PARSERS = (
     "protocol/announcement.py",
-    "protocol/frames.py",
-    "protocol/registration.py",
     "protocol/extension.py",
+    "protocol/frames.py",
+    "protocol/messages.py",
+    "protocol/registration.py",
 )
-PARSERS_WITH_SGLANG = ("engine/decode_gate.py", "engine/gate.py", "prefill/peer.py")
+PARSERS_WITH_SGLANG = (
+    "decode/gate.py",
+    "prefill/gate.py",
+    "prefill/peer.py",
+    "prefill/peers.py",
+    "prefill/rooms.py",
+)
 
 
 def no_unpickling(event: str, _: tuple) -> None:
@@ -74,7 +86,18 @@ def target(name: str) -> tuple[Callable[[bytes], None], Callable]:
         module = importlib.import_module("managers")
         one = module.bench(name.removeprefix("gate-"))
     mutate = importlib.import_module("mutate")
-    return one, mutate.mutate_json if name == "announcement" else mutate.mutate
+    if name == "announcement":
+        return one, mutate.mutate_json
+    return one, partial(mutate.mutate, others=recorded_for(name))
+
+
+def recorded_for(name: str) -> list[bytes]:
+    """The recorded inputs of a target: of a rank's those of its own case, and of no case."""
+    cases = {other.removeprefix("gate-") for other in WITH_SGLANG} - {name.removeprefix("gate-")}
+    others = tuple(f"{case}{rank}-" for case in cases for rank in (0, 1))
+    paths = sorted((HERE / "seeds" / ALL[name]).iterdir())
+    apart = name in WITH_SGLANG and name != "gate-decode"
+    return [path.read_bytes() for path in paths if not (apart and path.name.startswith(others))]
 
 
 def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
@@ -92,14 +115,14 @@ def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
     ]  # fmt: skip
     corpus, recorded = folder / name, HERE / "seeds" / ALL[name]
     corpus.mkdir(parents=True, exist_ok=True)
-    seeds = [path.read_bytes() for path in sorted(recorded.iterdir())]
+    seeds = recorded_for(name)
 
     def custom(data: bytes, max_size: int, seed: int) -> bytes:
         # libFuzzer sees no branches inside msgspec's C and soon prefers inputs that fail early:
         # start over from a message that is right, often enough.
         rng = random.Random(seed)
         start = rng.choice(seeds) if rng.randrange(3) == 0 else data
-        return mutate(start, atheris.Mutate, rng.getrandbits(32), max_size)
+        return mutate(start, atheris.Mutate, rng, max_size)
 
     def kept(data: bytes) -> None:
         # A rank's threads can end the process before libFuzzer has written the input down.
@@ -113,6 +136,37 @@ def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
 
     atheris.Setup([name, *flags, str(corpus), str(recorded)], kept, custom_mutator=custom)
     atheris.Fuzz()
+
+
+def short(name: str, seconds: float, seed: int) -> tuple[int, bytes, str]:
+    """The recorded inputs and then so many seconds of their mutations, without libFuzzer and its
+    guidance: how many, and the first finding, if any, with its traceback."""
+    one, mutate = target(name)
+    logging.disable(logging.CRITICAL)
+    sys.addaudithook(no_unpickling)
+    rng, inputs = random.Random(seed), recorded_for(name)
+    recorded, count, end = len(inputs), 0, time.monotonic() + seconds
+    while count < recorded or time.monotonic() < end:
+        if count < recorded:
+            data = inputs[count]
+        else:
+            data = rng.choice(inputs)
+            for _ in range(rng.randrange(1, 4)):
+                data = mutate(data, partial(any_bytes, rng), rng, MAX_LEN)
+        count += 1
+        try:
+            one(data)
+        except BaseException:
+            return count, data, traceback.format_exc()
+    return count, b"", ""
+
+
+def any_bytes(rng: random.Random, frame: bytes, max_size: int) -> bytes:
+    """In the place of libFuzzer's mutator: some bytes of it replaced, added or removed."""
+    at = rng.randrange(len(frame) + 1)
+    return (frame[:at] + rng.randbytes(rng.randrange(5)) + frame[at + rng.randrange(5) :])[
+        :max_size
+    ]
 
 
 def replay(name: str, folder: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -25,6 +25,7 @@ WORDS = (
     b"CHUNK_READY", b"\xff", b"\0", b"9" * 30, b"1e3", b"1_0", b" 1", b"+1", b"::1", b"[::1]:5",
     b"a b", b"*", b":5", b"10.0.0.1:99999", b"\xd9\xa1", *(str(n).encode() for n in NUMBERS),
 )  # fmt: skip
+ROOMS = (b"7", b"100", b"101")  # of a bystander, and those of the recorded messages
 
 
 class Format(NamedTuple):
@@ -55,9 +56,11 @@ def pack(messages: Messages) -> bytes:
 
 def unpack(data: bytes) -> Messages:
     messages: Messages = [[]]
-    while data:
-        (length,) = struct.unpack_from("<I", data.ljust(4, b"\0"))
-        frame, data = data[4 : 4 + length], data[4 + length :]
+    at, padded = 0, data + bytes(4)
+    while at < len(data):
+        (length,) = struct.unpack_from("<I", padded, at)
+        frame = data[at + 4 : at + 4 + length]
+        at += 4 + length
         if frame == NEXT:
             messages.append([])
         else:
@@ -65,19 +68,26 @@ def unpack(data: bytes) -> Messages:
     return [message for message in messages if message]  # ZMQ delivers no empty message
 
 
-def mutate(data: bytes, mutate_bytes: Mutate, seed: int, max_size: int) -> bytes:
-    """One change to one message; `mutate_bytes` is libFuzzer's."""
-    rng = random.Random(seed)
+def mutate(
+    data: bytes,
+    mutate_bytes: Mutate,
+    rng: random.Random,
+    max_size: int,
+    others: Sequence[bytes] = (),
+) -> bytes:
+    """One change to one message; `mutate_bytes` is libFuzzer's. Or one message more, of this
+    input or of one of the `others`."""
     messages = unpack(data) or [[b"None"]]
     at = rng.randrange(len(messages))
     kind = rng.randrange(12)
     if kind == 0:
         messages.insert(at, list(rng.choice(messages)))
-    elif kind == 1 and len(messages) > 1:
+    elif kind == 1 and others:
+        messages[at:at] = unpack(rng.choice(others))
+    elif kind == 2 and len(messages) > 1:
         del messages[at]
     else:
-        change = rng.choice((_words, _numbers, _numbers, _extension, _extension, _bytes, _shape))
-        change(messages[at], mutate_bytes, rng)
+        rng.choice(CHANGES)(messages[at], mutate_bytes, rng)
     packed = pack([message for message in messages if message])
     return packed if len(packed) <= max_size else data[:max_size]
 
@@ -96,6 +106,11 @@ def _shape(frames: list[bytes], _: Mutate, rng: random.Random) -> None:
 
 def _words(frames: list[bytes], _: Mutate, rng: random.Random) -> None:
     frames[rng.randrange(len(frames))] = rng.choice(WORDS)
+
+
+def _room(frames: list[bytes], _: Mutate, rng: random.Random) -> None:
+    """Another room, where the message has its own."""
+    frames[int(len(frames) > 1 and not frames[0].isdigit())] = rng.choice(ROOMS)
 
 
 def _bytes(frames: list[bytes], mutate_bytes: Mutate, rng: random.Random) -> None:
@@ -117,6 +132,9 @@ def _numbers(frames: list[bytes], _: Mutate, rng: random.Random) -> None:
 def _extension(frames: list[bytes], _: Mutate, rng: random.Random) -> None:
     """Change one value inside the msgpack of the extension frame."""
     frames[-1] = frames[-1][:7] + mutate_value(frames[-1][7:], MSGPACK, rng)
+
+
+CHANGES = (_words, _room, _numbers, _numbers, _extension, _extension, _bytes, _shape)
 
 
 def mutate_value(data: bytes, form: Format, rng: random.Random) -> bytes:
@@ -146,8 +164,7 @@ def change(value: Any, rng: random.Random, odd: tuple[bytes, ...]) -> Any:
     return value
 
 
-def mutate_json(data: bytes, mutate_bytes: Mutate, seed: int, max_size: int) -> bytes:
+def mutate_json(data: bytes, mutate_bytes: Mutate, rng: random.Random, max_size: int) -> bytes:
     """One change to a JSON document."""
-    rng = random.Random(seed)
     changed = mutate_value(data, JSON, rng) if rng.randrange(3) else data
     return mutate_bytes(data, max_size) if changed == data else changed[:max_size]

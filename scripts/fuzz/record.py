@@ -2,7 +2,8 @@
 
     python scripts/fuzz/record.py
 
-Rewrites seeds/prefill, seeds/decode and seeds/announcement.
+Rewrites seeds/prefill, seeds/decode and seeds/announcement, but for what a run has found there
+(found-*).
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,29 +35,37 @@ def keep(side: str, what: str, content: bytes) -> None:
 def listening(name: str) -> Iterator[None]:
     """Keep each message that a manager checks, the first three together, and the prefill's
     facts. By the class, for ranks that start meanwhile: their first message comes at once."""
-    shared = importlib.import_module("sglang_mixkv.engine.shared").Shared
-    real, seen = shared._may_pass, []
+    manager_class = importlib.import_module("sglang_mixkv.engine.manager").SidedManager
+    real, seen = manager_class.may_pass, []
 
-    def kept(manager: Any, check: Any, frames: list[bytes]) -> bool:
+    def kept(manager: Any, frames: list[bytes]) -> bool:
         side, rank = manager.disaggregation_mode.value, manager.kv_args.engine_rank
         if side == "prefill" and not seen:
-            keep("announcement", name, msgspec.json.encode(announcement(manager.facts)))
+            facts = announcement(manager.side.local.facts)
+            keep("announcement", name, msgspec.json.encode(facts))
         seen.append(frames)
         keep(side, f"{name}{rank}-message", pack([frames]))
         if len(seen) == 3:
             keep(side, f"{name}{rank}-messages", pack(seen))
-        return bool(real(manager, check, frames))
+        return bool(real(manager, frames))
 
-    with mock.patch.object(shared, "_may_pass", kept):
+    with mock.patch.object(manager_class, "may_pass", kept):
         yield
+
+
+def forget(side: str) -> None:
+    """The messages that were recorded before. Inputs that found something stay."""
+    (SEEDS / side).mkdir(parents=True, exist_ok=True)
+    for seed in (SEEDS / side).iterdir():
+        if not seed.name.startswith("found-"):
+            seed.unlink()
 
 
 def main() -> None:
     managers.load()
     ring = importlib.import_module("protocol.ring")
     for side in ("prefill", "decode", "announcement"):
-        shutil.rmtree(SEEDS / side, ignore_errors=True)
-        (SEEDS / side).mkdir(parents=True)
+        forget(side)
     for name, case in managers.cases().items():
         # Aux data over the control channel, as with NVLink pools.
         os.environ["SGLANG_MOONCAKE_SEND_AUX_TCP"] = str(int(name == "hybrid"))
@@ -70,6 +78,7 @@ def main() -> None:
         keep("prefill", "abort", pack([abort.to_zmq()]))
     for ack in (AbortAck(100, 0), AbortAck(100, 1, 1)):
         keep("decode", "ack", pack([ack.to_zmq()]))
+    keep("decode", "failure", pack([[b"101", b"0", b"1", b"a reason"]]))
 
 
 if __name__ == "__main__":

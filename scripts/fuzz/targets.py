@@ -1,4 +1,4 @@
-"""The parsers that need no SGLang. Each target is one input -> nothing, or any error: a finding.
+"""The parsers, which need no SGLang. Each target is one input -> nothing, or any error: a finding.
 
 A parser returns, or raises MixKVError; what it lets through can be worked with.
 """
@@ -6,58 +6,60 @@ A parser returns, or raises MixKVError; what it lets through can be worked with.
 from __future__ import annotations
 
 import json
-import struct
 from contextlib import suppress
-from types import SimpleNamespace
 
 from mutate import unpack
 
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.protocol import announcement as announcing
 from sglang_mixkv.protocol import extension as wire
-from sglang_mixkv.protocol import frames as stock_frames
-from sglang_mixkv.protocol.registration import PeerRegistration
+from sglang_mixkv.protocol import messages
+from sglang_mixkv.protocol import registration as registering
+from sglang_mixkv.protocol.messages import MetadataPositions
+from sglang_mixkv.protocol.registration import Positions
 
 AUX_ITEM_LENS, AUX_ROWS = (32, 8), (3, 5)
 
 
 def prefill(data: bytes) -> None:
-    """Messages to a prefill rank, told apart as engine/gate.py does."""
+    """Messages to a prefill rank, told apart as prefill/gate.py does."""
     for frames in unpack(data):
         with suppress(MixKVError):
             if frames[0] == b"None":
-                stock_frames.check_registration(frames)
-            elif frames[0] == b"ABORT":
-                stock_frames.check_abort(frames)
+                registering.session_of(frames, Positions())
+                registering.read(frames, Positions())
+            elif frames[0] == messages.ABORT:
+                messages.read_abort(frames)
             else:
-                stock_frames.metadata_sender(frames)
-                stock_frames.check_metadata(frames)
+                messages.metadata_sender(frames, MetadataPositions())
+                messages.read_metadata(frames, MetadataPositions())
 
 
 def decode(data: bytes) -> None:
-    """Messages to a decode rank, told apart as engine/decode.py does."""
+    """Messages to a decode rank, told apart as decode/gate.py does."""
     for frames in unpack(data):
         with suppress(MixKVError):
             if wire.decode_digest(frames) is not None:
                 continue
             if frames[0] == b"ABORT_ACK":
-                stock_frames.check_ack(frames)
+                messages.read_ack(frames)
             elif frames[0] == b"AUX_DATA":
-                aux = stock_frames.check_aux(frames, AUX_ITEM_LENS, AUX_ROWS)
+                aux = messages.read_aux(frames, AUX_ITEM_LENS, AUX_ROWS)
                 size = AUX_ITEM_LENS[aux.buffer]
                 end = aux.row * size + len(frames[5])
                 assert 0 <= end <= AUX_ROWS[aux.buffer] * size, "outside its buffer"
             else:
-                stock_frames.check_status(frames)
+                messages.read_status(frames)
 
 
 def extension(data: bytes) -> None:
     """The plugin's frame, of a registration and of metadata."""
     for frames in unpack(data):
+        _, frame = wire.split(frames)
         with suppress(MixKVError):
-            wire.decode(frames)
+            wire.decode_extension(frame)
         with suppress(MixKVError):
-            grant = wire.decode_grant(frames)
+            grant = wire.decode_grant(frame)
             assert grant is None or 0 <= grant.address < 1 << 63, "no address"
 
 
@@ -65,36 +67,14 @@ def registration(data: bytes) -> None:
     """A registration as a whole: what it says of memory is inside the address space."""
     for frames in unpack(data):
         with suppress(MixKVError):
-            stock_frames.check_registration(frames)
-            peer = PeerRegistration(_stand_in(frames), wire.decode(frames))
-            peer.check()
-            spread = peer.draft_spread
-            last = (peer.pages or 0) - 1
-            for ptr, item in zip(peer.info.dst_kv_ptrs, peer.info.dst_kv_item_lens, strict=True):
+            said = registering.read(frames, Positions())
+            said.check()
+            last = (said.pages or 0) - 1
+            for ptr, item in zip(said.kv_ptrs, said.kv_item_lens, strict=True):
                 assert ptr + last * item < 1 << 63, "a page outside the address space"
-            if spread is not None:
-                peer.shard(spread, slice(peer.first_draft, None), 4).check("draft")
-
-
-def _stand_in(frames: list[bytes]) -> SimpleNamespace:
-    """What KVArgsRegisterInfo.from_zmq reads of a registration, as far as it is asked for."""
-
-    def lists(frame: bytes, code: str) -> list[list[int]]:
-        width = struct.calcsize(code)
-        sizes = stock_frames.lists(frame, "", width)
-        numbers = iter(struct.unpack(f"<{sum(sizes)}{code}", frame[4 * (1 + len(sizes)) :]))
-        return [[next(numbers) for _ in range(size)] for size in sizes]
-
-    return SimpleNamespace(
-        mooncake_session_id=frames[3].decode(),
-        dst_kv_ptrs=list(struct.unpack(f"{len(frames[4]) // 8}Q", frames[4])),
-        dst_aux_ptrs=list(struct.unpack(f"{len(frames[5]) // 8}Q", frames[5])),
-        dst_state_data_ptrs=lists(frames[6], "Q"),
-        dst_state_item_lens=lists(frames[10], "I"),
-        dst_tp_rank=int(frames[7]),
-        dst_attn_tp_size=int(frames[8]),
-        dst_kv_item_lens=list(struct.unpack(f"{len(frames[19]) // 8}Q", frames[19])),
-    )
+            assert all(rows is None or rows > 0 for _, rows in said.states), "state without rows"
+            if said.draft_spread is not None:
+                said.shard(said.draft_spread, slice(said.first_draft, None), 4).check("draft")
 
 
 def announcement(data: bytes) -> None:

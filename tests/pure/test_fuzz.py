@@ -17,7 +17,7 @@ RUNS = 20_000
 
 # Run as its own process: libFuzzer ends it. The module's name is set once it is instrumented.
 WEAKENED = """
-import importlib, pathlib, sys
+import importlib, pathlib, struct, sys
 sys.path.insert(0, sys.argv[1])
 import fuzz
 name, folder, place, value = sys.argv[2:]
@@ -25,21 +25,22 @@ module, _, attribute = place.partition(":")
 real = fuzz.target
 def weakened(name):
     found = real(name)
-    one = importlib.import_module("sglang_mixkv.core." + module)
+    one = importlib.import_module("sglang_mixkv.protocol." + module)
     setattr(one, attribute, eval(value))
     return found
 fuzz.target = weakened
 fuzz.fuzz(name, pathlib.Path(folder), {runs}, 1)
 """
 
-# Target, name in a module of the core, what stands there instead, what is then found.
+# Target, name in a module of protocol/, what stands there instead, what is then found.
 GUARDS = [
     ("prefill", "frames:number", "lambda frame, what, **limits: int(frame)", "ValueError"),
-    ("prefill", "frames:_bounded", "lambda *limits: None", "IndexError"),
+    ("prefill", "frames:bounded", "lambda *limits: None", "IndexError"),
     ("decode", "frames:number", "lambda frame, what, **limits: int(frame or b'0')", "Error"),
-    ("registration", "frames:vector", "lambda frame, what, width: len(frame) // width", "unpack"),
+    ("registration", "frames:words", "lambda frame, what, code: struct.unpack('Q', frame)",
+     "unpack"),
     ("registration", "registration:MAX_ADDRESS", "1 << 70", "outside the address space"),
-    ("extension", "wire:RecursionError", "ZeroDivisionError", "RecursionError"),
+    ("extension", "extension:RecursionError", "ZeroDivisionError", "RecursionError"),
     ("announcement", "announcement:UnicodeDecodeError", "ZeroDivisionError", "UnicodeDecodeError"),
 ]  # fmt: skip
 
