@@ -41,6 +41,8 @@ WITH_SGLANG = {
     "gate-hybrid": "prefill",
     "gate-no-draft": "prefill",
     "gate-cold": "prefill",
+    "gate-shared": "prefill",
+    "gate-gqa": "prefill",
     "gate-decode": "decode",
 }
 WEIGHT = 100
@@ -90,8 +92,12 @@ def target(name: str) -> tuple[Callable[[bytes], None], Callable]:
 
 
 def recorded_for(name: str) -> list[bytes]:
-    """The recorded inputs of a target."""
-    return [path.read_bytes() for path in sorted((HERE / "seeds" / ALL[name]).iterdir())]
+    """The recorded inputs of a target: of a rank's those of its own case, and of no case."""
+    cases = {other.removeprefix("gate-") for other in WITH_SGLANG} - {name.removeprefix("gate-")}
+    others = tuple(f"{case}{rank}-" for case in cases for rank in (0, 1))
+    paths = sorted((HERE / "seeds" / ALL[name]).iterdir())
+    apart = name in WITH_SGLANG and name != "gate-decode"
+    return [path.read_bytes() for path in paths if not (apart and path.name.startswith(others))]
 
 
 def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
@@ -173,7 +179,7 @@ def replay(name: str, folder: Path) -> None:
 
 
 def report(names: list[str], folder: Path) -> None:
-    """Print which lines of the parsers the corpora reach. One process per target."""
+    """Print which lines of the parsers the corpora reach. One process a target."""
     files = [*PARSERS, *(PARSERS_WITH_SGLANG if set(names) & set(WITH_SGLANG) else ())]
     measured = Coverage(
         data_file=str(folder / ".coverage"), include=[f"*/sglang_mixkv/{file}" for file in files]

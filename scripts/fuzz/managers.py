@@ -40,7 +40,8 @@ TESTS = Path(__file__).parents[2] / "tests"
 sys.path.insert(0, str(TESTS))
 conftest = importlib.import_module("protocol.conftest")  # sets what SGLang's import reads
 
-HOST, PORT, SESSION, ROOM = "10.9.9.9", 17009, "10.9.9.9:17010", 7
+HOST, PORT, ROOM = "10.9.9.9", 17009, 7
+NEXT_ROOM = b"99"
 MAX_PAGES = 512
 
 Messages = list[list[bytes]]
@@ -53,11 +54,12 @@ def load() -> None:
 
 def cases() -> dict[str, Any]:
     """Name -> case of the protocol ring."""
-    from protocol.model import Case, Request
+    from protocol.model import Cache, Case, Request
 
     def packed(config: dict | None = None, **changed: Any) -> Case:
         extra = {"config": {"draft_transfer": "packed", "staging_mb": 1, **(config or {})}}
-        return Case(2, 1, requests=(Request(23), Request(8)), extra=extra, **changed)
+        sizes = {"prefill_tp": 2, "decode_tp": 1} | changed
+        return Case(requests=(Request(23), Request(8)), extra=extra, **sizes)
 
     cold = packed({"on_draft_mismatch": "cold"})
     cold.extra.update(cold=True, facts={"decode": _another_drafter})
@@ -66,6 +68,8 @@ def cases() -> dict[str, Any]:
         "hybrid": packed(hybrid=True),
         "no-draft": packed(hybrid=True, draft=None),
         "cold": cold,
+        "shared": packed(prefill_tp=1, decode_tp=2),
+        "gqa": packed(target=Cache("mha", heads=4)),
     }
 
 
@@ -317,22 +321,24 @@ class Scheduler:
 
 
 class PrefillBench(Bench):
-    """The bystander: a decode rank at HOST whose room 7 is under way."""
+    """The bystanders: decode ranks at HOST whose room 7 is under way. The decode ranks of the
+    recorded messages are known, and after a registration they ask for a room of their own."""
 
-    def __init__(self, name: str, registered: list[bytes], metadata: list[bytes]) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__("prefill", cases()[name])
         self.engine = Engine()
         self._connect()
         self.scheduler = Scheduler(self.rank)
-        who = [HOST.encode(), str(PORT).encode(), SESSION.encode()]
-        self.sender = self.scheduler.open(ROOM)
-        self.deliver([
-            [registered[0], *who, *registered[4:]],
-            [str(ROOM).encode(), *who, *metadata[4:]],
-        ])  # fmt: skip
-        assert self.sender.poll() == self.scheduler.poll.WaitingForInput
         self.regions: dict[str, list[Region]] = {}
         self._may_pass, self.manager.may_pass = self.manager.may_pass, self._pass
+        recorded = peers(name)
+        self.next = [[NEXT_ROOM, *metadata[1:]] for _, metadata in recorded]
+        self.bystanders: list[str] = []
+        self.sender = self.scheduler.open(ROOM)
+        for registered, metadata in recorded:
+            self.deliver([registered, *self._bystander(registered, metadata)])
+        assert self.sender.poll() == self.scheduler.poll.WaitingForInput
+        self.known = dict(self.regions)
         args = self.manager.kv_args
         self.own = [
             *zip(args.kv_data_ptrs, args.kv_data_lens, strict=True),
@@ -341,6 +347,13 @@ class PrefillBench(Bench):
         for ptrs, lens in zip(args.state_data_ptrs, args.state_data_lens, strict=True):
             self.own += zip(ptrs, lens, strict=True)
         self.tables = Tables(self.manager, self.side.peers, self.side.rooms, self.sender)
+
+    def _bystander(self, registered: list[bytes], metadata: list[bytes]) -> Messages:
+        """The messages of this decode rank, from another address and about another room."""
+        port = PORT + len(self.bystanders)
+        self.bystanders.append(f"{HOST}:{port}")
+        who = [HOST.encode(), str(port).encode(), self.bystanders[-1].encode()]
+        return [[registered[0], *who, *registered[4:]], [str(ROOM).encode(), *who, *metadata[4:]]]
 
     def _connect(self) -> None:
         from sglang_mixkv.transport import mooncake
@@ -360,13 +373,15 @@ class PrefillBench(Bench):
         return bool(passed)
 
     def run(self, messages: Messages, turn: int) -> None:
-        self.regions.clear()
+        if any(message[0] == b"None" for message in messages):
+            messages = [*messages, *self.next]
+        self.regions = dict(self.known)
         self.feed.before = lambda place: self._turn(messages[:place]) if place == turn else None
         self.deliver(messages)
         self._turn(messages, last=True)
         self.scheduler.finish()
         if not any(HOST.encode() in frame for message in messages for frame in message):
-            changed = self.tables.changed((ROOM, SESSION))
+            changed = self.tables.changed((ROOM, *self.bystanders))
             assert not changed, f"of a bystander, {changed}"
             assert not any(HOST in one for one in self.told), "a bystander was told"
         self.sender.clear()
@@ -502,13 +517,16 @@ class DecodeBench(Bench):
                 one[:] = other
 
 
+def peers(name: str) -> list[tuple[list[bytes], list[bytes]]]:
+    """What each decode rank of a case sent to prefill rank 0: its registration, and the metadata
+    of the first room."""
+    seeds = Path(__file__).parent / "seeds" / "prefill"
+    messages = [unpack(p.read_bytes())[0] for p in sorted(seeds.glob(f"{name}0-message-*"))]
+    registered, rooms = ({m[3]: m for m in messages if m[0] == tag} for tag in (b"None", b"100"))
+    return [(registered[session], rooms[session]) for session in sorted(registered)]
+
+
 def bench(name: str) -> Bench:
     """The bench of a target, filled from the recorded messages of its case."""
     load()
-    if name == "decode":
-        return DecodeBench()
-    seeds = Path(__file__).parent / "seeds" / "prefill"
-    messages = [unpack(p.read_bytes())[0] for p in sorted(seeds.glob(f"{name}0-message-*"))]
-    manager_rank = [m for m in messages if m[0] == b"None"]
-    metadata = [m for m in messages if m[0].isdigit() and m[4]]
-    return PrefillBench(name, manager_rank[0], metadata[0])
+    return DecodeBench() if name == "decode" else PrefillBench(name)

@@ -25,6 +25,7 @@ WORDS = (
     b"CHUNK_READY", b"\xff", b"\0", b"9" * 30, b"1e3", b"1_0", b" 1", b"+1", b"::1", b"[::1]:5",
     b"a b", b"*", b":5", b"10.0.0.1:99999", b"\xd9\xa1", *(str(n).encode() for n in NUMBERS),
 )  # fmt: skip
+ROOMS = (b"7", b"100", b"101")  # of a bystander, and those of the recorded messages
 
 
 class Format(NamedTuple):
@@ -86,8 +87,7 @@ def mutate(
     elif kind == 2 and len(messages) > 1:
         del messages[at]
     else:
-        change = rng.choice((_words, _numbers, _numbers, _extension, _extension, _bytes, _shape))
-        change(messages[at], mutate_bytes, rng)
+        rng.choice(CHANGES)(messages[at], mutate_bytes, rng)
     packed = pack([message for message in messages if message])
     return packed if len(packed) <= max_size else data[:max_size]
 
@@ -106,6 +106,11 @@ def _shape(frames: list[bytes], _: Mutate, rng: random.Random) -> None:
 
 def _words(frames: list[bytes], _: Mutate, rng: random.Random) -> None:
     frames[rng.randrange(len(frames))] = rng.choice(WORDS)
+
+
+def _room(frames: list[bytes], _: Mutate, rng: random.Random) -> None:
+    """Another room, where the message has its own."""
+    frames[int(len(frames) > 1 and not frames[0].isdigit())] = rng.choice(ROOMS)
 
 
 def _bytes(frames: list[bytes], mutate_bytes: Mutate, rng: random.Random) -> None:
@@ -127,6 +132,9 @@ def _numbers(frames: list[bytes], _: Mutate, rng: random.Random) -> None:
 def _extension(frames: list[bytes], _: Mutate, rng: random.Random) -> None:
     """Change one value inside the msgpack of the extension frame."""
     frames[-1] = frames[-1][:7] + mutate_value(frames[-1][7:], MSGPACK, rng)
+
+
+CHANGES = (_words, _room, _numbers, _numbers, _extension, _extension, _bytes, _shape)
 
 
 def mutate_value(data: bytes, form: Format, rng: random.Random) -> bytes:

@@ -40,6 +40,7 @@ class Tables:
             f"{key}: {line}"
             for table in self._tables.values()
             for key in keys
+            if table.has(key)
             for line in table.changed_under(key)
         ]
 
@@ -65,16 +66,21 @@ class Table:
                     del now[key]
             now.update(before)
 
+    def has(self, key: Any) -> bool:
+        """Whether the key stands in it, or stood."""
+        return not isinstance(self._now, list) and (key in self._now or key in self._before)
+
     def changed_under(self, key: Any) -> Iterator[str]:
         now, before = self._now, self._before
-        if isinstance(now, dict):
-            one, other = now.get(key, MISSING), before.get(key, MISSING)
-            if one is not other and not (_plain(one) and one == other):
-                yield f"{other!r} is now {one!r}"
-            elif key in self.inner:
-                yield from self.inner[key].changed()
-        elif isinstance(now, set) and (key in now) != (key in before):
-            yield f"in {before!r}, which is now {now!r}"
+        if isinstance(now, set):
+            if (key in now) != (key in before):
+                yield f"in {before!r}, which is now {now!r}"
+            return
+        one, other = now.get(key, MISSING), before.get(key, MISSING)
+        if one is not other and not (_plain(one) and one == other):
+            yield f"{other!r} is now {one!r}"
+        elif key in self.inner:
+            yield from self.inner[key].changed()
 
     def changed(self) -> Iterator[str]:
         """What differs anywhere in it."""
@@ -84,7 +90,10 @@ class Table:
                 yield f"{before!r} is now {now!r}"
             return
         for key in {*now, *before}:
-            yield from self.changed_under(key)
+            if now.get(key, MISSING) is not before.get(key, MISSING):
+                yield from self.changed_under(key)
+        for table in self.inner.values():
+            yield from table.changed()
 
 
 def _inner(value: Any) -> Any:

@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "fuzz"))
 fuzz = importlib.import_module("fuzz")
 
-SECONDS = 4.0
+SECONDS = 3.0
 
 
 def short_run(
@@ -59,26 +59,39 @@ def nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-# Target, what is left out, what is then found.
+def yes(*_: Any, **__: Any) -> bool:
+    return True
+
+
+def fails(*_: Any, **__: Any) -> None:
+    raise ZeroDivisionError
+
+
+# Target, what is replaced, by what, and what is then found.
 GUARDS = [
-    ("gate-plain", "prefill.peers:Peers.note_unread", "are outside what"),
-    ("gate-plain", "prefill.peer:Peer.check_metadata", "are outside what"),
-    ("gate-no-draft", "prefill.peer:Peer.check_metadata", "are outside what"),
-    ("gate-plain", "prefill.rank:PrefillRank._check_still_fits", "are outside what"),
-    ("gate-plain", "prefill.rooms:Rooms.close", "have a sender"),
-    ("gate-decode", "decode.gate:Gate._status", "a room of others"),
+    ("gate-plain", "prefill.peers:Peers.note_unread", nothing, "are outside what"),
+    ("gate-plain", "prefill.peer:Peer.check_metadata", nothing, "are outside what"),
+    ("gate-no-draft", "prefill.peer:Peer.check_metadata", nothing, "are outside what"),
+    ("gate-plain", "prefill.rank:PrefillRank._check_still_fits", nothing, "are outside what"),
+    ("gate-plain", "prefill.rooms:Room.may_join", yes, "of a bystander"),
+    ("gate-plain", "prefill.rooms:Rooms.close", nothing, "have a sender"),
+    ("gate-plain", "prefill.rank:PrefillRank._count", fails, "an error that it did not expect"),
+    ("gate-decode", "decode.gate:Gate._status", nothing, "a room of others"),
+    ("gate-decode", "decode.landing:Landing.scatter", fails, "an error that it did not expect"),
 ]
 
 
-@pytest.mark.parametrize(("name", "guard", "words"), GUARDS)
-def test_without_a_guard_it_is_found(name: str, guard: str, words: str) -> None:
-    def leave_out() -> None:
+@pytest.mark.parametrize(("name", "guard", "instead", "words"), GUARDS)
+def test_without_a_guard_it_is_found(
+    name: str, guard: str, instead: Callable[..., Any], words: str
+) -> None:
+    def replace() -> None:
         module, _, path = guard.partition(":")
         owner: Any = importlib.import_module(f"sglang_mixkv.{module}")
         *classes, last = path.split(".")
         for one in classes:
             owner = getattr(owner, one)
-        setattr(owner, last, nothing)
+        setattr(owner, last, instead)
 
-    _, _, error = short_run(name, 30, 1, leave_out)
+    _, _, error = short_run(name, 120, 1, replace)
     assert words in error
