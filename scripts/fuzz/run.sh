@@ -2,7 +2,7 @@
 # Fuzz every parser of network input: run.sh FOLDER [--runs N] [--pure]
 #   --runs N  inputs over all targets, 10,000,000 unless given
 #   --pure    only the targets that need no SGLang
-# FOLDER gets a corpus per target, a log, and findings if there are any. Ends with the coverage of
+# FOLDER gets a corpus a target, a log, and findings if there are any. Ends with the coverage of
 # the parsers' lines, and with status 1 at the first finding.
 set -euo pipefail
 usage() {
