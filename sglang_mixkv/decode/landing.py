@@ -111,6 +111,11 @@ class Landing:
 
     # -- memory
 
+    @property
+    def asks_again(self) -> bool:
+        """Whether memory could not be had, and a minute has passed."""
+        return bool(self._next_try) and time.monotonic() >= self._next_try
+
     def prepare(self, target: Slices, draft: Slices | None) -> None:
         """Take the memory that requests with these slices could come to need."""
         if draft is None:

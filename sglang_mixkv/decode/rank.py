@@ -111,6 +111,14 @@ class DecodeRank:
         route = source.route(prefill_rank, stage)
         return source.extension(self.local, route, self.landing.span)
 
+    def landing_span(self, address: str) -> tuple[int, int]:
+        """Of the staging buffer that this server's ranks should know of. One that could not be
+        had is asked for again, a minute after the last try."""
+        source = self.sources.get(address)
+        if source is not None and self.landing.asks_again:
+            self.landing.prepare(source.target, source.draft)
+        return self.landing.span
+
     # -- requests, in the scheduler
 
     def refusal(self, address: str, number: int) -> str | None:

@@ -120,7 +120,9 @@ class SidedManager(CommonKVManager):
             self.prefill_info_table[bootstrap_addr] = _stand_in()
             return True
         if refusal.may_be_asked():
-            refusal.asking = self._background.submit(self._ask_again, side, refusal)
+            refusal.asking = True  # before the other thread can end it
+            if not self._background.submit(self._ask_again, side, refusal):
+                refusal.asking = False
         return False
 
     def _ask(self, side: DecodeRank, address: str) -> bool:

@@ -3,8 +3,8 @@
 init           refuse, or SGLang's own: addresses, registration with each prefill rank
                -> DecodeRank.begin -> Room
 send_metadata  DecodeRank.prepare -> grants, one per prefill rank
-poll           SGLang's own; the last one counts what came
-abort, clear   DecodeRank.release, end
+poll           SGLang's own
+abort, clear   DecodeRank.release, end; clear counts what came
 """
 
 from __future__ import annotations
@@ -103,14 +103,17 @@ class RoomReceiver(CommonKVReceiver):
     def _register_again(self, side: DecodeRank) -> None:
         """Register with those ranks of a known server that need it. No HTTP: stock's record of
         them stays."""
-        known, address, span = self.bootstrap_infos, self.bootstrap_addr, side.landing.span
+        known, address = self.bootstrap_infos, self.bootstrap_addr
+        span = side.landing_span(address)
         lacks = side.registrations.lacks
         stale = [info for info in known if lacks(address, _endpoint(info), span)]
         if not stale:
             return
         self.bootstrap_infos = stale
-        sent = self._register_kv_args()
-        self.bootstrap_infos = known
+        try:
+            sent = self._register_kv_args()
+        finally:
+            self.bootstrap_infos = known
         if not sent:
             self.invalidate_cached_bootstrap_infos()
 

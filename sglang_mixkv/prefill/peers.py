@@ -9,7 +9,7 @@ from sglang_mixkv.prefill.peer import Local, Peer, admit
 from sglang_mixkv.protocol.registration import Registration
 
 # Sessions that are remembered whose registration could not be read.
-MAX_UNREAD = 1 << 16
+MAX_NOTED = 1 << 16
 
 
 class Peers:
@@ -43,14 +43,22 @@ class Peers:
     def refuse(self, session: str, reason: str) -> None:
         """Nothing is sent to this session until it registers anew."""
         with self._lock:
-            self._refused[session] = reason
+            self._unread.pop(session, None)
+            self._note(self._refused, session, reason)
 
     def note_unread(self, session: str, reason: str) -> None:
         """A registration came that could not be read: what this session registered before may be
         no more."""
         with self._lock:
-            if session and len(self._unread) < MAX_UNREAD:
-                self._unread[session] = reason
+            if session:
+                self._note(self._unread, session, reason)
+
+    def _note(self, table: dict[str, str], session: str, reason: str) -> None:
+        """Of strangers without number only so many are kept; others count as never registered."""
+        if len(table) < MAX_NOTED or session in table:
+            table[session] = reason
+        else:
+            self._peers.pop(session, None)
 
     def get(self, session: str) -> Peer | None:
         return self._peers.get(session)

@@ -89,6 +89,21 @@ def test_the_dp_rank_that_has_the_room_is_told(by_room: bool) -> None:
 
 
 @in_own_process
+def test_an_answer_that_comes_at_once_does_not_stop_the_asking() -> None:
+    """The other thread may have it before the scheduler goes on."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    server = StandIn(decode_rank(), fits=False, by_room=True)
+    server.rank.manager._background.submit = lambda call, *args, **_: (call(*args), True)[1]
+    rooms = iter(range(1, 10_000))
+    for _ in range(2):
+        assert server.request(next(rooms)).poll() == KVPoll.Failed
+        time.sleep(1.1)
+    server.announce(fits=True)
+    wait_until(lambda: server.request(next(rooms)).poll() != KVPoll.Failed)
+
+
+@in_own_process
 def test_a_refused_server_that_was_restarted_is_used() -> None:
     from sglang.srt.disaggregation.base.conn import KVPoll
 
@@ -272,9 +287,7 @@ def take_it_later(rank: Rank) -> None:
     def taking(self: Any, *args: Any) -> None:
         if seen:
             engine.batch_register = register
-            rank.plugin.landing._next_try = 0.0
-            source = rank.plugin.sources.get(rank.address(0))
-            rank.plugin.landing.prepare(source.target, source.draft)
+            rank.plugin.landing._next_try = 1.0  # a minute has passed
         seen.append(1)
         init(self, *args)
 

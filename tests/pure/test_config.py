@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -139,7 +140,7 @@ def test_missing_and_changed_seams_are_named() -> None:
 
 def test_untested_version_stops_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "sglang_version", lambda: "9.9.9")
-    monkeypatch.setattr(compat, "SEAMS", {})
+    monkeypatch.setattr(compat, "RELEASES", (replace(compat.RELEASES[-1], seams={}),))
     with pytest.raises(SystemExit, match=r"expected one of .*0\.5\.23.*found 9\.9\.9"):
         compat.preflight(Config(enabled=True))
     compat.preflight(Config(enabled=True, allow_untested_sglang=True))
