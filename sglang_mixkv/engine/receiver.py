@@ -180,5 +180,9 @@ class RoomReceiver(CommonKVReceiver):
         """What this request's end means for the counters, and for the next request."""
         if self.conclude_state == KVPoll.Success:
             side.received(room)
-        elif cured_by_registration(self.kv_mgr.failure_records.get(room.number, "")):
+            return
+        # Without a reason another rank of this server has failed it, maybe before a prefill rank
+        # could say that this one's registration is of no use. Registering needs no HTTP.
+        reason = self.kv_mgr.failure_records.get(room.number, "")
+        if not reason or cured_by_registration(reason):
             side.registrations.withdraw(self.bootstrap_addr)
