@@ -55,7 +55,10 @@ def decode(data: bytes) -> None:
 def extension(data: bytes) -> None:
     """The plugin's frame, of a registration and of metadata."""
     for frames in unpack(data):
-        _, frame = wire.split(frames)
+        try:
+            _, frame = wire.split(frames, max(1, len(frames) - 1), "message")
+        except MixKVError:
+            continue
         with suppress(MixKVError):
             wire.decode_extension(frame)
         with suppress(MixKVError):
