@@ -197,7 +197,9 @@ class DecodeRank:
             if room.verified is None:
                 return None
             self.stats.add(rooms_verified=1)
-            return self.verifier.problem(room.verified)
+            problem = self.verifier.problem(room.verified)
+            # If the scheduler ended it meanwhile, its pages may be another request's by now.
+            return problem if self.rooms.get(number) is room else None
         except Exception as error:
             logger.exception("[MIXKV-LAND-01] sglang-mixkv could not complete room %s", number)
             return f"[MIXKV-LAND-01] could not complete room {number}: {error!r}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from sglang_mixkv.decode.slices import Slices
-from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.layout import Caches, Kind, Shard, Spread
 from sglang_mixkv.kv.pages import window_start
 from sglang_mixkv.kv.routes import Route, Topology, required_responses, routes
@@ -103,8 +103,19 @@ class Source:
     knows_extents: bool
 
     def route(self, prefill_rank: int, stage: int) -> Route:
-        """This rank's row of the table for one prefill rank that it contacts."""
-        return next(r for r in self.routes if (r.prefill_rank, r.stage) == (prefill_rank, stage))
+        """This rank's row of the table for one prefill rank that it contacts. Raises MixKVError
+        for another."""
+        for route in self.routes:
+            if (route.prefill_rank, route.stage) == (prefill_rank, stage):
+                return route
+        raise refuse(
+            "MIXKV-PAIR-05",
+            f"SGLang to contact prefill ranks {[(r.prefill_rank, r.stage) for r in self.routes]} "
+            "(attention-TP rank, pipeline stage)",
+            f"({prefill_rank}, {stage})",
+            "that rank would be registered with by no route",
+            "Start both sides with the same SGLang and sglang-mixkv",
+        )
 
     def skip(self, local: Local, pages: int) -> int:
         """Pages of a request before its drafter's window."""

@@ -103,6 +103,13 @@ class SidedManager(CommonKVManager):
         super()._register_topology_row(url, row)
         handshake.check_is_kept(url)
 
+    def _room_notify_targets(self, bootstrap_room: int) -> list[tuple[str, int]]:
+        """As stock, of the room here: SGLang's table gets a decode rank a moment later."""
+        if self.prefill is None:
+            return list(super()._room_notify_targets(bootstrap_room))
+        room = self.prefill.rooms.get(bootstrap_room)
+        return room.served() if room is not None else []
+
     # -- a decode rank learns of prefill servers, in the scheduler
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:

@@ -42,6 +42,13 @@ logger = logging.getLogger(__name__)
 Send = Callable[[], int]
 
 
+class TransferInfos(dict[int, Any]):
+    """SGLang's table of decode ranks by room; that of a room which has ended is empty."""
+
+    def __missing__(self, room: int) -> dict[str, Any]:
+        return {}
+
+
 class HandedQueue:
     """SGLang's transfer queue; what a thread takes is what its hands work on."""
 
@@ -212,6 +219,13 @@ class MixKVManager(SidedManager, MooncakeKVManager):
         return int(self._transfer_data(req.mooncake_session_id, ranges))
 
     # -- control threads
+
+    def start_prefill_thread(self) -> None:
+        """As stock. Its thread looks a room up several times while it reads metadata, and would
+        end with a KeyError when the scheduler clears the room in between."""
+        if self.prefill is not None:
+            self.transfer_infos = TransferInfos()
+        super().start_prefill_thread()
 
     def _make_worker_recv(self, socket: Any, timeout_ms: int = 500) -> Callable[[], Any]:
         """Stock's receive of both control threads, giving only messages that stock may read."""

@@ -31,12 +31,12 @@ class PrefillTables:
 
     def fail(self, room: int, reason: str) -> None:
         """As conclude_failure, without waiting for a peer that does not read."""
-        manager, targets = self._manager, self._manager._room_notify_targets(room)
+        manager = self._manager
         ended = manager.conclude_failure(bootstrap_room=room, failure_reason=reason, targets=[])
         if ended is None:  # there is no such room
             return
         verdict = self._verdict(room, manager.failure_records.get(room, reason))
-        for endpoint, port in targets:
+        for endpoint, port in manager._room_notify_targets(room):  # one that joins now is told too
             self._notices.send(endpoint, port, verdict)
 
     def _verdict(self, room: int, reason: str) -> list[bytes]:

@@ -20,6 +20,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang_mixkv.decode.rank import DecodeRank
 from sglang_mixkv.decode.rooms import Room
 from sglang_mixkv.decode.slices import Sender
+from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.protocol.extension import Grant, encode
 from sglang_mixkv.protocol.messages import cured_by_registration
 
@@ -60,10 +61,14 @@ class RoomReceiver(CommonKVReceiver):
             self._fail(reason)
             self._dismiss(prefill_dp_rank)
             return
-        super().init(prefill_dp_rank)
-        if self.conclude_state is None:
-            self._register_again(side)
-            self.room = side.begin(self.bootstrap_room, address)
+        try:
+            super().init(prefill_dp_rank)
+            if self.conclude_state is None:
+                self._register_again(side)
+                self.room = side.begin(self.bootstrap_room, address)
+        except MixKVError as error:
+            self._fail(f"sglang-mixkv refuses prefill server {address}: {error}")
+            self._dismiss(prefill_dp_rank)
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)

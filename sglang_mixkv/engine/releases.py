@@ -74,6 +74,7 @@ SEAMS: dict[str, tuple[str, ...]] = {
         "self", "queue", "executor", "staging_buffer", "worker_index",
     ),
     f"{_CONN}:MooncakeKVManager.init_engine": ("self",),
+    f"{_CONN}:MooncakeKVManager.start_prefill_thread": ("self",),
     f"{_CONN}:MooncakeKVManager.send_kvcache": (
         "self", "mooncake_session_id", "prefill_kv_indices", "dst_kv_ptrs", "dst_kv_indices",
         "executor", "dst_layer_ids", "dst_device_kv_indices", "dst_kv_item_len", "dst_attn_tp_size",

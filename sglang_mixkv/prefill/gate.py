@@ -80,6 +80,9 @@ class Gate:
             self._reject(number, sender, str(error), now)
             return False
         self.rooms.join(said, peer, now)
+        if self.sglang.statuses().get(number) == Poll.FAILED:  # its members have been told
+            self.sglang.refuse(sender, number, f"[MIXKV-ROOM-04] room {number}: failed before")
+            return False
         return True
 
     def _check(self, said: Metadata) -> Peer:

@@ -8,7 +8,7 @@ from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.prefill.peer import Local, Peer, admit
 from sglang_mixkv.protocol.registration import Registration
 
-# Sessions that are remembered whose registration could not be read.
+# Strangers that are remembered whose registration was refused, or could not be read.
 MAX_NOTED = 1 << 16
 
 
@@ -54,11 +54,10 @@ class Peers:
                 self._note(self._unread, session, reason)
 
     def _note(self, table: dict[str, str], session: str, reason: str) -> None:
-        """Of strangers without number only so many are kept; others count as never registered."""
-        if len(table) < MAX_NOTED or session in table:
+        """Of strangers only so many are kept, the others count as never registered. A peer always
+        is: it keeps its plan, and must be sent nothing more by it."""
+        if session in self._peers or session in table or len(table) < MAX_NOTED:
             table[session] = reason
-        else:
-            self._peers.pop(session, None)
 
     def get(self, session: str) -> Peer | None:
         return self._peers.get(session)

@@ -222,13 +222,15 @@ class PrefillRank:
                 "draft heads would land outside the region that the decode rank reads",
                 "Report this; it is not expected from a supported SGLang",
             )
-        task, plan = hands.task, peer.plan
-        assert plan is not None
+        task = hands.task
         room = self.rooms.open_room(task.room)
         said = room.members.get(peer.session) if room is not None else None
         if room is None or said is None:
             text = "the request ended meanwhile; nothing of this chunk was sent"
             raise MixKVError("MIXKV-ROOM-04", text)
+        peer = room.fits[peer.session]  # the registration that the room was compared with
+        plan = peer.plan
+        assert plan is not None
         src, dst = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
         plan.check_pages(src, dst)
         skip = self._before_window(peer, said, task)

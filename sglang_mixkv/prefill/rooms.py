@@ -101,10 +101,10 @@ class Room:
         where = {(said.sender.endpoint, said.sender.port) for said in list(self.members.values())}
         return (endpoint, port) in where
 
-    def total_pages(self, session: str) -> int | None:
-        """Destination pages of the whole request at that decode rank; None if it is no member."""
-        said = self.members.get(session)
-        return None if said is None else len(said.pages)
+    def served(self) -> list[tuple[str, int]]:
+        """Addresses of the members that this rank sends something."""
+        members = [said for said in list(self.members.values()) if not said.is_dummy]
+        return list({(said.sender.endpoint, said.sender.port): None for said in members})
 
 
 class Rooms:

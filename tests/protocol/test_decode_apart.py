@@ -103,6 +103,50 @@ def test_an_answer_that_comes_at_once_does_not_stop_the_asking() -> None:
     wait_until(lambda: server.request(next(rooms)).poll() != KVPoll.Failed)
 
 
+@pytest.mark.parametrize(
+    ("reason", "again"),
+    [("", True), ("[MIXKV-REG-02] it never arrived", True), ("Aborted by AbortReq.", False)],
+)
+def test_a_failure_without_a_reason_of_its_own_has_the_rank_register_again(
+    reason: str, again: bool
+) -> None:
+    """Another rank of this server knew first; this one's own verdict may come too late."""
+
+    @in_own_process
+    def concluded() -> None:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        server = StandIn(decode_rank(), fits=True, by_room=True)
+        receiver, manager = server.request(1), server.rank.manager
+        wait_until(lambda: len(server.heard[0]) == 2, 10)  # one registration with each prefill rank
+        if reason:
+            manager.record_failure(1, reason)
+        receiver.conclude_state = KVPoll.Failed
+        receiver.clear()
+        server.request(2)
+        wait_until(lambda: len(server.heard[0]) == 4 or not again, 10)
+        time.sleep(0.3)
+        assert len(server.heard[0]) == (4 if again else 2)
+
+    concluded()
+
+
+@in_own_process
+def test_a_prefill_rank_without_a_route_fails_the_request_alone() -> None:
+    """SGLang calls init in its scheduler's loop, which an exception would end."""
+    from dataclasses import replace
+
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    server = StandIn(decode_rank(), fits=True, by_room=True)
+    server.resolve()
+    sources = server.rank.plugin.sources
+    sources.put(replace(sources.get(server.address), routes=()))
+    receiver = server.request(1)
+    assert receiver.poll() == KVPoll.Failed
+    assert "MIXKV-PAIR-05" in server.rank.manager.failure_records[1]
+
+
 @in_own_process
 def test_a_refused_server_that_was_restarted_is_used() -> None:
     from sglang.srt.disaggregation.base.conn import KVPoll

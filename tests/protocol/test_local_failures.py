@@ -240,3 +240,51 @@ def test_as_sglang_does_without_its_probe(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("SGLANG_ENABLE_FAILED_SESSION_PROBE", "0")
     outcome = run(ten(Case(2, 1), {("prefill", 1): failing_transport(1)}))
     assert outcome.decode[0].status == ["failed"] * 10
+
+
+# ---------------------------------------------------------------- a room is cleared
+
+
+def cleared_while_read(rank: Rank) -> None:
+    """The scheduler clears the first request's room while SGLang's control thread parses its
+    metadata."""
+    from sglang.srt.disaggregation.mooncake import conn
+
+    real, left = conn.TransferInfo.from_zmq, [1]
+
+    def parsing(message: list[bytes]) -> Any:
+        said = real(message)
+        if left and said.room == rank.rooms()[0]:
+            left.pop()
+            rank.manager.transfer_infos.pop(said.room)
+            rank.plugin.fail(said.room, "the client left")
+        return said
+
+    conn.TransferInfo.from_zmq = parsing
+
+
+def failed_before_it_is_read(rank: Rank) -> None:
+    """The first request fails while the metadata of a decode rank is judged."""
+    real = rank.plugin.rooms.join
+
+    def joining(said: Any, *args: Any) -> None:
+        if said.room == rank.rooms()[0]:
+            rank.plugin.fail(said.room, "the client left")
+        real(said, *args)
+
+    rank.plugin.rooms.join = joining
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [(cleared_while_read, "the client left"), (failed_before_it_is_read, "failed before")],
+)
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_a_room_that_ends_while_its_metadata_is_read_fails_on_both_sides(
+    prefill_tp: int, decode_tp: int, fault: Callable[[Rank], None], words: str
+) -> None:
+    """At once, and no thread of SGLang's ends."""
+    faults = {("prefill", rank): fault for rank in range(prefill_tp)}
+    outcome = run(ten(Case(prefill_tp, decode_tp), faults))
+    only_the_first_failed(outcome, words)
+    assert all(rank.seconds[0] < 20 for rank in outcome.decode), "not by SGLang's timeout"

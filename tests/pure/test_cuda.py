@@ -169,7 +169,7 @@ def test_nothing_spills_and_words_are_moved_whole(
 def test_no_copy_compiles_what_the_first_of_its_word_has_not(
     compiled: dict[int, bytes], driver: Driver
 ) -> None:
-    """Counts of 1, multiples of 16 and others are what Triton makes variants of by itself."""
+    """Triton by itself compiles variants for a count of 1, for multiples of 16 and for others."""
     for word in cuda.WORDS:
         for width in (word, 16 * word, 128, 8192, 65536):
             for rows, entries in ((1, 1), (2, 16), (16, 61), (33, 1), (4096, 2)):

@@ -13,7 +13,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_mixkv.decode import rooms as decode
 from sglang_mixkv.decode.gate import Gate
+from sglang_mixkv.decode.rank import DecodeRank
 from sglang_mixkv.decode.registrations import Registrations
+from sglang_mixkv.prefill import peers
 from sglang_mixkv.prefill.rooms import MEMORY_S, Rooms, State
 from sglang_mixkv.protocol.frames import Address
 from sglang_mixkv.protocol.messages import Metadata
@@ -40,7 +42,7 @@ def test_metadata_then_sender_then_end() -> None:
     assert rooms.get(ROOM).state is State.AWAITED
     assert rooms.open_room(ROOM) is None
     room = rooms.open(ROOM, 1.0)
-    assert (room.state, room.reason, room.total_pages("a:1")) == (State.OPEN, "", 3)
+    assert (room.state, room.reason, len(room.members["a:1"].pages)) == (State.OPEN, "", 3)
     assert "1 rooms have a sender" in rooms.problems([ROOM])[0]
     rooms.close(room, 2.0)
     assert rooms.problems([]) == []
@@ -166,10 +168,46 @@ def test_a_decode_room_ends_once() -> None:
 def test_a_verdict_on_an_ended_room_has_the_rank_register_again(
     rank: int, reason: bytes, again: bool
 ) -> None:
-    """SGLang ends a request on all ranks with the first that fails; each registers by itself."""
+    """SGLang fails a request on all ranks when one has failed; each rank registers by itself."""
     rooms, registrations = decode.Rooms(), Registrations()
     gate = Gate(rooms, registrations, mock.Mock(), True, (), ())
     registrations.told("host:1", ("host", 2), (0, 0))
     rooms.end(rooms.begin(ROOM, mock.Mock(address="host:1", contacted={0})))
     assert gate.may_pass([b"%d" % ROOM, b"0", b"%d" % rank, reason])
     assert registrations.lacks("host:1", ("host", 2), (0, 0)) is again
+
+
+def test_a_verdict_of_checksums_is_the_rooms_that_was_verified() -> None:
+    """The scheduler can end the room while the decode thread compares: its pages are free then."""
+    for ends in (False, True):
+        rank = DecodeRank.__new__(DecodeRank)
+        rank.rooms, rank.landing, rank.stats = decode.Rooms(), mock.Mock(), mock.Mock()
+        rank._sglang = mock.Mock(statuses=dict)
+        room = rank.rooms.begin(ROOM, mock.Mock())
+        rank.rooms.ask(room, 3, 1, mock.Mock())
+
+        def compare(_: Any, rank: Any = rank, room: Any = room, ends: bool = ends) -> str:
+            if ends:
+                rank.rooms.end(room)
+            return "differs"
+
+        rank.verifier = mock.Mock(problem=compare)
+        assert rank.land(ROOM) == (None if ends else "differs")
+
+
+def test_strangers_are_bounded_and_never_cost_a_peer_its_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without its plan a transfer thread would take it for a peer without a drafter."""
+    monkeypatch.setattr(peers, "MAX_NOTED", 2)
+    known = peers.Peers(mock.Mock())
+    known._peers["a:1"] = there = peer()
+    for number in range(5):
+        known.refuse(f"refused:{number}", "facts differ")
+        known.note_unread(f"unread:{number}", "no number")
+    assert (len(known._refused), len(known._unread)) == (2, 2)
+    assert "never arrived" in str(known.refusal("refused:4"))
+    for note, words in ((known.note_unread, "was rejected"), (known.refuse, "refuses")):
+        note("a:1", "too short")
+        assert words in str(known.refusal("a:1"))
+        assert known.get("a:1") is there
