@@ -1,7 +1,7 @@
 """What a decode rank costs SGLang's scheduler per request: stock, ours, beside a refused server.
 
 A real decode rank of the protocol ring, in a process of its own; its prefill servers are real
-bootstrap servers with sockets that only listen (tests/protocol/stand_ins.py). One pass is
+bootstrap servers with sockets that only listen (tests/rig/stand_ins.py). One pass is
 what the scheduler calls for one request of a healthy server: the receiver is made, init,
 send_metadata, poll while it waits, poll when it has succeeded, clear.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from common import Check, Record, Result, elapsed, options
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-conftest = importlib.import_module("protocol.conftest")  # sets what SGLang's import reads
+load = importlib.import_module("rig.load")  # sets what SGLang's import reads
 
 PREFILL_TP = (2, 8)  # to 1
 PAGES = (128, 2048)
@@ -68,7 +68,7 @@ class Passes:
 
 
 def healthy(tp: int, pages: int, passes: int, *, mixkv: bool) -> Passes:
-    from protocol.stand_ins import StandIn, decode_rank
+    from rig.stand_ins import StandIn, decode_rank
 
     rank = decode_rank(pages, mixkv=mixkv)
     found = Passes(StandIn(rank, tp, fits=True, by_room=True), pages)
@@ -86,7 +86,7 @@ def calls(tp: int, pages: int, passes: int, *, mixkv: bool) -> list[Record]:
 
 def refusing(tp: int, passes: int, refused: int) -> list[Record]:
     """Passes before and right after many requests to a refused server; what these cost."""
-    from protocol.stand_ins import StandIn
+    from rig.stand_ins import StandIn
 
     passing = healthy(tp, PAGES[0], passes, mixkv=True)
     manager = passing.manager
@@ -171,7 +171,7 @@ def main() -> None:
     arguments = options((__doc__ or "").splitlines()[0]).parse_args()
     passes = arguments.repeats or (20 if arguments.quick else PASSES)
     result = Result("scheduler", arguments.quick, {"calls": [], "refusing": []})
-    conftest.load_sglang()
+    load.load_sglang()
     for tp in PREFILL_TP:
         for pages in PAGES:
             for mixkv in (False, True):

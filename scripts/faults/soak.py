@@ -16,11 +16,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from protocol.conftest import load_sglang  # noqa: E402
+from rig.load import load_sglang  # noqa: E402
 
 load_sglang()
 
-from protocol.soak import Soak, Verdict, run  # noqa: E402
+from rig.soak import Soak, Verdict, run  # noqa: E402
 
 DIRECTIONS = ((2, 1), (1, 2))
 OTHERS_FAULT = "failed without a fault of its own"

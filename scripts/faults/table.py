@@ -17,12 +17,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from protocol.conftest import load_sglang  # noqa: E402
+from rig.load import load_sglang  # noqa: E402
 
 load_sglang()
 
-from protocol.faults import FAULTS, TIMEOUTS, Fault, problems, short_timeouts  # noqa: E402
-from protocol.ring import Outcome, RankReport, run  # noqa: E402
+from rig.faults import FAULTS, TIMEOUTS, Fault, problems, short_timeouts  # noqa: E402
+from rig.memory import RankReport  # noqa: E402
+from rig.ring import Outcome, run  # noqa: E402
 
 Row = dict[str, str]
 LONGEST = 230

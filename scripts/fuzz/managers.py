@@ -38,7 +38,7 @@ from sglang_mixkv.protocol.messages import ABORT
 
 TESTS = Path(__file__).parents[2] / "tests"
 sys.path.insert(0, str(TESTS))
-conftest = importlib.import_module("protocol.conftest")  # sets what SGLang's import reads
+rig = importlib.import_module("rig.load")  # sets what SGLang's import reads
 
 HOST, PORT, ROOM = "10.9.9.9", 17009, 7
 NEXT_ROOM = b"99"
@@ -49,12 +49,12 @@ Region = tuple[int, int]  # address, bytes
 
 
 def load() -> None:
-    conftest.load_sglang()
+    rig.load_sglang()
 
 
 def cases() -> dict[str, Any]:
     """Name -> case of the protocol ring."""
-    from protocol.model import Cache, Case, Request
+    from rig.model import Cache, Case, Request
 
     def packed(config: dict | None = None, **changed: Any) -> Case:
         extra = {"config": {"draft_transfer": "packed", "staging_mb": 1, **(config or {})}}
@@ -80,7 +80,7 @@ def _another_drafter(manager: Any) -> None:
 
 def rank_of(side: str, case: Any) -> Any:
     """A rank of the ring in this process, its manager started."""
-    from protocol.ring import Rank, free_port
+    from rig.rank import Rank, free_port
 
     up = threading.Event()
     up.set()  # a decode rank would wait for the prefill's bootstrap server
@@ -433,7 +433,7 @@ class DecodeBench(Bench):
     OPEN = (100, 101, ROOM)
 
     def __init__(self) -> None:
-        from protocol.model import Request, page_tables
+        from rig.model import Request, page_tables
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         plain = cases()["plain"]

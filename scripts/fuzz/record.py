@@ -63,7 +63,7 @@ def forget(side: str) -> None:
 
 def main() -> None:
     managers.load()
-    ring = importlib.import_module("protocol.ring")
+    ring = importlib.import_module("rig.ring")
     for side in ("prefill", "decode", "announcement"):
         forget(side)
     for name, case in managers.cases().items():

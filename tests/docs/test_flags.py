@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from scripts.docs import flags as script
 from sglang_mixkv import config
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("flags", ROOT / "scripts" / "docs" / "flags.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
-
-
-def test_the_tables_are_current(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_are_current(capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["--check"]) == 0, capsys.readouterr().out
 
 
 def test_a_new_flag_makes_them_stale(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     new = config.Option("--mixkv-new", "SGLANG_MIXKV_NEW", "staging_mb", int, "Something.")
     monkeypatch.setattr(config, "OPTIONS", (*config.OPTIONS, new))
@@ -36,9 +27,7 @@ def test_a_new_flag_makes_them_stale(
     assert "| `--mixkv-new N` | `SGLANG_MIXKV_NEW` |" in script.tables()
 
 
-def test_an_undescribed_variable_is_noticed(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_undescribed_variable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "OTHER_ENV", "SGLANG_MIXKV_OTHER", raising=False)
     with pytest.raises(SystemExit, match="SGLANG_MIXKV_OTHER"):
         script.tables()

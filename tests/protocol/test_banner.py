@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from protocol.model import Case, Request
-from protocol.ring import run
+from rig.model import Case, Request
+from rig.ring import run
 
 from sglang_mixkv.engine.banner import banner, speaks
 

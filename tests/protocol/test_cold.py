@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from protocol.model import Cache, Case, Request
-from protocol.ring import Outcome, run
+from rig.model import Cache, Case, Request
+from rig.ring import Outcome, run
 
 REQUESTS = (Request(23), Request(8, chunk_pages=1), Request(9, prefix_pages=1))
 COLD = {"on_draft_mismatch": "cold"}

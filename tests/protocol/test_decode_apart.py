@@ -18,10 +18,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from protocol import faults
-from protocol.model import Cache, Case, Request
-from protocol.ring import Outcome, Rank, run
-from protocol.stand_ins import StandIn, decode_rank, in_own_process, wait_until
+from rig import faults
+from rig.model import Cache, Case, Request
+from rig.rank import Rank
+from rig.ring import Outcome, run
+from rig.stand_ins import StandIn, decode_rank, in_own_process, wait_until
 
 REFUSED = 1000
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from protocol.model import Cache, Case, Request, sglang_pool
+from rig.model import Cache, Case, Request, sglang_pool
 
 import sglang_mixkv
 from sglang_mixkv.config import ATTRIBUTE, Config

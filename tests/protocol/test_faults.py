@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from protocol import faults
-from protocol.faults import FAULTS, NOISE, WAITING_S, Fault, problems
-from protocol.model import Case, Request
-from protocol.ring import Rank, run
+from rig import faults
+from rig.faults import FAULTS, NOISE, WAITING_S, Fault, problems
+from rig.model import Case, Request
+from rig.rank import Rank
+from rig.ring import run
 
 
 @pytest.fixture(autouse=True)

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from protocol import ring
-from protocol.model import Cache, Case, Request
-from protocol.ring import Outcome, Rank, run
+from rig import ring
+from rig.model import Cache, Case, Request
+from rig.rank import Rank
+from rig.ring import Outcome, run
 
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kv import pages

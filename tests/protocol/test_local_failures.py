@@ -16,9 +16,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from protocol.faults import failing_transport, prefill_aborts
-from protocol.model import Cache, Case, Request
-from protocol.ring import Outcome, Rank, run
+from rig.faults import failing_transport, prefill_aborts
+from rig.model import Cache, Case, Request
+from rig.rank import Rank
+from rig.ring import Outcome, run
 
 TEN = tuple(Request(9 + i) for i in range(10))
 GQA = Cache("mha", layers=2, heads=4)

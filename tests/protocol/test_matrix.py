@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from protocol.model import Cache, Case, Request
-from protocol.ring import Outcome, run
+from rig.model import Cache, Case, Request
+from rig.ring import Outcome, run
 
 SIZES = (1, 2, 4, 8)
 DRAFTS = {

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from protocol.model import Cache, Case, Request
-from protocol.ring import Outcome, Rank, RankReport, run, stock_class
+from rig.memory import RankReport
+from rig.model import Cache, Case, Request
+from rig.rank import Rank, stock_class
+from rig.ring import Outcome, run
 
 REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(12))
 PREFIX = "sglang:mixkv_"

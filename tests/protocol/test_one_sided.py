@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from protocol.model import Case
-from protocol.ring import Outcome, run
+from rig.model import Case
+from rig.ring import Outcome, run
 
 PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 

@@ -10,8 +10,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from protocol.model import Cache, Case, Request
-from protocol.ring import run
+from rig.model import Cache, Case, Request
+from rig.ring import run
 
 SAMPLE, WIDE = 16, 400
 SIZES = (1, 2, 4, 8)

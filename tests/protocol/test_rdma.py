@@ -10,8 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from protocol.model import Case, Request
-from protocol.ring import Rank, run
+from rig.model import Case, Request
+from rig.rank import Rank
+from rig.ring import run
 
 from sglang_mixkv.engine import rdma as module
 from sglang_mixkv.transport.mooncake import SharedEngine

@@ -1,6 +1,6 @@
 """Pages of an aborted request are not used again while a write to them may be in flight.
 
-SGLang's own deferred release runs here (ring.Releases): it waits for the acknowledgement of
+SGLang's own deferred release runs here (rig/releases.py): it waits for the acknowledgement of
 every prefill rank that was contacted. A draft-only sender is one of them, and still writes.
 """
 
@@ -13,8 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from protocol.model import Case, Request
-from protocol.ring import Rank, Releases, run
+from rig.model import Case, Request
+from rig.rank import Rank
+from rig.releases import Releases
+from rig.ring import run
 
 WRITES_S = 1.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from protocol.soak import Soak, run
+from rig.soak import Soak, run
 
 DIRECTIONS = [(2, 1), (1, 2)]
 

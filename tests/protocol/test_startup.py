@@ -187,8 +187,8 @@ def test_a_rank_that_cannot_copy_rows_ends_before_it_registers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a GPU the kernel is compiled and tried here; see tests/pure/test_cuda.py."""
-    from protocol.model import Case
-    from protocol.ring import run
+    from rig.model import Case
+    from rig.ring import run
     from sglang.srt.disaggregation.common.conn import CommonKVManager
 
     from sglang_mixkv.rows.host import HostRows

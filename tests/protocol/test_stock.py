@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from protocol.model import Cache, Case, Request
-from protocol.ring import run
+from rig.model import Cache, Case, Request
+from rig.ring import run
 
 
 def stock(prefill_tp: int, decode_tp: int, **kwargs: object) -> Case:

@@ -15,10 +15,11 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
-from protocol import faults as faults_of_ring
-from protocol.faults import TWO_ROUNDS, case
-from protocol.model import Case, Request
-from protocol.ring import Outcome, Rank, run
+from rig import faults as faults_of_ring
+from rig.faults import TWO_ROUNDS, case
+from rig.model import Case, Request
+from rig.rank import Rank
+from rig.ring import Outcome, run
 
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.protocol import extension as wire

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from protocol.model import Cache, Case, Request
-from protocol.ring import Rank, run
+from rig.model import Cache, Case, Request
+from rig.rank import Rank
+from rig.ring import run
 
 from sglang_mixkv.config import Config
 from sglang_mixkv.decode.source import Sizes
@@ -64,7 +65,7 @@ def flip(component: str) -> Callable[[Rank], None]:
     """Change one bit of a request's page just before the decode rank completes it."""
 
     def inject(rank: Rank) -> None:
-        from protocol import model
+        from rig import model
 
         page = int(model.page_tables(rank.case, "decode")[0][-1])
         real, seen = rank.plugin.verifier.problem, []

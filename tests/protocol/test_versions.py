@@ -7,8 +7,8 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from protocol.model import Cache, Case, Request
-from protocol.ring import run
+from rig.model import Cache, Case, Request
+from rig.ring import run
 
 RELEASED = "20f005c"
 """The commit of version 0.1.0."""

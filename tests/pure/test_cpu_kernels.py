@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import types
 
 import pytest
 import torch
 from torch import Tensor
 
-from sglang_mixkv import cpu
-
-
-def _module(name: str) -> types.ModuleType:
-    """A module of the stand-in, without going through ``import sgl_kernel``."""
-    path = cpu.SITE / "sgl_kernel" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"stand_in_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-attention, cache, speculative = (_module(name) for name in ("attention", "cache", "speculative"))
+from sglang_mixkv.cpu.kernels import attention, cache, speculative
 
 SCALE = 0.3
 POOL = 40

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scene import CANARY, ints, noise
+from rig.scene import CANARY, ints, noise
 from test_rows import RowCase
 
 from sglang_mixkv.errors import MixKVError

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from scene import CANARY, MemoryEngine, over
+from rig.scene import CANARY, MemoryEngine, over
 
 from sglang_mixkv.config import Config
 from sglang_mixkv.decode import landing as module

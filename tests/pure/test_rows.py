@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scene import CANARY, ints, noise
+from rig.scene import CANARY, ints, noise
 
 from sglang_mixkv.rows.host import HostRows, RowCopy
 

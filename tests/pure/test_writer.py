@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from scene import POOL_PAGES, MemoryEngine, Scene, a_scene, ints, over, scenes
+from rig.scene import POOL_PAGES, MemoryEngine, Scene, a_scene, ints, over, scenes
 
 from sglang_mixkv.kv.plan import Plan
 from sglang_mixkv.kv.ranges import Blocks, page_runs

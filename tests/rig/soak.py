@@ -8,7 +8,7 @@
 
 A decode rank compares a request's pages and row with the truth when it succeeds, and all of its
 memory with what it should hold every COMPARE_EVERY requests and at the end. Pages of a failed
-request are used again by SGLang's rule for deferred release (ring.Releases).
+request are used again by SGLang's rule for deferred release (rig/releases.py).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 import zmq
-from protocol import model
-from protocol.faults import METADATA, NOISE, REGISTRATIONS
-from protocol.model import Case, Request
-from protocol.ring import (
+from rig import model
+from rig.faults import METADATA, NOISE, REGISTRATIONS
+from rig.model import Case, Request
+from rig.ring import (
     AUX_LENS,
     Key,
     Rank,

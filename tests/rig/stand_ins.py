@@ -20,8 +20,8 @@ from unittest import mock
 import msgspec
 import requests
 import zmq
-from protocol.model import Cache, Case, Request
-from protocol.ring import Rank, free_port, wait_for_port
+from rig.model import Cache, Case, Request
+from rig.rank import Rank, free_port, wait_for_port
 
 from sglang_mixkv.protocol.announcement import announcement
 

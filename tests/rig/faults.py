@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 import zmq
-from protocol.model import Case, Request
-from protocol.ring import NOT_YET, Outcome, Rank, RankReport, stock_class
+from rig.memory import RankReport
+from rig.model import Case, Request
+from rig.rank import NOT_YET, Rank, stock_class
+from rig.ring import Outcome
 
 # The prefill's is longer: a rank that is done early opens its next room at once, and waits
 # there while another rank's request still ends by the decode side's timeout (and its ABORT).

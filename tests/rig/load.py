@@ -1,0 +1,31 @@
+"""SGLang on this machine's CPU, with the plugin: imported once, before any rank is forked.
+
+Importing this module sets the environment that SGLang's import reads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from sglang_mixkv import cpu
+
+os.environ.update(cpu.launch_env())
+os.environ.update(CUDA_VISIBLE_DEVICES="", MC_LOG_LEVEL="ERROR", GLOG_logtostderr="1")
+for folder in reversed(os.environ["PYTHONPATH"].split(os.pathsep)):
+    if folder and folder not in sys.path:
+        sys.path.insert(0, folder)
+
+
+def load_sglang() -> None:
+    """Import what the ranks need."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    for module in (
+        "sglang.srt.disaggregation.mooncake",
+        "sglang.srt.disaggregation.decode",
+        "sglang_mixkv.engine.mooncake",
+    ):
+        importlib.import_module(module)

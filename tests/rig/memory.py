@@ -1,0 +1,239 @@
+"""What one rank holds: SGLang's own pools, filled with the truth on prefill and with a canary on
+decode, and every byte of them compared at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from rig import model
+from rig.model import Cache, Case
+
+# As MetadataBuffers lays them out: six rows, the drafter's three, the room.
+AUX_LENS = (32, 8, 8, 8, 8, 8, 8, 16, 24, 16)
+DRAFT_AUX = (6, 7, 8)
+
+
+@dataclass
+class RankReport:
+    """What one rank says at the end. `wrong`: byte differences, in words. `seconds`: for each
+    status, from the fault (if one struck while the request was open), else its start."""
+
+    side: str
+    rank: int
+    status: list[str] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    stats: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+
+
+class Memory:
+    """Pools, model state and metadata rows of one rank of a case. `report.wrong`: what differs."""
+
+    def __init__(self, case: Case, side: str, rank: int) -> None:
+        self.case, self.side, self.rank = case, side, rank
+        self.tp = case.prefill_tp if side == "prefill" else case.decode_tp
+        self.dp_size = case.prefill_dp if side == "prefill" else case.decode_dp
+        self.pp_size = case.prefill_pp if side == "prefill" else 1
+        per_stage = self.tp * self.dp_size
+        self.server, local = divmod(rank, per_stage * self.pp_size)
+        self.stage, self.tp_rank = divmod(local, per_stage)
+        self.dp_rank, self.attn_rank = divmod(self.tp_rank, self.tp)
+        self.report = RankReport(side, rank)
+
+    def allocate(self) -> None:
+        """Once SGLang has this rank's arguments and numbers."""
+        self.sglang_pools: dict[str, Any] = {}
+        self.pools = self._pools()
+        self.state = self._state()
+        self.aux = [
+            np.random.default_rng([self.rank, self.side == "decode", i]).integers(
+                0, 256, (len(self.case.requests) + 1, n), np.uint8
+            )
+            for i, n in enumerate(self._aux_lens())
+        ]
+
+    def _aux_lens(self) -> list[int]:
+        """Without speculation the drafter's rows have another length."""
+        longer = 0 if self._has_draft() else 8 * bool(self.case.extra.get("cold"))
+        return [n + longer * (i in DRAFT_AUX) for i, n in enumerate(AUX_LENS)]
+
+    def _stage_layers(self) -> range:
+        per_stage = self.case.target.layers // self.pp_size
+        return range(self.stage * per_stage, (self.stage + 1) * per_stage)
+
+    def _has_draft(self) -> bool:
+        wanted = self.case.extra.get("draft_on", {}).get(self.side, True)
+        return self.case.draft is not None and wanted and self.stage == self.pp_size - 1
+
+    def _pools(self) -> dict[str, list[np.ndarray]]:
+        """Views of SGLang's own pools: canary everywhere, on prefill also every request's rows."""
+        caches = {"target": self.case.target, "draft": self.case.draft}
+        views = {}
+        for name, cache in caches.items():
+            if cache is None or (name == "draft" and not self._has_draft()):
+                continue
+            layers = self._stage_layers() if name == "target" else range(cache.layers)
+            pool = model.sglang_pool(
+                self.case, cache, self.tp, self.attn_rank, len(layers), layers.start
+            )
+            if name == "target" and self.case.hybrid:
+                pool = model.hybrid_pool(self.case, pool, self.tp, self._stage_layers())
+            self.sglang_pools[name] = pool
+            whole = getattr(pool, "full_kv_pool", pool)
+            views[name] = model.entries_of(self.case, whole, cache, self.tp, self.attn_rank)
+            if cache.index_k:
+                views[f"{name} index"] = model.index_entries_of(self.case, whole)
+        if self.case.target_window:
+            window = self.sglang_pools["target"].swa_kv_pool
+            views["window"] = model.entries_of(
+                self.case, window, self._cache("window"), self.tp, self.attn_rank
+            )
+        for name, view in views.items():
+            for index, entry in enumerate(view):
+                seed = [self.case.seed, self.side == "decode", self.rank, len(name), index]
+                entry[:] = model.canary(seed, entry.shape)
+            if self.side == "prefill":
+                self._write_truth(name, view)
+        return views
+
+    def _cache(self, name: str) -> Cache:
+        cache = self.case.cache(name)
+        assert cache is not None
+        return cache
+
+    def _tables(self, name: str) -> list[np.ndarray]:
+        """For each request, its pages in the pool of that name."""
+        return model.page_tables(self.case, self.side, int(name == "window"))
+
+    def _rows(self, name: str, number: int) -> list[np.ndarray]:
+        """What this rank holds of a request once it has all of it, per entry."""
+        cache = self._cache(name)
+        return model.cut(
+            cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
+        )
+
+    def _on_stage(self, name: str, cache: Cache, rows: list[np.ndarray]) -> list[np.ndarray]:
+        """Of the whole model's entries, those of this pipeline stage."""
+        if not name.startswith("target") or self.pp_size == 1:
+            return rows
+        if name == "target index":
+            layers = np.flatnonzero(self.case.target.index_k)
+            return [r for i, r in zip(layers, rows, strict=True) if i in self._stage_layers()]
+        groups = range(1 if cache.is_mla else 2)
+        return [rows[g * cache.layers + i] for g in groups for i in self._stage_layers()]
+
+    def _write_truth(self, name: str, pool: list[np.ndarray]) -> None:
+        for number, pages in enumerate(self._tables(name)):
+            rows = self._on_stage(name, self._cache(name), self._rows(name, number))
+            for entry, row in zip(pool, rows, strict=True):
+                entry[pages] = row
+
+    def _state(self) -> dict[tuple[int, int], np.ndarray]:
+        """Views of a hybrid pool's state: canary, on prefill every request's rows."""
+        if not self.case.hybrid:
+            return {}
+        state = model.state_of(self.case, self.sglang_pools["target"])
+        for key, slots in state.items():
+            slots[:] = model.canary([self.rank, self.side == "decode", *key], slots.shape)
+        if self.side == "prefill":
+            self._write_state(state, {n: n for n in range(len(self.case.requests))})
+        return state
+
+    def _write_state(self, state: dict[tuple[int, int], np.ndarray], slots: dict[int, int]) -> None:
+        """Write the truth of requests into their slots."""
+        for key, rows in state.items():
+            for number, slot in slots.items():
+                rows[slot] = model.state_rows(
+                    self.case, number, key, rows.shape[2], self.tp, self.attn_rank
+                )
+
+    def mine(self, number: int) -> bool:
+        """Whether this rank takes part in the request."""
+        if self.side == "prefill" and self.case.prefill_of(number) != self.server:
+            return False
+        return self.case.turn(number) % self.dp_size == self.dp_rank
+
+    def compare(
+        self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray], done: list[int]
+    ) -> None:
+        """Every byte of every buffer: done requests hold the truth, all else its canary."""
+        for name, pool in before.items():
+            for number in done:
+                cold = name == "draft" and self.case.extra.get("cold")
+                pages, first = self._tables(name)[number], self._first_page(name, number)
+                for entry, row in zip(pool, self._rows(name, number), strict=True):
+                    entry[pages[first:]] = 0 if cold else row[first:]
+            for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
+                self._differ(f"{name} entry {index}", want, got)
+        one_sender = self.case.draft is not None and self.case.prefill_mixkv
+        several_senders = not one_sender and (
+            not self.case.target.is_mla or self.case.hybrid or self.case.prefill_pp > 1
+        )
+        for index, (want, got) in enumerate(zip(aux_before, self.aux, strict=True)):
+            if several_senders:  # stock: each of them writes the row, one after the other
+                break
+            for number in done:
+                if self.case.extra.get("cold") and index in DRAFT_AUX:
+                    want[number + 1] = 0 if self._has_draft() else want[number + 1]
+                    continue
+                sender = self._aux_sender(number)
+                want[number + 1] = np.random.default_rng([sender, False, index]).integers(
+                    0, 256, (len(self.case.requests) + 1, AUX_LENS[index]), np.uint8
+                )[number]
+            self._differ(f"aux {index}", want, got)
+
+    def _first_page(self, name: str, number: int) -> int:
+        """The request's first page that is sent: with a window those in its reach, but all of
+        the drafter where the decode side's radix cache is on."""
+        if name == "window":
+            return model.window_start(self.case, number)
+        if name != "draft" or self.case.decode_radix:
+            return 0
+        return self._draft_reach(self.case.pages(self.case.requests[number]))
+
+    def _check_shared_prefixes(self, tables: list[np.ndarray], done: list[int]) -> None:
+        """What the drafter reads of a prefix that another request left is that one's truth."""
+        for number in done:
+            request = self.case.requests[number]
+            if request.prefix_of is None:
+                continue
+            pages = [tables[request.prefix_of][: request.prefix_pages], tables[number]]
+            reach = self._draft_reach(sum(map(len, pages)))
+            rows = [self._rows("draft", n) for n in (request.prefix_of, number)]
+            for index, (theirs, own) in enumerate(zip(*rows, strict=True)):
+                want = np.concatenate([theirs[: request.prefix_pages], own])
+                got = self.pools["draft"][index][np.concatenate(pages)]
+                self._differ(f"request {number} draft entry {index}", want[reach:], got[reach:])
+
+    def _draft_reach(self, total: int) -> int:
+        """Pages before this one are outside the drafter's window, with SGLang's own tokens
+        before the window's edge added."""
+        if not self.case.draft_window:
+            return 0
+        oldest_read = (total - 1) * self.case.page_size + 1 - self.case.draft_window - 2
+        return max(0, oldest_read // self.case.page_size)
+
+    def _aux_sender(self, number: int) -> int:
+        """The prefill process whose aux rows this rank must get: stock's target_tp_ranks[0]."""
+        case = self.case
+        tp = case.prefill_tp
+        rank = (
+            self.attn_rank * (tp // case.decode_tp)
+            if tp >= case.decode_tp
+            else self.attn_rank // (case.decode_tp // tp)
+        )
+        stage = case.prefill_pp - 1
+        server, dp_rank = case.prefill_of(number), case.turn(number) % case.prefill_dp
+        return ((server * case.prefill_pp + stage) * case.prefill_dp + dp_rank) * tp + rank
+
+    def _differ(self, what: str, want: np.ndarray, got: np.ndarray) -> None:
+        bad = np.argwhere(want != got)
+        if len(bad):
+            pages = sorted(set(bad[:, 0].tolist()))
+            self.report.wrong.append(
+                f"decode rank {self.rank} {what}: {len(bad)} bytes differ, pages {pages[:9]}"
+            )

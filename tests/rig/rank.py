@@ -1,0 +1,403 @@
+"""One rank in its own process: its memory, its KV args and its manager, driven as SGLang's
+schedulers drive them."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rig import model
+from rig.memory import Memory
+from rig.model import Case
+from rig.releases import Releases
+
+from sglang_mixkv.prefill import packing as packed
+
+LIMIT_S = 60
+NOT_YET = object()
+
+
+class Rank(Memory):
+    """One rank's manager over its memory."""
+
+    def __init__(self, case: Case, side: str, rank: int, ports: list[int], life: int = 0) -> None:
+        super().__init__(case, side, rank)
+        self.ports, self.life = ports, life
+        package = case.extra.get("package", {}).get(side)
+        if package is not None:
+            take_package(package)
+        self._publish(self.tp_rank)
+        self.allocate()
+
+    def _publish(self, tp_rank: int) -> None:
+        from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+            init_mooncake_transfer_engine,
+        )
+        from sglang.srt.runtime_context import get_parallel, publish
+        from sglang.srt.server_args import ServerArgs
+
+        from sglang_mixkv.config import ATTRIBUTE, Config
+
+        case = self.case
+        args = ServerArgs(
+            model_path="dummy",
+            tp_size=self.tp * self.dp_size,
+            dp_size=self.dp_size,
+            enable_dp_attention=self.dp_size > 1,
+            pp_size=self.pp_size,
+            page_size=case.page_size,
+            disaggregation_mode=self.side,
+            disaggregation_transfer_backend="mooncake",
+            disaggregation_bootstrap_port=self.ports[self.server],
+            disaggregation_decode_enable_radix_cache=case.decode_radix and self.side == "decode",
+            enable_metrics=case.extra.get("metrics", False),
+        )
+        enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
+        setattr(args, ATTRIBUTE, Config(enabled=enabled, **case.extra.get("config", {})))
+        if case.extra.get("small_rounds"):  # as chunks of MiB have them
+            packed.FIRST_ROUND, packed.MANY_ROUNDS = 64, 1
+        publish(args, role="tokenizer")
+        get_parallel().override_permanently(
+            tp_rank=tp_rank, pp_rank=self.stage, attn_tp_rank=self.attn_rank,
+            attn_dp_rank=self.dp_rank, attn_cp_rank=0, moe_ep_rank=0, dp_rank=None,
+            pp_group=self._pp_group(),
+        )  # fmt: skip
+        init_mooncake_transfer_engine(hostname="127.0.0.1")
+
+    def _pp_group(self) -> Any:
+        per_stage = self.tp * self.dp_size
+        key = self.server * per_stage + self.rank % per_stage
+        return self.case.extra.get("pp_groups", {}).get(key)
+
+    def kv_args(self) -> Any:
+        """KV args as SGLang's _init_kv_manager fills them from its pools."""
+        from sglang.srt.disaggregation import utils
+        from sglang.srt.disaggregation.base.conn import KVArgs
+
+        case = self.case
+        args = KVArgs()
+        infos = [p.get_contiguous_buf_infos() for p in self.sglang_pools.values()]
+        args.engine_rank = (
+            self.dp_rank * self.tp + self.attn_rank if self.side == "prefill" else self.attn_rank
+        )
+        args.kv_data_ptrs = [p for ptrs, _, _ in infos for p in ptrs]
+        args.kv_data_lens = [n for _, lens, _ in infos for n in lens]
+        args.kv_item_lens = [n for _, _, items in infos for n in items]
+        args.num_draft_entries = len(self.pools.get("draft", ()))
+        args.kv_cache_dtype_str = case.extra.get(f"{self.side}_dtype", "bf16")
+        args.aux_data_ptrs = [a.ctypes.data for a in self.aux]
+        args.aux_data_lens = [a.nbytes for a in self.aux]
+        args.aux_item_lens = [a[0].nbytes for a in self.aux]
+        target, draft = (self.sglang_pools.get(name) for name in ("target", "draft"))
+        args.kv_layer_ids = utils.build_kv_layer_ids(
+            token_to_kv_pool=target, draft_token_to_kv_pool=draft,
+            num_draft_entries=args.num_draft_entries, num_hidden_layers=100,
+        )  # fmt: skip
+        # SGLang's own, without the plugin's hook, which would read the models' configurations.
+        inspect.unwrap(utils.setup_state_kv_args)(args, target, draft, 100)
+        args.ib_device, args.gpu_id = "", 0
+        args.page_size = case.page_size
+        args.system_dp_rank = 0
+        args.pp_rank = self.stage
+        args.prefill_start_layer = self._stage_layers().start
+        args.prefill_end_layer = self._stage_layers().stop
+        if not case.target.is_mla:
+            args.kv_head_num = self.pools["target"][0].shape[2]
+            args.total_kv_head_num = case.target.heads
+        if self._has_draft():
+            self._describe_draft(args)
+        return args
+
+    def _describe_draft(self, args: Any) -> None:
+        draft = self.case.draft
+        assert draft is not None
+        args.is_draft_mla_backend = draft.is_mla
+        args.draft_window = self.case.draft_window
+        if not draft.is_mla:
+            args.draft_kv_head_num = self.pools["draft"][0].shape[2]
+            args.draft_total_kv_head_num = draft.heads
+
+    def start_manager(self) -> None:
+        from sglang.srt.disaggregation.utils import (
+            DisaggregationMode,
+            KVClassType,
+            TransferBackend,
+            get_kv_class,
+        )
+        from sglang.srt.runtime_context import get_server_args
+
+        def kv_class(kind: KVClassType) -> Any:
+            return get_kv_class(TransferBackend.MOONCAKE, kind)
+
+        if self.side in self.case.extra.get("package", {}):
+            self.kv_class = importlib.import_module("sglang_mixkv.managers").CLASSES
+        else:
+            self.kv_class = {k.value: kv_class(k) for k in KVClassType}
+        up, port = self.case.extra["bootstrap_up"], self.ports[self.server]
+        if self.side == "prefill" and self.stage == self.dp_rank == self.attn_rank == 0:
+            self.bootstrap = self.kv_class["bootstrap_server"]("127.0.0.1", port)
+            wait_for_port(port)
+            up[self.server].set()
+        for one in up if self.side == "decode" else up[self.server : self.server + 1]:
+            one.wait(LIMIT_S)
+        self.case.extra.get("before", {}).get((self.side, self.rank), lambda _: None)(self)
+        other_facts = self.case.extra.get("facts", {}).get(self.side)
+        if other_facts is not None:
+            tell_other_facts(other_facts)
+        self.manager = self.kv_class["manager"](
+            self.kv_args(),
+            DisaggregationMode(self.side),
+            get_server_args(),
+            self.case.target.is_mla and not self.case.hybrid,
+        )
+        self.releases = Releases()
+        self.published: list[Any] = []  # receivers whose metadata went out
+
+    @property
+    def plugin(self) -> Any:
+        """The plugin's side of this rank; None where SGLang runs alone."""
+        return getattr(self.manager, "side", None)
+
+    def on_transfer(self, change: Callable[[Callable[..., int]], Callable[..., int]]) -> None:
+        """Put `change(real)` in the place of the call that each write of this rank waits for:
+        (session, source addresses, destinations, lengths) -> code."""
+        transport = self.plugin.transport
+        transport.transfer = change(transport.transfer)
+
+    # -- requests
+
+    def rooms(self) -> list[int]:
+        return self.case.extra.get("rooms") or [100 + i for i in range(len(self.case.requests))]
+
+    def address(self, number: int) -> str:
+        """The bootstrap server of the request's prefill server."""
+        return f"127.0.0.1:{self.ports[self.case.prefill_of(number)]}"
+
+    def numbers(self) -> list[int]:
+        """This rank's requests, in the order in which they are concluded."""
+        return [n for group in self.rounds() for n in group if self.mine(n)]
+
+    def rounds(self) -> tuple[tuple[int, ...], ...]:
+        """A restarted rank knows nothing of the first round."""
+        return self.case.all_rounds()[self.life :]
+
+    def strike(self) -> None:
+        """The fault happens now."""
+        self.case.extra["struck"].value = time.monotonic()
+
+    def conclude(self, handle: Any, began: float) -> None:
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        deadline = time.monotonic() + LIMIT_S / 2
+        status = handle.poll()
+        while status not in (KVPoll.Success, KVPoll.Failed) and time.monotonic() < deadline:
+            time.sleep(0.001)
+            self.releases.resolve()
+            status = handle.poll()
+        self.report.seconds.append(time.monotonic() - max(began, self.case.extra["struck"].value))
+        names = {KVPoll.Success: "success", KVPoll.Failed: "failed"}
+        self.report.status.append(names.get(status, f"stuck in {status}"))
+        if status == KVPoll.Failed:
+            self.report.reasons.append(f"{self.side} {self.rank}: {reason_of(handle)}")
+            if handle in self.published:
+                self.releases.hold(handle)
+        else:
+            handle.clear()
+
+    def run_prefill(self) -> None:
+        tables = model.page_tables(self.case, "prefill")
+        for group in self.rounds():
+            began, numbers = time.monotonic(), [n for n in group if self.mine(n)]
+            senders = {n: self._sender(n, tables) for n in numbers}
+            self._send_all(senders, {n: self._chunks(n, tables) for n in numbers})
+            for sender in senders.values():
+                self.conclude(sender, began)
+            time.sleep(self.case.extra.get("pause", 0))
+            self._lockstep()
+
+    def _lockstep(self) -> None:
+        """Wait for all ranks of both sides, where a case asks for it: SGLang's ranks are in
+        lockstep, so a request does not start on one while another still concludes the last."""
+        if self.case.extra.get("lockstep"):
+            self.case.extra["ranks"].wait(LIMIT_S)
+
+    def _sender(self, number: int, tables: list[np.ndarray]) -> Any:
+        sender = self.kv_class["sender"](
+            self.manager, self.address(number), self.rooms()[number],
+            req_has_disagg_prefill_dp_rank=True,
+        )  # fmt: skip
+        sender.init(len(tables[number]), number)
+        return sender
+
+    def _send_all(self, senders: dict[int, Any], pending: dict[int, list[np.ndarray]]) -> None:
+        """Send the chunks of several requests in turns, as a scheduler interleaves them."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        deadline = time.monotonic() + LIMIT_S / 2
+        while any(pending.values()) and time.monotonic() < deadline:
+            for number, chunks in pending.items():
+                status = senders[number].poll()
+                if status == KVPoll.Failed:
+                    chunks.clear()
+                elif chunks and status >= KVPoll.WaitingForInput:
+                    chunk = chunks.pop(0)
+                    state = None if chunks else self.state_indices(number)
+                    hand_over = self.case.extra.get("send", send)
+                    if hand_over(self, senders[number], chunk, state) is NOT_YET:
+                        chunks.insert(0, chunk)
+            time.sleep(0.0005)
+
+    def state_indices(self, number: int) -> list[np.ndarray] | None:
+        """What names a request's state on this side, kind by kind: pages of its window, a slot,
+        pages of its index keys."""
+        found = []
+        if self.case.target_window:
+            found.append(self._tables("window")[number][model.window_start(self.case, number) :])
+        if self.case.hybrid:
+            found.append(np.array([number + (self.side == "decode")], np.int32))
+        if self.case.target.index_k:
+            found.append(self._tables("target")[number])
+        return found or None
+
+    def _chunks(self, number: int, tables: list[np.ndarray]) -> list[np.ndarray]:
+        pages = tables[number]
+        step = self.case.requests[number].chunk_pages or len(pages)
+        return [pages[i : i + step] for i in range(0, len(pages), step)]
+
+    def run_decode(self) -> None:
+        case = self.case
+        before = {name: [e.copy() for e in pool] for name, pool in self.pools.items()}
+        aux_before = [a.copy() for a in self.aux]
+        state_before = {key: slots.copy() for key, slots in self.state.items()}
+        tables = model.page_tables(case, "decode")
+        for group in self.rounds():
+            began = time.monotonic()
+            receivers = {n: self._receiver(n) for n in group if self.mine(n)}
+            for number, receiver in receivers.items():
+                if receiver.conclude_state is None:
+                    prefix = case.requests[number].prefix_pages * case.page_size
+                    self.published.append(receiver)
+                    state = self.state_indices(number)
+                    receiver.send_metadata(
+                        tables[number], number + 1, state, decode_prefix_len=prefix
+                    )
+            for receiver in receivers.values():
+                self.conclude(receiver, began)
+            self.releases.wait(self.case.extra.get("pause", 0))
+            self._lockstep()
+        self.releases.wait()
+        self.case.extra["all_sent"].wait(LIMIT_S)
+        done = [
+            n for n, s in zip(self.numbers(), self.report.status, strict=True) if s == "success"
+        ]
+        self._excuse_failed(before, aux_before, done)
+        self.compare(before, aux_before, done)
+        self._check_shared_prefixes(tables, done)
+        self._write_state(state_before, {number: number + 1 for number in done})
+        for key, want in state_before.items():
+            for number in set(self.numbers()) - set(done):  # a failed request's slot
+                want[number + 1] = self.state[key][number + 1]
+            self._differ(f"state {key}", want, self.state[key])
+
+    def _excuse_failed(
+        self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray], done: list[int]
+    ) -> None:
+        """Pages and aux rows of failed requests may hold anything; all others may not."""
+        if self.case.extra.get("failed_rooms_stay_clean"):
+            return
+        for number in set(self.numbers()) - set(done):
+            for name, pool in before.items():
+                pages = self._tables(name)[number]
+                for want, got in zip(pool, self.pools[name], strict=True):
+                    want[pages] = got[pages]
+            for want, got in zip(aux_before, self.aux, strict=True):
+                want[number + 1] = got[number + 1]
+
+    def _receiver(self, number: int) -> Any:
+        address = self.address(number)
+        deadline = time.monotonic() + LIMIT_S / 2
+        while not self.manager.try_ensure_parallel_info(address):
+            if time.monotonic() > deadline:
+                raise TimeoutError("prefill facts never came")
+            time.sleep(0.02)
+        receiver = self.kv_class["receiver"](self.manager, address, self.rooms()[number])
+        receiver.init(self.case.turn(number) % self.case.prefill_dp)
+        return receiver
+
+
+def take_package(folder: Path) -> None:
+    """From now on the plugin is the one in this folder, a version of it, in this process."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang_mixkv"]:
+        del sys.modules[name]
+    sys.path.insert(0, str(folder))
+
+
+def stock_class(rank: Rank, kind: str) -> Any:
+    """SGLang's class of a backend that one of the plugin's is made of."""
+    return next(c for c in rank.kv_class[kind].__mro__ if c.__module__.startswith("sglang."))
+
+
+def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> Any:
+    """Hand one chunk to a sender, as SGLang's scheduler does; NOT_YET: offer it again."""
+    sender.send(chunk, state)
+
+
+def reason_of(handle: Any) -> str:
+    """Why a sender or receiver failed; ends it, as SGLang's schedulers do."""
+    try:
+        handle.failure_exception()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def tell_other_facts(change: Any) -> None:
+    """Managers of this process announce, and compare with, changed facts."""
+    from sglang_mixkv.engine import sides
+
+    real = sides.local_facts
+
+    class Holder:
+        facts: Any = None
+
+    def facts(*args: Any) -> Any:
+        holder = Holder()
+        holder.facts = real(*args)
+        change(holder)
+        return holder.facts
+
+    sides.local_facts = facts
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for_port(port: int) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2):
+            return
+        time.sleep(0.01)
+    raise TimeoutError(f"nothing listens on {port}")
+
+
+def left_behind(manager: Any, seconds: float = 2) -> list[str]:
+    """What an idle manager should not have, once its workers have had time to tidy up."""
+    check = getattr(manager, "check_integrity", None)
+    if check is None:
+        return [f"thread {t.name} has ended" for t in manager._worker_threads if not t.is_alive()]
+    deadline = time.monotonic() + seconds
+    while (found := check()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return [f"left behind: {line}" for line in found]

@@ -1,0 +1,57 @@
+"""SGLang's deferred release of what failed requests hold, without a scheduler around it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+
+class Releases:
+    """What failed requests of a decode rank hold until no write to it can be in flight.
+
+    SGLang's own deferred release decides: DecodeTransferQueue._defer_release and
+    resolve_deferred_releases (disaggregation/decode.py), here without a scheduler around them.
+    """
+
+    def __init__(self) -> None:
+        from sglang.srt.disaggregation import decode
+        from sglang.srt.environ import envs
+
+        decode.all_reduce_flags = lambda flags, **_: flags  # each rank here decides for itself
+        queue = decode.DecodeTransferQueue.__new__(decode.DecodeTransferQueue)
+        queue._deferred_releases = []
+        queue.deferred_kv_release_timeout = (
+            envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get()
+        )
+        queue.enable_staging, queue.gloo_group = False, None
+        queue._is_host_destination = lambda _: False
+        queue._release_request = lambda request: request.free()
+        queue._observe_deferred_kv_release = lambda *_, **__: None
+        queue.metadata_buffers = SimpleNamespace(clear_slot=lambda _: None)
+        queue.req_to_metadata_buffer_idx_allocator = SimpleNamespace(free=lambda _: None)
+        self.queue = queue
+
+    def __len__(self) -> int:
+        return int(self.queue.num_pending_deferred_releases())
+
+    def hold(self, receiver: Any, free: Callable[[], None] = lambda: None) -> None:
+        """As pop_transferred does with a failed request. `free`: its pages may be used again."""
+        if not receiver.abort_notified:
+            receiver.ensure_abort_notified(force_arm=True)
+        req = SimpleNamespace(bootstrap_room=receiver.bootstrap_room)
+        self.queue._defer_release(
+            SimpleNamespace(req=req, kv_receiver=receiver, metadata_buffer_index=0, free=free)
+        )
+
+    def resolve(self) -> None:
+        """Release what is drained or overdue."""
+        self.queue.resolve_deferred_releases()
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Until all is released; with `seconds`, so long in any case."""
+        end = time.monotonic() + (seconds or 0)
+        while time.monotonic() < end or (seconds is None and len(self)):
+            self.resolve()
+            time.sleep(0.005)

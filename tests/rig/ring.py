@@ -1,0 +1,190 @@
+"""Real managers, real bootstrap server, real ZMQ and Mooncake TCP: one forked process per rank.
+
+Faults are injected by callables in `Case.extra`: "faults" maps (side, rank) to a function that
+gets the Rank in its own process once its manager runs. A rank that ends early takes its server
+with it where "restart" names its side: all ranks of the side are killed, as SGLang does, and
+started anew with `life` 1, for the rounds from the second on.
+
+SGLang is imported once, in the parent; each rank is a fork of it that publishes its own
+ServerArgs and rank numbers, builds SGLang's own KV pools and KV args, and drives the
+classes that get_kv_class hands out, as SGLang's schedulers do.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from typing import Any
+
+from rig.memory import RankReport
+from rig.model import Case
+from rig.rank import LIMIT_S, Rank, free_port, left_behind
+
+RESTART_S = 4  # a server that is started anew is away for longer than a heartbeat
+
+
+@dataclass
+class Outcome:
+    prefill: list[RankReport]
+    decode: list[RankReport]
+
+    @property
+    def wrong(self) -> list[str]:
+        return [w for r in self.prefill + self.decode for w in (*r.wrong, r.error) if w]
+
+    @property
+    def statuses(self) -> set[str]:
+        return {s for r in self.prefill + self.decode for s in r.status}
+
+    @property
+    def reasons(self) -> str:
+        return "\n".join(reason for r in self.prefill + self.decode for reason in r.reasons)
+
+    def total(self, key: str) -> int:
+        return sum(r.stats.get(key, 0) for r in self.prefill + self.decode)
+
+
+class Stages:
+    """What PPConsensusStore needs of SGLang's PP group: one broadcast from stage 0."""
+
+    def __init__(self, queue: Any, size: int) -> None:
+        self._queue, self._size = queue, size
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        if value is None:
+            return self._queue.get(timeout=LIMIT_S)
+        for _ in range(self._size - 1):
+            self._queue.put(value)
+        return value
+
+
+def _rank_main(
+    case: Case, side: str, rank: int, ports: list[int], pipe: Any, go: Any, life: int
+) -> None:
+    report = RankReport(side, rank)
+    try:
+        one = Rank(case, side, rank, ports, life)
+        report = one.report
+        one.start_manager()
+        if not life:
+            case.extra.get("faults", {}).get((side, rank), lambda _: None)(one)
+        one.run_prefill() if side == "prefill" else one.run_decode()
+        report.stats = one.plugin.stats.snapshot() if one.plugin is not None else {}
+        report.wrong += left_behind(one.manager)
+    except BaseException:
+        report.error = traceback.format_exc()
+    pipe.send(report)
+    go.wait(LIMIT_S)
+    os._exit(0)
+
+
+def run(case: Case) -> Outcome:
+    """Run one case; every rank's process has ended when this returns."""
+    context = mp.get_context("fork")
+    ports = [free_port() for _ in range(case.prefills)]
+    case.extra.update(
+        bootstrap_up=[context.Event() for _ in ports],
+        all_sent=context.Event(),
+        ranks=context.Barrier(
+            case.prefills * case.prefill_tp * case.prefill_dp * case.prefill_pp
+            + case.decode_tp * case.decode_dp
+        ),
+        struck=context.Value("d", 0.0),
+        pp_groups={
+            i: Stages(context.Queue(), case.prefill_pp)
+            for i in range(case.prefills * case.prefill_tp * case.prefill_dp)
+        },
+    )
+    servers = Servers(case, context, ports)
+    try:
+        reports = servers.reports()
+    finally:
+        servers.end()
+    return Outcome(
+        [report for (side, _), report in reports.items() if side == "prefill"],
+        [report for (side, _), report in reports.items() if side == "decode"],
+    )
+
+
+Key = tuple[str, int]
+
+
+class Servers:
+    """All ranks of a case: their processes, and the pipes on which they report."""
+
+    def __init__(
+        self, case: Case, context: Any, ports: list[int], main: Callable[..., None] = _rank_main
+    ) -> None:
+        self._case, self._context, self._main = case, context, main
+        self._ports, self._go = ports, context.Event()
+        prefill = case.prefills * case.prefill_tp * case.prefill_dp * case.prefill_pp
+        self._keys: list[Key] = [
+            *(("prefill", r) for r in range(prefill)),
+            *(("decode", r) for r in range(case.decode_tp * case.decode_dp)),
+        ]
+        self._processes: dict[Key, Any] = {}
+        self._pipes: dict[Key, Any] = {}
+        for key in self._keys:
+            self._start(key, 0)
+
+    def _start(self, key: Key, life: int) -> None:
+        here, there = self._context.Pipe()
+        arguments = (self._case, *key, self._ports, there, self._go, life)
+        self._processes[key] = self._context.Process(target=self._main, args=arguments)
+        self._processes[key].start()
+        there.close()
+        self._pipes[key] = here
+
+    def reports(self, limit_s: float = LIMIT_S) -> dict[Key, RankReport]:
+        """All reports. Decode ranks compare only after every prefill rank has reported."""
+        found: dict[Key, RankReport] = {}
+        restart = {self._case.extra.get("restart")}
+        while len(found) < len(self._keys):
+            if all(key in found for key in self._keys if key[0] == "prefill"):
+                self._case.extra["all_sent"].set()
+            waiting = {self._pipes[key]: key for key in self._keys if key not in found}
+            ready = wait(list(waiting), limit_s)
+            for pipe in ready or waiting:
+                key = waiting[pipe]
+                if self._pipes[key] is not pipe:
+                    continue  # restarted meanwhile
+                report = self._take(key) if ready else None
+                if report is None and ready and key[0] in restart:
+                    restart.remove(key[0])
+                    self._restart(key[0])
+                    continue
+                found[key] = report or RankReport(*key, error=f"{key} did not report")
+        return {key: found[key] for key in self._keys}
+
+    def _take(self, key: Key) -> RankReport | None:
+        """A rank's report; None when it ended without one."""
+        try:
+            return self._pipes[key].recv()
+        except EOFError:
+            return None
+
+    def _restart(self, side: str) -> None:
+        """A server of which one process ends is ended by SGLang; an operator starts it anew."""
+        keys = [key for key in self._keys if key[0] == side]
+        for key in keys:
+            self._processes[key].kill()
+            self._processes[key].join()
+        if side == "prefill":
+            for up in self._case.extra["bootstrap_up"]:
+                up.clear()
+        time.sleep(RESTART_S)
+        for key in keys:
+            self._start(key, 1)
+
+    def end(self) -> None:
+        self._go.set()
+        for process in self._processes.values():
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
