@@ -1,9 +1,9 @@
-"""What a decode rank costs SGLang's scheduler per request: stock, ours, beside a refused server.
+"""What the plugin costs SGLang's schedulers per request: stock, ours, beside a refused server.
 
 A real decode rank of the protocol ring, in a process of its own; its prefill servers are real
 bootstrap servers with sockets that only listen (tests/rig/stand_ins.py). One pass is
 what the scheduler calls for one request of a healthy server: the receiver is made, init,
-send_metadata, poll while it waits, poll when it has succeeded, clear.
+send_metadata, poll while it waits, poll when it has succeeded, clear. senders.py: prefill's.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from common import Check, Record, Result, elapsed, options
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 load = importlib.import_module("rig.load")  # sets what SGLang's import reads
+senders = importlib.import_module("senders")
 
 PREFILL_TP = (2, 8)  # to 1
 PAGES = (128, 2048)
@@ -142,13 +143,20 @@ def checks(parts: dict[str, list[Record]]) -> list[Check]:
 
 
 def _against_stock(parts: dict[str, list[Record]], tp: int, pages: int) -> list[Check]:
-    both = {r["plugin"]: r for r in parts["calls"] if (r["prefill_tp"], r["pages"]) == (tp, pages)}
-    ours, stock = both["mixkv"], both["stock"]
+    (ours, stock), (sender, of_stock) = (_both(parts[n], tp, pages) for n in ("calls", "senders"))
     what = f"to stock's, {tp} to 1, {pages} pages"
     return [
         Check(f"init, send_metadata and last poll {what}", 1.25, _share(ours) / _share(stock)),
         Check(f"poll {what}", 1.2, ours["poll_us"] / stock["poll_us"]),
+        Check(f"the sender's calls {what}", 1.25, sender["sender_us"] / of_stock["sender_us"]),
+        Check(f"the sender's poll {what}", 1.2, sender["poll_us"] / of_stock["poll_us"]),
     ]
+
+
+def _both(records: list[Record], tp: int, pages: int) -> tuple[Record, Record]:
+    """Ours and stock's."""
+    both = {r["plugin"]: r for r in records if (r["prefill_tp"], r["pages"]) == (tp, pages)}
+    return both["mixkv"], both["stock"]
 
 
 def _share(record: Record) -> float:
@@ -170,12 +178,13 @@ def plot(result: Result, pyplot: Any) -> None:
 def main() -> None:
     arguments = options((__doc__ or "").splitlines()[0]).parse_args()
     passes = arguments.repeats or (20 if arguments.quick else PASSES)
-    result = Result("scheduler", arguments.quick, {"calls": [], "refusing": []})
+    result = Result("scheduler", arguments.quick, {"calls": [], "senders": [], "refusing": []})
     load.load_sglang()
     for tp in PREFILL_TP:
         for pages in PAGES:
             for mixkv in (False, True):
                 result.parts["calls"] += alone(calls, tp, pages, passes, mixkv=mixkv)
+                result.parts["senders"] += [senders.calls(tp, pages, passes, mixkv=mixkv)]
     refused = 50 if arguments.quick else REFUSED
     result.parts["refusing"] = alone(refusing, 2, passes, refused)
     result.checks = checks(result.parts)
