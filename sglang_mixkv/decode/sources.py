@@ -1,8 +1,12 @@
 """Prefill servers of one decode rank, by bootstrap address: those resolved, those refused.
 
-SGLang's scheduler resolves a server with the first request to it. One that does not fit is
-refused: its requests fail one by one. An answer counts for CURRENT_S; then the server is asked
-again, since it may have been restarted, in the background, and is not known meanwhile.
+    unknown  -- fits -->  Source         a server that was restarted replaces it
+             -- does not -->  REFUSE     its requests fail, by the last answer
+    REFUSE   -- CURRENT_S later -->  ASK, then WAIT while it is asked in the background
+    WAIT     -- fits -->  Source;  -- does not, or no answer -->  REFUSE
+
+SGLang's scheduler resolves a server with the first request to it. A request that had a server
+asked is decided by what it said.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass
+from enum import Enum, auto
 
 from sglang_mixkv.decode.source import Source
 from sglang_mixkv.errors import MixKVError
@@ -19,6 +24,15 @@ logger = logging.getLogger(__name__)
 
 CURRENT_S = 1.0  # an answer counts for so long, and is had again no more often
 SUMMARY_S = 60.0
+
+
+class Next(Enum):
+    """What the scheduler does about a server that is not resolved."""
+
+    RESOLVE = auto()  # nothing is known of it: ask it now, as SGLang does
+    REFUSE = auto()  # fail the request
+    ASK = auto()  # have it asked in the background, and look again
+    WAIT = auto()  # it is being asked, or was just now
 
 
 @dataclass
@@ -45,20 +59,21 @@ class Refusal:
         why = self.error if ours else f"[MIXKV-PAIR-07] {self.error}"
         return f"sglang-mixkv refuses prefill server {self.address}: {why}"
 
-    def counts(self) -> bool:
-        """Whether a request is refused by the last answer. It is when no other was before it, so
-        that a request which had the server asked is decided by what it said."""
+    def next(self) -> Next:
+        """For one request. ASK is said once: `asked` has to follow."""
+        now = time.monotonic()
         if self.asking:
-            return False
-        current = self.unused or time.monotonic() - self.answered < CURRENT_S
+            return Next.WAIT
+        current = self.unused or now - self.answered < CURRENT_S
         self.unused = False
-        return current
-
-    def may_be_asked(self) -> bool:
-        return not self.asking and time.monotonic() - self.tried >= CURRENT_S
+        if current:
+            return Next.REFUSE
+        self.asking = now - self.tried >= CURRENT_S
+        return Next.ASK if self.asking else Next.WAIT
 
     def asked(self, error: Exception | None = None) -> None:
-        """It was asked again: it is refused for this, or cannot be reached (or is used now)."""
+        """It is refused for this, or could not be reached (or is used now)."""
+        assert self.asking, self.address
         self.tried = time.monotonic()
         if error is not None:
             is_new = str(error) != str(self.error)
@@ -92,8 +107,20 @@ class Sources:
         self._sources[source.address] = source
         self._refused.pop(source.address, None)
 
-    def refused(self, address: str) -> Refusal | None:
-        return self._refused.get(address)
+    def next(self, address: str) -> Next:
+        """What to do for a request to a server that SGLang does not know."""
+        refusal = self._refused.get(address)
+        return Next.RESOLVE if refusal is None else refusal.next()
+
+    def is_refused(self, address: str) -> bool:
+        return address in self._refused
+
+    def asked(self, address: str, error: Exception | None = None) -> None:
+        """A refused server was asked again: it is refused for `error`, or could not be reached.
+        One that fits was put in."""
+        refusal = self._refused.get(address)
+        if refusal is not None:
+            refusal.asked(error)
 
     def refuse(self, address: str, error: Exception) -> None:
         """A server that nothing was known of does not fit."""

@@ -21,7 +21,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang_mixkv.decode.background import Background
 from sglang_mixkv.decode.rank import DecodeRank
 from sglang_mixkv.decode.source import Sizes
-from sglang_mixkv.decode.sources import Refusal
+from sglang_mixkv.decode.sources import Next
 from sglang_mixkv.engine import handshake, sides
 from sglang_mixkv.engine.banner import banner, speaks
 from sglang_mixkv.engine.farewell import Farewells
@@ -120,17 +120,16 @@ class SidedManager(CommonKVManager):
             return bool(super().try_ensure_parallel_info(bootstrap_addr))
         if bootstrap_addr in self.prefill_info_table:
             return True
-        refusal = side.sources.refused(bootstrap_addr)
-        if refusal is None:
+        step = side.sources.next(bootstrap_addr)
+        if step is Next.RESOLVE:
             return self._ask(side, bootstrap_addr)
-        if refusal.counts():
+        if step is Next.REFUSE:
             self.prefill_info_table[bootstrap_addr] = _stand_in()
-            return True
-        if refusal.may_be_asked():
-            refusal.asking = True  # before the other thread can end it
-            if not self._background.submit(self._ask_again, side, refusal):
-                refusal.asking = False
-        return False
+        elif step is Next.ASK and not self._background.submit(
+            self._ask_again, side, bootstrap_addr
+        ):
+            side.sources.asked(bootstrap_addr)
+        return step is Next.REFUSE
 
     def _ask(self, side: DecodeRank, address: str) -> bool:
         """Resolve a prefill server that nothing is known of. Whether that is done."""
@@ -140,13 +139,14 @@ class SidedManager(CommonKVManager):
             side.sources.refuse(address, error)
             return self.try_ensure_parallel_info(address)
 
-    def _ask_again(self, side: DecodeRank, refusal: Refusal) -> None:
+    def _ask_again(self, side: DecodeRank, address: str) -> None:
         """Resolve a refused server: it may have been restarted."""
+        error: Exception | None = None
         try:
-            self._resolve(side, refusal.address)
-            refusal.asked()
-        except Exception as error:
-            refusal.asked(error)
+            self._resolve(side, address)
+        except Exception as found:
+            error = found
+        side.sources.asked(address, error)
 
     def _resolve(self, side: DecodeRank, address: str) -> bool:
         """Whether the server could be asked. Raises why it does not fit."""
@@ -175,7 +175,7 @@ class SidedManager(CommonKVManager):
         """Let a prefill server's half of a refused request end now rather than by timeout. The
         stand-in of a refused server goes, so that the next request may have it asked."""
         assert self.decode is not None
-        if self.decode.sources.refused(address) is not None:
+        if self.decode.sources.is_refused(address):
             self.prefill_info_table.pop(address, None)
         self._farewells.tell(address, room, dp_rank)
 
