@@ -163,9 +163,22 @@ class Landing:
         """
         reached = pages[skip:]
         start = self._region(draft, reached)
+        try:
+            return self._granted(room, target, draft, pages, skip, start, known=knows_extents)
+        except Exception:
+            if start is not None:  # no sender has heard of it
+                self._regions.free(start)
+            raise
+
+    def _granted(
+        self, room: int, target: Slices, draft: Slices, pages: Ints, skip: int, start: int | None,
+        *, known: bool,
+    ) -> dict[Sender, Grant]:  # fmt: skip
+        """With the region that starts there, or without one."""
+        reached = pages[skip:]
         in_pool = [(target, pages)] + [(draft, reached)] * (start is None)
         parts = [(slices, where) for slices, where in in_pool if slices.are_parts and len(where)]
-        extent = self._extent(parts, knows_extents)
+        extent = self._extent(parts, known)
         by_page, told = extent is not None, {}
         if by_page:
             plain = Grant(0, 0, skip, True, extent or 0)
@@ -297,9 +310,9 @@ class Landing:
             self._stats.staging(lambda: sum(self.in_use()), self.span[1])
 
     def problems(self) -> list[str]:
-        """What is wrong while no request runs: held regions, broken bookkeeping."""
-        self._regions.check_integrity()
+        """What is wrong while no request runs: regions that are held, books that do not agree."""
+        found = self._regions.problems()
         held, _ = self._regions.in_use()
-        if not held and not self._held:
-            return []
-        return [f"{len(self._held)} rooms hold {held} bytes of staging"]
+        if held or self._held:
+            found.append(f"{len(self._held)} rooms hold {held} bytes of staging")
+        return found

@@ -6,6 +6,7 @@ buffer   |  held  | free |  held  | quarantined until t |   free   |
 from __future__ import annotations
 
 import threading
+from itertools import pairwise
 
 ALIGNMENT = 4096
 
@@ -22,6 +23,7 @@ class RegionAllocator:
         self._lock = threading.Lock()
         self._held: dict[int, int] = {}  # start -> length
         self._retired: dict[int, float] = {}  # start -> when it is free; also in _held
+        self._given = self._ended = 0  # regions, ever
 
     def allocate(self, length: int, now: float) -> int | None:
         """Start of a held region of at least `length` bytes; None when there is no room."""
@@ -36,6 +38,7 @@ class RegionAllocator:
             if self.size - start < length:
                 return None
             self._held[start] = length
+            self._given += 1
             return start
 
     def free(self, start: int) -> None:
@@ -43,7 +46,7 @@ class RegionAllocator:
         with self._lock:
             if start in self._retired:
                 raise KeyError(start)
-            del self._held[start]
+            self._end(start)
 
     def retire(self, start: int, until: float) -> None:
         """End a hold, but keep the region out of use until then. KeyError if not held."""
@@ -57,11 +60,16 @@ class RegionAllocator:
         it has ended already, whatever the region is by then."""
         with self._lock:
             if self._retired.get(start) == until:
-                del self._retired[start], self._held[start]
+                self._end(start)
 
     def _reap(self, now: float) -> None:
         for start in [s for s, until in self._retired.items() if until <= now]:
-            del self._retired[start], self._held[start]
+            self._end(start)
+
+    def _end(self, start: int) -> None:
+        del self._held[start]
+        self._retired.pop(start, None)
+        self._ended += 1
 
     def in_use(self) -> tuple[int, int]:
         """Bytes held, and bytes quarantined."""
@@ -69,12 +77,17 @@ class RegionAllocator:
             retired = sum(self._held[start] for start in self._retired)
             return sum(self._held.values()) - retired, retired
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless regions are disjoint, inside, and quarantine is held."""
+    def problems(self) -> list[str]:
+        """What is wrong with the books, at any moment."""
         with self._lock:
-            end = 0
-            for start, length in sorted(self._held.items()):
-                assert start >= end, f"region {start} overlaps the one that ends at {end}"
-                end = start + length
-            assert end <= self.size, f"a region ends at {end} of {self.size}"
-            assert set(self._retired) <= set(self._held), "a quarantined region is not held"
+            held, retired = sorted(self._held.items()), set(self._retired)
+            given, ended = self._given, self._ended
+        found = []
+        if given - ended != len(held):
+            found.append(f"{given} regions given and {ended} ended, but {len(held)} are in use")
+        for (start, length), (following, _) in pairwise([*held, (self.size, 0)]):
+            if start + length > following:
+                found.append(f"the region at {start} of {length} bytes reaches past {following}")
+        if strays := retired - dict(held).keys():
+            found.append(f"regions at {sorted(strays)} are in quarantine, but not in use")
+        return found
