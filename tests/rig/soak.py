@@ -31,18 +31,10 @@ import numpy as np
 import zmq
 from rig import model
 from rig.faults import METADATA, NOISE, REGISTRATIONS
+from rig.memory import AUX_LENS, RankReport
 from rig.model import Case, Request
-from rig.ring import (
-    AUX_LENS,
-    Key,
-    Rank,
-    RankReport,
-    Servers,
-    free_port,
-    left_behind,
-    reason_of,
-    stock_class,
-)  # fmt: skip
+from rig.rank import Rank, free_port, left_behind, reason_of, stock_class
+from rig.ring import Key, Servers
 
 TIMEOUTS = {
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "25",
