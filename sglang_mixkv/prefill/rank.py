@@ -42,8 +42,10 @@ logger = logging.getLogger(__name__)
 PageNumbers = npt.ArrayLike
 
 
-# So many failed writes in a row to a peer that answers, and SGLang takes it for dead all the same.
-MOST_FAILURES = 3
+# Each failed write holds up a transfer thread, and with it the requests of others. A peer that
+# answers is taken for dead all the same once failed writes in a row have cost so many seconds: as
+# many as SGLang stays away from a dead peer before it probes it.
+MOST_LOST_S = 30.0
 
 
 class AuxFrom(Enum):
@@ -55,8 +57,8 @@ class AuxFrom(Enum):
 
 
 class PrefillRank:
-    """`peers`, `rooms`: what it knows; `gate`: its door. Per session, writes are counted that
-    failed since the last one that did not."""
+    """`peers`, `rooms`: what it knows; `gate`: its door. Per session it adds up the seconds of
+    writes that failed since the last one that did not."""
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class PrefillRank:
         page_size = local.caches.target.page_size
         self.gate = Gate(self.peers, self.rooms, sglang, stats, page_size, *at, awaited_s)
         self.transport: Transport | None = None
-        self._failures: dict[str, int] = {}
+        self._lost_s: dict[str, float] = {}
 
     def connect(self, transport: Transport) -> None:
         """Once SGLang has its engine."""
@@ -152,6 +154,7 @@ class PrefillRank:
         if self._has_failed(task.room):
             return 0
         hands.begin()
+        began = time.monotonic()
         try:
             self._check_still_fits(task.room, session)
             code = int(send())
@@ -161,7 +164,7 @@ class PrefillRank:
             if not code:
                 self._sglang.fail(task.room, _why(session, task.room, error))
                 return 0
-        return self._judged(session, task.room, code)
+        return self._judged(session, task.room, code, began)
 
     def _without_task(self, session: str, send: Callable[[], int]) -> int:
         """A thread that took no chunk has no room to fail: SGLang fails the one it works on."""
@@ -176,14 +179,16 @@ class PrefillRank:
         ours = isinstance(error, MixKVError)
         logger.error("%s", _why(session, room, error), exc_info=not ours)
 
-    def _judged(self, session: str, room: int, code: int) -> int:
+    def _judged(self, session: str, room: int, code: int, began: float) -> int:
         """0, with the room failed, while a peer that a write failed to answers a probe: by that
         SGLang takes a dead peer back, too, but half a minute later."""
         if not code:
-            self._failures.pop(session, None)
+            self._lost_s.pop(session, None)
             return 0
-        self._failures[session] = failures = self._failures.get(session, 0) + 1
-        if failures >= MOST_FAILURES or not self._sglang.takes_back(session):
+        answers = self._sglang.takes_back(session)
+        lost = self._lost_s.get(session, 0.0) + time.monotonic() - began
+        self._lost_s[session] = lost
+        if lost >= MOST_LOST_S or not answers:
             return code
         self._sglang.note_unsettled(room)
         self._sglang.fail(
