@@ -124,7 +124,7 @@ def test_without_digests_nothing_starts() -> None:
     """A digest that is lost fails the request: nothing is taken for verified."""
 
     def lose(rank: Rank) -> None:
-        rank.manager._tell = lambda *_: None
+        rank.manager.send_digest = lambda *_: None
 
     outcome = run(verified("P2-D1", faults={("prefill", 1): lose}))
     assert outcome.decode[0].status == ["failed"] * 3
