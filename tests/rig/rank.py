@@ -38,9 +38,6 @@ class Rank(Memory):
         self.allocate()
 
     def _publish(self, tp_rank: int) -> None:
-        from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
-            init_mooncake_transfer_engine,
-        )
         from sglang.srt.runtime_context import get_parallel, publish
         from sglang.srt.server_args import ServerArgs
 
@@ -55,7 +52,8 @@ class Rank(Memory):
             pp_size=self.pp_size,
             page_size=case.page_size,
             disaggregation_mode=self.side,
-            disaggregation_transfer_backend="mooncake",
+            disaggregation_transfer_backend=case.backend,
+            device="cpu",
             disaggregation_bootstrap_port=self.ports[self.server],
             disaggregation_decode_enable_radix_cache=case.decode_radix and self.side == "decode",
             enable_metrics=case.extra.get("metrics", False),
@@ -70,7 +68,8 @@ class Rank(Memory):
             attn_dp_rank=self.dp_rank, attn_cp_rank=0, moe_ep_rank=0, dp_rank=None,
             pp_group=self._pp_group(),
         )  # fmt: skip
-        init_mooncake_transfer_engine(hostname="127.0.0.1")
+        if case.backend == "mooncake":
+            start_mooncake()
 
     def _pp_group(self) -> Any:
         per_stage = self.tp * self.dp_size
@@ -135,7 +134,7 @@ class Rank(Memory):
         from sglang.srt.runtime_context import get_server_args
 
         def kv_class(kind: KVClassType) -> Any:
-            return get_kv_class(TransferBackend.MOONCAKE, kind)
+            return get_kv_class(TransferBackend(self.case.backend), kind)
 
         if self.side in self.case.extra.get("package", {}):
             self.kv_class = importlib.import_module("sglang_mixkv.managers").CLASSES
@@ -331,6 +330,15 @@ class Rank(Memory):
         receiver = self.kv_class["receiver"](self.manager, address, self.rooms()[number])
         receiver.init(self.case.turn(number) % self.case.prefill_dp)
         return receiver
+
+
+def start_mooncake() -> None:
+    """SGLang makes the engine before the managers."""
+    from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+        init_mooncake_transfer_engine,
+    )
+
+    init_mooncake_transfer_engine(hostname="127.0.0.1")
 
 
 def take_package(folder: Path) -> None:
