@@ -32,7 +32,12 @@ from sglang.srt.disaggregation.nixl.conn import (
 from sglang_mixkv.engine.bootstrap import AnnouncingBootstrapServer
 from sglang_mixkv.engine.receiver import RoomReceiver
 from sglang_mixkv.engine.sender import RoomSender
-from sglang_mixkv.engine.transfers import HandedQueue, TransferInfos, TransferringManager
+from sglang_mixkv.engine.transfers import (
+    Events,
+    HandedQueue,
+    TransferInfos,
+    TransferringManager,
+)
 from sglang_mixkv.prefill.rank import AuxFrom, PrefillRank
 from sglang_mixkv.protocol.messages import ABORT, read_abort
 from sglang_mixkv.transport.nixl import Memory, Nixl
@@ -77,6 +82,7 @@ class MixNixlManager(TransferringManager, NixlKVManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._worker_threads: list[threading.Thread] = []
+        self._events: Events = {}
         super().__init__(*args, **kwargs)
 
     def register_buffer_to_engine(self) -> None:
@@ -91,13 +97,25 @@ class MixNixlManager(TransferringManager, NixlKVManager):
     def _device_of(self, session: str) -> int:
         return int(self.decode_kv_args_table[session].gpu_id)
 
-    # -- chunks, in SGLang's transfer threads
+    # -- chunks, in the scheduler, then in SGLang's transfer threads
+
+    def add_transfer_request(
+        self, bootstrap_room: int, kv_indices: Any, index_slice: slice, *args: Any,
+        wait_event: Any = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """As stock, which does not wait for the forward that writes a prefix sent early."""
+        known = self.prefill is not None and bootstrap_room in self.transfer_infos
+        if wait_event is not None and known:
+            self._events[bootstrap_room, index_slice.start] = wait_event
+        super().add_transfer_request(
+            bootstrap_room, kv_indices, index_slice, *args, wait_event=wait_event, **kwargs
+        )
 
     def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> None:
         """As stock, over a queue that tells this thread's hands what goes on."""
         if self.prefill is not None:
             self._worker_threads.append(threading.current_thread())
-            queue = HandedQueue(queue, self.take_hands(self.prefill, most_pages=0))
+            queue = HandedQueue(queue, self.take_hands(self.prefill, most_pages=0), self._events)
         super().transfer_worker(queue, *args, **kwargs)
 
     def send_kvcache(
@@ -122,12 +140,15 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         if side is None:
             return stock()
         peer, hands = side.planned(session), self._hands
-        if peer is not None:
-            self._write(session, partial(side.send, hands, peer, src_pages, dst_pages))
-            return None
         if hands is not None and hands.task is not None:
-            side.check_still_fits(hands.task.room, session)
-        return stock()
+            if hands.task.written is not None:
+                hands.task.written.synchronize()
+            if peer is None:
+                side.check_still_fits(hands.task.room, session)
+        if peer is None:
+            return stock()
+        self._write(session, partial(side.send, hands, peer, src_pages, dst_pages))
+        return None
 
     def _write(self, session: str, write: Callable[[], int]) -> None:
         """One write of the side. Raises _NixlPostError where its end is not known."""

@@ -22,6 +22,9 @@ from sglang_mixkv.protocol.extension import encode
 logger = logging.getLogger(__name__)
 
 
+Events = dict[tuple[int, int], Any]
+
+
 class Ended(dict[str, Any]):
     """The decode ranks of a room that has ended: none, and none of them is the last."""
 
@@ -39,17 +42,20 @@ class TransferInfos(dict[int, Any]):
 
 
 class HandedQueue:
-    """SGLang's transfer queue; what a thread takes is what its hands work on."""
+    """SGLang's transfer queue; what a thread takes is what its hands work on. `events`: by room
+    and first page, what a chunk has to wait for."""
 
-    def __init__(self, queue: Any, hands: Hands) -> None:
+    def __init__(self, queue: Any, hands: Hands, events: Events | None = None) -> None:
         self._queue, self._hands = queue, hands
+        self._events = {} if events is None else events
 
     def get(self) -> Any:
         self._hands.task = None
         chunk = self._queue.get()
         if chunk is not None:
-            pages = len(chunk.prefill_kv_indices)
-            self._hands.task = Task(chunk.room, chunk.index_slice.start or 0, pages)
+            start, pages = chunk.index_slice.start or 0, len(chunk.prefill_kv_indices)
+            written = self._events.pop((chunk.room, start), None)
+            self._hands.task = Task(chunk.room, start, pages, written)
         return chunk
 
     def put(self, chunk: Any) -> None:

@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+BACKEND = "mooncake"
+"""SGLang's transfer backend of cases that do not name one."""
+
 
 @dataclass(frozen=True)
 class Cache:
@@ -68,7 +71,7 @@ class Case:
     target_window: int = 0  # the target has one more layer, with this window, in an SWAKVPool
     draft_window: int = 0
     decode_radix: bool = False
-    backend: str = "mooncake"
+    backend: str = field(default_factory=lambda: BACKEND)
     prefill_mixkv: bool = True
     decode_mixkv: bool = True
     seed: int = 0

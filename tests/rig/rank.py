@@ -19,6 +19,7 @@ from rig.memory import Memory
 from rig.model import Case
 from rig.releases import Releases
 
+from sglang_mixkv.kv.ranges import Blocks
 from sglang_mixkv.prefill import packing as packed
 
 LIMIT_S = 60
@@ -169,7 +170,10 @@ class Rank(Memory):
         """Put `change(real)` in the place of the call that each write of this rank waits for:
         (session, source addresses, destinations, lengths) -> code."""
         transport = self.plugin.transport
-        transport.transfer = change(transport.transfer)
+        if self.case.backend == "mooncake":
+            transport.transfer = change(transport.transfer)
+        else:
+            transport.write = over_nixl(transport, change)
 
     # -- requests
 
@@ -339,6 +343,23 @@ def start_mooncake() -> None:
     )
 
     init_mooncake_transfer_engine(hostname="127.0.0.1")
+
+
+def over_nixl(transport: Any, change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """NIXL's `write`, each of which is waited for in a call that `change` may change."""
+    from sglang_mixkv.transport.nixl import Code, Ended
+
+    write = transport.write
+
+    def transfer(session: str, *columns: list[int]) -> int:
+        return transport.wait(write(session, Blocks(*(np.array(c, np.int64) for c in columns))))
+
+    changed = change(transfer)
+
+    def changed_write(session: str, blocks: Blocks, *, overlap: bool = False) -> Ended:
+        return Ended(Code(changed(session, *blocks.lists())))
+
+    return changed_write
 
 
 def take_package(folder: Path) -> None:
