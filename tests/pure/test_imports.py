@@ -64,7 +64,7 @@ LAZY = {
     "engine/metrics.py": {"prometheus_client"},
     "engine/rdma.py": {"mooncake"},
     "engine/sides.py": {"sglang_mixkv.rows.cuda"},
-    "tools/doctor_transfer.py": {"mooncake"},
+    "tools/doctor_memory.py": {"mooncake", "nixl"},
     "tools/plan_flags.py": {"yaml"},
 }
 
