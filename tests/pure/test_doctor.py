@@ -89,7 +89,7 @@ def test_versions_missing_and_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     found = problems(list(checks.versions()))
     assert len(found) == 2
     assert "expected SGLang 0.5.23" in found[0]
-    assert "Mooncake is not installed" in found[1]
+    assert "neither Mooncake nor NIXL is installed" in found[1]
 
 
 def test_a_missing_library_names_its_package() -> None:
