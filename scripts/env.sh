@@ -8,7 +8,7 @@
 # wherever uv and pip are configured to look.
 
 MIXKV_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-MIXKV_EXTRAS="sglang,cpu,demo,test"
+MIXKV_EXTRAS="sglang,cpu,nixl,demo,test"
 
 mixkv_fail() {
     printf 'error: %s\n' "$*" >&2

@@ -138,11 +138,9 @@ def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: A
         return original(transfer_backend, class_type)
     _check(server_args, transfer_backend.value, class_type.value)
     stock = original(transfer_backend, class_type)
-    if transfer_backend.value != "mooncake":
-        return stock
-    from sglang_mixkv.engine.mooncake import CLASSES
+    from sglang_mixkv.engine.backends import classes
 
-    return CLASSES.get(class_type.value, stock)
+    return classes(transfer_backend.value).get(class_type.value, stock)
 
 
 def _check(server_args: Any, backend: str, kind: str) -> None:
@@ -153,7 +151,7 @@ def _check(server_args: Any, backend: str, kind: str) -> None:
 
     if server_args is not None:
         check.check_once(server_args, config_of(server_args))
-    if backend in ("mooncake", "fake"):
+    if backend in (*refusals.BACKENDS, "fake"):
         return
     if server_args is not None or kind == "manager":
         check.stop_if([refusals.text_of(refusals.OTHER_BACKEND)])

@@ -16,6 +16,7 @@ from sglang_mixkv.config import Config, truth
 
 SPECULATIVE = (None, "NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 DEVICES = ("cuda", "cpu")
+BACKENDS = ("mooncake", "nixl")
 
 _Rule = tuple[str, Callable[[Any], bool], str]
 
@@ -40,9 +41,9 @@ SINGLE_SERVER: _Rule = (
     "give --disaggregation-mode prefill or decode, or drop --enable-mixkv",
 )
 OTHER_BACKEND: _Rule = (
-    "--disaggregation-transfer-backend other than mooncake",
-    lambda a: a.disaggregation_transfer_backend != "mooncake",
-    "use --disaggregation-transfer-backend mooncake",
+    "--disaggregation-transfer-backend other than mooncake and nixl (mori, ascend)",
+    lambda a: a.disaggregation_transfer_backend not in BACKENDS,
+    "use --disaggregation-transfer-backend mooncake or nixl",
 )
 
 # The caches below are SGLang 0.5.23's, under srt/mem_cache/.

@@ -368,7 +368,7 @@ class PrefillBench(Bench):
         """The gate; keeps what every session registered last, nothing if it was not admitted."""
         passed = self._may_pass(message)
         if message[0] == b"None":
-            at = self.side.gate.registration_at
+            at = self.side.gate.framing.registration
             regions = _regions(registration.read(message, at)) if passed else []
             self.regions[registration.session_of(message, at)] = regions
         return bool(passed)

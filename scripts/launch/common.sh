@@ -14,6 +14,7 @@
 #   DIST_INIT_ADDR    ADDRESS:PORT of the first node, the same on all
 #   PAGE_SIZE         --page-size; the same on both sides                    SGLang's choice
 #   MEM_FRACTION      --mem-fraction-static                                  SGLang's choice
+#   BACKEND           --disaggregation-transfer-backend: mooncake or nixl          mooncake
 #   IB_DEVICE         --disaggregation-ib-device                             SGLang's choice
 #   SPEC_ALGORITHM    --speculative-algorithm; empty: no speculation                  EAGLE3
 #   SPEC_STEPS        --speculative-num-steps                                             3
@@ -93,7 +94,8 @@ server_command() {
     parallelism
     option --page-size "${PAGE_SIZE:-}"
     option --mem-fraction-static "${MEM_FRACTION:-}"
-    COMMAND+=(--disaggregation-mode "$1" --disaggregation-transfer-backend mooncake)
+    COMMAND+=(--disaggregation-mode "$1")
+    COMMAND+=(--disaggregation-transfer-backend "${BACKEND:-mooncake}")
     if [ "$1" = prefill ]; then
         option --disaggregation-bootstrap-port "${BOOTSTRAP_PORT:-8998}"
     fi

@@ -6,7 +6,7 @@
                                                       extend nor target verify
     disaggregation.utils.get_kv_class                 Mooncake's sender would take page
         (after)                                       indices over pinned memory and a CUDA
-                                                      event
+                                                      event; NIXL would take KV for VRAM
     mem_cache.allocation.get_last_loc (around)        with pages of several tokens it starts
                                                       a Triton kernel
 
@@ -36,7 +36,7 @@ def install() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(FALLBACK, _keep_intel_amx, HookType.AROUND)
-    HookRegistry.register(GET_KV_CLASS, _without_host_indices, HookType.AFTER)
+    HookRegistry.register(GET_KV_CLASS, _without_device_memory, HookType.AFTER)
     HookRegistry.register(LAST_LOC, _last_loc_in_torch, HookType.AROUND)
 
 
@@ -54,10 +54,31 @@ def _keep_intel_amx(original: Callable[[Any], dict[str, Any]], view: Any) -> dic
     return {} if asked and _stand_in_is_loaded() else original(view)
 
 
-def _without_host_indices(kv_class: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Switch the feature off on the class that has it; subclasses of it inherit that."""
+def _without_device_memory(kv_class: Any, transfer_backend: Any, class_type: Any) -> None:
+    """What a backend's classes need where KV lies in host memory."""
     if getattr(kv_class, "supports_host_tensor_indices", False):
-        kv_class.supports_host_tensor_indices = False
+        kv_class.supports_host_tensor_indices = False  # subclasses inherit that
+    if (transfer_backend.value, class_type.value) == ("nixl", "manager"):
+        take_vram_for_dram()
+
+
+def take_vram_for_dram() -> None:
+    """NIXL agents of this process from now on take what is called VRAM for host memory. SGLang's
+    own word for that (kv_data_mem_kinds) is refused at unequal TP sizes."""
+    try:
+        agent = importlib.import_module("nixl._api").nixl_agent
+    except ImportError:  # SGLang's manager says so
+        return
+    if getattr(agent.__init__, "takes_vram_for_dram", False):
+        return
+    real = agent.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.nixl_mems["VRAM"] = self.nixl_mems["DRAM"]
+
+    made.takes_vram_for_dram = True  # type: ignore[attr-defined]
+    agent.__init__ = made
 
 
 def _last_loc_in_torch(_original: Callable[..., Any], *args: Any) -> Any:

@@ -16,6 +16,7 @@ from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.protocol import messages
 from sglang_mixkv.protocol.extension import Digest, decode_digest
 from sglang_mixkv.protocol.frames import Frames
+from sglang_mixkv.protocol.framing import Framing
 from sglang_mixkv.protocol.messages import Aux, Poll, Status, cured_by_registration
 
 ACK_TAG, AUX_TAG = b"ABORT_ACK", b"AUX_DATA"
@@ -25,7 +26,8 @@ ACK_TAG, AUX_TAG = b"ABORT_ACK", b"AUX_DATA"
 class Gate:
     """`judges`: whether this rank's rooms say who may answer (with a drafter; else SGLang does).
 
-    `aux_lens`, `aux_rows`: bytes per row, and rows, of each of its metadata buffers.
+    `aux_lens`, `aux_rows`: bytes per row, and rows, of each of its metadata buffers. `framing`:
+    where this backend and release of SGLang put what.
     """
 
     rooms: Rooms
@@ -34,6 +36,7 @@ class Gate:
     judges: bool
     aux_lens: tuple[int, ...]
     aux_rows: tuple[int, ...]
+    framing: Framing
 
     def may_pass(self, message: Frames) -> bool:
         """Whether SGLang may read this message. Raises MixKVError for what is dropped."""
@@ -43,10 +46,10 @@ class Gate:
             return False
         if message[0] == ACK_TAG:
             messages.read_ack(message)
-        elif message[0] == AUX_TAG:
+        elif message[0] == AUX_TAG and self.framing.has_aux_messages:
             self._aux(messages.read_aux(message, self.aux_lens, self.aux_rows))
         else:
-            self._status(messages.read_status(message))
+            self._status(messages.read_status(self.framing.untagged(message)))
         return True
 
     def _digest(self, said: Digest) -> None:

@@ -30,6 +30,7 @@ from sglang_mixkv.decode.verify import Asked, Verifier
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.protocol.extension import Extension, Grant
 from sglang_mixkv.protocol.facts import Facts, cold_differences, differences
+from sglang_mixkv.protocol.framing import Framing
 from sglang_mixkv.protocol.messages import Poll
 from sglang_mixkv.rows.host import Rows
 from sglang_mixkv.stats import Stats
@@ -43,7 +44,7 @@ class DecodeRank:
 
     def __init__(
         self, local: Local, config: Config, stats: Stats, rows: Rows, sglang: SGLang,
-        *, compares: bool, quarantine_s: float,
+        framing: Framing, *, compares: bool, quarantine_s: float,
     ) -> None:  # fmt: skip
         """`compares`: SGLang's own --disaggregation-enable-kv-checksum is on. `quarantine_s`: how
         long what a failed room held stays out of use at most."""
@@ -55,7 +56,7 @@ class DecodeRank:
         self.transport: Transport | None = None
         self.registrations = Registrations()
         aux = local.facts.aux_item_lens, local.aux_rows
-        self.gate = Gate(self.rooms, self.registrations, sglang, local.has_draft, *aux)
+        self.gate = Gate(self.rooms, self.registrations, sglang, local.has_draft, *aux, framing)
 
     def connect(self, transport: Transport) -> None:
         """Once SGLang has its engine."""

@@ -28,6 +28,7 @@ from sglang_mixkv.demo.servers import Deployment, Progress, disaggregated, singl
 
 RUNS = ("single", "stock", "mixkv")
 ENABLE = ("--enable-mixkv",)
+BACKENDS = ("mooncake", "nixl")
 
 Builder = Callable[[Fleet, Progress], Deployment]
 
@@ -60,6 +61,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         'for example "--tp 2 --attn-dp-size 2"')  # fmt: skip
     add("--runs", type=_runs, default=RUNS, help="comma-separated (default single,stock,mixkv)")
     add("--pair", choices=PAIRS, default=PAIRS[0], help="which target (default mla)")
+    add("--backend", choices=BACKENDS, default=BACKENDS[0],
+        help="SGLang's transfer backend (default mooncake)")  # fmt: skip
     add("--mixkv-args", type=_flags, default=(), metavar="FLAGS",
         help="further flags of the plugin, for both sides of the mixkv run")  # fmt: skip
     add("--serve", choices=RUNS, metavar="RUN",
@@ -78,7 +81,7 @@ def _builder(name: str, options: argparse.Namespace) -> Builder:
     if name == "single":
         return lambda fleet, progress: single(fleet, options.pair, (), progress)
     plugin = (*ENABLE, *options.mixkv_args) if name == "mixkv" else ()
-    topology = Topology(options.prefill, options.decode, plugin, plugin)
+    topology = Topology(options.prefill, options.decode, plugin, plugin, backend=options.backend)
     return lambda fleet, progress: disaggregated(fleet, options.pair, topology, progress)
 
 
@@ -138,7 +141,8 @@ class Demo:
         """Table, file and verdict."""
         options = self._options
         title = f"prefill {shlex.join(options.prefill)} -> decode {shlex.join(options.decode)}"
-        self._console.print(report.table(self.runs, f"{title}, {options.pair} target"))
+        title += f", {options.pair} target, {options.backend}"
+        self._console.print(report.table(self.runs, title))
         self._console.print(report.DISCLAIMER, style="italic")
         if options.json:
             report.write_json(options.json, self.runs, self._context())
@@ -149,8 +153,10 @@ class Demo:
 
     def _context(self) -> dict[str, object]:
         """What the figures were measured on, and what they leave out."""
-        names = ("prefill", "decode", "mixkv_args", "pair")
-        packages = ("sglang", "sglang-mixkv", "sglang-router", "mooncake-transfer-engine-non-cuda")
+        names = ("prefill", "decode", "backend", "mixkv_args", "pair")
+        packages = (
+            "sglang", "sglang-mixkv", "sglang-router", "mooncake-transfer-engine-non-cuda", "nixl",
+        )  # fmt: skip
         return {
             "topology": {name: getattr(self._options, name) for name in names},
             "versions": {package: _version(package) for package in packages},

@@ -21,7 +21,8 @@ class Topology:
     """The flags of a prefill and a decode server beyond what both share.
 
     ``mixkv_*``: the plugin's own flags of that side; empty for a stock server.
-    ``speculative``: False leaves the drafter out on both sides.
+    ``speculative``: False leaves the drafter out on both sides. ``backend``: SGLang's transfer
+    backend.
     """
 
     prefill: tuple[str, ...] = ("--tp", "2")
@@ -29,6 +30,7 @@ class Topology:
     mixkv_prefill: tuple[str, ...] = ()
     mixkv_decode: tuple[str, ...] = ()
     speculative: bool = True
+    backend: str = "mooncake"
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,10 @@ def server(
     return Launch(name, (*command, *cpu.LAUNCH_FLAGS, *_idle_flags(flags), *flags), env, port)
 
 
-def _disaggregation(mode: str, bootstrap_port: int) -> tuple[str, ...]:
+def _disaggregation(mode: str, backend: str, bootstrap_port: int) -> tuple[str, ...]:
     return (
         *("--disaggregation-mode", mode),
-        *("--disaggregation-transfer-backend", "mooncake"),
+        *("--disaggregation-transfer-backend", backend),
         *("--disaggregation-bootstrap-port", str(bootstrap_port)),
     )
 
@@ -106,8 +108,9 @@ def prefill_and_decode(pair: str, topology: Topology, stats: str) -> tuple[Launc
     ``stats``: the folder into which opted-in servers count their bytes.
     """
     bootstrap, env = free_port(), {STATS_DIR_ENV: stats}
-    prefill_flags = (*_disaggregation("prefill", bootstrap), *topology.prefill)
-    decode_flags = (*_disaggregation("decode", bootstrap), *topology.decode)
+    backend = topology.backend
+    prefill_flags = (*_disaggregation("prefill", backend, bootstrap), *topology.prefill)
+    decode_flags = (*_disaggregation("decode", backend, bootstrap), *topology.decode)
     speculative = topology.speculative
     prefill = server("prefill", pair, (*prefill_flags, *topology.mixkv_prefill), env, speculative)
     decode = server("decode", pair, (*decode_flags, *topology.mixkv_decode), env, speculative)

@@ -30,7 +30,7 @@ AUX_BEFORE_DRAFT = 6
 AUX_OF_SAMPLING_MASK = 3
 
 
-def local_facts(kv_args: Any, caches: Caches) -> Facts:
+def local_facts(kv_args: Any, caches: Caches, backend: str) -> Facts:
     """The facts of this rank. Geometry from KV args, speculation from SGLang's arguments."""
     spec = get_spec()
     return Facts(
@@ -46,6 +46,7 @@ def local_facts(kv_args: Any, caches: Caches) -> Facts:
         draft=_draft_facts(kv_args, caches),
         draft_aux=draft_aux(),
         extents=True,
+        backend=backend,
     )
 
 

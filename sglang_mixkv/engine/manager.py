@@ -1,8 +1,8 @@
 """The KV manager: SGLang's own, with this rank's side beside it.
 
 A process has one side, a prefill rank or a decode rank. Overrides translate what SGLang hands
-over and ask the side; they decide nothing. Those of CommonKVManager stand here, those that only
-one backend has in its own module (mooncake.py).
+over and ask the side; they decide nothing. Those of CommonKVManager stand here, what transfer
+threads do in transfers.py, and what only one backend has in its own module (mooncake.py, nixl.py).
 
 SGLang's unit tests, and tools, build managers piecemeal (`__new__`, mocks). Such a manager has
 no side, and every override then does what SGLang's method does.
@@ -33,8 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class SidedManager(CommonKVManager):
-    """`prefill`, `decode`: the one of them that this process is; None without a side."""
+    """`prefill`, `decode`: the one of them that this process is; None without a side. `backend`:
+    SGLang's name of the transfer backend."""
 
+    backend = ""
     prefill: PrefillRank | None = None
     decode: DecodeRank | None = None
 
@@ -91,6 +93,10 @@ class SidedManager(CommonKVManager):
         if self.side is not None:
             self.side.stats.publish()
         return status
+
+    def takes_back(self, session: str) -> bool:
+        """Whether SGLang keeps from a peer that a write failed to, and would serve it again."""
+        raise NotImplementedError
 
     # -- a prefill rank introduces itself
 

@@ -23,48 +23,20 @@ from sglang.srt.disaggregation.mooncake.conn import (
 from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
     MooncakeTransferEngine,
 )
-from sglang.srt.utils.network import NetworkAddress
 
 from sglang_mixkv.engine.bootstrap import AnnouncingBootstrapServer
-from sglang_mixkv.engine.manager import SidedManager
 from sglang_mixkv.engine.rdma import over_rdma
 from sglang_mixkv.engine.receiver import RoomReceiver
 from sglang_mixkv.engine.sender import RoomSender
-from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.prefill.hands import Hands, Task
+from sglang_mixkv.engine.transfers import HandedQueue, TransferInfos, TransferringManager
+from sglang_mixkv.prefill.hands import Hands
 from sglang_mixkv.prefill.rank import AuxFrom, PrefillRank
-from sglang_mixkv.protocol.extension import Digest, encode
 from sglang_mixkv.protocol.messages import Abort
 from sglang_mixkv.transport.mooncake import Engines, InFlight, Mooncake, SharedEngine
 
 logger = logging.getLogger(__name__)
 
 Send = Callable[[], int]
-
-
-class TransferInfos(dict[int, Any]):
-    """SGLang's table of decode ranks by room; that of a room which has ended is empty."""
-
-    def __missing__(self, room: int) -> dict[str, Any]:
-        return {}
-
-
-class HandedQueue:
-    """SGLang's transfer queue; what a thread takes is what its hands work on."""
-
-    def __init__(self, queue: Any, hands: Hands) -> None:
-        self._queue, self._hands = queue, hands
-
-    def get(self) -> Any:
-        self._hands.task = None
-        chunk = self._queue.get()
-        if chunk is not None:
-            pages = len(chunk.prefill_kv_indices)
-            self._hands.task = Task(chunk.room, chunk.index_slice.start or 0, pages)
-        return chunk
-
-    def put(self, chunk: Any) -> None:
-        self._queue.put(chunk)
 
 
 class HandedExecutor:
@@ -79,8 +51,10 @@ class HandedExecutor:
         return future
 
 
-class MixKVManager(SidedManager, MooncakeKVManager):
+class MixKVManager(TransferringManager, MooncakeKVManager):
     """SGLang's MooncakeKVManager with separate target and draft components."""
+
+    backend = "mooncake"
 
     def init_engine(self) -> None:
         """As stock; what the side writes goes by the same engine. On prefill ranks, and unless it
@@ -101,18 +75,9 @@ class MixKVManager(SidedManager, MooncakeKVManager):
     def transfer_worker(self, queue: Any, executor: Any, *args: Any, **kwargs: Any) -> None:
         """As stock, over a queue and an executor that tell this thread's hands what goes on."""
         if self.prefill is not None:
-            self._thread.hands = hands = self.prefill.hands(
-                max(1, len(self.transfer_queues)), self.max_transfer_batch_indices
-            )
+            hands = self.take_hands(self.prefill, self.max_transfer_batch_indices)
             queue, executor = HandedQueue(queue, hands), HandedExecutor(executor, hands)
         super().transfer_worker(queue, executor, *args, **kwargs)
-
-    @property
-    def _hands(self) -> Hands | None:
-        """This thread's. SGLang passes no room to send_kvcache, so its chunk is kept per
-        thread; a side that finds none refuses the chunk."""
-        hands: Hands | None = getattr(self._thread, "hands", None)
-        return hands
 
     def send_kvcache(
         self, mooncake_session_id: str, prefill_kv_indices: Any, dst_kv_ptrs: list[int],
@@ -188,41 +153,24 @@ class MixKVManager(SidedManager, MooncakeKVManager):
         self, side: PrefillRank, stock: Send, req: Any, row: int, dst_ptrs: list[int]
     ) -> int:
         session = req.mooncake_session_id
-        if side.verifies(session):
-            self._tell(req, side.digest(session, req.room, self._prefill_unique_rank()))
+        self.send_digest(side, session, req.room)
         source = side.aux_from(session)
         if source is AuxFrom.NOBODY:
             return 0
         return stock() if source is AuxFrom.STOCK else self._send_cold_aux(req, row, dst_ptrs)
 
-    def _tell(self, req: Any, digest: Digest | None) -> None:
-        """To the decode rank, which fails the request without checksums if this is lost."""
-        if digest is None:
-            return
-        address = NetworkAddress(req.endpoint, req.dst_port)
-        try:
-            self._send_multipart_locked(address.to_tcp(), [encode(digest)], is_ipv6=address.is_ipv6)
-        except Exception as error:
-            logger.warning(
-                "[MIXKV-MSG-02] sglang-mixkv: no checksums to %s: %s", address.to_tcp(), error
-            )
-
     def _send_cold_aux(self, req: Any, row: int, dst_ptrs: list[int]) -> int:
-        """Stock's send_aux without the drafter's rows, whose length may differ on that side."""
+        """Stock's send_aux without the drafter's rows."""
         assert self.prefill is not None
-        lens, left_out = self.kv_args.aux_item_lens, self.prefill.local.facts.draft_aux
-        ranges = [
-            (src + lens[i] * row, dst + lens[i] * req.dst_aux_index, lens[i])
-            for i, (src, dst) in enumerate(zip(self.kv_args.aux_data_ptrs, dst_ptrs, strict=True))
-            if i not in left_out
-        ]
+        left_out = self.prefill.local.facts.draft_aux
+        blocks = self.aux_blocks(row, dst_ptrs, req.dst_aux_index, left_out)
+        ranges = list(zip(*blocks.lists(), strict=True))
         return int(self._transfer_data(req.mooncake_session_id, ranges))
 
     # -- control threads
 
     def start_prefill_thread(self) -> None:
-        """As stock. Its thread looks a room up several times while it reads metadata, and would
-        end with a KeyError when the scheduler clears the room in between."""
+        """As stock, over a table in which no room is missing."""
         if self.prefill is not None:
             self.transfer_infos = TransferInfos()
         super().start_prefill_thread()
@@ -244,18 +192,6 @@ class MixKVManager(SidedManager, MooncakeKVManager):
             self.prefill.refused_by_sglang(registration_info.mooncake_session_id, mismatch)
         return checked, mismatch
 
-    def _init_dcp_pack_buffers_once(self, *args: Any, **kwargs: Any) -> None:
-        """As stock; without the memory, each token is sent as a range of its own."""
-        try:
-            super()._init_dcp_pack_buffers_once(*args, **kwargs)
-        except Exception:
-            if self.side is None:
-                raise
-            logger.exception(
-                "[MIXKV-MEM-01] sglang-mixkv: no buffers to pack for decode context parallelism"
-            )
-            self._dcp_pack_buffers: list[Any] | None = []
-
     def _handle_deferred_abort_notification(self, notification: Any, room_active: bool) -> None:
         """As stock, which acknowledges; only the request that was given up ends."""
         if self.prefill is not None:
@@ -268,30 +204,9 @@ class MixKVManager(SidedManager, MooncakeKVManager):
             room_active = room_active and not self.prefill.gate.is_of_last_request(said)
         super()._handle_deferred_abort_notification(notification, room_active)
 
-    # -- the scheduler
-
-    def add_transfer_request(
-        self, bootstrap_room: int, kv_indices: Any, index_slice: slice, is_last_chunk: bool,
-        aux_index: int | None = None, state_indices: Any = None, num_kv_tokens: int | None = None,
-        **kwargs: Any,
-    ) -> None:  # fmt: skip
-        """Without lookahead pages; a chunk that does not line up fails its room."""
-        if self.prefill is not None:
-            try:
-                count = self.prefill.pages_to_send(
-                    bootstrap_room, len(kv_indices), index_slice.start, num_kv_tokens,
-                    last=is_last_chunk,
-                )  # fmt: skip
-            except MixKVError as error:
-                reason = f"sglang-mixkv refuses to send room {bootstrap_room}: {error}"
-                self.prefill.fail(bootstrap_room, reason)
-                return
-            kv_indices = kv_indices[:count]
-            index_slice = slice(index_slice.start, index_slice.start + count)
-        super().add_transfer_request(
-            bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices,
-            num_kv_tokens, **kwargs,
-        )  # fmt: skip
+    def takes_back(self, session: str) -> bool:
+        """Whether SGLang would serve this peer again after a failed write: it answers a probe."""
+        return bool(self.enable_failed_session_probe and self._send_probe(session) == 0)
 
 
 def _like(engine: MooncakeTransferEngine) -> MooncakeTransferEngine:

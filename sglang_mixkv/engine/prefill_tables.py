@@ -47,11 +47,11 @@ class PrefillTables:
         return message
 
     def takes_back(self, session: str) -> bool:
-        manager = self._manager
-        return bool(manager.enable_failed_session_probe and manager._send_probe(session) == 0)
+        return bool(self._manager.takes_back(session))
 
     def note_unsettled(self, room: int) -> None:
-        self._manager._poison_unsettled_send(room)
+        if self._manager.enable_deferred_decode_kv_release:
+            self._manager.poison_deferred_ack_room(room)
 
     def mark_failed(self, room: int) -> None:
         self._manager.update_status(room, KVPoll.Failed)

@@ -1,9 +1,7 @@
 """Everything inside SGLang that the plugin touches, per release, and the check that it is so.
 
-Nobody but `plugin.py`, `engine/` and `cpu/support.py` uses SGLang. What they override of its KV
-classes, or call of SGLang, is listed here (`tests/protocol/test_seams.py`). A release is an entry
-of RELEASES: its seams, and where its control messages have what. `preflight` runs before an
-opted-in server starts.
+A release is an entry of RELEASES: its seams (seams.py), and per transfer backend where its control
+messages have what. `preflight` runs before an opted-in server starts.
 """
 
 from __future__ import annotations
@@ -16,163 +14,42 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config
+from sglang_mixkv.engine.seams import SEAMS
+from sglang_mixkv.protocol import frames
+from sglang_mixkv.protocol.framing import Framing
 from sglang_mixkv.protocol.messages import MetadataPositions
 from sglang_mixkv.protocol.registration import Positions
-
-_CONN = "sglang.srt.disaggregation.mooncake.conn"
-_COMMON = "sglang.srt.disaggregation.common.conn"
-_UTILS = "sglang.srt.disaggregation.utils"
-_ENGINE = "sglang.srt.distributed.device_communicators.mooncake_transfer_engine"
-
-# Dotted name -> parameter names that the plugin relies on, in order. A seam with more
-# parameters than these is another seam: what the new one means is unknown.
-# fmt: off
-SEAMS: dict[str, tuple[str, ...]] = {
-    "sglang.srt.server_args:ServerArgs.add_cli_args": ("parser",),
-    "sglang.srt.server_args:ServerArgs.from_cli_args": ("args",),
-    "sglang.srt.configs.model_config:ModelConfig.from_server_args": (
-        "server_args", "model_path", "model_revision", "is_draft_model", "context_length", "kwargs",
-    ),
-    "sglang.srt.plugins.hook_registry:HookRegistry.register": (
-        "target", "hook", "hook_type", "source",
-    ),
-    "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook": ("name",),
-    "sglang.srt.arg_groups.overrides:resolved_view": ("server_args",),
-    "sglang.srt.runtime_context:get_device": (),
-    "sglang.srt.runtime_context:get_disagg": (),
-    "sglang.srt.runtime_context:get_observability": (),
-    "sglang.srt.runtime_context:get_parallel": (),
-    "sglang.srt.runtime_context:get_server_args": (),
-    "sglang.srt.runtime_context:get_serving": (),
-    "sglang.srt.runtime_context:get_spec": (),
-    f"{_ENGINE}:MooncakeTransferEngine.__init__": ("self", "hostname", "gpu_id", "ib_device"),
-    f"{_ENGINE}:MooncakeTransferEngine.batch_transfer_sync": (
-        "self", "session_id", "buffers", "peer_buffer_addresses", "lengths",
-    ),
-    f"{_ENGINE}:MooncakeTransferEngine.send_probe": ("self", "peer_session_id"),
-    "sglang.srt.mem_cache.allocation:get_last_loc_torch": (
-        "req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor",
-    ),
-    f"{_UTILS}:get_kv_class": ("transfer_backend", "class_type"),
-    f"{_UTILS}:DisaggregationMode.to_engine_type": ("mode",),
-    f"{_UTILS}:is_mla_backend": ("target_kv_pool",),
-    f"{_UTILS}:setup_state_kv_args": (
-        "kv_args", "token_to_kv_pool", "draft_token_to_kv_pool", "total_kv_layers",
-        "req_to_token_pool",
-    ),
-    f"{_UTILS}:build_transfer_entry_pairs": (
-        "src_layer_ids", "dst_layer_ids", "n_src", "n_dst", "allow_positional_fallback",
-    ),
-    f"{_CONN}:MooncakeKVManager.__init__": (
-        "self", "args", "disaggregation_mode", "server_args", "is_mla_backend",
-    ),
-    f"{_CONN}:MooncakeKVManager.add_transfer_request": (
-        "self", "bootstrap_room", "kv_indices", "index_slice", "is_last_chunk", "aux_index",
-        "state_indices", "num_kv_tokens", "wait_event", "indices_event", "trace_ctx",
-    ),
-    f"{_CONN}:MooncakeKVManager.transfer_worker": (
-        "self", "queue", "executor", "staging_buffer", "worker_index",
-    ),
-    f"{_CONN}:MooncakeKVManager.init_engine": ("self",),
-    f"{_CONN}:MooncakeKVManager.start_prefill_thread": ("self",),
-    f"{_CONN}:MooncakeKVManager.send_kvcache": (
-        "self", "mooncake_session_id", "prefill_kv_indices", "dst_kv_ptrs", "dst_kv_indices",
-        "executor", "dst_layer_ids", "dst_device_kv_indices", "dst_kv_item_len", "dst_attn_tp_size",
-    ),
-    f"{_CONN}:MooncakeKVManager.send_kvcache_slice": (
-        "self", "mooncake_session_id", "prefill_kv_indices", "dst_kv_ptrs", "dst_kv_indices",
-        "dst_tp_rank", "dst_attn_tp_size", "dst_kv_item_len", "executor", "dst_layer_ids",
-    ),
-    f"{_CONN}:MooncakeKVManager.send_aux": ("self", "req", "prefill_aux_index", "dst_aux_ptrs"),
-    f"{_CONN}:MooncakeKVManager._transfer_data": ("self", "mooncake_session_id", "transfer_blocks"),
-    f"{_CONN}:MooncakeKVManager._poison_unsettled_send": ("self", "room"),
-    f"{_CONN}:MooncakeKVManager._send_probe": ("self", "session_id"),
-    f"{_CONN}:MooncakeKVManager.maybe_send_extra": (
-        "self", "req", "prefill_state_indices", "executor", "target_rank_registration_info",
-    ),
-    f"{_CONN}:MooncakeKVManager._get_dsa_cache_transfer_skip_flags": ("self", "info"),
-    f"{_CONN}:MooncakeKVManager._validate_peer_state_layout": ("self", "registration_info"),
-    f"{_CONN}:MooncakeKVManager.send_kvcache_dcp": (
-        "self", "mooncake_session_id", "prefill_kv_indices", "dst_kv_ptrs", "dst_kv_indices",
-        "dcp_token_item_lens", "dst_dcp_size", "dst_dcp_rank", "src_page_offset",
-        "decode_prefix_len", "num_kv_tokens", "executor", "dst_layer_ids", "pack_buffer",
-        "dst_kv_item_lens", "dst_tp_rank", "dst_attn_tp_size",
-    ),
-    f"{_COMMON}:CommonKVManager.note_abort_ack": (
-        "self", "bootstrap_room", "prefill_rank", "generation",
-    ),
-    f"{_COMMON}:CommonKVManager._prefill_unique_rank": ("self",),
-    f"{_COMMON}:CommonKVManager._send_multipart_locked": ("self", "endpoint", "parts", "is_ipv6"),
-    f"{_CONN}:MooncakeKVManager._handle_deferred_abort_notification": (
-        "self",
-        "notification",
-        "room_active",
-    ),
-    f"{_COMMON}:CommonKVManager._make_worker_recv": ("self", "socket", "timeout_ms"),
-    f"{_COMMON}:CommonKVManager._resolve_rank_mapping": ("self", "info"),
-    f"{_COMMON}:CommonKVManager._register_topology_row": ("self", "url", "payload"),
-    f"{_COMMON}:CommonKVManager.check_status": ("self", "bootstrap_room"),
-    f"{_COMMON}:CommonKVManager.conclude_failure": (
-        "self", "bootstrap_room", "failure_reason", "targets",
-    ),
-    f"{_COMMON}:CommonKVManager.conclude_transfer": (
-        "self", "bootstrap_room", "status", "targets", "failure_reason",
-    ),
-    f"{_COMMON}:CommonKVManager.record_failure": ("self", "bootstrap_room", "failure_reason"),
-    f"{_COMMON}:CommonKVManager.requires_dcp_relayout": ("self", "dst_dcp_size", "dst_dcp_rank"),
-    f"{_COMMON}:CommonKVManager.try_ensure_parallel_info": ("self", "bootstrap_addr"),
-    f"{_COMMON}:CommonKVManager.prepare_dcp_token_item_lens": (
-        "self", "dst_page_item_lens", "dst_dcp_size",
-    ),
-    f"{_COMMON}:CommonKVManager.update_status": ("self", "bootstrap_room", "status"),
-    f"{_COMMON}:CommonKVManager._encode_kv_status_message": (
-        "self", "bootstrap_room", "status", "failure_reason",
-    ),
-    f"{_COMMON}:CommonKVManager._room_notify_targets": ("self", "bootstrap_room"),
-    f"{_COMMON}:CommonKVManager._init_dcp_pack_buffers_once": ("self", "dcp_size", "include_draft"),
-    f"{_COMMON}:CommonKVSender.__init__": (
-        "self", "mgr", "bootstrap_addr", "bootstrap_room", "req_has_disagg_prefill_dp_rank",
-    ),
-    f"{_COMMON}:CommonKVSender.clear": ("self",),
-    f"{_COMMON}:CommonKVSender.init": ("self", "num_kv_indices", "aux_index"),
-    f"{_COMMON}:CommonKVSender.abort": ("self",),
-    f"{_COMMON}:CommonKVSender.get_transfer_metric": ("self",),
-    f"{_COMMON}:CommonKVReceiver.__init__": ("self", "mgr", "bootstrap_addr", "bootstrap_room"),
-    f"{_COMMON}:CommonKVReceiver.abort": ("self",),
-    f"{_COMMON}:CommonKVReceiver.clear": ("self",),
-    f"{_COMMON}:CommonKVReceiver.init": ("self", "prefill_dp_rank"),
-    f"{_COMMON}:CommonKVReceiver.invalidate_cached_bootstrap_infos": ("self",),
-    f"{_COMMON}:CommonKVReceiver.send_metadata": (
-        "self", "kv_indices", "aux_index", "state_indices", "decode_prefix_len", "destination",
-        "device_kv_indices",
-    ),
-    f"{_COMMON}:CommonKVReceiver._get_bootstrap_info_from_server": (
-        "self", "prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank",
-    ),
-    f"{_COMMON}:CommonKVReceiver._register_kv_args": ("self",),
-    f"{_COMMON}:CommonKVReceiver._send_bootstrap_message": (
-        "self", "bootstrap_info", "message", "operation",
-    ),
-    f"{_COMMON}:CommonKVBootstrapServer.__init__": ("self", "host", "port"),
-    f"{_COMMON}:CommonKVBootstrapServer._setup_routes": ("self",),
-    f"{_COMMON}:CommonKVBootstrapServer._handle_route_put": ("self", "request"),
-    f"{_COMMON}:CommonKVBootstrapServer._is_ready": ("self",),
-}
-# fmt: on
 
 
 @dataclass(frozen=True)
 class Release:
-    """One release of SGLang. `seams`: see SEAMS; `registration`, `metadata`: where its Mooncake
-    messages have what."""
+    """One release of SGLang. `seams`: see seams.py; `framings`: by transfer backend, where its
+    control messages have what."""
 
     version: str
     seams: Mapping[str, tuple[str, ...]]
-    registration: Positions
-    metadata: MetadataPositions
+    framings: Mapping[str, Framing]
 
 
-RELEASES = (Release("0.5.23", SEAMS, Positions(), MetadataPositions()),)
+# nixl/conn.py KVArgsRegisterInfo.from_zmq, TransferInfo.from_zmq, GUARD, kv_status_msg_tag.
+NIXL = Framing(
+    Positions(
+        count=24, endpoint=1, port=2, session=3, kv_ptrs=5, aux_ptrs=6, state_ptrs=7,
+        device=8, attn_tp_size=9, attn_tp_rank=10, kv_item_len=11, state_item_lens=12,
+        state_dims=13, staging_ptr=14, staging_size=15, slots=16, memory_kinds=17,
+        kv_item_lens=18, state_layer_ids=19, kv_layer_ids=20, dcp_size=21, dcp_rank=22,
+        state_lens=23, staging_layer_ids=None, read_session=frames.agent,
+    ),
+    MetadataPositions(
+        count=10, required=6, states=7, prefix=8, is_dummy=9, device_pages=None,
+        read_session=frames.agent,
+    ),
+    guard=b"NixlMsgGuard",
+    status_tag=b"KV_STATUS",
+    has_aux_messages=False,
+)  # fmt: skip
+
+RELEASES = (Release("0.5.23", SEAMS, {"mooncake": Framing(), "nixl": NIXL}),)
 """The newest last."""
 
 SUPPORTED_SGLANG = tuple(release.version for release in RELEASES)

@@ -36,10 +36,11 @@ class Rank:
         self.tp = parallel.attn_tp_size
         self.pp_size, self.pp_rank = parallel.pp_size or 1, args.pp_rank or 0
         self.caches = kv_args.caches(args, is_mla, self.tp)
-        self.facts = local_facts(args, self.caches)
+        self.facts = local_facts(args, self.caches, manager.backend)
         # State that every contacted rank sends: stock's rule for hybrid MLA and MHA targets.
         replicated = is_mla and not getattr(args, "is_hybrid_mla_backend", False)
         self.sharded_state = bool(getattr(args, "state_types", [])) and not replicated
+        self.framing = releases.here().framings[manager.backend]
         self.stats = Stats(mode, self.config.stats_dir, metrics_for(mode))
         rows = rows_for(get_device().device, getattr(args, "gpu_id", 0))
         self.rows: Rows = TimedRows(rows, self.stats)
@@ -56,10 +57,9 @@ class Rank:
             pair_by_layer=build_transfer_entry_pairs,
             cold_allowed=self.config.on_draft_mismatch == "cold",
         )
-        release, awaited = releases.here(), envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
-        at = release.registration, release.metadata
+        awaited = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
         tables = PrefillTables(self.manager)
-        return PrefillRank(local, self.config, self.stats, self.rows, tables, at, float(awaited))
+        return PrefillRank(local, self.config, self.stats, self.rows, tables, self.framing, awaited)
 
     def decode(self) -> DecodeRank:
         args = self.args
@@ -85,7 +85,7 @@ class Rank:
         # SGLang frees the pages of an aborted request after that, whatever the transport does.
         release_s = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get()
         return DecodeRank(
-            local, self.config, self.stats, self.rows, DecodeTables(self.manager),
+            local, self.config, self.stats, self.rows, DecodeTables(self.manager), self.framing,
             compares=compares, quarantine_s=max(QUARANTINE_S, 2.0 * release_s),
         )  # fmt: skip
 

@@ -48,6 +48,14 @@ class Blocks:
         return Blocks(*(np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS))
 
 
+def row_blocks(
+    src_ptrs: list[int], dst_ptrs: list[int], lens: list[int], src_row: int, dst_row: int
+) -> Blocks:
+    """One row of each of these buffers, whose rows have these lengths, to another row there."""
+    src, dst, length = (np.array(numbers, np.int64) for numbers in (src_ptrs, dst_ptrs, lens))
+    return Blocks(src + length * src_row, dst + length * dst_row, length)
+
+
 def consecutive(numbers: Ints) -> range | None:
     """These numbers as a range, if each is one more than the one before. Not for none at all."""
     first, count = int(numbers[0]), len(numbers)

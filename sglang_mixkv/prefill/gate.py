@@ -17,8 +17,8 @@ from sglang_mixkv.prefill.rooms import MEMORY_S, Room, Rooms, State
 from sglang_mixkv.prefill.sglang import SGLang
 from sglang_mixkv.protocol import messages, registration
 from sglang_mixkv.protocol.frames import Address, Frames
-from sglang_mixkv.protocol.messages import Abort, Metadata, MetadataPositions, Poll
-from sglang_mixkv.protocol.registration import Positions
+from sglang_mixkv.protocol.framing import Framing
+from sglang_mixkv.protocol.messages import Abort, Metadata, Poll
 from sglang_mixkv.stats import Stats
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Gate:
-    """`registration_at`, `metadata_at`: where this release of SGLang puts what.
+    """`framing`: where this backend and release of SGLang put what.
 
     `awaited_s`: how long SGLang waits for the request of a room whose metadata came.
     """
@@ -36,22 +36,22 @@ class Gate:
     sglang: SGLang
     stats: Stats
     page_size: int
-    registration_at: Positions
-    metadata_at: MetadataPositions
+    framing: Framing
     awaited_s: float
 
     def may_pass(self, message: Frames) -> bool:
         """Whether SGLang may read this message. Raises MixKVError for what is dropped."""
-        if message[0] == b"None":
-            return self._registration(message)
         if message[0] == messages.ABORT:
             return self._abort(messages.read_abort(message))
+        message = self.framing.unguarded(message)
+        if message[0] == b"None":
+            return self._registration(message)
         return self._metadata(message)
 
     # -- peers
 
     def _registration(self, message: Frames) -> bool:
-        at = self.registration_at
+        at = self.framing.registration
         try:
             said = registration.read(message, at)
             self.sglang.check_dcp(said)
@@ -70,11 +70,11 @@ class Gate:
 
     def _metadata(self, message: Frames) -> bool:
         """Admit a room's metadata, or tell its decode rank why not."""
-        number, sender = messages.metadata_sender(message, self.metadata_at)
+        number, sender = messages.metadata_sender(message, self.framing.metadata)
         now = time.monotonic()
         self.reap(now)
         try:
-            said = messages.read_metadata(message, self.metadata_at)
+            said = messages.read_metadata(message, self.framing.metadata)
             peer = self._check(said)
         except MixKVError as error:
             self._reject(number, sender, str(error), now)

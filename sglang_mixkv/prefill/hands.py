@@ -6,6 +6,7 @@ import logging
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from sglang_mixkv.prefill.packing import PackBuffer
 from sglang_mixkv.prefill.writer import ChunkWriter
@@ -22,11 +23,13 @@ RETRY_BUFFER_S = 60.0
 @dataclass(frozen=True)
 class Task:
     """What a transfer thread took from SGLang's queue: `pages` of a room, from its page
-    `start` on."""
+    `start` on. `written`: the end of a forward that may still write them (a CUDA event), where
+    SGLang's own thread does not wait for it."""
 
     room: int
     start: int
     pages: int
+    written: Any = None
 
 
 class Hands:

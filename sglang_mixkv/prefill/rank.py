@@ -29,8 +29,8 @@ from sglang_mixkv.prefill.rooms import Room, Rooms
 from sglang_mixkv.prefill.sglang import SGLang
 from sglang_mixkv.prefill.writer import Chunk, ChunkWriter, Written
 from sglang_mixkv.protocol.extension import Digest
-from sglang_mixkv.protocol.messages import Metadata, MetadataPositions, Poll
-from sglang_mixkv.protocol.registration import Positions
+from sglang_mixkv.protocol.framing import Framing
+from sglang_mixkv.protocol.messages import Metadata, Poll
 from sglang_mixkv.rows.digest import Digester, Sums, pairs
 from sglang_mixkv.rows.host import Rows
 from sglang_mixkv.series import divided
@@ -67,14 +67,14 @@ class PrefillRank:
         stats: Stats,
         rows: Rows,
         sglang: SGLang,
-        at: tuple[Positions, MetadataPositions],
+        framing: Framing,
         awaited_s: float,
     ) -> None:
         self.local, self.config, self.stats, self.rows = local, config, stats, rows
         self._sglang = sglang
         self.peers, self.rooms = Peers(local), Rooms()
         page_size = local.caches.target.page_size
-        self.gate = Gate(self.peers, self.rooms, sglang, stats, page_size, *at, awaited_s)
+        self.gate = Gate(self.peers, self.rooms, sglang, stats, page_size, framing, awaited_s)
         self.transport: Transport | None = None
         self._lost_s: dict[str, float] = {}
 
@@ -151,12 +151,12 @@ class PrefillRank:
         task = hands.task if hands is not None else None
         if task is None or hands is None:
             return self._without_task(session, send)
-        if self._has_failed(task.room):
+        if self.has_failed(task.room):
             return 0
         hands.begin()
         began = time.monotonic()
         try:
-            self._check_still_fits(task.room, session)
+            self.check_still_fits(task.room, session)
             code = int(send())
         except Exception as error:
             self._log(session, task.room, error)
@@ -193,12 +193,20 @@ class PrefillRank:
         self._sglang.note_unsettled(room)
         self._sglang.fail(
             room,
-            f"[MIXKV-SEND-03] Failed to send kv chunk of {room} to {session}, which answers: the "
-            f"transport returned {code}",
+            f"[MIXKV-SEND-03] Failed to send kv chunk of {room} to {session}, which answers: "
+            f"{self._why(code)}",
         )
         return 0
 
-    def _check_still_fits(self, number: int, session: str) -> None:
+    def why_unsent(self, session: str, room: int, code: int) -> str:
+        """The reason of a room that a write of failed, for a peer that may be gone."""
+        return f"[MIXKV-SEND-03] Failed to send kv chunk of {room} to {session}: {self._why(code)}"
+
+    def _why(self, code: int) -> str:
+        assert self.transport is not None
+        return self.transport.why(code)
+
+    def check_still_fits(self, number: int, session: str) -> None:
         """Raise MixKVError unless a room stays inside what its peer registered last, which can be
         anew since the room was admitted."""
         room, peer = self.rooms.open_room(number), self.peers.get(session)
@@ -286,7 +294,8 @@ class PrefillRank:
         peer = self.planned(session)
         return peer is not None and peer.verify
 
-    def _has_failed(self, number: int) -> bool:
+    def has_failed(self, number: int) -> bool:
+        """Whether nothing more is to be sent of this room."""
         return self._sglang.statuses().get(number, Poll.FAILED) == Poll.FAILED
 
     def digest(self, session: str, number: int, own_rank: int) -> Digest | None:

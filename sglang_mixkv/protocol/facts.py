@@ -41,7 +41,8 @@ class Facts(msgspec.Struct, frozen=True):
     """One server's side of the handshake; equal on all its ranks that hold the drafter.
 
     `draft_aux`: numbers of the metadata rows that only the drafter reads. `extents`: it can write
-    slices by extent (kv/extents.py).
+    slices by extent (kv/extents.py). `backend`: SGLang's transfer backend; a side that does not say
+    runs Mooncake's.
     """
 
     plugin: Word
@@ -56,6 +57,7 @@ class Facts(msgspec.Struct, frozen=True):
     draft: DraftFacts | None = None
     draft_aux: Several[Size] = ()
     extents: bool = False
+    backend: Word = "mooncake"
 
 
 def _sentence(what: str, prefill: object, decode: object, effect: str, remedy: str) -> str:
@@ -71,6 +73,12 @@ _COMPARED = (
         "SGLang version",
         "stock frames may have moved between releases",
         "Run the same SGLang release on both sides",
+    ),
+    (
+        "backend",
+        "transfer backend",
+        "neither side reads the other's messages, and no byte would arrive",
+        _SAME_FLAG.format("--disaggregation-transfer-backend"),
     ),
     (
         "page_size",

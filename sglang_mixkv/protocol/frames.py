@@ -90,6 +90,16 @@ def session(frame: bytes) -> str:
     return found
 
 
+def agent(frame: bytes) -> str:
+    """A NIXL agent's name: printable ASCII."""
+    if not frame or len(frame) > MAX_TEXT or not frame.isascii():
+        raise unreadable(f"not the name of a NIXL agent: {frame[:20]!r}.")
+    found = frame.decode("ascii")
+    if not found.isprintable():
+        raise unreadable(f"not the name of a NIXL agent: {found[:20]!r}.")
+    return found
+
+
 def words(frame: bytes, what: str, code: str) -> tuple[int, ...]:
     """The integers of a packed frame; `code` as in `struct`. Raises MixKVError."""
     width = struct.calcsize(code)

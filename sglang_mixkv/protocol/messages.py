@@ -7,13 +7,14 @@
                          ABORT_ACK     tag, room, rank, generation
                          digest        one frame of the plugin's own
 
-Frame positions: mooncake/conn.py TransferInfo.from_zmq, common/conn.py AbortNotification,
-AbortAck, parse_kv_status_message. A registration has a module of its own.
+Frame positions: TransferInfo.from_zmq in mooncake/conn.py and nixl/conn.py, and in
+common/conn.py AbortNotification, AbortAck, parse_kv_status_message. What a backend puts in front
+of a message is protocol/framing.py's. A registration has a module of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import msgspec
@@ -62,6 +63,8 @@ class MetadataPositions(msgspec.Struct, frozen=True):
     """Where SGLang puts what in a room's metadata message, by frame number.
 
     The defaults are Mooncake's of SGLang 0.5.22 and 0.5.23. `count`: frames that SGLang sends.
+    None: this backend has no such frame. Where no frame says so, a dummy is who names neither
+    pages nor an aux row. `read_session`: reads the name of the sender's transport session.
     """
 
     count: int = 10
@@ -74,7 +77,9 @@ class MetadataPositions(msgspec.Struct, frozen=True):
     states: int = 6
     required: int = 7
     prefix: int = 8
-    device_pages: int = 9
+    device_pages: int | None = 9
+    is_dummy: int | None = None
+    read_session: Callable[[bytes], str] = frames.session
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -103,7 +108,7 @@ def metadata_sender(message: Frames, at: MetadataPositions) -> tuple[int, Addres
     return frames.room(message[at.room]), Address(
         frames.host(message[at.endpoint], "endpoint"),
         frames.number(message[at.port], "port", low=1, high=frames.MAX_PORT),
-        frames.session(message[at.session]),
+        at.read_session(message[at.session]),
     )
 
 
@@ -111,21 +116,31 @@ def read_metadata(message: Frames, at: MetadataPositions) -> Metadata:
     """Raises MixKVError, never anything else, for what SGLang could not read either."""
     stock, more = extension.split(message, at.count, "metadata", frames.MAX_PAGES_FRAME)
     room, sender = metadata_sender(stock, at)
-    dummy = stock[at.pages] == b"" and stock[at.aux_index] == b""
-    if stock[at.device_pages]:  # HiSparse's, which the plugin refuses to start with
+    if at.device_pages is not None and stock[at.device_pages]:
+        # HiSparse's, which the plugin refuses to start with
         size = len(stock[at.device_pages])
         raise frames.unreadable(f"device pages, {size} bytes of them: not supported.")
+    dummy, aux_index = _role(stock, at)
     return Metadata(
         room=room,
         sender=sender,
         is_dummy=dummy,
         pages=frames.pages(stock[at.pages], "pages"),
-        aux_index=-1 if dummy else frames.number(stock[at.aux_index], "aux row", high=MAX_INDEX),
+        aux_index=aux_index,
         required=frames.number(stock[at.required], "number of decode ranks", low=1, high=1 << 16),
         prefix=frames.number(stock[at.prefix], "prefix length", high=MAX_INDEX),
         states=frames.lists(stock[at.states], "state indices", np.int32),
         grant=extension.decode_grant(more),
     )
+
+
+def _role(stock: Frames, at: MetadataPositions) -> tuple[bool, int]:
+    """Whether this prefill rank sends nothing, and the aux row, -1 without."""
+    if at.is_dummy is None and stock[at.pages] == b"" and stock[at.aux_index] == b"":
+        return True, -1
+    row = frames.number(stock[at.aux_index], "aux row", high=MAX_INDEX)
+    said = stock[at.is_dummy] if at.is_dummy is not None else b"0"
+    return bool(frames.number(said, "whether it is a dummy", high=2)), row
 
 
 class Abort(msgspec.Struct, frozen=True):

@@ -6,7 +6,7 @@ here compares it with the rank that reads it; that is prefill/peer.py's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -37,8 +37,9 @@ def rows_in(lens: Sequence[int], item_lens: Sequence[int]) -> int | None:
 class Positions(msgspec.Struct, frozen=True):
     """Where SGLang puts what in a registration message, by frame number.
 
-    The defaults are Mooncake's of SGLang 0.5.22 and 0.5.23 (mooncake/conn.py
-    KVArgsRegisterInfo.from_zmq). `count`: frames that SGLang sends.
+    The defaults are Mooncake's of SGLang 0.5.22 and 0.5.23 (KVArgsRegisterInfo.from_zmq in
+    mooncake/conn.py and nixl/conn.py). `count`: frames that SGLang sends. None: this backend has
+    no such frame. `read_session`: reads the name of the sender's transport session.
     """
 
     count: int = 20
@@ -59,8 +60,13 @@ class Positions(msgspec.Struct, frozen=True):
     staging_size: int = 15
     dcp_size: int = 16
     dcp_rank: int = 17
-    staging_layer_ids: int = 18
+    staging_layer_ids: int | None = 18
     kv_item_lens: int = 19
+    device: int | None = None
+    slots: int | None = None
+    memory_kinds: int | None = None
+    state_lens: int | None = None
+    read_session: Callable[[bytes], str] = frames.session
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -251,7 +257,7 @@ def sender_of(stock: Frames, at: Positions) -> Address:
     return Address(
         frames.host(stock[at.endpoint], "endpoint"),
         frames.number(stock[at.port], "port", low=1, high=frames.MAX_PORT),
-        frames.session(stock[at.session]),
+        at.read_session(stock[at.session]),
     )
 
 
@@ -265,11 +271,29 @@ def _check_unused(stock: Frames, at: Positions) -> None:
     """What stock reads and this plugin does not."""
     frames.lists(stock[at.state_dims], "state dims", np.uint32)
     frames.lists(stock[at.state_layer_ids], "state layer ids", np.uint32)
-    frames.words(stock[at.staging_layer_ids], "staging layer ids", "Q")
+    if at.staging_layer_ids is not None:
+        frames.words(stock[at.staging_layer_ids], "staging layer ids", "Q")
     if len(stock[at.staging_ptr]) not in (0, 8):
         raise frames.unreadable(f"staging pointer of {len(stock[at.staging_ptr])} bytes.")
     if stock[at.staging_size]:
         frames.number(stock[at.staging_size], "staging size")
+    if at.device is not None:
+        frames.number(stock[at.device], "device", high=1 << 16)
+    if at.slots is not None and stock[at.slots]:
+        frames.number(stock[at.slots], "KV slots")
+    if at.state_lens is not None:
+        frames.lists(stock[at.state_lens], "state lengths", np.uint64)
+    if at.memory_kinds is not None:
+        _check_memory_kinds(stock[at.memory_kinds], len(stock[at.kv_ptrs]) // 8)
+
+
+def _check_memory_kinds(frame: bytes, entries: int) -> None:
+    """One word per KV entry, or none at all; in host memory there is HiSparse's, which the plugin
+    refuses to start with."""
+    kinds = frame.split(b",") if frame else []
+    if kinds and kinds != [b"VRAM"] * entries:
+        text = f"memory kinds {kinds[:4]} of {entries} KV entries: only VRAM is supported."
+        raise frames.unreadable(text)
 
 
 def _lists(frame: bytes, what: str, dtype: Any) -> Lists:

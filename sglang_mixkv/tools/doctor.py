@@ -15,6 +15,7 @@ import msgspec
 
 from sglang_mixkv import config
 from sglang_mixkv.tools import doctor_checks as checks
+from sglang_mixkv.tools import doctor_memory as memory
 from sglang_mixkv.tools import doctor_transfer as transfer
 from sglang_mixkv.tools.doctor_checks import Finding
 
@@ -25,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sglang_mixkv doctor",
         description="Check this host: versions, plugin, seams in SGLang, configuration, "
-        "libraries, and a small real Mooncake transfer; by default between two processes here. "
+        "libraries, and a small real transfer; by default between two processes here. "
         "Between two hosts: --listen on one, --peer on the other.",
     )
     where = parser.add_mutually_exclusive_group()
@@ -33,6 +34,11 @@ def _parser() -> argparse.ArgumentParser:
     where.add_argument(
         "--peer", metavar="HOST:PORT", type=transfer.split_address, help="send to a --listen"
     )
+    parser.add_argument(
+        "--backend", choices=memory.MEMORIES,
+        help="SGLang's transfer backend to try (default: each that is installed; between two "
+        "hosts mooncake)",
+    )  # fmt: skip
     parser.add_argument("--no-transfer", action="store_true", help="leave the transfer out")
     parser.add_argument("--no-seams", action="store_true", help="do not import SGLang")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -50,20 +56,36 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     if not args.no_seams:
         yield from checks.seams()
     if not args.no_transfer:
-        yield from transfer_findings(args)
+        for backend in _backends(args):
+            yield from transfer_findings(args, backend)
 
 
-def transfer_findings(args: argparse.Namespace) -> Iterator[Finding]:
+def _backends(args: argparse.Namespace) -> list[str]:
+    """The transfer backends to try."""
+    if args.backend is not None:
+        return [args.backend]
+    both = args.listen is None and args.peer is None and checks.version_of("nixl") != "none"
+    if both and checks.version_of(*checks.MOONCAKE) == "none":
+        return ["nixl"]
+    return ["mooncake", "nixl"] if both else ["mooncake"]
+
+
+def transfer_findings(args: argparse.Namespace, backend: str) -> Iterator[Finding]:
     """The real transfer: to a peer, from a peer, or between two processes here."""
-    section = f"transfer over {transfer.protocol()}"
+    way = memory.protocol() if backend == "mooncake" else "NIXL"
+    section = f"transfer over {way}"
     try:
         if args.listen is not None:
-            right, asked = transfer.run_listener(args.listen), len(transfer.SIZES)
+            right, asked = transfer.run_listener(args.listen, backend), len(transfer.SIZES)
             wrong = "" if right == asked else "bytes arrived wrong; see the other side"
             yield Finding(section, "received", f"{right} of {asked} blocks right", wrong)
             return
-        blocks = transfer.run_sender(*args.peer) if args.peer else transfer.loopback()
-    except (transfer.TransferFailed, OSError, ValueError) as error:
+        blocks = (
+            transfer.run_sender(args.peer[0], args.peer[1], backend)
+            if args.peer
+            else transfer.loopback(backend)
+        )
+    except (memory.TransferFailed, OSError, ValueError) as error:
         yield Finding(section, "failed", "-", str(error))
         return
     to = f"to {args.peer[0]}" if args.peer else "between two processes here"

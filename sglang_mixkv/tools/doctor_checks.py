@@ -36,7 +36,7 @@ SEAMS_LIMIT_S = 300
 _SHOWN = re.compile(
     r"^(MC_|MOONCAKE_|SGLANG_\w*MIXKV|SGLANG_PLUGINS$|SGLANG_PLATFORM$|SGLANG_DISAGG|"
     r"SGLANG_MOONCAKE|SGLANG_RUST_SERVER$|SGLANG_USE_CPU_ENGINE$|SGLANG_HOST_IP$|"
-    r"SGLANG_USE_HND_KVCACHE$|SGLANG_PP_LAYER_PARTITION$|CUDA_VISIBLE_DEVICES$|NCCL_SOCKET_IFNAME$)"
+    r"SGLANG_USE_HND_KVCACHE$|SGLANG_PP_LAYER_PARTITION$|UCX_|NIXL_|CUDA_VISIBLE_DEVICES$|NCCL_SOCKET_IFNAME$)"
 )
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 _USERINFO = re.compile(r"//[^/@\s]*@")
@@ -79,9 +79,10 @@ def versions() -> Iterator[Finding]:
     yield Finding(section, "sglang-mixkv", f"{__version__}, protocol {PROTOCOL}")
     yield Finding(section, "sglang", sglang, "" if known else advice)
     mooncake = version_of(*MOONCAKE)
-    missing = "Mooncake is not installed: pip install mooncake-transfer-engine"
-    yield Finding(section, "mooncake", mooncake, missing if mooncake == "none" else "")
-    for name in ("torch", "sglang-router"):
+    nixl = version_of("nixl")
+    missing = "neither Mooncake nor NIXL is installed: pip install mooncake-transfer-engine"
+    yield Finding(section, "mooncake", mooncake, missing if mooncake == nixl == "none" else "")
+    for name in ("nixl", "torch", "sglang-router"):
         yield Finding(section, name, version_of(name))
     system = f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}"
     yield Finding(section, "python", f"{platform.python_version()} on {system}")

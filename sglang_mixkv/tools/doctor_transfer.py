@@ -1,7 +1,7 @@
-"""A small real Mooncake transfer between two processes, checked byte by byte.
+"""A small real transfer between two processes, over Mooncake or NIXL, checked byte by byte.
 
     listener   waits on a TCP port; registers memory; tells its session and address
-    sender     connects; writes each block with Mooncake; asks the listener what arrived
+    sender     connects; writes each block; asks the listener what arrived
 
 Control messages are JSON lines. The session addresses are those of the control connection,
 so what is tried is the way that the two hosts already reach each other. One check a run.
@@ -19,10 +19,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import IO, Any
 
 from sglang_mixkv import cpu
+from sglang_mixkv.tools.doctor_memory import MEMORIES, Memory, TransferFailed, protocol
 
 SIZES = (64 << 10, 4 << 20)
 """Bytes of the blocks that are sent, one after the other."""
@@ -33,20 +33,6 @@ SETUP_S = 60.0
 LISTEN_S = 600.0
 PREFIX = "mixkv-doctor "
 _HELLO = "sglang-mixkv doctor 1"
-
-
-class TransferFailed(RuntimeError):
-    """The transfer did not work; the text says where."""
-
-
-def protocol() -> str:
-    """Mooncake's transport: as SGLang takes it, or TCP on a host without an RDMA device."""
-    asked = os.environ.get("MOONCAKE_PROTOCOL", "")
-    if "MC_FORCE_TCP" in os.environ:  # whatever its value
-        return "tcp"
-    devices = Path("/sys/class/infiniband")
-    has_rdma = devices.is_dir() and any(devices.iterdir())
-    return asked or ("rdma" if has_rdma else "tcp")
 
 
 def pattern(size: int) -> bytes:
@@ -64,26 +50,14 @@ def first_difference(expected: bytes, got: bytes) -> int:
     return next((i for i, (left, right) in pairs if left != right), min(len(expected), len(got)))
 
 
-class _Memory:
-    """An engine and one registered region of the size of the largest block."""
-
-    def __init__(self, host: str) -> None:
-        from mooncake.engine import TransferEngine  # type: ignore[import-untyped]
-
-        self.engine = TransferEngine()
-        if self.engine.initialize(host, "P2PHANDSHAKE", protocol(), "") != 0:
-            raise TransferFailed(f"Mooncake could not be initialized on {host} ({protocol()})")
-        self.buffer = ctypes.create_string_buffer(max(SIZES))
-        self.address = ctypes.addressof(self.buffer)
-        if self.engine.register_memory(self.address, max(SIZES)) != 0:
-            raise TransferFailed("Mooncake could not register memory")
-        self.session = f"{host}:{self.engine.get_rpc_port()}"
-
-    def __enter__(self) -> _Memory:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.engine.unregister_memory(self.address)
+@contextmanager
+def _memory(backend: str, host: str) -> Iterator[Memory]:
+    """Registered memory of the size of the largest block."""
+    memory = MEMORIES[backend](host, max(SIZES))
+    try:
+        yield memory
+    finally:
+        memory.close()
 
 
 def _say(stream: IO[str], **message: Any) -> None:
@@ -115,7 +89,9 @@ def _telling(stream: IO[str]) -> Iterator[None]:
         raise
 
 
-def listen(port: int, host: str = "0.0.0.0", limit_s: float = LISTEN_S) -> int:
+def listen(
+    port: int, host: str = "0.0.0.0", limit_s: float = LISTEN_S, backend: str = "mooncake"
+) -> int:
     """Serve one check; returns the number of blocks that arrived right. Port 0: any, printed."""
     with socket.create_server((host, port)) as server:
         server.settimeout(limit_s)
@@ -126,14 +102,15 @@ def listen(port: int, host: str = "0.0.0.0", limit_s: float = LISTEN_S) -> int:
             raise TransferFailed(f"no peer came within {limit_s:.0f} s") from None
     connection.settimeout(SETUP_S)
     with connection, connection.makefile("rw") as stream, _telling(stream):
-        if _hear(stream).get("hello") != _HELLO:
-            raise TransferFailed("the other side is another version of the doctor")
-        with _Memory(connection.getsockname()[0]) as memory:
-            _say(stream, session=memory.session, address=memory.address)
+        if _hear(stream).get("hello") != f"{_HELLO} {backend}":
+            text = f"the other side is another version of the doctor, or does not try {backend}"
+            raise TransferFailed(text)
+        with _memory(backend, connection.getsockname()[0]) as memory:
+            _say(stream, **memory.told)
             return _confirm(stream, memory)
 
 
-def _confirm(stream: IO[str], memory: _Memory) -> int:
+def _confirm(stream: IO[str], memory: Memory) -> int:
     right = 0
     for size in SIZES:
         _hear(stream)
@@ -144,28 +121,24 @@ def _confirm(stream: IO[str], memory: _Memory) -> int:
     return right
 
 
-def send(host: str, port: int) -> list[dict[str, Any]]:
+def send(host: str, port: int, backend: str = "mooncake") -> list[dict[str, Any]]:
     """Write each block to a listener: its bytes, seconds, and first wrong byte (-1: none)."""
     try:
         connection = socket.create_connection((host, port), timeout=SETUP_S)
     except OSError as error:
         raise TransferFailed(f"no connection to {host}:{port}: {error}") from None
     with connection, connection.makefile("rw") as stream, _telling(stream):
-        _say(stream, hello=_HELLO)
+        _say(stream, hello=f"{_HELLO} {backend}")
         peer = _hear(stream)
-        with _Memory(connection.getsockname()[0]) as memory:
+        with _memory(backend, connection.getsockname()[0]) as memory:
             return [_send_block(stream, memory, peer, size) for size in SIZES]
 
 
-def _send_block(
-    stream: IO[str], memory: _Memory, peer: dict[str, Any], size: int
-) -> dict[str, Any]:
+def _send_block(stream: IO[str], memory: Memory, peer: dict[str, Any], size: int) -> dict[str, Any]:
     ctypes.memmove(memory.address, pattern(size), size)
     begin = time.monotonic()
-    code = memory.engine.transfer_sync_write(peer["session"], memory.address, peer["address"], size)
+    memory.write(peer, size)
     seconds = time.monotonic() - begin
-    if code != 0:
-        raise TransferFailed(f"Mooncake returned {code} for {size} bytes to {peer['session']}")
     _say(stream, written=size)
     return {"bytes": size, "seconds": seconds, "first_wrong": _hear(stream)["first_wrong"]}
 
@@ -182,32 +155,32 @@ def _environment() -> dict[str, str]:
     return {**os.environ, **extra, "PYTHONUNBUFFERED": "1"}
 
 
-def _start(role: str, host: str, port: int) -> subprocess.Popen[str]:
+def _start(role: str, host: str, port: int, backend: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", __name__, role, f"{host}:{port}"], env=_environment(), text=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [sys.executable, "-m", __name__, role, f"{host}:{port}", backend], env=_environment(),
+        text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
 
-def run_sender(host: str, port: int) -> list[dict[str, Any]]:
-    """:func:`send` in a child process: what Mooncake aborts is not this one."""
-    with _start("send", host, port) as child:
+def run_sender(host: str, port: int, backend: str = "mooncake") -> list[dict[str, Any]]:
+    """:func:`send` in a child process: what the transport aborts is not this one."""
+    with _start("send", host, port, backend) as child:
         blocks: list[dict[str, Any]] = _result(child, 2 * SETUP_S)
     return blocks
 
 
-def run_listener(port: int) -> int:
+def run_listener(port: int, backend: str = "mooncake") -> int:
     """:func:`listen` on all addresses, in a child process: how many blocks arrived right."""
-    with _start("listen", "0.0.0.0", port) as child:
+    with _start("listen", "0.0.0.0", port, backend) as child:
         print(f"listening on port {_port_of(child)} for one --peer", file=sys.stderr, flush=True)
         return int(_result(child, LISTEN_S + 2 * SETUP_S))
 
 
-def loopback() -> list[dict[str, Any]]:
+def loopback(backend: str = "mooncake") -> list[dict[str, Any]]:
     """A transfer between two child processes of this host."""
-    with _start("listen", "127.0.0.1", 0) as child:
+    with _start("listen", "127.0.0.1", 0, backend) as child:
         try:
-            return run_sender("127.0.0.1", _port_of(child))
+            return run_sender("127.0.0.1", _port_of(child), backend)
         finally:
             child.kill()
 
@@ -245,10 +218,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {__name__}")
     parser.add_argument("role", choices=("listen", "send"))
     parser.add_argument("address")
+    parser.add_argument("backend", choices=MEMORIES)
     args = parser.parse_args(argv)
     host, port = split_address(args.address)
     try:
-        result = send(host, port) if args.role == "send" else listen(port, host)
+        if args.role == "send":
+            result: Any = send(host, port, args.backend)
+        else:
+            result = listen(port, host, backend=args.backend)
         print(f"\n{PREFIX}{json.dumps({'result': result})}", flush=True)
     except Exception as error:
         print(f"\n{PREFIX}{json.dumps({'failed': str(error) or repr(error)})}", flush=True)

@@ -76,6 +76,7 @@ def _facts(server: Server, other: Server, draft: Cache | None) -> Facts:
         speculative_algorithm=(args.speculative_algorithm or "").upper(),
         topk=0 if None in topk else topk[0] or 0,
         steps=args.speculative_num_steps or 0,
+        backend=args.disaggregation_transfer_backend,
         draft=None if draft is None else DraftFacts(
             draft.spread.kind.value, draft.architecture, draft.spread.total_heads,
             draft.head_bytes(draft.layers), args.speculative_draft_window_size or 0,

@@ -55,5 +55,8 @@ class Transport(Protocol):
     def wait(self, handle: Any) -> int:
         """The end of a write, once for each handle: 0, or a code that is not."""
 
+    def why(self, code: int) -> str:
+        """What a code of `wait` that is not 0 stands for."""
+
     def probe(self, session: str) -> bool:
         """Whether the peer answers."""

@@ -172,6 +172,9 @@ class Mooncake:
         if code:
             raise MemoryError(f"registering {size} bytes returned {code}")
 
+    def why(self, code: int) -> str:
+        return f"the transport returned {code}"
+
     def probe(self, session: str) -> bool:
         return bool(self._engines.current.send_probe(session) == 0)
 

@@ -39,6 +39,7 @@ class Case:
     decode: tuple[str, ...]
     pair: str = "mla"
     shared: tuple[str, ...] = ()
+    backend: str = "mooncake"
 
     @property
     def decode_caches(self) -> bool:
@@ -50,7 +51,10 @@ class Case:
         return not {"--dp", "--attn-dp-size"} & set(self.prefill)
 
     def topology(self) -> Topology:
-        return Topology((*self.prefill, *self.shared), (*self.decode, *self.shared), ENABLE, ENABLE)
+        return Topology(
+            (*self.prefill, *self.shared), (*self.decode, *self.shared), ENABLE, ENABLE,
+            backend=self.backend,
+        )  # fmt: skip
 
 
 def full(*args: object) -> object:
@@ -61,9 +65,12 @@ def full(*args: object) -> object:
 CASES = [
     Case("P2-D1-chunks", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES)),
     Case("P1-D2", TP1, TP2),
+    Case("nixl-P2-D1", TP2, TP1, backend="nixl"),
+    Case("nixl-P1-D2", TP1, TP2, backend="nixl"),
     full("P2-D1-decode-cache", (*TP2, *PAGES), (*TP1, *PAGES, *DECODE_CACHE)),
     full("P1-D2-decode-cache", (*TP1, *CHUNKS), (*TP2, *DECODE_CACHE)),
     full("P2-D2dp", TP2, TP2_DP2),
+    full("nixl-P2-D2dp", TP2, TP2_DP2, "mla", (), "nixl"),
     full("P2dp-D2dp", TP2_DP2_OLDER, TP2_DP2),
     full("gqa-P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES), "gqa"),
     full("gqa-P1-D2", TP1, (*TP2, *DECODE_CACHE), "gqa"),

@@ -9,6 +9,8 @@ import pytest
 from rig.model import Cache, Case, Request
 from rig.ring import Outcome, run
 
+pytestmark = pytest.mark.transports(every=4)
+
 REQUESTS = (Request(23), Request(8, chunk_pages=1), Request(9, prefix_pages=1))
 COLD = {"on_draft_mismatch": "cold"}
 
@@ -89,6 +91,7 @@ def test_cold_does_not_hide_other_differences() -> None:
     assert "KV cache dtype" in outcome.reasons
 
 
+@pytest.mark.mooncake_only
 @pytest.mark.parametrize("guard", ["clear", "clear_aux", "_send_cold_aux"])
 def test_without_its_guard_cold_is_wrong(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part of serving cold can be switched off, and is then missed."""

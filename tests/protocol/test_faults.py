@@ -16,6 +16,8 @@ from rig.model import Case, Request
 from rig.rank import Rank
 from rig.ring import run
 
+pytestmark = pytest.mark.transports(every=5)
+
 
 @pytest.fixture(autouse=True)
 def short_timeouts() -> Iterator[None]:
@@ -24,13 +26,16 @@ def short_timeouts() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_fault(fault: Fault) -> None:
+def test_fault(fault: Fault, backend: str) -> None:
+    if fault.backend not in ("", backend):
+        pytest.skip(f"{fault.backend}'s own")
     outcome = run(fault.case())
     assert problems(fault, outcome) == []
     if "random messages" in fault.name:
         assert outcome.total("messages_dropped") >= len(NOISE) - 2
 
 
+@pytest.mark.mooncake_only
 def test_without_its_replacement_an_engine_stays_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_mixkv.transport.mooncake import Engines
 

@@ -17,6 +17,8 @@ from rig.ring import Outcome, run
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kv import pages
 
+pytestmark = pytest.mark.transports(every=3)
+
 PAIRS = [(2, 1), (1, 2)]
 
 
@@ -294,6 +296,7 @@ def test_one_rank_sends_the_aux_row() -> None:
     right(run(two_draft_senders()))
 
 
+@pytest.mark.mooncake_only
 def test_without_the_guard_the_last_rank_overwrites_the_aux_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -394,11 +397,11 @@ def test_memory_that_is_not_there_is_asked_for_once() -> None:
     asked = mp.get_context("fork").Value("i", 0)
 
     def refuse(rank: Rank) -> None:
-        def register(*_: Any) -> int:
+        def register(*_: Any) -> None:
             asked.value += 1
-            return -1
+            raise MemoryError("no room")
 
-        rank.plugin.transport.engine.batch_register = register
+        rank.plugin.transport.register = register
 
     extra = {"config": {"draft_transfer": "packed"}, "faults": {("prefill", 0): refuse}}
     right(run(Case(1, 2, requests=(Request(200, chunk_pages=1),), extra=extra)))
@@ -408,6 +411,7 @@ def test_memory_that_is_not_there_is_asked_for_once() -> None:
 # ---------------------------------------------------------------- state of a process
 
 
+@pytest.mark.mooncake_only
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_what_threads_share_is_made_before_they_start(side: str) -> None:
     """functools.cached_property has had no lock since Python 3.12: two threads could make two."""
@@ -451,9 +455,9 @@ def test_a_thread_that_does_not_know_its_room_sends_nothing(
     monkeypatch: pytest.MonkeyPatch, prefill_tp: int, decode_tp: int, window: int
 ) -> None:
     """Without the grant, slices would land where the decode rank does not look for them."""
-    from sglang_mixkv.engine import mooncake
+    from sglang_mixkv.engine import transfers
 
-    monkeypatch.setattr(mooncake.HandedQueue, "get", lambda self: self._queue.get())
+    monkeypatch.setattr(transfers.HandedQueue, "get", lambda self: self._queue.get())
     extra = {"config": {"draft_transfer": "packed"}, "failed_rooms_stay_clean": True}
     outcome = run(
         Case(prefill_tp, decode_tp, draft_window=window, requests=(Request(50),), extra=extra)

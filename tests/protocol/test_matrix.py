@@ -8,6 +8,8 @@ import pytest
 from rig.model import Cache, Case, Request
 from rig.ring import Outcome, run
 
+pytestmark = pytest.mark.transports(every=8)
+
 SIZES = (1, 2, 4, 8)
 DRAFTS = {
     "gqa1": Cache("mha", heads=1, k_bytes=6, v_bytes=10),

@@ -6,6 +6,8 @@ import pytest
 from rig.model import Case
 from rig.ring import Outcome, run
 
+pytestmark = pytest.mark.transports(every=3)
+
 PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 
 

@@ -13,6 +13,8 @@ import pytest
 from rig.model import Cache, Case, Request
 from rig.ring import run
 
+pytestmark = pytest.mark.transports(every=4)
+
 SAMPLE, WIDE = 16, 400
 SIZES = (1, 2, 4, 8)
 

@@ -18,6 +18,8 @@ from rig.rank import Rank
 from rig.releases import Releases
 from rig.ring import run
 
+pytestmark = pytest.mark.transports(every=2)
+
 WRITES_S = 1.0
 
 

@@ -17,6 +17,7 @@ from types import FunctionType
 
 import sglang_mixkv
 from sglang_mixkv.engine import releases
+from sglang_mixkv.engine.backends import BACKENDS, classes
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
 SOURCES = [
@@ -28,9 +29,7 @@ SOURCES = [
 
 def our_classes(module: str = "") -> list[type]:
     """What get_kv_class hands out; with a module, those that are made of its classes."""
-    from sglang_mixkv.engine.mooncake import CLASSES
-
-    found = list(CLASSES.values())
+    found = [made for backend in BACKENDS for made in classes(backend).values()]
     return [c for c in found if not module or module in {owner.__module__ for owner in c.__mro__}]
 
 
@@ -59,8 +58,6 @@ def overridden() -> Iterator[str | None]:
 
 def carried(node: ast.expr, module: str) -> list[type]:
     """Our classes that an expression can be an instance of."""
-    from sglang_mixkv.engine.mooncake import CLASSES
-
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
         return our_classes(module)
     name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
@@ -68,7 +65,7 @@ def carried(node: ast.expr, module: str) -> list[type]:
         return our_classes(module)
     carriers = {"mgr": "manager", "kv_mgr": "manager", "manager": "manager", "receiver": "receiver"}
     name = name.removeprefix("_")
-    return [CLASSES[carriers[name]]] if name in carriers else []
+    return [classes(b)[carriers[name]] for b in BACKENDS] if name in carriers else []
 
 
 def called(source: str, module: str) -> Iterator[str | None]:
@@ -131,6 +128,7 @@ def test_an_unlisted_use_is_found() -> None:
     )
     found = set(called(source, "sglang_mixkv.engine.receiver")) - {None}
     assert {seam.rpartition(":")[2] for seam in found} == {
+        "BaseKVManager.teardown",
         "MooncakeKVManager.teardown",
         "CommonKVReceiver.failure_exception",
         "CommonKVReceiver.ensure_abort_notified",

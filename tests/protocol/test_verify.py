@@ -16,6 +16,8 @@ from sglang_mixkv.config import Config
 from sglang_mixkv.decode.source import Sizes
 from sglang_mixkv.errors import MixKVError
 
+pytestmark = pytest.mark.transports(every=4)
+
 REQUESTS = (Request(23), Request(8, chunk_pages=1), Request(9, prefix_pages=1, chunk_pages=2))
 VERIFY = {"verify": "checksum"}
 SHAPES = {
@@ -124,7 +126,7 @@ def test_without_digests_nothing_starts() -> None:
     """A digest that is lost fails the request: nothing is taken for verified."""
 
     def lose(rank: Rank) -> None:
-        rank.manager._tell = lambda *_: None
+        rank.manager.send_digest = lambda *_: None
 
     outcome = run(verified("P2-D1", faults={("prefill", 1): lose}))
     assert outcome.decode[0].status == ["failed"] * 3

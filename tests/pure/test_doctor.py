@@ -12,7 +12,7 @@ from importlib import metadata
 import pytest
 
 from sglang_mixkv import config
-from sglang_mixkv.tools import doctor, doctor_transfer
+from sglang_mixkv.tools import doctor, doctor_memory, doctor_transfer
 from sglang_mixkv.tools import doctor_checks as checks
 from sglang_mixkv.tools.doctor_checks import Finding
 
@@ -89,7 +89,7 @@ def test_versions_missing_and_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     found = problems(list(checks.versions()))
     assert len(found) == 2
     assert "expected SGLang 0.5.23" in found[0]
-    assert "Mooncake is not installed" in found[1]
+    assert "neither Mooncake nor NIXL is installed" in found[1]
 
 
 def test_a_missing_library_names_its_package() -> None:
@@ -145,7 +145,7 @@ def test_split_address() -> None:
 def test_nobody_there_is_a_problem() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(doctor_transfer.TransferFailed, match="no connection"):
+    with pytest.raises(doctor_memory.TransferFailed, match="no connection"):
         doctor_transfer.send("127.0.0.1", port)
 
 
@@ -158,7 +158,7 @@ def test_a_stranger_is_told_so() -> None:
     def serve() -> None:
         try:
             doctor_transfer.listen(port, "127.0.0.1", 10)
-        except doctor_transfer.TransferFailed as error:
+        except doctor_memory.TransferFailed as error:
             failures.append(str(error))
 
     thread = threading.Thread(target=serve)
@@ -179,10 +179,11 @@ def test_a_stranger_is_told_so() -> None:
     assert failures == [reply["failed"]]
 
 
-def test_a_real_transfer_between_two_processes() -> None:
-    if importlib.util.find_spec("mooncake") is None:
-        pytest.skip("Mooncake is not installed")
-    blocks = doctor_transfer.loopback()
+@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
+def test_a_real_transfer_between_two_processes(backend: str) -> None:
+    if importlib.util.find_spec(backend) is None:
+        pytest.skip(f"{backend} is not installed")
+    blocks = doctor_transfer.loopback(backend)
     assert [(block["bytes"], block["first_wrong"]) for block in blocks] == [
         (64 << 10, -1),
         (4 << 20, -1),
@@ -195,10 +196,10 @@ def test_a_real_transfer_between_two_processes() -> None:
 
 def run(monkeypatch: pytest.MonkeyPatch, blocks: list[dict[str, float]], *argv: str) -> int:
     """The doctor with this transfer; on a host where everything else is right."""
-    monkeypatch.setattr(doctor_transfer, "loopback", lambda: blocks)
+    monkeypatch.setattr(doctor_transfer, "loopback", lambda _: blocks)
     for name in ("versions", "entry_point", "environment", "libraries"):
         monkeypatch.setattr(checks, name, list)
-    return doctor.main(["--no-seams", *argv])
+    return doctor.main(["--no-seams", "--backend", "mooncake", *argv])
 
 
 def test_exit_status_and_text(
@@ -224,9 +225,9 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 
 def test_a_failed_transfer_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise doctor_transfer.TransferFailed("no route")
+    def fail(_: str) -> None:
+        raise doctor_memory.TransferFailed("no route")
 
     args = argparse.Namespace(listen=None, peer=None)
     monkeypatch.setattr(doctor_transfer, "loopback", fail)
-    assert problems(list(doctor.transfer_findings(args))) == ["no route"]
+    assert problems(list(doctor.transfer_findings(args, "mooncake"))) == ["no route"]

@@ -14,6 +14,7 @@ FACTS = Facts(
 )  # fmt: skip
 
 CHANGES = {
+    "backend": "nixl",
     "engine": "0.5.24",
     "page_size": 1,
     "kv_cache_dtype": "fp8_e4m3",

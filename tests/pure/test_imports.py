@@ -13,7 +13,7 @@ import pytest
 import sglang_mixkv
 
 ROOT = Path(sglang_mixkv.__file__).parent
-HEAVY = {"sglang", "torch", "triton", "mooncake", "sgl_kernel"}
+HEAVY = {"sglang", "torch", "triton", "mooncake", "nixl", "sgl_kernel"}
 
 # What both ranks decide with.
 DECIDES = {
@@ -33,14 +33,16 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "protocol/": ({"msgspec", "numpy"}, {"errors", "kv", "protocol"}),
     "rows/": ({"numpy"}, {"kv", "rows"}),
     "rows/cuda.py": ({"numpy", "torch", "triton"}, {"errors", "rows"}),
-    "transport/": (set(), {"kv", "transport"}),
+    "transport/": ({"numpy"}, {"kv", "transport"}),
     "prefill/": ({"msgspec", "numpy"}, {"prefill", *DECIDES}),
     "decode/": ({"numpy"}, {"decode", *DECIDES}),
     "engine/": (
         {"aiohttp", "requests", "sglang", "zmq"},
-        {"", "decode", "engine", "prefill", "refusals", "transport.mooncake", *DECIDES},
+        {"", "decode", "engine", "prefill", "refusals", "transport.mooncake", "transport.nixl",
+         *DECIDES},
     ),
-    "engine/releases.py": (set(), {"config", "protocol"}),  # SGLang by name
+    "engine/releases.py": (set(), {"config", "engine.seams", "protocol"}),  # SGLang by name
+    "engine/seams.py": (set(), set()),
     "plugin.py": (set(), {"config", "cpu", "engine", "refusals"}),
     "cpu/": (set(), {"cpu"}),
     "cpu/kernels/": ({"torch"}, set()),
@@ -58,11 +60,11 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
 # What may be imported inside a function, since the module itself has to load without it.
 LAZY = {
     "plugin.py": {"sglang"},
-    "cpu/support.py": {"sgl_kernel", "sglang"},
+    "cpu/support.py": {"nixl", "sgl_kernel", "sglang"},
     "engine/metrics.py": {"prometheus_client"},
     "engine/rdma.py": {"mooncake"},
     "engine/sides.py": {"sglang_mixkv.rows.cuda"},
-    "tools/doctor_transfer.py": {"mooncake"},
+    "tools/doctor_memory.py": {"mooncake", "nixl"},
     "tools/plan_flags.py": {"yaml"},
 }
 

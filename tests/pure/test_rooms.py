@@ -18,6 +18,7 @@ from sglang_mixkv.decode.registrations import Registrations
 from sglang_mixkv.prefill import peers
 from sglang_mixkv.prefill.rooms import MEMORY_S, Rooms, State
 from sglang_mixkv.protocol.frames import Address
+from sglang_mixkv.protocol.framing import Framing
 from sglang_mixkv.protocol.messages import Metadata
 
 ROOM = 7
@@ -170,7 +171,7 @@ def test_a_verdict_on_an_ended_room_has_the_rank_register_again(
 ) -> None:
     """SGLang fails a request on all ranks when one has failed; each rank registers by itself."""
     rooms, registrations = decode.Rooms(), Registrations()
-    gate = Gate(rooms, registrations, mock.Mock(), True, (), ())
+    gate = Gate(rooms, registrations, mock.Mock(), True, (), (), Framing())
     registrations.told("host:1", ("host", 2), (0, 0))
     rooms.end(rooms.begin(ROOM, mock.Mock(address="host:1", contacted={0})))
     assert gate.may_pass([b"%d" % ROOM, b"0", b"%d" % rank, reason])

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import zmq
+from rig import wire
 from rig.memory import RankReport
 from rig.model import Case, Request
 from rig.rank import NOT_YET, Rank, stock_class
@@ -66,7 +67,8 @@ def case(prefill_tp: int = 2, decode_tp: int = 1, chunked: bool = False, **extra
 class Fault:
     """`name`: what goes wrong; `how`: how that is brought about; `ends`: how the request ends
     on the decode side ("either": depends on the moment); `words`: part of the reason; `next_too`:
-    the second fails as well; `remains`: tables in which a copy may wait for its reaping."""
+    the second fails as well; `remains`: tables in which a copy may wait for its reaping;
+    `backend`: the one that it is tried on, if not on all."""
 
     group: str
     name: str
@@ -76,6 +78,7 @@ class Fault:
     words: str = ""
     next_too: bool = False
     remains: tuple[str, ...] = ()
+    backend: str = ""
 
     def __str__(self) -> str:
         return f"{self.group}: {self.name}"
@@ -207,7 +210,11 @@ def overflow(rank: Rank) -> None:
 
 def no_staging_memory(rank: Rank) -> None:
     """The transport cannot register one byte more."""
-    rank.plugin.transport.engine.batch_register = lambda *_: -1
+
+    def register(address: int, size: int) -> None:
+        raise MemoryError(f"registering {size} bytes returned -1")
+
+    rank.plugin.transport.register = register
 
 
 # ---------------------------------------------------------------- messages
@@ -293,20 +300,28 @@ def registers_while_sending() -> Case:
     return case(chunked=True, faults={**faults, ("decode", 0): registers_again}, send=hold_the_rest)
 
 
-def frame(index: int, value: bytes) -> Callable[[list[bytes]], list[list[bytes]]]:
+def frame(name: str, value: bytes) -> Callable[[list[bytes]], list[list[bytes]]]:
     """One frame of the message replaced."""
-    return lambda m: [[*m[:index], value, *m[index + 1 :]]]
+    return lambda m: [wire.replaced(m, name, value)]
 
 
 def elsewhere(message: list[bytes]) -> list[list[bytes]]:
     """KV pointers that no buffer of the decode rank contains."""
-    pointers = np.frombuffer(message[4], np.uint64) + np.uint64(1 << 40)
-    return frame(4, pointers.tobytes())(message)
+    pointers = np.frombuffer(wire.named(message, "kv_ptrs"), np.uint64) + np.uint64(1 << 40)
+    return frame("kv_ptrs", pointers.tobytes())(message)
 
 
 def longer_items(message: list[bytes]) -> list[list[bytes]]:
-    lengths = np.frombuffer(message[19], np.uint64) * np.uint64(2)
-    return frame(19, lengths.tobytes())(message)
+    lengths = np.frombuffer(wire.named(message, "kv_item_lens"), np.uint64) * np.uint64(2)
+    return frame("kv_item_lens", lengths.tobytes())(message)
+
+
+def fewer_pointers(message: list[bytes]) -> list[list[bytes]]:
+    return frame("kv_ptrs", wire.named(message, "kv_ptrs")[8:])(message)
+
+
+def with_grant(extension: bytes) -> Callable[[list[bytes]], list[list[bytes]]]:
+    return lambda m: [[*wire.stock(m), extension]]
 
 
 def other_protocol(message: list[bytes]) -> list[list[bytes]]:
@@ -315,45 +330,61 @@ def other_protocol(message: list[bytes]) -> list[list[bytes]]:
 
 REGISTRATIONS: dict[str, tuple[str, Callable[[list[bytes]], list[list[bytes]]], str]] = {
     "lost": ("never sent", lambda m: [], "its registration never arrived"),
-    "cut short": ("15 of 21 frames", lambda m: [m[:15]], "registration of 15 frames"),
-    "two frames": ("2 of 21 frames: ends stock's thread", lambda m: [m[:2]], "never arrived"),
+    "cut short": ("without its last 6 frames", lambda m: [m[:-6]], "registration of"),
+    "two frames": ("its first 2 frames: ends stock's thread", lambda m: [m[:2]], "never arrived"),
     "extension cut": ("3 bytes off the last frame", lambda m: [[*m[:-1], m[-1][:-3]]], "malformed"),
     "other protocol": ("version 99 in the extension", other_protocol, "protocol 99"),
-    "random bytes": ("33 random bytes as state pointers", frame(6, os.urandom(33)), "was rejected"),
-    "no number": ("'many' as the attention-TP size", frame(8, b"many"), "is not a number"),
+    "random bytes": (
+        "33 random bytes as state pointers",
+        frame("state_ptrs", os.urandom(33)),
+        "was rejected",
+    ),
+    "no number": (
+        "'many' as the attention-TP size",
+        frame("attn_tp_size", b"many"),
+        "is not a number",
+    ),
     "pointers missing": (
         "one KV pointer less than lengths",
-        lambda m: [[*m[:4], m[4][8:], *m[5:]]],
+        fewer_pointers,
         "as many pointers as item lengths",
     ),
     "wrong pointers": ("KV pointers + 1 TiB", elsewhere, "Failed to send kv chunk"),
     "wrong lengths": ("KV item lengths x 2", longer_items, "bytes per token"),
-    "one frame more": ("a 22nd frame", lambda m: [[*m, b"more"]], "registration of 22 frames"),
-    "wrong rank": ("rank 7 of 1", frame(7, b"7"), "attention-TP rank is 7"),
+    "one frame more": ("a frame behind its last", lambda m: [[*m, b"more"]], "registration of"),
+    "wrong rank": ("rank 7 of 1", frame("attn_tp_rank", b"7"), "attention-TP rank is 7"),
 }
 
 METADATA: dict[str, tuple[str, Callable[[list[bytes]], list[list[bytes]]], str]] = {
     "lost": ("never sent", lambda m: [], "timed out"),
-    "without a room": ("'room' as the room number", frame(0, b"room"), "timed out"),
-    "cut short": ("5 of 10 frames", lambda m: [m[:5]], "frames"),
+    "without a room": ("'room' as the room number", frame("room", b"room"), "timed out"),
+    "cut short": ("its first 5 frames", lambda m: [m[:5]], "frames"),
     "more frames": ("two frames more", lambda m: [[*m, b"more", b"yet more"]], "frames"),
     "pages outside": (
         "page 1,048,576",
-        frame(4, np.array([1 << 20, 2, 3], np.int32).tobytes()),
+        frame("pages", np.array([1 << 20, 2, 3], np.int32).tobytes()),
         "of a pool of",
     ),
-    "pages negative": ("page -5", frame(4, np.array([-5, 2, 3], np.int32).tobytes()), "pool of"),
-    "aux row outside": ("row 99,999", frame(5, b"99999"), "aux row 99999"),
-    "other number of ranks": ("3 decode ranks instead of 1", frame(7, b"3"), "shared by 3"),
+    "pages negative": (
+        "page -5",
+        frame("pages", np.array([-5, 2, 3], np.int32).tobytes()),
+        "pool of",
+    ),
+    "aux row outside": ("row 99,999", frame("aux_index", b"99999"), "aux row 99999"),
+    "other number of ranks": (
+        "3 decode ranks instead of 1",
+        frame("required", b"3"),
+        "shared by 3",
+    ),
     "foreign grant": (
         "a region at address 4,096",
-        lambda m: [[*m[:10], b"MIXKV\x00\x01\x92\xcd\x10\x00\x01"]],
+        with_grant(b"MIXKV\x00\x01\x92\xcd\x10\x00\x01"),
         "a region of",
     ),
-    "random grant": ("40 random bytes as the grant", lambda m: [[*m[:10], os.urandom(40)]], ""),
+    "random grant": ("40 random bytes as the grant", with_grant(os.urandom(40)), ""),
     "grant of another version": (
         "version 99 in the grant",
-        lambda m: [[*m[:10], b"MIXKV\x00\x63\x92\x01\x01"]],
+        with_grant(b"MIXKV\x00\x63\x92\x01\x01"),
         "protocol 99",
     ),
 }
@@ -387,6 +418,11 @@ NOISE = [
     [b"100", b"x", b"0"],
     [b"None", b"127.0.0.1"],
     [b"\xff\xfe", b"\x80" * 9],
+    [b"NixlMsgGuard"],
+    [b"NixlMsgGuard", b"None", b"127.0.0.1"],
+    [b"NixlMsgGuard", b"x", b"", b"", b"", b""],
+    [b"KV_STATUS"],
+    [b"KV_STATUS", b"100", b"x", b"0"],
     [b"5" * 30, b"4", b"0"],
     *([os.urandom(n) for n in sizes] for sizes in ([3], [9, 1], [1] * 10, [2] * 20, [4] * 21)),
 ]
@@ -688,7 +724,7 @@ def _transport() -> Iterator[Fault]:
         yield Fault(
             group, f"engine of the {name} sender stuck for good",
             "4 x 8,000 ranges in flight at once, past SGLang's engine's limit",
-            _prefill_fault(rank, overflow), words=words,
+            _prefill_fault(rank, overflow), words=words, backend="mooncake",
         )  # fmt: skip
     for name, how, inject in (
         ("is rejected", "transfer_submit_write returns 0", rejected),
@@ -700,7 +736,7 @@ def _transport() -> Iterator[Fault]:
                 1, 2, faults={("prefill", 0): inject}, small_rounds=True,
                 config={"draft_transfer": "packed"},
             ),
-            words=words,
+            words=words, backend="mooncake",
         )  # fmt: skip
     yield Fault(
         group, "no memory for decode's staging buffer", "registering it fails; slices by page",

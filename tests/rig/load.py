@@ -26,6 +26,8 @@ def load_sglang() -> None:
     for module in (
         "sglang.srt.disaggregation.mooncake",
         "sglang.srt.disaggregation.decode",
+        "sglang.srt.disaggregation.nixl",
         "sglang_mixkv.engine.mooncake",
+        "sglang_mixkv.engine.nixl",
     ):
         importlib.import_module(module)

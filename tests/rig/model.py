@@ -11,6 +11,9 @@ from typing import Any
 
 import numpy as np
 
+BACKEND = "mooncake"
+"""SGLang's transfer backend of cases that do not name one."""
+
 
 @dataclass(frozen=True)
 class Cache:
@@ -68,6 +71,7 @@ class Case:
     target_window: int = 0  # the target has one more layer, with this window, in an SWAKVPool
     draft_window: int = 0
     decode_radix: bool = False
+    backend: str = field(default_factory=lambda: BACKEND)
     prefill_mixkv: bool = True
     decode_mixkv: bool = True
     seed: int = 0
@@ -77,7 +81,8 @@ class Case:
     def __str__(self) -> str:
         draft = self.draft and (f"{self.draft.kind}{self.draft.heads}")
         hybrid = "hybrid-" if self.hybrid else ""
-        return f"{hybrid}{self.target.kind}+{draft}-P{self.prefill_tp}-D{self.decode_tp}"
+        nixl = "nixl-" if self.backend == "nixl" else ""
+        return f"{nixl}{hybrid}{self.target.kind}+{draft}-P{self.prefill_tp}-D{self.decode_tp}"
 
     def cache(self, name: str) -> Cache | None:
         """The cache of that name. SGLang sends the target's layer with a `window`, and the index

@@ -19,6 +19,7 @@ from rig.memory import Memory
 from rig.model import Case
 from rig.releases import Releases
 
+from sglang_mixkv.kv.ranges import Blocks
 from sglang_mixkv.prefill import packing as packed
 
 LIMIT_S = 60
@@ -38,9 +39,6 @@ class Rank(Memory):
         self.allocate()
 
     def _publish(self, tp_rank: int) -> None:
-        from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
-            init_mooncake_transfer_engine,
-        )
         from sglang.srt.runtime_context import get_parallel, publish
         from sglang.srt.server_args import ServerArgs
 
@@ -56,7 +54,8 @@ class Rank(Memory):
             page_size=case.page_size,
             device=case.extra.get("device"),
             disaggregation_mode=self.side,
-            disaggregation_transfer_backend="mooncake",
+            disaggregation_transfer_backend=case.backend,
+            device="cpu",
             disaggregation_bootstrap_port=self.ports[self.server],
             disaggregation_decode_enable_radix_cache=case.decode_radix and self.side == "decode",
             enable_metrics=case.extra.get("metrics", False),
@@ -71,7 +70,8 @@ class Rank(Memory):
             attn_dp_rank=self.dp_rank, attn_cp_rank=0, moe_ep_rank=0, dp_rank=None,
             pp_group=self._pp_group(),
         )  # fmt: skip
-        init_mooncake_transfer_engine(hostname="127.0.0.1")
+        if case.backend == "mooncake":
+            start_mooncake()
 
     def _pp_group(self) -> Any:
         per_stage = self.tp * self.dp_size
@@ -136,7 +136,7 @@ class Rank(Memory):
         from sglang.srt.runtime_context import get_server_args
 
         def kv_class(kind: KVClassType) -> Any:
-            return get_kv_class(TransferBackend.MOONCAKE, kind)
+            return get_kv_class(TransferBackend(self.case.backend), kind)
 
         if self.side in self.case.extra.get("package", {}):
             self.kv_class = importlib.import_module("sglang_mixkv.managers").CLASSES
@@ -171,7 +171,10 @@ class Rank(Memory):
         """Put `change(real)` in the place of the call that each write of this rank waits for:
         (session, source addresses, destinations, lengths) -> code."""
         transport = self.plugin.transport
-        transport.transfer = change(transport.transfer)
+        if self.case.backend == "mooncake":
+            transport.transfer = change(transport.transfer)
+        else:
+            transport.write = over_nixl(transport, change)
 
     # -- requests
 
@@ -332,6 +335,32 @@ class Rank(Memory):
         receiver = self.kv_class["receiver"](self.manager, address, self.rooms()[number])
         receiver.init(self.case.turn(number) % self.case.prefill_dp)
         return receiver
+
+
+def start_mooncake() -> None:
+    """SGLang makes the engine before the managers."""
+    from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+        init_mooncake_transfer_engine,
+    )
+
+    init_mooncake_transfer_engine(hostname="127.0.0.1")
+
+
+def over_nixl(transport: Any, change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """NIXL's `write`, each of which is waited for in a call that `change` may change."""
+    from sglang_mixkv.transport.nixl import Code, Ended
+
+    write = transport.write
+
+    def transfer(session: str, *columns: list[int]) -> int:
+        return transport.wait(write(session, Blocks(*(np.array(c, np.int64) for c in columns))))
+
+    changed = change(transfer)
+
+    def changed_write(session: str, blocks: Blocks, *, overlap: bool = False) -> Ended:
+        return Ended(Code(changed(session, *blocks.lists())))
+
+    return changed_write
 
 
 def take_package(folder: Path) -> None:

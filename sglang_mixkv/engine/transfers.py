@@ -1,0 +1,140 @@
+"""What SGLang's backends have in common on a prefill rank: chunks from the scheduler to the
+transfer threads, and what follows the last one.
+
+Each backend's own module says which of SGLang's methods send what (mooncake.py, nixl.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+from sglang.srt.utils.network import NetworkAddress
+
+from sglang_mixkv.engine.manager import SidedManager
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.kv.ranges import Blocks, row_blocks
+from sglang_mixkv.prefill.hands import Hands, Task
+from sglang_mixkv.prefill.rank import PrefillRank
+from sglang_mixkv.protocol.extension import encode
+
+logger = logging.getLogger(__name__)
+
+
+Events = dict[tuple[int, int], Any]
+
+
+class Ended(dict[str, Any]):
+    """The decode ranks of a room that has ended: none, and none of them is the last."""
+
+    def __missing__(self, session: str) -> Any:
+        return SimpleNamespace(required_dst_info_num=-1)
+
+
+class TransferInfos(dict[int, Any]):
+    """SGLang's table of decode ranks by room. Its control thread looks a room up several times
+    while it reads metadata, and would end with a KeyError when the scheduler clears the room in
+    between."""
+
+    def __missing__(self, room: int) -> dict[str, Any]:
+        return Ended()
+
+
+class HandedQueue:
+    """SGLang's transfer queue; what a thread takes is what its hands work on. `events`: by room
+    and first page, what a chunk has to wait for."""
+
+    def __init__(self, queue: Any, hands: Hands, events: Events | None = None) -> None:
+        self._queue, self._hands = queue, hands
+        self._events = {} if events is None else events
+
+    def get(self) -> Any:
+        self._hands.task = None
+        chunk = self._queue.get()
+        if chunk is not None:
+            start, pages = chunk.index_slice.start or 0, len(chunk.prefill_kv_indices)
+            written = self._events.pop((chunk.room, start), None)
+            self._hands.task = Task(chunk.room, start, pages, written)
+        return chunk
+
+    def put(self, chunk: Any) -> None:
+        self._queue.put(chunk)
+
+
+class TransferringManager(SidedManager):
+    """A manager whose transfer threads each have their hands."""
+
+    def take_hands(self, side: PrefillRank, most_pages: int) -> Hands:
+        """For the transfer thread that calls this. `most_pages`: see ChunkWriter."""
+        threads = max(1, len(self.transfer_queues))
+        self._thread.hands = hands = side.hands(threads, most_pages)
+        return hands
+
+    @property
+    def _hands(self) -> Hands | None:
+        """This thread's. SGLang passes no room to send_kvcache, so its chunk is kept per
+        thread; a side that finds none refuses the chunk."""
+        hands: Hands | None = getattr(self._thread, "hands", None)
+        return hands
+
+    def add_transfer_request(
+        self, bootstrap_room: int, kv_indices: Any, index_slice: slice, is_last_chunk: bool,
+        aux_index: int | None = None, state_indices: Any = None, num_kv_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> None:  # fmt: skip
+        """Without lookahead pages; a chunk that does not line up fails its room."""
+        if self.prefill is not None:
+            try:
+                count = self.prefill.pages_to_send(
+                    bootstrap_room, len(kv_indices), index_slice.start, num_kv_tokens,
+                    last=is_last_chunk,
+                )  # fmt: skip
+            except MixKVError as error:
+                reason = f"sglang-mixkv refuses to send room {bootstrap_room}: {error}"
+                self.prefill.fail(bootstrap_room, reason)
+                return
+            kv_indices = kv_indices[:count]
+            index_slice = slice(index_slice.start, index_slice.start + count)
+        super().add_transfer_request(
+            bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices,
+            num_kv_tokens, **kwargs,
+        )  # fmt: skip
+
+    def send_digest(self, side: PrefillRank, session: str, room: int) -> None:
+        """To a decode rank that asked for checksums; it fails the request if they are lost."""
+        peer = side.peers.get(session) if side.verifies(session) else None
+        digest = side.digest(session, room, self._prefill_unique_rank()) if peer else None
+        if peer is None or digest is None:
+            return
+        address = NetworkAddress(peer.address.endpoint, peer.address.port)
+        try:
+            self._send_multipart_locked(address.to_tcp(), [encode(digest)], is_ipv6=address.is_ipv6)
+        except Exception as error:
+            logger.warning(
+                "[MIXKV-MSG-02] sglang-mixkv: no checksums to %s: %s", address.to_tcp(), error
+            )
+
+    def aux_blocks(
+        self, row: int, dst_ptrs: list[int], dst_row: int, left_out: tuple[int, ...]
+    ) -> Blocks:
+        """Ranges for one row of metadata without these of its buffers, whose length may differ
+        on the decode side."""
+        lens, ptrs = self.kv_args.aux_item_lens, self.kv_args.aux_data_ptrs
+        kept = [i for i in range(len(lens)) if i not in left_out]
+        return row_blocks(
+            [ptrs[i] for i in kept], [dst_ptrs[i] for i in kept], [lens[i] for i in kept],
+            row, dst_row,
+        )  # fmt: skip
+
+    def _init_dcp_pack_buffers_once(self, *args: Any, **kwargs: Any) -> None:
+        """As stock; without the memory, each token is sent as a range of its own."""
+        try:
+            super()._init_dcp_pack_buffers_once(*args, **kwargs)
+        except Exception:
+            if self.side is None:
+                raise
+            logger.exception(
+                "[MIXKV-MEM-01] sglang-mixkv: no buffers to pack for decode context parallelism"
+            )
+            self._dcp_pack_buffers: list[Any] | None = []
