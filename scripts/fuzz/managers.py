@@ -58,7 +58,6 @@ def cases() -> dict[str, Any]:
 
     def packed(config: dict | None = None, **changed: Any) -> Case:
         extra = {"config": {"draft_transfer": "packed", "staging_mb": 1, **(config or {})}}
-        extra["device"] = "cpu"  # SGLang asks for it when a peer has another DCP size
         sizes = {"prefill_tp": 2, "decode_tp": 1} | changed
         return Case(requests=(Request(23), Request(8)), extra=extra, **sizes)
 

@@ -123,7 +123,8 @@ def test_host_indices_are_off_on_the_class_and_below() -> None:
     class Derived(Sender):
         pass
 
-    assert support._without_host_indices(Sender) is None
+    backend, kind = types.SimpleNamespace(value="mooncake"), types.SimpleNamespace(value="sender")
+    assert support._without_device_memory(Sender, backend, kind) is None
     assert not Sender.supports_host_tensor_indices
     assert not Derived.supports_host_tensor_indices
 

@@ -31,6 +31,7 @@ from sglang_mixkv.rows import cuda  # noqa: E402
 def test_the_kernel_copies_as_a_plain_loop_does_in_tritons_interpreter() -> None:
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, __file__], env=env, capture_output=True, text=True, timeout=300
     )

@@ -52,7 +52,6 @@ class Rank(Memory):
             enable_dp_attention=self.dp_size > 1,
             pp_size=self.pp_size,
             page_size=case.page_size,
-            device=case.extra.get("device"),
             disaggregation_mode=self.side,
             disaggregation_transfer_backend=case.backend,
             device="cpu",
