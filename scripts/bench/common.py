@@ -31,7 +31,7 @@ MOONCAKE_ENV = {
     "GLOG_minloglevel": "2",
     "OMP_NUM_THREADS": "1",
 }
-PACKAGES = ("numpy", "torch", "triton", "sglang", "mooncake-transfer-engine-non-cuda")
+PACKAGES = ("numpy", "torch", "triton", "sglang", "mooncake-transfer-engine-non-cuda", "nixl")
 
 
 def options(description: str) -> argparse.ArgumentParser:

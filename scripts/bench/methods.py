@@ -18,22 +18,13 @@ import cases
 import numpy as np
 from cases import Case, page_tables
 from common import Samples, elapsed
-from peer import MIB, Engine, Remote, receiver
+from peer import MIB, Remote, receiver
+from wires import ENGINES, sending
 
 from sglang_mixkv.kv.plan import Copies, Plan
-from sglang_mixkv.kv.ranges import Blocks
 from sglang_mixkv.prefill.hands import PackMemory
 from sglang_mixkv.prefill.writer import Chunk, ChunkWriter, Written
 from sglang_mixkv.rows.host import HostRows, RowCopy
-from sglang_mixkv.transport.mooncake import (
-    WAITED_FOR,
-    Begun,
-    Ended,
-    Engines,
-    InFlight,
-    Mooncake,
-    SharedEngine,
-)
 
 STAGING = 256 * MIB  # the receiver's buffer; the product's default
 PACK = 64 * MIB  # a transfer thread's: the same, over SGLang's four transfer threads
@@ -53,39 +44,18 @@ class TimedRows(HostRows):
         self.pack += time.perf_counter() - start
 
 
-class TimedTransport(Mooncake):
-    """The product's transport. Its engine times what is waited for at once; asynchronous writes
-    count with the wire too, while they begin and while they are waited for."""
-
-    def write(self, session: str, blocks: Blocks, *, overlap: bool = False) -> Ended | Begun:
-        start = time.perf_counter()
-        handle = super().write(session, blocks, overlap=overlap)
-        if isinstance(handle, Begun):
-            self.engine.took(start, len(handle.numbers))
-        return handle
-
-    def wait(self, handle: Ended | Begun) -> int:
-        start = time.perf_counter()
-        code = super().wait(handle)
-        if isinstance(handle, Begun):
-            self.engine.took(start, 0)
-        return code
-
-
 @dataclass
 class Sender:
     """The senders' process: one engine, the receiver at the other end."""
 
     remote: Remote
-    engine: Engine
+    engine: Any
     truth: cases.Bytes
 
     def __post_init__(self) -> None:
         self.sessions, self.pool, self.plain = self.remote.hello()
-        engines, in_flight = Engines(self.engine, Engine), InFlight()
-        self.transport = TimedTransport(engines, in_flight)
+        self.transport, self.shared = sending(self.engine)
         self.transport.register(self.truth.ctypes.data, self.truth.nbytes)
-        self.shared = SharedEngine(engines, self.transport, in_flight)
         self.rows = TimedRows()
         self.stock: Any = None
         self.buffers: dict[int, Any] = {}
@@ -108,9 +78,11 @@ class Sender:
         return cases.plan(case, sender, self.truth.ctypes.data, self.pool)
 
     def load_stock(self) -> None:
-        """SGLang's own manager, as far as it plans, over the same engine."""
+        """SGLang's own Mooncake manager, as far as it plans, over the same engine."""
         from planning import stock_manager
 
+        if self.shared is None:
+            return
         self.stock = stock_manager(self.shared)
         self.stock.kv_args.prefill_end_layer = WHOLE_LAYERS
 
@@ -120,14 +92,14 @@ class Sender:
 
 
 @contextmanager
-def pair(all_cases: list[Case], quick: bool) -> Iterator[Sender]:
+def pair(all_cases: list[Case], quick: bool, backend: str = "mooncake") -> Iterator[Sender]:
     """Sender and receiver with memory for the largest of these cases."""
     truth = cases.make_truth(max(map(plain_or_pools, all_cases)))
     pool = max(map(cases.dst_size, all_cases))
     plain = max(case.bytes * case.requests for case in all_cases)
     staging = 32 * MIB if quick else STAGING
-    with receiver(truth, pool, plain, staging, AT_ONCE) as remote:
-        yield Sender(remote, Engine(), truth)
+    with receiver(backend, truth, pool, plain, staging, AT_ONCE) as remote:
+        yield Sender(remote, ENGINES[backend](), truth)
 
 
 def plain_or_pools(case: Case) -> int:
@@ -147,7 +119,8 @@ class Run:
         self.dst = page_tables(case, "decode")[0]
         self.chunk = Chunk(self.src, self.dst, room_pages=self.dst)
         self.codes: list[int] = []
-        sender.remote.begin(case)
+        for hello in sender.remote.begin(case):
+            sender.engine.meet(hello)
 
     def plain(self, samples: Samples) -> None:
         """One contiguous write of the same bytes."""
@@ -216,8 +189,9 @@ class Run:
         dst = (one.dst + dst_pages * dst_item) + (slots * one.dst_row + one.dst_offset)
         src_list, dst_list = src.reshape(-1).tolist(), dst.reshape(-1).tolist()
         lengths = [int(one.width[0])] * len(src_list)
-        for first in range(0, len(src_list), WAITED_FOR):
-            part = slice(first, first + WAITED_FOR)
+        most = self.sender.engine.most
+        for first in range(0, len(src_list), most):
+            part = slice(first, first + most)
             self._write(src_list[part], dst_list[part], lengths[part])
 
     def stock_target(self, samples: Samples) -> None:

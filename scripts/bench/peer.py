@@ -14,61 +14,16 @@ import numpy as np
 import zmq
 from cases import CANARY, Bytes, Case, dst_draft, dst_places, dst_size, page_tables, wrong_bytes
 from common import MOONCAKE_ENV
+from wires import ENGINES, receiving
 
 from sglang_mixkv.config import Config
 from sglang_mixkv.decode.landing import SCRATCH, Landing
 from sglang_mixkv.decode.slices import Slices
 from sglang_mixkv.rows.host import Buffer, HostRows
 from sglang_mixkv.stats import Stats
-from sglang_mixkv.transport.mooncake import Engines, Mooncake
 
 ANSWER_MS = 120_000
 MIB = 1 << 20
-
-
-class Engine:
-    """A Mooncake engine with what is used of SGLang's MooncakeTransferEngine.
-
-    `wire`: seconds spent in waiting for writes; `descriptors` counts their ranges.
-    """
-
-    def __init__(self) -> None:
-        from mooncake.engine import TransferEngine
-
-        self.engine = TransferEngine()
-        if self.engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
-            raise RuntimeError("Mooncake could not be initialised")
-        self.session = f"127.0.0.1:{self.engine.get_rpc_port()}"
-        self.reset()
-
-    def reset(self) -> None:
-        self.wire, self.descriptors = 0.0, 0
-
-    def batch_register(self, addresses: list[int], lengths: list[int]) -> int:
-        return int(self.engine.batch_register_memory(addresses, lengths))
-
-    def batch_transfer_sync(
-        self, session: str, src: list[int], dst: list[int], lengths: list[int]
-    ) -> int:
-        start = time.perf_counter()
-        code = int(self.engine.batch_transfer_sync_write(session, src, dst, lengths))
-        self.took(start, len(lengths))
-        return code
-
-    def took(self, start: float, ranges: int) -> None:
-        self.wire += time.perf_counter() - start
-        self.descriptors += ranges
-
-
-class Listening:
-    """The engines of one rank as the one that memory is registered with."""
-
-    def __init__(self, engines: list[Engine]) -> None:
-        self._engines = engines
-
-    def batch_register(self, addresses: list[int], lengths: list[int]) -> int:
-        codes = [engine.batch_register(addresses, lengths) for engine in self._engines]
-        return next((code for code in codes if code), 0)
 
 
 class ScratchOnly(HostRows):
@@ -83,20 +38,22 @@ class ScratchOnly(HostRows):
 class Receiver:
     """Answers one command at a time; each is a method."""
 
-    def __init__(self, truth: Bytes, pool: int, plain: int, staging: int, peers: int) -> None:
+    def __init__(
+        self, backend: str, truth: Bytes, pool: int, plain: int, staging: int, peers: int
+    ) -> None:
         self.truth = truth
         self.pool, self.plain = np.empty(pool, np.uint8), np.empty(max(1, plain), np.uint8)
-        self.engines = [Engine() for _ in range(peers)]
-        listening = Listening(self.engines)
-        memory = [self.pool, self.plain]
-        listening.batch_register([m.ctypes.data for m in memory], [m.nbytes for m in memory])
+        self.engines = [ENGINES[backend]() for _ in range(peers)]
+        transport = receiving(backend, self.engines)
+        for memory in (self.pool, self.plain):
+            transport.register(memory.ctypes.data, memory.nbytes)
         config = Config(staging_mb=staging // MIB)
         self.landings = {
             "region": Landing(HostRows(), config, Stats("decode")),
             "by page": Landing(ScratchOnly(), config, Stats("decode")),
         }
         for landing in self.landings.values():
-            landing.connect(Mooncake(Engines(listening, Engine), None))
+            landing.connect(transport)
         self.case: Case | None = None
         self.heard = 0.0
 
@@ -105,11 +62,12 @@ class Receiver:
         sessions = [engine.session for engine in self.engines]
         return sessions, self.pool.ctypes.data, self.plain.ctypes.data
 
-    def begin(self, case: Case) -> None:
-        """Its prefill ranks are about to register: memory is taken."""
+    def begin(self, case: Case) -> list[bytes]:
+        """Its prefill ranks are about to register: memory is taken. What they need to know."""
         self.case = case
         for landing in self.landings.values():
             landing.prepare(self._slices(False), self._slices(True))
+        return [engine.hello for engine in self.engines]
 
     def clear(self) -> None:
         self.pool[: dst_size(self._case())].fill(CANARY)
@@ -185,10 +143,12 @@ class Remote:
 
 
 @contextmanager
-def receiver(truth: Bytes, pool: int, plain: int, staging: int, peers: int = 1) -> Iterator[Remote]:
+def receiver(
+    backend: str, truth: Bytes, pool: int, plain: int, staging: int, peers: int = 1
+) -> Iterator[Remote]:
     """A receiver in a process of its own. Sizes in bytes; `peers`: engines it listens with.
 
-    Must be entered before this process makes a Mooncake engine: the process is forked.
+    Must be entered before this process makes an engine: the process is forked.
     """
     context = zmq.Context()
     socket = context.socket(zmq.REQ)
@@ -197,7 +157,7 @@ def receiver(truth: Bytes, pool: int, plain: int, staging: int, peers: int = 1) 
     port = socket.bind_to_random_port("tcp://127.0.0.1")
     process = mp.get_context("fork").Process(
         target=_serve,
-        args=(f"tcp://127.0.0.1:{port}", truth, pool, plain, staging, peers),
+        args=(f"tcp://127.0.0.1:{port}", backend, truth, pool, plain, staging, peers),
         daemon=True,
     )
     process.start()

@@ -1,4 +1,4 @@
-"""Draft slices over Mooncake TCP: packed, direct and stock's way, against one plain write.
+"""Draft slices over Mooncake TCP or NIXL: packed, direct and stock's way, against one plain write.
 
 Two processes on loopback. The sender's process runs the product's ChunkWriter for each
 sender in turn (their times add up: real senders would overlap), the receiver's runs the
@@ -47,6 +47,7 @@ from common import (
     worst,
 )
 from methods import AT_ONCE, STAGING, WHOLE_LAYERS, Run, Sender, pair
+from wires import ENGINES
 
 from sglang_mixkv.kv.plan import Copies, Plan
 from sglang_mixkv.prefill.writer import Chunk
@@ -326,6 +327,8 @@ def parse() -> argparse.Namespace:
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name has this regex")
     parser.add_argument("--parts", default="slices,whole,at_once", help="which to run")
+    parser.add_argument("--backend", choices=ENGINES, default="mooncake",
+                        help="NIXL's own transports are UCX's choice: UCX_TLS")  # fmt: skip
     parser.add_argument("--busy", choices=BUSY, help="beside another thread of the sender's: one "
                         "that polls as a scheduler does, or never leaves Python")  # fmt: skip
     parser.add_argument("--merge", nargs="+", type=Path, default=[],
@@ -339,7 +342,12 @@ def main() -> None:
         result = merged(arguments.merge)
     else:
         os.environ.update(MOONCAKE_ENV)
-        about = machine()  # its load before anything is measured
+        # Its load before anything is measured.
+        about = {
+            **machine(),
+            "backend": arguments.backend,
+            "ucx_tls": os.environ.get("UCX_TLS", ""),
+        }
         result = Result("transfer", arguments.quick, run_cases(arguments), machine=about)
     result.checks = checks(result.parts)
     result.finish(arguments, lambda pyplot: plot(result, pyplot))
@@ -358,7 +366,7 @@ def run_cases(arguments: argparse.Namespace) -> dict[str, list[Record]]:
     every = [case for found in chosen.values() for case in found]
     if not every:
         raise SystemExit("no case matches")
-    with pair(every, arguments.quick) as sender:
+    with pair(every, arguments.quick, arguments.backend) as sender:
         if chosen["whole"] and not arguments.quick:
             sender.load_stock()
         with beside(BUSY.get(arguments.busy)):

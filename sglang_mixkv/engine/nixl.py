@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -162,12 +162,13 @@ class MixNixlManager(TransferringManager, NixlKVManager):
     def maybe_send_extra(self, peer_name: str, *args: Any, **kwargs: Any) -> Iterable[Any]:
         """State, as stock, by the ranks whose route it is."""
         side, hands = self.prefill, self._hands
-        peer = side.planned(peer_name) if side is not None else None
-        if side is not None and peer is not None:
-            failed = hands is not None and hands.task and side.has_failed(hands.task.room)
-            if failed or not peer.route.sends_state:
-                return ()
-        return super().maybe_send_extra(peer_name, *args, **kwargs)
+        stock = super().maybe_send_extra(peer_name, *args, **kwargs)
+        if side is None or hands is None or hands.task is None:
+            return stock
+        peer = side.planned(peer_name)
+        if peer is not None and (side.has_failed(hands.task.room) or not peer.route.sends_state):
+            return ()
+        return _explained(stock, partial(side.why_failed, peer_name, hands.task.room))
 
     def send_aux(
         self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: list[int], dst_aux_index: int
@@ -276,6 +277,17 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         if notification is not None:
             self._handle_deferred_abort_ack(notification)
         return True
+
+
+def _explained(handles: Iterable[Any], why: Callable[[Exception], str]) -> Iterator[Any]:
+    """Stock's handles of state; where it is laid out otherwise than stock expects, with a reason
+    that says more than its exception. Only what was posted may still arrive."""
+    try:
+        yield from handles
+    except _NixlPostError:
+        raise
+    except Exception as error:
+        raise RuntimeError(why(error)) from error
 
 
 class MixNixlSender(RoomSender, NixlKVSender):

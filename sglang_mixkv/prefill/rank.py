@@ -198,6 +198,10 @@ class PrefillRank:
         )
         return 0
 
+    def why_failed(self, session: str, room: int, error: Exception) -> str:
+        """The reason of a room of which something could not be sent."""
+        return _why(session, room, error)
+
     def why_unsent(self, session: str, room: int, code: int) -> str:
         """The reason of a room that a write of failed, for a peer that may be gone."""
         return f"[MIXKV-SEND-03] Failed to send kv chunk of {room} to {session}: {self._why(code)}"
