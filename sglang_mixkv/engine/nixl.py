@@ -238,7 +238,7 @@ class MixNixlManager(TransferringManager, NixlKVManager):
             else:
                 super()._add_remote_peer(decode_kv_args)
         except Exception as error:
-            logger.exception("sglang-mixkv refuses decode rank %s", session)
+            logger.exception("[MIXKV-PAIR-07] sglang-mixkv refuses decode rank %s", session)
             side.refused_by_sglang(session, f"SGLang's NIXL backend does not take it: {error!r}")
 
     def _renew(self, info: Any) -> None:
