@@ -72,7 +72,7 @@ GUARDS = [
     ("gate-plain", "prefill.peers:Peers.note_unread", nothing, "are outside what"),
     ("gate-plain", "prefill.peer:Peer.check_metadata", nothing, "are outside what"),
     ("gate-no-draft", "prefill.peer:Peer.check_metadata", nothing, "are outside what"),
-    ("gate-plain", "prefill.rank:PrefillRank._check_still_fits", nothing, "are outside what"),
+    ("gate-plain", "prefill.rank:PrefillRank.check_still_fits", nothing, "are outside what"),
     ("gate-plain", "prefill.rooms:Room.may_join", yes, "of a bystander"),
     ("gate-plain", "prefill.rooms:Rooms.close", nothing, "have a sender"),
     ("gate-plain", "prefill.rank:PrefillRank._count", fails, "an error that it did not expect"),
