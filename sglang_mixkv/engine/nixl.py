@@ -30,6 +30,7 @@ from sglang.srt.disaggregation.nixl.conn import (
 )
 
 from sglang_mixkv.engine.bootstrap import AnnouncingBootstrapServer
+from sglang_mixkv.engine.manager import SidedManager
 from sglang_mixkv.engine.receiver import RoomReceiver
 from sglang_mixkv.engine.sender import RoomSender
 from sglang_mixkv.engine.transfers import (
@@ -46,16 +47,11 @@ logger = logging.getLogger(__name__)
 
 
 class GatedSocket:
-    """SGLang's control socket; its thread gets only messages that it may read. `threads`: where
-    that thread enters its name."""
+    """SGLang's control socket; its thread gets only messages that the manager's gate lets pass.
+    `threads`: where that thread enters itself."""
 
-    def __init__(
-        self,
-        socket: Any,
-        may_pass: Callable[[list[bytes]], bool],
-        threads: list[threading.Thread],
-    ) -> None:
-        self._socket, self._may_pass, self._threads = socket, may_pass, threads
+    def __init__(self, socket: Any, manager: SidedManager, threads: list[threading.Thread]) -> None:
+        self._socket, self._manager, self._threads = socket, manager, threads
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._socket, name)
@@ -65,7 +61,7 @@ class GatedSocket:
             self._threads.append(threading.current_thread())
         while True:
             message: list[bytes] = self._socket.recv_multipart()
-            if self._may_pass(message):
+            if self._manager.may_pass(message):
                 return message
 
 
@@ -221,9 +217,7 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         super()._start_decode_listener_thread()
 
     def _gate_socket(self) -> None:
-        self.server_socket: Any = GatedSocket(
-            self.server_socket, self.may_pass, self._worker_threads
-        )
+        self.server_socket: Any = GatedSocket(self.server_socket, self, self._worker_threads)
 
     def _add_remote_peer(self, decode_kv_args: Any) -> None:
         """As stock, which would end its thread for a peer that NIXL does not take; one that

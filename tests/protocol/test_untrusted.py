@@ -240,10 +240,12 @@ def test_registrations_that_would_end_a_thread(what: str) -> None:
     recovered(run(Case(1, 1, hybrid=True, draft=None, extra=extra, **TWO_ROUNDS)))
 
 
-def only_one_request(fault: Callable[[Rank], None], side: str, **kwargs: Any) -> Outcome:
+def only_one_request(
+    fault: Callable[[Rank], None], side: str, when: str = "faults", **kwargs: Any
+) -> Outcome:
     """A request whose peer's last registration is wrong: it fails, and only its own rows were
     written (of its state by the other prefill rank)."""
-    extra = {"faults": {(side, 0): fault}, "send": send_late}
+    extra = {when: {(side, 0): fault}, "send": send_late}
     config = {"config": {"draft_transfer": "packed"}}
     outcome = run(Case(2, 1, requests=(Request(8),), extra=extra | config, **kwargs))
     assert [w for w in outcome.wrong if not ("state" in w and w.endswith("pages [1]"))] == []
@@ -276,21 +278,22 @@ def test_a_room_stays_inside_what_its_peer_registered_last(what: str) -> None:
     changed, kwargs, words = REGISTERED_ANEW[what]
 
     def inject(rank: Rank) -> None:
-        real, kept = rank.manager.may_pass, []
+        manager, kept = rank.kv_class["manager"], []
+        real = manager.may_pass
 
-        def passing(frames: list[bytes]) -> bool:
-            passed = real(frames)
+        def passing(self: Any, frames: list[bytes]) -> bool:
+            passed = real(self, frames)
             first = frames_of.unguarded(frames)[0]
             if first == b"None" and not kept:
                 kept.append(frames)
             elif first == b"100":
                 said = msgspec.structs.replace(wire.decode_extension(kept[0][-1]), **changed)
-                _shout(rank.manager.rank_port, [[*kept[0][:-1], wire.encode(said)]])
+                _shout(self.rank_port, [[*kept[0][:-1], wire.encode(said)]])
             return passed
 
-        rank.manager.may_pass = passing
+        manager.may_pass = passing
 
-    assert words in only_one_request(inject, "prefill", **kwargs).reasons
+    assert words in only_one_request(inject, "prefill", "before", **kwargs).reasons
 
 
 def test_a_prefill_server_has_no_billion_ranks() -> None:
