@@ -175,7 +175,7 @@ def test_draft_kv_dtype_of_its_own() -> None:
         ("", "--kv-cache-dtype fp8_e4m3", "KV cache dtype: prefill has auto"),
         ("", "--speculative-algorithm NONE", "drafter KV: prefill has some, decode has none"),
         ("--use-ray", "", "prefill: --use-ray is not supported"),
-        ("--disaggregation-transfer-backend nixl", "", "other than mooncake is not supported"),
+        ("--disaggregation-transfer-backend mori", "", "other than mooncake and nixl is not"),
         ("--disaggregation-mode decode", "", "two launch lines swapped"),
         ("--pp-size 2", "--pp-size 3", "--pp-size: expected 1 or the prefill's 2"),
         ("", "--disaggregation-enable-kv-checksum", "on one side only"),
