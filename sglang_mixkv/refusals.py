@@ -41,9 +41,9 @@ SINGLE_SERVER: _Rule = (
     "give --disaggregation-mode prefill or decode, or drop --enable-mixkv",
 )
 OTHER_BACKEND: _Rule = (
-    "--disaggregation-transfer-backend other than mooncake and nixl (mori, ascend)",
+    "--disaggregation-transfer-backend other than mooncake and nixl",
     lambda a: a.disaggregation_transfer_backend not in BACKENDS,
-    "use --disaggregation-transfer-backend mooncake or nixl",
+    "use mooncake or nixl on both sides; mori and ascend are not supported",
 )
 
 # The caches below are SGLang 0.5.23's, under srt/mem_cache/.

@@ -1,6 +1,6 @@
 """NIXL: ranges of any number in one write, over an agent that SGLang made.
 
-A write is posted and goes on by itself. It is over when NIXL says so: `check_xfer_state` returns
+A write is posted, and then asynchronous. It is over when NIXL says so: `check_xfer_state` returns
 DONE or ERR, or raises once the connection to the peer is lost. A handle that is released while it
 runs does not stop its write, so one that is given up here ends with a code as well: bytes of it
 may still arrive.

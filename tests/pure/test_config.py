@@ -57,7 +57,7 @@ def test_supported_combination_is_not_refused() -> None:
 
 REFUSED = [
     ({"disaggregation_mode": "null"}, "--disaggregation-mode"),
-    ({"disaggregation_transfer_backend": "mori"}, "mori, ascend"),
+    ({"disaggregation_transfer_backend": "mori"}, "mooncake"),
     ({"use_ray": True}, "--use-ray"),
     ({"enable_pd_role_switch": True}, "--enable-pd-role-switch"),
     ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "prefill_complete"),
