@@ -88,7 +88,7 @@ def test_not_opted_in_starts() -> None:
 
 
 def test_unsupported_combination_does_not_start() -> None:
-    said = in_fork(lambda: resolve("--enable-mixkv", "--disaggregation-transfer-backend", "mori"))
+    said = in_fork(lambda: resolve("--enable-mixkv", "--disaggregation-transfer-backend", "ascend"))
     assert "--disaggregation-transfer-backend other than mooncake and nixl is not supported" in said
 
 
@@ -261,7 +261,7 @@ from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import ServerArgs
 given = dict(model_path="MODEL", device="cpu", attention_backend="torch_native")
 server_args = ServerArgs(**given, disable_overlap_schedule=True, disaggregation_mode="prefill",
-                         disaggregation_transfer_backend="mori")
+                         disaggregation_transfer_backend="ascend")
 server_args.resolve_once()
 from sglang.srt.plugins import load_plugins
 load_plugins()
@@ -281,12 +281,12 @@ def test_an_embedder_that_resolved_before_plugins_were_loaded_stops() -> None:
 
 @pytest.mark.usefixtures("opted_in")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("backend", ["mooncake", "mori"])
+@pytest.mark.parametrize("backend", ["mooncake", "ascend"])
 def test_an_unchecked_process_with_another_backend_stops(kind: str, backend: str) -> None:
     """Whatever it asks for first: by its ServerArgs, or by the backend that it asks for."""
-    said = in_fork(lambda: [serve(disaggregation_transfer_backend="mori"), ask(kind, backend)])
+    said = in_fork(lambda: [serve(disaggregation_transfer_backend="ascend"), ask(kind, backend)])
     assert OTHER in said
-    assert OTHER in in_fork(lambda: [serve(), ask(kind, "mori")])
+    assert OTHER in in_fork(lambda: [serve(), ask(kind, "ascend")])
 
 
 @pytest.mark.usefixtures("opted_in")
@@ -315,7 +315,7 @@ def test_a_supported_process_checks_itself_once(checks: list[Any]) -> None:
 
 @pytest.mark.usefixtures("opted_in")
 def test_the_next_engine_of_a_process_is_checked_anew() -> None:
-    said = in_fork(lambda: [serve(), ask(), serve(disaggregation_transfer_backend="mori"), ask()])
+    said = in_fork(lambda: [serve(), ask(), serve(disaggregation_transfer_backend="ascend"), ask()])
     assert OTHER in said
 
 
@@ -342,7 +342,7 @@ def test_a_manager_checks_the_arguments_that_it_is_given() -> None:
     from sglang.srt.runtime_context import reset_context
     from sglang.srt.server_args import ServerArgs
 
-    args = ServerArgs(model_path="dummy", disaggregation_transfer_backend="mori")
+    args = ServerArgs(model_path="dummy", disaggregation_transfer_backend="ascend")
     assert OTHER in in_fork(lambda: [reset_context(), ask("manager"), build(args)])
 
 
@@ -353,12 +353,12 @@ def test_another_backend_without_published_arguments(caplog: pytest.LogCaptureFi
 
     def word() -> str:
         reset_context()
-        return ask("bootstrap_server", "mori") + caplog.text
+        return ask("bootstrap_server", "ascend") + caplog.text
 
     said = in_fork(word)
     assert said.startswith("ok sglang")
-    assert "the bootstrap_server of the mori backend is SGLang's own" in said
-    assert OTHER in in_fork(lambda: [reset_context(), ask("manager", "mori")])
+    assert "the bootstrap_server of the ascend backend is SGLang's own" in said
+    assert OTHER in in_fork(lambda: [reset_context(), ask("manager", "ascend")])
 
 
 @pytest.mark.usefixtures("opted_in")
@@ -399,7 +399,7 @@ def test_a_stand_in_for_arguments_is_served_and_replaced_functions_are_not_compa
 
 def test_not_opted_in_nothing_is_checked(checks: list[Any]) -> None:
     def stock() -> tuple[Any, ...]:
-        serve(disaggregation_transfer_backend="mori")
-        return ask("manager"), ask("manager", "mori"), len(checks)
+        serve(disaggregation_transfer_backend="ascend")
+        return ask("manager"), ask("manager", "ascend"), len(checks)
 
     assert in_fork(stock) == "ok ('sglang', 'sglang', 0)"
