@@ -14,7 +14,8 @@ from typing import Any
 
 from sglang_mixkv.config import Config, truth
 
-SPECULATIVE = (None, "NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
+# UNO has no draft model, FROZEN_KV_MTP's drafter reads the target's KV: neither has KV of its own.
+SPECULATIVE = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK")
 DEVICES = ("cuda", "cpu")
 BACKENDS = ("mooncake", "nixl")
 
@@ -78,12 +79,17 @@ ARGUMENT_RULES: tuple[_Rule, ...] = (
         lambda a: a.disaggregation_decode_host_receive_threshold < 1,
         "leave it at 1",
     ),
-    ("--enable-unified-memory", _get("enable_unified_memory"), "drop the flag"),
+    (
+        "--enable-unified-memory",
+        _get("enable_unified_memory"),
+        "KV fused into shared pages has no regions that could be cut by heads; drop the flag",
+    ),
     ("--enable-kv-cache-sharding", _get("enable_kv_cache_sharding"), "drop the flag"),
     (
-        "--speculative-algorithm other than EAGLE, EAGLE3, NEXTN, STANDALONE or NGRAM",
+        f"--speculative-algorithm other than {', '.join(SPECULATIVE[1:])}",
         lambda a: (a.speculative_algorithm or "NONE").upper() not in SPECULATIVE,
-        "its draft KV is laid out in another way; use an EAGLE-style drafter",
+        "it has no draft KV that could be moved (UNO, FROZEN_KV_MTP), or is not known; use one of "
+        "those, or start both sides without --enable-mixkv",
     ),
     ("--enable-multi-layer-eagle", _get("enable_multi_layer_eagle"), "drop the flag"),
     (

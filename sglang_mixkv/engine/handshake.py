@@ -18,7 +18,7 @@ from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kv.layout import Caches
 from sglang_mixkv.protocol.announcement import MAX_ANNOUNCEMENT, read_announcement
-from sglang_mixkv.protocol.facts import DraftFacts, Facts
+from sglang_mixkv.protocol.facts import DraftFacts, Facts, compared_window
 
 KEY = "mixkv"
 PATH = "/mixkv"
@@ -43,7 +43,7 @@ def local_facts(kv_args: Any, caches: Caches, backend: str) -> Facts:
         speculative_algorithm=spec.speculative_algorithm or "",
         topk=spec.speculative_eagle_topk or 0,
         steps=spec.speculative_num_steps or 0,
-        draft=_draft_facts(kv_args, caches),
+        draft=_draft_facts(kv_args, caches, spec.speculative_algorithm or ""),
         draft_aux=draft_aux(),
         extents=True,
         backend=backend,
@@ -57,7 +57,7 @@ def draft_aux() -> tuple[int, ...]:
     return (first, first + 1, first + 2)
 
 
-def _draft_facts(kv_args: Any, caches: Caches) -> DraftFacts | None:
+def _draft_facts(kv_args: Any, caches: Caches, algorithm: str) -> DraftFacts | None:
     if caches.draft is None:
         return None
     spread = caches.draft.component.spread
@@ -66,7 +66,7 @@ def _draft_facts(kv_args: Any, caches: Caches) -> DraftFacts | None:
         architecture=getattr(kv_args, "draft_architecture", ""),
         total_heads=spread.total_heads,
         head_bytes=caches.draft.head_bytes,
-        window=getattr(kv_args, "draft_window", 0),
+        window=compared_window(algorithm, getattr(kv_args, "draft_window", 0)),
     )
 
 

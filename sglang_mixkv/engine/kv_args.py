@@ -22,12 +22,9 @@ from sglang.srt.disaggregation.utils import is_mla_backend
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_server_args, get_spec
 
+from sglang_mixkv.engine.draft_window import draft_window
 from sglang_mixkv.errors import refuse
 from sglang_mixkv.kv.layout import Caches, Component, Kind, Shard, Spread
-
-# Drafters whose every attention layer has the window of --speculative-draft-window-size
-# (models/llama_eagle3.py). Others window the draft steps only, and read all of it elsewhere.
-WINDOWED = "LlamaForCausalLMEagle3"
 
 
 def describe(kv_args: Any, target_pool: Any, draft_pool: Any | None) -> None:
@@ -60,8 +57,10 @@ def describe(kv_args: Any, target_pool: Any, draft_pool: Any | None) -> None:
         is_draft_model=True,
     )
     kv_args.draft_architecture = config.hf_config.architectures[0]
-    if kv_args.draft_architecture.startswith(WINDOWED):
-        kv_args.draft_window = spec.speculative_draft_window_size or 0
+    kv_args.draft_window = draft_window(
+        spec.speculative_algorithm, kv_args.draft_architecture, config.hf_config,
+        spec.speculative_draft_window_size,
+    )  # fmt: skip
     kv_args.is_draft_mla_backend = is_mla_backend(draft_pool)
     if not kv_args.is_draft_mla_backend:
         _check_layout("draft", draft_pool)

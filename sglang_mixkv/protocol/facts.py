@@ -27,6 +27,16 @@ Word = Annotated[str, msgspec.Meta(max_length=256)]
 Several = Annotated[tuple[T, ...], msgspec.Meta(max_length=4096)]
 
 
+BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
+"""Their drafters' K and V are projections of the target's hidden rows, layer by layer: no window
+of prefill's shows in them, and decode reads as far as its own goes."""
+
+
+def compared_window(algorithm: str, window: int) -> int:
+    """What both sides must agree on of a drafter's window."""
+    return 0 if algorithm.upper() in BLOCK_ALGORITHMS else window
+
+
 class DraftFacts(msgspec.Struct, frozen=True):
     """The drafter as one server has it. `head_bytes`: bytes per token and head, per entry."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from sglang_mixkv import __version__
 from sglang_mixkv import refusals as startup
-from sglang_mixkv.protocol.facts import DraftFacts, Facts, differences
+from sglang_mixkv.protocol.facts import DraftFacts, Facts, compared_window, differences
 from sglang_mixkv.tools.plan_flags import Server
 from sglang_mixkv.tools.plan_model import Cache
 
@@ -79,7 +79,8 @@ def _facts(server: Server, other: Server, draft: Cache | None) -> Facts:
         backend=args.disaggregation_transfer_backend,
         draft=None if draft is None else DraftFacts(
             draft.spread.kind.value, draft.architecture, draft.spread.total_heads,
-            draft.head_bytes(draft.layers), args.speculative_draft_window_size or 0,
+            draft.head_bytes(draft.layers),
+            compared_window(server.algorithm, args.speculative_draft_window_size or 0),
         ),
     )  # fmt: skip
 
@@ -90,8 +91,11 @@ def unseen(prefill: Server, decode: Server) -> Iterator[str]:
         yield from _unseen_of(server)
     if not prefill.has_drafter and not decode.has_drafter:
         yield "no drafter on either side: the plugin leaves such transfers to SGLang"
-    if prefill.args.speculative_draft_window_size:
-        yield "draft window: of a long prompt only its last pages are sent to a Llama EAGLE3"
+    if decode.args.speculative_draft_window_size and decode.algorithm != "DSPARK":
+        yield (
+            "draft window: of a long prompt only its last pages are sent to a Llama EAGLE3 or a "
+            "DFLASH drafter"
+        )
     yield "environment variables of the servers, other than assignments in the launch line"
     yield "plugin and SGLang versions on the two hosts, sizes of metadata rows, bytes of state"
     yield "how many pages of a request are neighbours: descriptors lie between the two figures"

@@ -19,6 +19,7 @@ from sglang_mixkv.kv.routes import Route, Topology, required_responses, routes
 from sglang_mixkv.tools.plan_checks import mismatches, own_refusals, unseen
 from sglang_mixkv.tools.plan_flags import Server
 from sglang_mixkv.tools.plan_model import Cache, draft_cache, target_cache
+from sglang_mixkv.tools.plan_stock import stock_refusals
 
 SCHEMA = 1
 TOKENS = 1000
@@ -123,7 +124,7 @@ def make_plan(prefill: Server, decode: Server) -> Plan:
     other = target_cache(decode)[0], draft_cache(decode)[0]
     page_size = prefill.page_size or decode.page_size or 1
     different = mismatches(prefill, decode, (target, draft), other)
-    found = [*own_refusals(prefill), *own_refusals(decode), *different]
+    found = [reason for server in (prefill, decode) for reason in _alone(server)] + different
     unknown = [*unseen(prefill, decode), *points, *draft_points]
     ranks: tuple[RankPlan, ...] = ()
     try:
@@ -138,6 +139,12 @@ def make_plan(prefill: Server, decode: Server) -> Plan:
         total=sum((rank.load for rank in ranks), Load()),
         refused=tuple(dict.fromkeys(found)), unknown=tuple(unknown),
     )  # fmt: skip
+
+
+def _alone(server: Server) -> Iterator[str]:
+    """What stops a server whatever its peer is."""
+    yield from own_refusals(server)
+    yield from stock_refusals(server)
 
 
 def _side(server: Server) -> Side | None:

@@ -48,6 +48,8 @@ _VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
     ("speculative_num_steps", int, None, ("--speculative-num-steps",)),
     ("speculative_eagle_topk", int, None, ("--speculative-eagle-topk",)),
     ("speculative_num_draft_tokens", int, None, ("--speculative-num-draft-tokens",)),
+    ("speculative_dflash_block_size", int, None, ("--speculative-dflash-block-size",)),
+    ("speculative_dspark_block_size", int, None, ("--speculative-dspark-block-size",)),
     ("speculative_draft_window_size", int, None, ("--speculative-draft-window-size",)),
     ("speculative_draft_kv_cache_dtype", str, None, ("--speculative-draft-kv-cache-dtype",)),
     ("decoupled_spec_role", str, "null", ("--decoupled-spec-role",)),
@@ -70,6 +72,7 @@ _VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
 
 _SWITCHES = (
     "enable_dp_attention",
+    "enable_dp_lm_head",
     "use_ray",
     "enable_pd_role_switch",
     "enable_hisparse",
@@ -149,8 +152,14 @@ class Server:
         return given
 
     @property
+    def algorithm(self) -> str:
+        """As SGLang resolves it: NEXTN is another word for EAGLE."""
+        asked = (self.args.speculative_algorithm or "NONE").upper()
+        return "EAGLE" if asked == "NEXTN" else asked
+
+    @property
     def has_drafter(self) -> bool:
-        return (self.args.speculative_algorithm or "NONE").upper() not in ("NONE", "NGRAM")
+        return self.algorithm not in ("NONE", "NGRAM")
 
 
 def _words(line: str) -> tuple[dict[str, str], list[str]]:

@@ -25,6 +25,9 @@ DTYPE_BYTES = {
     "fp8_e5m2": 1,
 }
 
+# A DSPARK drafter inside of a checkpoint (sglang: dspark_config.py).
+_BUNDLED = tuple(f"dspark_{k}" for k in ("block_size", "markov_rank", "noise_token_id"))
+
 _HEAD_KEYS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num")
 
 
@@ -84,17 +87,36 @@ def draft_cache(server: Server) -> tuple[Cache | None, list[str]]:
     """The drafter's cache, None without one, and what its configuration leaves open."""
     if not server.has_drafter:
         return None, []
-    path = server.args.speculative_draft_model_path
-    inside = path in (None, server.args.model_path)
-    config = read_config(
-        server.args.model_path if inside else path, "--speculative-draft-model-path"
-    )
+    path = _draft_path(server)
+    inside = path == server.args.model_path
+    config = read_config(path, "--speculative-draft-model-path")
     text = _text(config)
+    if inside and server.algorithm == "DSPARK":
+        if not any(config.get(key) is not None for key in _BUNDLED):
+            raise MixKVError(
+                "MIXKV-START-04",
+                "--speculative-draft-model-path is missing on the launch line, and the target's "
+                "folder holds no DSPARK drafter: SGLang would not start it.",
+            )
+        return None, [
+            "drafter: inside the target's checkpoint, without KV entries of its own: its state "
+            "goes as SGLang sends it, and is not counted"
+        ]
     layers = _number(text, "num_nextn_predict_layers" if inside else "num_hidden_layers")
     asked = server.args.speculative_draft_kv_cache_dtype or server.args.kv_cache_dtype
     name = _architecture(config) + (" (next-token layers)" if inside else "")
     doubts = _dtype_doubts(config, asked, "drafter")
     return _cache(name, text, layers, _kv_dtype(server, config, asked), "none"), doubts
+
+
+def _draft_path(server: Server) -> str | None:
+    """The folder that SGLang takes: without a flag DSPARK looks for one inside of the target's
+    (speculative_hook.py, _target_checkpoint_dspark_subfolder)."""
+    path, target = server.args.speculative_draft_model_path, server.args.model_path
+    if path is None and server.algorithm == "DSPARK":
+        inner = Path(target or "", "dspark")
+        return str(inner) if (inner / "config.json").is_file() else target
+    return path or target
 
 
 def _architecture(config: Config) -> str:

@@ -7,6 +7,7 @@ import multiprocessing as mp
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,11 +46,12 @@ def plain_pool(cache: Cache, tp: int) -> Any:
 def described(
     tp: int, drafter: Path, cache: Cache, *, enabled: bool = True,
     build: Callable[[Cache, int], Any] = plain_pool, target_cache: Cache = CASE.target,
+    algorithm: str = "EAGLE3", window: int | None = 512,
 ) -> Any:  # fmt: skip
     """KV args after SGLang's own setup_state_kv_args, as both _init_kv_manager call it."""
     from sglang.srt.disaggregation import utils
     from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.runtime_context import publish
+    from sglang.srt.runtime_context import get_context, publish
     from sglang.srt.server_args import ServerArgs
 
     args = ServerArgs(
@@ -57,11 +59,12 @@ def described(
         disaggregation_mode="decode", speculative_algorithm="EAGLE3",
         speculative_draft_model_path=str(drafter), speculative_num_steps=3,
         speculative_eagle_topk=1, speculative_num_draft_tokens=4,
-        speculative_draft_window_size=512, attention_backend="torch_native",
+        speculative_draft_window_size=window, attention_backend="torch_native",
         disable_overlap_schedule=True,
     )  # fmt: skip
     setattr(args, ATTRIBUTE, Config(enabled=enabled))
     publish(args, role="tokenizer")
+    get_context().override("test", speculative_algorithm=algorithm)  # some not on a CPU
     target = plain_pool(target_cache, tp)
     draft = build(cache, tp)
     kv_args = KVArgs()
@@ -102,7 +105,70 @@ def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) ->
 
 def test_a_drafter_that_windows_only_its_draft_steps_gets_everything(tmp_path: Path) -> None:
     path = drafter(tmp_path, architectures=["LlamaForCausalLM"])
-    assert in_fork(lambda: described(2, path, Cache("mha", heads=4)))["draft_window"] is None
+    assert in_fork(lambda: described(2, path, Cache("mha", heads=4)))["draft_window"] == 0
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+BLOCK_DRAFTERS = {"DFLASH": "DFlashDraftModel", "DSPARK": "Qwen3DSparkModel"}
+
+
+@pytest.mark.parametrize("algorithm", BLOCK_DRAFTERS)
+def test_a_block_drafters_geometry_and_window(tmp_path: Path, algorithm: str) -> None:
+    """DSPARK ignores the flag."""
+    path = drafter(
+        tmp_path, architectures=[BLOCK_DRAFTERS[algorithm]], model_type="qwen3",
+        num_hidden_layers=6, num_key_value_heads=8, sliding_window=100, layer_types=[SLIDING] * 6,
+        use_sliding_window=True,
+    )  # fmt: skip
+    cache = Cache("mha", layers=6, heads=8)
+    found = in_fork(lambda: described(2, path, cache, algorithm=algorithm, window=64))
+    assert (found["draft_kv_head_num"], found["draft_total_kv_head_num"]) == (4, 8)
+    assert found["draft_architecture"] == BLOCK_DRAFTERS[algorithm]
+    assert len(found["tail"]) == 12
+    assert found["draft_window"] == (64 if algorithm == "DFLASH" else 99)
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "flag", "dspark", "dflash"),
+    [
+        (None, None, 0, 0),
+        ([FULL] * 6, None, 0, 0),
+        ([SLIDING] * 6, None, 99, 99),  # SGLang counts without the query's own token
+        ([SLIDING] * 5 + [FULL], None, 0, 0),
+        (None, 64, 0, 64),
+        ([SLIDING] * 6, 64, 99, 64),
+        ([SLIDING] * 6, 512, 99, 99),
+        ([SLIDING] * 5 + [FULL], 64, 0, 64),
+    ],
+)
+def test_how_far_a_block_drafter_reads(
+    layer_types: list[str] | None, flag: int | None, dspark: int, dflash: int
+) -> None:
+    from sglang_mixkv.engine.draft_window import draft_window
+
+    config = SimpleNamespace(layer_types=layer_types, sliding_window=100)
+    found = {
+        name: draft_window(name, model, config, flag) for name, model in BLOCK_DRAFTERS.items()
+    }
+    assert found == {"DSPARK": dspark, "DFLASH": dflash}
+
+
+def state_only_pool(cache: Cache, tp: int) -> Any:
+    """DeepSeek-V4's drafter: windows without heads, sent as state; no entries of KV."""
+    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
+
+    pool = object.__new__(DeepSeekV4TokenToKVPool)
+    pool.get_contiguous_buf_infos = lambda: ([], [], [])
+    return pool
+
+
+def test_a_drafter_without_kv_entries_is_left_to_sglang(tmp_path: Path) -> None:
+    found = in_fork(
+        lambda: described(2, drafter(tmp_path), Cache("mla"), build=state_only_pool,
+                          algorithm="DSPARK", window=None)
+    )  # fmt: skip
+    assert found["draft_kv_item_lens"] == []
+    assert found["is_draft_mla_backend"] is None
 
 
 def test_an_mla_drafter_has_no_heads(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from rig.model import Cache, Case, Request
@@ -17,6 +18,10 @@ DRAFTS = {
     "gqa4": Cache("mha", heads=4, layers=2, k_bytes=4, v_bytes=4),
     "gqa8": Cache("mha", heads=8, k_bytes=4, v_bytes=2),
     "mla": Cache("mla", k_bytes=12),
+}
+BLOCK_DRAFTERS = {
+    "DSPARK": Cache("mha", layers=5, heads=16, k_bytes=4, v_bytes=4),  # Kimi-K3's
+    "DFLASH": Cache("mha", layers=6, heads=8, k_bytes=4, v_bytes=4),  # Kimi-K2's
 }
 REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1), Request(12))
 
@@ -40,21 +45,88 @@ def test_every_byte(prefill_tp: int, decode_tp: int, draft: str) -> None:
     assert outcome.total("draft_bytes_sent") > 0
 
 
+@pytest.mark.parametrize("algorithm", BLOCK_DRAFTERS)
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), itertools.product(SIZES, SIZES))
+def test_every_byte_of_block_drafters(prefill_tp: int, decode_tp: int, algorithm: str) -> None:
+    """Several layers, and as many heads as production drafters have."""
+    right(
+        Case(
+            prefill_tp, decode_tp, draft=BLOCK_DRAFTERS[algorithm], algorithm=algorithm,
+            requests=REQUESTS, seed=prefill_tp * 100 + decode_tp,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", BLOCK_DRAFTERS)
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 2), (2, 1), (1, 2), (8, 1), (1, 8)])
+@pytest.mark.parametrize(
+    ("target", "hybrid"),
+    [(Cache("mla", layers=4), True), (Cache("mha", layers=4, heads=4), False)],
+    ids=["hybrid mla", "gqa"],
+)
+def test_targets_of_block_drafters(
+    prefill_tp: int, decode_tp: int, target: Cache, hybrid: bool, algorithm: str
+) -> None:
+    right(
+        Case(
+            prefill_tp, decode_tp, target=target, hybrid=hybrid, algorithm=algorithm,
+            draft=BLOCK_DRAFTERS[algorithm], requests=REQUESTS,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stages", "prefill_tp", "decode_tp"),
+    [(2, 1, 2), (2, 2, 1), (2, 2, 2), (2, 1, 8), (4, 1, 2), (4, 2, 1), (4, 1, 8)],
+)
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_pipeline_stages_of_dspark(
+    stages: int, prefill_tp: int, decode_tp: int, hybrid: bool
+) -> None:
+    """Kimi-K3's shape: stages of few ranks to one wide decode. SGLang lets DSPARK alone do so
+    with a drafter of heads."""
+    target = Cache("mla", layers=2 * stages)
+    right(
+        Case(
+            prefill_tp, decode_tp, target=target, hybrid=hybrid, algorithm="DSPARK",
+            draft=BLOCK_DRAFTERS["DSPARK"], prefill_pp=stages, requests=REQUESTS,
+        )
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (4, 2), (2, 4)])
 @pytest.mark.parametrize("target", [Cache("mla", layers=2), Cache("mha", layers=2, heads=4)])
 def test_without_drafter(prefill_tp: int, decode_tp: int, target: Cache) -> None:
     right(Case(prefill_tp, decode_tp, target=target, draft=None, requests=REQUESTS))
 
 
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (4, 2), (2, 4)])
+def test_drafter_without_kv_entries(prefill_tp: int, decode_tp: int) -> None:
+    """DeepSeek-V4's DSPARK: its KV is state without heads. Both sides speculate, and SGLang's
+    own transfer sends it all."""
+    extra = {"draft_is_state": True}
+    case = Case(prefill_tp, decode_tp, draft=None, algorithm="DSPARK", extra=extra)
+    outcome = right(replace(case, requests=REQUESTS))
+    assert outcome.total("draft_bytes_needed") == 0
+
+
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp", "prefill_dp", "decode_dp"),
     [(2, 1, 1, 2), (2, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 2), (4, 2, 1, 2)],
 )
-def test_dp_attention(prefill_tp: int, decode_tp: int, prefill_dp: int, decode_dp: int) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "draft"), [("EAGLE3", DRAFTS["gqa4"]), *BLOCK_DRAFTERS.items()]
+)
+def test_dp_attention(
+    prefill_tp: int, decode_tp: int, prefill_dp: int, decode_dp: int, algorithm: str, draft: Cache
+) -> None:
     """Routes depend on the attention-TP sizes inside a DP rank; each DP rank is a peer."""
     right(
-        Case(prefill_tp, decode_tp, prefill_dp=prefill_dp, decode_dp=decode_dp, requests=REQUESTS)
-    )
+        Case(
+            prefill_tp, decode_tp, draft=draft, algorithm=algorithm, requests=REQUESTS,
+            prefill_dp=prefill_dp, decode_dp=decode_dp,
+        )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2), (4, 2)])
@@ -156,10 +228,17 @@ def test_two_prefill_stages(prefill_tp: int, decode_tp: int, target: Cache) -> N
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
-def test_drafter_with_a_window(prefill_tp: int, decode_tp: int) -> None:
-    """Only the pages that the window can reach are sent; all others keep what was in them."""
-    outcome = right(Case(prefill_tp, decode_tp, draft_window=5, requests=REQUESTS))
-    everything = right(Case(prefill_tp, decode_tp, requests=REQUESTS))
+@pytest.mark.parametrize(
+    ("algorithm", "draft"), [("EAGLE3", DRAFTS["gqa4"]), *BLOCK_DRAFTERS.items()]
+)
+def test_drafter_with_a_window(
+    prefill_tp: int, decode_tp: int, algorithm: str, draft: Cache
+) -> None:
+    """Only the pages that the window can reach are sent; all others keep what was in them.
+    Prefill knows nothing of a block drafter's window: decode alone decides."""
+    case = Case(prefill_tp, decode_tp, draft=draft, algorithm=algorithm, requests=REQUESTS)
+    outcome = right(replace(case, draft_window=5, extra={}))
+    everything = right(case)
     assert outcome.total("draft_bytes_sent") < everything.total("draft_bytes_sent")
 
 

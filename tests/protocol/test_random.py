@@ -61,6 +61,7 @@ def random_case(number: int) -> Case:
         decode_tp,
         target=target,
         draft=draft,
+        algorithm=draw.choice(["EAGLE3", "DFLASH", "DSPARK"]),
         requests=tuple(request(draw, page_size) for _ in range(draw.randint(1, 6))),
         page_size=page_size,
         prefill_dp=draw.choice([1, 1, 2]) if prefill_tp <= 2 else 1,

@@ -51,8 +51,9 @@ def arguments(**changed: object) -> SimpleNamespace:
     return SimpleNamespace(**base | changed)
 
 
-def test_supported_combination_is_not_refused() -> None:
-    assert startup.refusals(arguments(), {}) == []
+@pytest.mark.parametrize("algorithm", [None, "none", "EAGLE3", "NGRAM", "DFLASH", "dspark"])
+def test_supported_combination_is_not_refused(algorithm: str | None) -> None:
+    assert startup.refusals(arguments(speculative_algorithm=algorithm), {}) == []
 
 
 REFUSED = [
@@ -65,8 +66,8 @@ REFUSED = [
     ({"disaggregation_decode_host_receive_threshold": 0.5}, "host-receive"),
     ({"enable_unified_memory": True}, "--enable-unified-memory"),
     ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
-    ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm"),
-    ({"speculative_algorithm": "DSPARK"}, "--speculative-algorithm"),
+    ({"speculative_algorithm": "UNO"}, "it has no draft KV that could be moved"),
+    ({"speculative_algorithm": "FROZEN_KV_MTP"}, "it has no draft KV that could be moved"),
     ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
     ({"decoupled_spec_role": "drafter"}, "--decoupled-spec-role"),
     ({"device": "npu"}, "--device"),

@@ -188,6 +188,62 @@ def test_refused(prefill: str, decode: str, reason: str) -> None:
     assert [text for text in plan.refused if reason in text], plan.refused
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "reason"),
+    [
+        ("--speculative-algorithm DFLASH --pp-size 2", "", "prefill with DFLASH: SGLang 0.5.23"),
+        ("--pp-size 2", "", "--pp-size above 1 goes with EAGLE, and with DSPARK"),
+        ("", "--speculative-algorithm DSPARK --pp-size 2", "decode with DSPARK: SGLang 0.5.23"),
+        ("--speculative-algorithm dspark --pp-size 2", "", ""),
+        ("--speculative-algorithm NEXTN --pp-size 2", "--pp-size 2", "decode with EAGLE3: SGLang"),
+        ("", "--speculative-algorithm DFLASH --disaggregation-decode-enable-radix-cache",
+         "--disaggregation-decode-enable-radix-cache goes with"),
+        ("", "--speculative-algorithm DSPARK --disaggregation-decode-enable-radix-cache", ""),
+        ("", "--tp 2 --attn-dp-size 2 --speculative-algorithm DSPARK", "--enable-dp-lm-head"),
+        ("", "--tp 2 --attn-dp-size 2 --speculative-algorithm DFLASH --enable-dp-lm-head", ""),
+        ("--speculative-algorithm DFLASH --speculative-dflash-block-size 8 "
+         "--speculative-num-draft-tokens 16", "", "--speculative-num-draft-tokens differ"),
+        ("--speculative-algorithm DFLASH --speculative-dflash-block-size 8", "", ""),
+        ("--speculative-algorithm DSPARK --speculative-dspark-block-size 7", "", ""),
+    ],
+)  # fmt: skip
+def test_what_sglang_refuses_is_refused_in_its_words(
+    prefill: str, decode: str, reason: str
+) -> None:
+    found = [text for text in planned(prefill, decode).refused if "does not start it" in text]
+    assert len(found) == bool(reason), found
+    assert reason in "".join(found)
+
+
+BLOCK = "--speculative-algorithm {} --page-size 16 --enable-mixkv --model-path {} --tp {}"
+
+
+def of_dspark(tp: int, target: Path, more: str = "") -> Any:
+    return from_line("prefill" if tp > 1 else "decode", BLOCK.format("DSPARK", target, tp) + more)
+
+
+@pytest.mark.parametrize("layers", [3, 5])
+def test_a_dspark_drafter_in_a_folder_of_the_targets(tmp_path: Path, layers: int) -> None:
+    target = variant(tmp_path / "target", TARGET)
+    changed = {"architectures": ["Qwen3DSparkModel"], "num_hidden_layers": layers}
+    variant(target / "dspark", DRAFTER, **changed)
+    plan = make_plan(of_dspark(2, target), of_dspark(1, target))
+    assert plan.refused == ()
+    assert plan.draft is not None
+    assert (plan.draft.architecture, plan.draft.layers) == ("Qwen3DSparkModel", layers)
+    assert plan.total.draft_bytes == layers * 256
+
+
+def test_a_bundled_dspark_drafter_is_left_to_sglang(tmp_path: Path) -> None:
+    """DeepSeek-V4's: state, no entries of KV."""
+    bundled = variant(tmp_path / "bundled", TARGET, dspark_block_size=5)
+    plan = make_plan(of_dspark(2, bundled), of_dspark(1, bundled))
+    assert (plan.refused, plan.draft) == ((), None)
+    assert any("inside the target's checkpoint" in point for point in plan.unknown)
+    with pytest.raises(MixKVError, match="holds no DSPARK drafter"):
+        make_plan(of_dspark(2, TARGET), of_dspark(1, TARGET))
+
+
 def test_one_sided_opt_in_is_refused() -> None:
     prefill = from_line("prefill", flags())
     plain = flags().replace("--enable-mixkv", "")

@@ -65,9 +65,13 @@ class Memory:
         per_stage = self.case.target.layers // self.pp_size
         return range(self.stage * per_stage, (self.stage + 1) * per_stage)
 
-    def _has_draft(self) -> bool:
+    def _speculates(self) -> bool:
         wanted = self.case.extra.get("draft_on", {}).get(self.side, True)
-        return self.case.draft is not None and wanted and self.stage == self.pp_size - 1
+        return wanted and (self.case.draft is not None or "draft_is_state" in self.case.extra)
+
+    def _has_draft(self) -> bool:
+        drafts = self.case.draft is not None and self._speculates()
+        return drafts and self.stage == self.pp_size - 1
 
     def _pools(self) -> dict[str, list[np.ndarray]]:
         """Views of SGLang's own pools: canary everywhere, on prefill also every request's rows."""

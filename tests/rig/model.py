@@ -60,6 +60,7 @@ class Case:
     decode_tp: int
     target: Cache = Cache("mla", layers=2, k_bytes=24)
     draft: Cache | None = Cache("mha", layers=1, heads=4)
+    algorithm: str = "EAGLE3"  # what SGLang's arguments call the speculation, where there is any
     requests: tuple[Request, ...] = (Request(23), Request(8, chunk_pages=1))
     page_size: int = 4
     prefill_dp: int = 1
@@ -82,6 +83,7 @@ class Case:
         draft = self.draft and (f"{self.draft.kind}{self.draft.heads}")
         hybrid = "hybrid-" if self.hybrid else ""
         nixl = "nixl-" if self.backend == "nixl" else ""
+        nixl += "" if self.algorithm == "EAGLE3" else f"{self.algorithm.lower()}-"
         return f"{nixl}{hybrid}{self.target.kind}+{draft}-P{self.prefill_tp}-D{self.decode_tp}"
 
     def cache(self, name: str) -> Cache | None:

@@ -21,6 +21,7 @@ from rig.releases import Releases
 
 from sglang_mixkv.kv.ranges import Blocks
 from sglang_mixkv.prefill import packing as packed
+from sglang_mixkv.protocol.facts import BLOCK_ALGORITHMS
 
 LIMIT_S = 60
 NOT_YET = object()
@@ -58,6 +59,7 @@ class Rank(Memory):
             disaggregation_bootstrap_port=self.ports[self.server],
             disaggregation_decode_enable_radix_cache=case.decode_radix and self.side == "decode",
             enable_metrics=case.extra.get("metrics", False),
+            speculative_algorithm=case.algorithm if self._speculates() else None,
         )
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
         setattr(args, ATTRIBUTE, Config(enabled=enabled, **case.extra.get("config", {})))
@@ -120,7 +122,8 @@ class Rank(Memory):
         draft = self.case.draft
         assert draft is not None
         args.is_draft_mla_backend = draft.is_mla
-        args.draft_window = self.case.draft_window
+        no_concern = self.side == "prefill" and self.case.algorithm in BLOCK_ALGORITHMS
+        args.draft_window = 0 if no_concern else self.case.draft_window
         if not draft.is_mla:
             args.draft_kv_head_num = self.pools["draft"][0].shape[2]
             args.draft_total_kv_head_num = draft.heads

@@ -1,0 +1,40 @@
+"""How many tokens before the prompt's end the decode side's drafter reads.
+
+A query at the first position after the prompt sees `window` tokens before itself (kv/pages.py).
+SGLang 0.5.23 has these windows:
+
+* Llama EAGLE3: every attention layer, by --speculative-draft-window-size
+  (models/llama_eagle3.py). Other EAGLE drafters window their draft steps only.
+* DFLASH, by that flag: a table of the last tokens' slots, whatever the layers are
+  (dflash_worker_v2.py, _compute_compact_draft_seq_lens). DSPARK ignores the flag.
+* DFLASH and DSPARK, by config.json: layers of type sliding_attention (models/dflash.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.speculative.dflash_utils import (
+    get_dflash_attention_sliding_window_size,
+    get_dflash_layer_types,
+)
+
+from sglang_mixkv.protocol.facts import BLOCK_ALGORITHMS
+
+LLAMA_EAGLE3 = "LlamaForCausalLMEagle3"
+
+
+def draft_window(algorithm: str, architecture: str, config: Any, asked: int | None) -> int:
+    """Tokens; 0: all. `asked`: --speculative-draft-window-size."""
+    if algorithm not in BLOCK_ALGORITHMS:
+        return (asked or 0) if architecture.startswith(LLAMA_EAGLE3) else 0
+    windows = [_of_layers(config), (asked or 0) if algorithm == "DFLASH" else 0]
+    return min((window for window in windows if window), default=0)
+
+
+def _of_layers(config: Any) -> int:
+    """The window that all layers have; 0 where one has none."""
+    types = get_dflash_layer_types(config)
+    if not types or set(types) != {"sliding_attention"}:
+        return 0
+    return get_dflash_attention_sliding_window_size(config) or 0
