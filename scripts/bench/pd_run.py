@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sglang_mixkv.demo.progress import QUIET_S
+from sglang_mixkv.tools import simulated
 
 WARMUP = 1
 T = TypeVar("T")
@@ -57,6 +58,9 @@ class Runner:
         """Send the workload and append the row. ``metrics``: a page with the prefill's."""
         output = self.folder / "bench_serving.jsonl"
         about = machine()
+        made_up = simulated.reason(url)
+        if made_up:
+            raise BenchFailed(made_up)
         before = fetch(metrics)
         replies = self._drive(label, self._command(url, options, output), env or {}, watch)
         result = json.loads(output.read_text().splitlines()[-1])

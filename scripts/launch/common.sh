@@ -3,7 +3,7 @@
 #
 # Servers (prefill.sh, decode.sh)
 #   MODEL             target, a folder or a hub name                               (required)
-#   DRAFT             Llama EAGLE3 drafter, a folder or a hub name (required with EAGLE3)
+#   DRAFT             drafter, a folder or a hub name         (required with EAGLE3, DFLASH)
 #   TP                --tp-size                                                           8
 #   DP                --attn-dp-size (DP-attention groups), where above 1                 1
 #   PP                --pp-size                                                           1
@@ -20,6 +20,8 @@
 #   SPEC_STEPS        --speculative-num-steps                                             3
 #   SPEC_TOPK         --speculative-eagle-topk                                            1
 #   SPEC_DRAFT_TOKENS --speculative-num-draft-tokens                                      4
+#   SPEC_BLOCK        with DFLASH and DSPARK, instead of these three:
+#                     --speculative-dflash-block-size or -dspark-       the drafter's choice
 #   TRUST_REMOTE_CODE 1: --trust-remote-code (Kimi-K2 needs it)                           0
 #   MIXKV             1: --enable-mixkv; 0: stock                                         1
 #   LAUNCHER          the command in front of the flags    python -m sglang.launch_server
@@ -62,9 +64,16 @@ switch() {
 speculation() {
     local algorithm="${SPEC_ALGORITHM-EAGLE3}"
     [ -n "$algorithm" ] || return 0
-    [ "$algorithm" != EAGLE3 ] || need DRAFT
+    case "$algorithm" in EAGLE3 | DFLASH) need DRAFT ;; esac
     option --speculative-algorithm "$algorithm"
     option --speculative-draft-model-path "${DRAFT:-}"
+    case "$algorithm" in
+        DFLASH | DSPARK)
+            option "--speculative-${algorithm,,}-block-size" "${SPEC_BLOCK:-}"
+            [ "${DP:-1}" = 1 ] || COMMAND+=(--enable-dp-lm-head) # SGLang asks for it
+            return 0
+            ;;
+    esac
     option --speculative-num-steps "${SPEC_STEPS:-3}"
     option --speculative-eagle-topk "${SPEC_TOPK:-1}"
     option --speculative-num-draft-tokens "${SPEC_DRAFT_TOKENS:-4}"

@@ -72,13 +72,15 @@ def cousins() -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said to one prompt. `cached_tokens`: of the prompt, found in a radix cache."""
+    """What a server said to one prompt. `cached_tokens`: of the prompt, found in a radix cache.
+    `drafted`: tokens drafted a verify round."""
 
     tokens: tuple[int, ...]
     verify_rounds: int
     rounds_by_right_drafts: tuple[int, ...]
     seconds: float
     cached_tokens: int = 0
+    drafted: int = 0
 
 
 class RequestFailed(RuntimeError):
@@ -115,12 +117,14 @@ def parse_answer(reply: dict[str, Any], seconds: float) -> Answer:
     info = reply["meta_info"]
     if info.get("finish_reason", {}).get("type") == "abort":
         raise RequestFailed(f"the request was aborted: {info['finish_reason']}")
+    rounds = info.get("spec_verify_ct") or 0
     return Answer(
         tokens=tuple(reply["output_ids"]),
-        verify_rounds=info.get("spec_verify_ct") or 0,
+        verify_rounds=rounds,
         rounds_by_right_drafts=tuple(info.get("spec_correct_drafts_histogram") or ()),
         seconds=seconds,
         cached_tokens=info.get("cached_tokens") or 0,
+        drafted=(info.get("spec_num_proposed_drafts") or 0) // max(1, rounds),
     )
 
 
@@ -130,7 +134,12 @@ def accept_length(answers: list[Answer]) -> float:
     return sum(len(answer.tokens) for answer in answers) / rounds if rounds else 0.0
 
 
-def acceptance_by_position(answers: list[Answer], steps: int = DRAFT_STEPS) -> list[float]:
+def longest_draft(answers: list[Answer]) -> int:
+    """Tokens of the longest draft in a round, as the servers say, or as were right."""
+    return max((max(a.drafted, len(a.rounds_by_right_drafts) - 1) for a in answers), default=0)
+
+
+def acceptance_by_position(answers: list[Answer], steps: int) -> list[float]:
     """For i = 1 .. steps: the share of verify rounds with at least i right drafts."""
     histograms = [answer.rounds_by_right_drafts for answer in answers]
     rounds = sum(map(sum, histograms))

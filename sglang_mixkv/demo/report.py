@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from sglang_mixkv.demo.pair import Answer, accept_length, acceptance_by_position
+from sglang_mixkv.demo.pair import Answer, accept_length, acceptance_by_position, longest_draft
 from sglang_mixkv.demo.servers import DraftBytes
 
 TOLERANCE = 0.02
@@ -52,7 +52,9 @@ def summarise(
     return Run(
         name=name,
         accept_length=round(accept_length(good), 4),
-        acceptance_by_position=[round(share, 4) for share in acceptance_by_position(good)],
+        acceptance_by_position=[
+            round(share, 4) for share in acceptance_by_position(good, longest_draft(good))
+        ],
         output_identical=None not in answers and _outputs(answers) == _outputs(reference),
         tokens_per_second=round(tokens / seconds, 2) if seconds else 0.0,
         draft_bytes_sent=draft.sent if draft else None,

@@ -27,9 +27,11 @@ from sglang_mixkv.demo.pair import (
     RequestFailed,
     accept_length,
     acceptance_by_position,
+    longest_draft,
     parse_answer,
     post,
 )
+from sglang_mixkv.tools import simulated
 
 MAX_NEW_TOKENS = 128
 GATE = 0.05
@@ -75,7 +77,7 @@ def ask(url: str, ids: list[int], max_new_tokens: int) -> Answer:
 def compare(single: list[Answer], pair: list[Answer], gate: float) -> dict[str, Any]:
     """The figures of both, and whether the pair is within the gate."""
     left, right = accept_length(single), accept_length(pair)
-    steps = max(len(answer.rounds_by_right_drafts) for answer in single + pair) - 1
+    steps = longest_draft(single + pair)
     return {
         "prompts": len(single),
         "same_output": sum(a.tokens == b.tokens for a, b in zip(single, pair, strict=True)),
@@ -114,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    """Run the comparison; 0 within the gate, 1 outside, 2 when a server does not answer."""
+    """Run the comparison; 0 within the gate, 1 outside, 2 when there is nothing to judge by."""
     args = parser().parse_args(argv)
     try:
         prompts = read_prompts(args.prompts)
@@ -124,6 +126,11 @@ def main(argv: list[str]) -> int:
     except (RequestFailed, requests.RequestException) as error:
         print(error, file=sys.stderr)
         return 2
+    for url, answers in ((args.single, single), (args.pair, pair)):
+        made_up = simulated.reason(url, [answer.tokens for answer in answers])
+        if made_up:
+            print(made_up, file=sys.stderr)
+            return 2
     if not accept_length(single):
         print(
             f"{args.single} reports no speculative decoding for the {len(ids)} prompts of "

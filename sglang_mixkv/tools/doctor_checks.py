@@ -22,6 +22,7 @@ from sglang_mixkv import __version__, config, cpu
 from sglang_mixkv import refusals as startup
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 from sglang_mixkv.protocol.extension import PROTOCOL
+from sglang_mixkv.tools import simulated
 from sglang_mixkv.tools.plan_flags import from_line
 
 GROUP, ENTRY = "sglang.srt.plugins", "mixkv"
@@ -36,7 +37,7 @@ SEAMS_LIMIT_S = 300
 _SHOWN = re.compile(
     r"^(MC_|MOONCAKE_|SGLANG_\w*MIXKV|SGLANG_PLUGINS$|SGLANG_PLATFORM$|SGLANG_DISAGG|"
     r"SGLANG_MOONCAKE|SGLANG_RUST_SERVER$|SGLANG_USE_CPU_ENGINE$|SGLANG_HOST_IP$|"
-    r"SGLANG_USE_HND_KVCACHE$|SGLANG_PP_LAYER_PARTITION$|UCX_|NIXL_|CUDA_VISIBLE_DEVICES$|NCCL_SOCKET_IFNAME$)"
+    r"SGLANG_USE_HND_KVCACHE$|SGLANG_SIMULATE_ACC_LEN$|SGLANG_PP_LAYER_PARTITION$|UCX_|NIXL_|CUDA_VISIBLE_DEVICES$|NCCL_SOCKET_IFNAME$)"
 )
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 _USERINFO = re.compile(r"//[^/@\s]*@")
@@ -174,6 +175,8 @@ def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         refused = [str(error)]
     for name in sorted(filter(_SHOWN.match, environ)):
         problem = next((text for text in refused if name in text.split("=")[0]), "")
+        if name == simulated.VARIABLE and simulated.is_set(environ):
+            problem = "servers of this shell make their accept length up: unset it to judge by one"
         yield Finding("environment", name, without_secrets(name, environ[name]), problem)
 
 

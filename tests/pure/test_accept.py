@@ -18,6 +18,14 @@ BOS = 1
 class Stub(BaseHTTPRequestHandler):
     """Tokenizes words by their length, `<s>` as BOS; answers with the server's histogram."""
 
+    def do_GET(self) -> None:
+        info = getattr(self.server, "info", None)
+        data = json.dumps(info).encode()
+        self.send_response(404 if info is None or self.path != "/server_info" else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         reply = self.tokenize(body) if self.path == "/tokenize" else self.generate(body)
@@ -38,7 +46,10 @@ class Stub(BaseHTTPRequestHandler):
         rounds = sum(histogram)
         tokens = rounds + sum(i * n for i, n in enumerate(histogram))
         info = {"spec_verify_ct": rounds, "spec_correct_drafts_histogram": histogram}
-        return {"output_ids": list(range(tokens)), "meta_info": info}
+        info["spec_num_proposed_drafts"] = rounds * getattr(self.server, "drafted", 0)
+        fixed = getattr(self.server, "fixed", False)
+        output = [7] + [100] * tokens if fixed else list(range(tokens))
+        return {"output_ids": output, "meta_info": info}
 
     def log_message(self, *_: object) -> None:
         pass
@@ -110,6 +121,12 @@ def test_as_many_positions_as_were_drafted(server: HTTPServer, tmp_path: Path) -
     assert found["pair"]["by_position"] == [1.0, 0.5, 0.5, 0.5, 0.5]
 
 
+def test_positions_of_a_block_that_no_round_got_right(server: HTTPServer, tmp_path: Path) -> None:
+    server.drafted = 7
+    _, found = run(server, tmp_path, [0, 5, 0, 5], "0.05")
+    assert found["single"]["by_position"] == [1.0] * 3 + [0.0] * 4
+
+
 def test_a_single_server_without_speculation(
     server: HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,6 +136,28 @@ def test_a_single_server_without_speculation(
     argv = ["--single", url(server), "--pair", url(server), "--prompts", str(prompts)]
     assert accept.main(argv) == 2
     assert "no speculative decoding" in capsys.readouterr().err
+
+
+def variables(value: str) -> dict:
+    return {"internal_states": [{"env_vars": {"SGLANG_SIMULATE_ACC_LEN": value}}]}
+
+
+@pytest.mark.parametrize(
+    ("state", "refused"),
+    [({"info": variables("3.5")}, True), ({"info": {"decode": [variables("2")]}}, True),
+     ({"fixed": True}, True), ({"info": variables("-1")}, False), ({"info": {}}, False)],
+)  # fmt: skip
+def test_an_accept_length_that_is_made_up_is_not_judged(
+    server: HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], state: dict,
+    refused: bool,
+) -> None:  # fmt: skip
+    """SGLANG_SIMULATE_ACC_LEN, by what a server or its router shows, or by its answers."""
+    vars(server).update(state)
+    prompts = tmp_path / "p"
+    prompts.write_text("a\n")
+    argv = ["--single", url(server), "--pair", url(server), "--prompts", str(prompts)]
+    assert accept.main(argv) == (2 if refused else 0)
+    assert ("makes its accept length up" in capsys.readouterr().err) == refused
 
 
 def test_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

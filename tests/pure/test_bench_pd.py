@@ -21,6 +21,7 @@ from pd_run import BenchFailed, Runner  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from sglang_mixkv.demo import pair  # noqa: E402
+from sglang_mixkv.tools import simulated  # noqa: E402
 
 METRICS = """\
 # TYPE sglang:per_stage_req_latency_seconds histogram
@@ -231,6 +232,16 @@ def test_a_run_becomes_a_row_without_the_warm_up(runner: Runner) -> None:
 def test_a_failed_run_says_so_and_leaves_no_row(runner: Runner) -> None:
     with pytest.raises(BenchFailed, match=r"status 1(.|\n)*no server"):
         runner.run("a", "http://127.0.0.1:1", ["fail"], "http://127.0.0.1:1/metrics")
+    assert runner.rows == []
+
+
+def test_servers_that_make_their_acceptance_up_are_not_measured(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = {"env_vars": {simulated.VARIABLE: "3"}}
+    monkeypatch.setattr(simulated, "server_info", lambda url: [info])
+    with pytest.raises(BenchFailed, match="makes its accept length up"):
+        runner.run("a", "http://127.0.0.1:1", [], "http://127.0.0.1:1/metrics")
     assert runner.rows == []
 
 

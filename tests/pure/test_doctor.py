@@ -51,6 +51,12 @@ def test_unusable_configuration_is_a_problem() -> None:
     assert "perhaps" in problems(found)[0]
 
 
+@pytest.mark.parametrize(("value", "problem"), [("3.5", True), ("-1", False), ("x", False)])
+def test_an_environment_that_makes_the_accept_length_up(value: str, problem: bool) -> None:
+    found = list(checks.environment({"SGLANG_SIMULATE_ACC_LEN": value}))
+    assert ["make their accept length up" in text for text in problems(found)] == [True] * problem
+
+
 def test_environment_shows_what_matters_and_no_secret() -> None:
     environ = {
         "MC_FORCE_TCP": "1",

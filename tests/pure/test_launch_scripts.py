@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -12,7 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from sglang_mixkv.demo.pair import model_path
+from sglang_mixkv.tools.plan_figures import make_plan
+from sglang_mixkv.tools.plan_flags import from_line
+
 ROOT = Path(__file__).parents[2]
+SHIPPED = model_path("mla").parent
 LAUNCH = ROOT / "scripts" / "launch"
 MODELS = {"MODEL": "/models/target", "DRAFT": "/models/drafter"}
 SPECULATION = (
@@ -70,6 +76,81 @@ def printed(name: str, *arguments: str, **variables: str) -> list[str]:
 )
 def test_each_topology(name: str, variables: dict[str, str], expected: str) -> None:
     assert printed(name, **MODELS, **variables) == expected.split()
+
+
+BLOCK = "--speculative-draft-model-path /models/drafter"
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"SPEC_ALGORITHM": "DFLASH"}, f"--speculative-algorithm DFLASH {BLOCK}"),
+        (
+            {"SPEC_ALGORITHM": "DFLASH", "SPEC_BLOCK": "8", "DP": "8"},
+            f"--speculative-algorithm DFLASH {BLOCK} --speculative-dflash-block-size 8 "
+            "--enable-dp-lm-head",
+        ),
+        (
+            {"SPEC_ALGORITHM": "DSPARK", "SPEC_BLOCK": "7", "DRAFT": ""},
+            "--speculative-algorithm DSPARK --speculative-dspark-block-size 7",
+        ),
+    ],
+)
+def test_block_drafters_have_flags_of_their_own(variables: dict[str, str], expected: str) -> None:
+    command = " ".join(printed("decode.sh", **{**MODELS, **variables}))
+    assert command.endswith(
+        f" --disaggregation-transfer-backend mooncake {expected} --enable-mixkv"
+    )
+
+
+SHAPES = {
+    # Kimi-K3: 24 of 93 layers are MLA; its DSPARK head has 5 layers of 16 KV heads of 64.
+    "K3": (
+        {"SPEC_ALGORITHM": "DSPARK", "SPEC_BLOCK": "7", "PAGE_SIZE": "64"},
+        {"num_hidden_layers": 93, "linear_attn_config": {"full_attn_layers": [*range(24)]}},
+        {"architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 5, "head_dim": 64,
+         "num_key_value_heads": 16, "num_attention_heads": 96},
+    ),
+    # Kimi-K2: 61 MLA layers; its DFLASH head has 6 layers of 8 KV heads.
+    "K2": (
+        {"SPEC_ALGORITHM": "DFLASH", "SPEC_BLOCK": "8", "PAGE_SIZE": "64"},
+        {"num_hidden_layers": 61},
+        {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 6, "head_dim": 128,
+         "num_key_value_heads": 8, "num_attention_heads": 64},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "prefill", "decode", "draft_heads"),
+    [
+        ("K3", {"TP": "1", "PP": "16"}, {"TP": "16"}, [1] * 16),
+        ("K3", {"TP": "1", "PP": "8"}, {"TP": "8"}, [2] * 8),
+        ("K2", {"TP": "8"}, {"TP": "16", "NNODES": "2", "NODE_RANK": "0",
+                             "DIST_INIT_ADDR": "10.0.0.2:5000"}, [1] * 16),
+        ("K2", {"TP": "8"}, {"TP": "8", "DP": "8"}, [8]),
+    ],
+)  # fmt: skip
+def test_the_documented_lines_of_block_drafters_are_planned(
+    tmp_path: Path, shape: str, prefill: dict[str, str], decode: dict[str, str],
+    draft_heads: list[int],
+) -> None:  # fmt: skip
+    variables, *changes = SHAPES[shape]
+    text = (ROOT / "docs" / "operate.md").read_text()
+    for name, change in zip(("target", "drafter"), changes, strict=True):
+        config = json.loads((SHIPPED / name / "config.json").read_text())
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config | change))
+    models = {"MODEL": str(tmp_path / "target"), "DRAFT": str(tmp_path / "drafter")}
+    servers = []
+    for role, own in (("prefill", prefill), ("decode", decode)):
+        shown = {k: v for k, v in {**variables, **own}.items() if k != "PAGE_SIZE"}
+        assert " ".join([*(f"{k}={v}" for k, v in shown.items()), f"{role}.sh"]) in text
+        line = shlex.join(printed(f"{role}.sh", **models, **variables, **own))
+        servers.append(from_line(role, line))
+    plan = make_plan(*servers)
+    assert plan.refused == ()
+    assert [sum(len(s.draft_heads) for s in rank.senders) for rank in plan.ranks] == draft_heads
 
 
 def test_router_names_every_server() -> None:
