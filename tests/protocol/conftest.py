@@ -1,7 +1,9 @@
 """Every test of the ring needs SGLang, with the plugin loaded.
 
-The tests of a module with the mark `transports` run over Mooncake and over NIXL. Of a function's
-cases over NIXL the first runs by default, and each one after so many more; the rest with --full.
+The tests of a module with the mark `transports` run over Mooncake and over NIXL; with tcp=True also
+over NIXL where UCX has TCP alone, and neither shared memory nor CMA. Of a function's cases over
+NIXL the first runs by default, and each one after so many more; over its TCP the first; the rest
+with --full.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from rig import model
 from rig.load import load_sglang
 
 BACKENDS = ("mooncake", "nixl")
+TCP = "nixl-tcp"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,13 +27,18 @@ def sglang_with_plugin() -> None:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """SGLang's transfer backend of the cases of this test."""
     name: str = getattr(request, "param", BACKENDS[0])
+    if name == TCP:
+        name = "nixl"
+        monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setattr(model, "BACKEND", name)
     return name
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if transports(metafunc.definition) is not None:
-        metafunc.parametrize("backend", BACKENDS, indirect=True)
+    mark = transports(metafunc.definition)
+    if mark is not None:
+        tcp = [TCP] if mark.kwargs.get("tcp") else []
+        metafunc.parametrize("backend", [*BACKENDS, *tcp], indirect=True)
 
 
 def transports(item: pytest.Item) -> pytest.Mark | None:
@@ -41,12 +49,14 @@ def transports(item: pytest.Item) -> pytest.Mark | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    seen: dict[str, int] = defaultdict(int)
+    seen: dict[tuple[str, str], int] = defaultdict(int)
     for item in items:
         mark, call = item.get_closest_marker("transports"), getattr(item, "callspec", None)
-        if mark is None or call is None or call.params.get("backend") != "nixl":
+        name = None if call is None else call.params.get("backend")
+        if mark is None or name not in ("nixl", TCP):
             continue
-        function = item.nodeid.partition("[")[0]
-        if seen[function] % mark.kwargs.get("every", 1):
+        kind = item.nodeid.partition("[")[0], name
+        sampled = seen[kind] == 0 if name == TCP else seen[kind] % mark.kwargs["every"] == 0
+        if not sampled:
             item.add_marker(pytest.mark.full)
-        seen[function] += 1
+        seen[kind] += 1

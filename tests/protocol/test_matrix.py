@@ -9,7 +9,7 @@ import pytest
 from rig.model import Cache, Case, Request
 from rig.ring import Outcome, run
 
-pytestmark = pytest.mark.transports(every=8)
+pytestmark = pytest.mark.transports(every=8, tcp=True)
 
 SIZES = (1, 2, 4, 8)
 DRAFTS = {
