@@ -1,6 +1,7 @@
 """The fuzzer behind run.sh.
 
     fuzz.py fuzz TARGET --runs N --folder FOLDER    libFuzzer, through atheris, on one target
+    fuzz.py unguided TARGET --runs N --seed SEED    mutations alone: three times as many a second
     fuzz.py coverage --all --folder FOLDER          lines of the parsers that its corpora reach
 
 libFuzzer mutates the seeds, keeps what reaches new code in FOLDER/TARGET, and ends with status
@@ -13,6 +14,7 @@ import argparse
 import hashlib
 import importlib
 import logging
+import os
 import random
 import subprocess
 import sys
@@ -138,15 +140,16 @@ def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
     atheris.Fuzz()
 
 
-def short(name: str, seconds: float, seed: int) -> tuple[int, bytes, str]:
-    """The recorded inputs and then so many seconds of their mutations, without libFuzzer and its
-    guidance: how many, and the first finding, if any, with its traceback."""
+def unguided(name: str, seed: int, *, seconds: float = 0, runs: int = 0) -> tuple[int, bytes, str]:
+    """The recorded inputs and then their mutations, for so many seconds and at least so many,
+    without libFuzzer and its guidance: how many, and the first finding, if any, with its
+    traceback."""
     one, mutate = target(name)
     logging.disable(logging.CRITICAL)
     sys.addaudithook(no_unpickling)
     rng, inputs = random.Random(seed), recorded_for(name)
     recorded, count, end = len(inputs), 0, time.monotonic() + seconds
-    while count < recorded or time.monotonic() < end:
+    while count < max(recorded, runs) or time.monotonic() < end:
         if count < recorded:
             data = inputs[count]
         else:
@@ -167,6 +170,16 @@ def any_bytes(rng: random.Random, frame: bytes, max_size: int) -> bytes:
     return (frame[:at] + rng.randbytes(rng.randrange(5)) + frame[at + rng.randrange(5) :])[
         :max_size
     ]
+
+
+def report_unguided(name: str, seed: int, runs: int) -> int:
+    """Print what `unguided` found; the exit status."""
+    seed = seed or random.randrange(1 << 30)
+    count, data, trace = unguided(name, seed, runs=runs)
+    print(f"{name}: {count} inputs, seed {seed}: {trace or 'no finding'}")
+    if trace:
+        print(data)
+    return bool(trace)
 
 
 def replay(name: str, folder: Path) -> None:
@@ -194,7 +207,7 @@ def report(names: list[str], folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("fuzz", "replay", "shares", "coverage"))
+    parser.add_argument("what", choices=("fuzz", "unguided", "replay", "shares", "coverage"))
     parser.add_argument("target", nargs="?", choices=ALL)
     parser.add_argument("--all", action="store_const", const=list(ALL), dest="names")
     parser.add_argument("--pure", action="store_const", const=list(PURE), dest="names")
@@ -204,6 +217,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.what == "fuzz":
         fuzz(args.target, args.folder, args.runs, args.seed)
+    elif args.what == "unguided":
+        status = report_unguided(args.target, args.seed, args.runs)
+        sys.stdout.flush()
+        os._exit(status)  # a rank's threads would keep the process
     elif args.what == "replay":
         replay(args.target, args.folder)
     elif args.what == "coverage":

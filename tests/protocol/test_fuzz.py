@@ -26,7 +26,7 @@ def short_run(
 
     def child(pipe: Any) -> None:
         before()
-        pipe.send(fuzz.short(name, seconds, seed))
+        pipe.send(fuzz.unguided(name, seed, seconds=seconds))
 
     context = mp.get_context("fork")
     here, there = context.Pipe()
