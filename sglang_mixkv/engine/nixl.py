@@ -8,7 +8,8 @@ One chunk, in a transfer thread:
 SGLang's loop waits for the handles that its methods return; what is written by a plan is over
 when the method returns, so that it returns none. A write that failed is raised as SGLang's own
 _NixlPostError, after which the loop fails the room, never acknowledges its abort, and reloads the
-peer: bytes of that write may still arrive.
+peer: bytes of that write may still arrive. A connection that breaks under a write of SGLang's own
+ends the same way; the peer is taken anew when it registers again, as it does when it hears of it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from sglang_mixkv.engine.transfers import (
 )
 from sglang_mixkv.prefill.rank import AuxFrom, PrefillRank
 from sglang_mixkv.protocol.messages import ABORT, read_abort
-from sglang_mixkv.transport.nixl import Memory, Nixl
+from sglang_mixkv.transport.nixl import Code, Memory, Nixl
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +87,10 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         super().register_buffer_to_engine()
         if self.side is None:
             return
-        self.written = Nixl(self.agent, Memory("VRAM", self.kv_args.gpu_id), self._device_of)
-        self.metadata = Nixl(self.agent, Memory("DRAM", 0), lambda _: 0)
+        self._lost: set[str] = set()
+        kv, rows = Memory("VRAM", self.kv_args.gpu_id), Memory("DRAM", 0)
+        self.written = Nixl(self.agent, kv, self._device_of, self._lost)
+        self.metadata = Nixl(self.agent, rows, lambda _: 0, self._lost)
         self.side.connect(self.written)
 
     def _device_of(self, session: str) -> int:
@@ -106,6 +109,11 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         super().add_transfer_request(
             bootstrap_room, kv_indices, index_slice, *args, wait_event=wait_event, **kwargs
         )
+
+    def forget_events(self, room: int) -> None:
+        """Of chunks that SGLang did not queue."""
+        for key in [key for key in list(self._events) if key[0] == room]:
+            self._events.pop(key, None)
 
     def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> None:
         """As stock, over a queue that tells this thread's hands what goes on."""
@@ -142,9 +150,31 @@ class MixNixlManager(TransferringManager, NixlKVManager):
             if peer is None:
                 side.check_still_fits(hands.task.room, session)
         if peer is None:
-            return stock()
+            return self._stock(session, stock)
         self._write(session, partial(side.send, hands, peer, src_pages, dst_pages))
         return None
+
+    def _stock(self, session: str, post: Callable[[], Any]) -> Any:
+        """The handle of a write of SGLang's own, which is kept with its peer; none goes to a peer
+        whose connection is lost. Raises _NixlPostError."""
+        hands = self._hands
+        if hands is None or hands.task is None:
+            return post()
+        if session in self._lost:
+            raise self._lost_error(session, hands.task.room)
+        try:
+            handle = post()
+        except _NixlPostError as error:
+            if self.written.loses(session, error.__cause__):
+                raise self._lost_error(session, hands.task.room) from error
+            raise
+        if handle is not None:
+            hands.posted.append((session, handle))
+        return handle
+
+    def _lost_error(self, session: str, room: int) -> _NixlPostError:
+        assert self.prefill is not None
+        return _NixlPostError(self.prefill.why_unsent(session, room, Code.LOST))
 
     def _write(self, session: str, write: Callable[[], int]) -> None:
         """One write of the side. Raises _NixlPostError where its end is not known."""
@@ -164,7 +194,8 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         peer = side.planned(peer_name)
         if peer is not None and (side.has_failed(hands.task.room) or not peer.route.sends_state):
             return ()
-        return _explained(stock, partial(side.why_failed, peer_name, hands.task.room))
+        explained = _explained(stock, partial(side.why_failed, peer_name, hands.task.room))
+        return iter(partial(self._stock, peer_name, partial(next, explained, None)), None)
 
     def send_aux(
         self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: list[int], dst_aux_index: int
@@ -172,7 +203,11 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         """Metadata, from one sender per decode rank; to a cold one without the drafter's."""
         side = self.prefill
         if side is None or side.planned(peer_name) is None:
-            return super().send_aux(peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index)
+            stock = super().send_aux
+            return self._stock(
+                peer_name,
+                partial(stock, peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index),
+            )
         write = partial(
             self._send_aux, side, peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index
         )
@@ -192,9 +227,22 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         blocks = self.aux_blocks(row, dst_ptrs, dst_row, left_out)
         return self.metadata.wait(self.metadata.write(session, blocks))
 
-    def _await_handles(self, handles: list[Any], **kwargs: Any) -> tuple[bool, bool]:
-        """As stock, which adds what send_aux returns in any case."""
-        settled, failed = super()._await_handles([h for h in handles if h is not None], **kwargs)
+    def _await_handles(
+        self, handles: list[Any], *, failure_seen: bool, **kwargs: Any
+    ) -> tuple[bool, bool]:
+        """As stock, which adds what send_aux returns in any case, and takes a write whose
+        connection broke for one that goes on for ever. Raises _NixlPostError for such a one, once:
+        SGLang's loop then waits for the others of a batch that has failed."""
+        wait = partial(super()._await_handles, failure_seen=failure_seen, **kwargs)
+        handles, hands = [h for h in handles if h is not None], self._hands
+        settled, failed = wait(handles)
+        if settled or hands is None or hands.task is None:
+            return bool(settled), bool(failed)
+        broken = [(s, h) for s, h in hands.posted if self.written.has_lost(s, h)]
+        if broken and not failure_seen:
+            raise self._lost_error(broken[0][0], hands.task.room)
+        ended = [handle for _, handle in broken]
+        settled, failed = wait([h for h in handles if h not in ended]) if ended else (False, True)
         return bool(settled), bool(failed)
 
     def takes_back(self, session: str) -> bool:
@@ -239,14 +287,13 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         """What stock does with a new peer, without a moment in which a transfer thread could
         miss it. NIXL adds what is new to the metadata that it has, unless the connection broke."""
         session, dcp = info.agent_name, (info.dst_dcp_size, info.dst_dcp_rank)
-        for transport in (self.written, self.metadata):
-            if session in transport.lost:
-                transport.lost.discard(session)
-                self.agent.remove_remote_agent(session)
+        if session in self._lost:
+            self.agent.remove_remote_agent(session)
         info.requires_dcp_relayout = self.requires_dcp_relayout(*dcp)
         self.agent.add_remote_agent(info.agent_metadata)
         self._prepare_payload_xfer(info)
         self._prepare_state_xfer(info)
+        self._lost.discard(session)
         self.decode_kv_args_table[session] = info
 
     def _prepare_payload_xfer(self, peer_info: Any) -> None:
@@ -286,6 +333,11 @@ def _explained(handles: Iterable[Any], why: Callable[[Exception], str]) -> Itera
 
 class MixNixlSender(RoomSender, NixlKVSender):
     """SGLang's NIXL sender with its room."""
+
+    def clear(self) -> None:
+        super().clear()
+        if self.side is not None:
+            self.kv_mgr.forget_events(self.bootstrap_room)
 
 
 class MixNixlReceiver(RoomReceiver, NixlKVReceiver):

@@ -38,7 +38,7 @@ NIXL = Framing(
         device=8, attn_tp_size=9, attn_tp_rank=10, kv_item_len=11, state_item_lens=12,
         state_dims=13, staging_ptr=14, staging_size=15, slots=16, memory_kinds=17,
         kv_item_lens=18, state_layer_ids=19, kv_layer_ids=20, dcp_size=21, dcp_rank=22,
-        state_lens=23, staging_layer_ids=None, read_session=frames.agent,
+        state_lens=23, staging_layer_ids=None, agent_metadata=4, read_session=frames.agent,
     ),
     MetadataPositions(
         count=10, required=6, states=7, prefix=8, is_dummy=9, device_pages=None,

@@ -50,12 +50,12 @@ class HandedQueue:
         self._events = {} if events is None else events
 
     def get(self) -> Any:
-        self._hands.task = None
+        self._hands.take(None)
         chunk = self._queue.get()
         if chunk is not None:
             start, pages = chunk.index_slice.start or 0, len(chunk.prefill_kv_indices)
             written = self._events.pop((chunk.room, start), None)
-            self._hands.task = Task(chunk.room, start, pages, written)
+            self._hands.take(Task(chunk.room, start, pages, written))
         return chunk
 
     def put(self, chunk: Any) -> None:

@@ -37,6 +37,7 @@ class Hands:
 
     `code`: the first of this send that is not 0, and `writes`: of this send, on SGLang's executor:
     where SGLang's own code raises, what it handed to the transport before has to end first.
+    `posted`: what SGLang's own code began for this task and waits for later, by session.
     """
 
     def __init__(self, writer: ChunkWriter, digester: Digester) -> None:
@@ -44,6 +45,12 @@ class Hands:
         self.task: Task | None = None
         self.code = 0
         self.writes: list[Future[int]] = []
+        self.posted: list[tuple[str, Any]] = []
+
+    def take(self, task: Task | None) -> None:
+        """Another task, or none."""
+        self.task = task
+        self.posted.clear()
 
     def begin(self) -> None:
         """Another send begins."""

@@ -100,6 +100,18 @@ def agent(frame: bytes) -> str:
     return found
 
 
+def check_agent_metadata(frame: bytes, name: bytes) -> None:
+    """Raise MixKVError unless NIXL's metadata are those of the agent of this name: NIXL puts them
+    in the place of what it knows of the agent that they name, and drops that where they are broken
+    (nixl 1.5.1: nixlSerDes, nixl_agent.cpp loadRemoteMD)."""
+    expected = b"nixlSerDes|Agent" + struct.pack("<Q", len(name)) + name + b"|"
+    if not frame.startswith(expected):
+        raise unreadable(
+            f"NIXL's metadata start with {frame[: len(expected)][:80]!r}, not with those of agent "
+            f"{name[:40]!r}: another agent's, or of a NIXL that lays them out otherwise."
+        )
+
+
 def words(frame: bytes, what: str, code: str) -> tuple[int, ...]:
     """The integers of a packed frame; `code` as in `struct`. Raises MixKVError."""
     width = struct.calcsize(code)

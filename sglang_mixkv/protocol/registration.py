@@ -66,6 +66,7 @@ class Positions(msgspec.Struct, frozen=True):
     slots: int | None = None
     memory_kinds: int | None = None
     state_lens: int | None = None
+    agent_metadata: int | None = None
     read_session: Callable[[bytes], str] = frames.session
 
 
@@ -277,6 +278,8 @@ def _check_unused(stock: Frames, at: Positions) -> None:
         raise frames.unreadable(f"staging pointer of {len(stock[at.staging_ptr])} bytes.")
     if stock[at.staging_size]:
         frames.number(stock[at.staging_size], "staging size")
+    if at.agent_metadata is not None:
+        frames.check_agent_metadata(stock[at.agent_metadata], stock[at.session])
     if at.device is not None:
         frames.number(stock[at.device], "device", high=1 << 16)
     if at.slots is not None and stock[at.slots]:

@@ -79,14 +79,19 @@ class Begun:
 class Nixl:
     """Transport over one NIXL agent, for one kind of memory.
 
-    `device_of`: the peer's device, by session. `lost`: peers to which the connection broke.
+    `device_of`: the peer's device, by session. `lost`: peers to which the connection broke, or
+    that did not take a write in time; nothing is written to them. NIXL still says that it has
+    their metadata. Who takes such a peer anew removes it from the agent first.
     """
 
     limits = Limits(FEW, SHORT, overlaps=True, begun=BEGUN)
 
-    def __init__(self, agent: Any, memory: Memory, device_of: Callable[[str], int]) -> None:
+    def __init__(
+        self, agent: Any, memory: Memory, device_of: Callable[[str], int],
+        lost: set[str] | None = None,
+    ) -> None:  # fmt: skip
         self._agent, self._memory, self._device_of = agent, memory, device_of
-        self.lost: set[str] = set()
+        self.lost = set() if lost is None else lost
 
     def register(self, address: int, size: int) -> None:
         try:
@@ -104,13 +109,15 @@ class Nixl:
     def write(self, session: str, blocks: Blocks, *, overlap: bool = False) -> Ended | Begun:
         if not len(blocks.length):
             return Ended(Code.DONE)
+        if session in self.lost:
+            return Ended(Code.LOST)
         try:
             local = self._ranges(blocks.src, blocks.length, self._memory.device)
             remote = self._ranges(blocks.dst, blocks.length, self._device_of(session))
             handle = self._agent.initialize_xfer("WRITE", local, remote, session)
             state = self._agent.transfer(handle)
         except Exception as error:
-            return Ended(self._failed(session, error))
+            return Ended(self._failed(session, error, Code.REJECTED))
         if state == "PROC":
             return Begun(handle, session, time.monotonic() + GIVE_UP_S)
         return Ended(Code.DONE if state == "DONE" else Code.FAILED)
@@ -123,19 +130,32 @@ class Nixl:
         try:
             while (state := self._agent.check_xfer_state(begun.handle)) == "PROC":
                 if time.monotonic() > begun.until:
+                    self.lost.add(begun.session)
                     return Code.LATE
                 polls += 1
                 time.sleep(0 if polls < BUSY_POLLS else POLL_S)
         except Exception as error:
-            return self._failed(begun.session, error)
+            return self._failed(begun.session, error, Code.FAILED)
         return Code.DONE if state == "DONE" else Code.FAILED
 
-    def _failed(self, session: str, error: Exception) -> Code:
+    def _failed(self, session: str, error: Exception, otherwise: Code) -> Code:
         logger.warning("[MIXKV-SEND-03] sglang-mixkv: a write to %s failed: %r", session, error)
-        if "Disconnect" not in type(error).__name__:
-            return Code.REJECTED
-        self.lost.add(session)
-        return Code.LOST
+        return Code.LOST if self.loses(session, error) else otherwise
+
+    def loses(self, session: str, error: BaseException | None) -> bool:
+        """Whether this error says that the connection broke; the peer is lost then."""
+        broke = "Disconnect" in type(error).__name__
+        if broke:
+            self.lost.add(session)
+        return broke
+
+    def has_lost(self, session: str, handle: Any) -> bool:
+        """Whether a write that another posted to this peer ended with its connection."""
+        try:
+            self._agent.check_xfer_state(handle)
+        except Exception as error:
+            return self.loses(session, error)
+        return False
 
     def _ranges(self, addresses: Any, lengths: Any, device: int) -> Any:
         """NIXL's descriptors: address, length and device of each range."""

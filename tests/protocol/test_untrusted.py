@@ -6,7 +6,9 @@ guard that its test names.
 
 from __future__ import annotations
 
+import random
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -335,5 +337,44 @@ def test_an_unlimited_number_of_strangers_costs_no_memory(monkeypatch: pytest.Mo
         rank.manager.check_integrity = check
 
     outcome = run(case(2, 1, faults={("prefill", 0): inject}, send=send_late))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+
+
+def test_a_thousand_malformed_messages_hurt_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger's registrations and metadata, as a decode rank's but for one frame, and noise.
+    Over NIXL they hold what NIXL knows that rank by, whole and broken."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "60")  # they take a while
+    rng, all_heard = random.Random(1), "all_heard"
+
+    def malformed(message: list[bytes]) -> list[bytes]:
+        for name, frame in STRANGER.items():
+            message = frames_of.replaced(message, name, frame)
+        at = rng.randrange(frames_of.place(message, "endpoint"), len(message))
+        frame = rng.choice([b"", b"x", message[at][:-1], message[at] * 2, rng.randbytes(9)])
+        return [*message[:at], frame, *message[at + 1 :]][: rng.choice([at + 1, 99])]
+
+    def inject(rank: Rank) -> None:
+        real, heard = rank.manager.may_pass, []
+        setattr(rank, all_heard, threading.Event())
+
+        def passing(frames: list[bytes]) -> bool:
+            passed = real(frames)
+            heard.append(frames)
+            if len(heard) == 2:  # decode's registration and metadata
+                own = [malformed(rng.choice(heard)) for _ in range(1000)]
+                _shout(rank.manager.rank_port, [*own, *faults_of_ring.NOISE])
+            if len(heard) == 1000:
+                getattr(rank, all_heard).set()
+            return bool(passed)
+
+        rank.manager.may_pass = passing
+
+    def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
+        if hasattr(rank, all_heard):
+            assert getattr(rank, all_heard).wait(30)
+        sender.send(chunk, state)
+
+    outcome = run(case(2, 1, faults={("prefill", 0): inject}, send=send))
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}

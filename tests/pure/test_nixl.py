@@ -64,6 +64,7 @@ def over(agent: Agent, kind: str = "VRAM") -> Nixl:
         (["ERR"], Code.FAILED),
         (["PROC", "ERR"], Code.FAILED),
         ([ValueError("NIXL_ERR_NOT_FOUND")], Code.REJECTED),
+        (["PROC", ValueError("NIXL_ERR_NOT_FOUND")], Code.FAILED),
         ([LOST], Code.LOST),
         (["PROC", LOST], Code.LOST),
     ],
@@ -81,6 +82,23 @@ def test_a_write_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(nixl, "GIVE_UP_S", -1.0)
     transport = over(Agent("PROC", "PROC"))
     assert transport.wait(transport.write("peer", BLOCKS)) == Code.LATE
+    assert transport.lost == {"peer"}
+
+
+def test_nothing_is_posted_to_a_lost_peer() -> None:
+    """Another room would wait for it as long again."""
+    agent, lost = Agent(LOST), set()
+    kv, rows = (Nixl(agent, Memory(kind, 1), lambda _: 3, lost) for kind in ("VRAM", "DRAM"))
+    kv.write("peer", BLOCKS)
+    assert rows.wait(rows.write("peer", BLOCKS)) == Code.LOST
+    assert len(agent.ranges) == 2  # of the first write: source, destination
+
+
+def test_a_write_of_another_that_ended_with_the_connection() -> None:
+    for state, broke in (("PROC", False), ("ERR", False), (ValueError("x"), False), (LOST, True)):
+        transport = over(Agent(state))
+        assert transport.has_lost("peer", "handle") == broke
+        assert transport.lost == ({"peer"} if broke else set())
 
 
 def test_ranges_name_the_device_of_each_side() -> None:
