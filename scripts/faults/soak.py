@@ -1,6 +1,6 @@
 """Many requests with random faults on the protocol ring, in both directions.
 
-Real managers, ZMQ and Mooncake TCP, one process per rank. Exit status 0: nothing lost, nothing
+Real managers, ZMQ and transfer engine, one process per rank. Exit status 0: nothing lost, nothing
 leaked, no wrong byte, and no request failed without a fault of its own. `--json` writes the
 figures.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
+from rig import model  # noqa: E402
 from rig.load import load_sglang  # noqa: E402
 
 load_sglang()
@@ -85,8 +86,10 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faulty", type=float, default=0.2, help="share that meets a fault")
+    parser.add_argument("--backend", default="mooncake", choices=("mooncake", "nixl"))
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
+    model.BACKEND = arguments.backend
     records, verdicts, bad = [], [], False
     for prefill_tp, decode_tp in DIRECTIONS:
         soak = Soak(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from rig.soak import Soak, run
 
+pytestmark = pytest.mark.transports(every=1)
+
 DIRECTIONS = [(2, 1), (1, 2)]
 
 
