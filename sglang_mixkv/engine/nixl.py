@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from sglang.srt.disaggregation.nixl.conn import (
 
 from sglang_mixkv.engine.bootstrap import AnnouncingBootstrapServer
 from sglang_mixkv.engine.manager import SidedManager
+from sglang_mixkv.engine.nixl_writes import StockWrites, explained
 from sglang_mixkv.engine.receiver import RoomReceiver
 from sglang_mixkv.engine.sender import RoomSender
 from sglang_mixkv.engine.transfers import (
@@ -42,7 +43,7 @@ from sglang_mixkv.engine.transfers import (
 )
 from sglang_mixkv.prefill.rank import AuxFrom, PrefillRank
 from sglang_mixkv.protocol.messages import ABORT, read_abort
-from sglang_mixkv.transport.nixl import Code, Memory, Nixl
+from sglang_mixkv.transport.nixl import Memory, Nixl
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +71,13 @@ class MixNixlManager(TransferringManager, NixlKVManager):
     """SGLang's NixlKVManager with separate target and draft components.
 
     `written`, `metadata`: how KV and metadata rows get to peers. They lie in memory of different
-    kinds.
+    kinds. `stock`: what SGLang's own code writes.
     """
 
     backend = "nixl"
     written: Nixl
     metadata: Nixl
+    stock: StockWrites
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._worker_threads: list[threading.Thread] = []
@@ -87,10 +89,11 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         super().register_buffer_to_engine()
         if self.side is None:
             return
-        self._lost: set[str] = set()
         kv, rows = Memory("VRAM", self.kv_args.gpu_id), Memory("DRAM", 0)
-        self.written = Nixl(self.agent, kv, self._device_of, self._lost)
-        self.metadata = Nixl(self.agent, rows, lambda _: 0, self._lost)
+        self.written = Nixl(self.agent, kv, self._device_of)
+        self.metadata = Nixl(self.agent, rows, lambda _: 0, self.written.lost)
+        if self.prefill is not None:
+            self.stock = StockWrites(self.written, self.prefill.why_unsent)
         self.side.connect(self.written)
 
     def _device_of(self, session: str) -> int:
@@ -150,31 +153,9 @@ class MixNixlManager(TransferringManager, NixlKVManager):
             if peer is None:
                 side.check_still_fits(hands.task.room, session)
         if peer is None:
-            return self._stock(session, stock)
+            return self.stock.post(hands, session, stock)
         self._write(session, partial(side.send, hands, peer, src_pages, dst_pages))
         return None
-
-    def _stock(self, session: str, post: Callable[[], Any]) -> Any:
-        """The handle of a write of SGLang's own, which is kept with its peer; none goes to a peer
-        whose connection is lost. Raises _NixlPostError."""
-        hands = self._hands
-        if hands is None or hands.task is None:
-            return post()
-        if session in self._lost:
-            raise self._lost_error(session, hands.task.room)
-        try:
-            handle = post()
-        except _NixlPostError as error:
-            if self.written.loses(session, error.__cause__):
-                raise self._lost_error(session, hands.task.room) from error
-            raise
-        if handle is not None:
-            hands.posted.append((session, handle))
-        return handle
-
-    def _lost_error(self, session: str, room: int) -> _NixlPostError:
-        assert self.prefill is not None
-        return _NixlPostError(self.prefill.why_unsent(session, room, Code.LOST))
 
     def _write(self, session: str, write: Callable[[], int]) -> None:
         """One write of the side. Raises _NixlPostError where its end is not known."""
@@ -194,8 +175,8 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         peer = side.planned(peer_name)
         if peer is not None and (side.has_failed(hands.task.room) or not peer.route.sends_state):
             return ()
-        explained = _explained(stock, partial(side.why_failed, peer_name, hands.task.room))
-        return iter(partial(self._stock, peer_name, partial(next, explained, None)), None)
+        handles = explained(stock, partial(side.why_failed, peer_name, hands.task.room))
+        return iter(partial(self.stock.post, hands, peer_name, partial(next, handles, None)), None)
 
     def send_aux(
         self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: list[int], dst_aux_index: int
@@ -203,11 +184,10 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         """Metadata, from one sender per decode rank; to a cold one without the drafter's."""
         side = self.prefill
         if side is None or side.planned(peer_name) is None:
-            stock = super().send_aux
-            return self._stock(
-                peer_name,
-                partial(stock, peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index),
+            stock = partial(
+                super().send_aux, peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index
             )
+            return stock() if side is None else self.stock.post(self._hands, peer_name, stock)
         write = partial(
             self._send_aux, side, peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index
         )
@@ -234,15 +214,12 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         connection broke for one that goes on for ever. Raises _NixlPostError for such a one, once:
         SGLang's loop then waits for the others of a batch that has failed."""
         wait = partial(super()._await_handles, failure_seen=failure_seen, **kwargs)
-        handles, hands = [h for h in handles if h is not None], self._hands
+        handles = [handle for handle in handles if handle is not None]
         settled, failed = wait(handles)
-        if settled or hands is None or hands.task is None:
-            return bool(settled), bool(failed)
-        broken = [(s, h) for s, h in hands.posted if self.written.has_lost(s, h)]
-        if broken and not failure_seen:
-            raise self._lost_error(broken[0][0], hands.task.room)
-        ended = [handle for _, handle in broken]
-        settled, failed = wait([h for h in handles if h not in ended]) if ended else (False, True)
+        if not settled and self.prefill is not None:
+            ended = self.stock.ended(self._hands, failure_seen=failure_seen)
+            if ended:
+                settled, failed = wait([handle for handle in handles if handle not in ended])
         return bool(settled), bool(failed)
 
     def takes_back(self, session: str) -> bool:
@@ -287,13 +264,13 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         """What stock does with a new peer, without a moment in which a transfer thread could
         miss it. NIXL adds what is new to the metadata that it has, unless the connection broke."""
         session, dcp = info.agent_name, (info.dst_dcp_size, info.dst_dcp_rank)
-        if session in self._lost:
+        if session in self.written.lost:
             self.agent.remove_remote_agent(session)
         info.requires_dcp_relayout = self.requires_dcp_relayout(*dcp)
         self.agent.add_remote_agent(info.agent_metadata)
         self._prepare_payload_xfer(info)
         self._prepare_state_xfer(info)
-        self._lost.discard(session)
+        self.written.lost.discard(session)
         self.decode_kv_args_table[session] = info
 
     def _prepare_payload_xfer(self, peer_info: Any) -> None:
@@ -318,17 +295,6 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         if notification is not None:
             self._handle_deferred_abort_ack(notification)
         return True
-
-
-def _explained(handles: Iterable[Any], why: Callable[[Exception], str]) -> Iterator[Any]:
-    """Stock's handles of state; where it is laid out otherwise than stock expects, with a reason
-    that says more than its exception. Only what was posted may still arrive."""
-    try:
-        yield from handles
-    except _NixlPostError:
-        raise
-    except Exception as error:
-        raise RuntimeError(why(error)) from error
 
 
 class MixNixlSender(RoomSender, NixlKVSender):

@@ -91,6 +91,7 @@ def test_a_connection_that_breaks_under_sglangs_own_write(monkeypatch: pytest.Mo
     from sglang.srt.disaggregation.nixl import conn
 
     from sglang_mixkv.engine.nixl import MixNixlManager
+    from sglang_mixkv.engine.nixl_writes import StockWrites
     from sglang_mixkv.prefill.hands import Hands, Task
     from sglang_mixkv.transport.nixl import Memory, Nixl
 
@@ -98,19 +99,19 @@ def test_a_connection_that_breaks_under_sglangs_own_write(monkeypatch: pytest.Mo
     lost = nixlBind.nixlRemoteDisconnectError("NIXL_ERR_REMOTE_DISCONNECT")
     manager = object.__new__(MixNixlManager)
     manager.agent = Agent(done="DONE", broken=lost, late="PROC")
-    manager._lost = set()
-    manager.written = Nixl(manager.agent, Memory("VRAM", 0), lambda _: 0, manager._lost)
-    manager.prefill = MagicMock(why_unsent=lambda session, room, code: f"{session} {room} {code!r}")
-    manager._thread = SimpleNamespace(hands=Hands(MagicMock(), MagicMock()))
-    manager._thread.hands.take(Task(7, 0, 1))
+    manager.prefill, hands = MagicMock(), Hands(MagicMock(), MagicMock())
+    transport = Nixl(manager.agent, Memory("VRAM", 0), lambda _: 0)
+    manager.stock = StockWrites(transport, lambda *what: f"{what}")
+    manager._thread = SimpleNamespace(hands=hands)
+    hands.take(Task(7, 0, 1))
     posted = ["done", "broken", "late"]
     for handle in posted:
-        manager._stock(f"peer of {handle}", partial(str, handle))
+        manager.stock.post(hands, f"peer of {handle}", partial(str, handle))
 
-    with pytest.raises(conn._NixlPostError, match=r"peer of broken 7 .*LOST"):
+    with pytest.raises(conn._NixlPostError, match=r"peer of broken', 7, .*LOST"):
         manager._await_handles([*posted, None], failure_seen=False)
-    assert manager._lost == {"peer of broken"}
+    assert transport.lost == {"peer of broken"}
     assert manager._await_handles(["done", "broken"], failure_seen=True) == (True, True)
     assert manager._await_handles(posted, failure_seen=True) == (False, True)
     with pytest.raises(conn._NixlPostError, match="LOST"):
-        manager._stock("peer of broken", partial(str, "another"))
+        manager.stock.post(hands, "peer of broken", partial(str, "another"))
