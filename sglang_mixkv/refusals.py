@@ -136,13 +136,24 @@ ARGUMENT_RULES: tuple[_Rule, ...] = (
 )
 
 
-def _environment_rules(environ: Mapping[str, str]) -> list[str]:
+def _environment_rules(args: Any, environ: Mapping[str, str], *, verified: bool) -> list[str]:
+    """Without a drafter and checksums SGLang's own transfer sends everything."""
     found = []
-    for name in ("SGLANG_RUST_SERVER", "SGLANG_DISAGG_STAGING_BUFFER"):
-        if truth(name, environ):
-            found.append(f"{name}=1 is not supported: unset it")
+    if truth("SGLANG_RUST_SERVER", environ):
+        found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")
+    if not verified and not _has_drafter(args):
+        return found
+    why = "with a drafter, or with --mixkv-verify checksum, is not supported"
+    if truth("SGLANG_DISAGG_STAGING_BUFFER", environ):
+        found.append(
+            f"SGLANG_DISAGG_STAGING_BUFFER=1 {why}: SGLang's staging goes around the plan for the "
+            "drafter, and the plugin packs by itself; unset it"
+        )
     if environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "").lower() not in ("", "0", "false", "none"):
-        found.append("SGLANG_MOONCAKE_CUSTOM_MEM_POOL is not supported: unset it")
+        found.append(
+            f"SGLANG_MOONCAKE_CUSTOM_MEM_POOL {why}: the plugin's buffers are not allocated in "
+            "that pool, and may not be reachable by its transport; unset it"
+        )
     return found
 
 
@@ -190,11 +201,12 @@ def broken(
 ) -> list[str]:
     """Of these rules, and of those on the environment."""
     found = [text_of(rule) for rule in rules if rule[1](args)]
+    verified = config is not None and config.verify == "checksum"
     if config is not None and config.on_draft_mismatch == "cold":
         found += _cold_rules(args, environ)
-    if config is not None and config.verify == "checksum":
+    if verified:
         found += _verify_rules(args)
-    return found + _environment_rules(environ)
+    return found + _environment_rules(args, environ, verified=verified)
 
 
 _metrics_folder: tempfile.TemporaryDirectory[str] | None = None

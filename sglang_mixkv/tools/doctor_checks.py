@@ -168,9 +168,11 @@ def _sources() -> dict[str, tuple[str, str]]:
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Variables that decide how servers of this shell would transfer KV; no secrets."""
+    """Variables that decide how servers of this shell, with a drafter, would transfer KV; no
+    secrets."""
     try:
-        refused = startup.refusals(from_line("prefill", "").args, environ)
+        line = "--speculative-algorithm EAGLE3"
+        refused = startup.refusals(from_line("prefill", line).args, environ)
     except ValueError as error:  # text that is not a boolean
         refused = [str(error)]
     for name in sorted(filter(_SHOWN.match, environ)):

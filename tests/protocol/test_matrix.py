@@ -100,6 +100,17 @@ def test_without_drafter(prefill_tp: int, decode_tp: int, target: Cache) -> None
     right(Case(prefill_tp, decode_tp, target=target, draft=None, requests=REQUESTS))
 
 
+@pytest.mark.parametrize("pool", ["NVLINK", "INTRA_NODE_NVLINK"])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+@pytest.mark.mooncake_only
+def test_a_custom_memory_pool_without_drafter(
+    monkeypatch: pytest.MonkeyPatch, prefill_tp: int, decode_tp: int, pool: str
+) -> None:
+    """Metadata go over ZMQ then, or each layer as a call of its own."""
+    monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", pool)
+    right(Case(prefill_tp, decode_tp, draft=None, requests=REQUESTS))
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (4, 2), (2, 4)])
 def test_drafter_without_kv_entries(prefill_tp: int, decode_tp: int) -> None:
     """DeepSeek-V4's DSPARK: its KV is state without heads. Both sides speculate, and SGLang's

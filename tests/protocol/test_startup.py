@@ -296,9 +296,9 @@ def test_an_unchecked_process_stops_for_each_reason(monkeypatch: pytest.MonkeyPa
     late = {"disaggregation_mode": "decode",
             "disaggregation_decode_allocation_policy": "prefill_complete"}  # fmt: skip
     assert "prefill_complete is not supported" in in_fork(lambda: [serve(**late), ask()])
-    monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
-    assert "SGLANG_DISAGG_STAGING_BUFFER=1 is not supported" in in_fork(lambda: [serve(), ask()])
-    monkeypatch.delenv("SGLANG_DISAGG_STAGING_BUFFER")
+    monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
+    assert "SGLANG_RUST_SERVER=1 is not supported" in in_fork(lambda: [serve(), ask()])
+    monkeypatch.delenv("SGLANG_RUST_SERVER")
     monkeypatch.setitem(compat.SEAMS, "sglang.srt.server_args:ServerArgs.gone", ())
     assert "ServerArgs.gone" in in_fork(lambda: [serve(), ask()])
 

@@ -100,6 +100,17 @@ def test_each_unsupported_variable_is_refused_by_name(environ: dict[str, str]) -
     assert next(iter(environ)) in refusal
 
 
+@pytest.mark.parametrize(
+    "name", ["SGLANG_DISAGG_STAGING_BUFFER", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"]
+)
+@pytest.mark.parametrize("algorithm", [None, "NGRAM"])
+def test_without_a_drafter_buffers_are_left_to_sglang(name: str, algorithm: str | None) -> None:
+    plain = arguments(speculative_algorithm=algorithm)
+    assert startup.refusals(plain, {name: "1"}) == []
+    (refusal,) = startup.refusals(plain, {name: "1"}, Config(verify="checksum"))
+    assert name in refusal
+
+
 def test_every_rule_has_a_test() -> None:
     hit = {startup.refusals(arguments(**changed), {})[0] for changed, _ in REFUSED}
     assert len(hit) == len(startup.ARGUMENT_RULES)
