@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sglang_mixkv.kv.layout import Component, Kind, Shard, Spread
-from sglang_mixkv.kv.plan import Copies, Ints, Plan, component_copies
+from sglang_mixkv.kv.plan import Copies, Ints, Plan, Reach, component_copies
 from sglang_mixkv.kv.routes import Route, Topology, routes
 
 HEAD_BYTES = 256  # 128 x bf16
@@ -179,7 +179,7 @@ def plan(case: Case, sender: int, truth: int, pool: int) -> Plan:
         pairs,
     )
     target = _target(case, truth, pool) if route.is_send_target else Copies.empty()
-    return Plan(case.page_size, target, draft, case.pool_pages, case.pool_pages)
+    return Plan(case.page_size, target, (Reach(0, draft),), case.pool_pages, case.pool_pages)
 
 
 def _target(case: Case, truth: int, pool: int) -> Copies:

@@ -175,8 +175,9 @@ class Run:
         self.sender.reset()
         start = time.perf_counter()
         for plan in self.plans:
-            for entry in range(len(plan.draft)):
-                self._stock_entry(plan.draft.select(np.arange(len(plan.draft)) == entry))
+            draft = plan.draft[0].copies
+            for entry in range(len(draft)):
+                self._stock_entry(draft.at(entry))
         self._finish(samples, start)
 
     def _stock_entry(self, one: Copies) -> None:

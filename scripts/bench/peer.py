@@ -66,7 +66,7 @@ class Receiver:
         """Its prefill ranks are about to register: memory is taken. What they need to know."""
         self.case = case
         for landing in self.landings.values():
-            landing.prepare(self._slices(False), self._slices(True))
+            landing.prepare(self._slices(False), (self._slices(True),))
         return [engine.hello for engine in self.engines]
 
     def clear(self) -> None:
@@ -80,7 +80,7 @@ class Receiver:
         case, start = self._case(), time.perf_counter()
         pages = page_tables(case, "decode")[room]
         draft, target = self._slices(True), self._slices(False)
-        granted = self.landings[way].grant(room, target, draft, pages, 0, knows_extents=True)
+        granted = self.landings[way].grant(room, target, (draft,), pages, knows_extents=True)
         return granted, time.perf_counter() - start
 
     def _slices(self, draft: bool) -> Slices:

@@ -49,7 +49,7 @@ from common import (
 from methods import AT_ONCE, STAGING, WHOLE_LAYERS, Run, Sender, pair
 from wires import ENGINES
 
-from sglang_mixkv.kv.plan import Copies, Plan
+from sglang_mixkv.kv.plan import Copies, Plan, Reach
 from sglang_mixkv.prefill.writer import Chunk
 
 LARGEST = STAGING  # bytes of a case; beyond it no region could be granted
@@ -153,7 +153,7 @@ def measure_whole(sender: Sender, case: Case, count: int) -> list[Record]:
     """MLA rows of all layers with the draft slices, against MLA rows alone, and those against
     the same by SGLang's own plan."""
     run = Run(sender, case)
-    alone = [Plan(p.page_size, p.target, Copies.empty(), p.src_pages, p.dst_pages)
+    alone = [Plan(p.page_size, p.target, (Reach(0, Copies.empty()),), p.src_pages, p.dst_pages)
              for p in run.plans[:1]]  # fmt: skip
     way = "region" if case.direction == "gather" or case.layout == "random" else "packed"
     methods: dict[str, Callable[[Samples], Any]] = {

@@ -53,22 +53,28 @@ RETRY_S = 60.0
 # A request so long needs regions, if any request from a server does.
 LONG_PAGES = 1 << 20
 
-Parts = list[tuple[Slices, Ints]]  # slices that are parts of rows, and their pages
+Parts = list[tuple[Slices, Ints]]  # slices, and their pages
+
+
+@dataclass(frozen=True)
+class Area:
+    """Where in the buffer a sender writes its part of these slices of `pages`."""
+
+    slices: Slices
+    address: int
+    pages: Ints
 
 
 @dataclass(frozen=True)
 class Held:
     """What has to be done with a request's pages once all of them are written.
 
-    `start`: of its region in the buffer, None without one; `areas`: where in it each sender of
-    the draft's `slices` writes those of `pages`. `parts`: slices, and the pages that they are
-    written to by extents of at most `extent` tokens.
+    `start`: of its region in the buffer, None without one; `areas`: those of each sender in it.
+    `parts`: slices, and the pages that they are written to by extents of at most `extent` tokens.
     """
 
-    slices: Slices
-    pages: Ints
     start: int | None
-    areas: Mapping[Sender, int]
+    areas: Mapping[Sender, list[Area]]
     parts: tuple[tuple[Slices, Ints], ...]
     extent: int
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while it is scattered
@@ -116,11 +122,11 @@ class Landing:
         """Whether memory could not be had, and a minute has passed."""
         return bool(self._next_try) and time.monotonic() >= self._next_try
 
-    def prepare(self, target: Slices, draft: Slices | None) -> None:
+    def prepare(self, target: Slices, draft: tuple[Slices, ...]) -> None:
         """Take the memory that requests with these slices could come to need."""
-        if draft is None:
+        if not draft:
             return
-        regions = self._worth_a_copy(draft, LONG_PAGES, LONG_PAGES)
+        regions = any(self._worth_a_copy(slices, LONG_PAGES, LONG_PAGES) for slices in draft)
         if not regions and not self._worth_a_copy(target, LONG_PAGES, LONG_PAGES):
             return
         missing = self._scratch is None or (regions and self._buffer is None)
@@ -153,56 +159,55 @@ class Landing:
     # -- rooms
 
     def grant(
-        self, room: int, target: Slices, draft: Slices, pages: Ints, skip: int, *,
+        self, room: int, target: Slices, draft: tuple[Slices, ...], pages: Ints, *,
         knows_extents: bool,
     ) -> dict[Sender, Grant]:  # fmt: skip
         """Decide how this room's slices come: what senders have to be told, if anything.
 
-        `pages`: all pages of the request; the drafter's window reaches those from `skip` on.
-        `knows_extents`: the senders can write extents other than pages.
+        `draft`: by window, at least one; `pages`: all pages of the request. `knows_extents`: the
+        senders can write extents other than pages.
         """
-        reached = pages[skip:]
-        start = self._region(draft, reached)
+        reached = [(slices, pages[slices.first_page(len(pages)) :]) for slices in draft]
+        start = self._region(reached)
         try:
-            return self._granted(room, target, draft, pages, skip, start, known=knows_extents)
+            return self._granted(room, target, pages, reached, start, known=knows_extents)
         except Exception:
             if start is not None:  # no sender has heard of it
                 self._regions.free(start)
             raise
 
     def _granted(
-        self, room: int, target: Slices, draft: Slices, pages: Ints, skip: int, start: int | None,
-        *, known: bool,
+        self, room: int, target: Slices, pages: Ints, draft: Parts, start: int | None, *,
+        known: bool,
     ) -> dict[Sender, Grant]:  # fmt: skip
         """With the region that starts there, or without one."""
-        reached = pages[skip:]
-        in_pool = [(target, pages)] + [(draft, reached)] * (start is None)
+        in_pool = [(target, pages), *(draft if start is None else ())]
         parts = [(slices, where) for slices, where in in_pool if slices.are_parts and len(where)]
         extent = self._extent(parts, known)
+        skip = min(slices.first_page(len(pages)) for slices, _ in draft)
         by_page, told = extent is not None, {}
         if by_page:
             plain = Grant(0, 0, skip, True, extent or 0)
-            told = dict.fromkeys((*target.senders, *draft.senders), plain)
-        areas: dict[Sender, int] = {}
+            told = dict.fromkeys((*target.senders, *draft[0][0].senders), plain)
+        areas: dict[Sender, list[Area]] = {}
         if start is not None:
-            tokens = len(reached) * draft.shard.page_size
-            areas = draft.areas(self.span[0] + start, tokens)
-            for sender, address in areas.items():
-                told[sender] = Grant(address, tokens, skip, by_page, extent or 0)
+            tokens = (len(pages) - skip) * target.shard.page_size
+            areas = _areas(draft, self.span[0] + start)
+            for sender, (first, *_) in areas.items():
+                told[sender] = Grant(first.address, tokens, skip, by_page, extent or 0)
         if told:
             written = tuple(parts) if by_page else ()
-            self._held[room] = Held(draft, reached, start, areas, written, extent or 0)
+            self._held[room] = Held(start, areas, written, extent or 0)
         self._show()
         return told
 
-    def _region(self, draft: Slices, pages: Ints) -> int | None:
+    def _region(self, draft: Parts) -> int | None:
         """Hold a region for these pages where they are worth one. None: no, or no room."""
         if self._buffer is None:
             return None
-        runs = len(runs_of(pages)[0])
-        if not self._worth_a_copy(draft, len(pages), runs):
+        if not any(self._worth_a_copy(s, len(pages), len(runs_of(pages)[0])) for s, pages in draft):
             return None
-        size = draft.row_bytes * len(pages) * draft.shard.page_size
+        size = sum(s.row_bytes * len(pages) * s.shard.page_size for s, pages in draft)
         start = self._regions.allocate(size, time.monotonic())
         self._stats.add(staging_full=int(start is None))
         return start
@@ -249,13 +254,13 @@ class Landing:
                 self._show()
 
     def _scatter(self, held: Held) -> None:
-        size = held.slices.shard.page_size
-        tokens = len(held.pages) * size
-        for sender, address in held.areas.items():
-            area = from_region(held.slices.in_pool[sender], address, tokens)
-            scatter(self._rows, area, size, 0, held.pages)
+        for sender, areas in held.areas.items():
+            for area in areas:
+                size, copies = area.slices.shard.page_size, area.slices.in_pool[sender]
+                there = from_region(copies, area.address, len(area.pages) * size)
+                scatter(self._rows, there, size, 0, area.pages)
         for slices, pages in held.parts:
-            self._order(slices, extents(pages, size, held.extent))
+            self._order(slices, extents(pages, slices.shard.page_size, held.extent))
 
     def _order(self, slices: Slices, found: Extents) -> None:
         """Put these extents of every entry in the order of rows."""
@@ -316,3 +321,14 @@ class Landing:
         if held or self._held:
             found.append(f"{len(self._held)} rooms hold {held} bytes of staging")
         return found
+
+
+def _areas(draft: Parts, address: int) -> dict[Sender, list[Area]]:
+    """Those of each sender in a region at `address`, one after the other."""
+    found: dict[Sender, list[Area]] = {sender: [] for sender in draft[0][0].senders}
+    for sender, areas in found.items():
+        for slices, pages in draft:
+            areas.append(Area(slices, address, pages))
+            tokens = len(pages) * slices.shard.page_size
+            address += slices.in_pool[sender].bytes_per_token * tokens
+    return found

@@ -144,19 +144,17 @@ class DecodeRank:
         """Before a room's metadata goes out: clear what will not come, note what is verified,
         hold what slices land in. What senders are told, by (prefill rank, stage)."""
         source, numbers = room.source, np.asarray(pages, np.int64)
-        skip = source.skip(self.local, len(numbers))
         if source.cold:
             self._clear(numbers, aux_row)
         asked = None
         if source.verify and len(numbers):
-            shard = source.draft.shard if source.draft else None
-            asked = Asked(numbers, skip, shard, source.kv_senders)
+            draft = None if source.cold else self.local.caches.draft
+            asked = Asked(numbers, draft, source.kv_senders)
         self.rooms.ask(room, len(numbers), aux_row, asked)
-        if source.draft is None or not len(numbers):
+        if not source.draft or not len(numbers):
             return {}
         return self.landing.grant(
-            room.number, source.target, source.draft, numbers, skip,
-            knows_extents=source.knows_extents,
+            room.number, source.target, source.draft, numbers, knows_extents=source.knows_extents
         )  # fmt: skip
 
     def _clear(self, pages: Any, aux_row: int | None) -> None:

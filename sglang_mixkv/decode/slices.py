@@ -1,12 +1,13 @@
-"""One component's heads as a decode rank receives them."""
+"""One component's heads as a decode rank receives them, or those of its entries with one window."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from sglang_mixkv.kv.layout import Shard
+from sglang_mixkv.kv.pages import window_start
 from sglang_mixkv.kv.plan import Copies, component_copies
 from sglang_mixkv.transport.base import Limits
 
@@ -16,12 +17,28 @@ Sender = tuple[int, int]  # prefill rank, stage
 @dataclass(frozen=True)
 class Slices:
     """`senders`: the heads (global numbers) that each sends, at least one; `prefill_tp`: their
-    attention TP."""
+    attention TP; `window`: how many tokens before the prompt's end come, 0: all."""
 
     shard: Shard
     ptrs: tuple[int, ...]
     senders: Mapping[Sender, range]
     prefill_tp: int
+    window: int = 0
+
+    def first_page(self, pages: int) -> int:
+        """The first that comes of a request's pages, so many."""
+        return window_start(pages, self.shard.page_size, self.window)
+
+    @property
+    def by_window(self) -> tuple[Slices, ...]:
+        """The same, apart for each window that entries have."""
+        return tuple(
+            replace(
+                self, shard=self.shard.only(entries), window=window,
+                ptrs=tuple(self.ptrs[entry] for entry in entries),
+            )
+            for window, entries in self.shard.component.by_window.items()
+        )  # fmt: skip
 
     @cached_property
     def are_parts(self) -> bool:
@@ -72,11 +89,3 @@ class Slices:
         else:
             return False  # the same rows on both sides, as the target's
         return limits.worth_packing(ranges, tokens * self.row_bytes, mode)
-
-    def areas(self, address: int, tokens: int) -> dict[Sender, int]:
-        """Where each sender writes into a region at `address`, one after the other."""
-        found = {}
-        for sender, copies in self.in_pool.items():
-            found[sender] = address
-            address += copies.bytes_per_token * tokens
-        return found

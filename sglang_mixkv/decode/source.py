@@ -13,7 +13,6 @@ from types import MappingProxyType
 from sglang_mixkv.decode.slices import Slices
 from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.layout import Caches, Kind, Shard, Spread
-from sglang_mixkv.kv.pages import window_start
 from sglang_mixkv.kv.routes import Route, Topology, required_responses, routes
 from sglang_mixkv.protocol.extension import Extension, notice_of
 from sglang_mixkv.protocol.facts import Facts
@@ -25,8 +24,7 @@ MAX_RANKS = 4096
 @dataclass(frozen=True)
 class Local:
     """This decode rank. `tp`, `rank`: attention TP; `aux_ptrs`, `aux_rows`: addresses and
-    rows of its metadata buffers;
-    `draft_window`: tokens before the prompt's end that its drafter can reach, 0: all.
+    rows of its metadata buffers.
 
     `kv_data_lens`, `state_lens`: bytes of every region that it registers.
     """
@@ -43,7 +41,6 @@ class Local:
     state_lens: tuple[tuple[int, ...], ...]
     aux_ptrs: tuple[int, ...]
     aux_rows: tuple[int, ...]
-    draft_window: int
 
     @property
     def page_size(self) -> int:
@@ -84,8 +81,9 @@ class Source:
 
     `routes`: this rank's table; `senders`, `contacted`: prefill ranks by SGLang's unique number,
     those that send anything, and all that are asked to; `kv_senders`: those that send KV, with
-    their routes. `target`, `draft`: heads as this rank receives them; `draft` None: none come.
-    `required`: answers that a room waits for. `knows_extents`: see kv/extents.py.
+    their routes. `target`, `draft`: heads as this rank receives them, the drafter's by window, of
+    which none may come. `required`: answers that a room waits for. `knows_extents`: see
+    kv/extents.py.
     """
 
     address: str
@@ -98,7 +96,7 @@ class Source:
     senders: frozenset[int]
     kv_senders: Mapping[int, Route]
     target: Slices
-    draft: Slices | None
+    draft: tuple[Slices, ...]
     required: int
     knows_extents: bool
 
@@ -117,21 +115,21 @@ class Source:
             "Start both sides with the same SGLang and sglang-mixkv",
         )
 
-    def skip(self, local: Local, pages: int) -> int:
-        """Pages of a request before its drafter's window."""
-        return window_start(pages, local.page_size, local.draft_window)
-
     def needed_bytes(self, local: Local, pages: int) -> tuple[int, int]:
         """What a request of so many pages needs of it, target and draft, in bytes."""
-        draft = self.draft.shard.component.item_lens if self.draft else ()
-        reached = pages - self.skip(local, pages)
-        return pages * sum(local.caches.target.component.item_lens), reached * sum(draft)
+        draft = sum(
+            (pages - slices.first_page(pages)) * sum(slices.shard.component.item_lens)
+            for slices in self.draft
+        )
+        return pages * sum(local.caches.target.component.item_lens), draft
 
     def extension(self, local: Local, route: Route, staging: tuple[int, int]) -> Extension:
         """What the prefill rank with this route is told at registration. `staging`: address and
         bytes of the buffer in which this rank grants regions."""
         own = local.caches.draft
         spread = own.component.spread if own else Spread(Kind.MLA)
+        windows = own.component.windows if own else ()
+        alike = len(set(windows)) == 1
         return Extension(
             facts=local.facts,
             num_draft_entries=len(local.caches.draft_ptrs),
@@ -141,7 +139,8 @@ class Source:
             kv_data_lens=local.kv_data_lens,
             route=notice_of(route),
             stages=self.stages,
-            draft_window=local.draft_window,
+            draft_window=windows[0] if alike else 0,
+            draft_windows=() if alike else windows,
             staging=staging,
             aux_rows=min(local.aux_rows, default=0),
             cold=self.cold,
@@ -183,9 +182,9 @@ def source_of(
         senders=frozenset(n for n, route in numbered.items() if not route.is_dummy),
         kv_senders=MappingProxyType(kv),
         target=_slices(caches.target, caches.target_ptrs, table, sizes.attn_tp, draft=False),
-        draft=_slices(draft, caches.draft_ptrs, table, sizes.attn_tp, draft=True)
+        draft=_slices(draft, caches.draft_ptrs, table, sizes.attn_tp, draft=True).by_window
         if draft
-        else None,
+        else (),
         required=required_responses(table),
         knows_extents=facts.extents,
     )

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kv.layout import Caches, Shard
+from sglang_mixkv.kv.pages import window_start
 from sglang_mixkv.kv.plan import Ints, component_copies
 from sglang_mixkv.kv.routes import Route
 from sglang_mixkv.protocol.extension import Digest
@@ -25,10 +24,9 @@ SHOWN = 4
 
 @dataclass(frozen=True)
 class Asked:
-    """A room's pages, those before `skip` without draft KV, and its senders by unique number."""
+    """A room's pages, the drafter whose KV they get, and its senders by unique number."""
 
     pages: Ints
-    skip: int
     draft: Shard | None
     senders: Mapping[int, Route]
     heard: dict[int, Digest] = field(default_factory=dict)
@@ -69,7 +67,7 @@ class Verifier:
         if digest is None:
             yield f"prefill rank {rank} sent no checksums"
             return
-        caches, skip = self._caches, asked.skip
+        caches = self._caches
         yield from self._compare(
             "target", rank, caches.target, caches.target_ptrs, route.target_heads,
             digest.target, asked.pages,
@@ -77,7 +75,7 @@ class Verifier:
         if asked.draft is not None:
             yield from self._compare(
                 "draft", rank, asked.draft, caches.draft_ptrs, route.draft_heads,
-                digest.draft, asked.pages[skip:],
+                digest.draft, asked.pages,
             )  # fmt: skip
 
     def _compare(
@@ -88,13 +86,25 @@ class Verifier:
         if len(set(entries)) != len(said):
             yield f"prefill rank {rank} wrote to {name} entries that are not of this rank, or twice"
             return
-        local = list(ptrs)
-        copies = component_copies(local, shard, local, shard, heads, [(i, i) for i in entries])
-        here = self._digester.add([], copies, shard.page_size, np.asarray(pages, np.int64))
-        for entry, (_, sent), held in zip(entries, said, here, strict=True):
+        here = self._sums(shard, list(ptrs), heads, entries, pages)
+        for entry, (_, sent) in zip(entries, said, strict=True):
+            held = here[entry]
             if sent != held:
                 what = f"{name} entry {entry}, heads {heads.start}-{heads.stop - 1}"
                 yield f"{what}: prefill rank {rank} sent {sent:#010x}, decode holds {held:#010x}"
+
+    def _sums(
+        self, shard: Shard, ptrs: list[int], heads: range, entries: list[int], pages: Ints
+    ) -> dict[int, int]:
+        """Checksums of these entries, in the pages that their windows reach."""
+        found: dict[int, int] = {}
+        for window, alike in shard.component.by_window.items():
+            some = [i for i in entries if i in alike]
+            copies = component_copies(ptrs, shard, ptrs, shard, heads, [(i, i) for i in some])
+            reached = pages[window_start(len(pages), shard.page_size, window) :]
+            sums = self._digester.add([], copies, shard.page_size, reached)
+            found.update(zip(some, sums, strict=True))
+        return found
 
     def _gaps(self, asked: Asked) -> Iterator[str]:
         """Entries that no digest covers with all heads of this rank."""

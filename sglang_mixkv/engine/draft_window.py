@@ -24,17 +24,21 @@ from sglang_mixkv.protocol.facts import BLOCK_ALGORITHMS
 LLAMA_EAGLE3 = "LlamaForCausalLMEagle3"
 
 
-def draft_window(algorithm: str, architecture: str, config: Any, asked: int | None) -> int:
-    """Tokens; 0: all. `asked`: --speculative-draft-window-size."""
+def draft_windows(
+    algorithm: str, architecture: str, config: Any, asked: int | None, layers: int
+) -> tuple[int, ...]:
+    """Tokens, for each layer; 0: all. `asked`: --speculative-draft-window-size."""
     if algorithm not in BLOCK_ALGORITHMS:
-        return (asked or 0) if architecture.startswith(LLAMA_EAGLE3) else 0
-    windows = [_of_layers(config), (asked or 0) if algorithm == "DFLASH" else 0]
-    return min((window for window in windows if window), default=0)
+        return ((asked or 0) if architecture.startswith(LLAMA_EAGLE3) else 0,) * layers
+    bound = (asked or 0) if algorithm == "DFLASH" else 0
+    both = [(own, bound) for own in _of_layers(config, layers)]
+    return tuple(min((window for window in windows if window), default=0) for windows in both)
 
 
-def _of_layers(config: Any) -> int:
-    """The window that all layers have; 0 where one has none."""
-    types = get_dflash_layer_types(config)
-    if not types or set(types) != {"sliding_attention"}:
-        return 0
-    return get_dflash_attention_sliding_window_size(config) or 0
+def _of_layers(config: Any, layers: int) -> list[int]:
+    """0 for a layer that does not slide, and for all where config.json does not name each."""
+    types = get_dflash_layer_types(config) or ()
+    if len(types) < layers:
+        return [0] * layers
+    window = get_dflash_attention_sliding_window_size(config) or 0
+    return [window if kind == "sliding_attention" else 0 for kind in types[:layers]]

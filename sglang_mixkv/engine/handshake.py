@@ -66,7 +66,7 @@ def _draft_facts(kv_args: Any, caches: Caches, algorithm: str) -> DraftFacts | N
         architecture=getattr(kv_args, "draft_architecture", ""),
         total_heads=spread.total_heads,
         head_bytes=caches.draft.head_bytes,
-        window=compared_window(algorithm, getattr(kv_args, "draft_window", 0)),
+        window=compared_window(algorithm, max(getattr(kv_args, "draft_windows", ()), default=0)),
     )
 
 

@@ -7,7 +7,8 @@ The contract on KV args, whoever builds them (SGLang through the plugin, a test,
     draft_kv_head_num           the drafter's KV heads on this rank
     draft_total_kv_head_num     of the whole drafter, from its configuration
     kv_head_num, total_kv_head_num    the same of the target, where it is not MLA
-    draft_architecture, draft_window  optional, for the handshake
+    draft_architecture          optional, for the handshake
+    draft_windows               optional: engine/draft_window.py's, one for each of its entries
 
 `split_draft` adds draft_kv_data_ptrs, draft_kv_data_lens and draft_kv_item_lens, views of
 the tail; kv_data_* themselves stay as SGLang made them.
@@ -22,7 +23,7 @@ from sglang.srt.disaggregation.utils import is_mla_backend
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_server_args, get_spec
 
-from sglang_mixkv.engine.draft_window import draft_window
+from sglang_mixkv.engine.draft_window import draft_windows
 from sglang_mixkv.errors import refuse
 from sglang_mixkv.kv.layout import Caches, Component, Kind, Shard, Spread
 
@@ -57,11 +58,12 @@ def describe(kv_args: Any, target_pool: Any, draft_pool: Any | None) -> None:
         is_draft_model=True,
     )
     kv_args.draft_architecture = config.hf_config.architectures[0]
-    kv_args.draft_window = draft_window(
-        spec.speculative_algorithm, kv_args.draft_architecture, config.hf_config,
-        spec.speculative_draft_window_size,
-    )  # fmt: skip
     kv_args.is_draft_mla_backend = is_mla_backend(draft_pool)
+    of_a_layer = 1 if kv_args.is_draft_mla_backend else 2  # K of all layers, then V of all
+    kv_args.draft_windows = of_a_layer * draft_windows(
+        spec.speculative_algorithm, kv_args.draft_architecture, config.hf_config,
+        spec.speculative_draft_window_size, kv_args.num_draft_entries // of_a_layer,
+    )  # fmt: skip
     if not kv_args.is_draft_mla_backend:
         _check_layout("draft", draft_pool)
         kv_args.draft_kv_head_num = draft_pool.head_num
@@ -156,8 +158,9 @@ def draft_spread(kv_args: Any) -> Spread | None:
     return Spread(Kind.MHA, total)
 
 
-def caches(kv_args: Any, is_mla: bool, attn_tp: int) -> Caches:
-    """This rank's geometry. Raises MixKVError where entries do not split into heads."""
+def caches(kv_args: Any, is_mla: bool, attn_tp: int, windows: tuple[int, ...] = ()) -> Caches:
+    """This rank's geometry; `windows`: of the drafter's entries. Raises MixKVError where entries do
+    not split into heads."""
     split_draft(kv_args)
     rank = kv_args.engine_rank % attn_tp
     first = len(kv_args.kv_data_ptrs) - kv_args.num_draft_entries
@@ -176,7 +179,12 @@ def caches(kv_args: Any, is_mla: bool, attn_tp: int) -> Caches:
     if spread is None:
         return Caches(target, ptrs)
     draft = Shard(
-        Component(spread, tuple(kv_args.draft_kv_item_lens), tuple(kv_args.draft_kv_data_lens)),
+        Component(
+            spread,
+            tuple(kv_args.draft_kv_item_lens),
+            tuple(kv_args.draft_kv_data_lens),
+            windows,
+        ),
         kv_args.page_size,
         attn_tp,
         rank,

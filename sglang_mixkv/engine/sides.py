@@ -35,7 +35,10 @@ class Rank:
         self.manager, self.args = manager, args
         self.tp = parallel.attn_tp_size
         self.pp_size, self.pp_rank = parallel.pp_size or 1, args.pp_rank or 0
-        self.caches = kv_args.caches(args, is_mla, self.tp)
+        # All of the draft KV where pages become a prefix that other requests share.
+        shared = get_disagg().disaggregation_decode_enable_radix_cache
+        windows = () if shared else getattr(args, "draft_windows", ())
+        self.caches = kv_args.caches(args, is_mla, self.tp, windows)
         self.facts = local_facts(args, self.caches, manager.backend)
         # State that every contacted rank sends: stock's rule for hybrid MLA and MHA targets.
         replicated = is_mla and not getattr(args, "is_hybrid_mla_backend", False)
@@ -63,8 +66,6 @@ class Rank:
 
     def decode(self) -> DecodeRank:
         args = self.args
-        # All of the draft KV where pages become a prefix that other requests share.
-        shared = get_disagg().disaggregation_decode_enable_radix_cache
         sizes = zip(args.aux_data_lens, args.aux_item_lens, strict=True)
         local = source.Local(
             facts=self.facts,
@@ -79,7 +80,6 @@ class Rank:
             state_lens=tuple(map(tuple, args.state_data_lens)),
             aux_ptrs=tuple(args.aux_data_ptrs),
             aux_rows=tuple(length // item for length, item in sizes),
-            draft_window=0 if shared else getattr(args, "draft_window", 0),
         )
         compares = bool(get_disagg().disaggregation_enable_kv_checksum)
         # SGLang frees the pages of an aborted request after that, whatever the transport does.

@@ -67,15 +67,28 @@ def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
 
 
 class Component(msgspec.Struct, frozen=True):
-    """One model's cache on one rank. Lengths in bytes, one per entry."""
+    """One model's cache on one rank. Lengths in bytes, one per entry.
+
+    `windows`: how many tokens before the prompt's end decode reads, one per entry, 0: all. Empty:
+    all of every entry.
+    """
 
     spread: Spread
     item_lens: tuple[int, ...]
     lens: tuple[int, ...]
+    windows: tuple[int, ...] = ()
 
     @property
     def entries(self) -> int:
         return len(self.item_lens)
+
+    @property
+    def by_window(self) -> dict[int, list[int]]:
+        """Numbers of the entries with each window, in order of first appearance."""
+        found: dict[int, list[int]] = {}
+        for entry, window in enumerate(self.windows or (0,) * self.entries):
+            found.setdefault(window, []).append(entry)
+        return found
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -106,6 +119,13 @@ class Shard(msgspec.Struct, frozen=True):
         """Pages that every entry has room for."""
         pairs = zip(self.component.lens, self.component.item_lens, strict=True)
         return min((length // item for length, item in pairs), default=0)
+
+    def only(self, entries: list[int]) -> Shard:
+        """The same with these of its entries."""
+        whole = self.component
+        items, lens = ([of[i] for i in entries] for of in (whole.item_lens, whole.lens))
+        part = Component(whole.spread, tuple(items), tuple(lens))
+        return msgspec.structs.replace(self, component=part)
 
     def check(self, name: str) -> None:
         """Raise MixKVError unless every entry is a whole number of pages, rows and heads."""

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.layout import Shard
+from sglang_mixkv.kv.pages import window_start
 
 Ints = npt.NDArray[np.int64]
 
@@ -143,18 +144,32 @@ def component_copies(
 
 
 @dataclass(frozen=True)
+class Reach:
+    """Copies of which decode reads `window` tokens before the prompt's end; 0: all."""
+
+    window: int
+    copies: Copies
+
+
+@dataclass(frozen=True)
 class Plan:
-    """What one prefill rank writes to one decode rank. `dst_pages` bounds page numbers."""
+    """What one prefill rank writes to one decode rank. `draft`: one for each window that entries
+    have; `dst_pages` bounds page numbers."""
 
     page_size: int
     target: Copies
-    draft: Copies
+    draft: tuple[Reach, ...]
     src_pages: int
     dst_pages: int
 
-    @property
-    def draft_bytes_per_page(self) -> int:
-        return self.draft.bytes_per_token * self.page_size
+    def firsts(self, pages: int) -> tuple[int, ...]:
+        """The first of a request's pages that each of `draft` sends."""
+        return tuple(window_start(pages, self.page_size, reach.window) for reach in self.draft)
+
+    def draft_bytes(self, pages: Iterable[int]) -> int:
+        """Bytes of so many pages of each of `draft`."""
+        counted = zip(self.draft, pages, strict=True)
+        return sum(reach.copies.bytes_per_token * n for reach, n in counted) * self.page_size
 
     @property
     def target_bytes_per_page(self) -> int:

@@ -12,7 +12,7 @@ import msgspec
 
 from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.layout import Caches, Kind
-from sglang_mixkv.kv.plan import Copies, Pairs, Plan, component_copies, positional_pairs
+from sglang_mixkv.kv.plan import Pairs, Plan, Reach, component_copies, positional_pairs
 from sglang_mixkv.kv.routes import Route, Topology, route_of, routes
 from sglang_mixkv.protocol import extension as wire
 from sglang_mixkv.protocol.extension import Extension, Grant
@@ -53,10 +53,9 @@ class Peer:
     """One decode rank as this prefill rank serves it. No plan: stock's transfer serves it.
 
     `pages`, `aux_rows`, `states` (kind, rows): what bounds a room's destinations; pages or rows
-    None: there is nothing of it to write. `draft_window`: tokens before the prompt's end that its
-    drafter can reach; 0: all. `staging`: address and bytes of the buffer it grants regions in.
-    `required_peers`: decode ranks that share a room on this prefill rank. `cold`: it gets the
-    target's KV alone. `verify`: it asks for checksums.
+    None: there is nothing of it to write. `staging`: address and bytes of the buffer it grants
+    regions in. `required_peers`: decode ranks that share a room on this prefill rank. `cold`: it
+    gets the target's KV alone. `verify`: it asks for checksums.
     """
 
     address: Address
@@ -65,7 +64,6 @@ class Peer:
     pages: int | None
     aux_rows: int
     states: tuple[tuple[str, int | None], ...] = ()
-    draft_window: int = 0
     staging: tuple[int, int] = (0, 0)
     required_peers: int = 1
     cold: bool = False
@@ -106,7 +104,14 @@ class Peer:
         """Raise MixKVError unless it is for a room of so many pages and stays inside what the
         peer registered."""
         start, size = self.staging
-        need = grant.tokens * plan.draft.bytes_per_token
+        firsts = plan.firsts(pages)
+        need = plan.draft_bytes(pages - first for first in firsts)
+        placed = grant.tokens or grant.extent  # 0.1.0 names no page with slices that are not
+        if placed and firsts and grant.first_page != min(firsts):
+            raise _misfit(
+                f"draft KV from page {grant.first_page} of {pages} on, where the windows of the "
+                f"registration begin at {min(firsts)}."
+            )
         if grant.tokens and grant.tokens != (pages - grant.first_page) * plan.page_size:
             raise _misfit(
                 f"a region of {grant.tokens} tokens from page {grant.first_page} of {pages}."
@@ -119,7 +124,7 @@ class Peer:
                 "slices would be written outside it",
                 "Start both sides with the same sglang-mixkv",
             )
-        parts = (plan.target.parts.part, plan.draft.parts.part)
+        parts = [c.parts.part for c in (plan.target, *(reach.copies for reach in plan.draft))]
         if grant.by_page and any((part.src_row != part.width).any() for part in parts):
             raise _misfit("this rank's rows hold more than the slices that are wanted by extent.")
         size, extent = plan.page_size, grant.extent
@@ -158,7 +163,6 @@ def admit(local: Local, registration: Registration) -> Peer:
         plan.dst_pages if plan else registration.pages,
         extension.aux_rows,
         registration.states,
-        extension.draft_window,
         extension.staging,
         max(1, registration.attn_tp_size // local.caches.target.tp),
         extension.cold,
@@ -246,16 +250,20 @@ def _plan(local: Local, registration: Registration, route: Route) -> Plan:
         list(caches.target_ptrs), caches.target, ptrs[:first], target,
         route.target_heads, target_pairs if route.is_send_target else [],
     )  # fmt: skip
-    draft_copies = Copies.empty()
+    reaches: tuple[Reach, ...] = ()
     if caches.draft is not None and route.is_send_draft:
-        draft = registration.shard(caches.draft.component.spread, slice(first, None), page_size)
+        spread, windows = caches.draft.component.spread, registration.draft_windows
+        draft = registration.shard(spread, slice(first, None), page_size, windows)
         draft.check("decode draft")
         pages.append(draft.pages)
-        draft_copies = component_copies(
-            list(caches.draft_ptrs), caches.draft, ptrs[first:], draft,
-            route.draft_heads, draft_pairs,
+        reaches = tuple(
+            Reach(window, component_copies(
+                list(caches.draft_ptrs), caches.draft, ptrs[first:], draft,
+                route.draft_heads, [pair for pair in draft_pairs if pair[1] in entries],
+            ))
+            for window, entries in draft.component.by_window.items()
         )  # fmt: skip
-    return Plan(page_size, copies, draft_copies, caches.pages, min(pages))
+    return Plan(page_size, copies, reaches, caches.pages, min(pages))
 
 
 def _pairs(local: Local, registration: Registration) -> tuple[Pairs, Pairs]:

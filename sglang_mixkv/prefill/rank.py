@@ -20,9 +20,9 @@ import numpy.typing as npt
 
 from sglang_mixkv.config import Config
 from sglang_mixkv.errors import MixKVError, refuse
-from sglang_mixkv.kv.pages import pages_to_send, window_start
+from sglang_mixkv.kv.pages import pages_to_send
 from sglang_mixkv.prefill.gate import Gate
-from sglang_mixkv.prefill.hands import Hands, PackMemory, Task
+from sglang_mixkv.prefill.hands import Hands, PackMemory
 from sglang_mixkv.prefill.peer import Local, Peer
 from sglang_mixkv.prefill.peers import Peers
 from sglang_mixkv.prefill.rooms import Room, Rooms
@@ -30,7 +30,7 @@ from sglang_mixkv.prefill.sglang import SGLang
 from sglang_mixkv.prefill.writer import Chunk, ChunkWriter, Written
 from sglang_mixkv.protocol.extension import Digest
 from sglang_mixkv.protocol.framing import Framing
-from sglang_mixkv.protocol.messages import Metadata, Poll
+from sglang_mixkv.protocol.messages import Poll
 from sglang_mixkv.rows.digest import Digester, Sums, pairs
 from sglang_mixkv.rows.host import Rows
 from sglang_mixkv.series import divided
@@ -250,8 +250,8 @@ class PrefillRank:
         assert plan is not None
         src, dst = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
         plan.check_pages(src, dst)
-        skip = self._before_window(peer, said, task)
-        chunk = Chunk(src, dst, task.start, skip, np.asarray(said.pages, np.int64))
+        pages = np.asarray(said.pages, np.int64)
+        chunk = Chunk(src, dst, task.start, plan.firsts(len(pages)), pages)
         began = time.perf_counter()
         written = hands.writer.write(peer.session, plan, chunk, said.grant)
         if written.code == 0:
@@ -259,15 +259,8 @@ class PrefillRank:
             room.sent.add(peer, written)
             if peer.verify:
                 sums = room.sums.setdefault(peer.session, Sums())
-                hands.digester.add_chunk(sums, plan, src, chunk.skip)
+                hands.digester.add_chunk(sums, plan, src, chunk.skips)
         return written.code
-
-    @staticmethod
-    def _before_window(peer: Peer, said: Metadata, task: Task) -> int:
-        """Pages at this chunk's front that the drafter's window cannot reach."""
-        assert peer.plan is not None
-        first = window_start(len(said.pages), peer.plan.page_size, peer.draft_window)
-        return min(task.pages, max(0, first - task.start))
 
     def _count(self, written: Written, seconds: float) -> None:
         target, draft = divided(seconds, written.target_bytes, written.draft_bytes)
@@ -311,8 +304,9 @@ class PrefillRank:
         sums = room.sums.pop(session, None)
         if sums is None:
             return None
-        target = pairs(peer.plan.target, sums.target)
-        return Digest(number, own_rank, target, pairs(peer.plan.draft, sums.draft))
+        drafts = zip(peer.plan.draft, sums.draft, strict=True)
+        draft = tuple(pair for reach, found in drafts for pair in pairs(reach.copies, found))
+        return Digest(number, own_rank, pairs(peer.plan.target, sums.target), draft)
 
     def problems(self) -> list[str]:
         """What is wrong while no request runs, once what is due has been reaped."""

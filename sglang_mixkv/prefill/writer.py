@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from sglang_mixkv.errors import MixKVError
@@ -37,15 +38,20 @@ Ways = tuple[list[Blocks], list[Packing]]
 class Chunk:
     """The pages of one chunk, source and destination side by side.
 
-    `start`: pages of the request sent before it; `skip`: pages at its front that the
-    drafter's window cannot reach; `room_pages`: all destination pages of the request.
+    `start`: pages of the request sent before it; `firsts`: the request's first page that each of
+    the plan's draft is sent from; `room_pages`: all destination pages of the request.
     """
 
     src_pages: Ints
     dst_pages: Ints
     start: int = 0
-    skip: int = 0
+    firsts: tuple[int, ...] = (0,)
     room_pages: Ints | None = None
+
+    @property
+    def skips(self) -> list[int]:
+        """How many of its pages are before each of `firsts`."""
+        return [min(len(self.src_pages), max(0, first - self.start)) for first in self.firsts]
 
     def parts(self, most: int) -> Iterator[Chunk]:
         """The chunk in parts of at most `most` pages; 0: as it is."""
@@ -53,8 +59,16 @@ class Chunk:
         for first in range(0, max(1, count), most if most > 0 else max(1, count)):
             part = slice(first, first + most if most > 0 else None)
             src, dst = self.src_pages[part], self.dst_pages[part]
-            skip = min(len(src), max(0, self.skip - first))
-            yield replace(self, src_pages=src, dst_pages=dst, start=self.start + first, skip=skip)
+            yield replace(self, src_pages=src, dst_pages=dst, start=self.start + first)
+
+    def grants(self, plan: Plan, grant: Grant) -> Iterator[Grant]:
+        """The part of a grant for each of the plan's draft, one after the other in a region."""
+        address = grant.address
+        for reach, first in zip(plan.draft, self.firsts, strict=True):
+            first = max(first, grant.first_page)
+            tokens = max(0, grant.tokens - (first - grant.first_page) * plan.page_size)
+            yield msgspec.structs.replace(grant, address=address, tokens=tokens, first_page=first)
+            address += tokens * reach.copies.bytes_per_token
 
     def by_extent(
         self, copies: Copies, page_size: int, pairs: PagePairs, grant: Grant, first: int
@@ -159,7 +173,7 @@ class ChunkWriter:
         return Written(
             sending.settle(),
             len(chunk.src_pages) * plan.target_bytes_per_page,
-            max(0, len(chunk.src_pages) - chunk.skip) * plan.draft_bytes_per_page,
+            plan.draft_bytes(len(chunk.src_pages) - skip for skip in chunk.skips),
             sending.descriptors,
             packed,
             sending.bytes,
@@ -203,13 +217,15 @@ class ChunkWriter:
     def _ways(self, plan: Plan, chunk: Chunk, grant: Grant) -> Ways:
         """Everything of this chunk, as ranges or as something to pack."""
         pairs = PagePairs(chunk.src_pages, chunk.dst_pages)
-        reached = pairs.cut(chunk.skip) if chunk.skip else pairs
-        ways = [*self._to_pool(plan.target, plan.page_size, pairs, chunk, grant, 0)]
-        if grant.tokens:
-            ways += self._to_region(plan, chunk, reached, grant)
-        else:
-            first = grant.first_page
-            ways += self._to_pool(plan.draft, plan.page_size, reached, chunk, grant, first)
+        size = plan.page_size
+        ways = [*self._to_pool(plan.target, size, pairs, chunk, grant, 0)]
+        drafts = zip(plan.draft, chunk.skips, chunk.grants(plan, grant), strict=True)
+        for reach, skip, part in drafts:
+            reached = pairs.cut(skip) if skip else pairs
+            if grant.tokens:
+                ways += self._to_region(reach.copies, size, reached, chunk, part)
+            else:
+                ways += self._to_pool(reach.copies, size, reached, chunk, part, part.first_page)
         direct = [way for way in ways if isinstance(way, Blocks)]
         return direct, [way for way in ways if isinstance(way, Packing)]
 
@@ -231,27 +247,28 @@ class ChunkWriter:
             yield token_blocks(part, page_size, pairs.src, pairs.dst)
 
     def _to_region(
-        self, plan: Plan, chunk: Chunk, pairs: PagePairs, grant: Grant
+        self, copies: Copies, page_size: int, pairs: PagePairs, chunk: Chunk, grant: Grant
     ) -> Iterator[Blocks | Packing]:
-        """The draft slices into the region: page after page of the request, from its first."""
-        if not len(pairs) or not len(plan.draft):
+        """The chunk's last pages, `pairs`, into the region: page after page of the request, from
+        its first."""
+        if not len(pairs) or not len(copies):
             return
-        first = chunk.start + chunk.skip - grant.first_page
-        if first < 0 or (first + len(pairs)) * plan.page_size > grant.tokens:
+        first = chunk.start + len(chunk.src_pages) - len(pairs) - grant.first_page
+        if first < 0 or (first + len(pairs)) * page_size > grant.tokens:
             raise MixKVError(
                 "MIXKV-SEND-01",
                 f"pages {first}..{first + len(pairs) - 1} of a region of {grant.tokens} tokens; "
                 "nothing of this chunk was sent",
             )
         pairs = PagePairs(pairs.src, np.arange(first, first + len(pairs), dtype=np.int64))
-        parts = plan.draft.region.parts
+        parts = copies.region.parts
         if len(parts.whole):
             whole = parts.whole.placed(grant.address, grant.tokens)
-            packed = self._packed(whole, plan.page_size, pairs, len(pairs.runs[0]))
-            yield packed or whole_blocks(whole, plan.page_size, pairs.runs)
+            packed = self._packed(whole, page_size, pairs, len(pairs.runs[0]))
+            yield packed or whole_blocks(whole, page_size, pairs.runs)
         if len(parts.fill):
             fill = parts.fill.placed(grant.address, grant.tokens)
-            yield self._fill(fill, plan.page_size, pairs)
+            yield self._fill(fill, page_size, pairs)
 
     def _fill(self, fill: Copies, page_size: int, pairs: PagePairs) -> Blocks | Packing:
         """Slices that fill the destination's row: packed, or one range per token."""

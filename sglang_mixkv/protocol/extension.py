@@ -78,7 +78,8 @@ class Extension(msgspec.Struct, frozen=True):
     region there, and of every state region in frame 6, so that destinations can be
     bounds-checked. `draft_heads`: KV heads on this rank; `draft_total_heads`: of the whole
     drafter. `draft_window`: how many tokens before the prompt's end its drafter can reach, 0
-    where all of the draft KV has to come.
+    where all of the draft KV has to come; `draft_windows`: the same for each draft entry, where
+    they differ (0.1.0 refuses such drafters at start).
     `stages`: the prefill pipeline stages that this rank contacts, ascending.
     `staging`: (address, bytes) of the buffer in which it grants regions; bytes 0: none.
     `aux_rows`: rows in each of its aux buffers. `cold`: the drafters do not fit, only the
@@ -94,6 +95,7 @@ class Extension(msgspec.Struct, frozen=True):
     route: RouteNotice
     stages: Several[Size] = (0,)
     draft_window: Size = 0
+    draft_windows: Several[Size] = ()
     staging: tuple[Size, Size] = (0, 0)
     aux_rows: Size = 0
     state_lens: Several[Several[Size]] = ()
@@ -106,7 +108,9 @@ class Grant(msgspec.Struct, frozen=True, array_like=True):
 
     `address`, `tokens`: a region for the draft slices, its first byte and rows per entry
     (layout: kv/plan.py into_region); `tokens` 0: none. `first_page`: the request's page that its
-    first row belongs to, and from which on draft KV is wanted. `by_page`: slices that go to no
+    first row belongs to, and from which on draft KV is wanted. Where windows differ, that is of
+    the entries that come whole or reach farthest; the region holds the entries of one window
+    after those of another, each from its own first page on. `by_page`: slices that go to no
     region and are a part of the destination's row are written by extent (kv/extents.py).
     `extent`: tokens of an extent at most; 0: each page is one. Other than 0 only for a server
     whose facts say that it knows extents.

@@ -123,10 +123,19 @@ class Registration(msgspec.Struct, frozen=True):
             return None
         return Spread(Kind(self.extension.draft_kind), self.extension.draft_total_heads)
 
-    def shard(self, spread: Spread, entries: slice, page_size: int) -> Shard:
+    @property
+    def draft_windows(self) -> tuple[int, ...]:
+        """One for each of the drafter's entries."""
+        said = self.extension
+        return said.draft_windows or (said.draft_window,) * said.num_draft_entries
+
+    def shard(
+        self, spread: Spread, entries: slice, page_size: int, windows: tuple[int, ...] = ()
+    ) -> Shard:
         """The decode rank's component in these of its entries."""
+        items, lens = self.kv_item_lens[entries], self.extension.kv_data_lens[entries]
         return Shard(
-            Component(spread, self.kv_item_lens[entries], self.extension.kv_data_lens[entries]),
+            Component(spread, items, lens, windows),
             page_size,
             self.attn_tp_size,
             self.attn_tp_rank % self.attn_tp_size,
@@ -212,6 +221,9 @@ class Registration(msgspec.Struct, frozen=True):
         if draft != (facts and (facts.kind, facts.total_heads)):
             text = f"the decode rank has a drafter of {draft}, and facts of {facts}."
             raise MixKVError("MIXKV-REG-01", text)
+        if len(said.draft_windows) not in (0, said.num_draft_entries):
+            counts = f"{said.num_draft_entries} draft entries and {len(said.draft_windows)} windows"
+            raise MixKVError("MIXKV-REG-01", f"the decode rank has {counts}.")
 
 
 def _check_room(what: str, item: int, length: int) -> None:

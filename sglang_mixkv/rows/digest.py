@@ -20,10 +20,10 @@ SCRATCH = 16 << 20
 
 @dataclass
 class Sums:
-    """Checksums so far, one per copy of the plan."""
+    """Checksums so far, one per copy of the plan; the drafter's by window."""
 
     target: list[int] = field(default_factory=list)
-    draft: list[int] = field(default_factory=list)
+    draft: list[list[int]] = field(default_factory=list)
 
 
 class Digester:
@@ -33,10 +33,14 @@ class Digester:
         self._rows = rows
         self._scratch: Buffer | None = None
 
-    def add_chunk(self, sums: Sums, plan: Plan, pages: Ints, skip: int) -> None:
-        """Take in what a sender sent of its pages; `skip`: those before the drafter's window."""
+    def add_chunk(self, sums: Sums, plan: Plan, pages: Ints, skips: list[int]) -> None:
+        """Take in what a sender sent of its pages; `skips`: how many before each window."""
         sums.target = self.add(sums.target, plan.target, plan.page_size, pages)
-        sums.draft = self.add(sums.draft, plan.draft, plan.page_size, pages[skip:])
+        so_far = sums.draft or [[] for _ in plan.draft]
+        sums.draft = [
+            self.add(found, reach.copies, plan.page_size, pages[skip:])
+            for found, reach, skip in zip(so_far, plan.draft, skips, strict=True)
+        ]
 
     def add(self, so_far: list[int], copies: Copies, page_size: int, pages: Ints) -> list[int]:
         """The checksums, one per copy, with the source rows of these pages taken in."""

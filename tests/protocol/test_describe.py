@@ -76,7 +76,7 @@ def described(
     utils.setup_state_kv_args(kv_args, target, draft, CASE.target.layers)
     names = (
         "is_draft_mla_backend", "draft_kv_head_num", "draft_total_kv_head_num",
-        "draft_architecture", "draft_window", "draft_kv_item_lens",
+        "draft_architecture", "draft_windows", "draft_kv_item_lens",
     )  # fmt: skip
     found = {name: getattr(kv_args, name, None) for name in names}
     found["tail"] = kv_args.kv_item_lens[-kv_args.num_draft_entries :]
@@ -99,25 +99,27 @@ def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) ->
     assert found["draft_kv_head_num"] == max(1, heads // tp)
     assert found["is_draft_mla_backend"] is False
     assert found["draft_architecture"] == "LlamaForCausalLMEagle3"
-    assert found["draft_window"] == 512
+    assert found["draft_windows"] == (512, 512)
     assert found["draft_kv_item_lens"] == found["tail"]
 
 
 def test_a_drafter_that_windows_only_its_draft_steps_gets_everything(tmp_path: Path) -> None:
     path = drafter(tmp_path, architectures=["LlamaForCausalLM"])
-    assert in_fork(lambda: described(2, path, Cache("mha", heads=4)))["draft_window"] == 0
+    assert in_fork(lambda: described(2, path, Cache("mha", heads=4)))["draft_windows"] == (0, 0)
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 BLOCK_DRAFTERS = {"DFLASH": "DFlashDraftModel", "DSPARK": "Qwen3DSparkModel"}
 
 
+@pytest.mark.parametrize("full", [0, 1])
 @pytest.mark.parametrize("algorithm", BLOCK_DRAFTERS)
-def test_a_block_drafters_geometry_and_window(tmp_path: Path, algorithm: str) -> None:
-    """DSPARK ignores the flag."""
+def test_a_block_drafters_geometry_and_windows(tmp_path: Path, algorithm: str, full: int) -> None:
+    """Of K of all layers, then of V. DSPARK ignores the flag."""
+    types = [SLIDING] * (6 - full) + [FULL] * full
     path = drafter(
         tmp_path, architectures=[BLOCK_DRAFTERS[algorithm]], model_type="qwen3",
-        num_hidden_layers=6, num_key_value_heads=8, sliding_window=100, layer_types=[SLIDING] * 6,
+        num_hidden_layers=6, num_key_value_heads=8, sliding_window=100, layer_types=types,
         use_sliding_window=True,
     )  # fmt: skip
     cache = Cache("mha", layers=6, heads=8)
@@ -125,30 +127,35 @@ def test_a_block_drafters_geometry_and_window(tmp_path: Path, algorithm: str) ->
     assert (found["draft_kv_head_num"], found["draft_total_kv_head_num"]) == (4, 8)
     assert found["draft_architecture"] == BLOCK_DRAFTERS[algorithm]
     assert len(found["tail"]) == 12
-    assert found["draft_window"] == (64 if algorithm == "DFLASH" else 99)
+    own = [99] * (6 - full) + [0] * full
+    assert found["draft_windows"] == ((64,) * 12 if algorithm == "DFLASH" else (*own, *own))
 
 
 @pytest.mark.parametrize(
     ("layer_types", "flag", "dspark", "dflash"),
     [
-        (None, None, 0, 0),
-        ([FULL] * 6, None, 0, 0),
-        ([SLIDING] * 6, None, 99, 99),  # SGLang counts without the query's own token
-        ([SLIDING] * 5 + [FULL], None, 0, 0),
-        (None, 64, 0, 64),
-        ([SLIDING] * 6, 64, 99, 64),
-        ([SLIDING] * 6, 512, 99, 99),
-        ([SLIDING] * 5 + [FULL], 64, 0, 64),
+        (None, None, (0, 0, 0), (0, 0, 0)),
+        ([FULL] * 3, None, (0, 0, 0), (0, 0, 0)),
+        ([SLIDING] * 3, None, (99, 99, 99), (99, 99, 99)),  # without the query's own token
+        ([SLIDING, FULL, SLIDING], None, (99, 0, 99), (99, 0, 99)),
+        ([SLIDING] * 4 + [FULL], None, (99, 99, 99), (99, 99, 99)),  # more than it has layers
+        ([SLIDING] * 2, None, (0, 0, 0), (0, 0, 0)),  # SGLang refuses it
+        (None, 64, (0, 0, 0), (64, 64, 64)),
+        ([SLIDING] * 3, 64, (99, 99, 99), (64, 64, 64)),
+        ([SLIDING] * 3, 512, (99, 99, 99), (99, 99, 99)),
+        ([SLIDING, SLIDING, FULL], 64, (99, 99, 0), (64, 64, 64)),
+        ([SLIDING, SLIDING, FULL], 512, (99, 99, 0), (99, 99, 512)),
     ],
 )
-def test_how_far_a_block_drafter_reads(
-    layer_types: list[str] | None, flag: int | None, dspark: int, dflash: int
-) -> None:
-    from sglang_mixkv.engine.draft_window import draft_window
+def test_how_far_each_layer_of_a_block_drafter_reads(
+    layer_types: list[str] | None, flag: int | None, dspark: tuple[int, ...],
+    dflash: tuple[int, ...],
+) -> None:  # fmt: skip
+    from sglang_mixkv.engine.draft_window import draft_windows
 
     config = SimpleNamespace(layer_types=layer_types, sliding_window=100)
     found = {
-        name: draft_window(name, model, config, flag) for name, model in BLOCK_DRAFTERS.items()
+        name: draft_windows(name, model, config, flag, 3) for name, model in BLOCK_DRAFTERS.items()
     }
     assert found == {"DSPARK": dspark, "DFLASH": dflash}
 

@@ -182,12 +182,12 @@ def test_without_the_wait_the_order_test_fails(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_the_window_everything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_mixkv.prefill import rank as prefill
+    from sglang_mixkv.kv import plan
 
     direct = {"config": {"draft_transfer": "direct"}}
     case = Case(2, 1, draft_window=5, requests=(Request(40),), extra=dict(direct))
     right(run(case))
-    monkeypatch.setattr(prefill, "window_start", lambda *_: 0)
+    monkeypatch.setattr(plan, "window_start", lambda *_: 0)
     assert run(replace(case, extra=dict(direct))).wrong
 
 

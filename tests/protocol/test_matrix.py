@@ -253,6 +253,24 @@ def test_drafter_with_a_window(
     assert outcome.total("draft_bytes_sent") < everything.total("draft_bytes_sent")
 
 
+@pytest.mark.parametrize("mode", ["auto", "direct", "packed"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2), (4, 2)])
+def test_a_drafter_with_windows_in_some_layers(
+    prefill_tp: int, decode_tp: int, page_size: int, mode: str
+) -> None:
+    """Five layers slide and one is full: each entry's pages are those that its own layer reads."""
+    requests = tuple(replace(r, tokens=r.tokens * max(1, page_size // 4)) for r in REQUESTS)
+    case = Case(
+        prefill_tp, decode_tp, draft=BLOCK_DRAFTERS["DFLASH"], algorithm="DFLASH",
+        page_size=page_size, requests=requests, draft_window=5, draft_full=1,
+        extra={"config": {"draft_transfer": mode}},
+    )  # fmt: skip
+    sent = right(case).total("draft_bytes_sent")
+    layer = sum(map(case.pages, requests)) * page_size * 2 * 8 * 4  # K and V, 8 heads of 4 bytes
+    assert layer < sent < 6 * layer
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(4, 2), (2, 4), (2, 1)])
 def test_page_sizes_and_page_edges(prefill_tp: int, decode_tp: int, page_size: int) -> None:

@@ -77,6 +77,7 @@ def random_case(number: int) -> Case:
             "config": {"draft_transfer": draw.choice(["auto", "direct", "packed"])},
             "small_rounds": draw.random() < 0.5,
         },
+        draft_full=draw.choice([0, draw.randint(0, draft.layers)]) if draft else 0,
     )
 
 

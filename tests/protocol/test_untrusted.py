@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -191,6 +192,21 @@ def test_a_region_is_as_large_as_the_request() -> None:
     faults = {("decode", 0): meddle("send_metadata", smaller_grant)}
     outcome = run(case(2, 1, faults=faults, config={"draft_transfer": "packed"}))
     recovered(outcome, "a region of 1 tokens")
+
+
+def earlier_grant(message: list[bytes]) -> list[bytes]:
+    """Draft KV from a page on that is before the drafter's window."""
+    grant = wire.decode_grant(message[-1])
+    assert grant is not None
+    more = {"first_page": grant.first_page - 1, "tokens": grant.tokens + 4}
+    return [*message[:-1], wire.encode(msgspec.structs.replace(grant, **more))]
+
+
+def test_a_region_begins_where_the_window_does() -> None:
+    """Both sides know from it where in the region each entry lies."""
+    faults = {("decode", 0): meddle("send_metadata", earlier_grant)}
+    broken = case(2, 1, faults=faults, config={"draft_transfer": "packed"})
+    recovered(run(replace(broken, draft_window=3)), "begin at 1")
 
 
 METADATA = {

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.transports(every=4)
 
 REQUESTS = (Request(23), Request(8, chunk_pages=1), Request(9, prefix_pages=1, chunk_pages=2))
 VERIFY = {"verify": "checksum"}
+LAYERS = Cache("mha", layers=3, heads=4)
 SHAPES = {
     "P2-D1": Case(2, 1, requests=REQUESTS),
     "P1-D2": Case(1, 2, requests=REQUESTS),
@@ -29,6 +30,7 @@ SHAPES = {
     "gqa": Case(2, 1, target=Cache("mha", layers=2, heads=4), requests=REQUESTS),
     "pp": Case(1, 1, prefill_pp=2, requests=REQUESTS),
     "window": Case(2, 1, draft_window=6, requests=REQUESTS),
+    "windows": Case(2, 1, draft=LAYERS, draft_window=6, draft_full=1, requests=REQUESTS),
     "replicas": Case(4, 2, draft=Cache("mha", heads=2), requests=REQUESTS),
 }
 

@@ -45,13 +45,14 @@ def test_the_version_before_is_served(
 
 @pytest.mark.parametrize("old", ["prefill", "decode"])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_without_room_for_regions(released: Path, old: str, page_size: int) -> None:
-    """The version before knows extents that are pages only."""
+@pytest.mark.parametrize("window", [0, 1400])
+def test_without_room_for_regions(released: Path, old: str, page_size: int, window: int) -> None:
+    """The version before knows extents that are pages only, and does not say where they begin."""
     extra = {"package": {old: released}, "config": {"draft_transfer": "packed", "staging_mb": 1}}
     draft = Cache("mha", heads=2, k_bytes=256, v_bytes=256)
     case = Case(
         2, 1, draft=draft, requests=(Request(1500), Request(900)), page_size=page_size,
-        shuffled=False, extra=extra,
+        shuffled=False, draft_window=window, extra=extra,
     )  # fmt: skip
     outcome = run(case)
     assert outcome.wrong == []

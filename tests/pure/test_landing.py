@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from types import SimpleNamespace
 from unittest import mock
 
@@ -26,7 +27,7 @@ from sglang_mixkv.decode.regions import ALIGNMENT, RegionAllocator
 from sglang_mixkv.decode.slices import Slices
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kv.layout import Component, Kind, Shard, Spread
-from sglang_mixkv.kv.plan import Copies, Plan, component_copies
+from sglang_mixkv.kv.plan import Copies, Plan, Reach, component_copies
 from sglang_mixkv.kv.routes import Topology, routes
 from sglang_mixkv.prefill.packing import PackBuffer
 from sglang_mixkv.prefill.writer import Chunk, ChunkWriter
@@ -70,6 +71,7 @@ class Pool:
     rank: int
     page_size: int
     entries: list[np.ndarray] = field(default_factory=list)
+    windows: tuple[int, ...] = ()
 
     @property
     def shard(self) -> Shard:
@@ -77,7 +79,8 @@ class Pool:
         heads = len(spread.on_rank(self.tp, self.rank))
         items = tuple(self.page_size * heads * width for width in HEAD_BYTES)
         lens = tuple(item * POOL_PAGES for item in items)
-        return Shard(Component(spread, items, lens), self.page_size, self.tp, self.rank)
+        component = Component(spread, items, lens, self.windows)
+        return Shard(component, self.page_size, self.tp, self.rank)
 
     @property
     def ptrs(self) -> tuple[int, ...]:
@@ -95,13 +98,13 @@ class Pool:
 
 class World:
     """`prefill_tp` senders and the last of `decode_tp` ranks, with head slices of two caches:
-    a target that is sharded, and a drafter."""
+    a target that is sharded, and a drafter. `skips`: pages before the window of its K and its V."""
 
     def __init__(
         self, prefill_tp: int, decode_tp: int, page_size: int = 4, room: int = 1 << 20,
-        run: int = 1, mode: str = "auto", scratch: int = 1 << 16,
+        run: int = 1, mode: str = "auto", scratch: int = 1 << 16, skips: tuple[int, int] = (0, 0),
     ) -> None:  # fmt: skip
-        self.page_size, self.mode = page_size, mode
+        self.page_size, self.mode, self.skips = page_size, mode, skips
         spread, rank = Spread(Kind.MHA, HEADS), decode_tp - 1
         self.table = routes(Topology(prefill_tp, decode_tp, spread, spread), rank)
         rng = np.random.default_rng([prefill_tp, decode_tp, page_size])
@@ -115,6 +118,10 @@ class World:
             for name, rows in self.truth.items()
         }
         self.pools = {name: Pool(decode_tp, rank, page_size).fill() for name in self.truth}
+        total = POOL_PAGES // run // 2 * run
+        self.pools["draft"].windows = tuple(
+            (total - 1 - skip) * page_size - 1 if skip else 0 for skip in skips
+        )
         starts = rng.permutation(POOL_PAGES // run // 2) * 2 * run
         self.dst = (starts[:, None] + np.arange(run)).ravel().astype(np.int64)
         self.src = rng.permutation(POOL_PAGES)[: len(self.dst)].astype(np.int64)
@@ -122,7 +129,7 @@ class World:
         config = msgspec.structs.replace(Config(), draft_transfer=mode)
         self.landing = Landing(self.memory, config, Stats("decode"))
         self.landing.connect(over(self.engine))
-        self.slices = [
+        self.target, draft = (
             Slices(
                 self.pools[name].shard,
                 self.pools[name].ptrs,
@@ -130,29 +137,31 @@ class World:
                 prefill_tp,
             )
             for name in ("target", "draft")
-        ]
+        )
+        self.draft = draft.by_window
 
-    def grant(self, skip: int = 0, target: bool = True, extents: bool = True) -> dict:
+    def grant(self, target: bool = True, extents: bool = True) -> dict:
         """What senders are told, once the first peer's registration has come."""
-        slices = list(self.slices)
-        if not target:
-            slices[0] = without_senders(slices[0])
-        self.landing.prepare(*slices)
-        return self.landing.grant(7, *slices, self.dst, skip, knows_extents=extents)
+        slices = self.target if target else without_senders(self.target)
+        self.landing.prepare(slices, self.draft)
+        return self.landing.grant(7, slices, self.draft, self.dst, knows_extents=extents)
 
     def plan(self, rank: int) -> Plan:
         route = next(r for r in self.table if r.prefill_rank == rank)
-        copies = []
-        for name in ("target", "draft"):
-            src, dst = self.sources[name][rank], self.pools[name]
-            heads = getattr(route, f"{name}_heads")
-            pairs = [(i, i) for i in range(len(HEAD_BYTES))]
-            copies.append(component_copies(
-                list(src.ptrs), src.shard, list(dst.ptrs), dst.shard, heads, pairs,
-            ))  # fmt: skip
-        return Plan(self.page_size, *copies, POOL_PAGES, POOL_PAGES)
+        target, draft = (
+            tuple(
+                Reach(window, component_copies(
+                    list(src.ptrs), src.shard, list(dst.ptrs), dst.shard,
+                    getattr(route, f"{name}_heads"), [(i, i) for i in entries],
+                ))
+                for window, entries in dst.shard.component.by_window.items()
+            )
+            for name, dst in self.pools.items()
+            for src in [self.sources[name][rank]]
+        )  # fmt: skip
+        return Plan(self.page_size, target[0].copies, draft, POOL_PAGES, POOL_PAGES)
 
-    def send(self, grants: dict, chunk: int = 7, skip: int = 0) -> None:
+    def send(self, grants: dict, chunk: int = 7) -> None:
         """Every sender's chunks."""
         for route in self.table:
             writer = ChunkWriter(over(self.engine), HostRows(), pack_buffer, self.mode)
@@ -160,18 +169,17 @@ class World:
             for start in range(0, len(self.dst), chunk):
                 part = slice(start, start + chunk)
                 src, dst = self.src[part], self.dst[part]
-                outside = min(len(src), max(0, skip - start))
-                given = Chunk(src, dst, start, outside, self.dst)
+                given = Chunk(src, dst, start, plan.firsts(len(self.dst)), self.dst)
                 grant = grants.get((route.prefill_rank, 0))
                 assert writer.write("peer:1", plan, given, grant).code == 0
 
-    def wrong(self, skip: int = 0) -> int:
+    def wrong(self) -> int:
         """Bytes that are not as they should be, untouched pages included."""
         wrong = 0
         for name, pool in self.pools.items():
-            first = skip if name == "draft" else 0
             want = Pool(pool.tp, pool.rank, self.page_size).fill(self.truth[name])
-            for entry, rows in zip(pool.entries, want.entries, strict=True):
+            skips = self.skips if name == "draft" else (0, 0)
+            for first, entry, rows in zip(skips, pool.entries, want.entries, strict=True):
                 expected = np.full_like(entry, CANARY)
                 expected[self.dst[first:]] = rows[self.src[first:]]
                 wrong += int((expected != entry).sum())
@@ -189,11 +197,14 @@ def without_senders(slices: Slices) -> Slices:
 def test_every_way_gives_the_same_bytes(
     sizes: tuple[int, int], page_size: int, mode: str, room: int
 ) -> None:
-    for skip, run, extents in ((0, 1, True), (9, 5, True), (9, 1, False), (0, 5, False)):
-        world = World(*sizes, page_size=page_size, room=room, run=run, mode=mode)
-        world.send(world.grant(skip, extents=extents), skip=skip)
+    for skips, run, extents in (
+        ((0, 0), 1, True), ((9, 9), 5, True), ((9, 9), 1, False), ((0, 0), 5, False),
+        ((9, 0), 1, True), ((3, 12), 5, True), ((0, 9), 5, False),
+    ):  # fmt: skip
+        world = World(*sizes, page_size=page_size, room=room, run=run, mode=mode, skips=skips)
+        world.send(world.grant(extents=extents))
         world.landing.scatter(7)
-        assert world.wrong(skip) == 0
+        assert world.wrong() == 0
         assert world.landing.problems() == []
 
 
@@ -267,9 +278,16 @@ def test_equal_sides_get_no_grant() -> None:
 
 
 def test_a_region_has_no_rows_for_pages_outside_the_window() -> None:
-    grants = World(4, 2).grant(skip=9)
-    world = World(4, 2)
-    assert {(g.first_page, g.tokens) for g in grants.values()} == {(9, (len(world.dst) - 9) * 4)}
+    for skips, rows in (((9, 9), (11, 11)), ((9, 0), (11, 20)), ((3, 12), (17, 8))):
+        world = World(4, 2, skips=skips)
+        grants = world.grant()
+        told = {(g.first_page, g.tokens) for g in grants.values()}
+        assert told == {(min(skips), max(rows) * 4)}
+        bytes_here = 4 * sum(map(prod, zip(HEAD_BYTES, rows, strict=True)))  # of 4 tokens, a head
+        (first, second) = sorted(grant.address for grant in grants.values())
+        assert second - first == 2 * bytes_here, "two heads of a sender"
+        held, _ = world.landing.in_use()
+        assert held == -(-4 * bytes_here // ALIGNMENT) * ALIGNMENT
 
 
 def test_pages_outside_the_region_are_refused() -> None:
@@ -305,14 +323,14 @@ def test_a_room_without_a_region_leaves_nothing() -> None:
 def test_by_page_needs_slices_that_fill_their_senders_rows() -> None:
     world = World(4, 1, room=0)
     assert kinds(world.grant()) == {(False, True)}
-    part = world.slices[0]
-    world.slices[0] = Slices(part.shard, part.ptrs, {(0, 0): range(2), (1, 0): range(2)}, 2)
+    part = world.target
+    world.target = Slices(part.shard, part.ptrs, {(0, 0): range(2), (1, 0): range(2)}, 2)
     assert world.grant() == {}
 
 
 def test_a_grant_that_fails_leaves_no_region() -> None:
     world = World(4, 2)
-    with mock.patch.object(Slices, "areas", side_effect=MemoryError), pytest.raises(MemoryError):
+    with mock.patch.object(module, "_areas", side_effect=MemoryError), pytest.raises(MemoryError):
         world.grant()
     assert world.landing.problems() == []
 
@@ -337,11 +355,12 @@ def test_a_drained_region_is_free_at_once() -> None:
 
 def test_the_buffer_comes_with_the_first_peer_that_needs_it() -> None:
     world = World(4, 2)
-    target, draft = world.slices
-    world.landing.prepare(target, None)
-    world.landing.prepare(without_senders(target), without_senders(draft))
+    target, draft = world.target, world.draft
+    nothing = tuple(map(without_senders, draft))
+    world.landing.prepare(target, ())
+    world.landing.prepare(without_senders(target), nothing)
     assert (world.memory.asked, world.landing.span) == ([], (0, 0))
-    world.landing.prepare(target, without_senders(draft))
+    world.landing.prepare(target, nothing)
     assert world.memory.asked == [SCRATCH], "the target's slices need no regions"
     for _ in range(2):
         world.landing.prepare(target, draft)
@@ -361,7 +380,7 @@ def test_memory_is_taken_only_where_a_peer_can_need_it(
     sizes: tuple[int, int], mode: str, asked: list[int]
 ) -> None:
     world = World(*sizes, mode=mode)
-    world.landing.prepare(*world.slices)
+    world.landing.prepare(world.target, world.draft)
     assert world.memory.asked == asked
 
 
@@ -372,11 +391,11 @@ def test_memory_that_could_not_be_had_is_asked_for_once_a_minute(
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     world = World(4, 2, room=0)
     for _ in range(3):
-        world.landing.prepare(*world.slices)
+        world.landing.prepare(world.target, world.draft)
     assert (world.memory.asked, caplog.text.count("no staging buffer")) == ([SCRATCH, REGIONS], 1)
     now[0] += module.RETRY_S
     world.memory.room = 4096
-    world.landing.prepare(*world.slices)
+    world.landing.prepare(world.target, world.draft)
     assert (world.memory.asked[2:], world.landing.span[1]) == ([REGIONS], 4096)
 
 

@@ -96,6 +96,15 @@ def test_right_messages_pass() -> None:
     assert messages.read_aux(AUX, [8], [3]) == messages.Aux(7, 0, 2)
 
 
+def test_windows_of_the_drafters_entries() -> None:
+    """One for all of them, as 0.1.0 has it, or one each."""
+    windows = [
+        read(registration(**said)).draft_windows
+        for said in ({}, {"draft_window": 512}, {"draft_windows": (99, 0)})
+    ]
+    assert windows == [(0, 0), (512, 512), (99, 0)]
+
+
 def test_right_metadata_passes() -> None:
     said = read_metadata(metadata())
     assert (said.room, said.required, said.prefix, said.aux_index) == (100, 1, 64, 1)
@@ -337,7 +346,8 @@ DEEP = b"\x91" * 12_000 + b"\x01"
         {"num_draft_entries": -1}, {"draft_total_heads": 1 << 63}, {"kv_data_lens": (-1,)},
         {"kv_data_lens": ((1 << 64) - 1,)}, {"kv_data_lens": (0.5,)}, {"kv_data_lens": (0,) * 5000},
         {"draft_kind": "x" * 300}, {"stages": ("0",)}, {"staging": (0, 0, 0)}, {"aux_rows": -1},
-        {"state_lens": ((-1,),)}, {"draft_window": -1}, {"route": None}, {"facts": None},
+        {"state_lens": ((-1,),)}, {"draft_window": -1}, {"draft_windows": (0, -1)},
+        {"route": None}, {"facts": None},
         {"draft_kind": msgspec.Raw(b"\xa1\xff")}, {"aux_rows": msgspec.Raw(DEEP)},
         {"draft_kind": msgspec.Raw(b"\xa1x\xa1y" + DEEP)},
         {"stages": msgspec.Raw(b"\xdd\x7f\xff\xff\xff")},
@@ -372,6 +382,7 @@ def test_what_a_grant_cannot_say(grant: tuple) -> None:
     "changed",
     [
         {"kv_data_lens": (4096,)}, {"num_draft_entries": 5}, {"draft_kind": "gqa"},
+        {"draft_windows": (99,)}, {"draft_windows": (99, 99, 99)},
         {"draft_kind": "mla"}, {"draft_total_heads": 4}, {"num_draft_entries": 0},
         {"facts": msgspec.structs.replace(FACTS, draft=None)}, {"state_lens": ()},
         {"state_lens": ((128, 128),)}, {"state_lens": ((128,), (128,))},

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kv.layout import Component, Kind, Shard, Spread, heads_on_rank
-from sglang_mixkv.kv.plan import Plan, component_copies
+from sglang_mixkv.kv.plan import Plan, Reach, component_copies
 from sglang_mixkv.kv.ranges import blocks, page_runs
 from sglang_mixkv.kv.routes import Topology, contacted_ranks, overlap, required_responses, routes
 
@@ -193,7 +193,20 @@ def test_plan_counts_bytes() -> None:
     spread = Spread(Kind.MHA, 4)
     src, dst = (shard(spread, tp, 0, 16, [8, 8], 4) for tp in (1, 2))
     copies = component_copies([0, 0], src, [0, 0], dst, range(2), [(0, 0), (1, 1)])
-    assert Plan(16, copies, copies, 4, 4).draft_bytes_per_page == 2 * 2 * 8 * 16
+    plan = Plan(16, copies, (Reach(0, copies.at(0)), Reach(60, copies.at(1))), 4, 4)
+    assert plan.target_bytes_per_page == plan.draft_bytes([1, 1]) == 2 * 2 * 8 * 16
+    firsts = plan.firsts(10)
+    assert firsts == (0, 5), "token 10 x 16 - 15 - 60 - 2 is in page 5"
+    assert plan.draft_bytes(10 - first for first in firsts) == (10 + 5) * 2 * 8 * 16
+
+
+def test_entries_by_window() -> None:
+    layers = (99, 99, 0, 99)
+    part = Component(Spread(Kind.MHA, 4), (64,) * 8, (640,) * 8, 2 * layers)
+    assert part.by_window == {99: [0, 1, 3, 4, 5, 7], 0: [2, 6]}
+    plain = Component(part.spread, part.item_lens, part.lens)
+    assert plain.by_window == {0: [*range(8)]}
+    assert Shard(part, 16, 2, 1).only([2, 6]).component.lens == (640, 640)
 
 
 def test_heads_of_another_size_are_refused() -> None:

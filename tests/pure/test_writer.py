@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from rig.scene import POOL_PAGES, MemoryEngine, Scene, a_scene, ints, over, scenes
 
-from sglang_mixkv.kv.plan import Plan
+from sglang_mixkv.kv.plan import Plan, Reach
 from sglang_mixkv.kv.ranges import Blocks, page_runs
 from sglang_mixkv.prefill import hands, packing
 from sglang_mixkv.prefill.hands import PackMemory
@@ -196,7 +196,7 @@ def test_calls_have_no_more_pages_than_is_asked_for(
 ) -> None:
     """SGLANG_MOONCAKE_MAX_TRANSFER_BATCH_INDICES, here of target and drafter together."""
     pages = np.arange(POOL_PAGES)
-    scene = a_scene(src_pages=pages, dst_pages=pages[::-1].copy(), skip=2, region=region,
+    scene = a_scene(src_pages=pages, dst_pages=pages[::-1].copy(), skips=(2, 5), region=region,
                     most_pages=most_pages)  # fmt: skip
     engine = MemoryEngine()
     scene.send(mode, over(engine))
@@ -217,7 +217,7 @@ def test_a_return_code_stops_the_chunk_and_is_reported(mode: str, fail_at: int) 
 
 
 def test_pages_before_the_window_are_not_sent() -> None:
-    scene, engine = a_scene(skip=10), MemoryEngine()
+    scene, engine = a_scene(skips=(10,)), MemoryEngine()
     (written,) = scene.send("auto", over(engine))
     assert (written.draft_bytes, len(engine.ranges)) == (0, 1), "the target only"
 
@@ -366,8 +366,8 @@ def gqa(pages: int, buffer_pages: float) -> tuple[Scene, Plan]:
     """A target whose heads are packed as the drafter's are: two packings in one chunk."""
     run = np.arange(pages)
     scene = a_scene(src_pages=run, dst_pages=run + 1, buffer_pages=buffer_pages)
-    plan = scene.plan()
-    return scene, replace(plan, target=plan.draft.at(0), draft=plan.draft.at(1))
+    target, draft = (scene.draft().at(entry) for entry in range(2))
+    return scene, replace(scene.plan(), target=target, draft=(Reach(0, draft),))
 
 
 @pytest.mark.parametrize("buffer_pages", [2.0, 4.0, 100.0])
@@ -461,7 +461,7 @@ def test_an_engine_that_only_waits_gets_rounds_as_large_as_the_buffer() -> None:
 def test_rounds(pages: int, buffer: int, overlap: bool, sizes: list[int]) -> None:
     """Small first, then four times as large, at most half of the buffer; or the whole of it."""
     scene = a_scene(buffer_pages=float(buffer))
-    draft = scene.plan().draft
+    draft = scene.draft()
     cuts = scene.pack_buffer().cuts(draft, scene.page_size, pages, overlap)
     assert [len(cut) for cut in cuts] == sizes
     assert [page for cut in cuts for page in cut] == list(range(pages))

@@ -168,8 +168,9 @@ class Memory:
         for name, pool in before.items():
             for number in done:
                 cold = name == "draft" and self.case.extra.get("cold")
-                pages, first = self._tables(name)[number], self._first_page(name, number)
-                for entry, row in zip(pool, self._rows(name, number), strict=True):
+                pages, rows = self._tables(name)[number], self._rows(name, number)
+                for index, (entry, row) in enumerate(zip(pool, rows, strict=True)):
+                    first = self._first_page(name, number, index)
                     entry[pages[first:]] = 0 if cold else row[first:]
             for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
                 self._differ(f"{name} entry {index}", want, got)
@@ -190,14 +191,14 @@ class Memory:
                 )[number]
             self._differ(f"aux {index}", want, got)
 
-    def _first_page(self, name: str, number: int) -> int:
+    def _first_page(self, name: str, number: int, entry: int) -> int:
         """The request's first page that is sent: with a window those in its reach, but all of
         the drafter where the decode side's radix cache is on."""
         if name == "window":
             return model.window_start(self.case, number)
         if name != "draft" or self.case.decode_radix:
             return 0
-        return self._draft_reach(self.case.pages(self.case.requests[number]))
+        return self._draft_reach(self.case.pages(self.case.requests[number]), entry)
 
     def _check_shared_prefixes(self, tables: list[np.ndarray], done: list[int]) -> None:
         """What the drafter reads of a prefix that another request left is that one's truth."""
@@ -206,19 +207,21 @@ class Memory:
             if request.prefix_of is None:
                 continue
             pages = [tables[request.prefix_of][: request.prefix_pages], tables[number]]
-            reach = self._draft_reach(sum(map(len, pages)))
+            total = sum(map(len, pages))
             rows = [self._rows("draft", n) for n in (request.prefix_of, number)]
             for index, (theirs, own) in enumerate(zip(*rows, strict=True)):
+                reach = self._draft_reach(total, index)
                 want = np.concatenate([theirs[: request.prefix_pages], own])
                 got = self.pools["draft"][index][np.concatenate(pages)]
                 self._differ(f"request {number} draft entry {index}", want[reach:], got[reach:])
 
-    def _draft_reach(self, total: int) -> int:
-        """Pages before this one are outside the drafter's window, with SGLang's own tokens
+    def _draft_reach(self, total: int, entry: int) -> int:
+        """Pages before this one are outside the entry's window, with SGLang's own tokens
         before the window's edge added."""
-        if not self.case.draft_window:
+        window = model.draft_windows(self.case)[entry]
+        if not window:
             return 0
-        oldest_read = (total - 1) * self.case.page_size + 1 - self.case.draft_window - 2
+        oldest_read = (total - 1) * self.case.page_size + 1 - window - 2
         return max(0, oldest_read // self.case.page_size)
 
     def _aux_sender(self, number: int) -> int:

@@ -123,7 +123,8 @@ class Rank(Memory):
         assert draft is not None
         args.is_draft_mla_backend = draft.is_mla
         no_concern = self.side == "prefill" and self.case.algorithm in BLOCK_ALGORITHMS
-        args.draft_window = 0 if no_concern else self.case.draft_window
+        args.draft_windows = () if no_concern else model.draft_windows(self.case)
+        args.draft_window = max(args.draft_windows, default=0)  # version 0.1.0 of the plugin
         if not draft.is_mla:
             args.draft_kv_head_num = self.pools["draft"][0].shape[2]
             args.draft_total_kv_head_num = draft.heads

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from sglang_mixkv.kv.plan import Copies, Plan, from_region
+from sglang_mixkv.kv.plan import Copies, Plan, Reach, from_region
 from sglang_mixkv.prefill.packing import PackBuffer
 from sglang_mixkv.prefill.writer import Chunk, ChunkWriter, Written
 from sglang_mixkv.protocol.extension import Grant
@@ -87,8 +87,9 @@ def over(engine: MemoryEngine, in_flight: InFlight | None = None) -> Mooncake:
 class Scene:
     """A sender of `src_heads` heads, a receiver of `dst_heads`, and `heads` that both hold.
 
-    `region`: slices go to a region and are scattered. `skip`: pages outside the window.
-    `most_pages`: so many of a chunk at a time; 0: all.
+    `region`: slices go to a region and are scattered. `skips`: pages outside the window, of one
+    window after the other; entries have them in turns. `most_pages`: so many of a chunk at a time;
+    0: all.
     """
 
     head_bytes: list[int]  # per draft entry
@@ -100,7 +101,7 @@ class Scene:
     page_size: int
     src_pages: np.ndarray
     dst_pages: np.ndarray
-    skip: int = 0
+    skips: tuple[int, ...] = (0,)
     region: bool = False
     buffer_pages: float = 1.0  # size of the pack buffer, in pages of all entries
     target_row: int = 12
@@ -126,9 +127,14 @@ class Scene:
     def widths(self) -> list[int]:
         return [self.heads * b for b in self.head_bytes]
 
-    def plan(self) -> Plan:
+    def skip(self, entry: int) -> int:
+        """That of a draft entry."""
+        return self.skips[entry % len(self.skips)]
+
+    def draft(self) -> Copies:
+        """All entries of it."""
         byte = np.array(self.head_bytes, np.int64)
-        draft = Copies(
+        return Copies(
             src=ints(*(e.ctypes.data for e in self.draft_src)),
             dst=ints(*(e.ctypes.data for e in self.draft_dst)),
             src_row=byte * self.src_heads,
@@ -136,6 +142,13 @@ class Scene:
             src_offset=byte * self.src_first,
             dst_offset=byte * self.dst_first,
             width=byte * self.heads,
+        )
+
+    def plan(self) -> Plan:
+        of_window = np.arange(len(self.head_bytes)) % len(self.skips)
+        draft = tuple(
+            Reach(number, self.draft().select(of_window == number))
+            for number in range(len(self.skips))
         )
         row, zero = ints(self.target_row), ints(0)
         target = Copies(
@@ -154,8 +167,8 @@ class Scene:
         pairs = list(zip(self.rows_of(self.src_pages), self.rows_of(self.dst_pages), strict=True))
         for src, dst in pairs:
             target[dst] = self.target_src[src]
-        for src, dst in pairs[self.skip * self.page_size :]:
-            for want, have in zip(draft, self.draft_src, strict=True):
+        for entry, (want, have) in enumerate(zip(draft, self.draft_src, strict=True)):
+            for src, dst in pairs[self.skip(entry) * self.page_size :]:
                 for head in range(self.heads):
                     want[dst, self.dst_first + head] = have[src, self.src_first + head]
         return [target.tobytes(), *(entry.tobytes() for entry in draft)]
@@ -171,28 +184,34 @@ class Scene:
     def send(self, mode: str, transport: Transport) -> list[Written]:
         """All chunks through one writer, then the scatter, from a clean receiver."""
         self.clear()
-        tokens = len(self.src_pages) * self.page_size
-        grant = Grant(self.area.ctypes.data, tokens) if self.region else None
+        first = min(self.skips)
+        tokens = (len(self.src_pages) - first) * self.page_size
+        grant = Grant(self.area.ctypes.data, tokens, first) if self.region else None
         writer = ChunkWriter(transport, HostRows(), self.pack_buffer, mode, self.most_pages)
         written, plan = [], self.plan()
         for start in range(0, max(1, len(self.src_pages)), self.chunk_pages):
             part = slice(start, start + self.chunk_pages)
             src, dst = self.src_pages[part], self.dst_pages[part]
-            skip = min(len(src), max(0, self.skip - start))
-            written.append(writer.write("peer:1", plan, Chunk(src, dst, start, skip), grant))
+            chunk = Chunk(src, dst, start, self.skips)
+            written.append(writer.write("peer:1", plan, chunk, grant))
         if self.region:
-            self._scatter(plan.draft, tokens)
+            self._scatter(plan)
         return written
 
-    def _scatter(self, draft: Copies, tokens: int) -> None:
-        back = from_region(draft, self.area.ctypes.data, tokens)
-        scatter(HostRows(), back, self.page_size, self.skip, self.dst_pages[self.skip :])
+    def _scatter(self, plan: Plan) -> None:
+        address = self.area.ctypes.data
+        for reach, skip in zip(plan.draft, self.skips, strict=True):
+            pages = self.dst_pages[skip:]
+            tokens = len(pages) * self.page_size
+            back = from_region(reach.copies, address, tokens)
+            scatter(HostRows(), back, self.page_size, 0, pages)
+            address += tokens * reach.copies.bytes_per_token
 
     def bytes(self) -> tuple[int, int]:
         """Bytes that have to be sent, target and draft."""
         tokens = len(self.src_pages) * self.page_size
-        wanted = tokens - self.skip * self.page_size
-        return tokens * self.target_row, wanted * sum(self.widths)
+        drafts = ((tokens - self.skip(i) * self.page_size) * w for i, w in enumerate(self.widths))
+        return tokens * self.target_row, sum(drafts)
 
 
 @st.composite
@@ -216,7 +235,8 @@ def scenes(draw: st.DrawFn) -> Scene:
         src_heads=src_heads, dst_heads=dst_heads, src_first=src_first, dst_first=dst_first,
         heads=heads, page_size=draw(st.sampled_from([1, 2, 4])),
         src_pages=draw(page_lists(count)), dst_pages=draw(page_lists(count)),
-        skip=draw(st.integers(0, count)), region=draw(st.booleans()),
+        skips=tuple(draw(st.lists(st.integers(0, count), min_size=1, max_size=3))),
+        region=draw(st.booleans()),
         buffer_pages=draw(st.sampled_from([0.5, 1.0, 2.5, 100.0])),
         chunk_pages=draw(st.sampled_from([1, 3, POOL_PAGES])),
         most_pages=draw(st.sampled_from([0, 1, 5])),
