@@ -133,8 +133,8 @@ def reference() -> Reference:
             with Fleet() as fleet:
                 server = single(fleet, pair, flags)
                 known[pair, flags] = Answers(
-                    [server.ask(prompt) for prompt in prompts()],
-                    [server.ask(prompt) for prompt in cousins()],
+                    [server.ask(prompt) for prompt in prompts(pair=pair)],
+                    [server.ask(prompt) for prompt in cousins(pair)],
                 )
         return known[pair, flags]
 
@@ -148,6 +148,6 @@ def pd(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Measure
     expected = reference(case.pair, case.shared)
     with Fleet() as fleet:
         deployment = disaggregated(fleet, case.pair, case.topology())
-        answers = [deployment.ask(prompt) for prompt in prompts()]
+        answers = [deployment.ask(prompt) for prompt in prompts(pair=case.pair)]
         record(case.name, answers, expected.fixed)
         yield Measured(case, deployment, answers, expected, deployment.draft_bytes())
