@@ -22,7 +22,7 @@ START_TIMEOUT = pytest.mark.timeout(1800)
 
 ENABLE = ("--enable-mixkv",)
 TP1, TP2 = ("--tp", "1"), ("--tp", "2")
-TP1_PP2 = (*TP1, "--pp", "2")
+TP1_PP2 = (*TP1, "--pp-size", "2")
 TP2_DP2 = (*TP2, "--attn-dp-size", "2")
 TP2_DP2_OLDER = (*TP2, "--dp", "2", "--enable-dp-attention")
 PAGES = ("--page-size", "16")
