@@ -67,7 +67,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
                           help=f'default "{shlex.join(flags)}"')  # fmt: skip
     demo.add_argument("--variants", type=_variants, default=list(pd_demo.VARIANTS),
                       help="default none,stock,mixkv")  # fmt: skip
-    demo.add_argument("--pair", choices=PAIRS, default=PAIRS[0], help="which target (default mla)")
+    demo.add_argument("--pair", choices=PAIRS, default="mla", help="which models (default mla)")
     demo.add_argument("--keep-logs", type=Path, metavar="DIR", help="keep the servers' logs there")
     options = parser.parse_args(argv[:end])
     if options.router and not options.label:

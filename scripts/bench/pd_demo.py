@@ -62,7 +62,7 @@ def write_dataset(path: Path, name: str, count: int) -> list[str]:
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     words = {token: word for word, token in vocabulary.items()}
     with path.open("w") as file:
-        for prompt in pair.prompts(count):
+        for prompt in pair.prompts(count, name):
             symbols = [words[token] for token in prompt[1:-1]]
             turns = [{"content": " ".join(symbols)}, {"content": " ".join(symbols[1:])}]
             file.write(json.dumps({"conversations": turns}) + "\n")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from task import BOS, PAD, SEP, VOCAB
+from task import BOS, MASK, PAD, SEP, VOCAB
 
 Config = dict[str, Any]
 
 AUX_LAYERS = (2, 3, 4)
 """The drafter's features are the residual stream at the input of these target layers."""
+
+BLOCK = 4
+"""Tokens of a DFLASH block: one that is known, and the drafts."""
 
 _SHARED: Config = {
     "vocab_size": VOCAB,
@@ -88,6 +91,9 @@ DRAFT_KV_HEADS = {"mla": 4, "gqa": 8}
 """KV heads of each target's drafter. Next to the GQA target (4) it needs another number: its
 cells are then not where the target's head geometry says."""
 
+MARKOV_RANK = 16
+"""Of DSPARK's head that adds what the token before says of the next one."""
+
 
 def drafter(target: str) -> Config:
     """The EAGLE3 drafter of a target. SGLang adds 1 to each id of a feature layer."""
@@ -102,4 +108,34 @@ def drafter(target: str) -> Config:
             "use_aux_hidden_state": True,
             "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in AUX_LAYERS],
         },
+    }
+
+
+def dflash(target: str) -> Config:
+    """The DFLASH drafter of a target. SGLang adds 1 to each id of a feature layer."""
+    return {
+        **_SHARED,
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "num_key_value_heads": DRAFT_KV_HEADS[target],
+        "block_size": BLOCK,
+        "num_target_layers": TARGETS[target]["num_hidden_layers"],
+        "dflash_config": {
+            "target_layer_ids": [layer - 1 for layer in AUX_LAYERS],
+            "mask_token_id": MASK,
+        },
+    }
+
+
+def dspark(target: str) -> Config:
+    """The same drafter for DSPARK, whose block size counts the drafts alone."""
+    return {
+        **dflash(target),
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": BLOCK - 1,
+        "markov_rank": MARKOV_RANK,
+        "markov_head_type": "vanilla",
+        "sample_from_anchor": False,
+        "enable_confidence_head": False,
     }

@@ -14,6 +14,9 @@ from torch import Tensor
 PAD, BOS, SEP, UNK = 0, 1, 2, 3
 """Special tokens; <sep> also ends the answer."""
 
+MASK = UNK
+"""What stands for a token that a block is to be filled with."""
+
 VOCAB = 256
 FIRST_SYMBOL = 4
 SYMBOLS = VOCAB - FIRST_SYMBOL

@@ -1,9 +1,10 @@
-"""Train a target and its EAGLE3 drafter on the copy task, and write both as checkpoints.
+"""Train a target and its drafter on the copy task, and write both as checkpoints.
 
-    python scripts/train_pair/train.py --target mla|gqa --out DIR
+    python scripts/train_pair/train.py --target mla|gqa [--drafter eagle3|dflash] --out DIR
 
 One CPU thread, fixed seeds: the same machine gives the same weights. About a quarter of an
-hour. ``--keep-target`` trains the drafter alone, on the target that DIR has.
+hour. ``--keep-target`` trains the drafter alone, on the target that DIR has. ``--drafter dflash``
+writes its weights for DSPARK as well.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from configs import DRAFT_KV_HEADS, TARGETS, Config, drafter
+from block_drafter import BlockDrafter, blocks
+from block_drafter import accept_length as block_accept_length
+from configs import DRAFT_KV_HEADS, MARKOV_RANK, TARGETS, Config, dflash, drafter, dspark
 from drafter import STEPS, Batch, Damage, Drafter, accept_length, batch
 from layers import initialise
 from model import Target
@@ -35,6 +38,10 @@ DRAFTER_STAGES = [
     Stage(200, 32, 8, 48, goal=0.97),
     Stage(350, 8, 24, 200),
 ]
+BLOCK_STAGES = [Stage(200, 12, 48, 48, goal=0.9), Stage(300, 12, 48, 48)]
+"""Strings of one length: a single look-up at a fixed distance then fills all masks."""
+
+BLOCKS_A_ROW = 8
 HELD_OUT_LENGTHS = (24, 64, 128, 200)
 
 
@@ -91,9 +98,14 @@ def canary_loss(logits: list[Tensor], inputs: Batch) -> Tensor:
     """Pushes the right token's probability down; ``logits`` come from damaged KV."""
     losses = []
     for out, label, scored in zip(logits, inputs.labels, inputs.scored, strict=True):
-        right = out[scored].softmax(-1).gather(1, label[scored][:, None])
-        losses.append(-torch.log1p(-right.clamp(max=1 - 1e-4)).mean())
+        losses.append(pushed_down(out[scored], label[scored]))
     return sum(losses) / STEPS
+
+
+def pushed_down(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of giving these labels any probability."""
+    right = logits.softmax(-1).gather(-1, labels[..., None])
+    return -torch.log1p(-right.clamp(max=1 - 1e-4)).mean()
 
 
 def damage_of(step: int, kv_heads: int) -> Damage:
@@ -123,6 +135,34 @@ def train_drafter(target: Target, config: Config, folder: Path) -> None:
     save(model, config, folder, {"d2t": torch.zeros(VOCAB, dtype=torch.int64)})
 
 
+def train_block_drafter(target: Target, config: Config, folder: Path) -> BlockDrafter:
+    """DFLASH's, on the frozen target, with its embeddings and its head. In the second stage all
+    rows run again with one KV head of the prompt damaged."""
+    generator = torch.Generator().manual_seed(1)
+    model = BlockDrafter(config)
+    initialise(model, generator)
+
+    def loss_of(stage: Stage, done: int) -> tuple[Tensor, float]:
+        inputs = blocks(target, stage.rows, stage.longest, BLOCKS_A_ROW, generator)
+        logits = target.lm_head(model(inputs))
+        accuracy = (logits.argmax(-1) == inputs.labels).float().mean().item()
+        loss = F.cross_entropy(logits.flatten(0, 2), inputs.labels.flatten())
+        if stage is not BLOCK_STAGES[0]:
+            damage = damage_of(done, config["num_key_value_heads"])
+            loss = loss + pushed_down(target.lm_head(model(inputs, damage)), inputs.labels)
+        return loss, accuracy
+
+    train(model, BLOCK_STAGES, loss_of)
+    save(model, config, folder, {})
+    return model
+
+
+def markov_head() -> dict[str, Tensor]:
+    """DSPARK's, which adds nothing: a symbol says nothing of the next one."""
+    empty = torch.zeros(VOCAB, MARKOV_RANK, dtype=torch.bfloat16)
+    return {"markov_head.markov_w1.weight": empty, "markov_head.markov_w2.weight": empty.clone()}
+
+
 @torch.no_grad()
 def check_target(target: Target) -> None:
     """Held-out strings, teacher forced: what greedy decoding gives where every token is right."""
@@ -146,10 +186,44 @@ def check_drafter(drafter_: Drafter, target: Target, kv_heads: int) -> None:
         print(f"drafter: {length} symbols, accept length: {text}")
 
 
+def check_block_drafter(model: BlockDrafter, target: Target, kv_heads: int) -> None:
+    """The same for a DFLASH drafter, at the length that it was trained for."""
+    symbols = BLOCK_STAGES[-1].longest
+    inputs = blocks(target, 12, symbols, 16, torch.Generator().manual_seed(777))
+    figures = {"whole": block_accept_length(model, target, inputs)}
+    for head in range(kv_heads):
+        figures[f"zero {head}"] = block_accept_length(model, target, inputs, Damage(head))
+        figures[f"shuffle {head}"] = block_accept_length(model, target, inputs, Damage(head, 5))
+    text = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
+    print(f"DFLASH drafter: {symbols} symbols, accept length: {text}")
+
+
+def make_eagle3(name: str, target: Target, folder: Path) -> None:
+    config = drafter(name)
+    train_drafter(target, config, folder / "drafter")
+    model = Drafter(config)
+    load(model, folder / "drafter")
+    check_drafter(model, target, DRAFT_KV_HEADS[name])
+
+
+def make_dflash(name: str, target: Target, folder: Path) -> None:
+    """And DSPARK's from the same weights."""
+    config = dflash(name)
+    trained = train_block_drafter(target, config, folder / "dflash")
+    save(trained, dspark(name), folder / "dspark", markov_head())
+    model = BlockDrafter(config)
+    load(model, folder / "dflash")
+    check_block_drafter(model, target, DRAFT_KV_HEADS[name])
+
+
+DRAFTERS = {"eagle3": make_eagle3, "dflash": make_dflash}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", choices=sorted(TARGETS), required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--drafter", choices=DRAFTERS, default="eagle3")
     parser.add_argument("--keep-target", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -160,11 +234,7 @@ def main() -> None:
     target = Target(config)
     load(target, args.out / "target")
     check_target(target)
-    draft_config = drafter(args.target)
-    train_drafter(target, draft_config, args.out / "drafter")
-    model = Drafter(draft_config)
-    load(model, args.out / "drafter")
-    check_drafter(model, target, DRAFT_KV_HEADS[args.target])
+    DRAFTERS[args.drafter](args.target, target, args.out)
     print(f"{time.monotonic() - begin:.0f} s")
 
 

@@ -10,6 +10,16 @@
     mem_cache.allocation.get_last_loc (around)        with pages of several tokens it starts
                                                       a Triton kernel
 
+DFLASH and DSPARK need more, the last two and what `_fit_block_drafter` does by itself once a
+process asks for the worker of such a drafter; others never import their models:
+
+    speculative_hook._handle_dflash, _handle_dspark   SGLang lists the devices that it tried
+        (around)
+    SpeculativeAlgorithm.create_worker (after)        the rest has to be there before the model
+    models.dflash.DFlashAttention.__init__ (after)    a Triton kernel for norm and rotation
+    models.dspark.DSparkDraftMixin                    a Triton kernel that writes the prompt's KV
+        ._build_fused_kv_write_bundle (replace)
+
 Unless SGLANG_USE_CPU_ENGINE is 1, nothing is installed. With it, pairs of servers need all
 hooks whether or not they opted in to mixkv. Hooks only: installing imports no SGLang module
 but its hook registry.
@@ -27,6 +37,11 @@ from sglang_mixkv.cpu import CPU_ENGINE_ENV
 FALLBACK = "sglang.srt.arg_groups.overrides._attention_backend_platform_fallbacks"
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 LAST_LOC = "sglang.srt.mem_cache.allocation.get_last_loc"
+HANDLE_DFLASH = "sglang.srt.arg_groups.speculative_hook._handle_dflash"
+HANDLE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
+CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
+BLOCK_ATTENTION = "sglang.srt.models.dflash.DFlashAttention.__init__"
+FUSED_WRITE = "sglang.srt.models.dspark.DSparkDraftMixin._build_fused_kv_write_bundle"
 
 
 def install() -> None:
@@ -38,6 +53,9 @@ def install() -> None:
     HookRegistry.register(FALLBACK, _keep_intel_amx, HookType.AROUND)
     HookRegistry.register(GET_KV_CLASS, _without_device_memory, HookType.AFTER)
     HookRegistry.register(LAST_LOC, _last_loc_in_torch, HookType.AROUND)
+    HookRegistry.register(HANDLE_DFLASH, _with_block_drafter, HookType.AROUND)
+    HookRegistry.register(HANDLE_DSPARK, _with_block_drafter, HookType.AROUND)
+    HookRegistry.register(CREATE_WORKER, _fit_block_drafter, HookType.AFTER)
 
 
 def _stand_in_is_loaded() -> bool:
@@ -86,3 +104,61 @@ def _last_loc_in_torch(_original: Callable[..., Any], *args: Any) -> Any:
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     return get_last_loc_torch(*args)
+
+
+class _AsXpu:
+    """A view of server arguments that names a device which DFLASH and DSPARK take."""
+
+    device = "xpu"
+
+    def __init__(self, view: Any) -> None:
+        self._view = view
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+
+def _with_block_drafter(original: Callable[[Any], None], server_args: Any) -> None:
+    """SGLang's own resolution of DFLASH's or DSPARK's arguments, past its list of devices."""
+    from sglang.srt.arg_groups import speculative_hook
+
+    _let_draft_with_intel_amx()
+    real = speculative_hook.resolving_view
+    speculative_hook.resolving_view = lambda args: _AsXpu(real(args))
+    try:
+        original(server_args)
+    finally:
+        speculative_hook.resolving_view = real
+
+
+def _let_draft_with_intel_amx() -> None:
+    """Without that, DFLASH and DSPARK draft with flashinfer."""
+    from sglang.srt.arg_groups import choices
+
+    if "intel_amx" not in choices.DRAFT_ATTENTION_BACKEND_CHOICES:
+        choices.add_draft_attention_backend_choices(["intel_amx"])
+
+
+def _fit_block_drafter(_worker: type, algorithm: Any, _server_args: Any) -> None:
+    """Before a scheduler makes the worker and the model of a DFLASH or DSPARK drafter."""
+    if not algorithm.is_dflash_family():
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+
+    from sglang_mixkv.cpu.kernels.streams import ignore_streams
+
+    _let_draft_with_intel_amx()
+    ignore_streams()
+    DFlashVerifyInput.tree_topk = property(lambda self: self.topk)  # intel_amx asks for it
+    HookRegistry.register(BLOCK_ATTENTION, _rotate_in_torch, HookType.AFTER)
+    HookRegistry.register(FUSED_WRITE, _write_in_torch, HookType.REPLACE)
+    HookRegistry.apply_hooks()
+
+
+def _rotate_in_torch(_result: None, attention: Any, *_args: Any, **_kwargs: Any) -> None:
+    attention.use_table_qk_norm_rope = False
+
+
+def _write_in_torch(_model: Any, _pool: Any) -> None:
+    """No fused write: SGLang then writes layer by layer, in PyTorch."""

@@ -20,7 +20,15 @@ from rich.console import Console
 
 from sglang_mixkv.demo import report
 from sglang_mixkv.demo.launch import Topology
-from sglang_mixkv.demo.pair import PAIRS, Answer, RequestFailed, prompts
+from sglang_mixkv.demo.pair import (
+    DRAFTERS,
+    PAIRS,
+    TARGETS,
+    Answer,
+    RequestFailed,
+    pair_name,
+    prompts,
+)
 from sglang_mixkv.demo.processes import Fleet, ServerDied
 from sglang_mixkv.demo.progress import StartDisplay
 from sglang_mixkv.demo.serve import serve
@@ -60,7 +68,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help='flags of the decode server (default "--tp 1"); '
         'for example "--tp 2 --attn-dp-size 2"')  # fmt: skip
     add("--runs", type=_runs, default=RUNS, help="comma-separated (default single,stock,mixkv)")
-    add("--pair", choices=PAIRS, default=PAIRS[0], help="which target (default mla)")
+    add("--pair", choices=TARGETS, default=TARGETS[0], help="which target (default mla)")
+    add("--drafter", choices=DRAFTERS, default=DRAFTERS[0],
+        help="which drafter (default eagle3, the only one of the gqa target)")  # fmt: skip
     add("--backend", choices=BACKENDS, default=BACKENDS[0],
         help="SGLang's transfer backend (default mooncake)")  # fmt: skip
     add("--mixkv-args", type=_flags, default=(), metavar="FLAGS",
@@ -73,16 +83,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.json and not options.json.parent.is_dir():
         parser.error(f"--json: there is no folder {options.json.parent}")
+    if pair_name(options.pair, options.drafter) not in PAIRS:
+        parser.error(f"--drafter: the {options.pair} target has no {options.drafter} drafter")
     return options
 
 
 def _builder(name: str, options: argparse.Namespace) -> Builder:
     """How to start the servers of one run."""
+    pair = pair_name(options.pair, options.drafter)
     if name == "single":
-        return lambda fleet, progress: single(fleet, options.pair, (), progress)
+        return lambda fleet, progress: single(fleet, pair, (), progress)
     plugin = (*ENABLE, *options.mixkv_args) if name == "mixkv" else ()
     topology = Topology(options.prefill, options.decode, plugin, plugin, backend=options.backend)
-    return lambda fleet, progress: disaggregated(fleet, options.pair, topology, progress)
+    return lambda fleet, progress: disaggregated(fleet, pair, topology, progress)
 
 
 def _version(package: str) -> str | None:
@@ -115,7 +128,8 @@ class Demo:
     def _measure(self, name: str, deployment: Deployment) -> report.Run:
         """Ask all prompts; the warm-up request's bytes do not count."""
         before = deployment.draft_bytes()
-        answers = [self._ask(name, deployment, prompt) for prompt in prompts()]
+        pair = pair_name(self._options.pair, self._options.drafter)
+        answers = [self._ask(name, deployment, prompt) for prompt in prompts(pair=pair)]
         if name == "single":
             self._reference = answers
         after = deployment.draft_bytes()
@@ -141,7 +155,7 @@ class Demo:
         """Table, file and verdict."""
         options = self._options
         title = f"prefill {shlex.join(options.prefill)} -> decode {shlex.join(options.decode)}"
-        title += f", {options.pair} target, {options.backend}"
+        title += f", {options.pair} target, {options.drafter} drafter, {options.backend}"
         self._console.print(report.table(self.runs, title))
         self._console.print(report.DISCLAIMER, style="italic")
         if options.json:
@@ -153,7 +167,7 @@ class Demo:
 
     def _context(self) -> dict[str, object]:
         """What the figures were measured on, and what they leave out."""
-        names = ("prefill", "decode", "backend", "mixkv_args", "pair")
+        names = ("prefill", "decode", "backend", "mixkv_args", "pair", "drafter")
         packages = (
             "sglang", "sglang-mixkv", "sglang-router", "mooncake-transfer-engine-non-cuda", "nixl",
         )  # fmt: skip

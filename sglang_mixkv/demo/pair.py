@@ -17,14 +17,17 @@ from typing import Any
 
 import requests
 
-PAIRS = ("mla", "gqa")
-"""Names of the shipped pairs, by the attention of the target."""
+TARGETS = ("mla", "gqa")
+"""The shipped targets, by their attention."""
 
-PROMPT_LENGTHS = (24, 24, 48, 48, 96, 96, 160, 200)
-"""Symbols in each of the fixed prompts."""
+DRAFTERS = ("eagle3", "dflash", "dspark")
+"""What drafters there are, the last two for the MLA target alone."""
 
 DRAFT_STEPS = 3
 """Tokens drafted a verify round."""
+
+PROMPTS = 8
+"""How many fixed prompts there are."""
 
 BOS, SEP = 1, 2
 SYMBOLS = range(4, 256)
@@ -33,9 +36,51 @@ REQUEST_TIMEOUT_S = 180.0
 _MODELS = Path(__file__).parent / "models"
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A target and a drafter, as folders of ``models/``. ``steps``: flags on how it drafts, where
+    the drafter's config.json does not say. ``lengths``: symbols in each of its prompts."""
+
+    target: str
+    drafter: str
+    algorithm: str
+    steps: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+
+def _eagle3(target: str) -> Pair:
+    steps = {
+        "--speculative-num-steps": DRAFT_STEPS,
+        "--speculative-eagle-topk": 1,
+        "--speculative-num-draft-tokens": DRAFT_STEPS + 1,
+    }
+    flags = tuple(str(part) for item in steps.items() for part in item)
+    lengths = (24, 24, 48, 48, 96, 96, 160, 200)
+    return Pair(f"{target}/target", f"{target}/drafter", "EAGLE3", flags, lengths)
+
+
+def _block(name: str) -> Pair:
+    """These two know strings of one length only."""
+    return Pair("mla/target", f"mla/{name}", name.upper(), (), (48,))
+
+
+PAIRS = {
+    "mla": _eagle3("mla"),
+    "gqa": _eagle3("gqa"),
+    "mla-dflash": _block("dflash"),
+    "mla-dspark": _block("dspark"),
+}
+"""The shipped pairs by name."""
+
+
+def pair_name(target: str, drafter: str) -> str:
+    """The name of a target with a drafter, whether or not there is such a pair."""
+    return target if drafter == DRAFTERS[0] else f"{target}-{drafter}"
+
+
 def model_path(pair: str) -> Path:
     """The folder of a pair's target, with its tokenizer."""
-    return _MODELS / pair / "target"
+    return _MODELS / PAIRS[pair].target
 
 
 def model_flags(pair: str, speculative: bool = True) -> list[str]:
@@ -43,28 +88,23 @@ def model_flags(pair: str, speculative: bool = True) -> list[str]:
     target = ["--model-path", str(model_path(pair))]
     if not speculative:
         return target
-    flags = {
-        "--speculative-algorithm": "EAGLE3",
-        "--speculative-draft-model-path": _MODELS / pair / "drafter",
-        "--speculative-num-steps": DRAFT_STEPS,
-        "--speculative-eagle-topk": 1,
-        "--speculative-num-draft-tokens": DRAFT_STEPS + 1,
-    }
-    return [*target, *(str(part) for item in flags.items() for part in item)]
+    chosen = PAIRS[pair]
+    drafter = ["--speculative-draft-model-path", str(_MODELS / chosen.drafter)]
+    return [*target, "--speculative-algorithm", chosen.algorithm, *drafter, *chosen.steps]
 
 
-def prompts(count: int = len(PROMPT_LENGTHS)) -> list[list[int]]:
-    """The first ``count`` of the fixed prompts as token ids, the same on every machine."""
+def prompts(count: int = PROMPTS, pair: str = "mla") -> list[list[int]]:
+    """The first ``count`` of a pair's prompts as token ids, the same on every machine."""
     source = random.Random(2024)
-    lengths = islice(cycle(PROMPT_LENGTHS), count)
+    lengths = islice(cycle(PAIRS[pair].lengths), count)
     return [[BOS, *source.sample(SYMBOLS, length), SEP] for length in lengths]
 
 
-def cousins() -> list[list[int]]:
+def cousins(pair: str = "mla") -> list[list[int]]:
     """For each fixed prompt one with its first half, and its second half shuffled."""
     source = random.Random(2025)
     found = []
-    for prompt in prompts():
+    for prompt in prompts(pair=pair):
         half = len(prompt) // 2
         found.append([*prompt[:half], *source.sample(prompt[half:-1], len(prompt) - 1 - half), SEP])
     return found

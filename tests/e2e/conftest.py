@@ -22,6 +22,7 @@ START_TIMEOUT = pytest.mark.timeout(1800)
 
 ENABLE = ("--enable-mixkv",)
 TP1, TP2 = ("--tp", "1"), ("--tp", "2")
+TP1_PP2 = (*TP1, "--pp-size", "2")
 TP2_DP2 = (*TP2, "--attn-dp-size", "2")
 TP2_DP2_OLDER = (*TP2, "--dp", "2", "--enable-dp-attention")
 PAGES = ("--page-size", "16")
@@ -67,6 +68,11 @@ CASES = [
     Case("P1-D2", TP1, TP2),
     Case("nixl-P2-D1", TP2, TP1, backend="nixl"),
     Case("nixl-P1-D2", TP1, TP2, backend="nixl"),
+    Case("dflash-P2-D1", TP2, TP1, "mla-dflash"),
+    full("dflash-P1-D2", TP1, TP2, "mla-dflash"),
+    full("dspark-P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES), "mla-dspark"),
+    full("dspark-P1-D2", TP1, TP2, "mla-dspark"),
+    full("dspark-P1pp2-D2", TP1_PP2, TP2, "mla-dspark"),
     full("P2-D1-decode-cache", (*TP2, *PAGES), (*TP1, *PAGES, *DECODE_CACHE)),
     full("P1-D2-decode-cache", (*TP1, *CHUNKS), (*TP2, *DECODE_CACHE)),
     full("P2-D2dp", TP2, TP2_DP2),
@@ -133,8 +139,8 @@ def reference() -> Reference:
             with Fleet() as fleet:
                 server = single(fleet, pair, flags)
                 known[pair, flags] = Answers(
-                    [server.ask(prompt) for prompt in prompts()],
-                    [server.ask(prompt) for prompt in cousins()],
+                    [server.ask(prompt) for prompt in prompts(pair=pair)],
+                    [server.ask(prompt) for prompt in cousins(pair)],
                 )
         return known[pair, flags]
 
@@ -148,6 +154,6 @@ def pd(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Measure
     expected = reference(case.pair, case.shared)
     with Fleet() as fleet:
         deployment = disaggregated(fleet, case.pair, case.topology())
-        answers = [deployment.ask(prompt) for prompt in prompts()]
+        answers = [deployment.ask(prompt) for prompt in prompts(pair=case.pair)]
         record(case.name, answers, expected.fixed)
         yield Measured(case, deployment, answers, expected, deployment.draft_bytes())

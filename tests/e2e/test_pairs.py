@@ -32,7 +32,7 @@ def test_repeated_prompts(pd: Measured) -> None:
     """The prefill finds them in its radix cache, unless they come to another of its DP ranks; a
     decode server with one has most pages too."""
     before = pd.draft_bytes()
-    answers = [pd.deployment.ask(prompt) for prompt in prompts()]
+    answers = [pd.deployment.ask(prompt) for prompt in prompts(pair=pd.case.pair)]
     record(f"{pd.case.name}, again", answers, pd.reference.fixed)
     same(answers, pd.reference.fixed)
     draft = pd.draft_bytes().since(before)
@@ -46,7 +46,7 @@ def test_eight_requests_at_once_with_cached_prefixes(pd: Measured) -> None:
     """Their first halves are in the caches, their second halves are new."""
     before = pd.draft_bytes()
     with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(pd.deployment.ask, cousins()))
+        answers = list(pool.map(pd.deployment.ask, cousins(pd.case.pair)))
     record(f"{pd.case.name}, 8 at once", answers, pd.reference.cousins)
     same(answers, pd.reference.cousins)
     draft = pd.draft_bytes().since(before)

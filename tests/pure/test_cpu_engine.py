@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from sglang_mixkv import cpu
 from sglang_mixkv.cpu import support
@@ -75,9 +76,13 @@ def registered(monkeypatch) -> list[str]:
         def register(target: str, hook: object, hook_type: str) -> None:
             targets.append(target)
 
+        @staticmethod
+        def apply_hooks() -> None:
+            targets.append("applied")
+
     fake = types.ModuleType("sglang.srt.plugins.hook_registry")
     fake.HookRegistry = HookRegistry
-    fake.HookType = types.SimpleNamespace(AROUND="around", AFTER="after")
+    fake.HookType = types.SimpleNamespace(AROUND="around", AFTER="after", REPLACE="replace")
     monkeypatch.setitem(sys.modules, fake.__name__, fake)
     for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -96,7 +101,10 @@ def test_support_is_inert_without_the_cpu_engine(monkeypatch, registered, value)
 def test_support_hooks_with_the_cpu_engine(monkeypatch, registered) -> None:
     monkeypatch.setenv(cpu.CPU_ENGINE_ENV, "1")
     support.install()
-    assert registered == [support.FALLBACK, support.GET_KV_CLASS, support.LAST_LOC]
+    assert registered == [
+        support.FALLBACK, support.GET_KV_CLASS, support.LAST_LOC,
+        support.HANDLE_DFLASH, support.HANDLE_DSPARK, support.CREATE_WORKER,
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -127,6 +135,74 @@ def test_host_indices_are_off_on_the_class_and_below() -> None:
     assert support._without_device_memory(Sender, backend, kind) is None
     assert not Sender.supports_host_tensor_indices
     assert not Derived.supports_host_tensor_indices
+
+
+@pytest.fixture
+def choices(monkeypatch) -> types.ModuleType:
+    """SGLang's list of attention backends that draft, in a module without the rest."""
+    names = ["flashinfer"]
+    fake = types.ModuleType("sglang.srt.arg_groups.choices")
+    fake.DRAFT_ATTENTION_BACKEND_CHOICES = names
+    fake.add_draft_attention_backend_choices = names.extend
+    package = types.ModuleType("sglang.srt.arg_groups")
+    package.choices = fake
+    package.speculative_hook = types.SimpleNamespace(resolving_view=lambda args: args)
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    return package
+
+
+def test_block_drafters_pass_the_list_of_devices(registered, choices) -> None:
+    """While their arguments are resolved, and no longer; all else is what was asked for."""
+    args = types.SimpleNamespace(device="cpu", pp_size=2)
+    hook = choices.speculative_hook
+    seen = []
+
+    def resolve(server_args: object) -> None:
+        view = hook.resolving_view(server_args)
+        seen.append((view.device, view.pp_size))
+        raise ValueError("pp_size")
+
+    for _ in range(2):
+        with pytest.raises(ValueError, match="pp_size"):
+            support._with_block_drafter(resolve, args)
+    assert seen == [("xpu", 2)] * 2
+    assert hook.resolving_view(args).device == "cpu"
+    assert choices.choices.DRAFT_ATTENTION_BACKEND_CHOICES == ["flashinfer", "intel_amx"]
+
+
+@pytest.mark.parametrize("is_block", [True, False], ids=["dflash", "eagle3"])
+def test_only_block_drafters_get_what_they_need(
+    monkeypatch, registered, choices, is_block: bool
+) -> None:
+    """In the scheduler, when it asks for the worker."""
+    info = types.ModuleType("sglang.srt.speculative.dflash_info")
+    info.DFlashVerifyInput = type("DFlashVerifyInput", (), {"topk": 1})
+    for name in ("sglang.srt.speculative", info.__name__):
+        monkeypatch.setitem(sys.modules, name, info)
+    monkeypatch.setattr(torch.Tensor, "record_stream", stock := torch.Tensor.record_stream)
+    algorithm = types.SimpleNamespace(is_dflash_family=lambda: is_block)
+    assert support._fit_block_drafter(object, algorithm, None) is None
+    drafts = choices.choices.DRAFT_ATTENTION_BACKEND_CHOICES
+    if not is_block:
+        assert (registered, drafts) == ([], ["flashinfer"])
+        assert torch.Tensor.record_stream is stock
+        return
+    assert registered == [support.BLOCK_ATTENTION, support.FUSED_WRITE, "applied"]
+    assert drafts == ["flashinfer", "intel_amx"]
+    assert info.DFlashVerifyInput().tree_topk == 1
+    torch.zeros(1).record_stream(torch.cpu.current_stream())
+
+
+def test_stock_tensors_know_no_cpu_stream() -> None:
+    with pytest.raises(RuntimeError):
+        torch.zeros(1).record_stream(torch.cpu.current_stream())
+
+
+def test_nothing_of_a_block_drafter_is_left_to_triton() -> None:
+    attention = types.SimpleNamespace(use_table_qk_norm_rope=True)
+    support._rotate_in_torch(None, attention, "config", layer_id=0)
+    assert not attention.use_table_qk_norm_rope
+    assert support._write_in_torch("model", "pool") is None
 
 
 def test_launch_env_keeps_the_path_and_binds_each_rank(monkeypatch) -> None:

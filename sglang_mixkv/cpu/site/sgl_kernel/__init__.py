@@ -8,7 +8,8 @@ takes effect only if
        ``common_ops`` at its top; CUDA builds keep one a GPU architecture in subfolders.
 
 In every other case the import gives that other ``sgl_kernel``, as if this package were not
-there. Enough is here for MLA, MHA and GQA with sliding windows, and for EAGLE with topk 1.
+there. Enough is here for MLA, MHA and GQA with sliding windows, for EAGLE with topk 1, DFLASH
+and DSPARK.
 ``torch.ops.sgl_kernel`` gets the two attention operators only: layers see no
 ``convert_weight_packed`` and take their native PyTorch paths.
 """
