@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -124,6 +125,18 @@ def test_each_changed_seam_is_a_problem() -> None:
 def test_a_check_that_dies_is_a_problem() -> None:
     (problem,) = problems(list(checks.seam_findings("", "Traceback\nImportError: no GPU\n", 1)))
     assert "ImportError: no GPU" in problem
+
+
+def test_another_sglang_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one in the folder, not the installed one."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang-9.9.9.dist-info").mkdir()
+    (tmp_path / "sglang-9.9.9.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 9.9.9\n")
+    assert doctor.main(["--against", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "found 9.9.9" in said
+    assert "sglang.srt.disaggregation.utils:get_kv_class: expected it with parameters" in said
 
 
 # ---------------------------------------------------------------- transfer
