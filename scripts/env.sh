@@ -1,14 +1,20 @@
 # shellcheck shell=bash
 # Sourced by the other scripts: makes .venv/ at the repository's root ready, and activates it.
-# With PYTHON=python3.12 (a name or a path) it is .venv-3.12/ instead, beside the first one.
+# With PYTHON=python3.12 (a name or a path) it is .venv-3.12/ instead, beside the first one; with
+# MIXKV_SGLANG=0.5.22 it is .venv-0.5.22/, with that release of SGLang in the place of the newest
+# supported one; with both .venv-0.5.22-3.12/.
 #
 # The first time this installs the engine, the CPU transport, the demo's and the tests'
 # dependencies, and the system libraries that Mooncake needs. Later it only looks whether
 # pyproject.toml is still the one that the environment was made from. Packages come from
-# wherever uv and pip are configured to look.
+# wherever uv and pip are configured to look; without uv, SGLang 0.5.22 needs NVIDIA's index.
 
 MIXKV_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-MIXKV_EXTRAS="sglang,cpu,nixl,demo,test"
+MIXKV_EXTRAS="cpu,nixl,demo,test"
+MIXKV_WHAT=(-e "${MIXKV_ROOT}[sglang,${MIXKV_EXTRAS}]")
+if [ -n "${MIXKV_SGLANG:-}" ]; then
+    MIXKV_WHAT=(-e "${MIXKV_ROOT}[${MIXKV_EXTRAS}]" "sglang==$MIXKV_SGLANG")
+fi
 
 mixkv_fail() {
     printf 'error: %s\n' "$*" >&2
@@ -54,15 +60,15 @@ mixkv_python() {
         "Install it (Debian 12: apt-get install python3 python3-venv) or set PYTHON."
 }
 
-# Where the environment goes: one of its own for each version that PYTHON asks for.
+# Where the environment goes: one of its own for each version that MIXKV_SGLANG and PYTHON ask for.
 mixkv_venv() {
-    local python
+    local venv="$MIXKV_ROOT/.venv${MIXKV_SGLANG:+-$MIXKV_SGLANG}" python
     if [ -z "${PYTHON:-}" ]; then
-        echo "$MIXKV_ROOT/.venv"
+        echo "$venv"
         return
     fi
     python="$(mixkv_asked_python)" || exit 1
-    echo "$MIXKV_ROOT/.venv-$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+    echo "$venv-$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
 }
 
 # Install Debian packages as root or through sudo; say what to install otherwise.
@@ -113,22 +119,23 @@ mixkv_create() {
 
 # Install this package with its extras: with uv where there is one, else with pip.
 mixkv_install() {
-    local python="$MIXKV_VENV/bin/python" uv what=(-e "${MIXKV_ROOT}[${MIXKV_EXTRAS}]")
+    local python="$MIXKV_VENV/bin/python" uv
     uv="$(command -v uv || true)"
     if [ -z "$uv" ] && "$python" -m pip install -q uv; then
         uv="$MIXKV_VENV/bin/uv"
     fi
-    echo "installing sglang-mixkv[$MIXKV_EXTRAS]: some 10 GB, the first time takes minutes"
-    if [ -n "$uv" ] && "$uv" pip install -q --python "$python" "${what[@]}"; then
+    echo "installing ${MIXKV_WHAT[*]:1}: some 10 GB, the first time takes minutes"
+    if [ -n "$uv" ] && "$uv" pip install -q --python "$python" \
+        --override "$MIXKV_ROOT/scripts/overrides.txt" "${MIXKV_WHAT[@]}"; then
         return
     fi
     "$python" -m ensurepip --upgrade >/dev/null 2>&1 || true
-    "$python" -m pip install -q "${what[@]}"
+    "$python" -m pip install -q "${MIXKV_WHAT[@]}"
 }
 
 mixkv_environment() {
     local stamp="$MIXKV_VENV/.mixkv-stamp" wanted
-    wanted="$(cat "$MIXKV_ROOT/pyproject.toml" "$MIXKV_ROOT/scripts/env.sh" | sha256sum)"
+    wanted="$(cat "$MIXKV_ROOT"/{pyproject.toml,scripts/{env.sh,overrides.txt}} | sha256sum)"
     mixkv_system_libraries
     if [ "$(cat "$stamp" 2>/dev/null)" != "$wanted" ]; then
         mixkv_is_new_enough "$MIXKV_VENV/bin/python" || mixkv_create

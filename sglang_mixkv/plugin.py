@@ -122,7 +122,8 @@ def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
             dead,
             "Look above for the reason that SGLang logged, or for another plugin on these seams",
         )
-    check.stop_if(refusals.refusals(resolved_view(server_args), config=config))
+    view = resolved_view(server_args)
+    check.stop_if(refusals.broken(releases.rules(), view, os.environ, config))
 
 
 def is_live(path: str) -> bool:
@@ -147,14 +148,16 @@ def _check(server_args: Any, backend: str, kind: str) -> None:
     """Stop this process rather than hand out a class that would go on as stock."""
     from sglang_mixkv import refusals
     from sglang_mixkv.config import config_of
-    from sglang_mixkv.engine import check
+    from sglang_mixkv.engine import check, releases
 
     if server_args is not None:
         check.check_once(server_args, config_of(server_args))
-    if backend in (*refusals.BACKENDS, "fake"):
+    release = releases.here()
+    if backend in (*release.framings, "fake"):
         return
     if server_args is not None or kind == "manager":
-        check.stop_if([refusals.text_of(refusals.OTHER_BACKEND)])
+        rule = release.unserved.get(backend.upper(), refusals.OTHER_BACKEND)
+        check.stop_if([refusals.text_of(rule)])
     logger.warning(
         "[MIXKV-START-03] sglang-mixkv is enabled, but the %s of the %s backend is SGLang's own",
         kind,

@@ -19,7 +19,7 @@ SPECULATIVE = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLAS
 DEVICES = ("cuda", "cpu")
 BACKENDS = ("mooncake", "nixl")
 
-_Rule = tuple[str, Callable[[Any], bool], str]
+Rule = tuple[str, Callable[[Any], bool], str]
 
 
 def _get(name: str) -> Callable[[Any], Any]:
@@ -36,12 +36,12 @@ def _with_drafter(name: str) -> Callable[[Any], bool]:
 
 
 # What it is called on the command line, when it applies, what to do instead.
-SINGLE_SERVER: _Rule = (
+SINGLE_SERVER: Rule = (
     "--disaggregation-mode null",
     lambda a: a.disaggregation_mode not in ("prefill", "decode"),
     "give --disaggregation-mode prefill or decode, or drop --enable-mixkv",
 )
-OTHER_BACKEND: _Rule = (
+OTHER_BACKEND: Rule = (
     "--disaggregation-transfer-backend other than mooncake and nixl",
     lambda a: a.disaggregation_transfer_backend not in BACKENDS,
     "use mooncake or nixl on both sides; mori and ascend are not supported",
@@ -57,7 +57,7 @@ OTHER_BACKEND: _Rule = (
 # External linker: a drafter's pages are stored under the TP rank without the TP size
 # (_storage_suffix in storage/mooncake_store/mooncake_direct_linker.py, shared by
 # storage/umbp/), so a server of another TP size reads other heads; a `dynamic` linker is unknown.
-ARGUMENT_RULES: tuple[_Rule, ...] = (
+ARGUMENT_RULES: tuple[Rule, ...] = (
     SINGLE_SERVER,
     OTHER_BACKEND,
     (
@@ -183,7 +183,7 @@ def _verify_rules(args: Any) -> list[str]:
     ]
 
 
-def text_of(rule: _Rule) -> str:
+def text_of(rule: Rule) -> str:
     """What a server that breaks this rule is told."""
     name, _, remedy = rule
     return f"{name} is not supported: {remedy}"
@@ -197,7 +197,7 @@ def refusals(
 
 
 def broken(
-    rules: tuple[_Rule, ...], args: Any, environ: Mapping[str, str], config: Config | None
+    rules: tuple[Rule, ...], args: Any, environ: Mapping[str, str], config: Config | None
 ) -> list[str]:
     """Of these rules, and of those on the environment."""
     found = [text_of(rule) for rule in rules if rule[1](args)]

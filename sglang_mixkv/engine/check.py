@@ -43,7 +43,6 @@ def check_once(server_args: Any, config: Config) -> None:
         return
     releases.preflight(config, replaced_is_fine=True)
     if isinstance(server_args, ServerArgs):
-        rules = refusals.ARGUMENT_RULES
-        asked = tuple(rule for rule in rules if rule is not refusals.SINGLE_SERVER)
+        asked = tuple(rule for rule in releases.rules() if rule is not refusals.SINGLE_SERVER)
         stop_if(refusals.broken(asked, resolved_view(server_args), os.environ, config))
     _checked = server_args

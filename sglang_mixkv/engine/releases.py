@@ -1,7 +1,8 @@
 """Everything inside SGLang that the plugin touches, per release, and the check that it is so.
 
-A release is an entry of RELEASES: its seams (seams.py), and per transfer backend where its control
-messages have what. `preflight` runs before an opted-in server starts.
+A release is an entry of RELEASES: its seams (seams.py), per transfer backend where its control
+messages have what, the shims that it needs (shims.py), and what is not served there. `preflight`
+runs before an opted-in server starts.
 """
 
 from __future__ import annotations
@@ -10,25 +11,30 @@ import importlib
 import inspect
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config
-from sglang_mixkv.engine.seams import SEAMS
+from sglang_mixkv.engine.seams import SEAMS_0_5_22, SEAMS_0_5_23, Seams
 from sglang_mixkv.protocol import frames
+from sglang_mixkv.protocol.facts import BLOCK_ALGORITHMS
 from sglang_mixkv.protocol.framing import Framing
 from sglang_mixkv.protocol.messages import MetadataPositions
 from sglang_mixkv.protocol.registration import Positions
+from sglang_mixkv.refusals import ARGUMENT_RULES, Rule
 
 
 @dataclass(frozen=True)
 class Release:
-    """One release of SGLang. `seams`: see seams.py; `framings`: by transfer backend, where its
-    control messages have what."""
+    """One release of SGLang. `seams`: see seams.py; `framings`: by transfer backend that is served,
+    where its control messages have what; `shims`: names of classes in shims.py; `unserved`: what
+    other releases serve and this one does not, and the rule that refuses it."""
 
     version: str
-    seams: Mapping[str, tuple[str, ...]]
+    seams: Seams
     framings: Mapping[str, Framing]
+    shims: tuple[str, ...] = ()
+    unserved: Mapping[str, Rule] = field(default_factory=dict)
 
 
 # nixl/conn.py KVArgsRegisterInfo.from_zmq, TransferInfo.from_zmq, GUARD, kv_status_msg_tag.
@@ -49,7 +55,26 @@ NIXL = Framing(
     has_aux_messages=False,
 )  # fmt: skip
 
-RELEASES = (Release("0.5.23", SEAMS, {"mooncake": Framing(), "nixl": NIXL}),)
+NOT_ON_0_5_22: dict[str, Rule] = {
+    "NIXL": (
+        "--disaggregation-transfer-backend nixl with SGLang 0.5.22",
+        lambda a: a.disaggregation_transfer_backend == "nixl",
+        "NIXL's own notifications say there what has arrived, and the plugin sends none; use "
+        "mooncake, or SGLang 0.5.23 on both sides",
+    ),
+    "DFLASH, DSPARK": (
+        "--speculative-algorithm DFLASH or DSPARK with SGLang 0.5.22",
+        lambda a: (a.speculative_algorithm or "").upper() in BLOCK_ALGORITHMS,
+        "how far their windows reach is known of SGLang 0.5.23 alone; use that on both sides",
+    ),
+}
+
+RELEASES = (
+    Release(
+        "0.5.22", SEAMS_0_5_22, {"mooncake": Framing()}, ("SendProbe", "OneWayOut"), NOT_ON_0_5_22
+    ),
+    Release("0.5.23", SEAMS_0_5_23, {"mooncake": Framing(), "nixl": NIXL}),
+)
 """The newest last."""
 
 SUPPORTED_SGLANG = tuple(release.version for release in RELEASES)
@@ -59,6 +84,11 @@ def here() -> Release:
     """The installed release; an untested one is taken for the newest that is known."""
     version = sglang_version()
     return next((known for known in RELEASES if known.version == version), RELEASES[-1])
+
+
+def rules() -> tuple[Rule, ...]:
+    """What is refused with the installed release."""
+    return (*ARGUMENT_RULES, *here().unserved.values())
 
 
 def sglang_version() -> str:

@@ -1,4 +1,4 @@
-"""Everything inside SGLang 0.5.23 that the plugin touches, and with which parameters.
+"""Everything inside SGLang that the plugin touches, and with which parameters, per release.
 
 Nobody but `plugin.py`, `engine/` and `cpu/support.py` uses SGLang. What they override of its KV
 classes, or call of SGLang, is listed here (`tests/protocol/test_seams.py`).
@@ -15,7 +15,9 @@ _ENGINE = "sglang.srt.distributed.device_communicators.mooncake_transfer_engine"
 # Dotted name -> parameter names that the plugin relies on, in order. A seam with more
 # parameters than these is another seam: what the new one means is unknown.
 # fmt: off
-SEAMS: dict[str, tuple[str, ...]] = {
+Seams = dict[str, tuple[str, ...]]
+
+SEAMS_0_5_23: Seams = {
     "sglang.srt.server_args:ServerArgs.add_cli_args": ("parser",),
     "sglang.srt.server_args:ServerArgs.from_cli_args": ("args",),
     "sglang.srt.configs.model_config:ModelConfig.from_server_args": (
@@ -41,6 +43,8 @@ SEAMS: dict[str, tuple[str, ...]] = {
     "sglang.srt.mem_cache.allocation:get_last_loc_torch": (
         "req_to_token", "req_pool_indices_tensor", "prefix_lens_tensor",
     ),
+    "sglang.srt.speculative.dflash_utils:get_dflash_attention_sliding_window_size": ("config",),
+    "sglang.srt.speculative.dflash_utils:get_dflash_layer_types": ("config",),
     f"{_UTILS}:get_kv_class": ("transfer_backend", "class_type"),
     f"{_UTILS}:DisaggregationMode.to_engine_type": ("mode",),
     f"{_UTILS}:is_mla_backend": ("target_kv_pool",),
@@ -181,5 +185,41 @@ SEAMS: dict[str, tuple[str, ...]] = {
     f"{_COMMON}:CommonKVBootstrapServer._setup_routes": ("self",),
     f"{_COMMON}:CommonKVBootstrapServer._handle_route_put": ("self", "request"),
     f"{_COMMON}:CommonKVBootstrapServer._is_ready": ("self",),
+}
+
+# What shims.py makes up for there, what only NIXL's classes need, and what Mooncake's classes have
+# themselves.
+_NOT_0_5_22 = (
+    f"{_MOONCAKE}:MooncakeKVManager._send_probe",
+    f"{_COMMON}:CommonKVReceiver._send_bootstrap_message",
+    f"{_COMMON}:AbortNotification.from_zmq",
+    f"{_COMMON}:CommonKVReceiver.__init__",
+    f"{_COMMON}:CommonKVReceiver._register_kv_args",
+    f"{_COMMON}:CommonKVReceiver.send_metadata",
+    f"{_COMMON}:CommonKVSender.__init__",
+    f"{_COMMON}:CommonKVSender.abort",
+)
+SEAMS_0_5_22: Seams = {
+    path: parameters
+    for path, parameters in SEAMS_0_5_23.items()
+    if path not in _NOT_0_5_22 and not path.startswith(_NIXL)
+} | {
+    f"{_MOONCAKE}:MooncakeKVManager.add_transfer_request": (
+        "self", "bootstrap_room", "kv_indices", "index_slice", "is_last_chunk", "aux_index",
+        "state_indices", "num_kv_tokens", "trace_ctx", "wait_event",
+    ),
+    f"{_MOONCAKE}:MooncakeKVSender.__init__": (
+        "self", "mgr", "bootstrap_addr", "bootstrap_room", "req_has_disagg_prefill_dp_rank",
+    ),
+    f"{_MOONCAKE}:MooncakeKVSender.abort": ("self",),
+    f"{_MOONCAKE}:MooncakeKVReceiver.__init__": (
+        "self", "mgr", "bootstrap_addr", "bootstrap_room",
+    ),
+    f"{_MOONCAKE}:MooncakeKVReceiver._register_kv_args": ("self",),
+    f"{_MOONCAKE}:MooncakeKVReceiver.send_metadata": (
+        "self", "kv_indices", "aux_index", "state_indices", "decode_prefix_len",
+        "device_kv_indices",
+    ),
+    f"{_COMMON}:CommonKVReceiver._connect_to_bootstrap_server": ("bootstrap_info",),
 }
 # fmt: on

@@ -39,6 +39,11 @@ def _parser() -> argparse.ArgumentParser:
         help="SGLang's transfer backend to try (default: each that is installed; between two "
         "hosts mooncake)",
     )  # fmt: skip
+    parser.add_argument(
+        "--against", metavar="FOLDER",
+        help="only compare the SGLang in this folder (pip install --no-deps --target FOLDER "
+        "sglang==...) with its release, or with the newest that is supported",
+    )  # fmt: skip
     parser.add_argument("--no-transfer", action="store_true", help="leave the transfer out")
     parser.add_argument("--no-seams", action="store_true", help="do not import SGLang")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -48,6 +53,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def findings(args: argparse.Namespace) -> Iterator[Finding]:
     """All checks, the quick ones first."""
+    if args.against:
+        yield from checks.seams(args.against)
+        return
     yield from checks.versions()
     yield from checks.entry_point()
     yield from checks.configuration(args)

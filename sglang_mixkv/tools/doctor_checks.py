@@ -106,16 +106,19 @@ def has_accelerator() -> bool:
     return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
 
 
-def seams() -> Iterator[Finding]:
-    """Everything inside SGLang that the plugin relies on, looked at in a child process."""
+def seams(folder: str = "") -> Iterator[Finding]:
+    """Everything inside SGLang that the plugin relies on, looked at in a child process. `folder`:
+    of another SGLang than the installed one."""
     on_cpu = not has_accelerator()
     if on_cpu:
         text = "none: SGLang is imported with the plugin's CPU kernels"
         yield Finding("seams", "GPU", text)
-    extra = cpu.launch_env() if on_cpu else {}
+    env = {**os.environ, **(cpu.launch_env() if on_cpu else {})}
+    if folder:
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), folder]))
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _SEAMS_PROGRAM], env={**os.environ, **extra},
+            [sys.executable, "-c", _SEAMS_PROGRAM], env=env,
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SEAMS_LIMIT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -21,8 +21,9 @@ from sglang_mixkv.tools import accept, plan
 from .pages import IDS, PAGES, ROOT, Block, bash, blocks, prose, words
 
 # As scripts/env.sh chooses it.
+SGLANG = "-{MIXKV_SGLANG}".format(**os.environ) if os.environ.get("MIXKV_SGLANG") else ""
 VERSION = "-{}.{}".format(*sys.version_info) if os.environ.get("PYTHON") else ""
-SCRIPTS_ENVIRONMENT = ROOT / f".venv{VERSION}"
+SCRIPTS_ENVIRONMENT = ROOT / f".venv{SGLANG}{VERSION}"
 HERE = "run by test_blocks_do_what_the_page_shows"
 PARSED = "tests/protocol/test_launch_lines.py::test_sglang_accepts_the_line"
 
@@ -30,7 +31,7 @@ PARSED = "tests/protocol/test_launch_lines.py::test_sglang_accepts_the_line"
 # is not run.
 TABLE: dict[str, str] = {
     r"bash scripts/demo\.sh": "tests/e2e/test_demo.py::test_the_documented_demo",
-    r"(PYTHON=python3\.12 )?bash scripts/test\.sh( -k routes)?":
+    r"(PYTHON=python3\.12 |MIXKV_SGLANG=0\.5\.22 )?bash scripts/test\.sh( -k routes)?":
         "tests/docs/test_commands.py::test_ci_runs_the_tests",
     r"pip install \.": "tests/docs/test_package.py::test_the_commands_work",
     r"\.venv/bin/pip install -e '\.\[dev\]' && \.venv/bin/ruff check \. && \.venv/bin/mypy":

@@ -6,7 +6,7 @@ import re
 import tomllib
 
 from sglang_mixkv import __version__
-from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
+from sglang_mixkv.engine.releases import RELEASES, SUPPORTED_SGLANG
 from sglang_mixkv.protocol import extension as wire
 
 from .pages import ROOT
@@ -27,15 +27,30 @@ def test_the_supported_sglang_is_named_everywhere() -> None:
     assert LATEST in (ROOT / "README.md").read_text()
 
 
-def test_the_compatibility_table_has_this_row() -> None:
+def compatibility() -> list[list[str]]:
+    """The rows of that section's tables."""
     page = (ROOT / "docs" / "operate.md").read_text()
-    table = page.partition("\n## Compatibility\n")[2].partition("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| ")]
-    mine = [row for row in rows[1:] if __version__.startswith(row[0])]
-    assert sorted(row[1] for row in mine) == sorted(SUPPORTED_SGLANG)
-    assert {row[-1] for row in mine} == {str(wire.PROTOCOL)}
+    section = page.partition("\n## Compatibility\n")[2].partition("\n## ")[0]
+    return [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
+
+
+def test_the_compatibility_table_has_these_rows() -> None:
+    mine = {row[1]: row for row in compatibility() if __version__.startswith(row[0])}
+    assert sorted(mine) == sorted(SUPPORTED_SGLANG)
+    assert {row[-1] for row in mine.values()} == {str(wire.PROTOCOL)}
     shown = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if "Python :: 3." in c]
-    assert {row[-2] for row in mine} == {", ".join(shown)}
+    assert mine[LATEST][-2] == ", ".join(shown)
+
+
+def test_the_table_says_what_each_release_serves() -> None:
+    rows = {row[0]: row[1:] for row in compatibility()}
+    assert rows["what"] == list(SUPPORTED_SGLANG)
+    for feature in {feature for release in RELEASES for feature in release.unserved}:
+        said = ["refused" if feature in release.unserved else "served" for release in RELEASES]
+        assert rows[feature] == said, feature
+    for backend in ("Mooncake", "NIXL"):
+        served = [backend.lower() in release.framings for release in RELEASES]
+        assert [said == "served" for said in rows[backend]] == served
 
 
 def test_the_protocol_has_its_line_of_history() -> None:

@@ -18,8 +18,9 @@ from .conftest import START_TIMEOUT
 
 ROOT = Path(__file__).parents[2]
 # As scripts/env.sh chooses it.
+SGLANG = "-{MIXKV_SGLANG}".format(**os.environ) if os.environ.get("MIXKV_SGLANG") else ""
 VERSION = "-{}.{}".format(*sys.version_info) if os.environ.get("PYTHON") else ""
-SCRIPTS_ENVIRONMENT = ROOT / f".venv{VERSION}"
+SCRIPTS_ENVIRONMENT = ROOT / f".venv{SGLANG}{VERSION}"
 pytestmark = START_TIMEOUT
 
 

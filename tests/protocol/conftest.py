@@ -13,6 +13,7 @@ from collections import defaultdict
 import pytest
 from rig import model
 from rig.load import load_sglang
+from rig.ring import skip_unserved
 
 BACKENDS = ("mooncake", "nixl")
 TCP = "nixl-tcp"
@@ -30,6 +31,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if name == TCP:
         name = "nixl"
         monkeypatch.setenv("UCX_TLS", "tcp")
+    skip_unserved(name)
     monkeypatch.setattr(model, "BACKEND", name)
     return name
 

@@ -1,11 +1,14 @@
-"""Version 0.1.0 of the plugin on the other side: every request is served, every byte right."""
+"""Version 0.1.0 of the plugin on the other side: every request is served, every byte right.
+Another SGLang there: refused."""
 
 from __future__ import annotations
 
 import subprocess
 import tarfile
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from rig.model import Cache, Case, Request
 from rig.ring import run
@@ -57,3 +60,18 @@ def test_without_room_for_regions(released: Path, old: str, page_size: int, wind
     outcome = run(case)
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_another_sglang_is_refused(side: str) -> None:
+    """Both sides end the request, decode says why, and nothing is written."""
+
+    def of_another_release(rank: Any) -> None:
+        rank.facts = msgspec.structs.replace(rank.facts, engine="0.5.0")
+
+    outcome = run(Case(2, 1, requests=REQUESTS[:1], extra={"facts": {side: of_another_release}}))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"failed"}
+    (said,) = (reason for reason in outcome.reasons.splitlines() if reason.startswith("decode"))
+    assert "SGLang version: prefill has" in said
+    assert "Run the same SGLang release on both sides" in said

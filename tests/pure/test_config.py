@@ -150,6 +150,32 @@ def test_missing_and_changed_seams_are_named() -> None:
     assert compat.seam_problem("sglang_mixkv.config:truth", ("name", "environ")) is None
 
 
+UNSERVED = {
+    "NIXL": {"disaggregation_transfer_backend": "nixl"},
+    "DFLASH, DSPARK": {"speculative_algorithm": "DSPARK"},
+}
+
+
+@pytest.mark.parametrize("feature", UNSERVED)
+def test_what_a_release_does_not_serve_is_refused_there(
+    feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = arguments(**UNSERVED[feature])
+    for release in compat.RELEASES:
+        monkeypatch.setattr(compat, "sglang_version", lambda version=release.version: version)
+        found = startup.broken(compat.rules(), args, {}, None)
+        assert len(found) == (feature in release.unserved), release.version
+        assert all(f"with SGLang {release.version} is not supported" in text for text in found)
+
+
+def test_each_release_serves_all_or_says_what_not() -> None:
+    everything = {feature for release in compat.RELEASES for feature in release.unserved}
+    assert everything == set(UNSERVED)
+    for release in compat.RELEASES:
+        refused = {feature.lower() for feature in release.unserved}
+        assert set(startup.BACKENDS) - release.framings.keys() <= refused
+
+
 def test_untested_version_stops_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "sglang_version", lambda: "9.9.9")
     monkeypatch.setattr(compat, "RELEASES", (replace(compat.RELEASES[-1], seams={}),))

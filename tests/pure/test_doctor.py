@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -95,7 +96,7 @@ def test_versions_missing_and_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "version_of", lambda *names: "none")
     found = problems(list(checks.versions()))
     assert len(found) == 2
-    assert "expected SGLang 0.5.23" in found[0]
+    assert "expected SGLang 0.5.22 or 0.5.23" in found[0]
     assert "neither Mooncake nor NIXL is installed" in found[1]
 
 
@@ -125,6 +126,18 @@ def test_each_changed_seam_is_a_problem() -> None:
 def test_a_check_that_dies_is_a_problem() -> None:
     (problem,) = problems(list(checks.seam_findings("", "Traceback\nImportError: no GPU\n", 1)))
     assert "ImportError: no GPU" in problem
+
+
+def test_another_sglang_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The one in the folder, not the installed one."""
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang-9.9.9.dist-info").mkdir()
+    (tmp_path / "sglang-9.9.9.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 9.9.9\n")
+    assert doctor.main(["--against", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "found 9.9.9" in said
+    assert "sglang.srt.disaggregation.utils:get_kv_class: expected it with parameters" in said
 
 
 # ---------------------------------------------------------------- transfer

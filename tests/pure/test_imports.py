@@ -41,7 +41,9 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
         {"", "decode", "engine", "prefill", "refusals", "transport.mooncake", "transport.nixl",
          *DECIDES},
     ),
-    "engine/releases.py": (set(), {"config", "engine.seams", "protocol"}),  # SGLang by name
+    "engine/releases.py": (  # SGLang by name
+        set(), {"config", "engine.seams", "protocol", "refusals"},
+    ),
     "engine/seams.py": (set(), set()),
     "plugin.py": (set(), {"config", "cpu", "engine", "refusals"}),
     "cpu/": (set(), {"cpu"}),

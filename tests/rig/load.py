@@ -10,6 +10,8 @@ import os
 import sys
 
 from sglang_mixkv import cpu
+from sglang_mixkv.engine.backends import classes
+from sglang_mixkv.engine.releases import here
 
 os.environ.update(cpu.launch_env())
 os.environ.update(CUDA_VISIBLE_DEVICES="", MC_LOG_LEVEL="ERROR", GLOG_logtostderr="1")
@@ -27,7 +29,7 @@ def load_sglang() -> None:
         "sglang.srt.disaggregation.mooncake",
         "sglang.srt.disaggregation.decode",
         "sglang.srt.disaggregation.nixl",
-        "sglang_mixkv.engine.mooncake",
-        "sglang_mixkv.engine.nixl",
     ):
         importlib.import_module(module)
+    for backend in here().framings:
+        classes(backend)

@@ -374,8 +374,9 @@ def take_package(folder: Path) -> None:
 
 
 def stock_class(rank: Rank, kind: str) -> Any:
-    """SGLang's class of a backend that one of the plugin's is made of."""
-    return next(c for c in rank.kv_class[kind].__mro__ if c.__module__.startswith("sglang."))
+    """SGLang's class of a backend that one of the plugin's is made of, with its shims."""
+    modules = ("sglang.", "sglang_mixkv.engine.shims")
+    return next(c for c in rank.kv_class[kind].__mro__ if c.__module__.startswith(modules))
 
 
 def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> Any:

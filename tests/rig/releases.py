@@ -26,10 +26,11 @@ class Releases:
             envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get()
         )
         queue.enable_staging, queue.gloo_group = False, None
+        queue.enable_host_receive = False  # 0.5.22 asks for this, newer ones for the next
         queue._is_host_destination = lambda _: False
         queue._release_request = lambda request: request.free()
         queue._observe_deferred_kv_release = lambda *_, **__: None
-        queue.metadata_buffers = SimpleNamespace(clear_slot=lambda _: None)
+        queue.metadata_buffers = SimpleNamespace(clear_slot=lambda _: None, bootstrap_room=[0])
         queue.req_to_metadata_buffer_idx_allocator = SimpleNamespace(free=lambda _: None)
         self.queue = queue
 
