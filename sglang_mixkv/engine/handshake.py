@@ -14,6 +14,7 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_spec
 
 from sglang_mixkv import __version__
+from sglang_mixkv.engine.kv_args import windows_of
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kv.layout import Caches
@@ -66,7 +67,7 @@ def _draft_facts(kv_args: Any, caches: Caches, algorithm: str) -> DraftFacts | N
         architecture=getattr(kv_args, "draft_architecture", ""),
         total_heads=spread.total_heads,
         head_bytes=caches.draft.head_bytes,
-        window=compared_window(algorithm, max(getattr(kv_args, "draft_windows", ()), default=0)),
+        window=compared_window(algorithm, max(windows_of(kv_args), default=0)),
     )
 
 

@@ -8,7 +8,8 @@ The contract on KV args, whoever builds them (SGLang through the plugin, a test,
     draft_total_kv_head_num     of the whole drafter, from its configuration
     kv_head_num, total_kv_head_num    the same of the target, where it is not MLA
     draft_architecture          optional, for the handshake
-    draft_windows               optional: engine/draft_window.py's, one for each of its entries
+    draft_windows               optional: engine/draft_window.py's, one for each of its entries;
+                                or draft_window, one for all
 
 `split_draft` adds draft_kv_data_ptrs, draft_kv_data_lens and draft_kv_item_lens, views of
 the tail; kv_data_* themselves stay as SGLang made them.
@@ -156,6 +157,12 @@ def draft_spread(kv_args: Any) -> Spread | None:
             "Set is_draft_mla_backend, draft_kv_head_num and draft_total_kv_head_num",
         )
     return Spread(Kind.MHA, total)
+
+
+def windows_of(kv_args: Any) -> tuple[int, ...]:
+    """How many tokens before the prompt's end decode reads of each draft entry, 0: all."""
+    one = getattr(kv_args, "draft_window", 0)
+    return getattr(kv_args, "draft_windows", ()) or (one,) * kv_args.num_draft_entries
 
 
 def caches(kv_args: Any, is_mla: bool, attn_tp: int, windows: tuple[int, ...] = ()) -> Caches:

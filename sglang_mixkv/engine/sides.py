@@ -37,7 +37,7 @@ class Rank:
         self.pp_size, self.pp_rank = parallel.pp_size or 1, args.pp_rank or 0
         # All of the draft KV where pages become a prefix that other requests share.
         shared = get_disagg().disaggregation_decode_enable_radix_cache
-        windows = () if shared else getattr(args, "draft_windows", ())
+        windows = () if shared else kv_args.windows_of(args)
         self.caches = kv_args.caches(args, is_mla, self.tp, windows)
         self.facts = local_facts(args, self.caches, manager.backend)
         # State that every contacted rank sends: stock's rule for hybrid MLA and MHA targets.
