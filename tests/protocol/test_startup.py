@@ -117,7 +117,7 @@ def test_cold_with_aux_over_tcp_does_not_start(monkeypatch: pytest.MonkeyPatch) 
 def test_changed_seam_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_mixkv.engine import releases as compat
 
-    monkeypatch.setitem(compat.SEAMS, "sglang.srt.server_args:ServerArgs.gone", ())
+    monkeypatch.setitem(compat.here().seams, "sglang.srt.server_args:ServerArgs.gone", ())
     said = in_fork(lambda: resolve("--enable-mixkv"))
     assert "ServerArgs.gone" in said
     assert "does not start" in said
@@ -299,7 +299,7 @@ def test_an_unchecked_process_stops_for_each_reason(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     assert "SGLANG_RUST_SERVER=1 is not supported" in in_fork(lambda: [serve(), ask()])
     monkeypatch.delenv("SGLANG_RUST_SERVER")
-    monkeypatch.setitem(compat.SEAMS, "sglang.srt.server_args:ServerArgs.gone", ())
+    monkeypatch.setitem(compat.here().seams, "sglang.srt.server_args:ServerArgs.gone", ())
     assert "ServerArgs.gone" in in_fork(lambda: [serve(), ask()])
 
 
