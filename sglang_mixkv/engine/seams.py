@@ -23,6 +23,7 @@ SEAMS_0_5_23: Seams = {
     "sglang.srt.configs.model_config:ModelConfig.from_server_args": (
         "server_args", "model_path", "model_revision", "is_draft_model", "context_length", "kwargs",
     ),
+    "sglang.srt.plugins.hook_registry:HookRegistry.apply_hooks": (),
     "sglang.srt.plugins.hook_registry:HookRegistry.register": (
         "target", "hook", "hook_type", "source",
     ),

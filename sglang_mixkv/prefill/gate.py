@@ -160,7 +160,8 @@ class Gate:
         )
         status = self.sglang.statuses().get(said.room)
         late = room is not None and (room.reused or room.state is State.ENDED)
-        if status is None and not late:
+        refused = room is not None and room.state is State.REFUSED  # the first reason says more
+        if status is None and not late and not refused:
             self.rooms.refuse(said.room, reason, time.monotonic())
         ended = status in (None, Poll.SUCCESS, Poll.FAILED)
         if not ended and not self.is_of_last_request(said):

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import requests
-
 VARIABLE = "SGLANG_SIMULATE_ACC_LEN"
 FIXED_TOKEN = 100
 ENOUGH_TOKENS = 16
@@ -31,6 +29,8 @@ def is_set(variables: Mapping[str, Any]) -> bool:
 
 def server_info(url: str) -> Any:
     """What a server, or a router of its servers, says of itself; None where it says nothing."""
+    import requests  # the doctor does without
+
     with requests.Session() as session:
         session.trust_env = False
         for path in ("server_info", "get_server_info"):
