@@ -212,3 +212,30 @@ def test_strangers_are_bounded_and_never_cost_a_peer_its_plan(
         note("a:1", "too short")
         assert words in str(known.refusal("a:1"))
         assert known.get("a:1") is there
+
+
+def test_a_refused_room_keeps_its_first_reason() -> None:
+    """Decode gives a room up when it hears that it was refused; its abort can come before this
+    side's request."""
+    from sglang_mixkv.prefill.gate import Gate as PrefillGate
+    from sglang_mixkv.protocol.messages import Abort
+
+    rooms, sglang = Rooms(), mock.Mock()
+    sglang.statuses.return_value = {}
+    gate = PrefillGate(peers.Peers, rooms, sglang, mock.Mock(), 1, Framing(), 0.0)  # type: ignore
+    rooms.refuse(ROOM, "it does not fit", 0.0)
+    gate._note_abort(Abort(ROOM, "10.0.0.1", 9000), rooms.get(ROOM))
+    assert rooms.open(ROOM, 0.0).reason == "it does not fit"
+
+
+@pytest.mark.parametrize(("held", "awaited"), [(True, False), (False, True)])
+def test_a_room_number_that_is_in_use_is_refused(*, held: bool, awaited: bool) -> None:
+    """By a request that goes on, and by one whose senders have not all acknowledged its end."""
+    rank = object.__new__(DecodeRank)
+    rank.sources, rank.rooms, rank._sglang = mock.Mock(), mock.Mock(), mock.Mock()
+    rank.sources.why_not.return_value = None
+    rank.rooms.get.return_value = mock.Mock() if held else None
+    rank._sglang.awaits_acks.return_value = awaited
+    assert "still belongs to another request" in str(rank.refusal("a", ROOM))
+    rank.rooms.get.return_value, rank._sglang.awaits_acks.return_value = None, False
+    assert rank.refusal("a", ROOM) is None
