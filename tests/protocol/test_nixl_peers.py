@@ -13,9 +13,10 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 from rig import faults as faults_of_ring
+from rig import model
 from rig.model import Case, Request
 from rig.rank import Rank
-from rig.ring import run
+from rig.ring import run, skip_unserved
 
 pytestmark = pytest.mark.usefixtures("over_tcp")
 ROUNDS = {"requests": tuple(Request(n) for n in (12, 9, 10)), "rounds": ((0,), (1,), (2,))}
@@ -23,8 +24,7 @@ ROUNDS = {"requests": tuple(Request(n) for n in (12, 9, 10)), "rounds": ((0,), (
 
 @pytest.fixture
 def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rig import model
-
+    skip_unserved("nixl")
     monkeypatch.setattr(model, "BACKEND", "nixl")
     monkeypatch.setenv("UCX_TLS", "tcp")
 
