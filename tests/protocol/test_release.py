@@ -23,13 +23,14 @@ pytestmark = pytest.mark.transports(every=2)
 WRITES_S = 1.0
 
 
-def slow_write(written: Any) -> Any:
+def slow_write(writing: Any, written: Any) -> Any:
     """This prefill rank's first write takes WRITES_S."""
 
     def inject(rank: Rank) -> None:
         def slowing(real: Callable[..., int]) -> Callable[..., int]:
             def slow(*args: Any) -> int:
                 if not written.value:
+                    writing.set()
                     time.sleep(WRITES_S)
                     written.value = time.monotonic()
                 return int(real(*args))
@@ -41,7 +42,7 @@ def slow_write(written: Any) -> Any:
     return inject
 
 
-def abort_while_it_writes(freed: Any) -> Any:
+def abort_while_it_writes(writing: Any, freed: Any) -> Any:
     """This decode rank aborts its first request, and notes when its pages are free."""
 
     def inject(rank: Rank) -> None:
@@ -52,7 +53,7 @@ def abort_while_it_writes(freed: Any) -> Any:
             real(self, *args, **kwargs)
             if not aborted:
                 aborted.append(1)
-                threading.Timer(WRITES_S / 3, self.abort).start()
+                threading.Thread(target=lambda: writing.wait(60) and self.abort()).start()
 
         def noting(receiver: Any) -> None:
             hold(receiver, lambda: setattr(freed, "value", time.monotonic()))
@@ -63,10 +64,10 @@ def abort_while_it_writes(freed: Any) -> Any:
 
 
 def written_and_freed(sender: int) -> tuple[float, float]:
-    written, freed = mp.Value("d", 0.0), mp.Value("d", 0.0)
+    writing, written, freed = mp.Event(), mp.Value("d", 0.0), mp.Value("d", 0.0)
     faults = {
-        ("prefill", sender): slow_write(written),
-        ("decode", 0): abort_while_it_writes(freed),
+        ("prefill", sender): slow_write(writing, written),
+        ("decode", 0): abort_while_it_writes(writing, freed),
     }
     outcome = run(
         Case(2, 1, requests=(Request(12), Request(9)), rounds=((0,), (1,)),

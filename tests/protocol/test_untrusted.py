@@ -371,21 +371,23 @@ def test_a_thousand_malformed_messages_hurt_nobody() -> None:
         frame = rng.choice([b"", b"x", message[at][:-1], message[at] * 2, rng.randbytes(9)])
         return [*message[:at], frame, *message[at + 1 :]][: rng.choice([at + 1, 99])]
 
-    def inject(rank: Rank) -> None:
-        real, heard = rank.manager.may_pass, []
+    def before(rank: Rank) -> None:
+        """The manager hears from its first moment on."""
+        cls = rank.kv_class["manager"]
+        real, heard = cls.may_pass, []
         setattr(rank, all_heard, threading.Event())
 
-        def passing(frames: list[bytes]) -> bool:
-            passed = real(frames)
+        def passing(self: Any, frames: list[bytes]) -> bool:
+            passed = real(self, frames)
             heard.append(frames)
             if len(heard) == 2:  # decode's registration and metadata
                 own = [malformed(rng.choice(heard)) for _ in range(1000)]
-                _shout(rank.manager.rank_port, [*own, *faults_of_ring.NOISE])
+                _shout(self.rank_port, [*own, *faults_of_ring.NOISE])
             if len(heard) == 1000:
                 getattr(rank, all_heard).set()
             return bool(passed)
 
-        rank.manager.may_pass = passing
+        cls.may_pass = passing
 
     def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
         if hasattr(rank, all_heard):
@@ -393,6 +395,6 @@ def test_a_thousand_malformed_messages_hurt_nobody() -> None:
         sender.send(chunk, state)
 
     with mock.patch.dict(os.environ, SGLANG_DISAGGREGATION_WAITING_TIMEOUT="60"):  # a while
-        outcome = run(case(2, 1, faults={("prefill", 0): inject}, send=send))
+        outcome = run(case(2, 1, before={("prefill", 0): before}, send=send))
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
