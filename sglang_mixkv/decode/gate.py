@@ -49,7 +49,7 @@ class Gate:
         elif message[0] == AUX_TAG and self.framing.has_aux_messages:
             self._aux(messages.read_aux(message, self.aux_lens, self.aux_rows))
         else:
-            self._status(messages.read_status(self.framing.untagged(message)))
+            return self._status(messages.read_status(self.framing.untagged(message)))
         return True
 
     def _digest(self, said: Digest) -> None:
@@ -58,12 +58,16 @@ class Gate:
             raise not_awaited(said)
         room.verified.hear(said)
 
-    def _status(self, said: Status) -> None:
-        """A success counts only from a rank that sends to this room, all else from one asked to."""
+    def _status(self, said: Status) -> bool:
+        """A success counts only from a rank that sends to this room, all else from one asked to.
+        What arrives for no room is a late answer to the number's last request: SGLang would take
+        it for the next one's, from the moment that one's receiver is made."""
         self._withdraw(said)
+        if not self.judges:
+            return True
         room = self.rooms.get(said.room)
-        if room is None or not self.judges:
-            return
+        if room is None:
+            return False
         success = said.status == Poll.SUCCESS
         if said.prefill_rank not in (room.source.senders if success else room.source.contacted):
             raise MixKVError(
@@ -71,6 +75,7 @@ class Gate:
                 f"room {said.room}: {'success' if success else 'no success'} from prefill rank "
                 f"{said.prefill_rank}, which was not asked to send to it.",
             )
+        return True
 
     def _withdraw(self, said: Status) -> None:
         """A failure for want of a registration, maybe after the room has ended: SGLang ends a

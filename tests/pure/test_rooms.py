@@ -169,12 +169,13 @@ def test_a_decode_room_ends_once() -> None:
 def test_a_verdict_on_an_ended_room_has_the_rank_register_again(
     rank: int, reason: bytes, again: bool
 ) -> None:
-    """SGLang fails a request on all ranks when one has failed; each rank registers by itself."""
+    """SGLang fails a request on all ranks when one has failed; each rank registers by itself. It is
+    not shown to SGLang, which would take it for a verdict on the number's next request."""
     rooms, registrations = decode.Rooms(), Registrations()
     gate = Gate(rooms, registrations, mock.Mock(), True, (), (), Framing())
     registrations.told("host:1", ("host", 2), (0, 0))
     rooms.end(rooms.begin(ROOM, mock.Mock(address="host:1", contacted={0})))
-    assert gate.may_pass([b"%d" % ROOM, b"0", b"%d" % rank, reason])
+    assert not gate.may_pass([b"%d" % ROOM, b"0", b"%d" % rank, reason])
     assert registrations.lacks("host:1", ("host", 2), (0, 0)) is again
 
 

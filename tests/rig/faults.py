@@ -791,7 +791,7 @@ def _aborts() -> Iterator[Fault]:
     yield Fault(
         group, "the same room number before the failed request is drained",
         "return code -1 once, the same number at once, then another",
-        room_in_use, words="Failed to send kv chunk",  # the second may hear that, too, late
+        room_in_use, words="still belongs to another request",
     )  # fmt: skip
 
 
