@@ -127,6 +127,10 @@ class RequestFailed(RuntimeError):
     """A server answered with an error, or not at all."""
 
 
+class NoAnswer(RequestFailed):
+    """A server did not answer in time."""
+
+
 def post(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> requests.Response:
     """One request to a local server, past any proxy of the environment."""
     with requests.Session() as session:
@@ -145,6 +149,8 @@ def ask(url: str, prompt: list[int], timeout: float = REQUEST_TIMEOUT_S) -> Answ
     begin = time.monotonic()
     try:
         response = post(f"{url}/generate", request_body(prompt), timeout)
+    except requests.Timeout as error:
+        raise NoAnswer(f"no answer from {url} within {timeout:.0f} s") from error
     except requests.RequestException as error:
         raise RequestFailed(f"no answer from {url}: {error}") from error
     if response.status_code != requests.codes.ok:

@@ -27,6 +27,7 @@ from sglang_mixkv.demo.pair import Answer, RequestFailed, ask, post, prompts, re
 from sglang_mixkv.demo.processes import Fleet, ServerProcess
 
 START_TIMEOUT_S = 900.0
+FIRST_ANSWER_S = 60.0
 POLL_S = 0.5
 SETTLE_S = 3.0
 """How long a failed request waits for the news that its server has died."""
@@ -139,9 +140,12 @@ def _is_healthy(server: Launch) -> bool:
 
 
 def _serves(server: Launch) -> bool:
-    """Whether a request gets past this server: a router answers 503 until it knows its workers."""
+    """Whether a request gets past this server: a router answers 503 until it knows its workers.
+    One that gets no answer has got past it."""
     try:
-        response = post(f"{server.url}/generate", request_body(prompts()[0]))
+        response = post(f"{server.url}/generate", request_body(prompts()[0]), FIRST_ANSWER_S)
+    except requests.ReadTimeout:
+        return True
     except requests.ConnectionError:
         return False
     return response.status_code != requests.codes.unavailable

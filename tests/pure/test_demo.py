@@ -1,0 +1,42 @@
+"""What the demo makes of its runs."""
+
+from __future__ import annotations
+
+import io
+from unittest import mock
+
+import pytest
+from rich.console import Console
+
+from sglang_mixkv.demo import demo, report
+from sglang_mixkv.demo.pair import Answer, NoAnswer, RequestFailed
+
+RIGHT, OTHER = Answer((1, 2, 3, 4), 1, (), 1.0), Answer((1, 2, 3, 9), 1, (), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "found"),
+    [("stock", RIGHT, 0), ("stock", OTHER, 1), ("stock", None, 0), ("mixkv", RIGHT, 0),
+     ("mixkv", OTHER, 1), ("mixkv", None, 1)],
+)  # fmt: skip
+def test_requests_may_fail_with_stock_alone(name: str, answer: Answer | None, found: int) -> None:
+    reference = [RIGHT, RIGHT]
+    runs = [
+        report.summarise("single", reference, reference, None),
+        report.summarise(name, [RIGHT, answer], reference, None),
+    ]
+    assert len(report.shortcomings(runs)) == found
+    assert runs[1].failed == (answer is None)
+    shown = io.StringIO()
+    Console(file=shown).print(report.table(runs, "title"))
+    assert ("1 failed" in shown.getvalue()) == (answer is None)
+
+
+@pytest.mark.parametrize(("error", "asked"), [(RequestFailed("500"), 8), (NoAnswer("late"), 2)])
+def test_servers_without_an_answer_are_not_asked_again(error: RequestFailed, asked: int) -> None:
+    deployment = mock.Mock()
+    deployment.ask.side_effect = [RIGHT, error, *[RIGHT] * 6]
+    one = demo.Demo(demo.parse([]), Console(file=io.StringIO()))
+    answers = one._ask_all("stock", deployment)
+    assert deployment.ask.call_count == asked
+    assert answers == [RIGHT, None, *[RIGHT if asked == 8 else None] * 6]
