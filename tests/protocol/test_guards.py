@@ -164,12 +164,19 @@ def send_before_the_drafter(rank: Rank, sender: Any, chunk: np.ndarray, state: A
     sender.send(chunk, state)
 
 
-@pytest.mark.parametrize("mode", ["direct", "packed"])
+@pytest.mark.parametrize(
+    ("algorithm", "mode"),
+    [("EAGLE3", "direct"), ("EAGLE3", "packed"), ("DFLASH", "direct"), ("DSPARK", "packed")],
+)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
-def test_draft_leaves_after_it_is_written(prefill_tp: int, decode_tp: int, mode: str) -> None:
+def test_draft_leaves_after_it_is_written(
+    prefill_tp: int, decode_tp: int, algorithm: str, mode: str
+) -> None:
+    """Whichever drafter writes it, and over either transport."""
     extra = {"send": send_before_the_drafter, "config": {"draft_transfer": mode}}
     requests = (Request(23, chunk_pages=1), Request(8))
-    right(run(Case(prefill_tp, decode_tp, requests=requests, extra=extra)))
+    case = Case(prefill_tp, decode_tp, algorithm=algorithm, requests=requests, extra=extra)
+    right(run(case))
 
 
 def test_without_the_wait_the_order_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
