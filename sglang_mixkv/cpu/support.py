@@ -9,6 +9,8 @@
                                                       event; NIXL would take KV for VRAM
     mem_cache.allocation.get_last_loc (around)        with pages of several tokens it starts
                                                       a Triton kernel
+    entrypoints.engine._set_envs_and_config (after)   each process of a server would import
+                                                      SGLang anew, 10 s of a core
 
 DFLASH and DSPARK need more, the last two and what `_fit_block_drafter` does by itself once a
 process asks for the worker of such a drafter; others never import their models:
@@ -28,15 +30,17 @@ but its hook registry.
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 from collections.abc import Callable
 from typing import Any
 
-from sglang_mixkv.cpu import CPU_ENGINE_ENV
+from sglang_mixkv.cpu import CPU_ENGINE_ENV, SPAWN_ENV
 
 FALLBACK = "sglang.srt.arg_groups.overrides._attention_backend_platform_fallbacks"
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 LAST_LOC = "sglang.srt.mem_cache.allocation.get_last_loc"
+SET_ENVS = "sglang.srt.entrypoints.engine._set_envs_and_config"
 HANDLE_DFLASH = "sglang.srt.arg_groups.speculative_hook._handle_dflash"
 HANDLE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
 CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
@@ -53,6 +57,8 @@ def install() -> None:
     HookRegistry.register(FALLBACK, _keep_intel_amx, HookType.AROUND)
     HookRegistry.register(GET_KV_CLASS, _without_device_memory, HookType.AFTER)
     HookRegistry.register(LAST_LOC, _last_loc_in_torch, HookType.AROUND)
+    if os.environ.get(SPAWN_ENV) != "1":
+        HookRegistry.register(SET_ENVS, _fork, HookType.AFTER)
     HookRegistry.register(HANDLE_DFLASH, _with_block_drafter, HookType.AROUND)
     HookRegistry.register(HANDLE_DSPARK, _with_block_drafter, HookType.AROUND)
     HookRegistry.register(CREATE_WORKER, _fit_block_drafter, HookType.AFTER)
@@ -104,6 +110,11 @@ def _last_loc_in_torch(_original: Callable[..., Any], *args: Any) -> Any:
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     return get_last_loc_torch(*args)
+
+
+def _fork(_result: None, _server_args: Any) -> None:
+    """SGLang starts its processes before any thread of its own. CUDA could not be forked."""
+    multiprocessing.set_start_method("fork", force=True)
 
 
 class _AsXpu:

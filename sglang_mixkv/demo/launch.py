@@ -22,7 +22,7 @@ class Topology:
 
     ``mixkv_*``: the plugin's own flags of that side; empty for a stock server.
     ``speculative``: False leaves the drafter out on both sides. ``backend``: SGLang's transfer
-    backend.
+    backend. ``spawn``: ranks start as on GPUs (cpu.SPAWN_ENV).
     """
 
     prefill: tuple[str, ...] = ("--tp", "2")
@@ -31,6 +31,7 @@ class Topology:
     mixkv_decode: tuple[str, ...] = ()
     speculative: bool = True
     backend: str = "mooncake"
+    spawn: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def prefill_and_decode(pair: str, topology: Topology, stats: str) -> tuple[Launc
 
     ``stats``: the folder into which opted-in servers count their bytes.
     """
-    bootstrap, env = free_port(), {STATS_DIR_ENV: stats}
+    bootstrap, env = free_port(), {STATS_DIR_ENV: stats, cpu.SPAWN_ENV: str(int(topology.spawn))}
     backend = topology.backend
     prefill_flags = (*_disaggregation("prefill", backend, bootstrap), *topology.prefill)
     decode_flags = (*_disaggregation("decode", backend, bootstrap), *topology.decode)

@@ -33,7 +33,8 @@ WINDOW = ("--speculative-draft-window-size", "128")
 
 @dataclass(frozen=True)
 class Case:
-    """Two servers with mixkv on both sides. ``shared``: flags of the single server as well."""
+    """Two servers with mixkv on both sides. ``shared``: flags of the single server as well.
+    ``spawn``: ranks start as on GPUs."""
 
     name: str
     prefill: tuple[str, ...]
@@ -41,6 +42,7 @@ class Case:
     pair: str = "mla"
     shared: tuple[str, ...] = ()
     backend: str = "mooncake"
+    spawn: bool = False
 
     @property
     def decode_caches(self) -> bool:
@@ -54,7 +56,7 @@ class Case:
     def topology(self) -> Topology:
         return Topology(
             (*self.prefill, *self.shared), (*self.decode, *self.shared), ENABLE, ENABLE,
-            backend=self.backend,
+            backend=self.backend, spawn=self.spawn,
         )  # fmt: skip
 
 
@@ -65,7 +67,7 @@ def full(*args: object) -> object:
 
 CASES = [
     Case("P2-D1-chunks", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES)),
-    Case("P1-D2", TP1, TP2),
+    Case("P1-D2", TP1, TP2, spawn=True),
     Case("nixl-P2-D1", TP2, TP1, backend="nixl"),
     Case("nixl-P1-D2", TP1, TP2, backend="nixl"),
     Case("dflash-P2-D1", TP2, TP1, "mla-dflash"),

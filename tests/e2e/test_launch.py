@@ -65,7 +65,8 @@ def script(name: str, arguments: tuple[str, ...], **variables: str) -> launch.La
     """One of the launch scripts as a server to start."""
     port, file = free_port(), name if name in ("prefill", "decode") else "router"
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    env = {**launch.local_env(), "PATH": path, "HOST": launch.HOST, "PORT": str(port), **variables}
+    own = {cpu.SPAWN_ENV: "1", "PATH": path, "HOST": launch.HOST, "PORT": str(port)}
+    env = {**launch.local_env(), **own, **variables}
     return launch.Launch(name, ("bash", str(SCRIPTS / f"launch/{file}.sh"), *arguments), env, port)
 
 

@@ -98,11 +98,13 @@ def test_support_is_inert_without_the_cpu_engine(monkeypatch, registered, value)
     assert registered == []
 
 
-def test_support_hooks_with_the_cpu_engine(monkeypatch, registered) -> None:
+@pytest.mark.parametrize(("spawn", "forks"), [("", [support.SET_ENVS]), ("1", [])])
+def test_support_hooks_with_the_cpu_engine(monkeypatch, registered, spawn, forks) -> None:
     monkeypatch.setenv(cpu.CPU_ENGINE_ENV, "1")
+    monkeypatch.setenv(cpu.SPAWN_ENV, spawn)
     support.install()
     assert registered == [
-        support.FALLBACK, support.GET_KV_CLASS, support.LAST_LOC,
+        support.FALLBACK, support.GET_KV_CLASS, support.LAST_LOC, *forks,
         support.HANDLE_DFLASH, support.HANDLE_DSPARK, support.CREATE_WORKER,
     ]  # fmt: skip
 
