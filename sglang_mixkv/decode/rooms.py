@@ -2,8 +2,8 @@
 
     init                    INVITED   who may answer is known
     metadata goes out       ASKED     what it holds of the landing area, whether it is verified
-    all senders answered    LANDED    in place and verified, or a reason why not
-    abort, failure, clear   gone      what it held is given back
+    all senders answered    LANDED    its slices are in place
+    clear                   gone      what it held is given back, or in quarantine
 
 The scheduler begins and ends rooms, SGLang's decode thread lands them; every change is made
 under one lock.

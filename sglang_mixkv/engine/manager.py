@@ -214,7 +214,7 @@ class SidedManager(CommonKVManager):
         found += self.side.problems() if self.side is not None else []
         for name in (
             "request_status", "transfer_infos", "req_to_decode_prefix_len", "failure_records",
-            "prefill_response_tracker", "required_prefill_response_num_table",
+            "prefill_response_tracker", "required_prefill_response_num_table", "events",
         ):  # fmt: skip
             left = getattr(self, name, None)
             if isinstance(left, dict) and left:

@@ -36,7 +36,6 @@ from sglang_mixkv.engine.nixl_writes import StockWrites, explained
 from sglang_mixkv.engine.receiver import RoomReceiver
 from sglang_mixkv.engine.sender import RoomSender
 from sglang_mixkv.engine.transfers import (
-    Events,
     HandedQueue,
     TransferInfos,
     TransferringManager,
@@ -81,7 +80,6 @@ class MixNixlManager(TransferringManager, NixlKVManager):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._worker_threads: list[threading.Thread] = []
-        self._events: Events = {}
         super().__init__(*args, **kwargs)
 
     def register_buffer_to_engine(self) -> None:
@@ -108,21 +106,16 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         """As stock, which does not wait for the forward that writes a prefix sent early."""
         known = self.prefill is not None and bootstrap_room in self.transfer_infos
         if wait_event is not None and known:
-            self._events[bootstrap_room, index_slice.start] = wait_event
+            self.events[bootstrap_room, index_slice.start] = wait_event
         super().add_transfer_request(
             bootstrap_room, kv_indices, index_slice, *args, wait_event=wait_event, **kwargs
         )
-
-    def forget_events(self, room: int) -> None:
-        """Of chunks that SGLang did not queue."""
-        for key in [key for key in list(self._events) if key[0] == room]:
-            self._events.pop(key, None)
 
     def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> None:
         """As stock, over a queue that tells this thread's hands what goes on."""
         if self.prefill is not None:
             self._worker_threads.append(threading.current_thread())
-            queue = HandedQueue(queue, self.take_hands(self.prefill, most_pages=0), self._events)
+            queue = HandedQueue(queue, self.take_hands(self.prefill, most_pages=0), self.events)
         super().transfer_worker(queue, *args, **kwargs)
 
     def send_kvcache(

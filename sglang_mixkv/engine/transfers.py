@@ -63,7 +63,19 @@ class HandedQueue:
 
 
 class TransferringManager(SidedManager):
-    """A manager whose transfer threads each have their hands."""
+    """A manager whose transfer threads each have their hands.
+
+    `events`: by room and first page, what a chunk waits for where SGLang's own thread does not.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.events: Events = {}
+        super().__init__(*args, **kwargs)
+
+    def forget_events(self, room: int) -> None:
+        """Of chunks that SGLang did not queue."""
+        for key in [key for key in list(self.events) if key[0] == room]:
+            self.events.pop(key, None)
 
     def take_hands(self, side: PrefillRank, most_pages: int) -> Hands:
         """For the transfer thread that calls this. `most_pages`: see ChunkWriter."""

@@ -1,7 +1,7 @@
 """The byte ranges of one chunk: from pages on both sides and a plan to addresses and lengths.
 
 Pages that are neighbours on both sides form runs. Rows that are whole on both sides need one
-range per run; slices of rows need one per token, unless they are packed or sent by page.
+range per run; slices of rows need one per token, unless they are packed or sent by extent.
 """
 
 from __future__ import annotations

@@ -73,17 +73,16 @@ def notice_of(route: Route) -> RouteNotice:
 class Extension(msgspec.Struct, frozen=True):
     """What a decode rank says of itself beyond SGLang's registration frames.
 
-    `num_draft_entries`: the last so many of the pointers and item lengths in stock's
-    frames 4 and 19 are the drafter's. `kv_data_lens`, `state_lens`: length in bytes of every
-    region there, and of every state region in frame 6, so that destinations can be
-    bounds-checked. `draft_heads`: KV heads on this rank; `draft_total_heads`: of the whole
-    drafter. `draft_window`: how many tokens before the prompt's end its drafter can reach, 0
-    where all of the draft KV has to come; `draft_windows`: the same for each draft entry, where
-    they differ (0.1.0 refuses such drafters at start).
-    `stages`: the prefill pipeline stages that this rank contacts, ascending.
-    `staging`: (address, bytes) of the buffer in which it grants regions; bytes 0: none.
-    `aux_rows`: rows in each of its aux buffers. `cold`: the drafters do not fit, only the
-    target's KV is asked for. `verify`: a `Digest` is asked for with each request.
+    `num_draft_entries`: the last so many of stock's pointers and item lengths of KV entries are
+    the drafter's. `kv_data_lens`, `state_lens`: length in bytes of each of these entries, and of
+    each state entry, so that destinations can be bounds-checked. `draft_heads`: KV heads on this
+    rank; `draft_total_heads`: of the whole drafter. `draft_window`: how many tokens before the
+    prompt's end its drafter can reach, 0 where all of the draft KV has to come; `draft_windows`:
+    the same for each draft entry, where they differ (0.1.0 refuses such drafters at start).
+    `stages`: the prefill pipeline stages that this rank contacts, ascending. `staging`: (address,
+    bytes) of the buffer in which it grants regions; bytes 0: none. `aux_rows`: rows in each of
+    its aux buffers. `cold`: the drafters do not fit, only the target's KV is asked for. `verify`:
+    a `Digest` is asked for with each request.
     """
 
     facts: Facts

@@ -38,8 +38,9 @@ class Positions(msgspec.Struct, frozen=True):
     """Where SGLang puts what in a registration message, by frame number.
 
     The defaults are Mooncake's of SGLang 0.5.22 and 0.5.23 (KVArgsRegisterInfo.from_zmq in
-    mooncake/conn.py and nixl/conn.py). `count`: frames that SGLang sends. None: this backend has
-    no such frame. `read_session`: reads the name of the sender's transport session.
+    mooncake/conn.py); NIXL's stand in engine/releases.py (nixl/conn.py). `count`: frames that
+    SGLang sends. None: this backend has no such frame. `read_session`: reads the name of the
+    sender's transport session.
     """
 
     count: int = 20

@@ -97,3 +97,20 @@ def test_it_fails_when_draft_only_senders_are_not_counted(monkeypatch: pytest.Mo
     monkeypatch.setattr(Releases, "hold", hold)
     written, freed = written_and_freed(1)
     assert freed < written
+
+
+@pytest.mark.parametrize("room", [7, 8])
+def test_a_reaped_room_leaves_no_event(room: int) -> None:
+    """Its sender may never be cleared; the event belongs to a CUDA context."""
+    from sglang_mixkv.engine.nixl import MixNixlManager
+    from sglang_mixkv.engine.prefill_tables import PrefillTables
+
+    manager: Any = MixNixlManager.__new__(MixNixlManager)
+    manager.events = {(7, 0): object(), (7, 3): object()}
+    for table in (
+        "transfer_infos", "request_status", "req_to_decode_prefix_len", "failure_records"
+    ):  # fmt: skip
+        setattr(manager, table, {room: None})
+    PrefillTables(manager).forget(room)
+    assert len(manager.events) == (0 if room == 7 else 2)
+    assert manager.request_status == {}
