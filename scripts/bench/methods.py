@@ -98,7 +98,8 @@ def pair(all_cases: list[Case], quick: bool, backend: str = "mooncake") -> Itera
     pool = max(map(cases.dst_size, all_cases))
     plain = max(case.bytes * case.requests for case in all_cases)
     staging = 32 * MIB if quick else STAGING
-    with receiver(backend, truth, pool, plain, staging, AT_ONCE) as remote:
+    peers = max(case.requests for case in all_cases)
+    with receiver(backend, truth, pool, plain, staging, peers) as remote:
         yield Sender(remote, ENGINES[backend](), truth)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import zmq
 from cases import CANARY, Bytes, Case, dst_draft, dst_places, dst_size, page_tables, wrong_bytes
 from common import MOONCAKE_ENV
-from wires import ENGINES, receiving
+from wires import LISTENING, receiving
 
 from sglang_mixkv.config import Config
 from sglang_mixkv.decode.landing import SCRATCH, Landing
@@ -43,7 +43,7 @@ class Receiver:
     ) -> None:
         self.truth = truth
         self.pool, self.plain = np.empty(pool, np.uint8), np.empty(max(1, plain), np.uint8)
-        self.engines = [ENGINES[backend]() for _ in range(peers)]
+        self.engines = [LISTENING[backend]() for _ in range(peers)]
         transport = receiving(backend, self.engines)
         for memory in (self.pool, self.plain):
             transport.register(memory.ctypes.data, memory.nbytes)

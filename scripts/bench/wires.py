@@ -23,8 +23,6 @@ from sglang_mixkv.transport import mooncake, nixl
 from sglang_mixkv.transport.mooncake import Engines, InFlight, Mooncake, SharedEngine
 from sglang_mixkv.transport.nixl import Memory, Nixl
 
-THREADS = "8"  # SGLang's, of a prefill rank's agent
-
 
 class Counted:
     """An engine that counts."""
@@ -70,18 +68,20 @@ class MooncakeEngine(Counted):
 
 
 class NixlEngine(Counted):
-    """A NIXL agent as SGLang makes it."""
+    """A NIXL agent as SGLang makes it for a prefill rank."""
 
     most = 1 << 30
+    threads = 8
 
     def __init__(self) -> None:
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
         super().__init__()
         strict = nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-        config = nixl_agent_config(backends=[], num_threads=int(THREADS), sync_mode=strict)
+        config = nixl_agent_config(backends=[], num_threads=self.threads, sync_mode=strict)
         self.agent = nixl_agent(str(uuid.uuid4()), config)
-        self.agent.create_backend("UCX", {"num_threads": THREADS})
+        of_backend = {"num_threads": str(self.threads)} if self.threads else {}
+        self.agent.create_backend("UCX", of_backend)
         self.session = self.agent.name
         self.transport = Nixl(self.agent, Memory("DRAM", 0), lambda _: 0)
 
@@ -106,6 +106,12 @@ class NixlEngine(Counted):
         code = self.transport.wait(self.transport.write(session, blocks))
         self.took(start, len(lengths))
         return code
+
+
+class ListeningNixlEngine(NixlEngine):
+    """As SGLang makes it for a decode rank."""
+
+    threads = 0
 
 
 class Listening:
@@ -171,6 +177,7 @@ class TimedNixl(Nixl):
 
 
 ENGINES = {"mooncake": MooncakeEngine, "nixl": NixlEngine}
+LISTENING = {"mooncake": MooncakeEngine, "nixl": ListeningNixlEngine}
 
 
 def sending(engine: Any) -> tuple[Any, Any]:
