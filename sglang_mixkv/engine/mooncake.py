@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -186,8 +187,13 @@ class MixKVManager(TransferringManager, MooncakeKVManager):
         return recv if self.side is None else admitted
 
     def _validate_peer_state_layout(self, registration_info: Any) -> tuple[bool, str | None]:
-        """As stock, about a peer that was admitted at the door."""
-        checked, mismatch = super()._validate_peer_state_layout(registration_info)
+        """As stock, about a peer that was admitted at the door. Item lengths of a peer with a plan
+        are left out: an SGLang that compares them (upstream/) would refuse what the plan serves."""
+        shown = registration_info
+        if self.prefill is not None and self.prefill.planned(shown.mooncake_session_id) is not None:
+            shown = copy(shown)
+            shown.dst_kv_item_lens = []
+        checked, mismatch = super()._validate_peer_state_layout(shown)
         if mismatch is not None and self.prefill is not None:
             self.prefill.refused_by_sglang(registration_info.mooncake_session_id, mismatch)
         return checked, mismatch

@@ -64,6 +64,8 @@ TABLE: dict[str, str] = {
         "tests/docs/test_commands.py::test_a_long_script_runs",
     r"bash scripts/faults/run\.sh": "tests/protocol/test_faults.py::test_fault",
     r"bash scripts/faults/run\.sh --soak": "tests/protocol/test_soak.py::test_soak",
+    r"python scripts/upstream\.py":
+        "tests/protocol/test_upstream.py::test_each_mends_what_its_test_shows",
     r"python scripts/bench/transfer\.py .*":
         "tests/pure/test_bench.py::test_transfer_moves_every_byte_each_way",
     r"python scripts/bench/render\.py .*":
