@@ -3,7 +3,7 @@
 The record is made where SGLang builds its ServerArgs (`plugin.py`) and rides on that
 object as the attribute `_mixkv`: SGLang pickles ServerArgs with their attributes, so
 every process gets the same record. Where a launcher builds ServerArgs without SGLang's
-command line, the environment decides.
+command line, its environment decides, and the record is made when they are resolved.
 
 This module is imported while ServerArgs are unpickled in child processes: it imports
 neither SGLang nor torch.

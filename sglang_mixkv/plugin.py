@@ -3,7 +3,8 @@
     seam                                          why
     ServerArgs.add_cli_args            (after)    the plugin's flags on every parser
     ServerArgs.from_cli_args           (around)   flags and environment -> one record
-    "handle_other_validations"         (wrapped)  checks at start, when all is resolved
+    "handle_other_validations"         (wrapped)  checks at start, when all is resolved; the
+                                                  record where no command line made one
     disaggregation.utils.get_kv_class  (around)   our manager, sender, receiver, bootstrap server
     disaggregation.utils.setup_state_kv_args      what KV args do not say of the drafter
                                        (after)
@@ -100,12 +101,13 @@ def _attach_config(original: Callable[..., Any], cls: type, args: argparse.Names
 
 def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Runs once in the launching process, after SGLang has resolved its arguments."""
-    from sglang_mixkv.config import config_of
+    from sglang_mixkv.config import ATTRIBUTE, config_of
 
     previous(server_args)
     config = config_of(server_args)
     if not config.enabled:
         return
+    setattr(server_args, ATTRIBUTE, config)  # ranks do as this process, whatever their environment
     from sglang.srt.arg_groups.overrides import resolved_view
 
     from sglang_mixkv import refusals
@@ -113,8 +115,16 @@ def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     refusals.set_metrics_folder(server_args)
     releases.preflight(config)
-    dead = [path for path in (ADD_CLI_ARGS, FROM_CLI_ARGS, GET_KV_CLASS, SETUP_STATE)
-            if not is_live(path)]  # fmt: skip
+    _stop_unless_live(ADD_CLI_ARGS, FROM_CLI_ARGS, GET_KV_CLASS, SETUP_STATE)
+    view = resolved_view(server_args)
+    check.stop_if(refusals.broken(releases.rules(), view, os.environ, config))
+
+
+def _stop_unless_live(*paths: str) -> None:
+    """Stop this process where SGLang did not apply one of these hooks."""
+    from sglang_mixkv.engine import releases
+
+    dead = [path for path in paths if not is_live(path)]
     if dead:
         releases.stop(
             "MIXKV-START-02",
@@ -122,8 +132,6 @@ def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
             dead,
             "Look above for the reason that SGLang logged, or for another plugin on these seams",
         )
-    view = resolved_view(server_args)
-    check.stop_if(refusals.broken(releases.rules(), view, os.environ, config))
 
 
 def is_live(path: str) -> bool:
@@ -150,6 +158,7 @@ def _check(server_args: Any, backend: str, kind: str) -> None:
     from sglang_mixkv.config import config_of
     from sglang_mixkv.engine import check, releases
 
+    _stop_unless_live(SETUP_STATE)
     if server_args is not None:
         check.check_once(server_args, config_of(server_args))
     release = releases.here()

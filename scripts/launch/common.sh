@@ -25,6 +25,7 @@
 #   TRUST_REMOTE_CODE 1: --trust-remote-code (Kimi-K2 needs it)                           0
 #   MIXKV             1: --enable-mixkv; 0: stock                                         1
 #   LAUNCHER          the command in front of the flags    python -m sglang.launch_server
+#   SGLANG_ENABLE_MIXKV, SGLANG_PLUGINS: the server's own, looked at before it starts
 #
 # Router (router.sh)
 #   PREFILL           space-separated URL or URL,BOOTSTRAP_PORT   http://127.0.0.1:30000,8998
@@ -58,6 +59,17 @@ switch() {
         1) COMMAND+=("$1") ;;
         0) ;;
         *) fail "$1: expected 1 or 0, got '$2'" ;;
+    esac
+}
+
+# A plugin that SGLANG_PLUGINS leaves out cannot say so itself: opted in by SGLANG_ENABLE_MIXKV
+# alone, the server would start as stock.
+loaded() {
+    local plugins=",${SGLANG_PLUGINS:-mixkv}," enabled="${SGLANG_ENABLE_MIXKV:-0}"
+    case "${plugins// /}" in *,mixkv,*) return 0 ;; esac
+    case "${MIXKV:-1},${enabled,,}" in
+        0,0 | 0,false | 0,no | 0,off) ;;
+        *) fail "SGLANG_PLUGINS=$SGLANG_PLUGINS leaves out mixkv: add it, or start without mixkv" ;;
     esac
 }
 
@@ -96,6 +108,7 @@ parallelism() {
 # The command of a server: its mode and its default port.
 server_command() {
     need MODEL
+    loaded
     read -r -a COMMAND <<<"${LAUNCHER:-python -m sglang.launch_server}"
     COMMAND+=(--model-path "$MODEL")
     switch --trust-remote-code "${TRUST_REMOTE_CODE:-0}"

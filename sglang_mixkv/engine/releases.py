@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config
-from sglang_mixkv.engine.seams import SEAMS_0_5_22, SEAMS_0_5_23, Seams
+from sglang_mixkv.engine.seams import RESTATED, SEAMS_0_5_22, SEAMS_0_5_23, Seams
 from sglang_mixkv.protocol import frames
 from sglang_mixkv.protocol.facts import BLOCK_ALGORITHMS
 from sglang_mixkv.protocol.framing import Framing
@@ -84,6 +84,12 @@ def here() -> Release:
     """The installed release; an untested one is taken for the newest that is known."""
     version = sglang_version()
     return next((known for known in RELEASES if known.version == version), RELEASES[-1])
+
+
+def modules() -> tuple[str, ...]:
+    """SGLang's modules to read when a release is added: those of all seams, and RESTATED."""
+    seams = (path.partition(":")[0] for release in RELEASES for path in release.seams)
+    return tuple(sorted({*RESTATED, *seams}))
 
 
 def rules() -> tuple[Rule, ...]:

@@ -224,3 +224,17 @@ SEAMS_0_5_22: Seams = {
     f"{_COMMON}:CommonKVReceiver._connect_to_bootstrap_server": ("bootstrap_info",),
 }
 # fmt: on
+
+# Modules of SGLang whose rules are restated here, or may be, and that need have no seam;
+# CONTRIBUTING.md says where.
+RESTATED = (
+    "sglang.srt.arg_groups.pipeline",
+    "sglang.srt.disaggregation.decode",
+    "sglang.srt.disaggregation.prefill",
+    "sglang.srt.entrypoints.engine",
+    "sglang.srt.environ",
+    "sglang.srt.layers.linear",
+    "sglang.srt.mem_cache.memory_pool",
+    "sglang.srt.models.llama_eagle3",
+    "sglang.srt.plugins",
+)

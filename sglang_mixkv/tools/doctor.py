@@ -15,6 +15,7 @@ import msgspec
 
 from sglang_mixkv import config
 from sglang_mixkv.tools import doctor_checks as checks
+from sglang_mixkv.tools import doctor_diff as diff
 from sglang_mixkv.tools import doctor_memory as memory
 from sglang_mixkv.tools import doctor_transfer as transfer
 from sglang_mixkv.tools.doctor_checks import Finding
@@ -42,8 +43,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--against", metavar="FOLDER",
         help="only compare the SGLang in this folder (pip install --no-deps --target FOLDER "
-        "sglang==...) with its release, or with the newest that is supported",
+        "sglang==...) with its release, or with the newest that is supported; and its files with "
+        "the installed SGLang's",
     )  # fmt: skip
+    parser.add_argument(
+        "--diff", action="store_true", help="with --against: print the files' unified diff instead"
+    )
     parser.add_argument("--no-transfer", action="store_true", help="leave the transfer out")
     parser.add_argument("--no-seams", action="store_true", help="do not import SGLang")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -55,6 +60,7 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     """All checks, the quick ones first."""
     if args.against:
         yield from checks.seams(args.against)
+        yield from diff.findings(args.against)
         return
     yield from checks.versions()
     yield from checks.entry_point()
@@ -130,7 +136,13 @@ def _section(name: str, members: list[Finding]) -> Iterator[str]:
 
 def main(argv: list[str]) -> int:
     """Check, print, and say by the exit status whether something is wrong."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.diff:
+        if not args.against:
+            parser.error("--diff needs --against FOLDER")
+        sys.stdout.write(diff.whole(args.against))
+        return 0
     found = list(findings(args))
     wrong = any(finding.problem for finding in found)
     if args.json:

@@ -31,7 +31,7 @@ PARSED = "tests/protocol/test_launch_lines.py::test_sglang_accepts_the_line"
 # is not run.
 TABLE: dict[str, str] = {
     r"bash scripts/demo\.sh": "tests/e2e/test_demo.py::test_the_documented_demo",
-    r"(PYTHON=python3\.12 |MIXKV_SGLANG=0\.5\.22 )?bash scripts/test\.sh( -k routes)?":
+    r"(PYTHON=python3\.12 |MIXKV_SGLANG=\S+ )?bash scripts/test\.sh( -k (routes|\".*\")| --full)?":
         "tests/docs/test_commands.py::test_ci_runs_the_tests",
     r"pip install \.": "tests/docs/test_package.py::test_the_commands_work",
     r"\.venv/bin/pip install -e '\.\[dev\]' && \.venv/bin/ruff check \. && \.venv/bin/mypy":
@@ -46,6 +46,10 @@ TABLE: dict[str, str] = {
         "tests/docs/test_commands.py::test_the_doctor_finds_this_machine_right",
     r"python -m sglang_mixkv doctor --(listen 18515|peer 10\.0\.0\.1:18515)":
         "tests/docs/test_commands.py::test_two_doctors",
+    r"python -m sglang_mixkv doctor --against FOLDER":
+        "tests/pure/test_doctor.py::test_another_sglang_is_compared",
+    r"python -m sglang_mixkv doctor --against FOLDER --diff > upstream\.diff":
+        "tests/pure/test_doctor.py::test_the_whole_diff",
     r"python -m sglang_mixkv plan .*": HERE,
     r"(\w+=\S+ )*scripts/launch/\w+\.sh --dry-run": HERE,
     r"python -m build --wheel": "tests/docs/test_package.py::test_the_commands_work",
@@ -314,7 +318,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_files_that_are_named_exist(page: Path) -> None:
-    spans = re.findall(r"`((?:sglang_mixkv|scripts|tests|docs|docker)/[\w./-]*)`", prose(page))
+    spans = re.findall(
+        r"`((?:sglang_mixkv|scripts|tests|docs|docker|examples)/[\w./-]*)`", prose(page)
+    )
     assert [name for name in spans if not (ROOT / name).exists()] == []
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 HOOKS: list[dict[str, Any]] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())[
     "repos"
 ][0]["hooks"]
-FOLDERS = ("docker", "docs", "scripts", "sglang_mixkv", "tests", ".ci")
+FOLDERS = ("docker", "docs", "examples", "scripts", "sglang_mixkv", "tests", ".ci")
 
 
 def files_of(kinds: list[str]) -> list[str]:

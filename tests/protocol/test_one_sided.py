@@ -36,3 +36,21 @@ def test_prefill_lacks_the_plugin(prefill_tp: int, decode_tp: int) -> None:
     assert reasons
     assert all("does not run sglang-mixkv" in r for r in reasons)
     assert {s for r in outcome.prefill + outcome.decode for s in r.status} == {"failed"}
+
+
+def test_one_prefill_rank_lacks_the_plugin() -> None:
+    """A node without the variable: no decode rank takes a request, not even from the others."""
+    outcome = run(Case(2, 1, extra={"stock_ranks": [("prefill", 1)]}))
+    reasons = refused(outcome, "decode 0")
+    assert reasons
+    assert all("1 of 2 prefill ranks do not run sglang-mixkv" in r for r in reasons)
+    assert {s for r in outcome.decode for s in r.status} == {"failed"}
+
+
+def test_one_decode_rank_lacks_the_plugin() -> None:
+    """Its requests fail, and so do the server's, whose ranks agree on each."""
+    outcome = run(Case(1, 2, extra={"stock_ranks": [("decode", 1)]}))
+    reasons = refused(outcome, "prefill 0")
+    assert reasons
+    assert all("the decode side does not run sglang-mixkv" in r for r in reasons)
+    assert set(outcome.decode[1].status) == {"failed"}

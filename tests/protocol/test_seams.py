@@ -19,6 +19,7 @@ import sglang_mixkv
 from sglang_mixkv import refusals
 from sglang_mixkv.engine import releases
 from sglang_mixkv.engine.backends import classes
+from sglang_mixkv.tools import doctor_diff
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
 BACKENDS = list(releases.here().framings)
@@ -120,6 +121,13 @@ def test_nothing_is_listed_in_vain() -> None:
     seams = releases.here().seams
     listed = {path for path in seams if ".disaggregation." in path and "conn:" in path}
     assert listed - touched() == set()
+
+
+def test_the_files_to_read_for_another_release_are_there() -> None:
+    """doctor --against would call one that is misspelt the same in both."""
+    installed = doctor_diff.installed()
+    assert installed is not None
+    assert [m for m in releases.modules() if not installed.lines(m)] == []
 
 
 def test_an_unlisted_use_is_found() -> None:

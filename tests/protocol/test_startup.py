@@ -304,6 +304,19 @@ def test_an_unchecked_process_stops_for_each_reason(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("opted_in")
+def test_an_unchecked_process_stops_where_a_hook_was_not_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The KV args would say nothing of the drafter."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_mixkv import plugin
+
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {plugin.SETUP_STATE})
+    assert plugin.SETUP_STATE in in_fork(lambda: [serve(), ask()])
+
+
+@pytest.mark.usefixtures("opted_in")
 def test_a_supported_process_checks_itself_once(checks: list[Any]) -> None:
     def ours() -> tuple[list[str], int]:
         serve()

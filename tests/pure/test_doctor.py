@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import re
 import socket
 import threading
 from importlib import metadata
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sglang_mixkv import config
-from sglang_mixkv.tools import doctor, doctor_memory, doctor_transfer
+from sglang_mixkv.tools import doctor, doctor_diff, doctor_memory, doctor_transfer
 from sglang_mixkv.tools import doctor_checks as checks
 from sglang_mixkv.tools.doctor_checks import Finding
 
@@ -128,16 +129,71 @@ def test_a_check_that_dies_is_a_problem() -> None:
     assert "ImportError: no GPU" in problem
 
 
+DISAGG = "sglang/srt/disaggregation"
+
+
+def unpacked(folder: Path, version: str, **files: str) -> Path:
+    """An SGLang as pip unpacks it, with these files of disaggregation/."""
+    info = folder / f"sglang-{version}.dist-info"
+    for place in (info, folder / DISAGG):
+        place.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Name: sglang\nVersion: {version}\n")
+    (folder / "sglang" / "__init__.py").touch()
+    for name, text in files.items():
+        (folder / DISAGG / f"{name}.py").write_text(text)
+    return folder
+
+
 def test_another_sglang_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The one in the folder, not the installed one."""
-    (tmp_path / "sglang").mkdir()
-    (tmp_path / "sglang" / "__init__.py").touch()
-    (tmp_path / "sglang-9.9.9.dist-info").mkdir()
-    (tmp_path / "sglang-9.9.9.dist-info" / "METADATA").write_text("Name: sglang\nVersion: 9.9.9\n")
-    assert doctor.main(["--against", str(tmp_path)]) == 1
+    assert doctor.main(["--against", str(unpacked(tmp_path, "9.9.9"))]) == 1
     said = capsys.readouterr().out
     assert "found 9.9.9" in said
     assert "sglang.srt.disaggregation.utils:get_kv_class: expected it with parameters" in said
+    assert re.search(r"sglang\.srt\.disaggregation\.mooncake\.conn +gone", said)
+
+
+@pytest.fixture
+def two_releases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The folder of the newer of two; the older is the installed one."""
+    old = unpacked(tmp_path / "old", "1.0", utils="a\nb\nc\n", decode="same\n", prefill="x\n")
+    new = unpacked(tmp_path / "new", "1.1", utils="a\nB\nc\nd", decode="same\n", unlisted="n\n")
+    monkeypatch.setattr(doctor_diff, "installed", lambda: doctor_diff.tree(old))
+    return str(new)
+
+
+def test_changed_files_are_counted_and_the_same_left_out(two_releases: str) -> None:
+    found = {finding.name: finding.value for finding in doctor_diff.findings(two_releases)}
+    assert found == {
+        "compared": "1.0 -> 1.1",
+        "sglang.srt.disaggregation.prefill": "gone",
+        "sglang.srt.disaggregation.utils": "+2 -1",
+    }
+    assert problems(list(doctor_diff.findings(two_releases))) == []
+
+
+def test_the_whole_diff(two_releases: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--against", two_releases, "--diff"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "--- 1.0/sglang.srt.disaggregation.prefill", "+++ 1.1/sglang.srt.disaggregation.prefill",
+        "@@ -1 +0,0 @@", "-x",
+        "--- 1.0/sglang.srt.disaggregation.utils", "+++ 1.1/sglang.srt.disaggregation.utils",
+        "@@ -1,3 +1,4 @@", " a", "-b", "+B", " c", "+d",
+    ]  # fmt: skip
+
+
+def test_a_diff_needs_another_sglang() -> None:
+    with pytest.raises(SystemExit):
+        doctor.main(["--diff"])
+
+
+def test_without_an_sglang_nothing_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_diff, "installed", lambda: None)
+    (found,) = doctor_diff.findings(str(tmp_path))
+    assert "no SGLang is installed" in found.value
+    assert doctor_diff.whole(str(tmp_path)) == ""
 
 
 # ---------------------------------------------------------------- transfer

@@ -199,6 +199,24 @@ def test_a_missing_variable_is_named(variables: dict[str, str], missing: str) ->
     assert f"{missing} is not set" in done.stderr
 
 
+OPTED_IN = [{}, {"MIXKV": "0", "SGLANG_ENABLE_MIXKV": "yes"}]
+STOCK = [{"MIXKV": "0"}, {"MIXKV": "0", "SGLANG_ENABLE_MIXKV": "Off"}]
+
+
+@pytest.mark.parametrize("variables", OPTED_IN)
+def test_a_plugin_that_is_left_out_stops_the_script(variables: dict[str, str]) -> None:
+    """By the variable alone SGLang would start as stock, and nothing of the plugin could tell."""
+    done = script("decode.sh", "--dry-run", **MODELS, **variables, SGLANG_PLUGINS="other,mixkvs")
+    assert done.returncode == 2
+    assert "SGLANG_PLUGINS=other,mixkvs leaves out mixkv" in done.stderr
+    assert printed("decode.sh", **MODELS, **variables, SGLANG_PLUGINS="other, mixkv")
+
+
+@pytest.mark.parametrize("variables", STOCK)
+def test_stock_needs_no_plugin(variables: dict[str, str]) -> None:
+    assert printed("prefill.sh", **MODELS, **variables, SGLANG_PLUGINS="other")
+
+
 def test_every_variable_of_the_scripts_is_described() -> None:
     """A variable with a default, or one that is asked for, is in the list of common.sh."""
     text = (LAUNCH / "common.sh").read_text()

@@ -62,6 +62,7 @@ class Rank(Memory):
             speculative_algorithm=case.algorithm if self._speculates() else None,
         )
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
+        enabled = enabled and (self.side, self.rank) not in case.extra.get("stock_ranks", ())
         setattr(args, ATTRIBUTE, Config(enabled=enabled, **case.extra.get("config", {})))
         if case.extra.get("small_rounds"):  # as chunks of MiB have them
             packed.FIRST_ROUND, packed.MANY_ROUNDS = 64, 1

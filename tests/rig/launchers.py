@@ -1,0 +1,204 @@
+"""SGLang's launchers as far as a server starts without a model, each in a process of its own.
+
+`Unplugged` is a process that has imported SGLang and loaded no plugin, as each launcher finds it.
+Every call is a fork of it: a launcher up to the start of its schedulers, or a scheduler up to its
+KV classes. What goes from one to the other is what SGLang sends: pickled ServerArgs, and the
+environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import multiprocessing as mp
+import os
+import pickle
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Environ = Mapping[str, str]
+LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a forked process ended. `value`: what it returned, or the ServerArgs (pickled) with
+    which a launcher was about to start schedulers; None when it stopped, and `said` has why."""
+
+    value: Any
+    said: str = ""
+
+
+class SchedulersError(BaseException):
+    """A launcher is about to start schedulers with these ServerArgs."""
+
+
+# ---------------------------------------------------------------- the launchers
+
+
+def launch_server(arguments: Sequence[str]) -> None:
+    """python -m sglang.launch_server"""
+    sys.argv = ["sglang.launch_server", *arguments]
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+
+def serve(arguments: Sequence[str]) -> None:
+    """sglang serve"""
+    from sglang.cli.main import main
+
+    sys.argv = ["sglang", "serve", *arguments]
+    main()
+
+
+def engine(arguments: Sequence[str]) -> None:
+    """sgl.Engine with keyword arguments, in a process of a user."""
+    import sglang
+
+    sglang.Engine(**keywords(arguments))
+
+
+def engine_of_arguments(arguments: Sequence[str]) -> None:
+    """sgl.Engine with ServerArgs that were built before any plugin was loaded."""
+    import sglang
+    from sglang.srt.server_args import ServerArgs
+
+    sglang.Engine(server_args=ServerArgs(**keywords(arguments)))
+
+
+def engine_of_resolved(arguments: Sequence[str]) -> None:
+    """The same with ServerArgs that were resolved then, too: no hook of a plugin has seen them."""
+    import sglang
+    from sglang.srt.server_args import ServerArgs
+
+    server_args = ServerArgs(**keywords(arguments))
+    server_args.resolve_once()
+    sglang.Engine(server_args=server_args)
+
+
+def dynamo(arguments: Sequence[str]) -> None:
+    """What Dynamo's worker calls: a parser, YAML and ServerArgs without plugins, then the engine.
+
+    It picks the bootstrap port in between.
+    """
+    import sglang
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+    words = list(arguments)
+    parser = argparse.ArgumentParser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    if "--config" in words:
+        words = ConfigArgumentMerger(parser=parser).merge_config_with_args(words)
+    found = parser.parse_args(words)
+    found.disaggregation_bootstrap_port = 8997
+    sglang.Engine(server_args=ServerArgs.from_cli_args(found))
+
+
+def keywords(arguments: Sequence[str]) -> dict[str, Any]:
+    """Launch flags as keyword arguments: `--page-size 16` is `page_size="16"`."""
+    found: dict[str, Any] = {}
+    for word, following in zip(arguments, [*arguments[1:], "--"], strict=True):
+        if word.startswith("--"):
+            value = True if following.startswith("--") else following
+            found[word.removeprefix("--").replace("-", "_")] = value
+    return found
+
+
+# ---------------------------------------------------------------- the schedulers
+
+
+def kv_classes(server_args: bytes) -> dict[str, str]:
+    """Kind -> package of the class that a scheduler with these ServerArgs is handed out."""
+    given = pickle.loads(server_args)
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.runtime_context import publish
+
+    load_plugins()
+    publish(given, role="scheduler")
+    from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+
+    backend = TransferBackend(given.disaggregation_transfer_backend)
+    found = {kind.value: get_kv_class(backend, kind) for kind in KVClassType}
+    return {kind: made.__module__.partition(".")[0] for kind, made in found.items()}
+
+
+# ---------------------------------------------------------------- processes
+
+
+class Unplugged:
+    """A process with SGLang and no plugin, from which others are forked."""
+
+    def __init__(self) -> None:
+        context = mp.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_forks, args=(theirs,))
+        self._process.start()
+
+    def call(self, function: Callable[..., Any], *arguments: Any, **environ: str) -> Ended:
+        """Call it in a fork, with these variables; an empty one is unset."""
+        self._pipe.send((function, arguments, environ))
+        assert self._pipe.poll(LIMIT_S), f"{function.__name__} did not end"
+        ended: Ended = self._pipe.recv()
+        return ended
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join(10)
+        self._process.terminate()
+
+
+def _forks(pipe: Any) -> None:
+    """The unplugged process: one fork after the other."""
+    import sglang
+    from sglang.srt.entrypoints import engine as engines
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.plugins import _plugins_loaded
+
+    assert sglang.Engine
+    assert http_server.Engine is engines.Engine
+    assert not _plugins_loaded
+    engines.Engine._launch_scheduler_processes = classmethod(_about_to_start)
+    context = mp.get_context("fork")
+    while (asked := pipe.recv()) is not None:
+        here, there = context.Pipe()
+        process = context.Process(target=_in_fork, args=(there, *asked))
+        process.start()
+        there.close()
+        try:
+            ended = here.recv()
+        except EOFError:
+            ended = Ended(None, "the process ended without a word")
+        process.join(10)
+        pipe.send(ended)
+
+
+def _about_to_start(_: type, server_args: Any, *args: Any, **kwargs: Any) -> None:
+    raise SchedulersError(pickle.dumps(server_args))
+
+
+def _in_fork(
+    pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...], environ: Environ
+) -> None:
+    os.environ.update(environ)
+    for name in (name for name, value in environ.items() if not value):
+        del os.environ[name]
+    with _heard() as heard:
+        try:
+            ended = Ended(function(*arguments))
+        except SchedulersError as started:
+            ended = Ended(started.args[0])
+        except BaseException as stop:
+            ended = Ended(None, f"{heard.getvalue()}{type(stop).__name__}: {stop}")
+    pipe.send(ended)
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[io.StringIO]:
+    """What a parser prints before it ends the process."""
+    heard = io.StringIO()
+    with contextlib.redirect_stderr(heard):
+        yield heard
