@@ -9,6 +9,8 @@
                                                       event; NIXL would take KV for VRAM
     mem_cache.allocation.get_last_loc (around)        with pages of several tokens it starts
                                                       a Triton kernel
+    mem_cache.pool_host.base.HostKVCache.__init__     the host cache's copies are CUDA's, and its
+        (around)                                      memory is pinned by CUDA
 
 DFLASH and DSPARK need more, the last two and what `_fit_block_drafter` does by itself once a
 process asks for the worker of such a drafter; others never import their models:
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +40,7 @@ from sglang_mixkv.cpu import CPU_ENGINE_ENV
 FALLBACK = "sglang.srt.arg_groups.overrides._attention_backend_platform_fallbacks"
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 LAST_LOC = "sglang.srt.mem_cache.allocation.get_last_loc"
+HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
 HANDLE_DFLASH = "sglang.srt.arg_groups.speculative_hook._handle_dflash"
 HANDLE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
 CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
@@ -53,6 +57,7 @@ def install() -> None:
     HookRegistry.register(FALLBACK, _keep_intel_amx, HookType.AROUND)
     HookRegistry.register(GET_KV_CLASS, _without_device_memory, HookType.AFTER)
     HookRegistry.register(LAST_LOC, _last_loc_in_torch, HookType.AROUND)
+    HookRegistry.register(HOST_POOL, _host_pool_in_torch, HookType.AROUND)
     HookRegistry.register(HANDLE_DFLASH, _with_block_drafter, HookType.AROUND)
     HookRegistry.register(HANDLE_DSPARK, _with_block_drafter, HookType.AROUND)
     HookRegistry.register(CREATE_WORKER, _fit_block_drafter, HookType.AFTER)
@@ -104,6 +109,20 @@ def _last_loc_in_torch(_original: Callable[..., Any], *args: Any) -> Any:
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     return get_last_loc_torch(*args)
+
+
+def _host_pool_in_torch(
+    original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any
+) -> None:
+    """A host pool in plain memory, and the copies that its module imports on CUDA alone."""
+    from sglang_mixkv.cpu.kernels.host_cache import COPIES
+
+    base: Any = sys.modules[HOST_POOL.removesuffix(".HostKVCache.__init__")]
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # a server's 10 GiB
+    module = sys.modules[type(pool).__module__]
+    for copy in COPIES:
+        setattr(module, copy.__name__, copy)
+    original(pool, *args, **{**kwargs, "pin_memory": False})
 
 
 class _AsXpu:

@@ -75,6 +75,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="SGLang's transfer backend (default mooncake)")  # fmt: skip
     add("--mixkv-args", type=_flags, default=(), metavar="FLAGS",
         help="further flags of the plugin, for both sides of the mixkv run")  # fmt: skip
+    add("--repeat", type=int, default=1, metavar="N", choices=range(1, 10),
+        help="ask all prompts N times and show the last (default 1); the second time prefixes "
+        "come from the caches")  # fmt: skip
     add("--serve", choices=RUNS, metavar="RUN",
         help="start one deployment, print one line of JSON when it serves, and stay until "
         "standard input ends")  # fmt: skip
@@ -129,7 +132,8 @@ class Demo:
         """Ask all prompts; the warm-up request's bytes do not count."""
         before = deployment.draft_bytes()
         pair = pair_name(self._options.pair, self._options.drafter)
-        answers = [self._ask(name, deployment, prompt) for prompt in prompts(pair=pair)]
+        for _ in range(self._options.repeat):
+            answers = [self._ask(name, deployment, prompt) for prompt in prompts(pair=pair)]
         if name == "single":
             self._reference = answers
         after = deployment.draft_bytes()
@@ -145,9 +149,10 @@ class Demo:
             self._failed.append(f"{name}: {error}")
             self._console.print(f"{label} failed: {error}", style="red", markup=False)
             return None
+        restored = f", {answer.host_tokens} from the host cache" if answer.host_tokens else ""
         self._console.print(
             f"{label} {len(answer.tokens)} tokens in {answer.verify_rounds} verify rounds, "
-            f"{answer.seconds:.1f} s"
+            f"{answer.seconds:.1f} s{restored}"
         )
         return answer
 

@@ -237,6 +237,42 @@ def build(server_args: Any) -> Any:
     return MixKVManager(KVArgs(), DisaggregationMode.PREFILL, server_args)
 
 
+def attach(**arguments: Any) -> tuple[bool, str]:
+    """What the scheduler of such a server answers to `PUT /hicache/storage-backend`."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    serve(**arguments)
+    ask()
+    scheduler = MagicMock(enable_hierarchical_cache=False)  # SGLang's own words follow
+    answer = Scheduler.attach_hicache_storage_wrapped(scheduler, recv_req=None)
+    return answer.success, answer.message
+
+
+NOT_ENABLED = str((False, "Hierarchical cache is not enabled."))
+
+
+@pytest.mark.usefixtures("opted_in")
+def test_no_storage_is_attached_to_a_running_server_with_a_drafter() -> None:
+    said = in_fork(lambda: attach(speculative_algorithm="EAGLE3"))
+    assert said.startswith("ok (False, ")
+    assert "[MIXKV-START-03] --hicache-storage-backend with a drafter is not supported" in said
+    assert in_fork(attach) == f"ok {NOT_ENABLED}"
+
+
+def test_not_opted_in_storage_is_sglangs_affair() -> None:
+    assert in_fork(lambda: attach(speculative_algorithm="EAGLE3")) == f"ok {NOT_ENABLED}"
+
+
+@pytest.mark.usefixtures("opted_in")
+def test_a_scheduler_that_could_attach_storage_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang_mixkv import plugin
+
+    monkeypatch.setattr(plugin, "ATTACH_STORAGE", f"{plugin.SCHEDULER}.Scheduler.gone")
+    assert "Scheduler.gone" in in_fork(lambda: [serve(), ask()])
+
+
 KINDS = ("kvargs", "manager", "sender", "receiver", "bootstrap_server")
 OTHER = "--disaggregation-transfer-backend other than mooncake and nixl is not supported"
 

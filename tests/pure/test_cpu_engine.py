@@ -102,7 +102,7 @@ def test_support_hooks_with_the_cpu_engine(monkeypatch, registered) -> None:
     monkeypatch.setenv(cpu.CPU_ENGINE_ENV, "1")
     support.install()
     assert registered == [
-        support.FALLBACK, support.GET_KV_CLASS, support.LAST_LOC,
+        support.FALLBACK, support.GET_KV_CLASS, support.LAST_LOC, support.HOST_POOL,
         support.HANDLE_DFLASH, support.HANDLE_DSPARK, support.CREATE_WORKER,
     ]  # fmt: skip
 
