@@ -144,12 +144,12 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
 )
 
 
-def _environment_rules(args: Any, environ: Mapping[str, str], *, verified: bool) -> list[str]:
+def _environment_rules(args: Any, environ: Mapping[str, str], config: Config) -> list[str]:
     """Without a drafter and checksums SGLang's own transfer sends everything."""
     found = []
     if truth("SGLANG_RUST_SERVER", environ):
         found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")
-    if not verified and not has_drafter(args):
+    if config.verify != "checksum" and not has_drafter(args):
         return found
     why = "with a drafter, or with --mixkv-verify checksum, is not supported"
     if truth("SGLANG_DISAGG_STAGING_BUFFER", environ):
@@ -157,12 +157,19 @@ def _environment_rules(args: Any, environ: Mapping[str, str], *, verified: bool)
             f"SGLANG_DISAGG_STAGING_BUFFER=1 {why}: SGLang's staging goes around the plan for the "
             "drafter, and the plugin packs by itself; unset it"
         )
-    if environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "").lower() not in ("", "0", "false", "none"):
+    if _has_custom_pool(environ) and config.draft_transfer != "direct":
         found.append(
             f"SGLANG_MOONCAKE_CUSTOM_MEM_POOL {why}: the plugin's buffers are not allocated in "
-            "that pool, and may not be reachable by its transport; unset it"
+            "that pool, and may not be reachable by its transport; give --mixkv-draft-transfer "
+            "direct, which needs none, or unset it"
         )
     return found
+
+
+def _has_custom_pool(environ: Mapping[str, str]) -> bool:
+    """Whether KV lies in memory of Mooncake's own allocator, for NVLink or the like."""
+    value = environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "")
+    return value.lower() not in ("", "0", "false", "none")
 
 
 def _cold_rules(args: Any, environ: Mapping[str, str]) -> list[str]:
@@ -177,6 +184,12 @@ def _cold_rules(args: Any, environ: Mapping[str, str]) -> list[str]:
         found.append(
             "--mixkv-on-draft-mismatch cold with SGLANG_MOONCAKE_SEND_AUX_TCP=1 is not supported: "
             "the drafter's part of the metadata could not be left out; drop one of the two"
+        )
+    if _has_custom_pool(environ):
+        found.append(
+            "--mixkv-on-draft-mismatch cold with SGLANG_MOONCAKE_CUSTOM_MEM_POOL is not supported: "
+            "metadata without the drafter's part are written from host memory, which NVLink does "
+            "not reach; drop one of the two"
         )
     return found
 
@@ -214,12 +227,12 @@ def broken(
 ) -> list[str]:
     """Of these rules, and of those on the environment."""
     found = [text_of(rule) for rule in rules if rule[1](args)]
-    verified = config is not None and config.verify == "checksum"
-    if config is not None and config.on_draft_mismatch == "cold":
+    config = config or Config()
+    if config.on_draft_mismatch == "cold":
         found += _cold_rules(args, environ)
-    if verified:
+    if config.verify == "checksum":
         found += _verify_rules(args)
-    return found + _environment_rules(args, environ, verified=verified)
+    return found + _environment_rules(args, environ, config)
 
 
 _metrics_folder: tempfile.TemporaryDirectory[str] | None = None

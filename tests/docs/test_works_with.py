@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import pytest
 
 from sglang_mixkv import refusals
-from sglang_mixkv.config import Config, resolve
+from sglang_mixkv.config import resolve
 from sglang_mixkv.demo.pair import model_flags
 from sglang_mixkv.engine.releases import RELEASES, Release
 from sglang_mixkv.tools.plan_checks import own_refusals
@@ -61,7 +61,10 @@ class Cell:
 
     def refused(self) -> list[list[str]]:
         rules = (*refusals.ARGUMENT_RULES, *self.release().unserved.values())
-        return [refusals.broken(rules, s.args, s.environ, Config()) for s in self.servers()]
+        return [
+            refusals.broken(rules, s.args, s.environ, resolve(s.args, s.environ))
+            for s in self.servers()
+        ]
 
 
 def rows(head: str) -> Iterator[list[str]]:

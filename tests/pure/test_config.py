@@ -111,6 +111,18 @@ def test_without_a_drafter_buffers_are_left_to_sglang(name: str, algorithm: str 
     assert name in refusal
 
 
+def test_a_custom_memory_pool_goes_with_direct_transfer_alone() -> None:
+    pool, direct = {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "True"}, Config(draft_transfer="direct")
+    assert startup.refusals(arguments(), pool, direct) == []
+    for other in ("auto", "packed"):
+        (refusal,) = startup.refusals(arguments(), pool, Config(draft_transfer=other))
+        assert "give --mixkv-draft-transfer direct" in refusal
+    cold = replace(direct, on_draft_mismatch="cold")
+    (refusal,) = startup.refusals(arguments(), pool, cold)
+    assert "which NVLink does not reach" in refusal
+    assert startup.refusals(arguments(), {}, cold) == []
+
+
 def test_every_rule_has_a_test() -> None:
     hit = {startup.refusals(arguments(**changed), {})[0] for changed, _ in REFUSED}
     assert len(hit) == len(startup.ARGUMENT_RULES)
