@@ -129,10 +129,10 @@ class Demo:
             self.runs.append(self._measure(name, deployment))
 
     def _measure(self, name: str, deployment: Deployment) -> report.Run:
-        """Ask all prompts; the warm-up request's bytes do not count."""
-        before = deployment.draft_bytes()
+        """Ask all prompts; bytes of the warm-up request, and of earlier times, do not count."""
         pair = pair_name(self._options.pair, self._options.drafter)
         for _ in range(self._options.repeat):
+            before = deployment.draft_bytes()
             answers = [self._ask(name, deployment, prompt) for prompt in prompts(pair=pair)]
         if name == "single":
             self._reference = answers

@@ -6,6 +6,7 @@ import gc
 import multiprocessing as mp
 import os
 import pickle
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -149,6 +150,22 @@ def test_the_folder_of_metrics_is_set_before_the_seams_are_looked_at(
         return bool(folders[0]), os.path.isdir(folders[0])
 
     assert in_fork(exists) == f"ok {(metrics, metrics)}"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("sglang.srt.speculative.base_spec_worker:BaseSpecWorker", "_build_hicache_draft_plan"),
+        ("sglang.srt.mem_cache.kv_cache_builder", "maybe_register_hicache_draft"),
+    ],
+)
+def test_an_sglang_that_keeps_no_draft_kv_on_the_host_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, owner: str, name: str
+) -> None:
+    monkeypatch.delattr(pkgutil.resolve_name(owner), name)
+    said = in_fork(lambda: resolve("--enable-mixkv"))
+    assert "MIXKV-START-01" in said
+    assert name in said
 
 
 def test_hook_that_was_not_applied_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
