@@ -8,6 +8,8 @@
     disaggregation.utils.get_kv_class  (around)   our manager, sender, receiver, bootstrap server
     disaggregation.utils.setup_state_kv_args      what KV args do not say of the drafter
                                        (after)
+    Scheduler                          (around)   no storage tier is attached to a running server;
+        .attach_hicache_storage_wrapped           hooked in an opted-in scheduler's process alone
 
 Not opted in, each hook hands through what SGLang computed. Opted in, a missing or changed
 seam stops the server (`releases.preflight`). SGLang logs and swallows a plugin's exceptions,
@@ -48,6 +50,8 @@ ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 SETUP_STATE = "sglang.srt.disaggregation.utils.setup_state_kv_args"
+SCHEDULER = "sglang.srt.managers.scheduler"
+ATTACH_STORAGE = f"{SCHEDULER}.Scheduler.attach_hicache_storage_wrapped"
 VALIDATION = "handle_other_validations"
 
 
@@ -146,6 +150,7 @@ def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: A
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)
     _check(server_args, transfer_backend.value, class_type.value)
+    _guard_storage()
     stock = original(transfer_backend, class_type)
     from sglang_mixkv.engine.backends import classes
 
@@ -172,6 +177,35 @@ def _check(server_args: Any, backend: str, kind: str) -> None:
         kind,
         backend,
     )
+
+
+def _guard_storage() -> None:
+    """From now on, ask before a storage tier is attached. A scheduler asks for KV classes before
+    it binds what it does on requests."""
+    if SCHEDULER not in sys.modules or is_live(ATTACH_STORAGE):
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(ATTACH_STORAGE, _attach_storage, HookType.AROUND)
+    HookRegistry.apply_hooks()
+    _stop_unless_live(ATTACH_STORAGE)
+
+
+def _attach_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """`PUT /hicache/storage-backend` is answered with the reason, where the start would be."""
+    server_args = _published()
+    if not _is_enabled(server_args):
+        return original(scheduler, recv_req)
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
+
+    from sglang_mixkv import refusals
+
+    reason = refusals.storage_refusal(resolved_view(server_args))
+    if reason is None:
+        return original(scheduler, recv_req)
+    logger.warning("[MIXKV-START-03] sglang-mixkv: no storage tier is attached: %s", reason)
+    return AttachHiCacheStorageReqOutput(success=False, message=f"[MIXKV-START-03] {reason}")
 
 
 def _describe_components(_result: None, kv_args: Any, *args: Any, **kwargs: Any) -> None:

@@ -26,13 +26,13 @@ def _get(name: str) -> Callable[[Any], Any]:
     return lambda args: getattr(args, name, None)
 
 
-def _has_drafter(args: Any) -> bool:
+def has_drafter(args: Any) -> bool:
     algorithm = (args.speculative_algorithm or "NONE").upper()
     return algorithm not in ("NONE", "NGRAM")
 
 
 def _with_drafter(name: str) -> Callable[[Any], bool]:
-    return lambda args: bool(getattr(args, name, False)) and _has_drafter(args)
+    return lambda args: bool(getattr(args, name, False)) and has_drafter(args)
 
 
 # What it is called on the command line, when it applies, what to do instead.
@@ -47,7 +47,12 @@ OTHER_BACKEND: Rule = (
     "use mooncake or nixl on both sides; mori and ascend are not supported",
 )
 
-# The caches below are SGLang 0.5.23's, under srt/mem_cache/.
+# The caches below are SGLang 0.5.23's, under srt/mem_cache/. Its host tier is served: a slot there
+# never has a target's KV without the drafter's (unified_radix_cache.py _build_sidecar_transfers, or
+# packed into the target's pages), and both are back before the forward that reads them.
+# Storage: with an MLA target rank 0 alone writes (is_storage_writer in hicache_storage.py), so its
+# heads come back on every rank; Mooncake's store writes on all ranks, under the TP rank without the
+# TP size (mooncake_store.py), so a server of another TP size reads other heads.
 # FlexKV: FlexKVConnector.__init__ (storage/flexkv/flexkv_connector.py) registers the target pool's
 # buffers alone, so a page that it brings back has the target's KV and an older draft KV. SGLang
 # lets it start. `--radix-cache-backend flexkv` is the same cache.
@@ -57,6 +62,13 @@ OTHER_BACKEND: Rule = (
 # External linker: a drafter's pages are stored under the TP rank without the TP size
 # (_storage_suffix in storage/mooncake_store/mooncake_direct_linker.py, shared by
 # storage/umbp/), so a server of another TP size reads other heads; a `dynamic` linker is unknown.
+STORAGE: Rule = (
+    "--hicache-storage-backend with a drafter",
+    lambda a: bool(getattr(a, "hicache_storage_backend", None)) and has_drafter(a),
+    "a prefix that comes back from storage may have the draft KV of another rank's heads; the host "
+    "tier alone (--enable-hierarchical-cache) is served. With an MLA drafter start both sides "
+    "without --enable-mixkv",
+)
 ARGUMENT_RULES: tuple[Rule, ...] = (
     SINGLE_SERVER,
     OTHER_BACKEND,
@@ -97,11 +109,7 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         lambda a: getattr(a, "decoupled_spec_role", "null") != "null",
         "draft in the same server",
     ),
-    (
-        "--enable-hierarchical-cache with a drafter",
-        _with_drafter("enable_hierarchical_cache"),
-        "a prefix that comes back from the host cache may lack its draft KV; drop the flag",
-    ),
+    STORAGE,
     (
         "--enable-lmcache with a drafter",
         _with_drafter("enable_lmcache"),
@@ -114,7 +122,7 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     ),
     (
         "--radix-cache-backend flexkv with a drafter",
-        lambda a: getattr(a, "radix_cache_backend", None) == "flexkv" and _has_drafter(a),
+        lambda a: getattr(a, "radix_cache_backend", None) == "flexkv" and has_drafter(a),
         "a prefix that comes back from FlexKV lacks its draft KV; drop the flag",
     ),
     (
@@ -125,23 +133,23 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     ),
     (
         "--dcp-size above 1 with a drafter",
-        lambda a: (getattr(a, "dcp_size", 1) or 1) > 1 and _has_drafter(a),
+        lambda a: (getattr(a, "dcp_size", 1) or 1) > 1 and has_drafter(a),
         "use --dcp-size 1, or equal attention-TP sizes without --enable-mixkv",
     ),
     (
         "attention context parallelism (--attn-cp-size above 1) with a drafter",
-        lambda a: (getattr(a, "attn_cp_size", 1) or 1) > 1 and _has_drafter(a),
+        lambda a: (getattr(a, "attn_cp_size", 1) or 1) > 1 and has_drafter(a),
         "use tensor or DP attention on the prefill side",
     ),
 )
 
 
-def _environment_rules(args: Any, environ: Mapping[str, str], *, verified: bool) -> list[str]:
+def _environment_rules(args: Any, environ: Mapping[str, str], config: Config) -> list[str]:
     """Without a drafter and checksums SGLang's own transfer sends everything."""
     found = []
     if truth("SGLANG_RUST_SERVER", environ):
         found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")
-    if not verified and not _has_drafter(args):
+    if config.verify != "checksum" and not has_drafter(args):
         return found
     why = "with a drafter, or with --mixkv-verify checksum, is not supported"
     if truth("SGLANG_DISAGG_STAGING_BUFFER", environ):
@@ -149,12 +157,19 @@ def _environment_rules(args: Any, environ: Mapping[str, str], *, verified: bool)
             f"SGLANG_DISAGG_STAGING_BUFFER=1 {why}: SGLang's staging goes around the plan for the "
             "drafter, and the plugin packs by itself; unset it"
         )
-    if environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "").lower() not in ("", "0", "false", "none"):
+    if _has_custom_pool(environ) and config.draft_transfer != "direct":
         found.append(
             f"SGLANG_MOONCAKE_CUSTOM_MEM_POOL {why}: the plugin's buffers are not allocated in "
-            "that pool, and may not be reachable by its transport; unset it"
+            "that pool, and may not be reachable by its transport; give --mixkv-draft-transfer "
+            "direct, which needs none, or unset it"
         )
     return found
+
+
+def _has_custom_pool(environ: Mapping[str, str]) -> bool:
+    """Whether KV lies in memory of Mooncake's own allocator, for NVLink or the like."""
+    value = environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "")
+    return value.lower() not in ("", "0", "false", "none")
 
 
 def _cold_rules(args: Any, environ: Mapping[str, str]) -> list[str]:
@@ -170,6 +185,12 @@ def _cold_rules(args: Any, environ: Mapping[str, str]) -> list[str]:
             "--mixkv-on-draft-mismatch cold with SGLANG_MOONCAKE_SEND_AUX_TCP=1 is not supported: "
             "the drafter's part of the metadata could not be left out; drop one of the two"
         )
+    if _has_custom_pool(environ):
+        found.append(
+            "--mixkv-on-draft-mismatch cold with SGLANG_MOONCAKE_CUSTOM_MEM_POOL is not supported: "
+            "metadata without the drafter's part are written from host memory, which NVLink does "
+            "not reach; drop one of the two"
+        )
     return found
 
 
@@ -181,6 +202,11 @@ def _verify_rules(args: Any) -> list[str]:
         for name, flag in (("dcp_size", "--dcp-size"), ("attn_cp_size", "--attn-cp-size"))
         if (getattr(args, name, 1) or 1) > 1
     ]
+
+
+def storage_refusal(args: Any) -> str | None:
+    """Why a server may not attach a storage tier while it runs; None where it may."""
+    return text_of(STORAGE) if has_drafter(args) else None
 
 
 def text_of(rule: Rule) -> str:
@@ -201,12 +227,12 @@ def broken(
 ) -> list[str]:
     """Of these rules, and of those on the environment."""
     found = [text_of(rule) for rule in rules if rule[1](args)]
-    verified = config is not None and config.verify == "checksum"
-    if config is not None and config.on_draft_mismatch == "cold":
+    config = config or Config()
+    if config.on_draft_mismatch == "cold":
         found += _cold_rules(args, environ)
-    if verified:
+    if config.verify == "checksum":
         found += _verify_rules(args)
-    return found + _environment_rules(args, environ, verified=verified)
+    return found + _environment_rules(args, environ, config)
 
 
 _metrics_folder: tempfile.TemporaryDirectory[str] | None = None

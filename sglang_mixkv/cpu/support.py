@@ -9,6 +9,8 @@
                                                       event; NIXL would take KV for VRAM
     mem_cache.allocation.get_last_loc (around)        with pages of several tokens it starts
                                                       a Triton kernel
+    mem_cache.pool_host.base.HostKVCache.__init__     the host cache's copies are CUDA's, and its
+        (around)                                      memory is pinned by CUDA
     entrypoints.engine._set_envs_and_config (after)   each process of a server would import
                                                       SGLang anew, 10 s of a core
 
@@ -32,6 +34,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +43,7 @@ from sglang_mixkv.cpu import CPU_ENGINE_ENV, SPAWN_ENV
 FALLBACK = "sglang.srt.arg_groups.overrides._attention_backend_platform_fallbacks"
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 LAST_LOC = "sglang.srt.mem_cache.allocation.get_last_loc"
+HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
 SET_ENVS = "sglang.srt.entrypoints.engine._set_envs_and_config"
 HANDLE_DFLASH = "sglang.srt.arg_groups.speculative_hook._handle_dflash"
 HANDLE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
@@ -57,6 +61,7 @@ def install() -> None:
     HookRegistry.register(FALLBACK, _keep_intel_amx, HookType.AROUND)
     HookRegistry.register(GET_KV_CLASS, _without_device_memory, HookType.AFTER)
     HookRegistry.register(LAST_LOC, _last_loc_in_torch, HookType.AROUND)
+    HookRegistry.register(HOST_POOL, _host_pool_in_torch, HookType.AROUND)
     if os.environ.get(SPAWN_ENV) != "1":
         HookRegistry.register(SET_ENVS, _fork, HookType.AFTER)
     HookRegistry.register(HANDLE_DFLASH, _with_block_drafter, HookType.AROUND)
@@ -110,6 +115,20 @@ def _last_loc_in_torch(_original: Callable[..., Any], *args: Any) -> Any:
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     return get_last_loc_torch(*args)
+
+
+def _host_pool_in_torch(
+    original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any
+) -> None:
+    """A host pool in plain memory, and the copies that its module imports on CUDA alone."""
+    from sglang_mixkv.cpu.kernels.host_cache import COPIES
+
+    base: Any = sys.modules[HOST_POOL.removesuffix(".HostKVCache.__init__")]
+    base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # a server's 10 GiB
+    module = sys.modules[type(pool).__module__]
+    for copy in COPIES:
+        setattr(module, copy.__name__, copy)
+    original(pool, *args, **{**kwargs, "pin_memory": False})
 
 
 def _fork(_result: None, _server_args: Any) -> None:

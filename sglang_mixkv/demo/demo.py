@@ -77,6 +77,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="SGLang's transfer backend (default mooncake)")  # fmt: skip
     add("--mixkv-args", type=_flags, default=(), metavar="FLAGS",
         help="further flags of the plugin, for both sides of the mixkv run")  # fmt: skip
+    add("--repeat", type=int, default=1, metavar="N", choices=range(1, 10),
+        help="ask all prompts N times and show the last (default 1); the second time prefixes "
+        "come from the caches")  # fmt: skip
     add("--serve", choices=RUNS, metavar="RUN",
         help="start one deployment, print one line of JSON when it serves, and stay until "
         "standard input ends")  # fmt: skip
@@ -128,9 +131,10 @@ class Demo:
             self.runs.append(self._measure(name, deployment))
 
     def _measure(self, name: str, deployment: Deployment) -> report.Run:
-        """Ask all prompts; the warm-up request's bytes do not count."""
-        before = deployment.draft_bytes()
-        answers = self._ask_all(name, deployment)
+        """Ask all prompts; bytes of the warm-up request, and of earlier times, do not count."""
+        for _ in range(self._options.repeat):
+            before = deployment.draft_bytes()
+            answers = self._ask_all(name, deployment)
         if name == "single":
             self._reference = answers
         after = deployment.draft_bytes()
@@ -157,9 +161,10 @@ class Demo:
             if isinstance(error, NoAnswer):
                 raise
             return None
+        restored = f", {answer.host_tokens} from the host cache" if answer.host_tokens else ""
         self._console.print(
             f"{label} {len(answer.tokens)} tokens in {answer.verify_rounds} verify rounds, "
-            f"{answer.seconds:.1f} s"
+            f"{answer.seconds:.1f} s{restored}"
         )
         return answer
 

@@ -112,8 +112,9 @@ def cousins(pair: str = "mla") -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said to one prompt. `cached_tokens`: of the prompt, found in a radix cache.
-    `drafted`: tokens drafted a verify round."""
+    """What a server said to one prompt. `cached_tokens`: of the prompt, found in a radix cache;
+    `host_tokens`: of these, restored from its host tier. `drafted`: tokens drafted a verify
+    round."""
 
     tokens: tuple[int, ...]
     verify_rounds: int
@@ -121,6 +122,7 @@ class Answer:
     seconds: float
     cached_tokens: int = 0
     drafted: int = 0
+    host_tokens: int = 0
 
 
 class RequestFailed(RuntimeError):
@@ -171,6 +173,7 @@ def parse_answer(reply: dict[str, Any], seconds: float) -> Answer:
         seconds=seconds,
         cached_tokens=info.get("cached_tokens") or 0,
         drafted=(info.get("spec_num_proposed_drafts") or 0) // max(1, rounds),
+        host_tokens=(info.get("cached_tokens_details") or {}).get("host", 0),
     )
 
 

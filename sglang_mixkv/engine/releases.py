@@ -21,7 +21,7 @@ from sglang_mixkv.protocol.facts import BLOCK_ALGORITHMS
 from sglang_mixkv.protocol.framing import Framing
 from sglang_mixkv.protocol.messages import MetadataPositions
 from sglang_mixkv.protocol.registration import Positions
-from sglang_mixkv.refusals import ARGUMENT_RULES, Rule
+from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, has_drafter
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,12 @@ NOT_ON_0_5_22: dict[str, Rule] = {
         "--speculative-algorithm DFLASH or DSPARK with SGLang 0.5.22",
         lambda a: (a.speculative_algorithm or "").upper() in BLOCK_ALGORITHMS,
         "how far their windows reach is known of SGLang 0.5.23 alone; use that on both sides",
+    ),
+    "Hierarchical cache with a drafter": (
+        "--enable-hierarchical-cache and a drafter with SGLang 0.5.22",
+        lambda a: bool(getattr(a, "enable_hierarchical_cache", False)) and has_drafter(a),
+        "that draft KV comes back with a prefix was shown for SGLang 0.5.23 alone; drop the flag, "
+        "or use that on both sides",
     ),
 }
 

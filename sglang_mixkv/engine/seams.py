@@ -46,6 +46,14 @@ SEAMS_0_5_23: Seams = {
     ),
     "sglang.srt.speculative.dflash_utils:get_dflash_attention_sliding_window_size": ("config",),
     "sglang.srt.speculative.dflash_utils:get_dflash_layer_types": ("config",),
+    "sglang.srt.managers.scheduler:Scheduler.attach_hicache_storage_wrapped": ("self", "recv_req"),
+    # Not used: without these two a prefix that comes back from the host lacks its draft KV.
+    "sglang.srt.speculative.base_spec_worker:BaseSpecWorker._build_hicache_draft_plan": (
+        "self",
+    ),
+    "sglang.srt.mem_cache.kv_cache_builder:maybe_register_hicache_draft": (
+        "tree_cache", "draft_plan",
+    ),
     f"{_UTILS}:get_kv_class": ("transfer_backend", "class_type"),
     f"{_UTILS}:DisaggregationMode.to_engine_type": ("mode",),
     f"{_UTILS}:is_mla_backend": ("target_kv_pool",),

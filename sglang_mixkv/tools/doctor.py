@@ -65,7 +65,7 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from checks.versions()
     yield from checks.entry_point()
     yield from checks.configuration(args)
-    yield from checks.environment()
+    yield from checks.environment(flags=args)
     yield from checks.libraries()
     if not args.no_seams:
         yield from checks.seams()

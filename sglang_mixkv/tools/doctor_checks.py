@@ -170,12 +170,15 @@ def _sources() -> dict[str, tuple[str, str]]:
     }
 
 
-def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Variables that decide how servers of this shell, with a drafter, would transfer KV; no
-    secrets."""
+def environment(
+    environ: Mapping[str, str] = os.environ, flags: argparse.Namespace | None = None
+) -> Iterator[Finding]:
+    """Variables that decide how servers of this shell, with a drafter and these flags, would
+    transfer KV; no secrets."""
     try:
         line = "--speculative-algorithm EAGLE3"
-        refused = startup.refusals(from_line("prefill", line).args, environ)
+        record = config.resolve(flags, environ)
+        refused = startup.refusals(from_line("prefill", line).args, environ, record)
     except ValueError as error:  # text that is not a boolean
         refused = [str(error)]
     for name in sorted(filter(_SHOWN.match, environ)):

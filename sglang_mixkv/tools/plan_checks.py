@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sglang_mixkv import __version__
 from sglang_mixkv import refusals as startup
+from sglang_mixkv.config import resolve
 from sglang_mixkv.engine.releases import rules
 from sglang_mixkv.protocol.facts import DraftFacts, Facts, compared_window, differences
 from sglang_mixkv.tools.plan_flags import Server
@@ -16,7 +17,8 @@ Caches = tuple[Cache, Cache | None]
 
 def own_refusals(server: Server) -> Iterator[str]:
     """What an opted-in server would refuse at its start."""
-    for reason in startup.broken(rules(), server.args, server.environ, None):
+    config = resolve(server.args, server.environ)
+    for reason in startup.broken(rules(), server.args, server.environ, config):
         yield f"[MIXKV-START-03] {server.role}: {reason}"
     if server.args.disaggregation_mode != server.role:
         yield (

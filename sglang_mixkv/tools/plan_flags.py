@@ -38,6 +38,7 @@ _VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
     ("attention_backend", str, None, ("--attention-backend",)),
     ("decode_attention_backend", str, None, ("--decode-attention-backend",)),
     ("radix_cache_backend", str, None, ("--radix-cache-backend",)),
+    ("hicache_storage_backend", str, None, ("--hicache-storage-backend",)),
     ("speculative_algorithm", str, None, ("--speculative-algorithm",)),
     (
         "speculative_draft_model_path",

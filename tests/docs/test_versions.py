@@ -28,7 +28,7 @@ def test_the_supported_sglang_is_named_everywhere() -> None:
 
 
 def compatibility() -> list[list[str]]:
-    """The rows of that section's tables."""
+    """The rows of that section's table."""
     page = (ROOT / "docs" / "operate.md").read_text()
     section = page.partition("\n## Compatibility\n")[2].partition("\n## ")[0]
     return [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
@@ -37,20 +37,12 @@ def compatibility() -> list[list[str]]:
 def test_the_compatibility_table_has_these_rows() -> None:
     mine = {row[1]: row for row in compatibility() if __version__.startswith(row[0])}
     assert sorted(mine) == sorted(SUPPORTED_SGLANG)
+    for release in RELEASES:
+        served = dict(zip(("mooncake", "nixl"), mine[release.version][2:4], strict=True))
+        assert {name for name, text in served.items() if text != "refused"} == set(release.framings)
     assert {row[-1] for row in mine.values()} == {str(wire.PROTOCOL)}
     shown = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if "Python :: 3." in c]
     assert mine[LATEST][-2] == ", ".join(shown)
-
-
-def test_the_table_says_what_each_release_serves() -> None:
-    rows = {row[0]: row[1:] for row in compatibility()}
-    assert rows["what"] == list(SUPPORTED_SGLANG)
-    for feature in {feature for release in RELEASES for feature in release.unserved}:
-        said = ["refused" if feature in release.unserved else "served" for release in RELEASES]
-        assert rows[feature] == said, feature
-    for backend in ("Mooncake", "NIXL"):
-        served = [backend.lower() in release.framings for release in RELEASES]
-        assert [said == "served" for said in rows[backend]] == served
 
 
 def test_the_protocol_has_its_line_of_history() -> None:

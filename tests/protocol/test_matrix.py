@@ -111,6 +111,23 @@ def test_a_custom_memory_pool_without_drafter(
     right(Case(prefill_tp, decode_tp, draft=None, requests=REQUESTS))
 
 
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+@pytest.mark.mooncake_only
+def test_a_custom_memory_pool_with_direct_transfer(
+    monkeypatch: pytest.MonkeyPatch, prefill_tp: int, decode_tp: int
+) -> None:
+    """The plugin takes no memory of its own then, which would have to come from that pool."""
+    from sglang_mixkv.rows.host import HostRows
+
+    def no_memory(_: HostRows, size: int) -> None:
+        raise AssertionError(f"{size} bytes beside the pool")
+
+    monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "NVLINK")
+    monkeypatch.setattr(HostRows, "allocate", no_memory)
+    config = {"draft_transfer": "direct"}
+    right(Case(prefill_tp, decode_tp, requests=REQUESTS, extra={"config": config}))
+
+
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (4, 2), (2, 4)])
 def test_drafter_without_kv_entries(prefill_tp: int, decode_tp: int) -> None:
     """DeepSeek-V4's DSPARK: its KV is state without heads. Both sides speculate, and SGLang's

@@ -6,6 +6,7 @@ import gc
 import multiprocessing as mp
 import os
 import pickle
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -151,6 +152,22 @@ def test_the_folder_of_metrics_is_set_before_the_seams_are_looked_at(
     assert in_fork(exists) == f"ok {(metrics, metrics)}"
 
 
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        ("sglang.srt.speculative.base_spec_worker:BaseSpecWorker", "_build_hicache_draft_plan"),
+        ("sglang.srt.mem_cache.kv_cache_builder", "maybe_register_hicache_draft"),
+    ],
+)
+def test_an_sglang_that_keeps_no_draft_kv_on_the_host_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, owner: str, name: str
+) -> None:
+    monkeypatch.delattr(pkgutil.resolve_name(owner), name)
+    said = in_fork(lambda: resolve("--enable-mixkv"))
+    assert "MIXKV-START-01" in said
+    assert name in said
+
+
 def test_hook_that_was_not_applied_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -235,6 +252,42 @@ def build(server_args: Any) -> Any:
     from sglang_mixkv.engine.mooncake import MixKVManager
 
     return MixKVManager(KVArgs(), DisaggregationMode.PREFILL, server_args)
+
+
+def attach(**arguments: Any) -> tuple[bool, str]:
+    """What the scheduler of such a server answers to `PUT /hicache/storage-backend`."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    serve(**arguments)
+    ask()
+    scheduler = MagicMock(enable_hierarchical_cache=False)  # SGLang's own words follow
+    answer = Scheduler.attach_hicache_storage_wrapped(scheduler, recv_req=None)
+    return answer.success, answer.message
+
+
+NOT_ENABLED = str((False, "Hierarchical cache is not enabled."))
+
+
+@pytest.mark.usefixtures("opted_in")
+def test_no_storage_is_attached_to_a_running_server_with_a_drafter() -> None:
+    said = in_fork(lambda: attach(speculative_algorithm="EAGLE3"))
+    assert said.startswith("ok (False, ")
+    assert "[MIXKV-START-03] --hicache-storage-backend with a drafter is not supported" in said
+    assert in_fork(attach) == f"ok {NOT_ENABLED}"
+
+
+def test_not_opted_in_storage_is_sglangs_affair() -> None:
+    assert in_fork(lambda: attach(speculative_algorithm="EAGLE3")) == f"ok {NOT_ENABLED}"
+
+
+@pytest.mark.usefixtures("opted_in")
+def test_a_scheduler_that_could_attach_storage_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sglang_mixkv import plugin
+
+    monkeypatch.setattr(plugin, "ATTACH_STORAGE", f"{plugin.SCHEDULER}.Scheduler.gone")
+    assert "Scheduler.gone" in in_fork(lambda: [serve(), ask()])
 
 
 KINDS = ("kvargs", "manager", "sender", "receiver", "bootstrap_server")

@@ -71,7 +71,7 @@ REFUSED = [
     ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
     ({"decoupled_spec_role": "drafter"}, "--decoupled-spec-role"),
     ({"device": "npu"}, "--device"),
-    ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+    ({"hicache_storage_backend": "file"}, "--hicache-storage-backend"),
     ({"enable_lmcache": True}, "--enable-lmcache"),
     ({"enable_flexkv": True}, "--enable-flexkv"),
     ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend"),
@@ -109,6 +109,18 @@ def test_without_a_drafter_buffers_are_left_to_sglang(name: str, algorithm: str 
     assert startup.refusals(plain, {name: "1"}) == []
     (refusal,) = startup.refusals(plain, {name: "1"}, Config(verify="checksum"))
     assert name in refusal
+
+
+def test_a_custom_memory_pool_goes_with_direct_transfer_alone() -> None:
+    pool, direct = {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "True"}, Config(draft_transfer="direct")
+    assert startup.refusals(arguments(), pool, direct) == []
+    for other in ("auto", "packed"):
+        (refusal,) = startup.refusals(arguments(), pool, Config(draft_transfer=other))
+        assert "give --mixkv-draft-transfer direct" in refusal
+    cold = replace(direct, on_draft_mismatch="cold")
+    (refusal,) = startup.refusals(arguments(), pool, cold)
+    assert "which NVLink does not reach" in refusal
+    assert startup.refusals(arguments(), {}, cold) == []
 
 
 def test_every_rule_has_a_test() -> None:
@@ -150,7 +162,22 @@ def test_missing_and_changed_seams_are_named() -> None:
     assert compat.seam_problem("sglang_mixkv.config:truth", ("name", "environ")) is None
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "DSPARK"])
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_the_host_cache_is_served_with_a_drafter(mode: str, algorithm: str) -> None:
+    chosen = {"disaggregation_mode": mode, "disaggregation_decode_enable_radix_cache": True}
+    args = arguments(enable_hierarchical_cache=True, speculative_algorithm=algorithm, **chosen)
+    assert startup.refusals(args, {}) == []
+
+
+def test_storage_is_refused_at_run_time_where_it_is_at_start() -> None:
+    args = arguments(hicache_storage_backend="file")
+    assert startup.storage_refusal(arguments()) == startup.refusals(args, {})[0]
+    assert startup.storage_refusal(arguments(speculative_algorithm="NGRAM")) is None
+
+
 UNSERVED = {
+    "Hierarchical cache with a drafter": {"enable_hierarchical_cache": True},
     "NIXL": {"disaggregation_transfer_backend": "nixl"},
     "DFLASH, DSPARK": {"speculative_algorithm": "DSPARK"},
 }

@@ -104,7 +104,7 @@ def test_support_hooks_with_the_cpu_engine(monkeypatch, registered, spawn, forks
     monkeypatch.setenv(cpu.SPAWN_ENV, spawn)
     support.install()
     assert registered == [
-        support.FALLBACK, support.GET_KV_CLASS, support.LAST_LOC, *forks,
+        support.FALLBACK, support.GET_KV_CLASS, support.LAST_LOC, support.HOST_POOL, *forks,
         support.HANDLE_DFLASH, support.HANDLE_DSPARK, support.CREATE_WORKER,
     ]  # fmt: skip
 

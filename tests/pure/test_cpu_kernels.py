@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_mixkv.cpu.kernels import attention, cache, speculative
+from sglang_mixkv.cpu.kernels import attention, cache, host_cache, speculative
 
 SCALE = 0.3
 POOL = 40
@@ -266,3 +266,37 @@ def test_rotating_tokens(select: Tensor | None, want: list[int]) -> None:
     spans = (torch.tensor([0, 3]), torch.tensor([3, 2]))
     speculative.rotate_input_ids_cpu(tokens, *spans, torch.tensor([90, 91]), select)
     assert tokens.tolist() == want
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
+@pytest.mark.parametrize("groups", [1, 2], ids=["mla", "mha"])
+def test_rows_come_back_from_the_host(groups: int, layout: str, dtype: torch.dtype) -> None:
+    """All layers of some pages to the host, and layer by layer to other pages of another pool."""
+    layers, pages, size, row = 3, 6, 4, (2, 5)
+    rows = torch.randn(groups * layers, pages * size, *row).to(dtype)
+    source, destination = list(rows), list(torch.zeros_like(rows))
+    host = torch.zeros(groups, layers, pages * size, *row, dtype=dtype)
+    if layout == "page_first_direct":
+        host = torch.zeros(groups, pages, layers, size, *row, dtype=dtype)
+    old, kept, new = (
+        torch.cat([torch.arange(size) + page * size for page in chosen])
+        for chosen in ((4, 0), (1, 5), (2, 3))
+    )
+    if layout == "layer_first":
+        host_layers = list(host.flatten(0, 1))
+        host_cache.transfer_kv_direct(source, host_layers, old, kept, size)
+        for layer in range(groups * layers):
+            one = slice(layer, layer + 1)
+            host_cache.transfer_kv_direct(host_layers[one], destination[one], kept, new, size)
+    else:
+        host_cache.transfer_kv_all_layer_direct_lf_pf(source, list(host), old, kept, size)
+        for layer in range(layers):
+            host_cache.transfer_kv_per_layer_direct_pf_lf(
+                list(host), destination[layer::layers], kept, new, layer, size
+            )
+    for before, after in zip(source, destination, strict=True):
+        for here, there in zip(old.tolist(), new.tolist(), strict=True):
+            assert torch.equal(before[here].float(), after[there].float())
+        others = sorted(set(range(pages * size)) - set(new.tolist()))
+        assert not after.float()[others].any()

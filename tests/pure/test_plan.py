@@ -180,6 +180,12 @@ def test_draft_kv_dtype_of_its_own() -> None:
         ("--pp-size 2", "--pp-size 3", "--pp-size: expected 1 or the prefill's 2"),
         ("", "--disaggregation-enable-kv-checksum", "on one side only"),
         ("--dcp-size 2", "", "--dcp-size above 1 with a drafter"),
+        (
+            "",
+            "--mixkv-on-draft-mismatch cold --disaggregation-decode-enable-radix-cache",
+            "would become a prefix that other requests share",
+        ),
+        ("--hicache-storage-backend file", "", "--hicache-storage-backend with a drafter is not"),
         ("--speculative-eagle-topk 4", "--speculative-eagle-topk 1", "speculative top-k"),
     ],
 )

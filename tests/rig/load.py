@@ -29,6 +29,7 @@ def load_sglang() -> None:
         "sglang.srt.disaggregation.mooncake",
         "sglang.srt.disaggregation.decode",
         "sglang.srt.disaggregation.nixl",
+        "sglang.srt.managers.scheduler",
     ):
         importlib.import_module(module)
     for backend in here().framings:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from rig import model
+from rig.host_cache import HostCache, pass_through
 from rig.memory import Memory
 from rig.model import Case
 from rig.releases import Releases
@@ -38,6 +39,13 @@ class Rank(Memory):
             take_package(package)
         self._publish(self.tp_rank)
         self.allocate()
+        if self._host_cache is not None:
+            pass_through(self, self._host_cache)
+
+    @property
+    def _host_cache(self) -> HostCache | None:
+        """SGLang's hierarchical cache of this rank, where a case has one."""
+        return self.case.extra.get("host_cache") if self.side == "prefill" else None
 
     def _publish(self, tp_rank: int) -> None:
         from sglang.srt.runtime_context import get_parallel, publish
@@ -60,6 +68,7 @@ class Rank(Memory):
             disaggregation_decode_enable_radix_cache=case.decode_radix and self.side == "decode",
             enable_metrics=case.extra.get("metrics", False),
             speculative_algorithm=case.algorithm if self._speculates() else None,
+            **(self._host_cache.flags() if self._host_cache is not None else {}),
         )
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
         enabled = enabled and (self.side, self.rank) not in case.extra.get("stock_ranks", ())

@@ -1,0 +1,148 @@
+"""The tables of what works with what, against the rules that a server applies at its start.
+
+Each span of a first cell is a launch line's part: flags, or a variable. Each release's rules, with
+each transport, refuse it where the tables say so, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from sglang_mixkv import refusals
+from sglang_mixkv.config import resolve
+from sglang_mixkv.demo.pair import model_flags
+from sglang_mixkv.engine.releases import RELEASES, Release
+from sglang_mixkv.tools.plan_checks import own_refusals
+from sglang_mixkv.tools.plan_flags import Server, from_line
+
+from ..e2e.conftest import CASES, Case
+from ..e2e.test_hicache import HOST_CASES
+from .pages import ROOT
+
+WORDS = {"engine", "ring", "reading", "refused"}
+BY_TRANSPORT = {refusals.SINGLE_SERVER}  # no server of a pair
+PAGE = (ROOT / "docs" / "operate.md").read_text()
+SECTION = PAGE.partition("\n## What works with what\n")[2].partition("\n## ")[0]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What a table says of a part of a launch line, with one release and transport."""
+
+    part: str
+    version: str
+    backend: str
+    word: str
+
+    @property
+    def drafts(self) -> bool:
+        return not self.part.endswith("no drafter")
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.part.removesuffix(", no drafter"))
+
+    def release(self) -> Release:
+        return next(release for release in RELEASES if release.version == self.version)
+
+    def servers(self) -> list[Server]:
+        """Such a server of either side."""
+        variables = [word for word in self.words if word.startswith("SGLANG_")]
+        flags = [word for word in self.words if word not in variables]
+        drafter = ["--speculative-algorithm", "EAGLE3"] if self.drafts else []
+        transport = ["--disaggregation-transfer-backend", self.backend]
+        line = shlex.join([*variables, "python", *drafter, *transport, *flags, "--enable-mixkv"])
+        return [from_line(role, line) for role in ("prefill", "decode")]
+
+    def refused(self) -> list[list[str]]:
+        rules = (*refusals.ARGUMENT_RULES, *self.release().unserved.values())
+        return [
+            refusals.broken(rules, s.args, s.environ, resolve(s.args, s.environ))
+            for s in self.servers()
+        ]
+
+
+def rows(head: str) -> Iterator[list[str]]:
+    """The cells of the table that starts so."""
+    lines = SECTION.partition(f"\n| {head} | ")[2].partition("\n\n")[0].splitlines()
+    for line in [f"| {head} | {lines[0]}", *lines[2:]]:
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def parts(cell: str) -> list[str]:
+    ending = ", no drafter" if cell.endswith(", no drafter") else ""
+    return [span + ending for span in re.findall(r"`([^`]+)`", cell)]
+
+
+def cells() -> Iterator[Cell]:
+    head, *served = rows("with")
+    columns = [re.fullmatch(r"(\S+), (\S+)", column) for column in head[1:]]
+    for row in served:
+        for part in parts(row[0]):
+            for column, word in zip(columns, row[1:], strict=True):
+                assert column is not None
+                yield Cell(part, column[1], column[2].lower(), word)
+    for row in list(rows("refused"))[1:]:
+        for part in parts(row[0]):
+            for release in RELEASES:
+                yield Cell(part, release.version, "mooncake", "refused")
+
+
+CELLS = list(cells())
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda c: f"{c.part} {c.version} {c.backend}")
+def test_the_rules_do_what_the_tables_say(cell: Cell) -> None:
+    assert cell.word in WORDS
+    for reasons in cell.refused():
+        assert bool(reasons) == (cell.word == "refused"), reasons
+
+
+def test_every_release_with_its_transports_has_a_column() -> None:
+    served = {(cell.version, cell.backend) for cell in CELLS if cell.word != "refused"}
+    assert served == {(release.version, name) for release in RELEASES for name in release.framings}
+
+
+def test_every_rule_has_a_row() -> None:
+    rules = {
+        *refusals.ARGUMENT_RULES,
+        *(r for release in RELEASES for r in release.unserved.values()),
+    }
+    hit = {rule for cell in CELLS for s in cell.servers() for rule in rules if rule[1](s.args)}
+    backends = {r.unserved["NIXL"] for r in RELEASES if "NIXL" in r.unserved}
+    assert rules - hit - BY_TRANSPORT - backends == set()
+
+
+def proven(cell: Cell, case: Case) -> bool:
+    """Whether this case of the real engine has all of the cell's flags."""
+    flags = {*case.prefill, *case.decode, *case.shared, *model_flags(case.pair)}
+    return set(cell.words) <= flags and case.backend == cell.backend
+
+
+@pytest.mark.parametrize("cell", [c for c in CELLS if c.word == "engine"], ids=lambda c: c.part)
+def test_what_ran_in_the_engine_is_a_case_there(cell: Cell) -> None:
+    assert cell.version == RELEASES[-1].version
+    assert any(proven(cell, case) for case in (*CASES_OF_THE_ENGINE,))
+
+
+CASES_OF_THE_ENGINE: list[Case] = [
+    case if isinstance(case, Case) else case.values[0] for case in (*CASES, *HOST_CASES)
+]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [c for c in CELLS if (c.version, c.backend) == (RELEASES[-1].version, "mooncake")],
+    ids=lambda c: c.part,
+)
+def test_the_plan_refuses_the_same(cell: Cell) -> None:
+    """With the installed SGLang's rules, the newest's where there is none."""
+    for server, reasons in zip(cell.servers(), cell.refused(), strict=True):
+        found = [text for text in own_refusals(server) if " is not supported" in text]
+        assert len(found) == len(reasons)
+        assert resolve(server.args, server.environ).enabled

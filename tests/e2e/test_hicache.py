@@ -1,0 +1,119 @@
+"""Prefixes that left the pool for the host come back with the drafter's KV.
+
+The pools are smaller than the prompts together, so that each prompt that comes again was evicted.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import requests
+
+from sglang_mixkv.demo import launch
+from sglang_mixkv.demo.launch import Launch
+from sglang_mixkv.demo.pair import Answer, accept_length, prompts
+from sglang_mixkv.demo.processes import Fleet
+from sglang_mixkv.demo.servers import Deployment, bring_up, disaggregated, silent
+
+from .conftest import (
+    DECODE_CACHE,
+    PAGES,
+    START_TIMEOUT,
+    TP1,
+    TP2,
+    Case,
+    Reference,
+    full,
+    record,
+)
+from .test_pairs import same
+
+pytestmark = START_TIMEOUT
+
+HOST = (
+    *PAGES, "--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-ratio", "4",
+    "--max-total-tokens", "640",
+)  # fmt: skip
+BY_PAGE = ("--hicache-mem-layout", "page_first_direct")
+# Decode keeps room for what a request may still generate.
+DECODE_HOST = (
+    *HOST, *DECODE_CACHE, "--max-total-tokens", "1024", "--num-reserved-decode-tokens", "256",
+    "--enable-metrics",
+)  # fmt: skip
+HOST_CASES = [
+    Case("P2-D1-host", (*TP2, *HOST), (*TP1, *PAGES)),
+    full("P1-D2-host", (*TP1, *HOST, *BY_PAGE), (*TP2, *PAGES)),
+    full("P2-D1-decode-host", (*TP2, *PAGES), (*TP1, *DECODE_HOST)),
+]
+WITHOUT_DRAFT = Path(__file__).with_name("without_draft_copies.py")
+COLLAPSED = 1.3
+
+
+def one_by_one(deployment: Deployment) -> list[Answer]:
+    return [deployment.ask(prompt) for prompt in prompts()]
+
+
+def loaded_back(server: Launch) -> float:
+    """Tokens of KV that this server has loaded from its host cache, by SGLang's own count."""
+    with requests.Session() as session:
+        session.trust_env = False
+        series = session.get(f"{server.url}/metrics", timeout=30).text
+    found = re.findall(r'^sglang[:_]load_back_tokens_total\{.*pool="kv".*\} (\S+)', series, re.M)
+    return sum(map(float, found))
+
+
+def all_from_the_host(answers: list[Answer]) -> bool:
+    return all(answer.host_tokens == answer.cached_tokens > 0 for answer in answers)
+
+
+@pytest.mark.parametrize("case", HOST_CASES, ids=lambda case: case.name)
+def test_a_pair_does_what_the_single_server_does(case: Case, reference: Reference) -> None:
+    expected = reference(case.pair, ()).fixed
+    with Fleet() as fleet:
+        deployment = disaggregated(fleet, case.pair, case.topology())
+        cold, before = one_by_one(deployment), deployment.draft_bytes()
+        again, after = one_by_one(deployment), deployment.draft_bytes()
+        loaded = loaded_back(deployment.servers[1]) if case.decode_caches else 0
+    record(case.name, cold, expected)
+    record(f"{case.name}, restored", again, expected)
+    same(cold, expected)
+    same(again, expected)
+    assert before is not None
+    assert after is not None
+    assert before.sent == before.needed
+    draft = after.since(before)
+    assert draft.sent == draft.needed > 0
+    assert loaded > 0 if case.decode_caches else all_from_the_host(again)
+    assert (draft.needed < before.needed / 2) == case.decode_caches
+
+
+def without_draft_copies(server: Launch) -> Launch:
+    """The same server, its SGLang without the drafter's part of the host cache."""
+    words = list(server.argv)
+    start = words.index("-m")
+    words[start : start + 2] = [str(WITHOUT_DRAFT)]
+    return replace(server, argv=tuple(words))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("copied", [True, False], ids=["stock", "without draft copies"])
+def test_a_single_server_and_its_control(copied: bool, reference: Reference) -> None:
+    """The control says that the small pair notices what this file asks."""
+    expected = reference("mla", ()).fixed
+    server = launch.server("server", "mla", HOST)
+    server = server if copied else without_draft_copies(server)
+    with Fleet() as fleet:
+        bring_up(fleet, [server], silent)
+        deployment = Deployment(fleet, server.url, fleet.folder("stats"), (server,))
+        cold, again = one_by_one(deployment), one_by_one(deployment)
+    record(f"single, host, draft copied: {copied}", again, expected)
+    same(cold, expected)
+    assert [a.tokens for a in again] == [a.tokens for a in expected]
+    assert all_from_the_host(again)
+    if copied:
+        same(again, expected)
+    else:
+        assert accept_length(again) < COLLAPSED
