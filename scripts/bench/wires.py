@@ -24,6 +24,7 @@ from sglang_mixkv.transport.mooncake import Engines, InFlight, Mooncake, SharedE
 from sglang_mixkv.transport.nixl import Memory, Nixl
 
 THREADS = "8"  # SGLang's, of a prefill rank's agent
+HOST = Memory("DRAM", 0)
 
 
 class Counted:
@@ -70,11 +71,12 @@ class MooncakeEngine(Counted):
 
 
 class NixlEngine(Counted):
-    """A NIXL agent as SGLang makes it."""
+    """A NIXL agent as SGLang makes it. `memory`: what is registered; `peer_device`: that of the
+    peers' memory, of the same kind."""
 
     most = 1 << 30
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory = HOST, peer_device: int = 0) -> None:
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
         super().__init__()
@@ -83,7 +85,8 @@ class NixlEngine(Counted):
         self.agent = nixl_agent(str(uuid.uuid4()), config)
         self.agent.create_backend("UCX", {"num_threads": THREADS})
         self.session = self.agent.name
-        self.transport = Nixl(self.agent, Memory("DRAM", 0), lambda _: 0)
+        self.memory, self.peer_device = memory, peer_device
+        self.transport = Nixl(self.agent, memory, lambda _: self.peer_device)
 
     @property
     def hello(self) -> bytes:
@@ -94,8 +97,9 @@ class NixlEngine(Counted):
         self.agent.add_remote_agent(hello)
 
     def batch_register(self, addresses: list[int], lengths: list[int]) -> int:
-        regions = [(a, n, 0, "") for a, n in zip(addresses, lengths, strict=True)]
-        self.agent.register_memory(regions, "DRAM")
+        device = self.memory.device
+        regions = [(a, n, device, "") for a, n in zip(addresses, lengths, strict=True)]
+        self.agent.register_memory(regions, self.memory.kind)
         return 0
 
     def batch_transfer_sync(
@@ -154,7 +158,7 @@ class TimedNixl(Nixl):
     """The product's transport, timed while writes are posted and while they are waited for."""
 
     def __init__(self, engine: NixlEngine) -> None:
-        super().__init__(engine.agent, Memory("DRAM", 0), lambda _: 0)
+        super().__init__(engine.agent, engine.memory, lambda _: engine.peer_device)
         self.engine = engine
 
     def write(self, session: str, blocks: Blocks, *, overlap: bool = False) -> Any:
