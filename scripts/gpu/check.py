@@ -34,7 +34,7 @@ from wheels import Wheels  # noqa: E402
 
 SAYS = "mixkv-gpu "
 TAIL = 3  # lines of a process that ended without a word
-MACHINE = "machine"
+MACHINE, MACHINE_S = "machine", 120.0
 
 
 # ---------------------------------------------------------------- in a part's own process
@@ -141,7 +141,7 @@ class Check:
         """See what the machine is, and choose the device."""
         asked = self._options.device
         try:
-            self.machine = self._ask(MACHINE, self._options.part_limit_s)
+            self.machine = self._ask(MACHINE, MACHINE_S)
         except Ended as why:
             self.machine = {"lacks": f"a usable Python environment: {why}", "gpus": 0}
         lacks = self.machine["lacks"]

@@ -5,8 +5,8 @@
     decode    the scatter's stream writes rows, late; CudaRows waits for it; then decode's stream
               reads
 
-Each runs with its wait and without. With it every byte is the new one. Without it old bytes must
-show: otherwise the first run would have shown nothing.
+Each runs with its wait and without. With it every byte has to be the new one. Without it some must
+not be: otherwise the first run would have shown nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 from parts import Found, Record, Wrong
 
 from sglang_mixkv.rows.cuda import CudaRows
-from sglang_mixkv.rows.host import Buffer, RowCopy
+from sglang_mixkv.rows.host import RowCopy
 
 ROWS, HEAD, HEADS = 4096, 256, 4  # bytes of a head; heads of a row in the pool
 OLD, NEW = 0x11, 0x77
 
 
 class Order:
-    """Both runs on one device. `plain`: what the drafter's and decode's streams read and write."""
+    """Both on one device: how many bytes are not the new ones."""
 
     def __init__(self, made: Any, device: str, number: int) -> None:
         self._streams, self._device, self._number = made, device, number
@@ -42,7 +42,7 @@ class Order:
             torch.cuda.synchronize()
 
     def pack(self, *, waits: bool) -> int:
-        """Old bytes in a pack buffer, of a pool that the drafter's forward writes."""
+        """Of a pack buffer, from a pool that the drafter's forward writes."""
         rows = CudaRows(self._number)
         pool, fresh = (self._memory(ROWS * HEADS * HEAD, value) for value in (OLD, NEW))
         packed = rows.allocate(ROWS * HEAD)
@@ -56,12 +56,12 @@ class Order:
         if waits:
             written.synchronize()
         rows.copy(what)
-        old = _old_bytes(rows, packed)
+        found = np.frombuffer(rows.read(packed, packed.size), np.uint8)
         drafter.synchronize()
-        return old
+        return int((found != NEW).sum())
 
     def scatter(self, *, waits: bool) -> int:
-        """Old bytes in decode's read of a pool, after a scatter into it."""
+        """Of what decode reads of a pool, after a scatter into it."""
         pool, region = self._memory(ROWS * HEADS * HEAD, OLD), self._memory(ROWS * HEAD, NEW)
         seen = self._memory(ROWS * HEADS * HEAD, 0)
         what = _copy(region.data_ptr(), pool.data_ptr() + HEAD, HEAD, HEADS * HEAD)
@@ -77,8 +77,8 @@ class Order:
         decode = self._streams.stream()
         decode.do(lambda: seen.copy_(pool))
         decode.synchronize()
-        old = int((seen.view(ROWS, HEADS, HEAD)[:, 1] == OLD).sum())
-        self._settle()
+        old = int((seen.view(ROWS, HEADS, HEAD)[:, 1] != NEW).sum())
+        self._settle()  # the scatter may still run
         return old
 
 
@@ -89,10 +89,6 @@ def _copy(src: int, dst: int, src_stride: int, dst_stride: int) -> RowCopy:
         one * src, one * dst, one * src_stride, one * dst_stride, one * HEAD, range(ROWS),
         range(ROWS),
     )  # fmt: skip
-
-
-def _old_bytes(rows: CudaRows, buffer: Buffer) -> int:
-    return int((np.frombuffer(rows.read(buffer, buffer.size), np.uint8) == OLD).sum())
 
 
 def run(options: argparse.Namespace) -> Found:
