@@ -8,12 +8,10 @@ results    one line each; JSON; tables
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +29,8 @@ sys.path[:0] = [place for place in PLACES if place not in sys.path]
 import options as command_line  # noqa: E402
 from parts import FAILED, LACKS, PARTS, PASSED, Lacks, Outcome, Part, Record, Unpassed  # noqa: E402
 from wheels import Wheels  # noqa: E402
+
+from sglang_mixkv.demo import leash  # noqa: E402
 
 SAYS = "mixkv-gpu "
 TAIL = 3  # lines of a process that ended without a word
@@ -96,19 +96,22 @@ class Ended(Exception):
     """A process that ended without its word, or did not end."""
 
 
-def in_a_process(argv: list[str], env: dict[str, str], limit_s: float) -> Any:
-    """What a process of this script says with these arguments. All that it started ends too."""
-    with tempfile.TemporaryFile("w+") as out:
+def in_a_process(argv: list[str], env: dict[str, str], folder: Path, limit_s: float) -> Any:
+    """What a process of this script says with these arguments. All that it started ends too; where
+    this process is killed, so does it, and the folder is removed."""
+    tied = [sys.executable, leash.__file__, str(os.getpid()), str(folder)]
+    with tempfile.TemporaryFile("w+", dir=folder) as out:
         child = subprocess.Popen(
-            [sys.executable, sys.argv[0], *argv], env=env, stdin=subprocess.DEVNULL, stdout=out,
-            stderr=subprocess.STDOUT, start_new_session=True,
+            [*tied, sys.executable, sys.argv[0], *argv], env=env, stdin=subprocess.DEVNULL,
+            stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
             child.wait(limit_s)
         except subprocess.TimeoutExpired:
             raise Ended(f"did not end within {limit_s:.0f} s") from None
         finally:
-            _end(child)
+            child.terminate()
+            child.wait()
             out.seek(0)
             lines = out.read().splitlines()
     said = [line.removeprefix(SAYS) for line in lines if line.startswith(SAYS)]
@@ -121,18 +124,14 @@ def in_a_process(argv: list[str], env: dict[str, str], limit_s: float) -> Any:
     raise Ended(f"its process ended with status {child.returncode}: {last}")
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
-    """The process and those of its session."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
-
-
 class Check:
     """The parts that were asked for, one after the other."""
 
-    def __init__(self, argv: list[str], options: argparse.Namespace, wheels: Wheels) -> None:
-        self._argv, self._options, self._wheels = argv, options, wheels
+    def __init__(self, argv: list[str], options: argparse.Namespace, folder: Path) -> None:
+        """`folder`: for its temporary files."""
+        self._argv, self._options, self._folder = argv, options, folder
+        (site := folder / "site").mkdir()
+        self._wheels = Wheels(options.wheels, site)
         self._deadline = time.monotonic() + options.limit_s
         self.machine: Record = {}
         self.outcomes: list[Outcome] = []
@@ -146,22 +145,23 @@ class Check:
             self.machine = {"lacks": f"a usable Python environment: {why}", "gpus": 0}
         lacks = self.machine["lacks"]
         if asked == "cuda" and lacks:
-            raise SystemExit(f"--device cuda: {lacks}")
+            command_line.parser().error(f"--device cuda: {lacks}")
         device = "cpu" if lacks or asked == "cpu" else "cuda"
         command_line.settle(self._options, device, self.machine["gpus"])
         most = max(self._options.gpu, self._options.peer_gpu)
         if device == "cuda" and most >= self.machine["gpus"]:
-            raise SystemExit(f"there is no GPU {most} here: {self.machine['gpus']} in all, from 0")
+            count = self.machine["gpus"]
+            command_line.parser().error(f"there is no GPU {most} here, but {count} from 0 on")
 
     def _ask(self, name: str, limit_s: float) -> Any:
         options = self._options
         chosen = ["--seed", str(options.seed), "--device", options.device, "--here", name]
         if options.peer_gpu is not None:
             chosen += ["--peer-gpu", str(options.peer_gpu)]
-        return in_a_process([*self._argv, *chosen], self._environment(), limit_s)
+        return in_a_process([*self._argv, *chosen], self._environment(), self._folder, limit_s)
 
     def _environment(self) -> dict[str, str]:
-        env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+        env = {"SGLANG_MIXKV_LEASH_GRACE_S": "5", **os.environ, "PYTHONUNBUFFERED": "1"}
         before = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *self._wheels.paths, *before])
         env.pop("TRITON_INTERPRET", None)
@@ -229,18 +229,26 @@ def line(outcome: Outcome) -> str:
     return f"{name}  {outcome.verdict:<6}  {outcome.seconds:6.1f} s  {outcome.says}"
 
 
-def check(argv: list[str], options: argparse.Namespace, wheels: Wheels) -> int:
-    """All parts, and the files: the exit status."""
-    made = Check(argv, options, wheels)
+def write(options: argparse.Namespace, result: Record) -> None:
+    """The files that were asked for."""
+    for path in filter(None, (options.json, options.table)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(result, indent=1) + "\n")
+    if options.table:
+        options.table.write_text(markdown(result))
+
+
+def check(argv: list[str], options: argparse.Namespace, folder: Path) -> int:
+    """All parts: the exit status. The files are written after each, for a run that is cut short."""
+    made = Check(argv, options, folder)
     made.look()
-    print(heading(made.result()), *wheels.notes, sep="\n", flush=True)
+    result = made.result()
+    print(heading(result), *result["notes"], sep="\n", flush=True)
+    write(options, result)
     for part in PARTS:
         if options.only is None or part.name in options.only:
             print(line(made.run(part)), flush=True)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(made.result(), indent=1) + "\n")
-    if options.table:
-        options.table.write_text(markdown(made.result()))
+            write(options, made.result())
     bad = {FAILED, LACKS} if options.strict else {FAILED}
     return int(any(outcome.verdict in bad for outcome in made.outcomes))
 
@@ -256,8 +264,8 @@ def main(argv: list[str] | None = None) -> int:
         (part,) = (part for part in PARTS if part.name == options.here)
         say(asdict(run_here(part, options)))
         return 0
-    with tempfile.TemporaryDirectory(prefix="mixkv-gpu-") as into:
-        return check(argv, options, Wheels(options.wheels, Path(into)))
+    with tempfile.TemporaryDirectory(prefix="mixkv-gpu-") as folder:
+        return check(argv, options, Path(folder))
 
 
 if __name__ == "__main__":

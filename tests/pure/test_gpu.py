@@ -120,17 +120,26 @@ def test_a_bare_machine_is_told_what_it_lacks(changed: Any) -> None:
 
 DEAD = """
 import os, time, types
+from parts import Found
+here = lambda _: Found(__import__("mixkv_probe").SAYS)
+sys.modules["part_memory"] = types.SimpleNamespace(run=here)
 sys.modules["part_kernels"] = types.SimpleNamespace(run=lambda _: time.sleep(600))
 sys.modules["part_order"] = types.SimpleNamespace(run=lambda _: os._exit(3))
 """
 
 
-def test_a_part_that_ends_badly_or_not_at_all_leaves_the_others(changed: Any) -> None:
-    status, found = changed(DEAD, "--part-limit-s", 6, "--only", "kernels,order,bandwidth")
+def test_a_part_that_does_not_end_is_ended(changed: Any) -> None:
+    status, found = changed(DEAD, "--part-limit-s", 2, "--only", "kernels")
+    assert (status, found) == (1, {"kernels": ("failed", "did not end within 2 s")})
+
+
+def test_a_part_that_ends_badly_leaves_the_others(changed: Any, tmp_path: Path) -> None:
+    """Those see what --wheels brings."""
+    (tmp_path / "mixkv_probe.py").write_text("SAYS = 'from the folder'\n")
+    status, found = changed(DEAD, "--wheels", tmp_path, "--only", "order,memory")
     assert status == 1
-    assert found["kernels"] == ("failed", "did not end within 6 s")
+    assert found["memory"] == ("passed", "from the folder")
     assert found["order"] == ("failed", "its process ended with status 3: ")
-    assert found["bandwidth"][0] == "lacks"
 
 
 # ---------------------------------------------------------------- in this process
