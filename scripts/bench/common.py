@@ -31,7 +31,10 @@ MOONCAKE_ENV = {
     "GLOG_minloglevel": "2",
     "OMP_NUM_THREADS": "1",
 }
-PACKAGES = ("numpy", "torch", "triton", "sglang", "mooncake-transfer-engine-non-cuda", "nixl")
+PACKAGES = (
+    "numpy", "torch", "triton", "sglang", "mooncake-transfer-engine",
+    "mooncake-transfer-engine-non-cuda", "nixl", "flashinfer-python",
+)  # fmt: skip
 
 
 def options(description: str) -> argparse.ArgumentParser:

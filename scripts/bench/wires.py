@@ -23,6 +23,8 @@ from sglang_mixkv.transport import mooncake, nixl
 from sglang_mixkv.transport.mooncake import Engines, InFlight, Mooncake, SharedEngine
 from sglang_mixkv.transport.nixl import Memory, Nixl
 
+HOST = Memory("DRAM", 0)
+
 
 class Counted:
     """An engine that counts."""
@@ -68,12 +70,13 @@ class MooncakeEngine(Counted):
 
 
 class NixlEngine(Counted):
-    """A NIXL agent as SGLang makes it for a prefill rank."""
+    """A NIXL agent as SGLang makes it for a prefill rank. `memory`: what is registered;
+    `peer_device`: that of the peers' memory, of the same kind."""
 
     most = 1 << 30
     threads = 8
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory = HOST, peer_device: int = 0) -> None:
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
         super().__init__()
@@ -83,7 +86,8 @@ class NixlEngine(Counted):
         of_backend = {"num_threads": str(self.threads)} if self.threads else {}
         self.agent.create_backend("UCX", of_backend)
         self.session = self.agent.name
-        self.transport = Nixl(self.agent, Memory("DRAM", 0), lambda _: 0)
+        self.memory, self.peer_device = memory, peer_device
+        self.transport = Nixl(self.agent, memory, lambda _: self.peer_device)
 
     @property
     def hello(self) -> bytes:
@@ -94,8 +98,9 @@ class NixlEngine(Counted):
         self.agent.add_remote_agent(hello)
 
     def batch_register(self, addresses: list[int], lengths: list[int]) -> int:
-        regions = [(a, n, 0, "") for a, n in zip(addresses, lengths, strict=True)]
-        self.agent.register_memory(regions, "DRAM")
+        device = self.memory.device
+        regions = [(a, n, device, "") for a, n in zip(addresses, lengths, strict=True)]
+        self.agent.register_memory(regions, self.memory.kind)
         return 0
 
     def batch_transfer_sync(
@@ -160,7 +165,7 @@ class TimedNixl(Nixl):
     """The product's transport, timed while writes are posted and while they are waited for."""
 
     def __init__(self, engine: NixlEngine) -> None:
-        super().__init__(engine.agent, Memory("DRAM", 0), lambda _: 0)
+        super().__init__(engine.agent, engine.memory, lambda _: engine.peer_device)
         self.engine = engine
 
     def write(self, session: str, blocks: Blocks, *, overlap: bool = False) -> Any:

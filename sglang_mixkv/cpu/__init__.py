@@ -41,6 +41,15 @@ a DP-attention decode server (``sglang::reg_all_to_all_single``, taken when ever
 many rows) is an operator that SGLang registers for CUDA only."""
 
 
+LOOPBACK_ENV = {
+    "SGLANG_HOST_IP": "127.0.0.1",
+    "MOONCAKE_PROTOCOL": "tcp",
+    "MC_FORCE_TCP": "1",
+    "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+}
+"""For servers on one host without RDMA, whatever their engine."""
+
+
 def launch_env(num_ranks: int = 1) -> dict[str, str]:
     """What to put on top of the environment of a server with that many scheduler processes."""
     env = {
@@ -48,10 +57,7 @@ def launch_env(num_ranks: int = 1) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         # PyNccl would load a libnccl that it finds, and ask it for a CUDA device.
         "SGLANG_NCCL_SO_PATH": "/nonexistent",
-        "SGLANG_HOST_IP": "127.0.0.1",
-        "MOONCAKE_PROTOCOL": "tcp",
-        "MC_FORCE_TCP": "1",
-        "MC_TCP_ENABLE_CONNECTION_POOL": "1",
+        **LOOPBACK_ENV,
         "PYTHONPATH": _with_site(os.environ.get("PYTHONPATH", "")),
     }
     if num_ranks > 1:

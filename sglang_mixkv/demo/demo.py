@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console
 
 from sglang_mixkv.demo import report
-from sglang_mixkv.demo.launch import Topology
+from sglang_mixkv.demo.launch import DEVICES, Topology
 from sglang_mixkv.demo.pair import (
     DRAFTERS,
     PAIRS,
@@ -75,6 +75,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="which drafter (default eagle3, the only one of the gqa target)")  # fmt: skip
     add("--backend", choices=BACKENDS, default=BACKENDS[0],
         help="SGLang's transfer backend (default mooncake)")  # fmt: skip
+    add("--device", choices=DEVICES, default=DEVICES[0],
+        help="where the servers run (default cpu); on cuda --base-gpu-id in --decode chooses "
+        "its GPUs")  # fmt: skip
     add("--mixkv-args", type=_flags, default=(), metavar="FLAGS",
         help="further flags of the plugin, for both sides of the mixkv run")  # fmt: skip
     add("--repeat", type=int, default=1, metavar="N", choices=range(1, 10),
@@ -97,9 +100,12 @@ def _builder(name: str, options: argparse.Namespace) -> Builder:
     """How to start the servers of one run."""
     pair = pair_name(options.pair, options.drafter)
     if name == "single":
-        return lambda fleet, progress: single(fleet, pair, (), progress)
+        return lambda fleet, progress: single(fleet, pair, (), progress, options.device)
     plugin = (*ENABLE, *options.mixkv_args) if name == "mixkv" else ()
-    topology = Topology(options.prefill, options.decode, plugin, plugin, backend=options.backend)
+    topology = Topology(
+        options.prefill, options.decode, plugin, plugin, backend=options.backend,
+        device=options.device,
+    )  # fmt: skip
     return lambda fleet, progress: disaggregated(fleet, pair, topology, progress)
 
 
@@ -184,7 +190,7 @@ class Demo:
 
     def _context(self) -> dict[str, object]:
         """What the figures were measured on, and what they leave out."""
-        names = ("prefill", "decode", "backend", "mixkv_args", "pair", "drafter")
+        names = ("prefill", "decode", "backend", "device", "mixkv_args", "pair", "drafter")
         packages = (
             "sglang", "sglang-mixkv", "sglang-router", "mooncake-transfer-engine-non-cuda", "nixl",
         )  # fmt: skip

@@ -14,6 +14,20 @@ from sglang_mixkv.demo.pair import model_flags
 from sglang_mixkv.demo.ports import free_port
 
 HOST = "127.0.0.1"
+DEVICES = ("cpu", "cuda")
+
+CUDA_FLAGS: tuple[str, ...] = (
+    *("--device", "cuda"),
+    *("--attention-backend", "triton"),
+    "--cuda-graph-backend-decode=disabled",
+    "--cuda-graph-backend-prefill=disabled",
+    "--skip-server-warmup",
+    *("--max-total-tokens", "8192"),
+    *("--mem-fraction-static", "0.5"),
+    *("--dtype", "bfloat16"),
+)
+"""Flags of every server on GPUs. The small pair has heads that only Triton's attention takes, and
+several servers may share a GPU."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +36,8 @@ class Topology:
 
     ``mixkv_*``: the plugin's own flags of that side; empty for a stock server.
     ``speculative``: False leaves the drafter out on both sides. ``backend``: SGLang's transfer
-    backend. ``spawn``: ranks start as on GPUs (cpu.SPAWN_ENV).
+    backend. ``device``: of both sides, one of DEVICES. ``spawn``: ranks start as on GPUs
+    (cpu.SPAWN_ENV).
     """
 
     prefill: tuple[str, ...] = ("--tp", "2")
@@ -31,6 +46,7 @@ class Topology:
     mixkv_decode: tuple[str, ...] = ()
     speculative: bool = True
     backend: str = "mooncake"
+    device: str = "cpu"
     spawn: bool = False
 
 
@@ -85,14 +101,17 @@ def server(
     flags: Sequence[str],
     extra_env: Mapping[str, str] | None = None,
     speculative: bool = True,
+    device: str = "cpu",
 ) -> Launch:
-    """A ``sglang.launch_server`` on the CPU engine with the models of a pair."""
+    """A ``sglang.launch_server`` with the models of a pair, on the CPU engine or on GPUs."""
     port = free_port()
     address = ("--host", HOST, "--port", str(port))
     models = model_flags(pair, speculative)
     command = (sys.executable, "-m", "sglang.launch_server", *address, *models)
-    env = {**local_env(), **cpu.launch_env(ranks(flags)), **(extra_env or {})}
-    return Launch(name, (*command, *cpu.LAUNCH_FLAGS, *_idle_flags(flags), *flags), env, port)
+    engine_env = cpu.LOOPBACK_ENV if device == "cuda" else cpu.launch_env(ranks(flags))
+    engine_flags = CUDA_FLAGS if device == "cuda" else cpu.LAUNCH_FLAGS
+    env = {**local_env(), **engine_env, **(extra_env or {})}
+    return Launch(name, (*command, *engine_flags, *_idle_flags(flags), *flags), env, port)
 
 
 def _disaggregation(mode: str, backend: str, bootstrap_port: int) -> tuple[str, ...]:
@@ -109,12 +128,16 @@ def prefill_and_decode(pair: str, topology: Topology, stats: str) -> tuple[Launc
     ``stats``: the folder into which opted-in servers count their bytes.
     """
     bootstrap, env = free_port(), {STATS_DIR_ENV: stats, cpu.SPAWN_ENV: str(int(topology.spawn))}
-    backend = topology.backend
-    prefill_flags = (*_disaggregation("prefill", backend, bootstrap), *topology.prefill)
-    decode_flags = (*_disaggregation("decode", backend, bootstrap), *topology.decode)
+    backend, device = topology.backend, topology.device
+    prefill_flags = (
+        *_disaggregation("prefill", backend, bootstrap), *topology.prefill, *topology.mixkv_prefill,
+    )  # fmt: skip
+    decode_flags = (
+        *_disaggregation("decode", backend, bootstrap), *topology.decode, *topology.mixkv_decode,
+    )  # fmt: skip
     speculative = topology.speculative
-    prefill = server("prefill", pair, (*prefill_flags, *topology.mixkv_prefill), env, speculative)
-    decode = server("decode", pair, (*decode_flags, *topology.mixkv_decode), env, speculative)
+    prefill = server("prefill", pair, prefill_flags, env, speculative, device)
+    decode = server("decode", pair, decode_flags, env, speculative, device)
     return prefill, decode, bootstrap
 
 

@@ -187,10 +187,14 @@ def bring_up(fleet: Fleet, servers: Sequence[Launch], tell: Progress) -> None:
 
 
 def single(
-    fleet: Fleet, pair: str, flags: Sequence[str] = (), progress: Progress = silent
+    fleet: Fleet,
+    pair: str,
+    flags: Sequence[str] = (),
+    progress: Progress = silent,
+    device: str = "cpu",
 ) -> Deployment:
     """One server that does prefill and decode: the reference."""
-    server = launch.server("server", pair, flags)
+    server = launch.server("server", pair, flags, device=device)
     stats = fleet.folder("stats")
     bring_up(fleet, [server], progress)
     return Deployment(fleet, server.url, stats, (server,))

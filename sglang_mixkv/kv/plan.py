@@ -16,13 +16,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_mixkv.errors import MixKVError, refuse
-from sglang_mixkv.kv.layout import Shard
 from sglang_mixkv.kv.pages import window_start
+
+if TYPE_CHECKING:  # rows/ and transport/ then need numpy alone, as on a machine with little else
+    from sglang_mixkv.kv.layout import Shard
 
 Ints = npt.NDArray[np.int64]
 

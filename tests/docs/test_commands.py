@@ -66,6 +66,8 @@ TABLE: dict[str, str] = {
         "tests/e2e/test_launch.py::test_bench_against_a_running_deployment",
     r"bash scripts/fuzz/run\.sh FOLDER":
         "tests/docs/test_commands.py::test_a_long_script_runs",
+    r"bash scripts/gpu\.sh --table gpu\.md":
+        "tests/pure/test_gpu.py::test_each_part_goes_as_far_as_it_can_without_a_gpu",
     r"bash scripts/faults/run\.sh": "tests/protocol/test_faults.py::test_fault",
     r"bash scripts/faults/run\.sh --soak": "tests/protocol/test_soak.py::test_soak",
     r"python scripts/upstream\.py":

@@ -1,7 +1,7 @@
 """Launch lines in the documents that need a cluster: SGLang's own parsers take them.
 
-The lines of README.md, those that docs/operate.md shows as printed, and one for each row of its
-table of topologies, made by the launch scripts.
+The lines of README.md, those that docs/operate.md shows as printed, one for each row of its table
+of topologies, made by the launch scripts, and those of the demo.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import subprocess
 
 import pytest
 from docs.pages import ROOT, bash, blocks, words
+
+from sglang_mixkv.cpu import CPU_ENGINE_ENV
+from sglang_mixkv.demo.launch import DEVICES, Topology, prefill_and_decode
 
 OPERATE = ROOT / "docs" / "operate.md"
 READER = {"TARGET": "/models/target", "DRAFT": "/models/drafter",
@@ -69,6 +72,22 @@ def test_sglang_accepts_the_line(line: str) -> None:
     )
     assert config_of(server_args).enabled is ("--enable-mixkv" in line)
     assert server_args.disaggregation_mode in ("prefill", "decode")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sglang_accepts_what_the_demo_starts(device: str) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    ServerArgs.add_cli_args(parser)
+    plugin = ("--enable-mixkv",)
+    topology = Topology(mixkv_prefill=plugin, mixkv_decode=plugin, device=device)
+    *servers, _ = prefill_and_decode("mla", topology, "")
+    for server in servers:
+        server_args = ServerArgs.from_cli_args(parser.parse_args(list(server.argv[3:])))
+        assert server_args.device == device
+        assert server_args.disaggregation_mode == server.name
+        assert (CPU_ENGINE_ENV in server.env) is (device == "cpu")
 
 
 def test_sglang_refuses_a_wrong_flag() -> None:

@@ -3,7 +3,6 @@ compiles it for Hopper, its streams against a model of them."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import subprocess
@@ -15,14 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rig.scene import CANARY, ints, noise
+from rig.scene import ints, noise
 from test_rows import RowCase
 
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.rows.host import HostRows, RowCopy, numbers
+from sglang_mixkv.rows.host import RowCopy, numbers
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: the kernel is not tested")
 torch = pytest.importorskip("torch")
+from rig.streams import Streams  # noqa: E402
+
 from sglang_mixkv.rows import cuda  # noqa: E402
 
 # ---------------------------------------------------------------- bytes, in the interpreter
@@ -181,55 +182,10 @@ def test_no_copy_compiles_what_the_first_of_its_word_has_not(
 # ---------------------------------------------------------------- streams
 
 
-class Streams:
-    """torch.cuda's streams, none in a hurry: work is done when its own stream is waited for."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.now: Any = self  # the caller's
-        self.work: list[tuple[Any, Any]] = []
-        self.waited: list[Any] = []
-        patch.setattr(torch.cuda, "Stream", lambda _: Stream(self))
-        patch.setattr(torch.cuda, "stream", self.on)
-        patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-        patch.setattr(torch, "zeros", self.zeros)
-        patch.setattr(cuda, "launch", self.launch)
-
-    @contextlib.contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        before, self.now = self.now, stream
-        try:
-            yield
-        finally:
-            self.now = before
-
-    def zeros(self, size: int, **_: Any) -> Any:
-        memory = torch.full((size,), CANARY, dtype=torch.uint8)
-        self.work.append((self.now, memory.zero_))
-        return memory
-
-    def launch(self, what: RowCopy, _: Any) -> None:
-        self.work.append((self.now, lambda: HostRows().copy(what)))
-
-    def finish(self, stream: Any = None) -> None:
-        """Do the work of one stream, or what is left on all."""
-        due = [entry for entry in self.work if stream in (None, entry[0])]
-        self.work = [entry for entry in self.work if entry not in due]
-        for _, do in due:
-            do()
-
-
-class Stream:
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-
-    def synchronize(self) -> None:
-        self._streams.waited.append(self)
-        self._streams.finish(self)
-
-
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    return Streams(monkeypatch)
+def streams() -> Iterator[Streams]:
+    with Streams() as made:
+        yield made
 
 
 def test_memory_is_not_cleared_once_it_can_be_written(streams: Streams) -> None:
