@@ -110,7 +110,9 @@ def serves(patches: list[Path]) -> bool:
     """Whether the ring is right with the plugin on an engine that has all the patches."""
     with tempfile.TemporaryDirectory() as folder:
         copy = apply_all(patches, Path(folder))
-        done = copy.python("-m", "pytest", "-q", "-p", "no:cacheprovider", RING, "-k", "patched")
+        done = copy.python(
+            "-m", "pytest", "-q", "--timeout=1800", "-p", "no:cacheprovider", RING, "-k", "patched"
+        )
         passed = re.search(r"\d+ passed", done.stdout)
         right = done.returncode == 0 and passed is not None and "skipped" not in done.stdout
         print(f"the ring, with the plugin and all patches: {'right' if right else done.stdout}")

@@ -45,7 +45,7 @@ def test_they_apply() -> None:
 
 @against_this_release
 @pytest.mark.full
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_each_mends_what_its_test_shows() -> None:
     script()
 
