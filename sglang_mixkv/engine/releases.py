@@ -21,7 +21,7 @@ from sglang_mixkv.protocol.facts import BLOCK_ALGORITHMS
 from sglang_mixkv.protocol.framing import Framing
 from sglang_mixkv.protocol.messages import MetadataPositions
 from sglang_mixkv.protocol.registration import Positions
-from sglang_mixkv.refusals import ARGUMENT_RULES, Rule
+from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, has_dcp
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,11 @@ NOT_ON_0_5_22: dict[str, Rule] = {
         "--speculative-algorithm DFLASH or DSPARK with SGLang 0.5.22",
         lambda a: (a.speculative_algorithm or "").upper() in BLOCK_ALGORITHMS,
         "how far their windows reach is known of SGLang 0.5.23 alone; use that on both sides",
+    ),
+    "`--dcp-size` above 1 with a drafter": (
+        "--dcp-size above 1 with a drafter with SGLang 0.5.22",
+        has_dcp,
+        "how it deals out tokens is known of SGLang 0.5.23 alone; use that on both sides",
     ),
 }
 
