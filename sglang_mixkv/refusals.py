@@ -35,6 +35,11 @@ def _with_drafter(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, False)) and has_drafter(args)
 
 
+def has_dcp(args: Any) -> bool:
+    """Whether it has a drafter beside decode context parallelism."""
+    return (getattr(args, "dcp_size", 1) or 1) > 1 and has_drafter(args)
+
+
 # What it is called on the command line, when it applies, what to do instead.
 SINGLE_SERVER: Rule = (
     "--disaggregation-mode null",
@@ -132,9 +137,9 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         "or none; drop the flag",
     ),
     (
-        "--dcp-size above 1 with a drafter",
-        lambda a: (getattr(a, "dcp_size", 1) or 1) > 1 and has_drafter(a),
-        "use --dcp-size 1, or equal attention-TP sizes without --enable-mixkv",
+        "--dcp-size above 1 with a drafter over NIXL",
+        lambda a: has_dcp(a) and a.disaggregation_transfer_backend == "nixl",
+        "use --disaggregation-transfer-backend mooncake, or --dcp-size 1",
     ),
     (
         "attention context parallelism (--attn-cp-size above 1) with a drafter",

@@ -42,7 +42,8 @@ FAMILIES = (
         "sglang:mixkv_needed_bytes_total",
         "counter",
         "KV bytes that a decode rank's completed requests needed, by its own pool. The sum over "
-        "all decode ranks is the sum of sent bytes over all prefill ranks, but for failures.",
+        "all decode ranks is the sum of sent bytes over all prefill ranks, but for failures, and "
+        "with DCP the ends of last pages.",
         {"target": "target_bytes_needed", "draft": "draft_bytes_needed"},
         "component",
         (DECODE,),

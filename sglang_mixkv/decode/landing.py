@@ -164,34 +164,35 @@ class Landing:
     ) -> dict[Sender, Grant]:  # fmt: skip
         """Decide how this room's slices come: what senders have to be told, if anything.
 
-        `draft`: by window, at least one; `pages`: all pages of the request. `knows_extents`: the
-        senders can write extents other than pages.
+        `draft`: by window, at least one; `pages`: all pages of the request, as SGLang numbers
+        them. `knows_extents`: the senders can write extents other than pages.
         """
-        reached = [(slices, pages[slices.first_page(len(pages)) :]) for slices in draft]
-        start = self._region(reached)
+        drafted = draft[0].shard.numbered(pages)
+        skips = [slices.first_page(len(drafted)) for slices in draft]
+        reached = [(slices, drafted[skip:]) for slices, skip in zip(draft, skips, strict=True)]
+        start, skip = self._region(reached), min(skips)
         try:
-            return self._granted(room, target, pages, reached, start, known=knows_extents)
+            return self._granted(room, target, pages, reached, skip, start, known=knows_extents)
         except Exception:
             if start is not None:  # no sender has heard of it
                 self._regions.free(start)
             raise
 
     def _granted(
-        self, room: int, target: Slices, pages: Ints, draft: Parts, start: int | None, *,
-        known: bool,
+        self, room: int, target: Slices, pages: Ints, draft: Parts, skip: int,
+        start: int | None, *, known: bool,
     ) -> dict[Sender, Grant]:  # fmt: skip
-        """With the region that starts there, or without one."""
+        """With the region that starts there, or none. `skip`: pages before all of `draft`."""
         in_pool = [(target, pages), *(draft if start is None else ())]
         parts = [(slices, where) for slices, where in in_pool if slices.are_parts and len(where)]
         extent = self._extent(parts, known)
-        skip = min(slices.first_page(len(pages)) for slices, _ in draft)
         by_page, told = extent is not None, {}
         if by_page:
             plain = Grant(0, 0, skip, True, extent or 0)
             told = dict.fromkeys((*target.senders, *draft[0][0].senders), plain)
         areas: dict[Sender, list[Area]] = {}
         if start is not None:
-            tokens = (len(pages) - skip) * target.shard.page_size
+            tokens = max(len(p) * slices.shard.page_size for slices, p in draft)
             areas = _areas(draft, self.span[0] + start)
             for sender, (first, *_) in areas.items():
                 told[sender] = Grant(first.address, tokens, skip, by_page, extent or 0)

@@ -27,7 +27,7 @@ class Slices:
 
     def first_page(self, pages: int) -> int:
         """The first that comes of a request's pages, so many."""
-        return window_start(pages, self.shard.page_size, self.window)
+        return window_start(pages, self.shard.page_size, self.window, self.shard.parts)
 
     @property
     def by_window(self) -> tuple[Slices, ...]:

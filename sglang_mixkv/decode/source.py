@@ -13,7 +13,7 @@ from types import MappingProxyType
 from sglang_mixkv.decode.slices import Slices
 from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.layout import Caches, Kind, Shard, Spread
-from sglang_mixkv.kv.routes import Route, Topology, required_responses, routes
+from sglang_mixkv.kv.routes import Route, Topology, check_dcp, required_responses, routes
 from sglang_mixkv.protocol.extension import Extension, notice_of
 from sglang_mixkv.protocol.facts import Facts
 
@@ -117,9 +117,10 @@ class Source:
 
     def needed_bytes(self, local: Local, pages: int) -> tuple[int, int]:
         """What a request of so many pages needs of it, target and draft, in bytes."""
+        parts = [pages * slices.shard.parts for slices in self.draft]
         draft = sum(
-            (pages - slices.first_page(pages)) * sum(slices.shard.component.item_lens)
-            for slices in self.draft
+            (count - slices.first_page(count)) * sum(slices.shard.component.item_lens)
+            for slices, count in zip(self.draft, parts, strict=True)
         )
         return pages * sum(local.caches.target.component.item_lens), draft
 
@@ -157,6 +158,9 @@ def source_of(
     draft = None if cold else caches.draft
     stages = (local.pp_rank,) if sizes.pp == local.pp_size else tuple(range(sizes.pp))
     sizes.check(with_draft=local.has_draft)
+    if local.has_draft:
+        spread = caches.target.component.spread
+        check_dcp((sizes.attn_tp, facts.dcp), (local.tp, local.dcp_size), spread)
     table = routes(
         Topology(
             prefill_tp=sizes.attn_tp,
@@ -182,12 +186,15 @@ def source_of(
         senders=frozenset(n for n, route in numbered.items() if not route.is_dummy),
         kv_senders=MappingProxyType(kv),
         target=_slices(caches.target, caches.target_ptrs, table, sizes.attn_tp, draft=False),
-        draft=_slices(draft, caches.draft_ptrs, table, sizes.attn_tp, draft=True).by_window
+        draft=_slices(
+            draft.split(local.dcp_size // facts.dcp), caches.draft_ptrs, table, sizes.attn_tp,
+            draft=True,
+        ).by_window
         if draft
         else (),
         required=required_responses(table),
         knows_extents=facts.extents,
-    )
+    )  # fmt: skip
 
 
 def _slices(

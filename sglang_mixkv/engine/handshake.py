@@ -11,7 +11,7 @@ from typing import Any
 
 import requests
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_parallel, get_spec
 
 from sglang_mixkv import __version__
 from sglang_mixkv.engine.kv_args import windows_of
@@ -48,6 +48,7 @@ def local_facts(kv_args: Any, caches: Caches, backend: str) -> Facts:
         draft_aux=draft_aux(),
         extents=True,
         backend=backend,
+        dcp=get_parallel().attn_dcp_size or 1,
     )
 
 

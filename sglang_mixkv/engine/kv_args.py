@@ -22,7 +22,7 @@ from typing import Any
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.utils import is_mla_backend
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.runtime_context import get_server_args, get_spec
+from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
 
 from sglang_mixkv.engine.draft_window import draft_windows
 from sglang_mixkv.errors import refuse
@@ -51,6 +51,7 @@ def describe(kv_args: Any, target_pool: Any, draft_pool: Any | None) -> None:
             "Use DeepSeek-V4's own NextN drafter, or start both sides without --enable-mixkv",
         )
     draft_pool = getattr(draft_pool, "full_kv_pool", draft_pool)
+    _check_dcp(kv_args, target_pool, draft_pool)
     spec = get_spec()
     config = ModelConfig.from_server_args(
         get_server_args(),
@@ -113,6 +114,31 @@ def _check_is_sent_whole(kv_args: Any, pool: Any) -> None:
         )
 
 
+def _check_dcp(kv_args: Any, target_pool: Any, draft_pool: Any) -> None:
+    """Refuse what is not known beside decode context parallelism."""
+    dcp = get_parallel().attn_dcp_size or 1
+    if dcp == 1:
+        return
+    kinds = sorted({str(kind.value) for kind in kv_args.state_types} - {"mamba"})
+    if kinds:
+        raise refuse(
+            "MIXKV-START-05",
+            "an MLA target without other state than linear attention's, with --dcp-size above 1",
+            f"state {kinds}",
+            "it could land in other pages",
+            "Use --dcp-size 1",
+        )
+    if draft_pool.page_size != target_pool.page_size * dcp:
+        raise refuse(
+            "MIXKV-START-05",
+            f"a drafter with pages of {target_pool.page_size * dcp} tokens, the target's times "
+            f"--dcp-size {dcp}",
+            f"pages of {draft_pool.page_size}",
+            "its rows would be cut at wrong offsets",
+            "Use --dcp-size 1",
+        )
+
+
 def _check_layout(name: str, pool: Any) -> None:
     layout = getattr(pool, "kv_cache_layout", None)
     if layout != "nhd" or not hasattr(pool, "head_num"):
@@ -165,9 +191,12 @@ def windows_of(kv_args: Any) -> tuple[int, ...]:
     return getattr(kv_args, "draft_windows", ()) or (one,) * kv_args.num_draft_entries
 
 
-def caches(kv_args: Any, is_mla: bool, attn_tp: int, windows: tuple[int, ...] = ()) -> Caches:
-    """This rank's geometry; `windows`: of the drafter's entries. Raises MixKVError where entries do
-    not split into heads."""
+def caches(
+    kv_args: Any, is_mla: bool, attn_tp: int, windows: tuple[int, ...] = (), dcp: int = 1
+) -> Caches:
+    """This rank's geometry; `windows`: of the drafter's entries; `dcp`: decode context parallelism,
+    of which the drafter has no part: its pages are so many times as large as the target's. Raises
+    MixKVError where entries do not split into heads."""
     split_draft(kv_args)
     rank = kv_args.engine_rank % attn_tp
     first = len(kv_args.kv_data_ptrs) - kv_args.num_draft_entries
@@ -192,7 +221,7 @@ def caches(kv_args: Any, is_mla: bool, attn_tp: int, windows: tuple[int, ...] = 
             tuple(kv_args.draft_kv_data_lens),
             windows,
         ),
-        kv_args.page_size,
+        kv_args.page_size * dcp,
         attn_tp,
         rank,
     )

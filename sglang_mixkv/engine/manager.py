@@ -34,9 +34,11 @@ logger = logging.getLogger(__name__)
 
 class SidedManager(CommonKVManager):
     """`prefill`, `decode`: the one of them that this process is; None without a side. `backend`:
-    SGLang's name of the transfer backend."""
+    SGLang's name of the transfer backend. `has_dcp_with_draft`: it sends a drafter's KV to decode
+    ranks that are DCP ranks."""
 
     backend = ""
+    has_dcp_with_draft = False
     prefill: PrefillRank | None = None
     decode: DecodeRank | None = None
 

@@ -26,11 +26,13 @@ from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import
 )
 
 from sglang_mixkv.engine.bootstrap import AnnouncingBootstrapServer
+from sglang_mixkv.engine.dcp import TargetAlone, tokens_of
 from sglang_mixkv.engine.rdma import over_rdma
 from sglang_mixkv.engine.receiver import RoomReceiver
 from sglang_mixkv.engine.sender import RoomSender
 from sglang_mixkv.engine.transfers import HandedQueue, TransferInfos, TransferringManager
 from sglang_mixkv.prefill.hands import Hands
+from sglang_mixkv.prefill.peer import Peer
 from sglang_mixkv.prefill.rank import AuxFrom, PrefillRank
 from sglang_mixkv.protocol.messages import Abort
 from sglang_mixkv.transport.mooncake import Engines, InFlight, Mooncake, SharedEngine
@@ -56,6 +58,7 @@ class MixKVManager(TransferringManager, MooncakeKVManager):
     """SGLang's MooncakeKVManager with separate target and draft components."""
 
     backend = "mooncake"
+    has_dcp_with_draft = True
 
     def init_engine(self) -> None:
         """As stock; what the side writes goes by the same engine. On prefill ranks, and unless it
@@ -118,9 +121,39 @@ class MixKVManager(TransferringManager, MooncakeKVManager):
             hands.code = hands.code or code
         return code
 
-    def send_kvcache_dcp(self, mooncake_session_id: str, *args: Any, **kwargs: Any) -> int:
-        stock = partial(super().send_kvcache_dcp, mooncake_session_id, *args, **kwargs)
-        return self._guarded(mooncake_session_id, stock)
+    def send_kvcache_dcp(
+        self, mooncake_session_id: str, prefill_kv_indices: Any, *args: Any, **kwargs: Any
+    ) -> int:
+        """The target as stock, from one sender per decode rank; the drafter by the peer's plan."""
+        said = (mooncake_session_id, prefill_kv_indices, *args)
+        stock = partial(super().send_kvcache_dcp, *said, **kwargs)
+        side = self.prefill
+        peer = side.planned(mooncake_session_id) if side is not None else None
+        if side is None or peer is None:
+            return self._guarded(mooncake_session_id, stock)
+
+        def send() -> int:
+            code = self._send_target_dcp(side, peer, *said, **kwargs)
+            return code or side.send(self._hands, peer, prefill_kv_indices)
+
+        return side.guarded(self._hands, mooncake_session_id, send)
+
+    def _send_target_dcp(
+        self, side: PrefillRank, peer: Peer, session: str, src_pages: Any, dst_ptrs: list[int],
+        dst_pages: Any, *, dst_layer_ids: list[int], dst_kv_item_lens: list[int] | None = None,
+        **dcp: Any,
+    ) -> int:  # fmt: skip
+        if not peer.route.is_send_target:
+            return 0
+        count = peer.target_entries
+        send = partial(
+            MooncakeKVManager.send_kvcache_dcp, TargetAlone(self), session, src_pages,
+            dst_ptrs[:count], dst_pages, dst_layer_ids=dst_layer_ids[:count],
+            dst_kv_item_lens=(dst_kv_item_lens or [])[:count], **dcp,
+        )  # fmt: skip
+        first = dcp["decode_prefix_len"] + dcp["src_page_offset"] * self.kv_args.page_size
+        tokens = tokens_of(dcp["dst_dcp_rank"], dcp["dst_dcp_size"], first, dcp["num_kv_tokens"])
+        return side.send_target(self._hands, peer, tokens, send)
 
     def maybe_send_extra(self, req: Any, *args: Any, **kwargs: Any) -> int:
         """State, as stock, which raises where it is laid out otherwise than it expects."""

@@ -84,10 +84,12 @@ class PrefillTables:
         try:
             if not manager.requires_dcp_relayout(size, registration.dcp_rank):
                 return
-            if manager.kv_args.num_draft_entries:
-                text = "decode context parallelism with a drafter is not supported."
+            draft = manager.kv_args.num_draft_entries
+            if draft and not manager.has_dcp_with_draft:
+                text = "decode context parallelism with a drafter is not supported over NIXL."
                 raise MixKVError("MIXKV-PAIR-04", text)
-            entries = len(manager.kv_args.kv_item_lens)
-            manager.prepare_dcp_token_item_lens([registration.kv_item_len] * entries, size)
+            target = len(manager.kv_args.kv_item_lens) - draft
+            lens = [registration.kv_item_len] * target + [None] * draft
+            manager.prepare_dcp_token_item_lens(lens, size)
         except RuntimeError as error:  # SGLang's own, which would end its control thread
             raise MixKVError("MIXKV-PAIR-07", str(error)) from None

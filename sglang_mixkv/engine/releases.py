@@ -21,7 +21,7 @@ from sglang_mixkv.protocol.facts import BLOCK_ALGORITHMS
 from sglang_mixkv.protocol.framing import Framing
 from sglang_mixkv.protocol.messages import MetadataPositions
 from sglang_mixkv.protocol.registration import Positions
-from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, has_drafter
+from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, has_dcp, has_drafter
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ NOT_ON_0_5_22: dict[str, Rule] = {
         lambda a: bool(getattr(a, "enable_hierarchical_cache", False)) and has_drafter(a),
         "that draft KV comes back with a prefix was shown for SGLang 0.5.23 alone; drop the flag, "
         "or use that on both sides",
+    ),
+    "`--dcp-size` above 1 with a drafter": (
+        "--dcp-size above 1 with a drafter with SGLang 0.5.22",
+        has_dcp,
+        "how it deals out tokens is known of SGLang 0.5.23 alone; use that on both sides",
     ),
 }
 

@@ -38,7 +38,8 @@ class Rank:
         # All of the draft KV where pages become a prefix that other requests share.
         shared = get_disagg().disaggregation_decode_enable_radix_cache
         windows = () if shared else kv_args.windows_of(args)
-        self.caches = kv_args.caches(args, is_mla, self.tp, windows)
+        self.dcp = parallel.attn_dcp_size or 1
+        self.caches = kv_args.caches(args, is_mla, self.tp, windows, self.dcp)
         self.facts = local_facts(args, self.caches, manager.backend)
         # State that every contacted rank sends: stock's rule for hybrid MLA and MHA targets.
         replicated = is_mla and not getattr(args, "is_hybrid_mla_backend", False)
@@ -74,7 +75,7 @@ class Rank:
             rank=self.caches.target.rank,
             pp_size=self.pp_size,
             pp_rank=self.pp_rank,
-            dcp_size=get_parallel().attn_dcp_size or 1,
+            dcp_size=self.dcp,
             sharded_state=self.sharded_state,
             kv_data_lens=tuple(args.kv_data_lens),
             state_lens=tuple(map(tuple, args.state_data_lens)),

@@ -21,8 +21,11 @@ from __future__ import annotations
 from enum import StrEnum
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from sglang_mixkv.errors import refuse
+from sglang_mixkv.kv.pages import in_parts
 
 
 class Kind(StrEnum):
@@ -92,12 +95,14 @@ class Component(msgspec.Struct, frozen=True):
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """A component as rank `rank` of `tp` holds it, with pages of `page_size` tokens."""
+    """A component as rank `rank` of `tp` holds it, with pages of `page_size` tokens; `parts`: so
+    many of them are one of the pages that SGLang numbers."""
 
     component: Component
     page_size: int
     tp: int
     rank: int
+    parts: int = 1
 
     @property
     def heads(self) -> range:
@@ -119,6 +124,21 @@ class Shard(msgspec.Struct, frozen=True):
         """Pages that every entry has room for."""
         pairs = zip(self.component.lens, self.component.item_lens, strict=True)
         return min((length // item for length, item in pairs), default=0)
+
+    def split(self, parts: int) -> Shard:
+        """The same memory, so many pages in the place of each. Of a shard that was checked."""
+        whole = self.component
+        items = tuple(length // parts for length in whole.item_lens)
+        return msgspec.structs.replace(
+            self,
+            component=msgspec.structs.replace(whole, item_lens=items),
+            page_size=self.page_size // parts,
+            parts=self.parts * parts,
+        )
+
+    def numbered(self, pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Pages of SGLang's, by the numbers that they have here."""
+        return in_parts(pages, self.parts)
 
     def only(self, entries: list[int]) -> Shard:
         """The same with these of its entries."""

@@ -12,9 +12,15 @@ Surplus at the back is lookahead: with speculation an allocation can hold pages 
 last computed token; it shows as more pages than the chunk's tokens fill, and is cut.
 Anything else that does not line up is refused before SGLang would cut it silently
 (mooncake/conn.py transfer_worker).
+
+With decode context parallelism (DCP) a page of decode holds `parts` pages of prefill. Pages here
+are then prefill's, and the last page of a request can have parts that it does not fill.
 """
 
 from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
 
 from sglang_mixkv.errors import refuse
 
@@ -23,13 +29,22 @@ from sglang_mixkv.errors import refuse
 WINDOW_MARGIN = 2
 
 
+def in_parts(pages: npt.NDArray[np.int64], parts: int) -> npt.NDArray[np.int64]:
+    """The parts of these pages, in order, when each is so many."""
+    if parts == 1:
+        return pages
+    return (pages[:, None] * parts + np.arange(parts)).ravel()
+
+
 def pages_to_send(
-    offered: int, tokens: int | None, page_size: int, start: int, total: int, *, last: bool
-) -> int:
+    offered: int, tokens: int | None, page_size: int, start: int, total: int, *, last: bool,
+    parts: int = 1,
+) -> int:  # fmt: skip
     """How many of the `offered` pages of a chunk are sent, counted from its front.
 
     `tokens`: computed tokens in the chunk, None where the caller does not know; `start`:
-    pages sent before; `total`: destination pages. Raises MixKVError for a mismatch.
+    pages sent before; `total`: destination pages, so many `parts` in each of decode's own.
+    Raises MixKVError for a mismatch.
     """
     filled = offered if tokens is None else -(-tokens // page_size)
     if filled > offered or (filled < offered and not last):
@@ -41,7 +56,7 @@ def pages_to_send(
             "Report this; it is not expected from a supported SGLang",
         )
     end = start + filled
-    if end > total or (last and end < total):
+    if end > total or (last and end <= total - parts):
         raise refuse(
             "MIXKV-SEND-01",
             f"chunks that fill the {total} pages that the decode side allocated",
@@ -52,9 +67,9 @@ def pages_to_send(
     return filled
 
 
-def window_start(total: int, page_size: int, window: int) -> int:
+def window_start(total: int, page_size: int, window: int, parts: int = 1) -> int:
     """First transferred page that a drafter with this window can reach; 0 without a window."""
     if window <= 0:
         return 0
-    oldest = (total - 1) * page_size + 1 - window - WINDOW_MARGIN
+    oldest = (total - parts) * page_size + 1 - window - WINDOW_MARGIN
     return max(0, oldest // page_size)

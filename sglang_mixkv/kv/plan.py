@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_mixkv.errors import MixKVError, refuse
-from sglang_mixkv.kv.pages import window_start
+from sglang_mixkv.kv.pages import in_parts, window_start
 
 if TYPE_CHECKING:  # rows/ and transport/ then need numpy alone, as on a machine with little else
     from sglang_mixkv.kv.layout import Shard
@@ -44,6 +44,11 @@ class Copies:
 
     def select(self, mask: npt.NDArray[np.bool_]) -> Copies:
         return Copies(*(column[mask] for column in self._columns()))
+
+    def joined(self, tokens: int) -> Copies:
+        """Of rows that are whole on both sides: so many of them as one."""
+        rows = (self.src_row, self.dst_row, self.src_offset, self.dst_offset, self.width)
+        return Copies(self.src, self.dst, *(column * tokens for column in rows))
 
     def at(self, index: int) -> Copies:
         """One of them."""
@@ -157,17 +162,34 @@ class Reach:
 @dataclass(frozen=True)
 class Plan:
     """What one prefill rank writes to one decode rank. `draft`: one for each window that entries
-    have; `dst_pages` bounds page numbers."""
+    have; `dst_pages` bounds page numbers.
+
+    With decode context parallelism the drafter is in larger pages than the target. `parts`: on
+    decode alone, a page there is so many here. `joined`: on both sides, a row of `draft` is the
+    KV of so many tokens (Copies.joined).
+    """
 
     page_size: int
     target: Copies
     draft: tuple[Reach, ...]
     src_pages: int
     dst_pages: int
+    parts: int = 1
+    joined: int = 1
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a request in each of its pages."""
+        return self.page_size * self.joined
+
+    def room_pages(self, numbers: Ints) -> Ints:
+        """A request's destination pages, from the numbers that decode has for them."""
+        return in_parts(numbers, self.parts)
 
     def firsts(self, pages: int) -> tuple[int, ...]:
         """The first of a request's pages that each of `draft` sends."""
-        return tuple(window_start(pages, self.page_size, reach.window) for reach in self.draft)
+        size, parts = self.page_tokens, self.parts
+        return tuple(window_start(pages, size, reach.window, parts) for reach in self.draft)
 
     def draft_bytes(self, pages: Iterable[int]) -> int:
         """Bytes of so many pages of each of `draft`."""

@@ -36,7 +36,7 @@ from functools import lru_cache
 import msgspec
 
 from sglang_mixkv.errors import refuse
-from sglang_mixkv.kv.layout import Spread
+from sglang_mixkv.kv.layout import Kind, Spread
 
 NO_HEADS = range(0)
 
@@ -50,6 +50,38 @@ def check_pairing(prefill_tp: int, decode_tp: int) -> None:
             f"prefill {prefill_tp}, decode {decode_tp}",
             "some decode ranks would find no whole set of prefill ranks",
             "Change --tp or --attn-dp-size on one side",
+        )
+
+
+def check_dcp(prefill: tuple[int, int], decode: tuple[int, int], target: Spread) -> None:
+    """Raise MixKVError for (attention TP, DCP) sizes that SGLang does not serve either
+    (CommonKVManager.requires_dcp_relayout)."""
+    (prefill_tp, ours), (decode_tp, theirs) = prefill, decode
+    if ours == theirs == 1:
+        return
+    if target.kind is not Kind.MLA:
+        raise refuse(
+            "MIXKV-PAIR-04",
+            "an MLA target with --dcp-size above 1",
+            f"one with {target.total_heads} KV heads",
+            "SGLang cuts no other target by tokens",
+            "Use --dcp-size 1",
+        )
+    if ours not in (1, theirs):
+        raise refuse(
+            "MIXKV-PAIR-04",
+            f"--dcp-size 1 on prefill, or decode's {theirs}",
+            f"{ours}",
+            "each decode rank would get other ranks' tokens",
+            "Change --dcp-size on one side",
+        )
+    if ours == theirs and prefill_tp != decode_tp:
+        raise refuse(
+            "MIXKV-PAIR-04",
+            f"equal attention-TP sizes with --dcp-size {ours} on both sides",
+            f"prefill {prefill_tp}, decode {decode_tp}",
+            "ranks that hold other tokens would be paired",
+            "Use --dcp-size 1 on prefill",
         )
 
 

@@ -35,7 +35,6 @@ class Gate:
     rooms: Rooms
     sglang: SGLang
     stats: Stats
-    page_size: int
     framing: Framing
     awaited_s: float
 
@@ -97,9 +96,6 @@ class Gate:
             raise MixKVError("MIXKV-REG-02", text)
         if not self._may_join(said.room, session):
             raise MixKVError("MIXKV-ROOM-04", "it has all its decode ranks already")
-        if said.prefix % self.page_size:
-            text = f"a prefix of {said.prefix} tokens ends inside a page"
-            raise MixKVError("MIXKV-ROOM-01", text)
         peer.check_metadata(said)
         return peer
 

@@ -12,7 +12,7 @@ import msgspec
 
 from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.layout import Caches, Kind
-from sglang_mixkv.kv.plan import Pairs, Plan, Reach, component_copies, positional_pairs
+from sglang_mixkv.kv.plan import Copies, Pairs, Plan, Reach, component_copies, positional_pairs
 from sglang_mixkv.kv.routes import Route, Topology, route_of, routes
 from sglang_mixkv.protocol import extension as wire
 from sglang_mixkv.protocol.extension import Extension, Grant
@@ -55,7 +55,8 @@ class Peer:
     `pages`, `aux_rows`, `states` (kind, rows): what bounds a room's destinations; pages or rows
     None: there is nothing of it to write. `staging`: address and bytes of the buffer it grants
     regions in. `required_peers`: decode ranks that share a room on this prefill rank. `cold`: it
-    gets the target's KV alone. `verify`: it asks for checksums.
+    gets the target's KV alone. `verify`: it asks for checksums. `page_tokens`: tokens of a request
+    in each of its pages. `target_entries`: the first so many that it registered are its target's.
     """
 
     address: Address
@@ -68,6 +69,8 @@ class Peer:
     required_peers: int = 1
     cold: bool = False
     verify: bool = False
+    page_tokens: int = 1
+    target_entries: int = 0
 
     @property
     def session(self) -> str:
@@ -78,9 +81,11 @@ class Peer:
         if self.plan is not None:
             self._check_role(said)
             if said.grant is not None:
-                self._check_grant(self.plan, said.grant, len(said.pages))
+                self._check_grant(self.plan, said.grant, len(said.pages) * self.plan.parts)
         if said.is_dummy:
             return
+        if said.prefix % self.page_tokens:
+            raise _misfit(f"a prefix of {said.prefix} tokens ends inside a page.")
         if self.pages is not None:
             _check_inside("pages", said.pages, self.pages)
         if said.aux_index >= self.aux_rows:
@@ -160,13 +165,15 @@ def admit(local: Local, registration: Registration) -> Peer:
         registration.sender,
         route,
         plan,
-        plan.dst_pages if plan else registration.pages,
+        plan.dst_pages // plan.parts if plan else registration.pages,
         extension.aux_rows,
         registration.states,
         extension.staging,
         max(1, registration.attn_tp_size // local.caches.target.tp),
         extension.cold,
         extension.verify,
+        local.caches.target.page_size * registration.dcp_size,
+        registration.first_draft,
     )
 
 
@@ -240,30 +247,35 @@ def _agreed_route(local: Local, registration: Registration) -> Route:
 
 def _plan(local: Local, registration: Registration, route: Route) -> Plan:
     caches, first = local.caches, registration.first_draft
-    page_size = caches.target.page_size
+    page_size, parts = caches.target.page_size, registration.dcp_size // local.facts.dcp
     target = registration.shard(caches.target.component.spread, slice(first), page_size)
     target.check("decode target")
     ptrs = list(registration.kv_ptrs)
     target_pairs, draft_pairs = _pairs(local, registration)
-    pages = [target.pages]
+    pages, joined = [target.pages * parts], registration.dcp_size // parts
     copies = component_copies(
         list(caches.target_ptrs), caches.target, ptrs[:first], target,
         route.target_heads, target_pairs if route.is_send_target else [],
     )  # fmt: skip
+    if parts > 1:  # SGLang sends it, token by token
+        copies = Copies.empty()
     reaches: tuple[Reach, ...] = ()
     if caches.draft is not None and route.is_send_draft:
         spread, windows = caches.draft.component.spread, registration.draft_windows
-        draft = registration.shard(spread, slice(first, None), page_size, windows)
+        draft = registration.shard(
+            spread, slice(first, None), page_size * registration.dcp_size, windows
+        )
         draft.check("decode draft")
+        draft = draft.split(parts)
         pages.append(draft.pages)
         reaches = tuple(
             Reach(window, component_copies(
                 list(caches.draft_ptrs), caches.draft, ptrs[first:], draft,
                 route.draft_heads, [pair for pair in draft_pairs if pair[1] in entries],
-            ))
+            ).joined(joined))
             for window, entries in draft.component.by_window.items()
         )  # fmt: skip
-    return Plan(page_size, copies, reaches, caches.pages, min(pages))
+    return Plan(page_size, copies, reaches, caches.pages, min(pages), parts, joined)
 
 
 def _pairs(local: Local, registration: Registration) -> tuple[Pairs, Pairs]:

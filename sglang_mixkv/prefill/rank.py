@@ -73,8 +73,7 @@ class PrefillRank:
         self.local, self.config, self.stats, self.rows = local, config, stats, rows
         self._sglang = sglang
         self.peers, self.rooms = Peers(local), Rooms()
-        page_size = local.caches.target.page_size
-        self.gate = Gate(self.peers, self.rooms, sglang, stats, page_size, framing, awaited_s)
+        self.gate = Gate(self.peers, self.rooms, sglang, stats, framing, awaited_s)
         self.transport: Transport | None = None
         self._lost_s: dict[str, float] = {}
 
@@ -130,8 +129,9 @@ class PrefillRank:
         for session, said in list(room.members.items()) if room else []:
             peer = self.planned(session)
             if peer is not None and peer.plan is not None and not said.is_dummy:
-                size, total = peer.plan.page_size, len(said.pages)
-                count = pages_to_send(offered, tokens, size, start, total, last=last)
+                size, parts = peer.plan.page_tokens, peer.plan.parts
+                total = len(said.pages) * parts
+                count = pages_to_send(offered, tokens, size, start, total, last=last, parts=parts)
         return count
 
     # -- chunks, in transfer threads
@@ -224,10 +224,27 @@ class PrefillRank:
             peer.check_metadata(said)
             room.fits[session] = peer
 
-    def send(
-        self, hands: Hands | None, peer: Peer, src_pages: PageNumbers, dst_pages: PageNumbers
+    def send_target(
+        self, hands: Hands | None, peer: Peer, tokens: int, send: Callable[[], int]
     ) -> int:
-        """Write one chunk of a thread's room by the peer's plan: the transport's code.
+        """Where decode context parallelism deals out the target's tokens, and SGLang's own `send`
+        writes so many of a chunk: its code, with what it sent counted."""
+        began = time.perf_counter()
+        code = int(send())
+        room = self.rooms.open_room(hands.task.room) if hands and hands.task else None
+        if code == 0 and room is not None:
+            size = tokens * sum(self.local.caches.target.rows)
+            written = Written(0, size, 0, 0, 0, size)
+            self._count(written, time.perf_counter() - began)
+            room.sent.add(peer, written)
+        return code
+
+    def send(
+        self, hands: Hands | None, peer: Peer, src_pages: PageNumbers,
+        dst_pages: PageNumbers | None = None,
+    ) -> int:  # fmt: skip
+        """Write one chunk of a thread's room by the peer's plan: the transport's code. Without
+        `dst_pages` they are the room's, from the chunk's place on.
 
         Raises MixKVError for a chunk that does not fit, and what packing raises.
         """
@@ -248,9 +265,12 @@ class PrefillRank:
         peer = room.fits[peer.session]  # the registration that the room was compared with
         plan = peer.plan
         assert plan is not None
-        src, dst = np.asarray(src_pages, np.int64), np.asarray(dst_pages, np.int64)
+        pages = plan.room_pages(np.asarray(said.pages, np.int64))
+        src = np.asarray(src_pages, np.int64)
+        if dst_pages is None:
+            dst_pages = pages[task.start : task.start + len(src)]
+        dst = np.asarray(dst_pages, np.int64)
         plan.check_pages(src, dst)
-        pages = np.asarray(said.pages, np.int64)
         chunk = Chunk(src, dst, task.start, plan.firsts(len(pages)), pages)
         began = time.perf_counter()
         written = hands.writer.write(peer.session, plan, chunk, said.grant)

@@ -7,6 +7,7 @@ Deliberately not compared, since they cannot hurt:
 * total pages, `--mem-fraction-static`, `--max-total-tokens`: destinations are
   addressed, and bounds-checked, by what the decode side registered.
 * the plugin's own version: the wire's protocol number says whether two versions fit.
+* the DCP size here, but with the attention-TP sizes (kv/routes.py check_dcp).
 * the target's weights or name: SGLang does not compare them either, and two names can
   hold one model; geometry is compared.
 """
@@ -52,7 +53,7 @@ class Facts(msgspec.Struct, frozen=True):
 
     `draft_aux`: numbers of the metadata rows that only the drafter reads. `extents`: it can write
     slices by extent (kv/extents.py). `backend`: SGLang's transfer backend; a side that does not say
-    runs Mooncake's.
+    runs Mooncake's. `dcp`: its decode context parallelism; a side that does not say, 1.
     """
 
     plugin: Word
@@ -68,6 +69,7 @@ class Facts(msgspec.Struct, frozen=True):
     draft_aux: Several[Size] = ()
     extents: bool = False
     backend: Word = "mooncake"
+    dcp: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
 
 
 def _sentence(what: str, prefill: object, decode: object, effect: str, remedy: str) -> str:

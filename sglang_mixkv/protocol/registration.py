@@ -222,6 +222,9 @@ class Registration(msgspec.Struct, frozen=True):
         if draft != (facts and (facts.kind, facts.total_heads)):
             text = f"the decode rank has a drafter of {draft}, and facts of {facts}."
             raise MixKVError("MIXKV-REG-01", text)
+        if said.num_draft_entries and said.facts.dcp != self.dcp_size:
+            text = f"the decode rank has DCP size {self.dcp_size}, and facts of {said.facts.dcp}."
+            raise MixKVError("MIXKV-REG-01", text)
         if len(said.draft_windows) not in (0, said.num_draft_entries):
             counts = f"{said.num_draft_entries} draft entries and {len(said.draft_windows)} windows"
             raise MixKVError("MIXKV-REG-01", f"the decode rank has {counts}.")

@@ -39,6 +39,15 @@ def mismatches(prefill: Server, decode: Server, mine: Caches, other: Caches) -> 
     return [*different, *_flag_mismatches(prefill, decode)]
 
 
+def unknown_state(server: Server, target: Cache) -> Iterator[str]:
+    """What an opted-in server would refuse once it has its pools."""
+    if startup.has_dcp(server.args) and target.state == "replicated":
+        yield (
+            f"[MIXKV-START-05] {server.role}: --dcp-size above 1 with a drafter and a target with "
+            "sparse attention (index_topk) is not supported: use --dcp-size 1"
+        )
+
+
 def _flag_mismatches(prefill: Server, decode: Server) -> Iterator[str]:
     if {prefill.enabled, decode.enabled} == {True, False}:
         missing = prefill if decode.enabled else decode
@@ -79,7 +88,7 @@ def _facts(server: Server, other: Server, draft: Cache | None) -> Facts:
         speculative_algorithm=(args.speculative_algorithm or "").upper(),
         topk=0 if None in topk else topk[0] or 0,
         steps=args.speculative_num_steps or 0,
-        backend=args.disaggregation_transfer_backend,
+        backend=args.disaggregation_transfer_backend, dcp=args.dcp_size,
         draft=None if draft is None else DraftFacts(
             draft.spread.kind.value, draft.architecture, draft.spread.total_heads,
             draft.head_bytes(draft.layers),

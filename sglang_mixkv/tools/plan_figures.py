@@ -15,8 +15,8 @@ from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kv.layout import Component, Shard
 from sglang_mixkv.kv.plan import Copies, component_copies
 from sglang_mixkv.kv.ranges import blocks
-from sglang_mixkv.kv.routes import Route, Topology, required_responses, routes
-from sglang_mixkv.tools.plan_checks import mismatches, own_refusals, unseen
+from sglang_mixkv.kv.routes import Route, Topology, check_dcp, required_responses, routes
+from sglang_mixkv.tools.plan_checks import mismatches, own_refusals, unknown_state, unseen
 from sglang_mixkv.tools.plan_flags import Server
 from sglang_mixkv.tools.plan_model import Cache, draft_cache, target_cache
 from sglang_mixkv.tools.plan_stock import stock_refusals
@@ -45,6 +45,7 @@ class Side(msgspec.Struct, frozen=True):
     pp: int
     page_size: int | None
     enabled: bool | None
+    dcp: int = 1
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -124,7 +125,8 @@ def make_plan(prefill: Server, decode: Server) -> Plan:
     other = target_cache(decode)[0], draft_cache(decode)[0]
     page_size = prefill.page_size or decode.page_size or 1
     different = mismatches(prefill, decode, (target, draft), other)
-    found = [reason for server in (prefill, decode) for reason in _alone(server)] + different
+    found = [reason for server in (prefill, decode) for reason in _alone(server, target)]
+    found += different
     unknown = [*unseen(prefill, decode), *points, *draft_points]
     ranks: tuple[RankPlan, ...] = ()
     try:
@@ -141,9 +143,10 @@ def make_plan(prefill: Server, decode: Server) -> Plan:
     )  # fmt: skip
 
 
-def _alone(server: Server) -> Iterator[str]:
+def _alone(server: Server, target: Cache) -> Iterator[str]:
     """What stops a server whatever its peer is."""
     yield from own_refusals(server)
+    yield from unknown_state(server, target)
     yield from stock_refusals(server)
 
 
@@ -153,7 +156,10 @@ def _side(server: Server) -> Side | None:
         tp = server.attention_tp
     except MixKVError:
         return None
-    return Side(args.tp_size, tp, server.dp_groups, args.pp_size, server.page_size, server.enabled)
+    return Side(
+        args.tp_size, tp, server.dp_groups, args.pp_size, server.page_size, server.enabled,
+        args.dcp_size,
+    )  # fmt: skip
 
 
 def _model(cache: Cache) -> Model:
@@ -165,6 +171,9 @@ def _model(cache: Cache) -> Model:
 
 def _ranks(pair: _Pair) -> Iterator[RankPlan]:
     """A decode rank of each decode stage. A stage contacts its own prefill stage, or all."""
+    if pair.draft:
+        sizes = [(side.attention_tp, side.args.dcp_size) for side in (pair.prefill, pair.decode)]
+        check_dcp(sizes[0], sizes[1], pair.target.spread)
     stages, own = pair.prefill.args.pp_size, pair.decode.args.pp_size
     for stage in range(own):
         contacted = (stage,) if own == stages else tuple(range(stages))
@@ -181,17 +190,28 @@ def _ranks(pair: _Pair) -> Iterator[RankPlan]:
 
 def _sender(pair: _Pair, topology: Topology, decode_rank: int, route: Route) -> Sender:
     layers = stage_layers(pair.target.layers, route.stage, pair.prefill.args.pp_size)
-    target = _copies(pair.target, layers, pair.page_size, topology, decode_rank, route, "target")
-    load = _load(target, pair.page_size, "target")
+    size = pair.page_size * pair.prefill.args.dcp_size
+    target = _copies(pair.target, layers, size, topology, decode_rank, route, "target")
+    load = _dealt(pair, _load(target, size, "target"), len(target))
     if pair.draft and route.is_send_draft:
         draft = pair.draft
-        copies = _copies(draft, draft.layers, pair.page_size, topology, decode_rank, route, "draft")
-        load += _load(copies, pair.page_size, "draft")
+        copies = _copies(draft, draft.layers, size, topology, decode_rank, route, "draft")
+        load += _load(copies, size, "draft")
     return Sender(
         prefill_rank=route.prefill_rank, stage=route.stage, dummy=route.is_dummy,
         target_heads=tuple(route.target_heads), draft_heads=tuple(route.draft_heads),
         aux=route.sends_aux, state=route.sends_state and pair.target.state != "none", load=load,
     )  # fmt: skip
+
+
+def _dealt(pair: _Pair, load: Load, entries: int) -> Load:
+    """The target's, where decode context parallelism deals out its tokens: one range each, unless
+    they lie alike on both sides."""
+    ours, theirs = pair.prefill.args.dcp_size, pair.decode.args.dcp_size
+    ranges = (load.descriptors_one_run, load.descriptors_scattered)
+    if ours != theirs:
+        ranges = (-(-TOKENS // theirs) * entries,) * 2
+    return Load(load.target_bytes // theirs, 0, *ranges)
 
 
 def stage_layers(layers: int, stage: int, stages: int) -> int:

@@ -55,7 +55,8 @@ def _side(side: Side) -> str:
     groups = f" in {side.dp_groups} DP-attention groups" if side.dp_groups > 1 else ""
     stages = f", {side.pp} pipeline stages" if side.pp > 1 else ""
     page = side.page_size or "not given"
-    return f"TP {side.tp}{groups}: attention TP {side.attention_tp}{stages}, page size {page}"
+    dcp = f", DCP {side.dcp}" if side.dcp > 1 else ""
+    return f"TP {side.tp}{groups}: attention TP {side.attention_tp}{stages}{dcp}, page size {page}"
 
 
 def _models(plan: Plan) -> list[str]:

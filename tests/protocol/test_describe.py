@@ -46,7 +46,7 @@ def plain_pool(cache: Cache, tp: int) -> Any:
 def described(
     tp: int, drafter: Path, cache: Cache, *, enabled: bool = True,
     build: Callable[[Cache, int], Any] = plain_pool, target_cache: Cache = CASE.target,
-    algorithm: str = "EAGLE3", window: int | None = 512,
+    algorithm: str = "EAGLE3", window: int | None = 512, dcp: int = 1,
 ) -> Any:  # fmt: skip
     """KV args after SGLang's own setup_state_kv_args, as both _init_kv_manager call it."""
     from sglang.srt.disaggregation import utils
@@ -60,7 +60,7 @@ def described(
         speculative_draft_model_path=str(drafter), speculative_num_steps=3,
         speculative_eagle_topk=1, speculative_num_draft_tokens=4,
         speculative_draft_window_size=window, attention_backend="torch_native",
-        disable_overlap_schedule=True,
+        disable_overlap_schedule=True, dcp_size=dcp,
     )  # fmt: skip
     setattr(args, ATTRIBUTE, Config(enabled=enabled))
     publish(args, role="tokenizer")
@@ -101,6 +101,23 @@ def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) ->
     assert found["draft_architecture"] == "LlamaForCausalLMEagle3"
     assert found["draft_windows"] == (512, 512)
     assert found["draft_kv_item_lens"] == found["tail"]
+
+
+def larger_pages(cache: Cache, tp: int) -> Any:
+    """A drafter's pool beside two DCP ranks."""
+    return sglang_pool(CASE, cache, tp, 0, cache.layers, dcp=2)
+
+
+def test_a_drafter_beside_context_parallelism(tmp_path: Path) -> None:
+    """Its pages are larger than the target's; other state than linear attention's is not known."""
+    path, cache = drafter(tmp_path), Cache("mha", heads=4)
+    found = in_fork(lambda: described(2, path, cache, build=larger_pages, dcp=2))
+    assert found["draft_kv_head_num"] == 2
+    found = in_fork(lambda: described(2, path, cache, dcp=2))
+    assert "a drafter with pages of 8 tokens" in found
+    dsa = Cache("mla", layers=2, k_bytes=24, index_k=(True, True))
+    found = in_fork(lambda: described(2, path, cache, target_cache=dsa, dcp=2))
+    assert "state ['dsa']" in found
 
 
 def test_a_drafter_that_windows_only_its_draft_steps_gets_everything(tmp_path: Path) -> None:

@@ -54,6 +54,28 @@ def test_heads_replicated_on_both_sides_are_right(heads: int) -> None:
     assert run(stock(4, 2, draft=Cache("mha", heads=heads))).wrong == []
 
 
+def test_context_parallelism_at_equal_tp_is_right() -> None:
+    assert run(stock(2, 2, dcp=2, requests=(Request(23, chunk_pages=1), Request(8)))).wrong == []
+
+
+def test_context_parallelism_with_a_hybrid_target_is_wrong_without_an_error() -> None:
+    """P > D: of two prefill ranks one sends nothing. With the plugin it is right (test_dcp.py)."""
+    outcome = run(stock(4, 2, dcp=2, hybrid=True, requests=(Request(8),)))
+    assert outcome.statuses == {"success"}
+    assert outcome.wrong
+    assert all("draft entry" in wrong for wrong in outcome.wrong)
+
+
+def test_context_parallelism_at_unequal_tp_ends_the_transfer_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pure MLA, heads of unequal number: no request of this prefill rank is served any more."""
+    monkeypatch.setattr("rig.rank.LIMIT_S", 20)
+    outcome = run(stock(1, 2, dcp=2, requests=(Request(8),)))
+    assert "success" not in outcome.statuses
+    assert any("has ended" in wrong for wrong in outcome.wrong)
+
+
 DSA = Cache("mla", layers=4, k_bytes=24, index_k=(True, False, True, False))
 MTP = Cache("mla", k_bytes=24, index_k=(True,))
 

@@ -76,7 +76,7 @@ REFUSED = [
     ({"enable_flexkv": True}, "--enable-flexkv"),
     ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend"),
     ({"enable_unified_cache_external_linker": True}, "--enable-unified-cache-external-linker"),
-    ({"dcp_size": 2}, "--dcp-size"),
+    ({"dcp_size": 2, "disaggregation_transfer_backend": "nixl"}, "--dcp-size"),
     ({"attn_cp_size": 2}, "--attn-cp-size"),
 ]
 
@@ -180,6 +180,7 @@ UNSERVED = {
     "Hierarchical cache with a drafter": {"enable_hierarchical_cache": True},
     "NIXL": {"disaggregation_transfer_backend": "nixl"},
     "DFLASH, DSPARK": {"speculative_algorithm": "DSPARK"},
+    "`--dcp-size` above 1 with a drafter": {"dcp_size": 2},
 }
 
 

@@ -202,6 +202,7 @@ WRONG_REGISTRATIONS: dict[str, Change] = {
     "list of another width": put(6, struct.pack("<2I", 1, 7) + b"\0" * 7),
     "staging pointer cut": put(14, b"\0" * 7),
     "DCP rank beyond its size": put(17, b"1"),
+    "DCP size other than in its facts": put(16, b"2"),
     "cut": lambda message: message.__delitem__(slice(19, None)),
     "an extension that is not the last frame": lambda message: message.append(b""),
     "no extension": lambda message: message.pop(),

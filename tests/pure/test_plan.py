@@ -87,6 +87,25 @@ def test_one_to_two() -> None:
     assert plan.total == Load(960, 256, 4042, 4662)
 
 
+def test_context_parallelism_deals_out_the_target_alone() -> None:
+    """Half of the tokens to each of two decode ranks, one range each; the drafter as without."""
+    plan, without = planned("--tp 1", "--tp 2 --dcp-size 2"), planned("--tp 1", "--tp 2")
+    assert plan.refused == ()
+    assert [who(s) for rank in plan.ranks for s in rank.senders] == [
+        who(s) for rank in without.ranks for s in rank.senders
+    ]
+    assert [rank.load for rank in plan.ranks] == [Load(240, 128, 2016 + 2500, 2016 + 2500)] * 2
+    equal = planned("--tp 2 --dcp-size 2", "--tp 2 --dcp-size 2")
+    assert [rank.load for rank in equal.ranks] == [Load(240, 128, 5 + 2, (5 + 2) * 32)] * 2
+
+
+def test_context_parallelism_with_sparse_attention_is_refused(tmp_path: Path) -> None:
+    target = variant(tmp_path / "target", TARGET, index_topk=64)
+    plan = planned("--tp 1", "--tp 2 --dcp-size 2", target=target)
+    assert [text for text in plan.refused if "sparse attention (index_topk)" in text]
+    assert planned("--tp 1", "--tp 2", target=target).refused == ()
+
+
 def test_replicated_heads_are_sent_once_and_whole(tmp_path: Path) -> None:
     """4 -> 2 with 2 heads: prefill 0 and 1 hold head 0, and one head is all of a decode row."""
     draft = variant(tmp_path / "draft", DRAFTER, num_key_value_heads=2)
@@ -179,13 +198,15 @@ def test_draft_kv_dtype_of_its_own() -> None:
         ("--disaggregation-mode decode", "", "two launch lines swapped"),
         ("--pp-size 2", "--pp-size 3", "--pp-size: expected 1 or the prefill's 2"),
         ("", "--disaggregation-enable-kv-checksum", "on one side only"),
-        ("--dcp-size 2", "", "--dcp-size above 1 with a drafter"),
         (
             "",
             "--mixkv-on-draft-mismatch cold --disaggregation-decode-enable-radix-cache",
             "would become a prefix that other requests share",
         ),
         ("--hicache-storage-backend file", "", "--hicache-storage-backend with a drafter is not"),
+        ("", "--tp 2 --dcp-size 2 --disaggregation-transfer-backend nixl", "a drafter over NIXL"),
+        ("--tp 2 --dcp-size 2", "--tp 2", "--dcp-size 1 on prefill, or decode's 1"),
+        ("--tp 4 --dcp-size 2", "--tp 2 --dcp-size 2", "equal attention-TP sizes with --dcp-size"),
         ("--speculative-eagle-topk 4", "--speculative-eagle-topk 1", "speculative top-k"),
     ],
 )

@@ -223,7 +223,7 @@ def test_a_refused_room_keeps_its_first_reason() -> None:
 
     rooms, sglang = Rooms(), mock.Mock()
     sglang.statuses.return_value = {}
-    gate = PrefillGate(peers.Peers, rooms, sglang, mock.Mock(), 1, Framing(), 0.0)  # type: ignore
+    gate = PrefillGate(peers.Peers, rooms, sglang, mock.Mock(), Framing(), 0.0)  # type: ignore
     rooms.refuse(ROOM, "it does not fit", 0.0)
     gate._note_abort(Abort(ROOM, "10.0.0.1", 9000), rooms.get(ROOM))
     assert rooms.open(ROOM, 0.0).reason == "it does not fit"

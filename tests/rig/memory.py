@@ -42,6 +42,9 @@ class Memory:
         self.server, local = divmod(rank, per_stage * self.pp_size)
         self.stage, self.tp_rank = divmod(local, per_stage)
         self.dp_rank, self.attn_rank = divmod(self.tp_rank, self.tp)
+        self.dcp = case.dcp_of(side)
+        self.dcp_rank = self.tp_rank % self.dcp  # runtime_context.py
+        self.relays = case.prefill_dcp != case.dcp
         self.report = RankReport(side, rank)
 
     def allocate(self) -> None:
@@ -81,14 +84,15 @@ class Memory:
             if cache is None or (name == "draft" and not self._has_draft()):
                 continue
             layers = self._stage_layers() if name == "target" else range(cache.layers)
+            dcp = self.dcp if name == "draft" else 1
             pool = model.sglang_pool(
-                self.case, cache, self.tp, self.attn_rank, len(layers), layers.start
+                self.case, cache, self.tp, self.attn_rank, len(layers), layers.start, dcp
             )
             if name == "target" and self.case.hybrid:
                 pool = model.hybrid_pool(self.case, pool, self.tp, self._stage_layers())
             self.sglang_pools[name] = pool
             whole = getattr(pool, "full_kv_pool", pool)
-            views[name] = model.entries_of(self.case, whole, cache, self.tp, self.attn_rank)
+            views[name] = model.entries_of(self.case, whole, cache, self.tp, self.attn_rank, dcp)
             if cache.index_k:
                 views[f"{name} index"] = model.index_entries_of(self.case, whole)
         if self.case.target_window:
@@ -116,9 +120,26 @@ class Memory:
     def _rows(self, name: str, number: int) -> list[np.ndarray]:
         """What this rank holds of a request once it has all of it, per entry."""
         cache = self._cache(name)
-        return model.cut(
+        rows = model.cut(
             cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
         )
+        if self.dcp == 1:
+            return rows
+        rank = None if name == "draft" else self.dcp_rank
+        return [model.on_dcp_rank(row, self.dcp, rank) for row in rows]
+
+    def _sent(self, name: str, number: int, entry: int) -> np.ndarray:
+        """Which rows of a request are written here, [pages, rows of a page]."""
+        case, first = self.case, self._first_page(name, number, entry)
+        pages = case.pages(case.requests[number])
+        sent = np.ones((pages, case.page_size), bool)
+        if self.dcp == 1 or not self.relays:
+            tables, rows = self._tables(name), self.pools[name][entry].shape[1]
+            return np.repeat(np.arange(len(tables[number])) >= first, rows).reshape(-1, rows)
+        sent[:first] = False
+        if name != "draft" or not case.prefill_mixkv:  # SGLang sends tokens, the plugin pages
+            sent.reshape(-1)[case.requests[number].tokens :] = False
+        return model.on_dcp_rank(sent, self.dcp, None if name == "draft" else self.dcp_rank)
 
     def _on_stage(self, name: str, cache: Cache, rows: list[np.ndarray]) -> list[np.ndarray]:
         """Of the whole model's entries, those of this pipeline stage."""
@@ -170,8 +191,11 @@ class Memory:
                 cold = name == "draft" and self.case.extra.get("cold")
                 pages, rows = self._tables(name)[number], self._rows(name, number)
                 for index, (entry, row) in enumerate(zip(pool, rows, strict=True)):
-                    first = self._first_page(name, number, index)
-                    entry[pages[first:]] = 0 if cold else row[first:]
+                    sent = self._sent(name, number, index)[..., None, None]
+                    kept = entry[pages]
+                    if name == "draft" and self.relays and not cold:
+                        kept = self._unread(number, kept, self.pools[name][index][pages])
+                    entry[pages] = 0 if cold else np.where(sent, row, kept)
             for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
                 self._differ(f"{name} entry {index}", want, got)
         one_sender = self.case.draft is not None and self.case.prefill_mixkv
@@ -191,6 +215,14 @@ class Memory:
                 )[number]
             self._differ(f"aux {index}", want, got)
 
+    def _unread(self, number: int, kept: np.ndarray, found: np.ndarray) -> np.ndarray:
+        """With heads put in order here, what follows the prompt in its last page is anything:
+        which of the prefill side's pages it has, decode does not know."""
+        if self.case.prefill_tp != self.case.decode_tp:
+            pages = self.case.pages(self.case.requests[number]) % self.dcp or self.dcp
+            kept[-1, pages * self.case.page_size :] = found[-1, pages * self.case.page_size :]
+        return kept
+
     def _first_page(self, name: str, number: int, entry: int) -> int:
         """The request's first page that is sent: with a window those in its reach, but all of
         the drafter where the decode side's radix cache is on."""
@@ -198,7 +230,7 @@ class Memory:
             return model.window_start(self.case, number)
         if name != "draft" or self.case.decode_radix:
             return 0
-        return self._draft_reach(self.case.pages(self.case.requests[number]), entry)
+        return self._draft_reach(self.case.pages(self.case.requests[number], self.dcp), entry)
 
     def _check_shared_prefixes(self, tables: list[np.ndarray], done: list[int]) -> None:
         """What the drafter reads of a prefix that another request left is that one's truth."""
@@ -221,8 +253,9 @@ class Memory:
         window = model.draft_windows(self.case)[entry]
         if not window:
             return 0
-        oldest_read = (total - 1) * self.case.page_size + 1 - window - 2
-        return max(0, oldest_read // self.case.page_size)
+        page = self.case.page_size * self.dcp
+        oldest_read = (total - 1) * page + 1 - window - 2
+        return max(0, oldest_read // (self.case.page_size if self.relays else page))
 
     def _aux_sender(self, number: int) -> int:
         """The prefill process whose aux rows this rank must get: stock's target_tp_ranks[0]."""

@@ -67,6 +67,8 @@ class Case:
     decode_dp: int = 1
     prefill_pp: int = 1
     prefills: int = 1
+    prefill_dcp: int = 1
+    dcp: int = 1  # decode's
     shuffled: bool = True
     hybrid: bool = False  # pools publish layer ids, and there is linear-attention state
     target_window: int = 0  # the target has one more layer, with this window, in an SWAKVPool
@@ -85,7 +87,9 @@ class Case:
         hybrid = "hybrid-" if self.hybrid else ""
         nixl = "nixl-" if self.backend == "nixl" else ""
         nixl += "" if self.algorithm == "EAGLE3" else f"{self.algorithm.lower()}-"
-        return f"{nixl}{hybrid}{self.target.kind}+{draft}-P{self.prefill_tp}-D{self.decode_tp}"
+        dcp = f"-dcp{self.prefill_dcp}to{self.dcp}" if self.dcp > 1 else ""
+        sizes = f"P{self.prefill_tp}-D{self.decode_tp}{dcp}"
+        return f"{nixl}{hybrid}{self.target.kind}+{draft}-{sizes}"
 
     def cache(self, name: str) -> Cache | None:
         """The cache of that name. SGLang sends the target's layer with a `window`, and the index
@@ -108,8 +112,12 @@ class Case:
     def all_rounds(self) -> tuple[tuple[int, ...], ...]:
         return self.rounds or (tuple(range(len(self.requests))),)
 
-    def pages(self, request: Request) -> int:
-        return -(-request.tokens // self.page_size)
+    def dcp_of(self, side: str) -> int:
+        return self.prefill_dcp if side == "prefill" else self.dcp
+
+    def pages(self, request: Request, dcp: int = 1) -> int:
+        """Of a request, as a side with so many DCP ranks numbers them."""
+        return -(-request.tokens // (self.page_size * dcp))
 
     @property
     def pool_pages(self) -> int:
@@ -147,10 +155,25 @@ def cut(cache: Cache, entries: list[np.ndarray], tp: int, rank: int) -> list[np.
     return [entry[:, :, heads_of_rank(cache.heads, tp, rank)] for entry in entries]
 
 
+def on_dcp_rank(entry: np.ndarray, dcp: int, rank: int | None) -> np.ndarray:
+    """Rows [pages, page_size, ...] of a request in the pages of a server with so many DCP ranks,
+    zeros behind them: of the target each rank has every so-many-th token (layers/dcp/layout.py),
+    of the drafter, `rank` None, all of them."""
+    pages, page_size, *rest = entry.shape
+    there = -(-pages // dcp)
+    tokens = np.zeros((there * dcp * page_size, *rest), entry.dtype)
+    tokens[: pages * page_size] = entry.reshape(-1, *rest)
+    held = tokens if rank is None else tokens[rank::dcp]
+    return held.reshape(there, -1, *rest)
+
+
 def sglang_pool(
-    case: Case, cache: Cache, tp: int, rank: int, layers: int, first_layer: int = 0
+    case: Case, cache: Cache, tp: int, rank: int, layers: int, first_layer: int = 0, dcp: int = 1
 ) -> Any:
-    """The KV pool that SGLang's model runner builds for these layers of a cache on one rank."""
+    """The KV pool that SGLang's model runner builds for these layers of a cache on one rank.
+
+    `dcp`: of a drafter beside DCP ranks, so many; its pages are as much larger
+    (mem_cache/kv_cache_configurator.py, pool_page_size)."""
     import torch
     from sglang.srt.mem_cache.memory_pool import (
         DSATokenToKVPool,
@@ -160,9 +183,10 @@ def sglang_pool(
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
     dtype = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}[cache.dtype]
-    size = (case.pool_pages - 1) * case.page_size  # SGLang adds a page of its own in front
+    page_size = case.page_size * dcp
+    size = (case.pool_pages - 1) * page_size  # SGLang adds a page of its own in front
     common = {
-        "size": size, "page_size": case.page_size, "dtype": dtype,
+        "size": size, "page_size": page_size, "dtype": dtype,
         "device": "cpu", "enable_memory_saver": False,
     }  # fmt: skip
     if cache.is_mla:
@@ -229,13 +253,15 @@ def state_of(case: Case, pool: Any) -> dict[tuple[int, int], np.ndarray]:
     return found
 
 
-def entries_of(case: Case, pool: Any, cache: Cache, tp: int, rank: int) -> list[np.ndarray]:
+def entries_of(
+    case: Case, pool: Any, cache: Cache, tp: int, rank: int, dcp: int = 1
+) -> list[np.ndarray]:
     """The pool's buffers as bytes, per entry [pages, page_size, heads, bytes]."""
     import torch
 
     buffers = pool.kv_buffer if cache.is_mla else [*pool.k_buffer, *pool.v_buffer]
     local = 1 if cache.is_mla else len(range(cache.heads)[heads_of_rank(cache.heads, tp, rank)])
-    shape = (case.pool_pages, case.page_size, local, -1)
+    shape = (case.pool_pages, case.page_size * dcp, local, -1)
     return [b.view(torch.uint8).numpy().reshape(shape) for b in buffers]
 
 
@@ -265,7 +291,7 @@ def page_tables(case: Case, side: str, pool: int = 0) -> list[np.ndarray]:
     seed = [case.seed, side == "decode"]
     rng = np.random.default_rng([*seed, pool] if pool else seed)
     order = rng.permutation(case.pool_pages) if case.shuffled else np.arange(case.pool_pages)
-    sizes = [case.pages(r) for r in case.requests]
+    sizes = [case.pages(r, case.dcp_of(side)) for r in case.requests]
     ends = np.cumsum(sizes)
     return [order[end - size : end].astype(np.int32) for size, end in zip(sizes, ends, strict=True)]
 

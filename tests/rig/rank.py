@@ -61,6 +61,7 @@ class Rank(Memory):
             enable_dp_attention=self.dp_size > 1,
             pp_size=self.pp_size,
             page_size=case.page_size,
+            dcp_size=self.dcp,
             disaggregation_mode=self.side,
             disaggregation_transfer_backend=case.backend,
             device="cpu",
@@ -79,7 +80,7 @@ class Rank(Memory):
         get_parallel().override_permanently(
             tp_rank=tp_rank, pp_rank=self.stage, attn_tp_rank=self.attn_rank,
             attn_dp_rank=self.dp_rank, attn_cp_rank=0, moe_ep_rank=0, dp_rank=None,
-            pp_group=self._pp_group(),
+            pp_group=self._pp_group(), dcp_rank=self.dcp_rank, attn_dcp_rank=self.dcp_rank,
         )  # fmt: skip
         if case.backend == "mooncake":
             start_mooncake()
@@ -300,7 +301,7 @@ class Rank(Memory):
             receivers = {n: self._receiver(n) for n in group if self.mine(n)}
             for number, receiver in receivers.items():
                 if receiver.conclude_state is None:
-                    prefix = case.requests[number].prefix_pages * case.page_size
+                    prefix = case.requests[number].prefix_pages * case.page_size * self.dcp
                     self.published.append(receiver)
                     state = self.state_indices(number)
                     receiver.send_metadata(
@@ -391,7 +392,13 @@ def stock_class(rank: Rank, kind: str) -> Any:
 
 def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> Any:
     """Hand one chunk to a sender, as SGLang's scheduler does; NOT_YET: offer it again."""
-    sender.send(chunk, state)
+    if not rank.relays:
+        sender.send(chunk, state)
+        return
+    # To other DCP ranks SGLang sends tokens.
+    size, request = rank.case.page_size, rank.rooms().index(sender.bootstrap_room)
+    left = rank.case.requests[request].tokens - sender.curr_idx * size
+    sender.send(chunk, state, num_kv_tokens=min(len(chunk) * size, left))
 
 
 def reason_of(handle: Any) -> str:

@@ -90,7 +90,7 @@ def _rank_main(
 
 def run(case: Case) -> Outcome:
     """Run one case; every rank's process has ended when this returns."""
-    skip_unserved(case.backend, case.algorithm)
+    skip_unserved(case.backend, case.algorithm, case.dcp)
     context = mp.get_context("fork")
     ports = [free_port() for _ in range(case.prefills)]
     case.extra.update(
@@ -117,9 +117,11 @@ def run(case: Case) -> Outcome:
     )
 
 
-def skip_unserved(backend: str, algorithm: str = "") -> None:
+def skip_unserved(backend: str, algorithm: str = "", dcp: int = 1) -> None:
     """What the installed SGLang is refused with (releases.py) cannot be tested on it."""
-    args = SimpleNamespace(disaggregation_transfer_backend=backend, speculative_algorithm=algorithm)
+    args = SimpleNamespace(
+        disaggregation_transfer_backend=backend, speculative_algorithm=algorithm, dcp_size=dcp
+    )
     for rule in releases.here().unserved.values():
         if rule[1](args):
             pytest.skip(text_of(rule))
