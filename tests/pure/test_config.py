@@ -117,7 +117,7 @@ def test_a_custom_memory_pool_goes_with_direct_transfer_alone() -> None:
     for other in ("auto", "packed"):
         (refusal,) = startup.refusals(arguments(), pool, Config(draft_transfer=other))
         assert "give --mixkv-draft-transfer direct" in refusal
-    cold = replace(direct, on_draft_mismatch="cold")
+    cold = Config(draft_transfer="direct", on_draft_mismatch="cold")
     (refusal,) = startup.refusals(arguments(), pool, cold)
     assert "which NVLink does not reach" in refusal
     assert startup.refusals(arguments(), {}, cold) == []
