@@ -23,13 +23,16 @@ from sglang_mixkv.tools import doctor_diff
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
 BACKENDS = list(releases.here().framings)
-UNSERVED = set(refusals.BACKENDS) - set(
-    BACKENDS
-)  # modules that the installed release cannot import
+# Their modules (nixl.py, nixl_writes.py) cannot be imported with the installed release.
+UNSERVED = set(refusals.BACKENDS) - set(BACKENDS)
 SOURCES = [
     PACKAGE / "plugin.py",
     PACKAGE / "cpu" / "support.py",
-    *(path for path in sorted((PACKAGE / "engine").glob("*.py")) if path.stem not in UNSERVED),
+    *(
+        path
+        for path in sorted((PACKAGE / "engine").glob("*.py"))
+        if path.stem.partition("_")[0] not in UNSERVED
+    ),
 ]
 
 
