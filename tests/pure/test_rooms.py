@@ -169,8 +169,8 @@ def test_a_decode_room_ends_once() -> None:
 def test_a_verdict_on_an_ended_room_has_the_rank_register_again(
     rank: int, reason: bytes, again: bool
 ) -> None:
-    """SGLang fails a request on all ranks when one has failed; each rank registers by itself. It is
-    not shown to SGLang, which would take it for a verdict on the number's next request."""
+    """SGLang fails a request on all ranks when one has failed; each rank has its own registration.
+    It is not shown to SGLang, which would take it for a verdict on the number's next request."""
     rooms, registrations = decode.Rooms(), Registrations()
     gate = Gate(rooms, registrations, mock.Mock(), True, (), (), Framing())
     registrations.told("host:1", ("host", 2), (0, 0))
