@@ -492,6 +492,8 @@ def stall_when_sending(prefill_rank: int, rank: Rank, sender: Any, chunk: Any, s
 def bootstrap_away(rank: Rank) -> None:
     """The bootstrap server's port closes, and opens again with the same table."""
     old = rank.bootstrap
+    while not old._is_ready():  # a rank that registers into a closed port is never found
+        time.sleep(0.01)
     table = {name: value for name, value in vars(old).items() if name not in OF_THE_SERVER}
 
     class Back(rank.kv_class["bootstrap_server"]):
@@ -499,13 +501,19 @@ def bootstrap_away(rank: Rank) -> None:
             vars(self).update(table)
             super().run()
 
-    def away() -> None:
-        old.close()
+    def back() -> None:
         time.sleep(STALL_S)
         rank.bootstrap = Back("127.0.0.1", rank.ports[0])
 
+    old.close()
     rank.strike()
-    threading.Thread(target=away, daemon=True).start()
+    threading.Thread(target=back, daemon=True).start()
+
+
+def start_when_struck(rank: Rank) -> None:
+    """This rank's manager is made after the fault."""
+    while not rank.case.extra["struck"].value:
+        time.sleep(0.01)
 
 
 OF_THE_SERVER = ("app", "thread", "lock", "_loop", "_runner", "_background_tasks")
@@ -667,7 +675,8 @@ def _kills() -> Iterator[Fault]:
     yield Fault(
         group, "bootstrap server away, then back, before a request",
         f"its port closed for {STALL_S} s",
-        _prefill_fault(0, bootstrap_away), ends="success",
+        _prefill_fault(0, bootstrap_away, before={("decode", 0): start_when_struck}),
+        ends="success",
     )  # fmt: skip
     yield Fault(
         group, "bootstrap server away, then back, during a transfer",
