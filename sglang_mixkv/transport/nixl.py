@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 # bytes at both ends.
 FEW, SHORT = 16, 16 << 10
 
-BEGUN = 1 << 20  # ranges of asynchronous writes: as many as a chunk has
 GIVE_UP_S = 60.0  # a peer that is stopped shows in no other way
 BUSY_POLLS, POLL_S = 200, 5e-5
 
@@ -84,7 +83,7 @@ class Nixl:
     their metadata. Who takes such a peer anew removes it from the agent first.
     """
 
-    limits = Limits(FEW, SHORT, overlaps=True, begun=BEGUN)
+    limits = Limits(FEW, SHORT)  # packing while a write goes on gains nothing: UCX copies too
 
     def __init__(
         self, agent: Any, memory: Memory, device_of: Callable[[str], int],
