@@ -177,13 +177,14 @@ def start(fleet: Fleet, servers: Sequence[Launch], tell: Progress = silent) -> l
     return started
 
 
-def bring_up(fleet: Fleet, servers: Sequence[Launch], tell: Progress) -> None:
+def bring_up(fleet: Fleet, servers: Sequence[Launch], tell: Progress) -> list[ServerProcess]:
     """Start servers; wait until all are healthy and the last one serves."""
-    start(fleet, servers, tell)
+    started = start(fleet, servers, tell)
     entry = servers[-1]
     tell(entry.name, "first request")
     _poll(fleet, [entry], _serves, silent)
     tell(entry.name, "ready")
+    return started
 
 
 def single(

@@ -1,0 +1,300 @@
+"""Many clients at once before a pair of real servers: some hang up, the others get the single
+server's answers, and nothing is held afterwards.
+
+    with Servers(topology) as servers:
+        part = servers.serve(crowd, known)     # Part: what became of each request
+        servers.held()                         # what is still there
+
+A crowd's prompts have lengths of 24 to 200 symbols; some begin with an earlier one's first half.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from rig import watched_server
+
+from sglang_mixkv.demo import launch
+from sglang_mixkv.demo.launch import Launch, Topology
+from sglang_mixkv.demo.pair import (
+    BOS,
+    REQUEST_TIMEOUT_S,
+    SEP,
+    SYMBOLS,
+    Answer,
+    RequestFailed,
+    parse_answer,
+    post,
+    request_body,
+)  # fmt: skip
+from sglang_mixkv.demo.processes import Fleet, ServerDied, ServerProcess
+from sglang_mixkv.demo.servers import Deployment, bring_up, silent, single, start
+
+SHORTEST, LONGEST = 24, 200
+SHARED = 0.4  # of the prompts begin as an earlier one does
+PATIENCE_S = (0.05, 6.0)  # of a client that hangs up
+TIE = 0.07
+"""Two logits of bfloat16 that are so close may change places with the rows of a batch."""
+
+SETTLED_S = 90.0
+LEAST_KILLED_AFTER = 5  # answers, before a server is killed
+
+TIMEOUTS = {
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
+    "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
+}
+
+Prompt = list[int]
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """Requests, the same for the same seed. `at_once`: clients; `hang_up`: their share that
+    does."""
+
+    requests: int
+    seed: int
+    at_once: int = 16
+    hang_up: float = 0.15
+
+    def prompts(self) -> list[Prompt]:
+        source, found = random.Random(self.seed), list[Prompt]()
+        for _ in range(self.requests):
+            length = source.randint(SHORTEST, LONGEST)
+            begin: Prompt = []
+            if found and source.random() < SHARED:
+                earlier = source.choice(found)[1:-1]
+                begin = earlier[: len(earlier) // 2][:length]
+            rest = source.sample([s for s in SYMBOLS if s not in begin], length - len(begin))
+            found.append([BOS, *begin, *rest, SEP])
+        return found
+
+    def patience(self) -> list[float | None]:
+        """How long each client waits, None: to the end."""
+        source = random.Random(self.seed + 1)
+        return [
+            source.uniform(*PATIENCE_S) if source.random() < self.hang_up else None
+            for _ in range(self.requests)
+        ]
+
+
+class HungUp(Exception):
+    """The client did not wait for the answer."""
+
+
+def ask(url: str, prompt: Prompt, patience: float | None = None) -> Answer:
+    """As `demo.pair.ask`, by a client that closes its connection when its patience ends."""
+    where, begin = urlsplit(url), time.monotonic()
+    limit = REQUEST_TIMEOUT_S if patience is None else patience
+    connection = HTTPConnection(str(where.hostname), where.port, timeout=limit)
+    try:
+        body = json.dumps(request_body(prompt))
+        connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        reply = response.read()
+    except (OSError, HTTPException) as error:
+        if patience is not None and isinstance(error, TimeoutError):
+            raise HungUp from error
+        raise RequestFailed(f"no answer from {url}: {error!r}") from error
+    finally:
+        connection.close()
+    if response.status != 200:
+        raise RequestFailed(f"HTTP {response.status}: {reply.decode(errors='replace')}")
+    return parse_answer(json.loads(reply), time.monotonic() - begin)
+
+
+# ---------------------------------------------------------------- the single server's answers
+
+
+class Known:
+    """The single server, and what it answered."""
+
+    def __init__(self, server: Deployment) -> None:
+        self._url, self._answers = server.url, dict[tuple[int, ...], Answer]()
+
+    def learn(self, prompts: Iterable[Prompt]) -> None:
+        new = [p for p in prompts if tuple(p) not in self._answers]
+        with ThreadPoolExecutor(8) as pool:
+            for prompt, answer in zip(new, pool.map(lambda p: ask(self._url, p), new), strict=True):
+                self._answers[tuple(prompt)] = answer
+
+    def answer(self, prompt: Prompt) -> Answer:
+        return self._answers[tuple(prompt)]
+
+    def is_tie(self, prompt: Prompt, other: Answer) -> bool:
+        """Whether the first token that differs was as likely to the single server, within TIE."""
+        own = self.answer(prompt).tokens
+        if len(own) != len(other.tokens):
+            return False
+        pairs = zip(own, other.tokens, strict=True)
+        at = next(i for i, (one, two) in enumerate(pairs) if one != two)
+        body = {
+            "input_ids": [*prompt, *own[:at]], "return_logprob": True, "top_logprobs_num": 5,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        }  # fmt: skip
+        top = post(f"{self._url}/generate", body).json()["meta_info"]["output_top_logprobs"][0]
+        logprobs = {token: logprob for logprob, token, *_ in top}
+        both = logprobs.get(own[at]), logprobs.get(other.tokens[at])
+        return None not in both and abs(both[0] - both[1]) <= TIE
+
+
+@contextmanager
+def known_answers(pair: str = "mla") -> Iterator[Known]:
+    with Fleet() as fleet:
+        yield Known(single(fleet, pair))
+
+
+# ---------------------------------------------------------------- the pair
+
+
+@dataclass
+class Part:
+    """What became of the requests of one crowd. `answers`: right or a tie, beside the single
+    server's."""
+
+    crowd: Crowd
+    ended: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    answers: list[tuple[Answer, Answer]] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def note(self, prompt: Prompt, result: Answer | Exception, known: Known) -> None:
+        if isinstance(result, HungUp):
+            self.ended["hung up"] += 1
+        elif isinstance(result, Exception):
+            self.ended["failed"] += 1
+            self.reasons[str(result)[:300]] += 1
+        else:
+            own = known.answer(prompt)
+            if result.tokens == own.tokens:
+                self.ended["right"] += 1
+            else:
+                self.ended["tie" if known.is_tie(prompt, result) else "wrong"] += 1
+            self.answers.append((result, own))
+
+
+class Servers:
+    """A prefill and a decode server behind the router, each of which can be killed and started
+    again on its ports."""
+
+    def __init__(self, topology: Topology, pair: str = "mla") -> None:
+        self._topology, self._pair, self._stack = topology, pair, ExitStack()
+        self._starts = 1
+
+    def __enter__(self) -> Self:
+        self.fleet = self._stack.enter_context(Fleet())
+        self._states = self.fleet.folder("states")
+        prefill, decode, port = launch.prefill_and_decode(self._pair, self._topology, "")
+        self._launches = {one.name: self._watched(one) for one in (prefill, decode)}
+        router = launch.router(prefill, decode, port)
+        everything = [*self._launches.values(), router]
+        processes = bring_up(self.fleet, everything, silent)
+        self._running = dict(zip([*self._launches, router.name], processes, strict=True))
+        self.url = router.url
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._stack.__exit__(*exc)
+
+    def _watched(self, server: Launch) -> Launch:
+        words = list(server.argv)
+        start_at = words.index("-m")
+        words[start_at : start_at + 2] = [watched_server.__file__]
+        env = {**server.env, **TIMEOUTS, watched_server.STATE_DIR_ENV: str(self._states)}
+        return replace(server, argv=tuple(words), env=env)
+
+    def serve(
+        self, crowd: Crowd, known: Known, after: tuple[int, Callable[[], None]] | None = None
+    ) -> Part:
+        """All requests of a crowd. `after`: (answers, what is done once there are so many)."""
+        part, prompts = Part(crowd), crowd.prompts()
+        known.learn(prompts)
+        begin = time.monotonic()
+
+        def one(prompt: Prompt, patience: float | None) -> Answer | Exception:
+            try:
+                return ask(self.url, prompt, patience)
+            except (HungUp, RequestFailed) as error:
+                return error
+
+        with ThreadPoolExecutor(crowd.at_once) as pool:
+            results = pool.map(one, prompts, crowd.patience())
+            got = []
+            for number, result in enumerate(results):
+                got.append(result)
+                if after is not None and number == after[0]:
+                    after[1]()
+        part.seconds = time.monotonic() - begin
+        for prompt, result in zip(prompts, got, strict=True):
+            part.note(prompt, result, known)
+        return part
+
+    # -- kill and restart
+
+    def kill(self, side: str) -> None:
+        self.fleet.signal(self._running.pop(side), signal.SIGKILL)
+        for path in self._states.glob("*.json"):
+            if not Path("/proc", path.stem).exists():
+                path.unlink()
+
+    def restart(self, side: str) -> None:
+        self._starts += 1
+        again = replace(self._launches[side], name=f"{side}-{self._starts}")
+        self._running[side] = start(self.fleet, [again])[0]
+        self._wait_until_served()
+
+    def _wait_until_served(self) -> None:
+        """The router has to see that the server is back."""
+        deadline = time.monotonic() + SETTLED_S
+        while True:
+            try:
+                ask(self.url, Crowd(1, 0).prompts()[0])
+            except RequestFailed:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1)
+            else:
+                return
+
+    # -- what is held
+
+    def states(self) -> dict[int, dict[str, Any]]:
+        """Of each rank, by its process."""
+        return {int(p.stem): json.loads(p.read_text()) for p in self._states.glob("*.json")}
+
+    def held(self, limit_s: float = SETTLED_S) -> list[str]:
+        """What ranks still hold though nobody asks for anything; a server that ended, too."""
+        deadline, now = time.monotonic() + limit_s, time.time()
+        while True:
+            try:
+                self.fleet.check()
+            except ServerDied as error:
+                return [str(error)]
+            states = self.states()
+            fresh = all(state["at"] > now + 1 for state in states.values())
+            found = [f"rank {pid}: {left}" for pid, s in states.items() for left in s["left"]]
+            found += [
+                f"rank {pid}: a request is open" for pid, s in states.items() if not s["idle"]
+            ]
+            if (fresh and not found) or time.monotonic() > deadline:
+                return found if fresh else [*found, "a rank does not say what it holds"]
+            time.sleep(watched_server.EVERY_S)
+
+    def log(self, side: str) -> str:
+        process: ServerProcess = self._running[side]
+        return process.log.read_text(errors="replace")

@@ -1,0 +1,67 @@
+"""`sglang.launch_server` whose ranks write what they hold, twice a second, into a file each.
+
+    idle     SGLang knows of no open request; its own check of pages and request slots has then
+             run, which ends a server that leaks
+    left     what `check_integrity` finds
+    threads, fds, rss_mib
+
+SGLang's child processes import this file as well, before they apply hooks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+STATE_DIR_ENV = "MIXKV_TESTS_STATE_DIR"
+EVERY_S = 0.5
+
+
+def used(status: str, name: str) -> int:
+    """A number of /proc/self/status."""
+    return int(status.partition(f"{name}:")[2].split(maxsplit=1)[0])
+
+
+def state(scheduler: Any) -> dict[str, Any]:
+    prefill = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+    queue = prefill or scheduler.disagg_decode_prealloc_queue
+    status = Path("/proc/self/status").read_text()
+    return {
+        "at": time.time(),
+        "idle": bool(scheduler.is_fully_idle()),
+        "left": queue.kv_manager.check_integrity(),
+        "threads": used(status, "Threads"),
+        "fds": len(os.listdir("/proc/self/fd")),
+        "rss_mib": used(status, "VmRSS") // 1024,
+    }
+
+
+def watch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """In the place of Scheduler.__init__."""
+    original(scheduler, *args, **kwargs)
+    path = Path(os.environ[STATE_DIR_ENV], f"{os.getpid()}.json")
+
+    def report() -> None:
+        while True:
+            partial = path.with_suffix(".tmp")
+            partial.write_text(json.dumps(state(scheduler)))
+            partial.replace(path)
+            time.sleep(EVERY_S)
+
+    threading.Thread(target=report, daemon=True).start()
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(
+        "sglang.srt.managers.scheduler.Scheduler.__init__", watch, HookType.AROUND
+    )
+
+if __name__ == "__main__":
+    runpy.run_module("sglang.launch_server", run_name="__main__")
