@@ -19,8 +19,8 @@ from typing import Any
 from sglang_mixkv.demo.launch import HOST, Topology
 from sglang_mixkv.demo.pair import prompts
 from sglang_mixkv.demo.processes import Fleet
+from sglang_mixkv.demo.prometheus import Expression, Prometheus, Series, expressions
 from sglang_mixkv.demo.servers import Deployment, disaggregated
-from sglang_mixkv.tools.prometheus import Expression, Prometheus, Series, expressions
 
 DOCS = Path(__file__).parents[1] / "docs"
 FLAGS = ("--enable-metrics",)

@@ -21,20 +21,12 @@ from rich.console import Console
 
 from sglang_mixkv.demo import report
 from sglang_mixkv.demo.launch import DEVICES, Topology
-from sglang_mixkv.demo.pair import (
-    DRAFTERS,
-    PAIRS,
-    TARGETS,
-    Answer,
-    NoAnswer,
-    RequestFailed,
-    pair_name,
-    prompts,
-)
+from sglang_mixkv.demo.pair import DRAFTERS, PAIRS, TARGETS, pair_name, prompts
 from sglang_mixkv.demo.processes import Fleet, ServerDied
 from sglang_mixkv.demo.progress import StartDisplay
 from sglang_mixkv.demo.serve import serve
 from sglang_mixkv.demo.servers import Deployment, Progress, disaggregated, single
+from sglang_mixkv.tools.client import Answer, NoAnswer, RequestFailed
 
 RUNS = ("single", "stock", "mixkv")
 ENABLE = ("--enable-mixkv",)

@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from sglang_mixkv.demo.pair import Answer, accept_length, acceptance_by_position, longest_draft
 from sglang_mixkv.demo.servers import DraftBytes
+from sglang_mixkv.tools.client import Answer, accept_length, acceptance_by_position, longest_draft
 
 TOLERANCE = 0.02
 """How far the accept length with mixkv may be from the single server's, as a share of it."""

@@ -23,8 +23,9 @@ import requests
 
 from sglang_mixkv.demo import launch
 from sglang_mixkv.demo.launch import Launch, Topology
-from sglang_mixkv.demo.pair import Answer, RequestFailed, ask, post, prompts, request_body
+from sglang_mixkv.demo.pair import ask, prompts, request_body
 from sglang_mixkv.demo.processes import Fleet, ServerProcess
+from sglang_mixkv.tools.client import Answer, RequestFailed, post
 
 START_TIMEOUT_S = 900.0
 FIRST_ANSWER_S = 60.0

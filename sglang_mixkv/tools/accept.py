@@ -22,16 +22,16 @@ from typing import Any
 
 import requests
 
-from sglang_mixkv.demo.pair import (
+from sglang_mixkv.tools import simulated
+from sglang_mixkv.tools.client import (
     Answer,
     RequestFailed,
     accept_length,
     acceptance_by_position,
+    generate,
     longest_draft,
-    parse_answer,
     post,
 )
-from sglang_mixkv.tools import simulated
 
 MAX_NEW_TOKENS = 128
 GATE = 0.05
@@ -68,10 +68,7 @@ def _tokens(url: str, text: str, *, special: bool) -> list[int]:
 def ask(url: str, ids: list[int], max_new_tokens: int) -> Answer:
     """One greedy request; raises RequestFailed."""
     limits = {"max_new_tokens": max_new_tokens, "temperature": 0}
-    answer = post(f"{url}/generate", {"input_ids": ids, "sampling_params": limits})
-    if answer.status_code != requests.codes.ok:
-        raise RequestFailed(f"HTTP {answer.status_code} from {url}: {answer.text}")
-    return parse_answer(answer.json(), 0.0)
+    return generate(url, {"input_ids": ids, "sampling_params": limits})
 
 
 def compare(single: list[Answer], pair: list[Answer], gate: float) -> dict[str, Any]:

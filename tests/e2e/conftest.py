@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import pytest
 
 from sglang_mixkv.demo.launch import Topology
-from sglang_mixkv.demo.pair import Answer, accept_length, cousins, prompts
+from sglang_mixkv.demo.pair import cousins, prompts
 from sglang_mixkv.demo.processes import Fleet
 from sglang_mixkv.demo.servers import Deployment, DraftBytes, disaggregated, single
+from sglang_mixkv.tools.client import Answer, accept_length
 
 START_TIMEOUT = pytest.mark.timeout(1800)
 """Two deployments may start within one test, on a machine that has other work."""

@@ -14,9 +14,10 @@ import requests
 
 from sglang_mixkv.demo import launch
 from sglang_mixkv.demo.launch import Launch
-from sglang_mixkv.demo.pair import Answer, accept_length, prompts
+from sglang_mixkv.demo.pair import prompts
 from sglang_mixkv.demo.processes import Fleet
 from sglang_mixkv.demo.servers import Deployment, bring_up, disaggregated, silent
+from sglang_mixkv.tools.client import Answer, accept_length
 
 from .conftest import (
     DECODE_CACHE,

@@ -20,10 +20,11 @@ import pytest
 from sglang_mixkv import cpu
 from sglang_mixkv.config import ENABLE_ENV, STATS_DIR_ENV
 from sglang_mixkv.demo import launch, servers
-from sglang_mixkv.demo.pair import accept_length, model_flags, prompts
+from sglang_mixkv.demo.pair import model_flags, prompts
 from sglang_mixkv.demo.ports import free_port
 from sglang_mixkv.demo.processes import Fleet
 from sglang_mixkv.demo.servers import Deployment, bring_up
+from sglang_mixkv.tools.client import accept_length
 
 from .conftest import START_TIMEOUT, Reference
 

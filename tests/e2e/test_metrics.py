@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from sglang_mixkv.demo.launch import HOST, Topology
-from sglang_mixkv.demo.pair import Answer, accept_length, prompts
+from sglang_mixkv.demo.pair import prompts
 from sglang_mixkv.demo.processes import Fleet
+from sglang_mixkv.demo.prometheus import Expression, Prometheus, expressions
 from sglang_mixkv.demo.servers import Deployment, disaggregated
-from sglang_mixkv.tools.prometheus import Expression, Prometheus, expressions
+from sglang_mixkv.tools.client import Answer, accept_length
 
 from .conftest import ENABLE, START_TIMEOUT, TP1, TP2
 

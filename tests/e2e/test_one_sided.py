@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from sglang_mixkv.demo.launch import Topology
-from sglang_mixkv.demo.pair import RequestFailed, prompts
+from sglang_mixkv.demo.pair import prompts
 from sglang_mixkv.demo.processes import Fleet
 from sglang_mixkv.demo.servers import disaggregated
+from sglang_mixkv.tools.client import RequestFailed
 
 from .conftest import ENABLE, START_TIMEOUT, TP1, TP2
 

@@ -6,7 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sglang_mixkv.demo.pair import Answer, accept_length, cousins, prompts
+from sglang_mixkv.demo.pair import cousins, prompts
+from sglang_mixkv.tools.client import Answer, accept_length
 
 from .conftest import START_TIMEOUT, Measured, record
 

@@ -11,9 +11,10 @@ import pytest
 
 from sglang_mixkv.demo import launch
 from sglang_mixkv.demo.launch import Launch, Topology
-from sglang_mixkv.demo.pair import Answer, accept_length, cousins, prompts
+from sglang_mixkv.demo.pair import cousins, prompts
 from sglang_mixkv.demo.processes import Fleet
 from sglang_mixkv.demo.servers import Deployment, bring_up, disaggregated, silent
+from sglang_mixkv.tools.client import Answer, accept_length
 
 from .conftest import ENABLE, START_TIMEOUT, TP1, TP2, WINDOW, Reference, record
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from sglang_mixkv.demo import demo, report
-from sglang_mixkv.demo.pair import Answer, NoAnswer, RequestFailed
+from sglang_mixkv.tools.client import Answer, NoAnswer, RequestFailed
 
 RIGHT, OTHER = Answer((1, 2, 3, 4), 1, (), 1.0), Answer((1, 2, 3, 9), 1, (), 1.0)
 

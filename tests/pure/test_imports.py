@@ -51,10 +51,10 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "cpu/site/": ({"torch"}, {"cpu"}),
     "tools/": (
         {"msgspec", "numpy", "requests"},
-        {"", "config", "cpu", "demo", "engine.releases", "errors", "kv", "protocol", "refusals",
+        {"", "config", "cpu", "engine.releases", "errors", "kv", "protocol", "refusals",
          "tools"},
     ),
-    "demo/": ({"requests", "rich"}, {"", "config", "cpu", "demo"}),
+    "demo/": ({"requests", "rich"}, {"", "config", "cpu", "demo", "tools.client"}),
     "__main__.py": (set(), {"demo", "tools"}),
     "__init__.py": (set(), set()),
 }  # fmt: skip

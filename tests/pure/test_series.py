@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from sglang_mixkv.demo.prometheus import COLON_AGAIN, expressions
 from sglang_mixkv.series import DECODE, FAMILIES, PREFILL, divided, of_side
-from sglang_mixkv.tools.prometheus import COLON_AGAIN, expressions
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD, ALERTS = ROOT / "docs" / "dashboard.json", ROOT / "docs" / "alerts.yml"

@@ -19,28 +19,24 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from rig import watched_server
 
 from sglang_mixkv.demo import launch
 from sglang_mixkv.demo.launch import Launch, Topology
-from sglang_mixkv.demo.pair import (
-    BOS,
-    REQUEST_TIMEOUT_S,
-    SEP,
-    SYMBOLS,
-    Answer,
-    RequestFailed,
-    parse_answer,
-    post,
-    request_body,
-)  # fmt: skip
+from sglang_mixkv.demo.pair import BOS, SEP, SYMBOLS, request_body
 from sglang_mixkv.demo.processes import Fleet, ServerDied, ServerProcess
 from sglang_mixkv.demo.servers import Deployment, bring_up, silent, single, start
+from sglang_mixkv.tools.client import (
+    REQUEST_TIMEOUT_S,
+    Answer,
+    NoAnswer,
+    RequestFailed,
+    generate,
+    post,
+)
 
 SHORTEST, LONGEST = 24, 200
 SHARED = 0.4  # of the prompts begin as an earlier one does
@@ -49,7 +45,6 @@ TIE = 0.07
 """Two logits of bfloat16 that are so close may change places with the rows of a batch."""
 
 SETTLED_S = 90.0
-LEAST_KILLED_AFTER = 5  # answers, before a server is killed
 
 TIMEOUTS = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
@@ -99,23 +94,12 @@ class HungUp(Exception):
 
 def ask(url: str, prompt: Prompt, patience: float | None = None) -> Answer:
     """As `demo.pair.ask`, by a client that closes its connection when its patience ends."""
-    where, begin = urlsplit(url), time.monotonic()
-    limit = REQUEST_TIMEOUT_S if patience is None else patience
-    connection = HTTPConnection(str(where.hostname), where.port, timeout=limit)
     try:
-        body = json.dumps(request_body(prompt))
-        connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        reply = response.read()
-    except (OSError, HTTPException) as error:
-        if patience is not None and isinstance(error, TimeoutError):
-            raise HungUp from error
-        raise RequestFailed(f"no answer from {url}: {error!r}") from error
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise RequestFailed(f"HTTP {response.status}: {reply.decode(errors='replace')}")
-    return parse_answer(json.loads(reply), time.monotonic() - begin)
+        return generate(url, request_body(prompt), patience or REQUEST_TIMEOUT_S)
+    except NoAnswer as error:
+        if patience is None:
+            raise
+        raise HungUp from error
 
 
 # ---------------------------------------------------------------- the single server's answers
@@ -294,7 +278,3 @@ class Servers:
             if (fresh and not found) or time.monotonic() > deadline:
                 return found if fresh else [*found, "a rank does not say what it holds"]
             time.sleep(watched_server.EVERY_S)
-
-    def log(self, side: str) -> str:
-        process: ServerProcess = self._running[side]
-        return process.log.read_text(errors="replace")
