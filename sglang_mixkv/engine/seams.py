@@ -1,7 +1,8 @@
 """Everything inside SGLang that the plugin touches, and with which parameters, per release.
 
 Nobody but `plugin.py`, `engine/` and `cpu/support.py` uses SGLang. What they override of its KV
-classes, or call of SGLang, is listed here (`tests/protocol/test_seams.py`).
+classes, or call of SGLang, is listed here (`tests/protocol/test_seams.py`). What they hook is named
+at the top of `plugin.py` and of `cpu/support.py`.
 """
 
 from __future__ import annotations

@@ -10,10 +10,13 @@ import argparse
 import ast
 import importlib
 import inspect
+import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType
+
+import pytest
 
 import sglang_mixkv
 from sglang_mixkv import refusals
@@ -131,6 +134,19 @@ def test_the_files_to_read_for_another_release_are_there() -> None:
     installed = doctor_diff.installed()
     assert installed is not None
     assert [m for m in releases.modules() if not installed.lines(m)] == []
+
+
+HOOKED = {
+    path
+    for source in (PACKAGE / "plugin.py", PACKAGE / "cpu" / "support.py")
+    for path in re.findall(r'^[A-Z_]+ = "(sglang[.][\w.]+)"$', source.read_text(), re.MULTILINE)
+}
+
+
+@pytest.mark.parametrize("path", sorted(HOOKED))
+def test_what_is_hooked_is_there(path: str) -> None:
+    """By a name in a string, in a serving process and in the CPU engine."""
+    assert callable(pkgutil.resolve_name(path))
 
 
 def test_an_unlisted_use_is_found() -> None:
