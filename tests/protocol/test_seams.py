@@ -146,7 +146,7 @@ HOOKED = {
 @pytest.mark.parametrize("path", sorted(HOOKED))
 def test_what_is_hooked_is_there(path: str) -> None:
     """By a name in a string, in a serving process and in the CPU engine."""
-    assert callable(pkgutil.resolve_name(path))
+    pkgutil.resolve_name(path)  # raises where it is not
 
 
 def test_an_unlisted_use_is_found() -> None:
