@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -32,7 +33,7 @@ RESOURCES = ("threads", "fds", "rss_mib")
 @dataclass
 class Round:
     """What was counted in one round; `grown`: resources of the rank that grew most since the
-    first round's end."""
+    first round's end, and the memory of the single server, which has no plugin."""
 
     requests: int = 0
     ended: Counter[str] = field(default_factory=Counter)
@@ -101,15 +102,18 @@ def main() -> int:
     )  # fmt: skip
     rounds: dict[str, Round] = {}
     with known_answers() as known, Servers(topology) as servers:
-        begin, number, first = time.monotonic(), 0, {}
+        begin, number = time.monotonic(), 0
+        first: dict[int, dict[str, Any]] = {}
         while number < options.rounds or time.monotonic() - begin < options.minutes * 60:
             number += 1
             done = one_round(servers, known, options.requests, options.seed + number)
-            now = servers.states()
-            first = first or now
+            now, single = servers.states(), known.rss_mib()
+            if not first:
+                first, single_first = now, single
             done.grown = {
                 name: max(now[pid][name] - first[pid][name] for pid in now) for name in RESOURCES
             }
+            done.grown["single's rss_mib"] = single - single_first
             rounds[f"round {number}"] = done
             print(f"round {number}: {vars(done)}", file=sys.stderr, flush=True)
         for number, side in enumerate(("decode", "prefill") if options.kill else ()):

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 from rig import watched_server
 
 from sglang_mixkv.demo import launch
@@ -109,7 +110,8 @@ class Known:
     """The single server, and what it answered."""
 
     def __init__(self, server: Deployment) -> None:
-        self._url, self._answers = server.url, dict[tuple[int, ...], Answer]()
+        self._server, self._url = server, server.url
+        self._answers = dict[tuple[int, ...], Answer]()
 
     def learn(self, prompts: Iterable[Prompt]) -> None:
         new = [p for p in prompts if tuple(p) not in self._answers]
@@ -135,6 +137,11 @@ class Known:
         logprobs = {token: logprob for logprob, token, *_ in top}
         both = logprobs.get(own[at]), logprobs.get(other.tokens[at])
         return None not in both and abs(both[0] - both[1]) <= TIE
+
+    def rss_mib(self) -> int:
+        """Memory of its largest process: SGLang's own, without the plugin, grows on CPU too."""
+        first = psutil.Process(self._server.fleet.pids()["server"])
+        return max(one.memory_info().rss for one in first.children(recursive=True)) >> 20
 
 
 @contextmanager
