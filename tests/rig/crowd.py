@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import random
 import signal
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -93,6 +94,10 @@ class HungUp(Exception):
     """The client did not wait for the answer."""
 
 
+class NotAsked(Exception):
+    """The crowd had ended."""
+
+
 def ask(url: str, prompt: Prompt, patience: float | None = None) -> Answer:
     """As `demo.pair.ask`, by a client that closes its connection when its patience ends."""
     try:
@@ -167,6 +172,8 @@ class Part:
     def note(self, prompt: Prompt, result: Answer | Exception, known: Known) -> None:
         if isinstance(result, HungUp):
             self.ended["hung up"] += 1
+        elif isinstance(result, NotAsked):
+            self.ended["not asked"] += 1
         elif isinstance(result, Exception):
             self.ended["failed"] += 1
             self.reasons[str(result)[:300]] += 1
@@ -210,26 +217,29 @@ class Servers:
         return replace(server, argv=tuple(words), env=env)
 
     def serve(
-        self, crowd: Crowd, known: Known, after: tuple[int, Callable[[], None]] | None = None
+        self, crowd: Crowd, known: Known, until: tuple[int, Callable[[], None]] | None = None
     ) -> Part:
-        """All requests of a crowd. `after`: (answers, what is done once there are so many)."""
+        """All requests of a crowd. `until`: after so many answers that is done, and nobody asks
+        any more."""
         part, prompts = Part(crowd), crowd.prompts()
         known.learn(prompts)
-        begin = time.monotonic()
+        over, begin = threading.Event(), time.monotonic()
 
         def one(prompt: Prompt, patience: float | None) -> Answer | Exception:
+            if over.is_set():
+                return NotAsked()
             try:
                 return ask(self.url, prompt, patience)
             except (HungUp, RequestFailed) as error:
                 return error
 
+        got = []
         with ThreadPoolExecutor(crowd.at_once) as pool:
-            results = pool.map(one, prompts, crowd.patience())
-            got = []
-            for number, result in enumerate(results):
+            for number, result in enumerate(pool.map(one, prompts, crowd.patience())):
                 got.append(result)
-                if after is not None and number == after[0]:
-                    after[1]()
+                if until is not None and number == until[0]:
+                    over.set()
+                    until[1]()
         part.seconds = time.monotonic() - begin
         for prompt, result in zip(prompts, got, strict=True):
             part.note(prompt, result, known)
