@@ -70,7 +70,8 @@ TABLE: dict[str, str] = {
         "tests/pure/test_gpu.py::test_each_part_goes_as_far_as_it_can_without_a_gpu",
     r"bash scripts/faults/run\.sh": "tests/protocol/test_faults.py::test_fault",
     r"bash scripts/faults/run\.sh --soak": "tests/protocol/test_soak.py::test_soak",
-    r"python scripts/faults/load\.py --kill": "tests/e2e/test_load.py::test_nobody_pays_for_another",
+    r"python scripts/faults/load\.py --kill":
+        "tests/e2e/test_load.py::test_nobody_pays_for_another",
     r"python scripts/upstream\.py":
         "tests/protocol/test_upstream.py::test_each_mends_what_its_test_shows",
     r"python scripts/bench/transfer\.py .*":
