@@ -17,7 +17,7 @@ from rig.ring import Outcome, run
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kv import pages
 
-pytestmark = pytest.mark.transports(every=3)
+pytestmark = pytest.mark.transports(every=6)
 
 PAIRS = [(2, 1), (1, 2)]
 
