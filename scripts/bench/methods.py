@@ -22,7 +22,7 @@ from peer import MIB, Remote, receiver
 from wires import ENGINES, sending
 
 from sglang_mixkv.kv.plan import Copies, Plan
-from sglang_mixkv.prefill.hands import PackMemory
+from sglang_mixkv.prefill.worker import PackMemory
 from sglang_mixkv.prefill.writer import Chunk, ChunkWriter, Written
 from sglang_mixkv.rows.host import HostRows, RowCopy
 

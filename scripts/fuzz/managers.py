@@ -121,7 +121,7 @@ class Feed:
 
 
 def body_of(manager: Any, start: str, feed: Feed) -> Callable[[], None]:
-    """The function that `manager.start()` hands to its control thread."""
+    """The function that `manager.start()` gives to its control thread."""
     taken: list[Callable[[], None]] = []
 
     class Taken(threading.Thread):
@@ -269,8 +269,8 @@ class Scheduler:
         self.poll, self.rank, self.manager = KVPoll, rank, rank.manager
         self.chunks = Chunks()
         self.manager.transfer_queues = [self.chunks]
-        hands = rank.plugin.hands(1, 0)
-        rank.plugin.hands = lambda *_: hands
+        worker = rank.plugin.worker(1, 0)
+        rank.plugin.worker = lambda *_: worker
         self.pool_pages = rank.plugin.local.caches.pages
         self.senders: dict[int, Any] = {}
 

@@ -87,7 +87,7 @@ class Link:
 
     def send(self, buffer_bytes: int) -> Record:
         """All pages through a writer of its own; Wrong unless every byte arrived."""
-        from sglang_mixkv.prefill.hands import PackMemory
+        from sglang_mixkv.prefill.worker import PackMemory
         from sglang_mixkv.prefill.writer import Chunk, ChunkWriter
 
         rows, transport = self._device.rows, Local(self._device.rows)

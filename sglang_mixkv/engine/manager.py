@@ -48,6 +48,8 @@ class SidedManager(CommonKVManager):
         """Raises MixKVError, and the server does not start, for a drafter that cannot be cut
         into heads, and where rows cannot be copied on this rank's device. The side comes first:
         SGLang's constructor registers this rank and starts its threads."""
+        # What SGLang's methods do not carry on: `worker`, of a transfer thread, and `resolving`,
+        # from _resolve to _resolve_rank_mapping, of the thread that asks a prefill server.
         self._thread = threading.local()
         rank = sides.Rank(self, args, server_args, disaggregation_mode.value, is_mla_backend)
         rank.rows.warm_up()

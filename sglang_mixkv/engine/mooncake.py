@@ -30,10 +30,10 @@ from sglang_mixkv.engine.dcp import TargetAlone, tokens_of
 from sglang_mixkv.engine.rdma import over_rdma
 from sglang_mixkv.engine.receiver import RoomReceiver
 from sglang_mixkv.engine.sender import RoomSender
-from sglang_mixkv.engine.transfers import HandedQueue, TransferInfos, TransferringManager
-from sglang_mixkv.prefill.hands import Hands
+from sglang_mixkv.engine.transfers import TransferInfos, TransferringManager, WorkerQueue
 from sglang_mixkv.prefill.peer import Peer
 from sglang_mixkv.prefill.rank import AuxFrom, PrefillRank
+from sglang_mixkv.prefill.worker import Worker
 from sglang_mixkv.protocol.messages import Abort
 from sglang_mixkv.transport.mooncake import Engines, InFlight, Mooncake, SharedEngine
 
@@ -42,15 +42,15 @@ logger = logging.getLogger(__name__)
 Send = Callable[[], int]
 
 
-class HandedExecutor:
-    """SGLang's executor of one transfer thread, with its writes kept for that thread's hands."""
+class WorkerExecutor:
+    """SGLang's executor of one transfer thread, with its writes kept for that thread's worker."""
 
-    def __init__(self, executor: ThreadPoolExecutor, hands: Hands) -> None:
-        self._executor, self._hands = executor, hands
+    def __init__(self, executor: ThreadPoolExecutor, worker: Worker) -> None:
+        self._executor, self._worker = executor, worker
 
     def submit(self, write: Callable[..., int], *args: Any) -> Future[int]:
         future = self._executor.submit(write, *args)
-        self._hands.writes.append(future)
+        self._worker.writes.append(future)
         return future
 
 
@@ -77,10 +77,10 @@ class MixKVManager(TransferringManager, MooncakeKVManager):
     # -- chunks, in SGLang's transfer threads
 
     def transfer_worker(self, queue: Any, executor: Any, *args: Any, **kwargs: Any) -> None:
-        """As stock, over a queue and an executor that tell this thread's hands what goes on."""
+        """As stock, over a queue and an executor that tell this thread's worker what goes on."""
         if self.prefill is not None:
-            hands = self.take_hands(self.prefill, self.max_transfer_batch_indices)
-            queue, executor = HandedQueue(queue, hands), HandedExecutor(executor, hands)
+            worker = self.make_worker(self.prefill, self.max_transfer_batch_indices)
+            queue, executor = WorkerQueue(queue, worker), WorkerExecutor(executor, worker)
         super().transfer_worker(queue, executor, *args, **kwargs)
 
     def send_kvcache(
@@ -103,22 +103,23 @@ class MixKVManager(TransferringManager, MooncakeKVManager):
         )  # fmt: skip
         return self._send(stock, mooncake_session_id, prefill_kv_indices, dst_kv_indices)
 
-    def _send(self, stock: Send, session: str, src_pages: Any, dst_pages: Any) -> int:
+    def _send(self, as_stock: Send, session: str, src_pages: Any, dst_pages: Any) -> int:
         """By the peer's plan, or as stock where there is no drafter."""
         side = self.prefill
         if side is None:
-            return stock()
-        peer, hands = side.planned(session), self._hands
+            return as_stock()
+        peer, worker = side.planned(session), self._worker
+        send = as_stock
         if peer is not None:
-            stock = partial(side.send, hands, peer, src_pages, dst_pages)
-        return side.guarded(hands, session, stock)
+            send = partial(side.send, worker, peer, src_pages, dst_pages)
+        return side.guarded(worker, session, send)
 
     def _transfer_data(self, mooncake_session_id: str, transfer_blocks: Any) -> int:
         """As stock; what it returns is kept, since stock loses it where it raises afterwards."""
         code = int(super()._transfer_data(mooncake_session_id, transfer_blocks))
-        hands = self._hands if self.prefill is not None else None
-        if hands is not None:
-            hands.code = hands.code or code
+        worker = self._worker if self.prefill is not None else None
+        if worker is not None:
+            worker.code = worker.code or code
         return code
 
     def send_kvcache_dcp(
@@ -134,9 +135,9 @@ class MixKVManager(TransferringManager, MooncakeKVManager):
 
         def send() -> int:
             code = self._send_target_dcp(side, peer, *said, **kwargs)
-            return code or side.send(self._hands, peer, prefill_kv_indices)
+            return code or side.send(self._worker, peer, prefill_kv_indices)
 
-        return side.guarded(self._hands, mooncake_session_id, send)
+        return side.guarded(self._worker, mooncake_session_id, send)
 
     def _send_target_dcp(
         self, side: PrefillRank, peer: Peer, session: str, src_pages: Any, dst_ptrs: list[int],
@@ -153,7 +154,7 @@ class MixKVManager(TransferringManager, MooncakeKVManager):
         )  # fmt: skip
         first = dcp["decode_prefix_len"] + dcp["src_page_offset"] * self.kv_args.page_size
         tokens = tokens_of(dcp["dst_dcp_rank"], dcp["dst_dcp_size"], first, dcp["num_kv_tokens"])
-        return side.send_target(self._hands, peer, tokens, send)
+        return side.send_target(self._worker, peer, tokens, send)
 
     def maybe_send_extra(self, req: Any, *args: Any, **kwargs: Any) -> int:
         """State, as stock, which raises where it is laid out otherwise than it expects."""
@@ -162,7 +163,7 @@ class MixKVManager(TransferringManager, MooncakeKVManager):
 
     def _guarded(self, session: str, stock: Send) -> int:
         return (
-            stock() if self.prefill is None else self.prefill.guarded(self._hands, session, stock)
+            stock() if self.prefill is None else self.prefill.guarded(self._worker, session, stock)
         )
 
     def _get_dsa_cache_transfer_skip_flags(self, info: Any) -> tuple[bool, bool]:
@@ -181,7 +182,7 @@ class MixKVManager(TransferringManager, MooncakeKVManager):
         if side is None:
             return stock()
         send = partial(self._send_aux, side, stock, req, prefill_aux_index, dst_aux_ptrs)
-        return side.guarded(self._hands, req.mooncake_session_id, send)
+        return side.guarded(self._worker, req.mooncake_session_id, send)
 
     def _send_aux(
         self, side: PrefillRank, stock: Send, req: Any, row: int, dst_ptrs: list[int]

@@ -36,9 +36,9 @@ from sglang_mixkv.engine.nixl_writes import StockWrites, explained
 from sglang_mixkv.engine.receiver import RoomReceiver
 from sglang_mixkv.engine.sender import RoomSender
 from sglang_mixkv.engine.transfers import (
-    HandedQueue,
     TransferInfos,
     TransferringManager,
+    WorkerQueue,
 )
 from sglang_mixkv.prefill.rank import AuxFrom, PrefillRank
 from sglang_mixkv.protocol.messages import ABORT, read_abort
@@ -112,10 +112,10 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         )
 
     def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> None:
-        """As stock, over a queue that tells this thread's hands what goes on."""
+        """As stock, over a queue that tells this thread's worker what goes on."""
         if self.prefill is not None:
             self._worker_threads.append(threading.current_thread())
-            queue = HandedQueue(queue, self.take_hands(self.prefill, most_pages=0), self.events)
+            queue = WorkerQueue(queue, self.make_worker(self.prefill, most_pages=0), self.events)
         super().transfer_worker(queue, *args, **kwargs)
 
     def send_kvcache(
@@ -134,42 +134,44 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         stock = partial(super().send_kvcache_slice, peer_name, prefill_kv_indices, dst_kv_indices)
         return self._send(stock, peer_name, prefill_kv_indices, dst_kv_indices)
 
-    def _send(self, stock: Callable[[], Any], session: str, src_pages: Any, dst_pages: Any) -> Any:
+    def _send(
+        self, as_stock: Callable[[], Any], session: str, src_pages: Any, dst_pages: Any
+    ) -> Any:
         """By the peer's plan, or as stock where there is no drafter."""
         side = self.prefill
         if side is None:
-            return stock()
-        peer, hands = side.planned(session), self._hands
-        if hands is not None and hands.task is not None:
-            if hands.task.written is not None:
-                hands.task.written.synchronize()
+            return as_stock()
+        peer, worker = side.planned(session), self._worker
+        if worker is not None and worker.task is not None:
+            if worker.task.written is not None:
+                worker.task.written.synchronize()
             if peer is None:
-                side.check_still_fits(hands.task.room, session)
+                side.check_still_fits(worker.task.room, session)
         if peer is None:
-            return self.stock.post(hands, session, stock)
-        self._write(session, partial(side.send, hands, peer, src_pages, dst_pages))
+            return self.stock.post(worker, session, as_stock)
+        self._write(session, partial(side.send, worker, peer, src_pages, dst_pages))
         return None
 
     def _write(self, session: str, write: Callable[[], int]) -> None:
         """One write of the side. Raises _NixlPostError where its end is not known."""
-        side, hands = self.prefill, self._hands
+        side, worker = self.prefill, self._worker
         assert side is not None
-        code = side.guarded(hands, session, write)
+        code = side.guarded(worker, session, write)
         if code:
-            room = hands.task.room if hands is not None and hands.task is not None else -1
+            room = worker.task.room if worker is not None and worker.task is not None else -1
             raise _NixlPostError(side.why_unsent(session, room, code))
 
     def maybe_send_extra(self, peer_name: str, *args: Any, **kwargs: Any) -> Iterable[Any]:
         """State, as stock, by the ranks whose route it is."""
-        side, hands = self.prefill, self._hands
+        side, worker = self.prefill, self._worker
         stock = super().maybe_send_extra(peer_name, *args, **kwargs)
-        if side is None or hands is None or hands.task is None:
+        if side is None or worker is None or worker.task is None:
             return stock
         peer = side.planned(peer_name)
-        if peer is not None and (side.has_failed(hands.task.room) or not peer.route.sends_state):
+        if peer is not None and (side.has_failed(worker.task.room) or not peer.route.sends_state):
             return ()
-        handles = explained(stock, partial(side.why_failed, peer_name, hands.task.room))
-        return iter(partial(self.stock.post, hands, peer_name, partial(next, handles, None)), None)
+        handles = explained(stock, partial(side.why_failed, peer_name, worker.task.room))
+        return iter(partial(self.stock.post, worker, peer_name, partial(next, handles, None)), None)
 
     def send_aux(
         self, peer_name: str, prefill_aux_index: int, dst_aux_ptrs: list[int], dst_aux_index: int
@@ -180,7 +182,7 @@ class MixNixlManager(TransferringManager, NixlKVManager):
             stock = partial(
                 super().send_aux, peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index
             )
-            return stock() if side is None else self.stock.post(self._hands, peer_name, stock)
+            return stock() if side is None else self.stock.post(self._worker, peer_name, stock)
         write = partial(
             self._send_aux, side, peer_name, prefill_aux_index, dst_aux_ptrs, dst_aux_index
         )
@@ -190,9 +192,9 @@ class MixNixlManager(TransferringManager, NixlKVManager):
     def _send_aux(
         self, side: PrefillRank, session: str, row: int, dst_ptrs: list[int], dst_row: int
     ) -> int:
-        hands = self._hands
-        if hands is not None and hands.task is not None:
-            self.send_digest(side, session, hands.task.room)
+        worker = self._worker
+        if worker is not None and worker.task is not None:
+            self.send_digest(side, session, worker.task.room)
         source = side.aux_from(session)
         if source is AuxFrom.NOBODY:
             return 0
@@ -210,7 +212,7 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         handles = [handle for handle in handles if handle is not None]
         settled, failed = wait(handles)
         if not settled and self.prefill is not None:
-            ended = self.stock.ended(self._hands, failure_seen=failure_seen)
+            ended = self.stock.ended(self._worker, failure_seen=failure_seen)
             if ended:
                 settled, failed = wait([handle for handle in handles if handle not in ended])
         return bool(settled), bool(failed)

@@ -8,7 +8,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.nixl.conn import _NixlPostError
 
-from sglang_mixkv.prefill.hands import Hands
+from sglang_mixkv.prefill.worker import Worker
 from sglang_mixkv.transport.nixl import Code, Nixl
 
 Why = Callable[[str, int, int], str]
@@ -16,36 +16,36 @@ Why = Callable[[str, int, int], str]
 
 
 class StockWrites:
-    """They are kept with their peers, on the thread's hands: SGLang takes a write whose connection
+    """They are kept with their peers, on the thread's worker: SGLang takes a write whose connection
     broke for one that goes on, and goes on posting to that peer."""
 
     def __init__(self, transport: Nixl, why: Why) -> None:
         self._transport, self._why = transport, why
 
-    def post(self, hands: Hands | None, session: str, write: Callable[[], Any]) -> Any:
+    def post(self, worker: Worker | None, session: str, write: Callable[[], Any]) -> Any:
         """The handle, None where there was nothing to write. Raises _NixlPostError for a peer
         whose connection is lost, before the write or by it."""
-        if hands is None or hands.task is None:
+        if worker is None or worker.task is None:
             return write()
         if session in self._transport.lost:
-            raise self._error(session, hands.task.room)
+            raise self._error(session, worker.task.room)
         try:
             handle = write()
         except _NixlPostError as error:
             if self._transport.loses(session, error.__cause__):
-                raise self._error(session, hands.task.room) from error
+                raise self._error(session, worker.task.room) from error
             raise
         if handle is not None:
-            hands.posted.append((session, handle))
+            worker.posted.append((session, handle))
         return handle
 
-    def ended(self, hands: Hands | None, *, failure_seen: bool) -> list[Any]:
+    def ended(self, worker: Worker | None, *, failure_seen: bool) -> list[Any]:
         """Handles of this thread's task whose connection broke. Raises _NixlPostError for the
         first of them, unless the task has failed already."""
-        task = hands.task if hands is not None else None
-        if hands is None or task is None:
+        task = worker.task if worker is not None else None
+        if worker is None or task is None:
             return []
-        broken = [(s, h) for s, h in hands.posted if self._transport.has_lost(s, h)]
+        broken = [(s, h) for s, h in worker.posted if self._transport.has_lost(s, h)]
         if broken and not failure_seen:
             raise self._error(broken[0][0], task.room)
         return [handle for _, handle in broken]

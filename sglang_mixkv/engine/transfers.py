@@ -15,8 +15,8 @@ from sglang.srt.utils.network import NetworkAddress
 from sglang_mixkv.engine.manager import SidedManager
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kv.ranges import Blocks, row_blocks
-from sglang_mixkv.prefill.hands import Hands, Task
 from sglang_mixkv.prefill.rank import PrefillRank
+from sglang_mixkv.prefill.worker import Task, Worker
 from sglang_mixkv.protocol.extension import encode
 
 logger = logging.getLogger(__name__)
@@ -41,21 +41,21 @@ class TransferInfos(dict[int, Any]):
         return Ended()
 
 
-class HandedQueue:
-    """SGLang's transfer queue; what a thread takes is what its hands work on. `events`: by room
+class WorkerQueue:
+    """SGLang's transfer queue; what a thread takes is what its worker works on. `events`: by room
     and first page, what a chunk has to wait for."""
 
-    def __init__(self, queue: Any, hands: Hands, events: Events | None = None) -> None:
-        self._queue, self._hands = queue, hands
+    def __init__(self, queue: Any, worker: Worker, events: Events | None = None) -> None:
+        self._queue, self._worker = queue, worker
         self._events = {} if events is None else events
 
     def get(self) -> Any:
-        self._hands.take(None)
+        self._worker.take(None)
         chunk = self._queue.get()
         if chunk is not None:
             start, pages = chunk.index_slice.start or 0, len(chunk.prefill_kv_indices)
             written = self._events.pop((chunk.room, start), None)
-            self._hands.take(Task(chunk.room, start, pages, written))
+            self._worker.take(Task(chunk.room, start, pages, written))
         return chunk
 
     def put(self, chunk: Any) -> None:
@@ -63,7 +63,7 @@ class HandedQueue:
 
 
 class TransferringManager(SidedManager):
-    """A manager whose transfer threads each have their hands.
+    """A manager whose transfer threads have a Worker each.
 
     `events`: by room and first page, what a chunk waits for where SGLang's own thread does not.
     """
@@ -77,18 +77,18 @@ class TransferringManager(SidedManager):
         for key in [key for key in list(self.events) if key[0] == room]:
             self.events.pop(key, None)
 
-    def take_hands(self, side: PrefillRank, most_pages: int) -> Hands:
+    def make_worker(self, side: PrefillRank, most_pages: int) -> Worker:
         """For the transfer thread that calls this. `most_pages`: see ChunkWriter."""
         threads = max(1, len(self.transfer_queues))
-        self._thread.hands = hands = side.hands(threads, most_pages)
-        return hands
+        self._thread.worker = worker = side.worker(threads, most_pages)
+        return worker
 
     @property
-    def _hands(self) -> Hands | None:
+    def _worker(self) -> Worker | None:
         """This thread's. SGLang passes no room to send_kvcache, so its chunk is kept per
         thread; a side that finds none refuses the chunk."""
-        hands: Hands | None = getattr(self._thread, "hands", None)
-        return hands
+        worker: Worker | None = getattr(self._thread, "worker", None)
+        return worker
 
     def add_transfer_request(
         self, bootstrap_room: int, kv_indices: Any, index_slice: slice, is_last_chunk: bool,

@@ -22,11 +22,11 @@ from sglang_mixkv.config import Config
 from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.pages import pages_to_send
 from sglang_mixkv.prefill.gate import Gate
-from sglang_mixkv.prefill.hands import Hands, PackMemory
 from sglang_mixkv.prefill.peer import Local, Peer
 from sglang_mixkv.prefill.peers import Peers
 from sglang_mixkv.prefill.rooms import Room, Rooms
 from sglang_mixkv.prefill.sglang import SGLang
+from sglang_mixkv.prefill.worker import PackMemory, Worker
 from sglang_mixkv.prefill.writer import Chunk, ChunkWriter, Written
 from sglang_mixkv.protocol.extension import Digest
 from sglang_mixkv.protocol.framing import Framing
@@ -81,7 +81,7 @@ class PrefillRank:
         """Once SGLang has its engine."""
         self.transport = transport
 
-    def hands(self, threads: int, most_pages: int) -> Hands:
+    def worker(self, threads: int, most_pages: int) -> Worker:
         """For one of so many transfer threads, which keeps them. `most_pages`: see ChunkWriter."""
         assert self.transport is not None, "a transfer thread before the transport"
         size = (self.config.staging_mb << 20) // threads
@@ -89,7 +89,7 @@ class PrefillRank:
         writer = ChunkWriter(
             self.transport, self.rows, buffer.get, self.config.draft_transfer, most_pages
         )
-        return Hands(writer, Digester(self.rows))
+        return Worker(writer, Digester(self.rows))
 
     # -- rooms, in the scheduler
 
@@ -141,26 +141,26 @@ class PrefillRank:
         peer = self.peers.get(session)
         return peer if peer is not None and peer.plan is not None else None
 
-    def guarded(self, hands: Hands | None, session: str, send: Callable[[], int]) -> int:
+    def guarded(self, worker: Worker | None, session: str, send: Callable[[], int]) -> int:
         """What SGLang is told of a send: 0, or a code, by which it takes the peer for dead and
         fails every request to it. Nothing is sent for a room that has failed.
 
         Where `send` raises, or a write failed though the peer answers, this thread's room fails
         alone, with the reason.
         """
-        task = hands.task if hands is not None else None
-        if task is None or hands is None:
+        task = worker.task if worker is not None else None
+        if task is None or worker is None:
             return self._without_task(session, send)
         if self.has_failed(task.room):
             return 0
-        hands.begin()
+        worker.begin()
         began = time.monotonic()
         try:
             self.check_still_fits(task.room, session)
             code = int(send())
         except Exception as error:
             self._log(session, task.room, error)
-            code = hands.settle()
+            code = worker.settle()
             if not code:
                 self._sglang.fail(task.room, _why(session, task.room, error))
                 return 0
@@ -225,13 +225,13 @@ class PrefillRank:
             room.fits[session] = peer
 
     def send_target(
-        self, hands: Hands | None, peer: Peer, tokens: int, send: Callable[[], int]
+        self, worker: Worker | None, peer: Peer, tokens: int, send: Callable[[], int]
     ) -> int:
         """Where decode context parallelism deals out the target's tokens, and SGLang's own `send`
         writes so many of a chunk: its code, with what it sent counted."""
         began = time.perf_counter()
         code = int(send())
-        room = self.rooms.open_room(hands.task.room) if hands and hands.task else None
+        room = self.rooms.open_room(worker.task.room) if worker and worker.task else None
         if code == 0 and room is not None:
             size = tokens * sum(self.local.caches.target.rows)
             written = Written(0, size, 0, 0, 0, size)
@@ -240,7 +240,7 @@ class PrefillRank:
         return code
 
     def send(
-        self, hands: Hands | None, peer: Peer, src_pages: PageNumbers,
+        self, worker: Worker | None, peer: Peer, src_pages: PageNumbers,
         dst_pages: PageNumbers | None = None,
     ) -> int:  # fmt: skip
         """Write one chunk of a thread's room by the peer's plan: the transport's code. Without
@@ -248,7 +248,7 @@ class PrefillRank:
 
         Raises MixKVError for a chunk that does not fit, and what packing raises.
         """
-        if hands is None or hands.task is None:
+        if worker is None or worker.task is None:
             raise refuse(
                 "MIXKV-SEND-01",
                 "to know which room this chunk belongs to",
@@ -256,7 +256,7 @@ class PrefillRank:
                 "draft heads would land outside the region that the decode rank reads",
                 "Report this; it is not expected from a supported SGLang",
             )
-        task = hands.task
+        task = worker.task
         room = self.rooms.open_room(task.room)
         said = room.members.get(peer.session) if room is not None else None
         if room is None or said is None:
@@ -273,13 +273,13 @@ class PrefillRank:
         plan.check_pages(src, dst)
         chunk = Chunk(src, dst, task.start, plan.firsts(len(pages)), pages)
         began = time.perf_counter()
-        written = hands.writer.write(peer.session, plan, chunk, said.grant)
+        written = worker.writer.write(peer.session, plan, chunk, said.grant)
         if written.code == 0:
             self._count(written, time.perf_counter() - began)
             room.sent.add(peer, written)
             if peer.verify:
                 sums = room.sums.setdefault(peer.session, Sums())
-                hands.digester.add_chunk(sums, plan, src, chunk.skips)
+                worker.digester.add_chunk(sums, plan, src, chunk.skips)
         return written.code
 
     def _count(self, written: Written, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""From a plan and the pages of one chunk to bytes at the peer: one transfer thread's hands.
+"""From a plan and the pages of one chunk to bytes at the peer: one transfer thread's worker.
 
     plan, chunk, grant -> ways: ranges as they are, and slices to pack
                        -> rounds through the pack buffer, each a list of ranges

@@ -45,7 +45,7 @@ def raising(owner: Callable[[Rank], Any], name: str, error: Exception) -> Callab
         real, left = getattr(owner(rank), name), [error]
 
         def broken(*args: Any, **kwargs: Any) -> Any:
-            if left and rank.manager._hands.task.room == rank.rooms()[0]:
+            if left and rank.manager._worker.task.room == rank.rooms()[0]:
                 raise left.pop()
             return real(*args, **kwargs)
 
@@ -169,7 +169,7 @@ def held(write: int, begun: Any) -> Callable[[Rank], None]:
         room, seen = rank.rooms()[0], []
 
         def slow(real: Callable[..., int], *args: Any) -> int:
-            if rank.manager._hands.task.room == room:
+            if rank.manager._worker.task.room == room:
                 seen.append(1)
                 if len(seen) == write:
                     begun.set()

@@ -92,21 +92,21 @@ def test_a_connection_that_breaks_under_sglangs_own_write(monkeypatch: pytest.Mo
 
     from sglang_mixkv.engine.nixl import MixNixlManager
     from sglang_mixkv.engine.nixl_writes import StockWrites
-    from sglang_mixkv.prefill.hands import Hands, Task
+    from sglang_mixkv.prefill.worker import Task, Worker
     from sglang_mixkv.transport.nixl import Memory, Nixl
 
     monkeypatch.setattr(conn, "NIXL_ERR_SETTLE_TIMEOUT_S", 0.1)
     lost = nixlBind.nixlRemoteDisconnectError("NIXL_ERR_REMOTE_DISCONNECT")
     manager = object.__new__(MixNixlManager)
     manager.agent = Agent(done="DONE", broken=lost, late="PROC")
-    manager.prefill, hands = MagicMock(), Hands(MagicMock(), MagicMock())
+    manager.prefill, worker = MagicMock(), Worker(MagicMock(), MagicMock())
     transport = Nixl(manager.agent, Memory("VRAM", 0), lambda _: 0)
     manager.stock = StockWrites(transport, lambda *what: f"{what}")
-    manager._thread = SimpleNamespace(hands=hands)
-    hands.take(Task(7, 0, 1))
+    manager._thread = SimpleNamespace(worker=worker)
+    worker.take(Task(7, 0, 1))
     posted = ["done", "broken", "late"]
     for handle in posted:
-        manager.stock.post(hands, f"peer of {handle}", partial(str, handle))
+        manager.stock.post(worker, f"peer of {handle}", partial(str, handle))
 
     with pytest.raises(conn._NixlPostError, match=r"peer of broken', 7, .*LOST"):
         manager._await_handles([*posted, None], failure_seen=False)
@@ -114,4 +114,4 @@ def test_a_connection_that_breaks_under_sglangs_own_write(monkeypatch: pytest.Mo
     assert manager._await_handles(["done", "broken"], failure_seen=True) == (True, True)
     assert manager._await_handles(posted, failure_seen=True) == (False, True)
     with pytest.raises(conn._NixlPostError, match="LOST"):
-        manager.stock.post(hands, "peer of broken", partial(str, "another"))
+        manager.stock.post(worker, "peer of broken", partial(str, "another"))

@@ -19,9 +19,9 @@ from rig.scene import POOL_PAGES, MemoryEngine, Scene, a_scene, ints, over, scen
 
 from sglang_mixkv.kv.plan import Plan, Reach
 from sglang_mixkv.kv.ranges import Blocks, page_runs
-from sglang_mixkv.prefill import hands, packing
-from sglang_mixkv.prefill.hands import PackMemory
+from sglang_mixkv.prefill import packing, worker
 from sglang_mixkv.prefill.packing import PackBuffer
+from sglang_mixkv.prefill.worker import PackMemory
 from sglang_mixkv.prefill.writer import Chunk, ChunkWriter, Sending, Written
 from sglang_mixkv.rows.host import Buffer, HostRows, RowCopy
 from sglang_mixkv.transport.base import Limits
@@ -144,7 +144,7 @@ def test_a_buffer_that_could_not_be_had_is_asked_for_once_a_minute(
 ) -> None:
     """Fifty chunks meanwhile go without it. Too little memory costs no chunk, a CUDA error one."""
     now, asked = [1000.0], []
-    monkeypatch.setattr(hands, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Rows(HostRows):
         def allocate(self, size: int) -> Buffer:
@@ -162,9 +162,9 @@ def test_a_buffer_that_could_not_be_had_is_asked_for_once_a_minute(
             writer.write("peer:1", scene.plan(), chunk)
     packed = [writer.write("peer:1", scene.plan(), chunk).packed_bytes for _ in range(50)]
     assert (asked, set(packed), scene.found()) == ([1000.0], {0}, scene.expected())
-    now[0] += hands.RETRY_BUFFER_S
+    now[0] += worker.RETRY_BUFFER_S
     assert writer.write("peer:1", scene.plan(), chunk).packed_bytes > 0
-    assert asked == [1000.0, 1000.0 + hands.RETRY_BUFFER_S]
+    assert asked == [1000.0, 1000.0 + worker.RETRY_BUFFER_S]
 
 
 def test_no_buffer_is_made_where_packing_would_not_save_ranges() -> None:

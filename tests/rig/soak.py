@@ -362,8 +362,8 @@ class SoakPrefill(SoakRank):
         done = set()
 
         def meddled(real: Callable[..., int], *args: Any) -> int:
-            hands = self.manager._hands
-            task = hands.task if hands is not None else None
+            worker = self.manager._worker
+            task = worker.task if worker is not None else None
             number, meeting = self.meeting_in(task.room) if task is not None else (-1, None)
             if meeting is None or meeting.rank != self.rank or number in done:
                 return int(real(*args))

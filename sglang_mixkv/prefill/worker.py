@@ -32,7 +32,7 @@ class Task:
     written: Any = None
 
 
-class Hands:
+class Worker:
     """One of SGLang's transfer threads: what it works on, and the buffers it works with.
 
     `code`: the first of this send that is not 0, and `writes`: of this send, on SGLang's executor:
