@@ -191,19 +191,19 @@ class Servers:
     again on its ports."""
 
     def __init__(self, topology: Topology, pair: str = "mla") -> None:
-        self._topology, self._pair, self._stack = topology, pair, ExitStack()
-        self._starts = 1
+        self._topology, self._pair, self._starts = topology, pair, 1
 
     def __enter__(self) -> Self:
-        self.fleet = self._stack.enter_context(Fleet())
-        self._states = self.fleet.folder("states")
-        prefill, decode, port = launch.prefill_and_decode(self._pair, self._topology, "")
-        self._launches = {one.name: self._watched(one) for one in (prefill, decode)}
-        router = launch.router(prefill, decode, port)
-        everything = [*self._launches.values(), router]
-        processes = bring_up(self.fleet, everything, silent)
-        self._running = dict(zip([*self._launches, router.name], processes, strict=True))
-        self.url = router.url
+        with ExitStack() as stack:
+            self.fleet = stack.enter_context(Fleet())
+            self._states = self.fleet.folder("states")
+            prefill, decode, port = launch.prefill_and_decode(self._pair, self._topology, "")
+            self._launches = {one.name: self._watched(one) for one in (prefill, decode)}
+            router = launch.router(prefill, decode, port)
+            processes = bring_up(self.fleet, [*self._launches.values(), router], silent)
+            self._running = dict(zip([*self._launches, router.name], processes, strict=True))
+            self.url = router.url
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *exc: Any) -> None:
@@ -287,7 +287,7 @@ class Servers:
             except ServerDied as error:
                 return [str(error)]
             states = self.states()
-            fresh = all(state["at"] > now + 1 for state in states.values())
+            fresh = bool(states) and all(s["at"] > now + 1 for s in states.values())
             found = [f"rank {pid}: {left}" for pid, s in states.items() for left in s["left"]]
             found += [
                 f"rank {pid}: a request is open" for pid, s in states.items() if not s["idle"]
