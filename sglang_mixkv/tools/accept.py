@@ -37,29 +37,35 @@ MAX_NEW_TOKENS = 128
 GATE = 0.05
 
 
-def read_prompts(path: Path) -> list[str | list[int]]:
-    """One prompt a line: plain text, or JSON {"text": ...} or {"input_ids": [...]}."""
-    found: list[str | list[int]] = []
-    for line in path.read_text().splitlines():
-        if not line.strip():
-            continue
-        record = json.loads(line) if line.lstrip().startswith("{") else {"text": line}
-        found.append(record.get("input_ids") or record["text"])
-    return found
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """One prompt a line: plain text, or JSON with `text`, `input_ids`, `messages` of a chat, or
+    `turns`, as in SPEED-Bench (sglang/benchmark/datasets/speed_bench.py), whose first is taken."""
+    lines = filter(str.strip, path.read_text().splitlines())
+    return [json.loads(ln) if ln.lstrip().startswith("{") else {"text": ln} for ln in lines]
+
+
+def token_ids(url: str, prompt: dict[str, Any]) -> list[int]:
+    """A prompt as the server's own tokenizer and chat template have it."""
+    if "input_ids" in prompt:
+        return list(prompt["input_ids"])
+    if "text" in prompt:
+        return tokenize(url, prompt["text"])
+    chat = prompt.get("messages") or [{"role": "user", "content": prompt["turns"][0]}]
+    return _tokens(url, {"messages": chat, "add_generation_prompt": True})
 
 
 def tokenize(url: str, text: str) -> list[int]:
     """Token ids with one BOS where the model has one, by the server's own tokenizer."""
-    plain = _tokens(url, text, special=False)
-    full = _tokens(url, text, special=True)
+    plain = _tokens(url, {"prompt": text, "add_special_tokens": False})
+    full = _tokens(url, {"prompt": text, "add_special_tokens": True})
     spare = len(full) - len(plain)  # a tokenizer may add tokens on both sides
     front = next((n for n in range(spare + 1) if full[n : n + len(plain)] == plain), 0)
     return full[front:] if plain[:front] == full[:front] else full
 
 
-def _tokens(url: str, text: str, *, special: bool) -> list[int]:
+def _tokens(url: str, what: dict[str, Any]) -> list[int]:
     """SGLang's /tokenize (entrypoints/http_server.py)."""
-    answer = post(f"{url}/tokenize", {"prompt": text, "add_special_tokens": special})
+    answer = post(f"{url}/tokenize", what)
     if answer.status_code != requests.codes.ok:
         raise RequestFailed(f"HTTP {answer.status_code} from {url}/tokenize: {answer.text}")
     return list(answer.json()["tokens"])
@@ -117,7 +123,7 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     try:
         prompts = read_prompts(args.prompts)
-        ids = [p if isinstance(p, list) else tokenize(args.single, p) for p in prompts]
+        ids = [token_ids(args.single, prompt) for prompt in prompts]
         single = [ask(args.single, prompt, args.max_new_tokens) for prompt in ids]
         pair = [ask(args.pair, prompt, args.max_new_tokens) for prompt in ids]
     except (RequestFailed, requests.RequestException) as error:

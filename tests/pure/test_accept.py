@@ -16,7 +16,8 @@ BOS = 1
 
 
 class Stub(BaseHTTPRequestHandler):
-    """Tokenizes words by their length, `<s>` as BOS; answers with the server's histogram."""
+    """Tokenizes words by their length, `<s>` as BOS, 9 behind a chat; answers with the server's
+    histogram."""
 
     def do_GET(self) -> None:
         info = getattr(self.server, "info", None)
@@ -36,6 +37,9 @@ class Stub(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def tokenize(self, body: dict) -> dict:
+        if "messages" in body:
+            words = [len(m["content"]) for m in body["messages"]]
+            return {"tokens": [BOS, *words, *[9] * body["add_generation_prompt"]]}
         words = body["prompt"].split()
         ids = [BOS if word == "<s>" else 10 + len(word) for word in words]
         return {"tokens": [BOS, *ids, *self.server.tail] if body["add_special_tokens"] else ids}
@@ -80,6 +84,20 @@ def test_a_tokenizer_that_also_adds_a_token_behind(server: HTTPServer) -> None:
     server.tail = [2]
     assert accept.tokenize(url(server), "a bb") == [BOS, 11, 12, 2]
     assert accept.tokenize(url(server), "<s> a bb") == [BOS, 11, 12, 2]
+
+
+def test_each_kind_of_prompt(server: HTTPServer, tmp_path: Path) -> None:
+    """SPEED-Bench's rows have turns of a user, without the answers between them."""
+    rows = [
+        {"input_ids": [5, 6]},
+        {"text": "ccc"},
+        {"messages": [{"role": "system", "content": "dd"}, {"role": "user", "content": "eee"}]},
+        {"category": "mixed", "turns": ["ffff", "and then"]},
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("a bb\n\n" + "\n".join(map(json.dumps, rows)))
+    ids = [accept.token_ids(url(server), prompt) for prompt in accept.read_prompts(path)]
+    assert ids == [[BOS, 11, 12], [5, 6], [BOS, 13], [BOS, 2, 3, 9], [BOS, 4, 9]]
 
 
 def run(server: HTTPServer, tmp_path: Path, pair: list[int], gate: str) -> tuple[int, dict]:
