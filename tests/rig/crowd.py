@@ -46,14 +46,14 @@ PATIENCE_S = (0.05, 6.0)  # of a client that hangs up
 TIE = 0.07
 """Two logits of bfloat16 that are so close may change places with the rows of a batch."""
 
-SETTLED_S = 90.0
+SETTLED_S = 240.0  # more than the timeouts, for what a killed server leaves
 
 TIMEOUTS = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5",
-    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "60",
-    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "60",
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "150",
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "150",
 }
 
 Prompt = list[int]
