@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
+from rig.unserved import skip_unserved
 
 from sglang_mixkv.demo.launch import Topology
-from sglang_mixkv.demo.pair import cousins, prompts
+from sglang_mixkv.demo.pair import PAIRS, cousins, prompts
 from sglang_mixkv.demo.processes import Fleet
 from sglang_mixkv.demo.servers import Deployment, DraftBytes, disaggregated, single
 from sglang_mixkv.tools.client import Answer, accept_length
@@ -154,6 +155,7 @@ def reference() -> Reference:
 def pd(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Measured]:
     """Each pair of servers with mixkv in turn."""
     case: Case = request.param
+    skip_unserved(case.backend, PAIRS[case.pair].algorithm)
     expected = reference(case.pair, case.shared)
     with Fleet() as fleet:
         deployment = disaggregated(fleet, case.pair, case.topology())

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import requests
+from rig.unserved import skip_unserved
 
 from sglang_mixkv.demo import launch
 from sglang_mixkv.demo.launch import Launch
@@ -33,6 +34,12 @@ from .conftest import (
 from .test_pairs import same
 
 pytestmark = START_TIMEOUT
+
+
+@pytest.fixture(scope="module", autouse=True)
+def served() -> None:
+    skip_unserved("mooncake", "EAGLE3", host_cache=True)
+
 
 HOST = (
     *PAGES, "--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-ratio", "4",

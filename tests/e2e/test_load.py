@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rig.unserved import skip_unserved
 
 from .conftest import START_TIMEOUT
 
@@ -22,6 +23,7 @@ DP = "--tp 2 --attn-dp-size 2"
     ("prefill", "decode"), [("--tp 2", "--tp 1"), ("--tp 1", "--tp 2"), ("--tp 2", DP)]
 )
 def test_nobody_pays_for_another(prefill: str, decode: str, backend: str, tmp_path: Path) -> None:
+    skip_unserved(backend)
     out = tmp_path / "load.json"
     flags = [f"--prefill={prefill}", f"--decode={decode}", f"--backend={backend}", f"--json={out}"]
     command = [sys.executable, str(LOAD), *flags, "--requests=90", "--rounds=1", "--kill"]

@@ -13,7 +13,7 @@ from collections import defaultdict
 import pytest
 from rig import model
 from rig.load import load_sglang
-from rig.ring import skip_unserved
+from rig.unserved import skip_unserved
 
 BACKENDS = ("mooncake", "nixl")
 TCP = "nixl-tcp"

@@ -16,7 +16,8 @@ from rig import faults as faults_of_ring
 from rig import model
 from rig.model import Case, Request
 from rig.rank import Rank
-from rig.ring import run, skip_unserved
+from rig.ring import run
+from rig.unserved import skip_unserved
 
 pytestmark = pytest.mark.usefixtures("over_tcp")
 ROUNDS = {"requests": tuple(Request(n) for n in (12, 9, 10)), "rounds": ((0,), (1,), (2,))}

@@ -19,16 +19,12 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import wait
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 from rig.memory import RankReport
 from rig.model import Case
 from rig.rank import LIMIT_S, Rank, free_port, left_behind
-
-from sglang_mixkv.engine import releases
-from sglang_mixkv.refusals import text_of
+from rig.unserved import skip_unserved
 
 RESTART_S = 4  # a server that is started anew is away for longer than a heartbeat
 
@@ -90,7 +86,7 @@ def _rank_main(
 
 def run(case: Case) -> Outcome:
     """Run one case; every rank's process has ended when this returns."""
-    skip_unserved(case.backend, case.algorithm, case.dcp)
+    skip_unserved(case.backend, case.algorithm, dcp=case.dcp)
     context = mp.get_context("fork")
     ports = [free_port() for _ in range(case.prefills)]
     case.extra.update(
@@ -115,16 +111,6 @@ def run(case: Case) -> Outcome:
         [report for (side, _), report in reports.items() if side == "prefill"],
         [report for (side, _), report in reports.items() if side == "decode"],
     )
-
-
-def skip_unserved(backend: str, algorithm: str = "", dcp: int = 1) -> None:
-    """What the installed SGLang is refused with (releases.py) cannot be tested on it."""
-    args = SimpleNamespace(
-        disaggregation_transfer_backend=backend, speculative_algorithm=algorithm, dcp_size=dcp
-    )
-    for rule in releases.here().unserved.values():
-        if rule[1](args):
-            pytest.skip(text_of(rule))
 
 
 Key = tuple[str, int]
