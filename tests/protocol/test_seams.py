@@ -143,6 +143,9 @@ HOOKED = {
 }
 
 
+assert len(HOOKED) > 12  # of none there would be no test
+
+
 @pytest.mark.parametrize("path", sorted(HOOKED))
 def test_what_is_hooked_is_there(path: str) -> None:
     """By a name in a string, in a serving process and in the CPU engine."""
