@@ -238,13 +238,21 @@ def test_failed_writes_in_a_row_that_cost_no_time_fail_their_own_rooms_only() ->
 
 
 def slow_to_fail(rank: Rank) -> None:
-    """Every write fails, a third of the time that is allowed for later."""
+    """Every write fails, and by this rank's clock each takes 12 s."""
     from sglang_mixkv.prefill import rank as module
 
-    module.MOST_LOST_S = 0.3
+    class Clock:
+        perf_counter = staticmethod(time.perf_counter)
+        ahead = 0.0
+
+        def monotonic(self) -> float:
+            return time.monotonic() + self.ahead
+
+    clock = Clock()
+    module.time = clock
 
     def failing(*_: Any) -> int:
-        time.sleep(0.12)
+        clock.ahead += 12
         return -1
 
     rank.on_transfer(lambda _: failing)

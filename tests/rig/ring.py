@@ -26,6 +26,8 @@ from rig.model import Case
 from rig.rank import LIMIT_S, Rank, free_port, left_behind
 from rig.unserved import skip_unserved
 
+Key = tuple[str, int]
+
 RESTART_S = 4  # a server that is started anew is away for longer than a heartbeat
 
 
@@ -73,7 +75,7 @@ def _rank_main(
         report = one.report
         one.start_manager()
         if not life:
-            case.extra.get("faults", {}).get((side, rank), lambda _: None)(one)
+            inject_faults(one)
         one.run_prefill() if side == "prefill" else one.run_decode()
         report.stats = one.plugin.stats.snapshot() if one.plugin is not None else {}
         report.wrong += left_behind(one.manager)
@@ -84,6 +86,17 @@ def _rank_main(
     os._exit(0)
 
 
+def inject_faults(one: Rank) -> None:
+    """This rank's own; a decode rank says nothing before those of the prefill ranks are there."""
+    extra, key = one.case.extra, (one.side, one.rank)
+    extra.get("faults", {}).get(key, lambda _: None)(one)
+    injected: dict[Key, Any] = extra["injected"]
+    if key in injected:
+        injected[key].set()
+    for event in injected.values() if one.side == "decode" else ():
+        event.wait(LIMIT_S / 2)
+
+
 def run(case: Case) -> Outcome:
     """Run one case; every rank's process has ended when this returns."""
     skip_unserved(case.backend, case.algorithm, dcp=case.dcp)
@@ -92,6 +105,7 @@ def run(case: Case) -> Outcome:
     case.extra.update(
         bootstrap_up=[context.Event() for _ in ports],
         all_sent=context.Event(),
+        injected={k: context.Event() for k in case.extra.get("faults", ()) if k[0] == "prefill"},
         ranks=context.Barrier(
             case.prefills * case.prefill_tp * case.prefill_dp * case.prefill_pp
             + case.decode_tp * case.decode_dp
@@ -111,9 +125,6 @@ def run(case: Case) -> Outcome:
         [report for (side, _), report in reports.items() if side == "prefill"],
         [report for (side, _), report in reports.items() if side == "decode"],
     )
-
-
-Key = tuple[str, int]
 
 
 class Servers:
