@@ -162,19 +162,14 @@ def _environment_rules(args: Any, environ: Mapping[str, str], config: Config) ->
             f"SGLANG_DISAGG_STAGING_BUFFER=1 {why}: SGLang's staging goes around the plan for the "
             "drafter, and the plugin packs by itself; unset it"
         )
-    if _has_custom_pool(environ) and config.draft_transfer != "direct":
-        found.append(
-            f"SGLANG_MOONCAKE_CUSTOM_MEM_POOL {why}: the plugin's buffers are not allocated in "
-            "that pool, and may not be reachable by its transport; give --mixkv-draft-transfer "
-            "direct, which needs none, or unset it"
-        )
     return found
 
 
 def _has_custom_pool(environ: Mapping[str, str]) -> bool:
-    """Whether KV lies in memory of Mooncake's own allocator, for NVLink or the like."""
+    """Whether Mooncake moves KV over NVLink or the like, which may not reach host memory: as
+    disaggregation/mooncake/utils.py check_mooncake_custom_mem_pool_enabled reads it."""
     value = environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "")
-    return value.lower() not in ("", "0", "false", "none")
+    return value.lower() == "true" or value in ("NVLINK", "BAREX", "INTRA_NODE_NVLINK")
 
 
 def _cold_rules(args: Any, environ: Mapping[str, str]) -> list[str]:

@@ -31,8 +31,9 @@ AUX_BEFORE_DRAFT = 6
 AUX_OF_SAMPLING_MASK = 3
 
 
-def local_facts(kv_args: Any, caches: Caches, backend: str) -> Facts:
-    """The facts of this rank. Geometry from KV args, speculation from SGLang's arguments."""
+def local_facts(kv_args: Any, caches: Caches, backend: str, memory: str) -> Facts:
+    """The facts of this rank, its KV in such `memory`. Geometry from KV args, speculation from
+    SGLang's arguments."""
     spec = get_spec()
     return Facts(
         plugin=__version__,
@@ -49,6 +50,7 @@ def local_facts(kv_args: Any, caches: Caches, backend: str) -> Facts:
         extents=True,
         backend=backend,
         dcp=get_parallel().attn_dcp_size or 1,
+        memory=memory,
     )
 
 

@@ -10,6 +10,7 @@ The contract on KV args, whoever builds them (SGLang through the plugin, a test,
     draft_architecture          optional, for the handshake
     draft_windows               optional: engine/draft_window.py's, one for each of its entries;
                                 or draft_window, one for all
+    custom_mem_pool             optional: the torch.cuda.MemPool that the target's KV lies in
 
 `split_draft` adds draft_kv_data_ptrs, draft_kv_data_lens and draft_kv_item_lens, views of
 the tail; kv_data_* themselves stay as SGLang made them.
@@ -36,6 +37,8 @@ def describe(kv_args: Any, target_pool: Any, draft_pool: Any | None) -> None:
     not start.
     """
     split_draft(kv_args)
+    pool = getattr(target_pool, "full_kv_pool", target_pool)
+    kv_args.custom_mem_pool = getattr(pool, "custom_mem_pool", None)
     if not is_mla_backend(target_pool) and not kv_args.is_hybrid_mla_backend:
         _describe_target_heads(kv_args, target_pool)
     if draft_pool is not None:

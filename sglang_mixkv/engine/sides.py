@@ -16,6 +16,7 @@ from sglang_mixkv.engine import kv_args, releases
 from sglang_mixkv.engine.check import check_once
 from sglang_mixkv.engine.decode_tables import DecodeTables
 from sglang_mixkv.engine.handshake import local_facts
+from sglang_mixkv.engine.kv_memory import KVMemory, memory_of
 from sglang_mixkv.engine.metrics import metrics_for
 from sglang_mixkv.engine.prefill_tables import PrefillTables
 from sglang_mixkv.prefill import peer
@@ -31,6 +32,8 @@ class Rank:
         self.config = config_of(server_args)
         if self.config.enabled:
             check_once(server_args, self.config)
+        memory = memory_of(args)
+        self.config = memory.fitting(self.config)
         parallel = get_parallel()
         self.manager, self.args = manager, args
         self.tp = parallel.attn_tp_size
@@ -40,13 +43,13 @@ class Rank:
         windows = () if shared else kv_args.windows_of(args)
         self.dcp = parallel.attn_dcp_size or 1
         self.caches = kv_args.caches(args, is_mla, self.tp, windows, self.dcp)
-        self.facts = local_facts(args, self.caches, manager.backend)
+        self.facts = local_facts(args, self.caches, manager.backend, memory.kind)
         # State that every contacted rank sends: stock's rule for hybrid MLA and MHA targets.
         replicated = is_mla and not getattr(args, "is_hybrid_mla_backend", False)
         self.sharded_state = bool(getattr(args, "state_types", [])) and not replicated
         self.framing = releases.here().framings[manager.backend]
         self.stats = Stats(mode, self.config.stats_dir, metrics_for(mode))
-        rows = rows_for(get_device().device, getattr(args, "gpu_id", 0))
+        rows = rows_for(get_device().device, getattr(args, "gpu_id", 0), memory)
         self.rows: Rows = TimedRows(rows, self.stats)
 
     def prefill(self) -> PrefillRank:
@@ -91,10 +94,10 @@ class Rank:
         )  # fmt: skip
 
 
-def rows_for(device: str, gpu_id: int) -> Rows:
-    """The row copier of this engine's device."""
+def rows_for(device: str, gpu_id: int, memory: KVMemory) -> Rows:
+    """The row copier of this engine's device, its buffers in the KV's kind of memory."""
     if device != "cuda":
         return HostRows()
     from sglang_mixkv.rows.cuda import CudaRows
 
-    return CudaRows(gpu_id)
+    return CudaRows(gpu_id, memory.pool)

@@ -53,7 +53,8 @@ class Facts(msgspec.Struct, frozen=True):
 
     `draft_aux`: numbers of the metadata rows that only the drafter reads. `extents`: it can write
     slices by extent (kv/extents.py). `backend`: SGLang's transfer backend; a side that does not say
-    runs Mooncake's. `dcp`: its decode context parallelism; a side that does not say, 1.
+    runs Mooncake's. `dcp`: its decode context parallelism; a side that does not say, 1. `memory`:
+    the kind of Mooncake's allocator that its KV lies in, "" for the usual memory.
     """
 
     plugin: Word
@@ -70,6 +71,7 @@ class Facts(msgspec.Struct, frozen=True):
     extents: bool = False
     backend: Word = "mooncake"
     dcp: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 1
+    memory: Word = ""
 
 
 def _sentence(what: str, prefill: object, decode: object, effect: str, remedy: str) -> str:
@@ -91,6 +93,13 @@ _COMPARED = (
         "transfer backend",
         "neither side reads the other's messages, and no byte would arrive",
         _SAME_FLAG.format("--disaggregation-transfer-backend"),
+    ),
+    (
+        "memory",
+        "custom memory pool",
+        "the transport of one side would not reach the other's KV",
+        "Start both sides with the same SGLANG_MOONCAKE_CUSTOM_MEM_POOL and a Mooncake that has "
+        "mooncake.allocator",
     ),
     (
         "page_size",

@@ -99,13 +99,14 @@ def launch(what: RowCopy, device: torch.device | str) -> None:
 
 
 class CudaRows:
-    """Rows on one GPU. A call waits for its own stream only, never for the scheduler's."""
+    """Rows on one GPU. A call waits for its own stream only, never for the scheduler's. `pool`: a
+    torch.cuda.MemPool to allocate in; torch lets one thread at a time do so."""
 
     takes_long = False
 
-    def __init__(self, device: int) -> None:
-        self._device = torch.device("cuda", device)
-        self._streams = threading.local()
+    def __init__(self, device: int, pool: Any = None) -> None:
+        self._device, self._pool = torch.device("cuda", device), pool
+        self._streams, self._in_pool = threading.local(), threading.Lock()
 
     def warm_up(self) -> None:
         try:
@@ -155,10 +156,18 @@ class CudaRows:
                 raise
             raise MemoryError(str(error)) from None
 
+    @contextmanager
+    def _own_pool(self) -> Iterator[None]:
+        if self._pool is None:
+            yield
+            return
+        with self._in_pool, torch.cuda.use_mem_pool(self._pool, self._device):
+            yield
+
     def allocate(self, size: int) -> Buffer:
         """On this thread's stream: what another stream still has to do with memory that was freed
         there, and the zeroing, cannot reach bytes that are copied here later."""
-        with self._own_stream():
+        with self._own_stream(), self._own_pool():
             owner = torch.zeros(size, dtype=torch.uint8, device=self._device)
         return Buffer(owner.data_ptr(), size, owner)
 

@@ -8,6 +8,7 @@ with --full.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 
 import pytest
@@ -16,11 +17,15 @@ from rig.load import load_sglang
 from rig.unserved import skip_unserved
 
 BACKENDS = ("mooncake", "nixl")
+# A failed request's pages are kept for so long where a prefill rank cannot say that it wrote its
+# last byte: SGLang's 30 s, in the time of a test.
+RELEASE_S = {"SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5"}
 TCP = "nixl-tcp"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def sglang_with_plugin() -> None:
+    os.environ.update(RELEASE_S)
     load_sglang()
 
 

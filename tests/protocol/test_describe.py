@@ -66,6 +66,7 @@ def described(
     publish(args, role="tokenizer")
     get_context().override("test", speculative_algorithm=algorithm)  # some not on a CPU
     target = plain_pool(target_cache, tp)
+    target.custom_mem_pool = "the target's"
     draft = build(cache, tp)
     kv_args = KVArgs()
     infos = [target.get_contiguous_buf_infos(), draft.get_contiguous_buf_infos()]
@@ -76,7 +77,7 @@ def described(
     utils.setup_state_kv_args(kv_args, target, draft, CASE.target.layers)
     names = (
         "is_draft_mla_backend", "draft_kv_head_num", "draft_total_kv_head_num",
-        "draft_architecture", "draft_windows", "draft_kv_item_lens",
+        "draft_architecture", "draft_windows", "draft_kv_item_lens", "custom_mem_pool",
     )  # fmt: skip
     found = {name: getattr(kv_args, name, None) for name in names}
     found["tail"] = kv_args.kv_item_lens[-kv_args.num_draft_entries :]
@@ -101,6 +102,7 @@ def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) ->
     assert found["draft_architecture"] == "LlamaForCausalLMEagle3"
     assert found["draft_windows"] == (512, 512)
     assert found["draft_kv_item_lens"] == found["tail"]
+    assert found["custom_mem_pool"] == "the target's"
 
 
 def larger_pages(cache: Cache, tp: int) -> Any:

@@ -113,7 +113,7 @@ def test_a_custom_memory_pool_without_drafter(
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
 @pytest.mark.mooncake_only
-def test_a_custom_memory_pool_with_direct_transfer(
+def test_a_custom_memory_pool_without_its_allocator(
     monkeypatch: pytest.MonkeyPatch, prefill_tp: int, decode_tp: int
 ) -> None:
     """The plugin takes no memory of its own then, which would have to come from that pool."""
@@ -124,8 +124,29 @@ def test_a_custom_memory_pool_with_direct_transfer(
 
     monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "NVLINK")
     monkeypatch.setattr(HostRows, "allocate", no_memory)
-    config = {"draft_transfer": "direct"}
+    config = {"draft_transfer": "packed"}
     right(Case(prefill_tp, decode_tp, requests=REQUESTS, extra={"config": config}))
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+@pytest.mark.mooncake_only
+def test_a_custom_memory_pool_that_the_kv_lies_in(
+    monkeypatch: pytest.MonkeyPatch, prefill_tp: int, decode_tp: int
+) -> None:
+    """The plugin's buffers come from there, so it packs. Here they are host memory all the same."""
+    monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "NVLINK")
+    pools = {"prefill": object(), "decode": object()}
+    extra = {"config": {"draft_transfer": "packed"}, "custom_mem_pool": pools}
+    outcome = right(Case(prefill_tp, decode_tp, requests=REQUESTS, extra=extra))
+    assert outcome.total("packed_bytes") > 0
+
+
+@pytest.mark.mooncake_only
+def test_a_custom_memory_pool_on_one_side_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "NVLINK")
+    outcome = run(Case(2, 1, extra={"custom_mem_pool": {"prefill": object()}}))
+    assert outcome.statuses == {"failed"}
+    assert "custom memory pool: prefill has NVLINK, decode has none" in outcome.reasons
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (4, 2), (2, 4)])

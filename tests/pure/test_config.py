@@ -92,7 +92,6 @@ def test_each_unsupported_choice_is_refused_by_name(changed: dict, name: str) ->
     [
         {"SGLANG_RUST_SERVER": "1"},
         {"SGLANG_DISAGG_STAGING_BUFFER": "true"},
-        {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "NVLINK"},
     ],
 )
 def test_each_unsupported_variable_is_refused_by_name(environ: dict[str, str]) -> None:
@@ -100,27 +99,23 @@ def test_each_unsupported_variable_is_refused_by_name(environ: dict[str, str]) -
     assert next(iter(environ)) in refusal
 
 
-@pytest.mark.parametrize(
-    "name", ["SGLANG_DISAGG_STAGING_BUFFER", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"]
-)
 @pytest.mark.parametrize("algorithm", [None, "NGRAM"])
-def test_without_a_drafter_buffers_are_left_to_sglang(name: str, algorithm: str | None) -> None:
-    plain = arguments(speculative_algorithm=algorithm)
-    assert startup.refusals(plain, {name: "1"}) == []
-    (refusal,) = startup.refusals(plain, {name: "1"}, Config(verify="checksum"))
-    assert name in refusal
+def test_without_a_drafter_staging_is_left_to_sglang(algorithm: str | None) -> None:
+    plain, staging = arguments(speculative_algorithm=algorithm), "SGLANG_DISAGG_STAGING_BUFFER"
+    assert startup.refusals(plain, {staging: "1"}) == []
+    (refusal,) = startup.refusals(plain, {staging: "1"}, Config(verify="checksum"))
+    assert staging in refusal
 
 
-def test_a_custom_memory_pool_goes_with_direct_transfer_alone() -> None:
-    pool, direct = {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "True"}, Config(draft_transfer="direct")
-    assert startup.refusals(arguments(), pool, direct) == []
-    for other in ("auto", "packed"):
-        (refusal,) = startup.refusals(arguments(), pool, Config(draft_transfer=other))
-        assert "give --mixkv-draft-transfer direct" in refusal
-    cold = Config(draft_transfer="direct", on_draft_mismatch="cold")
+@pytest.mark.parametrize("kind", ["True", "NVLINK", "BAREX", "INTRA_NODE_NVLINK"])
+def test_a_custom_memory_pool_goes_with_all_but_cold(kind: str) -> None:
+    pool, cold = {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": kind}, Config(on_draft_mismatch="cold")
+    for other in ("auto", "packed", "direct"):
+        assert startup.refusals(arguments(), pool, Config(draft_transfer=other)) == []
     (refusal,) = startup.refusals(arguments(), pool, cold)
     assert "which NVLink does not reach" in refusal
-    assert startup.refusals(arguments(), {}, cold) == []
+    for none in ({}, {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "0"}):
+        assert startup.refusals(arguments(), none, cold) == []
 
 
 def test_every_rule_has_a_test() -> None:

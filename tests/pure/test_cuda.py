@@ -3,11 +3,14 @@ compiles it for Hopper, its streams against a model of them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -199,6 +202,33 @@ def test_memory_is_not_cleared_once_it_can_be_written(streams: Streams) -> None:
     assert bytes(rows.read(memory, 64)) == source.tobytes()
     assert len(set(streams.waited)) == 1
     assert streams not in streams.waited
+
+
+def test_buffers_come_from_the_pool_by_one_thread_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch.cuda.use_mem_pool raises where another thread allocates in the same pool."""
+    pool, inside, made = object(), [], []
+
+    @contextlib.contextmanager
+    def use(given: object, device: torch.device) -> Iterator[None]:
+        assert (given, device.index, inside) == (pool, 1, [])
+        inside.append(1)
+        time.sleep(0.01)
+        yield
+        inside.pop()
+
+    def zeros(size: int, **_: Any) -> torch.Tensor:
+        made.append(len(inside))
+        return torch.empty(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+    monkeypatch.setattr(cuda.CudaRows, "_own_stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(cuda.CudaRows(1, pool).allocate, [64] * 8))
+    cuda.CudaRows(1).allocate(64)
+    assert made == [1] * 8 + [0]
 
 
 # ---------------------------------------------------------------- warm-up and errors

@@ -59,11 +59,11 @@ def test_an_environment_that_makes_the_accept_length_up(value: str, problem: boo
     assert ["make their accept length up" in text for text in problems(found)] == [True] * problem
 
 
-@pytest.mark.parametrize("way", ["auto", "direct"])
+@pytest.mark.parametrize("way", ["cold", "refuse"])
 def test_the_environment_is_judged_with_the_flags(way: str) -> None:
-    flags = argparse.Namespace(mixkv_draft_transfer=way)
+    flags = argparse.Namespace(mixkv_on_draft_mismatch=way)
     found = list(checks.environment({"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "True"}, flags))
-    assert len(problems(found)) == (way == "auto")
+    assert len(problems(found)) == (way == "cold")
 
 
 def test_environment_shows_what_matters_and_no_secret() -> None:

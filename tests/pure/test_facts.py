@@ -15,6 +15,7 @@ FACTS = Facts(
 
 CHANGES = {
     "backend": "nixl",
+    "memory": "NVLINK",
     "engine": "0.5.24",
     "page_size": 1,
     "kv_cache_dtype": "fp8_e4m3",

@@ -117,6 +117,7 @@ class Rank(Memory):
         # SGLang's own, without the plugin's hook, which would read the models' configurations.
         inspect.unwrap(utils.setup_state_kv_args)(args, target, draft, 100)
         args.ib_device, args.gpu_id = "", 0
+        args.custom_mem_pool = case.extra.get("custom_mem_pool", {}).get(self.side)
         args.page_size = case.page_size
         args.system_dp_rank = 0
         args.pp_rank = self.stage
@@ -311,7 +312,8 @@ class Rank(Memory):
                 self.conclude(receiver, began)
             self.releases.wait(self.case.extra.get("pause", 0))
             self._lockstep()
-        self.releases.wait()
+        if not case.extra.get("without_releases"):
+            self.releases.wait()
         self.case.extra["all_sent"].wait(LIMIT_S)
         done = [
             n for n, s in zip(self.numbers(), self.report.status, strict=True) if s == "success"
