@@ -41,6 +41,7 @@ def served() -> None:
     skip_unserved("mooncake", "EAGLE3", host_cache=True)
 
 
+ADMIN_KEY = "of the operator"
 HOST = (
     *PAGES, "--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-ratio", "4",
     "--max-total-tokens", "640",
@@ -52,7 +53,7 @@ DECODE_HOST = (
     "--enable-metrics",
 )  # fmt: skip
 HOST_CASES = [
-    Case("P2-D1-host", (*TP2, *HOST), (*TP1, *PAGES)),
+    Case("P2-D1-host", (*TP2, *HOST, "--admin-api-key", ADMIN_KEY), (*TP1, *PAGES)),
     full("P1-D2-host", (*TP1, *HOST, *BY_PAGE), (*TP2, *PAGES)),
     full("P2-D1-decode-host", (*TP2, *PAGES), (*TP1, *DECODE_HOST)),
 ]
@@ -73,6 +74,16 @@ def loaded_back(server: Launch) -> float:
     return sum(map(float, found))
 
 
+def attach_a_storage(server: Launch) -> requests.Response:
+    with requests.Session() as session:
+        session.trust_env = False
+        return session.put(
+            f"{server.url}/hicache/storage-backend", timeout=60,
+            json={"hicache_storage_backend": "file"},
+            headers={"Authorization": f"Bearer {ADMIN_KEY}"},
+        )  # fmt: skip
+
+
 def all_from_the_host(answers: list[Answer]) -> bool:
     return all(answer.host_tokens == answer.cached_tokens > 0 for answer in answers)
 
@@ -85,6 +96,7 @@ def test_a_pair_does_what_the_single_server_does(case: Case, reference: Referenc
         cold, before = one_by_one(deployment), deployment.draft_bytes()
         again, after = one_by_one(deployment), deployment.draft_bytes()
         loaded = loaded_back(deployment.servers[1]) if case.decode_caches else 0
+        attached = attach_a_storage(deployment.servers[0]) if ADMIN_KEY in case.prefill else None
     record(case.name, cold, expected)
     record(f"{case.name}, restored", again, expected)
     same(cold, expected)
@@ -96,6 +108,9 @@ def test_a_pair_does_what_the_single_server_does(case: Case, reference: Referenc
     assert draft.sent == draft.needed > 0
     assert loaded > 0 if case.decode_caches else all_from_the_host(again)
     assert (draft.needed < before.needed / 2) == case.decode_caches
+    if attached is not None:
+        assert attached.status_code == requests.codes.bad_request
+        assert "--hicache-storage-backend with a drafter is not supported" in attached.text
 
 
 def without_draft_copies(server: Launch) -> Launch:
