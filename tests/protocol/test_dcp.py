@@ -52,7 +52,7 @@ FROM_ONE = [
     for (d, n), p, heads, hybrid in itertools.product(SIZES, (1, 2, 4, 8), (1, 4, 8), (0, 1))
 ]
 EQUAL = [
-    (d, n, heads, hybrid) for (d, n), heads, hybrid in itertools.product(SIZES, (1, 4), (0, 1))
+    (d, n, heads, hybrid) for (d, n), heads, hybrid in itertools.product(SIZES, (1, 4, 8), (0, 1))
 ]
 # By default: each way of the heads, each N, pure and hybrid.
 SAMPLE = {
