@@ -1,11 +1,28 @@
-"""What all rings share: the option --full, and the figures of a run by ring and file."""
+"""What all rings share: the option --full, a folder for what a run leaves in the temporary one, and
+the figures of a run by ring and file."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 import pytest
+
+OF_THE_RUN = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """SGLang leaves the files that it names its sockets by. Names of sockets are short, so this
+    folder's is."""
+    config.stash[OF_THE_RUN] = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="mixkv-")
+    tempfile.tempdir = None
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[OF_THE_RUN], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
