@@ -3,13 +3,15 @@
 The tests of a module with the mark `transports` run over Mooncake and over NIXL; with tcp=True also
 over NIXL where UCX has TCP alone, and neither shared memory nor CMA. Of a function's cases over
 NIXL the first runs by default, and each one after so many more; over its TCP the first; the rest
-with --full.
+with --full. Of the cases of a function with the mark `sampled` a part runs over Mooncake, too:
+those that their names' checksums pick, so that no parameter decides.
 """
 
 from __future__ import annotations
 
 import os
 from collections import defaultdict
+from zlib import crc32
 
 import pytest
 from rig import model
@@ -60,6 +62,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         mark, call = item.get_closest_marker("transports"), getattr(item, "callspec", None)
         name = None if call is None else call.params.get("backend")
+        if name not in ("nixl", TCP) and _left_out(item):
+            item.add_marker(pytest.mark.full)
         if mark is None or name not in ("nixl", TCP):
             continue
         kind = item.nodeid.partition("[")[0], name
@@ -67,3 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not sampled:
             item.add_marker(pytest.mark.full)
         seen[kind] += 1
+
+
+def _left_out(item: pytest.Item) -> bool:
+    sampled = item.get_closest_marker("sampled")
+    return sampled is not None and crc32(item.name.encode()) % sampled.args[0] > 0
