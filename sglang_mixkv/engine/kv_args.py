@@ -11,9 +11,6 @@ The contract on KV args, whoever builds them (SGLang through the plugin, a test,
     draft_windows               optional: engine/draft_window.py's, one for each of its entries;
                                 or draft_window, one for all
     custom_mem_pool             optional: the torch.cuda.MemPool that the target's KV lies in
-
-`split_draft` adds draft_kv_data_ptrs, draft_kv_data_lens and draft_kv_item_lens, views of
-the tail; kv_data_* themselves stay as SGLang made them.
 """
 
 from __future__ import annotations
@@ -36,7 +33,6 @@ def describe(kv_args: Any, target_pool: Any, draft_pool: Any | None) -> None:
     Raises MixKVError for pools whose rows this plugin cannot cut; the server then does
     not start.
     """
-    split_draft(kv_args)
     pool = getattr(target_pool, "full_kv_pool", target_pool)
     kv_args.custom_mem_pool = getattr(pool, "custom_mem_pool", None)
     if not is_mla_backend(target_pool) and not kv_args.is_hybrid_mla_backend:
@@ -154,14 +150,6 @@ def _check_layout(name: str, pool: Any) -> None:
         )
 
 
-def split_draft(kv_args: Any) -> None:
-    """Add the views of the drafter's entries, the tail of what SGLang hands over."""
-    first = len(kv_args.kv_data_ptrs) - kv_args.num_draft_entries
-    kv_args.draft_kv_data_ptrs = kv_args.kv_data_ptrs[first:]
-    kv_args.draft_kv_data_lens = kv_args.kv_data_lens[first:]
-    kv_args.draft_kv_item_lens = kv_args.kv_item_lens[first:]
-
-
 def target_spread(kv_args: Any, is_mla: bool, attn_tp: int) -> Spread:
     """Kind and heads of the target. Heads as stock's send_kvcache_slice resolves them."""
     if is_mla or getattr(kv_args, "is_hybrid_mla_backend", False):
@@ -200,7 +188,6 @@ def caches(
     """This rank's geometry; `windows`: of the drafter's entries; `dcp`: decode context parallelism,
     of which the drafter has no part: its pages are so many times as large as the target's. Raises
     MixKVError where entries do not split into heads."""
-    split_draft(kv_args)
     rank = kv_args.engine_rank % attn_tp
     first = len(kv_args.kv_data_ptrs) - kv_args.num_draft_entries
     target = Shard(
@@ -220,8 +207,8 @@ def caches(
     draft = Shard(
         Component(
             spread,
-            tuple(kv_args.draft_kv_item_lens),
-            tuple(kv_args.draft_kv_data_lens),
+            tuple(kv_args.kv_item_lens[first:]),
+            tuple(kv_args.kv_data_lens[first:]),
             windows,
         ),
         kv_args.page_size * dcp,

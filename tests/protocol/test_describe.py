@@ -77,11 +77,9 @@ def described(
     utils.setup_state_kv_args(kv_args, target, draft, CASE.target.layers)
     names = (
         "is_draft_mla_backend", "draft_kv_head_num", "draft_total_kv_head_num",
-        "draft_architecture", "draft_windows", "draft_kv_item_lens", "custom_mem_pool",
+        "draft_architecture", "draft_windows", "custom_mem_pool",
     )  # fmt: skip
-    found = {name: getattr(kv_args, name, None) for name in names}
-    found["tail"] = kv_args.kv_item_lens[-kv_args.num_draft_entries :]
-    return found
+    return {name: getattr(kv_args, name, None) for name in names}
 
 
 def drafter(tmp_path: Path, **changed: Any) -> Path:
@@ -101,7 +99,6 @@ def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) ->
     assert found["is_draft_mla_backend"] is False
     assert found["draft_architecture"] == "LlamaForCausalLMEagle3"
     assert found["draft_windows"] == (512, 512)
-    assert found["draft_kv_item_lens"] == found["tail"]
     assert found["custom_mem_pool"] == "the target's"
 
 
@@ -145,7 +142,6 @@ def test_a_block_drafters_geometry_and_windows(tmp_path: Path, algorithm: str, f
     found = in_fork(lambda: described(2, path, cache, algorithm=algorithm, window=64))
     assert (found["draft_kv_head_num"], found["draft_total_kv_head_num"]) == (4, 8)
     assert found["draft_architecture"] == BLOCK_DRAFTERS[algorithm]
-    assert len(found["tail"]) == 12
     own = [99] * (6 - full) + [0] * full
     assert found["draft_windows"] == ((64,) * 12 if algorithm == "DFLASH" else (*own, *own))
 
@@ -193,7 +189,6 @@ def test_a_drafter_without_kv_entries_is_left_to_sglang(tmp_path: Path) -> None:
         lambda: described(2, drafter(tmp_path), Cache("mla"), build=state_only_pool,
                           algorithm="DSPARK", window=None)
     )  # fmt: skip
-    assert found["draft_kv_item_lens"] == []
     assert found["is_draft_mla_backend"] is None
 
 
@@ -286,8 +281,6 @@ def test_entries_by_compression_ratio_do_not_start(
 
 def test_not_opted_in_nothing_is_added(tmp_path: Path) -> None:
     found = in_fork(lambda: described(2, drafter(tmp_path), Cache("mha", heads=4), enabled=False))
-    tail = found.pop("tail")
-    assert tail
     assert set(found.values()) == {None}
 
 
