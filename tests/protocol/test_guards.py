@@ -290,7 +290,7 @@ def late_aux(rank: Rank) -> None:
     real = cls.send_aux
 
     def late(self: Any, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.3)
+        time.sleep(1)
         return real(self, *args, **kwargs)
 
     cls.send_aux = late

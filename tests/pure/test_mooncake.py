@@ -167,6 +167,8 @@ def test_all_threads_together_stay_within_the_limit(limit: int) -> None:
     """SGLang's writes and the plugin's; a limit that is not one shows that it is seen."""
     wired = Wired(engine := SlowEngine(), limit)
     sizes = (60, 70, 100, 30, 10, 90)
+    if limit > sum(sizes) * 2:
+        engine.together = threading.Barrier(len(sizes) * 2)
     at_once([lambda n=n, way=way: way(wired, n) for n in sizes for way in WAYS])
     assert sum(engine.calls) == 360 * 2
     assert (engine.most <= 100) is (limit == 100)
@@ -202,7 +204,10 @@ def test_a_large_call_is_not_passed_by() -> None:
     wired = Wired(engine := SlowEngine())
     engine.gates = {40: threading.Event()}
     threads = [threading.Thread(target=wired.write, args=(n,)) for n in (40, 100, 20)]
-    for number, thread in enumerate(threads):
+    threads[0].start()
+    while not engine.calls:
+        time.sleep(0.001)
+    for number, thread in enumerate(threads[1:], 1):
         thread.start()
         time.sleep(0.05)
         assert len(engine.calls) == 1, f"call {number} went ahead"
@@ -324,13 +329,13 @@ def test_a_begun_write_that_fails_replaces_the_engine(
 
 def test_writes_that_do_not_end_are_given_up_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted from when they began: several hung writes take no longer than one."""
-    monkeypatch.setattr(module, "GIVE_UP_S", 0.5)
+    monkeypatch.setattr(module, "GIVE_UP_S", 2)
     wired = Wired(engine := SlowEngine(probe=-102))
     engine.engine.later = 1 << 60
     hung = [wired.begin(2) for _ in range(4)]
     began = time.monotonic()
     assert [wired.transport.wait(one) for one in hung if one is not None] == [-1] * 4
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 2 * 2
 
 
 @pytest.mark.parametrize(
