@@ -51,6 +51,10 @@ class Config(msgspec.Struct, frozen=True):
     verify: str = "off"
     stats_dir: str = ""
 
+    def without_buffers(self) -> Config:
+        """The same with no memory of the plugin's own for draft KV."""
+        return msgspec.structs.replace(self, draft_transfer="direct")
+
 
 def truth(name: str, environ: Mapping[str, str]) -> bool:
     """A boolean environment variable; raises ValueError for text that is neither."""

@@ -11,7 +11,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec.structs import replace
 from sglang.srt.disaggregation.mooncake.utils import check_mooncake_custom_mem_pool_enabled
 
 from sglang_mixkv.config import Config
@@ -48,7 +47,7 @@ class KVMemory:
             "buffers, as with --mixkv-draft-transfer direct",
             self.asked,
         )
-        return replace(config, draft_transfer="direct")
+        return config.without_buffers()
 
 
 def memory_of(kv_args: Any) -> KVMemory:
