@@ -21,8 +21,10 @@ def pytest_configure(config: pytest.Config) -> None:
     tempfile.tempdir = None
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
-    shutil.rmtree(config.stash[OF_THE_RUN], ignore_errors=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """What failed tests left is for people to look at."""
+    if exitstatus != pytest.ExitCode.TESTS_FAILED:
+        shutil.rmtree(session.config.stash[OF_THE_RUN], ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
 
 from sglang_mixkv.engine.draft_window import draft_windows
+from sglang_mixkv.engine.kv_memory import custom_mem_pool
 from sglang_mixkv.errors import refuse
 from sglang_mixkv.kv.layout import Caches, Component, Kind, Shard, Spread
 
@@ -33,8 +34,7 @@ def describe(kv_args: Any, target_pool: Any, draft_pool: Any | None) -> None:
     Raises MixKVError for pools whose rows this plugin cannot cut; the server then does
     not start.
     """
-    pool = getattr(target_pool, "full_kv_pool", target_pool)
-    kv_args.custom_mem_pool = getattr(pool, "custom_mem_pool", None)
+    kv_args.custom_mem_pool = custom_mem_pool(target_pool)
     if not is_mla_backend(target_pool) and not kv_args.is_hybrid_mla_backend:
         _describe_target_heads(kv_args, target_pool)
     if draft_pool is not None:

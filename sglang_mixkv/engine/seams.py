@@ -239,6 +239,7 @@ SEAMS_0_5_22: Seams = {
 RESTATED = (
     "sglang.srt.arg_groups.pipeline",
     "sglang.srt.disaggregation.decode",
+    "sglang.srt.disaggregation.mooncake.utils",
     "sglang.srt.disaggregation.prefill",
     "sglang.srt.entrypoints.engine",
     "sglang.srt.environ",

@@ -32,7 +32,7 @@ class Rank:
         self.config = config_of(server_args)
         if self.config.enabled:
             check_once(server_args, self.config)
-        memory = memory_of(args)
+        memory = memory_of(args, manager.backend)
         self.config = memory.fitting(self.config)
         parallel = get_parallel()
         self.manager, self.args = manager, args

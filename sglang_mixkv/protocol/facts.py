@@ -54,7 +54,7 @@ class Facts(msgspec.Struct, frozen=True):
     `draft_aux`: numbers of the metadata rows that only the drafter reads. `extents`: it can write
     slices by extent (kv/extents.py). `backend`: SGLang's transfer backend; a side that does not say
     runs Mooncake's. `dcp`: its decode context parallelism; a side that does not say, 1. `memory`:
-    the kind of Mooncake's allocator that its KV lies in, "" for the usual memory.
+    with a drafter, the kind of Mooncake's allocator whose memory its KV is; "" for the usual.
     """
 
     plugin: Word
@@ -93,13 +93,6 @@ _COMPARED = (
         "transfer backend",
         "neither side reads the other's messages, and no byte would arrive",
         _SAME_FLAG.format("--disaggregation-transfer-backend"),
-    ),
-    (
-        "memory",
-        "custom memory pool",
-        "the transport of one side would not reach the other's KV",
-        "Start both sides with the same SGLANG_MOONCAKE_CUSTOM_MEM_POOL and a Mooncake that has "
-        "mooncake.allocator",
     ),
     (
         "page_size",
@@ -193,8 +186,19 @@ def draft_differences(prefill: Facts, decode: Facts) -> list[str]:
             )
         ]
     remedy = "Give both sides the same --speculative-draft-model-path and draft dtype"
-    return [
+    found = [
         _sentence(words, getattr(prefill.draft, name), getattr(decode.draft, name), effect, remedy)
         for name, words, effect in _DRAFT_COMPARED
         if getattr(prefill.draft, name) != getattr(decode.draft, name)
     ]
+    if prefill.memory != decode.memory:
+        found.append(_memory_difference(prefill.memory, decode.memory))
+    return found
+
+
+def _memory_difference(prefill: str, decode: str) -> str:
+    return _sentence(
+        "custom memory pool", prefill or "none", decode or "none",
+        "one side's transport may not reach the other's memory",
+        "Start both with the same SGLANG_MOONCAKE_CUSTOM_MEM_POOL and with mooncake.allocator",
+    )  # fmt: skip

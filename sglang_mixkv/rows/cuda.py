@@ -30,6 +30,7 @@ from sglang_mixkv.rows.host import Buffer, RowCopy, numbers
 
 TILE = 512  # words: four for each thread of a program
 LINE = 128  # bytes of a row side by side: one cache line
+IN_POOL = threading.Lock()
 WORDS = {16: (tl.int64, 2), 8: (tl.int64, 1), 4: (tl.int32, 1), 2: (tl.int16, 1), 1: (tl.int8, 1)}
 """Words by their bytes: a type, and how many of it."""
 
@@ -106,7 +107,7 @@ class CudaRows:
 
     def __init__(self, device: int, pool: Any = None) -> None:
         self._device, self._pool = torch.device("cuda", device), pool
-        self._streams, self._in_pool = threading.local(), threading.Lock()
+        self._streams = threading.local()
 
     def warm_up(self) -> None:
         try:
@@ -161,7 +162,7 @@ class CudaRows:
         if self._pool is None:
             yield
             return
-        with self._in_pool, torch.cuda.use_mem_pool(self._pool, self._device):
+        with IN_POOL, torch.cuda.use_mem_pool(self._pool, self._device):
             yield
 
     def allocate(self, size: int) -> Buffer:

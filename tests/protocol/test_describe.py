@@ -99,12 +99,17 @@ def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) ->
     assert found["is_draft_mla_backend"] is False
     assert found["draft_architecture"] == "LlamaForCausalLMEagle3"
     assert found["draft_windows"] == (512, 512)
-    assert found["custom_mem_pool"] == "the target's"
 
 
 def larger_pages(cache: Cache, tp: int) -> Any:
     """A drafter's pool beside two DCP ranks."""
     return sglang_pool(CASE, cache, tp, 0, cache.layers, dcp=2)
+
+
+def test_the_targets_memory_pool_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "NVLINK")
+    found = in_fork(lambda: described(2, drafter(tmp_path), Cache("mha", heads=4)))
+    assert found["custom_mem_pool"] == "the target's"
 
 
 def test_a_drafter_beside_context_parallelism(tmp_path: Path) -> None:

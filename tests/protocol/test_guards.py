@@ -134,7 +134,7 @@ def test_without_the_guard(monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
 
     send, statuses, wrong = WITHOUT_THE_GUARD[harm]
     monkeypatch.setattr(ring, "LIMIT_S", 8)
-    monkeypatch.setattr("rig.rank.LIMIT_S", 8)
+    monkeypatch.setattr("rig.rank.LIMIT_S", 16)
     monkeypatch.setattr(prefill, "pages_to_send", lambda offered, *_, **__: offered)
     outcome = run(Case(2, 1, requests=(Request(12),), extra={"send": send}))
     assert outcome.statuses == statuses

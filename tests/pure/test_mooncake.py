@@ -205,7 +205,8 @@ def test_a_large_call_is_not_passed_by() -> None:
     engine.gates = {40: threading.Event()}
     threads = [threading.Thread(target=wired.write, args=(n,)) for n in (40, 100, 20)]
     threads[0].start()
-    while not engine.calls:
+    deadline = time.monotonic() + 30
+    while not engine.calls and time.monotonic() < deadline:
         time.sleep(0.001)
     for number, thread in enumerate(threads[1:], 1):
         thread.start()

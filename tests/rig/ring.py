@@ -86,15 +86,25 @@ def _rank_main(
     os._exit(0)
 
 
+def ranks_of(case: Case) -> list[Key]:
+    """The ranks of both sides."""
+    prefill = case.prefills * case.prefill_tp * case.prefill_dp * case.prefill_pp
+    decode = case.decode_tp * case.decode_dp
+    return [*(("prefill", r) for r in range(prefill)), *(("decode", r) for r in range(decode))]
+
+
 def inject_faults(one: Rank) -> None:
     """This rank's own; a decode rank says nothing before those of the prefill ranks are there."""
     extra, key = one.case.extra, (one.side, one.rank)
-    extra.get("faults", {}).get(key, lambda _: None)(one)
     injected: dict[Key, Any] = extra["injected"]
-    if key in injected:
-        injected[key].set()
-    for event in injected.values() if one.side == "decode" else ():
-        event.wait(LIMIT_S / 2)
+    try:
+        extra.get("faults", {}).get(key, lambda _: None)(one)
+    finally:
+        if key in injected:
+            injected[key].set()
+    for other, event in injected.items() if one.side == "decode" else ():
+        if not event.wait(LIMIT_S / 2):
+            raise TimeoutError(f"no fault in {other}")
 
 
 def run(case: Case) -> Outcome:
@@ -105,11 +115,12 @@ def run(case: Case) -> Outcome:
     case.extra.update(
         bootstrap_up=[context.Event() for _ in ports],
         all_sent=context.Event(),
-        injected={k: context.Event() for k in case.extra.get("faults", ()) if k[0] == "prefill"},
-        ranks=context.Barrier(
-            case.prefills * case.prefill_tp * case.prefill_dp * case.prefill_pp
-            + case.decode_tp * case.decode_dp
-        ),
+        injected={
+            key: context.Event()
+            for key in ranks_of(case)
+            if key[0] == "prefill" and key in case.extra.get("faults", ())
+        },
+        ranks=context.Barrier(len(ranks_of(case))),
         struck=context.Value("d", 0.0),
         pp_groups={
             i: Stages(context.Queue(), case.prefill_pp)
@@ -135,11 +146,7 @@ class Servers:
     ) -> None:
         self._case, self._context, self._main = case, context, main
         self._ports, self._go = ports, context.Event()
-        prefill = case.prefills * case.prefill_tp * case.prefill_dp * case.prefill_pp
-        self._keys: list[Key] = [
-            *(("prefill", r) for r in range(prefill)),
-            *(("decode", r) for r in range(case.decode_tp * case.decode_dp)),
-        ]
+        self._keys = ranks_of(case)
         self._processes: dict[Key, Any] = {}
         self._pipes: dict[Key, Any] = {}
         for key in self._keys:
