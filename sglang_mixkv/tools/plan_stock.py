@@ -13,7 +13,7 @@ from sglang_mixkv.tools.plan_flags import Server
 
 
 def _pipeline(server: Server) -> bool:
-    allowed = ("NONE", "EAGLE", *(["DSPARK"] if server.role == "prefill" else []))
+    allowed = ("NONE", *(("EAGLE", "DSPARK") if server.role == "prefill" else ()))
     return server.args.pp_size > 1 and server.algorithm not in allowed
 
 
@@ -40,7 +40,7 @@ def _no_drafter(server: Server) -> bool:
 _RULES: tuple[tuple[Callable[[Server], bool], str, str], ...] = (
     (
         _pipeline,
-        "--pp-size above 1 goes with EAGLE, and with DSPARK on a prefill server",
+        "--pp-size above 1 goes with EAGLE and DSPARK, on a prefill server",
         "Use --pp-size 1",
     ),
     (

@@ -126,8 +126,12 @@ def proven(cell: Cell, case: Case) -> bool:
 
 @pytest.mark.parametrize("cell", [c for c in CELLS if c.word == "engine"], ids=lambda c: c.part)
 def test_what_ran_in_the_engine_is_a_case_there(cell: Cell) -> None:
-    assert cell.version == RELEASES[-1].version
-    assert any(proven(cell, case) for case in (*CASES_OF_THE_ENGINE,))
+    """Of an older release: one that the default run has there."""
+    cases = [case for case in CASES_OF_THE_ENGINE if proven(cell, case)]
+    if cell.version != RELEASES[-1].version:
+        script = (ROOT / "scripts" / "test.sh").read_text()
+        cases = [case for case in cases if f" {case.name} " in script.replace('"', " ")]
+    assert cases
 
 
 CASES_OF_THE_ENGINE: list[Case] = [

@@ -219,9 +219,10 @@ def test_refused(prefill: str, decode: str, reason: str) -> None:
     ("prefill", "decode", "reason"),
     [
         ("--speculative-algorithm DFLASH --pp-size 2", "", "prefill with DFLASH: SGLang 0.5.23"),
-        ("--pp-size 2", "", "--pp-size above 1 goes with EAGLE, and with DSPARK"),
+        ("--pp-size 2", "", "--pp-size above 1 goes with EAGLE and DSPARK"),
         ("", "--speculative-algorithm DSPARK --pp-size 2", "decode with DSPARK: SGLang 0.5.23"),
         ("--speculative-algorithm dspark --pp-size 2", "", ""),
+        ("", "--speculative-algorithm EAGLE --pp-size 2", "decode with EAGLE: SGLang 0.5.23"),
         ("--speculative-algorithm NEXTN --pp-size 2", "--pp-size 2", "decode with EAGLE3: SGLang"),
         ("", "--speculative-algorithm DFLASH --disaggregation-decode-enable-radix-cache",
          "--disaggregation-decode-enable-radix-cache goes with"),
