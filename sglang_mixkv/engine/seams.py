@@ -55,6 +55,7 @@ SEAMS_0_5_23: Seams = {
     "sglang.srt.mem_cache.kv_cache_builder:maybe_register_hicache_draft": (
         "tree_cache", "draft_plan",
     ),
+    "sglang.srt.disaggregation.mooncake.utils:check_mooncake_custom_mem_pool_enabled": (),
     f"{_UTILS}:get_kv_class": ("transfer_backend", "class_type"),
     f"{_UTILS}:DisaggregationMode.to_engine_type": ("mode",),
     f"{_UTILS}:is_mla_backend": ("target_kv_pool",),
@@ -239,7 +240,6 @@ SEAMS_0_5_22: Seams = {
 RESTATED = (
     "sglang.srt.arg_groups.pipeline",
     "sglang.srt.disaggregation.decode",
-    "sglang.srt.disaggregation.mooncake.utils",
     "sglang.srt.disaggregation.prefill",
     "sglang.srt.entrypoints.engine",
     "sglang.srt.environ",
