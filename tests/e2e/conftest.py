@@ -69,11 +69,11 @@ def full(*args: object) -> object:
 
 CASES = [
     Case("P2-D1-chunks", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES)),
-    Case("P1-D2", TP1, TP2, spawn=True),
+    Case("dflash-P1-D2", TP1, TP2, "mla-dflash", spawn=True),
     Case("nixl-P2-D1", TP2, TP1, backend="nixl"),
-    Case("dflash-P2-D1", TP2, TP1, "mla-dflash"),
+    full("P1-D2", TP1, TP2),
     full("nixl-P1-D2", TP1, TP2, "mla", (), "nixl"),
-    full("dflash-P1-D2", TP1, TP2, "mla-dflash"),
+    full("dflash-P2-D1", TP2, TP1, "mla-dflash"),
     full("dspark-P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES), "mla-dspark"),
     full("dspark-P1-D2", TP1, TP2, "mla-dspark"),
     full("dspark-P1pp2-D2", TP1_PP2, TP2, "mla-dspark"),

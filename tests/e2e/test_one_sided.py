@@ -12,13 +12,11 @@ from sglang_mixkv.tools.client import RequestFailed
 
 from .conftest import ENABLE, START_TIMEOUT, TP1, TP2
 
-pytestmark = START_TIMEOUT
+pytestmark = [START_TIMEOUT, pytest.mark.full]
 
 SIDES = [
     pytest.param(Topology(TP2, TP1, mixkv_prefill=ENABLE), id="decode-lacks-it"),
-    pytest.param(
-        Topology(TP2, TP1, mixkv_decode=ENABLE), id="prefill-lacks-it", marks=pytest.mark.full
-    ),
+    pytest.param(Topology(TP2, TP1, mixkv_decode=ENABLE), id="prefill-lacks-it"),
 ]
 
 

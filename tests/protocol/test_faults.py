@@ -16,7 +16,7 @@ from rig.model import Case, Request
 from rig.rank import Rank
 from rig.ring import run
 
-pytestmark = pytest.mark.transports(every=10)
+pytestmark = pytest.mark.transports(every=14)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import pytest
 from rig.model import Cache, Case, Request
 from rig.ring import Outcome, run
 
-pytestmark = pytest.mark.transports(every=8, tcp=True)
+pytestmark = pytest.mark.transports(every=12, tcp=True)
 
 SIZES = (1, 2, 4, 8)
 DRAFTS = {
@@ -45,7 +45,7 @@ def test_every_byte(prefill_tp: int, decode_tp: int, draft: str) -> None:
     assert outcome.total("draft_bytes_sent") > 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("algorithm", BLOCK_DRAFTERS)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), itertools.product(SIZES, SIZES))
 def test_every_byte_of_block_drafters(prefill_tp: int, decode_tp: int, algorithm: str) -> None:
@@ -58,7 +58,7 @@ def test_every_byte_of_block_drafters(prefill_tp: int, decode_tp: int, algorithm
     )  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("algorithm", BLOCK_DRAFTERS)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 2), (2, 1), (1, 2), (8, 1), (1, 8)])
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_targets_of_block_drafters(
     )  # fmt: skip
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("stages", "prefill_tp", "decode_tp"),
     [(2, 1, 2), (2, 2, 1), (2, 2, 2), (2, 1, 8), (4, 1, 2), (4, 2, 1), (4, 1, 8)],
@@ -162,7 +162,7 @@ def test_drafter_without_kv_entries(prefill_tp: int, decode_tp: int) -> None:
     assert outcome.total("draft_bytes_needed") == 0
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp", "prefill_dp", "decode_dp"),
     [(2, 1, 1, 2), (2, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 2), (4, 2, 1, 2)],
@@ -194,7 +194,7 @@ GQA = Cache("mha", layers=2, heads=4, k_bytes=4, v_bytes=4)
 SHAPES = [(1, 1), (2, 1), (4, 2), (1, 2), (2, 4)]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
 @pytest.mark.parametrize("draft_heads", [1, 2, 8])
 def test_gqa_target(prefill_tp: int, decode_tp: int, draft_heads: int) -> None:
@@ -203,7 +203,7 @@ def test_gqa_target(prefill_tp: int, decode_tp: int, draft_heads: int) -> None:
     right(Case(prefill_tp, decode_tp, target=GQA, draft=draft, requests=REQUESTS))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
 @pytest.mark.parametrize("target", [Cache("mla", layers=2), GQA], ids=["mla", "gqa"])
 @pytest.mark.parametrize("stages", [1, 2])
@@ -247,7 +247,7 @@ def dsa(prefill_tp: int, decode_tp: int, index_k: str, **kwargs: object) -> Case
     return Case(prefill_tp, decode_tp, target=target, page_size=64, requests=DSA_REQUESTS, **kwargs)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), DSA_SHAPES)
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("index_k", INDEX_K)
@@ -257,7 +257,7 @@ def test_dsa_target(prefill_tp: int, decode_tp: int, stages: int, index_k: str) 
     right(dsa(prefill_tp, decode_tp, index_k, prefill_pp=stages, extra={"config": config}))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), DSA_SHAPES)
 @pytest.mark.parametrize("stages", [1, 2])
 def test_dsa_target_and_dsa_drafter(prefill_tp: int, decode_tp: int, stages: int) -> None:
@@ -277,7 +277,7 @@ def test_dsa_target_without_drafter(prefill_tp: int, decode_tp: int) -> None:
     right(dsa(prefill_tp, decode_tp, "shared", draft=None))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
 @pytest.mark.parametrize("target", [Cache("mla", layers=4), Cache("mha", layers=4, heads=4)])
 def test_two_prefill_stages(prefill_tp: int, decode_tp: int, target: Cache) -> None:
@@ -285,7 +285,7 @@ def test_two_prefill_stages(prefill_tp: int, decode_tp: int, target: Cache) -> N
     right(Case(prefill_tp, decode_tp, target=target, prefill_pp=2, requests=REQUESTS))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
 @pytest.mark.parametrize(
     ("algorithm", "draft"), [("EAGLE3", DRAFTS["gqa4"]), *BLOCK_DRAFTERS.items()]
@@ -301,7 +301,7 @@ def test_drafter_with_a_window(
     assert outcome.total("draft_bytes_sent") < everything.total("draft_bytes_sent")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", ["auto", "direct", "packed"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2), (4, 2)])

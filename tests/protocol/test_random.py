@@ -15,7 +15,7 @@ from rig.ring import run
 
 pytestmark = pytest.mark.transports(every=4)
 
-SAMPLE, WIDE = 16, 400
+SAMPLE, WIDE = 12, 400
 SIZES = (1, 2, 4, 8)
 
 

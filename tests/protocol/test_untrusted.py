@@ -33,7 +33,7 @@ from sglang_mixkv.protocol import extension as wire
 Change = Callable[[list[bytes]], list[bytes]]
 
 
-pytestmark = pytest.mark.transports(every=3)
+pytestmark = pytest.mark.transports(every=5)
 
 
 @pytest.fixture(autouse=True)

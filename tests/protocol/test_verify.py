@@ -16,7 +16,7 @@ from sglang_mixkv.config import Config
 from sglang_mixkv.decode.source import Sizes
 from sglang_mixkv.errors import MixKVError
 
-pytestmark = pytest.mark.transports(every=4)
+pytestmark = pytest.mark.transports(every=6)
 
 REQUESTS = (Request(23), Request(8, chunk_pages=1), Request(9, prefix_pages=1, chunk_pages=2))
 VERIFY = {"verify": "checksum"}
