@@ -303,7 +303,7 @@ def _check_unused(stock: Frames, at: Positions) -> None:
     if at.state_lens is not None:
         frames.lists(stock[at.state_lens], "state lengths", np.uint64)
     if at.memory_kinds is not None:
-        _check_memory_kinds(stock[at.memory_kinds], len(stock[at.kv_ptrs]) // 8)
+        _check_memory_kinds(stock[at.memory_kinds], len(stock[at.kv_item_lens]) // 8)
 
 
 def _check_memory_kinds(frame: bytes, entries: int) -> None:
