@@ -124,11 +124,14 @@ SHAPES = {
 @pytest.mark.parametrize(
     ("shape", "prefill", "decode", "draft_heads"),
     [
+        ("K3", {"TP": "1", "PP": "16"}, {"TP": "16"}, [1] * 16),
         ("K3", {"TP": "1", "PP": "8"}, {"TP": "8"}, [2] * 8),
+        ("K2", {"TP": "8"}, {"TP": "16", "NNODES": "2", "NODE_RANK": "0",
+                             "DIST_INIT_ADDR": "10.0.0.2:5000"}, [1] * 16),
         ("K2", {"TP": "8"}, {"TP": "8", "DP": "8"}, [8]),
     ],
 )  # fmt: skip
-def test_the_documented_lines_of_block_drafters_are_planned(
+def test_the_lines_of_block_drafters_are_planned(
     tmp_path: Path, shape: str, prefill: dict[str, str], decode: dict[str, str],
     draft_heads: list[int],
 ) -> None:  # fmt: skip
@@ -142,7 +145,8 @@ def test_the_documented_lines_of_block_drafters_are_planned(
     servers = []
     for role, own in (("prefill", prefill), ("decode", decode)):
         shown = {k: v for k, v in {**variables, **own}.items() if k != "PAGE_SIZE"}
-        assert " ".join([*(f"{k}={v}" for k, v in shown.items()), f"{role}.sh"]) in text
+        if len(draft_heads) <= 8:  # on one node: these are documented
+            assert " ".join([*(f"{k}={v}" for k, v in shown.items()), f"{role}.sh"]) in text
         line = shlex.join(printed(f"{role}.sh", **models, **variables, **own))
         servers.append(from_line(role, line))
     plan = make_plan(*servers)
