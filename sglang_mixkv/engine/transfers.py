@@ -106,8 +106,9 @@ class TransferringManager(SidedManager):
                 reason = f"sglang-mixkv refuses to send room {bootstrap_room}: {error}"
                 self.prefill.fail(bootstrap_room, reason)
                 return
-            kv_indices = kv_indices[:count]
-            index_slice = slice(index_slice.start, index_slice.start + count)
+            if count < len(kv_indices):
+                kv_indices = kv_indices[:count]
+                index_slice = slice(index_slice.start, index_slice.start + count)
         super().add_transfer_request(
             bootstrap_room, kv_indices, index_slice, is_last_chunk, aux_index, state_indices,
             num_kv_tokens, **kwargs,

@@ -16,7 +16,8 @@ class Peers:
     """By session. SGLang's control thread changes it; transfer threads look peers up.
 
     A peer that registers anew and does not fit keeps its last plan, so that no thread takes it
-    for a peer without a drafter, but is sent nothing more.
+    for a peer without a drafter, but is sent nothing more. `any_planned`: whether this rank's
+    decode ranks have a drafter, and plans say what is sent.
     """
 
     def __init__(self, local: Local) -> None:
@@ -25,6 +26,7 @@ class Peers:
         self._refused: dict[str, str] = {}
         self._unread: dict[str, str] = {}
         self._lock = threading.Lock()
+        self.any_planned = False
 
     def admit(self, registration: Registration) -> Peer:
         """Raises MixKVError with every reason why it is not served, and keeps the reason."""
@@ -36,6 +38,7 @@ class Peers:
             raise
         with self._lock:
             self._peers[session] = peer
+            self.any_planned = any(one.plan is not None for one in self._peers.values())
             self._refused.pop(session, None)
             self._unread.pop(session, None)
         return peer
@@ -78,8 +81,3 @@ class Peers:
         """Whether a peer listens there."""
         where = {(peer.address.endpoint, peer.address.port) for peer in list(self._peers.values())}
         return (endpoint, port) in where
-
-    @property
-    def any_planned(self) -> bool:
-        """Whether this rank's decode ranks have a drafter: then plans say what is sent."""
-        return any(peer.plan is not None for peer in list(self._peers.values()))

@@ -259,11 +259,11 @@ class PrefillRank:
         task = worker.task
         room = self.rooms.open_room(task.room)
         said = room.members.get(peer.session) if room is not None else None
-        if room is None or said is None:
+        fits = room.fits.get(peer.session) if room is not None else None
+        if room is None or said is None or fits is None:
             text = "the request ended meanwhile; nothing of this chunk was sent"
             raise MixKVError("MIXKV-ROOM-04", text)
-        peer = room.fits[peer.session]  # the registration that the room was compared with
-        plan = peer.plan
+        peer, plan = fits, fits.plan
         assert plan is not None
         pages = plan.room_pages(np.asarray(said.pages, np.int64))
         src = np.asarray(src_pages, np.int64)

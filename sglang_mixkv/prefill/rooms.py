@@ -42,7 +42,7 @@ class State(StrEnum):
 WITH_SENDER = (State.OPEN, State.ABANDONED)
 
 
-@dataclass
+@dataclass(slots=True)
 class Sent:
     """What went out for one room, for SGLang's own sglang:kv_transfer_* series.
 
@@ -66,7 +66,7 @@ class Sent:
         return self.bytes + state_bytes * (min(1, copies) if sharded else copies)
 
 
-@dataclass
+@dataclass(slots=True)
 class Room:
     """One room number, and the request that it stands for now.
 
@@ -86,6 +86,12 @@ class Room:
     sums: dict[str, Sums] = field(default_factory=dict)
     sent: Sent = field(default_factory=Sent)
     reused: bool = False
+
+    def enter(self, state: State, now: float) -> None:
+        """Of one that has ended nothing stays but that it has."""
+        self.state, self.since = state, now
+        if state is State.ENDED:
+            self.reason, self.members, self.fits, self.sums = "", {}, {}, {}
 
     @property
     def is_complete(self) -> bool:
@@ -158,32 +164,35 @@ class Rooms:
     def open(self, number: int, now: float) -> Room:
         """A sender was made; `reason` of the room says if it has to fail at once."""
         with self._lock:
-            before = self._rooms.get(number)
-            if before is not None and before.state in WITH_SENDER:
-                self._closed += 1  # SGLang made another sender without clearing the first
+            room = self._rooms.get(number)
             self._opened += 1
-            if before is None or before.state is State.ENDED:
-                return self._put(number, State.OPEN, now, reused=before is not None)
-            recent = before.state is not State.REFUSED or now - before.since < MEMORY_S
-            return self._put(
-                number, State.OPEN, now, reason=before.reason if recent else "",
-                members=before.members, fits=before.fits, reused=before.reused,
-            )  # fmt: skip
+            if room is None or room.state is State.ENDED:
+                return self._put(number, State.OPEN, now, reused=room is not None)
+            if room.state in WITH_SENDER:  # SGLang did not clear the sender before
+                self._closed += 1
+                return self._put(
+                    number, State.OPEN, now, reason=room.reason, members=room.members,
+                    fits=room.fits, reused=room.reused,
+                )  # fmt: skip
+            if room.state is State.REFUSED and now - room.since >= MEMORY_S:
+                room.reason = ""
+            room.enter(State.OPEN, now)
+            return room
 
     def abandon(self, number: int, now: float) -> None:
         """The scheduler aborted the sender, and may never clear it."""
         with self._lock:
             room = self._rooms.get(number)
             if room is not None and room.state is State.OPEN:
-                room.state, room.since = State.ABANDONED, now
+                room.enter(State.ABANDONED, now)
 
     def close(self, room: Room, now: float) -> None:
         """The sender was cleared: nothing of its room stays but that it has ended. Not twice:
         the number may be another request's by then."""
         with self._lock:
-            if self._rooms.get(room.number) is room:
+            if self._rooms.get(room.number) is room and room.state in WITH_SENDER:
                 self._closed += 1
-                self._put(room.number, State.ENDED, now)
+                room.enter(State.ENDED, now)
 
     def reap(self, now: float, limit: float) -> list[int]:
         """Forget what is over, at most once per second. The numbers of rooms that no sender will
@@ -197,7 +206,7 @@ class Rooms:
                 age = now - room.since
                 if room.state in (State.AWAITED, State.ABANDONED) and age > limit:
                     self._closed += room.state is State.ABANDONED
-                    self._put(room.number, State.ENDED, now)
+                    room.enter(State.ENDED, now)
                     dropped.append(room.number)
                 elif room.state in (State.REFUSED, State.ENDED) and age > MEMORY_S:
                     del self._rooms[room.number]
