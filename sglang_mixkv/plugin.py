@@ -150,7 +150,7 @@ def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: A
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)
     _check(server_args, transfer_backend.value, class_type.value)
-    _guard_storage()
+    guard_storage()
     stock = original(transfer_backend, class_type)
     from sglang_mixkv.engine.backends import classes
 
@@ -179,7 +179,7 @@ def _check(server_args: Any, backend: str, kind: str) -> None:
     )
 
 
-def _guard_storage() -> None:
+def guard_storage() -> None:
     """From now on, ask before a storage tier is attached. A scheduler asks for KV classes before
     it binds what it does on requests."""
     if SCHEDULER not in sys.modules or is_live(ATTACH_STORAGE):

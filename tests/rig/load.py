@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 
-from sglang_mixkv import cpu
+from sglang_mixkv import cpu, plugin
 from sglang_mixkv.engine.backends import classes
 from sglang_mixkv.engine.releases import here
 
@@ -34,3 +34,4 @@ def load_sglang() -> None:
         importlib.import_module(module)
     for backend in here().framings:
         classes(backend)
+    plugin.guard_storage()  # looks through all modules, which each rank would do
