@@ -246,7 +246,9 @@ class MixKVManager(TransferringManager, MooncakeKVManager):
 
     def takes_back(self, session: str) -> bool:
         """Whether SGLang would serve this peer again after a failed write: it answers a probe."""
-        return bool(self.enable_failed_session_probe and self._send_probe(session) == 0)
+        transport = self.prefill.transport if self.prefill is not None else None
+        assert transport is not None, "a failed write without a transport"
+        return bool(self.enable_failed_session_probe) and transport.probe(session)
 
 
 def _like(engine: MooncakeTransferEngine) -> MooncakeTransferEngine:

@@ -81,9 +81,7 @@ NOT_ON_0_5_22: dict[str, Rule] = {
 }
 
 RELEASES = (
-    Release(
-        "0.5.22", SEAMS_0_5_22, {"mooncake": Framing()}, ("SendProbe", "OneWayOut"), NOT_ON_0_5_22
-    ),
+    Release("0.5.22", SEAMS_0_5_22, {"mooncake": Framing()}, ("OneWayOut",), NOT_ON_0_5_22),
     Release("0.5.23", SEAMS_0_5_23, {"mooncake": Framing(), "nixl": NIXL}),
 )
 """The newest last."""

@@ -90,7 +90,6 @@ SEAMS_0_5_23: Seams = {
     f"{_MOONCAKE}:MooncakeKVManager._transfer_data": (
         "self", "mooncake_session_id", "transfer_blocks",
     ),
-    f"{_MOONCAKE}:MooncakeKVManager._send_probe": ("self", "session_id"),
     f"{_MOONCAKE}:MooncakeKVManager.maybe_send_extra": (
         "self", "req", "prefill_state_indices", "executor", "target_rank_registration_info",
     ),
@@ -201,7 +200,6 @@ SEAMS_0_5_23: Seams = {
 # What shims.py makes up for there, what only NIXL's classes need, and what Mooncake's classes have
 # themselves.
 _NOT_0_5_22 = (
-    f"{_MOONCAKE}:MooncakeKVManager._send_probe",
     f"{_COMMON}:CommonKVReceiver._send_bootstrap_message",
     f"{_COMMON}:AbortNotification.from_zmq",
     f"{_COMMON}:CommonKVReceiver.__init__",

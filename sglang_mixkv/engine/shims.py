@@ -8,17 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager, MooncakeKVReceiver
-
-
-class SendProbe(MooncakeKVManager):
-    """0.5.22 has the probe of a peer in the middle of its loop of probes."""
-
-    def _send_probe(self, session_id: str) -> int:
-        try:
-            return int(self.engine.send_probe(session_id))
-        except Exception:  # no answer, as in 0.5.23
-            return -1
+from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
 
 
 class MessageSocket:

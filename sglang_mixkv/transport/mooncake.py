@@ -105,7 +105,7 @@ class Engines:
     def replace_if_stuck(self, engine: Any, session: str) -> None:
         """A fresh engine in the place of one that failed towards a peer that is there."""
         try:
-            if engine.send_probe(session) != 0:
+            if not _answers(engine, session):
                 return
             with self._lock:
                 if self.current is engine:
@@ -176,7 +176,7 @@ class Mooncake:
         return f"the transport returned {code}"
 
     def probe(self, session: str) -> bool:
-        return bool(self._engines.current.send_probe(session) == 0)
+        return _answers(self._engines.current, session)
 
     def write(self, session: str, blocks: Blocks, *, overlap: bool = False) -> Ended | Begun:
         begun = self._begin(session, blocks) if overlap else None
@@ -272,6 +272,15 @@ class SharedEngine:
             if code != 0:
                 return code
         return 0
+
+
+def _answers(engine: Any, session: str) -> bool:
+    """Whether this peer is there, towards an engine that may be stuck."""
+    try:
+        return bool(engine.send_probe(session) == 0)
+    except Exception:
+        logger.exception("[MIXKV-SEND-03] sglang-mixkv could not probe %s", session)
+        return False
 
 
 def _submit(mooncake: Any, session: str, one: tuple[int, int, int]) -> int:

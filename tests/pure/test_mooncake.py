@@ -235,6 +235,9 @@ def test_an_engine_whose_peer_is_away_stays() -> None:
     wired = Wired(SlowEngine(code=-1, probe=-102))
     assert (wired.write(5), wired.made, wired.transport.probe(PEER)) == (-1, [], False)
     assert Wired(SlowEngine()).transport.probe(PEER)
+    broken = Wired(SlowEngine())
+    broken.engine.send_probe = None  # type: ignore[assignment, method-assign]
+    assert not broken.transport.probe(PEER)
 
 
 def test_threads_that_fail_together_make_one_engine() -> None:
