@@ -12,6 +12,8 @@ one call.
 
 from __future__ import annotations
 
+import json
+import os
 import time
 import uuid
 from typing import Any
@@ -70,8 +72,9 @@ class MooncakeEngine(Counted):
 
 
 class NixlEngine(Counted):
-    """A NIXL agent as SGLang makes it for a prefill rank. `memory`: what is registered;
-    `peer_device`: that of the peers' memory, of the same kind."""
+    """A NIXL agent as SGLang makes it for a prefill rank, with its environment variable for more
+    threads or fewer. `memory`: what is registered; `peer_device`: that of the peers' memory, of
+    the same kind."""
 
     most = 1 << 30
     threads = 8
@@ -84,7 +87,8 @@ class NixlEngine(Counted):
         config = nixl_agent_config(backends=[], num_threads=self.threads, sync_mode=strict)
         self.agent = nixl_agent(str(uuid.uuid4()), config)
         of_backend = {"num_threads": str(self.threads)} if self.threads else {}
-        self.agent.create_backend("UCX", of_backend)
+        asked = os.environ.get("SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS", "{}")
+        self.agent.create_backend("UCX", {**of_backend, **json.loads(asked)})
         self.session = self.agent.name
         self.memory, self.peer_device = memory, peer_device
         self.transport = Nixl(self.agent, memory, lambda _: self.peer_device)
