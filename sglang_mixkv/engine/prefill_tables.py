@@ -32,11 +32,13 @@ class PrefillTables:
     def fail(self, room: int, reason: str) -> None:
         """As conclude_failure, without waiting for a peer that does not read."""
         manager = self._manager
+        there = manager._room_notify_targets(room)  # the scheduler may end the room before we tell
         ended = manager.conclude_failure(bootstrap_room=room, failure_reason=reason, targets=[])
         if ended is None:  # there is no such room
             return
         verdict = self._verdict(room, manager.failure_records.get(room, reason))
-        for endpoint, port in manager._room_notify_targets(room):  # one that joins now is told too
+        joined = manager._room_notify_targets(room)  # meanwhile, and is not told otherwise
+        for endpoint, port in dict.fromkeys([*there, *joined]):
             self._notices.send(endpoint, port, verdict)
 
     def _verdict(self, room: int, reason: str) -> list[bytes]:

@@ -42,7 +42,7 @@ class State(StrEnum):
 WITH_SENDER = (State.OPEN, State.ABANDONED)
 
 
-@dataclass(slots=True)
+@dataclass
 class Sent:
     """What went out for one room, for SGLang's own sglang:kv_transfer_* series.
 
@@ -66,7 +66,7 @@ class Sent:
         return self.bytes + state_bytes * (min(1, copies) if sharded else copies)
 
 
-@dataclass(slots=True)
+@dataclass
 class Room:
     """One room number, and the request that it stands for now.
 

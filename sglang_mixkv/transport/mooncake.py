@@ -279,7 +279,7 @@ def _answers(engine: Any, session: str) -> bool:
     try:
         return bool(engine.send_probe(session) == 0)
     except Exception:
-        logger.exception("[MIXKV-SEND-03] sglang-mixkv could not probe %s", session)
+        logger.warning("[MIXKV-SEND-03] sglang-mixkv could not probe %s", session, exc_info=True)
         return False
 
 

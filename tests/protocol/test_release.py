@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 from rig.model import Case, Request
@@ -114,3 +115,17 @@ def test_a_reaped_room_leaves_no_event(room: int) -> None:
     PrefillTables(manager).forget(room)
     assert len(manager.events) == (0 if room == 7 else 2)
     assert manager.request_status == {}
+
+
+def test_a_room_that_ends_while_it_fails_is_told_all_the_same() -> None:
+    """The scheduler sees the failure, and may clear the sender before decode ranks are told."""
+    from sglang_mixkv.engine.prefill_tables import PrefillTables
+
+    manager = mock.Mock(failure_records={})
+    members = [("10.0.0.1", 9000)]
+    manager._room_notify_targets.side_effect = lambda room: list(members)
+    manager.conclude_failure.side_effect = lambda **_: (members.clear(), "failed")
+    tables = PrefillTables(manager)
+    tables._notices = mock.Mock()
+    tables.fail(7, "why")
+    assert [call.args[:2] for call in tables._notices.send.mock_calls] == [("10.0.0.1", 9000)]

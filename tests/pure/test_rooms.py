@@ -79,6 +79,37 @@ def test_a_number_is_another_requests_once_the_first_has_ended() -> None:
     assert rooms.get(ROOM).state is State.AWAITED
 
 
+def test_of_a_room_that_has_ended_nothing_stays_but_what_it_sent() -> None:
+    """A transfer thread can still hold it; the next request of its number has another."""
+    rooms = Rooms()
+    join(rooms)
+    room = rooms.open(ROOM, 1.0)
+    room.sent.bytes = 5
+    rooms.close(room, 2.0)
+    rooms.close(room, 3.0)
+    assert (room.members, room.fits, room.sums, room.since) == ({}, {}, {}, 2.0)
+    assert room.sent.bytes == 5, "SGLang asks after it has cleared the sender"
+    join(rooms)
+    assert rooms.get(ROOM) is not room
+
+
+def test_a_second_sender_has_a_room_of_its_own() -> None:
+    rooms = Rooms()
+    join(rooms)
+    first, second = rooms.open(ROOM, 1.0), rooms.open(ROOM, 2.0)
+    rooms.close(first, 3.0)
+    assert (rooms.get(ROOM), second.state, list(second.members)) == (second, State.OPEN, ["a:1"])
+
+
+def test_a_sender_that_is_cleared_after_its_room_was_reaped_counts_once() -> None:
+    rooms = Rooms()
+    room = rooms.open(ROOM, 0.0)
+    rooms.abandon(ROOM, 0.0)
+    rooms.reap(101.0, 100.0)
+    rooms.close(room, 102.0)
+    assert rooms.problems([]) == []
+
+
 @pytest.mark.parametrize("abandoned", [False, True])
 def test_what_nobody_ends_is_reaped(abandoned: bool) -> None:
     rooms = Rooms()
