@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 from rig.model import Case
+from rig.rank import LIMIT_S, Rank
 from rig.ring import Outcome, run
 
 pytestmark = pytest.mark.transports(every=3)
@@ -47,10 +51,26 @@ def test_one_prefill_rank_lacks_the_plugin() -> None:
     assert {s for r in outcome.decode for s in r.status} == {"failed"}
 
 
+def after_its_metadata(rank: Rank) -> None:
+    """The prefill server gets each request once a decode rank with the plugin has asked for it."""
+    make = rank._sender
+
+    def sender(number: int, tables: Any) -> Any:
+        deadline = time.monotonic() + LIMIT_S / 2
+        while not getattr(rank.plugin.rooms.get(rank.rooms()[number]), "members", None):
+            assert time.monotonic() < deadline, "no metadata"
+            time.sleep(0.001)
+        return make(number, tables)
+
+    rank._sender = sender  # type: ignore[method-assign]
+
+
 def test_one_decode_rank_lacks_the_plugin() -> None:
-    """Its requests fail, and so do the server's, whose ranks agree on each."""
-    outcome = run(Case(1, 2, extra={"stock_ranks": [("decode", 1)]}))
+    """Its requests fail, and so do the server's, whose ranks agree on each. Here they do not: the
+    other rank hears of it as long as the prefill has the request."""
+    faults = {("prefill", 0): after_its_metadata}
+    outcome = run(Case(1, 2, extra={"stock_ranks": [("decode", 1)], "faults": faults}))
     reasons = refused(outcome, "prefill 0")
     assert reasons
     assert all("the decode side does not run sglang-mixkv" in r for r in reasons)
-    assert set(outcome.decode[1].status) == {"failed"}
+    assert {status for rank in outcome.decode for status in rank.status} == {"failed"}
