@@ -99,7 +99,7 @@ class SidedManager(CommonKVManager):
         return status
 
     def takes_back(self, session: str) -> bool:
-        """Whether SGLang keeps from a peer that a write failed to, and would serve it again."""
+        """Whether a peer that a write failed to is there all the same, and is to be served."""
         raise NotImplementedError
 
     # -- a prefill rank introduces itself

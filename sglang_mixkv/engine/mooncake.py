@@ -245,10 +245,10 @@ class MixKVManager(TransferringManager, MooncakeKVManager):
         super()._handle_deferred_abort_notification(notification, room_active)
 
     def takes_back(self, session: str) -> bool:
-        """Whether SGLang would serve this peer again after a failed write: it answers a probe."""
+        """Whether the peer answers a probe; SGLang's own takes it back by that, where it is on."""
         transport = self.prefill.transport if self.prefill is not None else None
         assert transport is not None, "a failed write without a transport"
-        return bool(self.enable_failed_session_probe) and transport.probe(session)
+        return transport.probe(session)
 
 
 def _like(engine: MooncakeTransferEngine) -> MooncakeTransferEngine:

@@ -23,7 +23,7 @@ class SGLang(Protocol):
         """End a room with this reason on both sides; the first reason stays."""
 
     def takes_back(self, session: str) -> bool:
-        """Whether SGLang would serve this peer again after a failed write: it answers a probe."""
+        """Whether a peer that a write failed to is there all the same, and is to be served."""
 
     def note_unsettled(self, room: int) -> None:
         """A write of this room may still go on: its abort is never acknowledged as drained."""

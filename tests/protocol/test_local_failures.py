@@ -267,10 +267,11 @@ def test_a_peer_to_which_every_write_fails_is_taken_for_dead() -> None:
     assert "Decode instance could be dead" in outcome.reasons
 
 
-def test_as_sglang_does_without_its_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_sglangs_own_probe_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is off in 0.5.22, which never takes such a peer back."""
     monkeypatch.setenv("SGLANG_ENABLE_FAILED_SESSION_PROBE", "0")
     outcome = run(ten(Case(2, 1), {("prefill", 1): failing_transport(1)}))
-    assert outcome.decode[0].status == ["failed"] * 10
+    only_the_first_failed(outcome, "which answers: the transport returned -1")
 
 
 # ---------------------------------------------------------------- a room is cleared
