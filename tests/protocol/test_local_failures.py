@@ -58,6 +58,10 @@ def manager(rank: Rank) -> Any:
     return rank.manager
 
 
+def side(rank: Rank) -> Any:
+    return rank.manager.prefill
+
+
 def rows(rank: Rank) -> Any:
     return rank.plugin.rows
 
@@ -80,7 +84,7 @@ FAILURES: dict[str, tuple[Case, int, Callable[[Rank], None], str]] = {
     ),
     "checksums": (
         Case(1, 2, extra={"config": {"verify": "checksum"}}), 0,
-        raising(manager, "_prefill_unique_rank", KeyError("rank")), "KeyError('rank')",
+        raising(side, "digest", KeyError("rank")), "KeyError('rank')",
     ),
 }  # fmt: skip
 
