@@ -99,7 +99,8 @@ def recorded_for(name: str) -> list[bytes]:
     others = tuple(f"{case}{rank}-" for case in cases for rank in (0, 1))
     paths = sorted((HERE / "seeds" / ALL[name]).iterdir())
     apart = name in WITH_SGLANG and name != "gate-decode"
-    return [path.read_bytes() for path in paths if not (apart and path.name.startswith(others))]
+    recorded = importlib.import_module("mutate").recorded
+    return [recorded(path) for path in paths if not (apart and path.name.startswith(others))]
 
 
 def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:

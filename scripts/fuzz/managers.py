@@ -30,7 +30,7 @@ from unittest import mock
 
 import msgspec
 import numpy as np
-from mutate import unpack
+from mutate import recorded, unpack
 from tables import Tables
 
 from sglang_mixkv.protocol import registration
@@ -521,7 +521,7 @@ def peers(name: str) -> list[tuple[list[bytes], list[bytes]]]:
     """What each decode rank of a case sent to prefill rank 0: its registration, and the metadata
     of the first room."""
     seeds = Path(__file__).parent / "seeds" / "prefill"
-    messages = [unpack(p.read_bytes())[0] for p in sorted(seeds.glob(f"{name}0-message-*"))]
+    messages = [unpack(recorded(p))[0] for p in sorted(seeds.glob(f"{name}0-message-*"))]
     registered, rooms = ({m[3]: m for m in messages if m[0] == tag} for tag in (b"None", b"100"))
     return [(registered[session], rooms[session]) for session in sorted(registered)]
 
