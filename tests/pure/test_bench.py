@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -87,6 +88,28 @@ def test_planning_compares_with_the_installed_sglang(tmp_path: Path) -> None:
     """It raises of itself unless both plan the same ranges; the speed is not judged here."""
     records = quick("planning", tmp_path)["parts"]["chunk"]
     assert {r["method"] for r in records} == {"stock", "product", "product, ranges only"}
+
+
+def test_a_look_belongs_to_who_called_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    startup = importlib.import_module("startup")
+    owners = {one: folder for folder, one in startup.OWNERS.items()}
+    ours, theirs = f"hook ({owners['plugin']}/plugin.py:1)", f"run ({owners['SGLang']}/a.py:1)"
+    importing, server = "_find_and_load (<frozen importlib._bootstrap>:1)", 'process 1:"python"'
+    shares = startup.read(
+        [
+            f"{server};{theirs};{ours} 5",
+            f"{server};{theirs};{ours};{importing} 1",
+            f"{server};{ours};{theirs};{importing} 3",
+            f'{server};process 2:"a rank";{theirs};{ours};{theirs} 2',
+        ]
+    )
+    assert shares == {"launcher": {"plugin": 6, "imports": 3}, "a rank": {"SGLang": 2}}
+
+
+@pytest.mark.full
+def test_a_start_is_watched() -> None:
+    assert "| sglang::scheduler |" in run("startup.py")
 
 
 def test_a_result_fills_the_document(tmp_path: Path) -> None:

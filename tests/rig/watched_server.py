@@ -3,13 +3,15 @@
     idle     SGLang knows of no open request; its own check of pages and request slots has then
              run, which ends a server that leaks
     left     what `check_integrity` finds
-    threads, fds, rss_mib
+    threads, fds
+    rss_mib  an idle rank gives back first what it has freed: the rest is held
 
 SGLang's child processes import this file as well, before they apply hooks.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import runpy
@@ -30,10 +32,13 @@ def used(status: str, name: str) -> int:
 def state(scheduler: Any) -> dict[str, Any]:
     prefill = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     queue = prefill or scheduler.disagg_decode_prealloc_queue
+    idle = bool(scheduler.is_fully_idle())
+    if idle:
+        ctypes.CDLL(None).malloc_trim(0)
     status = Path("/proc/self/status").read_text()
     return {
         "at": time.time(),
-        "idle": bool(scheduler.is_fully_idle()),
+        "idle": idle,
         "left": queue.kv_manager.check_integrity(),
         "threads": used(status, "Threads"),
         "fds": len(os.listdir("/proc/self/fd")),
