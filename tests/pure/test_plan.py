@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rig.unserved import skip_unserved
 
 from sglang_mixkv import demo
 from sglang_mixkv.errors import MixKVError
@@ -89,6 +90,7 @@ def test_one_to_two() -> None:
 
 def test_context_parallelism_deals_out_the_target_alone() -> None:
     """Half of the tokens to each of two decode ranks, one range each; the drafter as without."""
+    skip_unserved("mooncake", "EAGLE3", dcp=2)
     plan, without = planned("--tp 1", "--tp 2 --dcp-size 2"), planned("--tp 1", "--tp 2")
     assert plan.refused == ()
     assert [who(s) for rank in plan.ranks for s in rank.senders] == [
@@ -252,6 +254,7 @@ def of_dspark(tp: int, target: Path, more: str = "") -> Any:
 
 @pytest.mark.parametrize("layers", [3, 5])
 def test_a_dspark_drafter_in_a_folder_of_the_targets(tmp_path: Path, layers: int) -> None:
+    skip_unserved("mooncake", "DSPARK")
     target = variant(tmp_path / "target", TARGET)
     changed = {"architectures": ["Qwen3DSparkModel"], "num_hidden_layers": layers}
     variant(target / "dspark", DRAFTER, **changed)
@@ -264,6 +267,7 @@ def test_a_dspark_drafter_in_a_folder_of_the_targets(tmp_path: Path, layers: int
 
 def test_a_bundled_dspark_drafter_is_left_to_sglang(tmp_path: Path) -> None:
     """DeepSeek-V4's: state, no entries of KV."""
+    skip_unserved("mooncake", "DSPARK")
     bundled = variant(tmp_path / "bundled", TARGET, dspark_block_size=5)
     plan = make_plan(of_dspark(2, bundled), of_dspark(1, bundled))
     assert (plan.refused, plan.draft) == ((), None)
