@@ -13,7 +13,9 @@ import pytest
 from rig.model import Cache, Case, Request
 from rig.ring import run
 
-RELEASED = "20f005c"
+from sglang_mixkv.engine import releases
+
+RELEASED, ITS_SGLANG = "20f005c", "0.5.23"
 """The commit of version 0.1.0."""
 
 REQUESTS = (Request(23), Request(8, chunk_pages=1), Request(170, chunk_pages=8))
@@ -21,7 +23,9 @@ REQUESTS = (Request(23), Request(8, chunk_pages=1), Request(170, chunk_pages=8))
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """That version's package."""
+    """That version's package, which knows one release of SGLang."""
+    if releases.here().version != ITS_SGLANG:
+        pytest.skip(f"version 0.1.0 starts on SGLang {ITS_SGLANG} alone")
     folder = tmp_path_factory.mktemp("released")
     archive = folder / "package.tar"
     command = ["git", "archive", "-o", str(archive), RELEASED, "sglang_mixkv"]
