@@ -38,9 +38,14 @@ class Rank:
         self.manager, self.args = manager, args
         self.tp = parallel.attn_tp_size
         self.pp_size, self.pp_rank = parallel.pp_size or 1, args.pp_rank or 0
-        # All of the draft KV where pages become a prefix that other requests share.
-        shared = get_disagg().disaggregation_decode_enable_radix_cache
-        windows = () if shared else kv_args.windows_of(args)
+        # All of the draft KV where pages become a prefix that other requests share, and where
+        # SGLang compares whole pages.
+        disagg = get_disagg()
+        whole = (
+            disagg.disaggregation_decode_enable_radix_cache
+            or disagg.disaggregation_enable_kv_checksum
+        )
+        windows = () if whole else kv_args.windows_of(args)
         self.dcp = parallel.attn_dcp_size or 1
         self.caches = kv_args.caches(args, is_mla, self.tp, windows, self.dcp)
         self.facts = local_facts(args, self.caches, manager.backend, memory.kind)

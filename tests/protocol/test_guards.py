@@ -239,6 +239,17 @@ def test_without_the_guard_a_shared_prefix_lacks_draft(monkeypatch: pytest.Monke
     assert any("request 1 draft entry" in line for line in outcome.wrong)
 
 
+@pytest.mark.mooncake_only
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 2), (2, 1)])
+def test_what_sglang_compares_is_sent(prefill_tp: int, decode_tp: int) -> None:
+    """Windowed drafter, SGLang's own checksums: it reads every page of the prompt."""
+    outcome = run(
+        Case(prefill_tp, decode_tp, draft_window=5, compares=True, requests=(Request(40),))
+    )
+    right(outcome)
+    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
+
+
 @pytest.mark.parametrize(
     ("total", "page_size", "window", "first"),
     [(10, 4, 0, 0), (10, 4, 100, 0), (10, 4, 5, 7), (1, 64, 5, 0), (10, 1, 3, 5)],

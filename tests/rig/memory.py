@@ -225,10 +225,10 @@ class Memory:
 
     def _first_page(self, name: str, number: int, entry: int) -> int:
         """The request's first page that is sent: with a window those in its reach, but all of
-        the drafter where the decode side's radix cache is on."""
+        the drafter where the decode side's radix cache or SGLang's comparison is on."""
         if name == "window":
             return model.window_start(self.case, number)
-        if name != "draft" or self.case.decode_radix:
+        if name != "draft" or self.case.decode_radix or self.case.compares:
             return 0
         return self._draft_reach(self.case.pages(self.case.requests[number], self.dcp), entry)
 

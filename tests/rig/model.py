@@ -75,6 +75,7 @@ class Case:
     draft_window: int = 0
     draft_full: int = 0  # the drafter's last layers, so many, have no window
     decode_radix: bool = False
+    compares: bool = False  # --disaggregation-enable-kv-checksum on both sides
     backend: str = field(default_factory=lambda: BACKEND)
     prefill_mixkv: bool = True
     decode_mixkv: bool = True

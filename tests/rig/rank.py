@@ -67,6 +67,7 @@ class Rank(Memory):
             device="cpu",
             disaggregation_bootstrap_port=self.ports[self.server],
             disaggregation_decode_enable_radix_cache=case.decode_radix and self.side == "decode",
+            disaggregation_enable_kv_checksum=case.compares,
             enable_metrics=case.extra.get("metrics", False),
             speculative_algorithm=case.algorithm if self._speculates() else None,
             **(self._host_cache.flags() if self._host_cache is not None else {}),

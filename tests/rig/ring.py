@@ -109,8 +109,10 @@ def inject_faults(one: Rank) -> None:
 
 def run(case: Case) -> Outcome:
     """Run one case; every rank's process has ended when this returns."""
-    host_cache = "host_cache" in case.extra
-    skip_unserved(case.backend, case.algorithm, dcp=case.dcp, host_cache=host_cache)
+    skip_unserved(
+        case.backend, case.algorithm, dcp=case.dcp, compares=case.compares,
+        host_cache="host_cache" in case.extra,
+    )  # fmt: skip
     context = mp.get_context("fork")
     ports = [free_port() for _ in range(case.prefills)]
     case.extra.update(
