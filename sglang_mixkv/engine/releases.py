@@ -21,19 +21,21 @@ from sglang_mixkv.protocol.facts import BLOCK_ALGORITHMS
 from sglang_mixkv.protocol.framing import Framing
 from sglang_mixkv.protocol.messages import MetadataPositions
 from sglang_mixkv.protocol.registration import Positions
-from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, has_dcp, has_drafter
+from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, has_dcp, with_drafter
 
 
 @dataclass(frozen=True)
 class Release:
     """One release of SGLang. `seams`: see seams.py; `framings`: by transfer backend that is served,
-    where its control messages have what; `shims`: names of classes in shims.py; `unserved`: what
+    where its control messages have what; `shims`: names of classes in shims.py; `hooks`: methods of
+    its Scheduler, around which the function of that name in shims.py is put; `unserved`: what
     other releases serve and this one does not, and the rule that refuses it."""
 
     version: str
     seams: Seams
     framings: Mapping[str, Framing]
     shims: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
     unserved: Mapping[str, Rule] = field(default_factory=dict)
 
 
@@ -69,7 +71,7 @@ NOT_ON_0_5_22: dict[str, Rule] = {
     ),
     "Hierarchical cache with a drafter": (
         "--enable-hierarchical-cache and a drafter with SGLang 0.5.22",
-        lambda a: bool(getattr(a, "enable_hierarchical_cache", False)) and has_drafter(a),
+        with_drafter("enable_hierarchical_cache"),
         "that draft KV comes back with a prefix was shown for SGLang 0.5.23 alone; drop the flag, "
         "or use that on both sides",
     ),
@@ -78,10 +80,28 @@ NOT_ON_0_5_22: dict[str, Rule] = {
         has_dcp,
         "how it deals out tokens is known of SGLang 0.5.23 alone; use that on both sides",
     ),
+    "Decode's radix cache with a drafter": (
+        "--disaggregation-decode-enable-radix-cache and a drafter with SGLang 0.5.22",
+        with_drafter("disaggregation_decode_enable_radix_cache"),
+        "SGLang 0.5.22 itself refuses it; drop the flag, or use 0.5.23 on both sides",
+    ),
+    "SGLang's checksums": (
+        "--disaggregation-enable-kv-checksum with SGLang 0.5.22",
+        lambda a: bool(getattr(a, "disaggregation_enable_kv_checksum", False)),
+        "it fails every request between servers of unequal layout; use --mixkv-verify checksum "
+        "on decode, or SGLang 0.5.23 on both sides",
+    ),
 }
 
 RELEASES = (
-    Release("0.5.22", SEAMS_0_5_22, {"mooncake": Framing()}, ("OneWayOut",), NOT_ON_0_5_22),
+    Release(
+        "0.5.22",
+        SEAMS_0_5_22,
+        {"mooncake": Framing()},
+        shims=("OneWayOut", "OwnAnswers"),
+        hooks=("is_fully_idle",),
+        unserved=NOT_ON_0_5_22,
+    ),
     Release("0.5.23", SEAMS_0_5_23, {"mooncake": Framing(), "nixl": NIXL}),
 )
 """The newest last."""
