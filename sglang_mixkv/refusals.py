@@ -31,7 +31,7 @@ def has_drafter(args: Any) -> bool:
     return algorithm not in ("NONE", "NGRAM")
 
 
-def _with_drafter(name: str) -> Callable[[Any], bool]:
+def with_drafter(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, False)) and has_drafter(args)
 
 
@@ -117,12 +117,12 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     STORAGE,
     (
         "--enable-lmcache with a drafter",
-        _with_drafter("enable_lmcache"),
+        with_drafter("enable_lmcache"),
         "a prefix that comes back from LMCache lacks its draft KV; drop the flag",
     ),
     (
         "--enable-flexkv with a drafter",
-        _with_drafter("enable_flexkv"),
+        with_drafter("enable_flexkv"),
         "a prefix that comes back from FlexKV lacks its draft KV; drop the flag",
     ),
     (
@@ -132,7 +132,7 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     ),
     (
         "--enable-unified-cache-external-linker with a drafter",
-        _with_drafter("enable_unified_cache_external_linker"),
+        with_drafter("enable_unified_cache_external_linker"),
         "a prefix that comes back from the external store may have the draft KV of other heads, "
         "or none; drop the flag",
     ),
@@ -149,18 +149,14 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
 )
 
 
-def _environment_rules(args: Any, environ: Mapping[str, str], config: Config) -> list[str]:
-    """Without a drafter and checksums SGLang's own transfer sends everything."""
+def _environment_rules(environ: Mapping[str, str]) -> list[str]:
     found = []
     if truth("SGLANG_RUST_SERVER", environ):
         found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")
-    if config.verify != "checksum" and not has_drafter(args):
-        return found
-    why = "with a drafter, or with --mixkv-verify checksum, is not supported"
     if truth("SGLANG_DISAGG_STAGING_BUFFER", environ):
         found.append(
-            f"SGLANG_DISAGG_STAGING_BUFFER=1 {why}: SGLang's staging goes around the plan for the "
-            "drafter, and the plugin packs by itself; unset it"
+            "SGLANG_DISAGG_STAGING_BUFFER=1 is not supported: SGLang's staging goes around the "
+            "drafter's plan, and its messages do not pass the plugin's checks; unset it"
         )
     return found
 
@@ -178,6 +174,12 @@ def _cold_rules(args: Any, environ: Mapping[str, str]) -> list[str]:
         found.append(
             "--mixkv-on-draft-mismatch cold with --disaggregation-decode-enable-radix-cache is not "
             "supported: pages without draft KV would become a prefix that other requests share; "
+            "drop one of the two"
+        )
+    if getattr(args, "disaggregation_enable_kv_checksum", False):
+        found.append(
+            "--mixkv-on-draft-mismatch cold with --disaggregation-enable-kv-checksum is not "
+            "supported: SGLang would compare draft KV that was not sent, and fail every request; "
             "drop one of the two"
         )
     if truth("SGLANG_MOONCAKE_SEND_AUX_TCP", environ):
@@ -232,7 +234,7 @@ def broken(
         found += _cold_rules(args, environ)
     if config.verify == "checksum":
         found += _verify_rules(args)
-    return found + _environment_rules(args, environ, config)
+    return found + _environment_rules(environ)
 
 
 _metrics_folder: tempfile.TemporaryDirectory[str] | None = None

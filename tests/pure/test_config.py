@@ -99,12 +99,20 @@ def test_each_unsupported_variable_is_refused_by_name(environ: dict[str, str]) -
     assert next(iter(environ)) in refusal
 
 
-@pytest.mark.parametrize("algorithm", [None, "NGRAM"])
-def test_without_a_drafter_staging_is_left_to_sglang(algorithm: str | None) -> None:
-    plain, staging = arguments(speculative_algorithm=algorithm), "SGLANG_DISAGG_STAGING_BUFFER"
-    assert startup.refusals(plain, {staging: "1"}) == []
-    (refusal,) = startup.refusals(plain, {staging: "1"}, Config(verify="checksum"))
-    assert staging in refusal
+def test_staging_is_refused_without_a_drafter_too() -> None:
+    """Its messages would be dropped, and each request end at a timeout."""
+    (refusal,) = startup.refusals(
+        arguments(speculative_algorithm=None), {"SGLANG_DISAGG_STAGING_BUFFER": "1"}
+    )
+    assert "its messages do not pass" in refusal
+
+
+def test_cold_does_not_go_with_sglangs_checksums() -> None:
+    compared = arguments(disaggregation_enable_kv_checksum=True)
+    cold = Config(on_draft_mismatch="cold")
+    assert startup.refusals(compared, {}) == []
+    (refusal,) = startup.refusals(compared, {}, cold)
+    assert "compare draft KV that was not sent" in refusal
 
 
 @pytest.mark.parametrize("kind", ["True", "NVLINK", "BAREX", "INTRA_NODE_NVLINK"])
@@ -173,6 +181,8 @@ def test_storage_is_refused_at_run_time_where_it_is_at_start() -> None:
 
 UNSERVED = {
     "Hierarchical cache with a drafter": {"enable_hierarchical_cache": True},
+    "Decode's radix cache with a drafter": {"disaggregation_decode_enable_radix_cache": True},
+    "SGLang's checksums": {"disaggregation_enable_kv_checksum": True},
     "NIXL": {"disaggregation_transfer_backend": "nixl"},
     "DFLASH, DSPARK": {"speculative_algorithm": "DSPARK"},
     "`--dcp-size` above 1 with a drafter": {"dcp_size": 2},

@@ -290,7 +290,7 @@ def test_environment_on_the_line_is_checked() -> None:
     line = f"SGLANG_DISAGG_STAGING_BUFFER=1 python -m sglang.launch_server {flags()}"
     plan = make_plan(from_line("prefill", line), from_line("decode", flags()))
     (refusal,) = plan.refused
-    assert refusal.startswith("[MIXKV-START-03] prefill: SGLANG_DISAGG_STAGING_BUFFER=1 with a")
+    assert refusal.startswith("[MIXKV-START-03] prefill: SGLANG_DISAGG_STAGING_BUFFER=1 is not")
 
 
 def test_different_drafters_are_refused(tmp_path: Path) -> None:
