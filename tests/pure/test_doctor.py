@@ -82,7 +82,7 @@ def test_environment_shows_what_matters_and_no_secret() -> None:
         "SGLANG_DISAGG_STAGING_BUFFER": "1",
     }
     (problem,) = problems(found)
-    assert problem.startswith("SGLANG_DISAGG_STAGING_BUFFER=1 with a drafter")
+    assert problem.startswith("SGLANG_DISAGG_STAGING_BUFFER=1 is not")
 
 
 # ---------------------------------------------------------------- plugin, versions, libraries
