@@ -10,7 +10,6 @@
                                        (after)
     Scheduler                          (around)   no storage tier is attached to a running server;
         .attach_hicache_storage_wrapped           hooked in an opted-in scheduler's process alone
-        .is_fully_idle                            on 0.5.22 (engine/shims.py)
 
 Not opted in, each hook hands through what SGLang computed. Opted in, a missing or changed
 seam stops the server (`releases.preflight`). SGLang logs and swallows a plugin's exceptions,
@@ -151,7 +150,7 @@ def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: A
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)
     _check(server_args, transfer_backend.value, class_type.value)
-    guard_scheduler()
+    guard_storage()
     stock = original(transfer_backend, class_type)
     from sglang_mixkv.engine.backends import classes
 
@@ -180,24 +179,16 @@ def _check(server_args: Any, backend: str, kind: str) -> None:
     )
 
 
-def guard_scheduler() -> None:
-    """From now on, ask before a storage tier is attached, and mend what an older release does. A
-    scheduler asks for KV classes before it binds what it does on requests."""
+def guard_storage() -> None:
+    """From now on, ask before a storage tier is attached. A scheduler asks for KV classes before
+    it binds what it does on requests."""
     if SCHEDULER not in sys.modules or is_live(ATTACH_STORAGE):
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_mixkv.engine import releases
-
-    hooks: dict[str, Callable[..., Any]] = {ATTACH_STORAGE: _attach_storage}
-    for name in releases.here().hooks:
-        from sglang_mixkv.engine import shims
-
-        hooks[f"{SCHEDULER}.Scheduler.{name}"] = getattr(shims, name)
-    for path, hook in hooks.items():
-        HookRegistry.register(path, hook, HookType.AROUND)
+    HookRegistry.register(ATTACH_STORAGE, _attach_storage, HookType.AROUND)
     HookRegistry.apply_hooks()
-    _stop_unless_live(*hooks)
+    _stop_unless_live(ATTACH_STORAGE)
 
 
 def _attach_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:

@@ -27,15 +27,13 @@ from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, has_dcp, with_drafter
 @dataclass(frozen=True)
 class Release:
     """One release of SGLang. `seams`: see seams.py; `framings`: by transfer backend that is served,
-    where its control messages have what; `shims`: names of classes in shims.py; `hooks`: methods of
-    its Scheduler, around which the function of that name in shims.py is put; `unserved`: what
+    where its control messages have what; `shims`: names of classes in shims.py; `unserved`: what
     other releases serve and this one does not, and the rule that refuses it."""
 
     version: str
     seams: Seams
     framings: Mapping[str, Framing]
     shims: tuple[str, ...] = ()
-    hooks: tuple[str, ...] = ()
     unserved: Mapping[str, Rule] = field(default_factory=dict)
 
 
@@ -88,8 +86,8 @@ NOT_ON_0_5_22: dict[str, Rule] = {
     "SGLang's checksums": (
         "--disaggregation-enable-kv-checksum with SGLang 0.5.22",
         lambda a: bool(getattr(a, "disaggregation_enable_kv_checksum", False)),
-        "it fails every request between servers of unequal layout; use --mixkv-verify checksum "
-        "on decode, or SGLang 0.5.23 on both sides",
+        "it fails every request between servers of unequal layout, and was not tried with equal "
+        "ones; use --mixkv-verify checksum on decode, or SGLang 0.5.23 on both sides",
     ),
 }
 
@@ -99,7 +97,6 @@ RELEASES = (
         SEAMS_0_5_22,
         {"mooncake": Framing()},
         shims=("OneWayOut", "OwnAnswers"),
-        hooks=("is_fully_idle",),
         unserved=NOT_ON_0_5_22,
     ),
     Release("0.5.23", SEAMS_0_5_23, {"mooncake": Framing(), "nixl": NIXL}),

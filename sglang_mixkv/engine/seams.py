@@ -230,10 +230,6 @@ SEAMS_0_5_22: Seams = {
         "device_kv_indices",
     ),
     f"{_COMMON}:CommonKVReceiver._connect_to_bootstrap_server": ("bootstrap_info",),
-    "sglang.srt.managers.scheduler:Scheduler.is_fully_idle": (
-        "self", "for_health_check", "ignore_waiting",
-    ),
-    "sglang.srt.disaggregation.decode:DecodeTransferQueue.has_pending_deferred_releases": ("self",),
 }
 # fmt: on
 

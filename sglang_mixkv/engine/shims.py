@@ -1,13 +1,11 @@
 """What an older SGLang has not, as the overrides expect it.
 
 A release names the shims that it needs (releases.py). Each is a class over SGLang's own, and is
-put between that and the plugin's class (backends.py), or a function around a method of the
-scheduler (plugin.py).
+put between that and the plugin's class (backends.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
@@ -56,18 +54,3 @@ class OwnAnswers(MooncakeKVReceiver):
         if bootstrap_room not in mgr.request_status:
             mgr.prefill_response_tracker.pop(bootstrap_room, None)
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
-
-
-def is_fully_idle(
-    original: Callable[..., bool],
-    scheduler: Any,
-    for_health_check: bool = False,
-    ignore_waiting: bool = False,
-) -> bool:
-    """0.5.22 takes a scheduler for idle though pages of an aborted request wait for the last write
-    to them; flush_cache and release_memory_occupation would hand them out before it."""
-    idle = original(scheduler, for_health_check, ignore_waiting)
-    transfers = getattr(scheduler, "disagg_decode_transfer_queue", None)
-    if not idle or for_health_check or transfers is None:
-        return idle
-    return not transfers.has_pending_deferred_releases()

@@ -24,6 +24,8 @@ from rig.rank import Rank
 from rig.ring import Outcome, run
 from rig.stand_ins import StandIn, decode_rank, in_own_process, wait_until
 
+from sglang_mixkv.engine.releases import here
+
 REFUSED = 1000
 
 
@@ -449,6 +451,8 @@ def test_memory_is_released_only_when_no_receiver_is_left(
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components import weight_updater
 
+    if held == "deferred release" and here().version == "0.5.22":
+        pytest.skip("SGLang 0.5.22 does not wait for these (docs/operate.md)")
     prealloc = mock.Mock(queue=["one"] * (held == "prealloc queue"), retracted_queue=[])
     transfer = mock.Mock(queue=["one"] * (held == "transfer queue"))
     transfer.has_pending_deferred_releases.return_value = held == "deferred release"

@@ -34,4 +34,4 @@ def load_sglang() -> None:
         importlib.import_module(module)
     for backend in here().framings:
         classes(backend)
-    plugin.guard_scheduler()  # looks through all modules, which each rank would do
+    plugin.guard_storage()  # looks through all modules, which each rank would do
