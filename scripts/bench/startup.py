@@ -3,15 +3,15 @@
     python scripts/bench/startup.py [--side decode] [--flags="--tp 2"]
 
 Starts one server of the small pair on CPU under py-spy, which looks 100 times a second at what each
-of its processes does, until the server answers. A look belongs to whoever called last: SGLang, the
-plugin (what it imports included), or the plugin's CPU engine, which a GPU server does without.
-SGLang's imports are a column of their own. Time in which a process waits is not counted.
+thread of its processes does, until the server answers. A look belongs to whoever called last:
+SGLang, the plugin, or the plugin's CPU engine, which a GPU server does without. What the plugin
+imports is the plugin's, though SGLang would import some of it later; SGLang's own imports are a
+column of their own. Threads that wait are not counted.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shlex
 import shutil
@@ -20,17 +20,19 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
+
 import sglang_mixkv
 from sglang_mixkv.demo import launch
-from sglang_mixkv.demo.processes import Fleet, ServerDied
+from sglang_mixkv.demo.processes import Fleet
 from sglang_mixkv.demo.servers import start
 
 RATE = 100  # looks in a second
+WRITES_S = 60
 PLUGIN = Path(sglang_mixkv.__file__).parent
 OWNERS = {  # folder -> whose, the first that fits
     PLUGIN / "cpu": "CPU engine",
@@ -38,30 +40,36 @@ OWNERS = {  # folder -> whose, the first that fits
     Path(str(find_spec("sglang").origin)).parent: "SGLang",
 }
 COLUMNS = ("imports", "SGLang", "CPU engine", "plugin", "Python")
-PROCESS = re.compile(r'process \d+:"(.*)"')
+PROCESS = re.compile(r'process (\d+):"[^"]*"(?:;|$)')
+IMPORT = "<frozen importlib"
 
-Shares = dict[str, Counter[str]]  # process -> column -> looks
+Shares = dict[int, Counter[str]]  # process -> column -> looks
+
+
+def owner(frames: list[str]) -> str:
+    """Of the innermost frame whose owner is known."""
+    owners = (who for frame in reversed(frames) for at, who in OWNERS.items() if f"{at}/" in frame)
+    return next(owners, "Python")
 
 
 def column(frames: list[str]) -> str:
-    """Whose frame is the last one that is anybody's."""
-    owners = (who for frame in reversed(frames) for at, who in OWNERS.items() if f"{at}/" in frame)
-    found = next(owners, "Python")
-    if found in ("SGLang", "Python") and any("<frozen importlib" in frame for frame in frames):
-        return "imports"
-    return found
+    """The plugin's is what it imports, too."""
+    last = owner(frames)
+    first_import = next((n for n, frame in enumerate(frames) if IMPORT in frame), None)
+    if first_import is None or last in ("plugin", "CPU engine"):
+        return last
+    importer = owner(frames[:first_import])
+    return importer if importer in ("plugin", "CPU engine") else "imports"
 
 
 def read(lines: Iterable[str]) -> Shares:
-    """Of py-spy's raw format: `process N:"name";frame;frame looks`; a child follows its parent."""
+    """Of py-spy's raw format: `process N:"command";frame;frame looks`, a child after its parent."""
     found: Shares = {}
     for line in lines:
         stack, _, looks = line.rpartition(" ")
-        frames = stack.split(";")
-        names = [name[1] for frame in frames if (name := PROCESS.fullmatch(frame))]
-        process = names[-1] if len(names) > 1 else "launcher"
-        own = [frame for frame in frames if not PROCESS.fullmatch(frame)]
-        found.setdefault(process, Counter())[column(own)] += int(looks)
+        process = int(PROCESS.findall(f"{stack};")[-1])
+        frames = PROCESS.sub("", f"{stack};").split(";")[:-1]
+        found.setdefault(process, Counter())[column(frames)] += int(looks)
     return found
 
 
@@ -76,27 +84,43 @@ def watched(server: launch.Launch, out: Path) -> launch.Launch:
     return replace(server, argv=(*command, *server.argv))
 
 
-def measure(server: launch.Launch) -> tuple[float, Shares]:
-    """Seconds until it answers, and the looks."""
+@dataclass
+class Start:
+    """`seconds` until it answers; `names`: of its processes, then; `errors`: what py-spy missed."""
+
+    seconds: float
+    names: dict[int, str]
+    shares: Shares
+    errors: str
+
+    def table(self) -> str:
+        lines = ["| process | " + " | ".join(f"{name}, s" for name in COLUMNS) + " |"]
+        lines.append("|---" * (len(COLUMNS) + 1) + "|")
+        for process, looks in self.shares.items():
+            cells = " | ".join(f"{looks[name] / RATE:.2f}" for name in COLUMNS)
+            lines.append(f"| {self.names.get(process, 'ended before')} | {cells} |")
+        return "\n".join(lines)
+
+
+def names_of(spy: psutil.Process) -> dict[int, str]:
+    """SGLang's children set theirs; the first is what py-spy started."""
+    first, *others = spy.children(recursive=True)
+    return {first.pid: "launcher"} | {one.pid: one.cmdline()[0] for one in others}
+
+
+def measure(server: launch.Launch) -> Start:
     with Fleet() as fleet:
         out, begin = fleet.folder("spy") / "looks", time.monotonic()
-        start(fleet, [watched(server, out)])
+        (running,) = start(fleet, [watched(server, out)])
         seconds = time.monotonic() - begin
-        os.kill(fleet.pids()[server.name], signal.SIGINT)  # py-spy writes, and ends
-        with suppress(ServerDied):
-            while True:
-                fleet.check()
-                time.sleep(0.2)
-        return seconds, read(out.read_text().splitlines())
-
-
-def table(shares: Shares) -> str:
-    lines = ["| process | " + " | ".join(f"{name}, s" for name in COLUMNS) + " |"]
-    lines.append("|---" * (len(COLUMNS) + 1) + "|")
-    for process, looks in shares.items():
-        cells = " | ".join(f"{looks[name] / RATE:.2f}" for name in COLUMNS)
-        lines.append(f"| {process[:40]} | {cells} |")
-    return "\n".join(lines)
+        spy = psutil.Process(fleet.pids()[server.name])
+        names = names_of(spy)
+        spy.send_signal(signal.SIGINT)  # it writes, and ends
+        spy.wait(WRITES_S)
+        errors = re.findall(r"Errors: \d+", running.tail())
+        return Start(
+            seconds, names, read(out.read_text().splitlines()), " ".join(errors) or "Errors: 0"
+        )
 
 
 def main() -> None:
@@ -109,9 +133,9 @@ def main() -> None:
     flags, enable = tuple(shlex.split(options.flags)), () if options.stock else ("--enable-mixkv",)
     topology = launch.Topology(flags, flags, enable, enable, spawn=options.spawn)
     prefill, decode, _ = launch.prefill_and_decode("mla", topology, "")
-    seconds, shares = measure(prefill if options.side == "prefill" else decode)
-    print(f"answers after {seconds:.1f} s\n")
-    print(table(shares))
+    found = measure(prefill if options.side == "prefill" else decode)
+    print(f"answers after {found.seconds:.1f} s; py-spy: {found.errors}\n")
+    print(found.table())
 
 
 if __name__ == "__main__":

@@ -101,10 +101,11 @@ def test_a_look_belongs_to_who_called_last(monkeypatch: pytest.MonkeyPatch) -> N
             f"{server};{theirs};{ours} 5",
             f"{server};{theirs};{ours};{importing} 1",
             f"{server};{ours};{theirs};{importing} 3",
-            f'{server};process 2:"a rank";{theirs};{ours};{theirs} 2',
+            f"{server};{theirs};{ours};{importing};{theirs} 4",
+            f'{server};process 2:"python -c a;b";{theirs};{ours};{theirs} 2',
         ]
     )
-    assert shares == {"launcher": {"plugin": 6, "imports": 3}, "a rank": {"SGLang": 2}}
+    assert shares == {1: {"plugin": 10, "imports": 3}, 2: {"SGLang": 2}}
 
 
 @pytest.mark.full
