@@ -74,7 +74,7 @@ class DecodeRank:
                 f"{sizes.attn_cp}, so no request could be compared. Start this decode server "
                 "with --mixkv-verify off, or the prefill without attention CP.",
             )
-        verify = self._verifies(sizes, cold=cold)
+        verify = self._verifies(sizes)
         source = source_of(self.local, address, sizes, facts, cold=cold, verify=verify)
         self.sources.put(source)
         return source
@@ -93,7 +93,7 @@ class DecodeRank:
         )  # fmt: skip
         return True
 
-    def _verifies(self, sizes: Sizes, *, cold: bool) -> bool:
+    def _verifies(self, sizes: Sizes) -> bool:
         """Whether requests from that server are compared: by our flag, or by SGLang's.
 
         --disaggregation-enable-kv-checksum compares what both sides digest alike; where layouts
@@ -105,7 +105,7 @@ class DecodeRank:
         if sizes.attn_cp != 1 or self.local.dcp_size != 1:
             return False
         apart = (sizes.attn_tp, sizes.pp) != (self.local.tp, self.local.pp_size)
-        return self._compares and (apart or cold)
+        return self._compares and apart
 
     def extension(self, source: Source, prefill_rank: int, stage: int) -> Extension:
         """What that prefill rank is told at registration."""

@@ -103,7 +103,12 @@ def unseen(prefill: Server, decode: Server) -> Iterator[str]:
         yield from _unseen_of(server)
     if not prefill.has_drafter and not decode.has_drafter:
         yield "no drafter on either side: the plugin leaves such transfers to SGLang"
-    if decode.args.speculative_draft_window_size and decode.algorithm != "DSPARK":
+    whole = (
+        decode.args.disaggregation_decode_enable_radix_cache
+        or decode.args.disaggregation_enable_kv_checksum
+    )
+    window = decode.args.speculative_draft_window_size
+    if window and decode.algorithm != "DSPARK" and not whole:
         yield (
             "draft window: of a long prompt only its last pages are sent to a Llama EAGLE3 or a "
             "DFLASH drafter"
