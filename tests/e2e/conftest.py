@@ -155,7 +155,10 @@ def reference() -> Reference:
 def pd(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Measured]:
     """Each pair of servers with mixkv in turn."""
     case: Case = request.param
-    skip_unserved(case.backend, PAIRS[case.pair].algorithm)
+    radix = "--disaggregation-decode-enable-radix-cache" in (*case.decode, *case.shared)
+    skip_unserved(
+        case.backend, PAIRS[case.pair].algorithm, disaggregation_decode_enable_radix_cache=radix
+    )
     expected = reference(case.pair, case.shared)
     with Fleet() as fleet:
         deployment = disaggregated(fleet, case.pair, case.topology())

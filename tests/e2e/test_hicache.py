@@ -38,7 +38,7 @@ pytestmark = START_TIMEOUT
 
 @pytest.fixture(scope="module", autouse=True)
 def served() -> None:
-    skip_unserved("mooncake", "EAGLE3", host_cache=True)
+    skip_unserved("mooncake", "EAGLE3", enable_hierarchical_cache=True)
 
 
 ADMIN_KEY = "of the operator"

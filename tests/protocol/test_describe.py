@@ -115,7 +115,7 @@ def test_the_targets_memory_pool_is_noted(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_a_drafter_beside_context_parallelism(tmp_path: Path) -> None:
     """Its pages are larger than the target's; other state than linear attention's is not known."""
-    skip_unserved("mooncake", "EAGLE3", dcp=2)
+    skip_unserved("mooncake", "EAGLE3", dcp_size=2)
     path, cache = drafter(tmp_path), Cache("mha", heads=4)
     found = in_fork(lambda: described(2, path, cache, build=larger_pages, dcp=2))
     assert found["draft_kv_head_num"] == 2

@@ -90,7 +90,7 @@ def test_one_to_two() -> None:
 
 def test_context_parallelism_deals_out_the_target_alone() -> None:
     """Half of the tokens to each of two decode ranks, one range each; the drafter as without."""
-    skip_unserved("mooncake", "EAGLE3", dcp=2)
+    skip_unserved("mooncake", "EAGLE3", dcp_size=2)
     plan, without = planned("--tp 1", "--tp 2 --dcp-size 2"), planned("--tp 1", "--tp 2")
     assert plan.refused == ()
     assert [who(s) for rank in plan.ranks for s in rank.senders] == [

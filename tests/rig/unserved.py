@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -10,14 +11,11 @@ from sglang_mixkv.engine import releases
 from sglang_mixkv.refusals import text_of
 
 
-def skip_unserved(
-    backend: str, algorithm: str = "", *, dcp: int = 1, host_cache: bool = False,
-    compares: bool = False,
-) -> None:  # fmt: skip
+def skip_unserved(backend: str, algorithm: str = "", **flags: Any) -> None:
+    """`flags`: other server arguments of the test."""
     args = SimpleNamespace(
-        disaggregation_transfer_backend=backend, speculative_algorithm=algorithm, dcp_size=dcp,
-        enable_hierarchical_cache=host_cache, disaggregation_enable_kv_checksum=compares,
-    )  # fmt: skip
+        disaggregation_transfer_backend=backend, speculative_algorithm=algorithm, **flags
+    )
     for rule in releases.here().unserved.values():
         if rule[1](args):
             pytest.skip(text_of(rule))
