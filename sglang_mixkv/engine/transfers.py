@@ -147,7 +147,8 @@ class TransferringManager(SidedManager):
         except Exception:
             if self.side is None:
                 raise
-            logger.exception(
-                "[MIXKV-MEM-01] sglang-mixkv: no buffers to pack for decode context parallelism"
+            logger.warning(
+                "[MIXKV-MEM-01] sglang-mixkv: no buffers to pack for decode context parallelism",
+                exc_info=True,
             )
             self._dcp_pack_buffers: list[Any] | None = []
