@@ -176,7 +176,7 @@ class Part:
             self.ended["not asked"] += 1
         elif isinstance(result, Exception):
             self.ended["failed"] += 1
-            self.reasons[str(result)[:300]] += 1
+            self.reasons[str(result)[:1500]] += 1
         else:
             own = known.answer(prompt)
             if result.tokens == own.tokens:
