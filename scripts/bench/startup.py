@@ -4,9 +4,10 @@
 
 Starts one server of the small pair on CPU under py-spy, which looks 100 times a second at what each
 thread of its processes does, until the server answers. A look belongs to whoever called last:
-SGLang, the plugin, or the plugin's CPU engine, which a GPU server does without. What the plugin
-imports is the plugin's, though SGLang would import some of it later; SGLang's own imports are a
-column of their own. Threads that wait are not counted.
+SGLang, the plugin, or the plugin's CPU engine, which a GPU server does without. An import belongs
+to the module that asks for it, and SGLang's imports are a column of their own. The plugin's check
+imports SGLang's modules earlier than SGLang would: they count as SGLang's, since the server imports
+them in any case. Threads that wait are not counted.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ def owner(frames: list[str]) -> str:
 
 
 def column(frames: list[str]) -> str:
-    """The plugin's is what it imports, too."""
-    last = owner(frames)
+    """SGLang's modules and what they import are its imports, whoever asked for them first."""
     first_import = next((n for n, frame in enumerate(frames) if IMPORT in frame), None)
-    if first_import is None or last in ("plugin", "CPU engine"):
-        return last
-    importer = owner(frames[:first_import])
+    if first_import is None:
+        return owner(frames)
+    importer = owner(frames[first_import:])
+    if importer == "Python":
+        importer = owner(frames[:first_import])
     return importer if importer in ("plugin", "CPU engine") else "imports"
 
 

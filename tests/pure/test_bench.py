@@ -102,10 +102,11 @@ def test_a_look_belongs_to_who_called_last(monkeypatch: pytest.MonkeyPatch) -> N
             f"{server};{theirs};{ours};{importing} 1",
             f"{server};{ours};{theirs};{importing} 3",
             f"{server};{theirs};{ours};{importing};{theirs} 4",
+            f"{server};{theirs};{ours};{importing};{ours};{importing} 2",
             f'{server};process 2:"python -c a;b";{theirs};{ours};{theirs} 2',
         ]
     )
-    assert shares == {1: {"plugin": 10, "imports": 3}, 2: {"SGLang": 2}}
+    assert shares == {1: {"plugin": 8, "imports": 7}, 2: {"SGLang": 2}}
 
 
 @pytest.mark.full
