@@ -132,7 +132,11 @@ class Fleet:
         return self._keep / f"{name}.log"
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> ServerProcess:
-        """Start one server on a leash, with ``env`` on top of this process's environment."""
+        """Start one server on a leash, with ``env`` on top of this process's environment.
+
+        Not in a session of its own: Linux shares the cores out by session first (autogroup), and
+        the HTTP thread of a server whose ranks poll would wait for seconds.
+        """
         home = self.folder(name)
         scratch = self.folder(f"{name}/tmp")
         log = self._log_path(name, home)
@@ -144,7 +148,7 @@ class Fleet:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                process_group=0,
             )
         self._servers.append(ServerProcess(name, log, process))
         return self._servers[-1]

@@ -83,6 +83,14 @@ def test_leaving_the_context_ends_the_whole_tree(tmp_path: Path) -> None:
     assert not fleet.root.exists()
 
 
+def test_servers_share_the_session_of_who_starts_them(tmp_path: Path) -> None:
+    with Fleet() as fleet:
+        start_stubborn(fleet, tmp_path)
+        pids = ids(tmp_path)
+        assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}
+        assert os.getpgrp() not in map(os.getpgid, pids)  # Ctrl-C is their starter's alone
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_starter_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     starter = subprocess.Popen(

@@ -48,9 +48,9 @@ TIE = 0.07
 
 SETTLED_S = 240.0  # more than the timeouts, for what a killed server leaves
 
-# Heartbeats stay SGLang's own: on two cores, NIXL's polling threads keep a server that lives from
-# its answer for up to 3 s.
 TIMEOUTS = {
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "150",
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "150",
