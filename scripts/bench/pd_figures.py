@@ -12,16 +12,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
+from sglang_mixkv.tools import pages
 
 Record = dict[str, Any]
 LATENCIES = ("ttft", "tpot", "itl")
 STATISTICS = ("mean", "median", "p99")
-
-STAGES = "sglang_per_stage_req_latency_seconds"
-TRANSFER_STAGE = "prefill_transfer_kv_cache"
-"""From the end of a request's prefill to the end of its transfer (req_time_stats.py): what a
-client waits for; earlier chunks travel while the prefill still computes."""
 
 TOLERANCE = 0.02
 """How far an accept length may be from the baseline's, as a share of it."""
@@ -59,28 +54,13 @@ def by_position(histograms: Sequence[Sequence[int]], drafts: int) -> list[float]
     return [sum(sum(h[i:]) for h in histograms) / rounds for i in range(1, drafts + 1)]
 
 
-def transfer_totals(metrics: str) -> tuple[float, float]:
-    """Seconds and number of transfers in a Prometheus page, over all prefill ranks that report.
-
-    A server's own page begins its names with ``sglang:``, the router's with ``sglang_``.
-    """
-    found = {"sum": 0.0, "count": 0.0}
-    for family in text_string_to_metric_families(metrics):
-        for sample in family.samples:
-            name, _, kind = sample.name.replace(":", "_", 1).rpartition("_")
-            if name == STAGES and kind in found and sample.labels.get("stage") == TRANSFER_STAGE:
-                found[kind] += sample.value
-    return found["sum"], found["count"]
-
-
 def transfer(before: str | None, after: str | None, ttft_ms: float) -> Record:
     """Mean wait for the transfer between two looks at the metrics, and its share of the TTFT."""
-    begin, end = transfer_totals(before or ""), transfer_totals(after or "")
-    count = end[1] - begin[1]
-    if not count:
+    begin, end = (pages.read([page or ""]) for page in (before, after))
+    mean = (end - begin).mean_s
+    if mean is None:
         return {"transfer_ms": None, "transfer_share": None}
-    mean = (end[0] - begin[0]) / count * 1e3
-    return {"transfer_ms": mean, "transfer_share": mean / ttft_ms if ttft_ms else None}
+    return {"transfer_ms": mean * 1e3, "transfer_share": mean * 1e3 / ttft_ms if ttft_ms else None}
 
 
 def figures(

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import pd_client
 import pd_figures
-import requests
 from common import machine
 from pd_figures import Record
 from rich.console import Console
@@ -21,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from sglang_mixkv.demo.progress import QUIET_S
 from sglang_mixkv.tools import simulated
+from sglang_mixkv.tools.pages import fetch
 
 WARMUP = 1
 T = TypeVar("T")
@@ -112,17 +112,6 @@ class Runner:
             end = "\n".join(log.read_text().splitlines()[-10:])
             raise BenchFailed(f"bench_serving ended with status {status}; {log} ends with:\n{end}")
         return replies
-
-
-def fetch(url: str) -> str | None:
-    """A page of metrics; None where there is none."""
-    with requests.Session() as session:
-        session.trust_env = False
-        try:
-            answer = session.get(url, timeout=30)
-        except requests.RequestException:
-            return None
-    return answer.text if answer.status_code == requests.codes.ok else None
 
 
 class Counter:

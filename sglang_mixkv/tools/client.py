@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import requests
 
 REQUEST_TIMEOUT_S = 180.0
+API_KEY_ENV = "SGLANG_MIXKV_API_KEY"
+"""Of servers that were started with `--api-key`."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """What a server said to one prompt. `cached_tokens`: of the prompt, found in a radix cache;
     `host_tokens`: of these, restored from its host tier. `drafted`: tokens drafted a verify
-    round."""
+    round. `dp_rank`: who decoded it, None where the server does not say. `first_token_s`: when
+    the first token came, of `stream` alone."""
 
     tokens: tuple[int, ...]
     verify_rounds: int
@@ -24,6 +31,8 @@ class Answer:
     cached_tokens: int = 0
     drafted: int = 0
     host_tokens: int = 0
+    dp_rank: int | None = None
+    first_token_s: float = 0.0
 
 
 class RequestFailed(RuntimeError):
@@ -34,31 +43,113 @@ class NoAnswer(RequestFailed):
     """A server did not answer in time."""
 
 
+@contextmanager
+def session() -> Iterator[requests.Session]:
+    """Past any proxy of the environment, with its certificates, and with the servers' key."""
+    with requests.Session() as made:
+        made.trust_env = False
+        made.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
+        if key := os.environ.get(API_KEY_ENV):
+            made.headers["Authorization"] = f"Bearer {key}"
+        yield made
+
+
+@contextmanager
+def _asking(url: str, timeout: float) -> Iterator[None]:
+    """What goes wrong, as RequestFailed."""
+    try:
+        yield
+    except requests.Timeout as error:
+        raise NoAnswer(f"no answer from {url} within {timeout:.0f} s") from error
+    except requests.RequestException as error:
+        raise RequestFailed(f"no answer from {url}: {error}") from error
+
+
 def post(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> requests.Response:
-    """One request to a local server, past any proxy of the environment."""
-    with requests.Session() as session:
-        session.trust_env = False
-        return session.post(url, json=body, timeout=timeout)
+    """One request to a server."""
+    with session() as made:
+        return made.post(url, json=body, timeout=timeout)
 
 
 def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
     """One request to a server or router; :class:`RequestFailed` says why there is no answer."""
     begin = time.monotonic()
-    try:
+    with _asking(url, timeout):
         response = post(f"{url}/generate", body, timeout)
-    except requests.Timeout as error:
-        raise NoAnswer(f"no answer from {url} within {timeout:.0f} s") from error
-    except requests.RequestException as error:
-        raise RequestFailed(f"no answer from {url}: {error}") from error
-    if response.status_code != requests.codes.ok:
-        raise RequestFailed(f"HTTP {response.status_code} from {url}: {response.text}")
+    _check(url, response)
     return parse_answer(response.json(), time.monotonic() - begin)
 
 
+def stream(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
+    """As `generate`, token by token. `timeout`: between two of them."""
+    begin = time.monotonic()
+    with _asking(url, timeout), session() as made:
+        response = made.post(
+            f"{url}/generate", json={**body, "stream": True}, timeout=timeout, stream=True
+        )
+        events = Events(url)
+        with response:
+            _check(url, response)
+            for line in response.iter_lines():
+                events.add(line)
+    answer = parse_answer(events.reply(), time.monotonic() - begin)
+    return replace(answer, first_token_s=events.first - begin)
+
+
+def _check(url: str, response: requests.Response) -> None:
+    if response.status_code != requests.codes.ok:
+        raise RequestFailed(f"HTTP {response.status_code} from {url}: {response.text}")
+
+
+class Events:
+    """The events of one stream. One has all tokens so far, or, from a server with
+    --incremental-streaming-output, the new ones."""
+
+    def __init__(self, url: str) -> None:
+        self._url, self._last = url, b""
+        self._number, self._new_only, self._tokens = 0, False, list[int]()
+        self.first = 0.0
+
+    def add(self, line: bytes) -> None:
+        if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
+            return
+        self._number += 1
+        self._last = line.removeprefix(b"data:")
+        if self._number == 1:
+            self.first = time.monotonic()
+        if self._number <= 2 or self._new_only:
+            self._look(self._event())
+
+    def _look(self, event: dict[str, Any]) -> None:
+        """The second event shows which kind they are."""
+        tokens = event["output_ids"]
+        if self._number == 2:
+            self._new_only = event["meta_info"]["completion_tokens"] > len(tokens)
+        self._tokens = [*self._tokens, *tokens] if self._new_only else tokens
+
+    def _event(self) -> dict[str, Any]:
+        if not self._last:
+            raise RequestFailed(f"no answer from {self._url}: it sent no event")
+        try:
+            event: dict[str, Any] = json.loads(self._last)
+        except ValueError:
+            raise RequestFailed(f"{self._url} sent {self._last[:200]!r}") from None
+        if "error" in event:
+            raise RequestFailed(f"{self._url}: {event['error']}")
+        return event
+
+    def reply(self) -> dict[str, Any]:
+        """The last event, with all tokens."""
+        event = self._event()
+        return event | {"output_ids": self._tokens} if self._new_only else event
+
+
 def parse_answer(reply: dict[str, Any], seconds: float) -> Answer:
-    """An answer from SGLang's reply to ``/generate``."""
+    """An answer from SGLang's reply to ``/generate``. Raises RequestFailed."""
+    if not {"meta_info", "output_ids"} <= reply.keys():
+        raise RequestFailed(f"expected SGLang's meta_info and output_ids, got {[*reply]}")
     info = reply["meta_info"]
-    if info.get("finish_reason", {}).get("type") == "abort":
+    if (info.get("finish_reason") or {}).get("type") == "abort":
         raise RequestFailed(f"the request was aborted: {info['finish_reason']}")
     rounds = info.get("spec_verify_ct") or 0
     return Answer(
@@ -69,6 +160,7 @@ def parse_answer(reply: dict[str, Any], seconds: float) -> Answer:
         cached_tokens=info.get("cached_tokens") or 0,
         drafted=(info.get("spec_num_proposed_drafts") or 0) // max(1, rounds),
         host_tokens=(info.get("cached_tokens_details") or {}).get("host", 0),
+        dp_rank=info.get("dp_rank"),
     )
 
 

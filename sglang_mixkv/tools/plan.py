@@ -26,12 +26,13 @@ def _parser() -> argparse.ArgumentParser:
         "their config.json is read.",
     )
     for role in ("prefill", "decode"):
-        side = parser.add_mutually_exclusive_group(required=True)
-        side.add_argument(
+        parser.add_argument(
             f"--{role}", metavar="LINE", help=f"launch line of the {role} server, or its flags"
         )
-        side.add_argument(
-            f"--{role}-url", metavar="URL", help=f"a running {role} server (reads /server_info)"
+        parser.add_argument(
+            f"--{role}-url",
+            metavar="URL",
+            help=f"a running {role} server (reads /server_info); flags of --{role} win over it",
         )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw the plan")
@@ -39,7 +40,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _server(role: str, line: str | None, url: str | None) -> Server:
-    return from_url(role, url) if line is None and url else from_line(role, line or "")
+    if line is None and url is None:
+        raise MixKVError("MIXKV-START-04", f"give --{role}, --{role}-url, or both.")
+    return from_line(role, line or "") if url is None else from_url(role, url, line or "")
 
 
 def _from_arguments(args: argparse.Namespace) -> Plan:

@@ -7,11 +7,8 @@ this record as it reads the real one. What SGLang resolves later (page size, top
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,32 +190,32 @@ def _config_words(path: str) -> list[str]:
     return words
 
 
-def from_line(role: str, line: str) -> Server:
-    """A server from its launch line, or its flags alone. Raises MixKVError."""
+def from_line(role: str, line: str, running: Mapping[str, Any] | None = None) -> Server:
+    """A server from its launch line, or its flags alone. Raises MixKVError.
+
+    `running`: what a running server says at GET /server_info; the line's flags win over it.
+    """
     try:
         environ, words = _words(line)
     except ValueError as error:
         raise MixKVError("MIXKV-START-04", f"{role} launch line: {error}.") from None
-    args, _ = _parser().parse_known_args(words)
+    parser = _parser()
+    said = running or {}
+    parser.set_defaults(**{name: said[name] for name in _known() if name in said})
+    args, _ = parser.parse_known_args(words)
     if args.config:
-        args, _ = _parser().parse_known_args([*_config_words(args.config), *words])
+        args, _ = parser.parse_known_args([*_config_words(args.config), *words])
     args.disaggregation_mode = args.disaggregation_mode or role
-    return Server(role, args, bool(args.enable_mixkv) or truth(ENABLE_ENV, environ), environ)
+    enabled = bool(args.enable_mixkv) or truth(ENABLE_ENV, environ)
+    if running is not None and not enabled:
+        launched = (running.get("launch_command") or "").split()
+        return Server(role, args, True if "--enable-mixkv" in launched else None, environ)
+    return Server(role, args, enabled, environ)
 
 
-def from_url(role: str, url: str) -> Server:
+def from_url(role: str, url: str, line: str = "") -> Server:
     """A server from its GET /server_info. Raises MixKVError."""
-    return from_info(role, _server_info(url))
-
-
-def from_info(role: str, info: Mapping[str, Any]) -> Server:
-    """A server from the JSON that it answers to GET /server_info."""
-    args = _parser().parse_args([])
-    for name in _known():
-        if name in info:
-            setattr(args, name, info[name])
-    words = (info.get("launch_command") or "").split()
-    return Server(role, args, True if "--enable-mixkv" in words else None)
+    return from_line(role, line, _server_info(url))
 
 
 def _known() -> Iterable[str]:
@@ -226,12 +223,15 @@ def _known() -> Iterable[str]:
 
 
 def _server_info(url: str) -> dict[str, Any]:
+    from sglang_mixkv.tools.client import session
+
     address = f"{url.rstrip('/')}/server_info"
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(address, timeout=TIMEOUT_S) as reply:
-            found = json.load(reply)
-    except (OSError, ValueError, urllib.error.URLError) as error:
+        with session() as made:
+            reply = made.get(address, timeout=TIMEOUT_S)
+            reply.raise_for_status()
+            found = reply.json()
+    except (OSError, ValueError) as error:
         raise MixKVError("MIXKV-START-04", f"{address}: {error}.") from None
     if not isinstance(found, dict):
         raise MixKVError("MIXKV-START-04", f"{address}: expected a JSON object.")

@@ -60,7 +60,7 @@ def read_config(path: str | None, flag: str) -> Config:
         raise MixKVError(
             "MIXKV-START-04",
             f"{flag} {path}: {error}. The plan reads config.json from a local folder and "
-            "downloads nothing: give the folder.",
+            f"downloads nothing: give the folder, beside a URL as --prefill '{flag} FOLDER'.",
         ) from None
     if not isinstance(found, dict):
         raise MixKVError("MIXKV-START-04", f"{file}: expected a JSON object.")

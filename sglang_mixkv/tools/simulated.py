@@ -31,11 +31,12 @@ def server_info(url: str) -> Any:
     """What a server, or a router of its servers, says of itself; None where it says nothing."""
     import requests  # the doctor does without
 
-    with requests.Session() as session:
-        session.trust_env = False
+    from sglang_mixkv.tools.client import session
+
+    with session() as made:
         for path in ("server_info", "get_server_info"):
             try:
-                answer = session.get(f"{url.rstrip('/')}/{path}", timeout=TIMEOUT_S)
+                answer = made.get(f"{url.rstrip('/')}/{path}", timeout=TIMEOUT_S)
                 if answer.status_code == requests.codes.ok:
                     return answer.json()
             except (requests.RequestException, ValueError):

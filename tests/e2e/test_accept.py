@@ -16,6 +16,7 @@ from sglang_mixkv.demo.pair import BOS, SEP, prompts
 from sglang_mixkv.demo.processes import Fleet
 from sglang_mixkv.demo.servers import disaggregated, single
 from sglang_mixkv.tools import accept
+from sglang_mixkv.tools.accept_prompts import tokenize
 
 from .conftest import ENABLE, FIGURES, START_TIMEOUT, TP1, TP2
 
@@ -58,9 +59,9 @@ def test_the_harness_tells_a_right_pair_from_a_broken_one(
 ) -> None:
     with Fleet() as fleet:
         url = single(fleet, pair).url
-        assert accept.tokenize(url, "bas")[0] == BOS
-        assert accept.tokenize(url, "<bos> bas") == accept.tokenize(url, "bas")
-        assert accept.tokenize(url, "bas")[-1] == SEP
+        assert tokenize(url, "bas")[0] == BOS
+        assert tokenize(url, "<bos> bas") == tokenize(url, "bas")
+        assert tokenize(url, "bas")[-1] == SEP
         broken, stock = run_harness(pair, url, Topology(TP2, TP1), tmp_path)
         right, mixkv = run_harness(pair, url, Topology(TP2, TP1, ENABLE, ENABLE), tmp_path)
     FIGURES.extend(f"{pair}: {line}" for line in capsys.readouterr().out.splitlines())

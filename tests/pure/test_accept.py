@@ -1,159 +1,257 @@
-"""The acceptance harness against a stub server: one BOS, the gate, the exit status."""
+"""The acceptance harness against stub servers: one BOS, the gate, the exit status."""
 
 from __future__ import annotations
 
 import json
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from sglang_mixkv.tools import accept
+from sglang_mixkv.tools.accept_figures import EARLY, FEWEST, Asked, Comparison, Verdict
+from sglang_mixkv.tools.accept_prompts import BadPrompts, read_prompts, token_ids, tokenize
+from sglang_mixkv.tools.client import API_KEY_ENV, Answer, Events, RequestFailed
 
 BOS = 1
+SENT = 'sglang:mixkv_sent_bytes_total{component="draft"}'
+WAIT = 'sglang:per_stage_req_latency_seconds_%s{stage="prefill_transfer_kv_cache"}'
 
 
 class Stub(BaseHTTPRequestHandler):
     """Tokenizes words by their length, `<s>` as BOS, 9 behind a chat; answers with the server's
-    histogram."""
+    histogram, in two events."""
 
     def do_GET(self) -> None:
-        info = getattr(self.server, "info", None)
-        data = json.dumps(info).encode()
-        self.send_response(404 if info is None or self.path != "/server_info" else 200)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        if self.path == "/metrics":
+            number = self.server.pages = self.server.pages + 1
+            page = (
+                f"{SENT} {number << 20}\n{WAIT % 'sum'} {number}\n{WAIT % 'count'} {4 * number}\n"
+            )
+            self.answer(page.encode())
+        elif self.path == "/server_info" and self.server.info is not None:
+            self.answer(json.dumps(self.server.info).encode())
+        else:
+            self.answer(b"", 404)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        reply = self.tokenize(body) if self.path == "/tokenize" else self.generate(body)
-        data = json.dumps(reply).encode()
-        self.send_response(200)
+        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
+            self.answer(b"Unauthorized", 401)
+        elif self.path == "/tokenize":
+            self.answer(json.dumps(self.tokenize(body)).encode())
+        elif body["input_ids"] in self.server.refused:
+            self.answer(b"no room", 503)
+        else:
+            assert body["stream"]
+            self.answer(b"".join(self.events(body)))
+
+    def answer(self, data: bytes, status: int = 200) -> None:
+        self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
     def tokenize(self, body: dict) -> dict:
         if "messages" in body:
+            assert "add_generation_prompt" not in body  # some chat formats refuse it
             words = [len(m["content"]) for m in body["messages"]]
-            return {"tokens": [BOS, *words, *[9] * body["add_generation_prompt"]]}
+            return {"tokens": [BOS, *words, *[9] * (1 + len(body.get("tools", ())))]}
         words = body["prompt"].split()
         ids = [BOS if word == "<s>" else 10 + len(word) for word in words]
         return {"tokens": [BOS, *ids, *self.server.tail] if body["add_special_tokens"] else ids}
 
-    def generate(self, body: dict) -> dict:
+    def events(self, body: dict) -> Iterator[bytes]:
+        number = len(self.server.asked)
         self.server.asked.append(body["input_ids"])
         histogram = self.server.histogram
+        if self.server.broken_rank is not None and number % 2 == self.server.broken_rank:
+            histogram = [10, 0, 0, 0]
         rounds = sum(histogram)
-        tokens = rounds + sum(i * n for i, n in enumerate(histogram))
-        info = {"spec_verify_ct": rounds, "spec_correct_drafts_histogram": histogram}
-        info["spec_num_proposed_drafts"] = rounds * getattr(self.server, "drafted", 0)
-        fixed = getattr(self.server, "fixed", False)
-        output = [7] + [100] * tokens if fixed else list(range(tokens))
-        return {"output_ids": output, "meta_info": info}
+        tokens = rounds + sum(i * n for i, n in enumerate(histogram)) or 3
+        output = [7] + [100] * tokens if self.server.fixed else list(range(tokens))
+        output[self.server.other_from :] = [5] * len(output[self.server.other_from :])
+        info = {
+            "spec_verify_ct": rounds, "spec_correct_drafts_histogram": histogram,
+            "spec_num_proposed_drafts": rounds * self.server.drafted, "dp_rank": number % 2,
+        }  # fmt: skip
+        for begin, end in ((0, 1), (1, 2), (2, len(output))):
+            own = output[begin if self.server.new_only else 0 : end]
+            event = {"output_ids": own, "meta_info": {**info, "completion_tokens": end}}
+            yield b"data: " + json.dumps(event).encode() + b"\n\n"
+        yield b"data: [DONE]\n\n"
 
     def log_message(self, *_: object) -> None:
         pass
 
 
+class StubServer(ThreadingHTTPServer):
+    """What it was asked, and how it answers."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Stub)
+        self.asked, self.histogram, self.tail, self.refused = [], [0, 0, 0, 10], [], []
+        self.drafted = self.pages = 0
+        self.info = self.key = self.broken_rank = self.other_from = None
+        self.fixed = self.new_only = False
+        self.other_from = 10**6
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
 @pytest.fixture
-def server() -> Iterator[HTTPServer]:
-    made = HTTPServer(("127.0.0.1", 0), Stub)
-    made.asked, made.histogram, made.tail = [], [0, 0, 0, 10], []
-    thread = threading.Thread(target=made.serve_forever)
-    thread.start()
+def servers() -> Iterator[tuple[StubServer, StubServer]]:
+    """The single server, the pair."""
+    made = StubServer(), StubServer()
+    threads = [threading.Thread(target=one.serve_forever) for one in made]
+    for thread in threads:
+        thread.start()
     yield made
-    made.shutdown()
-    thread.join()
-    made.server_close()
+    for one, thread in zip(made, threads, strict=True):
+        one.shutdown()
+        thread.join()
+        one.server_close()
 
 
-def url(server: HTTPServer) -> str:
-    return f"http://127.0.0.1:{server.server_address[1]}"
+def test_one_bos_whether_or_not_the_prompt_has_it(servers: tuple) -> None:
+    server, _ = servers
+    for server.tail in ([], [2]):  # a tokenizer may add a token behind, too
+        for text in ("a bb", "<s> a bb"):
+            assert tokenize(server.url, text) == [BOS, 11, 12, *server.tail]
 
 
-def test_one_bos_whether_or_not_the_prompt_has_it(server: HTTPServer) -> None:
-    assert accept.tokenize(url(server), "a bb") == [BOS, 11, 12]
-    assert accept.tokenize(url(server), "<s> a bb") == [BOS, 11, 12]
-
-
-def test_a_tokenizer_that_also_adds_a_token_behind(server: HTTPServer) -> None:
-    server.tail = [2]
-    assert accept.tokenize(url(server), "a bb") == [BOS, 11, 12, 2]
-    assert accept.tokenize(url(server), "<s> a bb") == [BOS, 11, 12, 2]
-
-
-def test_each_kind_of_prompt(server: HTTPServer, tmp_path: Path) -> None:
+def test_each_kind_of_prompt(servers: tuple, tmp_path: Path) -> None:
     """SPEED-Bench's rows have turns of a user, without the answers between them."""
     rows = [
         {"input_ids": [5, 6]},
         {"text": "ccc"},
-        {"messages": [{"role": "system", "content": "dd"}, {"role": "user", "content": "eee"}]},
-        {"category": "mixed", "turns": ["ffff", "and then"]},
-    ]
+        {"messages": [{"role": "system", "content": "dd"}, {"role": "user", "content": "eee"}],
+         "tools": [{}]},
+        {"category": "mixed", "turns": ["ffff\u2028and", "and then"]},
+    ]  # fmt: skip
     path = tmp_path / "prompts.jsonl"
-    path.write_text("a bb\n\n" + "\n".join(map(json.dumps, rows)))
-    ids = [accept.token_ids(url(server), prompt) for prompt in accept.read_prompts(path)]
-    assert ids == [[BOS, 11, 12], [5, 6], [BOS, 13], [BOS, 2, 3, 9], [BOS, 4, 9]]
+    lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    path.write_text("a bb\n\n" + lines, encoding="utf-8")
+    ids = [token_ids(servers[0].url, prompt) for prompt in read_prompts(path)]
+    assert ids == [[BOS, 11, 12], [5, 6], [BOS, 13], [BOS, 2, 3, 9, 9], [BOS, 8, 9]]
 
 
-def run(server: HTTPServer, tmp_path: Path, pair: list[int], gate: str) -> tuple[int, dict]:
-    prompts = tmp_path / "prompts"
-    prompts.write_text('a bb\n{"input_ids": [5, 6]}\n\n{"text": "ccc"}\n')
-    other = HTTPServer(("127.0.0.1", 0), Stub)
-    other.asked, other.histogram = [], pair
-    threading.Thread(target=other.serve_forever).start()
-    try:
-        code = accept.main(
-            ["--single", url(server), "--pair", url(other), "--prompts", str(prompts),
-             "--gate", gate, "--json", str(tmp_path / "out.json")]
-        )  # fmt: skip
-        assert other.asked == server.asked
-    finally:
-        other.shutdown()
-        other.server_close()
-    return code, json.loads((tmp_path / "out.json").read_text())
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("{no json", "line 1"), ('a\n{"prompt": "b"}', "line 2: expected input_ids"),
+     ("\n", "no prompts")],
+)  # fmt: skip
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "prompts"
+    path.write_text(text)
+    with pytest.raises(BadPrompts, match=why):
+        read_prompts(path)
 
 
-def test_within_the_gate(server: HTTPServer, tmp_path: Path) -> None:
-    code, found = run(server, tmp_path, [0, 0, 1, 9], "0.05")
+def run(servers: tuple, tmp_path: Path, *flags: str, prompts: int = 2 * FEWEST) -> tuple[int, dict]:
+    """The exit status, and the figures where there are some."""
+    single, pair = servers
+    rows = [{"input_ids": [5, n]} for n in range(prompts)]
+    path, out = tmp_path / "prompts", tmp_path / "out.json"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    out.unlink(missing_ok=True)
+    argv = [f"--single={single.url}/", f"--pair={pair.url}/", f"--prompts={path}"]
+    code = accept.main([*argv, f"--json={out}", *flags])
+    text = out.read_text() if out.exists() else ""
+    return code, json.loads(text) if text else {}
+
+
+def test_within_the_gate(servers: tuple, tmp_path: Path) -> None:
+    single, pair = servers
+    pair.histogram, pair.new_only = [0, 0, 1, 9], True
+    code, found = run(servers, tmp_path)
     assert code == 0
     assert found["single"]["accept_length"] == 4.0
     assert found["pair"]["by_position"] == [1.0, 1.0, 0.9]
+    assert pair.asked == single.asked
+    assert found["ratio"] == pytest.approx(39 / 40)
+    assert found["each"][0]["parts_at"] == 39  # it is shorter
+    assert 0 < found["each"][0]["pair"]["first_token_s"] < 60
+    assert run(servers, tmp_path, "--gate=0.02")[0] == 1
+    code, again = run(servers, tmp_path, "--at-once=4")
+    assert (code, again["ratio"]) == (0, found["ratio"])
 
 
-def test_outside_the_gate(server: HTTPServer, tmp_path: Path) -> None:
-    code, found = run(server, tmp_path, [9, 1, 0, 0], "0.05")
-    assert code == 1
-    assert not found["within_gate"]
+def test_outside_the_gate(
+    servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers[1].histogram = [9, 1, 0, 0]
+    code, found = run(servers, tmp_path)
+    assert (code, found["verdict"]) == (1, "below")
     assert found["same_output"] == 0
+    assert "OUTSIDE the gate of 5%" in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_as_many_positions_as_were_drafted(server: HTTPServer, tmp_path: Path) -> None:
-    server.histogram = [0, 0, 0, 0, 0, 10]
-    _, found = run(server, tmp_path, [0, 5, 0, 0, 0, 5], "0.05")
+def test_one_dp_rank_is_broken(
+    servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over all ranks it is within a wide gate."""
+    servers[1].broken_rank = 1
+    code, found = run(servers, tmp_path, "--gate=0.7")
+    assert code == 1
+    assert found["by_dp_rank"] == {"0": 1.0, "1": 0.25}
+    assert "decode's DP rank 1: 25.0% of 8 prompts, OUTSIDE" in capsys.readouterr().out
+
+
+def test_the_output_is_another(
+    servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A target whose KV is wrong repeats itself, which drafts well."""
+    servers[1].other_from = EARLY
+    assert run(servers, tmp_path)[0] == 0
+    servers[1].other_from = EARLY - 1
+    code, found = run(servers, tmp_path)
+    assert (code, found["verdict"]) == (1, "other output")
+    assert "OTHER OUTPUT" in capsys.readouterr().out
+
+
+def test_too_few_prompts(
+    servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(servers, tmp_path, prompts=FEWEST - 1)[0] == 2
+    assert f"send {FEWEST} or more" in capsys.readouterr().out
+
+
+def answer(tokens: int, rounds: int) -> Answer:
+    return Answer(tuple(range(tokens)), rounds, (), 0.0)
+
+
+def test_a_loss_that_could_be_chance_is_not_judged() -> None:
+    """Half of the prompts lose a tenth, half win one."""
+    lost = [Asked(9, answer(40, 10), answer(40, 11)), Asked(9, answer(40, 10), answer(40, 9))]
+    few, many = (Comparison(lost * n, 0.02) for n in (4, 500))
+    assert few.verdict is Verdict.UNDECIDED
+    assert len(few.asked) < few.more <= len(many.asked)
+    assert many.verdict is Verdict.WITHIN
+
+
+def test_as_many_positions_as_were_drafted(servers: tuple, tmp_path: Path) -> None:
+    single, pair = servers
+    single.histogram, pair.histogram = [0, 0, 0, 0, 0, 10], [0, 5, 0, 0, 0, 5]
+    _, found = run(servers, tmp_path)
     assert found["single"]["by_position"] == [1.0] * 5
     assert found["pair"]["by_position"] == [1.0, 0.5, 0.5, 0.5, 0.5]
-
-
-def test_positions_of_a_block_that_no_round_got_right(server: HTTPServer, tmp_path: Path) -> None:
-    server.drafted = 7
-    _, found = run(server, tmp_path, [0, 5, 0, 5], "0.05")
+    single.histogram, single.drafted = [0, 0, 0, 10], 7  # a block that no round got right
+    _, found = run(servers, tmp_path)
     assert found["single"]["by_position"] == [1.0] * 3 + [0.0] * 4
 
 
-def test_a_single_server_without_speculation(
-    server: HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_server_without_speculation(
+    servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str], which: int
 ) -> None:
-    prompts = tmp_path / "p"
-    prompts.write_text("a\n")
-    server.histogram = []
-    argv = ["--single", url(server), "--pair", url(server), "--prompts", str(prompts)]
-    assert accept.main(argv) == 2
-    assert "no speculative decoding" in capsys.readouterr().err
+    servers[which].histogram = []
+    assert run(servers, tmp_path)[0] == 2
+    assert f"{servers[which].url} reports no speculative decoding" in capsys.readouterr().err
 
 
 def variables(value: str) -> dict:
@@ -166,22 +264,69 @@ def variables(value: str) -> dict:
      ({"fixed": True}, True), ({"info": variables("-1")}, False), ({"info": {}}, False)],
 )  # fmt: skip
 def test_an_accept_length_that_is_made_up_is_not_judged(
-    server: HTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], state: dict,
-    refused: bool,
-) -> None:  # fmt: skip
+    servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str], state: dict, refused: bool
+) -> None:
     """SGLANG_SIMULATE_ACC_LEN, by what a server or its router shows, or by its answers."""
-    vars(server).update(state)
-    prompts = tmp_path / "p"
-    prompts.write_text("a\n")
-    argv = ["--single", url(server), "--pair", url(server), "--prompts", str(prompts)]
-    assert accept.main(argv) == (2 if refused else 0)
+    for server in servers:
+        vars(server).update(state)
+    assert run(servers, tmp_path)[0] == (2 if refused else 0)
     assert ("makes its accept length up" in capsys.readouterr().err) == refused
 
 
-def test_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    prompts = tmp_path / "p"
-    prompts.write_text("a\n")
-    dead = "http://127.0.0.1:9"
-    argv = ["--single", dead, "--pair", dead, "--prompts", str(prompts)]
-    assert accept.main(argv) == 2
+def test_a_request_that_fails_is_counted(
+    servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others' figures are told all the same."""
+    servers[1].refused = [[5, 3]]
+    code, found = run(servers, tmp_path)
+    assert (code, found["prompts"], len(found["failed"])) == (2, 2 * FEWEST - 1, 1)
+    said = capsys.readouterr()
+    assert "1 of 16 prompts failed: HTTP 503" in said.err
+    assert "pair to single: 100.0%" in said.out
+
+
+def test_servers_with_a_key(
+    servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    for server in servers:
+        server.key = "secret"
+    assert run(servers, tmp_path)[0] == 2
+    assert "HTTP 401" in capsys.readouterr().err
+    monkeypatch.setenv(API_KEY_ENV, "secret")
+    assert run(servers, tmp_path)[0] == 0
+
+
+def test_what_went_over_the_wire(
+    servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = f"{servers[1].url}/metrics"
+    code, found = run(servers, tmp_path, "--metrics", page)
+    assert (code, found["sent_bytes"]) == (0, {"draft": 1 << 20})
+    assert found["transfer_s"] == 0.25
+    assert "transfer: 250.0 ms per request" in capsys.readouterr().out
+    assert run(servers, tmp_path, "--metrics", f"{page}s")[0] == 2
+    assert "--enable-metrics" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("prompts", ["a\n", None])
+def test_nothing_to_ask(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], prompts: str | None
+) -> None:
+    """No server, no file: neither is a lost accept length."""
+    path, dead = tmp_path / "prompts", "http://127.0.0.1:9"
+    if prompts:
+        path.write_text(prompts)
+    assert accept.main(["--single", dead, "--pair", dead, "--prompts", str(path)]) == 2
     assert capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [([b"data: [DONE]"], "it sent no event"), ([b'data: {"error": "no room"}'], "no room"),
+     ([b"data: <html>"], "sent b' <html>'")],
+)  # fmt: skip
+def test_a_stream_without_an_answer(lines: list[bytes], why: str) -> None:
+    events = Events("http://server")
+    with pytest.raises(RequestFailed, match=why):
+        [*map(events.add, lines), events.reply()]

@@ -67,6 +67,7 @@ LAZY = {
     "engine/rdma.py": {"mooncake"},
     "engine/sides.py": {"sglang_mixkv.rows.cuda"},
     "tools/doctor_memory.py": {"mooncake", "nixl"},
+    "tools/pages.py": {"prometheus_client"},
     "tools/plan_flags.py": {"yaml"},
 }
 

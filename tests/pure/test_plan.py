@@ -24,7 +24,7 @@ from sglang_mixkv import demo
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools import plan as tool
 from sglang_mixkv.tools.plan_figures import Load, Plan, Sender, make_plan, stage_layers
-from sglang_mixkv.tools.plan_flags import from_info, from_line
+from sglang_mixkv.tools.plan_flags import from_line
 from sglang_mixkv.tools.plan_svg import svg
 from sglang_mixkv.tools.plan_text import text
 
@@ -380,15 +380,28 @@ def test_a_running_server_is_read(url: str, capsys: pytest.CaptureFixture[str]) 
     assert json.loads(capsys.readouterr().out)["prefill"]["attention_tp"] == 2
 
 
+def test_flags_beside_a_url_win_over_it(
+    url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server names its models as it was launched: by a Hub id, or a folder of its own host."""
+    monkeypatch.setitem(INFO, "model_path", "moonshotai/Kimi-K2-Instruct")
+    both = ["--prefill-url", url, "--decode", flags("--tp 1")]
+    assert tool.main(both) == 2
+    assert "--prefill '--model-path FOLDER'" in capsys.readouterr().err.replace("\n", " ")
+    assert tool.main([*both, "--prefill", f"--model-path {TARGET}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["prefill"]["attention_tp"] == 2
+    assert tool.main(["--decode", flags("--tp 1")]) == 2
+
+
 def test_a_running_servers_dp_attention_is_the_resolved_one() -> None:
     """SGLang moves the deprecated --dp-size to attn_dp_size, and reports the flag beside it."""
     resolved = {**INFO, "tp_size": 8, "attn_dp_size": 4, "enable_dp_attention": True}
-    server = from_info("decode", resolved)
+    server = from_line("decode", "", resolved)
     assert (server.dp_groups, server.attention_tp) == (4, 2)
 
 
 def test_a_server_that_does_not_say_leaves_it_open() -> None:
-    server = from_info("prefill", {**INFO, "launch_command": None})
+    server = from_line("prefill", "", {**INFO, "launch_command": None})
     assert server.enabled is None
     plan = make_plan(server, from_line("decode", flags("--tp 1")))
     assert plan.refused == ()
