@@ -35,6 +35,7 @@ from sglang_mixkv.demo import leash  # noqa: E402
 SAYS = "mixkv-gpu "
 TAIL = 3  # lines of a process that ended without a word
 MACHINE, MACHINE_S = "machine", 120.0
+NVIDIA = Path("/dev/nvidiactl")
 
 
 # ---------------------------------------------------------------- in a part's own process
@@ -63,7 +64,10 @@ def _driver() -> str:
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     if shutil.which(command[0]) is None:
         return ""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return ""
     return done.stdout.strip().partition("\n")[0]
 
 
@@ -105,10 +109,11 @@ def in_a_process(argv: list[str], env: dict[str, str], folder: Path, limit_s: fl
             [*tied, sys.executable, sys.argv[0], *argv], env=env, stdin=subprocess.DEVNULL,
             stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
+        late = ""
         try:
             child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            raise Ended(f"did not end within {limit_s:.0f} s") from None
+            late = f"did not end within {limit_s:.0f} s"
         finally:
             child.terminate()
             child.wait()
@@ -121,7 +126,8 @@ def in_a_process(argv: list[str], env: dict[str, str], folder: Path, limit_s: fl
             print("\n".join(line for line in lines if not line.startswith(SAYS)), file=sys.stderr)
         return result
     last = " | ".join(line for line in lines[-TAIL:] if line)
-    raise Ended(f"its process ended with status {child.returncode}: {last}")
+    how = late or f"its process ended with status {child.returncode}"
+    raise Ended(f"{how}: {last}" if last else how)
 
 
 class Check:
@@ -143,6 +149,8 @@ class Check:
             self.machine = self._ask(MACHINE, MACHINE_S)
         except Ended as why:
             self.machine = {"lacks": f"a usable Python environment: {why}", "gpus": 0}
+            if NVIDIA.exists() and asked == "auto":
+                asked = "cuda"  # a check of the CPU alone would pass for one of the GPU
         lacks = self.machine["lacks"]
         if asked == "cuda" and lacks:
             command_line.parser().error(f"--device cuda: {lacks}")

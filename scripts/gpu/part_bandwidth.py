@@ -30,30 +30,39 @@ def measured(options: argparse.Namespace) -> list[Record]:
     found = []
     for kind, layout, (count, width) in product(("pack", "scatter"), LAYOUTS, sizes):
         if fits(count, width):
-            repeats = options.repeats
-            found.append(kernels.measure(kind, count, width, layout, repeats, options.gpu))
+            case = kind, count, width, layout
+            try:
+                found.append(kernels.measure(*case, options.repeats, options.gpu))
+            except Exception as error:
+                raise Wrong(f"{case}: {error!r}", Found("", found)) from error
             torch.cuda.empty_cache()
     return found
 
 
 def summed_up(records: list[Record]) -> list[Record]:
-    """By kind, layout and tokens: over all widths of whole words of 16."""
+    """By kind, layout and tokens: over all widths of whole words of 16, GB/s of the widest. What
+    a launch takes shows where it is all."""
     found: dict[tuple[str, str, int], list[Record]] = {}
     for record in records:
         if record["word"] == 16:
             key = (record["kind"], record["layout"], record["tokens"])
             found.setdefault(key, []).append(record)
+    widest = {key: max(group, key=lambda r: r["width"]) for key, group in found.items()}
     return [
         {"kind": kind, "layout": layout, "tokens": tokens,
-         "GB/s": max(r["kernel GB/s"] for r in group),
-         "copy GB/s": max(r["device copy GB/s"] for r in group),
+         "GB/s": widest[kind, layout, tokens]["kernel GB/s"],
+         "copy GB/s": widest[kind, layout, tokens]["device copy GB/s"],
          "share of copy, least": min(r["share_of_copy"] for r in group),
          "share of copy, most": max(r["share_of_copy"] for r in group),
-         "launch us": min(r["kernel launch us"] for r in group),
-         "copy's launch us": min(r["device copy launch us"] for r in group),
+         "launch us": _least(group, "kernel launch us") if tokens in SMALL else "",
+         "copy's launch us": _least(group, "device copy launch us") if tokens in SMALL else "",
          "call us": min(r["call us"] for r in group)}
         for (kind, layout, tokens), group in found.items()
     ]  # fmt: skip
+
+
+def _least(group: list[Record], name: str) -> float:
+    return float(min(record[name] for record in group))
 
 
 def run(options: argparse.Namespace) -> Found:

@@ -89,6 +89,8 @@ def append_of_flashinfer() -> Callable[..., None]:
         name = error.name or "flashinfer"
         missing = "the package flashinfer" if name == "flashinfer" else f"flashinfer: {error}"
         raise Lacks(missing) from None
+    except Exception as error:
+        raise Lacks(f"a FlashInfer that can be imported: {error!r}") from None
     try:
         Case(64, 1, 16, 0).theirs(append_paged_kv_cache)()
         torch.cuda.synchronize()

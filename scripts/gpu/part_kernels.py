@@ -130,6 +130,7 @@ def cases(rng: np.random.Generator, options: argparse.Namespace) -> Iterator[Cas
 
 def run(options: argparse.Namespace) -> Found:
     device, rng = devices.here(options, devices.Interpreted), np.random.default_rng(options.seed)
+    device.rows.warm_up()  # what a server with a GPU does not start without
     records: dict[int, Record] = {
         word: {"word": word, "cases": 0, "bytes": 0, "wrong": 0} for word in cuda.WORDS
     }
