@@ -4,12 +4,12 @@
 
 The same token ids go to both, greedy. Side by side: accept length, acceptance by position, time
 to the first token, and whether the outputs agree; with `--metrics` also the transfer's share of
-that time, and the bytes sent. The accept length's loss is judged by what prompts as these can
+that time, and the bytes sent. The accept length's loss is judged by what so many prompts can
 tell, with 95 % confidence, and on each of decode's DP ranks.
 
-Exit status: 0 within `--gate`; 1 the accept length is lower, or the output is another from the
-start; 2 nothing can be judged: too few prompts, a request that failed, a server that does not
-answer or not speculate, or one that makes its accept length up.
+Exit status: 0 within `--gate`; 1 the accept length is lower, or the output is another one; 2
+nothing can be judged: too few prompts, a request that failed, a server that does not answer or not
+speculate, or one that makes its accept length up.
 
 Servers that ask for an API key get that of SGLANG_MIXKV_API_KEY.
 """
@@ -28,12 +28,15 @@ from typing import Any
 import requests
 
 from sglang_mixkv.tools import pages, simulated
-from sglang_mixkv.tools.accept_figures import Asked, Comparison, Verdict
+from sglang_mixkv.tools.accept_figures import Asked, Comparison, Side, Verdict
 from sglang_mixkv.tools.accept_prompts import BadPrompts, Prompt, read_prompts, token_ids
-from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S, Answer, RequestFailed, stream
+from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S, RequestFailed, stream
 
 MAX_NEW_TOKENS = 128
 GATE = 0.05
+LEAST = 1.1
+"""An accept length of a drafter that is of use; below it there is nothing to lose."""
+
 NOT_JUDGED = 2
 EXIT = {
     Verdict.WITHIN: 0,
@@ -82,74 +85,131 @@ class Trial:
         single, pair = (stream(url, body, self.timeout) for url in (self.single, self.pair))
         return Asked(len(ids), single, pair)
 
-    def check(self) -> None:
-        """Raises NothingToJudge where the answers say nothing of a drafter."""
-        for url, answers in (
-            (self.single, [one.single for one in self.asked]),
-            (self.pair, [one.pair for one in self.asked]),
-        ):
-            made_up = simulated.reason(url, [answer.tokens for answer in answers])
-            if made_up:
-                raise NothingToJudge(made_up)
-            self._check_rounds(url, answers)
+    def why_not_judged(self, compared: Comparison) -> Iterator[str]:
+        """What forbids to find the pair right by these answers."""
+        for url, side in ((self.single, compared.single), (self.pair, compared.pair)):
+            yield from self._why_not(url, side)
+        length = compared.single.accept_length
+        if 0 < length < LEAST:
+            yield (
+                f"{self.single} accepts {length:.3f} tokens a round: its own drafter drafts "
+                "nothing that a pair could lose. Give it the right drafter"
+            )
+        drafted = [{a.drafted for a in s.answers} - {0} for s in (compared.single, compared.pair)]
+        if all(drafted) and drafted[0] != drafted[1]:
+            yield (
+                f"{self.single} and {self.pair} draft {drafted[0]} and {drafted[1]} tokens a "
+                "round. Give both the same speculative flags"
+            )
+        if self.failed:
+            number = len(self.failed) + len(self.asked)
+            yield f"{len(self.failed)} of {number} prompts failed, the first: {self.failed[0]}"
 
-    def _check_rounds(self, url: str, answers: list[Answer]) -> None:
-        silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in answers)
-        if silent or not any(a.verify_rounds for a in answers):
-            raise NothingToJudge(
+    def _why_not(self, url: str, side: Side) -> Iterator[str]:
+        made_up = simulated.reason(url, [answer.tokens for answer in side.answers])
+        if made_up:
+            yield made_up
+        silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in side.answers)
+        if silent or not side.accept_length:
+            yield (
                 f"{url} reports no speculative decoding (meta_info's spec_verify_ct) for "
-                f"{silent or len(answers)} of {len(answers)} answers. Start all its servers with "
-                "the same speculative flags"
+                f"{silent or len(side.answers)} of {len(side.answers)} answers. Start all its "
+                "servers with the same speculative flags"
             )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Wire:
-    """What prefill servers' metrics say of the run. `urls`: their pages."""
+    """What prefill servers' pages say of a run. `first_token_s`: the pair's mean."""
 
-    urls: list[str]
-    before: pages.Transfers = field(default_factory=pages.Transfers)
+    transfers: pages.Transfers
+    first_token_s: float
 
-    def begin(self) -> None:
-        self.before = self._read()
+    @property
+    def share(self) -> float | None:
+        """The transfer's, of the time to the first token."""
+        mean = self.transfers.mean_s
+        return mean / self.first_token_s if mean is not None and self.first_token_s else None
 
-    def figures(self, asked: list[Asked]) -> dict[str, Any]:
-        """Nothing without pages. The share is of the pair's mean time to the first token."""
-        if not self.urls:
-            return {}
-        found = self._read() - self.before
-        first = sum(one.pair.first_token_s for one in asked) / len(asked)
-        mean = found.mean_s
+    def figures(self) -> dict[str, Any]:
+        sent = self.transfers.sent
         return {
-            "transfer_s": mean,
-            "transfer_share": mean / first if mean is not None and first else None,
-            "sent_bytes": found.sent,
-        }
+            "transfer_s": self.transfers.mean_s, "transfer_share": self.share, "sent_bytes": sent,
+        }  # fmt: skip
 
-    def _read(self) -> pages.Transfers:
-        found = {url: pages.fetch(url) for url in self.urls}
+    def table(self) -> Iterator[str]:
+        if (mean := self.transfers.mean_s) is not None:
+            share = "" if self.share is None else f", {self.share:.1%} of the first token's time"
+            yield f"transfer: {mean * 1e3:.1f} ms per request{share}"
+        sent = self.transfers.sent.items()
+        if sent:
+            sizes = ", ".join(f"{name} {size / 2**20:.2f} MiB" for name, size in sent)
+            yield f"bytes sent, to anyone: {sizes}"
+
+
+def look(urls: list[str]) -> pages.Transfers:
+    """Raises NothingToJudge where a page has no metrics."""
+    found = {url: pages.fetch(url) for url in urls}
+    try:
+        if None not in found.values():
+            return pages.read(page or "" for page in found.values())
         lacking = [url for url, page in found.items() if page is None]
-        if lacking:
-            raise NothingToJudge(
-                f"no metrics at {', '.join(lacking)}. Give a prefill server's own page, "
-                "http://HOST:PORT/metrics, and start it with --enable-metrics"
-            )
-        return pages.read(page for page in found.values() if page is not None)
+    except ValueError:
+        lacking = urls
+    raise NothingToJudge(
+        f"no metrics at {', '.join(lacking)}. Give a prefill server's own page, "
+        "http://HOST:PORT/metrics, and start it with --enable-metrics"
+    )
 
 
-def wire_table(found: dict[str, Any]) -> Iterator[str]:
-    if found.get("transfer_s") is not None:
-        share = found["transfer_share"]
-        of_first = f", {share:.1%} of the time to the first token" if share is not None else ""
-        yield f"transfer: {found['transfer_s'] * 1e3:.1f} ms per request{of_first}"
-    if found.get("sent_bytes"):
-        sizes = (f"{name} {size / 2**20:.2f} MiB" for name, size in found["sent_bytes"].items())
-        yield f"bytes sent: {', '.join(sizes)}"
+def judge(args: argparse.Namespace) -> int:
+    """The exit status. Raises NothingToJudge, BadPrompts, RequestFailed, OSError."""
+    prompts = read_prompts(args.prompts)
+    if args.json:
+        args.json.write_text("")  # before the work, not after it
+    trial = Trial(args.single, args.pair, args.max_new_tokens, args.timeout)
+    before = look(args.metrics)
+    trial.run(prompts, args.at_once)
+    compared = Comparison(trial.asked, args.gate)
+    wire = Wire(look(args.metrics) - before, compared.pair.first_token_s)
+    return report(trial, compared, wire, args.json)
+
+
+def report(trial: Trial, compared: Comparison, wire: Wire, out: Path | None) -> int:
+    """Tell everything, and the exit status. A loss stays one whatever else is wrong."""
+    why_not = list(trial.why_not_judged(compared))
+    verdict = compared.verdict
+    if why_not and (verdict is Verdict.WITHIN or not compared.ratio):
+        verdict = Verdict.UNDECIDED
+    if out is not None:
+        told = {"verdict": verdict.value, "not_judged": why_not, "failed": trial.failed}
+        out.write_text(json.dumps(told | compared.figures() | wire.figures(), indent=1))
+    print("\n".join([*compared.table(), *wire.table()]))
+    if why_not:
+        print("\n".join(why_not), file=sys.stderr)
+    if verdict is not Verdict.UNDECIDED or not why_not:
+        print(compared.words())
+    return EXIT[verdict]
+
+
+# ---------------------------------------------------------------- the command line
 
 
 def positive(text: str) -> int:
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
+    return number
+
+
+def seconds(text: str) -> float:
+    if not (number := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
+    return number
+
+
+def share(text: str) -> float:
+    if not 0 <= (number := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, got {text}")
     return number
 
 
@@ -169,34 +229,11 @@ def parser() -> argparse.ArgumentParser:
     add("--prompts", type=Path, required=True, help="one prompt a line, text or JSON")
     add("--max-new-tokens", type=positive, default=MAX_NEW_TOKENS)
     add("--at-once", type=positive, default=1, help="prompts in flight (default 1)")
-    add("--timeout", type=float, default=REQUEST_TIMEOUT_S, help="seconds between two tokens")
-    add("--gate", type=float, default=GATE, help="share of accept length that may be lost")
+    add("--timeout", type=seconds, default=REQUEST_TIMEOUT_S, help="seconds without a token")
+    add("--gate", type=share, default=GATE, help="share of accept length that may be lost")
     add("--metrics", nargs="+", default=[], metavar="URL", help="/metrics of each prefill server")
     add("--json", type=Path, help="write the figures to this file")
     return made
-
-
-def judge(args: argparse.Namespace) -> int:
-    """The exit status. Raises NothingToJudge, BadPrompts, RequestFailed, OSError."""
-    prompts = read_prompts(args.prompts)
-    if args.json:
-        args.json.touch()  # before the work, not after it
-    trial = Trial(args.single, args.pair, args.max_new_tokens, args.timeout)
-    wire = Wire(args.metrics)
-    wire.begin()
-    trial.run(prompts, args.at_once)
-    trial.check()
-    compared = Comparison(trial.asked, args.gate)
-    sent = wire.figures(trial.asked)
-    figures = {**compared.figures(), **sent, "failed": trial.failed}
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1))
-    *figures_told, last = compared.table()
-    print("\n".join([*figures_told, *wire_table(sent), last]))
-    if trial.failed:
-        number = len(trial.failed)
-        raise NothingToJudge(f"{number} of {len(prompts)} prompts failed: {trial.failed[0]}")
-    return EXIT[compared.verdict]
 
 
 def main(argv: list[str]) -> int:

@@ -53,12 +53,12 @@ def _read(where: str, line: str) -> Prompt:
 
 def token_ids(url: str, prompt: Prompt) -> list[int]:
     """A prompt as the server's own tokenizer and chat template have it. Raises RequestFailed."""
-    if "input_ids" in prompt:
+    if prompt.get("input_ids"):
         return list(prompt["input_ids"])
-    if "text" in prompt:
+    if prompt.get("text"):
         return tokenize(url, prompt["text"])
     chat = prompt.get("messages") or [{"role": "user", "content": prompt["turns"][0]}]
-    return _tokens(url, {"messages": chat} | {k: prompt[k] for k in CHAT if k in prompt})
+    return _tokens(url, {"messages": chat} | {k: prompt[k] for k in CHAT if prompt.get(k)})
 
 
 def tokenize(url: str, text: str) -> list[int]:

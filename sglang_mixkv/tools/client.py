@@ -59,9 +59,10 @@ def _asking(url: str, timeout: float) -> Iterator[None]:
     """What goes wrong, as RequestFailed."""
     try:
         yield
-    except requests.Timeout as error:
-        raise NoAnswer(f"no answer from {url} within {timeout:.0f} s") from error
     except requests.RequestException as error:
+        # Of a stream, requests has a timeout for a broken connection.
+        if isinstance(error, requests.Timeout) or "Read timed out" in str(error):
+            raise NoAnswer(f"no answer from {url} within {timeout:.0f} s") from error
         raise RequestFailed(f"no answer from {url}: {error}") from error
 
 
@@ -81,7 +82,7 @@ def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S)
 
 
 def stream(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
-    """As `generate`, token by token. `timeout`: between two of them."""
+    """As `generate`, token by token. `timeout`: of the first one, and between two of them."""
     begin = time.monotonic()
     with _asking(url, timeout), session() as made:
         response = made.post(
@@ -106,12 +107,15 @@ class Events:
     --incremental-streaming-output, the new ones."""
 
     def __init__(self, url: str) -> None:
-        self._url, self._last = url, b""
+        self._url, self._last, self._other = url, b"", b""
         self._number, self._new_only, self._tokens = 0, False, list[int]()
         self.first = 0.0
 
     def add(self, line: bytes) -> None:
-        if not line.startswith(b"data:") or line.endswith(b"[DONE]"):
+        if not line.startswith(b"data:"):
+            self._other = self._other or line[:200]  # the reason, where there is no event
+            return
+        if line.endswith(b"[DONE]"):
             return
         self._number += 1
         self._last = line.removeprefix(b"data:")
@@ -129,25 +133,35 @@ class Events:
 
     def _event(self) -> dict[str, Any]:
         if not self._last:
-            raise RequestFailed(f"no answer from {self._url}: it sent no event")
+            said = self._other.decode(errors="replace")
+            raise RequestFailed(f"no answer from {self._url}: it sent no event, but {said!r}")
         try:
             event: dict[str, Any] = json.loads(self._last)
         except ValueError:
             raise RequestFailed(f"{self._url} sent {self._last[:200]!r}") from None
-        if "error" in event:
+        if isinstance(event, dict) and "error" in event:
             raise RequestFailed(f"{self._url}: {event['error']}")
+        _check_shape(event)
         return event
 
     def reply(self) -> dict[str, Any]:
         """The last event, with all tokens."""
         event = self._event()
-        return event | {"output_ids": self._tokens} if self._new_only else event
+        tokens = self._tokens if self._new_only else event["output_ids"]
+        info = event["meta_info"]
+        if not info.get("finish_reason") or info.get("completion_tokens") != len(tokens):
+            raise RequestFailed(f"the stream of {self._url} broke off after {len(tokens)} tokens")
+        return event | {"output_ids": tokens}
+
+
+def _check_shape(reply: Any) -> None:
+    if not isinstance(reply, dict) or not {"meta_info", "output_ids"} <= reply.keys():
+        raise RequestFailed(f"expected SGLang's meta_info and output_ids, got {str(reply)[:200]}")
 
 
 def parse_answer(reply: dict[str, Any], seconds: float) -> Answer:
     """An answer from SGLang's reply to ``/generate``. Raises RequestFailed."""
-    if not {"meta_info", "output_ids"} <= reply.keys():
-        raise RequestFailed(f"expected SGLang's meta_info and output_ids, got {[*reply]}")
+    _check_shape(reply)
     info = reply["meta_info"]
     if (info.get("finish_reason") or {}).get("type") == "abort":
         raise RequestFailed(f"the request was aborted: {info['finish_reason']}")

@@ -20,7 +20,8 @@ TIMEOUT_S = 30
 
 @dataclass(frozen=True)
 class Transfers:
-    """Over all prefill ranks that report: seconds and number of transfers, bytes by component."""
+    """Over all prefill ranks that report: seconds and number of transfers, bytes by component. A
+    difference of two is empty where a server was restarted in between."""
 
     seconds: float = 0.0
     number: float = 0.0
@@ -28,7 +29,9 @@ class Transfers:
 
     def __sub__(self, before: Transfers) -> Transfers:
         sent = {name: size - before.sent.get(name, 0.0) for name, size in self.sent.items()}
-        return Transfers(self.seconds - before.seconds, self.number - before.number, sent)
+        now = Transfers(self.seconds - before.seconds, self.number - before.number, sent)
+        restarted = now.number < 0 or any(size < 0 for size in sent.values())
+        return Transfers() if restarted else now
 
     @property
     def mean_s(self) -> float | None:
@@ -38,7 +41,7 @@ class Transfers:
 
 def read(pages: Iterable[str]) -> Transfers:
     """Of Prometheus pages. A server's own page begins its names with `sglang:`, the router's with
-    `sglang_`."""
+    `sglang_`. Raises ValueError."""
     from prometheus_client.parser import text_string_to_metric_families
 
     found = {"sum": 0.0, "count": 0.0}

@@ -79,7 +79,9 @@ class Stub(BaseHTTPRequestHandler):
         }  # fmt: skip
         for begin, end in ((0, 1), (1, 2), (2, len(output))):
             own = output[begin if self.server.new_only else 0 : end]
-            event = {"output_ids": own, "meta_info": {**info, "completion_tokens": end}}
+            reason = {"type": "stop"} if end == len(output) else None
+            about = {**info, "completion_tokens": end, "finish_reason": reason}
+            event = {"output_ids": own, "meta_info": about}
             yield b"data: " + json.dumps(event).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
 
@@ -94,7 +96,7 @@ class StubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Stub)
         self.asked, self.histogram, self.tail, self.refused = [], [0, 0, 0, 10], [], []
         self.drafted = self.pages = 0
-        self.info = self.key = self.broken_rank = self.other_from = None
+        self.info = self.key = self.broken_rank = None
         self.fixed = self.new_only = False
         self.other_from = 10**6
 
@@ -174,7 +176,7 @@ def test_within_the_gate(servers: tuple, tmp_path: Path) -> None:
     assert found["pair"]["by_position"] == [1.0, 1.0, 0.9]
     assert pair.asked == single.asked
     assert found["ratio"] == pytest.approx(39 / 40)
-    assert found["each"][0]["parts_at"] == 39  # it is shorter
+    assert found["each"][0]["differs_at"] == 39  # it is shorter
     assert 0 < found["each"][0]["pair"]["first_token_s"] < 60
     assert run(servers, tmp_path, "--gate=0.02")[0] == 1
     code, again = run(servers, tmp_path, "--at-once=4")
@@ -199,7 +201,9 @@ def test_one_dp_rank_is_broken(
     code, found = run(servers, tmp_path, "--gate=0.7")
     assert code == 1
     assert found["by_dp_rank"] == {"0": 1.0, "1": 0.25}
-    assert "decode's DP rank 1: 25.0% of 8 prompts, OUTSIDE" in capsys.readouterr().out
+    assert "decode's DP rank 1: 25.0%, between 25.0% and 25.0% by 8 prompts, OUTSIDE" in (
+        capsys.readouterr().out
+    )
 
 
 def test_the_output_is_another(
@@ -218,20 +222,74 @@ def test_too_few_prompts(
     servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(servers, tmp_path, prompts=FEWEST - 1)[0] == 2
-    assert f"send {FEWEST} or more" in capsys.readouterr().out
+    assert f"send some {2 * FEWEST}" in capsys.readouterr().out  # on each of two DP ranks
 
 
-def answer(tokens: int, rounds: int) -> Answer:
-    return Answer(tuple(range(tokens)), rounds, (), 0.0)
+def answer(right: int, rounds: int, dp_rank: int | None = None, first: int = 0) -> Answer:
+    """Of one right draft in so many of the rounds; `first`: its first token."""
+    tokens = (first, *range(1, right + rounds))
+    return Answer(tokens, rounds, (rounds - right, right), 0.0, dp_rank=dp_rank)
 
 
 def test_a_loss_that_could_be_chance_is_not_judged() -> None:
     """Half of the prompts lose a tenth, half win one."""
-    lost = [Asked(9, answer(40, 10), answer(40, 11)), Asked(9, answer(40, 10), answer(40, 9))]
-    few, many = (Comparison(lost * n, 0.02) for n in (4, 500))
+    lost = [Asked(9, answer(10, 20), answer(n, 20)) for n in (7, 13)]
+    few = Comparison(lost * 4, 0.02)
     assert few.verdict is Verdict.UNDECIDED
-    assert len(few.asked) < few.more <= len(many.asked)
-    assert many.verdict is Verdict.WITHIN
+    decided = Comparison(lost * few.would_decide, 0.02)  # twice as many, to be on the safe side
+    assert decided.verdict is Verdict.WITHIN
+    assert Comparison(lost * (few.would_decide // 8), 0.02).verdict is Verdict.UNDECIDED
+
+
+def test_garbage_on_one_dp_rank_is_seen() -> None:
+    """It repeats itself, which drafts well; over all ranks few outputs differ."""
+    asked = [
+        Asked(9, answer(10, 20), answer(12, 20, dp_rank=n % 8, first=n % 8 == 7)) for n in range(64)
+    ]
+    compared = Comparison(asked, 0.05)
+    assert not compared.differs
+    assert compared.verdict is Verdict.OTHER_OUTPUT
+    assert Comparison([a for a in asked if a.pair.dp_rank != 7], 0.05).verdict is Verdict.WITHIN
+
+
+def test_a_dp_rank_with_few_prompts_leaves_it_open() -> None:
+    """Also one whose answers had no verify round."""
+    ranks = [0] * 99 + [1] * (FEWEST - 1)
+    asked = [Asked(9, answer(10, 20), answer(10, 20, dp_rank=rank)) for rank in ranks]
+    compared = Comparison([*asked, Asked(9, answer(0, 0), answer(0, 0, dp_rank=2))], 0.05)
+    assert compared.is_within
+    assert compared.verdict is Verdict.UNDECIDED
+    assert [*compared.table()][-2] == "decode's DP rank 2: nothing to compare, of 1 prompts"
+
+
+def test_chance_differs_now_and_then() -> None:
+    """One in ten within eight tokens is what ties may do."""
+    for differ, verdict in ((3, Verdict.WITHIN), (11, Verdict.OTHER_OUTPUT)):
+        asked = [Asked(9, answer(10, 20), answer(10, 20, first=n < differ)) for n in range(32)]
+        assert Comparison(asked, 0.05).verdict is verdict
+
+
+@pytest.mark.parametrize(
+    ("single", "pair", "why"),
+    [([30, 1], [30, 1], "its own drafter drafts nothing"),
+     ([0, 0, 0, 10], [0, 0, 0, 0, 0, 10], "Give both the same speculative flags")],
+)  # fmt: skip
+def test_a_single_server_that_is_no_yardstick(
+    servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str], single: list[int],
+    pair: list[int], why: str,
+) -> None:  # fmt: skip
+    for server, histogram in zip(servers, (single, pair), strict=True):
+        server.histogram, server.drafted = histogram, len(histogram) - 1
+    code, found = run(servers, tmp_path)
+    assert (code, found["verdict"]) == (2, "undecided")
+    assert why in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--gate=5", "--gate=nan", "--timeout=0", "--at-once=0"])
+def test_a_flag_out_of_range(servers: tuple, tmp_path: Path, flag: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        run(servers, tmp_path, flag)
+    assert stopped.value.code == 2
 
 
 def test_as_many_positions_as_were_drafted(servers: tuple, tmp_path: Path) -> None:
@@ -242,7 +300,7 @@ def test_as_many_positions_as_were_drafted(servers: tuple, tmp_path: Path) -> No
     assert found["pair"]["by_position"] == [1.0, 0.5, 0.5, 0.5, 0.5]
     single.histogram, single.drafted = [0, 0, 0, 10], 7  # a block that no round got right
     _, found = run(servers, tmp_path)
-    assert found["single"]["by_position"] == [1.0] * 3 + [0.0] * 4
+    assert found["single"]["by_position"] == [1.0] * 3 + [0.0] * 3
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -281,8 +339,11 @@ def test_a_request_that_fails_is_counted(
     code, found = run(servers, tmp_path)
     assert (code, found["prompts"], len(found["failed"])) == (2, 2 * FEWEST - 1, 1)
     said = capsys.readouterr()
-    assert "1 of 16 prompts failed: HTTP 503" in said.err
+    assert "1 of 16 prompts failed, the first: HTTP 503" in said.err
     assert "pair to single: 100.0%" in said.out
+    assert found["verdict"] == "undecided"
+    servers[1].histogram = [9, 1, 0, 0]
+    assert run(servers, tmp_path)[0] == 1  # a loss stays one
 
 
 def test_servers_with_a_key(
@@ -321,10 +382,21 @@ def test_nothing_to_ask(
     assert capsys.readouterr().err
 
 
+def event(completed: int, reason: str = "", number: int = 0) -> bytes:
+    """Of so many tokens, `number` of which it has."""
+    info = {"completion_tokens": completed, "finish_reason": reason and {"type": reason}}
+    about = {"output_ids": [*range(number or completed)], "meta_info": info}
+    return b"data: " + json.dumps(about).encode()
+
+
 @pytest.mark.parametrize(
     ("lines", "why"),
     [([b"data: [DONE]"], "it sent no event"), ([b'data: {"error": "no room"}'], "no room"),
-     ([b"data: <html>"], "sent b' <html>'")],
+     ([b'{"error": "no key"}'], "no key"),  # as SGLang's small router passes it on
+     ([b"data: <html>"], "sent b' <html>'"), ([b"data: [1]"], "expected SGLang's meta_info"),
+     ([event(2), b'data: {"error": "no room"}'], "no room"),
+     ([event(1), event(2)], "broke off after 2 tokens"),
+     ([event(1), event(4, "stop", number=2)], "broke off after 3 tokens")],
 )  # fmt: skip
 def test_a_stream_without_an_answer(lines: list[bytes], why: str) -> None:
     events = Events("http://server")
