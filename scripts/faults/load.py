@@ -93,11 +93,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=0, help="as many rounds as that takes")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--stock", action="store_true", help="without the plugin, to compare with")
     parser.add_argument("--kill", action="store_true", help="kill and restart each server as well")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
+    enable = () if options.stock else ENABLE
     topology = Topology(
-        tuple(shlex.split(options.prefill)), tuple(shlex.split(options.decode)), ENABLE, ENABLE,
+        tuple(shlex.split(options.prefill)), tuple(shlex.split(options.decode)), enable, enable,
         backend=options.backend,
     )  # fmt: skip
     rounds: dict[str, Round] = {}

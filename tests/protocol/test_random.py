@@ -90,10 +90,22 @@ def numbers() -> list[object]:
     return [*range(SAMPLE), *wide]
 
 
+def is_refused_by_sglang(case: Case) -> bool:
+    """Over NIXL SGLang pairs the layers of prefill's stages by their numbers, which the pool of a
+    GQA target alone does not tell (nixl/conn.py _build_transfer_dst_indices)."""
+    alone = case.draft is None and not case.target.is_mla and not case.hybrid
+    as_wide = case.prefill_tp == case.decode_tp
+    return case.backend == "nixl" and case.prefill_pp > 1 and alone and as_wide
+
+
 @pytest.mark.parametrize("number", numbers())
 def test_random_case(number: int) -> None:
     case = random_case(number)
     outcome = run(case)
     assert outcome.wrong == [], case
+    if is_refused_by_sglang(case):
+        assert outcome.statuses == {"failed"}
+        assert "MIXKV-PAIR-07" in outcome.reasons
+        return
     assert outcome.statuses == {"success"}
     assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
