@@ -123,7 +123,7 @@ def test_the_late_rank_hears_it_from_decode(late: int) -> None:
 WITHOUT_THE_GUARD = {
     "pages stay unwritten": (send_short, {"success"}, True),
     "a computed page is cut": (send_long, {"success"}, False),
-    "the request never ends": (send_twice, {"stuck in 2"}, False),
+    "the request never ends": (send_twice, {"stuck"}, False),
 }
 
 
@@ -137,7 +137,7 @@ def test_without_the_guard(monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
     monkeypatch.setattr("rig.rank.LIMIT_S", 16)
     monkeypatch.setattr(prefill, "pages_to_send", lambda offered, *_, **__: offered)
     outcome = run(Case(2, 1, requests=(Request(12),), extra={"send": send}))
-    assert outcome.statuses == statuses
+    assert {status.partition(" in ")[0] for status in outcome.statuses} == statuses
     assert any("entry" in line for line in outcome.wrong) == wrong
 
 
