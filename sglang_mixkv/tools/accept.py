@@ -85,8 +85,8 @@ class Trial:
         single, pair = (stream(url, body, self.timeout) for url in (self.single, self.pair))
         return Asked(len(ids), single, pair)
 
-    def why_not_judged(self, compared: Comparison) -> Iterator[str]:
-        """What forbids to find the pair right by these answers."""
+    def no_yardstick(self, compared: Comparison) -> Iterator[str]:
+        """Why these answers say nothing of the pair's drafter."""
         for url, side in ((self.single, compared.single), (self.pair, compared.pair)):
             yield from self._why_not(url, side)
         length = compared.single.accept_length
@@ -101,6 +101,8 @@ class Trial:
                 f"{self.single} and {self.pair} draft {drafted[0]} and {drafted[1]} tokens a "
                 "round. Give both the same speculative flags"
             )
+
+    def failures(self) -> Iterator[str]:
         if self.failed:
             number = len(self.failed) + len(self.asked)
             yield f"{len(self.failed)} of {number} prompts failed, the first: {self.failed[0]}"
@@ -176,10 +178,10 @@ def judge(args: argparse.Namespace) -> int:
 
 
 def report(trial: Trial, compared: Comparison, wire: Wire, out: Path | None) -> int:
-    """Tell everything, and the exit status. A loss stays one whatever else is wrong."""
-    why_not = list(trial.why_not_judged(compared))
-    verdict = compared.verdict
-    if why_not and (verdict is Verdict.WITHIN or not compared.ratio):
+    """Tell everything, and the exit status. A loss stays one where prompts failed."""
+    no_yardstick, failures = list(trial.no_yardstick(compared)), list(trial.failures())
+    why_not, verdict = [*no_yardstick, *failures], compared.verdict
+    if no_yardstick or (failures and verdict is Verdict.WITHIN):
         verdict = Verdict.UNDECIDED
     if out is not None:
         told = {"verdict": verdict.value, "not_judged": why_not, "failed": trial.failed}

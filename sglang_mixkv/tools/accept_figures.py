@@ -100,6 +100,13 @@ class Asked:
         }
 
 
+def _chance(some: int, number: int) -> float:
+    """Of exactly so many of this number of prompts, by ties; in logarithms, since the number of
+    ways to choose them is beyond a float."""
+    ways = math.lgamma(number + 1) - math.lgamma(some + 1) - math.lgamma(number - some + 1)
+    return math.exp(ways + some * math.log(TIES) + (number - some) * math.log(1 - TIES))
+
+
 class Comparison:
     """Of some prompts. `gate`: the share of accept length that the pair may lose. `tail`: the
     probability on either side of the interval."""
@@ -163,10 +170,7 @@ class Comparison:
         """Whether outputs do too soon, too often."""
         number = len(self.asked)
         early = sum(a.differs_at is not None and a.differs_at < EARLY for a in self.asked)
-        by_chance = sum(
-            math.comb(number, k) * TIES**k * (1 - TIES) ** (number - k)
-            for k in range(early, number + 1)
-        )
+        by_chance = sum(_chance(k, number) for k in range(early, number + 1))
         return number >= FEWEST and by_chance < CHANCE
 
     @property

@@ -264,14 +264,16 @@ def test_a_dp_rank_with_few_prompts_leaves_it_open() -> None:
 
 def test_chance_differs_now_and_then() -> None:
     """One in ten within eight tokens is what ties may do."""
-    for differ, verdict in ((3, Verdict.WITHIN), (11, Verdict.OTHER_OUTPUT)):
-        asked = [Asked(9, answer(10, 20), answer(10, 20, first=n < differ)) for n in range(32)]
+    for differ, number in ((3, 32), (11, 32), (200, 3000), (400, 3000)):
+        asked = [Asked(9, answer(10, 20), answer(10, 20, first=n < differ)) for n in range(number)]
+        verdict = Verdict.OTHER_OUTPUT if differ in (11, 400) else Verdict.WITHIN
         assert Comparison(asked, 0.05).verdict is verdict
 
 
 @pytest.mark.parametrize(
     ("single", "pair", "why"),
     [([30, 1], [30, 1], "its own drafter drafts nothing"),
+     ([0, 0, 0, 10], [10, 0, 0, 0, 0, 1], "Give both the same speculative flags"),
      ([0, 0, 0, 10], [0, 0, 0, 0, 0, 10], "Give both the same speculative flags")],
 )  # fmt: skip
 def test_a_single_server_that_is_no_yardstick(
