@@ -3,9 +3,9 @@
 Mooncake's TCP transport fails above some 2,048 ranges in flight per engine and peer. After such
 an overflow the engine can be stuck towards that peer for good: each call returns -1 after a
 second, while the peer still answers a probe. So over TCP all threads together keep at most
-IN_FLIGHT ranges in flight (`InFlight`), and an engine whose write failed although the peer
-answers is replaced by a fresh one with the same memory registered (`Engines`). A peer does not
-notice: the engine's own session is never told to it.
+IN_FLIGHT ranges in flight to a peer (`InFlight`), and an engine whose write failed although the
+peer answers is replaced by a fresh one with the same memory registered (`Engines`). A peer does
+not notice: the engine's own session is never told to it.
 
 A failed call is not repeated: bytes of it may still arrive, and the request that it belongs to
 fails. The old engine is kept, since ending it takes a second under the GIL.
@@ -20,6 +20,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,48 +38,65 @@ WAITED_FOR = IN_FLIGHT - ASYNCHRONOUS
 FEW, SHORT = 16, 96 << 10
 
 MOST_ENGINES = 8
+MOST_IN_VAIN = 2  # of them for one peer, without a write to it that was right
 POLL_S = 5e-5
 GIVE_UP_S = 30.0  # after which Mooncake gives up a call that waits, unless told otherwise
 
 
 class InFlight:
-    """Ranges in flight of one process. Writes that are waited for and asynchronous ones have a
-    share each: no call waits for room that only a thread which itself waits can give back."""
+    """Ranges in flight of one process, to each peer: one that hangs takes nobody else's share.
+    Writes that are waited for and asynchronous ones have a share each: no call waits for room that
+    only a thread which itself waits can give back. Nothing is kept of a peer with none."""
 
     def __init__(self, waited_for: int = WAITED_FOR, asynchronous: int = ASYNCHRONOUS) -> None:
         self.most, self.most_asynchronous = waited_for, asynchronous
-        self._turn = threading.Lock()
         self._room = threading.Condition()
-        self._waited_for = self._asynchronous = 0
+        self._waited_for: Counter[str] = Counter()
+        self._asynchronous: Counter[str] = Counter()
+        self._turns: dict[str, deque[object]] = {}
 
-    def take(self, count: int) -> None:
+    def take(self, session: str, count: int) -> None:
         """Room for so many ranges, in the order of asking: a large call is not passed by."""
-        with self._turn, self._room:
-            while self._waited_for + count > self.most:
-                self._room.wait()
-            self._waited_for += count
-
-    def give_back(self, count: int) -> None:
         with self._room:
-            self._waited_for -= count
+            turns = self._turns.setdefault(session, deque())
+            turns.append(turn := object())
+            while turns[0] is not turn or self._waited_for[session] + count > self.most:
+                self._room.wait()
+            turns.popleft()
+            if not turns:
+                del self._turns[session]
+            self._waited_for[session] += count
             self._room.notify_all()
 
-    def begin(self, count: int) -> bool:
+    def give_back(self, session: str, count: int) -> None:
+        with self._room:
+            _less(self._waited_for, session, count)
+            self._room.notify_all()
+
+    def begin(self, session: str, count: int) -> bool:
         """Room for so many asynchronous ranges, if there is any now."""
         with self._room:
-            fits = self._asynchronous + count <= self.most_asynchronous
-            self._asynchronous += count if fits else 0
+            fits = self._asynchronous[session] + count <= self.most_asynchronous
+            if fits:
+                self._asynchronous[session] += count
             return fits
 
-    def end(self, count: int) -> None:
+    def end(self, session: str, count: int) -> None:
         with self._room:
-            self._asynchronous -= count
+            _less(self._asynchronous, session, count)
+
+
+def _less(counted: Counter[str], session: str, count: int) -> None:
+    counted[session] -= count
+    if not counted[session]:
+        del counted[session]
 
 
 class Engines:
     """The engine in use, the memory registered with it, and those that it replaced.
 
-    `make`: a fresh engine like the first.
+    `make`: a fresh engine like the first. Only so many are made: those that were replaced are kept.
+    A peer to which the fresh ones fail as well does not use them up for the others.
     """
 
     def __init__(self, engine: Any, make: Callable[[], Any]) -> None:
@@ -86,6 +104,7 @@ class Engines:
         self._make = make
         self._memory: dict[int, int] = {}  # registered: address -> length
         self._replaced: list[Any] = []
+        self._in_vain: Counter[str] = Counter()  # made for a session, since a write to it was right
         self._lock = threading.Lock()
 
     def register(self, ptrs: list[int], lengths: list[int]) -> int:
@@ -102,13 +121,18 @@ class Engines:
             code: int = self.current.batch_deregister(ptrs)
             return code
 
-    def replace_if_stuck(self, engine: Any, session: str) -> None:
-        """A fresh engine in the place of one that failed towards a peer that is there."""
+    def note(self, engine: Any, session: str, code: int) -> None:
+        """How a write ended. One that failed though the peer is there has a fresh engine take the
+        place of this one."""
+        if code == 0:
+            if self._in_vain:
+                self._in_vain.pop(session, None)
+            return
         try:
             if not _answers(engine, session):
                 return
             with self._lock:
-                if self.current is engine:
+                if self.current is engine and self._in_vain[session] < MOST_IN_VAIN:
                     self._replace(session)
         except Exception:
             logger.exception("[MIXKV-SEND-04] sglang-mixkv could not replace the transfer engine")
@@ -127,6 +151,7 @@ class Engines:
             raise RuntimeError(f"registering memory with a new engine returned {code}")
         self._replaced.append(self.current)
         self.current = fresh
+        self._in_vain[session] += 1
         logger.warning(
             "[MIXKV-SEND-03] sglang-mixkv: a transfer to %s failed although it answers; the "
             "transfer engine was replaced", session,
@@ -209,14 +234,13 @@ class Mooncake:
         limiter, engine, count = self._in_flight, self._engines.current, len(lengths)
         if limiter is None:
             return int(engine.batch_transfer_sync(session, src, dst, lengths))
-        limiter.take(count)
+        limiter.take(session, count)
         try:
             engine = self._engines.current
             code = int(engine.batch_transfer_sync(session, src, dst, lengths))
         finally:
-            limiter.give_back(count)
-        if code != 0:
-            self._engines.replace_if_stuck(engine, session)
+            limiter.give_back(session, count)
+        self._engines.note(engine, session, code)
         return code
 
     # -- asynchronous
@@ -227,7 +251,7 @@ class Mooncake:
         mooncake = getattr(engine, "engine", None)
         if limiter is None or not hasattr(mooncake, "transfer_submit_write"):
             return None
-        if not limiter.begin(len(blocks.length)):
+        if not limiter.begin(session, len(blocks.length)):
             return None
         numbers = [_submit(mooncake, session, one) for one in zip(*blocks.lists(), strict=True)]
         return Begun(engine, session, numbers, time.monotonic() + patience_s())
@@ -236,11 +260,10 @@ class Mooncake:
         mooncake = begun.engine.engine
         codes = [_outcome(mooncake, number, begun.until) for number in begun.numbers]
         assert self._in_flight is not None
-        self._in_flight.end(len(codes))
-        if not any(codes):
-            return 0
-        self._engines.replace_if_stuck(begun.engine, begun.session)
-        return -1
+        self._in_flight.end(begun.session, len(codes))
+        code = -1 if any(codes) else 0
+        self._engines.note(begun.engine, begun.session, code)
+        return code
 
 
 class SharedEngine:

@@ -39,7 +39,7 @@ def test_fault(fault: Fault, backend: str) -> None:
 def test_without_its_replacement_an_engine_stays_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_mixkv.transport.mooncake import Engines
 
-    monkeypatch.setattr(Engines, "replace_if_stuck", lambda *_: None)
+    monkeypatch.setattr(Engines, "note", lambda *_: None)
     outcome = run(faults.case(faults={("prefill", 1): faults.overflow}))
     assert {s for r in outcome.decode for s in r.status} == {"failed"}
 

@@ -17,6 +17,7 @@ from sglang_mixkv.transport.mooncake import (
     ASYNCHRONOUS,
     IN_FLIGHT,
     MOST_ENGINES,
+    MOST_IN_VAIN,
     WAITED_FOR,
     Begun,
     Engines,
@@ -25,7 +26,7 @@ from sglang_mixkv.transport.mooncake import (
     SharedEngine,
 )
 
-PEER = "peer:1"
+PEER, OTHER = "peer:1", "peer:2"
 
 
 class SlowEngine:
@@ -73,7 +74,7 @@ class SlowEngine:
         return 0
 
     def send_probe(self, session: str) -> int:
-        assert session == PEER
+        assert session in (PEER, OTHER)
         return self.probe
 
 
@@ -129,7 +130,7 @@ class Wired:
     made: list[SlowEngine] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        limiter = InFlight(self.limit)
+        self.limiter = limiter = InFlight(self.limit)
         self.engines = Engines(self.engine, self.make)
         self.transport = Mooncake(self.engines, limiter if self.tcp else None)
         self.shared = SharedEngine(self.engines, self.transport, limiter)
@@ -138,8 +139,8 @@ class Wired:
         self.made.append(self.fresh())
         return self.made[-1]
 
-    def write(self, count: int) -> int:
-        return self.transport.wait(self.transport.write(PEER, blocks(count)))
+    def write(self, count: int, session: str = PEER) -> int:
+        return self.transport.wait(self.transport.write(session, blocks(count)))
 
     def write_as_sglang(self, count: int) -> int:
         return self.shared.batch_transfer_sync(PEER, [1] * count, [2] * count, [3] * count)
@@ -218,6 +219,19 @@ def test_a_large_call_is_not_passed_by() -> None:
     assert engine.calls == [40, 100, 20]
 
 
+def test_a_peer_that_hangs_takes_nobody_elses_share() -> None:
+    wired = Wired(engine := SlowEngine())
+    engine.gates = {100: threading.Event()}
+    hung = threading.Thread(target=wired.write, args=(100,))
+    hung.start()
+    begun = wired.begin(ASYNCHRONOUS)
+    assert (wired.write(99, OTHER), begun is not None, hung.is_alive()) == (0, True, True)
+    engine.gates[100].set()
+    hung.join(30)
+    assert not wired.limiter._waited_for
+    assert not wired.limiter._turns
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_an_engine_that_fails_towards_a_living_peer_is_replaced(way: Way) -> None:
     wired = Wired(engine := SlowEngine(code=-1))
@@ -248,10 +262,22 @@ def test_threads_that_fail_together_make_one_engine() -> None:
     assert len(wired.made) == 1
 
 
-def test_engines_are_not_made_without_end() -> None:
+def test_a_peer_that_fresh_engines_fail_to_does_not_use_them_up() -> None:
     wired = Wired(SlowEngine(code=-1), fresh=lambda: SlowEngine(code=-1))
-    for _ in range(MOST_ENGINES + 3):
+    for _ in range(5):
         assert wired.write(1) == -1
+    assert len(wired.made) == MOST_IN_VAIN
+    wired.write(1, OTHER)
+    assert len(wired.made) == MOST_IN_VAIN + 1, "there is one for another"
+
+
+def test_engines_are_not_made_without_end() -> None:
+    """Each is right at first, and fails then."""
+    wired = Wired(SlowEngine(code=-1))
+    for _ in range(MOST_ENGINES + 3):
+        wired.engines.current.code = -1
+        assert wired.write(1) == -1
+        wired.write(1)
     assert len(wired.made) == MOST_ENGINES
 
 
