@@ -143,9 +143,9 @@ class Landing:
                 buffer = self._rows.allocate(self._size)
                 self._transport.register(buffer.address, buffer.size)
                 self._buffer, self._regions = buffer, RegionAllocator(buffer.size)
-        except MemoryError as error:
+        except Exception as error:  # an allocator's own kinds too: the scheduler asks
             logger.warning(
-                "[MIXKV-MEM-01] sglang-mixkv: no staging buffer of %d bytes (%s); slices go "
+                "[MIXKV-MEM-01] sglang-mixkv: no staging buffer of %d bytes (%r); slices go "
                 "without it",
                 self._size, error,
             )  # fmt: skip
@@ -157,6 +157,11 @@ class Landing:
         return slices.worth_a_copy(pages, runs, self._transport.limits, self._mode)
 
     # -- rooms
+
+    def begin(self, room: int) -> None:
+        """Another request has this number. Acknowledgements are about that one from now on: what
+        the one before it held stays out of use for its time."""
+        self._leaving.pop(room, None)
 
     def grant(
         self, room: int, target: Slices, draft: tuple[Slices, ...], pages: Ints, *,

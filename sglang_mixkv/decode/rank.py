@@ -138,7 +138,10 @@ class DecodeRank:
     def begin(self, number: int, address: str) -> Room | None:
         """A request whose prefill ranks are known. None for a server that was not resolved."""
         source = self.sources.get(address)
-        return None if source is None else self.rooms.begin(number, source)
+        if source is None:
+            return None
+        self.landing.begin(number)
+        return self.rooms.begin(number, source)
 
     def prepare(self, room: Room, pages: Any, aux_row: int | None) -> Mapping[Sender, Grant]:
         """Before a room's metadata goes out: clear what will not come, note what is verified,

@@ -69,6 +69,10 @@ class RoomReceiver(CommonKVReceiver):
         except MixKVError as error:
             self._fail(f"sglang-mixkv refuses prefill server {address}: {error}")
             self._dismiss(prefill_dp_rank)
+        except Exception as error:
+            logger.exception("[MIXKV-SELF-01] sglang-mixkv could not begin a request")
+            self._fail(f"[MIXKV-SELF-01] sglang-mixkv could not begin the request: {error!r}")
+            self._dismiss(prefill_dp_rank)
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)

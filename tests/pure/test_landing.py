@@ -41,10 +41,12 @@ REGIONS = Config().staging_mb << 20
 
 
 class Memory(HostRows):
-    """Rows with `room` bytes for regions, and `scratch` bytes; MemoryError where that is 0.
+    """Rows with `room` bytes for regions, and `scratch` bytes; `error` where that is 0.
 
     `asked`: sizes of what was asked for.
     """
+
+    error: Exception = MemoryError("none left")
 
     def __init__(self, room: int, scratch: int) -> None:
         self.room, self.scratch = room, scratch
@@ -54,7 +56,7 @@ class Memory(HostRows):
         self.asked.append(size)
         given = self.scratch if size == SCRATCH else self.room
         if not given:
-            raise MemoryError("none left")
+            raise self.error
         return super().allocate(given)
 
 
@@ -353,6 +355,18 @@ def test_a_drained_region_is_free_at_once() -> None:
     assert world.landing.in_use() == (0, held), "nobody said whose word counts"
 
 
+def test_a_quarantine_does_not_end_by_what_is_said_of_the_next_request() -> None:
+    """Of the same number, to which no region was granted; the ranks are the same."""
+    world = World(4, 2)
+    world.grant()
+    held, _ = world.landing.in_use()
+    world.landing.release(7, frozenset({2, 3}))
+    world.landing.begin(7)
+    world.landing.release(7, frozenset({2, 3}))
+    world.landing.drained(7, {2, 3})
+    assert world.landing.in_use() == (0, held)
+
+
 def test_the_buffer_comes_with_the_first_peer_that_needs_it() -> None:
     world = World(4, 2)
     target, draft = world.target, world.draft
@@ -384,12 +398,14 @@ def test_memory_is_taken_only_where_a_peer_can_need_it(
     assert world.memory.asked == asked
 
 
+@pytest.mark.parametrize("error", [MemoryError("none left"), RuntimeError("the pool's own")])
 def test_memory_that_could_not_be_had_is_asked_for_once_a_minute(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [1000.0]
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     world = World(4, 2, room=0)
+    world.memory.error = error
     for _ in range(3):
         world.landing.prepare(world.target, world.draft)
     assert (world.memory.asked, caplog.text.count("no staging buffer")) == ([SCRATCH, REGIONS], 1)
