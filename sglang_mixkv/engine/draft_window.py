@@ -4,7 +4,8 @@ A query at the first position after the prompt sees `window` tokens before itsel
 SGLang 0.5.23 has these windows:
 
 * Llama EAGLE3: every attention layer, by --speculative-draft-window-size
-  (models/llama_eagle3.py). Other EAGLE drafters window their draft steps only.
+  (models/llama_eagle3.py), where the drafter's attention backend keeps to it (`keeps_to_it`).
+  Other EAGLE drafters window their draft steps only.
 * DFLASH, by that flag: a table of the last tokens' slots, whatever the layers are
   (dflash_worker_v2.py, _compute_compact_draft_seq_lens). DSPARK ignores the flag.
 * DFLASH and DSPARK, by config.json: layers of type sliding_attention (models/dflash.py).
@@ -12,6 +13,7 @@ SGLang 0.5.23 has these windows:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from sglang.srt.speculative.dflash_utils import (
@@ -22,6 +24,18 @@ from sglang.srt.speculative.dflash_utils import (
 from sglang_mixkv.protocol.facts import BLOCK_ALGORITHMS
 
 LLAMA_EAGLE3 = "LlamaForCausalLMEagle3"
+
+# Those that window each layer in draft steps and draft extends. FlashInfer's draft steps read the
+# whole prompt (spec_utils.py, resolve_draft_decode_window; flashinfer_backend.py, forward_decode).
+WINDOWED = frozenset({"fa3", "fa4", "trtllm_mha", "intel_amx"})
+
+
+def keeps_to_it(algorithm: str, backends: Iterable[str | None], topk: int | None) -> bool:
+    """Whether a server with these attention backends for its drafter reads no further than its
+    windows. Where that is not known, all of the draft KV is sent."""
+    if algorithm in BLOCK_ALGORITHMS:
+        return True
+    return topk == 1 and WINDOWED.issuperset(backends)
 
 
 def draft_windows(

@@ -8,8 +8,9 @@ The contract on KV args, whoever builds them (SGLang through the plugin, a test,
     draft_total_kv_head_num     of the whole drafter, from its configuration
     kv_head_num, total_kv_head_num    the same of the target, where it is not MLA
     draft_architecture          optional, for the handshake
-    draft_windows               optional: engine/draft_window.py's, one for each of its entries;
-                                or draft_window, one for all
+    draft_window                optional: the window that both sides have to agree on
+    draft_windows               optional: how far this server reads of each of its entries
+                                (engine/draft_window.py); draft_window of all, where it is missing
     custom_mem_pool             optional: the torch.cuda.MemPool that the target's KV lies in
 """
 
@@ -20,9 +21,14 @@ from typing import Any
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.utils import is_mla_backend
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
+from sglang.srt.runtime_context import (
+    attention_backends,
+    get_parallel,
+    get_server_args,
+    get_spec,
+)
 
-from sglang_mixkv.engine.draft_window import draft_windows
+from sglang_mixkv.engine.draft_window import draft_windows, keeps_to_it
 from sglang_mixkv.engine.kv_memory import custom_mem_pool
 from sglang_mixkv.errors import refuse
 from sglang_mixkv.kv.layout import Caches, Component, Kind, Shard, Spread
@@ -61,10 +67,15 @@ def describe(kv_args: Any, target_pool: Any, draft_pool: Any | None) -> None:
     kv_args.draft_architecture = config.hf_config.architectures[0]
     kv_args.is_draft_mla_backend = is_mla_backend(draft_pool)
     of_a_layer = 1 if kv_args.is_draft_mla_backend else 2  # K of all layers, then V of all
-    kv_args.draft_windows = of_a_layer * draft_windows(
+    windows = of_a_layer * draft_windows(
         spec.speculative_algorithm, kv_args.draft_architecture, config.hf_config,
         spec.speculative_draft_window_size, kv_args.num_draft_entries // of_a_layer,
     )  # fmt: skip
+    own = spec.speculative_draft_attention_backend
+    backends = (own,) if own else attention_backends()
+    kept = keeps_to_it(spec.speculative_algorithm, backends, spec.speculative_eagle_topk)
+    kv_args.draft_window = max(windows)
+    kv_args.draft_windows = windows if kept else (0,) * len(windows)
     if not kv_args.is_draft_mla_backend:
         _check_layout("draft", draft_pool)
         kv_args.draft_kv_head_num = draft_pool.head_num

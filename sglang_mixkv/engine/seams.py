@@ -30,6 +30,7 @@ SEAMS_0_5_23: Seams = {
     ),
     "sglang.srt.arg_groups.resolution_hooks:register_resolution_hook": ("name",),
     "sglang.srt.arg_groups.overrides:resolved_view": ("server_args",),
+    "sglang.srt.runtime_context:attention_backends": (),
     "sglang.srt.runtime_context:get_device": (),
     "sglang.srt.runtime_context:get_disagg": (),
     "sglang.srt.runtime_context:get_observability": (),

@@ -110,8 +110,8 @@ def unseen(prefill: Server, decode: Server) -> Iterator[str]:
     window = decode.args.speculative_draft_window_size
     if window and decode.algorithm != "DSPARK" and not whole:
         yield (
-            "draft window: of a long prompt only its last pages are sent to a Llama EAGLE3 or a "
-            "DFLASH drafter"
+            "draft window: of a long prompt only its last pages are sent to a DFLASH drafter, and "
+            "to a Llama EAGLE3 one whose attention backend keeps to it (fa3, fa4, trtllm_mha)"
         )
     yield "environment variables of the servers, other than assignments in the launch line"
     yield "plugin and SGLang versions on the two hosts, sizes of metadata rows, bytes of state"

@@ -44,10 +44,14 @@ def plain_pool(cache: Cache, tp: int) -> Any:
     return sglang_pool(case, cache, tp, 0, cache.layers)
 
 
+INTEL = {"attention_backend": "intel_amx"}
+
+
 def described(
     tp: int, drafter: Path, cache: Cache, *, enabled: bool = True,
     build: Callable[[Cache, int], Any] = plain_pool, target_cache: Cache = CASE.target,
     algorithm: str = "EAGLE3", window: int | None = 512, dcp: int = 1,
+    backends: dict[str, str] = INTEL,
 ) -> Any:  # fmt: skip
     """KV args after SGLang's own setup_state_kv_args, as both _init_kv_manager call it."""
     from sglang.srt.disaggregation import utils
@@ -65,7 +69,8 @@ def described(
     )  # fmt: skip
     setattr(args, ATTRIBUTE, Config(enabled=enabled))
     publish(args, role="tokenizer")
-    get_context().override("test", speculative_algorithm=algorithm)  # some not on a CPU
+    # Some do not run on a CPU.
+    get_context().override("test", speculative_algorithm=algorithm, **backends)
     target = plain_pool(target_cache, tp)
     target.custom_mem_pool = "the target's"
     draft = build(cache, tp)
@@ -78,7 +83,7 @@ def described(
     utils.setup_state_kv_args(kv_args, target, draft, CASE.target.layers)
     names = (
         "is_draft_mla_backend", "draft_kv_head_num", "draft_total_kv_head_num",
-        "draft_architecture", "draft_windows", "custom_mem_pool",
+        "draft_architecture", "draft_window", "draft_windows", "custom_mem_pool",
     )  # fmt: skip
     return {name: getattr(kv_args, name, None) for name in names}
 
@@ -129,6 +134,27 @@ def test_a_drafter_beside_context_parallelism(tmp_path: Path) -> None:
 def test_a_drafter_that_windows_only_its_draft_steps_gets_everything(tmp_path: Path) -> None:
     path = drafter(tmp_path, architectures=["LlamaForCausalLM"])
     assert in_fork(lambda: described(2, path, Cache("mha", heads=4)))["draft_windows"] == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("backends", "reads"),
+    [
+        ({"attention_backend": "fa3"}, 512),
+        ({"attention_backend": "flashinfer"}, 0),
+        ({"attention_backend": "triton"}, 0),
+        ({"attention_backend": "flashinfer", "speculative_draft_attention_backend": "fa3"}, 512),
+        ({"attention_backend": "fa3", "speculative_draft_attention_backend": "flashinfer"}, 0),
+        ({"attention_backend": "fa3", "decode_attention_backend": "flashinfer"}, 0),
+        ({"attention_backend": "fa3", "speculative_eagle_topk": 4}, 0),
+    ],
+)
+def test_a_window_counts_where_the_backend_keeps_to_it(
+    tmp_path: Path, backends: dict[str, str], reads: int
+) -> None:
+    """Both sides compare it all the same: their backends may differ."""
+    path = drafter(tmp_path)
+    found = in_fork(lambda: described(2, path, Cache("mha", heads=4), backends=backends))
+    assert (found["draft_window"], found["draft_windows"]) == (512, (reads, reads))
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
