@@ -96,10 +96,10 @@ def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def _attach_config(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    from sglang_mixkv.config import ATTRIBUTE, resolve
+    from sglang_mixkv.config import ATTRIBUTE, opted_in
 
     server_args = original(cls, args)
-    setattr(server_args, ATTRIBUTE, resolve(args))
+    setattr(server_args, ATTRIBUTE, opted_in(args))
     return server_args
 
 
@@ -218,12 +218,13 @@ def _describe_components(_result: None, kv_args: Any, *args: Any, **kwargs: Any)
 
 
 def _published() -> Any:
-    """The ServerArgs that this process was started with, None before they are published."""
-    from sglang.srt.runtime_context import get_server_args
-
+    """The ServerArgs that this process was started with, None before they are published, and where
+    an SGLang that is not known keeps them elsewhere: the environment says then who opted in."""
     try:
+        from sglang.srt.runtime_context import get_server_args
+
         return get_server_args()
-    except ValueError:
+    except (ImportError, ValueError):
         return None
 
 

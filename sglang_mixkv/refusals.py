@@ -101,6 +101,11 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         _get("enable_unified_memory"),
         "KV fused into shared pages has no regions that could be cut by heads; drop the flag",
     ),
+    (
+        "--kv-canary with a drafter",
+        lambda a: getattr(a, "kv_canary", "none") not in (None, "none") and has_drafter(a),
+        "its rows beside the KV would be taken for heads; drop the flag",
+    ),
     ("--enable-kv-cache-sharding", _get("enable_kv_cache_sharding"), "drop the flag"),
     (
         f"--speculative-algorithm other than {', '.join(SPECULATIVE[1:])}",

@@ -24,9 +24,10 @@ process asks for the worker of such a drafter; others never import their models:
     models.dspark.DSparkDraftMixin                    a Triton kernel that writes the prompt's KV
         ._build_fused_kv_write_bundle (replace)
 
-Unless SGLANG_USE_CPU_ENGINE is 1, nothing is installed. With it, pairs of servers need all
-hooks whether or not they opted in to mixkv. Hooks only: installing imports no SGLang module
-but its hook registry.
+Nothing is installed unless SGLANG_USE_CPU_ENGINE is 1, SGLang's own switch, and the folder of the
+stand-in kernels is on the path: an operator's server on a CPU is not touched. With both, pairs of
+servers need all hooks whether or not they opted in to mixkv. Hooks only: installing imports no
+SGLang module but its hook registry.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sglang_mixkv.cpu import CPU_ENGINE_ENV, SPAWN_ENV
+from sglang_mixkv.cpu import CPU_ENGINE_ENV, SITE, SPAWN_ENV
 
 FALLBACK = "sglang.srt.arg_groups.overrides._attention_backend_platform_fallbacks"
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
@@ -53,8 +54,8 @@ FUSED_WRITE = "sglang.srt.models.dspark.DSparkDraftMixin._build_fused_kv_write_b
 
 
 def install() -> None:
-    """Register the hooks if this process runs the CPU engine."""
-    if os.environ.get(CPU_ENGINE_ENV) != "1":
+    """Register the hooks if this process was started with :func:`sglang_mixkv.cpu.launch_env`."""
+    if os.environ.get(CPU_ENGINE_ENV) != "1" or str(SITE) not in sys.path:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -36,6 +36,7 @@ _VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
     ("decode_attention_backend", str, None, ("--decode-attention-backend",)),
     ("radix_cache_backend", str, None, ("--radix-cache-backend",)),
     ("hicache_storage_backend", str, None, ("--hicache-storage-backend",)),
+    ("kv_canary", str, "none", ("--kv-canary",)),
     ("speculative_algorithm", str, None, ("--speculative-algorithm",)),
     (
         "speculative_draft_model_path",

@@ -66,6 +66,7 @@ REFUSED = [
     ({"disaggregation_decode_host_receive_threshold": 0.5}, "host-receive"),
     ({"enable_unified_memory": True}, "--enable-unified-memory"),
     ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
+    ({"kv_canary": "log"}, "--kv-canary"),
     ({"speculative_algorithm": "UNO"}, "it has no draft KV that could be moved"),
     ({"speculative_algorithm": "FROZEN_KV_MTP"}, "it has no draft KV that could be moved"),
     ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),

@@ -89,8 +89,13 @@ def registered(monkeypatch) -> list[str]:
     return targets
 
 
-@pytest.mark.parametrize("value", [None, "", "0", "true"])
-def test_support_is_inert_without_the_cpu_engine(monkeypatch, registered, value) -> None:
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [(None, cpu.SITE), ("", cpu.SITE), ("0", cpu.SITE), ("true", cpu.SITE), ("1", "elsewhere")],
+)
+def test_support_is_inert_without_the_cpu_engine(monkeypatch, registered, value, path) -> None:
+    """SGLang's switch alone does not stand for it: it is any server's on a CPU."""
+    monkeypatch.syspath_prepend(str(path))
     monkeypatch.delenv(cpu.CPU_ENGINE_ENV, raising=False)
     if value is not None:
         monkeypatch.setenv(cpu.CPU_ENGINE_ENV, value)
@@ -100,6 +105,7 @@ def test_support_is_inert_without_the_cpu_engine(monkeypatch, registered, value)
 
 @pytest.mark.parametrize(("spawn", "forks"), [("", [support.SET_ENVS]), ("1", [])])
 def test_support_hooks_with_the_cpu_engine(monkeypatch, registered, spawn, forks) -> None:
+    monkeypatch.syspath_prepend(str(cpu.SITE))
     monkeypatch.setenv(cpu.CPU_ENGINE_ENV, "1")
     monkeypatch.setenv(cpu.SPAWN_ENV, spawn)
     support.install()
