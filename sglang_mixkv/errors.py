@@ -37,7 +37,7 @@ CODES = {
     "MIXKV-LAND-02": "KV at decode is not what prefill sent",
     "MIXKV-MEM-01": "no memory for a buffer, so slices are sent without it",
     "MIXKV-MSG-01": "a message of another process cannot be read",
-    "MIXKV-MSG-02": "a peer takes no control messages",
+    "MIXKV-MSG-02": "a peer takes no messages, or does not answer",
     "MIXKV-SELF-01": "something unexpected inside the plugin",
 }
 """Code -> symptom."""

@@ -7,6 +7,7 @@ answers 404 to the other.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import requests
@@ -14,12 +15,13 @@ from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_parallel, get_spec
 
 from sglang_mixkv import __version__
-from sglang_mixkv.engine.kv_args import windows_of
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kv.layout import Caches
 from sglang_mixkv.protocol.announcement import MAX_ANNOUNCEMENT, read_announcement
 from sglang_mixkv.protocol.facts import DraftFacts, Facts, compared_window
+
+logger = logging.getLogger(__name__)
 
 KEY = "mixkv"
 PATH = "/mixkv"
@@ -70,7 +72,7 @@ def _draft_facts(kv_args: Any, caches: Caches, algorithm: str) -> DraftFacts | N
         architecture=getattr(kv_args, "draft_architecture", ""),
         total_heads=spread.total_heads,
         head_bytes=caches.draft.head_bytes,
-        window=compared_window(algorithm, max(windows_of(kv_args), default=0)),
+        window=compared_window(algorithm, getattr(kv_args, "draft_window", 0)),
     )
 
 
@@ -94,11 +96,12 @@ def fetch(bootstrap_addr: str) -> Facts | None:
 
     Raises MixKVError when it answered and does not fit this plugin.
     """
+    url = f"http://{bootstrap_addr}{PATH}"
     try:
-        url = f"http://{bootstrap_addr}{PATH}"
         with requests.get(url, timeout=TIMEOUT_S, stream=True) as response:
             body = _read(response)
-    except requests.RequestException:
+    except requests.RequestException as error:
+        logger.warning("[MIXKV-MSG-02] sglang-mixkv: no answer from %s: %s", url, error)
         return None
     if response.status_code == requests.codes.not_found:
         raise MixKVError(
@@ -111,6 +114,9 @@ def fetch(bootstrap_addr: str) -> Facts | None:
         said = body[:1024].decode(errors="replace")
         raise MixKVError("MIXKV-PAIR-03", f"prefill server at {bootstrap_addr}: {said}")
     if response.status_code != requests.codes.ok:
+        said = body[:1024].decode(errors="replace")
+        status = response.status_code
+        logger.warning("[MIXKV-MSG-02] sglang-mixkv: %s answers %d: %s", url, status, said)
         return None
     return read_announcement(body, bootstrap_addr)
 
