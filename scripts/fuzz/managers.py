@@ -266,9 +266,11 @@ class Scheduler:
     def __init__(self, rank: Any) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
+        from sglang_mixkv.engine.transfers import SchedulerQueue
+
         self.poll, self.rank, self.manager = KVPoll, rank, rank.manager
         self.chunks = Chunks()
-        self.manager.transfer_queues = [self.chunks]
+        self.manager.transfer_queues = [SchedulerQueue(self.chunks, self.manager._queued)]
         worker = rank.plugin.worker(1, 0)
         rank.plugin.worker = lambda *_: worker
         self.pool_pages = rank.plugin.local.caches.pages

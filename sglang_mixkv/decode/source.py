@@ -7,8 +7,9 @@ many answers a room needs, what each prefill rank is told at registration.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
+from uuid import uuid4
 
 from sglang_mixkv.decode.slices import Slices
 from sglang_mixkv.errors import MixKVError, refuse
@@ -26,7 +27,8 @@ class Local:
     """This decode rank. `tp`, `rank`: attention TP; `aux_ptrs`, `aux_rows`: addresses and
     rows of its metadata buffers.
 
-    `kv_data_lens`, `state_lens`: bytes of every region that it registers.
+    `kv_data_lens`, `state_lens`: bytes of every region that it registers. `process`: of no other
+    start of a decode rank.
     """
 
     facts: Facts
@@ -41,6 +43,7 @@ class Local:
     state_lens: tuple[tuple[int, ...], ...]
     aux_ptrs: tuple[int, ...]
     aux_rows: tuple[int, ...]
+    process: str = field(default_factory=lambda: uuid4().hex)
 
     @property
     def page_size(self) -> int:
@@ -147,6 +150,7 @@ class Source:
             cold=self.cold,
             verify=self.verify,
             state_lens=local.state_lens,
+            process=local.process,
         )
 
 

@@ -85,12 +85,9 @@ class SidedManager(CommonKVManager):
     def check_status(self, bootstrap_room: int) -> Any:
         """As stock; a room that is gone has failed. Stock's transfer thread asks after it looked
         whether the room is there, and ends with a KeyError if it was cleared in between."""
-        try:
-            return self.request_status[bootstrap_room]
-        except KeyError:
-            if self.side is None:
-                raise
-            return KVPoll.Failed
+        if self.side is None:
+            return super().check_status(bootstrap_room)
+        return self.request_status.get(bootstrap_room, KVPoll.Failed)
 
     def conclude_transfer(self, **kwargs: Any) -> Any:
         status = super().conclude_transfer(**kwargs)
@@ -218,7 +215,7 @@ class SidedManager(CommonKVManager):
         found += self.side.problems() if self.side is not None else []
         for name in (
             "request_status", "transfer_infos", "req_to_decode_prefix_len", "failure_records",
-            "prefill_response_tracker", "required_prefill_response_num_table", "events",
+            "prefill_response_tracker", "required_prefill_response_num_table",
         ):  # fmt: skip
             left = getattr(self, name, None)
             if isinstance(left, dict) and left:

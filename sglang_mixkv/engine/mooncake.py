@@ -187,8 +187,9 @@ class MixKVManager(TransferringManager, MooncakeKVManager):
     def _send_aux(
         self, side: PrefillRank, stock: Send, req: Any, row: int, dst_ptrs: list[int]
     ) -> int:
-        session = req.mooncake_session_id
-        self.send_digest(side, session, req.room)
+        session, worker = req.mooncake_session_id, self._worker
+        if worker is not None and worker.task is not None:
+            self.send_digest(side, session, worker.task.room)
         source = side.aux_from(session)
         if source is AuxFrom.NOBODY:
             return 0

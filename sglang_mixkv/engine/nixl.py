@@ -83,9 +83,10 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         super().__init__(*args, **kwargs)
 
     def register_buffer_to_engine(self) -> None:
-        """As stock; what the side writes goes by the same agent."""
+        """As stock; what the side writes goes by the same agent. SGLang registers again when a
+        server takes its memory back: what is known of peers stays."""
         super().register_buffer_to_engine()
-        if self.side is None:
+        if self.side is None or self.side.transport is not None:
             return
         kv, rows = Memory("VRAM", self.kv_args.gpu_id), Memory("DRAM", 0)
         self.written = Nixl(self.agent, kv, self._device_of)
@@ -99,23 +100,15 @@ class MixNixlManager(TransferringManager, NixlKVManager):
 
     # -- chunks, in the scheduler, then in SGLang's transfer threads
 
-    def add_transfer_request(
-        self, bootstrap_room: int, kv_indices: Any, index_slice: slice, *args: Any,
-        wait_event: Any = None, **kwargs: Any,
-    ) -> None:  # fmt: skip
-        """As stock, which does not wait for the forward that writes a prefix sent early."""
-        known = self.prefill is not None and bootstrap_room in self.transfer_infos
-        if wait_event is not None and known:
-            self.events[bootstrap_room, index_slice.start] = wait_event
-        super().add_transfer_request(
-            bootstrap_room, kv_indices, index_slice, *args, wait_event=wait_event, **kwargs
-        )
+    def waits_for(self, event: Any) -> Any:
+        """Stock does not wait for the forward that writes a prefix sent early."""
+        return event
 
     def transfer_worker(self, queue: Any, *args: Any, **kwargs: Any) -> None:
         """As stock, over a queue that tells this thread's worker what goes on."""
         if self.prefill is not None:
             self._worker_threads.append(threading.current_thread())
-            queue = WorkerQueue(queue, self.make_worker(self.prefill, most_pages=0), self.events)
+            queue = WorkerQueue(queue, self.make_worker(self.prefill, most_pages=0))
         super().transfer_worker(queue, *args, **kwargs)
 
     def send_kvcache(
@@ -158,7 +151,7 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         assert side is not None
         code = side.guarded(worker, session, write)
         if code:
-            room = worker.task.room if worker is not None and worker.task is not None else -1
+            room = worker.task.room if worker is not None and worker.task is not None else None
             raise _NixlPostError(side.why_unsent(session, room, code))
 
     def maybe_send_extra(self, peer_name: str, *args: Any, **kwargs: Any) -> Iterable[Any]:
@@ -294,11 +287,6 @@ class MixNixlManager(TransferringManager, NixlKVManager):
 
 class MixNixlSender(RoomSender, NixlKVSender):
     """SGLang's NIXL sender with its room."""
-
-    def clear(self) -> None:
-        super().clear()
-        if self.side is not None:
-            self.kv_mgr.forget_events(self.bootstrap_room)
 
 
 class MixNixlReceiver(RoomReceiver, NixlKVReceiver):

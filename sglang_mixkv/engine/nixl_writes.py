@@ -8,10 +8,11 @@ from typing import Any
 
 from sglang.srt.disaggregation.nixl.conn import _NixlPostError
 
+from sglang_mixkv.prefill.rooms import Room
 from sglang_mixkv.prefill.worker import Worker
 from sglang_mixkv.transport.nixl import Code, Nixl
 
-Why = Callable[[str, int, int], str]
+Why = Callable[[str, Room, int], str]
 """The reason of a room that a write failed of: session, room, code."""
 
 
@@ -50,7 +51,7 @@ class StockWrites:
             raise self._error(broken[0][0], task.room)
         return [handle for _, handle in broken]
 
-    def _error(self, session: str, room: int) -> _NixlPostError:
+    def _error(self, session: str, room: Room) -> _NixlPostError:
         return _NixlPostError(self._why(session, room, Code.LOST))
 
 

@@ -71,7 +71,6 @@ class PrefillTables:
             manager.failure_records,
         ):
             table.pop(room, None)
-        manager.forget_events(room)
 
     def refuse(self, who: Address, room: int, reason: str) -> None:
         self._replies.send(who.endpoint, who.port, self._verdict(room, reason))

@@ -37,7 +37,7 @@ class RoomSender(CommonKVSender):
         super().init(num_kv_indices, aux_index)
         if self.side is not None and num_kv_indices < 0:
             reason = "[MIXKV-SEND-01] the decode side's cached prefix is longer than the prompt."
-            self.side.fail(self.bootstrap_room, reason)
+            self.side.fail(self.room, reason)
 
     def clear(self) -> None:
         """The room first: once stock has said that it ended, its number may be used again."""
@@ -51,8 +51,8 @@ class RoomSender(CommonKVSender):
 
     def abort(self) -> None:
         """As stock; the decode side is told, which in stock learns it by its timeout."""
-        if self.side is not None:
-            self.side.abandon_room(self.bootstrap_room)
+        if self.side is not None and self.room is not None:
+            self.side.abandon_room(self.room)
         super().abort()
         ended = self.bootstrap_room not in self.kv_mgr.request_status
         if self.side is not None and ended:

@@ -7,6 +7,8 @@ Each backend's own module says which of SGLang's methods send what (mooncake.py,
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +18,11 @@ from sglang_mixkv.engine.manager import SidedManager
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kv.ranges import Blocks, row_blocks
 from sglang_mixkv.prefill.rank import PrefillRank
+from sglang_mixkv.prefill.rooms import Room
 from sglang_mixkv.prefill.worker import Task, Worker
 from sglang_mixkv.protocol.extension import encode
 
 logger = logging.getLogger(__name__)
-
-
-Events = dict[tuple[int, int], Any]
 
 
 class Ended(dict[str, Any]):
@@ -41,41 +41,57 @@ class TransferInfos(dict[int, Any]):
         return Ended()
 
 
-class WorkerQueue:
-    """SGLang's transfer queue; what a thread takes is what its worker works on. `events`: by room
-    and first page, what a chunk has to wait for."""
+@dataclass(frozen=True)
+class Queued:
+    """A chunk in SGLang's transfer queue. `room`: whose it is, whoever has the number when a thread
+    takes it. `written`: what it waits for where SGLang's own thread does not."""
 
-    def __init__(self, queue: Any, worker: Worker, events: Events | None = None) -> None:
+    chunk: Any
+    room: Room
+    written: Any = None
+
+
+class SchedulerQueue:
+    """SGLang's transfer queue as the scheduler sees it. `queued`: what a chunk is put in."""
+
+    def __init__(self, queue: Any, queued: Callable[[Any], Queued]) -> None:
+        self._queue, self._queued = queue, queued
+
+    def put(self, chunk: Any) -> None:
+        self._queue.put(None if chunk is None else self._queued(chunk))
+
+
+class WorkerQueue:
+    """SGLang's transfer queue as a thread sees it: what it takes is what its worker works on.
+    Chunks of a request that has ended are passed over. SGLang looks for its number alone."""
+
+    def __init__(self, queue: Any, worker: Worker) -> None:
         self._queue, self._worker = queue, worker
-        self._events = {} if events is None else events
 
     def get(self) -> Any:
         self._worker.take(None)
-        chunk = self._queue.get()
-        if chunk is not None:
-            start, pages = chunk.index_slice.start or 0, len(chunk.prefill_kv_indices)
-            written = self._events.pop((chunk.room, start), None)
-            self._worker.take(Task(chunk.room, start, pages, written))
-        return chunk
-
-    def put(self, chunk: Any) -> None:
-        self._queue.put(chunk)
+        queued = self._queue.get()
+        while queued is not None and not queued.room.has_sender:
+            queued = self._queue.get()
+        if queued is None:
+            return None
+        start = queued.chunk.index_slice.start or 0
+        self._worker.take(Task(queued.room, start, queued.written))
+        return queued.chunk
 
 
 class TransferringManager(SidedManager):
-    """A manager whose transfer threads have a Worker each.
-
-    `events`: by room and first page, what a chunk waits for where SGLang's own thread does not.
-    """
+    """A manager whose transfer threads have a Worker each."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.events: Events = {}
         super().__init__(*args, **kwargs)
+        if self.prefill is not None:
+            queues = [SchedulerQueue(queue, self._queued) for queue in self.transfer_queues]
+            self.transfer_queues: list[Any] = queues
 
-    def forget_events(self, room: int) -> None:
-        """Of chunks that SGLang did not queue."""
-        for key in [key for key in list(self.events) if key[0] == room]:
-            self.events.pop(key, None)
+    def _queued(self, chunk: Any) -> Queued:
+        room, written = self._thread.adding
+        return Queued(chunk, room, written)
 
     def make_worker(self, side: PrefillRank, most_pages: int) -> Worker:
         """For the transfer thread that calls this. `most_pages`: see ChunkWriter."""
@@ -97,15 +113,18 @@ class TransferringManager(SidedManager):
     ) -> None:  # fmt: skip
         """Without lookahead pages; a chunk that does not line up fails its room."""
         if self.prefill is not None:
+            room = self.prefill.rooms.open_room(bootstrap_room)
+            if room is None:
+                return
             try:
                 count = self.prefill.pages_to_send(
-                    bootstrap_room, len(kv_indices), index_slice.start, num_kv_tokens,
-                    last=is_last_chunk,
-                )  # fmt: skip
+                    room, len(kv_indices), index_slice.start, num_kv_tokens, last=is_last_chunk
+                )
             except MixKVError as error:
                 reason = f"sglang-mixkv refuses to send room {bootstrap_room}: {error}"
-                self.prefill.fail(bootstrap_room, reason)
+                self.prefill.fail(room, reason)
                 return
+            self._thread.adding = room, self.waits_for(kwargs.get("wait_event"))
             if count < len(kv_indices):
                 kv_indices = kv_indices[:count]
                 index_slice = slice(index_slice.start, index_slice.start + count)
@@ -114,7 +133,11 @@ class TransferringManager(SidedManager):
             num_kv_tokens, **kwargs,
         )  # fmt: skip
 
-    def send_digest(self, side: PrefillRank, session: str, room: int) -> None:
+    def waits_for(self, event: Any) -> Any:
+        """What this backend's own thread does not wait for, of a chunk with this event."""
+        return None
+
+    def send_digest(self, side: PrefillRank, session: str, room: Room) -> None:
         """To a decode rank that asked for checksums; it fails the request if they are lost."""
         peer = side.peers.get(session) if side.verifies(session) else None
         digest = side.digest(session, room, self._prefill_unique_rank()) if peer else None

@@ -57,6 +57,7 @@ class Peer:
     regions in. `required_peers`: decode ranks that share a room on this prefill rank. `cold`: it
     gets the target's KV alone. `verify`: it asks for checksums. `page_tokens`: tokens of a request
     in each of its pages. `target_entries`: the first so many that it registered are its target's.
+    `process`: which start of the decode rank it is, empty where that does not say so.
     """
 
     address: Address
@@ -71,10 +72,18 @@ class Peer:
     verify: bool = False
     page_tokens: int = 1
     target_entries: int = 0
+    process: str = ""
 
     @property
     def session(self) -> str:
         return self.address.session
+
+    def check_continues(self, before: Peer) -> None:
+        """Raise MixKVError unless it is the process that registered this session before: to another
+        the pages that were named then mean nothing."""
+        if (self.address, self.process) != (before.address, before.process):
+            text = "its decode rank was started anew; its pages are another process's now"
+            raise MixKVError("MIXKV-ROOM-04", text)
 
     def check_metadata(self, said: Metadata) -> None:
         """Raise MixKVError unless a room's metadata stays inside what this peer registered."""
@@ -174,6 +183,7 @@ def admit(local: Local, registration: Registration) -> Peer:
         extension.verify,
         local.caches.target.page_size * registration.dcp_size,
         registration.first_draft,
+        extension.process,
     )
 
 

@@ -100,17 +100,17 @@ class PrefillRank:
             self._sglang.fail(number, room.reason)
         return room
 
-    def fail(self, number: int, reason: str) -> None:
-        """End a room with this reason on both sides."""
-        self._sglang.fail(number, reason)
+    def fail(self, room: Room | None, reason: str) -> None:
+        """End a request with this reason on both sides, unless it has ended: its number can be
+        another's by then."""
+        if room is not None and room.has_sender:
+            self._sglang.fail(room.number, reason)
 
-    def abandon_room(self, number: int) -> None:
+    def abandon_room(self, room: Room) -> None:
         """The scheduler aborts the sender: tell decode."""
-        if number in self._sglang.statuses():
-            self._sglang.fail(
-                number, f"[MIXKV-ROOM-02] room {number}: aborted by the prefill server"
-            )
-            self.rooms.abandon(number, time.monotonic())
+        if room.number in self._sglang.statuses():
+            self.fail(room, f"[MIXKV-ROOM-02] room {room.number}: aborted by the prefill server")
+            self.rooms.abandon(room, time.monotonic())
 
     def close_room(self, room: Room) -> None:
         self.rooms.close(room, time.monotonic())
@@ -121,11 +121,11 @@ class PrefillRank:
         self.stats.refused()
 
     def pages_to_send(
-        self, number: int, offered: int, start: int, tokens: int | None, *, last: bool
+        self, room: Room | None, offered: int, start: int, tokens: int | None, *, last: bool
     ) -> int:
         """Pages of this chunk to send, the same for every planned peer of the room: without
         lookahead pages. Raises MixKVError for a chunk that does not line up."""
-        count, room = offered, self.rooms.get(number)
+        count = offered
         for session, said in list(room.members.items()) if room else []:
             peer = self.planned(session)
             if peer is not None and peer.plan is not None and not said.is_dummy:
@@ -143,7 +143,7 @@ class PrefillRank:
 
     def guarded(self, worker: Worker | None, session: str, send: Callable[[], int]) -> int:
         """What SGLang is told of a send: 0, or a code, by which it takes the peer for dead and
-        fails every request to it. Nothing is sent for a room that has failed.
+        fails every request to it. Nothing is sent for a room that has failed or ended.
 
         Where `send` raises, or a write failed though the peer answers, this thread's room fails
         alone, with the reason.
@@ -162,7 +162,7 @@ class PrefillRank:
             self._log(session, task.room, error)
             code = worker.settle()
             if not code:
-                self._sglang.fail(task.room, _why(session, task.room, error))
+                self.fail(task.room, _why(session, task.room, error))
                 return 0
         return self._judged(session, task.room, code, began)
 
@@ -175,11 +175,11 @@ class PrefillRank:
             return -1
 
     @staticmethod
-    def _log(session: str, room: int | None, error: Exception) -> None:
+    def _log(session: str, room: Room | None, error: Exception) -> None:
         ours = isinstance(error, MixKVError)
         logger.error("%s", _why(session, room, error), exc_info=not ours)
 
-    def _judged(self, session: str, room: int, code: int, began: float) -> int:
+    def _judged(self, session: str, room: Room, code: int, began: float) -> int:
         """0, with the room failed, while a peer that a write failed to answers a probe: by that
         SGLang takes a dead peer back, too, but half a minute later."""
         if not code:
@@ -190,37 +190,38 @@ class PrefillRank:
         self._lost_s[session] = lost
         if lost >= MOST_LOST_S or not answers:
             return code
-        self._sglang.note_unsettled(room)
-        self._sglang.fail(
+        self._sglang.note_unsettled(room.number)
+        self.fail(
             room,
-            f"[MIXKV-SEND-03] Failed to send kv chunk of {room} to {session}, which answers: "
-            f"{self._why(code)}",
+            f"[MIXKV-SEND-03] Failed to send kv chunk of {room.number} to {session}, which "
+            f"answers: {self._why(code)}",
         )
         return 0
 
-    def why_failed(self, session: str, room: int, error: Exception) -> str:
+    def why_failed(self, session: str, room: Room, error: Exception) -> str:
         """The reason of a room of which something could not be sent."""
         return _why(session, room, error)
 
-    def why_unsent(self, session: str, room: int, code: int) -> str:
+    def why_unsent(self, session: str, room: Room | None, code: int) -> str:
         """The reason of a room that a write of failed, for a peer that may be gone."""
-        return f"[MIXKV-SEND-03] Failed to send kv chunk of {room} to {session}: {self._why(code)}"
+        what = f"kv chunk of {room.number}" if room is not None else "a kv chunk"
+        return f"[MIXKV-SEND-03] Failed to send {what} to {session}: {self._why(code)}"
 
     def _why(self, code: int) -> str:
         assert self.transport is not None
         return self.transport.why(code)
 
-    def check_still_fits(self, number: int, session: str) -> None:
+    def check_still_fits(self, room: Room, session: str) -> None:
         """Raise MixKVError unless a room stays inside what its peer registered last, which can be
-        anew since the room was admitted."""
-        room, peer = self.rooms.open_room(number), self.peers.get(session)
-        said = room.members.get(session) if room is not None else None
-        if room is None or said is None or peer is None:
+        anew since the room was admitted, and the process that wanted it is still there."""
+        said, before = room.members.get(session), room.fits.get(session)
+        peer, refusal = self.peers.get(session), self.peers.refusal(session)
+        if said is None or before is None or peer is None:
             return
-        refusal = self.peers.refusal(session)
         if refusal is not None:
             raise refusal
-        if room.fits.get(session) is not peer:
+        if before is not peer:
+            peer.check_continues(before)
             peer.check_metadata(said)
             room.fits[session] = peer
 
@@ -231,7 +232,7 @@ class PrefillRank:
         writes so many of a chunk: its code, with what it sent counted."""
         began = time.perf_counter()
         code = int(send())
-        room = self.rooms.open_room(worker.task.room) if worker and worker.task else None
+        room = worker.task.room if worker and worker.task else None
         if code == 0 and room is not None:
             size = tokens * sum(self.local.caches.target.rows)
             written = Written(0, size, 0, 0, 0, size)
@@ -256,11 +257,9 @@ class PrefillRank:
                 "draft heads would land outside the region that the decode rank reads",
                 "Report this; it is not expected from a supported SGLang",
             )
-        task = worker.task
-        room = self.rooms.open_room(task.room)
-        said = room.members.get(peer.session) if room is not None else None
-        fits = room.fits.get(peer.session) if room is not None else None
-        if room is None or said is None or fits is None:
+        task, room = worker.task, worker.task.room
+        said, fits = room.members.get(peer.session), room.fits.get(peer.session)
+        if said is None or fits is None:
             text = "the request ended meanwhile; nothing of this chunk was sent"
             raise MixKVError("MIXKV-ROOM-04", text)
         peer, plan = fits, fits.plan
@@ -311,22 +310,23 @@ class PrefillRank:
         peer = self.planned(session)
         return peer is not None and peer.verify
 
-    def has_failed(self, number: int) -> bool:
+    def has_failed(self, room: Room) -> bool:
         """Whether nothing more is to be sent of this room."""
-        return self._sglang.statuses().get(number, Poll.FAILED) == Poll.FAILED
+        status = self._sglang.statuses().get(room.number, Poll.FAILED)
+        return not room.has_sender or status == Poll.FAILED
 
-    def digest(self, session: str, number: int, own_rank: int) -> Digest | None:
+    def digest(self, session: str, room: Room, own_rank: int) -> Digest | None:
         """Checksums of all that this peer was sent, once, if it asked for them. `own_rank`:
         SGLang's unique number of this rank."""
-        peer, room = self.planned(session), self.rooms.open_room(number)
-        if peer is None or peer.plan is None or room is None:
+        peer = self.planned(session)
+        if peer is None or peer.plan is None:
             return None
         sums = room.sums.pop(session, None)
         if sums is None:
             return None
         drafts = zip(peer.plan.draft, sums.draft, strict=True)
         draft = tuple(pair for reach, found in drafts for pair in pairs(reach.copies, found))
-        return Digest(number, own_rank, pairs(peer.plan.target, sums.target), draft)
+        return Digest(room.number, own_rank, pairs(peer.plan.target, sums.target), draft)
 
     def problems(self) -> list[str]:
         """What is wrong while no request runs, once what is due has been reaped."""
@@ -334,9 +334,9 @@ class PrefillRank:
         return self.rooms.problems(self._sglang.rooms())
 
 
-def _why(session: str, room: int | None, error: Exception) -> str:
+def _why(session: str, room: Room | None, error: Exception) -> str:
     """Why a send failed on this side."""
-    what = f"room {room} " if room is not None else ""
+    what = f"room {room.number} " if room is not None else ""
     ours = isinstance(error, MixKVError)
     said = str(error) if ours else f"[MIXKV-SEND-02] {error!r}"
     return f"sglang-mixkv could not send {what}to {session}: {said}"

@@ -1,11 +1,13 @@
 """Rooms of one prefill rank: one table, from the first message about a room to its end.
 
     metadata        AWAITED ----- its sender is made -----> OPEN ----- cleared -----> ENDED
+    a second sender of the number is made                   OPEN (and fails at once), of a new room
     refusal, abort  REFUSED ----- its sender is made -----> OPEN (and fails at once)
     the scheduler aborts the sender                         ABANDONED -- cleared, or reaped
 
 A room number is the router's. It can be used again once the request before has ended, and a
-message that is late can still belong to that one: an ENDED room is remembered for MEMORY_S.
+message that is late can still belong to that one: an ENDED room is remembered for MEMORY_S. What
+belongs to a request holds its Room, since the number alone can be another request's by then.
 
 SGLang's control thread, its scheduler and its transfer threads call this; every change is made
 under one lock.
@@ -99,6 +101,10 @@ class Room:
         members = list(self.members.values())
         return any(len(members) >= said.required for said in members)
 
+    @property
+    def has_sender(self) -> bool:
+        return self.state in WITH_SENDER
+
     def may_join(self, session: str) -> bool:
         """Whether this decode rank is one of the room's, or can still become one."""
         return session in self.members or not self.is_complete
@@ -128,7 +134,7 @@ class Rooms:
     def open_room(self, number: int) -> Room | None:
         """The room, while it has a sender."""
         room = self._rooms.get(number)
-        return room if room is not None and room.state in WITH_SENDER else None
+        return room if room is not None and room.has_sender else None
 
     # -- before a sender is there
 
@@ -147,7 +153,7 @@ class Rooms:
         """Its request fails when it comes. False, and nothing changed, if it has come."""
         with self._lock:
             room = self._rooms.get(number)
-            if room is not None and room.state in WITH_SENDER:
+            if room is not None and room.has_sender:
                 return False
             if room is None and len(self._rooms) >= MAX_WAITING:
                 return True
@@ -168,29 +174,42 @@ class Rooms:
             self._opened += 1
             if room is None or room.state is State.ENDED:
                 return self._put(number, State.OPEN, now, reused=room is not None)
-            if room.state in WITH_SENDER:  # SGLang did not clear the sender before
-                self._closed += 1
-                return self._put(
-                    number, State.OPEN, now, reason=room.reason, members=room.members,
-                    fits=room.fits, reused=room.reused,
-                )  # fmt: skip
+            if room.has_sender:
+                return self._take_over(room, now)
             if room.state is State.REFUSED and now - room.since >= MEMORY_S:
                 room.reason = ""
             room.enter(State.OPEN, now)
             return room
 
-    def abandon(self, number: int, now: float) -> None:
+    def _take_over(self, before: Room, now: float) -> Room:
+        """The number's room for another sender. SGLang knows requests by their number alone: of
+        two at once, either could be sent to the other's pages, and both fail."""
+        reason = before.reason
+        if before.state is State.OPEN:
+            reason = (
+                f"[MIXKV-ROOM-03] room {before.number} is two requests' of this prefill server at "
+                "once: the KV of one could land in the pages of the other. Send each request with "
+                "a bootstrap_room of its own, as SGLang's router does."
+            )
+        self._closed += 1
+        room = self._put(
+            before.number, State.OPEN, now, reason=reason, members=before.members,
+            fits=before.fits, reused=before.reused,
+        )  # fmt: skip
+        before.enter(State.ENDED, now)
+        return room
+
+    def abandon(self, room: Room, now: float) -> None:
         """The scheduler aborted the sender, and may never clear it."""
         with self._lock:
-            room = self._rooms.get(number)
-            if room is not None and room.state is State.OPEN:
+            if room.state is State.OPEN:
                 room.enter(State.ABANDONED, now)
 
     def close(self, room: Room, now: float) -> None:
         """The sender was cleared: nothing of its room stays but that it has ended. Not twice:
         the number may be another request's by then."""
         with self._lock:
-            if self._rooms.get(room.number) is room and room.state in WITH_SENDER:
+            if self._rooms.get(room.number) is room and room.has_sender:
                 self._closed += 1
                 room.enter(State.ENDED, now)
 

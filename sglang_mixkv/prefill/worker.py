@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_mixkv.prefill.packing import PackBuffer
+from sglang_mixkv.prefill.rooms import Room
 from sglang_mixkv.prefill.writer import ChunkWriter
 from sglang_mixkv.rows.digest import Digester
 from sglang_mixkv.rows.host import Rows
@@ -22,13 +23,12 @@ RETRY_BUFFER_S = 60.0
 
 @dataclass(frozen=True)
 class Task:
-    """What a transfer thread took from SGLang's queue: `pages` of a room, from its page
-    `start` on. `written`: the end of a forward that may still write them (a CUDA event), where
-    SGLang's own thread does not wait for it."""
+    """What a transfer thread took from SGLang's queue: a chunk of a room, from its page `start`
+    on. `written`: the end of a forward that may still write it (a CUDA event), where SGLang's own
+    thread does not wait for it."""
 
-    room: int
+    room: Room
     start: int
-    pages: int
     written: Any = None
 
 

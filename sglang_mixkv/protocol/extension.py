@@ -81,7 +81,8 @@ class Extension(msgspec.Struct, frozen=True):
     the same for each draft entry, where they differ (0.1.0 refuses such drafters at start).
     `stages`: the prefill pipeline stages that this rank contacts, ascending. `staging`: (address,
     bytes) of the buffer in which it grants regions; bytes 0: none. `aux_rows`: rows in each of
-    its aux buffers. `cold`: the drafters do not fit, only the target's KV is asked for. `verify`:
+    its aux buffers. `process`: names this start of the decode rank, since another can come to its
+    address. `cold`: the drafters do not fit, only the target's KV is asked for. `verify`:
     a `Digest` is asked for with each request.
     """
 
@@ -100,6 +101,7 @@ class Extension(msgspec.Struct, frozen=True):
     state_lens: Several[Several[Size]] = ()
     cold: bool = False
     verify: bool = False
+    process: Word = ""
 
 
 class Grant(msgspec.Struct, frozen=True, array_like=True):

@@ -479,7 +479,7 @@ def test_a_thread_that_does_not_know_its_room_sends_nothing(
     """Without the grant, slices would land where the decode rank does not look for them."""
     from sglang_mixkv.engine import transfers
 
-    monkeypatch.setattr(transfers.WorkerQueue, "get", lambda self: self._queue.get())
+    monkeypatch.setattr(transfers.WorkerQueue, "get", lambda self: self._queue.get().chunk)
     extra = {"config": {"draft_transfer": "packed"}, "failed_rooms_stay_clean": True}
     outcome = run(
         Case(prefill_tp, decode_tp, draft_window=window, requests=(Request(50),), extra=extra)

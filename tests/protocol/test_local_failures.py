@@ -45,7 +45,7 @@ def raising(owner: Callable[[Rank], Any], name: str, error: Exception) -> Callab
         real, left = getattr(owner(rank), name), [error]
 
         def broken(*args: Any, **kwargs: Any) -> Any:
-            if left and rank.manager._worker.task.room == rank.rooms()[0]:
+            if left and rank.manager._worker.task.room.number == rank.rooms()[0]:
                 raise left.pop()
             return real(*args, **kwargs)
 
@@ -173,7 +173,7 @@ def held(write: int, begun: Any) -> Callable[[Rank], None]:
         room, seen = rank.rooms()[0], []
 
         def slow(real: Callable[..., int], *args: Any) -> int:
-            if rank.manager._worker.task.room == room:
+            if rank.manager._worker.task.room.number == room:
                 seen.append(1)
                 if len(seen) == write:
                     begun.set()
@@ -293,7 +293,7 @@ def cleared_while_read(rank: Rank) -> None:
         if left and said.room == rank.rooms()[0]:
             left.pop()
             rank.manager.transfer_infos.pop(said.room)
-            rank.plugin.fail(said.room, "the client left")
+            rank.plugin._sglang.fail(said.room, "the client left")
         return said
 
     conn.TransferInfo.from_zmq = parsing
@@ -305,7 +305,7 @@ def failed_before_it_is_read(rank: Rank) -> None:
 
     def joining(said: Any, *args: Any) -> None:
         if said.room == rank.rooms()[0]:
-            rank.plugin.fail(said.room, "the client left")
+            rank.plugin._sglang.fail(said.room, "the client left")
         real(said, *args)
 
     rank.plugin.rooms.join = joining

@@ -49,7 +49,9 @@ def cut_connections(but: int) -> int:
 
 
 def cut_before_the_second(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
+    """After the first, its server has given its memory up and taken it back."""
     if sender.bootstrap_room == rank.rooms()[1]:
+        rank.manager.register_buffer_to_engine()
         assert cut_connections(but=rank.manager.rank_port)
         time.sleep(0.5)
     sender.send(chunk, state)
@@ -93,6 +95,7 @@ def test_a_connection_that_breaks_under_sglangs_own_write(monkeypatch: pytest.Mo
 
     from sglang_mixkv.engine.nixl import MixNixlManager
     from sglang_mixkv.engine.nixl_writes import StockWrites
+    from sglang_mixkv.prefill.rooms import Room, State
     from sglang_mixkv.prefill.worker import Task, Worker
     from sglang_mixkv.transport.nixl import Memory, Nixl
 
@@ -102,14 +105,14 @@ def test_a_connection_that_breaks_under_sglangs_own_write(monkeypatch: pytest.Mo
     manager.agent = Agent(done="DONE", broken=lost, late="PROC")
     manager.prefill, worker = MagicMock(), Worker(MagicMock(), MagicMock())
     transport = Nixl(manager.agent, Memory("VRAM", 0), lambda _: 0)
-    manager.stock = StockWrites(transport, lambda *what: f"{what}")
+    manager.stock = StockWrites(transport, lambda who, room, code: f"{who} {room.number} {code!r}")
     manager._thread = SimpleNamespace(worker=worker)
-    worker.take(Task(7, 0, 1))
+    worker.take(Task(Room(7, State.OPEN, 0.0), 0))
     posted = ["done", "broken", "late"]
     for handle in posted:
         manager.stock.post(worker, f"peer of {handle}", partial(str, handle))
 
-    with pytest.raises(conn._NixlPostError, match=r"peer of broken', 7, .*LOST"):
+    with pytest.raises(conn._NixlPostError, match=r"peer of broken 7 .*LOST"):
         manager._await_handles([*posted, None], failure_seen=False)
     assert transport.lost == {"peer of broken"}
     assert manager._await_handles(["done", "broken"], failure_seen=True) == (True, True)

@@ -19,7 +19,6 @@ from rig.rank import Rank
 from rig.releases import Releases
 from rig.ring import run
 from rig.stand_ins import StandIn, decode_rank, in_own_process
-from rig.unserved import skip_unserved
 
 from sglang_mixkv.engine.releases import here
 
@@ -120,22 +119,28 @@ def test_a_request_counts_its_own_answers() -> None:
     first.clear()
 
 
-@pytest.mark.parametrize("room", [7, 8])
-def test_a_reaped_room_leaves_no_event(room: int) -> None:
-    """Its sender may never be cleared; the event belongs to a CUDA context."""
-    skip_unserved("nixl")
-    from sglang_mixkv.engine.nixl import MixNixlManager
-    from sglang_mixkv.engine.prefill_tables import PrefillTables
+def test_a_chunk_is_its_own_requests_when_another_has_the_number() -> None:
+    """SGLang looks for its number when a thread takes it, and would send it to another's pages."""
+    from sglang.srt.disaggregation.common.utils import FastQueue
 
-    manager: Any = MixNixlManager.__new__(MixNixlManager)
-    manager.events = {(7, 0): object(), (7, 3): object()}
-    for table in (
-        "transfer_infos", "request_status", "req_to_decode_prefix_len", "failure_records"
-    ):  # fmt: skip
-        setattr(manager, table, {room: None})
-    PrefillTables(manager).forget(room)
-    assert len(manager.events) == (0 if room == 7 else 2)
-    assert manager.request_status == {}
+    from sglang_mixkv.engine.transfers import Queued, SchedulerQueue, WorkerQueue
+    from sglang_mixkv.prefill.rooms import Rooms
+    from sglang_mixkv.prefill.worker import Worker
+
+    rooms, raw, worker = Rooms(), FastQueue(), Worker(mock.Mock(), mock.Mock())
+    scheduler = SchedulerQueue(raw, lambda chunk: Queued(chunk, rooms.open_room(7), chunk.event))
+    chunks = [mock.Mock(room=7, index_slice=slice(0, 2)) for _ in range(2)]
+    first = rooms.open(7, 0.0)
+    scheduler.put(chunks[0])
+    rooms.close(first, 0.0)
+    second = rooms.open(7, 0.0)
+    scheduler.put(chunks[1])
+    scheduler.put(None)
+    taken = WorkerQueue(raw, worker)
+    assert taken.get() is chunks[1]
+    assert worker.task is not None
+    assert (worker.task.room, worker.task.written) == (second, chunks[1].event)
+    assert (taken.get(), worker.task) == (None, None)
 
 
 def test_a_room_that_ends_while_it_fails_is_told_all_the_same() -> None:

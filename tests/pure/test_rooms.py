@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,10 @@ from sglang_mixkv.decode import rooms as decode
 from sglang_mixkv.decode.gate import Gate
 from sglang_mixkv.decode.rank import DecodeRank
 from sglang_mixkv.decode.registrations import Registrations
+from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.prefill import peers
+from sglang_mixkv.prefill.peer import Peer
+from sglang_mixkv.prefill.rank import PrefillRank
 from sglang_mixkv.prefill.rooms import MEMORY_S, Rooms, State
 from sglang_mixkv.protocol.frames import Address
 from sglang_mixkv.protocol.framing import Framing
@@ -93,18 +97,27 @@ def test_of_a_room_that_has_ended_nothing_stays_but_what_it_sent() -> None:
     assert rooms.get(ROOM) is not room
 
 
-def test_a_second_sender_has_a_room_of_its_own() -> None:
+@pytest.mark.parametrize("aborted", [False, True])
+def test_a_second_sender_has_a_room_of_its_own(aborted: bool) -> None:
+    """Beside a first that is still served both fail: SGLang tells them apart by the number."""
     rooms = Rooms()
     join(rooms)
-    first, second = rooms.open(ROOM, 1.0), rooms.open(ROOM, 2.0)
+    first = rooms.open(ROOM, 1.0)
+    if aborted:
+        rooms.abandon(first, 1.0)
+    second = rooms.open(ROOM, 2.0)
+    assert (first.has_sender, second.has_sender) == (False, True)
+    assert ("two requests" in second.reason) is not aborted
     rooms.close(first, 3.0)
+    rooms.abandon(first, 3.0)
     assert (rooms.get(ROOM), second.state, list(second.members)) == (second, State.OPEN, ["a:1"])
+    assert rooms.problems([])[0] == "1 rooms have a sender, 0 wait for one"
 
 
 def test_a_sender_that_is_cleared_after_its_room_was_reaped_counts_once() -> None:
     rooms = Rooms()
     room = rooms.open(ROOM, 0.0)
-    rooms.abandon(ROOM, 0.0)
+    rooms.abandon(room, 0.0)
     rooms.reap(101.0, 100.0)
     rooms.close(room, 102.0)
     assert rooms.problems([]) == []
@@ -115,8 +128,7 @@ def test_what_nobody_ends_is_reaped(abandoned: bool) -> None:
     rooms = Rooms()
     join(rooms)
     if abandoned:
-        rooms.open(ROOM, 0.0)
-        rooms.abandon(ROOM, 0.0)
+        rooms.abandon(rooms.open(ROOM, 0.0), 0.0)
     assert rooms.reap(10.0, 100.0) == []
     assert rooms.reap(101.0, 100.0) == [ROOM]
     assert rooms.problems([]) == []
@@ -145,9 +157,10 @@ class PrefillRooms(RuleBasedStateMachine):
     def open(self, room: int) -> None:
         self.senders.append(self.rooms.open(room, self.now))
 
-    @rule(room=numbers)
-    def abandon(self, room: int) -> None:
-        self.rooms.abandon(room, self.now)
+    @rule(index=st.integers(0, 5))
+    def abandon(self, index: int) -> None:
+        if self.senders:
+            self.rooms.abandon(self.senders[index % len(self.senders)], self.now)
 
     @rule(index=st.integers(0, 5))
     def clear(self, index: int) -> None:
@@ -177,6 +190,14 @@ def test_a_broken_law_names_both_numbers() -> None:
     own.begin(ROOM, mock.Mock())
     own._ended += 1
     assert own.problems()[1] == "1 rooms begun and 1 ended, but 1 are held"
+
+
+def test_what_is_said_of_a_request_is_not_about_the_last_one_of_its_number() -> None:
+    rank = DecodeRank.__new__(DecodeRank)
+    rank.rooms, rank.landing, rank.sources = decode.Rooms(), mock.Mock(), mock.Mock()
+    room = rank.begin(ROOM, "host:1")
+    assert rank.rooms.get(ROOM) is room
+    rank.landing.begin.assert_called_once_with(ROOM)
 
 
 def test_a_decode_room_ends_once() -> None:
@@ -244,6 +265,27 @@ def test_strangers_are_bounded_and_never_cost_a_peer_its_plan(
         note("a:1", "too short")
         assert words in str(known.refusal("a:1"))
         assert known.get("a:1") is there
+
+
+@pytest.mark.parametrize(
+    "now",
+    [{"address": Address("10.0.0.1", 9555, "a:1")}, {"process": "another"}],
+    ids=["another port", "another process"],
+)
+def test_a_room_is_not_sent_to_the_successor_of_its_decode_rank(now: dict[str, Any]) -> None:
+    """A decode rank that was killed and started can get its session again: its pages are other
+    requests' there. The same process registers again, too, and is served."""
+    room = Rooms().open(ROOM, 0.0)
+    first = Peer(said().sender, mock.Mock(), None, 10, 4, process="one")
+    room.members["a:1"], room.fits["a:1"] = said(), first
+    rank = PrefillRank.__new__(PrefillRank)
+    rank.peers = mock.Mock(refusal=lambda _: None, get=lambda _: again)
+    again = replace(first, pages=11)
+    rank.check_still_fits(room, "a:1")
+    assert room.fits["a:1"] is again
+    again = replace(first, **now)
+    with pytest.raises(MixKVError, match=r"MIXKV-ROOM-04.*started anew"):
+        rank.check_still_fits(room, "a:1")
 
 
 def test_a_refused_room_keeps_its_first_reason() -> None:

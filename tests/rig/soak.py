@@ -364,7 +364,7 @@ class SoakPrefill(SoakRank):
         def meddled(real: Callable[..., int], *args: Any) -> int:
             worker = self.manager._worker
             task = worker.task if worker is not None else None
-            number, meeting = self.meeting_in(task.room) if task is not None else (-1, None)
+            number, meeting = self.meeting_in(task.room.number) if task is not None else (-1, None)
             if meeting is None or meeting.rank != self.rank or number in done:
                 return int(real(*args))
             done.add(number)
