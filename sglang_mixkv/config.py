@@ -184,14 +184,14 @@ def _value(option: Option, flags: argparse.Namespace | None, environ: Mapping[st
         raise ValueError(f"[{UNREADABLE}] {option.environ}={text!r}: {error}") from None
 
 
-def opted_in(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:
-    """As `resolve` for a process that opted in; of another's environment nothing is read that
+def resolve_if_enabled(flags: argparse.Namespace | None) -> Config:
+    """As `resolve` for a process that opted in; of another's environment nothing else is read that
     could stop it."""
-    asked = getattr(flags, "enable_mixkv", None) or truth(ENABLE_ENV, environ)
-    return resolve(flags, environ) if asked else Config()
+    asked = getattr(flags, "enable_mixkv", None) or truth(ENABLE_ENV, os.environ)
+    return resolve(flags) if asked else Config()
 
 
 def config_of(server_args: Any) -> Config:
     """The record that rides on these ServerArgs, else what the environment says."""
     record = getattr(server_args, ATTRIBUTE, None)
-    return record if isinstance(record, Config) else opted_in(None)
+    return record if isinstance(record, Config) else resolve_if_enabled(None)

@@ -96,10 +96,10 @@ def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def _attach_config(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
-    from sglang_mixkv.config import ATTRIBUTE, opted_in
+    from sglang_mixkv.config import ATTRIBUTE, resolve_if_enabled
 
     server_args = original(cls, args)
-    setattr(server_args, ATTRIBUTE, opted_in(args))
+    setattr(server_args, ATTRIBUTE, resolve_if_enabled(args))
     return server_args
 
 
