@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "full" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """A run of hours says at once why a test failed: its summary may never come."""
+    if report.failed:
+        print(f"\n{report.nodeid} ({report.when})\n{report.longreprtext}", file=sys.__stderr__)
 
 
 @dataclass

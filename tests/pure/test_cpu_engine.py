@@ -95,7 +95,8 @@ def registered(monkeypatch) -> list[str]:
 )
 def test_support_is_inert_without_the_cpu_engine(monkeypatch, registered, value, path) -> None:
     """SGLang's switch alone does not stand for it: it is any server's on a CPU."""
-    monkeypatch.syspath_prepend(str(path))
+    others = [folder for folder in sys.path if folder != str(cpu.SITE)]
+    monkeypatch.setattr(sys, "path", [str(path), *others])
     monkeypatch.delenv(cpu.CPU_ENGINE_ENV, raising=False)
     if value is not None:
         monkeypatch.setenv(cpu.CPU_ENGINE_ENV, value)
