@@ -91,13 +91,12 @@ def main() -> int:
     arguments = parser.parse_args()
     model.BACKEND = arguments.backend
     records, verdicts, bad = [], [], False
-    for prefill_tp, decode_tp in DIRECTIONS:
-        soak = Soak(
-            arguments.requests, arguments.seed, arguments.faulty,
-            prefill_tp=prefill_tp, decode_tp=decode_tp,
-        )  # fmt: skip
-        print(f"soak {soak}", file=sys.stderr, flush=True)
-        verdict = run(soak)
+    soaks = [
+        Soak(arguments.requests, arguments.seed, arguments.faulty, prefill_tp, decode_tp)
+        for prefill_tp, decode_tp in DIRECTIONS
+    ]
+    for verdict in run(*soaks):
+        print(f"soak {verdict.soak}", file=sys.stderr, flush=True)
         verdicts.append(verdict)
         records.append(figures(verdict))
         bad = bad or bool(verdict.problems or verdict.others)

@@ -10,30 +10,31 @@ pytestmark = pytest.mark.transports(every=1)
 DIRECTIONS = [(2, 1), (1, 2)]
 
 
-def clean(soak: Soak) -> None:
+def clean(requests: int, seed: int, faulty: float = 0.2, max_tokens: int = 4000) -> None:
     """Nobody's server is killed here, so each request that fails has met a fault of its own."""
-    verdict = run(soak)
-    assert verdict.problems == []
-    assert verdict.others == {}
-    assert verdict.counts["succeeded"] + verdict.counts["failed"] == soak.requests
-    assert verdict.counts["succeeded"] > (1 - soak.faulty) * soak.requests / 3
+    soaks = [
+        Soak(requests, seed, faulty, prefill_tp, decode_tp, max_tokens)
+        for prefill_tp, decode_tp in DIRECTIONS
+    ]
+    for verdict in run(*soaks):
+        assert verdict.problems == [], verdict.soak
+        assert verdict.others == {}, verdict.soak
+        assert verdict.counts["succeeded"] + verdict.counts["failed"] == requests
+        assert verdict.counts["succeeded"] > (1 - faulty) * requests / 3
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), DIRECTIONS)
-def test_short_soak(prefill_tp: int, decode_tp: int) -> None:
-    clean(Soak(60, seed=1, prefill_tp=prefill_tp, decode_tp=decode_tp, max_tokens=1000))
+def test_short_soak() -> None:
+    clean(60, seed=1, max_tokens=1000)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), DIRECTIONS)
-def test_soak(prefill_tp: int, decode_tp: int) -> None:
+def test_soak() -> None:
     """2,000 requests of 1 to 4,000 tokens, each page used about 20 times."""
-    clean(Soak(2000, seed=2, prefill_tp=prefill_tp, decode_tp=decode_tp))
+    clean(2000, seed=2)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), DIRECTIONS)
-def test_every_request_meets_a_fault(prefill_tp: int, decode_tp: int) -> None:
-    clean(Soak(1000, seed=3, faulty=1.0, prefill_tp=prefill_tp, decode_tp=decode_tp))
+def test_every_request_meets_a_fault() -> None:
+    clean(1000, seed=3, faulty=1.0)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import zmq
 from rig import model
 from rig.faults import METADATA, NOISE, REGISTRATIONS
@@ -603,30 +604,41 @@ class Verdict:
     resources: dict[str, tuple[dict[str, int], dict[str, int]]]
 
 
-def run(soak: Soak) -> Verdict:
-    """One soak; every process has ended when this returns."""
-    context = mp.get_context("fork")
-    case = soak.case()
-    case.extra.update(
-        bootstrap_up=[context.Event()],
-        all_sent=context.Event(),
-        struck=context.Value("d", 0.0),
-        idle=context.Barrier(soak.prefill_tp + soak.decode_tp),
-        boards={
-            "prefill": Board(context, soak.prefill_tp, soak.requests),
-            "decode": Board(context, soak.decode_tp, soak.requests),
-        },
-    )
-    before = {name: os.environ.get(name) for name in TIMEOUTS}
-    os.environ.update(TIMEOUTS)
-    began, servers = time.monotonic(), Servers(case, context, [free_port()], _rank_main)
-    try:
-        reports = servers.reports(120 + soak.requests)
-    finally:
-        servers.end()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-    return judge(case, reports, time.monotonic() - began)
+class Running:
+    """The servers of one soak."""
+
+    def __init__(self, soak: Soak) -> None:
+        context = mp.get_context("fork")
+        self.case, self._began = soak.case(), time.monotonic()
+        self.case.extra.update(
+            bootstrap_up=[context.Event()],
+            all_sent=context.Event(),
+            struck=context.Value("d", 0.0),
+            idle=context.Barrier(soak.prefill_tp + soak.decode_tp),
+            boards={
+                "prefill": Board(context, soak.prefill_tp, soak.requests),
+                "decode": Board(context, soak.decode_tp, soak.requests),
+            },
+        )
+        self.servers = Servers(self.case, context, [free_port()], _rank_main)
+
+    def verdict(self) -> Verdict:
+        """Once its last rank has reported."""
+        reports = self.servers.reports(120 + self.case.soak.requests)
+        return judge(self.case, reports, time.monotonic() - self._began)
+
+
+def run(*soaks: Soak) -> list[Verdict]:
+    """All at once, since they mostly wait for timeouts; every process has ended when this
+    returns."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        for name, seconds in TIMEOUTS.items():
+            patch.setenv(name, seconds)
+        running = []
+        for soak in soaks:
+            running.append(Running(soak))
+            stack.callback(running[-1].servers.end)
+        return [one.verdict() for one in running]
 
 
 def judge(case: SoakCase, reports: dict[Key, RankReport], seconds: float) -> Verdict:
