@@ -40,6 +40,7 @@ from sglang_mixkv.engine.transfers import (
     TransferringManager,
     WorkerQueue,
 )
+from sglang_mixkv.prefill import failures
 from sglang_mixkv.prefill.rank import AuxFrom, PrefillRank
 from sglang_mixkv.protocol.messages import ABORT, read_abort
 from sglang_mixkv.transport.nixl import Memory, Nixl
@@ -163,7 +164,7 @@ class MixNixlManager(TransferringManager, NixlKVManager):
         peer = side.planned(peer_name)
         if peer is not None and (side.has_failed(worker.task.room) or not peer.route.sends_state):
             return ()
-        handles = explained(stock, partial(side.why_failed, peer_name, worker.task.room))
+        handles = explained(stock, partial(failures.raised, peer_name, worker.task.room))
         return iter(partial(self.stock.post, worker, peer_name, partial(next, handles, None)), None)
 
     def send_aux(

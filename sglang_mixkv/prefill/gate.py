@@ -91,7 +91,7 @@ class Gate:
         if refusal is not None:
             raise refusal
         assert peer is not None, session
-        if (said.sender.endpoint, said.sender.port) != (peer.address.endpoint, peer.address.port):
+        if said.sender.at != peer.address.at:
             text = f"it registered from {peer.address.endpoint}:{peer.address.port}"
             raise MixKVError("MIXKV-REG-02", text)
         if not self._may_join(said.room, session):

@@ -10,7 +10,6 @@ none of those that are raised here through.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -21,6 +20,8 @@ import numpy.typing as npt
 from sglang_mixkv.config import Config
 from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.pages import pages_to_send
+from sglang_mixkv.prefill import failures
+from sglang_mixkv.prefill.failures import Failures
 from sglang_mixkv.prefill.gate import Gate
 from sglang_mixkv.prefill.peer import Local, Peer
 from sglang_mixkv.prefill.peers import Peers
@@ -37,15 +38,7 @@ from sglang_mixkv.series import divided
 from sglang_mixkv.stats import Stats
 from sglang_mixkv.transport.base import Transport
 
-logger = logging.getLogger(__name__)
-
 PageNumbers = npt.ArrayLike
-
-
-# Each failed write holds up a transfer thread, and with it the requests of others. A peer that
-# answers is taken for dead all the same once failed writes in a row have cost so many seconds: as
-# many as SGLang stays away from a dead peer before it probes it.
-MOST_LOST_S = 30.0
 
 
 class AuxFrom(Enum):
@@ -57,8 +50,7 @@ class AuxFrom(Enum):
 
 
 class PrefillRank:
-    """`peers`, `rooms`: what it knows; `gate`: its door. Per session it adds up the seconds of
-    writes that failed since the last one that did not."""
+    """`peers`, `rooms`: what it knows; `gate`: its door; `failures`: its judgement of sends."""
 
     def __init__(
         self,
@@ -75,7 +67,7 @@ class PrefillRank:
         self.peers, self.rooms = Peers(local), Rooms()
         self.gate = Gate(self.peers, self.rooms, sglang, stats, framing, awaited_s)
         self.transport: Transport | None = None
-        self._lost_s: dict[str, float] = {}
+        self.failures = Failures(sglang)
 
     def connect(self, transport: Transport) -> None:
         """Once SGLang has its engine."""
@@ -126,8 +118,8 @@ class PrefillRank:
         """Pages of this chunk to send, the same for every planned peer of the room: without
         lookahead pages. Raises MixKVError for a chunk that does not line up."""
         count = offered
-        for session, said in list(room.members.items()) if room else []:
-            peer = self.planned(session)
+        for session, member in list(room.members.items()) if room else []:
+            peer, said = self.planned(session), member.said
             if peer is not None and peer.plan is not None and not said.is_dummy:
                 size, parts = peer.plan.page_tokens, peer.plan.parts
                 total = len(said.pages) * parts
@@ -159,71 +151,42 @@ class PrefillRank:
             self.check_still_fits(task.room, session)
             code = int(send())
         except Exception as error:
-            self._log(session, task.room, error)
+            failures.log(session, task.room, error)
             code = worker.settle()
             if not code:
-                self.fail(task.room, _why(session, task.room, error))
+                self.fail(task.room, failures.raised(session, task.room, error))
                 return 0
-        return self._judged(session, task.room, code, began)
+        if self.failures.is_peers(session, code, time.monotonic() - began):
+            return code
+        if code:
+            self._sglang.note_unsettled(task.room.number)
+            why = self.why_unsent(session, task.room, code)
+            self.fail(task.room, f"{why}; the decode rank answers")
+        return 0
 
     def _without_task(self, session: str, send: Callable[[], int]) -> int:
         """A thread that took no chunk has no room to fail: SGLang fails the one it works on."""
         try:
             return int(send())
         except Exception as error:
-            self._log(session, None, error)
+            failures.log(session, None, error)
             return -1
-
-    @staticmethod
-    def _log(session: str, room: Room | None, error: Exception) -> None:
-        ours = isinstance(error, MixKVError)
-        logger.error("%s", _why(session, room, error), exc_info=not ours)
-
-    def _judged(self, session: str, room: Room, code: int, began: float) -> int:
-        """0, with the room failed, while a peer that a write failed to answers a probe: by that
-        SGLang takes a dead peer back, too, but half a minute later."""
-        if not code:
-            self._lost_s.pop(session, None)
-            return 0
-        answers = self._sglang.takes_back(session)
-        lost = self._lost_s.get(session, 0.0) + time.monotonic() - began
-        self._lost_s[session] = lost
-        if lost >= MOST_LOST_S or not answers:
-            return code
-        self._sglang.note_unsettled(room.number)
-        self.fail(
-            room,
-            f"[MIXKV-SEND-03] Failed to send kv chunk of {room.number} to {session}, which "
-            f"answers: {self._why(code)}",
-        )
-        return 0
-
-    def why_failed(self, session: str, room: Room, error: Exception) -> str:
-        """The reason of a room of which something could not be sent."""
-        return _why(session, room, error)
 
     def why_unsent(self, session: str, room: Room | None, code: int) -> str:
         """The reason of a room that a write of failed, for a peer that may be gone."""
-        what = f"kv chunk of {room.number}" if room is not None else "a kv chunk"
-        return f"[MIXKV-SEND-03] Failed to send {what} to {session}: {self._why(code)}"
-
-    def _why(self, code: int) -> str:
         assert self.transport is not None
-        return self.transport.why(code)
+        return failures.unsent(session, room, code, self.transport)
 
     def check_still_fits(self, room: Room, session: str) -> None:
         """Raise MixKVError unless a room stays inside what its peer registered last, which can be
         anew since the room was admitted, and the process that wanted it is still there."""
-        said, before = room.members.get(session), room.fits.get(session)
-        peer, refusal = self.peers.get(session), self.peers.refusal(session)
-        if said is None or before is None or peer is None:
+        member, peer = room.members.get(session), self.peers.get(session)
+        refusal = self.peers.refusal(session)
+        if member is None or peer is None:
             return
         if refusal is not None:
             raise refusal
-        if before is not peer:
-            peer.check_continues(before)
-            peer.check_metadata(said)
-            room.fits[session] = peer
+        member.follow(peer)
 
     def send_target(
         self, worker: Worker | None, peer: Peer, tokens: int, send: Callable[[], int]
@@ -258,11 +221,11 @@ class PrefillRank:
                 "Report this; it is not expected from a supported SGLang",
             )
         task, room = worker.task, worker.task.room
-        said, fits = room.members.get(peer.session), room.fits.get(peer.session)
-        if said is None or fits is None:
+        member = room.members.get(peer.session)
+        if member is None:
             text = "the request ended meanwhile; nothing of this chunk was sent"
             raise MixKVError("MIXKV-ROOM-04", text)
-        peer, plan = fits, fits.plan
+        said, peer, plan = member.said, member.peer, member.peer.plan
         assert plan is not None
         pages = plan.room_pages(np.asarray(said.pages, np.int64))
         src = np.asarray(src_pages, np.int64)
@@ -277,8 +240,8 @@ class PrefillRank:
             self._count(written, time.perf_counter() - began)
             room.sent.add(peer, written)
             if peer.verify:
-                sums = room.sums.setdefault(peer.session, Sums())
-                worker.digester.add_chunk(sums, plan, src, chunk.skips)
+                member.sums = member.sums or Sums()
+                worker.digester.add_chunk(member.sums, plan, src, chunk.skips)
         return written.code
 
     def _count(self, written: Written, seconds: float) -> None:
@@ -318,12 +281,10 @@ class PrefillRank:
     def digest(self, session: str, room: Room, own_rank: int) -> Digest | None:
         """Checksums of all that this peer was sent, once, if it asked for them. `own_rank`:
         SGLang's unique number of this rank."""
-        peer = self.planned(session)
-        if peer is None or peer.plan is None:
+        peer, member = self.planned(session), room.members.get(session)
+        if peer is None or peer.plan is None or member is None or member.sums is None:
             return None
-        sums = room.sums.pop(session, None)
-        if sums is None:
-            return None
+        sums, member.sums = member.sums, None
         drafts = zip(peer.plan.draft, sums.draft, strict=True)
         draft = tuple(pair for reach, found in drafts for pair in pairs(reach.copies, found))
         return Digest(room.number, own_rank, pairs(peer.plan.target, sums.target), draft)
@@ -332,11 +293,3 @@ class PrefillRank:
         """What is wrong while no request runs, once what is due has been reaped."""
         self.gate.reap(time.monotonic())
         return self.rooms.problems(self._sglang.rooms())
-
-
-def _why(session: str, room: Room | None, error: Exception) -> str:
-    """Why a send failed on this side."""
-    what = f"room {room.number} " if room is not None else ""
-    ours = isinstance(error, MixKVError)
-    said = str(error) if ours else f"[MIXKV-SEND-02] {error!r}"
-    return f"sglang-mixkv could not send {what}to {session}: {said}"

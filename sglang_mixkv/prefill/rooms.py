@@ -69,23 +69,37 @@ class Sent:
 
 
 @dataclass
+class Member:
+    """One decode rank of a room: its metadata, the registration that this was compared with last,
+    and checksums of what it was sent so far, if it asks for them."""
+
+    said: Metadata
+    peer: Peer
+    sums: Sums | None = None
+
+    def follow(self, peer: Peer) -> None:
+        """The rank's registration now. Raises MixKVError unless the process that wanted the room
+        is still there and the room stays inside what it registered last."""
+        if peer is not self.peer:
+            peer.check_continues(self.peer)
+            peer.check_metadata(self.said)
+            self.peer = peer
+
+
+@dataclass
 class Room:
     """One room number, and the request that it stands for now.
 
     `since`: when it came into its state. `reason`: why its request is to fail (REFUSED).
-    `members`: session -> metadata of the decode ranks that share it; `fits`: session -> the
-    registration that this was compared with last. `sums`: checksums of what
-    each was sent. `reused`: the number stood for another request lately, whose messages may
-    still come.
+    `members`: the decode ranks that share it, by session. `reused`: the number stood for another
+    request lately, whose messages may still come.
     """
 
     number: int
     state: State
     since: float
     reason: str = ""
-    members: dict[str, Metadata] = field(default_factory=dict)
-    fits: dict[str, Peer] = field(default_factory=dict)
-    sums: dict[str, Sums] = field(default_factory=dict)
+    members: dict[str, Member] = field(default_factory=dict)
     sent: Sent = field(default_factory=Sent)
     reused: bool = False
 
@@ -93,13 +107,13 @@ class Room:
         """Of one that has ended nothing stays but that it has."""
         self.state, self.since = state, now
         if state is State.ENDED:
-            self.reason, self.members, self.fits, self.sums = "", {}, {}, {}
+            self.reason, self.members = "", {}
 
     @property
     def is_complete(self) -> bool:
         """Whether all its decode ranks have sent their metadata."""
-        members = list(self.members.values())
-        return any(len(members) >= said.required for said in members)
+        said = self._said()
+        return any(len(said) >= one.required for one in said)
 
     @property
     def has_sender(self) -> bool:
@@ -110,13 +124,14 @@ class Room:
         return session in self.members or not self.is_complete
 
     def has_member_at(self, endpoint: str, port: int) -> bool:
-        where = {(said.sender.endpoint, said.sender.port) for said in list(self.members.values())}
-        return (endpoint, port) in where
+        return (endpoint, port) in {one.sender.at for one in self._said()}
 
     def served(self) -> list[tuple[str, int]]:
         """Addresses of the members that this rank sends something."""
-        members = [said for said in list(self.members.values()) if not said.is_dummy]
-        return list({(said.sender.endpoint, said.sender.port): None for said in members})
+        return list({one.sender.at: None for one in self._said() if not one.is_dummy})
+
+    def _said(self) -> list[Metadata]:
+        return [member.said for member in list(self.members.values())]
 
 
 class Rooms:
@@ -145,7 +160,7 @@ class Rooms:
             if room is None or room.state is State.ENDED:
                 room = self._put(said.room, State.AWAITED, now, reused=room is not None)
             assert room.may_join(said.sender.session), said
-            room.members[peer.session], room.fits[peer.session] = said, peer
+            room.members[peer.session] = Member(said, peer)
             if room.state is State.ABANDONED:
                 room.since = now
 
@@ -158,11 +173,8 @@ class Rooms:
             if room is None and len(self._rooms) >= MAX_WAITING:
                 return True
             reused = room is not None and (room.reused or room.state is State.ENDED)
-            members, fits = (room.members, room.fits) if room is not None else ({}, {})
-            self._put(
-                number, State.REFUSED, now, reason=reason, members=members, fits=fits,
-                reused=reused,
-            )  # fmt: skip
+            members = room.members if room is not None else {}
+            self._put(number, State.REFUSED, now, reason=reason, members=members, reused=reused)
             return True
 
     # -- its sender
@@ -183,9 +195,11 @@ class Rooms:
 
     def _take_over(self, before: Room, now: float) -> Room:
         """The number's room for another sender. SGLang knows requests by their number alone: of
-        two at once, either could be sent to the other's pages, and both fail."""
-        reason = before.reason
+        two at once, either could be sent to the other's pages, and both fail. Of one that was
+        aborted nothing stays: its decode ranks have been told."""
+        reason, members = "", dict[str, Member]()
         if before.state is State.OPEN:
+            members = before.members
             reason = (
                 f"[MIXKV-ROOM-03] room {before.number} is two requests' of this prefill server at "
                 "once: the KV of one could land in the pages of the other. Send each request with "
@@ -193,9 +207,8 @@ class Rooms:
             )
         self._closed += 1
         room = self._put(
-            before.number, State.OPEN, now, reason=reason, members=before.members,
-            fits=before.fits, reused=before.reused,
-        )  # fmt: skip
+            before.number, State.OPEN, now, reason=reason, members=members, reused=True
+        )
         before.enter(State.ENDED, now)
         return room
 

@@ -42,6 +42,10 @@ class Address(msgspec.Struct, frozen=True):
     port: int
     session: str
 
+    @property
+    def at(self) -> tuple[str, int]:
+        return self.endpoint, self.port
+
 
 def unreadable(text: str) -> MixKVError:
     """What is wrong with a message that cannot be read."""

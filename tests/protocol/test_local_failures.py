@@ -229,7 +229,7 @@ def test_a_failed_write_to_a_peer_that_answers_fails_its_own_room_only(
     """SGLang takes such a peer back too, half a minute later, and fails all until then."""
     faults = {("prefill", rank): failing_transport(1)}
     outcome = run(ten(Case(prefill_tp, decode_tp), faults))
-    only_the_first_failed(outcome, "which answers: the transport returned -1")
+    only_the_first_failed(outcome, "the transport returned -1; the decode rank answers")
 
 
 def test_failed_writes_in_a_row_that_cost_no_time_fail_their_own_rooms_only() -> None:
@@ -267,7 +267,7 @@ def test_a_peer_to_which_every_write_fails_is_taken_for_dead() -> None:
     outcome = run(ten(Case(2, 1), {("prefill", 1): slow_to_fail}))
     assert outcome.wrong == []
     assert outcome.decode[0].status == ["failed"] * 10
-    assert outcome.reasons.count("which answers") == 2 * 2, "on both sides"
+    assert outcome.reasons.count("the decode rank answers") == 2 * 2, "on both sides"
     assert "Decode instance could be dead" in outcome.reasons
 
 
@@ -275,7 +275,7 @@ def test_without_sglangs_own_probe_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is off in 0.5.22, which never takes such a peer back."""
     monkeypatch.setenv("SGLANG_ENABLE_FAILED_SESSION_PROBE", "0")
     outcome = run(ten(Case(2, 1), {("prefill", 1): failing_transport(1)}))
-    only_the_first_failed(outcome, "which answers: the transport returned -1")
+    only_the_first_failed(outcome, "the transport returned -1; the decode rank answers")
 
 
 # ---------------------------------------------------------------- a room is cleared

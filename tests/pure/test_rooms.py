@@ -20,7 +20,7 @@ from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.prefill import peers
 from sglang_mixkv.prefill.peer import Peer
 from sglang_mixkv.prefill.rank import PrefillRank
-from sglang_mixkv.prefill.rooms import MEMORY_S, Rooms, State
+from sglang_mixkv.prefill.rooms import MEMORY_S, Member, Rooms, State
 from sglang_mixkv.protocol.frames import Address
 from sglang_mixkv.protocol.framing import Framing
 from sglang_mixkv.protocol.messages import Metadata
@@ -47,7 +47,7 @@ def test_metadata_then_sender_then_end() -> None:
     assert rooms.get(ROOM).state is State.AWAITED
     assert rooms.open_room(ROOM) is None
     room = rooms.open(ROOM, 1.0)
-    assert (room.state, room.reason, len(room.members["a:1"].pages)) == (State.OPEN, "", 3)
+    assert (room.state, room.reason, len(room.members["a:1"].said.pages)) == (State.OPEN, "", 3)
     assert "1 rooms have a sender" in rooms.problems([ROOM])[0]
     rooms.close(room, 2.0)
     assert rooms.problems([]) == []
@@ -91,7 +91,7 @@ def test_of_a_room_that_has_ended_nothing_stays_but_what_it_sent() -> None:
     room.sent.bytes = 5
     rooms.close(room, 2.0)
     rooms.close(room, 3.0)
-    assert (room.members, room.fits, room.sums, room.since) == ({}, {}, {}, 2.0)
+    assert (room.members, room.since) == ({}, 2.0)
     assert room.sent.bytes == 5, "SGLang asks after it has cleared the sender"
     join(rooms)
     assert rooms.get(ROOM) is not room
@@ -99,7 +99,8 @@ def test_of_a_room_that_has_ended_nothing_stays_but_what_it_sent() -> None:
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_second_sender_has_a_room_of_its_own(aborted: bool) -> None:
-    """Beside a first that is still served both fail: SGLang tells them apart by the number."""
+    """Beside a first that is still served both fail: SGLang tells them apart by the number.
+    It gets nothing of a first that was aborted."""
     rooms = Rooms()
     join(rooms)
     first = rooms.open(ROOM, 1.0)
@@ -110,7 +111,9 @@ def test_a_second_sender_has_a_room_of_its_own(aborted: bool) -> None:
     assert ("two requests" in second.reason) is not aborted
     rooms.close(first, 3.0)
     rooms.abandon(first, 3.0)
-    assert (rooms.get(ROOM), second.state, list(second.members)) == (second, State.OPEN, ["a:1"])
+    assert (rooms.get(ROOM), second.state, second.reused) == (second, State.OPEN, True)
+    told = [] if aborted else ["a:1"]
+    assert list(second.members) == told, "the first one's pages can be others' by now"
     assert rooms.problems([])[0] == "1 rooms have a sender, 0 wait for one"
 
 
@@ -277,12 +280,12 @@ def test_a_room_is_not_sent_to_the_successor_of_its_decode_rank(now: dict[str, A
     requests' there. The same process registers again, too, and is served."""
     room = Rooms().open(ROOM, 0.0)
     first = Peer(said().sender, mock.Mock(), None, 10, 4, process="one")
-    room.members["a:1"], room.fits["a:1"] = said(), first
+    room.members["a:1"] = Member(said(), first)
     rank = PrefillRank.__new__(PrefillRank)
     rank.peers = mock.Mock(refusal=lambda _: None, get=lambda _: again)
     again = replace(first, pages=11)
     rank.check_still_fits(room, "a:1")
-    assert room.fits["a:1"] is again
+    assert room.members["a:1"].peer is again
     again = replace(first, **now)
     with pytest.raises(MixKVError, match=r"MIXKV-ROOM-04.*started anew"):
         rank.check_still_fits(room, "a:1")
