@@ -130,8 +130,8 @@ class DecodeRank:
         if self.rooms.get(number) is not None or self._sglang.awaits_acks(number):
             return (
                 f"[MIXKV-ROOM-03] room {number} still belongs to another request: bytes and "
-                "answers to that one may arrive. Send the request with another bootstrap_room, as "
-                "SGLang's router does."
+                "answers to that one may arrive. Send each request with a bootstrap_room of its "
+                "own, as SGLang's router does, and with n=1."
             )
         return None
 

@@ -69,15 +69,12 @@ class WorkerQueue:
         self._queue, self._worker = queue, worker
 
     def get(self) -> Any:
-        self._worker.take(None)
-        queued = self._queue.get()
-        while queued is not None and not queued.room.has_sender:
-            queued = self._queue.get()
-        if queued is None:
-            return None
-        start = queued.chunk.index_slice.start or 0
-        self._worker.take(Task(queued.room, start, queued.written))
-        return queued.chunk
+        self._worker.rest()
+        while (queued := self._queue.get()) is not None:
+            start = queued.chunk.index_slice.start or 0
+            if self._worker.take(Task(queued.room, start, queued.written)):
+                return queued.chunk
+        return None
 
 
 class TransferringManager(SidedManager):

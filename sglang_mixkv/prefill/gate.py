@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.prefill.peer import Peer
 from sglang_mixkv.prefill.peers import Peers
-from sglang_mixkv.prefill.rooms import MEMORY_S, Room, Rooms, State
+from sglang_mixkv.prefill.rooms import MEMORY_S, Room, Rooms, State, taken
 from sglang_mixkv.prefill.sglang import SGLang
 from sglang_mixkv.protocol import messages, registration
 from sglang_mixkv.protocol.frames import Address, Frames
@@ -94,6 +94,8 @@ class Gate:
         if said.sender.at != peer.address.at:
             text = f"it registered from {peer.address.endpoint}:{peer.address.port}"
             raise MixKVError("MIXKV-REG-02", text)
+        if self.rooms.is_taken(said.room):
+            raise taken(said.room)
         if not self._may_join(said.room, session):
             raise MixKVError("MIXKV-ROOM-04", "it has all its decode ranks already")
         peer.check_metadata(said)

@@ -81,7 +81,7 @@ class PrefillRank:
         writer = ChunkWriter(
             self.transport, self.rows, buffer.get, self.config.draft_transfer, most_pages
         )
-        return Worker(writer, Digester(self.rows))
+        return Worker(self.rooms, writer, Digester(self.rows))
 
     # -- rooms, in the scheduler
 

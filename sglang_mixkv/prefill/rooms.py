@@ -8,6 +8,8 @@
 A room number is the router's. It can be used again once the request before has ended, and a
 message that is late can still belong to that one: an ENDED room is remembered for MEMORY_S. What
 belongs to a request holds its Room, since the number alone can be another request's by then.
+SGLang has the number alone, and by it a transfer thread says how a request ended: while one works
+for a request, no other gets its number.
 
 SGLang's control thread, its scheduler and its transfer threads call this; every change is made
 under one lock.
@@ -21,6 +23,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.prefill.peer import Peer
 from sglang_mixkv.prefill.writer import Written
 from sglang_mixkv.protocol.messages import Metadata
@@ -140,6 +143,7 @@ class Rooms:
     def __init__(self) -> None:
         self._rooms: dict[int, Room] = {}
         self._lock = threading.Lock()
+        self._working = Counter[int]()  # transfer threads, by the number of their chunk's room
         self._opened = self._closed = 0
         self._next_reap = 0.0
 
@@ -150,6 +154,26 @@ class Rooms:
         """The room, while it has a sender."""
         room = self._rooms.get(number)
         return room if room is not None and room.has_sender else None
+
+    def is_taken(self, number: int) -> bool:
+        """Whether a transfer thread still works for a request of this number that has ended."""
+        return self._working[number] > 0 and self.open_room(number) is None
+
+    # -- its chunks, in transfer threads
+
+    def begin_chunk(self, room: Room) -> bool:
+        """A thread takes one. False if the request has ended: nothing of it is sent."""
+        with self._lock:
+            if room.has_sender:
+                self._working[room.number] += 1
+            return room.has_sender
+
+    def end_chunk(self, room: Room) -> None:
+        with self._lock:
+            assert self._working[room.number] > 0, room
+            self._working[room.number] -= 1
+            if not self._working[room.number]:
+                del self._working[room.number]
 
     # -- before a sender is there
 
@@ -184,10 +208,12 @@ class Rooms:
         with self._lock:
             room = self._rooms.get(number)
             self._opened += 1
+            if room is not None and room.has_sender:
+                return self._take_over(room, now)
+            if self._working[number]:
+                return self._put(number, State.OPEN, now, reason=str(taken(number)), reused=True)
             if room is None or room.state is State.ENDED:
                 return self._put(number, State.OPEN, now, reused=room is not None)
-            if room.has_sender:
-                return self._take_over(room, now)
             if room.state is State.REFUSED and now - room.since >= MEMORY_S:
                 room.reason = ""
             room.enter(State.OPEN, now)
@@ -195,20 +221,12 @@ class Rooms:
 
     def _take_over(self, before: Room, now: float) -> Room:
         """The number's room for another sender. SGLang knows requests by their number alone: of
-        two at once, either could be sent to the other's pages, and both fail. Of one that was
-        aborted nothing stays: its decode ranks have been told."""
-        reason, members = "", dict[str, Member]()
-        if before.state is State.OPEN:
-            members = before.members
-            reason = (
-                f"[MIXKV-ROOM-03] room {before.number} is two requests' of this prefill server at "
-                "once: the KV of one could land in the pages of the other. Send each request with "
-                "a bootstrap_room of its own, as SGLang's router does."
-            )
+        two at once, either could be sent to the other's pages, and both fail."""
         self._closed += 1
         room = self._put(
-            before.number, State.OPEN, now, reason=reason, members=members, reused=True
-        )
+            before.number, State.OPEN, now, reason=str(taken(before.number)),
+            members=before.members, reused=True,
+        )  # fmt: skip
         before.enter(State.ENDED, now)
         return room
 
@@ -265,8 +283,19 @@ class Rooms:
             )
         if held or count[State.AWAITED]:
             found.append(f"{held} rooms have a sender, {count[State.AWAITED]} wait for one")
+        found += [f"threads work for rooms {sorted(self._working)}"] if self._working else []
         found += _strays(of_sglang, known)
         return found
+
+
+def taken(number: int) -> MixKVError:
+    """Why a request fails whose number still is another's."""
+    return MixKVError(
+        "MIXKV-ROOM-03",
+        f"room {number} still belongs to another request of this prefill server: the KV of one "
+        "could land in the pages of the other. Send each request with a bootstrap_room of its "
+        "own, as SGLang's router does, and with n=1.",
+    )
 
 
 def _strays(of_sglang: Collection[int], known: set[int]) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_mixkv.prefill.packing import PackBuffer
-from sglang_mixkv.prefill.rooms import Room
+from sglang_mixkv.prefill.rooms import Room, Rooms
 from sglang_mixkv.prefill.writer import ChunkWriter
 from sglang_mixkv.rows.digest import Digester
 from sglang_mixkv.rows.host import Rows
@@ -40,17 +40,25 @@ class Worker:
     `posted`: what SGLang's own code began for this task and waits for later, by session.
     """
 
-    def __init__(self, writer: ChunkWriter, digester: Digester) -> None:
-        self.writer, self.digester = writer, digester
+    def __init__(self, rooms: Rooms, writer: ChunkWriter, digester: Digester) -> None:
+        self._rooms, self.writer, self.digester = rooms, writer, digester
         self.task: Task | None = None
         self.code = 0
         self.writes: list[Future[int]] = []
         self.posted: list[tuple[str, Any]] = []
 
-    def take(self, task: Task | None) -> None:
-        """Another task, or none."""
-        self.task = task
+    def take(self, task: Task) -> bool:
+        """Another task. False, and none, if its request has ended."""
+        assert self.task is None, self.task
+        self.task = task if self._rooms.begin_chunk(task.room) else None
+        return self.task is not None
+
+    def rest(self) -> None:
+        """SGLang has done with the task."""
+        task, self.task = self.task, None
         self.posted.clear()
+        if task is not None:
+            self._rooms.end_chunk(task.room)
 
     def begin(self) -> None:
         """Another send begins."""

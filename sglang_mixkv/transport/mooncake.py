@@ -125,7 +125,7 @@ class Engines:
         """How a write ended. One that failed though the peer is there has a fresh engine take the
         place of this one."""
         if code == 0:
-            if self._in_vain:
+            if self._in_vain and engine is self.current:
                 self._in_vain.pop(session, None)
             return
         try:

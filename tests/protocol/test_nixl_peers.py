@@ -103,7 +103,7 @@ def test_a_connection_that_breaks_under_sglangs_own_write(monkeypatch: pytest.Mo
     lost = nixlBind.nixlRemoteDisconnectError("NIXL_ERR_REMOTE_DISCONNECT")
     manager = object.__new__(MixNixlManager)
     manager.agent = Agent(done="DONE", broken=lost, late="PROC")
-    manager.prefill, worker = MagicMock(), Worker(MagicMock(), MagicMock())
+    manager.prefill, worker = MagicMock(), Worker(MagicMock(), MagicMock(), MagicMock())
     transport = Nixl(manager.agent, Memory("VRAM", 0), lambda _: 0)
     manager.stock = StockWrites(transport, lambda who, room, code: f"{who} {room.number} {code!r}")
     manager._thread = SimpleNamespace(worker=worker)

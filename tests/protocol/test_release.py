@@ -127,20 +127,25 @@ def test_a_chunk_is_its_own_requests_when_another_has_the_number() -> None:
     from sglang_mixkv.prefill.rooms import Rooms
     from sglang_mixkv.prefill.worker import Worker
 
-    rooms, raw, worker = Rooms(), FastQueue(), Worker(mock.Mock(), mock.Mock())
+    rooms, raw = Rooms(), FastQueue()
+    worker = Worker(rooms, mock.Mock(), mock.Mock())
     scheduler = SchedulerQueue(raw, lambda chunk: Queued(chunk, rooms.open_room(7), chunk.event))
     chunks = [mock.Mock(room=7, index_slice=slice(0, 2)) for _ in range(2)]
     first = rooms.open(7, 0.0)
     scheduler.put(chunks[0])
     rooms.close(first, 0.0)
     second = rooms.open(7, 0.0)
+    assert not second.reason
     scheduler.put(chunks[1])
     scheduler.put(None)
     taken = WorkerQueue(raw, worker)
     assert taken.get() is chunks[1]
     assert worker.task is not None
     assert (worker.task.room, worker.task.written) == (second, chunks[1].event)
+    rooms.close(second, 0.0)
+    assert rooms.is_taken(7), "what the thread says about 7 would be about a third"
     assert (taken.get(), worker.task) == (None, None)
+    assert not rooms.is_taken(7)
 
 
 def test_a_room_that_ends_while_it_fails_is_told_all_the_same() -> None:

@@ -18,6 +18,7 @@ from sglang_mixkv.decode.rank import DecodeRank
 from sglang_mixkv.decode.registrations import Registrations
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.prefill import peers
+from sglang_mixkv.prefill.gate import Gate as PrefillGate
 from sglang_mixkv.prefill.peer import Peer
 from sglang_mixkv.prefill.rank import PrefillRank
 from sglang_mixkv.prefill.rooms import MEMORY_S, Member, Rooms, State
@@ -99,8 +100,8 @@ def test_of_a_room_that_has_ended_nothing_stays_but_what_it_sent() -> None:
 
 @pytest.mark.parametrize("aborted", [False, True])
 def test_a_second_sender_has_a_room_of_its_own(aborted: bool) -> None:
-    """Beside a first that is still served both fail: SGLang tells them apart by the number.
-    It gets nothing of a first that was aborted."""
+    """Beside a first that is still served both fail: SGLang tells them apart by the number. It
+    keeps the failure of one that was aborted for the next of its number."""
     rooms = Rooms()
     join(rooms)
     first = rooms.open(ROOM, 1.0)
@@ -108,13 +109,35 @@ def test_a_second_sender_has_a_room_of_its_own(aborted: bool) -> None:
         rooms.abandon(first, 1.0)
     second = rooms.open(ROOM, 2.0)
     assert (first.has_sender, second.has_sender) == (False, True)
-    assert ("two requests" in second.reason) is not aborted
+    assert "MIXKV-ROOM-03" in second.reason
     rooms.close(first, 3.0)
     rooms.abandon(first, 3.0)
     assert (rooms.get(ROOM), second.state, second.reused) == (second, State.OPEN, True)
-    told = [] if aborted else ["a:1"]
-    assert list(second.members) == told, "the first one's pages can be others' by now"
+    assert list(second.members) == ["a:1"], "they are told"
     assert rooms.problems([])[0] == "1 rooms have a sender, 0 wait for one"
+
+
+def test_no_request_gets_a_number_that_a_transfer_thread_works_for() -> None:
+    """By it SGLang's thread says how the request before ended, after its sender was cleared."""
+    rooms, sglang = Rooms(), mock.Mock()
+    gate = PrefillGate(
+        mock.Mock(refusal=lambda _: None), rooms, sglang, mock.Mock(), Framing(), 0.0
+    )
+    gate.peers.get.return_value.address = said().sender  # type: ignore[attr-defined]
+    first = rooms.open(ROOM, 0.0)
+    assert rooms.begin_chunk(first)
+    assert not rooms.is_taken(ROOM), "its own"
+    rooms.close(first, 0.0)
+    assert "threads work for rooms [7]" in rooms.problems([])
+    with pytest.raises(MixKVError, match="MIXKV-ROOM-03"):
+        gate._check(said())
+    second = rooms.open(ROOM, 0.0)
+    assert "MIXKV-ROOM-03" in second.reason
+    rooms.close(second, 0.0)
+    rooms.end_chunk(first)
+    assert not rooms.begin_chunk(first), "it has ended"
+    gate._check(said())
+    assert (rooms.open(ROOM, 0.0).reason, rooms._working) == ("", {})
 
 
 def test_a_sender_that_is_cleared_after_its_room_was_reaped_counts_once() -> None:
@@ -294,7 +317,6 @@ def test_a_room_is_not_sent_to_the_successor_of_its_decode_rank(now: dict[str, A
 def test_a_refused_room_keeps_its_first_reason() -> None:
     """Decode gives a room up when it hears that it was refused; its abort can come before this
     side's request."""
-    from sglang_mixkv.prefill.gate import Gate as PrefillGate
     from sglang_mixkv.protocol.messages import Abort
 
     rooms, sglang = Rooms(), mock.Mock()
