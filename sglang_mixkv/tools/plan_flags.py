@@ -207,6 +207,9 @@ def from_line(role: str, line: str, running: Mapping[str, Any] | None = None) ->
     if args.config:
         args, _ = parser.parse_known_args([*_config_words(args.config), *words])
     args.disaggregation_mode = args.disaggregation_mode or role
+    # pd_disaggregation_hook.py, handle_pd_disaggregation: Mooncake over TCP.
+    if args.disaggregation_transfer_backend == "mooncake_tcp":
+        args.disaggregation_transfer_backend = "mooncake"
     enabled = bool(args.enable_mixkv) or truth(ENABLE_ENV, environ)
     if running is not None and not enabled:
         launched = (running.get("launch_command") or "").split()

@@ -317,6 +317,12 @@ def test_attention_context_parallelism_shrinks_attention_tp() -> None:
     assert from_line("prefill", "--tp 8 --attn-cp-size 2").attention_tp == 4
 
 
+@pytest.mark.parametrize("line", ["", "--disaggregation-transfer-backend mooncake"])
+def test_mooncake_tcp_is_mooncake(line: str) -> None:
+    over_tcp = "--disaggregation-transfer-backend mooncake_tcp"
+    assert planned(over_tcp, line).refused == planned(line, over_tcp).refused == ()
+
+
 def test_page_size_that_a_backend_forces() -> None:
     assert from_line("decode", "--attention-backend flashmla --page-size 1").page_size == 64
     assert from_line("decode", "--attention-backend trtllm_mla --page-size 32").page_size == 32
