@@ -124,7 +124,7 @@ class Server:
                 f"a {self.role} TP size that the DP-attention and CP sizes divide",
                 f"TP {self.args.tp_size} over {groups}",
                 "SGLang would not start it",
-                "Change --tp-size or --dp-size",
+                "Change --tp-size or --attn-dp-size",
             )
         return int(self.args.tp_size // groups)
 
@@ -135,9 +135,16 @@ class Server:
         Two spellings, as SGLang resolves them (parallel_hook.py, handle_deprecated_dp_attention);
         a running server answers with the resolved one and the flag.
         """
-        if self.args.attn_dp_size > 1 or not self.args.enable_dp_attention:
-            return int(self.args.attn_dp_size)
-        return int(self.args.dp_size)
+        return int(self.args.dp_size if self._old_spelling else self.args.attn_dp_size)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model by plain data parallelism."""
+        return 1 if self._old_spelling else int(self.args.dp_size)
+
+    @property
+    def _old_spelling(self) -> bool:
+        return bool(self.args.enable_dp_attention) and self.args.attn_dp_size == 1
 
     @property
     def page_size(self) -> int | None:

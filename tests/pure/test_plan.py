@@ -153,7 +153,8 @@ def test_mha_target_is_cut_by_heads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spelling", ["--dp 8 --enable-dp-attention", "--attn-dp-size 8", "--attn-dp-size 8 --dp 2"]
+    "spelling",
+    ["--dp 8 --enable-dp-attention", "--attn-dp-size 8", "--attn-dp-size 8 --enable-dp-attention"],
 )
 def test_dp_attention_counts_inside_a_group(spelling: str) -> None:
     plan = planned("--tp 8", f"--tp 8 {spelling}")
@@ -192,6 +193,7 @@ def test_draft_kv_dtype_of_its_own() -> None:
         ("--tp 3", "--tp 2", "one divides the other"),
         ("--tp 3", "--tp 1", "number of KV heads that divides"),
         ("--tp 4 --dp 3 --enable-dp-attention", "--tp 2", "DP-attention and CP sizes divide"),
+        ("--tp 4 --attn-dp-size 3", "--tp 2", "Change --tp-size or --attn-dp-size"),
         ("--tp 2", "--page-size 64", "page size: prefill has 16, decode has 64"),
         ("", "--kv-cache-dtype fp8_e4m3", "KV cache dtype: prefill has auto"),
         ("", "--speculative-algorithm NONE", "drafter KV: prefill has some, decode has none"),
@@ -235,6 +237,10 @@ def test_refused(prefill: str, decode: str, reason: str) -> None:
          "--speculative-num-draft-tokens 16", "", "--speculative-num-draft-tokens differ"),
         ("--speculative-algorithm DFLASH --speculative-dflash-block-size 8", "", ""),
         ("--speculative-algorithm DSPARK --speculative-dspark-block-size 7", "", ""),
+        ("", "--tp 8 --dp-size 2 --attn-dp-size 8", "--dp-size above 1 does not go with"),
+        ("", "--tp 8 --dp-size 2 --attn-dp-size 8 --enable-dp-attention", "Drop --dp-size"),
+        ("", "--tp 8 --dp-size 8 --enable-dp-attention", ""),
+        ("--tp 8 --dp-size 2", "", ""),
     ],
 )  # fmt: skip
 def test_what_sglang_refuses_is_refused_in_its_words(
