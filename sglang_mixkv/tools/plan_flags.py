@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -103,6 +104,17 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
     add_flags(parser)
     return parser
+
+
+@contextmanager
+def about(role: str) -> Iterator[None]:
+    """Errors say which of the two servers they are about."""
+    try:
+        yield
+    except MixKVError as error:
+        raise error.about(role) from None
+    except ValueError as error:  # an environment variable that config.py cannot read
+        raise ValueError(f"{role}: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -203,10 +215,15 @@ def from_line(role: str, line: str, running: Mapping[str, Any] | None = None) ->
 
     `running`: what a running server says at GET /server_info; the line's flags win over it.
     """
+    with about(role):
+        return _from_line(role, line, running)
+
+
+def _from_line(role: str, line: str, running: Mapping[str, Any] | None) -> Server:
     try:
         environ, words = _words(line)
     except ValueError as error:
-        raise MixKVError("MIXKV-START-04", f"{role} launch line: {error}.") from None
+        raise MixKVError("MIXKV-START-04", f"launch line: {error}.") from None
     parser = _parser()
     said = running or {}
     parser.set_defaults(**{name: said[name] for name in _known() if name in said})
@@ -226,7 +243,9 @@ def from_line(role: str, line: str, running: Mapping[str, Any] | None = None) ->
 
 def from_url(role: str, url: str, line: str = "") -> Server:
     """A server from its GET /server_info. Raises MixKVError."""
-    return from_line(role, line, _server_info(url))
+    with about(role):
+        said = _server_info(url)
+    return from_line(role, line, said)
 
 
 def _known() -> Iterable[str]:

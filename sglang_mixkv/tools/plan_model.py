@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.layout import Kind, Spread
-from sglang_mixkv.tools.plan_flags import Server
+from sglang_mixkv.tools.plan_flags import Server, about
 
 Config = dict[str, Any]
 
@@ -49,7 +49,7 @@ class Cache:
         return tuple(width * size for width in self.widths for _ in range(layers))
 
 
-def read_config(path: str | None, flag: str) -> Config:
+def read_config(role: str, path: str | None, flag: str) -> Config:
     """A model folder's config.json. Raises MixKVError unless it is a local folder."""
     if not path:
         raise MixKVError("MIXKV-START-04", f"{flag} is missing on the launch line.")
@@ -60,16 +60,23 @@ def read_config(path: str | None, flag: str) -> Config:
         raise MixKVError(
             "MIXKV-START-04",
             f"{flag} {path}: {error}. The plan reads config.json from a local folder and "
-            f"downloads nothing: give the folder, beside a URL as --prefill '{flag} FOLDER'.",
+            f"downloads nothing: give the folder, beside a URL as --{role} '{flag} FOLDER'.",
         ) from None
     if not isinstance(found, dict):
         raise MixKVError("MIXKV-START-04", f"{file}: expected a JSON object.")
     return found
 
 
-def target_cache(server: Server) -> tuple[Cache, list[str]]:
-    """The target's cache, and what its configuration leaves open."""
-    config = read_config(server.args.model_path, "--model-path")
+def caches(server: Server) -> tuple[Cache, Cache | None, list[str]]:
+    """The target's cache, the drafter's, None without one, and what the models leave open."""
+    with about(server.role):
+        target, points = _target_cache(server)
+        draft, draft_points = _draft_cache(server)
+    return target, draft, [*points, *draft_points]
+
+
+def _target_cache(server: Server) -> tuple[Cache, list[str]]:
+    config = read_config(server.role, server.args.model_path, "--model-path")
     text = _text(config)
     layers, others, open_points = _attention_layers(text)
     state = "sharded" if others else "replicated" if text.get("index_topk") else "none"
@@ -83,13 +90,12 @@ def target_cache(server: Server) -> tuple[Cache, list[str]]:
     return _cache(_architecture(config), text, layers, dtype, state), open_points
 
 
-def draft_cache(server: Server) -> tuple[Cache | None, list[str]]:
-    """The drafter's cache, None without one, and what its configuration leaves open."""
+def _draft_cache(server: Server) -> tuple[Cache | None, list[str]]:
     if not server.has_drafter:
         return None, []
     path = _draft_path(server)
     inside = path == server.args.model_path
-    config = read_config(path, "--speculative-draft-model-path")
+    config = read_config(server.role, path, "--speculative-draft-model-path")
     text = _text(config)
     if inside and server.algorithm == "DSPARK":
         if not any(config.get(key) is not None for key in _BUNDLED):

@@ -351,11 +351,26 @@ def test_a_model_that_is_no_folder_ends_the_tool(capsys: pytest.CaptureFixture[s
     assert "local folder" in capsys.readouterr().err
 
 
-def test_bad_launch_lines_are_errors() -> None:
-    with pytest.raises(MixKVError, match="--tp"):
-        from_line("prefill", "--tp two")
-    with pytest.raises(MixKVError, match="quotation"):
-        from_line("prefill", "--model-path 'x")
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--tp two", r"\[MIXKV-START-04\] {role}: launch line: argument --tp"),
+        ("--model-path 'x", "{role}: launch line: No closing quotation"),
+        ("--config no/such.yaml", "{role}: --config: .*no/such.yaml"),
+        ("SGLANG_ENABLE_MIXKV=maybe x", "{role}: .*SGLANG_ENABLE_MIXKV='maybe'"),
+        ("SGLANG_MIXKV_VERIFY=maybe " + flags(), "{role}: .*SGLANG_MIXKV_VERIFY='maybe'"),
+        ("--tp 2", "{role}: --model-path is missing"),
+        ("--model-path hub/name", "beside a URL as --{role} '--model-path FOLDER'"),
+        (flags(draft=Path("hub/name")), "as --{role} '--speculative-draft-model-path FOLDER'"),
+        (flags("--kv-cache-dtype mxfp8"), "{role}: expected a KV cache dtype among"),
+    ],
+)
+def test_an_error_names_its_launch_line(role: str, line: str, told: str) -> None:
+    pytest.importorskip("yaml")
+    lines = {"prefill": flags(), "decode": flags(), role: line}
+    with pytest.raises(ValueError, match=told.format(role=role)):
+        make_plan(*(from_line(name, words) for name, words in lines.items()))
 
 
 INFO = {
