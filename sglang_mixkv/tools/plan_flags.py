@@ -35,6 +35,8 @@ _VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
     ("device", str, None, ("--device",)),
     ("attention_backend", str, None, ("--attention-backend",)),
     ("decode_attention_backend", str, None, ("--decode-attention-backend",)),
+    ("prefill_attention_backend", str, None, ("--prefill-attention-backend",)),
+    ("speculative_draft_attention_backend", str, None, ("--speculative-draft-attention-backend",)),
     ("radix_cache_backend", str, None, ("--radix-cache-backend",)),
     ("hicache_storage_backend", str, None, ("--hicache-storage-backend",)),
     ("kv_canary", str, "none", ("--kv-canary",)),
@@ -85,6 +87,23 @@ _SWITCHES = (
     "enable_unified_cache_external_linker",
     "disaggregation_decode_enable_radix_cache",
     "disaggregation_enable_kv_checksum",
+)
+
+# overrides.py, _mla_backend_page_constraints: with this attention backend, asked for by one of the
+# first so many flags, pages have one of these sizes, or else 64 tokens. tokenspeed_mla is 0.5.22's.
+_BACKEND_FLAGS = (
+    "attention_backend",
+    "decode_attention_backend",
+    "prefill_attention_backend",
+    "speculative_draft_attention_backend",
+)
+_PAGE_SIZES: tuple[tuple[str, int, tuple[int, ...]], ...] = (
+    ("flashmla", 2, (64,)),
+    ("trtllm_mla", 2, (32, 64)),
+    ("tokenspeed_mla", 2, (32, 64)),
+    ("cutedsl_mla", 3, (32, 64)),
+    ("trtllm_mha", 4, (16, 32, 64, 128)),
+    ("hpc_ops", 3, (64,)),
 )
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -161,13 +180,12 @@ class Server:
     @property
     def page_size(self) -> int | None:
         """Tokens a page; None where SGLang decides from hardware and attention backend."""
-        given: int | None = self.args.page_size
-        backends = {self.args.attention_backend, self.args.decode_attention_backend}
-        if "flashmla" in backends:
-            return 64
-        if backends & {"trtllm_mla", "cutedsl_mla"} and given not in (32, 64):
-            return 64
-        return given
+        size: int | None = self.args.page_size
+        backends = [getattr(self.args, flag) for flag in _BACKEND_FLAGS]
+        for backend, flags, sizes in _PAGE_SIZES:
+            if backend in backends[:flags] and size not in sizes:
+                size = 64
+        return size
 
     @property
     def algorithm(self) -> str:

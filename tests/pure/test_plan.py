@@ -329,10 +329,26 @@ def test_mooncake_tcp_is_mooncake(line: str) -> None:
     assert planned(over_tcp, line).refused == planned(line, over_tcp).refused == ()
 
 
-def test_page_size_that_a_backend_forces() -> None:
-    assert from_line("decode", "--attention-backend flashmla --page-size 1").page_size == 64
-    assert from_line("decode", "--attention-backend trtllm_mla --page-size 32").page_size == 32
-    assert from_line("decode", "--attention-backend fa3").page_size is None
+@pytest.mark.parametrize(
+    ("line", "page_size"),
+    [
+        ("--attention-backend fa3", None),
+        ("--attention-backend flashmla --page-size 1", 64),
+        ("--prefill-attention-backend flashmla --page-size 1", 1),
+        ("--attention-backend trtllm_mla --page-size 32", 32),
+        ("--decode-attention-backend trtllm_mla --page-size 16", 64),
+        ("--prefill-attention-backend trtllm_mla --page-size 16", 16),
+        ("--attention-backend tokenspeed_mla", 64),
+        ("--decode-attention-backend cutedsl_mla --page-size 128", 64),
+        ("--attention-backend trtllm_mha --page-size 128", 128),
+        ("--prefill-attention-backend trtllm_mha --page-size 1", 64),
+        ("--speculative-draft-attention-backend trtllm_mha --page-size 1", 64),
+        ("--attention-backend hpc_ops --page-size 32", 64),
+        ("--attention-backend trtllm_mla --decode-attention-backend flashmla --page-size 32", 64),
+    ],
+)
+def test_page_size_that_a_backend_forces(line: str, page_size: int | None) -> None:
+    assert from_line("decode", line).page_size == page_size
 
 
 def test_what_it_cannot_know_is_said() -> None:
