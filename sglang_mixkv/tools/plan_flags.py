@@ -11,7 +11,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ _VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
     ("attn_dp_size", int, 1, ("--attn-dp-size", "--attention-data-parallel-size")),
     ("pp_size", int, 1, ("--pp-size", "--pipeline-parallel-size")),
     ("attn_cp_size", int, 1, ("--attn-cp-size", "--attention-context-parallel-size")),
+    ("cp_strategy", str, None, ("--cp-strategy",)),
     ("dcp_size", int, 1, ("--dcp-size", "--decode-context-parallel-size")),
     ("page_size", int, None, ("--page-size",)),
     ("dtype", str, "auto", ("--dtype",)),
@@ -75,6 +76,7 @@ _VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
 _SWITCHES = (
     "enable_dp_attention",
     "enable_dp_lm_head",
+    "enable_prefill_cp",
     "use_ray",
     "enable_pd_role_switch",
     "enable_hisparse",
@@ -91,7 +93,7 @@ _SWITCHES = (
 
 # overrides.py, _mla_backend_page_constraints: with this attention backend, asked for by one of the
 # first so many flags, pages have one of these sizes, or else 64 tokens. tokenspeed_mla is 0.5.22's.
-_BACKEND_FLAGS = (
+BACKEND_FLAGS = (
     "attention_backend",
     "decode_attention_backend",
     "prefill_attention_backend",
@@ -145,6 +147,10 @@ class Server:
     enabled: bool | None
     environ: Mapping[str, str] = field(default_factory=dict)
 
+    def with_args(self, **changed: Any) -> Server:
+        """The same server with other flags."""
+        return replace(self, args=argparse.Namespace(**{**vars(self.args), **changed}))
+
     @property
     def attention_tp(self) -> int:
         """Ranks that share one request's heads. Raises MixKVError for an uneven split."""
@@ -181,7 +187,7 @@ class Server:
     def page_size(self) -> int | None:
         """Tokens a page; None where SGLang decides from hardware and attention backend."""
         size: int | None = self.args.page_size
-        backends = [getattr(self.args, flag) for flag in _BACKEND_FLAGS]
+        backends = [getattr(self.args, flag) for flag in BACKEND_FLAGS]
         for backend, flags, sizes in _PAGE_SIZES:
             if backend in backends[:flags] and size not in sizes:
                 size = 64

@@ -75,9 +75,14 @@ def caches(server: Server) -> tuple[Cache, Cache | None, list[str]]:
     return target, draft, [*points, *draft_points]
 
 
+def target_config(server: Server) -> Config:
+    """The target's config.json. Raises MixKVError."""
+    return read_config(server.role, server.args.model_path, "--model-path")
+
+
 def _target_cache(server: Server) -> tuple[Cache, list[str]]:
-    config = read_config(server.role, server.args.model_path, "--model-path")
-    text = _text(config)
+    config = target_config(server)
+    text = text_of(config)
     layers, others, open_points = _attention_layers(text)
     state = "sharded" if others else "replicated" if text.get("index_topk") else "none"
     dtype = _kv_dtype(server, config, server.args.kv_cache_dtype)
@@ -87,7 +92,7 @@ def _target_cache(server: Server) -> tuple[Cache, list[str]]:
             "target: sparse attention (index_topk): its indexer state, and scales that some "
             "backends keep beside fp8 rows, are not counted"
         )
-    return _cache(_architecture(config), text, layers, dtype, state), open_points
+    return _cache(architecture(config), text, layers, dtype, state), open_points
 
 
 def _draft_cache(server: Server) -> tuple[Cache | None, list[str]]:
@@ -96,7 +101,7 @@ def _draft_cache(server: Server) -> tuple[Cache | None, list[str]]:
     path = _draft_path(server)
     inside = path == server.args.model_path
     config = read_config(server.role, path, "--speculative-draft-model-path")
-    text = _text(config)
+    text = text_of(config)
     if inside and server.algorithm == "DSPARK":
         if not any(config.get(key) is not None for key in _BUNDLED):
             raise MixKVError(
@@ -110,7 +115,7 @@ def _draft_cache(server: Server) -> tuple[Cache | None, list[str]]:
         ]
     layers = _number(text, "num_nextn_predict_layers" if inside else "num_hidden_layers")
     asked = server.args.speculative_draft_kv_cache_dtype or server.args.kv_cache_dtype
-    name = _architecture(config) + (" (next-token layers)" if inside else "")
+    name = architecture(config) + (" (next-token layers)" if inside else "")
     doubts = _dtype_doubts(config, asked, "drafter")
     return _cache(name, text, layers, _kv_dtype(server, config, asked), "none"), doubts
 
@@ -125,11 +130,11 @@ def _draft_path(server: Server) -> str | None:
     return path or target
 
 
-def _architecture(config: Config) -> str:
+def architecture(config: Config) -> str:
     return str((config.get("architectures") or ["unknown"])[0])
 
 
-def _text(config: Config) -> Config:
+def text_of(config: Config) -> Config:
     """The language model's part of a multimodal configuration."""
     inner = config.get("text_config")
     return {**inner, "architectures": config.get("architectures")} if inner else config
@@ -184,7 +189,7 @@ def _kv_dtype(server: Server, config: Config, asked: str) -> str:
         return asked
     if server.args.dtype != "auto":
         return str(server.args.dtype)
-    text = _text(config)
+    text = text_of(config)
     found = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "")
     found = (found or str(text.get("torch_dtype") or "bfloat16")).removeprefix("torch.")
     return "float16" if found == "float32" else found

@@ -24,7 +24,8 @@ from sglang_mixkv import demo
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools import plan as tool
 from sglang_mixkv.tools.plan_figures import Load, Plan, Sender, make_plan, stage_layers
-from sglang_mixkv.tools.plan_flags import from_line
+from sglang_mixkv.tools.plan_flags import Server, from_line
+from sglang_mixkv.tools.plan_resolved import resolved
 from sglang_mixkv.tools.plan_svg import svg
 from sglang_mixkv.tools.plan_text import text
 
@@ -184,6 +185,109 @@ def test_draft_kv_dtype_of_its_own() -> None:
     assert (plan.total.target_bytes, plan.total.draft_bytes) == (240, 256)
 
 
+# ---------------------------------------------------------------- what the target decides
+
+DSA = {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 64}
+V4 = {"architectures": ["DeepseekV4ForCausalLM"]}
+
+
+def both(target: Path, prefill: str, decode: str = "") -> tuple[Server, Server, list[str]]:
+    """Without a drafter."""
+    lines = [f"--model-path {target} {more}" for more in (prefill, decode)]
+    return resolved(from_line("prefill", lines[0]), from_line("decode", lines[1]))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "dtype", "open_points"),
+    [
+        ("bf16", "bfloat16", "bfloat16", 0),
+        ("auto", "bf16", "bfloat16", 1),
+        ("fp8_e4m3", "auto", "fp8_e4m3", 1),
+        ("auto", "auto", "bfloat16", 2),
+    ],
+)
+def test_kv_dtype_of_sparse_attention(
+    tmp_path: Path, prefill: str, decode: str, dtype: str, open_points: int
+) -> None:
+    target = variant(tmp_path / "target", TARGET, **DSA)
+    lines = (f"--kv-cache-dtype {prefill}", f"--kv-cache-dtype {decode}")
+    plan = planned(*lines, target=target)
+    assert plan.refused == ()
+    assert (plan.target.dtype, len(plan.ranks)) == (dtype, 1)
+    assert sum("--kv-cache-dtype auto" in point for point in plan.unknown) == open_points
+
+
+@pytest.mark.parametrize(("model", "dtypes"), [
+    (DSA, ("bf16", "fp8_e4m3")),
+    ({**DSA, "learnable_sink": True}, ("auto", "fp8_e4m3")),
+    (V4, ("auto", "bfloat16")),
+    ({}, ("bf16", "bfloat16")),
+    ({}, ("auto", "bfloat16")),
+])  # fmt: skip
+def test_kv_dtypes_that_differ_in_any_case(
+    tmp_path: Path, model: dict[str, Any], dtypes: tuple[str, str]
+) -> None:
+    target = variant(tmp_path / "target", TARGET, **model)
+    plan = planned(*(f"--kv-cache-dtype {dtype}" for dtype in dtypes), target=target)
+    assert any("KV cache dtype: prefill has" in reason for reason in plan.refused), plan.refused
+
+
+def test_a_running_servers_kv_dtype_decides_for_sparse_attention(tmp_path: Path) -> None:
+    target = variant(tmp_path / "target", TARGET, **DSA)
+    said = {**INFO, "model_path": str(target), "kv_cache_dtype": "fp8_e4m3", "page_size": 64}
+    plan = make_plan(
+        from_line("prefill", "", said), from_line("decode", flags("--tp 1", target=target))
+    )
+    assert (plan.refused, plan.target.dtype) == ((), "fp8_e4m3")
+
+
+@pytest.mark.parametrize(("model", "line", "page_size"), [
+    (DSA, "", 64),
+    (DSA, "--page-size 16", 64),
+    ({**DSA, "index_kpool": 4}, "--page-size 64", 256),
+    (V4, "--page-size 64", 256),
+    ({}, "--page-size 16", 16),
+    ({}, "", None),
+])  # fmt: skip
+def test_page_size_that_a_target_forces(
+    tmp_path: Path, model: dict[str, Any], line: str, page_size: int | None
+) -> None:
+    target = variant(tmp_path / "target", TARGET, **model)
+    server, _, _ = both(target, line)
+    assert server.page_size == page_size
+
+
+PREFILL_CP = "--tp 8 --enable-prefill-cp --cp-strategy"
+
+
+@pytest.mark.parametrize(("model", "line", "sizes"), [
+    ({}, f"{PREFILL_CP} zigzag", (1, 8, 1)),
+    ({}, f"{PREFILL_CP} zigzag --attn-cp-size 2", (1, 8, 1)),
+    ({}, f"{PREFILL_CP} zigzag --attn-dp-size 2", (2, 4, 1)),
+    ({}, f"{PREFILL_CP} zigzag --dp-size 2", (2, 4, 1)),
+    ({}, f"{PREFILL_CP} zigzag --dp-size 2 --enable-dp-attention", (2, 4, 1)),
+    (DSA, f"{PREFILL_CP} zigzag --attn-cp-size 2", (1, 8, 1)),
+    (DSA, f"{PREFILL_CP} interleave --attn-cp-size 2", (1, 2, 4)),
+    (V4, f"{PREFILL_CP} interleave", (1, 8, 1)),
+    ({"architectures": ["LlamaForCausalLM"]}, f"{PREFILL_CP} zigzag", (1, 1, 8)),
+    ({}, "--tp 8 --attn-cp-size 2", (1, 2, 4)),
+])  # fmt: skip
+def test_sizes_with_prefill_context_parallelism(
+    tmp_path: Path, model: dict[str, Any], line: str, sizes: tuple[int, int, int]
+) -> None:
+    """DP-attention groups, CP size, attention TP."""
+    target = variant(tmp_path / "target", TARGET, **model)
+    server, _, _ = both(target, line)
+    assert (server.dp_groups, server.args.attn_cp_size, server.attention_tp) == sizes
+    assert server.replicas == 1
+
+
+@pytest.mark.parametrize("sizes", ["--attn-dp-size 0", "--attn-dp-size 3", "--tp 0"])
+def test_sizes_that_context_parallelism_cannot_split(sizes: str) -> None:
+    plan = planned(f"{PREFILL_CP} zigzag {sizes}", "")
+    assert any("DP-attention and CP sizes divide" in reason for reason in plan.refused)
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -198,6 +302,7 @@ def test_draft_kv_dtype_of_its_own() -> None:
         ("", "--kv-cache-dtype fp8_e4m3", "KV cache dtype: prefill has auto"),
         ("", "--speculative-algorithm NONE", "drafter KV: prefill has some, decode has none"),
         ("--use-ray", "", "prefill: --use-ray is not supported"),
+        ("--tp 2 --enable-prefill-cp", "", "prefill: attention context parallelism (--attn-cp"),
         ("--disaggregation-transfer-backend mori", "", "other than mooncake and nixl is not"),
         ("--disaggregation-mode decode", "", "two launch lines swapped"),
         ("--pp-size 2", "--pp-size 3", "--pp-size: expected 1 or the prefill's 2"),
