@@ -18,8 +18,6 @@ from typing import Any, NoReturn
 from sglang_mixkv.config import ENABLE_ENV, add_flags, truth
 from sglang_mixkv.errors import MixKVError, refuse
 
-TIMEOUT_S = 10
-
 # field, type, default, option strings
 _VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
     ("model_path", str, None, ("--model-path", "--model")),
@@ -265,28 +263,5 @@ def _from_line(role: str, line: str, running: Mapping[str, Any] | None) -> Serve
     return Server(role, args, enabled, environ)
 
 
-def from_url(role: str, url: str, line: str = "") -> Server:
-    """A server from its GET /server_info. Raises MixKVError."""
-    with about(role):
-        said = _server_info(url)
-    return from_line(role, line, said)
-
-
 def _known() -> Iterable[str]:
     return (*(name for name, *_ in _VALUES), *_SWITCHES)
-
-
-def _server_info(url: str) -> dict[str, Any]:
-    from sglang_mixkv.tools.client import session
-
-    address = f"{url.rstrip('/')}/server_info"
-    try:
-        with session() as made:
-            reply = made.get(address, timeout=TIMEOUT_S)
-            reply.raise_for_status()
-            found = reply.json()
-    except (OSError, ValueError) as error:
-        raise MixKVError("MIXKV-START-04", f"{address}: {error}.") from None
-    if not isinstance(found, dict):
-        raise MixKVError("MIXKV-START-04", f"{address}: expected a JSON object.")
-    return found

@@ -8,6 +8,7 @@ layer, K and V of 4 heads x 16 bfloat16 elements, 64 bytes per head, 256 per tok
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -23,11 +24,14 @@ from rig.unserved import skip_unserved
 from sglang_mixkv import demo
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools import plan as tool
+from sglang_mixkv.tools import plan_url
+from sglang_mixkv.tools.client import API_KEY_ENV
 from sglang_mixkv.tools.plan_figures import Load, Plan, Sender, make_plan, stage_layers
 from sglang_mixkv.tools.plan_flags import Server, from_line
 from sglang_mixkv.tools.plan_resolved import resolved
 from sglang_mixkv.tools.plan_svg import svg
 from sglang_mixkv.tools.plan_text import text
+from sglang_mixkv.tools.plan_url import from_url
 
 MODELS = Path(demo.__file__).parent / "models" / "mla"
 TARGET, DRAFTER = MODELS / "target", MODELS / "drafter"
@@ -504,8 +508,10 @@ INFO = {
 
 class _Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        body = json.dumps(INFO).encode()
-        self.send_response(200 if self.path == "/server_info" else 404)
+        body = b"no JSON" if self.path.startswith("/other") else json.dumps(INFO).encode()
+        known = self.path == "/server_info" or body == b"no JSON"
+        key = self.headers["Authorization"] in (None, "Bearer right")
+        self.send_response((200 if known else 404) if key else 401)
         self.end_headers()
         self.wfile.write(body)
 
@@ -526,6 +532,35 @@ def url() -> Iterator[str]:
 def test_a_running_server_is_read(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["--prefill-url", url, "--decode", flags("--tp 1"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["prefill"]["attention_tp"] == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("closed", "no connection. Start the server"),
+        ("", "HTTP 401: it asks for a key. Put that of --api-key into SGLANG_MIXKV_API_KEY"),
+        ("v1", "expected HTTP 200; got 404"),
+        ("other", "expected JSON; got something else"),
+    ],
+)
+def test_why_a_server_cannot_be_read(
+    url: str, path: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(API_KEY_ENV, "right" if path else "wrong")
+    address = "http://127.0.0.1:1" if path == "closed" else url + path
+    with pytest.raises(MixKVError) as found:
+        from_url("decode", address)
+    page = f"{address.rstrip('/')}/server_info"
+    assert str(found.value).startswith(f"[MIXKV-START-04] decode: {page}: {told}")
+    assert "HTTPConnectionPool" not in str(found.value)
+
+
+def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_url, "TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(MixKVError, match=r"no answer within 0\.1 s"):
+            from_url("decode", address)
 
 
 def test_flags_beside_a_url_win_over_it(
@@ -556,10 +591,10 @@ def test_a_server_that_does_not_say_leaves_it_open() -> None:
     assert any("SGLANG_ENABLE_MIXKV" in point for point in plan.unknown)
 
 
-def test_neither_sglang_nor_torch_is_imported() -> None:
+def test_neither_sglang_torch_nor_requests_is_imported() -> None:
     program = (
         "import sys, sglang_mixkv.tools.plan, sglang_mixkv.tools.doctor\n"
-        "print(sorted({'sglang', 'torch', 'mooncake'} & set(sys.modules)))"
+        "print(sorted({'sglang', 'torch', 'mooncake', 'requests'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True)
     assert done.stdout == "[]\n", done.stderr
