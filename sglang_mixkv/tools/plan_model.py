@@ -196,7 +196,14 @@ def _kv_dtype(server: Server, config: Config, asked: str) -> str:
 
 
 def _dtype_doubts(config: Config, asked: str, name: str) -> list[str]:
-    quantization = json.dumps(config.get("quantization_config") or {})
-    if asked == "auto" and "kv_cache" in quantization:
+    if asked == "auto" and _quantizes_kv(config.get("quantization_config") or {}):
         return [f"{name}: the checkpoint may ask for a quantized KV cache; planned unquantized"]
     return []
+
+
+def _quantizes_kv(quantization: Config) -> bool:
+    """Whether a key for the KV cache, here or in a section, has a value."""
+    return any(
+        bool(value) if "kv_cache" in key else isinstance(value, dict) and _quantizes_kv(value)
+        for key, value in quantization.items()
+    )

@@ -236,6 +236,25 @@ def test_kv_dtypes_that_differ_in_any_case(
     assert any("KV cache dtype: prefill has" in reason for reason in plan.refused), plan.refused
 
 
+@pytest.mark.parametrize(
+    ("quantization", "doubtful"),
+    [
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, True),
+        ({"quantization": {"kv_cache_quant_algo": "FP8"}}, True),
+        ({"kv_cache_scheme": None}, False),
+        ({"quantization": {"kv_cache_quant_algo": None}}, False),
+        ({"quant_method": "fp8"}, False),
+        (None, False),
+    ],
+)
+def test_a_checkpoint_that_may_quantize_kv_is_a_doubt(
+    tmp_path: Path, quantization: dict[str, Any] | None, doubtful: bool
+) -> None:
+    target = variant(tmp_path / "target", TARGET, quantization_config=quantization)
+    unknown = planned("", "", target=target).unknown
+    assert any("may ask for a quantized KV cache" in point for point in unknown) == doubtful
+
+
 def test_a_running_servers_kv_dtype_decides_for_sparse_attention(tmp_path: Path) -> None:
     target = variant(tmp_path / "target", TARGET, **DSA)
     said = {**INFO, "model_path": str(target), "kv_cache_dtype": "fp8_e4m3", "page_size": 64}
