@@ -8,6 +8,8 @@ layer, K and V of 4 heads x 16 bfloat16 elements, 64 bytes per head, 256 per tok
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -654,6 +656,28 @@ def test_text_has_every_sender_and_refusal(capsys: pytest.CaptureFixture[str]) -
 
 def test_text_without_ranks_names_the_reason() -> None:
     assert "one divides the other" in text(planned("--tp 3", "--tp 2"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["plan", "--prefill", flags("--tp 2"), "--decode", flags()],
+        ["plan", "--prefill", flags("--tp 64"), "--decode", flags(), "--json"],
+        ["doctor", "--no-seams", "--no-transfer"],
+    ],
+    ids=["help", "plan", "long", "doctor"],
+)
+def test_a_tool_ends_quietly_when_its_reader_has_gone(words: list[str]) -> None:
+    """With the status that a shell gives one that SIGPIPE ended. Output of any length."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "sglang_mixkv", *words]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_svg_has_a_box_a_rank_and_greys_dummies(tmp_path: Path) -> None:
