@@ -7,6 +7,8 @@ torch.
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -51,5 +53,17 @@ def main(argv: list[str] | None = None) -> int:
     return 2
 
 
+def run() -> int:
+    """`main`, which ends without a word where its reader has gone, as `head` does."""
+    try:
+        try:
+            return main()
+        finally:
+            print(end="", flush=True)  # noqa: T201
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the flush at exit fails as well
+        return 128 + signal.SIGPIPE
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

@@ -66,6 +66,11 @@ class MixKVError(ValueError):
     def __init__(self, code: str, text: str) -> None:
         super().__init__(f"[{code}] {text}")
         self.code = code
+        self.text = text
+
+    def about(self, whom: str) -> MixKVError:
+        """The same error, saying whom it is about."""
+        return MixKVError(self.code, f"{whom}: {self.text}")
 
     @property
     def reason(self) -> str:

@@ -13,7 +13,7 @@ import msgspec
 
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_figures import Plan, make_plan
-from sglang_mixkv.tools.plan_flags import Server, from_line, from_url
+from sglang_mixkv.tools.plan_flags import Server, from_line
 from sglang_mixkv.tools.plan_svg import svg
 from sglang_mixkv.tools.plan_text import text
 
@@ -42,7 +42,11 @@ def _parser() -> argparse.ArgumentParser:
 def _server(role: str, line: str | None, url: str | None) -> Server:
     if line is None and url is None:
         raise MixKVError("MIXKV-START-04", f"give --{role}, --{role}-url, or both.")
-    return from_line(role, line or "") if url is None else from_url(role, url, line or "")
+    if url is None:
+        return from_line(role, line or "")
+    from sglang_mixkv.tools.plan_url import from_url  # requests, which lines do without
+
+    return from_url(role, url, line or "")
 
 
 def _from_arguments(args: argparse.Namespace) -> Plan:

@@ -9,7 +9,7 @@ from sglang_mixkv import refusals as startup
 from sglang_mixkv.config import resolve
 from sglang_mixkv.engine.releases import rules
 from sglang_mixkv.protocol.facts import DraftFacts, Facts, compared_window, differences
-from sglang_mixkv.tools.plan_flags import Server
+from sglang_mixkv.tools.plan_flags import Server, about
 from sglang_mixkv.tools.plan_model import Cache
 
 Caches = tuple[Cache, Cache | None]
@@ -17,8 +17,10 @@ Caches = tuple[Cache, Cache | None]
 
 def own_refusals(server: Server) -> Iterator[str]:
     """What an opted-in server would refuse at its start."""
-    config = resolve(server.args, server.environ)
-    for reason in startup.broken(rules(), server.args, server.environ, config):
+    with about(server.role):
+        config = resolve(server.args, server.environ)
+        reasons = startup.broken(rules(), server.args, server.environ, config)
+    for reason in reasons:
         yield f"[MIXKV-START-03] {server.role}: {reason}"
     if server.args.disaggregation_mode != server.role:
         yield (

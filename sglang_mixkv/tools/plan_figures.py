@@ -1,6 +1,6 @@
 """The plan as a value: the core's routes and copies, run over two described servers.
 
-servers -> caches -> refusals -> one RankPlan a decode rank -> Plan
+servers -> resolved -> caches -> refusals -> one RankPlan a decode rank -> Plan
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from sglang_mixkv.kv.ranges import blocks
 from sglang_mixkv.kv.routes import Route, Topology, check_dcp, required_responses, routes
 from sglang_mixkv.tools.plan_checks import mismatches, own_refusals, unknown_state, unseen
 from sglang_mixkv.tools.plan_flags import Server
-from sglang_mixkv.tools.plan_model import Cache, draft_cache, target_cache
+from sglang_mixkv.tools.plan_model import Cache, caches
+from sglang_mixkv.tools.plan_resolved import resolved
 from sglang_mixkv.tools.plan_stock import stock_refusals
 
 SCHEMA = 1
@@ -120,14 +121,14 @@ def make_plan(prefill: Server, decode: Server) -> Plan:
 
     Raises MixKVError for models whose caches cannot be described.
     """
-    target, points = target_cache(prefill)
-    draft, draft_points = draft_cache(prefill)
-    other = target_cache(decode)[0], draft_cache(decode)[0]
+    prefill, decode, unresolved = resolved(prefill, decode)
+    target, draft, points = caches(prefill)
+    other, other_draft, _ = caches(decode)
     page_size = prefill.page_size or decode.page_size or 1
-    different = mismatches(prefill, decode, (target, draft), other)
+    different = mismatches(prefill, decode, (target, draft), (other, other_draft))
     found = [reason for server in (prefill, decode) for reason in _alone(server, target)]
     found += different
-    unknown = [*unseen(prefill, decode), *points, *draft_points]
+    unknown = [*unseen(prefill, decode), *unresolved, *points]
     ranks: tuple[RankPlan, ...] = ()
     try:
         if not different:

@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from sglang_mixkv.config import ENABLE_ENV, add_flags, truth
 from sglang_mixkv.errors import MixKVError, refuse
-
-TIMEOUT_S = 10
 
 # field, type, default, option strings
 _VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
@@ -27,6 +26,7 @@ _VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
     ("attn_dp_size", int, 1, ("--attn-dp-size", "--attention-data-parallel-size")),
     ("pp_size", int, 1, ("--pp-size", "--pipeline-parallel-size")),
     ("attn_cp_size", int, 1, ("--attn-cp-size", "--attention-context-parallel-size")),
+    ("cp_strategy", str, None, ("--cp-strategy",)),
     ("dcp_size", int, 1, ("--dcp-size", "--decode-context-parallel-size")),
     ("page_size", int, None, ("--page-size",)),
     ("dtype", str, "auto", ("--dtype",)),
@@ -34,6 +34,8 @@ _VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
     ("device", str, None, ("--device",)),
     ("attention_backend", str, None, ("--attention-backend",)),
     ("decode_attention_backend", str, None, ("--decode-attention-backend",)),
+    ("prefill_attention_backend", str, None, ("--prefill-attention-backend",)),
+    ("speculative_draft_attention_backend", str, None, ("--speculative-draft-attention-backend",)),
     ("radix_cache_backend", str, None, ("--radix-cache-backend",)),
     ("hicache_storage_backend", str, None, ("--hicache-storage-backend",)),
     ("kv_canary", str, "none", ("--kv-canary",)),
@@ -72,6 +74,7 @@ _VALUES: tuple[tuple[str, type, Any, tuple[str, ...]], ...] = (
 _SWITCHES = (
     "enable_dp_attention",
     "enable_dp_lm_head",
+    "enable_prefill_cp",
     "use_ray",
     "enable_pd_role_switch",
     "enable_hisparse",
@@ -84,6 +87,23 @@ _SWITCHES = (
     "enable_unified_cache_external_linker",
     "disaggregation_decode_enable_radix_cache",
     "disaggregation_enable_kv_checksum",
+)
+
+# overrides.py, _mla_backend_page_constraints: with this attention backend, asked for by one of the
+# first so many flags, pages have one of these sizes, or else 64 tokens. tokenspeed_mla is 0.5.22's.
+BACKEND_FLAGS = (
+    "attention_backend",
+    "decode_attention_backend",
+    "prefill_attention_backend",
+    "speculative_draft_attention_backend",
+)
+_PAGE_SIZES: tuple[tuple[str, int, tuple[int, ...]], ...] = (
+    ("flashmla", 2, (64,)),
+    ("trtllm_mla", 2, (32, 64)),
+    ("tokenspeed_mla", 2, (32, 64)),
+    ("cutedsl_mla", 3, (32, 64)),
+    ("trtllm_mha", 4, (16, 32, 64, 128)),
+    ("hpc_ops", 3, (64,)),
 )
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
@@ -105,6 +125,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@contextmanager
+def about(role: str) -> Iterator[None]:
+    """Errors say which of the two servers they are about."""
+    try:
+        yield
+    except MixKVError as error:
+        raise error.about(role) from None
+    except ValueError as error:  # an environment variable that config.py cannot read
+        raise ValueError(f"{role}: {error}") from None
+
+
 @dataclass(frozen=True)
 class Server:
     """`role`: prefill or decode. `enabled`: opted in; None where that cannot be seen."""
@@ -113,6 +144,10 @@ class Server:
     args: argparse.Namespace
     enabled: bool | None
     environ: Mapping[str, str] = field(default_factory=dict)
+
+    def with_args(self, **changed: Any) -> Server:
+        """The same server with other flags."""
+        return replace(self, args=argparse.Namespace(**{**vars(self.args), **changed}))
 
     @property
     def attention_tp(self) -> int:
@@ -124,7 +159,7 @@ class Server:
                 f"a {self.role} TP size that the DP-attention and CP sizes divide",
                 f"TP {self.args.tp_size} over {groups}",
                 "SGLang would not start it",
-                "Change --tp-size or --dp-size",
+                "Change --tp-size or --attn-dp-size",
             )
         return int(self.args.tp_size // groups)
 
@@ -135,20 +170,26 @@ class Server:
         Two spellings, as SGLang resolves them (parallel_hook.py, handle_deprecated_dp_attention);
         a running server answers with the resolved one and the flag.
         """
-        if self.args.attn_dp_size > 1 or not self.args.enable_dp_attention:
-            return int(self.args.attn_dp_size)
-        return int(self.args.dp_size)
+        return int(self.args.dp_size if self._old_spelling else self.args.attn_dp_size)
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model by plain data parallelism."""
+        return 1 if self._old_spelling else int(self.args.dp_size)
+
+    @property
+    def _old_spelling(self) -> bool:
+        return bool(self.args.enable_dp_attention) and self.args.attn_dp_size == 1
 
     @property
     def page_size(self) -> int | None:
         """Tokens a page; None where SGLang decides from hardware and attention backend."""
-        given: int | None = self.args.page_size
-        backends = {self.args.attention_backend, self.args.decode_attention_backend}
-        if "flashmla" in backends:
-            return 64
-        if backends & {"trtllm_mla", "cutedsl_mla"} and given not in (32, 64):
-            return 64
-        return given
+        size: int | None = self.args.page_size
+        backends = [getattr(self.args, flag) for flag in BACKEND_FLAGS]
+        for backend, flags, sizes in _PAGE_SIZES:
+            if backend in backends[:flags] and size not in sizes:
+                size = 64
+        return size
 
     @property
     def algorithm(self) -> str:
@@ -196,10 +237,15 @@ def from_line(role: str, line: str, running: Mapping[str, Any] | None = None) ->
 
     `running`: what a running server says at GET /server_info; the line's flags win over it.
     """
+    with about(role):
+        return _from_line(role, line, running)
+
+
+def _from_line(role: str, line: str, running: Mapping[str, Any] | None) -> Server:
     try:
         environ, words = _words(line)
     except ValueError as error:
-        raise MixKVError("MIXKV-START-04", f"{role} launch line: {error}.") from None
+        raise MixKVError("MIXKV-START-04", f"launch line: {error}.") from None
     parser = _parser()
     said = running or {}
     parser.set_defaults(**{name: said[name] for name in _known() if name in said})
@@ -207,6 +253,9 @@ def from_line(role: str, line: str, running: Mapping[str, Any] | None = None) ->
     if args.config:
         args, _ = parser.parse_known_args([*_config_words(args.config), *words])
     args.disaggregation_mode = args.disaggregation_mode or role
+    # pd_disaggregation_hook.py, handle_pd_disaggregation: Mooncake over TCP.
+    if args.disaggregation_transfer_backend == "mooncake_tcp":
+        args.disaggregation_transfer_backend = "mooncake"
     enabled = bool(args.enable_mixkv) or truth(ENABLE_ENV, environ)
     if running is not None and not enabled:
         launched = (running.get("launch_command") or "").split()
@@ -214,26 +263,5 @@ def from_line(role: str, line: str, running: Mapping[str, Any] | None = None) ->
     return Server(role, args, enabled, environ)
 
 
-def from_url(role: str, url: str, line: str = "") -> Server:
-    """A server from its GET /server_info. Raises MixKVError."""
-    return from_line(role, line, _server_info(url))
-
-
 def _known() -> Iterable[str]:
     return (*(name for name, *_ in _VALUES), *_SWITCHES)
-
-
-def _server_info(url: str) -> dict[str, Any]:
-    from sglang_mixkv.tools.client import session
-
-    address = f"{url.rstrip('/')}/server_info"
-    try:
-        with session() as made:
-            reply = made.get(address, timeout=TIMEOUT_S)
-            reply.raise_for_status()
-            found = reply.json()
-    except (OSError, ValueError) as error:
-        raise MixKVError("MIXKV-START-04", f"{address}: {error}.") from None
-    if not isinstance(found, dict):
-        raise MixKVError("MIXKV-START-04", f"{address}: expected a JSON object.")
-    return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.kv.layout import Kind, Spread
-from sglang_mixkv.tools.plan_flags import Server
+from sglang_mixkv.tools.plan_flags import Server, about
 
 Config = dict[str, Any]
 
@@ -49,7 +49,7 @@ class Cache:
         return tuple(width * size for width in self.widths for _ in range(layers))
 
 
-def read_config(path: str | None, flag: str) -> Config:
+def read_config(role: str, path: str | None, flag: str) -> Config:
     """A model folder's config.json. Raises MixKVError unless it is a local folder."""
     if not path:
         raise MixKVError("MIXKV-START-04", f"{flag} is missing on the launch line.")
@@ -60,17 +60,29 @@ def read_config(path: str | None, flag: str) -> Config:
         raise MixKVError(
             "MIXKV-START-04",
             f"{flag} {path}: {error}. The plan reads config.json from a local folder and "
-            f"downloads nothing: give the folder, beside a URL as --prefill '{flag} FOLDER'.",
+            f"downloads nothing: give the folder, beside a URL as --{role} '{flag} FOLDER'.",
         ) from None
     if not isinstance(found, dict):
         raise MixKVError("MIXKV-START-04", f"{file}: expected a JSON object.")
     return found
 
 
-def target_cache(server: Server) -> tuple[Cache, list[str]]:
-    """The target's cache, and what its configuration leaves open."""
-    config = read_config(server.args.model_path, "--model-path")
-    text = _text(config)
+def caches(server: Server) -> tuple[Cache, Cache | None, list[str]]:
+    """The target's cache, the drafter's, None without one, and what the models leave open."""
+    with about(server.role):
+        target, points = _target_cache(server)
+        draft, draft_points = _draft_cache(server)
+    return target, draft, [*points, *draft_points]
+
+
+def target_config(server: Server) -> Config:
+    """The target's config.json. Raises MixKVError."""
+    return read_config(server.role, server.args.model_path, "--model-path")
+
+
+def _target_cache(server: Server) -> tuple[Cache, list[str]]:
+    config = target_config(server)
+    text = text_of(config)
     layers, others, open_points = _attention_layers(text)
     state = "sharded" if others else "replicated" if text.get("index_topk") else "none"
     dtype = _kv_dtype(server, config, server.args.kv_cache_dtype)
@@ -80,17 +92,16 @@ def target_cache(server: Server) -> tuple[Cache, list[str]]:
             "target: sparse attention (index_topk): its indexer state, and scales that some "
             "backends keep beside fp8 rows, are not counted"
         )
-    return _cache(_architecture(config), text, layers, dtype, state), open_points
+    return _cache(architecture(config), text, layers, dtype, state), open_points
 
 
-def draft_cache(server: Server) -> tuple[Cache | None, list[str]]:
-    """The drafter's cache, None without one, and what its configuration leaves open."""
+def _draft_cache(server: Server) -> tuple[Cache | None, list[str]]:
     if not server.has_drafter:
         return None, []
     path = _draft_path(server)
     inside = path == server.args.model_path
-    config = read_config(path, "--speculative-draft-model-path")
-    text = _text(config)
+    config = read_config(server.role, path, "--speculative-draft-model-path")
+    text = text_of(config)
     if inside and server.algorithm == "DSPARK":
         if not any(config.get(key) is not None for key in _BUNDLED):
             raise MixKVError(
@@ -104,7 +115,7 @@ def draft_cache(server: Server) -> tuple[Cache | None, list[str]]:
         ]
     layers = _number(text, "num_nextn_predict_layers" if inside else "num_hidden_layers")
     asked = server.args.speculative_draft_kv_cache_dtype or server.args.kv_cache_dtype
-    name = _architecture(config) + (" (next-token layers)" if inside else "")
+    name = architecture(config) + (" (next-token layers)" if inside else "")
     doubts = _dtype_doubts(config, asked, "drafter")
     return _cache(name, text, layers, _kv_dtype(server, config, asked), "none"), doubts
 
@@ -119,11 +130,11 @@ def _draft_path(server: Server) -> str | None:
     return path or target
 
 
-def _architecture(config: Config) -> str:
+def architecture(config: Config) -> str:
     return str((config.get("architectures") or ["unknown"])[0])
 
 
-def _text(config: Config) -> Config:
+def text_of(config: Config) -> Config:
     """The language model's part of a multimodal configuration."""
     inner = config.get("text_config")
     return {**inner, "architectures": config.get("architectures")} if inner else config
@@ -178,14 +189,21 @@ def _kv_dtype(server: Server, config: Config, asked: str) -> str:
         return asked
     if server.args.dtype != "auto":
         return str(server.args.dtype)
-    text = _text(config)
+    text = text_of(config)
     found = str(config.get("dtype") or config.get("torch_dtype") or text.get("dtype") or "")
     found = (found or str(text.get("torch_dtype") or "bfloat16")).removeprefix("torch.")
     return "float16" if found == "float32" else found
 
 
 def _dtype_doubts(config: Config, asked: str, name: str) -> list[str]:
-    quantization = json.dumps(config.get("quantization_config") or {})
-    if asked == "auto" and "kv_cache" in quantization:
+    if asked == "auto" and _quantizes_kv(config.get("quantization_config") or {}):
         return [f"{name}: the checkpoint may ask for a quantized KV cache; planned unquantized"]
     return []
+
+
+def _quantizes_kv(quantization: Config) -> bool:
+    """Whether a key for the KV cache, here or in a section, has a value."""
+    return any(
+        bool(value) if "kv_cache" in key else isinstance(value, dict) and _quantizes_kv(value)
+        for key, value in quantization.items()
+    )

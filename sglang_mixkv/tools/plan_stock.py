@@ -1,7 +1,9 @@
-"""What SGLang 0.5.23 itself refuses of a drafter's flags, whatever the plugin does.
+"""What SGLang 0.5.23 itself refuses, whatever the plugin does: a drafter's flags, and two kinds
+of data parallelism at once.
 
 Restated from srt/arg_groups/: speculative_hook.py (_handle_dflash, _handle_dspark,
-handle_speculative_decoding) and validation_hook.py (check_pipeline_parallel_compat).
+handle_speculative_decoding), validation_hook.py (check_pipeline_parallel_compat) and
+parallel_hook.py (handle_data_parallelism).
 """
 
 from __future__ import annotations
@@ -36,6 +38,10 @@ def _no_drafter(server: Server) -> bool:
     return server.algorithm == "DFLASH" and not server.args.speculative_draft_model_path
 
 
+def _two_kinds_of_dp(server: Server) -> bool:
+    return server.dp_groups > 1 and server.replicas > 1
+
+
 # When, SGLang's reason, what to do.
 _RULES: tuple[tuple[Callable[[Server], bool], str, str], ...] = (
     (
@@ -63,14 +69,17 @@ _RULES: tuple[tuple[Callable[[Server], bool], str, str], ...] = (
         "DFLASH needs --speculative-draft-model-path",
         "Add the flag",
     ),
+    (
+        _two_kinds_of_dp,
+        "--dp-size above 1 does not go with --attn-dp-size above 1",
+        "Drop --dp-size",
+    ),
 )
 
 
 def stock_refusals(server: Server) -> Iterator[str]:
     """What SGLang would say at this server's start."""
+    drafter = "" if server.algorithm == "NONE" else f" with {server.algorithm}"
     for applies, reason, remedy in _RULES:
         if applies(server):
-            yield (
-                f"{server.role} with {server.algorithm}: SGLang 0.5.23 does not start it: "
-                f"{reason}. {remedy}."
-            )
+            yield f"{server.role}{drafter}: SGLang 0.5.23 does not start it: {reason}. {remedy}."

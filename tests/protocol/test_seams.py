@@ -205,6 +205,21 @@ def test_plans_flags_are_sglangs() -> None:
     assert not wrong, wrong
 
 
+@pytest.mark.parametrize("size", [None, 1, 16, 32, 64, 128])
+@pytest.mark.parametrize(
+    "backend", ["fa3", "flashmla", "trtllm_mla", "cutedsl_mla", "trtllm_mha", "hpc_ops"]
+)
+def test_plans_page_sizes_are_sglangs(backend: str, size: int | None) -> None:
+    from sglang.srt.arg_groups.overrides import _mla_backend_page_constraints
+
+    from sglang_mixkv.tools.plan_flags import BACKEND_FLAGS, from_line
+
+    for flag in BACKEND_FLAGS:
+        server = from_line("decode", "").with_args(page_size=size, **{flag: backend})
+        theirs = _mla_backend_page_constraints(server.args).get("page_size", size)
+        assert server.page_size == theirs, flag
+
+
 def abbreviated(parser: argparse.ArgumentParser, option: str) -> argparse.Action | None:
     """The only action of which this is an abbreviation, None without."""
     found = {id(match[0]): match[0] for match in parser._get_option_tuples(option)}

@@ -8,6 +8,9 @@ layer, K and V of 4 heads x 16 bfloat16 elements, 64 bytes per head, 256 per tok
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -23,10 +26,14 @@ from rig.unserved import skip_unserved
 from sglang_mixkv import demo
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools import plan as tool
+from sglang_mixkv.tools import plan_url
+from sglang_mixkv.tools.client import API_KEY_ENV
 from sglang_mixkv.tools.plan_figures import Load, Plan, Sender, make_plan, stage_layers
-from sglang_mixkv.tools.plan_flags import from_line
+from sglang_mixkv.tools.plan_flags import Server, from_line
+from sglang_mixkv.tools.plan_resolved import resolved
 from sglang_mixkv.tools.plan_svg import svg
 from sglang_mixkv.tools.plan_text import text
+from sglang_mixkv.tools.plan_url import from_url
 
 MODELS = Path(demo.__file__).parent / "models" / "mla"
 TARGET, DRAFTER = MODELS / "target", MODELS / "drafter"
@@ -153,7 +160,8 @@ def test_mha_target_is_cut_by_heads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spelling", ["--dp 8 --enable-dp-attention", "--attn-dp-size 8", "--attn-dp-size 8 --dp 2"]
+    "spelling",
+    ["--dp 8 --enable-dp-attention", "--attn-dp-size 8", "--attn-dp-size 8 --enable-dp-attention"],
 )
 def test_dp_attention_counts_inside_a_group(spelling: str) -> None:
     plan = planned("--tp 8", f"--tp 8 {spelling}")
@@ -183,6 +191,128 @@ def test_draft_kv_dtype_of_its_own() -> None:
     assert (plan.total.target_bytes, plan.total.draft_bytes) == (240, 256)
 
 
+# ---------------------------------------------------------------- what the target decides
+
+DSA = {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 64}
+V4 = {"architectures": ["DeepseekV4ForCausalLM"]}
+
+
+def both(target: Path, prefill: str, decode: str = "") -> tuple[Server, Server, list[str]]:
+    """Without a drafter."""
+    lines = [f"--model-path {target} {more}" for more in (prefill, decode)]
+    return resolved(from_line("prefill", lines[0]), from_line("decode", lines[1]))
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "dtype", "open_points"),
+    [
+        ("bf16", "bfloat16", "bfloat16", 0),
+        ("auto", "bf16", "bfloat16", 1),
+        ("fp8_e4m3", "auto", "fp8_e4m3", 1),
+        ("auto", "auto", "bfloat16", 2),
+    ],
+)
+def test_kv_dtype_of_sparse_attention(
+    tmp_path: Path, prefill: str, decode: str, dtype: str, open_points: int
+) -> None:
+    target = variant(tmp_path / "target", TARGET, **DSA)
+    lines = (f"--kv-cache-dtype {prefill}", f"--kv-cache-dtype {decode}")
+    plan = planned(*lines, target=target)
+    assert plan.refused == ()
+    assert (plan.target.dtype, len(plan.ranks)) == (dtype, 1)
+    assert sum("--kv-cache-dtype auto" in point for point in plan.unknown) == open_points
+
+
+@pytest.mark.parametrize(("model", "dtypes"), [
+    (DSA, ("bf16", "fp8_e4m3")),
+    ({**DSA, "learnable_sink": True}, ("auto", "fp8_e4m3")),
+    (V4, ("auto", "bfloat16")),
+    ({}, ("bf16", "bfloat16")),
+    ({}, ("auto", "bfloat16")),
+])  # fmt: skip
+def test_kv_dtypes_that_differ_in_any_case(
+    tmp_path: Path, model: dict[str, Any], dtypes: tuple[str, str]
+) -> None:
+    target = variant(tmp_path / "target", TARGET, **model)
+    plan = planned(*(f"--kv-cache-dtype {dtype}" for dtype in dtypes), target=target)
+    assert any("KV cache dtype: prefill has" in reason for reason in plan.refused), plan.refused
+
+
+@pytest.mark.parametrize(
+    ("quantization", "doubtful"),
+    [
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "float"}}, True),
+        ({"quantization": {"kv_cache_quant_algo": "FP8"}}, True),
+        ({"kv_cache_scheme": None}, False),
+        ({"quantization": {"kv_cache_quant_algo": None}}, False),
+        ({"quant_method": "fp8"}, False),
+        (None, False),
+    ],
+)
+def test_a_checkpoint_that_may_quantize_kv_is_a_doubt(
+    tmp_path: Path, quantization: dict[str, Any] | None, doubtful: bool
+) -> None:
+    target = variant(tmp_path / "target", TARGET, quantization_config=quantization)
+    unknown = planned("", "", target=target).unknown
+    assert any("may ask for a quantized KV cache" in point for point in unknown) == doubtful
+
+
+def test_a_running_servers_kv_dtype_decides_for_sparse_attention(tmp_path: Path) -> None:
+    target = variant(tmp_path / "target", TARGET, **DSA)
+    said = {**INFO, "model_path": str(target), "kv_cache_dtype": "fp8_e4m3", "page_size": 64}
+    plan = make_plan(
+        from_line("prefill", "", said), from_line("decode", flags("--tp 1", target=target))
+    )
+    assert (plan.refused, plan.target.dtype) == ((), "fp8_e4m3")
+
+
+@pytest.mark.parametrize(("model", "line", "page_size"), [
+    (DSA, "", 64),
+    (DSA, "--page-size 16", 64),
+    ({**DSA, "index_kpool": 4}, "--page-size 64", 256),
+    (V4, "--page-size 64", 256),
+    ({}, "--page-size 16", 16),
+    ({}, "", None),
+])  # fmt: skip
+def test_page_size_that_a_target_forces(
+    tmp_path: Path, model: dict[str, Any], line: str, page_size: int | None
+) -> None:
+    target = variant(tmp_path / "target", TARGET, **model)
+    server, _, _ = both(target, line)
+    assert server.page_size == page_size
+
+
+PREFILL_CP = "--tp 8 --enable-prefill-cp --cp-strategy"
+
+
+@pytest.mark.parametrize(("model", "line", "sizes"), [
+    ({}, f"{PREFILL_CP} zigzag", (1, 8, 1)),
+    ({}, f"{PREFILL_CP} zigzag --attn-cp-size 2", (1, 8, 1)),
+    ({}, f"{PREFILL_CP} zigzag --attn-dp-size 2", (2, 4, 1)),
+    ({}, f"{PREFILL_CP} zigzag --dp-size 2", (2, 4, 1)),
+    ({}, f"{PREFILL_CP} zigzag --dp-size 2 --enable-dp-attention", (2, 4, 1)),
+    (DSA, f"{PREFILL_CP} zigzag --attn-cp-size 2", (1, 8, 1)),
+    (DSA, f"{PREFILL_CP} interleave --attn-cp-size 2", (1, 2, 4)),
+    (V4, f"{PREFILL_CP} interleave", (1, 8, 1)),
+    ({"architectures": ["LlamaForCausalLM"]}, f"{PREFILL_CP} zigzag", (1, 1, 8)),
+    ({}, "--tp 8 --attn-cp-size 2", (1, 2, 4)),
+])  # fmt: skip
+def test_sizes_with_prefill_context_parallelism(
+    tmp_path: Path, model: dict[str, Any], line: str, sizes: tuple[int, int, int]
+) -> None:
+    """DP-attention groups, CP size, attention TP."""
+    target = variant(tmp_path / "target", TARGET, **model)
+    server, _, _ = both(target, line)
+    assert (server.dp_groups, server.args.attn_cp_size, server.attention_tp) == sizes
+    assert server.replicas == 1
+
+
+@pytest.mark.parametrize("sizes", ["--attn-dp-size 0", "--attn-dp-size 3", "--tp 0"])
+def test_sizes_that_context_parallelism_cannot_split(sizes: str) -> None:
+    plan = planned(f"{PREFILL_CP} zigzag {sizes}", "")
+    assert any("DP-attention and CP sizes divide" in reason for reason in plan.refused)
+
+
 # ---------------------------------------------------------------- refusals
 
 
@@ -192,10 +322,12 @@ def test_draft_kv_dtype_of_its_own() -> None:
         ("--tp 3", "--tp 2", "one divides the other"),
         ("--tp 3", "--tp 1", "number of KV heads that divides"),
         ("--tp 4 --dp 3 --enable-dp-attention", "--tp 2", "DP-attention and CP sizes divide"),
+        ("--tp 4 --attn-dp-size 3", "--tp 2", "Change --tp-size or --attn-dp-size"),
         ("--tp 2", "--page-size 64", "page size: prefill has 16, decode has 64"),
         ("", "--kv-cache-dtype fp8_e4m3", "KV cache dtype: prefill has auto"),
         ("", "--speculative-algorithm NONE", "drafter KV: prefill has some, decode has none"),
         ("--use-ray", "", "prefill: --use-ray is not supported"),
+        ("--tp 2 --enable-prefill-cp", "", "prefill: attention context parallelism (--attn-cp"),
         ("--disaggregation-transfer-backend mori", "", "other than mooncake and nixl is not"),
         ("--disaggregation-mode decode", "", "two launch lines swapped"),
         ("--pp-size 2", "--pp-size 3", "--pp-size: expected 1 or the prefill's 2"),
@@ -235,6 +367,10 @@ def test_refused(prefill: str, decode: str, reason: str) -> None:
          "--speculative-num-draft-tokens 16", "", "--speculative-num-draft-tokens differ"),
         ("--speculative-algorithm DFLASH --speculative-dflash-block-size 8", "", ""),
         ("--speculative-algorithm DSPARK --speculative-dspark-block-size 7", "", ""),
+        ("", "--tp 8 --dp-size 2 --attn-dp-size 8", "--dp-size above 1 does not go with"),
+        ("", "--tp 8 --dp-size 2 --attn-dp-size 8 --enable-dp-attention", "Drop --dp-size"),
+        ("", "--tp 8 --dp-size 8 --enable-dp-attention", ""),
+        ("--tp 8 --dp-size 2", "", ""),
     ],
 )  # fmt: skip
 def test_what_sglang_refuses_is_refused_in_its_words(
@@ -317,10 +453,32 @@ def test_attention_context_parallelism_shrinks_attention_tp() -> None:
     assert from_line("prefill", "--tp 8 --attn-cp-size 2").attention_tp == 4
 
 
-def test_page_size_that_a_backend_forces() -> None:
-    assert from_line("decode", "--attention-backend flashmla --page-size 1").page_size == 64
-    assert from_line("decode", "--attention-backend trtllm_mla --page-size 32").page_size == 32
-    assert from_line("decode", "--attention-backend fa3").page_size is None
+@pytest.mark.parametrize("line", ["", "--disaggregation-transfer-backend mooncake"])
+def test_mooncake_tcp_is_mooncake(line: str) -> None:
+    over_tcp = "--disaggregation-transfer-backend mooncake_tcp"
+    assert planned(over_tcp, line).refused == planned(line, over_tcp).refused == ()
+
+
+@pytest.mark.parametrize(
+    ("line", "page_size"),
+    [
+        ("--attention-backend fa3", None),
+        ("--attention-backend flashmla --page-size 1", 64),
+        ("--prefill-attention-backend flashmla --page-size 1", 1),
+        ("--attention-backend trtllm_mla --page-size 32", 32),
+        ("--decode-attention-backend trtllm_mla --page-size 16", 64),
+        ("--prefill-attention-backend trtllm_mla --page-size 16", 16),
+        ("--attention-backend tokenspeed_mla", 64),
+        ("--decode-attention-backend cutedsl_mla --page-size 128", 64),
+        ("--attention-backend trtllm_mha --page-size 128", 128),
+        ("--prefill-attention-backend trtllm_mha --page-size 1", 64),
+        ("--speculative-draft-attention-backend trtllm_mha --page-size 1", 64),
+        ("--attention-backend hpc_ops --page-size 32", 64),
+        ("--attention-backend trtllm_mla --decode-attention-backend flashmla --page-size 32", 64),
+    ],
+)
+def test_page_size_that_a_backend_forces(line: str, page_size: int | None) -> None:
+    assert from_line("decode", line).page_size == page_size
 
 
 def test_what_it_cannot_know_is_said() -> None:
@@ -339,11 +497,26 @@ def test_a_model_that_is_no_folder_ends_the_tool(capsys: pytest.CaptureFixture[s
     assert "local folder" in capsys.readouterr().err
 
 
-def test_bad_launch_lines_are_errors() -> None:
-    with pytest.raises(MixKVError, match="--tp"):
-        from_line("prefill", "--tp two")
-    with pytest.raises(MixKVError, match="quotation"):
-        from_line("prefill", "--model-path 'x")
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--tp two", r"\[MIXKV-START-04\] {role}: launch line: argument --tp"),
+        ("--model-path 'x", "{role}: launch line: No closing quotation"),
+        ("--config no/such.yaml", "{role}: --config: .*no/such.yaml"),
+        ("SGLANG_ENABLE_MIXKV=maybe x", "{role}: .*SGLANG_ENABLE_MIXKV='maybe'"),
+        ("SGLANG_MIXKV_VERIFY=maybe " + flags(), "{role}: .*SGLANG_MIXKV_VERIFY='maybe'"),
+        ("--tp 2", "{role}: --model-path is missing"),
+        ("--model-path hub/name", "beside a URL as --{role} '--model-path FOLDER'"),
+        (flags(draft=Path("hub/name")), "as --{role} '--speculative-draft-model-path FOLDER'"),
+        (flags("--kv-cache-dtype mxfp8"), "{role}: expected a KV cache dtype among"),
+    ],
+)
+def test_an_error_names_its_launch_line(role: str, line: str, told: str) -> None:
+    pytest.importorskip("yaml")
+    lines = {"prefill": flags(), "decode": flags(), role: line}
+    with pytest.raises(ValueError, match=told.format(role=role)):
+        make_plan(*(from_line(name, words) for name, words in lines.items()))
 
 
 INFO = {
@@ -356,8 +529,10 @@ INFO = {
 
 class _Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        body = json.dumps(INFO).encode()
-        self.send_response(200 if self.path == "/server_info" else 404)
+        body = b"no JSON" if self.path.startswith("/other") else json.dumps(INFO).encode()
+        known = self.path == "/server_info" or body == b"no JSON"
+        key = self.headers["Authorization"] in (None, "Bearer right")
+        self.send_response((200 if known else 404) if key else 401)
         self.end_headers()
         self.wfile.write(body)
 
@@ -378,6 +553,35 @@ def url() -> Iterator[str]:
 def test_a_running_server_is_read(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.main(["--prefill-url", url, "--decode", flags("--tp 1"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["prefill"]["attention_tp"] == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("closed", "no connection. Start the server"),
+        ("", "HTTP 401: it asks for a key. Put that of --api-key into SGLANG_MIXKV_API_KEY"),
+        ("v1", "expected HTTP 200; got 404"),
+        ("other", "expected JSON; got something else"),
+    ],
+)
+def test_why_a_server_cannot_be_read(
+    url: str, path: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(API_KEY_ENV, "right" if path else "wrong")
+    address = "http://127.0.0.1:1" if path == "closed" else url + path
+    with pytest.raises(MixKVError) as found:
+        from_url("decode", address)
+    page = f"{address.rstrip('/')}/server_info"
+    assert str(found.value).startswith(f"[MIXKV-START-04] decode: {page}: {told}")
+    assert "HTTPConnectionPool" not in str(found.value)
+
+
+def test_a_server_that_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_url, "TIMEOUT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(MixKVError, match=r"no answer within 0\.1 s"):
+            from_url("decode", address)
 
 
 def test_flags_beside_a_url_win_over_it(
@@ -408,10 +612,10 @@ def test_a_server_that_does_not_say_leaves_it_open() -> None:
     assert any("SGLANG_ENABLE_MIXKV" in point for point in plan.unknown)
 
 
-def test_neither_sglang_nor_torch_is_imported() -> None:
+def test_neither_sglang_torch_nor_requests_is_imported() -> None:
     program = (
         "import sys, sglang_mixkv.tools.plan, sglang_mixkv.tools.doctor\n"
-        "print(sorted({'sglang', 'torch', 'mooncake'} & set(sys.modules)))"
+        "print(sorted({'sglang', 'torch', 'mooncake', 'requests'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True)
     assert done.stdout == "[]\n", done.stderr
@@ -452,6 +656,28 @@ def test_text_has_every_sender_and_refusal(capsys: pytest.CaptureFixture[str]) -
 
 def test_text_without_ranks_names_the_reason() -> None:
     assert "one divides the other" in text(planned("--tp 3", "--tp 2"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["plan", "--prefill", flags("--tp 2"), "--decode", flags()],
+        ["plan", "--prefill", flags("--tp 64"), "--decode", flags(), "--json"],
+        ["doctor", "--no-seams", "--no-transfer"],
+    ],
+    ids=["help", "plan", "long", "doctor"],
+)
+def test_a_tool_ends_quietly_when_its_reader_has_gone(words: list[str]) -> None:
+    """With the status that a shell gives one that SIGPIPE ended. Output of any length."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        command = [sys.executable, "-m", "sglang_mixkv", *words]
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_svg_has_a_box_a_rank_and_greys_dummies(tmp_path: Path) -> None:
