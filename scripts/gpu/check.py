@@ -26,6 +26,7 @@ ROOT = HERE.parents[1]
 PLACES = [str(HERE), str(ROOT / "scripts" / "bench"), str(ROOT)]
 sys.path[:0] = [place for place in PLACES if place not in sys.path]
 
+import needs  # noqa: E402
 import options as command_line  # noqa: E402
 from parts import FAILED, LACKS, PARTS, PASSED, Lacks, Outcome, Part, Record, Unpassed  # noqa: E402
 from wheels import Wheels  # noqa: E402
@@ -34,6 +35,7 @@ from sglang_mixkv.demo import leash  # noqa: E402
 
 SAYS = "mixkv-gpu "
 TAIL = 3  # lines of a process that ended without a word
+OUTPUT = 60  # lines of a process whose part did not pass, in the JSON
 MACHINE, MACHINE_S = "machine", 120.0
 NVIDIA = Path("/dev/nvidiactl")
 
@@ -84,6 +86,8 @@ def run_here(part: Part, options: argparse.Namespace) -> Outcome:
             raise
         return Outcome(part.name, LACKS, f"the package {error.name}")
     except Exception as error:
+        if lacks := needs.uncompiled(error):
+            return Outcome(part.name, LACKS, lacks)
         traceback.print_exc()
         return Outcome(part.name, FAILED, f"{type(error).__name__}: {error}")
     return Outcome.of(part.name, PASSED, found.says, found)
@@ -97,7 +101,16 @@ def say(value: Any) -> None:
 
 
 class Ended(Exception):
-    """A process that ended without its word, or did not end."""
+    """A process that ended without its word. `output`: its last lines."""
+
+    def __init__(self, how: str, lines: list[str]) -> None:
+        last = " | ".join(line for line in lines[-TAIL:] if line)
+        super().__init__(f"{how}: {last}" if last else how)
+        self.output = lines[-OUTPUT:]
+
+
+class Late(Ended):
+    """One that did not end in its time."""
 
 
 def in_a_process(argv: list[str], env: dict[str, str], folder: Path, limit_s: float) -> Any:
@@ -109,11 +122,11 @@ def in_a_process(argv: list[str], env: dict[str, str], folder: Path, limit_s: fl
             [*tied, sys.executable, sys.argv[0], *argv], env=env, stdin=subprocess.DEVNULL,
             stdout=out, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        late = ""
+        is_late = False
         try:
             child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            late = f"did not end within {limit_s:.0f} s"
+            is_late = True
         finally:
             child.terminate()
             child.wait()
@@ -123,11 +136,14 @@ def in_a_process(argv: list[str], env: dict[str, str], folder: Path, limit_s: fl
     if said:
         result = json.loads(said[-1])
         if isinstance(result, dict) and result.get("verdict") == FAILED:
-            print("\n".join(line for line in lines if not line.startswith(SAYS)), file=sys.stderr)
+            shown = [line for line in lines if not line.startswith(SAYS)]
+            print("\n".join(shown), file=sys.stderr)
+            result["output"] = shown[-OUTPUT:]
         return result
-    last = " | ".join(line for line in lines[-TAIL:] if line)
-    how = late or f"its process ended with status {child.returncode}"
-    raise Ended(f"{how}: {last}" if last else how)
+    print("\n".join(lines), file=sys.stderr)
+    if is_late:
+        raise Late(f"did not end within {limit_s:.0f} s", lines)
+    raise Ended(f"its process ended with status {child.returncode}", lines)
 
 
 class Check:
@@ -186,16 +202,23 @@ class Check:
         elif left <= 0:
             outcome = Outcome(part.name, LACKS, f"time: {self._options.limit_s} s are over")
         else:
-            outcome = self._run(part, min(left, self._options.part_limit_s))
+            outcome = self._run(part, left)
         outcome.seconds = round(time.monotonic() - start, 1)
         self.outcomes.append(outcome)
         return outcome
 
-    def _run(self, part: Part, limit_s: float) -> Outcome:
+    def _run(self, part: Part, left: float) -> Outcome:
+        """`left`: seconds of all parts. One that they cut may be right."""
+        limit_s = self._options.part_limit_s
         try:
-            return Outcome(**self._ask(part.name, limit_s))
+            return Outcome(**self._ask(part.name, min(left, limit_s)))
         except Ended as why:
-            return Outcome(part.name, FAILED, str(why))
+            verdict, says = FAILED, str(why)
+            if isinstance(why, Late) and left < limit_s:
+                all_s = self._options.limit_s
+                verdict = LACKS
+                says = f"time: the {all_s} s of all parts were over {left:.0f} s after its start"
+            return Outcome(part.name, verdict, says, output=why.output)
 
     def result(self) -> Record:
         return {

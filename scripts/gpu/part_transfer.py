@@ -17,14 +17,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib import metadata
 from typing import Any
 
 import devices
+import needs
 import numpy as np
 import wires
 from common import MOONCAKE_ENV
-from parts import Found, Lacks, Record, Wrong
+from parts import Found, Record, Wrong
 
 from sglang_mixkv.kv.plan import Ints
 from sglang_mixkv.kv.ranges import Blocks
@@ -33,7 +33,6 @@ from sglang_mixkv.transport.nixl import Memory
 
 RANGE = 16 << 10
 SAYS = "mixkv-peer "
-HOST_BUILD = "mooncake-transfer-engine-non-cuda"
 
 
 def engine(backend: str, device: str, gpu: int, peer_gpu: int) -> Any:
@@ -116,21 +115,6 @@ def peer(backend: str, options: argparse.Namespace, size: int) -> Iterator[Peer]
 # ---------------------------------------------------------------- the sender
 
 
-def check_installed(backend: str, device: str) -> None:
-    """Lacks, unless there is a build of this backend that can do it."""
-    try:
-        if backend == "mooncake":
-            import mooncake.engine  # noqa: F401
-        else:
-            import nixl._api  # noqa: F401
-    except ImportError as error:
-        missing = f"the package {backend}" if error.name == backend else f"{backend}: {error}"
-        raise Lacks(missing) from None
-    names = {d.name for d in metadata.distributions() if d.name.startswith("mooncake-transfer")}
-    if device == "cuda" and backend == "mooncake" and names == {HOST_BUILD}:
-        raise Lacks(f"a Mooncake for GPU memory: {HOST_BUILD} is the one that is installed")
-
-
 def seconds(transport: Any, session: str, blocks: Blocks) -> tuple[int, float]:
     """The code of one write, and how long it took."""
     start = time.perf_counter()
@@ -147,7 +131,7 @@ def ranges(source: Buffer, target: int, seed: int) -> Blocks:
 
 def run(options: argparse.Namespace, backend: str) -> Found:
     os.environ.update(MOONCAKE_ENV)
-    check_installed(backend, options.device)
+    needs.check_backend(backend, options.device)
     device, size = devices.here(options), options.transfer_mb << 20
     sending = engine(backend, options.device, options.gpu, options.peer_gpu)
     transport, _ = wires.sending(sending)

@@ -65,7 +65,8 @@ class Wrong(Unpassed):
 
 @dataclass
 class Outcome:
-    """Of one part; `seconds`: how long it took."""
+    """Of one part; `seconds`: how long it took; `output`: the last lines of one that has failed or
+    was cut."""
 
     name: str
     verdict: str
@@ -73,6 +74,7 @@ class Outcome:
     seconds: float = 0.0
     figures: list[Record] = field(default_factory=list)
     short: list[Record] = field(default_factory=list)
+    output: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, name: str, verdict: str, says: str, found: Found) -> Outcome:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -15,12 +15,32 @@ import msgspec
 
 from sglang_mixkv import config
 from sglang_mixkv.tools import doctor_checks as checks
+from sglang_mixkv.tools import doctor_child as child
 from sglang_mixkv.tools import doctor_diff as diff
 from sglang_mixkv.tools import doctor_memory as memory
+from sglang_mixkv.tools import doctor_rdma as rdma
 from sglang_mixkv.tools import doctor_transfer as transfer
 from sglang_mixkv.tools.doctor_checks import Finding
 
 SCHEMA = 1
+
+
+def _because(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """For argparse, which hides what a ValueError says."""
+
+    def value(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return value
+
+
+def _port(text: str) -> int:
+    if not transfer.is_port(text):
+        raise ValueError(f"expected a port from 0 (any that is free) to 65535, got {text!r}")
+    return int(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -31,14 +51,21 @@ def _parser() -> argparse.ArgumentParser:
         "Between two hosts: --listen on one, --peer on the other.",
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--listen", metavar="PORT", type=int, help="wait for one --peer, 10 minutes")
     where.add_argument(
-        "--peer", metavar="HOST:PORT", type=transfer.split_address, help="send to a --listen"
+        "--listen", metavar="PORT", type=_because(_port), help="wait for one --peer, 10 minutes"
     )
+    where.add_argument(
+        "--peer", metavar="HOST:PORT", type=_because(transfer.split_address),
+        help="send to a --listen",
+    )  # fmt: skip
     parser.add_argument(
         "--backend", choices=memory.MEMORIES,
         help="SGLang's transfer backend to try (default: each that is installed; between two "
         "hosts mooncake)",
+    )  # fmt: skip
+    parser.add_argument(
+        rdma.FLAG, metavar="DEVICES", type=_because(rdma.names_of), default=[],
+        help="the RDMA devices of the servers, as on their launch lines (default: SGLang's choice)",
     )  # fmt: skip
     parser.add_argument(
         "--against", metavar="FOLDER",
@@ -67,11 +94,14 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from checks.configuration(args)
     yield from checks.environment(flags=args)
     yield from checks.libraries()
+    names = args.disaggregation_ib_device
+    seen = rdma.look(names)
+    yield from rdma.findings(seen, names)
     if not args.no_seams:
         yield from checks.seams()
     if not args.no_transfer:
         for backend in _backends(args):
-            yield from transfer_findings(args, backend)
+            yield from transfer_findings(args, transfer.Wire(backend, seen.way(), names))
 
 
 def _backends(args: argparse.Namespace) -> list[str]:
@@ -84,20 +114,19 @@ def _backends(args: argparse.Namespace) -> list[str]:
     return ["mooncake", "nixl"] if both else ["mooncake"]
 
 
-def transfer_findings(args: argparse.Namespace, backend: str) -> Iterator[Finding]:
+def transfer_findings(args: argparse.Namespace, wire: transfer.Wire) -> Iterator[Finding]:
     """The real transfer: to a peer, from a peer, or between two processes here."""
-    way = memory.protocol() if backend == "mooncake" else "NIXL"
-    section = f"transfer over {way}"
+    section = f"transfer over {wire.way if wire.backend == 'mooncake' else memory.nixl_name()}"
     try:
         if args.listen is not None:
-            right, asked = transfer.run_listener(args.listen, backend), len(transfer.SIZES)
+            right, asked = child.run_listener(args.listen, wire), len(transfer.SIZES)
             wrong = "" if right == asked else "bytes arrived wrong; see the other side"
             yield Finding(section, "received", f"{right} of {asked} blocks right", wrong)
             return
         blocks = (
-            transfer.run_sender(args.peer[0], args.peer[1], backend)
+            child.run_sender(args.peer[0], args.peer[1], wire)
             if args.peer
-            else transfer.loopback(backend)
+            else child.loopback(wire)
         )
     except (memory.TransferFailed, OSError, ValueError) as error:
         yield Finding(section, "failed", "-", str(error))

@@ -1,10 +1,12 @@
 """A small real transfer between two processes, over Mooncake or NIXL, checked byte by byte.
 
-    listener   waits on a TCP port; registers memory; tells its session and address
+    listener   waits on a TCP port, where it drops who is no doctor; registers memory; tells its
+               session and address
     sender     connects; writes each block; asks the listener what arrived
 
-Control messages are JSON lines. The session addresses are those of the control connection,
-so what is tried is the way that the two hosts already reach each other. One check a run.
+Each is a process of this module (doctor_child.py). Control messages are JSON lines. The session
+addresses are those of the control connection, so what is tried is the way that the two hosts
+already reach each other. One check a run.
 """
 
 from __future__ import annotations
@@ -12,17 +14,14 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import os
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
-from sglang_mixkv import cpu
-from sglang_mixkv.tools.doctor_memory import MEMORIES, Memory, TransferFailed, protocol
+from sglang_mixkv.tools.doctor_memory import MEMORIES, Memory, TransferFailed
 
 SIZES = (64 << 10, 4 << 20)
 """Bytes of the blocks that are sent, one after the other."""
@@ -30,8 +29,13 @@ SIZES = (64 << 10, 4 << 20)
 SETUP_S = 60.0
 """Limit for a connection, and for each answer of the other side."""
 
+HELLO_S = 5.0
+"""Limit for the first words of who connects to a listener: the peer may wait behind a stranger."""
+
 LISTEN_S = 600.0
 PREFIX = "mixkv-doctor "
+NOTE = "mixkv-doctor-note "
+LISTENING = "listening on port "
 _HELLO = "sglang-mixkv doctor 1"
 
 
@@ -50,10 +54,20 @@ def first_difference(expected: bytes, got: bytes) -> int:
     return next((i for i, (left, right) in pairs if left != right), min(len(expected), len(got)))
 
 
+class Wire(NamedTuple):
+    """What is tried: SGLang's transfer backend, Mooncake's transport, and the devices that
+    --disaggregation-ib-device names."""
+
+    backend: str
+    way: str = "tcp"
+    names: Sequence[str] = ()
+
+
 @contextmanager
-def _memory(backend: str, host: str) -> Iterator[Memory]:
-    """Registered memory of the size of the largest block."""
-    memory = MEMORIES[backend](host, max(SIZES))
+def _memory(wire: Wire, connection: socket.socket) -> Iterator[Memory]:
+    """Registered memory of the size of the largest block, at the address of this connection."""
+    host = connection.getsockname()[0].removeprefix("::ffff:")  # IPv4, to a socket for both
+    memory = MEMORIES[wire.backend](host, max(SIZES), wire.names)
     try:
         yield memory
     finally:
@@ -66,9 +80,8 @@ def _say(stream: IO[str], **message: Any) -> None:
 
 
 def _hear(stream: IO[str]) -> dict[str, Any]:
-    line = stream.readline(1 << 16)
     try:
-        found = json.loads(line)
+        found = json.loads(stream.readline(1 << 16))
     except ValueError:
         found = None
     if not isinstance(found, dict):
@@ -89,25 +102,62 @@ def _telling(stream: IO[str]) -> Iterator[None]:
         raise
 
 
-def listen(
-    port: int, host: str = "0.0.0.0", limit_s: float = LISTEN_S, backend: str = "mooncake"
-) -> int:
+def listen(port: int, wire: Wire, host: str = "", limit_s: float = LISTEN_S) -> int:
     """Serve one check; returns the number of blocks that arrived right. Port 0: any, printed."""
-    with socket.create_server((host, port)) as server:
-        server.settimeout(limit_s)
-        print(f"listening on port {server.getsockname()[1]}", flush=True)
-        try:
-            connection, _ = server.accept()
-        except TimeoutError:
-            raise TransferFailed(f"no peer came within {limit_s:.0f} s") from None
+    with _server(host, port) as server:
+        print(f"{LISTENING}{server.getsockname()[1]}", flush=True)
+        connection = _welcome(server, wire.backend, limit_s)
     connection.settimeout(SETUP_S)
-    with connection, connection.makefile("rw") as stream, _telling(stream):
+    with (
+        connection,
+        connection.makefile("rw") as stream,
+        _telling(stream),
+        _memory(wire, connection) as memory,
+    ):
+        _say(stream, **memory.told)
+        return _confirm(stream, memory)
+
+
+def _server(host: str, port: int) -> socket.socket:
+    """Listens at this address; without one at all of the host, IPv6 ones too."""
+    try:
+        if not host and socket.has_dualstack_ipv6():
+            with suppress(OSError):  # the host may have it, and no address
+                return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        text = f"cannot listen on port {port}: {error.strerror}. Choose another port"
+        raise TransferFailed(text) from None
+
+
+def _welcome(server: socket.socket, backend: str, limit_s: float) -> socket.socket:
+    """The connection of the first doctor that tries this backend; others are told so and dropped:
+    port scanners, health checks."""
+    deadline = time.monotonic() + limit_s
+    while (left := deadline - time.monotonic()) > 0:
+        server.settimeout(left)
+        try:
+            connection, address = server.accept()
+        except TimeoutError:
+            break
+        try:
+            _greet(connection, backend)
+        except (TransferFailed, OSError) as error:
+            connection.close()
+            print(f"{NOTE}dropped {address[0]}, still listening: {error}", flush=True)
+        else:
+            return connection
+    raise TransferFailed(f"no peer came within {limit_s:.0f} s")
+
+
+def _greet(connection: socket.socket, backend: str) -> None:
+    """Hear who connects. Raises TransferFailed or OSError for a stranger."""
+    connection.settimeout(HELLO_S)
+    with connection.makefile("rw") as stream, _telling(stream):
         if _hear(stream).get("hello") != f"{_HELLO} {backend}":
             text = f"the other side is another version of the doctor, or does not try {backend}"
             raise TransferFailed(text)
-        with _memory(backend, connection.getsockname()[0]) as memory:
-            _say(stream, **memory.told)
-            return _confirm(stream, memory)
 
 
 def _confirm(stream: IO[str], memory: Memory) -> int:
@@ -121,16 +171,16 @@ def _confirm(stream: IO[str], memory: Memory) -> int:
     return right
 
 
-def send(host: str, port: int, backend: str = "mooncake") -> list[dict[str, Any]]:
+def send(host: str, port: int, wire: Wire) -> list[dict[str, Any]]:
     """Write each block to a listener: its bytes, seconds, and first wrong byte (-1: none)."""
     try:
         connection = socket.create_connection((host, port), timeout=SETUP_S)
     except OSError as error:
         raise TransferFailed(f"no connection to {host}:{port}: {error}") from None
     with connection, connection.makefile("rw") as stream, _telling(stream):
-        _say(stream, hello=f"{_HELLO} {backend}")
+        _say(stream, hello=f"{_HELLO} {wire.backend}")
         peer = _hear(stream)
-        with _memory(backend, connection.getsockname()[0]) as memory:
+        with _memory(wire, connection) as memory:
             return [_send_block(stream, memory, peer, size) for size in SIZES]
 
 
@@ -143,89 +193,24 @@ def _send_block(stream: IO[str], memory: Memory, peer: dict[str, Any], size: int
     return {"bytes": size, "seconds": seconds, "first_wrong": _hear(stream)["first_wrong"]}
 
 
-# ---------------------------------------------------------------- in processes of their own
-
-
-def _environment() -> dict[str, str]:
-    """As a server would have it; on hosts without RDMA what Mooncake's TCP needs."""
-    extra = {}
-    if protocol() == "tcp":
-        names = ("MC_FORCE_TCP", "MC_TCP_ENABLE_CONNECTION_POOL")
-        extra = {name: cpu.launch_env()[name] for name in names}
-    return {**os.environ, **extra, "PYTHONUNBUFFERED": "1"}
-
-
-def _start(role: str, host: str, port: int, backend: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__, role, f"{host}:{port}", backend], env=_environment(),
-        text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-
-
-def run_sender(host: str, port: int, backend: str = "mooncake") -> list[dict[str, Any]]:
-    """:func:`send` in a child process: what the transport aborts is not this one."""
-    with _start("send", host, port, backend) as child:
-        blocks: list[dict[str, Any]] = _result(child, 2 * SETUP_S)
-    return blocks
-
-
-def run_listener(port: int, backend: str = "mooncake") -> int:
-    """:func:`listen` on all addresses, in a child process: how many blocks arrived right."""
-    with _start("listen", "0.0.0.0", port, backend) as child:
-        print(f"listening on port {_port_of(child)} for one --peer", file=sys.stderr, flush=True)
-        return int(_result(child, LISTEN_S + 2 * SETUP_S))
-
-
-def loopback(backend: str = "mooncake") -> list[dict[str, Any]]:
-    """A transfer between two child processes of this host."""
-    with _start("listen", "127.0.0.1", 0, backend) as child:
-        try:
-            return run_sender("127.0.0.1", _port_of(child), backend)
-        finally:
-            child.kill()
-
-
-def _result(child: subprocess.Popen[str], limit_s: float) -> Any:
-    """What the child says at its end, within this limit. Raises TransferFailed."""
-    try:
-        out, _ = child.communicate(timeout=limit_s)
-    except BaseException as error:
-        child.kill()
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        raise TransferFailed(f"no end after {limit_s:.0f} s") from None
-    lines = out.splitlines()
-    said = [line.removeprefix(PREFIX) for line in lines if line.startswith(PREFIX)]
-    if not said:
-        last = " | ".join(line for line in lines[-3:] if line)
-        raise TransferFailed(f"a child process ended with status {child.returncode}: {last}")
-    found = json.loads(said[-1])
-    if "failed" in found:
-        raise TransferFailed(found["failed"])
-    return found["result"]
-
-
-def _port_of(child: subprocess.Popen[str]) -> int:
-    assert child.stdout is not None
-    for line in child.stdout:
-        if line.startswith("listening on port "):
-            return int(line.split()[-1])
-    raise TransferFailed("the listening process ended before it listened")
+# ---------------------------------------------------------------- this process
 
 
 def main(argv: list[str]) -> int:
-    """The child processes: listen HOST:PORT, or send HOST:PORT."""
+    """One of the two: listen or send, host, port, the backend, devices."""
     parser = argparse.ArgumentParser(prog=f"python -m {__name__}")
     parser.add_argument("role", choices=("listen", "send"))
-    parser.add_argument("address")
+    parser.add_argument("host")
+    parser.add_argument("port", type=int)
     parser.add_argument("backend", choices=MEMORIES)
+    parser.add_argument("names", nargs="*")
     args = parser.parse_args(argv)
-    host, port = split_address(args.address)
+    wire = Wire(args.backend, names=args.names)
     try:
         if args.role == "send":
-            result: Any = send(host, port, args.backend)
+            result: Any = send(args.host, args.port, wire)
         else:
-            result = listen(port, host, backend=args.backend)
+            result = listen(args.port, wire, args.host)
         print(f"\n{PREFIX}{json.dumps({'result': result})}", flush=True)
     except Exception as error:
         print(f"\n{PREFIX}{json.dumps({'failed': str(error) or repr(error)})}", flush=True)
@@ -236,9 +221,17 @@ def main(argv: list[str]) -> int:
 def split_address(address: str) -> tuple[str, int]:
     """HOST:PORT in two; raises ValueError."""
     host, _, port = address.rpartition(":")
-    if not host:
-        raise ValueError(f"expected HOST:PORT, got {address!r}")
-    return host.strip("[]"), int(port)
+    named = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not named or (":" in host and named == host) or not is_port(port):
+        raise ValueError(
+            f"expected HOST:PORT, as in 10.0.0.1:18515 or [fd00::1]:18515, got {address!r}; PORT "
+            "is the one that the other host's --listen names"
+        )
+    return named, int(port)
+
+
+def is_port(text: str) -> bool:
+    return text.isdecimal() and int(text) < 1 << 16
 
 
 if __name__ == "__main__":

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import re
 import socket
-import threading
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sglang_mixkv import config
-from sglang_mixkv.tools import doctor, doctor_diff, doctor_memory, doctor_transfer
+from sglang_mixkv.tools import doctor, doctor_child, doctor_diff, doctor_memory, doctor_transfer
 from sglang_mixkv.tools import doctor_checks as checks
+from sglang_mixkv.tools import doctor_rdma as rdma
 from sglang_mixkv.tools.doctor_checks import Finding
+from sglang_mixkv.tools.doctor_transfer import Wire
 
 
 def problems(found: list[Finding]) -> list[str]:
@@ -115,6 +119,106 @@ def test_a_missing_library_names_its_package() -> None:
 
     (problem,) = problems(list(checks.libraries(load)))
     assert "apt-get install libnuma1" in problem
+
+
+# ---------------------------------------------------------------- RDMA devices
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., rdma.Seen]:
+    """A host with a device of this state, of which Mooncake finds these names."""
+
+    def made(state: str, finds: list[str] | None, names: Sequence[str] = ()) -> rdma.Seen:
+        port = tmp_path / "mlx5_0" / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        (port / "link_layer").write_text("Ethernet\n")
+        answer = None if finds is None else (finds, False)
+        monkeypatch.setattr(rdma, "FOLDER", tmp_path)
+        monkeypatch.setattr(rdma, "ask_mooncake", lambda _: answer)
+        monkeypatch.setattr(rdma, "version_of", lambda *_: "1.0")
+        return rdma.look(names)
+
+    return made
+
+
+UP, DOWN = "4: ACTIVE", "1: DOWN"
+
+
+@pytest.mark.parametrize(
+    ("state", "finds", "environ", "value", "problem"),
+    [
+        (UP, ["mlx5_0"], {}, "RDMA over mlx5_0", ""),
+        (UP, None, {}, "RDMA over mlx5_0", ""),  # it cannot be asked
+        (UP, ["mlx5_0"], {"MC_FORCE_TCP": "0"}, "TCP: MC_FORCE_TCP is set", ""),
+        (DOWN, [], {"MC_FORCE_TCP": "1"}, "TCP: MC_FORCE_TCP is set", ""),
+        (DOWN, [], {}, "TCP", "Bring a port up, or set MC_FORCE_TCP=1"),
+        (DOWN, None, {}, "TCP", "Bring a port up, or set MC_FORCE_TCP=1"),
+        (UP, [], {}, "TCP", "Give this container /dev/infiniband"),
+        (UP, ["mlx5_0"], {"MOONCAKE_PROTOCOL": "tcp"}, "RDMA over mlx5_0", "for TCP set MC_FORCE"),
+    ],
+)
+def test_a_device_counts_where_mooncake_uses_it(
+    host: Any, state: str, finds: list[str], environ: dict[str, str], value: str, problem: str
+) -> None:
+    seen = host(state, finds)
+    device, mooncake = rdma.findings(seen, environ=environ)
+    assert (device.value, device.problem) == (f"port 1 {state[3:]} (Ethernet)", "")
+    assert mooncake.value == value
+    assert problem in mooncake.problem
+    assert bool(mooncake.problem) == bool(problem)
+    assert seen.way(environ) == value.split()[0].strip(":").lower()
+
+
+@pytest.mark.parametrize(("protocol", "way"), [("efa", "efa"), ("rdma", "tcp")])
+def test_a_mooncake_for_efa_goes_by_its_variable(protocol: str, way: str) -> None:
+    assert rdma.Seen((), (), for_efa=True).way({"MOONCAKE_PROTOCOL": protocol}) == way
+
+
+@pytest.mark.parametrize(
+    ("names", "problem"),
+    [
+        (["mlx5_0"], "--disaggregation-ib-device names it, and it has no active port"),
+        (["mlx5_7"], "expected devices of this host (mlx5_0), got mlx5_7: SGLang does not start"),
+    ],
+)
+def test_a_device_that_is_named_has_to_work(host: Any, names: list[str], problem: str) -> None:
+    found = list(rdma.findings(host(DOWN, [], names), names, {"MC_FORCE_TCP": "1"}))
+    (said,) = problems(found)
+    assert said.startswith(problem)
+
+
+@pytest.mark.parametrize("environ", [{}, {"MOONCAKE_PROTOCOL": "rdma"}])
+def test_a_host_without_devices(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(rdma, "FOLDER", tmp_path / "none")
+    monkeypatch.setattr(rdma, "version_of", lambda *_: "1.0")
+    found, mooncake = rdma.findings(rdma.look(), environ=environ)
+    assert [found.value, mooncake.value] == ["none", "TCP"]
+    assert ("Load the device's driver" in mooncake.problem) == bool(environ)
+
+
+def test_mooncake_says_which_devices_it_finds() -> None:
+    pytest.importorskip("mooncake")
+    assert rdma.ask_mooncake(["no_such_device"]) == ([], False)
+
+
+@pytest.mark.parametrize("text", ["a, b", '{"0": "a", "1": "a,b"}', "file.json"])
+def test_devices_as_sglang_reads_them(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file.json").write_text('{"0": "a", "1": "b"}')
+    args = doctor._parser().parse_args(["--disaggregation-ib-device", text])
+    assert args.disaggregation_ib_device == ["a", "b"]
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "{", '{"0": 1}', "{}", "none.json"])
+def test_unreadable_devices_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        doctor.main(["--disaggregation-ib-device", text])
+    assert "expected device names as in mlx5_0,mlx5_1, or JSON" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- seams
@@ -219,54 +323,117 @@ def test_first_difference() -> None:
     assert doctor_transfer.first_difference(b"abc", b"ab") == 2
 
 
-def test_split_address() -> None:
-    assert doctor_transfer.split_address("[::1]:80") == ("::1", 80)
-    with pytest.raises(ValueError, match="HOST:PORT"):
-        doctor_transfer.split_address("80")
+@pytest.mark.parametrize(
+    ("text", "address"), [("[::1]:80", ("::1", 80)), ("10.0.0.1:80", ("10.0.0.1", 80))]
+)
+def test_an_address(text: str, address: tuple[str, int]) -> None:
+    assert doctor_transfer.split_address(text) == address
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        *(("--peer", value, f"expected HOST:PORT, as in 10.0.0.1:18515 or [fd00::1]:18515, got "
+           f"{value!r}; PORT is the one that the other host's --listen names")
+          for value in ("10.0.0.1", "fd00::1", "[fd00::1]", ":80", "host:", "host:65536")),
+        ("--listen", "65536", "expected a port from 0 (any that is free) to 65535, got '65536'"),
+    ],
+)  # fmt: skip
+def test_an_address_that_is_none_is_refused(
+    option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        doctor.main([option, value])
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
 
 
 def test_nobody_there_is_a_problem() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(doctor_memory.TransferFailed, match="no connection"):
-        doctor_transfer.send("127.0.0.1", port)
+        doctor_transfer.send("127.0.0.1", port, Wire("mooncake"))
 
 
-def test_a_stranger_is_told_so() -> None:
-    """A peer that speaks something else gets a reason, and so does the listener."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    failures: list[str] = []
+def test_a_port_that_is_taken_is_said() -> None:
+    words = r"cannot listen on port \d+: Address already in use"
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(doctor_memory.TransferFailed, match=words):
+            doctor_child.run_listener(port, Wire("mooncake"))
 
-    def serve() -> None:
-        try:
-            doctor_transfer.listen(port, "127.0.0.1", 10)
-        except doctor_memory.TransferFailed as error:
-            failures.append(str(error))
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    for _ in range(200):
-        try:
-            stranger = socket.create_connection(("127.0.0.1", port), 5)
-        except ConnectionRefusedError:
-            thread.join(0.05)
-        else:
-            break
-    with stranger, stranger.makefile("rw") as stream:
-        stream.write('{"hello": "another doctor"}\n')
-        stream.flush()
-        reply = json.loads(stream.readline())
-    thread.join(10)
-    assert "another version" in reply["failed"]
-    assert failures == [reply["failed"]]
+def test_a_process_that_does_not_end_is_ended() -> None:
+    with (
+        doctor_child.Child("listen", "127.0.0.1", 0, Wire("mooncake"), 1) as child,
+        pytest.raises(doctor_memory.TransferFailed, match="no end after 1 s"),
+    ):
+        child.result()
+
+
+def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_transfer, "HELLO_S", 0.05)
+    ours, silent = socket.socketpair()
+    with ours, silent, pytest.raises(TimeoutError):
+        doctor_transfer._greet(ours, "mooncake")
+
+
+def hellos() -> list[bytes]:
+    """Of another doctor, a health check, a port scanner, and one that says nothing."""
+    return [b'{"hello": "another doctor"}\n', b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b""]
+
+
+def test_a_stranger_does_not_end_the_listener(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each hears why it is dropped, and so does the user; then comes the peer."""
+    pytest.importorskip("mooncake")
+    strangers = ["127.0.0.1", *(["::1"] if has_ipv6() else [])]
+    with doctor_child.Child("listen", "", 0, Wire("mooncake"), 60) as listener:
+        port = listener.port()
+        for host, hello in itertools.product(strangers, hellos()):
+            with socket.create_connection((host, port), 10) as stranger:
+                stranger.sendall(hello)
+                stranger.shutdown(socket.SHUT_WR)
+                reply = json.loads(stranger.makefile().readline())
+            kind = "another version" if b"another" in hello else "or is not a doctor"
+            assert kind in reply["failed"]
+        blocks = doctor_child.run_sender("127.0.0.1", port, Wire("mooncake"))
+        assert listener.result() == len(blocks) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == len(strangers) * len(hellos())
+    assert all(re.match(r"dropped \S+, still listening: the other side ", line) for line in said)
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+def test_over_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mooncake needs a variable for that; the failure names it."""
+    pytest.importorskip("mooncake")
+    if not has_ipv6():
+        pytest.skip("no IPv6 address here")
+    monkeypatch.delenv("MC_USE_IPV6", raising=False)
+    wire = Wire("mooncake")
+
+    def tried() -> list[dict[str, Any]]:
+        with doctor_child.Child("listen", "", 0, wire, 60) as listener:
+            return doctor_child.run_sender("::1", listener.port(), wire)
+
+    with pytest.raises(doctor_memory.TransferFailed, match="it needs MC_USE_IPV6=1"):
+        tried()
+    monkeypatch.setenv("MC_USE_IPV6", "1")
+    assert [block["first_wrong"] for block in tried()] == [-1, -1]
 
 
 @pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 def test_a_real_transfer_between_two_processes(backend: str) -> None:
     if importlib.util.find_spec(backend) is None:
         pytest.skip(f"{backend} is not installed")
-    blocks = doctor_transfer.loopback(backend)
+    blocks = doctor_child.loopback(Wire(backend))
     assert [(block["bytes"], block["first_wrong"]) for block in blocks] == [
         (64 << 10, -1),
         (4 << 20, -1),
@@ -274,14 +441,57 @@ def test_a_real_transfer_between_two_processes(backend: str) -> None:
     assert all(0 < block["seconds"] < 30 for block in blocks)
 
 
+BACKEND, PARAMS = doctor_memory.NIXL_BACKEND, doctor_memory.NIXL_PARAMS
+
+
+@pytest.mark.parametrize(
+    ("environ", "names", "taken"),
+    [
+        ({}, [], ("UCX", {})),
+        ({BACKEND: "UCCL", PARAMS: '{"a": "b"}'}, ["mlx5_0"], ("UCCL", {"a": "b"})),
+        ({}, ["mlx5_0", "mlx5_1"], ("UCX", {"device_list": "mlx5_0, mlx5_1"})),
+        ({PARAMS: '{"device_list": "mlx5_0"}'}, ["mlx5_0"], ("UCX", {"device_list": "mlx5_0"})),
+        ({"UCX_NET_DEVICES": "mlx5_1:1"}, ["mlx5_0"], ("UCX", {})),
+    ],
+)
+def test_nixls_backend_is_sglangs(
+    environ: dict[str, str], names: list[str], taken: tuple[str, dict[str, str]]
+) -> None:
+    assert doctor_memory.nixl_backend(names, environ) == taken
+
+
+@pytest.mark.parametrize(
+    ("environ", "names", "words"),
+    [
+        ({PARAMS: "{"}, [], "expected a JSON object of strings, got {"),
+        ({PARAMS: '{"num_threads": 8}'}, [], "expected a JSON object of strings"),
+        ({}, ["mlx5_0:1"], "expected devices without ports"),
+        ({PARAMS: '{"device_list": "mlx5_1"}'}, ["mlx5_0"], "leave one of them out"),
+    ],
+)
+def test_what_sglang_refuses_of_nixl(environ: dict[str, str], names: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        doctor_memory.nixl_backend(names, environ)
+
+
+def test_a_nixl_backend_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("nixl")
+    monkeypatch.setenv(BACKEND, "ABACUS")
+    args = argparse.Namespace(listen=None, peer=None)
+    (found,) = doctor.transfer_findings(args, Wire("nixl"))
+    assert found.section == "transfer over NIXL, ABACUS"
+    assert "NIXL could not make its backend ABACUS" in found.problem
+
+
 # ---------------------------------------------------------------- the report
 
 
 def run(monkeypatch: pytest.MonkeyPatch, blocks: list[dict[str, float]], *argv: str) -> int:
     """The doctor with this transfer; on a host where everything else is right."""
-    monkeypatch.setattr(doctor_transfer, "loopback", lambda _: blocks)
+    monkeypatch.setattr(doctor_child, "loopback", lambda _: blocks)
     for name in ("versions", "entry_point", "environment", "libraries"):
         monkeypatch.setattr(checks, name, lambda **_: [])
+    monkeypatch.setattr(rdma, "findings", lambda *_: [])
     return doctor.main(["--no-seams", "--backend", "mooncake", *argv])
 
 
@@ -308,9 +518,9 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 
 def test_a_failed_transfer_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: str) -> None:
+    def fail(_: Wire) -> None:
         raise doctor_memory.TransferFailed("no route")
 
     args = argparse.Namespace(listen=None, peer=None)
-    monkeypatch.setattr(doctor_transfer, "loopback", fail)
-    assert problems(list(doctor.transfer_findings(args, "mooncake"))) == ["no route"]
+    monkeypatch.setattr(doctor_child, "loopback", fail)
+    assert problems(list(doctor.transfer_findings(args, Wire("mooncake")))) == ["no route"]

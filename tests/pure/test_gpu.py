@@ -10,8 +10,10 @@ import os
 import re
 import subprocess
 import sys
+import types
 import zipfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,48 @@ def test_a_part_that_does_not_end_is_ended(changed: Any) -> None:
     assert (status, found) == (1, {"kernels": ("failed", "did not end within 2 s")})
 
 
+UNCOMPILED = """
+import os, types
+os.environ["PATH"] = "/nowhere"
+os.environ.pop("CC", None)
+def run(_):
+    from triton.runtime import build
+    try:
+        build._build("kernel", "kernel.c", "/nowhere", [], [], [], [])
+    except Exception as error:
+        raise ValueError(f"expected a kernel; found {type(error).__name__}: {error}")
+sys.modules["part_kernels"] = types.SimpleNamespace(run=run)
+"""
+
+
+def test_without_a_compiler_it_is_lacking(changed: Any) -> None:
+    """As Triton says so, and as CudaRows.warm_up passes it on."""
+    pytest.importorskip("triton")
+    status, found = changed(UNCOMPILED, "--only", "kernels")
+    says = "a C compiler for Triton (gcc or clang on the PATH, or one that CC names)"
+    assert (status, found) == (0, {"kernels": ("lacks", says)})
+
+
+HANGING_DEMO = """
+import types
+lines = "import time\\nfor i in range(100): print('line', i)\\ntime.sleep(600)"
+def run(_):
+    sys.modules["torch"] = types.ModuleType("torch")
+    import part_demo
+    part_demo.passed_on([sys.executable, "-c", lines])
+sys.modules["part_memory"] = types.SimpleNamespace(run=run)
+"""
+
+
+def test_what_a_demo_said_before_it_was_cut_is_kept(changed: Any, tmp_path: Path) -> None:
+    """Its last lines."""
+    status, found = changed(HANGING_DEMO, "--part-limit-s", 10, "--only", "memory")
+    says = "did not end within 10 s: line 97 | line 98 | line 99"
+    assert (status, found) == (1, {"memory": ("failed", says)})
+    (part,) = json.loads((tmp_path / "changed.json").read_text())["parts"]
+    assert part["output"] == [f"line {number}" for number in range(40, 100)]
+
+
 LATE = """
 import atexit, time, types
 from parts import Found
@@ -168,6 +212,31 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in set(sys.modules) - before:
         if str(ROOT / "scripts") in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
+
+
+@pytest.mark.parametrize(
+    ("part_limit_s", "verdict", "says"),
+    [
+        ("240", "lacks", r"time: the 60 s of all parts were over \d+ s after its start"),
+        ("10", "failed", "did not end within 10 s: its last line"),
+    ],
+)
+def test_a_part_that_the_others_leave_no_time_lacks_it(
+    modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_limit_s: str, verdict: str,
+    says: str,
+) -> None:  # fmt: skip
+    check, parts = modules("check"), modules("parts")
+    limits = ["--limit-s", "60", "--part-limit-s", part_limit_s]
+    made = check.Check([], modules("options").parse(["--device", "cpu", *limits]), tmp_path)
+
+    def late(_: str, limit_s: float) -> None:
+        raise check.Late(f"did not end within {limit_s:.0f} s", ["its last line"])
+
+    monkeypatch.setattr(made, "_ask", late)
+    outcome = made.run(parts.PARTS[0])
+    assert outcome.verdict == verdict
+    assert re.fullmatch(says, outcome.says)
+    assert outcome.output == ["its last line"]
 
 
 @pytest.fixture
@@ -263,6 +332,62 @@ def test_wheels_are_installed_aside_and_a_bad_one_is_named(modules: Any, tmp_pat
     assert not (into / "mixkv_bad.py").exists()
     (note,) = found.notes
     assert note.startswith("mixkv_bad-1.0-py3-none-any.whl was not installed: ")
+
+
+def test_pip_has_its_time(modules: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, into = tmp_path / "wheels", tmp_path / "into"
+    for path in (folder, into):
+        path.mkdir()
+    wheel(folder, "mixkv_good")
+    module = modules("wheels")
+    monkeypatch.setattr(module, "PIP", (sys.executable, "-c", "import time; time.sleep(600)"))
+    found = module.Wheels([folder], into, 0.5)
+    words = "mixkv_good-1.0-py3-none-any.whl was not installed: pip did not end within 0.5 s"
+    assert found.notes == [words]
+
+
+@pytest.fixture
+def mooncake(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A Mooncake of this build, of no package."""
+
+    def made(**build: bool) -> None:
+        package = types.ModuleType("mooncake")
+        package.engine = types.SimpleNamespace(**build)  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "mooncake", package)
+        monkeypatch.setattr(metadata, "distributions", list)
+
+    return made
+
+
+def test_a_mooncake_without_cuda_is_lacking(modules: Any, mooncake: Any) -> None:
+    needs, parts = modules("needs"), modules("parts")
+    mooncake(SUPPORT_CUDA=False)
+    needs.check_backend("mooncake", "cpu")
+    with pytest.raises(parts.Lacks, match=r"for GPU memory: .* is built without CUDA"):
+        needs.check_backend("mooncake", "cuda")
+    mooncake(SUPPORT_CUDA=True)
+    needs.check_backend("mooncake", "cuda")
+
+
+@pytest.mark.parametrize(
+    ("build", "compiler", "words"),
+    [
+        ({"SUPPORT_CUDA": False}, "", "is built without CUDA"),
+        ({"SUPPORT_CUDA": True}, "a C compiler", "a C compiler"),
+    ],
+)
+def test_what_the_demo_lacks(
+    modules: Any, mooncake: Any, monkeypatch: pytest.MonkeyPatch, build: dict[str, bool],
+    compiler: str, words: str,
+) -> None:  # fmt: skip
+    part, parts = modules("part_demo"), modules("parts")
+    mooncake(**build)
+    plugin = types.SimpleNamespace(name="mixkv")
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [plugin])
+    monkeypatch.setattr(part, "NEEDED", {})
+    monkeypatch.setattr(part.needs, "compiler", lambda: compiler)
+    with pytest.raises(parts.Lacks, match=words):
+        part.run(modules("options").parse(["--device", "cuda"]))
 
 
 def record(tokens: int, share: float, size: int) -> dict[str, Any]:
