@@ -105,7 +105,7 @@ OPTIONS = (
         _positive,
         "MiB of registered memory for packed slices: one buffer on a decode rank, shared by "
         "requests in flight; split over the transfer threads of a prefill rank. Taken when the "
-        "first peer needs it; slices that find no room are written by runs of neighbouring tokens.",
+        "first peer needs it; slices that find no room go without it, slower.",
     ),
     Option(
         "--mixkv-on-draft-mismatch",

@@ -83,7 +83,7 @@ FAMILIES = (
         "sglang:mixkv_staging_used_bytes",
         "gauge",
         "Bytes of the staging buffer that requests hold, or that are in quarantine after an "
-        "aborted one. Set when a region is granted, scattered or released.",
+        "aborted one. An idle rank keeps its last value.",
         {"": "staging_used"},
         sides=(DECODE,),
     ),
@@ -97,15 +97,14 @@ FAMILIES = (
     Family(
         "sglang:mixkv_staging_full_total",
         "counter",
-        "Requests that found no room in the staging buffer: their slices go by extent, or token by "
-        "token.",
+        "Requests that found no room in the staging buffer: their slices go without it, slower.",
         {"": "staging_full"},
         sides=(DECODE,),
     ),
     Family(
         "sglang:mixkv_peers_refused_total",
         "counter",
-        "Times that a peer was refused in the handshake; each request to it counts.",
+        "Refusals in the handshake: on decode each request, on prefill each registration.",
         {reason: f"refused_{reason}" for reason in REASONS},
         "reason",
     ),
@@ -119,7 +118,7 @@ FAMILIES = (
     Family(
         "sglang:mixkv_messages_dropped_total",
         "counter",
-        "Control messages that were dropped because they could not be what SGLang sends.",
+        "Control messages that were dropped: unreadable, from a stranger, or too late.",
         {"": "messages_dropped"},
     ),
 )

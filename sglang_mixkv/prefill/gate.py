@@ -56,6 +56,7 @@ class Gate:
             self.sglang.check_dcp(said)
         except MixKVError as error:
             self.peers.note_unread(registration.session_of(message, at), str(error))
+            self.stats.refused(error)
             raise
         try:
             self.peers.admit(said)

@@ -30,6 +30,7 @@ def test_decode_lacks_the_plugin(prefill_tp: int, decode_tp: int) -> None:
         assert reasons
         assert all("the decode side does not run sglang-mixkv" in r for r in reasons)
     assert {s for r in outcome.decode for s in r.status} == {"failed"}
+    assert all(r.stats["refused_no_plugin"] for r in outcome.prefill), "operators are warned by it"
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
