@@ -237,7 +237,15 @@ SEAMS_0_5_22: Seams = {
 # Modules of SGLang whose rules are restated here, or may be, and that need have no seam;
 # CONTRIBUTING.md says where.
 RESTATED = (
+    "sglang.srt.arg_groups.deepseek_v4_hook",
+    "sglang.srt.arg_groups.model_overrides.deepseek_v2",
+    "sglang.srt.arg_groups.model_overrides.deepseek_v4",
+    "sglang.srt.arg_groups.overrides",
+    "sglang.srt.arg_groups.parallel_hook",
+    "sglang.srt.arg_groups.pd_disaggregation_hook",
     "sglang.srt.arg_groups.pipeline",
+    "sglang.srt.arg_groups.speculative_hook",
+    "sglang.srt.arg_groups.validation_hook",
     "sglang.srt.disaggregation.decode",
     "sglang.srt.disaggregation.prefill",
     "sglang.srt.entrypoints.engine",
