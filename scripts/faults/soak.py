@@ -95,8 +95,9 @@ def main() -> int:
         Soak(arguments.requests, arguments.seed, arguments.faulty, prefill_tp, decode_tp)
         for prefill_tp, decode_tp in DIRECTIONS
     ]
+    print(*(f"soak {soak}" for soak in soaks), sep="\n", file=sys.stderr, flush=True)
     for verdict in run(*soaks):
-        print(f"soak {verdict.soak}", file=sys.stderr, flush=True)
+        print(f"{verdict.soak}:", file=sys.stderr)
         verdicts.append(verdict)
         records.append(figures(verdict))
         bad = bad or bool(verdict.problems or verdict.others)

@@ -86,9 +86,9 @@ def run_here(part: Part, options: argparse.Namespace) -> Outcome:
             raise
         return Outcome(part.name, LACKS, f"the package {error.name}")
     except Exception as error:
+        traceback.print_exc()
         if lacks := needs.uncompiled(error):
             return Outcome(part.name, LACKS, lacks)
-        traceback.print_exc()
         return Outcome(part.name, FAILED, f"{type(error).__name__}: {error}")
     return Outcome.of(part.name, PASSED, found.says, found)
 

@@ -211,7 +211,10 @@ class Rooms:
             if room is not None and room.has_sender:
                 return self._take_over(room, now)
             if self._working[number]:
-                return self._put(number, State.OPEN, now, reason=str(taken(number)), reused=True)
+                return self._put(
+                    number, State.OPEN, now, reason=str(taken(number)), reused=True,
+                    members=room.members if room is not None else {},
+                )  # fmt: skip
             if room is None or room.state is State.ENDED:
                 return self._put(number, State.OPEN, now, reused=room is not None)
             if room.state is State.REFUSED and now - room.since >= MEMORY_S:
@@ -275,6 +278,7 @@ class Rooms:
         with self._lock:
             count = Counter(room.state for room in self._rooms.values())
             known = {n for n, room in self._rooms.items() if room.state is not State.ENDED}
+            working = sorted(self._working)
         held = count[State.OPEN] + count[State.ABANDONED]
         found = []
         if self._opened - self._closed != held:
@@ -283,7 +287,7 @@ class Rooms:
             )
         if held or count[State.AWAITED]:
             found.append(f"{held} rooms have a sender, {count[State.AWAITED]} wait for one")
-        found += [f"threads work for rooms {sorted(self._working)}"] if self._working else []
+        found += [f"threads work for rooms {working}"] if working else []
         found += _strays(of_sglang, known)
         return found
 

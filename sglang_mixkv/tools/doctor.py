@@ -96,7 +96,7 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from checks.libraries()
     names = args.disaggregation_ib_device
     seen = rdma.look(names)
-    yield from rdma.findings(seen, names)
+    yield from rdma.findings(seen, names, over_mooncake="mooncake" in _backends(args))
     if not args.no_seams:
         yield from checks.seams()
     if not args.no_transfer:

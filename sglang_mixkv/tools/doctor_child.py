@@ -26,14 +26,14 @@ def _environment(wire: Wire) -> dict[str, str]:
 
 
 class Child:
-    """A process of doctor_transfer: what the transport aborts is not this one. It has so long; its
-    notes are passed on at once."""
+    """A process of doctor_transfer: what the transport aborts is not this one. It has so long, and
+    ends with this process, as its standard input does; its notes are passed on at once."""
 
     def __init__(self, role: str, host: str, port: int, wire: Wire, limit_s: float) -> None:
         words = [role, host, str(port), wire.backend, *wire.names]
         self._process = subprocess.Popen(
             [sys.executable, "-m", transfer.__name__, *words], env=_environment(wire),
-            text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         self._lines: list[str] = []
         self._limit_s, self._is_late = limit_s, False

@@ -51,11 +51,13 @@ class Device(msgspec.Struct, frozen=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """The host's devices, and those that Mooncake would use. `for_efa`: its build is for EFA."""
+    """The host's devices, and those that Mooncake would use. `for_efa`: its build is for EFA.
+    `unasked`: why it could not be asked; then these are the active ones."""
 
     devices: tuple[Device, ...]
     usable: tuple[str, ...]
     for_efa: bool = False
+    unasked: str = ""
 
     def way(self, environ: Mapping[str, str] = os.environ) -> str:
         """The transport that a server of this shell would get: tcp, rdma or efa."""
@@ -76,13 +78,13 @@ def names_of(text: str) -> list[str]:
     try:
         if given.endswith(".json"):
             given = Path(given).read_text().strip()
-        groups = json.loads(given).values() if given.startswith("{") else [given]
-        names = [name.strip() for group in groups for name in group.split(",")]
+        groups = json.loads(given) if given.startswith("{") else {"0": given}
+        names = [name.strip() for group in groups.values() for name in group.split(",")]
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"{_WANTED}, got {text!r}: {error}") from None
-    if not names or not all(names):
+    if not any(names) or not all(gpu.isdecimal() for gpu in groups):
         raise ValueError(f"{_WANTED}, got {text!r}")
-    return list(dict.fromkeys(names))
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def _read(path: Path) -> str:
@@ -107,19 +109,20 @@ def devices() -> tuple[Device, ...]:
     )
 
 
-def ask_mooncake(names: Sequence[str]) -> tuple[list[str], bool] | None:
+def ask_mooncake(names: Sequence[str]) -> tuple[list[str], bool] | str:
     """The devices that Mooncake finds among these (without names: among all), and whether it is
-    built for EFA; None where it cannot be asked."""
+    built for EFA; or why it cannot be asked."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM, ",".join(names)],
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=ASK_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return None
+        return f"no answer within {ASK_S:.0f} s"
     said = [line for line in done.stdout.splitlines() if line.startswith(_SAYS)]
     if not said:
-        return None
+        last = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2]
+        return f"its process ended with status {done.returncode}: {last}"
     found, for_efa = json.loads(said[-1].removeprefix(_SAYS))
     return found, for_efa
 
@@ -129,8 +132,11 @@ def look(names: Sequence[str] = ()) -> Seen:
     here = devices()
     if not here:
         return Seen((), ())
-    active = [d.name for d in here if d.is_active and (not names or d.name in names)]
-    found, for_efa = ask_mooncake(names) or (active, False)
+    said = ask_mooncake(names)
+    if isinstance(said, str):
+        active = [d.name for d in here if d.is_active and (not names or d.name in names)]
+        return Seen(here, tuple(active), unasked=said)
+    found, for_efa = said
     return Seen(here, tuple(found), for_efa)
 
 
@@ -138,8 +144,9 @@ def look(names: Sequence[str] = ()) -> Seen:
 
 
 def findings(
-    seen: Seen, names: Sequence[str] = (), environ: Mapping[str, str] = os.environ
-) -> Iterator[Finding]:
+    seen: Seen, names: Sequence[str] = (), environ: Mapping[str, str] = os.environ, *,
+    over_mooncake: bool = True,
+) -> Iterator[Finding]:  # fmt: skip
     """Each device with its ports, then what Mooncake would use."""
     for device in seen.devices:
         problem = ""
@@ -155,7 +162,7 @@ def findings(
             f"{', '.join(unknown)}: SGLang does not start over Mooncake. Name others, or none"
         )
         yield Finding(SECTION, FLAG, ",".join(names), text)
-    if version_of(*MOONCAKE) != "none":
+    if over_mooncake and version_of(*MOONCAKE) != "none":
         yield _of_mooncake(seen, environ)
 
 
@@ -165,6 +172,8 @@ def _of_mooncake(seen: Seen, environ: Mapping[str, str]) -> Finding:
     value = f"{way.upper()} over {', '.join(seen.usable)}" if way == "rdma" else way.upper()
     if "MC_FORCE_TCP" in environ:
         value = "TCP: MC_FORCE_TCP is set"
+    elif seen.unasked:
+        problem = f"expected that Mooncake says what it would use; {seen.unasked}. Repair it"
     elif way == "rdma" and environ.get("MOONCAKE_PROTOCOL", "rdma") != "rdma":
         asked = environ["MOONCAKE_PROTOCOL"]
         problem = f"MOONCAKE_PROTOCOL={asked} does not change that: for TCP set MC_FORCE_TCP=1"

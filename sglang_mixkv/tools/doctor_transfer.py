@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -234,5 +236,12 @@ def is_port(text: str) -> bool:
     return text.isdecimal() and int(text) < 1 << 16
 
 
+def _end_with_parent() -> None:
+    """Its end closes our standard input, however it ends."""
+    sys.stdin.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.exit(main(sys.argv[1:]))

@@ -16,9 +16,10 @@ def clean(requests: int, seed: int, faulty: float = 0.2, max_tokens: int = 4000)
         Soak(requests, seed, faulty, prefill_tp, decode_tp, max_tokens)
         for prefill_tp, decode_tp in DIRECTIONS
     ]
-    for verdict in run(*soaks):
-        assert verdict.problems == [], verdict.soak
-        assert verdict.others == {}, verdict.soak
+    verdicts = run(*soaks)
+    assert {str(v.soak): v.problems for v in verdicts if v.problems} == {}
+    assert {str(v.soak): v.others for v in verdicts if v.others} == {}
+    for verdict in verdicts:
         assert verdict.counts["succeeded"] + verdict.counts["failed"] == requests
         assert verdict.counts["succeeded"] > (1 - faulty) * requests / 3
 

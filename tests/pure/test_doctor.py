@@ -8,6 +8,9 @@ import itertools
 import json
 import re
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -133,7 +136,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., rdma.
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
         (port / "link_layer").write_text("Ethernet\n")
-        answer = None if finds is None else (finds, False)
+        answer = "no such file" if finds is None else (finds, False)
         monkeypatch.setattr(rdma, "FOLDER", tmp_path)
         monkeypatch.setattr(rdma, "ask_mooncake", lambda _: answer)
         monkeypatch.setattr(rdma, "version_of", lambda *_: "1.0")
@@ -149,11 +152,11 @@ UP, DOWN = "4: ACTIVE", "1: DOWN"
     ("state", "finds", "environ", "value", "problem"),
     [
         (UP, ["mlx5_0"], {}, "RDMA over mlx5_0", ""),
-        (UP, None, {}, "RDMA over mlx5_0", ""),  # it cannot be asked
+        (UP, None, {}, "RDMA over mlx5_0", "says what it would use; no such file"),
         (UP, ["mlx5_0"], {"MC_FORCE_TCP": "0"}, "TCP: MC_FORCE_TCP is set", ""),
         (DOWN, [], {"MC_FORCE_TCP": "1"}, "TCP: MC_FORCE_TCP is set", ""),
         (DOWN, [], {}, "TCP", "Bring a port up, or set MC_FORCE_TCP=1"),
-        (DOWN, None, {}, "TCP", "Bring a port up, or set MC_FORCE_TCP=1"),
+        (DOWN, None, {}, "TCP", "says what it would use; no such file"),
         (UP, [], {}, "TCP", "Give this container /dev/infiniband"),
         (UP, ["mlx5_0"], {"MOONCAKE_PROTOCOL": "tcp"}, "RDMA over mlx5_0", "for TCP set MC_FORCE"),
     ],
@@ -214,7 +217,7 @@ def test_devices_as_sglang_reads_them(
     assert args.disaggregation_ib_device == ["a", "b"]
 
 
-@pytest.mark.parametrize("text", ["", "a,,b", "{", '{"0": 1}', "{}", "none.json"])
+@pytest.mark.parametrize("text", ["", ",", '{"x": "a"}', "{", '{"0": 1}', "{}", "none.json"])
 def test_unreadable_devices_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         doctor.main(["--disaggregation-ib-device", text])
@@ -491,7 +494,7 @@ def run(monkeypatch: pytest.MonkeyPatch, blocks: list[dict[str, float]], *argv: 
     monkeypatch.setattr(doctor_child, "loopback", lambda _: blocks)
     for name in ("versions", "entry_point", "environment", "libraries"):
         monkeypatch.setattr(checks, name, lambda **_: [])
-    monkeypatch.setattr(rdma, "findings", lambda *_: [])
+    monkeypatch.setattr(rdma, "findings", lambda *_, **__: [])
     return doctor.main(["--no-seams", "--backend", "mooncake", *argv])
 
 
@@ -524,3 +527,28 @@ def test_a_failed_transfer_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None
     args = argparse.Namespace(listen=None, peer=None)
     monkeypatch.setattr(doctor_child, "loopback", fail)
     assert problems(list(doctor.transfer_findings(args, Wire("mooncake")))) == ["no route"]
+
+
+def test_a_listener_ends_with_the_doctor_that_started_it(tmp_path: Path) -> None:
+    """Also where that is killed: the port is free for the next one."""
+    program = (
+        "import os\nfrom sglang_mixkv.tools.doctor_child import Child\n"
+        "from sglang_mixkv.tools.doctor_transfer import Wire\n"
+        "child = Child('listen', '127.0.0.1', 0, Wire('mooncake'), 60)\n"
+        "print(child.port(), flush=True)\nos._exit(9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    port = int(done.stdout)
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return
+        time.sleep(0.1)
+    pytest.fail(f"something still listens on {port}")
+
+
+def test_mooncakes_devices_are_of_no_interest_over_nixl(host: Any) -> None:
+    seen = host(DOWN, [])
+    assert [f.name for f in rdma.findings(seen, over_mooncake=False)] == ["mlx5_0"]
+    assert [f.name for f in rdma.findings(seen)] == ["mlx5_0", "Mooncake"]

@@ -266,6 +266,8 @@ def test_a_peer_that_fresh_engines_fail_to_does_not_use_them_up() -> None:
     wired = Wired(SlowEngine(code=-1), fresh=lambda: SlowEngine(code=-1))
     for _ in range(5):
         assert wired.write(1) == -1
+    wired.engines.note(wired.engine, PEER, 0)  # a late success of one that was replaced
+    assert wired.write(1) == -1
     assert len(wired.made) == MOST_IN_VAIN
     wired.write(1, OTHER)
     assert len(wired.made) == MOST_IN_VAIN + 1, "there is one for another"

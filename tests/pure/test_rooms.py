@@ -131,8 +131,10 @@ def test_no_request_gets_a_number_that_a_transfer_thread_works_for() -> None:
     assert "threads work for rooms [7]" in rooms.problems([])
     with pytest.raises(MixKVError, match="MIXKV-ROOM-03"):
         gate._check(said())
+    join(rooms)  # its metadata was looked at a moment before the first ended
     second = rooms.open(ROOM, 0.0)
     assert "MIXKV-ROOM-03" in second.reason
+    assert second.served() == [said().sender.at], "they are told"
     rooms.close(second, 0.0)
     rooms.end_chunk(first)
     assert not rooms.begin_chunk(first), "it has ended"

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -638,7 +639,8 @@ def run(*soaks: Soak) -> list[Verdict]:
         for soak in soaks:
             running.append(Running(soak))
             stack.callback(running[-1].servers.end)
-        return [one.verdict() for one in running]
+        with ThreadPoolExecutor(len(running)) as pool:
+            return list(pool.map(Running.verdict, running))
 
 
 def judge(case: SoakCase, reports: dict[Key, RankReport], seconds: float) -> Verdict:
