@@ -38,4 +38,4 @@ def test_soak() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_every_request_meets_a_fault() -> None:
-    clean(1000, seed=3, faulty=1.0)
+    clean(500, seed=3, faulty=1.0)
