@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import multiprocessing as mp
+import socket
 import sys
 import threading
 import time
@@ -148,6 +149,51 @@ def test_a_prefill_rank_without_a_route_fails_the_request_alone() -> None:
     receiver = server.request(1)
     assert receiver.poll() == KVPoll.Failed
     assert "MIXKV-PAIR-05" in server.rank.manager.failure_records[1]
+
+
+@in_own_process
+def test_what_nobody_expected_fails_the_request_alone() -> None:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    server = StandIn(decode_rank(), fits=True, by_room=True)
+    server.resolve()
+    with mock.patch.object(server.rank.plugin, "begin", side_effect=OSError("unheard of")):
+        receiver = server.request(1)
+    assert receiver.poll() == KVPoll.Failed
+    reason = server.rank.manager.failure_records[1]
+    assert "[MIXKV-SELF-01]" in reason
+    assert "unheard of" in reason
+    assert server.request(2).poll() == KVPoll.WaitingForInput
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (b"HTTP/1.1 503 busy\r\ncontent-length: 5\r\n\r\nlater", "answers 503: later"),
+        (b"", "no answer"),
+    ],
+    ids=["an error", "nothing"],
+)
+def test_a_server_that_cannot_be_asked_is_named(
+    answer: bytes, words: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang asks again, and would say no more than that it got nothing."""
+    from sglang_mixkv.engine import handshake
+
+    def serve() -> None:
+        with listener.accept()[0] as connection:
+            connection.recv(1 << 16)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, caplog.at_level(logging.WARNING):
+        thread = threading.Thread(target=serve)
+        thread.start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert handshake.fetch(address) is None
+        thread.join()
+    assert f"http://{address}/mixkv" in caplog.text
+    assert words in caplog.text
+    assert "MIXKV-MSG-02" in caplog.text
 
 
 @in_own_process
