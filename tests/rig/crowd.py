@@ -11,19 +11,22 @@ A crowd's prompts have lengths of 24 to 200 symbols; some begin with an earlier 
 from __future__ import annotations
 
 import json
+import math
 import random
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
 import psutil
+import requests
 from rig import watched_server
 
 from sglang_mixkv.demo import launch
@@ -44,7 +47,8 @@ SHORTEST, LONGEST = 24, 200
 SHARED = 0.4  # of the prompts begin as an earlier one does
 PATIENCE_S = (0.05, 6.0)  # of a client that hangs up
 TIE = 0.07
-"""Two logits of bfloat16 that are so close may change places with the rows of a batch."""
+"""Two logits of bfloat16 that are so close may change places with the rows of a batch. Of others
+the single server has to show that they do."""
 
 SETTLED_S = 240.0  # more than the timeouts, for what a killed server leaves
 
@@ -90,6 +94,11 @@ class Crowd:
         ]
 
 
+def parts_at(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two answers begin with alike."""
+    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
+
+
 class HungUp(Exception):
     """The client did not wait for the answer."""
 
@@ -127,21 +136,39 @@ class Known:
     def answer(self, prompt: Prompt) -> Answer:
         return self._answers[tuple(prompt)]
 
-    def is_tie(self, prompt: Prompt, other: Answer) -> bool:
-        """Whether the first token that differs was as likely to the single server, within TIE."""
+    def gap(self, prompt: Prompt, other: Answer) -> float:
+        """How much more likely to the single server its own token was where the answers part:
+        their logprobs' difference. Infinite for a token that is none of its first five."""
         own = self.answer(prompt).tokens
-        if len(own) != len(other.tokens):
-            return False
-        pairs = zip(own, other.tokens, strict=True)
-        at = next(i for i, (one, two) in enumerate(pairs) if one != two)
+        at = parts_at(own, other.tokens)
+        if at == min(len(own), len(other.tokens)):
+            return math.inf
         body = {
             "input_ids": [*prompt, *own[:at]], "return_logprob": True, "top_logprobs_num": 5,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
         }  # fmt: skip
         top = post(f"{self._url}/generate", body).json()["meta_info"]["output_top_logprobs"][0]
         logprobs = {token: logprob for logprob, token, *_ in top}
-        both = logprobs.get(own[at]), logprobs.get(other.tokens[at])
-        return None not in both and abs(both[0] - both[1]) <= TIE
+        if not {own[at], other.tokens[at]} <= logprobs.keys():
+            return math.inf
+        return abs(float(logprobs[own[at]] - logprobs[other.tokens[at]]))
+
+    def wavers(self, prompt: Prompt, other: Answer, beside: list[Prompt]) -> bool:
+        """Whether the single server gives the token that differs as well: alone, with all of these
+        prompts at once, or with what its cache has of them. All three change sums in bfloat16."""
+        to = parts_at(self.answer(prompt).tokens, other.tokens) + 1
+        return any(
+            answer.tokens[:to] == other.tokens[:to] for answer in self._other_ways(prompt, beside)
+        )
+
+    def _other_ways(self, prompt: Prompt, beside: list[Prompt]) -> Iterator[Answer]:
+        for prompts in ([prompt], beside, beside[::-1]):
+            for cached in (False, True):
+                if not cached:
+                    requests.post(f"{self._url}/flush_cache", timeout=REQUEST_TIMEOUT_S)
+                with ThreadPoolExecutor(len(prompts)) as pool:
+                    answers = list(pool.map(lambda p: ask(self._url, p), prompts))
+                yield answers[prompts.index(prompt)]
 
     def rss_mib(self) -> int:
         """Memory of its largest process: SGLang's own, without the plugin, grows on CPU too."""
@@ -179,11 +206,17 @@ class Part:
             self.reasons[str(result)[:1500]] += 1
         else:
             own = known.answer(prompt)
+            self.answers.append((result, own))
+            gap = 0.0 if result.tokens == own.tokens else known.gap(prompt, result)
             if result.tokens == own.tokens:
                 self.ended["right"] += 1
+            elif gap <= TIE or known.wavers(prompt, result, self.crowd.prompts()):
+                self.ended["tie"] += 1
             else:
-                self.ended["tie" if known.is_tie(prompt, result) else "wrong"] += 1
-            self.answers.append((result, own))
+                self.ended["wrong"] += 1
+                at = parts_at(own.tokens, result.tokens)
+                said = f"{own.tokens[at:]}, not {result.tokens[at:]}"
+                self.reasons[f"wrong from token {at} on, gap {gap:.4f}: {prompt}: {said}"] += 1
 
 
 class Servers:
