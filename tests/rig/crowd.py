@@ -138,11 +138,12 @@ class Known:
 
     def gap(self, prompt: Prompt, other: Answer) -> float:
         """How much more likely to the single server its own token was where the answers part:
-        their logprobs' difference. Infinite for a token that is none of its first five."""
+        their logprobs' difference. Infinite for a token that is none of its first five, and for
+        an answer of another length."""
         own = self.answer(prompt).tokens
-        at = parts_at(own, other.tokens)
-        if at == min(len(own), len(other.tokens)):
+        if len(own) != len(other.tokens):
             return math.inf
+        at = parts_at(own, other.tokens)
         body = {
             "input_ids": [*prompt, *own[:at]], "return_logprob": True, "top_logprobs_num": 5,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
@@ -154,12 +155,9 @@ class Known:
         return abs(float(logprobs[own[at]] - logprobs[other.tokens[at]]))
 
     def wavers(self, prompt: Prompt, other: Answer, beside: list[Prompt]) -> bool:
-        """Whether the single server gives the token that differs as well: alone, with all of these
+        """Whether the single server gives the whole other answer as well: alone, with all of these
         prompts at once, or with what its cache has of them. All three change sums in bfloat16."""
-        to = parts_at(self.answer(prompt).tokens, other.tokens) + 1
-        return any(
-            answer.tokens[:to] == other.tokens[:to] for answer in self._other_ways(prompt, beside)
-        )
+        return any(answer.tokens == other.tokens for answer in self._other_ways(prompt, beside))
 
     def _other_ways(self, prompt: Prompt, beside: list[Prompt]) -> Iterator[Answer]:
         for prompts in ([prompt], beside, beside[::-1]):
