@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
@@ -121,10 +122,12 @@ def ask(url: str, prompt: Prompt, patience: float | None = None) -> Answer:
 
 
 class Known:
-    """The single server, and what it answered."""
+    """The single server, and what it answered. `of_tp_2` starts another one: the sums of a pair's
+    side of TP 2 are its sums."""
 
-    def __init__(self, server: Deployment) -> None:
+    def __init__(self, server: Deployment, of_tp_2: Callable[[], Deployment]) -> None:
         self._server, self._url = server, server.url
+        self._of_tp_2 = cache(of_tp_2)
         self._answers = dict[tuple[int, ...], Answer]()
 
     def learn(self, prompts: Iterable[Prompt]) -> None:
@@ -155,18 +158,14 @@ class Known:
         return abs(float(logprobs[own[at]] - logprobs[other.tokens[at]]))
 
     def wavers(self, prompt: Prompt, other: Answer, beside: list[Prompt]) -> bool:
-        """Whether the single server gives the whole other answer as well: alone, with all of these
-        prompts at once, or with what its cache has of them. All three change sums in bfloat16."""
+        """Whether a single server gives the whole other answer as well: alone, with all of these
+        prompts at once, with what its cache has of them, or with TP 2. Each changes sums in
+        bfloat16."""
         return any(answer.tokens == other.tokens for answer in self._other_ways(prompt, beside))
 
     def _other_ways(self, prompt: Prompt, beside: list[Prompt]) -> Iterator[Answer]:
-        for prompts in ([prompt], beside, beside[::-1]):
-            for cached in (False, True):
-                if not cached:
-                    requests.post(f"{self._url}/flush_cache", timeout=REQUEST_TIMEOUT_S)
-                with ThreadPoolExecutor(len(prompts)) as pool:
-                    answers = list(pool.map(lambda p: ask(self._url, p), prompts))
-                yield answers[prompts.index(prompt)]
+        yield from other_ways(self._url, prompt, beside)
+        yield from other_ways(self._of_tp_2().url, prompt, beside)
 
     def rss_mib(self) -> int:
         """Memory of its largest process: SGLang's own, without the plugin, grows on CPU too."""
@@ -174,10 +173,20 @@ class Known:
         return max(one.memory_info().rss for one in first.children(recursive=True)) >> 20
 
 
+def other_ways(url: str, prompt: Prompt, beside: list[Prompt]) -> Iterator[Answer]:
+    for prompts in ([prompt], beside, beside[::-1]):
+        for cached in (False, True):
+            if not cached:
+                requests.post(f"{url}/flush_cache", timeout=REQUEST_TIMEOUT_S)
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                answers = list(pool.map(lambda p: ask(url, p), prompts))
+            yield answers[prompts.index(prompt)]
+
+
 @contextmanager
 def known_answers(pair: str = "mla") -> Iterator[Known]:
-    with Fleet() as fleet:
-        yield Known(single(fleet, pair))
+    with Fleet() as fleet, Fleet() as of_tp_2:
+        yield Known(single(fleet, pair), lambda: single(of_tp_2, pair, ("--tp", "2")))
 
 
 # ---------------------------------------------------------------- the pair
