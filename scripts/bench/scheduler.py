@@ -2,8 +2,8 @@
 
 A real decode rank of the protocol ring, in a process of its own; its prefill servers are real
 bootstrap servers with sockets that only listen (tests/rig/stand_ins.py). One pass is
-what the scheduler calls for one request of a healthy server: the receiver is made, init,
-send_metadata, poll while it waits, poll when it has succeeded, clear. senders.py: prefill's.
+what the scheduler calls for one request of a healthy server: get_kv_class, the receiver is made,
+init, send_metadata, poll while it waits, poll when it has succeeded, clear. senders.py: prefill's.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ class Passes:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         self.room += 1
-        made = self.server.rank.kv_class["receiver"]
+        rank = self.server.rank
         taken: dict[str, float] = {}
 
         def begin() -> None:
+            made = rank.asked_class("receiver")
             taken["receiver"] = made(self.manager, self.server.address, self.room)
             taken["receiver"].init(0)
 

@@ -42,11 +42,10 @@ class Passes:
     def one(self, room: int) -> dict[str, float]:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        make = self.rank.kv_class["sender"]
         taken: dict[str, float] = {}
         made: list[Any] = []
         arguments = (self.manager, self.rank.address(0), room, True)
-        taken["made"] = elapsed(lambda: made.append(make(*arguments)))
+        taken["made"] = elapsed(lambda: made.append(self.rank.asked_class("sender")(*arguments)))
         (sender,) = made
         self._wait(sender, KVPoll.WaitingForInput)
         taken["init"] = elapsed(lambda: sender.init(len(self.pages), 0))

@@ -12,6 +12,7 @@ import inspect
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config
@@ -123,8 +124,10 @@ def rules() -> tuple[Rule, ...]:
     return (*ARGUMENT_RULES, *here().unserved.values())
 
 
+@cache
 def sglang_version() -> str:
-    """Version of the installed SGLang, `none` without one."""
+    """Version of the installed SGLang, `none` without one. Read once: `get_kv_class` is called
+    for every request, and the package's metadata take a millisecond."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
