@@ -30,8 +30,9 @@ DRAFT_TRANSFERS = ("auto", "direct", "packed")
 ON_MISMATCH = ("refuse", "cold")
 VERIFY = ("off", "checksum")
 
-_TRUE = {"1", "true", "yes", "on"}
-_FALSE = {"", "0", "false", "no", "off"}
+# SGLang's (EnvBool in environ.py), and on and off.
+_TRUE = {"1", "true", "yes", "y", "on"}
+_FALSE = {"", "0", "false", "no", "n", "off"}
 
 
 class Config(msgspec.Struct, frozen=True):

@@ -28,6 +28,11 @@ def test_flag_over_environment_over_default() -> None:
     assert resolve(None, {"SGLANG_ENABLE_MIXKV": "true"}).enabled
 
 
+@pytest.mark.parametrize(("text", "means"), [("y", True), ("yes", True), ("n", False), ("", False)])
+def test_booleans_are_read_as_sglang_reads_them(text: str, means: bool) -> None:
+    assert truth("SGLANG_ENABLE_MIXKV", {"SGLANG_ENABLE_MIXKV": text}) == means
+
+
 def test_unclear_environment_is_an_error() -> None:
     with pytest.raises(ValueError, match="expected one of"):
         truth("SGLANG_ENABLE_MIXKV", {"SGLANG_ENABLE_MIXKV": "maybe"})
@@ -208,6 +213,18 @@ def test_each_release_serves_all_or_says_what_not() -> None:
     for release in compat.RELEASES:
         refused = {feature.lower() for feature in release.unserved}
         assert set(startup.BACKENDS) - release.framings.keys() <= refused
+
+
+def test_the_version_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The release is asked for with each request."""
+    read: list[str] = []
+    monkeypatch.setattr("importlib.metadata.version", lambda name: read.append(name) or "0.5.23")
+    compat.sglang_version.cache_clear()
+    try:
+        assert {compat.here().version for _ in range(3)} == {"0.5.23"}
+    finally:
+        compat.sglang_version.cache_clear()
+    assert read == ["sglang"]
 
 
 def test_untested_version_stops_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
