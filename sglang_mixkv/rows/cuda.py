@@ -148,7 +148,9 @@ class CudaRows:
         """This thread's stream; all that was started on it is done at the end."""
         try:
             if not hasattr(self._streams, "own"):
-                self._streams.own = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+                # Torch deals a few streams out again and again, SGLang's among them: of those with
+                # priority SGLang has none.
+                self._streams.own = torch.cuda.Stream(self._device, priority=-1)  # type: ignore[no-untyped-call]
             with torch.cuda.device(self._device), torch.cuda.stream(self._streams.own):
                 yield
             self._streams.own.synchronize()
