@@ -160,10 +160,12 @@ class TransferringManager(SidedManager):
             row, dst_row,
         )  # fmt: skip
 
-    def _init_dcp_pack_buffers_once(self, *args: Any, **kwargs: Any) -> None:
-        """As stock; without the memory, each token is sent as a range of its own."""
+    def _init_dcp_pack_buffers_once(self, dcp_size: int, *, include_draft: bool = False) -> None:
+        """As stock, with no room for a drafter, which goes by the peer's plan; without the memory,
+        each token is sent as a range of its own."""
         try:
-            super()._init_dcp_pack_buffers_once(*args, **kwargs)
+            room_for_draft = include_draft and self.side is None
+            super()._init_dcp_pack_buffers_once(dcp_size, include_draft=room_for_draft)
         except Exception:
             if self.side is None:
                 raise

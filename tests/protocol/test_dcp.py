@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -173,3 +174,24 @@ def test_without_parts_pages_are_paired_wrongly(monkeypatch: pytest.MonkeyPatch)
     )
     outcome = run(Case(2, 2, dcp=2, requests=(Request(16),)))
     assert any("draft entry" in line for line in outcome.wrong)
+
+
+@pytest.mark.parametrize("side", [None, "prefill"])
+def test_buffers_to_pack_have_room_for_what_goes_through_them(
+    side: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's pack the target's tokens alone where the drafter goes by the plugin's plan."""
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    from sglang_mixkv.engine.mooncake import MixKVManager
+
+    made = mock.Mock()
+    monkeypatch.setattr(CommonKVManager, "_init_dcp_pack_buffers_once", made)
+    manager = object.__new__(MixKVManager)
+    manager.prefill = mock.Mock() if side else None
+    manager._init_dcp_pack_buffers_once(2, include_draft=True)
+    made.assert_called_once_with(2, include_draft=side is None)
+    if side:  # without the memory, SGLang sends each token as a range of its own
+        made.side_effect = MemoryError
+        manager._init_dcp_pack_buffers_once(2, include_draft=True)
+        assert manager._dcp_pack_buffers == []
