@@ -80,7 +80,10 @@ class Receiver:
         case, start = self._case(), time.perf_counter()
         pages = page_tables(case, "decode")[room]
         draft, target = self._slices(True), self._slices(False)
-        granted = self.landings[way].grant(room, target, (draft,), pages, knows_extents=True)
+        landing = self.landings[way]
+        granted = landing.grant(
+            room, target, (draft,), pages, told=landing.span, knows_extents=True
+        )
         return granted, time.perf_counter() - start
 
     def _slices(self, draft: bool) -> Slices:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sglang_mixkv.decode.registrations import Registrations
-from sglang_mixkv.decode.rooms import Rooms
+from sglang_mixkv.decode.rooms import Rooms, State
 from sglang_mixkv.decode.sglang import SGLang
 from sglang_mixkv.decode.verify import not_awaited
 from sglang_mixkv.errors import MixKVError
@@ -17,7 +17,7 @@ from sglang_mixkv.protocol import messages
 from sglang_mixkv.protocol.extension import Digest, decode_digest
 from sglang_mixkv.protocol.frames import Frames
 from sglang_mixkv.protocol.framing import Framing
-from sglang_mixkv.protocol.messages import Aux, Poll, Status, cured_by_registration
+from sglang_mixkv.protocol.messages import Aux, Poll, Status
 
 ACK_TAG, AUX_TAG = b"ABORT_ACK", b"AUX_DATA"
 
@@ -60,15 +60,17 @@ class Gate:
 
     def _status(self, said: Status) -> bool:
         """A success counts only from a rank that sends to this room, all else from one asked to.
-        What arrives for no room is a late answer to the number's last request: SGLang would take
-        it for the next one's, from the moment that one's receiver is made."""
-        self._withdraw(said)
+        What arrives for no room, and a success for one that has not asked yet, is a late answer to
+        the number's last request: SGLang would take it for this one's."""
+        self._note_failure(said)
+        room, success = self.rooms.get(said.room), said.status == Poll.SUCCESS
+        if success and room is not None and room.state is State.INVITED:
+            text = f"room {said.room}: success, before anything was asked for."
+            raise MixKVError("MIXKV-ROOM-04", text)
         if not self.judges:
             return True
-        room = self.rooms.get(said.room)
         if room is None:
             return False
-        success = said.status == Poll.SUCCESS
         if said.prefill_rank not in (room.source.senders if success else room.source.contacted):
             raise MixKVError(
                 "MIXKV-ROOM-04",
@@ -77,14 +79,12 @@ class Gate:
             )
         return True
 
-    def _withdraw(self, said: Status) -> None:
-        """A failure for want of a registration, maybe after the room has ended: SGLang ends a
-        request on all ranks when the first of them knows that it failed."""
+    def _note_failure(self, said: Status) -> None:
+        """It may come after the room has ended: SGLang ends a request on all ranks when the first
+        of them knows that it failed."""
         source = self.rooms.source(said.room)
-        if source is None or said.prefill_rank not in source.contacted:
-            return
-        if cured_by_registration(said.reason):
-            self.registrations.withdraw(source.address)
+        if said.reason and source is not None and said.prefill_rank in source.contacted:
+            self.registrations.failed(source.address, said.reason)
 
     def _aux(self, said: Aux) -> None:
         """Metadata over the control channel: into the room's own row."""

@@ -165,17 +165,19 @@ class Landing:
 
     def grant(
         self, room: int, target: Slices, draft: tuple[Slices, ...], pages: Ints, *,
-        knows_extents: bool,
+        told: tuple[int, int], knows_extents: bool,
     ) -> dict[Sender, Grant]:  # fmt: skip
         """Decide how this room's slices come: what senders have to be told, if anything.
 
         `draft`: by window, at least one; `pages`: all pages of the request, as SGLang numbers
-        them. `knows_extents`: the senders can write extents other than pages.
+        them. `told`: the span that the senders know of: they reject a region elsewhere.
+        `knows_extents`: they can write extents other than pages.
         """
         drafted = draft[0].shard.numbered(pages)
         skips = [slices.first_page(len(drafted)) for slices in draft]
         reached = [(slices, drafted[skip:]) for slices, skip in zip(draft, skips, strict=True)]
-        start, skip = self._region(reached), min(skips)
+        start = self._region(reached) if told == self.span else None
+        skip = min(skips)
         try:
             return self._granted(room, target, pages, reached, skip, start, known=knows_extents)
         except Exception:

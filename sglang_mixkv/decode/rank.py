@@ -141,7 +141,7 @@ class DecodeRank:
         if source is None:
             return None
         self.landing.begin(number)
-        return self.rooms.begin(number, source)
+        return self.rooms.begin(number, source, self.landing.span)
 
     def prepare(self, room: Room, pages: Any, aux_row: int | None) -> Mapping[Sender, Grant]:
         """Before a room's metadata goes out: clear what will not come, note what is verified,
@@ -157,7 +157,8 @@ class DecodeRank:
         if not source.draft or not len(numbers):
             return {}
         return self.landing.grant(
-            room.number, source.target, source.draft, numbers, knows_extents=source.knows_extents
+            room.number, source.target, source.draft, numbers, told=room.span,
+            knows_extents=source.knows_extents,
         )  # fmt: skip
 
     def _clear(self, pages: Any, aux_row: int | None) -> None:
@@ -169,7 +170,8 @@ class DecodeRank:
         self.stats.cold()
 
     def received(self, room: Room) -> None:
-        """Count what one request needed, as this rank's pool holds it."""
+        """A request succeeded. Count what it needed, as this rank's pool holds it."""
+        self.registrations.worked(room.source.address)
         if self.local.has_draft:  # without a drafter the prefill side does not count
             target, draft = room.source.needed_bytes(self.local, room.pages)
             self.stats.add(target_bytes_needed=target, draft_bytes_needed=draft)

@@ -30,11 +30,13 @@ class State(StrEnum):
 
 @dataclass
 class Room:
-    """`aux_row`: its row of the metadata buffers; `pages`: how many it has; `verified`: what is
-    compared before it starts."""
+    """`span`: of the staging buffer, as its prefill ranks were told of it; `aux_row`: its row of
+    the metadata buffers; `pages`: how many it has; `verified`: what is compared before it
+    starts."""
 
     number: int
     source: Source
+    span: tuple[int, int] = (0, 0)
     state: State = State.INVITED
     aux_row: int | None = None
     pages: int = 0
@@ -59,12 +61,12 @@ class Rooms:
         room = self._rooms.get(number)
         return room.source if room is not None else self._last.get(number)
 
-    def begin(self, number: int, source: Source) -> Room:
+    def begin(self, number: int, source: Source, span: tuple[int, int] = (0, 0)) -> Room:
         """A receiver was initialised. The number must not be another request's still."""
         with self._lock:
             assert number not in self._rooms, self._rooms[number]
             self._begun += 1
-            room = self._rooms[number] = Room(number, source)
+            room = self._rooms[number] = Room(number, source, span)
             return room
 
     def ask(self, room: Room, pages: int, aux_row: int | None, verified: Asked | None) -> None:
@@ -77,6 +79,7 @@ class Rooms:
     def land(self, room: Room) -> None:
         """All of it has arrived, and is in place."""
         with self._lock:
+            assert room.state is State.ASKED, room
             room.state = State.LANDED
 
     def end(self, room: Room) -> None:

@@ -22,7 +22,6 @@ from sglang_mixkv.decode.rooms import Room
 from sglang_mixkv.decode.slices import Sender
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.protocol.extension import Grant, encode
-from sglang_mixkv.protocol.messages import cured_by_registration
 
 logger = logging.getLogger(__name__)
 
@@ -190,8 +189,6 @@ class RoomReceiver(CommonKVReceiver):
         if self.conclude_state == KVPoll.Success:
             side.received(room)
             return
-        # Without a reason another rank of this server has failed it, maybe before a prefill rank
-        # could say that this one's registration is of no use. Registering needs no HTTP.
+        # Without a reason another rank of this server has failed it.
         reason = self.kv_mgr.failure_records.get(room.number, "")
-        if not reason or cured_by_registration(reason):
-            side.registrations.withdraw(self.bootstrap_addr)
+        side.registrations.failed(self.bootstrap_addr, reason)

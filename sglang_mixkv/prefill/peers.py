@@ -66,7 +66,7 @@ class Peers:
         return self._peers.get(session)
 
     def refusal(self, session: str) -> MixKVError | None:
-        """Why this session is not served; None for a peer. See messages.cured_by_registration."""
+        """Why this session is not served; None for a peer. See messages.lacks_registration."""
         unread, refused = self._unread.get(session), self._refused.get(session)
         if unread is None and refused is not None:
             text = f"sglang-mixkv refuses this decode rank: {refused}"

@@ -27,23 +27,30 @@ from sglang_mixkv.protocol.frames import Address, Frames, Numbers
 
 ABORT = b"ABORT"
 
-# Why prefill ranks fail a request for want of a good registration: they have none, or refused it.
-_CURED = {"MIXKV-REG-02", "MIXKV-REG-03"}
-# The same in the words of version 0.1, which has no codes; then SGLang's own, of a session that it
-# sends nothing more to since a write failed: a registration ends that (MooncakeKVManager.
-# _publish_peer_registration).
-_CURED_WORDS = (
+_UNREGISTERED = {"MIXKV-REG-02", "MIXKV-REG-03"}
+_UNREGISTERED_WORDS = (  # of version 0.1, which has no codes
     "it registers again with its next request",
     "it registered from",
     "sglang-mixkv refuses this decode rank",
-    "Failed to send",
-    "Decode instance could be dead",
 )
+_GIVEN_UP = {"MIXKV-SEND-03"}
+_GIVEN_UP_WORDS = ("Failed to send", "Decode instance could be dead")  # SGLang's
 
 
-def cured_by_registration(reason: str) -> bool:
-    """Whether the decode rank should register before its next request."""
-    return bool(codes_in(reason) & _CURED) or any(words in reason for words in _CURED_WORDS)
+def lacks_registration(reason: str) -> bool:
+    """Whether prefill failed a request for want of a good registration: it has none, or refused
+    it."""
+    return _says(reason, _UNREGISTERED, _UNREGISTERED_WORDS)
+
+
+def is_given_up(reason: str) -> bool:
+    """Whether prefill failed a request since a write to this rank failed. It sends this rank
+    nothing more then; a registration ends that (MooncakeKVManager._publish_peer_registration)."""
+    return _says(reason, _GIVEN_UP, _GIVEN_UP_WORDS)
+
+
+def _says(reason: str, codes: set[str], words: tuple[str, ...]) -> bool:
+    return bool(codes_in(reason) & codes) or any(text in reason for text in words)
 
 
 MAX_INDEX = 1 << 31

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import sglang_mixkv
 from sglang_mixkv import refusals
 from sglang_mixkv.errors import _REASON_OF, CODES, REASONS, codes_in, refuse
-from sglang_mixkv.protocol.messages import cured_by_registration
+from sglang_mixkv.protocol.messages import is_given_up, lacks_registration
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
 TABLE = PACKAGE / "errors.py"
@@ -91,21 +92,23 @@ def test_a_code_comes_first_and_decides_the_reason_that_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "cured"),
+    ("reason", "cured_by"),
     [
-        ("room 5: [MIXKV-REG-02] in other words", True),
-        ("[MIXKV-REG-03] in other words: [MIXKV-PAIR-03] page size", True),
-        ("room 5: [MIXKV-ROOM-01] aux row 9 of 3.", False),
-        ("its registration never arrived; it registers again with its next request", True),  # 0.1
-        ("room 5: it registered from 10.0.0.1:4000", True),  # 0.1
-        ("sglang-mixkv refuses this decode rank: page size", True),  # 0.1
-        ("Failed to send kv chunk of 5 to 10.0.0.1:4000", True),  # SGLang
-        ("Decode instance could be dead, remote mooncake session is not alive", True),  # SGLang
-        ("Aborted by AbortReq.", False),
+        ("room 5: [MIXKV-REG-02] in other words", lacks_registration),
+        ("[MIXKV-REG-03] in other words: [MIXKV-PAIR-03] page size", lacks_registration),
+        ("room 5: [MIXKV-ROOM-01] aux row 9 of 3.", None),
+        ("never arrived; it registers again with its next request", lacks_registration),  # 0.1
+        ("room 5: it registered from 10.0.0.1:4000", lacks_registration),  # 0.1
+        ("sglang-mixkv refuses this decode rank: page size", lacks_registration),  # 0.1
+        ("[MIXKV-SEND-03] in other words", is_given_up),
+        ("Failed to send kv chunk of 5 to 10.0.0.1:4000", is_given_up),  # SGLang
+        ("Decode instance could be dead, remote mooncake session is not", is_given_up),  # SGLang
+        ("Aborted by AbortReq.", None),
     ],
 )
-def test_what_a_registration_cures(reason: str, cured: bool) -> None:
-    assert cured_by_registration(reason) == cured
+def test_what_a_registration_cures(reason: str, cured_by: Any) -> None:
+    found = [cure for cure in (lacks_registration, is_given_up) if cure(reason)]
+    assert found == ([cured_by] if cured_by else [])
 
 
 def test_codes_look_alike() -> None:

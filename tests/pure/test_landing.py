@@ -142,11 +142,16 @@ class World:
         )
         self.draft = draft.by_window
 
-    def grant(self, target: bool = True, extents: bool = True) -> dict:
+    def grant(
+        self, target: bool = True, extents: bool = True, told: tuple[int, int] | None = None
+    ) -> dict:
         """What senders are told, once the first peer's registration has come."""
         slices = self.target if target else without_senders(self.target)
         self.landing.prepare(slices, self.draft)
-        return self.landing.grant(7, slices, self.draft, self.dst, knows_extents=extents)
+        return self.landing.grant(
+            7, slices, self.draft, self.dst,
+            told=self.landing.span if told is None else told, knows_extents=extents,
+        )  # fmt: skip
 
     def plan(self, rank: int) -> Plan:
         route = next(r for r in self.table if r.prefill_rank == rank)
@@ -251,6 +256,11 @@ def test_slices_that_are_part_of_a_row_get_a_region_and_the_target_goes_by_page(
 def test_without_room_the_draft_goes_by_page_too() -> None:
     assert kinds(World(4, 2, room=0).grant()) == {(False, True)}
     assert kinds(World(4, 2, room=2000).grant(target=False)) == {(False, True)}
+
+
+def test_senders_that_registered_before_the_buffer_came_get_no_region() -> None:
+    """A request of another server had it made since: they would reject the region."""
+    assert kinds(World(4, 2).grant(target=False, told=(0, 0))) == {(False, True)}
 
 
 def test_without_scratch_nothing_goes_by_page() -> None:

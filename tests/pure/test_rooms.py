@@ -24,7 +24,7 @@ from sglang_mixkv.prefill.rank import PrefillRank
 from sglang_mixkv.prefill.rooms import MEMORY_S, Member, Rooms, State
 from sglang_mixkv.protocol.frames import Address
 from sglang_mixkv.protocol.framing import Framing
-from sglang_mixkv.protocol.messages import Metadata
+from sglang_mixkv.protocol.messages import Metadata, Poll
 
 ROOM = 7
 
@@ -225,7 +225,48 @@ def test_what_is_said_of_a_request_is_not_about_the_last_one_of_its_number() -> 
     rank.rooms, rank.landing, rank.sources = decode.Rooms(), mock.Mock(), mock.Mock()
     room = rank.begin(ROOM, "host:1")
     assert rank.rooms.get(ROOM) is room
+    assert room.span is rank.landing.span
     rank.landing.begin.assert_called_once_with(ROOM)
+
+
+def test_a_success_before_metadata_is_the_last_requests_of_its_number() -> None:
+    rooms = decode.Rooms()
+    gate = Gate(rooms, Registrations(), mock.Mock(), True, (), (), Framing())
+    room = rooms.begin(ROOM, mock.Mock(senders={0}, contacted={0, 1}))
+    success, failure = ([b"%d" % ROOM, b"%d" % status, b"0"] for status in (Poll.SUCCESS, 0))
+    with pytest.raises(MixKVError, match="before anything was asked for"):
+        gate.may_pass(success)
+    assert gate.may_pass(failure)
+    with pytest.raises(AssertionError):
+        rooms.land(room)
+    rooms.ask(room, 3, 1, None)
+    assert gate.may_pass(success)
+
+
+def test_a_server_that_gave_this_rank_up_is_registered_with_at_once_then_rarely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each time it tries a write, in a thread that others need. A success ends that."""
+    now, at, registrations = 1000.0, ("host", 2), Registrations()
+    monkeypatch.setattr("time.monotonic", lambda: now)
+
+    def again(reason: str) -> bool:
+        registrations.told("host:1", at, (0, 0))
+        registrations.failed("host:1", reason)
+        return registrations.lacks("host:1", at, (0, 0))
+
+    waits, last = list[float](), now
+    for _ in range(1200):
+        if again("[MIXKV-SEND-03] in other words"):
+            waits.append(now - last)
+            last = now
+        now += 1
+    assert waits == [0, 30, 60, 120, 240, 300, 300]
+    assert not again("")
+    assert not again("Aborted by AbortReq.")
+    assert again("[MIXKV-REG-02] in other words")
+    registrations.worked("host:1")
+    assert again("")
 
 
 def test_a_decode_room_ends_once() -> None:
