@@ -158,10 +158,10 @@ def source_of(
     local: Local, address: str, sizes: Sizes, facts: Facts, *, cold: bool, verify: bool
 ) -> Source:
     """`facts`: the prefill server's. Raises MixKVError for sizes that do not fit."""
+    sizes.check(with_draft=local.has_draft)
     caches = local.caches
     draft = None if cold else caches.draft
     stages = (local.pp_rank,) if sizes.pp == local.pp_size else tuple(range(sizes.pp))
-    sizes.check(with_draft=local.has_draft)
     if local.has_draft:
         spread = caches.target.component.spread
         check_dcp((sizes.attn_tp, facts.dcp), (local.tp, local.dcp_size), spread)

@@ -2,7 +2,7 @@
 
 Call order, by process:
 
-    prefill rank   MixKVManager() -> side, then SGLang's constructor: registers this rank with the
+    prefill rank   SidedManager() -> side, then SGLang's constructor: registers this rank with the
                    bootstrap server, facts included, and starts SGLang's threads
                    control thread: may_pass -> prefill.Gate
                    transfer threads: send_kvcache, send_aux -> PrefillRank

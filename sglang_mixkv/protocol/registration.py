@@ -281,7 +281,7 @@ def sender_of(stock: Frames, at: Positions) -> Address:
 def session_of(message: Sequence[bytes], at: Positions) -> str:
     """The session that a message names, for one that cannot be read otherwise; "" without."""
     named = message[at.session] if len(message) > at.session else b""
-    return named.decode("ascii", "replace") if len(named) < frames.MAX_TEXT else ""
+    return named.decode("ascii", "replace") if len(named) <= frames.MAX_TEXT else ""
 
 
 def _check_unused(stock: Frames, at: Positions) -> None:
