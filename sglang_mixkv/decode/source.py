@@ -80,7 +80,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Source:
-    """`cold`: it sends no draft KV. `verify`: its KV is compared before a request starts.
+    """`facts`: the prefill server's. `cold`: it sends no draft KV. `verify`: its KV is compared
+    before a request starts.
 
     `routes`: this rank's table; `senders`, `contacted`: prefill ranks by SGLang's unique number,
     those that send anything, and all that are asked to; `kv_senders`: those that send KV, with
@@ -90,6 +91,7 @@ class Source:
     """
 
     address: str
+    facts: Facts
     sizes: Sizes
     cold: bool
     verify: bool
@@ -181,6 +183,7 @@ def source_of(
     kv = {n: r for n, r in numbered.items() if r.is_send_target or r.is_send_draft}
     return Source(
         address=address,
+        facts=facts,
         sizes=sizes,
         cold=cold,
         verify=verify,

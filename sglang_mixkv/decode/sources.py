@@ -5,8 +5,9 @@
     REFUSE   -- CURRENT_S later -->  ASK, then WAIT while it is asked in the background
     WAIT     -- fits -->  Source;  -- does not, or no answer -->  REFUSE
 
-SGLang's scheduler resolves a server with the first request to it. A request that had a server
-asked is decided by what it said.
+SGLang's scheduler resolves a server with the first request to it; a resolved one is asked again
+when SGLang asks for addresses of its ranks. A request that had a server asked is decided by what
+it said.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class Sources:
     def __init__(self, stats: Stats) -> None:
         self._stats = stats
         self._sources: dict[str, Source] = {}
+        self._resolved: dict[str, float] = {}  # when they said so
         self._refused: dict[str, Refusal] = {}
 
     def get(self, address: str) -> Source | None:
@@ -105,7 +107,12 @@ class Sources:
     def put(self, source: Source) -> None:
         """It fits: it is refused no longer."""
         self._sources[source.address] = source
+        self._resolved[source.address] = time.monotonic()
         self._refused.pop(source.address, None)
+
+    def is_current(self, address: str) -> bool:
+        """Whether a server was resolved just now."""
+        return time.monotonic() - self._resolved[address] < CURRENT_S
 
     def next(self, address: str) -> Next:
         """What to do for a request to a server that SGLang does not know."""

@@ -25,7 +25,7 @@ from sglang_mixkv.decode.sources import Next
 from sglang_mixkv.engine import handshake, sides
 from sglang_mixkv.engine.banner import banner, speaks
 from sglang_mixkv.engine.farewell import Farewells
-from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.prefill.rank import PrefillRank
 from sglang_mixkv.protocol.announcement import announcement
 
@@ -177,6 +177,34 @@ class SidedManager(CommonKVManager):
         source = side.learn(address, sizes, facts, cold=cold)
         if side.local.has_draft:
             info.required_prefill_response_num = source.required
+
+    def check_is_the_same(self, address: str) -> None:
+        """A prefill server that was resolved before, and of which SGLang asks addresses now. Raises
+        MixKVError where another was started in its place, which SGLang knows only if its heartbeat
+        failed meanwhile; the next request resolves that one."""
+        side = self.decode
+        known = side.sources.get(address) if side is not None else None
+        if side is None or known is None or side.sources.is_current(address):
+            return
+        self.prefill_info_table.pop(address, None)
+        try:
+            answers = self._resolve(side, address)
+        except Exception as error:
+            side.sources.refuse(address, error)
+            self._handle_node_failure(address)
+            raise
+        if not answers:
+            raise MixKVError("MIXKV-MSG-02", f"prefill server {address} does not answer.")
+        now = side.sources.get(address)
+        if now is None or (now.facts, now.sizes) != (known.facts, known.sizes):
+            self._handle_node_failure(address)
+            raise refuse(
+                "MIXKV-PAIR-03",
+                f"prefill server {address} as it was resolved",
+                "another in its place",
+                "KV would be sent as that one's was",
+                "Send the request again: it resolves this one",
+            )
 
     def dismiss(self, address: str, room: int, dp_rank: int) -> None:
         """Let a prefill server's half of a refused request end now rather than by timeout. The

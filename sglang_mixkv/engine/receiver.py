@@ -41,7 +41,7 @@ class RoomReceiver(CommonKVReceiver):
     room: Room | None = None
     conclude_state: Any
     bootstrap_infos: Any
-    cleared = False
+    cleared = checked = False
     grants: Mapping[Sender, Grant] = MappingProxyType({})
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
@@ -90,6 +90,9 @@ class RoomReceiver(CommonKVReceiver):
         info = super()._get_bootstrap_info_from_server(
             prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank
         )
+        if info is not None and self.side is not None and not self.checked:
+            self.checked = True
+            self.kv_mgr.check_is_the_same(self.bootstrap_addr)
         if info is not None:
             info["tp_rank"] = int(target_tp_rank)
         return info

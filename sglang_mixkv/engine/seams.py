@@ -147,6 +147,7 @@ SEAMS_0_5_23: Seams = {
         "notification",
         "room_active",
     ),
+    f"{_COMMON}:CommonKVManager._handle_node_failure": ("self", "failed_bootstrap_addr"),
     f"{_COMMON}:CommonKVManager._make_worker_recv": ("self", "socket", "timeout_ms"),
     f"{_COMMON}:CommonKVManager._resolve_rank_mapping": ("self", "info"),
     f"{_COMMON}:CommonKVManager._register_topology_row": ("self", "url", "payload"),

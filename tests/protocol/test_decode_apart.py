@@ -211,6 +211,44 @@ def test_a_refused_server_that_was_restarted_is_used() -> None:
     assert server.request(99).poll() == KVPoll.WaitingForInput, "resolved servers stay"
 
 
+@pytest.mark.parametrize(
+    ("now", "first", "next_one"),
+    [({}, "", ""), ({"steps": 99}, "another in its place", ""),
+     ({"page_size": 999}, "page size", "page size")],
+    ids=["the same", "another that fits", "another that does not"],
+)  # fmt: skip
+def test_a_server_in_anothers_place_is_resolved_anew(
+    now: dict[str, int], first: str, next_one: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang knows of a restart only if its heartbeat failed meanwhile. It asks for addresses
+    again all the same, here of another DP rank: those of the new server."""
+    from sglang_mixkv.decode import sources
+
+    monkeypatch.setattr(sources, "CURRENT_S", 0.0)
+
+    @in_own_process
+    def body() -> None:
+        rank = decode_rank()
+        server = StandIn(rank, dp=2, by_room=True, fits=True)
+        assert failure_of(rank, server.request(2)) == ""
+        server.announce(**now)
+        assert (first or "x") in (failure_of(rank, server.request(3)) or "x")
+        if not first:
+            wait_until(lambda: server.heard[1])
+        assert all(message[0] == b"ABORT" for message in server.heard[1]) == bool(first)
+        assert (next_one or "x") in (failure_of(rank, server.request(5)) or "x")
+
+    body()
+
+
+def failure_of(rank: Rank, receiver: Any) -> str:
+    """Why the request failed; "" if it waits for its pages."""
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    failed = receiver.poll() == KVPoll.Failed
+    return rank.manager.failure_records[receiver.bootstrap_room] if failed else ""
+
+
 @in_own_process
 def test_a_server_that_stays_away_is_asked_once_a_second() -> None:
     """It was refused; now nothing listens there: it is neither refused nor known."""

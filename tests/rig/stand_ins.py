@@ -100,12 +100,14 @@ class StandIn:
 
         requests.Session.request = counted
 
-    def announce(self, *, fits: bool) -> None:
-        """Have all ranks register (again), with facts that fit or not."""
+    def announce(self, *, fits: bool = True, **other: Any) -> None:
+        """Have all ranks register (again), with facts that fit or not, or with others of them."""
         side = self.rank.plugin  # None: stock, which asks for no facts
         facts = side.local.facts if side is not None else None
         if facts is not None and not fits:
             facts = msgspec.structs.replace(facts, page_size=facts.page_size + 1)
+        if facts is not None:
+            facts = msgspec.structs.replace(facts, **other)
         balance = "follow_bootstrap_room" if self.by_room else "round_robin"
         for number, port in enumerate(self._ports):
             row = {
