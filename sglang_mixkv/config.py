@@ -104,9 +104,9 @@ OPTIONS = (
         "SGLANG_MIXKV_STAGING_MB",
         "staging_mb",
         _positive,
-        "MiB of registered memory for packed slices: one buffer on a decode rank, shared by "
-        "requests in flight; split over the transfer threads of a prefill rank. Taken when the "
-        "first peer needs it; slices that find no room go without it, slower.",
+        "MiB of registered GPU memory of a rank, outside --mem-fraction-static, for packed slices: "
+        "on decode one buffer for all requests, on prefill split over transfer threads. Taken at "
+        "the first need; slices that find no room go without it, slower.",
     ),
     Option(
         "--mixkv-on-draft-mismatch",

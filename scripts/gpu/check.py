@@ -209,12 +209,12 @@ class Check:
 
     def _run(self, part: Part, left: float) -> Outcome:
         """`left`: seconds of all parts. One that they cut may be right."""
-        limit_s = self._options.part_limit_s
+        limit_s = left if part.is_long else self._options.part_limit_s
         try:
             return Outcome(**self._ask(part.name, min(left, limit_s)))
         except Ended as why:
             verdict, says = FAILED, str(why)
-            if isinstance(why, Late) and left < limit_s:
+            if isinstance(why, Late) and left <= limit_s:
                 all_s = self._options.limit_s
                 verdict = LACKS
                 says = f"time: the {all_s} s of all parts were over {left:.0f} s after its start"

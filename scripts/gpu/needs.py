@@ -24,6 +24,16 @@ def compiler() -> str:
     return ""
 
 
+def nvcc() -> str:
+    """What SGLang lacks here to compile the kernels that it compiles at first use; empty if
+    nothing. It looks for nvcc as here (cuda_home in kernels/jit/utils/compile/toolchain.py)."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    found = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
+    if found or (not home and Path("/usr/local/cuda/bin/nvcc").exists()):
+        return ""
+    return "nvcc, with which SGLang compiles kernels (one on the PATH, or in CUDA_HOME)"
+
+
 def uncompiled(error: Exception) -> str:
     """What is lacking if this error comes of it; empty otherwise. A kernel that Triton has in its
     cache needs no compiler."""

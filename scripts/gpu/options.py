@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
     add("--limit-s", type=number, default=600, metavar="S",
         help="seconds of all parts together (default 600)")  # fmt: skip
     add("--part-limit-s", type=number, default=240, metavar="S",
-        help="seconds of each part (default 240)")  # fmt: skip
+        help="seconds of each part but the demo (default 240)")  # fmt: skip
     add("--seed", type=index, metavar="N", help="of all random data (default a new one, printed)")
     _add_sizes(made)
     made.add_argument("--here", help=argparse.SUPPRESS)  # run this part in this process

@@ -56,7 +56,7 @@ def check_machine(options: argparse.Namespace) -> None:
     if not any(plugin.name == "mixkv" for plugin in plugins):
         raise Lacks("sglang-mixkv as an installed package, or its wheel: SGLang does not see it")
     needs.check_backend("mooncake", options.device)
-    if lacks := needs.compiler():
+    if lacks := needs.compiler() or needs.nvcc():
         raise Lacks(lacks)
 
 

@@ -17,13 +17,15 @@ PASSED, FAILED, LACKS = "passed", "failed", "lacks"
 
 @dataclass(frozen=True)
 class Part:
-    """`name`, for --only; the module that runs it, and its arguments; what it shows."""
+    """`name`, for --only; the module that runs it, and its arguments; what it shows. `is_long`: it
+    may take all the time that is left."""
 
     name: str
     module: str
     about: str
     needs_gpu: bool = False
     args: tuple[str, ...] = ()
+    is_long: bool = False
 
 
 PARTS = (
@@ -34,7 +36,7 @@ PARTS = (
     Part("memory", "part_memory", "a send goes on where the GPU has no memory left"),
     Part("mooncake", "part_transfer", "KV in GPU memory over Mooncake", args=("mooncake",)),
     Part("nixl", "part_transfer", "KV in GPU memory over NIXL", args=("nixl",)),
-    Part("demo", "part_demo", "SGLang serves the small pair on CUDA", True),
+    Part("demo", "part_demo", "SGLang serves the small pair on CUDA", True, is_long=True),
 )
 
 

@@ -76,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--diff", action="store_true", help="with --against: print the files' unified diff instead"
     )
-    parser.add_argument("--no-transfer", action="store_true", help="leave the transfer out")
+    parser.add_argument(
+        "--no-transfer", action="store_true", help="leave the transfer out, and what it would use"
+    )
     parser.add_argument("--no-seams", action="store_true", help="do not import SGLang")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     config.add_flags(parser)
@@ -94,9 +96,10 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from checks.configuration(args)
     yield from checks.environment(flags=args)
     yield from checks.libraries()
-    names = args.disaggregation_ib_device
-    seen = rdma.look(names)
-    yield from rdma.findings(seen, names, over_mooncake="mooncake" in _backends(args))
+    names, tries = args.disaggregation_ib_device, not args.no_transfer
+    seen = rdma.look(names) if tries else rdma.Seen(rdma.devices(), ())
+    over_mooncake = tries and "mooncake" in _backends(args)
+    yield from rdma.findings(seen, names, over_mooncake=over_mooncake)
     if not args.no_seams:
         yield from checks.seams()
     if not args.no_transfer:

@@ -107,5 +107,5 @@ def test_random_case(number: int) -> None:
         assert outcome.statuses == {"failed"}
         assert "MIXKV-PAIR-07" in outcome.reasons
         return
-    assert outcome.statuses == {"success"}
+    assert outcome.statuses == {"success"}, outcome.reasons
     assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")

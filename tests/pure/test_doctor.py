@@ -548,6 +548,20 @@ def test_a_listener_ends_with_the_doctor_that_started_it(tmp_path: Path) -> None
     pytest.fail(f"something still listens on {port}")
 
 
+def test_without_a_transfer_mooncake_is_not_asked(
+    host: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An image's build, or a pod's init container, has not the devices that the server gets."""
+    host(UP, [])
+    for name in ("versions", "entry_point", "environment", "libraries"):
+        monkeypatch.setattr(checks, name, lambda **_: [])
+    monkeypatch.setattr(doctor_child, "loopback", lambda _: [])
+    assert doctor.main(["--no-seams", "--backend", "mooncake"]) == 1
+    assert "it finds none to use" in capsys.readouterr().out
+    assert doctor.main(["--no-seams", "--backend", "mooncake", "--no-transfer"]) == 0
+    assert "mlx5_0" in capsys.readouterr().out
+
+
 def test_mooncakes_devices_are_of_no_interest_over_nixl(host: Any) -> None:
     seen = host(DOWN, [])
     assert [f.name for f in rdma.findings(seen, over_mooncake=False)] == ["mlx5_0"]

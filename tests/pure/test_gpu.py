@@ -13,6 +13,7 @@ import sys
 import types
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -237,6 +238,8 @@ def test_a_part_that_the_others_leave_no_time_lacks_it(
     assert outcome.verdict == verdict
     assert re.fullmatch(says, outcome.says)
     assert outcome.output == ["its last line"]
+    long_one = made._run(replace(parts.PARTS[0], is_long=True), 50.0)
+    assert (long_one.verdict, long_one.says[-25:]) == ("lacks", "over 50 s after its start")
 
 
 @pytest.fixture
@@ -374,12 +377,14 @@ def test_a_mooncake_without_cuda_is_lacking(modules: Any, mooncake: Any) -> None
     [
         ({"SUPPORT_CUDA": False}, "", "is built without CUDA"),
         ({"SUPPORT_CUDA": True}, "a C compiler", "a C compiler"),
+        ({"SUPPORT_CUDA": True}, "", "nvcc, with which SGLang compiles"),
     ],
 )
 def test_what_the_demo_lacks(
     modules: Any, mooncake: Any, monkeypatch: pytest.MonkeyPatch, build: dict[str, bool],
-    compiler: str, words: str,
+    compiler: str, words: str, tmp_path: Path,
 ) -> None:  # fmt: skip
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     part, parts = modules("part_demo"), modules("parts")
     mooncake(**build)
     plugin = types.SimpleNamespace(name="mixkv")

@@ -33,7 +33,7 @@ class Streams:
 
     def __enter__(self) -> Streams:
         for owner, name, new in (
-            (torch.cuda, "Stream", lambda _: Stream(self)),
+            (torch.cuda, "Stream", lambda _, priority=0: Stream(self, priority)),
             (torch.cuda, "stream", self.on),
             (torch.cuda, "device", lambda _: contextlib.nullcontext()),
             (torch, "zeros", self.zeros),
@@ -77,8 +77,10 @@ class Streams:
 
 
 class Stream:
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+    """`priority`: torch deals the few streams of each priority out again and again."""
+
+    def __init__(self, streams: Streams, priority: int = 0) -> None:
+        self._streams, self.priority = streams, priority
 
     def synchronize(self) -> None:
         self._streams.waited.append(self)
