@@ -21,7 +21,7 @@ from sglang_mixkv.decode.cold import Clearer, clear_aux
 from sglang_mixkv.decode.gate import Gate
 from sglang_mixkv.decode.landing import Landing
 from sglang_mixkv.decode.registrations import Registrations
-from sglang_mixkv.decode.rooms import Room, Rooms
+from sglang_mixkv.decode.rooms import Room, Rooms, State
 from sglang_mixkv.decode.sglang import SGLang
 from sglang_mixkv.decode.slices import Sender
 from sglang_mixkv.decode.source import Local, Sizes, Source, source_of
@@ -193,7 +193,9 @@ class DecodeRank:
     def land(self, number: int) -> str | None:
         """All senders have answered: bring the room's KV in place. What went wrong, or None."""
         room = self.rooms.get(number)
-        if room is None or self._sglang.statuses().get(number) == Poll.FAILED:
+        if room is None or room.state is not State.ASKED:  # a success that was said twice
+            return None
+        if self._sglang.statuses().get(number) == Poll.FAILED:
             return None
         try:
             self.landing.scatter(number)

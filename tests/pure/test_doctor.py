@@ -553,6 +553,8 @@ def test_without_a_transfer_mooncake_is_not_asked(
 ) -> None:
     """An image's build, or a pod's init container, has not the devices that the server gets."""
     host(UP, [])
+    for variable in ("MC_FORCE_TCP", "MOONCAKE_PROTOCOL"):
+        monkeypatch.delenv(variable, raising=False)
     for name in ("versions", "entry_point", "environment", "libraries"):
         monkeypatch.setattr(checks, name, lambda **_: [])
     monkeypatch.setattr(doctor_child, "loopback", lambda _: [])
