@@ -146,15 +146,30 @@ def is_live(path: str) -> bool:
 
 
 def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+    """SGLang's schedulers ask with each request: what was checked once is only looked up."""
     server_args = _published()
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)
-    _check(server_args, transfer_backend.value, class_type.value)
     guard_storage()
-    stock = original(transfer_backend, class_type)
-    from sglang_mixkv.engine.backends import classes
+    handed_out, key = _handed_out(server_args), (transfer_backend, class_type)
+    if key not in handed_out:
+        _check(server_args, transfer_backend.value, class_type.value)
+        from sglang_mixkv.engine.backends import classes
 
-    return classes(transfer_backend.value).get(class_type.value, stock)
+        stock = original(transfer_backend, class_type)
+        handed_out[key] = classes(transfer_backend.value).get(class_type.value, stock)
+    return handed_out[key]
+
+
+_of_arguments: tuple[Any, dict[Any, Any]] = (None, {})
+
+
+def _handed_out(server_args: Any) -> dict[Any, Any]:
+    """The classes that were handed out with these ServerArgs; before any are published, none."""
+    global _of_arguments
+    if server_args is None or server_args is not _of_arguments[0]:
+        _of_arguments = (server_args, {})
+    return _of_arguments[1]
 
 
 def _check(server_args: Any, backend: str, kind: str) -> None:
