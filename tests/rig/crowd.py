@@ -59,6 +59,9 @@ TIMEOUTS = {
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "150",
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "150",
+    # A server closes a connection that is idle for 5 s. A router that sends a request on it at that
+    # moment reaches one side alone, and the request ends with a timeout.
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
 }
 
 Prompt = list[int]
