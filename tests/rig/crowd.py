@@ -59,8 +59,8 @@ TIMEOUTS = {
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "5",
     "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "150",
     "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "150",
-    # A server closes a connection that is idle for 5 s. A router that sends a request on it at that
-    # moment reaches one side alone, and the request ends with a timeout.
+    # SGLang's servers close a connection that is idle for 5 s. Requests were seen that the router
+    # could send to one side alone ("error sending request"); that this is why was not shown.
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
 }
 

@@ -453,7 +453,7 @@ def wait_for_port(port: int) -> None:
     raise TimeoutError(f"nothing listens on {port}")
 
 
-def left_behind(manager: Any, seconds: float = 10) -> list[str]:
+def left_behind(manager: Any, seconds: float = 2) -> list[str]:
     """What an idle manager should not have, once its workers have had time to tidy up."""
     check = getattr(manager, "check_integrity", None)
     if check is None:
