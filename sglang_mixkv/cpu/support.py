@@ -6,7 +6,8 @@
                                                       extend nor target verify
     disaggregation.utils.get_kv_class                 Mooncake's sender would take page
         (after)                                       indices over pinned memory and a CUDA
-                                                      event; NIXL would take KV for VRAM
+                                                      event; NIXL would take KV for VRAM, and
+                                                      poll on the cores that compute
     mem_cache.allocation.get_last_loc (around)        with pages of several tokens it starts
                                                       a Triton kernel
     mem_cache.pool_host.base.HostKVCache.__init__     the host cache's copies are CUDA's, and its
@@ -40,6 +41,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_mixkv.cpu import CPU_ENGINE_ENV, SITE, SPAWN_ENV
+
+NIXL_WAIT_US = 1_000
 
 FALLBACK = "sglang.srt.arg_groups.overrides._attention_backend_platform_fallbacks"
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
@@ -89,16 +92,17 @@ def _without_device_memory(kv_class: Any, transfer_backend: Any, class_type: Any
     if getattr(kv_class, "supports_host_tensor_indices", False):
         kv_class.supports_host_tensor_indices = False  # subclasses inherit that
     if (transfer_backend.value, class_type.value) == ("nixl", "manager"):
-        take_vram_for_dram()
+        _fit_nixl()
 
 
-def take_vram_for_dram() -> None:
-    """NIXL agents of this process from now on take what is called VRAM for host memory. SGLang's
-    own word for that (kv_data_mem_kinds) is refused at unequal TP sizes."""
+def _fit_nixl() -> None:
+    """NIXL agents of this process from now on take what is called VRAM for host memory (SGLang's
+    own word for that, kv_data_mem_kinds, is refused at unequal TP sizes), and wait for events."""
     try:
-        agent = importlib.import_module("nixl._api").nixl_agent
+        api = importlib.import_module("nixl._api")
     except ImportError:  # SGLang's manager says so
         return
+    agent, bindings = api.nixl_agent, api.nixlBind
     if getattr(agent.__init__, "takes_vram_for_dram", False):
         return
     real = agent.__init__
@@ -109,6 +113,18 @@ def take_vram_for_dram() -> None:
 
     made.takes_vram_for_dram = True  # type: ignore[attr-defined]
     agent.__init__ = made
+    bindings.nixlAgentConfig = _waiting(bindings.nixlAgentConfig)
+
+
+def _waiting(config: Any) -> Any:
+    """NIXL's configuration, with a progress thread that waits up to a millisecond for an event.
+    nixl_agent.__init__ asks it not to wait at all: it takes a core of each rank."""
+    delay = config.pthrDelay
+
+    class Waiting(config):  # type: ignore[misc]
+        pthrDelay = property(delay.fget, lambda self, _us: delay.fset(self, NIXL_WAIT_US))
+
+    return Waiting
 
 
 def _last_loc_in_torch(_original: Callable[..., Any], *args: Any) -> Any:

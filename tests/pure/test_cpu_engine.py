@@ -146,6 +146,22 @@ def test_host_indices_are_off_on_the_class_and_below() -> None:
     assert not Derived.supports_host_tensor_indices
 
 
+def test_nixl_takes_host_memory_and_waits_for_events(monkeypatch) -> None:
+    api = pytest.importorskip("nixl._api")
+    real, configs = api.nixlBind.nixlAgent, []
+    monkeypatch.setattr(api.nixl_agent, "__init__", api.nixl_agent.__init__)  # put back afterwards
+    monkeypatch.setattr(api.nixlBind, "nixlAgentConfig", api.nixlBind.nixlAgentConfig)
+    monkeypatch.setattr(
+        api.nixlBind, "nixlAgent", lambda name, config: configs.append(config) or real(name, config)
+    )
+    backend, kind = types.SimpleNamespace(value="nixl"), types.SimpleNamespace(value="manager")
+    for _ in range(2):
+        support._without_device_memory(type("Manager", (), {}), backend, kind)
+    agent = api.nixl_agent("one", api.nixl_agent_config(backends=[]))
+    assert agent.nixl_mems["VRAM"] == agent.nixl_mems["DRAM"]
+    assert [config.pthrDelay for config in configs] == [support.NIXL_WAIT_US]
+
+
 @pytest.fixture
 def choices(monkeypatch) -> types.ModuleType:
     """SGLang's list of attention backends that draft, in a module without the rest."""
