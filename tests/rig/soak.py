@@ -467,7 +467,7 @@ class SoakDecode(SoakRank):
             time.sleep(0.02)
         wrongly = meeting is not None and meeting.name.startswith("registration")
         if wrongly:
-            self.manager.connection_pool.clear()  # registers again
+            self._register_again()
         receiver = self.kv_class["receiver"](self.manager, address, self.case.room(number))
         receiver.soak_number = number
         receiver.init(0)
@@ -535,10 +535,17 @@ class SoakDecode(SoakRank):
 
     def _failed(self, one: Open) -> None:
         """Its memory may hold anything, and is used again when nothing can arrive any more."""
+        if one.meets(WRONG_POINTERS, self.rank):
+            self._register_again()
         if one.published:
             self.releases.hold(one.handle, lambda: self._release(one))
         else:
             self._give_back(one)
+
+    def _register_again(self) -> None:
+        """With the next request. After wrong pointers the plugin does so by itself, but not when
+        another request failed in the last 30 s and none succeeded since (Registrations)."""
+        self.manager.connection_pool.clear()
 
     def _release(self, one: Open) -> None:
         for name, pool in self.pools.items():
