@@ -1,0 +1,136 @@
+"""The four messages of the channel: OPEN, READY, ACK, FAIL. docs/protocol.md is their page.
+
+    decode  -> prefill    OPEN    I will read this request's draft KV from you
+    prefill -> decode     READY   a segment is in a slot of mine
+    decode  -> prefill    ACK     nobody reads that slot any more
+    either  -> the other  FAIL    of this request I send, or read, nothing more
+
+One ZMQ frame each, a msgpack array whose first item is the kind. Every number is bounded here, so
+that the two state machines meet none that they cannot hold.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+PROTOCOL = (1, 1)
+"""The oldest and the newest version that this build speaks; a pair uses the newest of both.
+
+1  the first draft channel. (Releases 0.1 and 0.2 of the plugin had protocols of another kind, 1
+   to 4, in other places; they are recognised by what they lack, see draft/facts.py.)
+Raise the newest when a message or a facts row changes its meaning, and keep the oldest until no
+supported release needs it. A field that an old reader may ignore is appended, at no new version.
+"""
+
+MAX_BYTES = 4096  # of one message; longer ones are dropped by the socket
+NO_SLOT = -1
+
+Room = Annotated[int, Meta(ge=0)]  # SGLang's number; a uint64, which msgpack bounds
+Secret = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+Token = Annotated[int, Meta(ge=0, le=1 << 40)]
+Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+Small = Annotated[int, Meta(ge=0, le=1 << 16)]
+Code = Annotated[str, Meta(pattern="^[a-z_]{1,32}$")]
+Text = Annotated[str, Meta(max_length=512)]
+Instance = Annotated[bytes, Meta(min_length=8, max_length=8)]
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=False):
+    """From each decode rank to each prefill rank of the drafter's stage that it contacts.
+
+    `prefill`, `reader`: the instances of the rank addressed and of the rank that opens.
+    `generation`: this use of the room number by this reader; a later one is greater.
+    `readers`: how many decode ranks open this prefill rank for this request.
+    `heads`: first and end, global numbers; equal where none are wanted.
+    `first_token`: where in the prompt the wanted rows begin: the decode side's cached prefix.
+    `slot_bytes`: of the reader's own slots; no segment may be larger.
+    The last three say what SGLang's own side of the request looks like, for check_integrity().
+    """
+
+    version: Small
+    room: Room
+    generation: Secret
+    prefill: Instance
+    reader: Instance
+    readers: Annotated[int, Meta(ge=1, le=1 << 16)]
+    heads: tuple[Small, Small]
+    first_token: Token
+    slot_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
+    checksum: bool = False
+    is_send_target: bool = True
+    required_target_responses: Small = 0
+    required_draft_responses: Small = 0
+
+    @property
+    def wanted(self) -> range:
+        return range(*self.heads)
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """From a prefill rank to a reader: segment `segment` of the room is in slot `slot`.
+
+    Segments are numbered from 0 and follow each other in the prompt without a gap: `count` tokens
+    from `first_token`. `last`: no more come. A last one may hold no tokens, and then has NO_SLOT.
+    `stamp`: what both ends of the slot's bytes carry, and what the ACK repeats.
+    """
+
+    room: Room
+    generation: Secret
+    segment: Count
+    slot: Annotated[int, Meta(ge=NO_SLOT, le=1 << 20)]
+    stamp: Secret
+    first_token: Token
+    count: Count
+    last: bool
+    checksum: Annotated[int, Meta(ge=0)] | None = None
+
+
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """From the reader: no read of this slot runs, and none will start, under this stamp."""
+
+    slot: Annotated[int, Meta(ge=0, le=1 << 20)]
+    stamp: Secret
+
+
+class Fail(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """From either side: this use of the room is over. `code` is counted, `detail` is logged."""
+
+    room: Room
+    generation: Secret
+    code: Code
+    detail: Text = ""
+
+
+Message = Open | Ready | Ack | Fail
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(frame: bytes) -> Message:
+    """Raises ValueError (msgspec.DecodeError) for bytes that are no message."""
+    return _decoder.decode(frame)
+
+
+def fail(room: int, generation: int, code: str, detail: str = "") -> Fail:
+    """A FAIL with its detail printable, and cut to what a message may carry."""
+    printable = "".join(c if c.isprintable() else " " for c in detail)
+    return Fail(room, generation, code, printable[:512])
+
+
+def draw() -> int:
+    """A number that no other rank draws: SGLang seeds `random` alike in all of them."""
+    return int.from_bytes(os.urandom(8), "big") >> 1 or 1
+
+
+def draw_instance() -> bytes:
+    """The name of one start of a rank; drawn after the spawn."""
+    return os.urandom(8)

@@ -1,0 +1,109 @@
+"""Who uses which slot of a rank's staging buffer. Bookkeeping alone: no memory, no I/O.
+
+    FREE --take--> TAKEN --offer--> OFFERED --acknowledge, expire--> FREE
+                     +----free----> FREE
+
+On prefill a slot is taken to be packed, offered with its READY, and free again with the ACK.
+Without one it is free `slot_aside` seconds later, when nothing can read it any more. On decode a
+slot is taken for a read, and free when the rows were copied out or nothing can land in it.
+
+One owner (a reader, or a prefill rank) cannot starve the others: it holds a quarter of the slots
+at most, one only while a slot of its own is late, and the last quarter of the free ones goes to
+owners that hold none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Hashable
+
+from sglang_mixkv.channel.times import Times
+
+
+class SlotPool:
+    """`count` equal slots. Times are those of the caller's clock, in seconds."""
+
+    def __init__(self, count: int, times: Times) -> None:
+        if count < 2:
+            raise ValueError(f"{count} slots: at least two are needed")
+        self._times = times
+        self._free = deque(range(count))
+        self._owner: dict[int, Hashable] = {}
+        self._held: Counter[Hashable] = Counter()
+        self._offered: dict[int, tuple[float, int]] = {}  # since when, stamp; the oldest first
+        self.count = count
+        self._quota, self._reserve = max(2, count // 4), count // 4
+
+    @property
+    def offered(self) -> int:
+        return len(self._offered)
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    def held_by(self, owner: Hashable) -> int:
+        return self._held[owner]
+
+    def can_take(self, owner: Hashable, now: float) -> bool:
+        held = self._held[owner]
+        if not self._free or held >= self._quota:
+            return False
+        return not held or (len(self._free) > self._reserve and not self._is_late(owner, now))
+
+    def take(self, owner: Hashable, now: float) -> int:
+        assert self.can_take(owner, now)
+        slot = self._free.popleft()
+        self._owner[slot] = owner
+        self._held[owner] += 1
+        return slot
+
+    def offer(self, slot: int, stamp: int, now: float) -> None:
+        """Its READY goes out now: its owner may read it from here on."""
+        assert slot in self._owner
+        assert slot not in self._offered
+        self._offered[slot] = now, stamp
+
+    def acknowledge(self, slot: int, stamp: int) -> bool:
+        """Free an offered slot; False where it is not offered under this stamp."""
+        if self._offered.get(slot, (0.0, None))[1] != stamp:
+            return False
+        self.free(slot)
+        return True
+
+    def free(self, slot: int) -> None:
+        owner = self._owner.pop(slot)
+        self._offered.pop(slot, None)
+        self._held[owner] -= 1
+        if not self._held[owner]:
+            del self._held[owner]
+        self._free.append(slot)
+
+    def expire(self, now: float) -> list[int]:
+        """Free the slots whose ACK did not come within `slot_aside`."""
+        limit = now - self._times.slot_aside
+        found = [slot for slot, (since, _) in self._offered.items() if since <= limit]
+        for slot in found:
+            self.free(slot)
+        return found
+
+    def _is_late(self, owner: Hashable, now: float) -> bool:
+        limit = now - self._times.late_ack
+        for slot, (since, _) in self._offered.items():
+            if since > limit:
+                return False
+            if self._owner[slot] == owner:
+                return True
+        return False
+
+    def check(self) -> list[str]:
+        """What is wrong with the books; empty when each slot is free or held, once."""
+        held, free = set(self._owner), set(self._free)
+        wrong = []
+        if len(self._free) != len(free) or held & free or held | free != set(range(self.count)):
+            wrong.append(f"slots: {len(self._free)} free and {len(held)} held of {self.count}")
+        if self._held != Counter(self._owner.values()):
+            wrong.append("slots: the owners' counts are wrong")
+        if not set(self._offered) <= held:
+            wrong.append("slots: one is offered that nobody holds")
+        return wrong

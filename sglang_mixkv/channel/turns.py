@@ -1,0 +1,50 @@
+"""Work of several owners that wait for slots, served fairly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Turns(Generic[T]):
+    """Owners take turns, and an owner's items do. An owner that has to wait for a slot costs one
+    look, however many items it has."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Hashable, dict[Hashable, T]] = {}
+
+    def add(self, owner: Hashable, key: Hashable, item: T) -> None:
+        """Once, however often it is added."""
+        self._queues.setdefault(owner, {})[key] = item
+
+    def remove(self, owner: Hashable, key: Hashable) -> None:
+        queue = self._queues.get(owner, {})
+        queue.pop(key, None)
+        if not queue:
+            self._queues.pop(owner, None)
+
+    def serve(self, serve_one: Callable[[T], bool | None]) -> None:
+        """Until nothing can go on. `serve_one`: True, and there may be more; False, and the item
+        needs nothing now; None, and its owner has to wait."""
+        waiting = list(self._queues)
+        while waiting:
+            waiting = [owner for owner in waiting if self._serve(owner, serve_one)]
+
+    def _serve(self, owner: Hashable, serve_one: Callable[[T], bool | None]) -> bool:
+        queue = self._queues.get(owner)
+        while queue:
+            key, item = next(iter(queue.items()))
+            result = serve_one(item)
+            if result is None:
+                return False
+            queue.pop(key, None)
+            if result:
+                queue[key] = item  # behind the owner's others
+                return True
+        self._queues.pop(owner, None)
+        return False
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))

@@ -1,0 +1,187 @@
+"""What each rank publishes of itself, and what a difference between the two sides means.
+
+A prefill rank's row travels with its registration at the bootstrap server, and decode ranks get
+all rows from GET /mixkv. Only decode compares. Three kinds of difference:
+
+* REFUSED: the target's bytes or other requests could be hurt, or the pair can never work. The
+  decode rank refuses before SGLang's own metadata leaves.
+* MISMATCH: the drafters differ. Refused too, unless the operator asked for cold drafters.
+* COLD: there is no draft KV to fetch. Served, with a cold drafter.
+
+Not compared, since they cannot hurt: SGLang's releases (SGLang compares its own protocol), page
+sizes (tokens are on the wire), --speculative-num-steps and --speculative-num-draft-tokens (how far
+decode drafts), numbers of slots, weights and model names (two names can hold one model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from sglang_mixkv.channel.messages import PROTOCOL, Instance
+from sglang_mixkv.draft.layout import DraftLayout, Name, Rank
+
+MAX_ROW_BYTES = 64 << 10
+Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Staging(msgspec.Struct, frozen=True):
+    """A prefill rank's slots, and how to reach them. `base`: the address of slot 0."""
+
+    data_plane: Name
+    endpoint: Annotated[bytes, Meta(max_length=32 << 10)]
+    base: Size
+    slot_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
+    slots: Annotated[int, Meta(ge=2, le=1 << 20)]
+    device: Annotated[int, Meta(ge=-1, le=1 << 10)] = -1  # -1: host memory
+
+    def address(self, slot: int) -> int:
+        return self.base + slot * self.slot_bytes
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One rank. `protocol` stays the first key, and is read before the rest.
+
+    `rank_ip`, `rank_port`: SGLang's own key of the rank (PrefillRankInfo). `address`: where the
+    channel's socket listens, or "" on a rank without one. `aux_item_lens`: bytes of each metadata
+    row. `draft`, `staging`: None on a rank without draft KV of its own.
+    """
+
+    protocol: tuple[Rank, Rank]
+    plugin: Name
+    engine: Name
+    instance: Instance
+    rank_ip: Name
+    rank_port: Annotated[int, Meta(ge=0, le=65535)]
+    address: Name
+    attn_tp: Rank
+    attn_tp_rank: Rank
+    pp_rank: Rank
+    aux_item_lens: Annotated[tuple[Size, ...], Meta(max_length=256)]
+    topk: Rank = 0
+    draft: DraftLayout | None = None
+    staging: Staging | None = None
+
+
+class _Versioned(msgspec.Struct):
+    protocol: tuple[int, int]
+
+
+def read_row(data: bytes) -> Row:
+    """Raises ValueError for bytes that are no row of a protocol that this build reads."""
+    if len(data) > MAX_ROW_BYTES:
+        raise ValueError(f"a row of {len(data)} bytes")
+    oldest, newest = msgspec.json.decode(data, type=_Versioned).protocol
+    if common_version((oldest, newest), PROTOCOL) is None:
+        raise ValueError(f"protocol {oldest} to {newest}; this build reads {PROTOCOL}")
+    return msgspec.json.decode(data, type=Row)
+
+
+def common_version(left: tuple[int, int], right: tuple[int, int]) -> int | None:
+    """The newest version that both ranges hold; None where they do not meet."""
+    newest = min(left[1], right[1])
+    return newest if newest >= max(left[0], right[0]) else None
+
+
+class Severity(StrEnum):
+    REFUSED = "refused"
+    MISMATCH = "mismatch"
+    COLD = "cold"
+
+
+class Difference(msgspec.Struct, frozen=True):
+    severity: Severity
+    what: str
+    prefill: str
+    decode: str
+    consequence: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: prefill has {self.prefill}, decode has {self.decode}; "
+            f"{self.consequence}. {self.remedy}."
+        )
+
+
+_SAME_DRAFTER = "Start both sides with the same drafter and draft KV dtype"
+# field of DraftFacts, its name in words, what a difference would cause
+_COMPARED = (
+    ("architecture", "drafter architecture", "it is another model"),
+    ("algorithm", "speculative algorithm", "the drafter's rows mean something else"),
+    ("total_heads", "KV heads of the drafter", "heads would be cut at wrong offsets"),
+    ("head_bytes", "bytes per token and head of the drafter", "layers or head sizes differ"),
+    ("dtype", "dtype of the drafter's KV", "its numbers would be read as another type"),
+    ("cache_layout", "layout of the drafter's pool", "rows would be cut across"),
+)
+
+
+def differences(prefill: Row, decode: Row) -> list[Difference]:
+    """What is not alike between a prefill rank and this decode rank, the gravest first."""
+    found = [*_aux(prefill, decode), *_draft(prefill, decode)]
+    return sorted(found, key=lambda d: list(Severity).index(d.severity))
+
+
+def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:
+    """SGLang sends metadata rows in prefill's length (Mooncake's and NIXL's `send_aux`)."""
+    here, there = decode.aux_item_lens, prefill.aux_item_lens
+    if here == there:
+        return
+    longer = len(here) != len(there) or any(p > d for p, d in zip(there, here, strict=True))
+    yield Difference(
+        Severity.REFUSED if longer else Severity.COLD,
+        "bytes of the metadata rows",
+        str(list(there)),
+        str(list(here)),
+        "metadata of other requests would be overwritten"
+        if longer
+        else "the drafter starts without its hidden state",
+        "Enable speculation, --disaggregation-enable-kv-checksum and sampling masks on both sides "
+        "or on neither",
+    )
+
+
+def _draft(prefill: Row, decode: Row) -> Iterator[Difference]:
+    here, there = decode.draft, prefill.draft
+    if here is None:
+        return
+    if there is None:
+        yield Difference(
+            Severity.COLD,
+            "drafter with KV heads",
+            "none",
+            here.facts.architecture,
+            "its KV cannot be fetched",
+            "Start prefill with the same --speculative-draft-model-path",
+        )
+        return
+    for field, what, consequence in _COMPARED:
+        left, right = getattr(there.facts, field), getattr(here.facts, field)
+        if left != right:
+            yield _mismatch(what, left, right, consequence, _SAME_DRAFTER)
+    if prefill.topk != decode.topk:
+        yield _mismatch(
+            "--speculative-eagle-topk", prefill.topk, decode.topk,
+            "the top-k rows that travel with each request differ", "Set it alike on both sides",
+        )  # fmt: skip
+    yield from _planes(prefill, decode)
+
+
+def _planes(prefill: Row, decode: Row) -> Iterator[Difference]:
+    left = prefill.staging.data_plane if prefill.staging else "none"
+    right = decode.staging.data_plane if decode.staging else "none"
+    if left != right:
+        yield _mismatch(
+            "data plane", left, right, "draft KV could not be read",
+            "Set --disaggregation-transfer-backend alike on both sides",
+        )  # fmt: skip
+
+
+def _mismatch(
+    what: str, prefill: object, decode: object, consequence: str, remedy: str
+) -> Difference:
+    return Difference(Severity.MISMATCH, what, str(prefill), str(decode), consequence, remedy)

@@ -1,0 +1,83 @@
+"""The drafter's KV cache on one rank: which heads it holds, and how wide its rows are.
+
+The cache is a list of *entries*, K of layer 0, K of layer 1, ..., then V of each layer. In an entry
+each token has a row of the rank's heads:
+
+    row      | head h0 | head h0+1 | ... |          heads x head_bytes[entry]
+
+K and V may differ in width. Which heads a rank holds is SGLang's rule, `QKVParallelLinear`
+(sglang/srt/layers/linear.py): with at least as many heads as ranks each rank holds total/tp of
+them; with fewer, each head is on tp/total neighbouring ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from sglang_mixkv.errors import refuse
+
+Name = Annotated[str, msgspec.Meta(max_length=256)]
+Width = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+Heads = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
+MAX_ENTRIES = 1024
+SLOT_OVERHEAD = 64 + 16  # bytes: a header in front of the rows, padding and a trailer behind
+
+
+def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
+    """Global numbers of the KV heads on `rank` of `tp`: a range of at least one.
+
+    Raises MixKVError where neither of heads and ranks divides the other.
+    """
+    if total_heads <= 0 or (total_heads % tp and tp % total_heads):
+        raise refuse(
+            "MIXKV-PAIR-04",
+            f"a number of KV heads that divides, or is divided by, the attention-TP size {tp}",
+            f"{total_heads} heads",
+            "SGLang could not load the model so, and no rank's heads would be known",
+            "Choose another --tp or --dp size on this side",
+        )
+    if total_heads >= tp:
+        per_rank = total_heads // tp
+        return range(rank * per_rank, (rank + 1) * per_rank)
+    head = rank // (tp // total_heads)
+    return range(head, head + 1)
+
+
+class DraftFacts(msgspec.Struct, frozen=True):
+    """What the drafters of both sides must agree on.
+
+    `head_bytes`: bytes per token and head, per entry. `cache_layout`: SGLang's name of the order
+    of a pool's dimensions; the channel serves "nhd" alone.
+    """
+
+    architecture: Name
+    algorithm: Name
+    total_heads: Heads
+    head_bytes: Annotated[tuple[Width, ...], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
+    dtype: Name
+    cache_layout: Name = "nhd"
+
+    def bytes_per_token(self, heads: int) -> int:
+        """Bytes of one token's rows in all entries, of so many heads."""
+        return heads * sum(self.head_bytes)
+
+
+    def tokens_in(self, slot_bytes: int, heads: int) -> int:
+        """How many tokens of so many heads fit a slot, beside its stamps."""
+        return max(0, slot_bytes - SLOT_OVERHEAD) // self.bytes_per_token(heads)
+
+
+class DraftLayout(msgspec.Struct, frozen=True):
+    """The drafter's cache on attention-TP rank `rank` of `tp`."""
+
+    facts: DraftFacts
+    tp: Heads
+    rank: Rank
+
+    @property
+    def heads(self) -> range:
+        """Global numbers of the KV heads on this rank."""
+        return heads_on_rank(self.facts.total_heads, self.tp, self.rank)

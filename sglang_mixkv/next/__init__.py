@@ -1,0 +1,1 @@
+"""The draft channel's two sides, beside today's until they take its place."""

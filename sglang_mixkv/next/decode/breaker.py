@@ -1,0 +1,69 @@
+"""Which prefill ranks are worth waiting for.
+
+A rank whose draft KV does not come costs each request the deadline. After three such requests in a
+row its breaker opens: rooms are cold at once, and one room after 1, 2, 4, ... 30 s is a probe. One
+that turns out warm closes the breaker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+STRIKES = 3
+FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
+MAX_PEERS = 16384  # beyond these the longest untouched are forgotten: they start anew, closed
+
+
+class _State:
+    def __init__(self) -> None:
+        self.strikes = 0
+        self.wait = 0.0
+        self.until = 0.0
+        self.probe: int | None = None  # the generation that may try
+
+    @property
+    def is_open(self) -> bool:
+        return self.strikes >= STRIKES
+
+
+class Breaker:
+    """One state for each peer that struck. Times are the caller's clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._states: dict[bytes, _State] = {}
+
+    def blocked(self, peers: Iterable[bytes], generation: int, now: float) -> bool:
+        """Whether a room that needs all of these must go without. If not, it may be a probe."""
+        states = [s for peer in peers if (s := self._states.get(peer)) is not None and s.is_open]
+        if any(state.probe is not None or now < state.until for state in states):
+            return True
+        for state in states:
+            state.probe = generation
+        return False
+
+    def warm(self, peer: bytes) -> None:
+        self._states.pop(peer, None)
+
+    def strike(self, peer: bytes, generation: int, now: float) -> bool:
+        """A room's KV did not come from this peer. True if that opens its breaker."""
+        state = self._states.pop(peer, None) or _State()
+        self._states[peer] = state
+        if len(self._states) > MAX_PEERS:
+            del self._states[next(iter(self._states))]
+        was_open = state.is_open
+        if was_open and state.probe != generation:
+            return False  # this room began before the breaker opened
+        state.strikes += 1
+        if state.is_open:
+            state.wait = min(2 * state.wait, LONGEST_WAIT) if was_open else FIRST_WAIT
+            state.until, state.probe = now + state.wait, None
+        return state.is_open and not was_open
+
+    def withdraw(self, generation: int) -> None:
+        """The room ended before it could tell: if it was a probe, another may be."""
+        for state in self._states.values():
+            if state.probe == generation:
+                state.probe = None
+
+    def open_peers(self) -> list[bytes]:
+        return [peer for peer, state in self._states.items() if state.is_open]

@@ -1,0 +1,195 @@
+"""What a decode rank's state machine is fed with, and what it asks for in return.
+
+A room is named by its *generation*: numbers of SGLang's come again, generations do not. A *peer*
+is a prefill rank, named by its instance. A *read* brings one segment into a slot of this rank; a
+*job* is one copy between a slot and the pool, or one clearing of rows.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
+
+Generation = int
+Peer = bytes
+
+
+class Source(msgspec.Struct, frozen=True):
+    """One contacted prefill rank of the drafter's stage, for one room.
+
+    `heads`: to read from it, may be none. `readers`: how many decode ranks open it. `slots`: how
+    many it has. `segment_tokens`: how many tokens fit the smaller of its slots and this rank's.
+    """
+
+    peer: Peer
+    heads: range
+    readers: int
+    slots: int = 0
+    segment_tokens: int = 0
+    is_send_target: bool = True
+
+
+class OpenRoom(msgspec.Struct, frozen=True):
+    """SGLang has sent a request's metadata. Rows of tokens [first_token, end) are this room's;
+    the prompt ends there or earlier, within the last page.
+
+    `cold`: a reason why nothing is fetched. `pending`: an earlier forward may still write these
+    rows; ForwardDone follows. `required_targets`: SGLang's required_prefill_response_num.
+    """
+
+    generation: Generation
+    number: int
+    sources: tuple[Source, ...]
+    first_token: int
+    end: int
+    cold: str = ""
+    pending: bool = False
+    checksum: bool = False
+    version: int = 1
+    required_targets: int = 0
+
+
+class ForwardDone(msgspec.Struct, frozen=True):
+    generation: Generation
+
+
+class TargetArrived(msgspec.Struct, frozen=True):
+    """SGLang's own transfer of the room has succeeded."""
+
+    generation: Generation
+
+
+class CloseRoom(msgspec.Struct, frozen=True):
+    """SGLang is done with the room, and its gate is closed. `reason`: why it failed."""
+
+    generation: Generation
+    reason: str = ""
+
+
+class Received(msgspec.Struct, frozen=True):
+    peer: Peer
+    message: Ready | Fail
+
+
+class PeerLost(msgspec.Struct, frozen=True):
+    """A message to this peer could not be sent."""
+
+    peer: Peer
+
+
+class ReadDone(msgspec.Struct, frozen=True):
+    """All bytes are in the local slot, and none will land there any more."""
+
+    read: int
+
+
+class ReadFailed(msgspec.Struct, frozen=True):
+    """The bytes did not come. They may still land; ReadSettled says when they cannot."""
+
+    read: int
+    detail: str = ""
+
+
+class ReadSettled(msgspec.Struct, frozen=True):
+    read: int
+
+
+class Result(StrEnum):
+    DONE = "done"
+    CLOSED = "closed"  # the gate was; nothing was written
+    STALE = "stale"  # the slot held other bytes than were announced; nothing was written
+    ERROR = "error"
+
+
+class JobDone(msgspec.Struct, frozen=True):
+    job: int
+    result: Result
+    detail: str = ""
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed. Needed at least every 0.1 s while a room is open, and every second."""
+
+
+Event = (
+    OpenRoom | ForwardDone | TargetArrived | CloseRoom | Received | PeerLost | ReadDone
+    | ReadFailed | ReadSettled | JobDone | Tick
+)  # fmt: skip
+
+
+class Send(msgspec.Struct, frozen=True):
+    peer: Peer
+    message: Open | Ack | Fail
+
+
+class StartRead(msgspec.Struct, frozen=True):
+    """Read the segment of `tokens` tokens of so many `heads` from a slot there to a slot here."""
+
+    read: int
+    peer: Peer
+    remote_slot: int
+    local_slot: int
+    tokens: int
+    heads: int
+
+
+class GiveUpRead(msgspec.Struct, frozen=True):
+    """Its ReadDone or ReadSettled is still awaited."""
+
+    read: int
+
+
+class Unpack(msgspec.Struct, frozen=True):
+    """Copy a segment from a slot here to the room's rows, through its gate."""
+
+    job: int
+    generation: Generation
+    first_token: int
+    tokens: int
+    heads: range
+    slot: int
+    stamp: int
+    checksum: int | None
+
+
+class Clear(msgspec.Struct, frozen=True):
+    """Zero the room's rows of tokens [first_token, end), through its gate."""
+
+    job: int
+    generation: Generation
+    first_token: int
+    end: int
+
+
+class State(StrEnum):
+    WARM = "warm"  # every row is in place
+    COLD = "cold"  # rows that are not in place are zero
+    FAILED = "failed"  # rows may hold another request's KV
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """Once per room. A FAILED one is the only case in which the drafter ends a request."""
+
+    generation: Generation
+    state: State
+    reason: str = ""
+
+
+class Forget(msgspec.Struct, frozen=True):
+    """Another instance is at this peer's address: resolve it anew."""
+
+    peer: Peer
+
+
+class Note(msgspec.Struct, frozen=True):
+    """Something to count, by `what`, and to log once per peer."""
+
+    what: str
+    peer: Peer = b""
+    detail: str = ""
+
+
+Action = Send | StartRead | GiveUpRead | Unpack | Clear | Verdict | Forget | Note

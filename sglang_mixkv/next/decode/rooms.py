@@ -1,0 +1,351 @@
+"""A decode rank's state machine: events in, actions out, time as an argument. No I/O.
+
+    OPENED --all rows in place--> WARM
+       \--something is in the way--> cold --the other rows zeroed--> COLD
+                                          \--they cannot be--------> FAILED
+
+A room reads each announced segment into a slot of this rank, acknowledges it, and copies it to the
+pool through the room's gate. Its own trouble, a peer's, or a wait that is longer than the target's
+transfer deserves makes it cold: rows that are not in place are zeroed, and the request goes on
+with a cold drafter. The drafter ends a request only if even that fails.
+
+A thread that stood still no longer trusts what it was sent before: a slot may have been used
+again meanwhile (docs/protocol.md, "When a slot is used again").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from sglang_mixkv.channel.messages import NO_SLOT, Ack, Fail, Open, Ready, fail
+from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.next.decode import events as ev
+from sglang_mixkv.next.decode.breaker import Breaker
+from sglang_mixkv.next.decode.parts import Room
+from sglang_mixkv.next.decode.reads import Reads, Segment
+
+PREFILL_CODES = ("aborted", "pack", "slow", "heads", "full", "restarted")
+
+
+class Rooms:
+    """All rooms of one decode rank. `slot_bytes`: of each of its own slots."""
+
+    def __init__(self, instance: bytes, slots: SlotPool, slot_bytes: int, times: Times) -> None:
+        self._instance, self._slot_bytes, self._times = instance, slot_bytes, times
+        self.breaker = Breaker()
+        self._reads = Reads(slots)
+        self._rooms: dict[ev.Generation, Room] = {}
+        self._jobs: dict[int, tuple[Room, Segment | None]] = {}  # None: clearing
+        self._held: dict[ev.Generation, list[Segment]] = {}  # read, and the forward is not done
+        self._job = 0
+        self._out: list[ev.Action] = []
+        self._now: float | None = None
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
+        """Actions, in the order in which they must be done."""
+        last, self._now = self._now, now
+        if last is not None and now - last > self._times.stall:
+            self._distrust(now - last)
+        _HANDLERS[type(event)](self, event)
+        self._out.extend(self._reads.start(now))
+        actions, self._out = self._out, []
+        return actions
+
+    @property
+    def _clock(self) -> float:
+        assert self._now is not None
+        return self._now
+
+    def _distrust(self, seconds: float) -> None:
+        for room in list(self._rooms.values()):
+            if room.wants:
+                self._go_cold(room, "stalled", f"this rank stood still for {seconds:.1f} s")
+
+    # -- SGLang's side
+
+    def _open(self, event: ev.OpenRoom) -> None:
+        wanted = [source.peer for source in event.sources if source.heads]
+        cold = event.cold
+        if wanted and not cold and self.breaker.blocked(wanted, event.generation, self._clock):
+            cold = "breaker"
+        room = Room(event, not cold, self._clock)
+        self._rooms[event.generation] = room
+        for source in event.sources:
+            self._out.append(ev.Send(source.peer, self._open_message(room, source)))
+        if cold:
+            self._go_cold(room, cold, "")
+        elif room.complete:
+            self._decide(room, ev.State.WARM)
+
+    def _open_message(self, room: Room, source: ev.Source) -> Open:
+        event, part = room.opened, room.parts.get(source.peer)
+        return Open(
+            event.version, event.number, event.generation, source.peer, self._instance,
+            source.readers, (part.source.heads.start, part.source.heads.stop) if part else (0, 0),
+            event.first_token, self._slot_bytes, event.checksum, source.is_send_target,
+            event.required_targets, len(room.parts),
+        )  # fmt: skip
+
+    def _forward_done(self, event: ev.ForwardDone) -> None:
+        room = self._rooms.get(event.generation)
+        if room is None:
+            return
+        room.pending = False
+        for segment in self._held.pop(event.generation, ()):
+            self._unpack(segment)
+        self._clear(room)
+
+    def _target_arrived(self, event: ev.TargetArrived) -> None:
+        room = self._rooms.get(event.generation)
+        if room is not None and room.arrived is None:
+            room.arrived = self._clock
+
+    def _close(self, event: ev.CloseRoom) -> None:
+        room = self._rooms.pop(event.generation, None)
+        if room is None:
+            return
+        if not room.decided:
+            self._note("closed", event.reason)
+            self.breaker.withdraw(event.generation)
+        for source in room.opened.sources:
+            part = room.parts.get(source.peer)
+            if event.reason or (part is not None and not part.last and not room.cold):
+                self._fail(room, source.peer, "closed", event.reason)
+        room.closed = True
+        self._drop(room)
+
+    # -- peers
+
+    def _received(self, event: ev.Received) -> None:
+        match event.message:
+            case Ready():
+                self._ready(event.peer, event.message)
+            case Fail():
+                self._failed(event.peer, event.message)
+
+    def _ready(self, peer: ev.Peer, ready: Ready) -> None:
+        room = self._rooms.get(ready.generation)
+        part = room.parts.get(peer) if room is not None else None
+        if room is None or part is None or not room.wants:
+            self._acknowledge(peer, ready)
+            return
+        if ready.segment < part.segments:
+            self._note("doubled", f"segment {ready.segment}", peer)
+            return  # the first copy's ACK is this one's
+        if violation := part.violation(ready, room.opened.end):
+            self._acknowledge(peer, ready)
+            self._go_cold(room, "protocol", violation, [peer])
+            return
+        part.accept(ready)
+        room.progress = self._clock
+        room.first_ready = self._clock if room.first_ready is None else room.first_ready
+        if ready.count:
+            self._reads.add(Segment(room, part, ready))
+        self._finish(room)
+
+    def _failed(self, peer: ev.Peer, message: Fail) -> None:
+        if message.code == "restarted":
+            self._out.append(ev.Forget(peer))
+        room = self._rooms.get(message.generation)
+        part = room.parts.get(peer) if room is not None else None
+        if room is not None and part is not None and not part.last and room.wants:
+            code = message.code if message.code in PREFILL_CODES else "other"
+            self._go_cold(room, f"prefill_{code}", message.detail, [peer])
+
+    def _peer_lost(self, event: ev.PeerLost) -> None:
+        for room in list(self._rooms.values()):
+            part = room.parts.get(event.peer)
+            if part is not None and not part.last and room.wants:
+                self._go_cold(room, "lost", "the connection is", [event.peer], strike=True)
+
+    # -- reads
+
+    def _read_done(self, event: ev.ReadDone) -> None:
+        segment = self._reads.end(event.read)
+        self._acknowledge(segment.peer, segment.ready)
+        if self._clock - segment.started > self._times.read:
+            self._read_went_wrong(segment, "it took too long")
+        room = segment.room
+        if segment.failed or not room.wants:
+            self._reads.slots.free(segment.slot)
+            return
+        room.progress = self._clock
+        if room.pending:
+            self._held.setdefault(room.generation, []).append(segment)
+        else:
+            self._unpack(segment)
+
+    def _read_failed(self, event: ev.ReadFailed) -> None:
+        self._read_went_wrong(self._reads.get(event.read), event.detail)
+
+    def _read_settled(self, event: ev.ReadSettled) -> None:
+        segment = self._reads.end(event.read)
+        self._acknowledge(segment.peer, segment.ready)
+        self._reads.slots.free(segment.slot)
+
+    def _read_went_wrong(self, segment: Segment, detail: str) -> None:
+        segment.failed = True
+        if segment.room.wants:
+            self._go_cold(segment.room, "read", detail, [segment.peer], strike=True)
+
+    # -- copies
+
+    def _unpack(self, segment: Segment) -> None:
+        room, ready = segment.room, segment.ready
+        room.unpacking += 1
+        self._out.append(
+            ev.Unpack(
+                self._new_job(room, segment), room.generation, ready.first_token, ready.count,
+                segment.part.source.heads, segment.slot, ready.stamp, ready.checksum,
+            )
+        )  # fmt: skip
+
+    def _new_job(self, room: Room, segment: Segment | None) -> int:
+        self._job += 1
+        self._jobs[self._job] = room, segment
+        return self._job
+
+    def _job_done(self, event: ev.JobDone) -> None:
+        room, segment = self._jobs.pop(event.job)
+        if segment is None:
+            self._cleared(room, event)
+            return
+        self._reads.slots.free(segment.slot)
+        room.unpacking -= 1
+        if event.result is ev.Result.DONE:
+            ready = segment.ready
+            segment.part.placed[ready.segment] = ready.first_token + ready.count
+            room.progress = self._clock
+            self._finish(room)
+        elif event.result is not ev.Result.CLOSED and room.wants:
+            reason = "stale" if event.result is ev.Result.STALE else "unpack"
+            self._go_cold(room, reason, event.detail, [segment.peer])
+        self._clear(room)
+
+    def _finish(self, room: Room) -> None:
+        if room.wants and room.complete:
+            for peer in room.parts:
+                self.breaker.warm(peer)
+            self._decide(room, ev.State.WARM)
+
+    # -- cold
+
+    def _go_cold(
+        self,
+        room: Room,
+        reason: str,
+        detail: str,
+        peers: list[ev.Peer] | None = None,
+        strike: bool = False,
+    ) -> None:
+        """`peers`: who is to be named; `strike`: and counted against."""
+        room.cold = reason
+        for peer in peers or [b""]:
+            self._note("cold_" + reason, detail, peer)
+        for peer in (peers or ()) if strike else ():
+            if self.breaker.strike(peer, room.generation, self._clock):
+                self._note("breaker_opened", detail, peer)
+        self.breaker.withdraw(room.generation)
+        for peer, part in room.parts.items():
+            if not part.last:
+                self._fail(room, peer, reason, detail)
+        self._drop(room)
+        self._clear(room)
+
+    def _drop(self, room: Room) -> None:
+        """Segments of a room that wants them no more."""
+        for segment in self._reads.drop_waiting(room):
+            self._acknowledge(segment.peer, segment.ready)
+        for segment in self._held.pop(room.generation, ()):
+            self._reads.slots.free(segment.slot)
+
+    def _clear(self, room: Room) -> None:
+        """Once nothing else writes to the rows of a cold room."""
+        if not room.cold or room.pending or room.unpacking:
+            return
+        if room.decided or room.closed or room.clearing:
+            return
+        first, end = room.placed_to, room.opened.end
+        if first >= end:
+            self._decide(room, ev.State.COLD)
+            return
+        room.clearing = True
+        self._out.append(ev.Clear(self._new_job(room, None), room.generation, first, end))
+
+    def _cleared(self, room: Room, event: ev.JobDone) -> None:
+        if room.closed:
+            return
+        if event.result is ev.Result.DONE:
+            self._decide(room, ev.State.COLD)
+        elif event.result is not ev.Result.CLOSED:
+            self._note("not_cleared", event.detail)
+            self._decide(room, ev.State.FAILED, event.detail)
+
+    def _decide(self, room: Room, state: ev.State, detail: str = "") -> None:
+        room.decided = True
+        self._out.append(ev.Verdict(room.generation, state, detail or room.cold))
+
+    # -- time
+
+    def _tick(self, event: ev.Tick) -> None:
+        for segment in self._reads.overdue(self._clock - self._times.read):
+            self._out.append(ev.GiveUpRead(segment.read))
+            self._read_went_wrong(segment, "it took too long")
+        for room in list(self._rooms.values()):
+            if room.wants and room.arrived is not None and self._clock >= self._deadline(room):
+                self._go_cold(room, "deadline", "its KV did not come", room.missing(), strike=True)
+
+    def _deadline(self, room: Room) -> float:
+        times, arrived = self._times, room.arrived
+        assert arrived is not None
+        took = 0.0 if room.first_ready is None else arrived - room.first_ready
+        wait = min(max(3 * took, times.shortest_wait), times.longest_wait)
+        return min(max(arrived, room.progress) + wait, arrived + times.whole_wait)
+
+    # -- output and books
+
+    def _acknowledge(self, peer: ev.Peer, ready: Ready) -> None:
+        if ready.slot != NO_SLOT:
+            self._out.append(ev.Send(peer, Ack(ready.slot, ready.stamp)))
+
+    def _fail(self, room: Room, peer: ev.Peer, code: str, detail: str) -> None:
+        message = fail(room.opened.number, room.generation, code, detail)
+        self._out.append(ev.Send(peer, message))
+
+    def _note(self, what: str, detail: str, peer: ev.Peer = b"") -> None:
+        self._out.append(ev.Note(what, peer, detail))
+
+    def left(self) -> dict[str, int]:
+        """How much of what a rank at rest has none of."""
+        found = {"rooms": len(self._rooms), "reads": len(self._reads), "jobs": len(self._jobs)}
+        found["held"] = sum(map(len, self._held.values()))
+        return {name: count for name, count in found.items() if count}
+
+    def check(self) -> Iterator[str]:
+        """What is wrong with the books, at any time."""
+        yield from self._reads.slots.check()
+        copying = sum(segment is not None for _, segment in self._jobs.values())
+        held = sum(map(len, self._held.values()))
+        used = self._reads.running + copying + held
+        slots = self._reads.slots
+        if slots.free_slots + used != slots.count:
+            yield f"slots: {slots.free_slots} free, {used} in use of {slots.count}"
+        for generation in self._held:
+            if generation not in self._rooms:
+                yield f"segments are held for room {generation}, which is closed"
+
+
+_HANDLERS: dict[type, Callable[..., None]] = {
+    ev.OpenRoom: Rooms._open,
+    ev.ForwardDone: Rooms._forward_done,
+    ev.TargetArrived: Rooms._target_arrived,
+    ev.CloseRoom: Rooms._close,
+    ev.Received: Rooms._received,
+    ev.PeerLost: Rooms._peer_lost,
+    ev.ReadDone: Rooms._read_done,
+    ev.ReadFailed: Rooms._read_failed,
+    ev.ReadSettled: Rooms._read_settled,
+    ev.JobDone: Rooms._job_done,
+    ev.Tick: Rooms._tick,
+}

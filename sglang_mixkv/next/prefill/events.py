@@ -1,0 +1,123 @@
+"""What a prefill rank's state machine is fed with, and what it asks for in return.
+
+A *use* is one sender of SGLang's: room numbers come again, uses do not. A *connection* is how the
+socket names where a message came from. A *job* is one packing of one segment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready
+
+Use = int
+Connection = bytes
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """SGLang made a sender for this room."""
+
+    use: Use
+    room: int
+
+
+class AddChunk(msgspec.Struct, frozen=True):
+    """SGLang handed a chunk over: tokens [first, first + count) of the prompt.
+
+    `rows`: what packing needs to find them; opaque here. `pending`: their KV may not be written
+    yet; ChunkWritten follows. `last`: no more come. Chunks of one use follow each other in the
+    prompt, and are written in their order.
+    """
+
+    use: Use
+    first: int
+    count: int
+    last: bool
+    rows: Any = None
+    pending: bool = False
+
+
+class ChunkWritten(msgspec.Struct, frozen=True):
+    """The first of the use's pending chunks is written."""
+
+    use: Use
+
+
+class TargetSent(msgspec.Struct, frozen=True):
+    """SGLang's own transfer of the use has succeeded."""
+
+    use: Use
+
+
+class End(msgspec.Struct, frozen=True):
+    """SGLang is done with the sender; its pages may be given back now. `reason`: why it failed."""
+
+    use: Use
+    reason: str = ""
+
+
+class Received(msgspec.Struct, frozen=True):
+    """A reader's message. `connection`: what a reply is addressed to."""
+
+    connection: Connection
+    message: Open | Ack | Fail
+
+
+class ConnectionLost(msgspec.Struct, frozen=True):
+    connection: Connection
+
+
+class Packed(msgspec.Struct, frozen=True):
+    """A job has ended; its bytes are in the slot, unless there is an `error`."""
+
+    job: int
+    checksum: int | None = None
+    error: str = ""
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed. Needed at least ten times a second while a room is open."""
+
+
+Event = (
+    Begin | AddChunk | ChunkWritten | TargetSent | End | Received | ConnectionLost | Packed | Tick
+)
+
+
+class Pack(msgspec.Struct, frozen=True):
+    """Copy `count` tokens, `offset` tokens into the chunk, of these heads into the slot."""
+
+    job: int
+    use: Use
+    rows: Any
+    offset: int
+    count: int
+    heads: range
+    slot: int
+    stamp: int
+    checksum: bool
+
+
+class Send(msgspec.Struct, frozen=True):
+    connection: Connection
+    message: Ready | Fail
+
+
+class Settled(msgspec.Struct, frozen=True):
+    """The sender may report SGLang's Success: nothing will read the use's pages any more."""
+
+    use: Use
+
+
+class Note(msgspec.Struct, frozen=True):
+    """Something to count, by `what`, and to log once per reader. `reader`: its instance."""
+
+    what: str
+    reader: bytes = b""
+    detail: str = ""
+
+
+Action = Pack | Send | Settled | Note
+__all__ = ["Action", "Event", "Message"]

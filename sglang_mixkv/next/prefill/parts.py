@@ -1,0 +1,88 @@
+"""A room, one request on a prefill rank, and its parts: what each of its readers gets of it."""
+
+from __future__ import annotations
+
+from sglang_mixkv.channel.messages import Open, Ready
+from sglang_mixkv.next.prefill.events import AddChunk, Connection, Use
+
+
+class Room:
+    """The sender's side. `written`: how many of the chunks are. `sent`: when SGLang's own transfer
+    succeeded; `progress`: when packing last went on."""
+
+    def __init__(self, number: int, use: Use, now: float) -> None:
+        self.number, self.use = number, use
+        self.parts: dict[bytes, Part] = {}  # by reader
+        self.chunks: list[AddChunk] = []
+        self.written = 0
+        self.sent: float | None = None
+        self.progress = now
+        self.settled = False
+
+    def note_written(self, chunks: int) -> bool:
+        """So many pending chunks are; those behind them that were never pending are with them."""
+        before = self.written
+        self.written += chunks
+        while self.written < len(self.chunks) and not self.chunks[self.written].pending:
+            self.written += 1
+        return self.written > before
+
+    @property
+    def missing(self) -> int:
+        """Readers that have not opened; at least one where nobody has."""
+        return max((p.opened.readers for p in self.parts.values()), default=1) - len(self.parts)
+
+    @property
+    def all_ended(self) -> bool:
+        return self.missing <= 0 and all(part.ended for part in self.parts.values())
+
+
+class Part:
+    """The reader's side. `room` is None until SGLang's sender is here.
+
+    `token` is the first that is not cut into a segment yet, in chunk number `chunk` or behind it.
+    """
+
+    def __init__(self, opened: Open, connection: Connection, now: float) -> None:
+        self.opened, self.connection, self.since = opened, connection, now
+        self.room: Room | None = None
+        self.chunk = 0
+        self.token = opened.first_token
+        self.segments = 0
+        self.packing: dict[int, Ready] = {}  # by job
+        self.complete = not opened.wanted
+        self.over = False
+
+    @property
+    def ended(self) -> bool:
+        return self.complete or self.over
+
+    @property
+    def reader(self) -> bytes:
+        return self.opened.reader
+
+    def next_chunk(self) -> AddChunk | None:
+        """The written chunk that the next token is in, or the last one; None: it is not there."""
+        assert self.room is not None
+        while self.chunk < self.room.written:
+            chunk = self.room.chunks[self.chunk]
+            if not self.segments:  # a reader cannot want what its prefix has left out
+                self.token = max(self.token, chunk.first)
+            if self.token < chunk.first + chunk.count or chunk.last:
+                return chunk
+            self.chunk += 1
+        return None
+
+    def cut(self, slot: int, stamp: int, limit: int) -> tuple[AddChunk, int, Ready]:
+        """The next segment, of `limit` tokens at most: its chunk, its offset there, its READY."""
+        chunk = self.next_chunk()
+        assert chunk is not None
+        first, end = self.token, chunk.first + chunk.count
+        count = max(0, min(end - first, limit))
+        ready = Ready(
+            self.opened.room, self.opened.generation, self.segments, slot, stamp, first, count,
+            last=chunk.last and first + count >= end,
+        )  # fmt: skip
+        self.token += count
+        self.segments += 1
+        return chunk, first - chunk.first, ready
