@@ -53,6 +53,12 @@ SETUP_STATE = "sglang.srt.disaggregation.utils.setup_state_kv_args"
 SCHEDULER = "sglang.srt.managers.scheduler"
 ATTACH_STORAGE = f"{SCHEDULER}.Scheduler.attach_hicache_storage_wrapped"
 VALIDATION = "handle_other_validations"
+INIT_MANAGER = (
+    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager",
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager",
+)
+CHANNEL_ENV = "SGLANG_MIXKV_CHANNEL"
+"""Private, while both ways exist: draft KV goes over the channel (next/)."""
 
 
 def register() -> None:
@@ -66,6 +72,10 @@ def register() -> None:
 
         told = "Report this with the message above"
         stop("MIXKV-START-02", "the plugin failed to load", [repr(error)], told)
+
+
+def _channel() -> bool:
+    return os.environ.get(CHANNEL_ENV) == "1"
 
 
 def _asked_for() -> bool:
@@ -86,6 +96,11 @@ def _register() -> None:
     HookRegistry.register(FROM_CLI_ARGS, _attach_config, HookType.AROUND)
     HookRegistry.register(GET_KV_CLASS, _kv_class, HookType.AROUND)
     HookRegistry.register(SETUP_STATE, _describe_components, HookType.AFTER)
+    if _channel():
+        from sglang_mixkv.next.engine.handover import around_init
+
+        for path in INIT_MANAGER:
+            HookRegistry.register(path, around_init, HookType.AROUND)
     register_resolution_hook(VALIDATION)(_validate)
 
 
@@ -154,6 +169,11 @@ def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: A
     handed_out, key = _handed_out(server_args), (transfer_backend, class_type)
     if key not in handed_out:
         _check(server_args, transfer_backend.value, class_type.value)
+        if _channel():
+            from sglang_mixkv.next.engine.classes import mixed
+
+            handed_out[key] = mixed(original, transfer_backend, class_type)
+            return handed_out[key]
         from sglang_mixkv.engine.backends import classes
 
         stock = original(transfer_backend, class_type)
@@ -224,7 +244,7 @@ def _attach_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any)
 
 
 def _describe_components(_result: None, kv_args: Any, *args: Any, **kwargs: Any) -> None:
-    if not _is_enabled(_published()):
+    if _channel() or not _is_enabled(_published()):
         return
     from sglang_mixkv.engine.kv_args import describe
 

@@ -17,11 +17,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-PROTOCOL = (1, 1)
-"""The oldest and the newest version that this build speaks; a pair uses the newest of both.
+PROTOCOL = (2, 2)
+"""The oldest and the newest version that this build reads; a pair uses the newest of both.
 
-1  the first draft channel. (Releases 0.1 and 0.2 of the plugin had protocols of another kind, 1
-   to 4, in other places; they are recognised by what they lack, see draft/facts.py.)
+2  the first draft channel. Number 1 was that of releases 0.1 and 0.2, which had no channel.
 Raise the newest when a message or a facts row changes its meaning, and keep the oldest until no
 supported release needs it. A field that an old reader may ignore is appended, at no new version.
 """

@@ -108,6 +108,7 @@ class Difference(msgspec.Struct, frozen=True):
         )
 
 
+NO_DRAFTER = "drafter with KV heads"
 _SAME_DRAFTER = "Start both sides with the same drafter and draft KV dtype"
 # field of DraftFacts, its name in words, what a difference would cause
 _COMPARED = (
@@ -152,7 +153,7 @@ def _draft(prefill: Row, decode: Row) -> Iterator[Difference]:
     if there is None:
         yield Difference(
             Severity.COLD,
-            "drafter with KV heads",
+            NO_DRAFTER,
             "none",
             here.facts.architecture,
             "its KV cannot be fetched",

@@ -13,6 +13,7 @@ import msgspec
 
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.draft.facts import (
+    NO_DRAFTER,
     Difference,
     Row,
     Severity,
@@ -45,6 +46,17 @@ class Plan(msgspec.Struct, frozen=True):
     differences: tuple[Difference, ...] = ()
 
 
+def judge(
+    rows: Iterable[Row], own: Row, *, serve_mismatch: bool
+) -> tuple[str, tuple[Difference, ...]]:
+    """Why rooms are cold, "" for warm, and the differences that are served. Raises MixKVError."""
+    rows = list(rows)
+    known = {str(d): d for row in rows for d in differences(row, own)}
+    if any(row.draft is not None for row in rows):  # earlier stages have no drafter: no difference
+        known = {k: d for k, d in known.items() if d.what != NO_DRAFTER}
+    return _served_as(known.values(), serve_mismatch), tuple(known.values())
+
+
 def make_plan(
     contacts: Iterable[Contact],
     rows: Mapping[tuple[str, int], Row],
@@ -54,13 +66,10 @@ def make_plan(
 ) -> Plan:
     """Raises MixKVError where the pair is refused. `serve_mismatch`: other drafters are cold."""
     found = [(contact, _row_of(contact, rows)) for contact in contacts]
-    known = {str(d): d for _, row in found for d in differences(row, own)}
+    cold, known = judge((row for _, row in found), own, serve_mismatch=serve_mismatch)
+    version = _version(row for _, row in found)
     stage = max((row.pp_rank for _, row in found if row.draft is not None), default=None)
     drafting = [(c, row) for c, row in found if row.pp_rank == stage and row.draft is not None]
-    if drafting:  # earlier stages have no drafter, and that is no difference
-        known = {k: d for k, d in known.items() if d.severity is not Severity.COLD or _is_aux(d)}
-    version = _version(row for _, row in found)
-    cold = _served_as(known.values(), serve_mismatch)
     heads: tuple[range, ...] = (NO_HEADS,) * len(drafting)
     if own.draft is not None and drafting and not cold:
         heads = routes([row.draft.heads for _, row in drafting if row.draft], own.draft.heads)
@@ -68,9 +77,7 @@ def make_plan(
         _source(contact, row, own, of)
         for (contact, row), of in zip(drafting, heads, strict=True)
     )  # fmt: skip
-    return Plan(
-        sources, tuple(row for _, row in drafting), version, cold, tuple(known.values())
-    )  # fmt: skip
+    return Plan(sources, tuple(row for _, row in drafting), version, cold, known)
 
 
 def _row_of(contact: Contact, rows: Mapping[tuple[str, int], Row]) -> Row:
@@ -97,10 +104,6 @@ def _version(rows: Iterable[Row]) -> int:
             "Install releases of sglang-mixkv that have a protocol in common",
         )
     return min(version for version in versions if version is not None)
-
-
-def _is_aux(difference: Difference) -> bool:
-    return difference.what == "bytes of the metadata rows"
 
 
 def _served_as(known: Iterable[Difference], serve_mismatch: bool) -> str:

@@ -1,0 +1,292 @@
+"""The data plane: a decode rank reads slots of a prefill rank's staging buffer.
+
+A rank has one, over a transfer engine of its own beside SGLang's. Its lifetime:
+
+    register(memory)            once; from then on `endpoint`, which travels in the rank's facts
+    connect(endpoint) -> peer   in a background thread, since it blocks
+    start(peer, ...) -> read    in the channel's thread; then `outcome` until it is not None, or
+                                `give_up` when the reader has waited long enough
+    settled(read)               until True: only then may the local slot be used again
+    forget(peer)                it is gone, or has started again
+    close()
+
+`start`, `outcome`, `give_up`, `settled` and `forget` never block and never raise. Neither backend
+calls back, so whoever started reads polls them, some 2 us each.
+
+A read that was given up goes on: no backend can cancel one. Nor is it bounded in time: the bytes of
+a stopped peer land when it continues. So a read is settled when its backend reports its end, and
+not before. Every unsettled read is retained here, whether or not its reader still is.
+
+Reads outside either side's memory fail here. Mooncake's TCP would read into memory that was never
+registered, and RDMA would end the connection, with all other reads on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from abc import ABC, abstractmethod
+from enum import Enum
+from typing import Any
+
+import msgspec
+
+logger = logging.getLogger(__name__)
+
+CONNECT_S, CONNECT_POLL_S = 10.0, 1e-3
+AT_ONCE = 16  # reads that prove a connection: Mooncake has up to so many sockets to a peer
+
+
+class Outcome(Enum):
+    DONE = "done"
+    FAILED = "failed"
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Slots. `size`: bytes. `device`: a GPU's number, None for host memory."""
+
+    address: int
+    size: int
+    device: int | None = None
+
+    def holds(self, address: int, length: int) -> bool:
+        return length > 0 and self.address <= address <= self.address + self.size - length
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """`target`: Mooncake's session, NIXL's metadata. `instance`: of the plane; ports recur."""
+
+    plane: str
+    target: bytes
+    memory: Memory
+    instance: bytes
+
+
+class Peer:
+    """A rank to read from. `link`: the backend's name of it. `reads`: those not settled."""
+
+    def __init__(self, key: bytes, endpoint: Endpoint) -> None:
+        self.key, self.endpoint = key, endpoint
+        self.link: str | None = None
+        self.connected = self.gone = False
+        self.reads: set[Read] = set()
+        self.connecting = threading.Lock()
+
+
+class Read:
+    """`ended`: how, by the backend's word; None while bytes may land. `why`: if it failed."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.peer = peer
+        self.handle: Any = None
+        self.ended: Outcome | None = None
+        self.given_up, self.why = False, ""
+        self.polling = threading.Lock()
+
+
+class DataPlane(ABC):
+    """`polls`: it does not call back, so `outcome` has to be asked again and again."""
+
+    name: str
+    polls = True
+
+    def __init__(self) -> None:
+        self._memory: Memory | None = None
+        self._spare: int | None = None
+        self._endpoint = b""
+        self._peers: dict[bytes, Peer] = {}
+        self._lock = threading.Lock()
+
+    def register(self, memory: Memory, spare: int | None = None) -> None:
+        """Once: this rank's slots. `spare`: the address of a byte of them that means nothing, into
+        which `connect` reads. MixKVError if the backend does not take them."""
+        endpoint = Endpoint(self.name, self._register(memory), memory, os.urandom(8))
+        self._endpoint = msgspec.msgpack.encode(endpoint)
+        self._memory, self._spare = memory, spare
+
+    @property
+    def endpoint(self) -> bytes:
+        return self._endpoint
+
+    def connect(self, endpoint: bytes, seconds: float = CONNECT_S) -> Peer:
+        """The peer, once a byte of it was read over each connection. Called again after a read
+        that failed it mends what is broken, and returns the same peer. ConnectionError if that
+        fails, ValueError for bytes that are no endpoint of this backend."""
+        self._sweep()
+        with self._lock:
+            peer = self._peers.get(endpoint)
+            if peer is None:
+                peer = self._peers[endpoint] = Peer(endpoint, self._decode(endpoint))
+        try:
+            with peer.connecting:
+                self._connect(peer, time.monotonic() + seconds)
+        finally:
+            self._let_go(peer)
+        return peer
+
+    def start(self, peer: Peer, local: int, remote: int, length: int) -> Read:
+        """`local`, `remote`: addresses. What fails at once is a read that FAILED."""
+        read = Read(peer)
+        inside = self._memory is not None and self._memory.holds(local, length)
+        if not inside or not peer.endpoint.memory.holds(remote, length):
+            return _failed(read, "outside the registered memory")
+        if peer.gone or not peer.connecting.acquire(blocking=False):
+            return _failed(read, "the peer is gone, or being connected")
+        try:
+            self._begin(read, local, remote, length)
+        finally:
+            peer.connecting.release()
+        return read
+
+    def outcome(self, read: Read) -> Outcome | None:
+        """None while it runs. A read that was given up has failed, however it ends."""
+        ended = self._poll(read)
+        return Outcome.FAILED if read.given_up else ended
+
+    def give_up(self, read: Read) -> None:
+        read.given_up = True
+
+    def settled(self, read: Read) -> bool:
+        """Whether nothing of it can land in local memory any more."""
+        return self._poll(read) is not None
+
+    def forget(self, peer: Peer) -> None:
+        """New reads from it fail. What is held for it is released when its reads are settled; until
+        then this endpoint cannot be connected to again. Another one at its address can."""
+        peer.gone = True
+        self._let_go(peer)
+
+    def close(self) -> None:
+        """End the engine and its threads, when nobody reads or connects any more. Nothing lands
+        afterwards, settled or not."""
+        reads = [read for peer in self._peers.values() for read in peer.reads]
+        for read in reads:
+            self._release(read)
+        self._peers.clear()
+        self._close()
+        for read in reads:
+            _failed(read, "the plane was closed")
+
+    # -- the backend's part
+
+    @abstractmethod
+    def _register(self, memory: Memory) -> bytes:
+        """The endpoint's target."""
+
+    @abstractmethod
+    def _open(self, peer: Peer) -> None:
+        """Set `peer.link`, anew if it is set. May block and raise."""
+
+    @abstractmethod
+    def _post(self, read: Read, local: int, remote: int, length: int) -> None:
+        """Set `read.handle`, and `ended` if it is over. What raises has begun nothing."""
+
+    @abstractmethod
+    def _check(self, read: Read) -> Outcome | None:
+        """How it ended; not called again then. What raises has ended."""
+
+    @abstractmethod
+    def _release(self, read: Read) -> None:
+        """Release `read.handle`."""
+
+    @abstractmethod
+    def _drop(self, peer: Peer) -> None:
+        """Release `peer.link`; nothing of it is in flight."""
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    # -- peers
+
+    def _decode(self, endpoint: bytes) -> Endpoint:
+        found = msgspec.msgpack.decode(endpoint, type=Endpoint)
+        if found.plane != self.name:
+            raise ValueError(f"an endpoint of {found.plane!r}, expected {self.name!r}")
+        return found
+
+    def _connect(self, peer: Peer, until: float) -> None:
+        if peer.connected and not peer.gone:
+            return
+        self._poll_all(peer)
+        if peer.gone or peer.reads:
+            raise ConnectionError("reads over its former connection have not ended")
+        try:
+            self._open(peer)
+        except Exception as error:
+            raise ConnectionError(f"{self.name}: {error}") from error
+        while not self._answers(peer, until):
+            if time.monotonic() > until:
+                raise ConnectionError(f"{self.name}: the peer's memory could not be read")
+            time.sleep(CONNECT_POLL_S)
+        peer.connected = True
+
+    def _answers(self, peer: Peer, until: float) -> bool:
+        """Whether as many reads as there are connections succeed. One may be left over from the
+        last process at this address, and shows it only to the read that meets it."""
+        assert self._spare is not None
+        reads = [Read(peer) for _ in range(AT_ONCE)]
+        for read in reads:
+            self._begin(read, self._spare, peer.endpoint.memory.address, 1)
+        while peer.reads and time.monotonic() < until:
+            time.sleep(CONNECT_POLL_S)
+            self._poll_all(peer)
+        return all(read.ended is Outcome.DONE for read in reads)
+
+    def _sweep(self) -> None:
+        """Reads that a `connect` left running have nobody else to poll them."""
+        for peer in [peer for peer in list(self._peers.values()) if peer.gone]:
+            self._poll_all(peer)
+            self._let_go(peer)
+
+    def _let_go(self, peer: Peer) -> None:
+        """Of a peer that is gone, as soon as nothing of it is in flight."""
+        if not peer.gone or peer.reads or not peer.connecting.acquire(blocking=False):
+            return
+        try:
+            self._drop(peer)
+        except Exception:
+            logger.warning("sglang-mixkv could not remove a peer from %s", self.name, exc_info=True)
+        finally:
+            self._peers.pop(peer.key, None)
+            peer.connecting.release()
+
+    # -- reads
+
+    def _begin(self, read: Read, local: int, remote: int, length: int) -> None:
+        read.peer.reads.add(read)
+        try:
+            self._post(read, local, remote, length)
+        except Exception as error:
+            _failed(read, repr(error))
+        if read.ended is not None:
+            self._end(read)
+
+    def _poll(self, read: Read) -> Outcome | None:
+        with read.polling:
+            if read.ended is None:
+                try:
+                    read.ended = self._check(read)
+                except Exception as error:
+                    _failed(read, repr(error))
+                if read.ended is not None:
+                    self._end(read)
+            return read.ended
+
+    def _poll_all(self, peer: Peer) -> None:
+        for read in list(peer.reads):
+            self._poll(read)
+
+    def _end(self, read: Read) -> None:
+        self._release(read)
+        peer = read.peer
+        if read.ended is Outcome.FAILED:
+            peer.connected = False
+        peer.reads.discard(read)
+        self._let_go(peer)
+
+
+def _failed(read: Read, why: str) -> Read:
+    read.ended, read.why = Outcome.FAILED, why
+    return read

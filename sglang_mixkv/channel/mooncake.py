@@ -1,0 +1,95 @@
+"""Reads over Mooncake, with an engine of this plane's own.
+
+Reads are asynchronous: one batch of one range each, whose number is asked for its state until it
+has ended. `transfer_sync_read` would not do: it returns after MC_TRANSFER_TIMEOUT while bytes may
+still arrive, and it takes a core while it waits. Over TCP a read fails when its socket has made no
+progress for 30 s (MC_TCP_PROGRESS_TIMEOUT_SEC), and the socket is closed then.
+
+Opening a peer waits up to a minute for one that is stopped, and holds a lock that every read
+takes. So a peer is opened in `connect`, after a probe of it, which holds none. What is known of a
+peer is cached for good by its name, `host:port`. So another process at the same address gets
+another name: the same port with one more zero in front.
+
+Tests over TCP cannot show what only RDMA does: that memory which was not registered is refused,
+that a read across several NICs or of a GPU's memory is right, that a failed read was the last to
+touch local memory (its work request is flushed), and that a peer at an old address, under another
+name, gets new queue pairs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+from sglang_mixkv.channel.data_plane import DataPlane, Memory, Outcome, Peer, Read
+from sglang_mixkv.errors import refuse
+
+POOL = "MC_TCP_ENABLE_CONNECTION_POOL"
+
+
+class Mooncake(DataPlane):
+    """`host`: this rank's address. `devices`: RDMA devices of its GPU, joined by commas, "" for
+    Mooncake's choice. The transport is the one that SGLang's engine takes: MC_FORCE_TCP and
+    MOONCAKE_PROTOCOL decide."""
+
+    name = "mooncake"
+
+    def __init__(self, host: str, devices: str = "") -> None:
+        super().__init__()
+        from mooncake.engine import TransferEngine
+
+        os.environ.setdefault(POOL, "1")  # without, TCP connects anew in `start`, and waits
+        tcp = "MC_FORCE_TCP" in os.environ
+        protocol = os.environ.get("MOONCAKE_PROTOCOL", "rdma")
+        self._engine: Any = TransferEngine()
+        code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "" if tcp else devices)
+        if code:
+            raise _refused("a transfer engine starts", code)
+        self._host = f"[{host}]" if ":" in host else host
+        self._names: Counter[str] = Counter()
+
+    def _register(self, memory: Memory) -> bytes:
+        code = self._engine.register_memory(memory.address, memory.size)
+        if code:
+            raise _refused(f"{memory.size} bytes of staging memory are registered", code)
+        return f"{self._host}:{self._engine.get_rpc_port()}".encode()
+
+    def _open(self, peer: Peer) -> None:
+        session = peer.endpoint.target.decode()
+        code = self._engine.send_probe(session)
+        if code:
+            raise ConnectionError(f"{session} does not answer, its probe returned {code}")
+        if peer.link is None:
+            host, _, port = session.rpartition(":")
+            peer.link = f"{host}:{'0' * self._names[session]}{port}"
+            self._names[session] += 1
+
+    def _post(self, read: Read, local: int, remote: int, length: int) -> None:
+        number = self._engine.batch_transfer_async_read(read.peer.link, [local], [remote], [length])
+        if not 0 < number < 1 << 63:  # a pointer, 0, or -1 as it may be unsigned
+            raise ConnectionError(f"Mooncake rejected a read from {read.peer.link}")
+        read.handle = number
+
+    def _check(self, read: Read) -> Outcome | None:
+        state = self._engine.transfer_check_status(read.handle)
+        if state not in (1, -1):  # -2: longer than MC_SLICE_TIMEOUT, and still in flight
+            return None
+        read.why = "" if state == 1 else "Mooncake reports a failure"
+        return Outcome.DONE if state == 1 else Outcome.FAILED
+
+    def _release(self, read: Read) -> None:
+        read.handle = None  # Mooncake frees what has ended
+
+    def _drop(self, peer: Peer) -> None:
+        peer.link = None  # Mooncake retains what it knows, some hundred bytes
+
+    def _close(self) -> None:
+        self._engine = None
+
+
+def _refused(expected: str, code: int) -> Exception:
+    return refuse(
+        "MIXKV-START-06", f"that {expected} beside SGLang's", f"Mooncake's code {code}",
+        "draft KV cannot be read", "See Mooncake's messages above",
+    )  # fmt: skip

@@ -1,0 +1,128 @@
+"""Reads over NIXL, with an agent of this plane's own. Notifications are not used.
+
+A read has ended when `check_xfer_state` returns DONE or ERR, or raises:
+
+    nixlRemoteDisconnectError   the connection broke, or the peer died; all its reads end so
+    nixlNotFoundError           at the start: the peer has not registered this, or was removed
+    others                      the backend's failure
+
+A handle that is released while it runs does not end its read: over TCP all its bytes land later.
+So handles are held until the end, and a peer is removed from the agent when it has no reads, since
+`check_xfer_state` raises for a removed peer whatever its reads do. A connection that broke does not
+come back: `connect` removes and adds the peer.
+
+UCX reads another process's host memory in `transfer` itself, whether or not that process runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from sglang_mixkv.channel.data_plane import DataPlane, Memory, Outcome, Peer, Read
+from sglang_mixkv.errors import refuse
+
+WAIT_US = 1_000
+
+
+class Nixl(DataPlane):
+    """`backend`, `parameters`: as SGLang's agent takes them; RDMA devices are UCX's parameter
+    `device_list`. `wait_us`: how long the progress thread waits for an event; with 0 it polls, and
+    takes a core. On a GPU's rank, made in a thread whose CUDA device is set."""
+
+    name = "nixl"
+
+    def __init__(
+        self, backend: str = "UCX", parameters: Mapping[str, str] | None = None,
+        wait_us: int = WAIT_US,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self._kind, self._device, self._registered = "DRAM", 0, None
+        try:
+            self._agent: Any = _new_agent(wait_us)
+            self._agent.create_backend(backend, dict(parameters or {}))
+        except Exception as error:
+            raise _refused(f"an agent with backend {backend} starts", error) from error
+
+    def _register(self, memory: Memory) -> bytes:
+        self._kind, self._device = _place(memory)
+        try:
+            self._registered = self._agent.register_memory(
+                [(memory.address, memory.size, self._device, "")], self._kind
+            )
+        except Exception as error:
+            raise _refused(f"{memory.size} bytes of staging are registered", error) from error
+        return bytes(self._agent.get_agent_metadata())
+
+    def _open(self, peer: Peer) -> None:
+        self._drop(peer)
+        name = self._agent.add_remote_agent(peer.endpoint.target)
+        peer.link = name.decode() if isinstance(name, bytes) else name
+
+    def _post(self, read: Read, local: int, remote: int, length: int) -> None:
+        agent, (kind, device) = self._agent, _place(read.peer.endpoint.memory)
+        here = agent.get_xfer_descs([(local, length, self._device)], self._kind)
+        there = agent.get_xfer_descs([(remote, length, device)], kind)
+        read.handle = agent.initialize_xfer("READ", here, there, read.peer.link)
+        read.ended = _outcome(agent.transfer(read.handle))
+
+    def _check(self, read: Read) -> Outcome | None:
+        return _outcome(self._agent.check_xfer_state(read.handle))
+
+    def _release(self, read: Read) -> None:
+        read.handle = None  # its end releases it in NIXL, and retains it there if that fails
+
+    def _drop(self, peer: Peer) -> None:
+        link, peer.link = peer.link, None
+        if link is not None:
+            self._agent.remove_remote_agent(link)
+
+    def _close(self) -> None:
+        if self._registered is not None:
+            self._agent.deregister_memory(self._registered)
+        self._agent = None
+
+
+def _place(memory: Memory) -> tuple[str, int]:
+    """NIXL's kind of memory, and the device."""
+    return ("DRAM", 0) if memory.device is None else ("VRAM", memory.device)
+
+
+def _outcome(state: str) -> Outcome | None:
+    return {"DONE": Outcome.DONE, "PROC": None}.get(state, Outcome.FAILED)
+
+
+def _new_agent(wait_us: int) -> Any:
+    """With a name that no other has: SGLang seeds `random` alike in all ranks."""
+    api = importlib.import_module("nixl._api")
+    config = api.nixl_agent_config(
+        backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    )
+    with _waiting(api.nixlBind, wait_us):
+        return api.nixl_agent(f"mixkv-{os.urandom(16).hex()}", config)
+
+
+@contextmanager
+def _waiting(bindings: Any, wait_us: int) -> Iterator[None]:
+    """nixl_agent.__init__ sets the progress thread's delay to 0, and has no argument for it."""
+    real: Any = bindings.nixlAgentConfig
+    delay = real.pthrDelay
+
+    class Waiting(real):  # type: ignore[misc, valid-type]
+        pthrDelay = property(delay.fget, lambda self, _us: delay.fset(self, wait_us))
+
+    bindings.nixlAgentConfig = Waiting
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = real
+
+
+def _refused(expected: str, error: Exception) -> Exception:
+    return refuse(
+        "MIXKV-START-06", f"that {expected} beside SGLang's", repr(error),
+        "draft KV cannot be read", "See NIXL's messages above",
+    )  # fmt: skip

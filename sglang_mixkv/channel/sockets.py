@@ -1,0 +1,77 @@
+"""What both channel threads need of the operating system: a queue that wakes them, and sockets
+that lose messages in known ways."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+from typing import Generic, TypeVar
+
+import zmq
+
+from sglang_mixkv.channel.messages import MAX_BYTES
+from sglang_mixkv.channel.times import Times
+
+T = TypeVar("T")
+HEARTBEAT = 0.4  # of a connection, in parts of the time after which it is given up
+MAX_SOCKETS = 16384  # SGLang's own default for its context; libzmq's is 1,023
+
+
+class Inlet(Generic[T]):
+    """Events for one thread, from any. `put` neither blocks nor waits for the GIL's other users."""
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[T] = queue.SimpleQueue()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def put(self, event: T) -> None:
+        self._events.put(event)
+        self.wake()
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError):  # closed, or woken 2^64 times
+            os.eventfd_write(self._wake, 1)
+
+    def fileno(self) -> int:
+        return self._wake
+
+    def take(self) -> list[T]:
+        """All that is here, without waiting."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        found: list[T] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                found.append(self._events.get_nowait())
+        return found
+
+    def close(self) -> None:
+        os.close(self._wake)
+
+
+def new_context() -> zmq.Context[zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+    return context
+
+
+def new_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, times: Times
+) -> zmq.Socket[bytes]:
+    """A message is delivered within `times.delivery` or lost, with its connection."""
+    socket = context.socket(kind)
+    limit = int(times.delivery * 1000)
+    socket.setsockopt(zmq.IPV6, int(":" in host))
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+    socket.setsockopt(zmq.TCP_MAXRT, limit)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(limit * HEARTBEAT))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, limit)
+    socket.setsockopt(zmq.RECONNECT_IVL, 100)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    return socket
+
+
+def endpoint(host: str, port: int) -> str:
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -1,0 +1,147 @@
+"""The drafter's rows of this rank, from SGLang's pool or from KV args that were built by hand.
+
+The contract with whoever builds KV args by hand (a test, a tool):
+
+    kv_data_ptrs, kv_data_lens, kv_item_lens      the target alone; num_draft_entries = 0
+    draft_kv_data_ptrs, draft_kv_data_lens,       the drafter: K of each layer, then V; addresses
+    draft_kv_item_lens                            of host memory, bytes, bytes of a page
+    is_draft_mla_backend = False                  (an MLA drafter is appended to kv_data_*, as
+                                                  SGLang does it, and counted by num_draft_entries)
+    draft_kv_head_num, draft_total_kv_head_num    KV heads on this rank, and of the whole drafter
+    draft_architecture, draft_kv_dtype            optional names, which both sides must agree on
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.runtime_context import get_parallel, get_server_args, get_spec
+
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.draft.rows import DraftRows
+from sglang_mixkv.errors import MixKVError, refuse
+
+SCALES = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
+
+
+class Draft(NamedTuple):
+    """`page_size`: tokens of a page as SGLang numbers them. `mem_pool`: the torch.cuda.MemPool that
+    the KV lies in, or None."""
+
+    layout: DraftLayout
+    rows: DraftRows
+    page_size: int
+    mem_pool: Any = None
+
+
+def of_pool(kv_args: Any, pool: Any) -> Draft:
+    """Raises MixKVError for a pool whose rows cannot be cut, or of which this would be a part."""
+    _check_pool(pool)
+    spec, parallel = get_spec(), get_parallel()
+    config = ModelConfig.from_server_args(
+        get_server_args(),
+        model_path=spec.speculative_draft_model_path,
+        model_revision=spec.speculative_draft_model_revision,
+        is_draft_model=True,
+    )
+    entries = [*pool.k_buffer, *pool.v_buffer]
+    facts = DraftFacts(
+        architecture=config.hf_config.architectures[0],
+        algorithm=spec.speculative_algorithm or "",
+        total_heads=config.get_total_num_kv_heads(),
+        head_bytes=tuple(e.shape[-1] * e.element_size() for e in entries),
+        dtype=str(pool.dtype).removeprefix("torch."),
+        cache_layout=pool.kv_cache_layout,
+    )
+    layout = DraftLayout(facts, parallel.attn_tp_size, parallel.attn_tp_rank)
+    _check_heads(layout, pool.head_num)
+    ptrs, lens, items = pool.get_contiguous_buf_infos()
+    kv_args.draft_kv_data_ptrs, kv_args.draft_kv_data_lens = ptrs, lens
+    kv_args.draft_kv_item_lens = items
+    kv_args.draft_kv_head_num = pool.head_num
+    kv_args.draft_total_kv_head_num = facts.total_heads
+    rows = DraftRows([e.view(torch.uint8) for e in entries], layout.heads)
+    return Draft(layout, rows, pool.page_size, _mem_pool(pool))
+
+
+def of_args(kv_args: Any) -> Draft | None:
+    """None without an MHA drafter in the three lists."""
+    ptrs = getattr(kv_args, "draft_kv_data_ptrs", ())
+    if not len(ptrs):
+        _check_appended(kv_args)
+        return None
+    parallel, spec = get_parallel(), get_spec()
+    page_size = kv_args.page_size * (parallel.attn_dcp_size or 1)
+    heads, items = kv_args.draft_kv_head_num, tuple(kv_args.draft_kv_item_lens)
+    if any(item % (page_size * heads) for item in items):
+        raise _not_cut(f"pages of {items} bytes, of {page_size} tokens x {heads} heads")
+    facts = DraftFacts(
+        architecture=getattr(kv_args, "draft_architecture", ""),
+        algorithm=spec.speculative_algorithm or "",
+        total_heads=kv_args.draft_total_kv_head_num,
+        head_bytes=tuple(item // (page_size * heads) for item in items),
+        dtype=getattr(kv_args, "draft_kv_dtype", ""),
+    )
+    layout = DraftLayout(facts, parallel.attn_tp_size, parallel.attn_tp_rank)
+    _check_heads(layout, heads)
+    rows = DraftRows.at(ptrs, kv_args.draft_kv_data_lens, items, page_size, layout.heads)
+    return Draft(layout, rows, page_size)
+
+
+def _check_appended(kv_args: Any) -> None:
+    """A drafter with heads among the target's entries is what the channel exists to prevent."""
+    if kv_args.num_draft_entries and not getattr(kv_args, "is_draft_mla_backend", True):
+        raise refuse(
+            "MIXKV-START-05",
+            "KV args with the target alone in kv_data_*, and a drafter's K and V heads in "
+            "draft_kv_data_ptrs, draft_kv_data_lens and draft_kv_item_lens",
+            f"{kv_args.num_draft_entries} draft entries behind the target's",
+            "SGLang would send heads to wrong places",
+            "See engine/draft_pool.py for what KV args have to name",
+        )
+
+
+def _check_pool(pool: Any) -> None:
+    name = type(pool).__name__
+    if isinstance(pool, SWAKVPool):
+        raise _not_whole(f"{name}: its sliding-window layers have pages of their own")
+    if any(getattr(pool, scale, None) is not None for scale in SCALES):
+        raise _not_whole(f"{name}: its K and V have block scales beside them")
+    if getattr(pool, "kv_cache_layout", None) != "nhd":
+        raise _not_cut(f"{name} with layout {getattr(pool, 'kv_cache_layout', None)}")
+
+
+def _check_heads(layout: DraftLayout, found: int) -> None:
+    if found != len(layout.heads):
+        raise _not_cut(
+            f"a pool of {found} heads where rank {layout.rank} of {layout.tp} should have "
+            f"{len(layout.heads)} of {layout.facts.total_heads}"
+        )
+
+
+def _not_whole(got: str) -> MixKVError:
+    return refuse(
+        "MIXKV-START-05",
+        "a drafter whose K and V rows are all of its cache",
+        got,
+        "a part of it would stay behind on prefill",
+        "Use a drafter without these, or --speculative-draft-kv-cache-dtype bfloat16",
+    )
+
+
+def _not_cut(got: str) -> MixKVError:
+    return refuse(
+        "MIXKV-START-05",
+        "a draft KV pool with rows of [tokens, heads, head size] (NHD)",
+        got,
+        "heads would be cut at wrong offsets",
+        "Unset SGLANG_USE_HND_KVCACHE, or use another attention backend",
+    )
+
+
+def _mem_pool(pool: Any) -> Any:
+    get = getattr(pool, "maybe_get_custom_mem_pool", None)
+    return get() if get is not None else None

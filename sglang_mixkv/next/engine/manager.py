@@ -1,0 +1,164 @@
+"""SGLang's manager of any backend, with this rank's side of the draft channel beside it.
+
+prefill: `outbox`, made while SGLang registers the rank, since its row goes with that.
+decode:  `inbox` and `servers`, made once SGLang knows this rank's address.
+Either may be None: a prefill rank without draft KV has no outbox.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from sglang.srt.disaggregation.common.conn import PrefillServerInfo
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.next.decode import rooms as decode_rooms
+from sglang_mixkv.next.decode.inbox import Inbox, Store
+from sglang_mixkv.next.engine.bootstrap import KEY
+from sglang_mixkv.next.engine.prefill_servers import PrefillServers
+from sglang_mixkv.next.engine.sides import SLOT_BYTES, Local
+from sglang_mixkv.next.prefill import rooms as prefill_rooms
+from sglang_mixkv.next.prefill.outbox import Outbox
+
+logger = logging.getLogger(__name__)
+
+
+class DraftManager:
+    """Mixed into CommonKVManager. Raises MixKVError, and the server does not start, for a drafter
+    that cannot be cut, and where the channel cannot be made."""
+
+    backend = ""
+    local: Local | None = None
+    outbox: Outbox | None = None
+    inbox: Inbox | None = None
+    servers: PrefillServers | None = None
+    local_ip: str
+    prefill_info_table: dict[str, Any]
+
+    def __init__(
+        self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False, **more: Any
+    ) -> None:
+        self.local = Local(args, server_args, mode.value, self.backend)
+        self.kv_status_msg_carries_reason = True  # prefill's reason reaches decode over Mooncake
+        super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
+        if mode == DisaggregationMode.DECODE:
+            self._make_inbox(self.local)
+        logger.info("%s", self._banner(self.local))
+
+    # -- prefill
+
+    def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
+        assert self.local is not None
+        row = self._make_outbox(self.local)
+        payload = {**payload, KEY: msgspec.to_builtins(row)}
+        super()._register_topology_row(url, payload)  # type: ignore[misc]
+
+    def _make_outbox(self, local: Local) -> Any:
+        if local.draft is None:
+            return local.row(self, "", None, None)
+        slots, draft = local.slots(), local.draft
+        staging = local.staging(slots)
+        plane = local.plane(staging, self.local_ip)
+        rooms = prefill_rooms.Rooms(
+            local.instance, draft.layout.heads, local.segment_tokens, slots, local.times
+        )
+        self.outbox = Outbox(
+            rooms, draft.rows, staging, plane, self.local_ip, local.port(self), local.times,
+            local.notes,
+        )  # fmt: skip
+        return local.row(self, self.outbox.address, staging, plane)
+
+    # -- decode
+
+    def _make_inbox(self, local: Local) -> None:
+        draft, slots = local.draft, local.slots()
+        store = None
+        if draft is not None:
+            staging = local.staging(slots)
+            store = Store(draft.rows, staging, local.plane(staging, self.local_ip))
+        rooms = decode_rooms.Rooms(local.instance, slots, SLOT_BYTES, local.times)
+        self.inbox = Inbox(rooms, store, local.times, local.notes, self._forget_peer)
+        self.servers = PrefillServers(
+            local.row(self, "", *((store.staging, store.plane) if store else (None, None))),
+            self.inbox,
+            self.prefill_info_table,
+            super().try_ensure_parallel_info,  # type: ignore[misc]
+            _stand_in,
+            serve_mismatch=local.config.on_draft_mismatch == "cold",
+            refused=local.notes.stats.refused,
+        )
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """False until the server's facts are here and fit, and the channel's connections stand."""
+        if self.servers is None:
+            return bool(super().try_ensure_parallel_info(bootstrap_addr))  # type: ignore[misc]
+        return self.servers.ensure(bootstrap_addr)
+
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        if self.servers is not None:
+            self.servers.forget(failed_bootstrap_addr)
+        super()._handle_node_failure(failed_bootstrap_addr)  # type: ignore[misc]
+
+    def _forget_peer(self, peer: bytes) -> None:
+        """From the channel's thread: another instance is where this one was."""
+        address = self.servers.address_of(peer) if self.servers is not None else None
+        if address is None or self.servers is None:
+            return
+        self.servers.forget(address)
+        self.prefill_info_table.pop(address, None)
+        with self.connection_lock:  # type: ignore[attr-defined]
+            pool = self.connection_pool  # type: ignore[attr-defined]
+            for key in [key for key in pool if key.startswith(f"{address}_")]:
+                del pool[key]
+
+    # -- both
+
+    def teardown(self) -> None:
+        super().teardown()  # type: ignore[misc]
+        self.close_channel()
+
+    def close_channel(self) -> None:
+        if self.outbox is not None:
+            self.outbox.close()
+        if self.inbox is not None:
+            self.inbox.shut()
+        if self.servers is not None:
+            self.servers.close()
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with an idle rank: ended threads, and anything left of a room."""
+        found = list(self.outbox.check()) if self.outbox is not None else []
+        found += self.inbox.check() if self.inbox is not None else []
+        for name in (
+            "request_status", "transfer_infos", "req_to_decode_prefix_len",
+            "prefill_response_tracker", "required_prefill_response_num_table",
+        ):  # fmt: skip
+            left = getattr(self, name, None)
+            if isinstance(left, dict) and left:
+                found.append(f"{name} holds {sorted(left, key=str)[:5]}")
+        return found
+
+    def _banner(self, local: Local) -> str:
+        draft = local.draft
+        if draft is None:
+            return f"sglang-mixkv: {local.mode} rank without draft KV of its own"
+        heads, layout = draft.layout.heads, draft.layout
+        return (
+            f"sglang-mixkv: {local.mode} attention-TP rank {layout.rank} of {layout.tp}, draft "
+            f"heads {heads.start}-{heads.stop - 1} of {layout.facts.total_heads}, data plane "
+            f"{self.backend}"
+        )
+
+
+def _stand_in() -> PrefillServerInfo:
+    """In the place of a refused server's sizes: with one DP rank the number of that is known."""
+    return PrefillServerInfo(
+        attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
+        kv_cache_dtype=None, follow_bootstrap_room=True,
+    )  # fmt: skip
+
+
+__all__ = ["DraftManager", "MixKVError"]

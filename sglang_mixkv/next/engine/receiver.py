@@ -1,0 +1,124 @@
+"""SGLang's receiver, with a room of the inbox beside it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.next.decode import events as ev
+from sglang_mixkv.next.decode.copier import Entry
+from sglang_mixkv.next.decode.inbox import Inbox
+from sglang_mixkv.next.decode.servers import Contact, Plan
+from sglang_mixkv.next.engine.sides import forward_event
+
+logger = logging.getLogger(__name__)
+
+
+class DraftReceiver:
+    """Mixed into CommonKVReceiver. `entry`: None before send_metadata, and for a request that needs
+    no room.
+
+    Of SGLang's statuses Success is changed to Transferring while draft KV is awaited, and to
+    Failed where rows could not even be cleared.
+    """
+
+    entry: Entry | None = None
+    plan: Plan | None = None
+    kv_mgr: Any
+    bootstrap_room: int
+    bootstrap_addr: str
+    bootstrap_infos: Any
+    conclude_state: Any
+
+    def init(self, prefill_dp_rank: int) -> None:
+        servers = getattr(self.kv_mgr, "servers", None)
+        reason = servers.refusal(self.bootstrap_addr) if servers is not None else None
+        if reason is not None and self.conclude_state is None:
+            self._fail(reason)
+            return
+        super().init(prefill_dp_rank)  # type: ignore[misc]
+        if servers is None or self.conclude_state is not None or not self.bootstrap_infos:
+            return
+        try:
+            self.plan = servers.plan(self.bootstrap_addr, _contacts(self.bootstrap_infos))
+        except MixKVError as error:
+            self._fail(str(error))
+
+    def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
+        super().send_metadata(kv_indices, *args, **kwargs)  # type: ignore[misc]
+        inbox: Inbox | None = getattr(self.kv_mgr, "inbox", None)
+        if inbox is None or self.plan is None or self.conclude_state is not None:
+            return
+        prefix = kwargs.get("decode_prefix_len", args[2] if len(args) > 2 else None) or 0
+        self.entry = self._entry(inbox, self.plan, kv_indices, prefix)
+        inbox.open(self.entry)
+
+    def _entry(self, inbox: Inbox, plan: Plan, pages: Any, first: int) -> Entry:
+        local = self.kv_mgr.local
+        page_size = local.draft.page_size if local.draft else self.kv_mgr.kv_args.page_size
+        event = forward_event(local.handed.scheduler)
+        opened = ev.OpenRoom(
+            generation=inbox.new_generation(),
+            number=self.bootstrap_room,
+            sources=plan.sources,
+            first_token=first,
+            end=first + len(pages) * page_size if local.draft else first,
+            cold=plan.cold,
+            pending=event is not None,
+            checksum=local.config.verify == "checksum",
+            version=plan.version,
+            required_targets=self.required_prefill_response_num,  # type: ignore[attr-defined]
+        )
+        return Entry(opened, pages, page_size, event)
+
+    def poll(self) -> Any:
+        status = super().poll()  # type: ignore[misc]
+        entry = self.entry
+        if entry is None or status != KVPoll.Success:
+            return status
+        self.kv_mgr.inbox.target_arrived(entry)
+        if entry.state is None:
+            return self._await(entry)
+        if entry.state is ev.State.FAILED:
+            self._fail(f"[MIXKV-SELF-01] draft rows could not be cleared: {entry.reason}")
+            self.ensure_abort_notified()  # type: ignore[attr-defined]
+            return KVPoll.Failed
+        return status
+
+    def _await(self, entry: Entry) -> Any:
+        """A room whose thread has ended is cleared here, and served cold."""
+        if not self.kv_mgr.inbox.broken:
+            return KVPoll.Transferring
+        self.kv_mgr.inbox.clear_now(entry)
+        return KVPoll.Transferring
+
+    def clear(self) -> None:
+        self._close("")
+        super().clear()  # type: ignore[misc]
+
+    def abort(self) -> None:
+        self._close("aborted on decode")
+        super().abort()  # type: ignore[misc]
+
+    def failure_exception(self) -> None:
+        self._close("failed on decode")
+        super().failure_exception()  # type: ignore[misc]
+
+    def _close(self, reason: str) -> None:
+        if self.entry is not None:
+            self.kv_mgr.inbox.close(self.entry, reason)
+
+    def _fail(self, reason: str) -> None:
+        logger.error("sglang-mixkv fails request %s: %s", self.bootstrap_room, reason)
+        self.kv_mgr.record_failure(self.bootstrap_room, f"sglang-mixkv: {reason}")
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.conclude_state = KVPoll.Failed
+
+
+def _contacts(infos: Any) -> tuple[Contact, ...]:
+    return tuple(
+        Contact(info["rank_ip"], int(info["rank_port"]), not info["is_dummy"]) for info in infos
+    )

@@ -1,0 +1,90 @@
+"""SGLang's sender, whose chunks also go to the outbox."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+from sglang_mixkv.next.engine.sides import forward_event
+from sglang_mixkv.next.prefill.outbox import Outbox, Pages, Use
+
+
+class DraftSender:
+    """Mixed into CommonKVSender. `use`: None on a rank without draft KV, or before init.
+
+    Of SGLang's statuses only Success is changed, to Transferring, until the use is settled.
+    """
+
+    use: Use | None = None
+    kv_mgr: Any
+    bootstrap_room: int
+    _first: int | None = None
+
+    def init(self, num_kv_indices: int, *args: Any, **kwargs: Any) -> None:
+        super().init(num_kv_indices, *args, **kwargs)  # type: ignore[misc]
+        outbox: Outbox | None = getattr(self.kv_mgr, "outbox", None)
+        if outbox is not None and self.use is None:
+            self._pages, self._sent = num_kv_indices, 0
+            self.use = outbox.begin(self.bootstrap_room)
+
+    def pop_decode_prefix_len(self) -> int:
+        """As stock; the first chunk begins behind it."""
+        prefix = int(super().pop_decode_prefix_len())  # type: ignore[misc]
+        self._first = prefix
+        return prefix
+
+    def send(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
+        if self.use is None:
+            super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
+            return
+        early = getattr(self, "_early_send_wait_event", None)  # stock's send takes it away
+        first = self._next_token()
+        super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
+        events = [early, kwargs.get("indices_event")]
+        if self.kv_mgr.pp_size > 1:  # process_prefill_chunk sends while the forward may run
+            events.append(forward_event(self.kv_mgr.local.handed.scheduler))
+        page_size = self.kv_mgr.local.draft.page_size
+        count = kwargs.get("num_kv_tokens")
+        self._sent += len(kv_indices)
+        last = self._sent >= self._pages
+        count = len(kv_indices) * page_size if count is None else count
+        pages = Pages(kv_indices, page_size, [e for e in events if e is not None])
+        self.kv_mgr.outbox.add_chunk(self.use, first, count, last, pages)
+        self._first = first + count
+
+    def _next_token(self) -> int:
+        """The number, in the prompt, of the chunk's first token."""
+        if self._first is None:  # nobody has popped it: a sender that is driven by hand
+            prefixes = getattr(self.kv_mgr, "req_to_decode_prefix_len", {})
+            self._first = int(prefixes.get(self.bootstrap_room, 0) or 0)
+        return self._first
+
+    def poll(self) -> Any:
+        status = super().poll()  # type: ignore[misc]
+        if self.use is None or status != KVPoll.Success:
+            return status
+        self.kv_mgr.outbox.target_sent(self.use)
+        return status if self.use.settled else KVPoll.Transferring
+
+    def get_transfer_metric(self) -> Any:
+        metric = super().get_transfer_metric()  # type: ignore[misc]
+        if self.use is not None and metric.transfer_total_bytes is not None:
+            metric.transfer_total_bytes += self.use.bytes
+        return metric
+
+    def clear(self) -> None:
+        self._end("")
+        super().clear()  # type: ignore[misc]
+
+    def abort(self) -> None:
+        self._end("aborted on prefill")
+        super().abort()  # type: ignore[misc]
+
+    def failure_exception(self) -> None:
+        self._end("failed on prefill")
+        super().failure_exception()  # type: ignore[misc]
+
+    def _end(self, reason: str) -> None:
+        if self.use is not None:
+            self.kv_mgr.outbox.end(self.use, reason)
