@@ -34,17 +34,18 @@ class Turns(Generic[T]):
 
     def _serve(self, owner: Hashable, serve_one: Callable[[T], bool | None]) -> bool:
         queue = self._queues.get(owner)
-        while queue:
-            key, item = next(iter(queue.items()))
-            result = serve_one(item)
-            if result is None:
-                return False
-            queue.pop(key, None)
-            if result:
-                queue[key] = item  # behind the owner's others
-                return True
-        self._queues.pop(owner, None)
-        return False
+        if not queue:
+            return False
+        key, item = next(iter(queue.items()))
+        result = serve_one(item)
+        if result is None:
+            return False
+        del self._queues[owner], queue[key]
+        if result:
+            queue[key] = item  # behind the owner's others
+        if queue:
+            self._queues[owner] = queue  # behind the other owners, the next time too
+        return bool(queue)
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))

@@ -65,8 +65,9 @@ class DraftRows:
         """Host memory that KV args name: address, bytes, bytes of a page of so many tokens."""
         entries = []
         for ptr, size, item in zip(ptrs, lens, items, strict=True):
-            memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(ptr))
-            entries.append(torch.from_numpy(memory.reshape(size // item * page, len(heads), -1)))
+            pages = size // item
+            memory = np.ctypeslib.as_array((ctypes.c_uint8 * (pages * item)).from_address(ptr))
+            entries.append(torch.from_numpy(memory.reshape(pages * page, len(heads), -1)))
         return cls(entries, heads)
 
     def bytes_per_token(self, heads: int) -> int:

@@ -336,7 +336,9 @@ def test_the_readme_leads_to_every_page() -> None:
 
 
 def test_a_reader_in_a_hurry_gets_through() -> None:
-    texts = [path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))]
+    """The contract of the wire is for those who change it."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts = [page.read_text() for page in pages if page.name != "protocol.md"]
     assert sum(len(text.split()) for text in texts) < 10_000
 
 

@@ -9,6 +9,7 @@ those that their names' checksums pick, so that no parameter decides.
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from hashlib import sha256
@@ -42,6 +43,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv("UCX_TLS", "tcp")
     skip_unserved(name)
     monkeypatch.setattr(model, "BACKEND", name)
+    monkeypatch.setattr(model, "CHANNEL", os.environ.get("MIXKV_WAY") == "channel")
     return name
 
 

@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from rig import model
 from rig.model import Cache, Case, Request
 from rig.ring import Outcome, run
 
@@ -32,8 +33,9 @@ def right(case: Case) -> Outcome:
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
     assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
-    planned = outcome.total("target_bytes_sent") + outcome.total("draft_bytes_sent")
-    assert outcome.total("wire_bytes") == planned
+    if not case.channel:
+        planned = outcome.total("target_bytes_sent") + outcome.total("draft_bytes_sent")
+        assert outcome.total("wire_bytes") == planned
     return outcome
 
 
@@ -42,7 +44,8 @@ def right(case: Case) -> Outcome:
 def test_every_byte(prefill_tp: int, decode_tp: int, draft: str) -> None:
     seed = prefill_tp * 100 + decode_tp
     outcome = right(Case(prefill_tp, decode_tp, draft=DRAFTS[draft], requests=REQUESTS, seed=seed))
-    assert outcome.total("draft_bytes_sent") > 0
+    if not (model.CHANNEL and draft == "mla"):  # over the channel that is SGLang's to move
+        assert outcome.total("draft_bytes_sent") > 0
 
 
 @pytest.mark.sampled(3)

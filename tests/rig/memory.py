@@ -52,12 +52,29 @@ class Memory:
         self.sglang_pools: dict[str, Any] = {}
         self.pools = self._pools()
         self.state = self._state()
+        number = self.rank if self.side == "decode" else self._aux_number(self.rank)
         self.aux = [
-            np.random.default_rng([self.rank, self.side == "decode", i]).integers(
+            np.random.default_rng([number, self.side == "decode", i]).integers(
                 0, 256, (len(self.case.requests) + 1, n), np.uint8
             )
             for i, n in enumerate(self._aux_lens())
         ]
+
+    def draft_args(self, side: str = "") -> str:
+        """How this side's (or that) KV args have the drafter: `appended`, as SGLang does it;
+        `hidden`: its pool is not seen; `stripped`: appended, and cut out of them again.
+
+        Where a case gives them, the aux rows of all prefill ranks that may send a request's are
+        alike, as SGLang's are."""
+        way = "channel" if self.case.channel else "appended"
+        return self.case.extra.get("draft_args", {}).get(side or self.side, way)
+
+    def _aux_number(self, rank: int) -> int:
+        """Which aux rows a prefill rank has."""
+        if "draft_args" not in self.case.extra:
+            return rank
+        tp, pp, dp = (getattr(self.case, f"prefill_{name}") for name in ("tp", "pp", "dp"))
+        return rank // (tp * dp * pp) * dp + rank // tp % dp
 
     def _aux_lens(self) -> list[int]:
         """Without speculation the drafter's rows have another length."""
@@ -65,8 +82,12 @@ class Memory:
         return [n + longer * (i in DRAFT_AUX) for i, n in enumerate(AUX_LENS)]
 
     def _stage_layers(self) -> range:
-        per_stage = self.case.target.layers // self.pp_size
-        return range(self.stage * per_stage, (self.stage + 1) * per_stage)
+        """Stages are alike, where a case does not say how many layers each of them has."""
+        sizes = [self.case.target.layers // self.pp_size] * self.pp_size
+        if self.pp_size > 1:
+            sizes = self.case.extra.get("stages", sizes)
+        first = sum(sizes[: self.stage])
+        return range(first, first + sizes[self.stage])
 
     def _speculates(self) -> bool:
         wanted = self.case.extra.get("draft_on", {}).get(self.side, True)
@@ -186,8 +207,10 @@ class Memory:
         self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray], done: list[int]
     ) -> None:
         """Every byte of every buffer: done requests hold the truth, all else its canary."""
+        ways = {self.draft_args(side) for side in ("prefill", "decode")}
+        moved = ways <= {"appended", "channel"}
         for name, pool in before.items():
-            for number in done:
+            for number in done if moved or not name.startswith("draft") else ():
                 cold = name == "draft" and self.case.extra.get("cold")
                 pages, rows = self._tables(name)[number], self._rows(name, number)
                 for index, (entry, row) in enumerate(zip(pool, rows, strict=True)):
@@ -199,8 +222,10 @@ class Memory:
             for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
                 self._differ(f"{name} entry {index}", want, got)
         one_sender = self.case.draft is not None and self.case.prefill_mixkv
-        several_senders = not one_sender and (
-            not self.case.target.is_mla or self.case.hybrid or self.case.prefill_pp > 1
+        several_senders = (
+            "draft_args" not in self.case.extra
+            and not one_sender
+            and (not self.case.target.is_mla or self.case.hybrid or self.case.prefill_pp > 1)
         )
         for index, (want, got) in enumerate(zip(aux_before, self.aux, strict=True)):
             if several_senders:  # stock: each of them writes the row, one after the other
@@ -209,7 +234,7 @@ class Memory:
                 if self.case.extra.get("cold") and index in DRAFT_AUX:
                     want[number + 1] = 0 if self._has_draft() else want[number + 1]
                     continue
-                sender = self._aux_sender(number)
+                sender = self._aux_number(self._aux_sender(number))
                 want[number + 1] = np.random.default_rng([sender, False, index]).integers(
                     0, 256, (len(self.case.requests) + 1, AUX_LENS[index]), np.uint8
                 )[number]

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+CHANNEL = False
+"""Whether draft KV of cases that do not say goes over the draft channel."""
 BACKEND = "mooncake"
 """SGLang's transfer backend of cases that do not name one."""
 
@@ -77,6 +79,7 @@ class Case:
     decode_radix: bool = False
     compares: bool = False  # --disaggregation-enable-kv-checksum on both sides
     backend: str = field(default_factory=lambda: BACKEND)
+    channel: bool = field(default_factory=lambda: CHANNEL)
     prefill_mixkv: bool = True
     decode_mixkv: bool = True
     seed: int = 0

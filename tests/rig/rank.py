@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import os
 import socket
 import sys
 import time
@@ -72,6 +73,8 @@ class Rank(Memory):
             speculative_algorithm=case.algorithm if self._speculates() else None,
             **(self._host_cache.flags() if self._host_cache is not None else {}),
         )
+        if self.draft_args() == "channel":
+            os.environ["SGLANG_MIXKV_CHANNEL"] = "1"
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
         enabled = enabled and (self.side, self.rank) not in case.extra.get("stock_ranks", ())
         setattr(args, ATTRIBUTE, Config(enabled=enabled, **case.extra.get("config", {})))
@@ -96,21 +99,26 @@ class Rank(Memory):
         from sglang.srt.disaggregation import utils
         from sglang.srt.disaggregation.base.conn import KVArgs
 
-        case = self.case
+        case, pools = self.case, dict(self.sglang_pools)
+        apart = pools.get("draft") if self.draft_args() == "channel" else None
+        if apart is not None and case.draft is not None and case.draft.is_mla:
+            apart = None
+        if self.draft_args() == "hidden" or apart is not None:
+            pools.pop("draft", None)
         args = KVArgs()
-        infos = [p.get_contiguous_buf_infos() for p in self.sglang_pools.values()]
+        infos = [p.get_contiguous_buf_infos() for p in pools.values()]
         args.engine_rank = (
             self.dp_rank * self.tp + self.attn_rank if self.side == "prefill" else self.attn_rank
         )
         args.kv_data_ptrs = [p for ptrs, _, _ in infos for p in ptrs]
         args.kv_data_lens = [n for _, lens, _ in infos for n in lens]
         args.kv_item_lens = [n for _, _, items in infos for n in items]
-        args.num_draft_entries = len(self.pools.get("draft", ()))
+        args.num_draft_entries = len(self.pools["draft"]) if "draft" in pools else 0
         args.kv_cache_dtype_str = case.extra.get(f"{self.side}_dtype", "bf16")
         args.aux_data_ptrs = [a.ctypes.data for a in self.aux]
         args.aux_data_lens = [a.nbytes for a in self.aux]
         args.aux_item_lens = [a[0].nbytes for a in self.aux]
-        target, draft = (self.sglang_pools.get(name) for name in ("target", "draft"))
+        target, draft = (pools.get(name) for name in ("target", "draft"))
         args.kv_layer_ids = utils.build_kv_layer_ids(
             token_to_kv_pool=target, draft_token_to_kv_pool=draft,
             num_draft_entries=args.num_draft_entries, num_hidden_layers=100,
@@ -129,6 +137,13 @@ class Rank(Memory):
             args.total_kv_head_num = case.target.heads
         if self._has_draft():
             self._describe_draft(args)
+        if self.side == "decode" and case.backend == "nixl" and "draft_args" in case.extra:
+            args.kv_data_mem_kinds = ["VRAM"] * len(args.kv_data_ptrs)
+        if self.draft_args() == "stripped":
+            strip_drafter(args)
+        if apart is not None:
+            infos = apart.get_contiguous_buf_infos()
+            args.draft_kv_data_ptrs, args.draft_kv_data_lens, args.draft_kv_item_lens = infos
         return args
 
     def _describe_draft(self, args: Any) -> None:
@@ -188,7 +203,8 @@ class Rank(Memory):
     @property
     def plugin(self) -> Any:
         """The plugin's side of this rank; None where SGLang runs alone."""
-        return getattr(self.manager, "side", None)
+        local = getattr(self.manager, "local", None)
+        return local.notes if local is not None else getattr(self.manager, "side", None)
 
     def on_transfer(self, change: Callable[[Callable[..., int]], Callable[..., int]]) -> None:
         """Put `change(real)` in the place of the call that each write of this rank waits for:
@@ -359,6 +375,15 @@ class Rank(Memory):
         receiver = self.kv_class["receiver"](self.manager, address, self.rooms()[number])
         receiver.init(self.case.turn(number) % self.case.prefill_dp)
         return receiver
+
+
+def strip_drafter(args: Any) -> None:
+    """Cut the drafter's entries, which are the last, out of KV args, in place."""
+    end = len(args.kv_data_ptrs) - args.num_draft_entries
+    lists = ("kv_data_ptrs", "kv_data_lens", "kv_item_lens", "kv_layer_ids", "kv_data_mem_kinds")
+    for name in lists:
+        del getattr(args, name, [])[end:]
+    args.num_draft_entries = 0
 
 
 def start_mooncake() -> None:

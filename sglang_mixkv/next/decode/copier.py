@@ -6,13 +6,15 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sglang_mixkv.channel.gate import Gate
-from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.next.decode import events as ev
+
+if TYPE_CHECKING:
+    from sglang_mixkv.draft.rows import DraftRows, Staging
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +46,10 @@ class Copier:
         staging: Staging,
         entries: Mapping[ev.Generation, Entry],
         done: Callable[[ev.JobDone], None],
+        moved: Callable[[int], None],
     ) -> None:
         self._rows, self._staging, self._entries, self._done = rows, staging, entries, done
+        self._moved = moved
         self._work: queue.SimpleQueue[ev.Unpack | ev.Clear | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name="mixkv-copy", daemon=True)
         self.thread.start()
@@ -87,7 +91,9 @@ class Copier:
                 return ev.JobDone(job.job, ev.Result.STALE, "its checksum differs")
         rows = entry.rows(job.first_token, job.first_token + job.tokens)
         self._rows.unpack(rows, job.heads, slot)
-        entry.bytes += job.tokens * self._rows.bytes_per_token(heads)
+        size = job.tokens * self._rows.bytes_per_token(heads)
+        entry.bytes += size
+        self._moved(size)
         return ev.JobDone(job.job, ev.Result.DONE)
 
     def clear_now(self, entry: Entry) -> None:

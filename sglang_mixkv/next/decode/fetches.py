@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang_mixkv.channel.data_plane import DataPlane, Outcome
 from sglang_mixkv.draft.facts import Row
 from sglang_mixkv.draft.facts import Staging as RemoteStaging
-from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.next.decode import events as ev
+
+if TYPE_CHECKING:
+    from sglang_mixkv.draft.rows import DraftRows, Staging
 
 logger = logging.getLogger(__name__)
 

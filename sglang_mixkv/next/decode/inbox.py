@@ -14,22 +14,25 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import DataPlane
 from sglang_mixkv.channel.messages import Fail, Ready
+from sglang_mixkv.channel.notes import Notes
 from sglang_mixkv.channel.sockets import Inlet
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.facts import Row
-from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.next.decode import events as ev
 from sglang_mixkv.next.decode.copier import Copier, Entry
 from sglang_mixkv.next.decode.fetches import Fetches
 from sglang_mixkv.next.decode.peers import Dealer, Peers
 from sglang_mixkv.next.decode.rooms import Rooms
+
+if TYPE_CHECKING:
+    from sglang_mixkv.draft.rows import DraftRows, Staging
 
 logger = logging.getLogger(__name__)
 
@@ -52,18 +55,17 @@ class _Connected(NamedTuple):
 
 class Inbox:
     """`store`: None on a rank without a drafter, which opens rooms and reads nothing. `forget`:
-    takes a peer of which another instance is at the same address. `count`: counts by name, and
-    logs. Neither may raise."""
+    takes a peer of which another instance is at the same address; it must not raise."""
 
     def __init__(
         self,
         rooms: Rooms,
         store: Store | None,
         times: Times,
-        count: Callable[[ev.Note], None],
+        notes: Notes,
         forget: Callable[[ev.Peer], None],
     ) -> None:
-        self._rooms, self._count, self._forget = rooms, count, forget
+        self._rooms, self._notes, self._forget = rooms, notes, forget
         self._inlet: Inlet[ev.Event | _Connected] = Inlet()
         self._entries: dict[ev.Generation, Entry] = {}
         self._waiting: dict[ev.Generation, Any] = {}  # forward events
@@ -71,7 +73,9 @@ class Inbox:
         self._peers = Peers(times)
         self._fetches = Fetches(store.plane, store.rows, store.staging) if store else None
         self._copier = (
-            Copier(store.rows, store.staging, self._entries, self._inlet.put) if store else None
+            Copier(store.rows, store.staging, self._entries, self._inlet.put, notes.moved)
+            if store
+            else None
         )
         self._broken, self._stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="mixkv-inbox", daemon=True)
@@ -187,7 +191,7 @@ class Inbox:
                 self._handle(ended)
         for peer, message in self._peers.received(ready):
             if isinstance(message, ValueError):
-                self._count(ev.Note("unreadable", peer, str(message)))
+                self._notes(ev.Note("unreadable", peer, str(message)))
             elif isinstance(message, Ready | Fail):
                 self._handle(ev.Received(peer, message))
 
@@ -229,7 +233,7 @@ class Inbox:
                     self._fetches.drop(action.peer)
                 self._forget(action.peer)
             case ev.Note():
-                self._count(action)
+                self._notes(action)
             case ev.Unpack() | ev.Clear():
                 assert self._copier is not None
                 self._copier.put(action)
@@ -245,6 +249,8 @@ class Inbox:
             self._inlet.put(event)
 
     def _decide(self, verdict: ev.Verdict) -> None:
+        self._notes(ev.Note(verdict.state.value))
+        self._notes.publish()
         entry = self._entries.get(verdict.generation)
         if entry is not None:
             entry.reason = verdict.reason

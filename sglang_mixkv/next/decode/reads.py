@@ -21,10 +21,11 @@ from sglang_mixkv.next.decode.parts import Part, Room
 
 
 class Segment:
-    """`started`: when its read was; `failed`: it is not to be used any more."""
+    """`announced`: when its READY came; `started`: when its read was; `failed`: it is not to be
+    used any more."""
 
-    def __init__(self, room: Room, part: Part, ready: Ready) -> None:
-        self.room, self.part, self.ready = room, part, ready
+    def __init__(self, room: Room, part: Part, ready: Ready, now: float) -> None:
+        self.room, self.part, self.ready, self.announced = room, part, ready, now
         self.read = 0
         self.slot = 0
         self.started = 0.0
@@ -99,6 +100,13 @@ class Reads:
             if segment.started > limit:
                 return
             if not segment.failed:
+                yield segment
+
+    def unread(self, limit: float) -> Iterator[Segment]:
+        """The oldest of each room that was announced at this time or before, and still waits."""
+        for segments in list(self._waiting.values()):
+            segment = next(iter(segments.values()))
+            if segment.announced <= limit:
                 yield segment
 
     @property

@@ -141,7 +141,7 @@ class Rooms:
         room.progress = self._clock
         room.first_ready = self._clock if room.first_ready is None else room.first_ready
         if ready.count:
-            self._reads.add(Segment(room, part, ready))
+            self._reads.add(Segment(room, part, ready, self._clock))
         self._finish(room)
 
     def _failed(self, peer: ev.Peer, message: Fail) -> None:
@@ -292,6 +292,9 @@ class Rooms:
         for segment in self._reads.overdue(self._clock - self._times.read):
             self._out.append(ev.GiveUpRead(segment.read))
             self._read_went_wrong(segment, "it took too long")
+        # prefill uses a slot again after `slot_aside`, whether it was read or not
+        for segment in self._reads.unread(self._clock - self._times.slot_aside / 2):
+            self._go_cold(segment.room, "slots", "no slot was free to read it", [segment.peer])
         for room in list(self._rooms.values()):
             if room.wants and room.arrived is not None and self._clock >= self._deadline(room):
                 self._go_cold(room, "deadline", "its KV did not come", room.missing(), strike=True)

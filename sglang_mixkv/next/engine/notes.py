@@ -11,7 +11,7 @@ from sglang_mixkv.stats import Stats
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED = 1024  # pairs of peer and kind; beyond them nothing new is logged
-QUIET = ("closed", "early", "doubled", "unknown_ack", "aborted")  # of every day: counted only
+QUIET = ("warm", "cold", "closed", "early", "doubled", "unknown_ack", "aborted")  # counted only
 
 
 class Notes:
@@ -19,6 +19,7 @@ class Notes:
 
     def __init__(self, mode: str, config: Any) -> None:
         self.stats = Stats(mode, config.stats_dir, metrics_for(mode))
+        self._bytes = "draft_bytes_sent" if mode == "prefill" else "draft_bytes_needed"
         self._logged: set[tuple[str, bytes]] = set()
 
     def __call__(self, note: Any) -> None:
@@ -33,6 +34,9 @@ class Notes:
                 note.what, note.detail or "no detail", peer.hex() or "-",
             )  # fmt: skip
 
-    def add(self, **amounts: float) -> None:
-        self.stats.add(**amounts)
+    def moved(self, size: int) -> None:
+        """Bytes of draft KV that were packed here, or are in place here."""
+        self.stats.add(**{self._bytes: size})
+
+    def publish(self) -> None:
         self.stats.publish()

@@ -14,8 +14,8 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import zmq
@@ -23,11 +23,14 @@ import zmq
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import DataPlane
 from sglang_mixkv.channel.messages import Ack, Fail, Open
+from sglang_mixkv.channel.notes import Notes
 from sglang_mixkv.channel.sockets import Inlet, endpoint, new_context, new_socket
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.next.prefill import events as ev
 from sglang_mixkv.next.prefill.rooms import Rooms
+
+if TYPE_CHECKING:
+    from sglang_mixkv.draft.rows import DraftRows, Staging
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +71,7 @@ class Use:
 
 
 class Outbox:
-    """`plane`: peers read the staging memory through it. `count`: counts by name, and logs; it must
-    not raise."""
+    """`plane`: peers read the staging memory through it. `notes`: see channel/notes.py."""
 
     def __init__(
         self,
@@ -80,10 +82,10 @@ class Outbox:
         host: str,
         port: int,
         times: Times,
-        count: Callable[[ev.Note], None],
+        notes: Notes,
     ) -> None:
         self._rooms, self._rows, self._staging, self._plane = rooms, rows, staging, plane
-        self._count = count
+        self._notes = notes
         self._context = new_context()
         self._socket = new_socket(self._context, zmq.ROUTER, host, times)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -196,7 +198,7 @@ class Outbox:
             except zmq.Again:
                 return
             except ValueError as error:
-                self._count(ev.Note("unreadable", b"", str(error)))
+                self._notes(ev.Note("unreadable", b"", str(error)))
                 continue
             if isinstance(message, Open | Ack | Fail):
                 self._handle(ev.Received(connection, message))
@@ -218,8 +220,9 @@ class Outbox:
                 use = self._uses.get(action.use)
                 if use is not None:
                     use._settled = True
+                self._notes.publish()
             case ev.Note():
-                self._count(action)
+                self._notes(action)
 
     def _send(self, action: ev.Send) -> None:
         frames = [action.connection, messages.encode(action.message)]
@@ -240,6 +243,7 @@ class Outbox:
             rows = job.rows.rows(job.offset, job.count)
             size = self._rows.pack(rows, job.heads, slot, job.stamp)
             use = self._uses.get(job.use)
+            self._notes.moved(size)
             if use is not None:
                 use.bytes += size
             if not job.checksum:

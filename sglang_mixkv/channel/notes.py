@@ -1,0 +1,18 @@
+"""What a channel's threads report, by an object that counts and logs it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+
+class Notes(Protocol):
+    """Called from several threads. Nothing here raises."""
+
+    def __call__(self, note: Any) -> None:
+        """A Note of one of the state machines."""
+
+    def moved(self, size: int) -> None:
+        """So many bytes of draft KV were packed, or are in place."""
+
+    def publish(self) -> None:
+        """A request has come to its end here."""
