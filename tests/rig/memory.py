@@ -66,12 +66,14 @@ class Memory:
 
         Where a case gives them, the aux rows of all prefill ranks that may send a request's are
         alike, as SGLang's are."""
-        way = "channel" if self.case.channel else "appended"
-        return self.case.extra.get("draft_args", {}).get(side or self.side, way)
+        side = side or self.side
+        opted_in = getattr(self.case, f"{side}_mixkv")
+        way = "channel" if self.case.channel and opted_in else "appended"
+        return self.case.extra.get("draft_args", {}).get(side, way)
 
     def _aux_number(self, rank: int) -> int:
         """Which aux rows a prefill rank has."""
-        if "draft_args" not in self.case.extra:
+        if "draft_args" not in self.case.extra and not self.case.channel:
             return rank
         tp, pp, dp = (getattr(self.case, f"prefill_{name}") for name in ("tp", "pp", "dp"))
         return rank // (tp * dp * pp) * dp + rank // tp % dp
@@ -158,7 +160,7 @@ class Memory:
             tables, rows = self._tables(name), self.pools[name][entry].shape[1]
             return np.repeat(np.arange(len(tables[number])) >= first, rows).reshape(-1, rows)
         sent[:first] = False
-        if name != "draft" or not case.prefill_mixkv:  # SGLang sends tokens, the plugin pages
+        if name != "draft" or not case.prefill_mixkv or case.channel:  # tokens; else pages
             sent.reshape(-1)[case.requests[number].tokens :] = False
         return model.on_dcp_rank(sent, self.dcp, None if name == "draft" else self.dcp_rank)
 
@@ -208,7 +210,7 @@ class Memory:
     ) -> None:
         """Every byte of every buffer: done requests hold the truth, all else its canary."""
         ways = {self.draft_args(side) for side in ("prefill", "decode")}
-        moved = ways <= {"appended", "channel"}
+        moved = ways <= {"appended", "channel"} and not self.case.extra.get("draft_stays")
         for name, pool in before.items():
             for number in done if moved or not name.startswith("draft") else ():
                 cold = name == "draft" and self.case.extra.get("cold")
@@ -218,12 +220,14 @@ class Memory:
                     kept = entry[pages]
                     if name == "draft" and self.relays and not cold:
                         kept = self._unread(number, kept, self.pools[name][index][pages])
-                    entry[pages] = 0 if cold else np.where(sent, row, kept)
+                    cleared = cold or (name == "draft" and self.case.extra.get("cleared"))
+                    entry[pages] = 0 if cleared else np.where(sent, row, kept)
             for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
                 self._differ(f"{name} entry {index}", want, got)
         one_sender = self.case.draft is not None and self.case.prefill_mixkv
         several_senders = (
             "draft_args" not in self.case.extra
+            and not self.case.channel
             and not one_sender
             and (not self.case.target.is_mla or self.case.hybrid or self.case.prefill_pp > 1)
         )

@@ -1,0 +1,119 @@
+"""The draft channel in SGLang's own managers: every byte of every pool, over both data planes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rig.model import Cache, Case, Request
+from rig.ring import Outcome, run
+
+pytestmark = pytest.mark.transports(every=3)
+
+REQUESTS = (
+    Request(23, chunk_pages=2),
+    Request(8, chunk_pages=1),
+    Request(1),
+    Request(12, prefix_pages=2),
+)
+HYBRID = {"target": Cache("mla", layers=4), "hybrid": True}
+GQA = {"target": Cache("mha", layers=4, heads=4)}
+BLOCK = {"draft": Cache("mha", layers=5, heads=8), "algorithm": "DFLASH"}
+CASES: dict[str, dict[str, Any]] = {
+    "2-1": {},
+    "1-2": {},
+    "1-1": {},
+    "2-2": {},
+    "8-1": {"draft": Cache("mha", heads=8)},
+    "1-8": {"draft": Cache("mha", heads=8)},
+    "4-2 replicated heads": {"draft": Cache("mha", heads=2)},
+    "8-2 one head": {"draft": Cache("mha", heads=1)},
+    "2-4 wide K": {"draft": Cache("mha", layers=3, heads=8, k_bytes=6, v_bytes=10)},
+    "2-1 fp8": {"draft": Cache("mha", heads=4, dtype="fp8")},
+    "2-1 block": BLOCK,
+    "1-2 block": BLOCK,
+    "2-1 hybrid": HYBRID,
+    "1-2 hybrid": HYBRID,
+    "2-1 gqa": GQA,
+    "1-2 gqa": GQA,
+    "2-1 stages": {"prefill_pp": 2, "target": Cache("mla", layers=4, k_bytes=24)},
+    "2-2 dp on decode": {"decode_dp": 2},
+    "1-2 dp on prefill": {"prefill_dp": 2},
+    "2-1 two servers": {"prefills": 2},
+    "1-4 dcp": {"dcp": 2, "draft": Cache("mha", heads=4)},
+    "2-1 page of one": {"page_size": 1},
+    "2-1 mla drafter": {"draft": Cache("mla", k_bytes=8)},
+    "2-1 no drafter": {"draft": None},
+}
+
+
+def case(name: str, **extra: Any) -> Case:
+    prefill, _, rest = name.partition("-")
+    more = dict(CASES.get(name, {}))
+    if "dcp" in more:
+        more["requests"] = (Request(23, chunk_pages=2), Request(8), Request(1))
+    settings = {"requests": REQUESTS, "channel": True, "extra": extra, **more}
+    return Case(int(prefill), int(rest.split()[0]), **settings)
+
+
+def warm(outcome: Outcome, ranks: int, requests: int) -> None:
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+    assert outcome.total("channel_warm") == ranks * requests
+    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_byte(name: str) -> None:
+    one = case(name)
+    outcome = run(one)
+    shares = one.decode_dp  # each request is on the ranks of one of them
+    warm(outcome, one.decode_tp * one.decode_dp // shares, len(one.requests))
+    with_heads = one.draft is not None and not one.draft.is_mla
+    assert (outcome.total("draft_bytes_sent") > 0) == with_heads
+
+
+COLD: dict[str, dict[str, Any]] = {
+    "no drafter on prefill": {"draft_on": {"prefill": False}},
+    "no drafter on decode": {"draft_on": {"decode": False}},
+}
+
+
+@pytest.mark.parametrize("lack", COLD)
+@pytest.mark.parametrize("name", ["2-1", "1-2"])
+def test_a_side_without_a_drafter_is_served(name: str, lack: str) -> None:
+    """The target is right. On decode the drafter's rows of these requests are zero."""
+    one = case(name, cleared=True, **COLD[lack])
+    outcome = run(one)
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+    cold = one.decode_tp * len(one.requests) if lack.endswith("prefill") else 0
+    assert outcome.total("channel_cold") == outcome.total("channel_cold_no_drafter") == cold
+    assert outcome.total("draft_bytes_sent") == 0
+
+
+@pytest.mark.parametrize("name", ["2-2", "2-1"])
+def test_a_stock_prefill_is_refused_before_any_metadata(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would write the drafter's rows into the target's pages."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "3")
+    prefill, decode = map(int, name.split("-"))
+    one = Case(prefill, decode, requests=REQUESTS, channel=True, prefill_mixkv=False)
+    outcome = run(one)
+    assert outcome.wrong == []
+    assert {s for r in outcome.decode for s in r.status} == {"failed"}
+    reasons = [line for line in outcome.reasons.splitlines() if line.startswith("decode")]
+    assert reasons
+    assert all("does not run sglang-mixkv" in reason for reason in reasons)
+
+
+def test_a_stock_decode_gets_its_target_and_is_counted() -> None:
+    """Prefill cannot refuse what it does not see: nobody opens its rooms."""
+    one = Case(
+        2, 2, requests=REQUESTS, channel=True, decode_mixkv=False, extra={"draft_stays": True}
+    )
+    outcome = run(one)
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+    assert outcome.total("channel_unopened") == 2 * len(REQUESTS)
