@@ -35,8 +35,7 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
-CONNECT_S, CONNECT_POLL_S = 10.0, 1e-3
-AT_ONCE = 16  # reads that prove a connection: Mooncake has up to so many sockets to a peer
+CONNECT_S, CLOSE_S, POLL_S = 10.0, 2.0, 1e-3
 
 
 class Outcome(Enum):
@@ -111,17 +110,20 @@ class DataPlane(ABC):
         return self._endpoint
 
     def connect(self, endpoint: bytes, seconds: float = CONNECT_S) -> Peer:
-        """The peer, once a byte of it was read over each connection. Called again after a read
-        that failed it mends what is broken, and returns the same peer. ConnectionError if that
-        fails, ValueError for bytes that are no endpoint of this backend."""
+        """The peer, once a byte of it was read. Called again after a read that failed it mends
+        what is broken, and returns the same peer. ConnectionError if that fails, ValueError for
+        bytes that are no endpoint of this backend."""
         self._sweep()
         with self._lock:
-            peer = self._peers.get(endpoint)
-            if peer is None:
-                peer = self._peers[endpoint] = Peer(endpoint, self._decode(endpoint))
+            known = self._peers.get(endpoint)
+            peer = known or Peer(endpoint, self._decode(endpoint))
+            self._peers[endpoint] = peer
         try:
             with peer.connecting:
                 self._connect(peer, time.monotonic() + seconds)
+        except ConnectionError:
+            peer.gone |= known is None
+            raise
         finally:
             self._let_go(peer)
         return peer
@@ -160,7 +162,12 @@ class DataPlane(ABC):
 
     def close(self) -> None:
         """End the engine and its threads, when nobody reads or connects any more. Nothing lands
-        afterwards, settled or not."""
+        afterwards, settled or not. Reads in flight get 2 s to end: a peer is better off so."""
+        until = time.monotonic() + CLOSE_S
+        while any(peer.reads for peer in self._peers.values()) and time.monotonic() < until:
+            time.sleep(POLL_S)
+            for peer in list(self._peers.values()):
+                self._poll_all(peer)
         reads = [read for peer in self._peers.values() for read in peer.reads]
         for read in reads:
             self._release(read)
@@ -219,20 +226,18 @@ class DataPlane(ABC):
         while not self._answers(peer, until):
             if time.monotonic() > until:
                 raise ConnectionError(f"{self.name}: the peer's memory could not be read")
-            time.sleep(CONNECT_POLL_S)
+            time.sleep(POLL_S)
         peer.connected = True
 
     def _answers(self, peer: Peer, until: float) -> bool:
-        """Whether as many reads as there are connections succeed. One may be left over from the
-        last process at this address, and shows it only to the read that meets it."""
+        """Whether a byte of its memory can be read. It may fail first, once for each socket that
+        Mooncake still has to another process at this address."""
         assert self._spare is not None
-        reads = [Read(peer) for _ in range(AT_ONCE)]
-        for read in reads:
-            self._begin(read, self._spare, peer.endpoint.memory.address, 1)
-        while peer.reads and time.monotonic() < until:
-            time.sleep(CONNECT_POLL_S)
-            self._poll_all(peer)
-        return all(read.ended is Outcome.DONE for read in reads)
+        read = Read(peer)
+        self._begin(read, self._spare, peer.endpoint.memory.address, 1)
+        while self._poll(read) is None and time.monotonic() < until:
+            time.sleep(POLL_S)
+        return read.ended is Outcome.DONE
 
     def _sweep(self) -> None:
         """Reads that a `connect` left running have nobody else to poll them."""

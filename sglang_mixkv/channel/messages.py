@@ -33,7 +33,7 @@ Secret = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Token = Annotated[int, Meta(ge=0, le=1 << 40)]
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
 Small = Annotated[int, Meta(ge=0, le=1 << 16)]
-Code = Annotated[str, Meta(pattern="^[a-z_]{1,32}$")]
+Code = Annotated[str, Meta(pattern=r"^[a-z_]{1,32}\Z")]
 Text = Annotated[str, Meta(max_length=512)]
 Instance = Annotated[bytes, Meta(min_length=8, max_length=8)]
 
@@ -96,12 +96,17 @@ class Ack(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Fail(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """From either side: this use of the room is over. `code` is counted, `detail` is logged."""
+    """From either side: this use of the room is over. `code` is counted, `detail` is logged.
+
+    `reader`: the instance of a reader that was not answered yet: its OPEN may have been lost with
+    a connection, and its next OPEN of this number must not be taken for that one.
+    """
 
     room: Room
     generation: Secret
     code: Code
     detail: Text = ""
+    reader: Instance | None = None
 
 
 Message = Open | Ready | Ack | Fail
@@ -119,10 +124,12 @@ def decode(frame: bytes) -> Message:
     return _decoder.decode(frame)
 
 
-def fail(room: int, generation: int, code: str, detail: str = "") -> Fail:
+def fail(
+    room: int, generation: int, code: str, detail: str = "", reader: bytes | None = None
+) -> Fail:
     """A FAIL with its detail printable, and cut to what a message may carry."""
     printable = "".join(c if c.isprintable() else " " for c in detail)
-    return Fail(room, generation, code, printable[:512])
+    return Fail(room, generation, code, printable[:512], reader)
 
 
 def draw() -> int:

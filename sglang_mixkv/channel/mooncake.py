@@ -3,7 +3,8 @@
 Reads are asynchronous: one batch of one range each, whose number is asked for its state until it
 has ended. `transfer_sync_read` would not do: it returns after MC_TRANSFER_TIMEOUT while bytes may
 still arrive, and it takes a core while it waits. Over TCP a read fails when its socket has made no
-progress for 30 s (MC_TCP_PROGRESS_TIMEOUT_SEC), and the socket is closed then.
+progress for 30 s (MC_TCP_PROGRESS_TIMEOUT_SEC), and the socket is closed then. Sockets are used
+again; with MC_TCP_ENABLE_CONNECTION_POOL=0 each read would connect in `start`, and wait for that.
 
 Opening a peer waits up to a minute for one that is stopped, and holds a lock that every read
 takes. So a peer is opened in `connect`, after a probe of it, which holds none. What is known of a
@@ -25,8 +26,6 @@ from typing import Any
 from sglang_mixkv.channel.data_plane import DataPlane, Memory, Outcome, Peer, Read
 from sglang_mixkv.errors import refuse
 
-POOL = "MC_TCP_ENABLE_CONNECTION_POOL"
-
 
 class Mooncake(DataPlane):
     """`host`: this rank's address. `devices`: RDMA devices of its GPU, joined by commas, "" for
@@ -39,7 +38,6 @@ class Mooncake(DataPlane):
         super().__init__()
         from mooncake.engine import TransferEngine
 
-        os.environ.setdefault(POOL, "1")  # without, TCP connects anew in `start`, and waits
         tcp = "MC_FORCE_TCP" in os.environ
         protocol = os.environ.get("MOONCAKE_PROTOCOL", "rdma")
         self._engine: Any = TransferEngine()

@@ -11,7 +11,10 @@ So handles are held until the end, and a peer is removed from the agent when it 
 `check_xfer_state` raises for a removed peer whatever its reads do. A connection that broke does not
 come back: `connect` removes and adds the peer.
 
-UCX reads another process's host memory in `transfer` itself, whether or not that process runs.
+UCX reads the host memory of a process on the same host in `transfer` itself, whether or not that
+process runs. Over RDMA the peer has no part in a read. Otherwise (TCP, or shared memory alone) it
+answers with messages, and UCX then **aborts the peer** if it meets a read whose reader has died
+(ucp_request.inl: "Fatal: unexpected error: Endpoint timeout"). A write does not do that.
 """
 
 from __future__ import annotations

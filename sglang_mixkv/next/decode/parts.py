@@ -60,7 +60,8 @@ class Room:
     """One request on this rank. `parts`: of the prefill ranks whose heads it reads.
 
     Times are the machine's clock: `first_ready`; `arrived`, the target's; `progress`, the last.
-    `unpacking`: copies under way. `cold`: why it is cold, once it is.
+    `unpacking`: copies under way. `cold`: why it is cold, once it is. `known`: peers that have
+    answered, and so have the OPEN.
     """
 
     def __init__(self, opened: OpenRoom, heads: bool, now: float) -> None:
@@ -69,6 +70,7 @@ class Room:
         self.pending = opened.pending
         sources = [source for source in opened.sources if source.heads] if heads else []
         self.parts = {source.peer: Part(source, opened.first_token) for source in sources}
+        self.known: set[bytes] = set()
         self.progress = now
         self.first_ready: float | None = None
         self.arrived: float | None = None

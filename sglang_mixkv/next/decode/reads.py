@@ -87,6 +87,10 @@ class Reads:
             segment.read, segment.peer, ready.slot, segment.slot, ready.count, heads
         )  # fmt: skip
 
+    def is_reading(self, peer: bytes, ready: Ready) -> bool:
+        running = self._running.values()
+        return any(s.peer == peer and s.ready.stamp == ready.stamp for s in running)
+
     def get(self, read: int) -> Segment:
         return self._running[read]
 

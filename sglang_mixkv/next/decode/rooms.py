@@ -127,8 +127,11 @@ class Rooms:
     def _ready(self, peer: ev.Peer, ready: Ready) -> None:
         room = self._rooms.get(ready.generation)
         part = room.parts.get(peer) if room is not None else None
+        if room is not None:
+            room.known.add(peer)
         if room is None or part is None or not room.wants:
-            self._acknowledge(peer, ready)
+            if not self._reads.is_reading(peer, ready):  # doubled: its end is acknowledged
+                self._acknowledge(peer, ready)
             return
         if ready.segment < part.segments:
             self._note("doubled", f"segment {ready.segment}", peer)
@@ -149,6 +152,8 @@ class Rooms:
             self._out.append(ev.Forget(peer))
         room = self._rooms.get(message.generation)
         part = room.parts.get(peer) if room is not None else None
+        if room is not None:
+            room.known.add(peer)
         if room is not None and part is not None and not part.last and room.wants:
             code = message.code if message.code in PREFILL_CODES else "other"
             self._go_cold(room, f"prefill_{code}", message.detail, [peer])
@@ -313,7 +318,8 @@ class Rooms:
             self._out.append(ev.Send(peer, Ack(ready.slot, ready.stamp)))
 
     def _fail(self, room: Room, peer: ev.Peer, code: str, detail: str) -> None:
-        message = fail(room.opened.number, room.generation, code, detail)
+        number, reader = room.opened.number, None if peer in room.known else self._instance
+        message = fail(number, room.generation, code, detail, reader)
         self._out.append(ev.Send(peer, message))
 
     def _note(self, what: str, detail: str, peer: ev.Peer = b"") -> None:

@@ -55,6 +55,7 @@ class Rooms:
         self._current: dict[int, Room] = {}  # by number: that of the newest sender
         self._parts: dict[int, Part] = {}  # by generation, as long as they have a room or wait
         self._early: Early = Early()
+        self._gone: Early = Early()  # parts that ended before their request was here
         self._turns: Turns[Part] = Turns()
         self._jobs: dict[int, tuple[Part, Ready]] = {}
         self._job = 0
@@ -85,8 +86,13 @@ class Rooms:
             self._end_parts(stale, "aborted", "another request has its room number")
         room = Room(event.room, event.use, self._clock)
         self._current[event.room] = self._uses[event.use] = room
-        for part in self._early.take(event.room):
+        for part in self._gone.take(event.room):
             self._join(room, part)
+        for part in self._early.take(event.room):
+            if part.reader in room.parts:  # it has ended that part, and waits for the next request
+                self._early.put(part)
+            else:
+                self._join(room, part)
 
     def _add_chunk(self, event: ev.AddChunk) -> None:
         room = self._uses.get(event.use)
@@ -129,7 +135,7 @@ class Rooms:
             case Ack():
                 self._acknowledged(event.message)
             case Fail():
-                self._ended_by_reader(self._parts.get(event.message.generation))
+                self._failed(event.connection, event.message)
 
     def _opened(self, connection: ev.Connection, opened: Open) -> None:
         if refusal := self._refusal(opened):
@@ -174,12 +180,44 @@ class Rooms:
         if not self.slots.acknowledge(ack.slot, ack.stamp):
             self._note("unknown_ack", f"slot {ack.slot}")
 
+    def _failed(self, connection: ev.Connection, message: Fail) -> None:
+        part = self._parts.get(message.generation)
+        if part is None and message.reader is not None:
+            part = self._lost_part(connection, message, message.reader)
+        self._ended_by_reader(part)
+
+    def _lost_part(self, connection: ev.Connection, message: Fail, reader: bytes) -> Part | None:
+        """One whose OPEN was lost with its connection: it has its place, without heads."""
+        room = self._current.get(message.room)
+        if self._early.get(message.room, reader) or (room is not None and reader in room.parts):
+            return None
+        opened = Open(0, message.room, message.generation, self._instance, reader, 1, (0, 0), 0, 1)
+        part = self._parts[message.generation] = Part(opened, connection, self._clock)
+        if room is not None and not room.settled:
+            self._join(room, part)
+        else:
+            self._early.put(part)
+        return part
+
     def _ended_by_reader(self, part: Part | None) -> None:
+        """One that ends before its request is here waits for it all the same, for a time: this
+        reader's next OPEN of the number is for the next request."""
         if part is None:
             return
         self._over(part)
-        if part.room is None:
+        number, reader = part.opened.room, part.reader
+        if self._early.get(number, reader) is part:
             self._early.remove(part)
+            self._forget(self._gone.get(number, reader))
+            part.since = self._clock
+            self._gone.put(part)
+            if self._gone.is_full(reader):
+                self._forget(part)
+
+    def _forget(self, part: Part | None) -> None:
+        """One that has ended, and no request came for."""
+        if part is not None:
+            self._gone.remove(part)
             del self._parts[part.opened.generation]
 
     def _connection_lost(self, event: ev.ConnectionLost) -> None:
@@ -271,7 +309,12 @@ class Rooms:
             if self._clock - part.since < self._times.early_room:
                 break
             self._note("early", f"room {part.opened.room}: no request came", part.reader)
-            self._ended_by_reader(part)
+            self._early.remove(part)
+            del self._parts[part.opened.generation]
+        for part in self._gone:
+            if self._clock - part.since < self._times.slot_aside:
+                break
+            self._forget(part)
         for slot in self.slots.expire(self._clock):
             self._note("expired", f"slot {slot} was never acknowledged")
 
@@ -292,8 +335,8 @@ class Rooms:
     def left(self) -> dict[str, int]:
         """How much of what a rank at rest has none of."""
         found = {
-            "rooms": len(self._uses), "early": len(self._early), "jobs": len(self._jobs),
-            "offered": self.slots.offered, "parts": len(self._parts),
+            "rooms": len(self._uses), "early": len(self._early) + len(self._gone),
+            "jobs": len(self._jobs), "offered": self.slots.offered, "parts": len(self._parts),
         }  # fmt: skip
         return {name: count for name, count in found.items() if count}
 
@@ -304,8 +347,9 @@ class Rooms:
         if self.slots.free_slots + used != self.slots.count:
             yield f"slots: {self.slots.free_slots} free, {used} in use of {self.slots.count}"
         with_room = sum(len(room.parts) for room in self._uses.values())
-        if with_room + len(self._early) != len(self._parts):
-            yield f"{len(self._parts)} parts, {with_room} in rooms and {len(self._early)} early"
+        early = len(self._early) + len(self._gone)
+        if with_room + early != len(self._parts):
+            yield f"{len(self._parts)} parts, {with_room} in rooms and {early} early"
 
 
 _HANDLERS: dict[type, Callable[..., None]] = {

@@ -1,0 +1,228 @@
+"""Rows that ranks publish, and what a difference between two of them means."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.draft.facts import (
+    MAX_ROW_BYTES,
+    Row,
+    Severity,
+    Staging,
+    common_version,
+    differences,
+    read_row,
+)
+from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
+
+FACTS = DraftFacts("LlamaEagle3", "EAGLE3", 8, (256, 256), "bfloat16")
+STAGING = Staging("nixl", b"agent", 1 << 40, 1 << 20, 64)
+ROW = Row(
+    PROTOCOL, "0.3.0", "0.5.23", b"instance", "10.0.0.1", 9000, "tcp://10.0.0.1:9001", 2, 0, 0,
+    (64, 128), 1, DraftLayout(FACTS, 2, 0), STAGING,
+)  # fmt: skip
+ALIKE = {"plugin": "0.4.0", "engine": "0.5.21", "instance": b"another_", "rank_ip": "10.0.0.2",
+         "rank_port": 1, "address": "", "attn_tp": 4, "attn_tp_rank": 3, "pp_rank": 1}  # fmt: skip
+
+
+def row(**changed: Any) -> Row:
+    """A row with other fields, of its facts and its staging too."""
+    facts, staging = ROW.draft.facts, ROW.staging
+    for name in [n for n in changed if n in DraftFacts.__struct_fields__]:
+        facts = msgspec.structs.replace(facts, **{name: changed.pop(name)})
+    for name in [n for n in changed if n in Staging.__struct_fields__]:
+        staging = msgspec.structs.replace(staging, **{name: changed.pop(name)})
+    changed = {"draft": DraftLayout(facts, 2, 0), "staging": staging} | changed
+    return msgspec.structs.replace(ROW, **changed)
+
+
+def only(prefill: Row, decode: Row) -> Any:
+    found = differences(prefill, decode)
+    assert len(found) == 1, found
+    return found[0]
+
+
+def test_equal_rows_do_not_differ():
+    assert differences(ROW, ROW) == []
+
+
+@pytest.mark.parametrize(("name", "value"), ALIKE.items())
+def test_what_cannot_hurt_is_not_compared(name, value):
+    assert differences(row(**{name: value}), ROW) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("base", 1), ("slot_bytes", 99), ("slots", 2), ("device", 0),
+                        ("endpoint", b"another")]
+)  # fmt: skip
+def test_slots_are_each_side_s_own(name, value):
+    assert differences(row(**{name: value}), ROW) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("architecture", "Qwen3Eagle3", "drafter architecture"),
+        ("algorithm", "EAGLE", "speculative algorithm"),
+        ("total_heads", 4, "KV heads of the drafter"),
+        ("head_bytes", (256, 128), "bytes per token and head"),
+        ("head_bytes", (256,), "bytes per token and head"),
+        ("dtype", "fp8_e4m3", "dtype"),
+        ("cache_layout", "hnd", "layout of the drafter's pool"),
+        ("topk", 8, "--speculative-eagle-topk"),
+        ("data_plane", "mooncake", "data plane"),
+        ("staging", None, "data plane"),
+    ],
+)
+def test_another_drafter_is_a_mismatch(name, value, what):
+    for prefill, decode in [(row(**{name: value}), ROW), (ROW, row(**{name: value}))]:
+        found = only(prefill, decode)
+        assert found.severity is Severity.MISMATCH
+        assert what in found.what
+        assert found.prefill != found.decode
+
+
+@pytest.mark.parametrize(
+    ("prefill", "severity"),
+    [
+        ((64, 129), Severity.REFUSED),
+        ((65, 1), Severity.REFUSED),
+        ((64, 128, 0), Severity.REFUSED),
+        ((64,), Severity.REFUSED),
+        ((), Severity.REFUSED),
+        ((64, 127), Severity.COLD),
+        ((0, 0), Severity.COLD),
+    ],
+)
+def test_metadata_rows_longer_on_prefill_are_refused_and_shorter_ones_cold(prefill, severity):
+    found = only(row(aux_item_lens=prefill), ROW)
+    assert found.severity is severity
+    assert found.prefill == str(list(prefill))
+    hurts = "overwritten" in found.consequence
+    assert hurts == (severity is Severity.REFUSED)
+
+
+def test_a_prefill_without_a_drafter_is_cold():
+    assert only(row(draft=None, staging=None), ROW).severity is Severity.COLD
+
+
+def test_a_decode_without_a_drafter_misses_nothing():
+    assert differences(ROW, row(draft=None, staging=None)) == []
+
+
+def test_the_gravest_difference_comes_first():
+    found = differences(row(aux_item_lens=(64, 129), dtype="fp8", topk=3), ROW)
+    assert [d.severity for d in found] == [Severity.REFUSED, *[Severity.MISMATCH] * 2]
+    found = differences(row(aux_item_lens=(64, 1), dtype="fp8"), ROW)
+    assert [d.severity for d in found] == [Severity.MISMATCH, Severity.COLD]
+
+
+def test_a_difference_names_both_values_the_consequence_and_the_remedy():
+    text = str(only(row(dtype="fp8_e4m3"), ROW))
+    for part in ("prefill has fp8_e4m3", "decode has bfloat16", "another type", "Start both"):
+        assert part in text
+    assert text.endswith(".")
+    assert ".." not in text
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "version"),
+    [((1, 1), (1, 1), 1), ((1, 3), (2, 5), 3), ((2, 5), (1, 3), 3), ((1, 2), (3, 4), None),
+     ((3, 4), (1, 2), None), ((1, 2), (2, 3), 2), ((2, 1), (1, 5), None)],
+)  # fmt: skip
+def test_a_pair_uses_the_newest_version_of_both(left, right, version):
+    assert common_version(left, right) == version
+
+
+@given(*[st.tuples(st.integers(0, 9), st.integers(0, 9))] * 2)
+def test_the_common_version_beside_brute_force(left, right):
+    both = set(range(left[0], left[1] + 1)) & set(range(right[0], right[1] + 1))
+    assert common_version(left, right) == max(both, default=None)
+
+
+def fields(**changed: Any) -> bytes:
+    """A row's JSON with other values, whatever they are."""
+    return json.dumps(json.loads(msgspec.json.encode(ROW)) | changed).encode()
+
+
+@pytest.mark.parametrize("written", [ROW, row(draft=None, staging=None)])
+def test_a_row_survives_its_way(written):
+    assert read_row(msgspec.json.encode(written)) == written
+
+
+def test_the_protocol_is_the_first_key():
+    assert msgspec.json.encode(ROW).startswith(b'{"protocol":')
+
+
+def test_keys_of_a_later_release_are_ignored():
+    assert read_row(fields(later={"more": [1, 2]})) == ROW
+
+
+def test_a_row_of_a_later_range_that_meets_ours_is_read():
+    later = PROTOCOL[0], PROTOCOL[1] + 7
+    assert read_row(fields(protocol=later)).protocol == later
+
+
+@pytest.mark.parametrize("protocol", [(PROTOCOL[1] + 1, PROTOCOL[1] + 3), (0, PROTOCOL[0] - 1)])
+def test_another_protocol_is_named_before_the_rest_is_read(protocol):
+    data = json.dumps({"protocol": protocol, "all": "different"}).encode()
+    with pytest.raises(ValueError, match=f"protocol {protocol[0]} to {protocol[1]}"):
+        read_row(data)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"protocol": [1]}, {"protocol": "1"}, {"protocol": None}, {"instance": "c2hvcnQ="},
+     {"rank_port": -1}, {"rank_port": 65536}, {"attn_tp": -1}, {"aux_item_lens": [-1]},
+     {"aux_item_lens": [1] * 257}, {"plugin": "x" * 257}, {"topk": 1.5}, {"draft": {}},
+     {"staging": {"data_plane": "nixl"}}],
+    ids=str,
+)  # fmt: skip
+def test_rows_beyond_the_bounds_are_rejected(changed):
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_row(fields(**changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"total_heads": 0}, {"head_bytes": ()}, {"head_bytes": (0,)}, {"head_bytes": (1,) * 1025},
+     {"slots": 1}, {"slot_bytes": 0}, {"base": -1}, {"device": -2},
+     {"endpoint": b"x" * ((32 << 10) + 1)}],
+    ids=lambda changed: next(iter(changed)),
+)  # fmt: skip
+def test_layouts_and_slots_beyond_the_bounds_are_rejected(changed):
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_row(msgspec.json.encode(row(**changed)))
+
+
+def test_a_row_has_64_kib_at_most():
+    assert read_row(fields().ljust(MAX_ROW_BYTES)) == ROW
+    with pytest.raises(ValueError, match="a row of 65537 bytes"):
+        read_row(fields().ljust(MAX_ROW_BYTES + 1))
+
+
+@given(
+    st.binary(max_size=100)
+    | st.builds(lambda n, b: fields()[:n] + b, st.integers(0, 700), st.binary(max_size=4))
+)
+def test_any_bytes_are_a_row_or_a_value_error(data):
+    with contextlib.suppress(ValueError):
+        assert isinstance(read_row(data), Row)
+
+
+def test_addresses_of_slots_and_tokens_that_fit_one():
+    assert STAGING.address(0) == 1 << 40
+    assert STAGING.address(3) == (1 << 40) + 3 * (1 << 20)
+    per_token = 2 * 512
+    assert FACTS.bytes_per_token(2) == per_token
+    assert FACTS.tokens_in(SLOT_OVERHEAD + 5 * per_token, 2) == 5
+    assert FACTS.tokens_in(SLOT_OVERHEAD + 5 * per_token - 1, 2) == 4
+    assert FACTS.tokens_in(1, 2) == 0

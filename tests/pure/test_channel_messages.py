@@ -1,0 +1,162 @@
+"""The channel's four messages: what they carry, and that nothing else gets through."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.messages import MAX_BYTES, Ack, Fail, Open, Ready
+
+BIG = (1 << 63) - 1
+OPEN = Open(1, 7, 8, b"prefill_", b"decode__", 2, (0, 4), 16, 1 << 20, True, False, 2, 1)
+READY = Ready(7, 8, 3, 5, 99, 48, 16, True, 1234)
+ACK, FAIL = Ack(5, 99), Fail(7, 8, "deadline", "its KV did not come")
+ALL = (OPEN, READY, ACK, FAIL)
+LARGEST = (
+    Open(1 << 16, (1 << 64) - 1, BIG, b"p" * 8, b"d" * 8, 1 << 16, (1 << 16, 1 << 16), 1 << 40,
+         1 << 40, True, True, 1 << 16, 1 << 16),
+    Ready((1 << 64) - 1, BIG, 1 << 31, 1 << 20, BIG, 1 << 40, 1 << 31, True, (1 << 64) - 1),
+    Ack(1 << 20, BIG),
+    Fail((1 << 64) - 1, BIG, "x" * 32, "\U0001f4a5" * 512),
+)  # fmt: skip
+SECRET, SMALL, COUNT, TOKEN = (1, BIG), (0, 1 << 16), (0, 1 << 31), (0, 1 << 40)
+BOUNDS = [
+    *[(OPEN, name, *SMALL) for name in (
+        "version", "required_target_responses", "required_draft_responses")],
+    (OPEN, "room", 0, (1 << 64) - 1), (OPEN, "generation", *SECRET),
+    (OPEN, "readers", 1, 1 << 16), (OPEN, "first_token", *TOKEN), (OPEN, "slot_bytes", 1, 1 << 40),
+    (READY, "room", 0, (1 << 64) - 1), (READY, "generation", *SECRET), (READY, "segment", *COUNT),
+    (READY, "slot", -1, 1 << 20), (READY, "stamp", *SECRET), (READY, "first_token", *TOKEN),
+    (READY, "count", *COUNT), (READY, "checksum", 0, (1 << 64) - 1),
+    (ACK, "slot", 0, 1 << 20), (ACK, "stamp", *SECRET),
+    (FAIL, "room", 0, (1 << 64) - 1), (FAIL, "generation", *SECRET),
+]  # fmt: skip
+BAD = [
+    (OPEN, "heads", (-1, 4)), (OPEN, "heads", (0, (1 << 16) + 1)), (OPEN, "heads", (0,)),
+    (OPEN, "heads", (0, 1, 2)), (OPEN, "prefill", b"7 bytes"), (OPEN, "reader", b"9 bytes.."),
+    (OPEN, "checksum", 1), (READY, "last", None), (READY, "slot", "0"), (READY, "count", 1.5),
+    (FAIL, "code", ""), (FAIL, "code", "x" * 33), (FAIL, "code", "Slow"), (FAIL, "code", "a b"),
+    (FAIL, "code", "slow\n"), (FAIL, "detail", "x" * 513), (FAIL, "detail", None),
+]  # fmt: skip
+
+
+def ids(value: object) -> str | None:
+    return type(value).__name__ if isinstance(value, msgspec.Struct) else None
+
+
+def items(message: messages.Message) -> list[object]:
+    return msgspec.msgpack.decode(messages.encode(message))
+
+
+def with_field(message: messages.Message, name: str, value: object) -> bytes:
+    """Its bytes, with one item replaced, whatever the value is."""
+    changed = items(message)
+    changed[1 + message.__struct_fields__.index(name)] = value
+    return msgspec.msgpack.encode(changed)
+
+
+@pytest.mark.parametrize("message", [*ALL, *LARGEST], ids=ids)
+def test_round_trip(message):
+    assert messages.decode(messages.encode(message)) == message
+
+
+@pytest.mark.parametrize("message", LARGEST, ids=ids)
+def test_the_largest_message_fits_the_socket_s_limit(message):
+    assert len(messages.encode(message)) < MAX_BYTES
+
+
+def test_each_number_has_its_bounds_tested():
+    numbers = {
+        (message, name)
+        for message in ALL
+        for name in message.__struct_fields__
+        if type(getattr(message, name)) is int
+    }
+    assert {(message, name) for message, name, _, _ in BOUNDS} == numbers
+
+
+@pytest.mark.parametrize(("message", "name", "least", "most"), BOUNDS, ids=ids)
+def test_numbers_at_and_beyond_their_bounds(message, name, least, most):
+    for value in (least, most):
+        assert getattr(messages.decode(with_field(message, name, value)), name) == value
+    for value in (least - 1, most + 1):
+        with pytest.raises((ValueError, OverflowError)):  # msgpack itself has no more than 64 bits
+            messages.decode(with_field(message, name, value))
+
+
+@pytest.mark.parametrize(("message", "name", "value"), BAD, ids=ids)
+def test_other_values_are_rejected(message, name, value):
+    with pytest.raises(ValueError):  # noqa: PT011
+        messages.decode(with_field(message, name, value))
+
+
+@pytest.mark.parametrize("message", ALL, ids=ids)
+def test_an_item_more_is_ignored(message):
+    more = msgspec.msgpack.encode([*items(message), "of a later version"])
+    assert messages.decode(more) == message
+
+
+@pytest.mark.parametrize("message", ALL, ids=ids)
+def test_only_items_with_a_default_may_be_missing(message):
+    fields = msgspec.structs.fields(message)
+    needed = sum(field.required for field in fields)
+    for count in range(len(fields)):
+        fewer = msgspec.msgpack.encode(items(message)[: 1 + count])
+        if count < needed:
+            with pytest.raises(ValueError):  # noqa: PT011
+                messages.decode(fewer)
+        else:
+            default = fields[count].default
+            assert getattr(messages.decode(fewer), fields[count].name) == default
+
+
+@pytest.mark.parametrize("kind", [0, 5, -1, "1", None, True])
+def test_an_unknown_kind_is_rejected(kind):
+    with pytest.raises(ValueError):  # noqa: PT011
+        messages.decode(msgspec.msgpack.encode([kind, *items(OPEN)[1:]]))
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_message_or_a_value_error(frame):
+    try:
+        message = messages.decode(frame)
+    except ValueError:
+        return
+    assert isinstance(message, messages.Message)
+
+
+@given(st.sampled_from(ALL), st.data())
+def test_a_damaged_message_is_a_message_or_a_value_error(message, data):
+    frame = bytearray(messages.encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decoded = messages.decode(bytes(frame))
+    except ValueError:
+        return
+    assert messages.decode(messages.encode(decoded)) == decoded
+
+
+@given(st.text(max_size=700))
+def test_a_fail_s_detail_is_printable_and_short(detail):
+    built = messages.fail(7, 8, "slow", detail)
+    assert built.detail.isprintable()
+    assert len(built.detail) == min(len(detail), 512)
+    assert len(messages.encode(built)) < MAX_BYTES
+    assert messages.decode(messages.encode(built)) == built
+
+
+def test_wanted_is_a_range_of_heads():
+    assert OPEN.wanted == range(4)
+    assert not msgspec.structs.replace(OPEN, heads=(3, 3)).wanted
+
+
+def test_drawn_numbers_are_secrets_and_differ():
+    drawn = {messages.draw() for _ in range(1000)}
+    assert len(drawn) == 1000
+    assert all(1 <= number <= BIG for number in drawn)
+    assert len({messages.draw_instance() for _ in range(1000)}) == 1000
+    assert len(messages.draw_instance()) == 8

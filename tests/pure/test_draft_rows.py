@@ -1,0 +1,461 @@
+"""Rows of the draft pool, byte by byte, against plain loops: numpy's copies, and on host memory
+the code that runs on a GPU. A GPU's streams are mocked; its memory is not tested here."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from sglang_mixkv.draft import rows as rows_module  # noqa: E402
+from sglang_mixkv.draft.rows import HEADER, TRAILER, DraftRows, Staging, own_stream  # noqa: E402
+
+CPU = torch.device("cpu")
+CANARY = 0xEE
+STAMP = 0xFEDCBA9876543210
+PINNED = [0x8306BDF37922E4FF, 0xF35196BBC152A867]
+
+by_numpy = pytest.mark.parametrize("by_numpy", [True, False], ids=["numpy", "torch"])
+
+
+def pool_of(widths: list[int], heads: int, num_rows: int, kind: str, seed: int) -> list:
+    """K of each layer, then V, as MHATokenToKVPool has them: typed [rows, heads, head size], the
+    two halves of one allocation where K and V are equally wide. `widths`: K's and V's bytes."""
+    dtype = {"bf16": torch.bfloat16, "fp8": torch.uint8}[kind]
+    noise = np.random.default_rng(seed)
+    layers, (k_width, v_width) = 2, widths
+    if k_width == v_width:
+        shape = (2, num_rows, heads, k_width)
+        fused = [torch.from_numpy(noise.integers(0, 256, shape, np.uint8)) for _ in range(layers)]
+        halves = [both.view(dtype) for both in fused]
+        return [both[0] for both in halves] + [both[1] for both in halves]
+    shapes = [(num_rows, heads, width) for width in (k_width, k_width, v_width, v_width)]
+    return [torch.from_numpy(noise.integers(0, 256, s, np.uint8)).view(dtype) for s in shapes]
+
+
+def bytes_of(entries: list) -> list[np.ndarray]:
+    return [entry.view(torch.uint8).numpy() for entry in entries]
+
+
+def packed_by_loops(entries: list, rows: np.ndarray, heads: range) -> bytes:
+    """`heads`: numbers on the rank."""
+    found = bytearray()
+    for entry in bytes_of(entries):
+        for row in rows.tolist():
+            for head in heads:
+                found += entry[row, head].tobytes()
+    return bytes(found)
+
+
+def unpacked_by_loops(
+    entries: list, rows: np.ndarray, heads: range, payload: bytes
+) -> list[np.ndarray]:
+    """All bytes of the pool afterwards."""
+    found, rest = [entry.copy() for entry in bytes_of(entries)], iter(payload)
+    for entry in found:
+        for row in rows.tolist():
+            for head in heads:
+                for place in range(entry.shape[2]):
+                    entry[row, head, place] = next(rest)
+    assert next(rest, None) is None
+    return found
+
+
+def tokens_of(pages: np.ndarray, page_size: int, tokens: int) -> np.ndarray:
+    """Rows of a request's first tokens, by its page table."""
+    return np.array([pages[t // page_size] * page_size + t % page_size for t in range(tokens)], int)
+
+
+@dataclass
+class Segment:
+    """Some heads of one request, from a rank that holds `source` to one that holds `target`."""
+
+    widths: list[int]
+    kind: str
+    page_size: int
+    tokens: int
+    source: range
+    target: range
+    heads: range
+    seed: int
+
+    pages = 5
+
+    def pool(self, held: range, seed: int) -> list:
+        num_rows = self.pages * self.page_size
+        return pool_of(self.widths, len(held), num_rows, self.kind, self.seed + seed)
+
+    def rows(self, side: int) -> np.ndarray:
+        order = np.random.default_rng([self.seed, side]).permutation(self.pages)
+        return tokens_of(order, self.page_size, self.tokens)
+
+    def on(self, held: range) -> range:
+        return range(self.heads.start - held.start, self.heads.stop - held.start)
+
+
+@st.composite
+def segments(draw: st.DrawFn) -> Segment:
+    kind = draw(st.sampled_from(["bf16", "fp8"]))
+    widths = st.sampled_from([2, 4, 6, 8, 16, 48] if kind == "bf16" else [1, 2, 3, 6, 8, 32])
+    page_size = draw(st.sampled_from([1, 16, 64]))
+    start, stop = sorted(draw(st.lists(st.integers(0, 8), min_size=2, max_size=2, unique=True)))
+    held = [
+        range(draw(st.integers(0, start)), draw(st.integers(stop, 8))) for _ in ("source", "target")
+    ]
+    tokens = draw(st.integers(0, min(2 * page_size + 5, Segment.pages * page_size)))
+    return Segment(
+        [draw(widths), draw(widths)], kind, page_size, tokens, held[0], held[1],
+        range(start, stop), draw(st.integers(0, 99)),
+    )  # fmt: skip
+
+
+def canary_slot(size: int) -> torch.Tensor:
+    slot = Staging(1, -(-size // 64) * 64 + 64, CPU).slot(0)
+    slot.fill_(CANARY)
+    return slot
+
+
+@by_numpy
+@settings(deadline=None, max_examples=80)
+@given(case=segments())
+def test_a_slot_holds_what_plain_loops_pack(by_numpy: bool, case: Segment) -> None:
+    entries, rows = case.pool(case.source, 0), case.rows(0)
+    draft = DraftRows(entries, case.source, by_numpy)
+    payload = packed_by_loops(entries, rows, case.on(case.source))
+    size = draft.packed_bytes(case.tokens, len(case.heads))
+    slot, before = canary_slot(size), [entry.copy() for entry in bytes_of(entries)]
+    assert draft.pack(rows, case.heads, slot, STAMP) == len(payload)
+    stamp, canary = STAMP.to_bytes(8, "little"), bytes([CANARY])
+    expected = stamp + canary * (HEADER - 8) + payload + bytes(-len(payload) % 8) + stamp
+    assert size == len(expected) == HEADER + -(-len(payload) // 8) * 8 + TRAILER
+    assert slot.numpy().tobytes() == expected + canary * (slot.numel() - size)
+    assert all(map(np.array_equal, bytes_of(entries), before))
+
+
+@by_numpy
+@settings(deadline=None, max_examples=80)
+@given(case=segments())
+def test_a_segment_gets_into_its_rows_and_nowhere_else(by_numpy: bool, case: Segment) -> None:
+    source, target = case.pool(case.source, 0), case.pool(case.target, 1)
+    there, here = DraftRows(source, case.source, by_numpy), DraftRows(target, case.target, by_numpy)
+    slot = canary_slot(there.packed_bytes(case.tokens, len(case.heads)))
+    there.pack(case.rows(0), case.heads, slot, STAMP)
+    payload = packed_by_loops(source, case.rows(0), case.on(case.source))
+    expected = unpacked_by_loops(target, case.rows(1), case.on(case.target), payload)
+    packed = slot.clone()
+    here.unpack(case.rows(1), case.heads, slot)
+    assert all(map(np.array_equal, bytes_of(target), expected))
+    assert torch.equal(slot, packed)
+
+
+@by_numpy
+@settings(deadline=None, max_examples=30)
+@given(case=segments())
+def test_cleared_rows_are_zeros_and_no_others(by_numpy: bool, case: Segment) -> None:
+    entries, rows = case.pool(case.source, 0), case.rows(0)
+    every = range(len(case.source))
+    zeros = bytes(len(packed_by_loops(entries, rows, every)))
+    expected = unpacked_by_loops(entries, rows, every, zeros)
+    DraftRows(entries, case.source, by_numpy).clear(rows)
+    assert all(map(np.array_equal, bytes_of(entries), expected))
+
+
+def draft_of(by_numpy: bool = True, heads: range = range(4, 8), widths: int = 6) -> DraftRows:
+    return DraftRows(pool_of([widths, 1], len(heads), 32, "fp8", 5), heads, by_numpy)
+
+
+@by_numpy
+@pytest.mark.parametrize("stamp", [0, 1, 1 << 63, (1 << 64) - 1])
+def test_a_slot_carries_its_stamp_at_both_ends(by_numpy: bool, stamp: int) -> None:
+    draft, slot = draft_of(by_numpy), canary_slot(256)
+    draft.pack(np.arange(3), range(5, 7), slot, stamp)
+    assert draft.stamps(slot, 3, 2) == (stamp, stamp)
+    slot[:8] = torch.full((8,), 7, dtype=torch.uint8)
+    assert draft.stamps(slot, 3, 2) == (0x0707070707070707, stamp)
+
+
+@by_numpy
+def test_a_stamp_of_more_bits_touches_nothing(by_numpy: bool) -> None:
+    slot = canary_slot(256)
+    for stamp in (-1, 1 << 64):
+        with pytest.raises(OverflowError):
+            draft_of(by_numpy).pack(np.arange(3), range(5, 7), slot, stamp)
+    assert set(slot.tolist()) == {CANARY}
+
+
+def test_row_numbers_of_32_bits_do_not_overflow() -> None:
+    """A page table's own type. Pools of so many rows are beyond a test."""
+    draft = draft_of()
+    _, items = draft._items(np.array([31], np.int32), range(4, 8))
+    assert items.dtype == np.int64
+
+
+# ---------------------------------------------------------------- checksums
+
+
+def packed_slot(draft: DraftRows, tokens: int = 5, heads: range = range(4, 7)) -> torch.Tensor:
+    slot = canary_slot(draft.packed_bytes(tokens, len(heads)))
+    draft.pack(np.arange(tokens), heads, slot, STAMP)
+    return slot
+
+
+@by_numpy
+def test_every_changed_byte_changes_the_checksum(by_numpy: bool) -> None:
+    draft = draft_of(by_numpy)
+    slot = packed_slot(draft)
+    right = draft.checksum(slot, 5, 3)
+    for place, by in itertools.product(range(5 * draft.bytes_per_token(3)), (1, 0x55, 0x80)):
+        slot[HEADER + place] ^= by
+        assert draft.checksum(slot, 5, 3) != right
+        slot[HEADER + place] ^= by
+    slot[:HEADER], slot[draft.packed_bytes(5, 3) - 8 :] = 1, 2  # not of the payload
+    assert draft.checksum(slot, 5, 3) == right
+
+
+@by_numpy
+def test_words_that_change_places_change_the_checksum(by_numpy: bool) -> None:
+    draft = draft_of(by_numpy)
+    slot = packed_slot(draft)
+    right, words = draft.checksum(slot, 5, 3), slot[HEADER:].view(torch.int64)
+    for one, other in itertools.combinations(range(5 * draft.bytes_per_token(3) // 8), 2):
+        words[[one, other]] = words[[other, one]]
+        assert draft.checksum(slot, 5, 3) != right, (one, other)
+        words[[one, other]] = words[[other, one]]
+
+
+@by_numpy
+def test_the_checksum_is_the_sum_of_words_by_weights(by_numpy: bool) -> None:
+    """By plain loops; the first weights are pinned, since both sides have to agree on them."""
+    draft = draft_of(by_numpy)
+    slot = packed_slot(draft)
+    payload = slot.numpy()[HEADER : draft.packed_bytes(5, 3) - TRAILER].tobytes()
+    assert len(payload) == 8 * -(-5 * draft.bytes_per_token(3) // 8)
+    weights = [int(weight) | 1 for weight in np.random.PCG64(1).random_raw(len(payload) // 8)]
+    assert weights[:2] == PINNED
+    words = [int.from_bytes(payload[at : at + 8], "little") for at in range(0, len(payload), 8)]
+    expected = sum(word * weight for word, weight in zip(words, weights, strict=True)) % (1 << 64)
+    assert draft.checksum(slot, 5, 3) == expected
+    assert draft.checksum(slot, 0, 3) == 0
+
+
+def test_a_larger_slot_gets_more_weights_and_the_same_checksum() -> None:
+    draft = draft_of()
+    small = packed_slot(draft)
+    right = draft.checksum(small, 5, 3)
+    large = packed_slot(draft, 20)
+    assert draft.checksum(large, 20, 3) == draft_of(by_numpy=False).checksum(large, 20, 3)
+    assert draft.checksum(small, 5, 3) == right
+
+
+# ---------------------------------------------------------------- bounds
+
+ROWS, HEADS = np.arange(3), range(5, 7)
+OUTSIDE = {
+    "a row below": (np.array([0, -1, 2]), HEADS, 256),
+    "a row above": (np.array([0, 32, 2]), HEADS, 256),
+    "heads below": (ROWS, range(3, 5), 256),
+    "heads above": (ROWS, range(7, 9), 256),
+    "no heads": (ROWS, range(5, 5), 256),
+    "every second head": (ROWS, range(4, 8, 2), 256),
+    "a slot of one byte less": (ROWS, HEADS, -1),
+}
+
+
+@by_numpy
+@pytest.mark.parametrize("case", OUTSIDE.values(), ids=OUTSIDE)
+def test_what_lies_outside_touches_no_byte(by_numpy: bool, case: tuple) -> None:
+    rows, heads, size = case
+    draft = draft_of(by_numpy)
+    slot = canary_slot(512)[
+        : size % draft.packed_bytes(len(rows), len(heads)) if size < 0 else size
+    ]
+    pools = [np.array(pool) for pool in draft._pools]
+    with pytest.raises(ValueError, match=r"expected|rows|slot"):
+        draft.pack(rows, heads, slot, STAMP)
+    with pytest.raises(ValueError, match=r"expected|rows|slot"):
+        draft.unpack(rows, heads, slot)
+    if rows is not ROWS:
+        with pytest.raises(ValueError, match="rows"):
+            draft.clear(rows)
+    assert set(slot.tolist()) == {CANARY}
+    assert all(map(np.array_equal, draft._pools, pools))
+
+
+@by_numpy
+def test_the_shortest_entry_bounds_the_rows(by_numpy: bool) -> None:
+    first, last = pool_of([4, 4], 4, 16, "fp8", 0)[:2]
+    draft = DraftRows([first, last[:10]], range(4), by_numpy)
+    with pytest.raises(ValueError, match="rows"):
+        draft.clear(np.array([10]))
+    assert draft.num_rows == 10
+
+
+def test_a_segment_beyond_its_slot_has_no_stamps_and_no_checksum() -> None:
+    draft, slot = draft_of(), canary_slot(256)
+    for look in (draft.stamps, draft.checksum):
+        with pytest.raises(ValueError, match="slot"):
+            look(slot, 1000, 2)
+
+
+@pytest.mark.parametrize("wrong", ["heads", "strides"])
+def test_entries_of_another_layout_are_refused(wrong: str) -> None:
+    entries = pool_of([4, 8], 4, 16, "bf16", 0)
+    if wrong == "strides":
+        entries[1] = entries[1].transpose(0, 1).contiguous().transpose(0, 1)
+    with pytest.raises(ValueError, match="expected heads"):
+        DraftRows(entries, range(4) if wrong == "strides" else range(2))
+
+
+# ---------------------------------------------------------------- where the memory is
+
+
+@by_numpy
+def test_entries_may_begin_at_an_odd_address(by_numpy: bool) -> None:
+    memory = torch.arange(2 * 16 * 3 * 8 + 1).to(torch.uint8)
+    entries = list(memory[1:].view(2, 16, 3, 8))
+    draft, slot = DraftRows(entries, range(3), by_numpy), canary_slot(512)
+    payload = packed_by_loops(entries, ROWS, range(1, 2))
+    draft.pack(ROWS, range(1, 2), slot, STAMP)
+    assert slot[HEADER : HEADER + len(payload)].numpy().tobytes() == payload
+
+
+def test_kv_args_by_hand_name_host_memory() -> None:
+    entries = pool_of([6, 2], 3, 64, "fp8", 1)
+    ptrs = [entry.data_ptr() for entry in entries]
+    lens = [entry.numel() + 5 for entry in entries]  # what is no whole page is not touched
+    items = [16 * 3 * entry.shape[2] for entry in entries]
+    draft = DraftRows.at(ptrs, lens, items, 16, range(3, 6))
+    assert (draft.head_bytes, draft.num_rows) == ((6, 6, 2, 2), 64)
+    assert draft.bytes_per_token(2) == 32
+    slot, rows = canary_slot(1024), tokens_of(np.array([2, 0]), 16, 20)
+    draft.pack(rows, range(4, 6), slot, STAMP)
+    payload = packed_by_loops(entries, rows, range(1, 3))
+    assert slot[HEADER : HEADER + len(payload)].numpy().tobytes() == payload
+    draft.clear(rows)
+    assert not any(entry[rows].any() for entry in bytes_of(entries))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "k_bytes", "v_bytes"), [("bf16", 8, 6), ("fp8", 7, 7)])
+def test_the_pool_is_read_as_sglang_builds_it(kind: str, k_bytes: int, v_bytes: int) -> None:
+    """Long: it imports SGLang."""
+    from rig.model import Cache, Case, entries_of, sglang_pool
+
+    cache = Cache("mha", layers=2, heads=4, k_bytes=k_bytes, v_bytes=v_bytes, dtype=kind)
+    case = Case(2, 1, draft=cache, page_size=16)
+    pool = sglang_pool(case, cache, tp=2, rank=1, layers=2)
+    entries = entries_of(case, pool, cache, tp=2, rank=1)
+    for number, entry in enumerate(entries):
+        entry[:] = np.random.default_rng(number).integers(0, 256, entry.shape, np.uint8)
+    rows = tokens_of(np.array([3, 1]), 16, 21)
+    flat = [torch.from_numpy(entry.reshape(-1, 2, entry.shape[-1])) for entry in entries]
+    draft = DraftRows([*pool.k_buffer, *pool.v_buffer], range(2, 4))
+    args = DraftRows.at(*pool.get_contiguous_buf_infos(), 16, range(2, 4))
+    for side in (draft, DraftRows([*pool.k_buffer, *pool.v_buffer], range(2, 4), False), args):
+        slot = canary_slot(side.packed_bytes(21, 1))
+        size = side.pack(rows, range(3, 4), slot, STAMP)
+        payload = packed_by_loops(flat, rows, range(1, 2))
+        assert slot[HEADER : HEADER + size].numpy().tobytes() == payload
+
+
+def test_staging_is_equal_slots_side_by_side() -> None:
+    staging = Staging(3, 128, CPU)
+    assert (staging.count, staging.slot_bytes, staging.size, staging.device) == (3, 128, 384, CPU)
+    for number in range(3):
+        slot = staging.slot(number)
+        assert (slot.data_ptr(), slot.numel()) == (staging.address + 128 * number, 128)
+        assert not slot.any()
+        slot.fill_(number + 1)
+    assert staging.slot(1).tolist() == [2] * 128
+    for number in (-1, 3):
+        with pytest.raises(ValueError, match="slot"):
+            staging.slot(number)
+
+
+@pytest.mark.parametrize(("count", "size"), [(0, 64), (2, 0), (2, 100), (2, -64)])
+def test_staging_that_cannot_be_cut_is_refused(count: int, size: int) -> None:
+    with pytest.raises(ValueError, match="slots"):
+        Staging(count, size, CPU)
+
+
+class GPU:
+    """torch.cuda's streams, as far as they are asked for: what happened, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.streams = 0
+
+    def new_stream(self, device: torch.device, priority: int) -> mock.Mock:
+        self.streams += 1
+        name = f"stream {self.streams}"
+        self.log.append(f"{name} of {device}, priority {priority}")
+        return mock.Mock(synchronize=lambda: self.log.append(f"wait for {name}"), label=name)
+
+    @contextmanager
+    def on(self, stream: mock.Mock) -> Iterator[None]:
+        self.log.append(f"on {stream.label}")
+        yield
+        self.log.append(f"off {stream.label}")
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> GPU:
+    gpu = GPU()
+    monkeypatch.setattr(rows_module, "_own", threading.local())
+    monkeypatch.setattr(torch.cuda, "Stream", gpu.new_stream)
+    monkeypatch.setattr(torch.cuda, "stream", gpu.on)
+    return gpu
+
+
+def test_work_on_a_gpu_is_waited_for_on_the_threads_own_stream(gpu: GPU) -> None:
+    device = torch.device("cuda", 1)
+    for _ in range(2):
+        with own_stream(device):
+            assert torch.is_inference_mode_enabled()
+            gpu.log.append("work")
+    once = ["on stream 1", "work", "wait for stream 1", "off stream 1"]
+    assert gpu.log == ["stream 1 of cuda:1, priority -1", *once, *once]
+
+
+def test_each_thread_has_a_stream_of_its_own(gpu: GPU) -> None:
+    def work() -> None:
+        with own_stream(torch.device("cuda", 0)):
+            pass
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert gpu.streams == 2
+
+
+def test_failed_work_is_waited_for_too(gpu: GPU) -> None:
+    with pytest.raises(RuntimeError, match="out of memory"), own_stream(torch.device("cuda", 0)):
+        raise RuntimeError("out of memory")
+    assert "wait for stream 1" in gpu.log
+
+
+def test_staging_lies_in_the_pool_that_the_kv_lies_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[object] = []
+
+    @contextmanager
+    def use(pool: object) -> Iterator[None]:
+        log.append(pool)
+        yield
+        log.append("left")
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
+    monkeypatch.setattr(torch, "zeros", lambda *a, **k: log.append("zeros") or zeros(*a, **k))
+    Staging(1, 64, CPU, pool="pool")
+    assert log == ["pool", "zeros", "left"]
