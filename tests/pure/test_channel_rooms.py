@@ -1,0 +1,164 @@
+"""The two state machines driven by hand: rules that a reader should find without the simulator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_mixkv.channel.messages import Ack, Open, Ready, fail
+from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.next.decode import events as dev
+from sglang_mixkv.next.decode.rooms import Rooms as DecodeRooms
+from sglang_mixkv.next.prefill import events as pev
+from sglang_mixkv.next.prefill.rooms import Rooms as PrefillRooms
+
+PREFILL, READER, OTHER = b"prefill_", b"reader_0", b"reader_1"
+ROOM, TIMES = 7, Times()
+
+
+def prefill(slots: int = 8) -> PrefillRooms:
+    return PrefillRooms(PREFILL, range(4), lambda heads, size: 10, SlotPool(slots, TIMES), TIMES)
+
+
+def opened(generation: int, reader: bytes = READER, readers: int = 1) -> pev.Received:
+    message = Open(2, ROOM, generation, PREFILL, reader, readers, (0, 4), 0, 1 << 20)
+    return pev.Received(b"connection" + reader, message)
+
+
+def of(kind: type, actions: list[Any]) -> list[Any]:
+    return [a for a in actions if isinstance(a, kind)]
+
+
+def test_a_lost_open_is_not_mistaken_for_the_next_requests() -> None:
+    rooms = prefill()
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    rooms.handle(opened(11, OTHER, readers=2), 0.0)
+    rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
+    gone = fail(ROOM, 10, "closed", reader=READER)  # its OPEN never came
+    rooms.handle(pev.Received(b"new", gone), 0.3)
+    actions = rooms.handle(opened(20), 0.5)
+    assert of(pev.Pack, actions) == []
+    rooms.handle(pev.End(0), 0.6)
+    rooms.handle(pev.Begin(1, ROOM), 0.7)
+    (pack,) = of(pev.Pack, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 0.8))
+    assert pack.use == 1
+
+
+def test_success_waits_for_packing_and_for_nothing_else() -> None:
+    """Not for reads, and not for ACKs."""
+    rooms = prefill()
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    (pack,) = of(
+        pev.Pack,
+        rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0) + rooms.handle(opened(10), 0.0),
+    )
+    assert of(pev.Settled, rooms.handle(pev.TargetSent(0), 0.0)) == []
+    assert of(pev.Settled, rooms.handle(pev.Packed(pack.job), 0.1)) == [pev.Settled(0)]
+    assert rooms.left()["offered"] == 1
+
+
+def test_nobody_opens_and_the_request_goes_on() -> None:
+    rooms = prefill()
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
+    rooms.handle(pev.TargetSent(0), 0.0)
+    assert rooms.handle(pev.Tick(), TIMES.packing * 0.9) == []
+    actions = rooms.handle(pev.Tick(), TIMES.packing)
+    assert of(pev.Settled, actions) == [pev.Settled(0)]
+    assert [note.what for note in of(pev.Note, actions)] == ["unopened"]
+
+
+def test_a_slot_rests_while_its_rank_does() -> None:
+    """A stopped process sends its READY when it goes on: time that it stood still is no time."""
+    rooms = prefill()
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
+    (pack,) = of(pev.Pack, rooms.handle(opened(10), 0.0))
+    rooms.handle(pev.Packed(pack.job), 0.0)
+    rooms.handle(pev.Tick(), 1000.0)
+    assert rooms.left()["offered"] == 1
+    for second in range(1001, 1061):
+        rooms.handle(pev.Tick(), second)
+    assert "offered" not in rooms.left()
+
+
+def decode() -> DecodeRooms:
+    return DecodeRooms(READER, SlotPool(8, TIMES), 1 << 20, TIMES)
+
+
+def room(generation: int = 10, **more: Any) -> dev.OpenRoom:
+    source = dev.Source(PREFILL, range(4), 1, slots=8, segment_tokens=10)
+    return dev.OpenRoom(generation, ROOM, (source,), 0, 16, **more)
+
+
+def ready(segment: int = 0, generation: int = 10, count: int = 8) -> dev.Received:
+    last = segment == 1
+    message = Ready(ROOM, generation, segment, segment, 99, 8 * segment, count, last)
+    return dev.Received(PREFILL, message)
+
+
+def test_a_thread_that_stood_still_drops_what_it_was_sent_before() -> None:
+    rooms = decode()
+    rooms.handle(room(), 0.0)
+    actions = rooms.handle(ready(), TIMES.stall + 0.1)
+    assert of(dev.StartRead, actions) == []
+    assert dev.Send(PREFILL, Ack(0, 99)) in actions
+    assert [note.what for note in of(dev.Note, actions)] == ["cold_stalled"]
+
+
+def test_a_late_read_is_not_used() -> None:
+    rooms = decode()
+    rooms.handle(room(), 0.0)
+    (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
+    for tick in range(1, 60):
+        rooms.handle(dev.Tick(), tick * TIMES.read / 59)
+    actions = rooms.handle(dev.ReadDone(read.read), TIMES.read + 0.1)
+    assert of(dev.Unpack, actions) == []
+    assert dev.Send(PREFILL, Ack(0, 99)) in actions
+
+
+def test_draft_kv_that_does_not_come_is_cleared_and_the_request_goes_on() -> None:
+    rooms = decode()
+    rooms.handle(room(), 0.0)
+    rooms.handle(dev.TargetArrived(10), 0.0)
+    assert rooms.handle(dev.Tick(), TIMES.shortest_wait * 0.9) == []
+    (clear,) = of(dev.Clear, rooms.handle(dev.Tick(), TIMES.shortest_wait))
+    assert (clear.first_token, clear.end) == (0, 16)
+    (verdict,) = of(dev.Verdict, rooms.handle(dev.JobDone(clear.job, dev.Result.DONE), 0.4))
+    assert verdict.state is dev.State.COLD
+
+
+def test_rows_that_are_in_place_are_not_cleared() -> None:
+    rooms = decode()
+    rooms.handle(room(), 0.0)
+    (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
+    (unpack,) = of(dev.Unpack, rooms.handle(dev.ReadDone(read.read), 0.0))
+    rooms.handle(dev.JobDone(unpack.job, dev.Result.DONE), 0.0)
+    rooms.handle(dev.TargetArrived(10), 0.0)
+    (clear,) = of(dev.Clear, rooms.handle(dev.Tick(), TIMES.longest_wait))
+    assert (clear.first_token, clear.end) == (8, 16)
+
+
+def test_a_forward_that_still_runs_is_waited_for() -> None:
+    rooms = decode()
+    rooms.handle(room(pending=True), 0.0)
+    (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
+    assert of(dev.Unpack, rooms.handle(dev.ReadDone(read.read), 0.0)) == []
+    assert of(dev.Unpack, rooms.handle(dev.ForwardDone(10), 0.1))
+
+
+def test_three_deadlines_open_the_breaker_and_one_room_probes() -> None:
+    rooms, now = decode(), 0.0
+    for generation in (1, 2, 3):
+        rooms.handle(room(generation), now)
+        rooms.handle(dev.TargetArrived(generation), now)
+        now += TIMES.longest_wait
+        rooms.handle(dev.Tick(), now)
+        rooms.handle(dev.CloseRoom(generation), now)
+    (send,) = of(dev.Send, rooms.handle(room(4), now))
+    assert not send.message.wanted, "cold at once"
+    rooms.handle(dev.CloseRoom(4), now)
+    (send,) = of(dev.Send, rooms.handle(room(5), now + 1.0))
+    assert send.message.wanted == range(4), "a probe"
+    (send,) = of(dev.Send, rooms.handle(room(6), now + 1.0))
+    assert not send.message.wanted
