@@ -18,7 +18,7 @@ PART="$PART or test_page_sizes or P2-D1-chunks"
 PART="$PART or test_release or test_decode_apart or test_plan or test_works_with"
 
 status=0
-python -m pytest tests/pure tests/docs tests/protocol tests/e2e "$@" || status=$?
+python -m pytest tests/pure tests/docs tests/sim tests/protocol tests/e2e "$@" || status=$?
 if [ -z "${MIXKV_SGLANG:-}${PYTHON:-}" ] && { [ "$*" = "" ] || [ "$*" = --full ]; }; then
     MIXKV_SGLANG="$BEFORE" bash scripts/test.sh -k "$PART" || status=$?
 fi

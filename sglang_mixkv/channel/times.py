@@ -53,9 +53,14 @@ class Times(msgspec.Struct, frozen=True):
         return 5.0 * self.patience
 
     @property
+    def unread(self) -> float:
+        """How long an announced segment may wait for a slot of the reader's own."""
+        return 30.0 * self.patience
+
+    @property
     def slot_aside(self) -> float:
         """When a slot without its ACK is used again: later than anything that may still read it,
-        which is delivery + stall + read."""
+        which is delivery + unread + stall + read."""
         return 60.0 * self.patience
 
     @property

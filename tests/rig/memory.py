@@ -257,7 +257,8 @@ class Memory:
         the drafter where the decode side's radix cache or SGLang's comparison is on."""
         if name == "window":
             return model.window_start(self.case, number)
-        if name != "draft" or self.case.decode_radix or self.case.compares:
+        whole = self.case.decode_radix or self.case.compares or self.case.channel
+        if name != "draft" or whole:
             return 0
         return self._draft_reach(self.case.pages(self.case.requests[number], self.dcp), entry)
 

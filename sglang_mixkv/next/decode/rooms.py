@@ -298,7 +298,7 @@ class Rooms:
             self._out.append(ev.GiveUpRead(segment.read))
             self._read_went_wrong(segment, "it took too long")
         # prefill uses a slot again after `slot_aside`, whether it was read or not
-        for segment in self._reads.unread(self._clock - self._times.slot_aside / 2):
+        for segment in self._reads.unread(self._clock - self._times.unread):
             self._go_cold(segment.room, "slots", "no slot was free to read it", [segment.peer])
         for room in list(self._rooms.values()):
             if room.wants and room.arrived is not None and self._clock >= self._deadline(room):

@@ -1,0 +1,176 @@
+"""What goes wrong."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.sim.decode import DecodeRank
+
+if TYPE_CHECKING:
+    from tests.sim.network import Link
+    from tests.sim.spec import Fault, Request
+    from tests.sim.world import World
+
+LASTS = 10.0  # seconds that a fault waits for what it befalls
+
+
+def begin(world: World, fault: Fault) -> None:
+    world.note_fault(str(fault))
+    if world.coverage is not None:
+        world.coverage.flush(world.started)
+    world.started.add(fault.kind)
+    _KINDS[fault.kind](world, fault)
+
+
+def _stop(world: World, fault: Fault) -> None:
+    world.places[fault.where].process.stop(fault.mode, fault.seconds)
+
+
+def _kill(world: World, fault: Fault) -> None:
+    """The whole server: SGLang's watchdog ends the other ranks."""
+    number = fault.where[0]
+    places = [place for (server, _), place in world.places.items() if server == number]
+    if not all(place.process.alive for place in places):
+        return
+    for place in places:
+        place.process.kill()
+        world.places_now.pop(place.process.instance)
+    for link in list(world.connections.values()):
+        if not link.reader.alive or link.place.server.number == number:
+            link.end(silent=world.clock.rng.random() < 0.2)
+    for key in [key for key in world.groups if key[0] == number]:
+        _group_died(world, key)
+    if fault.seconds:
+        world.clock.after(fault.seconds, _restart, world, places)
+
+
+def _group_died(world: World, key: tuple[int, int]) -> None:
+    group = world.groups[key]
+    group.epoch += 1
+    rng = world.clock.rng
+    for life in world.lives.values():
+        request = life.request
+        if life.begun is None:
+            continue
+        if request.prefill == key and not life.prefill_over:
+            life.prefill_over = True
+            world.clock.after(rng.random() * 20, world.groups[request.decode].node_failure, request)
+        if request.decode == key and not life.decode_over:
+            life.outcome, life.by = "lost", "stock"
+            world.clock.after(rng.random() * 5, world.groups[request.prefill].lost_reader, request)
+    if group.server.side == "prefill":
+        for other in world.groups.values():
+            if other.server.side == "decode":
+                for rank in other.ranks:
+                    world.clock.after(rng.random() * 20, _heartbeat, other, key, rank)
+
+
+def _heartbeat(group: object, key: tuple[int, int], rank: DecodeRank) -> None:
+    group.tables.get(rank, {}).pop(key, None)
+
+
+def _restart(world: World, places: list) -> None:
+    world.note_fault(f"server {places[0].server.number} is started again")
+    for place in places:
+        world.start(place)
+
+
+def _link(world: World, fault: Fault) -> Link | None:
+    reader, place = world.places[fault.where].process, world.places[fault.peer]
+    if not reader.alive or place.process is None or not place.process.alive:
+        return None
+    return reader.link(place.process.instance)
+
+
+def _break(world: World, fault: Fault) -> None:
+    if link := _link(world, fault):
+        link.end(silent=fault.mode == "silent")
+
+
+def _cut(world: World, fault: Fault) -> None:
+    if link := _link(world, fault):
+        link.cut(fault.seconds)
+
+
+def _slow(world: World, fault: Fault) -> None:
+    if link := _link(world, fault):
+        link.slow = world.clock.rng.choice((0.01, 0.1, 5.0))
+        link.slow_until = world.clock.now + fault.seconds
+
+
+def _double(world: World, fault: Fault) -> None:
+    if link := _link(world, fault):
+        link.doubles += fault.count
+        world.clock.after(LASTS, setattr, link, "doubles", 0)
+
+
+def _reads(world: World, fault: Fault) -> None:
+    rank = world.places[fault.where].process
+    peer = world.places[fault.peer].process.instance if fault.peer else None
+    entry = (fault.mode, peer, fault.count)
+    rank.read_faults.append(entry)
+    world.clock.after(fault.seconds or LASTS, rank.read_faults.clear)
+
+
+def _error(world: World, fault: Fault) -> None:
+    errors = world.places[fault.where].process.errors
+    errors[fault.mode] = errors.get(fault.mode, 0) + fault.count
+    world.clock.after(LASTS, errors.clear)
+
+
+_KINDS = {
+    "stop": _stop, "kill": _kill, "break": _break, "cut": _cut, "slow": _slow, "double": _double,
+    "reads": _reads, "error": _error,
+}  # fmt: skip
+
+
+def touched(world: World, request: Request) -> bool:
+    """Whether a fault may have had to do with it: one on a server of its own, or on one that shares
+    requests with such a server, however far away."""
+    servers = set()
+    for fault in world.spec.faults:
+        servers |= {fault.where[0]} | ({fault.peer[0]} if fault.peer else set())
+    pairs = [{other.prefill[0], other.decode[0]} for other in world.spec.requests]
+    for _ in world.spec.servers:
+        for pair in pairs:
+            if pair & servers:
+                servers |= pair
+    return bool({request.prefill[0], request.decode[0]} & servers)
+
+
+def is_roomy(world: World, request: Request) -> bool:
+    """Whether each reader of its prefill ranks can have a slot there, and each of those ranks one
+    on decode. With fewer a crowd alone makes requests cold."""
+    prefill, decode = (world.spec.servers[of[0]] for of in (request.prefill, request.decode))
+    readers, peers = 0, 0
+    for server in world.spec.servers:
+        if server.side == "decode":
+            readers += server.groups * max(1, server.tp // prefill.tp)
+        else:
+            peers += server.groups * max(1, server.tp // decode.tp)
+    return prefill.slots >= readers and decode.slots >= peers
+
+
+def beside_dead_readers(world: World, request: Request) -> bool:
+    """Its own decode server is untouched, and so is its prefill server but for readers of another
+    decode server; those are few enough for the slots that are left to owners without one."""
+    own = {request.prefill[0], request.decode[0]}
+    dead = set()
+    for fault in world.spec.faults:
+        if fault.where[0] in own:
+            return False
+        server = world.spec.servers[fault.where[0]]
+        if server.side == "prefill":
+            if fault.peer is not None and fault.peer[0] in own:
+                return False
+            continue
+        dead |= {server.number}
+    slots = world.spec.servers[request.prefill[0]].slots
+    readers = sum(_readers(world, request, number) for number in dead)
+    return slots >= 8 and readers <= 2 + slots // 4
+
+
+def _readers(world: World, request: Request, number: int) -> int:
+    """How many ranks of this decode server may hold slots of one prefill rank."""
+    server, tp = world.spec.servers[number], world.spec.servers[request.prefill[0]].tp
+    return max(1, server.tp // tp) * server.groups

@@ -1,0 +1,170 @@
+"""A process: the channel thread with its machine, other threads, and what stops all of them.
+
+Events from inside the process come over one queue, in the order in which they were put there. So
+an End is handled before the Packed of a copy that ran after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+FINE, COARSE = 0.1, 1.0  # between ticks, where a deadline is near and where none is
+
+
+class Process:
+    """`stop_at`: where the next stop takes hold; "" for at once."""
+
+    tick: object
+    machine: object
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world, self.clock, self.rng, self.name = world, world.clock, world.clock.rng, name
+        self.alive, self.stopped = True, False
+        self.stopped_for = 0.0  # in all
+        self.unexecuted: list[object] = []
+        self.errors: dict[str, int] = {}  # how many copies of a kind will fail
+        self._sampled: tuple[object, float] | None = None
+        self._parked: list[tuple[object, Callable, tuple]] = []
+        self._last: dict[object, float] = {}
+        self._tick_time: float | None = None
+        self._stop: tuple[str, float] | None = None
+        self._since = 0.0
+
+    # -- threads
+
+    def later(self, thread: object, delay: float, call: Callable, *args: object) -> None:
+        """A step of a thread, behind its earlier ones; never while the process is stopped."""
+        when = max(self._last.get(thread, 0.0), self.clock.now + delay)
+        self._last[thread] = when
+        self.clock.at(when, self.step, thread, call, args)
+
+    def step(self, thread: object, call: Callable, args: tuple) -> None:
+        if not self.alive:
+            return
+        if self.stopped:
+            self.park(thread, call, args)
+        else:
+            call(*args)
+
+    def park(self, thread: object, call: Callable, args: tuple) -> None:
+        """For when the process goes on, or has died: the data plane's calls are made then too."""
+        self._parked.append((thread, call, args))
+
+    def post(self, event: object, delay: float = 0.0002) -> None:
+        """Put an event on the channel thread's queue."""
+        self.later("queue", self.rng.random() * delay, self.handle, event)
+
+    # -- the channel thread
+
+    def handle(self, event: object) -> None:
+        if self._stop is not None and self._stop[0] == "sampled":
+            self._sampled = event, self.clock.now
+            self._halt()
+            return
+        self._handle(event, self.clock.now)
+
+    def _handle(self, event: object, now: float) -> None:
+        self.world.cover(self, event)
+        actions = self.machine.handle(event, now)
+        if self.world.log is not None:
+            self.world.note(self.name, event, actions)
+        self.world.check(self)
+        if actions:
+            self._emit(actions)
+        self._want_tick()
+
+    def _emit(self, actions: list[object]) -> None:
+        if self._stop is not None and self._stop[0] == "emitted":
+            cut = self.rng.randint(0, len(actions) - 1)
+            self.unexecuted = actions[cut:]
+            actions = actions[:cut]
+            self._halt()
+        for action in actions:
+            self.execute(action)
+
+    def execute(self, action: object) -> None:
+        raise NotImplementedError
+
+    # -- stops
+
+    def stop(self, where: str, seconds: float) -> None:
+        if not self.alive or self.stopped or self._stop is not None:
+            return
+        self._stop = stop = where, seconds
+        if not where:
+            self._halt()
+        else:
+            self.clock.after(1.0, self._no_stop, stop)
+
+    def _no_stop(self, stop: tuple[str, float]) -> None:
+        """Nothing happened that it could have come into."""
+        if self._stop is stop:
+            self._stop = None
+
+    def _halt(self) -> None:
+        assert self._stop is not None
+        self.stopped, self._since = True, self.clock.now
+        self.clock.after(self._stop[1], self._go_on)
+        self._stop = None
+
+    def _go_on(self) -> None:
+        """All that waited happens now, each thread's steps in their order."""
+        if not self.alive:
+            return
+        self.stopped = False
+        self.stopped_for += self.clock.now - self._since
+        sampled, self._sampled = self._sampled, None
+        actions, self.unexecuted = self.unexecuted, []
+        for action in actions:
+            self.execute(action)
+        if sampled is not None:
+            self._handle(*sampled)
+        parked, self._parked = self._interleaved(self._parked), []
+        for number, (_, call, args) in enumerate(parked):
+            if self.stopped or not self.alive:
+                self._parked = parked[number:] + self._parked
+                return
+            call(*args)
+
+    def _interleaved(self, parked: list[tuple]) -> list[tuple]:
+        threads: dict[object, list[tuple]] = {}
+        for item in parked:
+            threads.setdefault(item[0], []).append(item)
+        order = [thread for thread, items in threads.items() for _ in items]
+        self.rng.shuffle(order)
+        nexts = {thread: iter(items) for thread, items in threads.items()}
+        return [next(nexts[thread]) for thread in order]
+
+    def kill(self) -> None:
+        self.alive = False
+        for thread, call, args in self._parked:
+            if thread == "plane":
+                self.clock.after(0.0, call, *args)
+        self._parked = []
+
+    # -- ticks
+
+    def is_urgent(self) -> bool:
+        """Whether a deadline of some tenths of a second may run."""
+        raise NotImplementedError
+
+    def _want_tick(self) -> None:
+        """Where nothing is under way a tick would do nothing, and is left out."""
+        if self._tick_time is not None and not self.is_urgent():
+            return
+        interval = (FINE if self.is_urgent() else COARSE) * (0.9 + 0.1 * self.rng.random())
+        when = self.clock.now + interval
+        if self._tick_time is None or when < self._tick_time:
+            self._tick_time = when
+            self.clock.at(when, self.step, "tick", self._on_tick, (when,))
+
+    def _on_tick(self, when: float) -> None:
+        if when != self._tick_time:
+            return
+        self._tick_time = None
+        if self.machine.left():
+            self.handle(self.tick)

@@ -1,0 +1,99 @@
+"""Many schedules, and one again."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from tests.sim.checks import Finding
+from tests.sim.coverage import Coverage
+from tests.sim.draw import Draw
+from tests.sim.spec import Spec
+from tests.sim.world import World
+
+
+@dataclass
+class Outcome:
+    """Of one schedule. `invariant`: the one that was broken, or ""."""
+
+    spec: Spec
+    invariant: str = ""
+    detail: str = ""
+    log: list[str] | None = None
+    world: World | None = None
+
+
+def run_spec(
+    spec: Spec, coverage: Coverage | None = None, logged: bool = False, check_every: int = 1
+) -> Outcome:
+    log: list[str] | None = [] if logged else None
+    world = World(spec, coverage, log, check_every)
+    outcome = Outcome(spec, log=log, world=world)
+    try:
+        world.run()
+    except Finding as finding:
+        outcome.invariant, outcome.detail = finding.invariant, finding.detail
+    except Exception as error:
+        outcome.invariant = f"crash {type(error).__name__}"
+        outcome.detail = traceback.format_exc(limit=-4)
+    else:
+        _compare(outcome)
+    return outcome
+
+
+def _compare(outcome: Outcome) -> None:
+    """Untouched requests take at most twice their time without faults, and 0.1 s. That time is not
+    less than what SGLang alone needs, so most need no second run."""
+    world, spec = outcome.world, outcome.spec
+    suspects = [life for life in world.untouched if _took(life) > 0.1 + 2 * _least(life)]
+    if not (suspects and spec.faults):
+        return
+    calm = World(replace(spec, faults=()))
+    calm.run()
+    for life in suspects:
+        without = calm.lives[life.request.id]
+        if without.finished is not None and _took(life) > 0.1 + 2 * _took(without):
+            outcome.invariant = "slow"
+            outcome.detail = (
+                f"request {life.request.id} takes {_took(life):.3f} s, "
+                f"without faults {_took(without):.3f} s"
+            )
+
+
+def _took(life: object) -> float:
+    return life.finished - life.begun
+
+
+def _least(life: object) -> float:
+    request = life.request
+    forwards = sum(chunk.seconds for chunk in request.chunks)
+    return max(request.prefill_delay, request.decode_delay) + forwards + request.target
+
+
+@dataclass
+class Result:
+    schedules: int = 0
+    seconds: float = 0.0
+    found: list[Outcome] = field(default_factory=list)
+    coverage: Coverage = field(default_factory=Coverage)
+
+
+def run_many(
+    seeds: Iterable[int], large: bool = False, seconds: float = 1e9, stop_at: int = 1,
+    check_every: int = 1, covered: bool = True,
+) -> Result:  # fmt: skip
+    """Until the seeds or the seconds are over, or so many have failed."""
+    result, began = Result(), time.process_time()
+    deadline = time.monotonic() + seconds
+    for seed in seeds:
+        spec = Draw(seed, large).spec()
+        outcome = run_spec(spec, result.coverage if covered else None, check_every=check_every)
+        result.schedules += 1
+        if outcome.invariant:
+            result.found.append(outcome)
+        if len(result.found) >= stop_at or time.monotonic() > deadline:
+            break
+    result.seconds = time.process_time() - began
+    return result

@@ -1,0 +1,94 @@
+"""What a schedule is, as plain values: a world can be built from it again, and cut down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Where = tuple[int, int]  # server, and a group or a rank of it
+
+
+@dataclass(frozen=True)
+class Server:
+    """`groups` DP groups of `tp` ranks. `tokens`: how many fit a slot, of all heads of a rank.
+    `drafter`: "same", "none", or "other"."""
+
+    number: int
+    side: str
+    tp: int
+    groups: int
+    slots: int
+    tokens: int
+    page: int
+    plugin: bool = True
+    drafter: str = "same"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """`pending`: it is handed over when its forward is launched, not when that has ended."""
+
+    count: int
+    pending: bool
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Request:
+    """`number`: SGLang's. `after`: the request that had this number before; -1 for none.
+
+    `optimistic`: the forward does not wait for decode. `forward`: how long an earlier one still
+    writes to decode's pages. `abort`: which side, and when. `target_fails`: on this prefill rank.
+    `late`: it comes long after all faults.
+    """
+
+    id: int
+    number: int
+    prefill: Where
+    decode: Where
+    arrival: float
+    prompt: int
+    first_token: int
+    chunks: tuple[Chunk, ...]
+    prefill_delay: float = 0.0
+    decode_delay: float = 0.0
+    optimistic: bool = False
+    target: float = 0.01
+    forward: float = 0.0
+    checksum: bool = False
+    abort: tuple[str, float] | None = None
+    target_fails: int = -1
+    after: int = -1
+    late: bool = False
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`where`: the rank it begins on; `peer`: the rank at the other end, where there is one.
+
+    `seconds`: how long it lasts; of a kill, until the restart, or 0 for none. `mode`: its variant.
+    """
+
+    kind: str
+    time: float
+    where: Where
+    seconds: float = 0.0
+    peer: Where | None = None
+    mode: str = ""
+    count: int = 0
+
+
+@dataclass(frozen=True)
+class Spec:
+    seed: int
+    heads: int
+    servers: tuple[Server, ...]
+    requests: tuple[Request, ...]
+    faults: tuple[Fault, ...]
+    over_tcp: bool
+    copying: float = 0.004
+
+    def lines(self) -> list[str]:
+        """For people."""
+        head = f"seed {self.seed}, {self.heads} heads, {'TCP' if self.over_tcp else 'RDMA'}"
+        items = [*self.servers, *self.requests, *self.faults]
+        return [head, *map(str, items)]

@@ -1,0 +1,120 @@
+"""What the simulator has found in the machines, each in its smallest form."""
+
+from __future__ import annotations
+
+from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
+from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.channel.turns import Turns
+from sglang_mixkv.next.decode import events as dev
+from sglang_mixkv.next.decode import rooms as decode
+from sglang_mixkv.next.prefill import events as pev
+from sglang_mixkv.next.prefill import rooms as prefill
+
+ONE, TWO, READER = b"prefill1", b"prefill2", b"decode01"
+
+
+def new_prefill(slots: int = 4) -> prefill.Rooms:
+    return prefill.Rooms(ONE, range(1), lambda heads, size: 4, SlotPool(slots, Times()), Times())
+
+
+def new_decode(slots: int = 2) -> decode.Rooms:
+    return decode.Rooms(READER, SlotPool(slots, Times()), 1 << 10, Times())
+
+
+def open_(room: int, generation: int) -> pev.Received:
+    return pev.Received(b"c", Open(1, room, generation, ONE, READER, 1, (0, 1), 0, 1 << 10))
+
+
+def opened(generation: int, peer: bytes = ONE) -> dev.OpenRoom:
+    return dev.OpenRoom(generation, 7, (dev.Source(peer, range(1), 1, 4, 4),), 0, 16)
+
+
+def ready(generation: int, segment: int, peer: bytes = ONE) -> dev.Received:
+    stamp = 100 * generation + segment + 1
+    message = Ready(7, generation, segment, segment, stamp, 4 * segment, 4, last=False)
+    return dev.Received(peer, message)
+
+
+def of(kind: type, actions: list) -> list:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def test_a_segment_does_not_wait_for_a_slot_until_prefill_uses_its_own_again() -> None:
+    """Both local slots are held by reads that hang; the other peer's segment came at 0.1 s, and
+    prefill gives its slot to another after 60 s."""
+    machine = new_decode(slots=2)
+    machine.handle(opened(1), 0.0)
+    machine.handle(opened(2, TWO), 0.0)
+    for segment in range(2):
+        assert of(dev.StartRead, machine.handle(ready(1, segment), 0.0))
+    assert not of(dev.StartRead, machine.handle(ready(2, 0, TWO), 0.1))
+    acked = []
+    for tenths in range(2, 650):
+        acked += of(dev.Send, machine.handle(dev.Tick(), tenths / 10))
+    actions = machine.handle(dev.ReadSettled(1), 65.0)
+    assert not of(dev.StartRead, actions)
+    assert Ack(0, 201) in [send.message for send in acked]
+
+
+def test_an_open_behind_a_fail_is_for_the_next_request_with_its_number() -> None:
+    """Decode aborts a request before it is on prefill, and opens the number's next one."""
+    machine = new_prefill()
+    machine.handle(open_(7, 1), 0.0)
+    machine.handle(pev.Received(b"c", Fail(7, 1, "closed")), 0.0)
+    machine.handle(pev.Begin(1, 7), 0.1)
+    machine.handle(open_(7, 2), 0.2)
+    assert not of(pev.Pack, machine.handle(pev.AddChunk(1, 0, 4, True, "first"), 0.3))
+    machine.handle(pev.Begin(2, 7), 0.4)
+    pack, = of(pev.Pack, machine.handle(pev.AddChunk(2, 0, 4, True, "second"), 0.5))
+    assert (pack.rows, pack.use) == ("second", 2)
+
+
+def test_a_room_whose_reader_ended_first_does_not_wait_for_it() -> None:
+    machine = new_prefill()
+    machine.handle(open_(7, 1), 0.0)
+    machine.handle(pev.Received(b"c", Fail(7, 1, "closed")), 0.0)
+    machine.handle(pev.Begin(1, 7), 0.1)
+    machine.handle(pev.AddChunk(1, 0, 4, True), 0.2)
+    assert of(pev.Settled, machine.handle(pev.TargetSent(1), 0.3))
+
+
+def test_a_reader_that_ended_first_is_forgotten() -> None:
+    machine = new_prefill()
+    machine.handle(open_(7, 1), 0.0)
+    machine.handle(pev.Received(b"c", Fail(7, 1, "closed")), 0.0)
+    for seconds in range(62):
+        assert list(machine.check()) == []
+        machine.handle(pev.Tick(), float(seconds))
+    assert machine.left() == {}
+
+
+def test_a_doubled_ready_is_not_acknowledged_while_the_first_is_read() -> None:
+    machine = new_decode()
+    machine.handle(opened(1), 0.0)
+    assert of(dev.StartRead, machine.handle(ready(1, 0), 0.0))
+    machine.handle(dev.CloseRoom(1), 0.1)
+    assert not of(dev.Send, machine.handle(ready(1, 0), 0.2))
+    acks = of(dev.Send, machine.handle(dev.ReadDone(1), 0.3))
+    assert [send.message for send in acks] == [Ack(0, 101)]
+
+
+def test_owners_take_turns_from_one_free_slot_to_the_next() -> None:
+    turns: Turns[str] = Turns()
+    for owner in "ab":
+        for number in range(3):
+            turns.add(owner, number, owner)
+    served = ""
+    for _ in range(6):
+        free = [1]
+
+        def serve(item: str, free: list[int] = free) -> bool | None:
+            nonlocal served
+            if not free:
+                return None
+            free.pop()
+            served += item
+            return False
+
+        turns.serve(serve)
+    assert served == "ababab"

@@ -1,0 +1,169 @@
+"""A cluster: built from a schedule, run to its end, checked."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import count
+from typing import TYPE_CHECKING
+
+from sglang_mixkv.channel.times import Times
+from tests.sim import faults
+from tests.sim.checks import Checks
+from tests.sim.clock import Clock
+from tests.sim.coverage import Coverage
+from tests.sim.decode import DecodeRank
+from tests.sim.groups import DecodeGroup, Group, PrefillGroup
+from tests.sim.life import Life
+from tests.sim.plans import layout_of, slot_bytes_of
+from tests.sim.prefill import PrefillRank
+from tests.sim.process import Process
+
+if TYPE_CHECKING:
+    from tests.sim.network import Link
+    from tests.sim.spec import Request, Server, Spec
+
+LIMIT = 5000.0  # seconds; a world that is not at rest by then never will be
+
+
+class Place:
+    """An address. `process`: the instance that is there now."""
+
+    def __init__(self, server: Server, rank: int, heads: int) -> None:
+        self.server, self.rank = server, rank
+        self.tp_rank = rank % server.tp
+        self.group = server.number, rank // server.tp
+        self.layout = layout_of(heads, server.tp, self.tp_rank)
+        self.slot_bytes = slot_bytes_of(heads, server.tp, server.tokens)
+        self.process: Process | None = None
+
+
+class World:
+    """`check_every`: machines are asked for their books after so many events."""
+
+    def __init__(
+        self, spec: Spec, coverage: Coverage | None = None, log: list[str] | None = None,
+        check_every: int = 1,
+    ) -> None:  # fmt: skip
+        self.spec, self.log, self.times = spec, log, Times()
+        self.copying = spec.copying
+        self.clock = Clock(spec.seed)
+        self.coverage = coverage
+        self.notes: Counter[str] = Counter()
+        self.checks = Checks(self, check_every)
+        self._numbers = count(1)
+        self.connections: dict[bytes, Link] = {}
+        self.opens_arrived: set[tuple[bytes, int]] = set()
+        self.place_of: dict[bytes, Place] = {}  # of each instance, dead ones too
+        self.places_now: dict[bytes, Process] = {}
+        self.places: dict[tuple[int, int], Place] = {}
+        self.groups: dict[tuple[int, int], Group] = {}
+        self.lives = {request.id: Life(request) for request in spec.requests}
+        self.untouched: list[Life] = []  # requests that no fault has had to do with
+        self.started: set[str] = set()  # kinds of faults that have begun
+        self._build()
+
+    def _build(self) -> None:
+        for server in self.spec.servers:
+            for rank in range(server.tp * server.groups):
+                place = Place(server, rank, self.spec.heads)
+                self.places[server.number, rank] = place
+                self.start(place)
+        for server in self.spec.servers:
+            kind = PrefillGroup if server.side == "prefill" else DecodeGroup
+            for number in range(server.groups):
+                self.groups[server.number, number] = kind(self, server, number)
+        for request in self.spec.requests:
+            if request.after < 0:
+                self.clock.at(request.arrival, self._arrive, request)
+            else:
+                self.clock.at(request.arrival, self._follow, request)
+        for fault in self.spec.faults:
+            self.clock.at(fault.time, faults.begin, self, fault)
+
+    def next_number(self) -> int:
+        return next(self._numbers)
+
+    def next_stamp(self) -> int:
+        return self.clock.rng.getrandbits(62) + 1
+
+    def start(self, place: Place) -> None:
+        kind = PrefillRank if place.server.side == "prefill" else DecodeRank
+        instance = b"%08d" % self.next_number()
+        place.process = kind(self, place, instance)
+        self.place_of[instance] = place
+        self.places_now[instance] = place.process
+
+    # -- requests
+
+    def _arrive(self, request: Request) -> None:
+        """The router sends it to both sides, where both are alive."""
+        life = self.lives[request.id]
+        prefill, decode = self.groups[request.prefill], self.groups[request.decode]
+        if not (prefill.is_alive and decode.is_alive):
+            life.outcome, life.by, life.prefill_over = "failed", "stock", True
+            return
+        life.begun = self.clock.now
+        prefill.step(request.prefill_delay, prefill.arrive, request)
+        decode.step(request.decode_delay, decode.arrive, request)
+        if request.abort is not None:
+            self.clock.after(request.abort[1], self._abort, request)
+
+    def _follow(self, request: Request) -> None:
+        """It has the number of an earlier one. That must be begun on prefill, opened there by each
+        reader and closed on decode, or over on both sides."""
+        former = self.lives[request.after]
+        receivers = self.groups[request.decode].receivers.get(request.after, ())
+        senders = self.groups[request.prefill].senders.get(request.after, ())
+        if former.prefill_over and all(s.ended or not s.rank.alive for s in senders):
+            begun = True
+        else:
+            begun = former.prefill_begun and bool(receivers)
+        if former.outcome and begun and all(map(self._opened_and_closed, receivers)):
+            self.clock.after(self.clock.rng.random() * 0.002, self._arrive, request)
+        else:
+            self._again(request)
+
+    def _again(self, request: Request) -> None:
+        """A little later, for a while."""
+        if self.clock.now < request.arrival + 120:
+            again = 0.02 if self.clock.now < request.arrival + 5 else 2.0
+            self.clock.after(again, self._follow, request)
+
+    def _opened_and_closed(self, receiver: object) -> bool:
+        peers = getattr(receiver, "peers", ())
+        opened = all((peer, receiver.generation) in self.opens_arrived for peer in peers)
+        return (receiver.closed and opened) or not receiver.rank.alive
+
+    def _abort(self, request: Request) -> None:
+        side = request.abort[0]
+        other = "decode" if side == "prefill" else "prefill"
+        self.groups[getattr(request, side)].fail(request, "aborted")
+        if self.clock.rng.random() < 0.8:
+            group = self.groups[getattr(request, other)]
+            self.clock.after(self.clock.rng.random() * 0.05, group.fail, request, "aborted")
+
+    # -- what processes ask for after each event
+
+    def check(self, process: Process) -> None:
+        self.checks.books(process)
+
+    def cover(self, process: Process, event: object) -> None:
+        self.checks.event(process, event)
+        if self.coverage is not None:
+            self.coverage.add(process.machine, event)
+
+    def note(self, name: str, event: object, actions: list[object]) -> None:
+        self.log.append(f"{self.clock.now:10.4f} {name:6} {event!r}")
+        self.log.extend(f"{'':17} -> {action!r}" for action in actions)
+
+    def note_fault(self, text: str) -> None:
+        if self.log is not None:
+            self.log.append(f"{self.clock.now:10.4f} ***    {text}")
+
+    def run(self) -> None:
+        """Raises Finding where an invariant is broken."""
+        if not self.clock.run(LIMIT):
+            self.checks.never_at_rest()
+        self.checks.at_the_end()
+        if self.coverage is not None:
+            self.coverage.flush(self.started)
