@@ -100,7 +100,8 @@ class DataPlane(ABC):
 
     def register(self, memory: Memory, spare: int | None = None) -> None:
         """Once: this rank's slots. `spare`: the address of a byte of them that means nothing, into
-        which `connect` reads. MixKVError if the backend does not take them."""
+        which `connect` reads; None on a rank that never connects. MixKVError if the backend does
+        not take them."""
         endpoint = Endpoint(self.name, self._register(memory), memory, os.urandom(8))
         self._endpoint = msgspec.msgpack.encode(endpoint)
         self._memory, self._spare = memory, spare

@@ -14,7 +14,7 @@ come back: `connect` removes and adds the peer.
 UCX reads the host memory of a process on the same host in `transfer` itself, whether or not that
 process runs. Over RDMA the peer has no part in a read. Otherwise (TCP, or shared memory alone) it
 answers with messages, and UCX then **aborts the peer** if it meets a read whose reader has died
-(ucp_request.inl: "Fatal: unexpected error: Endpoint timeout"). A write does not do that.
+(ucp_request.inl: "Fatal: unexpected error: Endpoint timeout"). No write was seen to do that.
 """
 
 from __future__ import annotations
