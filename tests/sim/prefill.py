@@ -96,16 +96,21 @@ class PrefillRank(Process):
             self.post(ev.TargetSent(sender.use))
 
     def end(self, sender: Sender, reason: str) -> None:
-        """A request that failed is reported first; one that succeeded gives its pages back first.
-        Others write to them at once."""
+        """In the scheduler's thread. A request that failed is reported first; one that succeeded
+        gives its pages back first. Others write to them at once."""
         if sender.ended:
             return
         sender.ended = True
-        sender.cells[:] = [memory.REUSED] * memory.TOKENS
-        if self.place.server.plugin:
-            delay = 0.0 if reason else self.rng.random() * 0.001
-            self.later("scheduler", delay, self.post, ev.End(sender.use, reason))
         self.awaiting.discard(sender.use)
+        self.later("scheduler", 0.0, self._give_back, sender, reason)
+
+    def _give_back(self, sender: Sender, reason: str) -> None:
+        ended, plugin = ev.End(sender.use, reason), self.place.server.plugin
+        if plugin and reason:
+            self.post(ended)
+        sender.cells[:] = [memory.REUSED] * memory.TOKENS
+        if plugin and not reason:
+            self.later("scheduler", self.rng.random() * 0.001, self.post, ended)
 
     # -- actions
 

@@ -1,0 +1,170 @@
+"""GET /mixkv: the rows of all prefill ranks, on SGLang's bootstrap server; and who reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import requests
+from rig.rank import free_port, wait_for_port
+
+from sglang_mixkv.draft.facts import Row, Staging
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.next.engine import prefill_servers
+from sglang_mixkv.next.engine.bootstrap import KEY, PATH
+
+FACTS = DraftFacts("Llama", "EAGLE3", 4, (16, 16), "bfloat16")
+
+
+def row(rank: int, **changes: Any) -> Row:
+    staging = Staging("mooncake", b"endpoint", 1 << 20, 1 << 20, 64)
+    plain = Row(
+        (2, 2), "0.3.0", "0.5.23", b"instance", "127.0.0.1", 9000 + rank,
+        f"tcp://127.0.0.1:{9100 + rank}", 2, rank, 0, (8, 8, 16), 1,
+        DraftLayout(FACTS, 2, rank), staging,
+    )  # fmt: skip
+    return msgspec.structs.replace(plain, **changes)
+
+
+def registration(rank: int, own: Row | None) -> dict[str, Any]:
+    """What SGLang's register_to_bootstrap sends for one of two ranks."""
+    payload = {
+        "attn_tp_size": 2, "attn_tp_rank": rank, "attn_cp_size": 1, "attn_cp_rank": 0,
+        "attn_dp_size": 1, "attn_dp_rank": 0, "pp_size": 1, "pp_rank": 0, "system_dp_size": 1,
+        "system_dp_rank": 0, "rank_ip": "127.0.0.1", "rank_port": 9000 + rank, "page_size": 4,
+        "kv_cache_dtype": "auto", "kv_layout": None, "dsv41_spec_layout": None,
+        "load_balance_method": "round_robin", "enable_dsa_cache_layer_split": False,
+        "enable_kv_cache_sharding": False, "prefill_http_port": 1,
+        "decode_allocation_policy": "early",
+    }  # fmt: skip
+    return payload if own is None else {**payload, KEY: msgspec.to_builtins(own)}
+
+
+class Server:
+    def __init__(self) -> None:
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
+
+        from sglang_mixkv.next.engine.bootstrap import DraftBootstrapServer
+
+        made = type("Draft", (DraftBootstrapServer, MooncakeKVBootstrapServer), {})
+        self.port = free_port()
+        self.server = made("127.0.0.1", self.port)
+        wait_for_port(self.port)
+        self.address = f"127.0.0.1:{self.port}"
+
+    def put(self, rank: int, own: Row | None) -> None:
+        url = f"http://{self.address}/route"
+        assert requests.put(url, json=registration(rank, own), timeout=5).status_code == 200
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    one = Server()
+    yield one
+    one.server.close()
+
+
+def test_rows_come_as_they_were_put(server: Server) -> None:
+    wanted = [row(0), row(1)]
+    for rank, own in enumerate(wanted):
+        server.put(rank, own)
+    found = prefill_servers.fetch(server.address)
+    assert found == {("127.0.0.1", 9000 + rank): own for rank, own in enumerate(wanted)}
+
+
+def test_nothing_is_answered_before_all_ranks_have_registered(server: Server) -> None:
+    server.put(0, row(0))
+    with pytest.raises(prefill_servers.NotYet, match="503"):
+        prefill_servers.fetch(server.address)
+
+
+def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
+    server.put(0, row(0))
+    server.put(1, None)
+    answer = requests.get(f"http://{server.address}{PATH}", timeout=5)
+    assert answer.status_code == 409
+    with pytest.raises(MixKVError, match=r"127\.0\.0\.1:9001.*every node") as refused:
+        prefill_servers.fetch(server.address)
+    assert refused.value.code == "MIXKV-PAIR-01"
+
+
+def test_a_rank_that_was_started_anew_takes_its_place(server: Server) -> None:
+    for rank in (0, 1):
+        server.put(rank, row(rank))
+    server.put(1, row(1, instance=b"another_"))
+    found = prefill_servers.fetch(server.address)
+    assert [one.instance for one in found.values()] == [b"instance", b"another_"]
+
+
+def test_a_stock_server_is_refused() -> None:
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
+
+    port = free_port()
+    stock = MooncakeKVBootstrapServer("127.0.0.1", port)
+    wait_for_port(port)
+    try:
+        with pytest.raises(MixKVError, match="does not run sglang-mixkv"):
+            prefill_servers.fetch(f"127.0.0.1:{port}")
+    finally:
+        stock.close()
+
+
+def test_nobody_there_is_asked_again_later() -> None:
+    with pytest.raises(prefill_servers.NotYet):
+        prefill_servers.fetch(f"127.0.0.1:{free_port()}")
+
+
+RELEASE_0_2 = b'{"protocol":1,"facts":{"plugin":"0.2.0","engine":"0.5.23","page_size":64}}'
+
+
+def test_a_server_of_release_0_2_is_refused_in_words() -> None:
+    with pytest.raises(MixKVError, match=r"that of sglang-mixkv 0\.1 and 0\.2") as refused:
+        prefill_servers.read_rows(RELEASE_0_2)
+    assert refused.value.code == "MIXKV-PAIR-02"
+
+
+def test_a_decode_server_of_release_0_2_refuses_in_words(server: Server) -> None:
+    from sglang_mixkv.protocol.announcement import read_announcement
+
+    for rank in (0, 1):
+        server.put(rank, row(rank))
+    body = requests.get(f"http://{server.address}{PATH}", timeout=5).content
+    with pytest.raises(MixKVError, match="protocol 2, this side 1"):
+        read_announcement(body, server.address)
+
+
+def test_a_later_build_that_still_reads_this_protocol_is_served() -> None:
+    later = row(0, protocol=(2, 5))
+    body = b'{"protocol":5,"rows":[%b]}' % msgspec.json.encode(later)
+    assert list(prefill_servers.read_rows(body).values()) == [later]
+
+
+@pytest.mark.parametrize("protocol", [(3, 5), (0, 1)])
+def test_a_build_without_a_protocol_in_common_is_refused(protocol: tuple[int, int]) -> None:
+    body = b'{"protocol":5,"rows":[%b]}' % msgspec.json.encode(row(0, protocol=protocol))
+    with pytest.raises(MixKVError, match="protocol in common"):
+        prefill_servers.read_rows(body)
+
+
+@pytest.mark.parametrize("field", list(Row.__struct_fields__))
+def test_a_row_that_lacks_a_field_is_refused_unless_it_has_a_default(field: str) -> None:
+    plain = json.loads(msgspec.json.encode(row(0)))
+    del plain[field]
+    body = json.dumps({"protocol": 2, "rows": [plain]}).encode()
+    if field in ("topk", "draft", "staging"):
+        prefill_servers.read_rows(body)
+        return
+    with pytest.raises(MixKVError, match="cannot be read"):
+        prefill_servers.read_rows(body)
+
+
+def test_a_row_that_is_too_large_is_refused() -> None:
+    large = row(0, staging=Staging("nixl", bytes(32 << 10), 0, 1, 2), plugin="x" * 200)
+    body = b'{"protocol":2,"rows":[%b]}' % msgspec.json.encode(large)
+    assert prefill_servers.read_rows(body)
+    with pytest.raises(MixKVError, match="cannot be read"):
+        prefill_servers.read_rows(body.replace(b"0.5.23", b"9" * (64 << 10)))

@@ -1,0 +1,145 @@
+"""KV that is not written yet when SGLang hands it over: one test for each event of the channel.
+
+The events are SGLang's in all but their clock: each is done a while after it was recorded, and
+what the GPU would do until then happens in its last moment. A plugin that does not wait moves
+other bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from rig.model import Cache, Case, Request, page_tables
+from rig.rank import Rank
+from rig.ring import run
+
+pytestmark = pytest.mark.transports(every=2)
+
+DELAY_S, FORWARD_S = 0.05, 0.4
+REQUESTS = (Request(23, chunk_pages=2), Request(8))
+
+
+class Late:
+    """A torch.cuda.Event; `then` is what the stream does before it, whether anybody waits or not."""
+
+    def __init__(self, then: Callable[[], None], seconds: float = DELAY_S) -> None:
+        self._then, self._done = then, threading.Event()
+        timer = threading.Timer(seconds, self._run)
+        timer.daemon = True
+        timer.start()
+
+    def _run(self) -> None:
+        self._then()
+        self._done.set()
+
+    def query(self) -> bool:
+        return self._done.is_set()
+
+    def synchronize(self) -> None:
+        self._done.wait()
+
+
+def written_late(rank: Rank, pages: np.ndarray) -> Late:
+    """The drafter's rows of these pages are others until the event."""
+    entries = rank.pools["draft"]
+    truth = [entry[pages].copy() for entry in entries]
+    for entry in entries:
+        entry[pages] ^= 0xFF
+
+    def write() -> None:
+        for entry, rows in zip(entries, truth, strict=True):
+            entry[pages] = rows
+
+    return Late(write)
+
+
+def early(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
+    sender._early_send_wait_event = written_late(rank, chunk)
+    sender.send(chunk, state)
+
+
+def indices(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
+    """Mooncake's page numbers are a pinned tensor that is being filled."""
+    filled = np.zeros_like(chunk)
+    sender.send(filled, state, indices_event=Late(partial(np.copyto, filled, chunk)))
+
+
+def test_an_early_chunk_waits_for_the_forward_that_writes_it() -> None:
+    """prefill.py maybe_send_cached_prefix_chunk."""
+    outcome = run(Case(2, 1, requests=REQUESTS, channel=True, extra={"send": early}))
+    assert outcome.wrong == []
+    assert outcome.total("channel_warm") == len(REQUESTS)
+
+
+@pytest.mark.mooncake_only
+def test_page_numbers_are_read_once_they_are_there() -> None:
+    """prefill.py _send_kv_chunk, with supports_host_tensor_indices."""
+    outcome = run(Case(2, 1, requests=REQUESTS, channel=True, extra={"send": indices}))
+    assert outcome.wrong == []
+    assert outcome.total("channel_warm") == len(REQUESTS)
+
+
+def a_forward_under_way(rank: Rank) -> None:
+    """With pipeline stages chunks are sent while their forward may run (process_prefill_chunk)."""
+    from sglang_mixkv.next.engine import sender as module
+
+    real = module.DraftSender.send
+
+    def send(self: Any, pages: np.ndarray, *args: Any, **kwargs: Any) -> None:
+        module.forward_event = lambda _scheduler: written_late(rank, pages)
+        real(self, pages, *args, **kwargs)
+
+    if rank.stage == rank.pp_size - 1:
+        module.DraftSender.send = send  # type: ignore[method-assign]
+
+
+def test_a_stages_chunk_waits_for_its_forward() -> None:
+    faults = {("prefill", number): a_forward_under_way for number in range(2)}
+    target = Cache("mla", layers=4, k_bytes=24)
+    outcome = run(
+        Case(
+            1, 1, prefill_pp=2, target=target, requests=REQUESTS, channel=True,
+            extra={"faults": faults},
+        )
+    )  # fmt: skip
+    assert outcome.wrong == []
+    assert outcome.total("channel_warm") == len(REQUESTS)
+
+
+def an_earlier_forward(rank: Rank) -> None:
+    """A request that has finished may still write where this one's pages are (decode.py)."""
+    from sglang_mixkv.next.engine import receiver as module
+
+    tables = page_tables(rank.case, "decode")
+    real = module.DraftReceiver.send_metadata
+
+    def write(number: int) -> None:
+        for entry in rank.pools["draft"]:
+            entry[tables[number]] = 0xEE
+
+    def send_metadata(self: Any, pages: np.ndarray, *args: Any, **kwargs: Any) -> None:
+        number = rank.rooms().index(self.bootstrap_room)
+        module.forward_event = lambda _scheduler: Late(partial(write, number), FORWARD_S)
+        real(self, pages, *args, **kwargs)
+
+    module.DraftReceiver.send_metadata = send_metadata  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("lack", [None, "prefill"], ids=["warm", "cold"])
+def test_rows_are_written_behind_the_forward_that_may_still_write_them(
+    lack: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unpacked, or zeroed where prefill has no drafter."""
+    monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "10")
+    extra: dict[str, Any] = {"faults": {("decode", 0): an_earlier_forward}, "pause": 2 * FORWARD_S}
+    if lack is not None:
+        extra |= {"draft_on": {lack: False}, "cleared": True}
+    requests = (Request(24, chunk_pages=2), Request(8))  # whole pages: a forward may write all
+    outcome = run(Case(2, 1, requests=requests, channel=True, extra=extra))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
