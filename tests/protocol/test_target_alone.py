@@ -144,8 +144,11 @@ def not_moved(case: Case) -> str:
         return ""
     if unequal and target.k_bytes != target.v_bytes:
         return "heads with K and V of unequal width, at unequal TP"
-    plain_stages = case.prefill_pp > 1 and not case.hybrid
-    if case.backend == "nixl" and plain_stages and not unequal:
+    if case.backend != "nixl":
+        return ""
+    if target.heads < case.prefill_tp < case.decode_tp:
+        return "replicated heads, from fewer ranks to more over NIXL"
+    if case.prefill_pp > 1 and not case.hybrid and not unequal:
         return "stages of a target of heads without layer ids, at equal TP over NIXL"
     return ""
 
@@ -405,6 +408,16 @@ def test_uneven_stages_of_an_mla_target_are_right(hybrid: bool) -> None:
 def test_stages_of_a_gqa_target_at_equal_tp(monkeypatch: pytest.MonkeyPatch) -> None:
     """NIXL asks for layer ids, which this pool does not have (build_transfer_entry_pairs)."""
     case = short(1, 1, GQA, prefill_pp=2)
+    if model.BACKEND == "nixl":
+        serves_nobody(case, monkeypatch)
+    else:
+        is_right(run(alone(case)))
+
+
+@pytest.mark.full
+def test_replicated_heads_from_fewer_ranks_to_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NIXL counts no group of heads, and an assertion fails (_init_hetero_tp_prep_handle)."""
+    case = short(2, 4, replace(GQA, heads=1))
     if model.BACKEND == "nixl":
         serves_nobody(case, monkeypatch)
     else:

@@ -48,6 +48,7 @@ class _Server:
         self.reason: MixKVError | None = None
         self.refused_at = 0.0
         self.silent = ""  # why it could not answer last
+        self.waited = False  # the scheduler has waited for it once
         self.info: Any = None  # SGLang's, until it may be seen
         self.connecting: Future[None] | None = None
         self.plans: dict[tuple[Contact, ...], Plan] = {}
@@ -105,7 +106,7 @@ class PrefillServers:
             wanted = self._to_connect(server)
             server.connecting = self._pool.submit(self._connect, wanted)
         assert server.connecting is not None
-        if not _is_done(server.connecting):
+        if not _is_done(server, server.connecting):
             return False
         server.connecting.result()
         server.reason = None
@@ -116,7 +117,7 @@ class PrefillServers:
         """What the background has found out, if it has."""
         if server.asking is None:
             server.asking = self._pool.submit(fetch, address)
-        if not _is_done(server.asking):
+        if not _is_done(server, server.asking):
             return None
         asking, server.asking = server.asking, None
         try:
@@ -165,7 +166,9 @@ class PrefillServers:
 
     def plan(self, address: str, contacts: tuple[Contact, ...]) -> Plan:
         """Raises MixKVError where ranks that SGLang contacts do not fit."""
-        server = self._servers[address]
+        server = self._servers.get(address)
+        if server is None:
+            raise MixKVError("MIXKV-PAIR-03", f"prefill server {address} is being resolved anew.")
         found = server.plans.get(contacts)
         if found is None:
             rows: Mapping[tuple[str, int], Row] = server.rows or {}
@@ -186,10 +189,12 @@ class PrefillServers:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _is_done(future: Future[Any]) -> bool:
+def _is_done(server: _Server, future: Future[Any]) -> bool:
+    """The scheduler waits a moment the first time, so that a first request loses no second."""
     try:
-        future.exception(FIRST_WAIT_S)
+        future.exception(0 if server.waited else FIRST_WAIT_S)
     except TimeoutError:
+        server.waited = True
         return False
     return True
 

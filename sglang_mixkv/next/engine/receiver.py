@@ -53,8 +53,12 @@ class DraftReceiver:
         if inbox is None or self.plan is None or self.conclude_state is not None:
             return
         prefix = kwargs.get("decode_prefix_len", args[2] if len(args) > 2 else None) or 0
-        self.entry = self._entry(inbox, self.plan, kv_indices, prefix)
-        inbox.open(self.entry)
+        try:
+            self.entry = self._entry(inbox, self.plan, kv_indices, prefix)
+            inbox.open(self.entry)
+        except Exception as error:  # rows that nobody clears may be another request's
+            logger.exception("[MIXKV-SELF-01] a room could not be opened")
+            self._fail(f"[MIXKV-SELF-01] its room could not be opened: {error!r}")
 
     def _entry(self, inbox: Inbox, plan: Plan, pages: Any, first: int) -> Entry:
         local = self.kv_mgr.local

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.next.engine.sides import forward_event
 from sglang_mixkv.next.prefill.outbox import Outbox, Pages, Use
+
+logger = logging.getLogger(__name__)
 
 
 class DraftSender:
@@ -41,17 +44,22 @@ class DraftSender:
         early = getattr(self, "_early_send_wait_event", None)  # stock's send takes it away
         first = self._next_token()
         super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
+        try:
+            self._hand_over(first, kv_indices, kwargs, early)
+        except Exception:  # the room never gets all: the reader goes cold, the request on
+            logger.exception("[MIXKV-SELF-01] a chunk's draft KV could not be handed over")
+
+    def _hand_over(self, first: int, pages: Any, kwargs: dict[str, Any], early: Any) -> None:
         events = [early, kwargs.get("indices_event")]
         if self.kv_mgr.pp_size > 1:  # process_prefill_chunk sends while the forward may run
             events.append(forward_event(self.kv_mgr.local.handed.scheduler))
-        page_size = self.kv_mgr.local.draft.page_size
-        count = kwargs.get("num_kv_tokens")
-        self._sent += len(kv_indices)
-        last = self._sent >= self._pages
-        count = len(kv_indices) * page_size if count is None else count
-        pages = Pages(kv_indices, page_size, [e for e in events if e is not None])
-        self.kv_mgr.outbox.add_chunk(self.use, first, count, last, pages)
+        page_size, count = self.kv_mgr.local.draft.page_size, kwargs.get("num_kv_tokens")
+        count = len(pages) * page_size if count is None else count
+        self._sent += len(pages)
         self._first = first + count
+        chunk = Pages(pages, page_size, [e for e in events if e is not None])
+        last = self._sent >= self._pages
+        self.kv_mgr.outbox.add_chunk(self.use, first, count, last, chunk)
 
     def _next_token(self) -> int:
         """The number, in the prompt, of the chunk's first token."""
