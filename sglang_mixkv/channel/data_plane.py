@@ -253,7 +253,7 @@ class DataPlane(ABC):
         try:
             self._drop(peer)
         except Exception:
-            logger.warning("sglang-mixkv could not remove a peer from %s", self.name, exc_info=True)
+            logger.warning("[MIXKV-MSG-02] %s: a peer stays", self.name, exc_info=True)
         finally:
             self._peers.pop(peer.key, None)
             peer.connecting.release()

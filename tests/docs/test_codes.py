@@ -25,6 +25,7 @@ AROUND = {
     "%s (%d requests since the last such line)",
     "sglang-mixkv drops a message: %s",
     "sglang-mixkv fails room %s: %s",
+    "sglang-mixkv refuses prefill server %s: %s",
     "sglang-mixkv refuses %s (%s)",
     "sglang-mixkv refuses decode rank %s: %s",
 }

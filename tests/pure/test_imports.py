@@ -52,7 +52,8 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "next/decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "errors", "next.decode"}),
     "next/engine/": (
         {"aiohttp", "msgspec", "requests", "sglang", "torch"},
-        {"", "channel", "config", "draft", "engine.metrics", "engine.releases", "errors", "next",
+        {"", "channel", "config", "draft", "engine.banner", "engine.metrics",
+         "engine.releases", "errors", "next",
          "stats"},
     ),
     "next/": (set(), set()),

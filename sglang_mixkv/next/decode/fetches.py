@@ -94,7 +94,7 @@ class Fetches:
         try:
             self._plane.connect(endpoint)
         except (ConnectionError, ValueError) as error:
-            logger.warning("sglang-mixkv: a data plane's connection is not mended: %s", error)
+            logger.warning("[MIXKV-MSG-02] a data plane's connection is not mended: %s", error)
 
     def close(self) -> None:
         self._background.shutdown(wait=True, cancel_futures=True)

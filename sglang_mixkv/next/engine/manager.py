@@ -14,6 +14,7 @@ import msgspec
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
+from sglang_mixkv.engine.banner import speaks
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.next.decode import rooms as decode_rooms
 from sglang_mixkv.next.decode.inbox import Inbox, Store
@@ -46,7 +47,8 @@ class DraftManager:
         super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
         if mode == DisaggregationMode.DECODE:
             self._make_inbox(self.local)
-        logger.info("%s", self._banner(self.local))
+        level = logging.INFO if speaks(self) else logging.DEBUG
+        logger.log(level, "%s", self._banner(self.local))
 
     # -- prefill
 

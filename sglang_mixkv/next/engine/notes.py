@@ -30,7 +30,7 @@ class Notes:
         if len(self._logged) < MAX_LOGGED:
             self._logged.add((note.what, peer))
             logger.warning(
-                "sglang-mixkv: draft KV: %s (%s), peer %s. Counted from now on, not logged again",
+                "[MIXKV-PAIR-06] draft KV: %s (%s), peer %s. From now on counted, not logged",
                 note.what, note.detail or "no detail", peer.hex() or "-",
             )  # fmt: skip
 

@@ -175,7 +175,7 @@ class PrefillServers:
             found = make_plan(contacts, rows, self._own, serve_mismatch=self._serve_mismatch)
             server.plans[contacts] = found
             for difference in found.differences:
-                logger.warning("sglang-mixkv: prefill server %s: %s", address, difference)
+                logger.warning("[MIXKV-PAIR-06] prefill server %s: %s", address, difference)
         return found
 
     def forget(self, address: str) -> None:

@@ -116,7 +116,7 @@ class DraftReceiver:
             self.kv_mgr.inbox.close(self.entry, reason)
 
     def _fail(self, reason: str) -> None:
-        logger.error("sglang-mixkv fails request %s: %s", self.bootstrap_room, reason)
+        logger.error("sglang-mixkv fails room %s: %s", self.bootstrap_room, reason)
         self.kv_mgr.record_failure(self.bootstrap_room, f"sglang-mixkv: {reason}")
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.conclude_state = KVPoll.Failed

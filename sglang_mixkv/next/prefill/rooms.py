@@ -88,11 +88,12 @@ class Rooms:
         self._current[event.room] = self._uses[event.use] = room
         for part in self._gone.take(event.room):
             self._join(room, part)
-        for part in self._early.take(event.room):
-            if part.reader in room.parts:  # it has ended that part, and waits for the next request
-                self._early.put(part)
-            else:
+        newest_first = sorted(self._early.take(event.room), key=lambda part: -part.since)
+        for part in newest_first:
+            if room.missing > 0 and part.reader not in room.parts:
                 self._join(room, part)
+            else:  # for the next request with this number
+                self._early.put(part)
 
     def _add_chunk(self, event: ev.AddChunk) -> None:
         room = self._uses.get(event.use)
@@ -151,7 +152,7 @@ class Rooms:
         for part in (before, early):
             self._ended_by_reader(part)  # it has begun another request with this number
         part = self._parts[opened.generation] = Part(opened, connection, self._clock)
-        if room is not None and before is None and not room.settled:
+        if room is not None and before is None and not room.settled and room.missing > 0:
             self._join(room, part)
         else:
             self._early.put(part)
