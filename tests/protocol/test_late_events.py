@@ -25,7 +25,7 @@ REQUESTS = (Request(23, chunk_pages=2), Request(8))
 
 
 class Late:
-    """A torch.cuda.Event; `then` is what the stream does before it, whether anybody waits or not."""
+    """A torch.cuda.Event; `then` is what the stream does before it, waited for or not."""
 
     def __init__(self, then: Callable[[], None], seconds: float = DELAY_S) -> None:
         self._then, self._done = then, threading.Event()

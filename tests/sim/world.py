@@ -114,11 +114,10 @@ class World:
         former = self.lives[request.after]
         receivers = self.groups[request.decode].receivers.get(request.after, ())
         senders = self.groups[request.prefill].senders.get(request.after, ())
-        if former.prefill_over and all(s.ended or not s.rank.alive for s in senders):
-            begun = True
-        else:
-            begun = former.prefill_begun and bool(receivers)
-        if former.outcome and begun and all(map(self._opened_and_closed, receivers)):
+        over = former.prefill_over and all(s.ended or not s.rank.alive for s in senders)
+        opened = former.prefill_begun and bool(receivers) and all(map(self._opened, receivers))
+        closed = all(r.closed or not r.rank.alive for r in receivers)
+        if former.outcome and closed and (over or opened):
             self.clock.after(self.clock.rng.random() * 0.002, self._arrive, request)
         else:
             self._again(request)
@@ -129,10 +128,9 @@ class World:
             again = 0.02 if self.clock.now < request.arrival + 5 else 2.0
             self.clock.after(again, self._follow, request)
 
-    def _opened_and_closed(self, receiver: object) -> bool:
+    def _opened(self, receiver: object) -> bool:
         peers = getattr(receiver, "peers", ())
-        opened = all((peer, receiver.generation) in self.opens_arrived for peer in peers)
-        return (receiver.closed and opened) or not receiver.rank.alive
+        return all((peer, receiver.generation) in self.opens_arrived for peer in peers)
 
     def _abort(self, request: Request) -> None:
         side = request.abort[0]
