@@ -64,7 +64,6 @@ class DraftFacts(msgspec.Struct, frozen=True):
         """Bytes of one token's rows in all entries, of so many heads."""
         return heads * sum(self.head_bytes)
 
-
     def tokens_in(self, slot_bytes: int, heads: int) -> int:
         """How many tokens of so many heads fit a slot, beside its stamps."""
         return max(0, slot_bytes - SLOT_OVERHEAD) // self.bytes_per_token(heads)

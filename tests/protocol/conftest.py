@@ -23,6 +23,8 @@ BACKENDS = ("mooncake", "nixl")
 # A failed request's pages are kept for so long where a prefill rank cannot say that it wrote its
 # last byte: SGLang's 30 s, in the time of a test.
 RELEASE_S = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT", "5"
+# Two busy cores: no room of the draft channel goes cold for want of processor time.
+PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"
 TCP = "nixl-tcp"
 
 
@@ -30,6 +32,7 @@ TCP = "nixl-tcp"
 def sglang_with_plugin() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(*RELEASE_S)
+        patch.setenv(*PATIENCE)
         load_sglang()
         yield
 

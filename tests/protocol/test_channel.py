@@ -108,8 +108,9 @@ def test_a_stock_prefill_is_refused_before_any_metadata(
     assert all("does not run sglang-mixkv" in reason for reason in reasons)
 
 
-def test_a_stock_decode_gets_its_target_and_is_counted() -> None:
+def test_a_stock_decode_gets_its_target_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill cannot refuse what it does not see: nobody opens its rooms."""
+    monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
     one = Case(
         2, 2, requests=REQUESTS, channel=True, decode_mixkv=False, extra={"draft_stays": True}
     )

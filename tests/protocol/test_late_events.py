@@ -131,11 +131,8 @@ def an_earlier_forward(rank: Rank) -> None:
 
 
 @pytest.mark.parametrize("lack", [None, "prefill"], ids=["warm", "cold"])
-def test_rows_are_written_behind_the_forward_that_may_still_write_them(
-    lack: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_written_behind_the_forward_that_may_still_write_them(lack: str | None) -> None:
     """Unpacked, or zeroed where prefill has no drafter."""
-    monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "10")
     extra: dict[str, Any] = {"faults": {("decode", 0): an_earlier_forward}, "pause": 2 * FORWARD_S}
     if lack is not None:
         extra |= {"draft_on": {lack: False}, "cleared": True}

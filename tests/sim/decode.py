@@ -239,9 +239,7 @@ class DecodeRank(Process):
             self.world.checks.used(self, job)
         self._leave(job, passing, receiver, ev.Result.DONE)
 
-    def _leave(
-        self, job: object, passing: object, receiver: Receiver, result: ev.Result
-    ) -> None:
+    def _leave(self, job: object, passing: object, receiver: Receiver, result: ev.Result) -> None:
         passing.__exit__(None, None, None)
         if receiver.closing is not None:
             self._close(receiver, receiver.closing)

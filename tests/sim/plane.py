@@ -119,4 +119,3 @@ class Read:
         if self.rank.reads.get(self.number) is self:
             self.rank.read_ended(self)
             self._post(event)
-

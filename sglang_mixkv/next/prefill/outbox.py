@@ -118,9 +118,7 @@ class Outbox:
         self._inlet.put(ev.Begin(use.number, room))
         return use
 
-    def add_chunk(
-        self, use: Use, first: int, count: int, last: bool, pages: Pages
-    ) -> None:
+    def add_chunk(self, use: Use, first: int, count: int, last: bool, pages: Pages) -> None:
         pending = bool(pages.events)
         self._inlet.put(ev.AddChunk(use.number, first, count, last, pages, pending))
 
