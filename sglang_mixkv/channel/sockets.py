@@ -47,7 +47,8 @@ class Inlet(Generic[T]):
         return found
 
     def close(self) -> None:
-        os.close(self._wake)
+        wake, self._wake = self._wake, -1  # its number may be another file's from now on
+        os.close(wake)
 
 
 def new_context() -> zmq.Context[zmq.Socket[bytes]]:

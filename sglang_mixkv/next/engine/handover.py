@@ -8,12 +8,9 @@ KV heads are hidden; an MLA drafter's rows are the same on every rank, and SGLan
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
-
-logger = logging.getLogger(__name__)
 
 
 class Handed(NamedTuple):

@@ -15,7 +15,6 @@ from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_mixkv.engine.banner import speaks
-from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.next.decode import rooms as decode_rooms
 from sglang_mixkv.next.decode.inbox import Inbox, Store
 from sglang_mixkv.next.engine.bootstrap import KEY
@@ -161,6 +160,3 @@ def _stand_in() -> PrefillServerInfo:
         attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
         kv_cache_dtype=None, follow_bootstrap_room=True,
     )  # fmt: skip
-
-
-__all__ = ["DraftManager", "MixKVError"]

@@ -11,7 +11,6 @@ at once, with the reason.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -74,7 +73,6 @@ class PrefillServers:
         self._refused = refused
         self._servers: dict[str, _Server] = {}
         self._instances: dict[bytes, str] = {}
-        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(WORKERS, "mixkv-ask")
 
     def ensure(self, address: str) -> bool:
@@ -122,7 +120,9 @@ class PrefillServers:
         asking, server.asking = server.asking, None
         try:
             rows = asking.result()
-        except NotYet as error:
+        except MixKVError:
+            raise
+        except Exception as error:  # NotYet, or what nobody expects: the scheduler goes on
             if str(error) != server.silent:
                 server.silent = str(error)
                 logger.warning("[MIXKV-MSG-02] sglang-mixkv: no facts of %s: %s", address, error)

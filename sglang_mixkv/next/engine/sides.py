@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_disagg, get_spec
+from sglang.srt.runtime_context import get_device, get_spec
 
 from sglang_mixkv import __version__
 from sglang_mixkv.channel.data_plane import DataPlane, Memory
@@ -107,11 +107,6 @@ def forward_event(scheduler: Any) -> Any:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
-
-
-def shares_prefixes() -> bool:
-    """Whether pages of a finished request become a prefix of others on this decode rank."""
-    return bool(get_disagg().disaggregation_decode_enable_radix_cache)
 
 
 def _plane_of(backend: str, host: str, devices: str) -> DataPlane:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready
+from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
 
 Use = int
 Connection = bytes
@@ -120,4 +120,3 @@ class Note(msgspec.Struct, frozen=True):
 
 
 Action = Pack | Send | Settled | Note
-__all__ = ["Action", "Event", "Message"]
