@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sglang_mixkv import cpu
 from sglang_mixkv.config import ENABLE_ENV, STATS_DIR_ENV
@@ -37,7 +37,7 @@ class Topology:
     ``mixkv_*``: the plugin's own flags of that side; empty for a stock server.
     ``speculative``: False leaves the drafter out on both sides. ``backend``: SGLang's transfer
     backend. ``device``: of both sides, one of DEVICES. ``spawn``: ranks start as on GPUs
-    (cpu.SPAWN_ENV).
+    (cpu.SPAWN_ENV). ``env``: further variables of both sides.
     """
 
     prefill: tuple[str, ...] = ("--tp", "2")
@@ -48,6 +48,7 @@ class Topology:
     backend: str = "mooncake"
     device: str = "cpu"
     spawn: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def prefill_and_decode(pair: str, topology: Topology, stats: str) -> tuple[Launc
 
     ``stats``: the folder into which opted-in servers count their bytes.
     """
-    bootstrap, env = free_port(), {STATS_DIR_ENV: stats, cpu.SPAWN_ENV: str(int(topology.spawn))}
+    bootstrap, spawn = free_port(), str(int(topology.spawn))
+    env = {STATS_DIR_ENV: stats, cpu.SPAWN_ENV: spawn, **topology.env}
     backend, device = topology.backend, topology.device
     prefill_flags = (
         *_disaggregation("prefill", backend, bootstrap), *topology.prefill, *topology.mixkv_prefill,

@@ -7,16 +7,25 @@ the figures of every pair that ran are printed.
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from rig.unserved import skip_unserved
 
-from sglang_mixkv.demo.launch import Topology
+from sglang_mixkv.demo import launch
+from sglang_mixkv.demo.launch import Launch, Topology
 from sglang_mixkv.demo.pair import PAIRS, cousins, prompts
 from sglang_mixkv.demo.processes import Fleet
-from sglang_mixkv.demo.servers import Deployment, DraftBytes, disaggregated, single
+from sglang_mixkv.demo.servers import (
+    Deployment,
+    bring_up,
+    disaggregated,
+    silent,
+    single,
+)
 from sglang_mixkv.tools.client import Answer, accept_length
 
 START_TIMEOUT = pytest.mark.timeout(1800)
@@ -33,10 +42,18 @@ DECODE_CACHE = ("--disaggregation-decode-enable-radix-cache",)
 WINDOW = ("--speculative-draft-window-size", "128")
 
 
+HOST_CACHE = (
+    *PAGES, "--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-ratio", "4",
+    "--max-total-tokens", "640",
+)  # fmt: skip
+"""A pool that is smaller than the prompts together: one that comes again was evicted."""
+
+
 @dataclass(frozen=True)
 class Case:
     """Two servers with mixkv on both sides. ``shared``: flags of the single server as well.
-    ``spawn``: ranks start as on GPUs."""
+    ``spawn``: ranks start as on GPUs. ``channel``: draft KV goes over the draft channel, whose
+    times are ``patience`` times as long, since these servers share two cores."""
 
     name: str
     prefill: tuple[str, ...]
@@ -45,10 +62,16 @@ class Case:
     shared: tuple[str, ...] = ()
     backend: str = "mooncake"
     spawn: bool = False
+    channel: bool = True
+    patience: str = "5"
 
     @property
     def decode_caches(self) -> bool:
         return DECODE_CACHE[0] in self.decode
+
+    @property
+    def prefill_evicts(self) -> bool:
+        return HOST_CACHE[-1] in self.prefill
 
     @property
     def prefill_ranks_share(self) -> bool:
@@ -56,36 +79,43 @@ class Case:
         return not {"--dp", "--attn-dp-size"} & set(self.prefill)
 
     def topology(self) -> Topology:
+        env = {"SGLANG_MIXKV_CHANNEL": "1", "SGLANG_MIXKV_PATIENCE": self.patience}
         return Topology(
             (*self.prefill, *self.shared), (*self.decode, *self.shared), ENABLE, ENABLE,
-            backend=self.backend, spawn=self.spawn,
+            backend=self.backend, spawn=self.spawn, env=env if self.channel else {},
+        )  # fmt: skip
+
+    def skip_unserved(self) -> None:
+        flags = {*self.prefill, *self.decode, *self.shared}
+        skip_unserved(
+            self.backend, PAIRS[self.pair].algorithm,
+            disaggregation_decode_enable_radix_cache=DECODE_CACHE[0] in flags,
+            enable_hierarchical_cache="--enable-hierarchical-cache" in flags,
         )  # fmt: skip
 
 
-def full(*args: object) -> object:
+def full(*args: object, **kwargs: object) -> object:
     """A case that runs with --full only."""
-    return pytest.param(Case(*args), marks=pytest.mark.full)
+    return pytest.param(Case(*args, **kwargs), marks=pytest.mark.full)
 
 
 CASES = [
-    Case("P2-D1-chunks", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES)),
-    Case("dflash-P1-D2", TP1, TP2, "mla-dflash", spawn=True),
-    Case("nixl-P2-D1", TP2, TP1, backend="nixl"),
-    full("P1-D2", TP1, TP2),
-    full("nixl-P1-D2", TP1, TP2, "mla", (), "nixl"),
-    full("dflash-P2-D1", TP2, TP1, "mla-dflash"),
-    full("dspark-P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES), "mla-dspark"),
-    full("dspark-P1-D2", TP1, TP2, "mla-dspark"),
+    Case("P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES)),
+    Case("nixl-dflash-P1-D2", TP1, TP2, "mla-dflash", backend="nixl", spawn=True),
+    Case("P2-D2dp", TP2, TP2_DP2),
+    full("P1-D2", TP1, TP2, patience="1"),
+    full("nixl-P2-D1", TP2, TP1, backend="nixl"),
+    full("nixl-P1-D2", TP1, TP2, backend="nixl"),
+    full("P2dp-D1", TP2_DP2_OLDER, TP1),
     full("dspark-P1pp2-D2", TP1_PP2, TP2, "mla-dspark"),
-    full("P2-D1-decode-cache", (*TP2, *PAGES), (*TP1, *PAGES, *DECODE_CACHE)),
-    full("P1-D2-decode-cache", (*TP1, *CHUNKS), (*TP2, *DECODE_CACHE)),
-    full("P2-D2dp", TP2, TP2_DP2),
-    full("nixl-P2-D2dp", TP2, TP2_DP2, "mla", (), "nixl"),
-    full("P2dp-D2dp", TP2_DP2_OLDER, TP2_DP2),
     full("gqa-P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES), "gqa"),
-    full("gqa-P1-D2", TP1, (*TP2, *DECODE_CACHE), "gqa"),
-    full("P2-D1-window", (*TP2, *PAGES), (*TP1, *PAGES), "mla", WINDOW),
-    full("P1-D2-window-decode-cache", TP1, (*TP2, *DECODE_CACHE), "mla", WINDOW),
+    full("P2-D1-host", (*TP2, *HOST_CACHE), (*TP1, *PAGES)),
+    full("P2-D1-decode-cache", (*TP2, *PAGES), (*TP1, *PAGES, *DECODE_CACHE)),
+    full("P1-D2-window-decode-cache", TP1, (*TP2, *DECODE_CACHE), shared=WINDOW),
+    full("gqa-P1-D2-decode-cache", TP1, (*TP2, *DECODE_CACHE), "gqa"),
+    full("P2dp-D2dp", TP2_DP2_OLDER, TP2_DP2),
+    Case("old-P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES), channel=False),
+    full("old-nixl-P1-D2", TP1, TP2, backend="nixl", channel=False),
 ]
 
 
@@ -105,23 +135,64 @@ class Measured:
     deployment: Deployment
     answers: list[Answer]
     reference: Answers
-    draft: DraftBytes | None
+    counts: Counter[str]
 
-    def draft_bytes(self) -> DraftBytes:
-        """The counters now; a pair with mixkv always counts."""
-        now = self.deployment.draft_bytes()
-        assert now is not None
+    def now(self) -> Counter[str]:
+        return counts(self.deployment)
+
+    def since(self, before: Counter[str]) -> Counter[str]:
+        now = self.now()
+        now.subtract(before)
         return now
+
+
+def counts(deployment: Deployment) -> Counter[str]:
+    """The counters of all processes together, once they rest."""
+    deployment.draft_bytes()
+    found: Counter[str] = Counter()
+    for path in deployment.stats.glob("*.json"):
+        found.update(json.loads(path.read_text()))
+    return found
+
+
+def warm_share(counted: Counter[str]) -> float:
+    """Of the rooms of all decode ranks."""
+    warm = counted["channel_warm"]
+    return warm / max(1, warm + counted["channel_cold"])
+
+
+def without_drafter(server: Launch) -> Launch:
+    """The same server without speculation."""
+    words = list(server.argv)
+    while found := [word for word in words if word.startswith("--speculative-")]:
+        start = words.index(found[0])
+        del words[start : start + 2]
+    return replace(server, argv=tuple(words))
+
+
+def pair_with(
+    fleet: Fleet, topology: Topology, change: Callable[[Launch], Launch], pair: str = "mla"
+) -> Deployment:
+    """As `disaggregated`, with another prefill server than the topology says."""
+    stats = fleet.folder("stats")
+    prefill, decode, port = launch.prefill_and_decode(pair, topology, str(stats))
+    prefill = change(prefill)
+    router = launch.router(prefill, decode, port)
+    bring_up(fleet, [prefill, decode, router], silent)
+    return Deployment(fleet, router.url, stats, (prefill, decode), (router,))
 
 
 FIGURES: list[str] = []
 
 
-def record(name: str, answers: list[Answer], reference: list[Answer]) -> None:
-    """Keep the accept lengths of a run for the summary."""
+def record(
+    name: str, answers: list[Answer], reference: list[Answer], share: float | None = None
+) -> None:
+    """Keep the accept lengths of a run for the summary. `share`: of warm rooms."""
     lengths = f"{accept_length(answers):.3f}  single {accept_length(reference):.3f}"
     same = sum(a.tokens == b.tokens for a, b in zip(answers, reference, strict=True))
-    FIGURES.append(f"{name:<44} {lengths}  outputs equal {same}/{len(answers)}")
+    warm = "" if share is None else f"  warm {share:.1%}"
+    FIGURES.append(f"{name:<44} {lengths}  outputs equal {same}/{len(answers)}{warm}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -155,13 +226,13 @@ def reference() -> Reference:
 def pd(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Measured]:
     """Each pair of servers with mixkv in turn."""
     case: Case = request.param
-    radix = "--disaggregation-decode-enable-radix-cache" in (*case.decode, *case.shared)
-    skip_unserved(
-        case.backend, PAIRS[case.pair].algorithm, disaggregation_decode_enable_radix_cache=radix
-    )
+    case.skip_unserved()
     expected = reference(case.pair, case.shared)
     with Fleet() as fleet:
         deployment = disaggregated(fleet, case.pair, case.topology())
+        before = counts(deployment)  # of the first request, which is only to get through
         answers = [deployment.ask(prompt) for prompt in prompts(pair=case.pair)]
-        record(case.name, answers, expected.fixed)
-        yield Measured(case, deployment, answers, expected, deployment.draft_bytes())
+        counted = counts(deployment)
+        counted.subtract(before)
+        record(case.name, answers, expected.fixed, warm_share(counted) if case.channel else None)
+        yield Measured(case, deployment, answers, expected, counted)

@@ -22,6 +22,7 @@ from sglang_mixkv.tools.client import Answer, accept_length
 
 from .conftest import (
     DECODE_CACHE,
+    HOST_CACHE,
     PAGES,
     START_TIMEOUT,
     TP1,
@@ -42,19 +43,14 @@ def served() -> None:
 
 
 ADMIN_KEY = "of the operator"
-HOST = (
-    *PAGES, "--enable-hierarchical-cache", "--hicache-io-backend", "direct", "--hicache-ratio", "4",
-    "--max-total-tokens", "640",
-)  # fmt: skip
 BY_PAGE = ("--hicache-mem-layout", "page_first_direct")
 # Decode keeps room for what a request may still generate.
 DECODE_HOST = (
-    *HOST, *DECODE_CACHE, "--max-total-tokens", "1024", "--num-reserved-decode-tokens", "256",
+    *HOST_CACHE, *DECODE_CACHE, "--max-total-tokens", "1024", "--num-reserved-decode-tokens", "256",
     "--enable-metrics",
 )  # fmt: skip
 HOST_CASES = [
-    Case("P2-D1-host", (*TP2, *HOST, "--admin-api-key", ADMIN_KEY), (*TP1, *PAGES)),
-    full("P1-D2-host", (*TP1, *HOST, *BY_PAGE), (*TP2, *PAGES)),
+    full("P1-D2-host", (*TP1, *HOST_CACHE, *BY_PAGE, "--admin-api-key", ADMIN_KEY), (*TP2, *PAGES)),
     full("P2-D1-decode-host", (*TP2, *PAGES), (*TP1, *DECODE_HOST)),
 ]
 WITHOUT_DRAFT = Path(__file__).with_name("without_draft_copies.py")
@@ -126,7 +122,7 @@ def without_draft_copies(server: Launch) -> Launch:
 def test_a_single_server_and_its_control(copied: bool, reference: Reference) -> None:
     """The control says that the small pair notices what this file asks."""
     expected = reference("mla", ()).fixed
-    server = launch.server("server", "mla", HOST)
+    server = launch.server("server", "mla", HOST_CACHE)
     server = server if copied else without_draft_copies(server)
     with Fleet() as fleet:
         bring_up(fleet, [server], silent)

@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from sglang_mixkv.demo.pair import cousins, prompts
+from sglang_mixkv.demo.processes import Fleet
 from sglang_mixkv.tools.client import Answer, accept_length
 
-from .conftest import START_TIMEOUT, Measured, record
+from .conftest import (
+    START_TIMEOUT,
+    TP1,
+    TP2,
+    Case,
+    Measured,
+    Reference,
+    counts,
+    pair_with,
+    record,
+    warm_share,
+    without_drafter,
+)
 
 pytestmark = START_TIMEOUT
 
@@ -20,35 +34,70 @@ def same(answers: list[Answer], reference: list[Answer]) -> None:
     assert accept_length(answers) == pytest.approx(accept_length(reference), rel=0.02)
 
 
+def all_arrived(counted: Counter[str], case: Case) -> None:
+    """No draft byte is missing or sent twice, and no rank has been cold."""
+    assert counted["draft_bytes_sent"] == counted["draft_bytes_needed"] > 0
+    assert warm_share(counted) == 1 or not case.channel, counted
+
+
+def share_of(counted: Counter[str], case: Case) -> float | None:
+    return warm_share(counted) if case.channel else None
+
+
 def test_output_and_accept_length_are_the_single_servers(pd: Measured) -> None:
     same(pd.answers, pd.reference.fixed)
 
 
-def test_no_draft_byte_is_missing_or_sent_twice(pd: Measured) -> None:
-    assert pd.draft is not None
-    assert pd.draft.sent == pd.draft.needed > 0
+def test_every_draft_byte_arrives_once(pd: Measured) -> None:
+    all_arrived(pd.counts, pd.case)
 
 
 def test_repeated_prompts(pd: Measured) -> None:
-    """The prefill finds them in its radix cache, unless they come to another of its DP ranks; a
-    decode server with one has most pages too."""
-    before = pd.draft_bytes()
+    """The prefill finds them in its radix cache, unless they come to another of its DP ranks; with
+    a host cache, on the host. A decode server with a radix cache has most pages too."""
+    before = pd.now()
     answers = [pd.deployment.ask(prompt) for prompt in prompts(pair=pd.case.pair)]
-    record(f"{pd.case.name}, again", answers, pd.reference.fixed)
+    counted = pd.since(before)
+    record(
+        f"{pd.case.name}, again", answers, pd.reference.fixed, share_of(counted, pd.case)
+    )  # fmt: skip
     same(answers, pd.reference.fixed)
-    draft = pd.draft_bytes().since(before)
-    assert draft.sent == draft.needed > 0
+    all_arrived(counted, pd.case)
     cached = [answer.cached_tokens > 0 for answer in answers]
     assert all(cached) or not pd.case.prefill_ranks_share
-    assert (draft.needed < before.needed / 2) == pd.case.decode_caches
+    if pd.case.prefill_evicts:
+        assert [a.host_tokens for a in answers] == [a.cached_tokens for a in answers]
+    needed = "draft_bytes_needed"
+    assert (counted[needed] < pd.counts[needed] / 2) == pd.case.decode_caches
 
 
 def test_eight_requests_at_once_with_cached_prefixes(pd: Measured) -> None:
     """Their first halves are in the caches, their second halves are new."""
-    before = pd.draft_bytes()
+    before = pd.now()
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(pd.deployment.ask, cousins(pd.case.pair)))
-    record(f"{pd.case.name}, 8 at once", answers, pd.reference.cousins)
+    counted = pd.since(before)
+    record(
+        f"{pd.case.name}, 8 at once", answers, pd.reference.cousins, share_of(counted, pd.case)
+    )  # fmt: skip
     same(answers, pd.reference.cousins)
-    draft = pd.draft_bytes().since(before)
-    assert draft.sent == draft.needed > 0
+    all_arrived(counted, pd.case)
+
+
+@pytest.mark.parametrize("pair", ["mla-dflash", pytest.param("mla", marks=pytest.mark.full)])
+def test_a_pair_that_drafts_on_decode_alone(pair: str, reference: Reference) -> None:
+    """The drafter is cold, the output is the single server's."""
+    case = Case(f"{pair}-P2-D1, decode alone drafts", TP2, TP1, pair)
+    case.skip_unserved()
+    expected = reference(pair, ()).fixed
+    with Fleet() as fleet:
+        deployment = pair_with(fleet, case.topology(), without_drafter, pair)
+        before = counts(deployment)
+        answers = [deployment.ask(prompt) for prompt in prompts(pair=pair)]
+        counted = counts(deployment)
+        counted.subtract(before)
+    record(case.name, answers, expected, warm_share(counted))
+    assert [a.tokens for a in answers] == [a.tokens for a in expected]
+    assert 1 < accept_length(answers) < 0.9 * accept_length(expected)
+    assert counted["channel_cold_no_drafter"] == counted["channel_cold"] == len(answers)
+    assert counted["channel_warm"] == counted["draft_bytes_sent"] == 0
