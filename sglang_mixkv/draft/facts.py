@@ -24,6 +24,7 @@ from msgspec import Meta
 
 from sglang_mixkv.channel.messages import PROTOCOL, Instance
 from sglang_mixkv.draft.layout import DraftLayout, Name, Rank
+from sglang_mixkv.draft.targets import Side, Target, unmoved
 
 MAX_ROW_BYTES = 64 << 10
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -48,7 +49,8 @@ class Row(msgspec.Struct, frozen=True):
 
     `rank_ip`, `rank_port`: SGLang's own key of the rank (PrefillRankInfo). `address`: where the
     channel's socket listens, or "" on a rank without one. `aux_item_lens`: bytes of each metadata
-    row. `draft`, `staging`: None on a rank without draft KV of its own.
+    row. `backend`: SGLang's, which moves the target. `draft`, `staging`: None on a rank without
+    draft KV of its own.
     """
 
     protocol: tuple[Rank, Rank]
@@ -62,6 +64,8 @@ class Row(msgspec.Struct, frozen=True):
     attn_tp_rank: Rank
     pp_rank: Rank
     aux_item_lens: Annotated[tuple[Size, ...], Meta(max_length=256)]
+    backend: Name
+    target: Target
     topk: Rank = 0
     draft: DraftLayout | None = None
     staging: Staging | None = None
@@ -123,8 +127,20 @@ _COMPARED = (
 
 def differences(prefill: Row, decode: Row) -> list[Difference]:
     """What is not alike between a prefill rank and this decode rank, the gravest first."""
-    found = [*_aux(prefill, decode), *_draft(prefill, decode)]
+    found = [*_target(prefill, decode), *_aux(prefill, decode), *_draft(prefill, decode)]
     return sorted(found, key=lambda d: list(Severity).index(d.severity))
+
+
+def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
+    if prefill.backend != decode.backend:
+        yield Difference(
+            Severity.REFUSED, "transfer backend", prefill.backend, decode.backend,
+            "the target could not be sent",
+            "Set --disaggregation-transfer-backend alike on both sides",
+        )  # fmt: skip
+    sides = Side(prefill.target, prefill.attn_tp), Side(decode.target, decode.attn_tp)
+    for found in unmoved(*sides, prefill.backend):
+        yield Difference(Severity.REFUSED, *found)
 
 
 def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:
@@ -178,7 +194,7 @@ def _planes(prefill: Row, decode: Row) -> Iterator[Difference]:
     if left != right:
         yield _mismatch(
             "data plane", left, right, "draft KV could not be read",
-            "Set --disaggregation-transfer-backend alike on both sides",
+            "Set SGLANG_MIXKV_DATA_PLANE alike on both sides",
         )  # fmt: skip
 
 

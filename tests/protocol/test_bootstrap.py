@@ -13,6 +13,7 @@ from rig.rank import free_port, wait_for_port
 
 from sglang_mixkv.draft.facts import Row, Staging
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.next.engine import prefill_servers
 from sglang_mixkv.next.engine.bootstrap import KEY, PATH
@@ -24,8 +25,8 @@ def row(rank: int, **changes: Any) -> Row:
     staging = Staging("mooncake", b"endpoint", 1 << 20, 1 << 20, 64)
     plain = Row(
         (2, 2), "0.3.0", "0.5.23", b"instance", "127.0.0.1", 9000 + rank,
-        f"tcp://127.0.0.1:{9100 + rank}", 2, rank, 0, (8, 8, 16), 1,
-        DraftLayout(FACTS, 2, rank), staging,
+        f"tcp://127.0.0.1:{9100 + rank}", 2, rank, 0, (8, 8, 16), "mooncake",
+        Target(0, 4, layer_ids=False, even=True), 1, DraftLayout(FACTS, 2, rank), staging,
     )  # fmt: skip
     return msgspec.structs.replace(plain, **changes)
 

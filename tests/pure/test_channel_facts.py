@@ -22,12 +22,14 @@ from sglang_mixkv.draft.facts import (
     read_row,
 )
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
+from sglang_mixkv.draft.targets import Target
 
 FACTS = DraftFacts("LlamaEagle3", "EAGLE3", 8, (256, 256), "bfloat16")
 STAGING = Staging("nixl", b"agent", 1 << 40, 1 << 20, 64)
+MLA = Target(0, 61, layer_ids=False, even=True)
 ROW = Row(
     PROTOCOL, "0.3.0", "0.5.23", b"instance", "10.0.0.1", 9000, "tcp://10.0.0.1:9001", 2, 0, 0,
-    (64, 128), 1, DraftLayout(FACTS, 2, 0), STAGING,
+    (64, 128), "nixl", MLA, 1, DraftLayout(FACTS, 2, 0), STAGING,
 )  # fmt: skip
 ALIKE = {"plugin": "0.4.0", "engine": "0.5.21", "instance": b"another_", "rank_ip": "10.0.0.2",
          "rank_port": 1, "address": "", "attn_tp": 4, "attn_tp_rank": 3, "pp_rank": 1}  # fmt: skip
@@ -226,3 +228,65 @@ def test_addresses_of_slots_and_tokens_that_fit_one():
     assert FACTS.tokens_in(SLOT_OVERHEAD + 5 * per_token, 2) == 5
     assert FACTS.tokens_in(SLOT_OVERHEAD + 5 * per_token - 1, 2) == 4
     assert FACTS.tokens_in(1, 2) == 0
+
+
+GQA = Target(8, 8, layer_ids=False, even=True)
+TWO_STAGES = Target(8, 4, layer_ids=False, even=True, stages=2)
+
+
+def kinds(target: Target, wanted: Target = GQA, tp: int = 2, backend: str = "mooncake") -> list:
+    prefill = row(attn_tp=2, target=target, backend=backend)
+    found = differences(prefill, row(attn_tp=tp, target=wanted, backend=backend))
+    assert all(difference.severity is Severity.REFUSED for difference in found)
+    return [difference.what for difference in found]
+
+
+def but(target: Target, **changed: Any) -> Target:
+    return msgspec.structs.replace(target, **changed)
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("target", [MLA, but(MLA, dcp=2), but(MLA, stages=2), GQA])
+def test_what_sglang_moves_is_served(target, tp, backend):
+    wanted = but(target, stages=1)
+    assert target.dcp > 1 or kinds(target, wanted, tp, backend) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "tp", "backend", "what"),
+    [
+        (but(MLA, dcp=2), 4, "mooncake", "DCP"),
+        (but(GQA, even=False), 1, "mooncake", "different widths"),
+        (but(GQA, heads=1), 4, "nixl", "1 KV heads over NIXL"),
+        (TWO_STAGES, 2, "nixl", "stages of a target with KV heads"),
+        (but(TWO_STAGES, entries=2), 2, "mooncake", "different lengths"),
+        (but(TWO_STAGES, entries=2, layer_ids=True), 4, "nixl", "different lengths"),
+    ],
+)
+def test_what_sglang_does_not_move_is_refused(target, tp, backend, what):
+    wanted = MLA if target.is_mla else GQA
+    assert [found for found in kinds(target, wanted, tp, backend) if what in found]
+
+
+@pytest.mark.parametrize(
+    ("target", "tp", "backend"),
+    [
+        (but(MLA, dcp=2), 2, "mooncake"),
+        (but(GQA, even=False), 2, "nixl"),
+        (but(GQA, heads=1), 1, "nixl"),
+        (but(GQA, heads=1), 4, "mooncake"),
+        (TWO_STAGES, 2, "mooncake"),
+        (TWO_STAGES, 4, "nixl"),
+        (but(TWO_STAGES, layer_ids=True), 2, "nixl"),
+        (but(TWO_STAGES, entries=2, layer_ids=True), 4, "mooncake"),
+    ],
+)
+def test_what_sglang_moves_beside_it_is_served(target, tp, backend):
+    wanted = but(target, stages=1) if target.is_mla else GQA
+    assert kinds(target, wanted, tp, backend) == []
+
+
+def test_another_transfer_backend_is_refused():
+    found = differences(row(backend="mooncake"), row(backend="nixl"))
+    assert [difference.what for difference in found] == ["transfer backend"]

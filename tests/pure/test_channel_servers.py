@@ -10,6 +10,7 @@ import pytest
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.draft.facts import Row, Staging
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
+from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.next.decode.servers import Contact, Plan, make_plan
 
@@ -32,7 +33,7 @@ def row(
     staging = Staging("nixl", b"", 4096, slot_bytes, 16) if facts else None
     made = Row(
         PROTOCOL, "0.3.0", "0.5.23", name.encode().ljust(8), "10.0.0.1", 9000, "", tp, rank, stage,
-        AUX, 1, draft, staging,
+        AUX, "nixl", Target(0, 61, layer_ids=False, even=True), 1, draft, staging,
     )  # fmt: skip
     return msgspec.structs.replace(made, **changed)
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.draft.facts import Row, Staging
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
+from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.next.decode import servers
 from sglang_mixkv.next.decode.events import Source
 from tests.sim.spec import Server
@@ -85,6 +86,7 @@ def _row(heads: int, server: Server, rank: int) -> Row:
     size = slot_bytes_of(heads, server.tp, server.tokens)
     return Row(
         PROTOCOL, "", "", b"%8d" % rank, "p", rank, "", server.tp, rank, 0, (),
+        "mooncake", Target(0, 1, layer_ids=False, even=True),
         topk=1 if server.drafter == "other" else 0,
         draft=None if server.drafter == "none" else layout_of(heads, server.tp, rank),
         staging=Staging("mooncake", b"", 0, size, server.slots),
