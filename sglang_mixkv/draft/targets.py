@@ -1,0 +1,103 @@
+"""What SGLang itself does not move right of a target, with a drafter or without.
+
+The plugin does not touch the target. But whoever enables it wants right answers, and these pairs
+give wrong ones without an error, or hang. Functions are those of SGLang 0.5.23, in
+disaggregation/; tests/protocol/test_target_alone.py shows each case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The target's KV on one rank, as SGLang's KV args have it. `heads`: of all ranks, 0 for MLA.
+
+    `entries`: buffers of this stage. `layer_ids`: whether they carry numbers of layers. `even`: K
+    and V rows are equally wide.
+    """
+
+    heads: Count
+    entries: Count
+    layer_ids: bool
+    even: bool
+    stages: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+    dcp: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+
+    @property
+    def is_mla(self) -> bool:
+        return self.heads == 0
+
+    @property
+    def all_entries(self) -> int:
+        """Of all stages, if they are alike."""
+        return self.entries * self.stages
+
+
+class Side(NamedTuple):
+    target: Target
+    tp: int
+
+
+class Unmoved(NamedTuple):
+    """`prefill`, `decode`: what they have."""
+
+    what: str
+    prefill: str
+    decode: str
+    consequence: str
+    remedy: str
+
+
+_EQUAL_TP = "Give both sides the same attention-TP size"
+_MOONCAKE = "Use --disaggregation-transfer-backend mooncake on both sides"
+
+
+def unmoved(prefill: Side, decode: Side, backend: str) -> Iterator[Unmoved]:
+    """What keeps SGLang's `backend` from moving the target from one rank to the other."""
+    source, wanted = prefill.target, decode.target
+    tps = f"attention TP {prefill.tp}", f"attention TP {decode.tp}"
+    unequal = prefill.tp != decode.tp
+    if unequal and source.dcp > 1:
+        yield Unmoved(
+            "target with DCP on prefill at unequal TP", *tps, "its tokens would go to wrong ranks",
+            f"{_EQUAL_TP}, or --dcp-size 1 on prefill",
+        )  # fmt: skip
+    if source.is_mla or wanted.is_mla:
+        return
+    if unequal and not source.even:  # send_kvcache_slice, _init_hetero_tp_prep_handle
+        yield Unmoved(
+            "target with K and V of different widths at unequal TP", *tps,
+            "V would be cut at K's width", _EQUAL_TP,
+        )  # fmt: skip
+    if backend == "nixl" and source.heads < prefill.tp < decode.tp:  # _init_hetero_tp_prep_handle
+        yield Unmoved(
+            f"target with {source.heads} KV heads over NIXL", *tps,
+            "the thread that registers decode ranks would end", f"{_EQUAL_TP}. Or: {_MOONCAKE}",
+        )  # fmt: skip
+    if source.stages > wanted.stages:
+        yield from _stages(source, wanted, backend, unequal)
+
+
+def _stages(source: Target, wanted: Target, backend: str, unequal: bool) -> Iterator[Unmoved]:
+    guesses = not source.layer_ids or (backend == "nixl" and unequal)  # get_mha_kv_ptrs_with_pp
+    if guesses and source.all_entries != wanted.all_entries:
+        yield Unmoved(
+            "pipeline stages of different lengths",
+            f"{source.entries} buffers on one of {source.stages} stages",
+            f"{wanted.entries} on one of {wanted.stages}",
+            "layers would be written over each other",
+            "Set SGLANG_PP_LAYER_PARTITION so that all prefill stages have as many layers",
+        )
+    elif backend == "nixl" and not source.layer_ids and not unequal:  # build_transfer_entry_pairs
+        yield Unmoved(
+            "pipeline stages of a target with KV heads over NIXL",
+            f"{source.stages} stages", f"{wanted.stages}",
+            "the thread that registers decode ranks would end", f"{_MOONCAKE}, or --pp-size 1",
+        )  # fmt: skip
