@@ -30,7 +30,9 @@ NOT_YET = object()
 
 
 class Rank(Memory):
-    """One rank's manager over its memory."""
+    """One rank's manager over its memory. `host`: its address; `server_host`: rank 0's."""
+
+    host = server_host = "127.0.0.1"
 
     def __init__(self, case: Case, side: str, rank: int, ports: list[int], life: int = 0) -> None:
         super().__init__(case, side, rank)
@@ -57,6 +59,7 @@ class Rank(Memory):
         case = self.case
         args = ServerArgs(
             model_path="dummy",
+            host=self.server_host,
             tp_size=self.tp * self.dp_size,
             dp_size=self.dp_size,
             enable_dp_attention=self.dp_size > 1,
@@ -87,7 +90,7 @@ class Rank(Memory):
             pp_group=self._pp_group(), dcp_rank=self.dcp_rank, attn_dcp_rank=self.dcp_rank,
         )  # fmt: skip
         if case.backend == "mooncake":
-            start_mooncake()
+            start_mooncake(self.host)
 
     def _pp_group(self) -> Any:
         per_stage = self.tp * self.dp_size
@@ -175,8 +178,8 @@ class Rank(Memory):
             self.kv_class = {k.value: kv_class(k) for k in KVClassType}
         up, port = self.case.extra["bootstrap_up"], self.ports[self.server]
         if self.side == "prefill" and self.stage == self.dp_rank == self.attn_rank == 0:
-            self.bootstrap = self.kv_class["bootstrap_server"]("127.0.0.1", port)
-            wait_for_port(port)
+            self.bootstrap = self.kv_class["bootstrap_server"](self.host, port)
+            wait_for_port(port, self.host)
             up[self.server].set()
         for one in up if self.side == "decode" else up[self.server : self.server + 1]:
             one.wait(LIMIT_S)
@@ -386,13 +389,13 @@ def strip_drafter(args: Any) -> None:
     args.num_draft_entries = 0
 
 
-def start_mooncake() -> None:
+def start_mooncake(host: str) -> None:
     """SGLang makes the engine before the managers."""
     from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
         init_mooncake_transfer_engine,
     )
 
-    init_mooncake_transfer_engine(hostname="127.0.0.1")
+    init_mooncake_transfer_engine(hostname=host)
 
 
 def over_nixl(transport: Any, change: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -469,10 +472,10 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_for_port(port: int) -> None:
+def wait_for_port(port: int, host: str = "127.0.0.1") -> None:
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 0.2):
+        with contextlib.suppress(OSError), socket.create_connection((host, port), 0.2):
             return
         time.sleep(0.01)
     raise TimeoutError(f"nothing listens on {port}")
