@@ -69,7 +69,7 @@ def _use(machine: object, event: object) -> str:
 
 
 def _begin(machine: object, event: pev.Begin) -> str:
-    early = "early OPENs" if event.room in machine._early._readers else "no OPENs"
+    early = "early OPENs" if machine._waiting.early.has(event.room) else "no OPENs"
     return early + (", number in use" if event.room in machine._current else "")
 
 
@@ -79,7 +79,7 @@ def _to_prefill(machine: object, event: pev.Received) -> str:
         case Open():
             if message.generation in machine._parts:
                 return "known"
-            early = machine._early.get(message.room, message.reader)
+            early = machine._waiting.early.get(message.room, message.reader)
             if message.prefill != machine._instance:
                 return "another instance"
             return "early, superseding" if early else _room(machine._current.get(message.room))
@@ -105,14 +105,14 @@ def _lost(machine: object, event: pev.ConnectionLost) -> str:
 
 
 def _packed(machine: object, event: pev.Packed) -> str:
-    part, _ = machine._jobs[event.job]
+    part, _ = machine._packing._jobs[event.job]
     return ("over" if part.over else "open") + (", error" if event.error else "")
 
 
 def _prefill_tick(machine: object, event: object) -> str:
     sent = any(r.sent is not None and not r.settled for r in machine._uses.values())
     offered = ", offered" if machine.slots.offered else ""
-    return ("sent" if sent else "early" if len(machine._early) else "open") + offered
+    return ("sent" if sent else "early" if len(machine._waiting.early) else "open") + offered
 
 
 # -- states on decode
@@ -160,7 +160,7 @@ def _read(machine: object, event: object) -> str:
 
 
 def _job(machine: object, event: dev.JobDone) -> str:
-    room, segment = machine._jobs[event.job]
+    room, segment = machine._copies._jobs[event.job]
     what = "clear" if segment is None else "unpack"
     return f"{what}, {event.result}, " + ("closed" if room.closed else _decode_room(room))
 

@@ -41,6 +41,7 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.next.decode import events as dv
 from sglang_mixkv.next.decode import rooms as decode
 from sglang_mixkv.next.prefill import events as pv
+from sglang_mixkv.next.prefill import packing
 from sglang_mixkv.next.prefill import rooms as prefill
 
 ROOM, SLOT_BYTES, INSTANCES = 7, 100, (b"prefill0", b"prefill1")
@@ -75,14 +76,17 @@ class Case(NamedTuple):
         return self.chunks, AGAIN
 
 
-class Prefill(prefill.Rooms):
+class Packing(packing.Packing):
     """Its stamps follow from what they mark, so that equal worlds look equal."""
 
-    def _pack_segment(self, part: Any) -> bool | None:
-        self._draw = lambda: part.opened.generation * 10 + part.segments
-        result = super()._pack_segment(part)
-        self._draw = None  # type: ignore
-        return result
+    def _stamp(self, part: Any) -> int:
+        return part.opened.generation * 10 + part.segments
+
+
+class Prefill(prefill.Rooms):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._packing.__class__ = Packing
 
 
 class Content(NamedTuple):

@@ -12,7 +12,7 @@ import msgspec
 from sglang_mixkv.channel.messages import Open
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.next.decode import breaker, servers
+from sglang_mixkv.next.decode import breaker, parts, servers
 from sglang_mixkv.next.decode import events as dev
 from sglang_mixkv.next.decode import rooms as decode
 from sglang_mixkv.next.prefill import events as pev
@@ -74,7 +74,7 @@ def prefill_never_gives_up(patch: Patch) -> None:
 @mutation
 def no_deadline(patch: Patch) -> None:
     """6. Nothing ends a room whose target is there and whose draft KV does not come."""
-    patch(decode.Rooms, "_deadline", lambda self, room: float("inf"))
+    patch(parts.Room, "deadline", lambda self, times: float("inf"))
 
 
 @mutation
@@ -191,7 +191,7 @@ def chunks_before_open_lost(patch: Patch) -> None:
 
     def join(self: prefill.Rooms, room: object, part: object) -> None:
         real(self, room, part)
-        self._turns.remove(part.reader, part.opened.generation)
+        self._packing._turns.remove(part.reader, part.opened.generation)
 
     patch(prefill.Rooms, "_join", join)
 
@@ -232,18 +232,18 @@ def older_open_supersedes(patch: Patch) -> None:
 
 
 def _opened_without_generations(self: prefill.Rooms, connection: bytes, opened: Open) -> None:
-    if refusal := self._refusal(opened):
-        self._send(connection, prefill.fail(opened.room, opened.generation, *refusal))
+    if why := self._refusal(opened):
+        self._send(connection, prefill.fail(opened.room, opened.generation, *why))
         return
     room = self._current.get(opened.room)
     before = room.parts.get(opened.reader) if room is not None else None
-    for part in (before, self._early.get(opened.room, opened.reader)):
+    for part in (before, self._waiting.early.get(opened.room, opened.reader)):
         self._ended_by_reader(part)
     part = self._parts[opened.generation] = prefill.Part(opened, connection, self._clock)
     if room is not None and before is None and not room.settled:
         self._join(room, part)
     else:
-        self._early.put(part)
+        self._waiting.early.put(part)
 
 
 @mutation

@@ -102,9 +102,10 @@ class JoinsAny(Prefill):
 
     def _opened(self, connection: Any, opened: Any) -> None:
         super()._opened(connection, opened)
-        part, room = self._early.get(opened.room, opened.reader), self._current.get(opened.room)
+        early, room = self._waiting.early, self._current.get(opened.room)
+        part = early.get(opened.room, opened.reader)
         if part is not None and room is not None and part.opened == opened:
-            self._early.remove(part)
+            early.remove(part)
             replaced = room.parts.pop(opened.reader, None)
             if replaced is not None:
                 del self._parts[replaced.opened.generation]

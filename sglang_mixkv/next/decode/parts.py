@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from sglang_mixkv.channel.messages import NO_SLOT, Ready
+from sglang_mixkv.channel.messages import NO_SLOT, Open, Ready
+from sglang_mixkv.channel.times import Times
 from sglang_mixkv.next.decode.events import OpenRoom, Source
 
 
@@ -95,3 +96,21 @@ class Room:
     def missing(self) -> list[bytes]:
         """Peers whose rows are not all in place."""
         return [peer for peer, part in self.parts.items() if not part.complete]
+
+    def message(self, source: Source, instance: bytes, slot_bytes: int) -> Open:
+        """The OPEN for one prefill rank, of this instance with slots of that size."""
+        event, part = self.opened, self.parts.get(source.peer)
+        return Open(
+            event.version, event.number, event.generation, source.peer, instance, source.readers,
+            (part.source.heads.start, part.source.heads.stop) if part else (0, 0),
+            event.first_token, slot_bytes, event.checksum, source.is_send_target,
+            event.required_targets, len(self.parts),
+        )  # fmt: skip
+
+    def deadline(self, times: Times) -> float:
+        """When it goes cold; never before the target is here."""
+        if self.arrived is None:
+            return float("inf")
+        took = 0.0 if self.first_ready is None else self.arrived - self.first_ready
+        wait = min(max(3 * took, times.shortest_wait), times.longest_wait)
+        return min(max(self.arrived, self.progress) + wait, self.arrived + times.whole_wait)

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from sglang_mixkv.channel.messages import NO_SLOT, Ack, Fail, Open, Ready, fail
+from sglang_mixkv.channel.messages import NO_SLOT, Ack, Fail, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.next.decode import events as ev
 from sglang_mixkv.next.decode.breaker import Breaker
+from sglang_mixkv.next.decode.copies import Copies
 from sglang_mixkv.next.decode.parts import Room
 from sglang_mixkv.next.decode.reads import Reads, Segment
 
@@ -36,9 +37,7 @@ class Rooms:
         self.breaker = Breaker()
         self._reads = Reads(slots)
         self._rooms: dict[ev.Generation, Room] = {}
-        self._jobs: dict[int, tuple[Room, Segment | None]] = {}  # None: clearing
-        self._held: dict[ev.Generation, list[Segment]] = {}  # read, and the forward is not done
-        self._job = 0
+        self._copies = Copies()
         self._out: list[ev.Action] = []
         self._now: float | None = None
 
@@ -72,28 +71,19 @@ class Rooms:
         room = Room(event, not cold, self._clock)
         self._rooms[event.generation] = room
         for source in event.sources:
-            self._out.append(ev.Send(source.peer, self._open_message(room, source)))
+            message = room.message(source, self._instance, self._slot_bytes)
+            self._out.append(ev.Send(source.peer, message))
         if cold:
             self._go_cold(room, cold, "")
         elif room.complete:
             self._decide(room, ev.State.WARM)
-
-    def _open_message(self, room: Room, source: ev.Source) -> Open:
-        event, part = room.opened, room.parts.get(source.peer)
-        return Open(
-            event.version, event.number, event.generation, source.peer, self._instance,
-            source.readers, (part.source.heads.start, part.source.heads.stop) if part else (0, 0),
-            event.first_token, self._slot_bytes, event.checksum, source.is_send_target,
-            event.required_targets, len(room.parts),
-        )  # fmt: skip
 
     def _forward_done(self, event: ev.ForwardDone) -> None:
         room = self._rooms.get(event.generation)
         if room is None:
             return
         room.pending = False
-        for segment in self._held.pop(event.generation, ()):
-            self._unpack(segment)
+        self._out.extend(map(self._copies.unpack, self._copies.take_held(room)))
         self._clear(room)
 
     def _target_arrived(self, event: ev.TargetArrived) -> None:
@@ -177,9 +167,9 @@ class Rooms:
             return
         room.progress = self._clock
         if room.pending:
-            self._held.setdefault(room.generation, []).append(segment)
+            self._copies.hold(segment)
         else:
-            self._unpack(segment)
+            self._out.append(self._copies.unpack(segment))
 
     def _read_failed(self, event: ev.ReadFailed) -> None:
         self._read_went_wrong(self._reads.get(event.read), event.detail)
@@ -196,28 +186,12 @@ class Rooms:
 
     # -- copies
 
-    def _unpack(self, segment: Segment) -> None:
-        room, ready = segment.room, segment.ready
-        room.unpacking += 1
-        self._out.append(
-            ev.Unpack(
-                self._new_job(room, segment), room.generation, ready.first_token, ready.count,
-                segment.part.source.heads, segment.slot, ready.stamp, ready.checksum,
-            )
-        )  # fmt: skip
-
-    def _new_job(self, room: Room, segment: Segment | None) -> int:
-        self._job += 1
-        self._jobs[self._job] = room, segment
-        return self._job
-
     def _job_done(self, event: ev.JobDone) -> None:
-        room, segment = self._jobs.pop(event.job)
+        room, segment = self._copies.end(event)
         if segment is None:
             self._cleared(room, event)
             return
         self._reads.slots.free(segment.slot)
-        room.unpacking -= 1
         if event.result is ev.Result.DONE:
             ready = segment.ready
             segment.part.placed[ready.segment] = ready.first_token + ready.count
@@ -262,7 +236,7 @@ class Rooms:
         """Segments of a room that wants them no more."""
         for segment in self._reads.drop_waiting(room):
             self._acknowledge(segment.peer, segment.ready)
-        for segment in self._held.pop(room.generation, ()):
+        for segment in self._copies.take_held(room):
             self._reads.slots.free(segment.slot)
 
     def _clear(self, room: Room) -> None:
@@ -271,12 +245,10 @@ class Rooms:
             return
         if room.decided or room.closed or room.clearing:
             return
-        first, end = room.placed_to, room.opened.end
-        if first >= end:
+        if room.placed_to >= room.opened.end:
             self._decide(room, ev.State.COLD)
-            return
-        room.clearing = True
-        self._out.append(ev.Clear(self._new_job(room, None), room.generation, first, end))
+        else:
+            self._out.append(self._copies.clear(room))
 
     def _cleared(self, room: Room, event: ev.JobDone) -> None:
         if room.closed:
@@ -301,15 +273,8 @@ class Rooms:
         for segment in self._reads.unread(self._clock - self._times.unread):
             self._go_cold(segment.room, "slots", "no slot was free to read it", [segment.peer])
         for room in list(self._rooms.values()):
-            if room.wants and room.arrived is not None and self._clock >= self._deadline(room):
+            if room.wants and self._clock >= room.deadline(self._times):
                 self._go_cold(room, "deadline", "its KV did not come", room.missing(), strike=True)
-
-    def _deadline(self, room: Room) -> float:
-        times, arrived = self._times, room.arrived
-        assert arrived is not None
-        took = 0.0 if room.first_ready is None else arrived - room.first_ready
-        wait = min(max(3 * took, times.shortest_wait), times.longest_wait)
-        return min(max(arrived, room.progress) + wait, arrived + times.whole_wait)
 
     # -- output and books
 
@@ -327,20 +292,20 @@ class Rooms:
 
     def left(self) -> dict[str, int]:
         """How much of what a rank at rest has none of."""
-        found = {"rooms": len(self._rooms), "reads": len(self._reads), "jobs": len(self._jobs)}
-        found["held"] = sum(map(len, self._held.values()))
+        found = {
+            "rooms": len(self._rooms), "reads": len(self._reads), "jobs": len(self._copies),
+            "held": self._copies.held,
+        }  # fmt: skip
         return {name: count for name, count in found.items() if count}
 
     def check(self) -> Iterator[str]:
         """What is wrong with the books, at any time."""
         yield from self._reads.slots.check()
-        copying = sum(segment is not None for _, segment in self._jobs.values())
-        held = sum(map(len, self._held.values()))
-        used = self._reads.running + copying + held
+        used = self._reads.running + self._copies.unpacking + self._copies.held
         slots = self._reads.slots
         if slots.free_slots + used != slots.count:
             yield f"slots: {slots.free_slots} free, {used} in use of {slots.count}"
-        for generation in self._held:
+        for generation in self._copies.orphans():
             if generation not in self._rooms:
                 yield f"segments are held for room {generation}, which is closed"
 

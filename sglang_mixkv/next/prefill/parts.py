@@ -86,3 +86,13 @@ class Part:
         self.token += count
         self.segments += 1
         return chunk, first - chunk.first, ready
+
+
+def refusal(opened: Open, instance: bytes, held: range) -> tuple[str, str] | None:
+    """A code and a detail where this instance, with these heads, cannot serve it."""
+    wanted = opened.wanted
+    if opened.prefill != instance:
+        return "restarted", "this prefill rank is another instance than the one addressed"
+    if wanted and not (held.start <= wanted.start and wanted.stop <= held.stop):
+        return "heads", f"heads {list(opened.heads)} of a rank with {held.start}..{held.stop}"
+    return None

@@ -18,15 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import msgspec
-
-from sglang_mixkv.channel.messages import NO_SLOT, Ack, Fail, Open, Ready, draw, fail
+from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, draw, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.channel.turns import Turns
 from sglang_mixkv.next.prefill import events as ev
-from sglang_mixkv.next.prefill.early import MAX_EARLY, Early
-from sglang_mixkv.next.prefill.parts import Part, Room
+from sglang_mixkv.next.prefill.packing import Packing
+from sglang_mixkv.next.prefill.parts import Part, Room, refusal
+from sglang_mixkv.next.prefill.waiting import MAX_WAITING, Waiting
 
 STEP = 1.0  # by so much at most a rank's clock goes on between two events
 
@@ -34,9 +32,7 @@ STEP = 1.0  # by so much at most a rank's clock goes on between two events
 class Rooms:
     """All rooms of one prefill rank.
 
-    `heads`: those of the drafter on this rank. `segment_tokens`: how many tokens of so many heads
-    fit a slot here and one of so many bytes. `draw_stamp`: unlike any earlier number, and not to be
-    guessed.
+    `heads`: those of the drafter on this rank. `segment_tokens`, `draw_stamp`: see Packing.
     """
 
     def __init__(
@@ -49,16 +45,12 @@ class Rooms:
         draw_stamp: Callable[[], int] = draw,
     ) -> None:
         self._instance, self._heads, self._times = instance, heads, times
-        self._segment_tokens, self._draw = segment_tokens, draw_stamp
         self.slots = slots
+        self._packing = Packing(segment_tokens, slots, draw_stamp)
         self._uses: dict[ev.Use, Room] = {}
         self._current: dict[int, Room] = {}  # by number: that of the newest sender
         self._parts: dict[int, Part] = {}  # by generation, as long as they have a room or wait
-        self._early: Early = Early()
-        self._gone: Early = Early()  # parts that ended before their request was here
-        self._turns: Turns[Part] = Turns()
-        self._jobs: dict[int, tuple[Part, Ready]] = {}
-        self._job = 0
+        self._waiting = Waiting()
         self._out: list[ev.Action] = []
         self._clock = 0.0
         self._seen: float | None = None
@@ -67,7 +59,11 @@ class Rooms:
         """Actions, in the order in which they must be done."""
         self._advance(now)
         _HANDLERS[type(event)](self, event)
-        self._turns.serve(self._pack_segment)
+        for started in self._packing.start(self._clock):
+            if isinstance(started, ev.Pack):
+                self._out.append(started)
+            else:
+                self._offer(*started)
         actions, self._out = self._out, []
         return actions
 
@@ -86,14 +82,13 @@ class Rooms:
             self._end_parts(stale, "aborted", "another request has its room number")
         room = Room(event.room, event.use, self._clock)
         self._current[event.room] = self._uses[event.use] = room
-        for part in self._gone.take(event.room):
+        for part in self._waiting.gone.take(event.room):
             self._join(room, part)
-        newest_first = sorted(self._early.take(event.room), key=lambda part: -part.since)
-        for part in newest_first:
+        for part in self._waiting.early.take(event.room):
             if room.missing > 0 and part.reader not in room.parts:
                 self._join(room, part)
             else:  # for the next request with this number
-                self._early.put(part)
+                self._waiting.early.put(part)
 
     def _add_chunk(self, event: ev.AddChunk) -> None:
         room = self._uses.get(event.use)
@@ -109,7 +104,7 @@ class Rooms:
     def _written(self, room: Room, chunks: int) -> None:
         if room.note_written(chunks):
             for part in room.parts.values():
-                self._turns.add(part.reader, part.opened.generation, part)
+                self._packing.add(part)
 
     def _target_sent(self, event: ev.TargetSent) -> None:
         room = self._uses.get(event.use)
@@ -139,13 +134,13 @@ class Rooms:
                 self._failed(event.connection, event.message)
 
     def _opened(self, connection: ev.Connection, opened: Open) -> None:
-        if refusal := self._refusal(opened):
-            self._note(*refusal, opened.reader)
-            self._send(connection, fail(opened.room, opened.generation, *refusal))
+        if why := self._refusal(opened):
+            self._note(*why, opened.reader)
+            self._send(connection, fail(opened.room, opened.generation, *why))
             return
         room = self._current.get(opened.room)
         before = room.parts.get(opened.reader) if room is not None else None
-        early = self._early.get(opened.room, opened.reader)
+        early = self._waiting.early.get(opened.room, opened.reader)
         later = [p for p in (before, early) if p and p.opened.generation >= opened.generation]
         if later or opened.generation in self._parts:
             return  # doubled, or late
@@ -155,26 +150,23 @@ class Rooms:
         if room is not None and before is None and not room.settled and room.missing > 0:
             self._join(room, part)
         else:
-            self._early.put(part)
+            self._waiting.early.put(part)
 
     def _refusal(self, opened: Open) -> tuple[str, str] | None:
         """A code and a detail where the OPEN cannot be served."""
-        wanted, held = opened.wanted, self._heads
-        if opened.prefill != self._instance:
-            return "restarted", "this prefill rank is another instance than the one addressed"
-        if wanted and not (held.start <= wanted.start and wanted.stop <= held.stop):
-            return "heads", f"heads {list(opened.heads)} of a rank with {held.start}..{held.stop}"
-        if wanted and self._segment_tokens(len(wanted), opened.slot_bytes) < 1:
+        if found := refusal(opened, self._instance, self._heads):
+            return found
+        if opened.wanted and not self._packing.fits(opened):
             return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
-        if self._early.is_full(opened.reader):
-            return "full", f"{MAX_EARLY} rooms are open whose requests are not here"
+        if self._waiting.early.is_full(opened.reader):
+            return "full", f"{MAX_WAITING} rooms are open whose requests are not here"
         return None
 
     def _join(self, room: Room, part: Part) -> None:
         part.room = room
         room.parts[part.reader] = part
         room.progress = self._clock
-        self._turns.add(part.reader, part.opened.generation, part)
+        self._packing.add(part)
         self._settle(room)
 
     def _acknowledged(self, ack: Ack) -> None:
@@ -189,15 +181,16 @@ class Rooms:
 
     def _lost_part(self, connection: ev.Connection, message: Fail, reader: bytes) -> Part | None:
         """One whose OPEN was lost with its connection: it has its place, without heads."""
-        room = self._current.get(message.room)
-        if self._early.get(message.room, reader) or (room is not None and reader in room.parts):
+        room, number = self._current.get(message.room), message.room
+        in_place = self._waiting.early.get(number, reader) or (room and room.parts.get(reader))
+        if in_place:
             return None
-        opened = Open(0, message.room, message.generation, self._instance, reader, 1, (0, 0), 0, 1)
+        opened = Open(0, number, message.generation, self._instance, reader, 1, (0, 0), 0, 1)
         part = self._parts[message.generation] = Part(opened, connection, self._clock)
         if room is not None and not room.settled:
             self._join(room, part)
         else:
-            self._early.put(part)
+            self._waiting.early.put(part)
         return part
 
     def _ended_by_reader(self, part: Part | None) -> None:
@@ -206,19 +199,10 @@ class Rooms:
         if part is None:
             return
         self._over(part)
-        number, reader = part.opened.room, part.reader
-        if self._early.get(number, reader) is part:
-            self._early.remove(part)
-            self._forget(self._gone.get(number, reader))
-            part.since = self._clock
-            self._gone.put(part)
-            if self._gone.is_full(reader):
-                self._forget(part)
+        self._forget(self._waiting.end(part, self._clock))
 
-    def _forget(self, part: Part | None) -> None:
-        """One that has ended, and no request came for."""
-        if part is not None:
-            self._gone.remove(part)
+    def _forget(self, parts: list[Part]) -> None:
+        for part in parts:
             del self._parts[part.opened.generation]
 
     def _connection_lost(self, event: ev.ConnectionLost) -> None:
@@ -251,42 +235,15 @@ class Rooms:
 
     # -- packing
 
-    def _pack_segment(self, part: Part) -> bool | None:
-        """For Turns: True, one was begun; False, there is none; None, there is no slot."""
-        chunk = None if part.ended else part.next_chunk()
-        if chunk is None:
-            return False
-        if part.token >= chunk.first + chunk.count:
-            if not part.packing:  # the last READY follows those before it
-                self._offer(part, part.cut(NO_SLOT, self._draw(), 0)[-1])
-            return False
-        if not self.slots.can_take(part.reader, self._clock):
-            return None
-        slot = self.slots.take(part.reader, self._clock)
-        heads = part.opened.wanted
-        limit = self._segment_tokens(len(heads), part.opened.slot_bytes)
-        chunk, offset, ready = part.cut(slot, self._draw(), limit)
-        self._job += 1
-        part.packing[self._job] = ready
-        self._jobs[self._job] = part, ready
-        self._out.append(
-            ev.Pack(
-                self._job, chunk.use, chunk.rows, offset, ready.count, heads, slot, ready.stamp,
-                part.opened.checksum,
-            )
-        )  # fmt: skip
-        return True
-
     def _packed(self, event: ev.Packed) -> None:
-        part, ready = self._jobs.pop(event.job)
-        del part.packing[event.job]
+        part, ready = self._packing.end(event)
         if part.over or event.error:
             self.slots.free(ready.slot)
             if not part.over:
                 self._fail_part(part, "pack", event.error)
             return
         self.slots.offer(ready.slot, ready.stamp, self._clock)
-        self._offer(part, msgspec.structs.replace(ready, checksum=event.checksum))
+        self._offer(part, ready)
 
     def _offer(self, part: Part, ready: Ready) -> None:
         assert part.room is not None
@@ -296,7 +253,7 @@ class Rooms:
             part.complete = True
             self._settle(part.room)
         else:
-            self._turns.add(part.reader, part.opened.generation, part)
+            self._packing.add(part)
 
     # -- time
 
@@ -306,16 +263,11 @@ class Rooms:
                 continue
             if self._clock - max(room.sent, room.progress) >= self._times.packing:
                 self._give_up(room)
-        for part in self._early:
-            if self._clock - part.since < self._times.early_room:
-                break
+        early = self._waiting.early.take_older(self._clock - self._times.early_room)
+        for part in early:
             self._note("early", f"room {part.opened.room}: no request came", part.reader)
-            self._early.remove(part)
-            del self._parts[part.opened.generation]
-        for part in self._gone:
-            if self._clock - part.since < self._times.slot_aside:
-                break
-            self._forget(part)
+        gone = self._waiting.gone.take_older(self._clock - self._times.slot_aside)
+        self._forget(early + gone)
         for slot in self.slots.expire(self._clock):
             self._note("expired", f"slot {slot} was never acknowledged")
 
@@ -336,21 +288,20 @@ class Rooms:
     def left(self) -> dict[str, int]:
         """How much of what a rank at rest has none of."""
         found = {
-            "rooms": len(self._uses), "early": len(self._early) + len(self._gone),
-            "jobs": len(self._jobs), "offered": self.slots.offered, "parts": len(self._parts),
+            "rooms": len(self._uses), "waiting": len(self._waiting),
+            "jobs": len(self._packing), "offered": self.slots.offered, "parts": len(self._parts),
         }  # fmt: skip
         return {name: count for name, count in found.items() if count}
 
     def check(self) -> Iterator[str]:
         """What is wrong with the books, at any time."""
         yield from self.slots.check()
-        used = len(self._jobs) + self.slots.offered
+        used = len(self._packing) + self.slots.offered
         if self.slots.free_slots + used != self.slots.count:
             yield f"slots: {self.slots.free_slots} free, {used} in use of {self.slots.count}"
         with_room = sum(len(room.parts) for room in self._uses.values())
-        early = len(self._early) + len(self._gone)
-        if with_room + early != len(self._parts):
-            yield f"{len(self._parts)} parts, {with_room} in rooms and {early} early"
+        if with_room + len(self._waiting) != len(self._parts):
+            yield f"{len(self._parts)} parts, {with_room} in rooms, {len(self._waiting)} waiting"
 
 
 _HANDLERS: dict[type, Callable[..., None]] = {
