@@ -18,8 +18,9 @@ from sglang_mixkv.engine.banner import speaks
 from sglang_mixkv.next.decode import rooms as decode_rooms
 from sglang_mixkv.next.decode.inbox import Inbox, Store
 from sglang_mixkv.next.engine.bootstrap import KEY
+from sglang_mixkv.next.engine.draft_pool import clear_retracted, draft_is_left_out
 from sglang_mixkv.next.engine.prefill_servers import PrefillServers
-from sglang_mixkv.next.engine.sides import SLOT_BYTES, Local
+from sglang_mixkv.next.engine.sides import Local
 from sglang_mixkv.next.prefill import rooms as prefill_rooms
 from sglang_mixkv.next.prefill.outbox import Outbox
 
@@ -80,7 +81,7 @@ class DraftManager:
         if draft is not None:
             staging = local.staging(slots)
             store = Store(draft.rows, staging, local.plane(staging, self.local_ip))
-        rooms = decode_rooms.Rooms(local.instance, slots, SLOT_BYTES, local.times)
+        rooms = decode_rooms.Rooms(local.instance, slots, local.slot_bytes, local.times)
         self.inbox = Inbox(rooms, store, local.times, local.notes, self._forget_peer)
         self.servers = PrefillServers(
             local.row(self, "", *((store.staging, store.plane) if store else (None, None))),
@@ -89,8 +90,9 @@ class DraftManager:
             super().try_ensure_parallel_info,  # type: ignore[misc]
             _stand_in,
             serve_mismatch=local.config.on_draft_mismatch == "cold",
-            refused=local.notes.stats.refused,
+            refused=local.notes.refused,
         )
+        local.notes.breaker, local.notes.name_of = rooms.breaker, self.servers.name_of
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """False until the server's facts are here and fit, and the channel's connections stand."""
@@ -114,6 +116,17 @@ class DraftManager:
             pool = self.connection_pool  # type: ignore[attr-defined]
             for key in [key for key in pool if key.startswith(f"{address}_")]:
                 del pool[key]
+
+    def retracted(self, table: Any, request: Any) -> None:
+        """SGLang has filled the target's rows of a request that it had retracted; the drafter's are
+        another request's, where the backup has none of them."""
+        try:
+            assert self.local is not None
+            self.local.notes.requests.retract(request)
+            if self.local.handed.pool is not None and draft_is_left_out():
+                clear_retracted(self.local.handed.pool, table, request)
+        except Exception:
+            logger.exception("[MIXKV-SELF-01] draft rows of a resumed request are not cleared")
 
     # -- both
 

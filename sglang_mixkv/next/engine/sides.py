@@ -19,12 +19,19 @@ from sglang_mixkv.config import config_of
 from sglang_mixkv.draft.facts import Row
 from sglang_mixkv.draft.facts import Staging as StagingFacts
 from sglang_mixkv.draft.rows import Staging
+from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine.releases import sglang_version
+from sglang_mixkv.errors import refuse
 from sglang_mixkv.next.engine import draft_pool, handover
+from sglang_mixkv.next.engine.metrics import metrics_for
 from sglang_mixkv.next.engine.notes import Notes
 
-SLOT_BYTES = 1 << 20
+SLOTS = 64
+# What a slot costs (a message each way, a copy on both sides, a read) is some 0.3 ms of CPU, so
+# slots are large: 4 MiB with the default of 256 MiB.
+SLOT_ALIGNMENT = 4096
 PATIENCE_ENV, PORT_ENV = "SGLANG_MIXKV_PATIENCE", "SGLANG_MIXKV_PORT"
+DATA_PLANE_ENV = "SGLANG_MIXKV_DATA_PLANE"
 
 
 class Local:
@@ -45,14 +52,19 @@ class Local:
         self.backend, self.mode = backend, mode
         self.times = Times(float(os.environ.get(PATIENCE_ENV) or 1))
         self.instance = draw_instance()
-        self.notes = Notes(mode, self.config)
+        self.notes = Notes(mode, self.config.stats_dir, metrics_for(mode))
 
     def slots(self) -> SlotPool:
-        return SlotPool(max(2, self.config.staging_mb), self.times)
+        self.notes.slots = SlotPool(SLOTS, self.times)
+        return self.notes.slots
+
+    @property
+    def slot_bytes(self) -> int:
+        return (self.config.staging_mb << 20) // SLOTS // SLOT_ALIGNMENT * SLOT_ALIGNMENT
 
     def staging(self, slots: SlotPool) -> Staging:
         assert self.draft is not None
-        return Staging(slots.count, SLOT_BYTES, self.draft.rows.device, self.draft.mem_pool)
+        return Staging(slots.count, self.slot_bytes, self.draft.rows.device, self.draft.mem_pool)
 
     def plane(self, staging: Staging, host: str) -> DataPlane:
         """Registered, so that its endpoint is valid."""
@@ -63,7 +75,7 @@ class Local:
 
     def segment_tokens(self, heads: int, slot_bytes: int) -> int:
         assert self.draft is not None
-        return self.draft.layout.facts.tokens_in(min(SLOT_BYTES, slot_bytes), heads)
+        return self.draft.layout.facts.tokens_in(min(self.slot_bytes, slot_bytes), heads)
 
     def row(
         self, manager: Any, address: str, staging: Staging | None, plane: DataPlane | None
@@ -88,6 +100,8 @@ class Local:
             attn_tp_rank=manager.attn_tp_rank,
             pp_rank=manager.pp_rank or 0,
             aux_item_lens=self.aux_item_lens,
+            backend=self.backend,
+            target=_target(manager),
             topk=get_spec().speculative_eagle_topk or 0,
             draft=self.draft.layout if self.draft else None,
             staging=facts,
@@ -109,14 +123,48 @@ def forward_event(scheduler: Any) -> Any:
     return event
 
 
+def _target(manager: Any) -> Target:
+    """From the KV args, which have the target and, behind it, a drafter that SGLang moves."""
+    args = manager.kv_args
+    lens = list(args.kv_item_lens)
+    lens = lens[: len(lens) - (getattr(args, "num_draft_entries", 0) or 0)]
+    mla, half = manager.is_mla_backend, len(lens) // 2
+    return Target(
+        heads=0 if mla else args.total_kv_head_num,
+        entries=len(lens),
+        layer_ids=bool(getattr(args, "kv_layer_ids", None)),
+        even=mla or lens[:half] == lens[half:],
+        stages=manager.pp_size or 1,
+        dcp=getattr(manager, "dcp_size", 1) or 1,
+    )
+
+
 def _plane_of(backend: str, host: str, devices: str) -> DataPlane:
-    if backend == "nixl":
+    """As SGLANG_MIXKV_DATA_PLANE says; else the backend's own, but for UCX without RDMA: there a
+    reader that dies can end the process it reads from (docs/protocol.md).
+
+    Raises MixKVError where Mooncake would have to be, and is not installed.
+    """
+    kind, parameters = _nixl_backend(devices)
+    avoided = backend == "nixl" and kind == "UCX" and not _has_rdma()
+    if (os.environ.get(DATA_PLANE_ENV) or ("mooncake" if avoided else backend)) == "nixl":
         from sglang_mixkv.channel.nixl import Nixl
 
-        return Nixl(*_nixl_backend(devices))
+        return Nixl(kind, parameters)
     from sglang_mixkv.channel.mooncake import Mooncake
 
-    return Mooncake(host, devices)
+    try:
+        return Mooncake(host, devices)
+    except ImportError as error:
+        raise refuse(
+            "MIXKV-START-06", "Mooncake, to read draft KV without RDMA", str(error),
+            "with NIXL's UCX over TCP a decode process that dies can end the prefill process",
+            "Install mooncake-transfer-engine, or accept it: SGLANG_MIXKV_DATA_PLANE=nixl",
+        ) from error  # fmt: skip
+
+
+def _has_rdma(devices: str = "/sys/class/infiniband") -> bool:
+    return os.path.isdir(devices) and bool(os.listdir(devices))
 
 
 def _nixl_backend(devices: str) -> tuple[str, dict[str, str]]:
