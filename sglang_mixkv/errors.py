@@ -20,7 +20,7 @@ CODES = {
     "MIXKV-PAIR-03": "the two servers differ in models, flags or releases",
     "MIXKV-PAIR-04": "there is no route between servers of these sizes",
     "MIXKV-PAIR-05": "the two sides computed different routes",
-    "MIXKV-PAIR-06": "the drafters differ, and requests are served without draft KV",
+    "MIXKV-PAIR-06": "requests are served without draft KV, and their drafters start cold",
     "MIXKV-PAIR-07": "SGLang itself does not take the other side",
     "MIXKV-REG-01": "a registration contradicts itself",
     "MIXKV-REG-02": "a registration is missing or out of date, and is sent again",

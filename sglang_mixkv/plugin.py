@@ -57,6 +57,8 @@ INIT_MANAGER = (
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager",
     "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager",
 )
+EXTEND_TRANSFERS = "sglang.srt.disaggregation.decode.DecodeTransferQueue.extend"
+RESUME_RETRACTED = "sglang.srt.disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs"
 CHANNEL_ENV = "SGLANG_MIXKV_CHANNEL"
 """Private, while both ways exist: draft KV goes over the channel (next/)."""
 
@@ -97,10 +99,12 @@ def _register() -> None:
     HookRegistry.register(GET_KV_CLASS, _kv_class, HookType.AROUND)
     HookRegistry.register(SETUP_STATE, _describe_components, HookType.AFTER)
     if _channel():
-        from sglang_mixkv.next.engine.handover import around_init
+        from sglang_mixkv.next.engine import handover
 
         for path in INIT_MANAGER:
-            HookRegistry.register(path, around_init, HookType.AROUND)
+            HookRegistry.register(path, handover.around_init, HookType.AROUND)
+        HookRegistry.register(EXTEND_TRANSFERS, handover.after_extend, HookType.AFTER)
+        HookRegistry.register(RESUME_RETRACTED, handover.after_resume, HookType.AFTER)
     register_resolution_hook(VALIDATION)(_validate)
 
 

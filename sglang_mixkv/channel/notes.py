@@ -11,8 +11,14 @@ class Notes(Protocol):
     def __call__(self, note: Any) -> None:
         """A Note of one of the state machines."""
 
-    def moved(self, size: int) -> None:
-        """So many bytes of draft KV were packed, or are in place."""
+    def moved(self, size: int, seconds: float) -> None:
+        """So many bytes of draft KV were packed, or put in place."""
+
+    def ended(self, entry: Any, reason: str) -> None:
+        """SGLang is done with a room of decode, and goes on with its request, or has failed it."""
+
+    def ticked(self) -> None:
+        """Ten times a second, by the channel thread."""
 
     def publish(self) -> None:
         """A request has come to its end here."""

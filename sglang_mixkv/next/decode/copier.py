@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +22,16 @@ logger = logging.getLogger(__name__)
 
 class Entry:
     """One room, as the scheduler's thread sees it. `pages`: of `page_size` tokens, the draft
-    pool's, from `opened.first_token` on. `event`: with `query() -> bool`, or None."""
+    pool's, from `opened.first_token` on. `event`: with `query() -> bool`, or None. `prefill`: its
+    server's bootstrap address. `request`: SGLang's, once the queue has handed it over."""
 
-    def __init__(self, opened: ev.OpenRoom, pages: Any, page_size: int, event: Any) -> None:
+    request: Any = None
+
+    def __init__(
+        self, opened: ev.OpenRoom, pages: Any, page_size: int, event: Any, prefill: str = ""
+    ) -> None:
         self.opened, self.event, self.gate = opened, event, Gate()
+        self.prefill = prefill
         self._pages, self._size = np.asarray(pages, dtype=np.int64), page_size
         self.state: ev.State | None = None
         self.reason = ""
@@ -46,7 +53,7 @@ class Copier:
         staging: Staging,
         entries: Mapping[ev.Generation, Entry],
         done: Callable[[ev.JobDone], None],
-        moved: Callable[[int], None],
+        moved: Callable[[int, float], None],
     ) -> None:
         self._rows, self._staging, self._entries, self._done = rows, staging, entries, done
         self._moved = moved
@@ -90,10 +97,12 @@ class Copier:
             if found != job.checksum:
                 return ev.JobDone(job.job, ev.Result.STALE, "its checksum differs")
         rows = entry.rows(job.first_token, job.first_token + job.tokens)
+        started = time.perf_counter()
         self._rows.unpack(rows, job.heads, slot)
+        seconds = time.perf_counter() - started
         size = job.tokens * self._rows.bytes_per_token(heads)
         entry.bytes += size
-        self._moved(size)
+        self._moved(size, seconds)
         return ev.JobDone(job.job, ev.Result.DONE)
 
     def clear_now(self, entry: Entry) -> None:

@@ -119,6 +119,7 @@ class Inbox:
         entry.gate.close()
         self._entries.pop(entry.opened.generation, None)
         self._inlet.put(ev.CloseRoom(entry.opened.generation, reason))
+        self._notes.ended(entry, reason)
 
     def clear_now(self, entry: Entry) -> None:
         """For a rank whose threads have ended."""
@@ -168,6 +169,7 @@ class Inbox:
                 if time.monotonic() - ticked >= TICK:
                     ticked = time.monotonic()
                     self._handle(ev.Tick())
+                    self._notes.ticked()
         except Exception:
             logger.exception("[MIXKV-SELF-01] the draft channel of this rank ends")
         finally:

@@ -46,6 +46,22 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
         del _thread.handed
 
 
+def after_extend(_result: Any, _queue: Any, decode_reqs: Any) -> None:
+    """Hook on DecodeTransferQueue.extend: each room learns its request."""
+    for one in decode_reqs:
+        entry = getattr(one.kv_receiver, "entry", None)
+        if entry is not None:
+            entry.request = one.req
+
+
+def after_resume(resumed: Any, queue: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Hook on DecodePreallocQueue.resume_retracted_reqs: these requests have new rows."""
+    retracted = getattr(queue.kv_manager, "retracted", None)
+    if retracted is not None:
+        for request in resumed:
+            retracted(queue.req_to_token_pool, request)
+
+
 def has_heads(pool: Any) -> bool:
     """Whether its rows are K and V heads, and nothing else of it travels as SGLang's state."""
     if pool is None:

@@ -1,42 +1,161 @@
-"""Where the state machines' notes go: counters, and one log line per peer and kind."""
+"""What a rank of the channel counts and logs: series, the file of counts, a line per peer and kind.
+
+Once a second the channel thread has gauges set, and requests that have finished counted.
+"""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+import math
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
 
-from sglang_mixkv.engine.metrics import metrics_for
+from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.next import series
+from sglang_mixkv.next.decode.breaker import Breaker
+from sglang_mixkv.next.decode.copier import Entry
+from sglang_mixkv.next.decode.events import State
+from sglang_mixkv.next.engine.requests import Requests
+from sglang_mixkv.next.kinds import OF_SIDE, Kind
+from sglang_mixkv.next.series import Family, Values
 from sglang_mixkv.stats import Stats
 
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED = 1024  # pairs of peer and kind; beyond them nothing new is logged
-QUIET = ("warm", "cold", "closed", "early", "doubled", "unknown_ack", "aborted")  # counted only
+LOOK_S = 1.0
+
+
+class Metrics(Protocol):
+    """The series (metrics.py). Neither method raises."""
+
+    def add(self, family: Family, values: Values = (), amount: float = 1) -> None: ...
+
+    def set(self, family: Family, values: Values, value: float) -> None: ...
 
 
 class Notes:
-    """Called by the channel's thread. Never raises."""
+    """Called from several threads, SGLang's scheduler's among them. Never raises. `folder`: of the
+    file of counts, "" for none.
 
-    def __init__(self, mode: str, config: Any) -> None:
-        self.stats = Stats(mode, config.stats_dir, metrics_for(mode))
-        self._bytes = "draft_bytes_sent" if mode == "prefill" else "draft_bytes_needed"
+    `slots`, `breaker`: of this rank, once it has them. `name_of`: the bootstrap address of a
+    prefill rank's server, "" where it is not known.
+    """
+
+    slots: SlotPool | None = None
+    breaker: Breaker | None = None
+
+    def __init__(self, mode: str, folder: str, metrics: Metrics | None) -> None:
+        self.stats, self.metrics = Stats(mode, folder), metrics
+        self.name_of: Callable[[bytes], str] = lambda _: ""
+        self.requests = Requests(self._finished)
+        self._mode, self._kinds = mode, OF_SIDE.get(mode, {})
+        self._prefills: set[str] = set()
         self._logged: set[tuple[str, bytes]] = set()
+        self._looked = 0.0
 
     def __call__(self, note: Any) -> None:
+        """A Note of this rank's state machine."""
         peer = getattr(note, "peer", b"") or getattr(note, "reader", b"")
+        kind = self._kinds.get(note.what, Kind())
         self.stats.add(**{f"channel_{note.what}": 1})
-        if note.what in QUIET or (note.what, peer) in self._logged:
-            return
-        if len(self._logged) < MAX_LOGGED:
+        if kind.family is not None:
+            named = "prefill" in kind.family.labels
+            values = (self._label(self.name_of(peer)),) if named else kind.values
+            self._count(kind.family, values)
+        is_new = bool(kind.happened) and (note.what, peer) not in self._logged
+        if is_new and len(self._logged) < MAX_LOGGED:
             self._logged.add((note.what, peer))
-            logger.warning(
-                "[MIXKV-PAIR-06] draft KV: %s (%s), peer %s. From now on counted, not logged",
-                note.what, note.detail or "no detail", peer.hex() or "-",
-            )  # fmt: skip
+            self._log(kind, peer, note.detail)
 
-    def moved(self, size: int) -> None:
-        """Bytes of draft KV that were packed here, or are in place here."""
-        self.stats.add(**{self._bytes: size})
+    def _log(self, kind: Kind, peer: bytes, detail: str) -> None:
+        side = "decode" if self._mode == "prefill" else "prefill"
+        whom = self.name_of(peer) or (f"rank {peer.hex()[:8]}" if peer else "rank")
+        said = f"{kind.happened} ({detail or 'no detail'}); {kind.consequence}. {kind.remedy}"
+        text = (
+            f"[{kind.code}] draft channel, {side} {whom}: {said}. From now on counted, not logged"
+        )
+        logger.warning("%s", text)
+
+    def moved(self, size: int, seconds: float) -> None:
+        """Bytes of draft KV that were packed here, or put in place, and how long that took."""
+        sends = self._mode == "prefill"
+        self.stats.add(**{"draft_bytes_sent" if sends else "draft_bytes_needed": size})
+        self._count(series.SENT_BYTES if sends else series.NEEDED_BYTES, ("draft",), size)
+        self._count(series.COPY_SECONDS, (), seconds)
+
+    def refused(self, error: MixKVError) -> None:
+        """A request fails since its prefill server is refused."""
+        self.stats.refused(error)
+        self._count(series.REFUSED, (error.reason,))
+
+    def ended(self, entry: Entry, reason: str) -> None:
+        """SGLang is done with a room: it goes on with the request, or (`reason`) has failed it."""
+        values = _outcome(entry, reason)
+        self._count(series.ROOMS, values)
+        self._count(series.PREFILL_ROOMS, (self._label(entry.prefill), *values))
+        if entry.request is not None and values[0] in series.STATES:
+            self.requests.begin(entry.request, values[0])
+
+    def _finished(self, state: str, histogram: list[int]) -> None:
+        rounds = sum(histogram)
+        accepted = sum(number * count for number, count in enumerate(histogram))
+        self.stats.add(**{f"finished_{state}": 1, f"rounds_{state}": rounds})
+        self._count(series.FINISHED, (state,))
+        self._count(series.VERIFY_ROUNDS, (state,), rounds)
+        self._count(series.ACCEPTED_TOKENS, (state,), rounds + accepted)
+        for position in range(1, min(len(histogram), series.MAX_POSITIONS + 1)):
+            at = (state, str(position))
+            self._count(series.ACCEPTED_DRAFTS, at, sum(histogram[position:]))
+
+    def ticked(self) -> None:
+        """By the channel thread, which owns slots and breaker."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        try:
+            self._look()
+        except Exception:
+            self._looked = math.inf
+            logger.exception("[MIXKV-SELF-01] sglang-mixkv: some of its series stand still")
+
+    def _look(self) -> None:
+        self.requests.settle()
+        if self.metrics is None:
+            return
+        if self.slots is not None:
+            self.metrics.set(series.SLOTS, (), self.slots.count)
+            self.metrics.set(series.SLOTS_USED, (), self.slots.count - self.slots.free_slots)
+        if self.breaker is not None:
+            names = filter(None, map(self.name_of, self.breaker.open_peers()))  # "": restarted
+            is_open = set(map(self._label, names))
+            for prefill in list(self._prefills):
+                self.metrics.set(series.BREAKER_OPEN, (prefill,), prefill in is_open)
 
     def publish(self) -> None:
         self.stats.publish()
+
+    def _label(self, prefill: str) -> str:
+        is_new = prefill not in self._prefills
+        if not prefill or (is_new and len(self._prefills) >= series.MAX_PREFILLS):
+            prefill = series.OTHER
+        self._prefills.add(prefill)
+        return prefill
+
+    def _count(self, family: Family, values: Values, amount: float = 1) -> None:
+        if self.metrics is not None:
+            self.metrics.add(family, values, amount)
+
+
+def _outcome(entry: Entry, reason: str) -> tuple[str, str]:
+    """The values of series.ROOMS."""
+    if entry.state is State.FAILED:
+        return "failed", ""
+    if reason or entry.state is None:
+        return "closed", ""
+    if entry.state is State.WARM:
+        return "warm", ""
+    return "cold", entry.reason if entry.reason in series.COLD else series.OTHER

@@ -128,8 +128,8 @@ class PrefillServers:
                 logger.warning("[MIXKV-MSG-02] sglang-mixkv: no facts of %s: %s", address, error)
             return None
         judge(rows.values(), self._own, serve_mismatch=self._serve_mismatch)
-        for row in rows.values():
-            self._instances[row.instance] = address
+        others = {i: known for i, known in self._instances.items() if known != address}
+        self._instances = others | {row.instance: address for row in rows.values()}
         return rows
 
     def _to_connect(self, server: _Server) -> list[Row]:
@@ -184,6 +184,10 @@ class PrefillServers:
 
     def address_of(self, instance: bytes) -> str | None:
         return self._instances.pop(instance, None)
+
+    def name_of(self, instance: bytes) -> str:
+        """The server of this prefill rank, "" for one that was restarted since."""
+        return self._instances.get(instance, "")
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -76,7 +76,7 @@ class DraftReceiver:
             version=plan.version,
             required_targets=self.required_prefill_response_num,  # type: ignore[attr-defined]
         )
-        return Entry(opened, pages, page_size, event)
+        return Entry(opened, pages, page_size, event, self.bootstrap_addr)
 
     def poll(self) -> Any:
         status = super().poll()  # type: ignore[misc]

@@ -178,6 +178,7 @@ class Outbox:
                 if time.monotonic() - ticked >= TICK:
                     ticked = time.monotonic()
                     self._handle(ev.Tick())
+                    self._notes.ticked()
         except Exception:
             logger.exception("[MIXKV-SELF-01] the draft channel of this rank ends")
         finally:
@@ -239,9 +240,11 @@ class Outbox:
         try:
             slot = self._staging.slot(job.slot)
             rows = job.rows.rows(job.offset, job.count)
+            started = time.perf_counter()
             size = self._rows.pack(rows, job.heads, slot, job.stamp)
+            seconds = time.perf_counter() - started
             use = self._uses.get(job.use)
-            self._notes.moved(size)
+            self._notes.moved(size, seconds)
             if use is not None:
                 use.bytes += size
             if not job.checksum:
