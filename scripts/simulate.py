@@ -2,6 +2,7 @@
 
     python scripts/simulate.py --seed 1 --schedules 10000
     python scripts/simulate.py --replay 1234 --large
+    python scripts/simulate.py --schedules 20000 --cover 100
 
 Exit code 1, and the smallest failing schedule as a log of events, where an invariant is broken.
 """
@@ -17,10 +18,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import tests.sim.mutations  # noqa: F401  which fill MUTATIONS
+from tests.sim.cover import Cover, vary
 from tests.sim.draw import Draw
 from tests.sim.mutating import MUTATIONS, mutated
 from tests.sim.report import describe, summary
-from tests.sim.runner import Outcome, run_many, run_spec
+from tests.sim.runner import Outcome, Result, run_many, run_spec
 
 
 def arguments() -> argparse.Namespace:
@@ -32,6 +34,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--replay", metavar="SEED", help="log one schedule, and shrink it")
     parser.add_argument("--mutation", choices=MUTATIONS, help="with this defect in the code")
     parser.add_argument("--check-every", type=int, default=1, help="events between book checks")
+    parser.add_argument(
+        "--cover", type=int, default=0, metavar="N",
+        help="then go on until each transition was met N times under each kind of fault",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="with the coverage table")
     return parser.parse_args()
 
@@ -43,10 +49,15 @@ def main() -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """`SEED`, or `SEED:SCHEDULE`, which is the same as their sum."""
-    seed = sum(map(int, args.replay.split(":")))
-    outcome = run_spec(Draw(seed, args.large).spec(), logged=True)
+    """`SEED`; `SEED:SCHEDULE`, which is the same as their sum; or one of --cover."""
+    if "~" in args.replay:
+        seed, number, kind = args.replay.split("~")
+        spec = vary(int(seed), int(number), kind, args.large)
+    else:
+        spec = Draw(sum(map(int, args.replay.split(":"))), args.large).spec()
+    outcome = run_spec(spec, logged=True)
     if outcome.invariant:
+        outcome.name = args.replay
         return failed(outcome, args)
     print("\n".join([*outcome.spec.lines(), *outcome.log, "no finding"]))
     return 0
@@ -54,14 +65,24 @@ def replay(args: argparse.Namespace) -> int:
 
 def run(args: argparse.Namespace) -> int:
     seeds = range(args.seed, args.seed + args.schedules)
-    result = run_many(seeds, args.large, args.seconds, check_every=args.check_every)
+    cover = Cover(Result(), args.large, args.cover)
+    result = cover.result = run_many(
+        seeds, args.large, args.seconds, check_every=args.check_every,
+        seen=cover.note if args.cover else None,
+    )  # fmt: skip
     found = summary(result)
+    if args.cover:
+        cover.run()
+        found = summary(result)
+        found["unmet"] = [[*transition, fault, n] for (transition, fault), n in cover.unmet.items()]
     if args.json:
         found["coverage"] = result.coverage.rows()
         print(json.dumps(found))
     else:
         print(f"{found['schedules']} schedules, {found['ms_per_schedule']} ms each, "
               f"{found['pairs']} transitions under faults")  # fmt: skip
+        for row in found.get("unmet", ()):
+            print("not met so often:", *row)
     return failed(result.found[0], args) if result.found else 0
 
 

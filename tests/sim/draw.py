@@ -188,7 +188,7 @@ class Draw:
         count = rng.choice((0, 1, 1, 2, 3)) if self.scene == "any" else rng.choice((0, 0, 0, 1))
         end = max(request.arrival for request in requests)
         for _ in range(count):
-            found.append(self._fault(servers, requests, rng.random() * (end + 0.1)))
+            found.append(self.fault(servers, requests, rng.random() * (end + 0.1)))
         return found
 
     def _faults_of_scene(self, servers: list[Server], requests: list[Request]) -> list[Fault]:
@@ -223,15 +223,19 @@ class Draw:
     def _rank(self, server: Server) -> Where:
         return server.number, self.rng.randrange(server.tp * server.groups)
 
-    def _fault(self, servers: list[Server], requests: list[Request], time: float) -> Fault:
+    def fault(
+        self, servers: list[Server], requests: list[Request], time: float, kind: str = ""
+    ) -> Fault:
+        """One of this kind, at this time or just after a request has come."""
         rng = self.rng
         request = rng.choice(requests)
-        if rng.random() < 0.7:
+        if not kind and rng.random() < 0.7:
             time = request.arrival + rng.random() * rng.choice((0.01, 0.05, 0.5))
         decode = self._rank(servers[request.decode[0]])
         prefill = self._rank(servers[request.prefill[0]])
         one = rng.choice((decode, prefill))
-        match kind := rng.choice(KINDS):
+        kind = kind or rng.choice(KINDS)
+        match kind:
             case "stop":
                 low, high = rng.choice(((0.005, 0.1), (0.5, 4.9), (5, 20), (55, 80)))
                 mode = rng.choice(("", "", "sampled", "emitted"))

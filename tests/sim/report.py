@@ -14,7 +14,7 @@ def summary(result: Result) -> dict:
         "schedules": result.schedules,
         "seconds": round(result.seconds, 2),
         "ms_per_schedule": round(1000 * result.seconds / max(1, result.schedules), 2),
-        "findings": [[o.spec.seed, o.invariant, o.detail] for o in result.found],
+        "findings": [[o.name, o.invariant, o.detail] for o in result.found],
         "transitions": len(pairs),
         "pairs": sum(map(len, pairs.values())),
         "pairs_below_100": len(thin),
@@ -28,7 +28,7 @@ def describe(outcome: Outcome, large: bool, mutation: str = "") -> str:
     return "\n".join(
         [
             f"{outcome.invariant}: {outcome.detail}",
-            f"again: python scripts/simulate.py --replay {outcome.spec.seed}{options}",
+            f"again: python scripts/simulate.py --replay {outcome.name}{options}",
             "the smallest schedule found that fails like it:",
             *least.spec.lines(),
             *(least.log or ()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from tests.sim.checks import Finding
@@ -19,6 +19,7 @@ class Outcome:
     """Of one schedule. `invariant`: the one that was broken, or ""."""
 
     spec: Spec
+    name: str = ""
     invariant: str = ""
     detail: str = ""
     log: list[str] | None = None
@@ -30,7 +31,7 @@ def run_spec(
 ) -> Outcome:
     log: list[str] | None = [] if logged else None
     world = World(spec, coverage, log, check_every)
-    outcome = Outcome(spec, log=log, world=world)
+    outcome = Outcome(spec, str(spec.seed), log=log, world=world)
     try:
         world.run()
     except Finding as finding:
@@ -82,14 +83,20 @@ class Result:
 
 def run_many(
     seeds: Iterable[int], large: bool = False, seconds: float = 1e9, stop_at: int = 1,
-    check_every: int = 1, covered: bool = True,
+    check_every: int = 1, covered: bool = True, seen: Callable[[int, Coverage], None] | None = None,
 ) -> Result:  # fmt: skip
-    """Until the seeds or the seconds are over, or so many have failed."""
+    """Until the seeds or the seconds are over, or so many have failed. `seen`: each schedule's
+    coverage."""
     result, began = Result(), time.process_time()
     deadline = time.monotonic() + seconds
     for seed in seeds:
         spec = Draw(seed, large).spec()
-        outcome = run_spec(spec, result.coverage if covered else None, check_every=check_every)
+        coverage = Coverage() if covered else None
+        outcome = run_spec(spec, coverage, check_every=check_every)
+        if coverage is not None:
+            result.coverage.merge(coverage)
+            if seen is not None:
+                seen(seed, coverage)
         result.schedules += 1
         if outcome.invariant:
             result.found.append(outcome)
