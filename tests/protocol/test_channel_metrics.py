@@ -1,0 +1,212 @@
+"""The channel's series after real transfers, and the hooks that lead to a request's drafts."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rig.model import Case, Request
+from rig.rank import Rank
+from rig.ring import Outcome, run
+
+from sglang_mixkv import plugin
+from sglang_mixkv.next.engine import draft_pool, handover
+from sglang_mixkv.next.series import COLD
+
+REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1))
+PREFIX = "sglang:mixkv_"
+OWN = ("component", "prefill", "state", "reason", "code")
+
+
+def series() -> dict[str, float]:
+    """Name{values of its own labels} -> value, in this process; addresses without their ports."""
+    from prometheus_client import REGISTRY
+
+    found = {}
+    for sample in (s for metric in REGISTRY.collect() for s in metric.samples):
+        if sample.name.startswith(PREFIX) and not sample.name.endswith("_created"):
+            own = [sample.labels[name].partition(":")[0] for name in OWN if name in sample.labels]
+            found[sample.name.removeprefix(PREFIX) + f"{{{','.join(own)}}}"] = sample.value
+    return found
+
+
+def watch(rank: Rank) -> None:
+    """The snapshot of this rank has its series; gauges are as at the last look."""
+    notes = rank.plugin
+    snapshot = notes.stats.snapshot
+
+    def looked() -> dict[str, float]:
+        notes._look()
+        return {**snapshot(), **series()}
+
+    notes.stats.snapshot = looked
+
+
+def no_packing(rank: Rank) -> None:
+    def pack(*_: Any) -> int:
+        raise RuntimeError("out of memory")
+
+    watch(rank)
+    rank.manager.outbox._rows = SimpleNamespace(pack=pack)
+
+
+def measured(case: Case, prefill: Callable[[Rank], None] = watch, **extra: Any) -> Outcome:
+    sides = {"prefill": case.prefill_tp, "decode": case.decode_tp}
+    faults = {(side, rank): watch for side, tp in sides.items() for rank in range(tp)}
+    faults |= {("prefill", rank): prefill for rank in range(case.prefill_tp)}
+    case.extra.update(extra, metrics=True, faults=faults)
+    outcome = run(case)
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+    return outcome
+
+
+def states(outcome: Outcome) -> dict[str, int]:
+    """Rooms by state and reason, over all decode ranks; and all of them by prefill server."""
+    names = {name for r in outcome.decode for name in r.stats if name.startswith("rooms_total")}
+    found = {name.removeprefix("rooms_total"): outcome.total(name) for name in names}
+    found = {name: count for name, count in found.items() if count}
+    for name, count in found.items():
+        assert outcome.total(f"prefill_rooms_total{{127.0.0.1,{name[1:]}") == count
+    return found
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_warm_rooms_and_their_bytes(prefill_tp: int, decode_tp: int) -> None:
+    outcome = measured(Case(prefill_tp, decode_tp, requests=REQUESTS, channel=True))
+    assert states(outcome) == {"{warm,}": decode_tp * len(REQUESTS)}
+    needed = outcome.total("needed_bytes_total{draft}")
+    assert needed == outcome.total("sent_bytes_total{draft}") == outcome.total("draft_bytes_sent")
+    assert needed > 0
+    for report in outcome.prefill + outcome.decode:
+        assert report.stats["copy_seconds_total{}"] > 0
+        assert report.stats["slots{}"] >= report.stats["slots_used{}"]
+    for report in outcome.decode:
+        assert report.stats["slots{}"] > report.stats["slots_used{}"] == 0
+        assert {f"rooms_total{{cold,{reason}}}" for reason in COLD} <= set(report.stats)
+        assert report.stats["breaker_open{127.0.0.1}"] == 0
+
+
+def test_a_prefill_without_a_drafter_makes_every_room_cold() -> None:
+    case = Case(2, 1, requests=REQUESTS, channel=True)
+    outcome = measured(case, draft_on={"prefill": False}, cleared=True)
+    assert states(outcome) == {"{cold,no_drafter}": len(REQUESTS)}
+
+
+def test_prefill_that_cannot_pack_is_seen_on_both_sides() -> None:
+    outcome = measured(Case(1, 1, requests=REQUESTS, channel=True), no_packing, cleared=True)
+    assert states(outcome) == {"{cold,prefill_pack}": len(REQUESTS)}
+    assert outcome.total("fails_sent_total{pack}") == len(REQUESTS)
+
+
+def test_rooms_that_a_stock_decode_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
+    case = Case(1, 1, requests=REQUESTS, channel=True, decode_mixkv=False)
+    case.extra.update(metrics=True, faults={("prefill", 0): watch}, draft_stays=True)
+    outcome = run(case)
+    assert outcome.wrong == []
+    assert outcome.total("unopened_rooms_total{}") == len(REQUESTS)
+
+
+def test_without_enable_metrics_no_series_is_made() -> None:
+    case = Case(1, 1, requests=REQUESTS, channel=True)
+    case.extra["faults"] = {("prefill", 0): watch, ("decode", 0): watch}
+    outcome = run(case)
+    assert not [name for r in outcome.prefill + outcome.decode for name in r.stats if "{" in name]
+    assert outcome.total("channel_warm") == len(REQUESTS)
+
+
+# ---------------------------------------------------------------- SGLang's queues
+
+
+def test_the_hooks_fit_sglang() -> None:
+    extend = pkgutil.resolve_name(plugin.EXTEND_TRANSFERS)
+    assert list(inspect.signature(extend).parameters) == ["self", "decode_reqs"]
+    resume = inspect.unwrap(pkgutil.resolve_name(plugin.RESUME_RETRACTED))
+    source = inspect.getsource(resume)
+    assert "return resumed_reqs" in source
+    assert "self.req_to_token_pool" in source
+    queue = pkgutil.resolve_name(plugin.RESUME_RETRACTED.rpartition(".")[0])
+    assert "self.kv_manager = self._init_kv_manager()" in inspect.getsource(queue.__init__)
+
+
+def test_sglang_counts_accepted_drafts_in_one_list() -> None:
+    """It is extended in place; a request that is retracted keeps it."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    request = Req.__new__(Req)
+    request.spec_correct_drafts_histogram = kept = []
+    for right in (2, 0, 2):
+        request.update_spec_correct_drafts_histogram(right)
+    assert kept == [1, 0, 2]
+    assert "spec_correct_drafts_histogram" not in inspect.getsource(Req.reset_for_retract)
+
+
+def test_a_room_learns_its_request() -> None:
+    entry, request = SimpleNamespace(), object()
+    ours = SimpleNamespace(req=request, kv_receiver=SimpleNamespace(entry=entry))
+    others = [SimpleNamespace(req=object(), kv_receiver=r) for r in (object(), None)]
+    handover.after_extend(None, None, [ours, *others])
+    assert entry.request is request
+
+
+def draft_of(pages: int) -> Any:
+    """A draft pool full of ones."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = MHATokenToKVPool(
+        size=pages * 4, page_size=4, dtype=torch.bfloat16, head_num=2, head_dim=4, layer_num=1,
+        device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.fill_(1)
+    return pool
+
+
+@pytest.mark.parametrize("backup", ["cpu_tensor", "host_pool"])
+def test_rows_that_a_backup_leaves_out_are_zeroed(
+    backup: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of SGLang's resumed requests, and nobody else's."""
+    from sglang_mixkv.next.engine import manager as module
+
+    monkeypatch.setattr(
+        draft_pool, "get_disagg",
+        lambda: SimpleNamespace(disaggregation_decode_retraction_backup=backup),
+    )  # fmt: skip
+    pool, marked = draft_of(4), []
+    manager = module.DraftManager.__new__(module.DraftManager)
+    requests = SimpleNamespace(retract=marked.append)
+    manager.local = SimpleNamespace(
+        handed=SimpleNamespace(pool=pool), notes=SimpleNamespace(requests=requests)
+    )
+    rows = [5, 9, 4, 12, 7]
+    table = torch.zeros((3, 8), dtype=torch.int32)
+    table[1, : len(rows)] = torch.tensor(rows)
+    request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1), seqlen=5)
+    queue = SimpleNamespace(
+        kv_manager=manager, req_to_token_pool=SimpleNamespace(req_to_token=table)
+    )
+    handover.after_resume([request], queue)
+    assert marked == [request]
+    zeroed = set(rows[:4]) if backup == "cpu_tensor" else set()
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        sums = buffer.float().flatten(1).sum(1)
+        assert set(torch.nonzero(sums == 0).flatten().tolist()) == zeroed
+
+
+def test_trouble_with_a_resumed_request_stays_in_the_plugin(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from sglang_mixkv.next.engine.manager import DraftManager
+
+    manager = DraftManager.__new__(DraftManager)
+    queue = SimpleNamespace(kv_manager=manager, req_to_token_pool=None)
+    assert handover.after_resume([object()], queue) is None
+    assert "MIXKV-SELF-01" in caplog.text
+    handover.after_resume([object()], SimpleNamespace(kv_manager=object()))  # stock's manager
