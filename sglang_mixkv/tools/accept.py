@@ -4,8 +4,8 @@
 
 The same token ids go to both, greedy. Side by side: accept length, acceptance by position, time
 to the first token, and whether the outputs agree; with `--metrics` also the transfer's share of
-that time, and the bytes sent. The accept length's loss is judged by what so many prompts can
-tell, with 95 % confidence, and on each of decode's DP ranks.
+that time, the bytes sent, and the share of warm drafters. The accept length's loss is judged by
+what so many prompts can tell, with 95 % confidence, and on each of decode's DP ranks.
 
 Exit status: 0 within `--gate`; 1 the accept length is lower, or the output is another one; 2
 nothing can be judged: too few prompts, a request that failed, a server that does not answer or not
@@ -122,7 +122,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Wire:
-    """What prefill servers' pages say of a run. `first_token_s`: the pair's mean."""
+    """What servers' pages say of a run. `first_token_s`: the pair's mean."""
 
     transfers: pages.Transfers
     first_token_s: float
@@ -134,9 +134,10 @@ class Wire:
         return mean / self.first_token_s if mean is not None and self.first_token_s else None
 
     def figures(self) -> dict[str, Any]:
-        sent = self.transfers.sent
+        sent, rooms = self.transfers.sent, self.transfers.rooms
         return {
             "transfer_s": self.transfers.mean_s, "transfer_share": self.share, "sent_bytes": sent,
+            "warm_share": rooms.warm_share, "rooms": rooms.counts,
         }  # fmt: skip
 
     def table(self) -> Iterator[str]:
@@ -147,6 +148,11 @@ class Wire:
         if sent:
             sizes = ", ".join(f"{name} {size / 2**20:.2f} MiB" for name, size in sent)
             yield f"bytes sent, to anyone: {sizes}"
+        rooms = self.transfers.rooms
+        if (warm := rooms.warm_share) is not None:
+            cold = ", ".join(f"{why} {n}" for why, n in rooms.counts.items() if why != "warm" and n)
+            why = f"; cold: {cold}" if cold else ""
+            yield f"drafters: {warm:.1%} of {rooms.counts.total()} warm{why}"
 
 
 def look(urls: list[str]) -> pages.Transfers:
@@ -159,7 +165,7 @@ def look(urls: list[str]) -> pages.Transfers:
     except ValueError:
         lacking = urls
     raise NothingToJudge(
-        f"no metrics at {', '.join(lacking)}. Give a prefill server's own page, "
+        f"no metrics at {', '.join(lacking)}. Give a server's own page, "
         "http://HOST:PORT/metrics, and start it with --enable-metrics"
     )
 
@@ -233,7 +239,13 @@ def parser() -> argparse.ArgumentParser:
     add("--at-once", type=positive, default=1, help="prompts in flight (default 1)")
     add("--timeout", type=seconds, default=REQUEST_TIMEOUT_S, help="seconds without a token")
     add("--gate", type=share, default=GATE, help="share of accept length that may be lost")
-    add("--metrics", nargs="+", default=[], metavar="URL", help="/metrics of each prefill server")
+    add(
+        "--metrics",
+        nargs="+",
+        default=[],
+        metavar="URL",
+        help="/metrics of the pair's servers",
+    )
     add("--json", type=Path, help="write the figures to this file")
     return made
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mixkv.tools import accept
+from sglang_mixkv.tools import accept, pages
 from sglang_mixkv.tools.accept_figures import EARLY, FEWEST, Asked, Comparison, Verdict
 from sglang_mixkv.tools.accept_prompts import BadPrompts, read_prompts, token_ids, tokenize
 from sglang_mixkv.tools.client import API_KEY_ENV, Answer, Events, RequestFailed
@@ -30,6 +30,8 @@ class Stub(BaseHTTPRequestHandler):
             page = (
                 f"{SENT} {number << 20}\n{WAIT % 'sum'} {number}\n{WAIT % 'count'} {4 * number}\n"
             )
+            if self.server.rooms:
+                page += self.server.rooms.pop(0)
             self.answer(page.encode())
         elif self.path == "/server_info" and self.server.info is not None:
             self.answer(json.dumps(self.server.info).encode())
@@ -96,6 +98,7 @@ class StubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Stub)
         self.asked, self.histogram, self.tail, self.refused = [], [0, 0, 0, 10], [], []
         self.drafted = self.pages = 0
+        self.rooms: list[str] = []  # of the pages to come
         self.info = self.key = self.broken_rank = None
         self.fixed = self.new_only = False
         self.other_from = 10**6
@@ -370,6 +373,45 @@ def test_what_went_over_the_wire(
     assert "transfer: 250.0 ms per request" in capsys.readouterr().out
     assert run(servers, tmp_path, "--metrics", f"{page}s")[0] == 2
     assert "--enable-metrics" in capsys.readouterr().err
+
+
+def rooms(name: str, **counts: int) -> str:
+    """Of one rank: `warm`, and cold by reason."""
+    tp, dp = name.split()
+    labels = f'tp_rank="{tp}",dp_rank="{dp}",engine_type="decode"'
+    lines = []
+    for reason, count in counts.items():
+        state = f'state="{reason}",reason=""'
+        if reason not in ("warm", "closed"):
+            state = f'state="cold",reason="{reason}"'
+        lines.append(f"sglang:mixkv_rooms_total{{{labels},{state}}} {count}.0\n")
+    return "".join(lines)
+
+
+def test_a_request_is_warm_only_where_no_rank_says_cold() -> None:
+    first = rooms("0 0", warm=10, lost=0, closed=7) + rooms("1 0", warm=8, lost=2)
+    other = rooms("0 1", warm=5, read=1) + rooms("1 1", warm=6, read=0)
+    found = pages.read([first + other, rooms("0 0", warm=4, lost=0)]).rooms
+    assert found.counts == {"warm": 8 + 5 + 4, "lost": 2, "read": 1}
+    assert found.warm_share == 17 / 20
+    assert pages.read(["# nothing\n"]).rooms.warm_share is None
+
+
+def test_only_the_rooms_of_the_run_count() -> None:
+    before = pages.read([rooms("0 0", warm=10, lost=2)])
+    after = pages.read([rooms("0 0", warm=14, lost=2, read=1)])
+    assert (after - before).rooms.counts == {"warm": 4, "read": 1}
+    restarted = pages.read([rooms("0 0", warm=1)])
+    assert (restarted - before).rooms.counts == {}
+
+
+def test_the_warm_share_of_a_run(
+    servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers[1].rooms = [rooms("0 0", warm=3, lost=1), rooms("0 0", warm=10, lost=2)]
+    _, found = run(servers, tmp_path, "--metrics", f"{servers[1].url}/metrics")
+    assert (found["warm_share"], found["rooms"]) == (7 / 8, {"warm": 7, "lost": 1})
+    assert "drafters: 87.5% of 8 warm; cold: lost 1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("prompts", ["a\n", None])
