@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_mixkv.channel.messages import Ack, Open, Ready, fail
+from msgspec.structs import replace
+
+from sglang_mixkv.channel.messages import NO_SLOT, Ack, Open, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.next.decode import events as dev
@@ -147,14 +149,32 @@ def test_a_forward_that_still_runs_is_waited_for() -> None:
     assert of(dev.Unpack, rooms.handle(dev.ForwardDone(10), 0.1))
 
 
+def wait_in_vain(rooms: DecodeRooms, generation: int, now: float) -> float:
+    rooms.handle(room(generation), now)
+    rooms.handle(dev.TargetArrived(generation), now)
+    now += TIMES.longest_wait
+    rooms.handle(dev.Tick(), now)
+    rooms.handle(dev.CloseRoom(generation), now)
+    return now
+
+
+def test_a_warm_room_without_rows_says_nothing_of_its_peer() -> None:
+    """Its prefix was all there: no read has succeeded."""
+    rooms, now = decode(), 0.0
+    for generation in (1, 2, 3):
+        now = wait_in_vain(rooms, generation, now)
+        rooms.handle(replace(room(10 + generation), first_token=16), now)
+        last = Ready(ROOM, 10 + generation, 0, NO_SLOT, 99, 16, 0, True)
+        actions = rooms.handle(dev.Received(PREFILL, last), now)
+        assert generation == 3 or of(dev.Verdict, actions)[0].state is dev.State.WARM
+        rooms.handle(dev.CloseRoom(10 + generation), now)
+    assert rooms.breaker.open_peers() == [PREFILL]
+
+
 def test_three_deadlines_open_the_breaker_and_one_room_probes() -> None:
     rooms, now = decode(), 0.0
     for generation in (1, 2, 3):
-        rooms.handle(room(generation), now)
-        rooms.handle(dev.TargetArrived(generation), now)
-        now += TIMES.longest_wait
-        rooms.handle(dev.Tick(), now)
-        rooms.handle(dev.CloseRoom(generation), now)
+        now = wait_in_vain(rooms, generation, now)
     (send,) = of(dev.Send, rooms.handle(room(4), now))
     assert not send.message.wanted, "cold at once"
     rooms.handle(dev.CloseRoom(4), now)

@@ -35,6 +35,7 @@ class Checks:
         self._acked: Counter[tuple[DecodeRank, int]] = Counter()
         self._progress: dict[tuple[PrefillRank, int], float] = {}  # of a room number
         self._strikes: dict[tuple[DecodeRank, bytes], list[float]] = {}
+        self._warmed: dict[tuple[DecodeRank, bytes], float] = {}
 
     # -- books
 
@@ -127,12 +128,17 @@ class Checks:
 
     def _breaker(self, rank: DecodeRank, receiver: Receiver, verdict: dev.Verdict) -> None:
         """Three rooms in a row that waited in vain, and the next within a second waits too. Of
-        rooms with several peers one alone is counted against, so they show nothing here."""
-        if receiver.only is None:
+        rooms with several peers one alone is counted against, so they show nothing here; nor do
+        those without rows, and cold ones that a warm one may have come after."""
+        if receiver.only is None or receiver.request.first_token >= receiver.end:
             return
-        strikes = self._strikes.setdefault((rank, receiver.only), [])
+        key = rank, receiver.only
+        strikes = self._strikes.setdefault(key, [])
         if verdict.state is dev.State.WARM:
             strikes.clear()
+            self._warmed[key] = self.world.clock.now
+        elif self._warmed.get(key, -1.0) >= receiver.opened_at:
+            return
         elif verdict.reason in STRIKES and (len(strikes) < 3 or receiver.opened_at >= strikes[-1]):
             strikes.append(self.world.clock.now)
             if receiver.tired and receiver.opened_at - receiver.tired < 0.6:

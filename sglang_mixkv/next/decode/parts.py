@@ -22,6 +22,10 @@ class Part:
         self._first_token = first_token
 
     @property
+    def has_rows(self) -> bool:
+        return self.token > self._first_token
+
+    @property
     def complete(self) -> bool:
         return self.last and len(self.placed) == self.segments
 

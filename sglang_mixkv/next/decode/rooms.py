@@ -204,8 +204,10 @@ class Rooms:
 
     def _finish(self, room: Room) -> None:
         if room.wants and room.complete:
-            for peer in room.parts:
-                self.breaker.warm(peer)
+            for peer, part in room.parts.items():
+                if part.has_rows:  # one without says nothing of reads
+                    self.breaker.warm(peer)
+            self.breaker.withdraw(room.generation)
             self._decide(room, ev.State.WARM)
 
     # -- cold
