@@ -124,8 +124,15 @@ class Case:
         return -(-request.tokens // (self.page_size * dcp))
 
     @property
+    def by_token(self) -> bool:
+        """Whether senders hear how many tokens a chunk has, as from SGLang's schedulers; else
+        whole pages are sent. SGLang's own transfer asks for it between unlike DCP ranks alone."""
+        return self.prefill_dcp != self.dcp or (self.channel and "whole_pages" not in self.extra)
+
+    @property
     def pool_pages(self) -> int:
-        return sum(self.pages(r) + r.prefix_pages for r in self.requests) + 5
+        surplus = 2 * len(self.requests) if "surplus" in self.extra else 0
+        return sum(self.pages(r) + r.prefix_pages for r in self.requests) + surplus + 5
 
 
 def heads_of_rank(heads: int, tp: int, rank: int) -> slice:
@@ -292,12 +299,33 @@ def page_tables(case: Case, side: str, pool: int = 0) -> list[np.ndarray]:
     """For each request, the pages it has on that side (all ranks of a side agree).
 
     `pool` 1: in the pool of the target's layers with a window, which has numbers of its own."""
+    sizes = [case.pages(r, case.dcp_of(side)) for r in case.requests]
+    order, ends = _page_order(case, side, pool), np.cumsum(sizes)
+    return [order[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+
+def surplus_pages(case: Case, side: str, number: int) -> np.ndarray:
+    """Pages beyond its prompt that a request has on that side: `extra["surplus"]`, 0 to 2."""
+    first = sum(case.pages(r, case.dcp_of(side)) for r in case.requests) + 2 * number
+    count = case.extra.get("surplus", {}).get(side, 0)
+    return _page_order(case, side)[first : first + count]
+
+
+def _page_order(case: Case, side: str, pool: int = 0) -> np.ndarray:
     seed = [case.seed, side == "decode"]
     rng = np.random.default_rng([*seed, pool] if pool else seed)
     order = rng.permutation(case.pool_pages) if case.shuffled else np.arange(case.pool_pages)
-    sizes = [case.pages(r, case.dcp_of(side)) for r in case.requests]
-    ends = np.cumsum(sizes)
-    return [order[end - size : end].astype(np.int32) for size, end in zip(sizes, ends, strict=True)]
+    return order.astype(np.int32)
+
+
+def draft_bytes(case: Case) -> int:
+    """What all decode ranks together need of the drafter: each head that a rank holds, once."""
+    if case.draft is None or case.draft.is_mla:
+        return 0  # SGLang moves the rows of an MLA drafter
+    per_rank = len(range(case.draft.heads)[heads_of_rank(case.draft.heads, case.decode_tp, 0)])
+    size = 1 if case.by_token else case.page_size * case.prefill_dcp
+    tokens = sum(-(-r.tokens // size) * size for r in case.requests)
+    return tokens * per_rank * case.decode_tp * sum(case.draft.widths())
 
 
 def window_start(case: Case, request: int) -> int:

@@ -22,6 +22,7 @@ from rig.model import Case
 from rig.releases import Releases
 
 from sglang_mixkv.kv.ranges import Blocks
+from sglang_mixkv.next.decode.events import State
 from sglang_mixkv.prefill import packing as packed
 from sglang_mixkv.protocol.facts import BLOCK_ALGORITHMS
 
@@ -135,7 +136,7 @@ class Rank(Memory):
         args.pp_rank = self.stage
         args.prefill_start_layer = self._stage_layers().start
         args.prefill_end_layer = self._stage_layers().stop
-        if not case.target.is_mla:
+        if not case.target.is_mla and self.side == "prefill":
             args.kv_head_num = self.pools["target"][0].shape[2]
             args.total_kv_head_num = case.target.heads
         if self._has_draft():
@@ -239,7 +240,7 @@ class Rank(Memory):
         """The fault happens now."""
         self.case.extra["struck"].value = time.monotonic()
 
-    def conclude(self, handle: Any, began: float) -> None:
+    def conclude(self, number: int, handle: Any, began: float) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         deadline = time.monotonic() + LIMIT_S / 2
@@ -256,6 +257,8 @@ class Rank(Memory):
             if handle in self.published:
                 self.releases.hold(handle)
         else:
+            if is_cold(handle):
+                self.cold.add(number)
             handle.clear()
 
     def run_prefill(self) -> None:
@@ -264,8 +267,8 @@ class Rank(Memory):
             began, numbers = time.monotonic(), [n for n in group if self.mine(n)]
             senders = {n: self._sender(n, tables) for n in numbers}
             self._send_all(senders, {n: self._chunks(n, tables) for n in numbers})
-            for sender in senders.values():
-                self.conclude(sender, began)
+            for number, sender in senders.items():
+                self.conclude(number, sender, began)
             time.sleep(self.case.extra.get("pause", 0))
             self._lockstep()
 
@@ -280,7 +283,8 @@ class Rank(Memory):
             self.manager, self.address(number), self.rooms()[number],
             req_has_disagg_prefill_dp_rank=True,
         )  # fmt: skip
-        sender.init(len(tables[number]), number)
+        surplus = model.surplus_pages(self.case, self.side, number)
+        sender.init(len(tables[number]) + len(surplus), number)
         return sender
 
     def _send_all(self, senders: dict[int, Any], pending: dict[int, list[np.ndarray]]) -> None:
@@ -314,9 +318,10 @@ class Rank(Memory):
         return found or None
 
     def _chunks(self, number: int, tables: list[np.ndarray]) -> list[np.ndarray]:
-        pages = tables[number]
-        step = self.case.requests[number].chunk_pages or len(pages)
-        return [pages[i : i + step] for i in range(0, len(pages), step)]
+        surplus = model.surplus_pages(self.case, self.side, number)
+        pages = np.concatenate([tables[number], surplus])
+        step = self.case.requests[number].chunk_pages or len(pages) or 1
+        return [pages[i : i + step] for i in range(0, len(pages), step)] or [pages]
 
     def run_decode(self) -> None:
         case = self.case
@@ -331,12 +336,13 @@ class Rank(Memory):
                 if receiver.conclude_state is None:
                     prefix = case.requests[number].prefix_pages * case.page_size * self.dcp
                     self.published.append(receiver)
-                    state = self.state_indices(number)
+                    surplus = model.surplus_pages(case, self.side, number)
                     receiver.send_metadata(
-                        tables[number], number + 1, state, decode_prefix_len=prefix
-                    )
-            for receiver in receivers.values():
-                self.conclude(receiver, began)
+                        np.concatenate([tables[number], surplus]), number + 1,
+                        self.state_indices(number), decode_prefix_len=prefix,
+                    )  # fmt: skip
+            for number, receiver in receivers.items():
+                self.conclude(number, receiver, began)
             self.releases.wait(self.case.extra.get("pause", 0))
             self._lockstep()
         if not case.extra.get("without_releases"):
@@ -378,6 +384,12 @@ class Rank(Memory):
         receiver = self.kv_class["receiver"](self.manager, address, self.rooms()[number])
         receiver.init(self.case.turn(number) % self.case.prefill_dp)
         return receiver
+
+
+def is_cold(receiver: Any) -> bool:
+    """Whether the draft channel served this request without its drafter's KV, or a part of it."""
+    entry = getattr(receiver, "entry", None)
+    return entry is not None and entry.state is State.COLD
 
 
 def strip_drafter(args: Any) -> None:
@@ -430,13 +442,16 @@ def stock_class(rank: Rank, kind: str) -> Any:
 
 def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> Any:
     """Hand one chunk to a sender, as SGLang's scheduler does; NOT_YET: offer it again."""
-    if not rank.relays:
-        sender.send(chunk, state)
-        return
-    # To other DCP ranks SGLang sends tokens.
-    size, request = rank.case.page_size, rank.rooms().index(sender.bootstrap_room)
-    left = rank.case.requests[request].tokens - sender.curr_idx * size
-    sender.send(chunk, state, num_kv_tokens=min(len(chunk) * size, left))
+    sender.send(chunk, state, num_kv_tokens=tokens_in(rank, sender, chunk))
+
+
+def tokens_in(rank: Rank, sender: Any, chunk: np.ndarray) -> int | None:
+    """Of the prompt, in a chunk that is sent next; None where a case does not say."""
+    if not rank.case.by_token:
+        return None
+    size, number = rank.case.page_size, rank.rooms().index(sender.bootstrap_room)
+    left = max(0, rank.case.requests[number].tokens - sender.curr_idx * size)
+    return min(len(chunk) * size, left)
 
 
 def reason_of(handle: Any) -> str:

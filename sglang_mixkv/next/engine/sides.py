@@ -128,9 +128,10 @@ def _target(manager: Any) -> Target:
     args = manager.kv_args
     lens = list(args.kv_item_lens)
     lens = lens[: len(lens) - (getattr(args, "num_draft_entries", 0) or 0)]
-    mla, half = manager.is_mla_backend, len(lens) // 2
+    mla, half = manager.is_mla_backend or manager.is_hybrid_mla_backend, len(lens) // 2
+    heads = getattr(args, "total_kv_head_num", 1)  # decode has it with SGLang's staging alone
     return Target(
-        heads=0 if mla else args.total_kv_head_num,
+        heads=0 if mla else heads,
         entries=len(lens),
         layer_ids=bool(getattr(args, "kv_layer_ids", None)),
         even=mla or lens[:half] == lens[half:],
