@@ -13,7 +13,7 @@ import pytest
 from rig import faults
 from rig.faults import FAULTS, NOISE, WAITING_S, Fault, problems
 from rig.model import Case, Request
-from rig.rank import Rank
+from rig.rank import Rank, send
 from rig.ring import run
 
 pytestmark = pytest.mark.transports(every=14)
@@ -50,7 +50,7 @@ def test_without_its_replacement_an_engine_stays_stuck(monkeypatch: pytest.Monke
 def die_when_sending(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
     if rank.rank == 1:
         os._exit(9)
-    sender.send(chunk, state)
+    send(rank, sender, chunk, state)
 
 
 def test_a_draft_only_sender_is_killed() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rig.model import Cache, Case, Request, page_tables
-from rig.rank import Rank
+from rig.rank import Rank, send, tokens_in
 from rig.ring import run
 
 pytestmark = pytest.mark.transports(every=2)
@@ -60,13 +60,14 @@ def written_late(rank: Rank, pages: np.ndarray) -> Late:
 
 def early(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
     sender._early_send_wait_event = written_late(rank, chunk)
-    sender.send(chunk, state)
+    send(rank, sender, chunk, state)
 
 
 def indices(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
     """Mooncake's page numbers are a pinned tensor that is being filled."""
-    filled = np.zeros_like(chunk)
-    sender.send(filled, state, indices_event=Late(partial(np.copyto, filled, chunk)))
+    filled, tokens = np.zeros_like(chunk), tokens_in(rank, sender, chunk)
+    event = Late(partial(np.copyto, filled, chunk))
+    sender.send(filled, state, num_kv_tokens=tokens, indices_event=event)
 
 
 def test_an_early_chunk_waits_for_the_forward_that_writes_it() -> None:

@@ -24,7 +24,7 @@ import zmq
 from rig import wire
 from rig.memory import RankReport
 from rig.model import Case, Request
-from rig.rank import NOT_YET, Rank, stock_class
+from rig.rank import NOT_YET, Rank, send, stock_class
 from rig.ring import Outcome
 
 # The prefill's is longer: a rank that is done early opens its next room at once, and waits
@@ -443,7 +443,7 @@ def shout(rank: Rank, messages: list[list[bytes]] = NOISE) -> None:
 
 def die_when_sending(prefill_rank: int, rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
     """SIGKILL in the middle of a request: its first chunk has left, the others never will."""
-    sender.send(chunk, state)
+    send(rank, sender, chunk, state)
     if rank.rank == prefill_rank and not rank.life and sender.curr_idx == 1:
         time.sleep(0.3)
         rank.strike()
@@ -460,7 +460,7 @@ def send_after(delay: float, rank: Rank, sender: Any, chunk: Any, state: Any) ->
     first = sender.bootstrap_room == rank.rooms()[0]
     if first and time.monotonic() < getattr(sender, "sent_at", 0.0) + delay:
         return NOT_YET
-    sender.send(chunk, state)
+    send(rank, sender, chunk, state)
     sender.sent_at = time.monotonic()
     return None
 
@@ -481,7 +481,7 @@ def die_when_receiving(rank: Rank) -> None:
 
 def stall_when_sending(prefill_rank: int, rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
     """SIGSTOP in the middle of a request, SIGCONT after STALL_S."""
-    sender.send(chunk, state)
+    send(rank, sender, chunk, state)
     first = sender.bootstrap_room == rank.rooms()[0]
     if first and rank.rank == prefill_rank and sender.curr_idx == 1:
         subprocess.Popen(["sh", "-c", f"sleep {STALL_S}; kill -CONT {os.getpid()}"])
@@ -569,13 +569,13 @@ def abort_after(delay: float, count: int = 1) -> Inject:
 def prefill_aborts(after_chunks: int, rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
     """The prefill's scheduler drops the first request after so many chunks."""
     if sender.bootstrap_room != rank.rooms()[0]:
-        sender.send(chunk, state)
+        send(rank, sender, chunk, state)
         return
     if sender.curr_idx == after_chunks:
         rank.strike()
         sender.abort()
         return
-    sender.send(chunk, state)
+    send(rank, sender, chunk, state)
     if sender.curr_idx == after_chunks == 3:
         rank.strike()
         sender.abort()
