@@ -41,9 +41,8 @@ FAMILIES = (
     Family(
         "sglang:mixkv_needed_bytes_total",
         "counter",
-        "KV bytes that a decode rank's completed requests needed, by its own pool. The sum over "
-        "all decode ranks is the sum of sent bytes over all prefill ranks, but for failures, and "
-        "with DCP the ends of last pages.",
+        "KV bytes that completed requests needed; over all ranks as many as were sent, but for "
+        "failures and, with DCP, ends of last pages.",
         {"target": "target_bytes_needed", "draft": "draft_bytes_needed"},
         "component",
         (DECODE,),
@@ -51,8 +50,7 @@ FAMILIES = (
     Family(
         "sglang:mixkv_send_seconds_total",
         "counter",
-        "Seconds that transfer threads spent on those bytes, packing included. Both components "
-        "share a batch: a chunk's time is divided between them by bytes.",
+        "Seconds that transfer threads spent on those bytes, packing included, divided by bytes.",
         {"target": "target_send_seconds", "draft": "draft_send_seconds"},
         "component",
         (PREFILL,),
@@ -82,8 +80,7 @@ FAMILIES = (
     Family(
         "sglang:mixkv_staging_used_bytes",
         "gauge",
-        "Bytes of the staging buffer that requests hold, or that are in quarantine after an "
-        "aborted one. An idle rank keeps its last value.",
+        "Bytes of the staging buffer that are held, or in quarantine after an aborted request.",
         {"": "staging_used"},
         sides=(DECODE,),
     ),

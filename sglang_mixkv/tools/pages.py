@@ -38,7 +38,8 @@ class Rooms:
             groups[rank[:-1]].append(counts)
         found: Counter[str] = Counter()
         for group in groups.values():
-            found += max(group, key=_cold)
+            worst = max(group, key=_cold)
+            found += worst
         return found
 
     @property

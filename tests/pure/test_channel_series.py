@@ -21,9 +21,12 @@ from sglang_mixkv.next.decode.copier import Entry
 from sglang_mixkv.next.engine.notes import Notes
 from sglang_mixkv.next.engine.requests import Requests
 from sglang_mixkv.next.series import DECODE, FAMILIES, PREFILL, Family, Values, of_side
+from sglang_mixkv.series import FAMILIES as OTHER_FAMILIES
 
 NEXT = Path(series.__file__).parent
-PAGE = (NEXT.parents[1] / "docs" / "troubleshooting.md").read_text()
+DOCS = NEXT.parents[1] / "docs"
+PAGE, DOCUMENT = (DOCS / "troubleshooting.md").read_text(), (DOCS / "metrics.md").read_text()
+OTHER_WAY = {family.name for family in OTHER_FAMILIES}
 KIND = re.compile(r"[a-z_]+")
 
 # Who takes a kind, and which of its arguments that is.
@@ -115,6 +118,16 @@ def test_the_troubleshooting_page_has_a_remedy_for_every_reason() -> None:
     lines = [line for line in PAGE.splitlines() if line.startswith("| `")]
     listed = [reason for line in lines for reason in re.findall("`([a-z_]+)`", line.split("|")[1])]
     assert Counter(listed) == Counter(set(series.COLD) - {series.OTHER})
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_document_has_every_series(family: Family) -> None:
+    """Once: those that both ways have stand with the other way's."""
+    (line,) = (x for x in DOCUMENT.splitlines() if x.startswith(f"| `{family.name}` |"))
+    if family.name not in OTHER_WAY:
+        labels = ", ".join(f"`{label}`" for label in family.labels)
+        cells = [f"`{family.name}`", ", ".join(family.sides), labels, family.help]
+        assert line == f"| {' | '.join(cells)} |"
 
 
 # ---------------------------------------------------------------- series

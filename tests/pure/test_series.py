@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from sglang_mixkv.demo.prometheus import COLON_AGAIN, expressions
+from sglang_mixkv.next import series
 from sglang_mixkv.series import DECODE, FAMILIES, PREFILL, divided, of_side
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +75,7 @@ def test_the_document_has_every_series(family) -> None:
 
 
 def test_no_document_names_a_series_that_is_not_there() -> None:
-    ours = {family.name for family in FAMILIES}
+    ours = {family.name for family in (*FAMILIES, *series.FAMILIES)}
     for path in (DOCUMENT, DASHBOARD, ALERTS, ALERT_TESTS):
         named = {name for name in NAME.findall(path.read_text()) if "mixkv_" in name}
         assert named <= ours | {"sglang:mixkv_"}, path
@@ -127,6 +128,10 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
         ("< 0.9 *", "< 9 *"),  # fires on accept length alone
         ("[5m])) > 0)", "[5m])))"),  # an idle hour is no number, and neither is the day's mean
         ("[10m])) > 0", "[10m])) >= 0"),  # fires without a reason
+        ("> 0.01", "> 0.05"),  # never fires
+        ("max by (model_name, instance, dp_rank)", "avg by (model_name)"),  # of ranks, not requests
+        ('"warm|cold"', '".+"'),  # clients that hang up hide cold drafters
+        ("breaker_open) > 0", "breaker_open) >= 0"),  # fires while it is closed
     ],
 )
 def test_another_rule_would_be_noticed(tmp_path: Path, old: str, new: str) -> None:
