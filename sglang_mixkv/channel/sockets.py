@@ -6,7 +6,8 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-from typing import Generic, TypeVar
+import time
+from typing import Any, Generic, TypeVar
 
 import zmq
 
@@ -15,19 +16,23 @@ from sglang_mixkv.channel.times import Times
 
 T = TypeVar("T")
 HEARTBEAT = 0.4  # of a connection, in parts of the time after which it is given up
+EAGER, EAGER_LOOK, LOOK_MS = 0.008, 0.0002, 1  # seconds, and whole milliseconds, as zmq waits
 MAX_SOCKETS = 16384  # SGLang's own default for its context; libzmq's is 1,023
 
 
 class Inlet(Generic[T]):
-    """Events for one thread, from any. `put` neither blocks nor waits for the GIL's other users."""
+    """Events for one thread, from any. `put` neither blocks nor waits for the GIL's other users; to
+    wake a thread that sleeps costs its caller some 10 us."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[T] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def put(self, event: T) -> None:
+    def put(self, event: T, wake: bool = True) -> None:
+        """`wake`: else it waits for the next event, or until the thread looks by itself."""
         self._events.put(event)
-        self.wake()
+        if wake:
+            self.wake()
 
     def wake(self) -> None:
         with contextlib.suppress(OSError):  # closed, or woken 2^64 times
@@ -36,19 +41,40 @@ class Inlet(Generic[T]):
     def fileno(self) -> int:
         return self._wake
 
-    def take(self) -> list[T]:
-        """All that is here, without waiting."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+    def take(self, woken: bool = True) -> list[T]:
+        """All that is here, without waiting. `woken`: whether `fileno` has something to read."""
+        if woken:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake)
         found: list[T] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                found.append(self._events.get_nowait())
+        while not self._events.empty():  # nobody else takes from it
+            found.append(self._events.get_nowait())
         return found
 
     def close(self) -> None:
         wake, self._wake = self._wake, -1  # its number may be another file's from now on
         os.close(wake)
+
+
+class Looks:
+    """The sleep of a channel thread. Reads and events of a stream wake nobody: while there are some
+    it looks every 0.2 ms, and every 1 ms once nothing has come for 8 ms. Each look may take the GIL
+    from SGLang's scheduler."""
+
+    def __init__(self, poller: zmq.Poller, tick: float) -> None:
+        self._poller, self._tick_ms, self._came = poller, int(tick * 1000), 0.0
+
+    def wait(self, looking: bool) -> list[Any]:
+        """What is ready now. `looking`: whether there is something to look at."""
+        if looking and time.monotonic() - self._came < EAGER:
+            ready = self._poller.poll(0)
+            if not ready:
+                time.sleep(EAGER_LOOK)
+        else:
+            ready = self._poller.poll(LOOK_MS if looking else self._tick_ms)
+        if ready:
+            self._came = time.monotonic()
+        return [at for at, _ in ready]
 
 
 def new_context() -> zmq.Context[zmq.Socket[bytes]]:

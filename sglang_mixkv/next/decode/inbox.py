@@ -22,7 +22,7 @@ from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import DataPlane
 from sglang_mixkv.channel.messages import Fail, Ready
 from sglang_mixkv.channel.notes import Notes
-from sglang_mixkv.channel.sockets import Inlet
+from sglang_mixkv.channel.sockets import Inlet, Looks
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.facts import Row
 from sglang_mixkv.next.decode import events as ev
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TICK, READ_TICK = 0.1, 0.0002  # seconds
+TICK = 0.1  # seconds
 
 
 class Store(NamedTuple):
@@ -107,9 +107,11 @@ class Inbox:
         self._inlet.put(entry.opened)
 
     def target_arrived(self, entry: Entry) -> None:
+        """From now on draft KV is waited for, unless it was there before."""
         if not entry.arrived:
             entry.arrived = True
-            self._inlet.put(ev.TargetArrived(entry.opened.generation))
+            if entry.state is None:
+                self._inlet.put(ev.TargetArrived(entry.opened.generation))
 
     def close(self, entry: Entry, reason: str = "") -> None:
         """When this returns, nothing of the room is written any more. Idempotent."""
@@ -118,7 +120,8 @@ class Inbox:
         entry.closed = True
         entry.gate.close()
         self._entries.pop(entry.opened.generation, None)
-        self._inlet.put(ev.CloseRoom(entry.opened.generation, reason))
+        hurry = bool(reason) or entry.state is None
+        self._inlet.put(ev.CloseRoom(entry.opened.generation, reason), wake=hurry)
         self._notes.ended(entry, reason)
 
     def clear_now(self, entry: Entry) -> None:
@@ -156,11 +159,11 @@ class Inbox:
 
     def _run(self) -> None:
         self._peers.poller.register(self._inlet.fileno(), zmq.POLLIN)
-        ticked = 0.0
+        looks, ticked = Looks(self._peers.poller, TICK), 0.0
         try:
             while not self._stopping:
-                ready = self._wait()
-                for event in self._inlet.take():
+                ready = looks.wait(bool(self._waiting) or self._is_reading)
+                for event in self._inlet.take(self._inlet.fileno() in ready):
                     if isinstance(event, _Connected):
                         self._add_peer(event)
                     else:
@@ -175,14 +178,9 @@ class Inbox:
         finally:
             self._broken.set()
 
-    def _wait(self) -> list[Any]:
-        """Sockets with something to read. Reads and events are polled: zmq waits whole
-        milliseconds."""
-        busy = bool(self._waiting) or (self._fetches is not None and self._fetches.busy)
-        ready = self._peers.poller.poll(0 if busy else int(TICK * 1000))
-        if busy and not ready:
-            time.sleep(READ_TICK)
-        return [at for at, _ in ready]
+    @property
+    def _is_reading(self) -> bool:
+        return self._fetches is not None and self._fetches.busy
 
     def _look_after(self, ready: list[Any]) -> None:
         for generation in [g for g, event in self._waiting.items() if _is_done(event)]:

@@ -24,7 +24,7 @@ from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import DataPlane
 from sglang_mixkv.channel.messages import Ack, Fail, Open
 from sglang_mixkv.channel.notes import Notes
-from sglang_mixkv.channel.sockets import Inlet, endpoint, new_context, new_socket
+from sglang_mixkv.channel.sockets import Inlet, Looks, endpoint, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.next.prefill import events as ev
 from sglang_mixkv.next.prefill.rooms import Rooms
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BATCH = 64  # messages taken between two looks at the queue
-TICK, EVENT_TICK = 0.1, 0.0002  # seconds
+TICK = 0.1  # seconds
 DRAIN = 2.0  # a rank that stops waits so long for slots that nobody has read
 
 
@@ -115,7 +115,7 @@ class Outbox:
     def begin(self, room: int) -> Use:
         use = Use(next(self._numbers), self._broken)
         self._uses[use.number] = use
-        self._inlet.put(ev.Begin(use.number, room))
+        self._inlet.put(ev.Begin(use.number, room), wake=False)  # its first chunk does
         return use
 
     def add_chunk(self, use: Use, first: int, count: int, last: bool, pages: Pages) -> None:
@@ -132,7 +132,8 @@ class Outbox:
         if not use.ended:
             use.ended = True
             self._uses.pop(use.number, None)
-            self._inlet.put(ev.End(use.number, reason))
+            hurry = bool(reason) or not use.settled
+            self._inlet.put(ev.End(use.number, reason), wake=hurry)
 
     def left(self) -> dict[str, int]:
         return self._rooms.left()
@@ -163,18 +164,17 @@ class Outbox:
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._inlet.fileno(), zmq.POLLIN)
-        ticked = 0.0
+        looks, ticked = Looks(poller, TICK), 0.0
         try:
             while not self._stopping:
-                poller.poll(0 if self._pending else int(TICK * 1000))
-                if self._pending:
-                    time.sleep(EVENT_TICK)
-                for event in self._inlet.take():
+                ready = looks.wait(bool(self._pending))
+                for event in self._inlet.take(self._inlet.fileno() in ready):
                     if isinstance(event, ev.AddChunk) and event.pending:
                         self._pending.append(event)
                     self._handle(event)
                 self._query_events()
-                self._receive()
+                if self._socket in ready:
+                    self._receive()
                 if time.monotonic() - ticked >= TICK:
                     ticked = time.monotonic()
                     self._handle(ev.Tick())
