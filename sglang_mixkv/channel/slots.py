@@ -8,8 +8,9 @@ Without one it is free `slot_aside` seconds later, when nothing can read it any 
 slot is taken for a read, and free when the rows were copied out or nothing can land in it.
 
 One owner (a reader, or a prefill rank) cannot starve the others: it holds a quarter of the slots
-at most, one only while a slot of its own is late, and the last quarter of the free ones goes to
-owners that hold none.
+at most, one besides those that are late while any is, and the last quarter of the free ones goes to
+owners that hold none. An ACK that is lost with its connection makes a slot late, and no more than
+that: its reader goes on, with one slot at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ class SlotPool:
         held = self._held[owner]
         if not self._free or held >= self._quota:
             return False
-        return not held or (len(self._free) > self._reserve and not self._is_late(owner, now))
+        if held and len(self._free) <= self._reserve:
+            return False
+        late = self._late(owner, now)
+        return not late or held == late
 
     def take(self, owner: Hashable, now: float) -> int:
         assert self.can_take(owner, now)
@@ -87,14 +91,14 @@ class SlotPool:
             self.free(slot)
         return found
 
-    def _is_late(self, owner: Hashable, now: float) -> bool:
-        limit = now - self._times.late_ack
+    def _late(self, owner: Hashable, now: float) -> int:
+        """How many slots of this owner are."""
+        limit, late = now - self._times.late_ack, 0
         for slot, (since, _) in self._offered.items():
             if since > limit:
-                return False
-            if self._owner[slot] == owner:
-                return True
-        return False
+                break
+            late += self._owner[slot] == owner
+        return late
 
     def check(self) -> list[str]:
         """What is wrong with the books; empty when each slot is free or held, once."""

@@ -34,7 +34,7 @@ class Times(msgspec.Struct, frozen=True):
 
     @property
     def late_ack(self) -> float:
-        """A slot without its ACK for so long halts its reader: one slot at a time."""
+        """A slot without its ACK for so long slows its reader down: one other slot at a time."""
         return 1.0 * self.patience
 
     @property
