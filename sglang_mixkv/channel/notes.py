@@ -15,7 +15,8 @@ class Notes(Protocol):
         """So many bytes of draft KV were packed, or put in place."""
 
     def ended(self, entry: Any, reason: str) -> None:
-        """SGLang is done with a room of decode, and goes on with its request, or has failed it."""
+        """SGLang is done with a room of decode, and goes on with its request, or has failed it.
+        By the scheduler's thread."""
 
     def ticked(self) -> None:
         """Ten times a second, by the channel thread."""

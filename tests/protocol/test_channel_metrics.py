@@ -15,8 +15,9 @@ from rig.rank import Rank
 from rig.ring import Outcome, run
 
 from sglang_mixkv import plugin
-from sglang_mixkv.next.engine import draft_pool, handover
-from sglang_mixkv.next.series import COLD
+from sglang_mixkv.next.engine import draft_pool, handover, prefill_servers
+from sglang_mixkv.next.engine.metrics import Metrics
+from sglang_mixkv.next.series import BREAKER_OPENED, COLD, DECODE, DROPPED, SLOTS
 
 REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1))
 PREFIX = "sglang:mixkv_"
@@ -41,6 +42,7 @@ def watch(rank: Rank) -> None:
     snapshot = notes.stats.snapshot
 
     def looked() -> dict[str, float]:
+        notes._count_rooms()
         notes._look()
         return {**snapshot(), **series()}
 
@@ -119,6 +121,58 @@ def test_without_enable_metrics_no_series_is_made() -> None:
     outcome = run(case)
     assert not [name for r in outcome.prefill + outcome.decode for name in r.stats if "{" in name]
     assert outcome.total("channel_warm") == len(REQUESTS)
+
+
+def test_series_that_fail_stand_still_and_raise_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import prometheus_client
+
+    class Full:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
+
+        def labels(self, **_: str) -> Full:
+            return self
+
+        def inc(self, _: float) -> None:
+            raise OSError(28, "No space left on device")
+
+        set = inc
+
+    monkeypatch.setattr(prometheus_client, "Counter", Full)
+    monkeypatch.setattr(prometheus_client, "Gauge", Full)
+    one = Metrics(DECODE, {})
+    one.add(DROPPED)
+    one.set(SLOTS, (), 1)
+    one.add(BREAKER_OPENED, ("a:1",))
+    assert len(caplog.records) == 1
+    assert "MIXKV-SELF-01" in caplog.text
+
+
+def test_a_restarted_prefill_rank_is_no_longer_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does its breaker, which stays open for ever, show at its server's address."""
+    found: dict[str, list[Any]] = {"a:1": [named(b"one"), named(b"two")], "b:2": [named(b"far")]}
+    monkeypatch.setattr(
+        prefill_servers, "fetch", lambda address: dict(enumerate(found[address]))
+    )  # fmt: skip
+    monkeypatch.setattr(prefill_servers, "judge", lambda *_, **__: None)
+    servers = prefill_servers.PrefillServers(
+        None, None, {}, lambda _: False, lambda: None, serve_mismatch=False, refused=print
+    )  # type: ignore[arg-type]
+    for address in found:
+        assert not servers.ensure(address)
+    assert [servers.name_of(name) for name in (b"one", b"two", b"far")] == ["a:1", "a:1", "b:2"]
+    servers.forget("a:1")
+    found["a:1"] = [named(b"new"), named(b"two")]
+    assert not servers.ensure("a:1")
+    names = (b"one", b"two", b"new", b"far")
+    assert [servers.name_of(name) for name in names] == ["", "a:1", "a:1", "b:2"]
+    servers.close()
+
+
+def named(instance: bytes) -> Any:
+    return SimpleNamespace(instance=instance)
 
 
 # ---------------------------------------------------------------- SGLang's queues

@@ -173,6 +173,7 @@ def ended(
     entry = Entry(opened, [], 1, None, prefill)
     entry.state, entry.reason = state, reason
     one.ended(entry, closed)
+    one.ticked()
     return entry
 
 
@@ -196,6 +197,17 @@ def test_a_room_is_counted_once_at_its_end(
     ended(one, state, reason, closed)
     assert found == {("rooms_total", expected): 1, ("prefill_rooms_total", ("a:1", *expected)): 1}
     assert expected in series.ROOMS.values
+
+
+def test_rooms_of_a_channel_that_has_ended_are_counted() -> None:
+    """By the scheduler's thread, with what the channel's had left."""
+    one, found = notes()
+    one.ticked = lambda: None  # type: ignore[method-assign]
+    ended(one, ev.State.WARM)
+    assert found == {}
+    ended(one, ev.State.COLD, "broken")
+    rooms = {values: n for (name, values), n in found.items() if name == "rooms_total"}
+    assert rooms == {("warm", ""): 1, ("cold", "broken"): 1}
 
 
 def test_prefill_addresses_are_bounded() -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol
 
 from sglang_mixkv.channel.slots import SlotPool
@@ -53,6 +55,7 @@ class Notes:
         self.requests = Requests(self._finished)
         self._mode, self._kinds = mode, OF_SIDE.get(mode, {})
         self._prefills: set[str] = set()
+        self._rooms: deque[tuple[str, Values]] = deque()
         self._logged: set[tuple[str, bytes]] = set()
         self._looked = 0.0
 
@@ -92,12 +95,21 @@ class Notes:
         self._count(series.REFUSED, (error.reason,))
 
     def ended(self, entry: Entry, reason: str) -> None:
-        """SGLang is done with a room: it goes on with the request, or (`reason`) has failed it."""
+        """SGLang is done with a room: it goes on with the request, or (`reason`) has failed it.
+        Counted by the channel thread, unless that has ended: this is the scheduler's."""
         values = _outcome(entry, reason)
-        self._count(series.ROOMS, values)
-        self._count(series.PREFILL_ROOMS, (self._label(entry.prefill), *values))
         if entry.request is not None and values[0] in series.STATES:
             self.requests.begin(entry.request, values[0])
+        self._rooms.append((entry.prefill, values))
+        if entry.reason == "broken":
+            self._count_rooms()
+
+    def _count_rooms(self) -> None:
+        with suppress(IndexError):  # no more of them
+            while True:
+                prefill, values = self._rooms.popleft()
+                self._count(series.ROOMS, values)
+                self._count(series.PREFILL_ROOMS, (self._label(prefill), *values))
 
     def _finished(self, state: str, histogram: list[int]) -> None:
         rounds = sum(histogram)
@@ -112,6 +124,7 @@ class Notes:
 
     def ticked(self) -> None:
         """By the channel thread, which owns slots and breaker."""
+        self._count_rooms()
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return
