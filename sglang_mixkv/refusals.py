@@ -143,7 +143,11 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     ),
     (
         "--dcp-size above 1 with a drafter over NIXL",
-        lambda a: has_dcp(a) and a.disaggregation_transfer_backend == "nixl",
+        lambda a: (
+            has_dcp(a)
+            and a.disaggregation_transfer_backend == "nixl"
+            and not truth("SGLANG_MIXKV_CHANNEL", os.environ)  # the draft channel serves it
+        ),
         "use --disaggregation-transfer-backend mooncake, or --dcp-size 1",
     ),
     (
