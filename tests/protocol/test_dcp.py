@@ -1,5 +1,5 @@
 """Decode context parallelism (DCP) with a drafter: the target is dealt out by tokens, the drafter
-cut by heads. Over Mooncake; over NIXL it is refused at start."""
+cut by heads. Today's way serves it over Mooncake alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from unittest import mock
 
 import msgspec
 import pytest
-from rig.model import Cache, Case, Request
+from rig import model
+from rig.model import Cache, Case, Request, draft_bytes
 from rig.rank import Rank
 from rig.ring import Outcome, run
 
@@ -28,10 +29,16 @@ REQUESTS = (
 
 def right(case: Case) -> Outcome:
     """Every byte in its place, and none sent for nothing."""
+    if case.backend == "nixl" and not case.channel:
+        pytest.skip("today's way refuses DCP over NIXL at start")
     outcome = run(case)
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
     sent = outcome.total("draft_bytes_sent")
+    if case.channel:
+        assert sent == outcome.total("draft_bytes_needed") == draft_bytes(case)
+        assert outcome.total("channel_warm") == case.decode_tp * len(case.requests)
+        return outcome
     assert sent == drafted(case)
     assert outcome.total("wire_bytes") == sent + outcome.total("target_bytes_sent")
     assert 0 < outcome.total("target_bytes_sent") <= outcome.total("target_bytes_needed")
@@ -90,6 +97,22 @@ def test_between_equal_servers(tp: int, dcp: int, heads: int, hybrid: int) -> No
 
 
 @pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "prefill_dcp", "dcp", "heads"),
+    [(1, 2, 1, 2, 4), (4, 2, 1, 2, 8), (2, 4, 1, 4, 1), (2, 2, 2, 2, 4)],
+)
+@pytest.mark.parametrize("hybrid", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_over_nixl(
+    prefill_tp: int, decode_tp: int, prefill_dcp: int, dcp: int, heads: int, hybrid: bool
+) -> None:
+    right(
+        Case(
+            prefill_tp, decode_tp, prefill_dcp=prefill_dcp, dcp=dcp, hybrid=hybrid,
+            draft=Cache("mha", heads=heads), requests=REQUESTS, backend="nixl",
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
     ("prefill_tp", "decode_tp", "mode"),
     [
         (2, 4, "direct"),
@@ -134,11 +157,13 @@ def test_cold(prefill_dcp: int) -> None:
     assert outcome.statuses == {"success"}
 
 
-def test_equal_dcp_and_unequal_tp_is_refused() -> None:
+def test_equal_dcp_and_unequal_tp_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "3")
     outcome = run(Case(4, 2, prefill_dcp=2, dcp=2, requests=(Request(8),)))
     assert outcome.wrong == []
     assert outcome.statuses == {"failed"}
-    assert "equal attention-TP sizes with --dcp-size 2 on both sides" in outcome.reasons
+    channel, today = "target with DCP on prefill at unequal TP", "with --dcp-size 2 on both sides"
+    assert (channel if model.CHANNEL else today) in outcome.reasons
 
 
 def test_a_prefix_that_ends_inside_a_page_is_refused() -> None:

@@ -40,7 +40,9 @@ def test_every_byte_that_came_back_from_the_host(
     outcome = run(case)
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
-    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed") > 0
+    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
+    by_sglang = case.channel and draft.is_mla  # which moves such a drafter itself
+    assert by_sglang or outcome.total("draft_bytes_sent") > 0
 
 
 @pytest.mark.mooncake_only

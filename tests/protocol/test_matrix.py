@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from rig import model
-from rig.model import Cache, Case, Request
+from rig.model import Cache, Case, Request, draft_bytes
 from rig.ring import Outcome, run
 
 pytestmark = pytest.mark.transports(every=12, tcp=True)
@@ -33,7 +33,10 @@ def right(case: Case) -> Outcome:
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
     assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
-    if not case.channel:
+    if case.channel:
+        assert outcome.total("draft_bytes_sent") == draft_bytes(case)
+        assert outcome.total("channel_warm") == case.decode_tp * len(case.requests)
+    else:
         planned = outcome.total("target_bytes_sent") + outcome.total("draft_bytes_sent")
         assert outcome.total("wire_bytes") == planned
     return outcome
@@ -44,7 +47,7 @@ def right(case: Case) -> Outcome:
 def test_every_byte(prefill_tp: int, decode_tp: int, draft: str) -> None:
     seed = prefill_tp * 100 + decode_tp
     outcome = right(Case(prefill_tp, decode_tp, draft=DRAFTS[draft], requests=REQUESTS, seed=seed))
-    if not (model.CHANNEL and draft == "mla"):  # over the channel that is SGLang's to move
+    if not (model.CHANNEL and draft == "mla"):  # SGLang moves that itself
         assert outcome.total("draft_bytes_sent") > 0
 
 
@@ -296,12 +299,12 @@ def test_two_prefill_stages(prefill_tp: int, decode_tp: int, target: Cache) -> N
 def test_drafter_with_a_window(
     prefill_tp: int, decode_tp: int, algorithm: str, draft: Cache
 ) -> None:
-    """Only the pages that the window can reach are sent; all others keep what was in them.
-    Prefill knows nothing of a block drafter's window: decode alone decides."""
+    """Today's way leaves what the window cannot reach as it was; the channel sends all."""
     case = Case(prefill_tp, decode_tp, draft=draft, algorithm=algorithm, requests=REQUESTS)
     outcome = right(replace(case, draft_window=5, extra={}))
-    everything = right(case)
-    assert outcome.total("draft_bytes_sent") < everything.total("draft_bytes_sent")
+    if not case.channel:
+        everything = right(case)
+        assert outcome.total("draft_bytes_sent") < everything.total("draft_bytes_sent")
 
 
 @pytest.mark.sampled(3)

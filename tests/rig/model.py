@@ -127,7 +127,8 @@ class Case:
     def by_token(self) -> bool:
         """Whether senders hear how many tokens a chunk has, as from SGLang's schedulers; else
         whole pages are sent. SGLang's own transfer asks for it between unlike DCP ranks alone."""
-        return self.prefill_dcp != self.dcp or (self.channel and "whole_pages" not in self.extra)
+        both = self.channel and self.prefill_mixkv and self.decode_mixkv
+        return self.prefill_dcp != self.dcp or (both and "whole_pages" not in self.extra)
 
     @property
     def pool_pages(self) -> int:

@@ -136,7 +136,8 @@ class Rank(Memory):
         args.pp_rank = self.stage
         args.prefill_start_layer = self._stage_layers().start
         args.prefill_end_layer = self._stage_layers().stop
-        if not case.target.is_mla and self.side == "prefill":
+        # SGLang names them to decode's KV args with its staging buffer alone; today's way does so.
+        if not case.target.is_mla and (self.side == "prefill" or not case.channel):
             args.kv_head_num = self.pools["target"][0].shape[2]
             args.total_kv_head_num = case.target.heads
         if self._has_draft():
@@ -449,7 +450,8 @@ def tokens_in(rank: Rank, sender: Any, chunk: np.ndarray) -> int | None:
     """Of the prompt, in a chunk that is sent next; None where a case does not say."""
     if not rank.case.by_token:
         return None
-    size, number = rank.case.page_size, rank.rooms().index(sender.bootstrap_room)
+    number = rank.rooms().index(sender.bootstrap_room)
+    size = rank.case.page_size * rank.case.prefill_dcp
     left = max(0, rank.case.requests[number].tokens - sender.curr_idx * size)
     return min(len(chunk) * size, left)
 
