@@ -36,6 +36,7 @@ class Checks:
         self._progress: dict[tuple[PrefillRank, int], float] = {}  # of a room number
         self._strikes: dict[tuple[DecodeRank, bytes], list[float]] = {}
         self._warmed: dict[tuple[DecodeRank, bytes], float] = {}
+        self._probed: dict[tuple[DecodeRank, bytes], float] = {}  # when that room was opened
 
     # -- books
 
@@ -124,10 +125,10 @@ class Checks:
         wanted = [source.peer for source in sources if source.heads]
         receiver.only = wanted[0] if len(wanted) == 1 else None
         strikes = self._strikes.get((receiver.rank, receiver.only), [])
-        receiver.tired = len(strikes) >= 3 and strikes[-1]
+        receiver.tired = len(strikes) >= 3
 
     def _breaker(self, rank: DecodeRank, receiver: Receiver, verdict: dev.Verdict) -> None:
-        """Three rooms in a row that waited in vain, and the next within a second waits too. Of
+        """After three rooms in a row that waited in vain, two more within a second do. Of
         rooms with several peers one alone is counted against, so they show nothing here; nor do
         those without rows, and cold ones that a warm one may have come after."""
         if receiver.only is None or receiver.request.first_token >= receiver.end:
@@ -137,11 +138,13 @@ class Checks:
         if verdict.state is dev.State.WARM:
             strikes.clear()
             self._warmed[key] = self.world.clock.now
-        elif self._warmed.get(key, -1.0) >= receiver.opened_at:
             return
-        elif verdict.reason in STRIKES and (len(strikes) < 3 or receiver.opened_at >= strikes[-1]):
-            strikes.append(self.world.clock.now)
-            if receiver.tired and receiver.opened_at - receiver.tired < 0.6:
+        if verdict.reason not in STRIKES or self._warmed.get(key, -1.0) >= receiver.opened_at:
+            return
+        strikes.append(self.world.clock.now)
+        if receiver.tired:
+            before, self._probed[key] = self._probed.get(key, -1.0), receiver.opened_at
+            if 0 <= receiver.opened_at - before < 0.6:
                 raise Finding("breaker", f"{rank.name} waits again for a peer that struck thrice")
 
     # -- SGLang's side
