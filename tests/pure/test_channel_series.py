@@ -376,6 +376,7 @@ def test_a_release_without_the_histogram_has_no_accept_lengths() -> None:
     request = Req("a")
     del request.spec_correct_drafts_histogram
     begun(one, request)
+    assert len(one.requests) == 0
     request.done = True
     look(one)
     assert found["finished_requests_total", ("warm",)] == 0
