@@ -45,6 +45,11 @@ class Plan(msgspec.Struct, frozen=True):
     cold: str = ""
     differences: tuple[Difference, ...] = ()
 
+    @property
+    def required_draft_responses(self) -> int:
+        """From how many ranks draft heads are read."""
+        return sum(bool(source.heads) for source in self.sources)
+
 
 def judge(
     rows: Iterable[Row], own: Row, *, serve_mismatch: bool

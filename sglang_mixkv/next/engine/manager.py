@@ -8,6 +8,7 @@ Either may be None: a prefill rank without draft KV has no outbox.
 from __future__ import annotations
 
 import logging
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -43,6 +44,7 @@ class DraftManager:
         self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False, **more: Any
     ) -> None:
         self.local = Local(args, server_args, mode.value, self.backend)
+        self.miscounts: deque[str] = deque(maxlen=8)  # requests that SGLang counts otherwise
         self.kv_status_msg_carries_reason = True  # prefill's reason reaches decode over Mooncake
         super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
         if mode == DisaggregationMode.DECODE:
@@ -144,7 +146,7 @@ class DraftManager:
 
     def check_integrity(self) -> list[str]:
         """What is wrong with an idle rank: ended threads, and anything left of a room."""
-        found = list(self.outbox.check()) if self.outbox is not None else []
+        found = [*self.miscounts, *(self.outbox.check() if self.outbox is not None else ())]
         found += self.inbox.check() if self.inbox is not None else []
         for name in (
             "request_status", "transfer_infos", "req_to_decode_prefix_len",

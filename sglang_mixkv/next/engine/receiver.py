@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.next.decode import events as ev
 from sglang_mixkv.next.decode.copier import Entry
 from sglang_mixkv.next.decode.inbox import Inbox
@@ -19,7 +19,9 @@ logger = logging.getLogger(__name__)
 
 class DraftReceiver:
     """Mixed into CommonKVReceiver. `entry`: None before send_metadata, and for a request that needs
-    no room.
+    no room. `is_send_target`: of each rank in `bootstrap_infos`, whether target KV comes from it;
+    `required_target_responses`: from how many; `required_draft_responses`: how many draft heads
+    are read from.
 
     Of SGLang's statuses Success is changed to Transferring while draft KV is awaited, and to
     Failed where rows could not even be cleared.
@@ -27,11 +29,15 @@ class DraftReceiver:
 
     entry: Entry | None = None
     plan: Plan | None = None
+    is_send_target: tuple[bool, ...] = ()
+    required_target_responses = 0
+    required_draft_responses = 0
     kv_mgr: Any
     bootstrap_room: int
     bootstrap_addr: str
     bootstrap_infos: Any
     conclude_state: Any
+    required_prefill_response_num: int
 
     def init(self, prefill_dp_rank: int) -> None:
         servers = getattr(self.kv_mgr, "servers", None)
@@ -43,9 +49,41 @@ class DraftReceiver:
         if servers is None or self.conclude_state is not None or not self.bootstrap_infos:
             return
         try:
-            self.plan = servers.plan(self.bootstrap_addr, _contacts(self.bootstrap_infos))
+            contacts = _contacts(self.bootstrap_infos)
+            self._take(servers.plan(self.bootstrap_addr, contacts), contacts)
         except MixKVError as error:
             self._fail(str(error))
+
+    def _take(self, plan: Plan, contacts: tuple[Contact, ...]) -> None:
+        """Raises MixKVError where SGLang counts this request's answers otherwise."""
+        self.plan = plan
+        self.is_send_target = tuple(contact.is_send_target for contact in contacts)
+        self.required_target_responses = sum(self.is_send_target)
+        self.required_draft_responses = plan.required_draft_responses
+        if found := self.check_integrity():
+            raise refuse(
+                "MIXKV-PAIR-05",
+                "the target from as many prefill ranks as SGLang waits for",
+                "; ".join(found),
+                "the request would end before its KV is there, or never",
+                "Report this with the flags of both servers",
+            )
+
+    def check_integrity(self) -> list[str]:
+        """Where the ranks that this request is answered by are not those of SGLang."""
+        stock, plan = self.required_prefill_response_num, self.plan
+        found = []
+        if self.required_target_responses != stock:
+            found.append(
+                f"{self.required_target_responses} ranks that send it, and "
+                f"required_prefill_response_num {stock}"
+            )
+        ranks = self.bootstrap_infos
+        is_dummy = {(i["rank_ip"], int(i["rank_port"])): i["is_dummy"] for i in ranks}
+        for row, source in zip(plan.rows, plan.sources, strict=True) if plan is not None else ():
+            if source.is_send_target == is_dummy[row.rank_ip, row.rank_port]:
+                found.append(f"is_send_target equal to is_dummy for {row.rank_ip}:{row.rank_port}")
+        return found
 
     def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
         super().send_metadata(kv_indices, *args, **kwargs)  # type: ignore[misc]
@@ -74,7 +112,7 @@ class DraftReceiver:
             pending=event is not None,
             checksum=local.config.verify == "checksum",
             version=plan.version,
-            required_targets=self.required_prefill_response_num,  # type: ignore[attr-defined]
+            required_targets=self.required_target_responses,
         )
         return Entry(opened, pages, page_size, event, self.bootstrap_addr)
 

@@ -15,11 +15,16 @@ logger = logging.getLogger(__name__)
 
 class DraftSender:
     """Mixed into CommonKVSender. `use`: None on a rank without draft KV, or before init.
+    `is_send_target`: of each decode rank, whether this one sends it target KV. The two counts are
+    what decode ranks say: from how many prefill ranks they get target KV, and draft KV.
 
     Of SGLang's statuses only Success is changed, to Transferring, until the use is settled.
     """
 
     use: Use | None = None
+    is_send_target: tuple[bool, ...] = ()
+    required_target_responses = 0
+    required_draft_responses = 0
     kv_mgr: Any
     bootstrap_room: int
     _first: int | None = None
@@ -41,6 +46,9 @@ class DraftSender:
         if self.use is None:
             super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
             return
+        if not self._sent:
+            infos = getattr(self.kv_mgr, "transfer_infos", {}).get(self.bootstrap_room) or {}
+            self.is_send_target = tuple(not _is_dummy(info) for info in list(infos.values()))
         early = getattr(self, "_early_send_wait_event", None)  # stock's send takes it away
         first = self._next_token()
         super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
@@ -73,7 +81,27 @@ class DraftSender:
         if self.use is None or status != KVPoll.Success:
             return status
         self.kv_mgr.outbox.target_sent(self.use)
-        return status if self.use.settled else KVPoll.Transferring
+        if not self.use.settled:
+            return KVPoll.Transferring
+        if not self.required_target_responses:
+            self._count(self.use)
+        return status
+
+    def _count(self, use: Use) -> None:
+        for opened in use.opened:
+            self.required_target_responses = opened.required_target_responses
+            self.required_draft_responses = opened.required_draft_responses
+        for line in self.check_integrity():
+            self.kv_mgr.miscounts.append(f"room {self.bootstrap_room}: {line}")
+            logger.error("[MIXKV-PAIR-05] room %s: %s", self.bootstrap_room, line)
+
+    def check_integrity(self) -> list[str]:
+        """Where SGLang's metadata and the decode ranks' OPENs differ, once all have opened."""
+        opened = self.use.opened if self.use is not None else ()
+        if len(opened) != len(self.is_send_target):
+            return []
+        sent = sum(self.is_send_target), sum(one.is_send_target for one in opened)
+        return [] if sent[0] == sent[1] else ["{} decode ranks get target KV, not {}".format(*sent)]
 
     def get_transfer_metric(self) -> Any:
         metric = super().get_transfer_metric()  # type: ignore[misc]
@@ -96,3 +124,8 @@ class DraftSender:
     def _end(self, reason: str) -> None:
         if self.use is not None:
             self.kv_mgr.outbox.end(self.use, reason)
+
+
+def _is_dummy(info: Any) -> bool:
+    found = getattr(info, "is_dummy", False)
+    return bool(found() if callable(found) else found)

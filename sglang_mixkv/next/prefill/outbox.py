@@ -57,13 +57,14 @@ class Pages:
 
 
 class Use:
-    """One sender's request, as the scheduler's thread sees it."""
+    """One sender's request, as the scheduler's thread sees it. `opened`: once it is settled."""
 
     def __init__(self, number: int, broken: threading.Event) -> None:
         self.number = number
         self._settled, self._broken = False, broken
         self.bytes = 0
         self.sent = self.ended = False
+        self.opened: tuple[Open, ...] = ()
 
     @property
     def settled(self) -> bool:
@@ -218,6 +219,7 @@ class Outbox:
             case ev.Settled():
                 use = self._uses.get(action.use)
                 if use is not None:
+                    use.opened = self._rooms.opened(action.use)
                     use._settled = True
                 self._notes.publish()
             case ev.Note():

@@ -74,6 +74,11 @@ class Rooms:
             self._clock += min(max(0.0, now - self._seen), STEP)
         self._seen = now
 
+    def opened(self, use: ev.Use) -> tuple[Open, ...]:
+        """What this request's readers have said, in no order."""
+        room = self._uses.get(use)
+        return tuple(part.opened for part in room.parts.values()) if room is not None else ()
+
     # -- SGLang's side
 
     def _begin(self, event: ev.Begin) -> None:

@@ -1,0 +1,235 @@
+"""How many answers a request waits for: the plan's count is SGLang's own, for each topology."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from rig.model import Case, Request, heads_of_rank
+from rig.rank import Rank
+from rig.ring import run
+
+from sglang_mixkv.draft.facts import Row
+from sglang_mixkv.draft.layout import DraftLayout
+from sglang_mixkv.next.decode.servers import Contact, Plan, make_plan
+from sglang_mixkv.next.engine import receiver as module
+
+from .test_bootstrap import FACTS, row
+
+ADDRESS, ROOM = "127.0.0.1:1", 7
+# Attention-TP sizes of prefill and decode, and what else differs.
+TOPOLOGIES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "P > D": (4, 2, {}),
+    "P > D, a head on several ranks": (8, 2, {}),
+    "P < D": (2, 4, {}),
+    "P = D": (2, 2, {}),
+    "DP on prefill": (2, 1, {"prefill_dp": 2}),
+    "DP on decode": (2, 1, {"decode_dp": 2}),
+    "PP on prefill": (2, 1, {"stages": 2, "mla": False}),
+    "PP on prefill, MLA": (4, 2, {"stages": 2}),
+    "DCP on decode": (2, 4, {"dcp": 2}),
+    "GQA, P > D": (4, 1, {"mla": False}),
+    "GQA, P < D": (1, 4, {"mla": False}),
+    "hybrid MLA, P > D": (4, 2, {"mla": False, "is_hybrid_mla_backend": True}),
+}
+
+
+class Scene:
+    """A decode rank whose receivers are SGLang's, of a prefill server that is only described."""
+
+    def __init__(
+        self, prefill_tp: int, decode_tp: int, rank: int, *, stages: int = 1, prefill_dp: int = 1,
+        decode_dp: int = 1, dcp: int = 1, mla: bool = True, is_hybrid_mla_backend: bool = False,
+    ) -> None:  # fmt: skip
+        from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
+
+        self.tp, self.stages, self.dps = prefill_tp, stages, prefill_dp
+        self.own = self._row(0, stages - 1, 0, tp=decode_tp, rank=rank)
+        self.rows = {
+            (one.rank_ip, one.rank_port): one
+            for dp in range(prefill_dp) for stage in range(stages) for tp_rank in range(prefill_tp)
+            for one in [self._row(dp, stage, tp_rank, tp=prefill_tp, rank=tp_rank)]
+        }  # fmt: skip
+        self.manager = SimpleNamespace(
+            is_mla_backend=mla, is_hybrid_mla_backend=is_hybrid_mla_backend,
+            attn_tp_size=decode_tp, attn_cp_size=1, attn_cp_rank=0, pp_size=1, pp_rank=0,
+            kv_args=SimpleNamespace(engine_rank=rank), enable_all_cp_ranks_for_transfer=False,
+            defer_decode_allocation=False, enable_staging=False, dcp_size=dcp,
+            addr_to_rooms_tracker=defaultdict(set), prefill_response_tracker={},
+            required_prefill_response_num_table={}, request_status={}, failures={},
+            connection_lock=threading.Lock(), connection_pool={}, servers=self, kv_shard_size=1,
+        )  # fmt: skip
+        self.manager.update_status = self.manager.request_status.__setitem__
+        self.manager.record_failure = self.manager.failures.__setitem__
+        info = PrefillServerInfo(
+            attn_tp_size=prefill_tp, attn_cp_size=1, dp_size=prefill_dp, pp_size=stages,
+            page_size=4, kv_cache_dtype="auto", follow_bootstrap_room=True,
+        )  # fmt: skip
+        CommonKVManager._resolve_rank_mapping(self.manager, info)
+        self.manager.prefill_info_table = {ADDRESS: info}
+
+    def _row(self, dp: int, stage: int, at: int, *, tp: int, rank: int) -> Row:
+        number = (dp * self.stages + stage) * self.tp + at
+        last = stage == self.stages - 1
+        changes: dict[str, Any] = {"attn_tp": tp, "attn_tp_rank": rank, "pp_rank": stage}
+        changes |= {"instance": b"%08d" % number, "rank_port": 9000 + number}
+        changes |= {"draft": DraftLayout(FACTS, tp, rank) if last else None}
+        return msgspec.structs.replace(row(0), **changes)
+
+    # -- what the receiver asks of the manager's PrefillServers
+
+    def refusal(self, address: str) -> None:
+        return None
+
+    def plan(self, address: str, contacts: tuple[Contact, ...]) -> Plan:
+        return make_plan(contacts, self.rows, self.own, serve_mismatch=False)
+
+    def receiver(self, dp_rank: int) -> Any:
+        from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
+
+        scene = self
+
+        class Receiver(module.DraftReceiver, MooncakeKVReceiver):
+            def _get_bootstrap_info_from_server(
+                self, dp: int, cp: int, tp_rank: int, stage: int
+            ) -> dict[str, Any]:
+                number = (dp * scene.stages + stage) * scene.tp + tp_rank
+                return {"rank_ip": "127.0.0.1", "rank_port": 9000 + number, "pp_rank": stage}
+
+            def _register_kv_args(self) -> bool:
+                return True
+
+        made = Receiver.__new__(Receiver)
+        super(MooncakeKVReceiver, made).__init__(self.manager, ADDRESS, ROOM)
+        made.init(dp_rank)
+        return made
+
+
+@pytest.fixture(autouse=True, scope="module")
+def published() -> None:
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import ServerArgs
+
+    publish(ServerArgs(model_path="dummy", disaggregation_mode="decode"), role="tokenizer")
+
+
+def held_by(tp: int, rank: int) -> set[int]:
+    return set(range(FACTS.total_heads)[heads_of_rank(FACTS.total_heads, tp, rank)])
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_counts_are_sglangs(topology: str) -> None:
+    prefill_tp, decode_tp, changes = TOPOLOGIES[topology]
+    for rank in range(decode_tp):
+        for dp_rank in range(changes.get("prefill_dp", 1)):
+            scene = Scene(prefill_tp, decode_tp, rank, **changes)
+            one = scene.receiver(dp_rank)
+            assert one.conclude_state is None, scene.manager.failures
+            stock = one.required_prefill_response_num
+            assert one.required_target_responses == sum(one.is_send_target) == stock
+            assert scene.manager.required_prefill_response_num_table == {ROOM: stock}
+            assert one.is_send_target == tuple(not i["is_dummy"] for i in one.bootstrap_infos)
+            needed, answers = held_by(decode_tp, rank), 0
+            for prefill_rank in scene.manager.prefill_info_table[ADDRESS].target_tp_ranks:
+                answers += bool(needed & held_by(prefill_tp, prefill_rank))
+                needed -= held_by(prefill_tp, prefill_rank)
+            assert one.required_draft_responses == answers > 0
+            assert needed == set()
+
+
+def one_answer_more(patch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.disaggregation.common.conn import CommonKVReceiver
+
+    real = CommonKVReceiver._setup_bootstrap_infos
+
+    def setup(self: Any) -> None:
+        self.required_prefill_response_num += 1
+        real(self)
+
+    patch.setattr(CommonKVReceiver, "_setup_bootstrap_infos", setup)
+
+
+def all_send(patch: pytest.MonkeyPatch) -> None:
+    real = module._contacts
+    patch.setattr(
+        module,
+        "_contacts",
+        lambda infos: tuple(c._replace(is_send_target=True) for c in real(infos)),
+    )
+
+
+def the_others_send(patch: pytest.MonkeyPatch) -> None:
+    """As many, but not those of SGLang."""
+    real = module._contacts
+    patch.setattr(
+        module, "_contacts",
+        lambda infos: tuple(c._replace(is_send_target=not c.is_send_target) for c in real(infos)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mutate", [one_answer_more, all_send, the_others_send])
+def test_another_count_fails_the_request_in_words(
+    mutate: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.disaggregation.base.conn import KVPoll
+
+    mutate(monkeypatch)
+    scene = Scene(4, 2, 1)
+    one = scene.receiver(0)
+    assert one.conclude_state == KVPoll.Failed
+    assert scene.manager.request_status == {ROOM: KVPoll.Failed}
+    reason = scene.manager.failures[ROOM]
+    for part in ("MIXKV-PAIR-05", "as SGLang waits for", "end before its KV", "Report this"):
+        assert part in reason
+
+
+def reports_its_counts(rank: Rank) -> None:
+    from sglang_mixkv.next.engine.sender import DraftSender
+
+    real = DraftSender._count
+
+    def count(self: Any, use: Any) -> None:
+        real(self, use)
+        counts = self.required_target_responses, self.required_draft_responses
+        rank.report.reasons.append(f"{rank.attn_rank}: {self.is_send_target} {counts}")
+
+    DraftSender._count = count  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "expected"),
+    [
+        (2, 1, {"0: (True,) (1, 2)", "1: (False,) (1, 2)"}),
+        (1, 2, {"0: (True, True) (1, 1)"}),
+    ],
+)
+def test_senders_hear_the_same(prefill_tp: int, decode_tp: int, expected: set[str]) -> None:
+    faults = {("prefill", rank): reports_its_counts for rank in range(prefill_tp)}
+    requests = (Request(8), Request(23, chunk_pages=2))
+    case = Case(prefill_tp, decode_tp, requests=requests, channel=True, extra={"faults": faults})
+    outcome = run(case)
+    assert outcome.wrong == []
+    assert set(outcome.reasons.splitlines()) == expected
+
+
+def says_that_all_send(rank: Rank) -> None:
+    from sglang_mixkv.next.decode.parts import Room
+
+    real = Room.message
+
+    def message(self: Any, *args: Any) -> Any:
+        return msgspec.structs.replace(real(self, *args), is_send_target=True)
+
+    Room.message = message  # type: ignore[method-assign]
+
+
+def test_a_sender_that_hears_otherwise_says_so() -> None:
+    extra = {"faults": {("decode", 0): says_that_all_send}}
+    outcome = run(Case(2, 1, requests=(Request(8),), channel=True, extra=extra))
+    assert outcome.statuses == {"success"}
+    (line,) = outcome.wrong
+    assert "room 100: 0 decode ranks get target KV, not 1" in line
