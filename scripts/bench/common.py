@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing as mp
 import os
 import platform
 import random
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 Record = dict[str, Any]
+DRAWS = 1000  # of a bootstrap
 
 # What a Mooncake engine reads when it is made. No limit of the transport is lifted here.
 MOONCAKE_ENV = {
@@ -88,6 +90,42 @@ def interleave(methods: dict[str, Callable[[Samples], None]], count: int) -> dic
         for name in order.sample(list(methods), len(methods)):
             methods[name](samples[name])
     return samples
+
+
+def interval(statistic: Callable[..., Any], *samples: Any) -> tuple[float, float]:
+    """95 % of a statistic of these samples, as a bootstrap finds it."""
+    rng = np.random.default_rng(1)
+    drawn = [statistic(*(rng.choice(one, len(one)) for one in samples)) for _ in range(DRAWS)]
+    low, high = np.percentile(drawn, [2.5, 97.5]).tolist()
+    return low, high
+
+
+def line(seconds: dict[int, Any]) -> tuple[float, float]:
+    """a, and b a byte, through all seconds by bytes: least squares, each weighted by the median of
+    its size, since noise grows with time."""
+    x = np.concatenate([np.full(len(taken), size) for size, taken in seconds.items()])
+    weight = np.concatenate([np.full(len(t), 1 / np.median(t)) for t in seconds.values()])
+    b, a = np.polyfit(x, np.concatenate(list(seconds.values())), 1, w=weight)
+    return float(a), float(b)
+
+
+def alone(part: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What a part returns, which runs in a fork of its own: a process has one rank."""
+    context = mp.get_context("fork")
+    here, there = context.Pipe()
+
+    def body() -> None:
+        there.send(part(*args, **options))
+        os._exit(0)
+
+    process = context.Process(target=body)
+    process.start()
+    there.close()
+    try:
+        return here.recv()
+    finally:
+        process.kill()
+        process.join()
 
 
 def elapsed(call: Callable[[], Any]) -> float:

@@ -46,8 +46,8 @@ def plane_of(backend: str) -> DataPlane:
     return Nixl()
 
 
-def truth() -> np.ndarray[Any, Any]:
-    return np.frombuffer(np.random.default_rng(1).bytes(max(SIZES)), np.uint8)
+def truth(size: int) -> np.ndarray[Any, Any]:
+    return np.frombuffer(np.random.default_rng(1).bytes(size), np.uint8)
 
 
 def engine_of(memory: np.ndarray[Any, Any]) -> Any:
@@ -69,8 +69,10 @@ def agent_of(memory: np.ndarray[Any, Any]) -> Any:
     return agent
 
 
-def serve(pipe: Any, backend: str) -> None:
-    memory, plane = truth().copy(), plane_of(backend)
+def serve(pipe: Any, backend: str, size: int = max(SIZES)) -> None:
+    """So many bytes, for a plane and a bare engine, as long as the parent lives."""
+    parent = os.getppid()
+    memory, plane = truth(size).copy(), plane_of(backend)
     plane.register(Memory(memory.ctypes.data, memory.nbytes))
     if backend == "mooncake":
         bare = engine_of(memory)
@@ -79,7 +81,8 @@ def serve(pipe: Any, backend: str) -> None:
         bare = agent_of(memory)
         name = bare.get_agent_metadata()
     pipe.send((plane.endpoint, name, memory.ctypes.data))
-    pipe.recv()
+    while os.getppid() == parent:
+        time.sleep(1)
 
 
 def mooncake_reads(memory: np.ndarray[Any, Any], name: str, remote: int) -> Bare:
@@ -115,16 +118,19 @@ def nixl_reads(memory: np.ndarray[Any, Any], metadata: bytes, remote: int) -> Ba
     return read
 
 
+BARE = {"mooncake": mooncake_reads, "nixl": nixl_reads}
+
+
 def measure(backend: str, count: int) -> list[Record]:
     mine, theirs = mp.Pipe()
     process = mp.Process(target=serve, args=(theirs, backend), daemon=True)
     process.start()
     endpoint, name, remote = mine.recv()
-    memory, expected = np.zeros(max(SIZES), np.uint8), truth()
+    memory, expected = np.zeros(max(SIZES), np.uint8), truth(max(SIZES))
     plane = plane_of(backend)
     plane.register(Memory(memory.ctypes.data, memory.nbytes), spare=memory.ctypes.data)
     peer = plane.connect(endpoint)
-    bare = {"mooncake": mooncake_reads, "nixl": nixl_reads}[backend](memory, name, remote)
+    bare = BARE[backend](memory, name, remote)
 
     def over_plane(size: int) -> None:
         read = plane.start(peer, memory.ctypes.data, remote, size)

@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import multiprocessing as mp
-import os
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import Check, Record, Result, elapsed, options
+from common import Check, Record, Result, alone, elapsed, options
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 load = importlib.import_module("rig.load")  # sets what SGLang's import reads
@@ -116,23 +113,6 @@ def _refused(server: Any, number: int) -> None:
     receiver.poll()
     with suppress(Exception):
         receiver.failure_exception()
-
-
-def alone(part: Callable[..., list[Record]], *args: Any, **options: Any) -> list[Record]:
-    """A part in a fork: a process has one rank."""
-    context = mp.get_context("fork")
-    here, there = context.Pipe()
-
-    def body() -> None:
-        there.send(part(*args, **options))
-        os._exit(0)
-
-    process = context.Process(target=body)
-    process.start()
-    there.close()
-    found: list[Record] = here.recv()
-    process.join()
-    return found
 
 
 def in_turns(turns: int, passes: int) -> dict[str, list[Record]]:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
@@ -88,6 +89,22 @@ def test_planning_compares_with_the_installed_sglang(tmp_path: Path) -> None:
     """It raises of itself unless both plan the same ranges; the speed is not judged here."""
     records = quick("planning", tmp_path)["parts"]["chunk"]
     assert {r["method"] for r in records} == {"stock", "product", "product, ranges only"}
+
+
+def test_a_line_and_its_interval_are_found_in_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of noise that grows with time: the small sizes say what a is."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    common = importlib.import_module("common")
+    rng = np.random.default_rng(3)
+    seconds = {
+        size: (1e-3 + 1e-9 * size) * rng.normal(1, 0.1, 15)
+        for size in (64 << 12 << step for step in range(10))
+    }
+    a, b = common.line(seconds)
+    assert a == pytest.approx(1e-3, rel=0.15)
+    assert b == pytest.approx(1e-9, rel=0.1)
+    low, high = common.interval(np.median, rng.normal(5, 1, 400))
+    assert 4.7 < low < 5 < high < 5.3
 
 
 def test_a_look_belongs_to_who_called_last(monkeypatch: pytest.MonkeyPatch) -> None:
