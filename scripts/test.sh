@@ -14,7 +14,7 @@ cd "$MIXKV_ROOT"
 
 BEFORE=0.5.22
 PART="test_seams or are_as_listed or another_sglang or test_hybrid_target or test_dtypes"
-PART="$PART or test_page_sizes or P2-D1-chunks"
+PART="$PART or test_page_sizes or old-P2-D1"
 PART="$PART or test_release or test_decode_apart or test_plan or test_works_with"
 
 status=0

@@ -23,7 +23,8 @@ ATTRIBUTE = "_mixkv"
 ENABLE_ENV = "SGLANG_ENABLE_MIXKV"
 ALLOW_UNTESTED_ENV = "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG"
 STATS_DIR_ENV = "SGLANG_MIXKV_STATS_DIR"
-
+CHANNEL_SWITCH = "SGLANG_MIXKV_CHANNEL"
+"""Private, while both ways exist: draft KV goes over the channel (next/)."""
 UNREADABLE = "MIXKV-START-04"
 
 DRAFT_TRANSFERS = ("auto", "direct", "packed")

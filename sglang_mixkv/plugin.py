@@ -59,8 +59,6 @@ INIT_MANAGER = (
 )
 EXTEND_TRANSFERS = "sglang.srt.disaggregation.decode.DecodeTransferQueue.extend"
 RESUME_RETRACTED = "sglang.srt.disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs"
-CHANNEL_ENV = "SGLANG_MIXKV_CHANNEL"
-"""Private, while both ways exist: draft KV goes over the channel (next/)."""
 
 
 def register() -> None:
@@ -77,7 +75,9 @@ def register() -> None:
 
 
 def _channel() -> bool:
-    return os.environ.get(CHANNEL_ENV) == "1"
+    from sglang_mixkv.config import CHANNEL_SWITCH, truth
+
+    return truth(CHANNEL_SWITCH, os.environ)
 
 
 def _asked_for() -> bool:

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang_mixkv.config import Config, truth
+from sglang_mixkv.config import CHANNEL_SWITCH, Config, truth
 
 # UNO has no draft model, FROZEN_KV_MTP's drafter reads the target's KV: neither has KV of its own.
 SPECULATIVE = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK")
@@ -146,7 +146,7 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         lambda a: (
             has_dcp(a)
             and a.disaggregation_transfer_backend == "nixl"
-            and not truth("SGLANG_MIXKV_CHANNEL", os.environ)  # the draft channel serves it
+            and not truth(CHANNEL_SWITCH, os.environ)  # the draft channel serves it
         ),
         "use --disaggregation-transfer-backend mooncake, or --dcp-size 1",
     ),
