@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang_mixkv.engine.banner import speaks
 from sglang_mixkv.next.decode import rooms as decode_rooms
 from sglang_mixkv.next.decode.inbox import Inbox, Store
+from sglang_mixkv.next.engine import early_sends
 from sglang_mixkv.next.engine.bootstrap import KEY
 from sglang_mixkv.next.engine.draft_pool import clear_retracted, draft_is_left_out
 from sglang_mixkv.next.engine.prefill_servers import PrefillServers
@@ -49,8 +50,10 @@ class DraftManager:
         super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
         if mode == DisaggregationMode.DECODE:
             self._make_inbox(self.local)
-        level = logging.INFO if speaks(self) else logging.DEBUG
-        logger.log(level, "%s", self._banner(self.local))
+        banner = self._banner(self.local)
+        if mode == DisaggregationMode.PREFILL and early_sends.switch_off(self.backend):
+            banner += f"; {early_sends.VARIABLE}=0, since SGLang's {self.backend} does not wait"
+        logger.log(logging.INFO if speaks(self) else logging.DEBUG, "%s", banner)
 
     # -- prefill
 

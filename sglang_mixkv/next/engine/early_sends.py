@@ -1,0 +1,30 @@
+"""SGLang's early sends, off where SGLang itself does not wait for what it sends.
+
+A prefix that prefill has cached is sent while the forward of the rest begins
+(prefill.py, maybe_send_cached_prefix_chunk), and with each further chunk the one before. The event
+behind the forward that writes it goes along; NIXL's manager drops it, and Mooncake's did not wait
+for it up to 0.5.21. The target's own KV could then leave before it is written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from sglang_mixkv.engine.releases import sglang_version
+
+VARIABLE = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
+MOONCAKE_WAITS = (0, 5, 22)
+
+
+def switch_off(backend: str) -> bool:
+    """Whether this process had to be switched off. An operator's own setting stays."""
+    if VARIABLE in os.environ or _waits(backend, sglang_version()):
+        return False
+    os.environ[VARIABLE] = "0"
+    return True
+
+
+def _waits(backend: str, release: str) -> bool:
+    number = tuple(map(int, re.findall(r"\d+", release)[:3]))
+    return backend == "mooncake" and number >= MOONCAKE_WAITS

@@ -1,0 +1,93 @@
+"""SGLang's early sends are off where SGLang does not wait for the forward, unless asked for."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+from rig.model import Case, Request
+from rig.rank import Rank
+from rig.ring import run
+
+from sglang_mixkv.next.engine import early_sends
+from sglang_mixkv.next.engine.early_sends import VARIABLE, switch_off
+
+
+@pytest.mark.parametrize(
+    ("backend", "release", "off"),
+    [
+        ("nixl", "0.5.20", True),
+        ("nixl", "0.5.23", True),
+        ("nixl", "0.6.0", True),
+        ("mooncake", "0.5.20", True),
+        ("mooncake", "0.5.21.post1", True),
+        ("mooncake", "0.5.22", False),
+        ("mooncake", "0.5.23", False),
+        ("mooncake", "0.10.0", False),
+    ],
+)
+def test_where_sglang_does_not_wait(
+    backend: str, release: str, off: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(early_sends, "sglang_version", lambda: release)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(VARIABLE, "")  # so that what is set here goes again
+    del os.environ[VARIABLE]
+    assert switch_off(backend) == off
+    assert os.environ.get(VARIABLE) == ("0" if off else None)
+
+
+@pytest.mark.parametrize("value", ["0", "1"])
+def test_the_operators_own_setting_stays(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    assert not switch_off("nixl")
+    assert os.environ[VARIABLE] == value
+
+
+def test_sglang_reads_the_variable_with_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manager that sets it is early enough (prefill.py)."""
+    from sglang.srt.environ import envs
+
+    monkeypatch.setenv(VARIABLE, "0")
+    assert not envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.get()
+    monkeypatch.delenv(VARIABLE)
+    assert envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.get()
+
+
+class Kept(logging.Handler):
+    """Of what a rank logs, the lines that name the variable."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__()
+        self._reasons = rank.report.reasons
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if VARIABLE in record.getMessage():
+            self._reasons.append(record.levelname)
+
+
+def keeps_log(rank: Rank) -> None:
+    log = logging.getLogger("sglang_mixkv")
+    log.setLevel(logging.DEBUG)
+    log.addHandler(Kept(rank))
+
+
+def says_what_is_set(rank: Rank) -> None:
+    rank.report.reasons.append(f"{rank.side}: {os.environ.get(VARIABLE)}")
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [("nixl", ["INFO", "prefill: 0"]), ("mooncake", ["prefill: None"])],
+)
+def test_a_prefill_rank_sets_it_and_says_so(
+    backend: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    faults = {(side, 0): says_what_is_set for side in ("prefill", "decode")}
+    extra = {"faults": faults, "before": {("prefill", 0): keeps_log}}
+    outcome = run(Case(1, 1, backend=backend, channel=True, requests=(Request(8),), extra=extra))
+    assert outcome.wrong == []
+    assert outcome.prefill[0].reasons == expected
+    assert outcome.decode[0].reasons == ["decode: None"]
