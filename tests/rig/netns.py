@@ -1,0 +1,113 @@
+"""Network namespaces of their own for ranks, joined by a bridge, without a name anywhere.
+
+A namespace lives as long as a process in it: `Network` has a sleeping one in each, which ends with
+this process however it ends. So nothing is left behind.
+
+    with Network(3) as network:
+        network.hosts            [(pid, "10.77.0.1"), ...]: enter(pid) in a rank
+        network.cut(1)           the link of that host is down, in the middle
+        network.mend(1)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import ExitStack
+from typing import Self
+
+TOOLS = ("ip", "nsenter", "unshare")
+CLONE_NEWNET = 0x40000000
+PR_SET_PDEATHSIG = 1
+
+
+def why_not() -> str:
+    """Why there can be no network namespaces here; empty where there can."""
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        return f"without {', '.join(missing)} no network namespaces"
+    try:
+        with Network(1):
+            return ""
+    except subprocess.CalledProcessError as error:
+        return f"no network namespaces with veth and bridge: {error.stderr.strip()}"
+
+
+def enter(pid: int) -> None:
+    """This thread, and what it starts from now on, is in that process's namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = os.open(f"/proc/{pid}/ns/net", os.O_RDONLY)
+    try:
+        if libc.setns(fd, CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
+    finally:
+        os.close(fd)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Network:
+    """`size` hosts. Raises CalledProcessError where the kernel or the user does not allow it."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._stack = size, ExitStack()
+        self.hosts: list[tuple[int, str]] = []
+
+    def __enter__(self) -> Self:
+        with self._stack:
+            self._bridge = self._namespace()
+            self._ip(self._bridge, "link add bridge type bridge")
+            self._ip(self._bridge, "link set bridge up")
+            for number in range(self._size):
+                self._add_host(number)
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def cut(self, number: int) -> None:
+        self._ip(self._bridge, f"link set port{number} down")
+
+    def mend(self, number: int) -> None:
+        self._ip(self._bridge, f"link set port{number} up")
+
+    def _add_host(self, number: int) -> None:
+        pid, address = self._namespace(), f"10.77.0.{number + 1}"
+        self._ip(self._bridge, f"link add port{number} type veth peer name eth0 netns {pid}")
+        self._ip(self._bridge, f"link set port{number} master bridge up")
+        self._ip(pid, f"addr add {address}/24 dev eth0")
+        for device in ("lo", "eth0"):
+            self._ip(pid, f"link set {device} up")
+        self.hosts.append((pid, address))
+
+    def _namespace(self) -> int:
+        """The process id of a sleeper in a new one."""
+        own = os.readlink("/proc/self/ns/net")
+        sleeper = subprocess.Popen(
+            ["unshare", "--net", "sleep", "infinity"], stderr=subprocess.PIPE, text=True,
+            preexec_fn=_die_with_parent,
+        )  # fmt: skip
+        self._stack.callback(_end, sleeper)
+        while os.readlink(f"/proc/{sleeper.pid}/ns/net") == own:
+            if (code := sleeper.poll()) is not None:
+                assert sleeper.stderr is not None
+                raise subprocess.CalledProcessError(
+                    code, sleeper.args, stderr=sleeper.stderr.read()
+                )
+            time.sleep(0.005)
+        return sleeper.pid
+
+    def _ip(self, pid: int, words: str) -> None:
+        command = ["nsenter", "--target", str(pid), "--net", "ip", *words.split()]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def _end(sleeper: subprocess.Popen[str]) -> None:
+    sleeper.kill()
+    sleeper.communicate()
