@@ -92,7 +92,8 @@ def a_forward_under_way(rank: Rank) -> None:
     real = module.DraftSender.send
 
     def send(self: Any, pages: np.ndarray, *args: Any, **kwargs: Any) -> None:
-        module.forward_event = lambda _scheduler: written_late(rank, pages)
+        event = written_late(rank, pages)  # whoever waits for it
+        module.forward_event = lambda _scheduler: event
         real(self, pages, *args, **kwargs)
 
     if rank.stage == rank.pp_size - 1:
@@ -125,7 +126,8 @@ def an_earlier_forward(rank: Rank) -> None:
 
     def send_metadata(self: Any, pages: np.ndarray, *args: Any, **kwargs: Any) -> None:
         number = rank.rooms().index(self.bootstrap_room)
-        module.forward_event = lambda _scheduler: Late(partial(write, number), FORWARD_S)
+        event = Late(partial(write, number), FORWARD_S)
+        module.forward_event = lambda _scheduler: event
         real(self, pages, *args, **kwargs)
 
     module.DraftReceiver.send_metadata = send_metadata  # type: ignore[method-assign]
