@@ -29,12 +29,10 @@ import zmq
 from common import Record, alone
 from reads import plane_of, serve
 
-from sglang_mixkv import __version__
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import DataPlane, Memory
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.draft.facts import Row
 from sglang_mixkv.draft.facts import Staging as StagingFacts
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.next.decode import events as ev
@@ -210,10 +208,9 @@ def an_inbox_with_reads(backend: str, reads: int) -> Iterator[Callable[[], Pendi
     socket = zmq.Context.instance().socket(zmq.ROUTER)
     port = socket.bind_to_random_port(f"tcp://{HOST}")
     facts = StagingFacts(backend, plane_endpoint, base, SLOT, SLOTS)
-    row = Row(
-        messages.PROTOCOL, __version__, "", messages.draw_instance(), HOST, 1,
-        f"tcp://{HOST}:{port}", 1, 0, 0, (), staging=facts,
-    )  # fmt: skip
+    row: Any = SimpleNamespace(  # what is looked at of a draft.facts.Row
+        instance=messages.draw_instance(), address=f"tcp://{HOST}:{port}", staging=facts
+    )
     inbox = an_inbox(Store(rows, staging, a_plane(backend, staging)))
     inbox.connect(row)
     source = ev.Source(row.instance, range(1), 1, SLOTS, TOKENS)

@@ -126,9 +126,8 @@ def servers(size: str, backend: str, starts: int) -> list[Record]:
             begin = time.monotonic()
             with deployment(way, size, backend) as one:
                 seconds = time.monotonic() - begin
-                memory = {side: resident(pid) for side, pid in one.fleet.pids().items()}
-            sides = {f"{side}_mib": memory[side] for side in SIDES}
-            taken[way].append({"seconds": seconds, **sides})
+                memory = {f"{side}_mib": resident(one.fleet.pids()[side]) for side in SIDES}
+            taken[way].append({"seconds": seconds, **memory})
     return [
         {"size": size, "backend": backend, "way": way, "starts": starts, **medians(records)}
         for way, records in taken.items()
