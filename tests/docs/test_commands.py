@@ -74,8 +74,11 @@ TABLE: dict[str, str] = {
         "tests/e2e/test_load.py::test_nobody_pays_for_another",
     r"python scripts/upstream\.py":
         "tests/protocol/test_upstream.py::test_each_mends_what_its_test_shows",
-    r"python scripts/bench/transfer\.py .*":
-        "tests/pure/test_bench.py::test_transfer_moves_every_byte_each_way",
+    r"python scripts/bench/cost\.py .*":
+        "tests/e2e/test_bench_ways.py::test_cost_fits_a_line_to_each_way",
+    r"python scripts/bench/overhead\.py .*":
+        "tests/e2e/test_bench_ways.py::test_overhead_meters_each_way",
+    r"python scripts/bench/pairs\.py .*": "tests/e2e/test_bench_ways.py::test_pairs_take_turns",
     r"python scripts/bench/render\.py .*":
         "tests/pure/test_bench.py::test_a_result_fills_the_document",
 }  # fmt: skip
