@@ -119,25 +119,6 @@ def test_nobody_there_is_asked_again_later() -> None:
         prefill_servers.fetch(f"127.0.0.1:{free_port()}")
 
 
-RELEASE_0_2 = b'{"protocol":1,"facts":{"plugin":"0.2.0","engine":"0.5.23","page_size":64}}'
-
-
-def test_a_server_of_release_0_2_is_refused_in_words() -> None:
-    with pytest.raises(MixKVError, match=r"that of sglang-mixkv 0\.1 and 0\.2") as refused:
-        prefill_servers.read_rows(RELEASE_0_2)
-    assert refused.value.code == "MIXKV-PAIR-02"
-
-
-def test_a_decode_server_of_release_0_2_refuses_in_words(server: Server) -> None:
-    from sglang_mixkv.protocol.announcement import read_announcement
-
-    for rank in (0, 1):
-        server.put(rank, row(rank))
-    body = requests.get(f"http://{server.address}{PATH}", timeout=5).content
-    with pytest.raises(MixKVError, match="protocol 2, this side 1"):
-        read_announcement(body, server.address)
-
-
 def test_a_later_build_that_still_reads_this_protocol_is_served() -> None:
     later = row(0, protocol=(2, 5))
     body = b'{"protocol":5,"rows":[%b]}' % msgspec.json.encode(later)

@@ -80,7 +80,7 @@ COLD: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("lack", COLD)
-@pytest.mark.parametrize("name", ["2-1", "1-2"])
+@pytest.mark.parametrize("name", ["2-1", "1-2", "1-4 dcp"])
 def test_a_side_without_a_drafter_is_served(name: str, lack: str) -> None:
     """The target is right. On decode the drafter's rows of these requests are zero."""
     one = case(name, cleared=True, **COLD[lack])
@@ -90,31 +90,3 @@ def test_a_side_without_a_drafter_is_served(name: str, lack: str) -> None:
     cold = one.decode_tp * len(one.requests) if lack.endswith("prefill") else 0
     assert outcome.total("channel_cold") == outcome.total("channel_cold_no_drafter") == cold
     assert outcome.total("draft_bytes_sent") == 0
-
-
-@pytest.mark.parametrize("name", ["2-2", "2-1"])
-def test_a_stock_prefill_is_refused_before_any_metadata(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would write the drafter's rows into the target's pages."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "3")
-    prefill, decode = map(int, name.split("-"))
-    one = Case(prefill, decode, requests=REQUESTS, channel=True, prefill_mixkv=False)
-    outcome = run(one)
-    assert outcome.wrong == []
-    assert {s for r in outcome.decode for s in r.status} == {"failed"}
-    reasons = [line for line in outcome.reasons.splitlines() if line.startswith("decode")]
-    assert reasons
-    assert all("does not run sglang-mixkv" in reason for reason in reasons)
-
-
-def test_a_stock_decode_gets_its_target_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill cannot refuse what it does not see: nobody opens its rooms."""
-    monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
-    one = Case(
-        2, 2, requests=REQUESTS, channel=True, decode_mixkv=False, extra={"draft_stays": True}
-    )
-    outcome = run(one)
-    assert outcome.wrong == []
-    assert outcome.statuses == {"success"}
-    assert outcome.total("channel_unopened") == 2 * len(REQUESTS)

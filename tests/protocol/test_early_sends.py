@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 
 import pytest
+from rig.logs import keep_lines
 from rig.model import Case, Request
 from rig.rank import Rank
 from rig.ring import run
@@ -55,39 +55,21 @@ def test_sglang_reads_the_variable_with_each_chunk(monkeypatch: pytest.MonkeyPat
     assert envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.get()
 
 
-class Kept(logging.Handler):
-    """Of what a rank logs, the lines that name the variable."""
-
-    def __init__(self, rank: Rank) -> None:
-        super().__init__()
-        self._reasons = rank.report.reasons
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if VARIABLE in record.getMessage():
-            self._reasons.append(record.levelname)
-
-
-def keeps_log(rank: Rank) -> None:
-    log = logging.getLogger("sglang_mixkv")
-    log.setLevel(logging.DEBUG)
-    log.addHandler(Kept(rank))
-
-
 def says_what_is_set(rank: Rank) -> None:
     rank.report.reasons.append(f"{rank.side}: {os.environ.get(VARIABLE)}")
 
 
 @pytest.mark.parametrize(
     ("backend", "expected"),
-    [("nixl", ["INFO", "prefill: 0"]), ("mooncake", ["prefill: None"])],
+    [("nixl", ["prefill 0: INFO sglang-mixkv", "prefill: 0"]), ("mooncake", ["prefill: None"])],
 )
 def test_a_prefill_rank_sets_it_and_says_so(
     backend: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     faults = {(side, 0): says_what_is_set for side in ("prefill", "decode")}
-    extra = {"faults": faults, "before": {("prefill", 0): keeps_log}}
+    extra = {"faults": faults, "before": {("prefill", 0): keep_lines(VARIABLE)}}
     outcome = run(Case(1, 1, backend=backend, channel=True, requests=(Request(8),), extra=extra))
     assert outcome.wrong == []
-    assert outcome.prefill[0].reasons == expected
+    assert [line[:28] for line in outcome.prefill[0].reasons] == expected
     assert outcome.decode[0].reasons == ["decode: None"]

@@ -1,0 +1,149 @@
+"""Peers without the channel: stock ones, and those of release 0.2, of which the answer to GET
+/mixkv and a decode rank's messages are recorded in fixtures/.
+
+    prefill    decode    what a request gets
+    stock      ours      refused by decode, in words, before any message of SGLang's
+    0.2        ours      the same
+    ours       0.2       refused by that decode: it reads the protocol of our answer first
+    ours       stock     its target; prefill counts a room that nobody opens, and says so once
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rig.logs import keep_lines
+from rig.model import Case, Request
+from rig.rank import Rank, stock_class
+from rig.ring import Outcome, run
+
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.next.engine import prefill_servers
+from sglang_mixkv.next.engine.bootstrap import PATH, DraftBootstrapServer
+
+from .test_bootstrap import Server, row, server  # noqa: F401
+
+pytestmark = pytest.mark.transports(every=3)
+
+RECORDED = json.loads((Path(__file__).parent / "fixtures" / "release_0_2.json").read_text())
+ANSWER: bytes = RECORDED["answer"].encode()
+PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2)]
+REQUESTS = (Request(23, chunk_pages=2), Request(8), Request(12, prefix_pages=2))
+
+
+@pytest.fixture(autouse=True)
+def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "3")
+    monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
+
+
+def is_silent(rank: Rank) -> None:
+    """This decode rank sends none of SGLang's messages."""
+
+    def send(_: Any, *, bootstrap_info: Any, message: Any, operation: str) -> bool:
+        rank.report.wrong.append(f"decode sent {operation}")
+        return True
+
+    stock_class(rank, "receiver")._send_bootstrap_message = send
+
+
+def refused_by_decode(words: str, prefill_tp: int, decode_tp: int, **case: Any) -> Outcome:
+    """Every request, in these words, and nothing was sent."""
+    faults = {("decode", rank): is_silent for rank in range(decode_tp)}
+    extra = {"faults": faults, "failed_rooms_stay_clean": True, **case.pop("extra", {})}
+    outcome = run(Case(prefill_tp, decode_tp, requests=REQUESTS, channel=True, extra=extra, **case))
+    assert outcome.wrong == []
+    assert {status for r in outcome.decode for status in r.status} == {"failed"}
+    reasons = [line for line in outcome.reasons.splitlines() if line.startswith("decode")]
+    assert len(reasons) == decode_tp * len(REQUESTS)
+    assert all(words in reason for reason in reasons)
+    return outcome
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
+def test_a_stock_prefill_is_refused(prefill_tp: int, decode_tp: int) -> None:
+    """It would write the drafter's rows into the target's pages."""
+    words = "it does not run sglang-mixkv"
+    outcome = refused_by_decode(words, prefill_tp, decode_tp, prefill_mixkv=False)
+    assert all(report.stats["refused_no_plugin"] for report in outcome.decode)
+
+
+def test_a_prefill_with_one_stock_rank_is_refused() -> None:
+    refused_by_decode("every node", 2, 1, extra={"stock_ranks": [("prefill", 1)]})
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
+def test_a_stock_decode_gets_its_target_and_is_counted(prefill_tp: int, decode_tp: int) -> None:
+    """Prefill cannot refuse what it does not see."""
+    before = {("prefill", rank): keep_lines("did not open") for rank in range(prefill_tp)}
+    extra = {"draft_stays": True, "before": before}
+    case = Case(
+        prefill_tp, decode_tp, requests=REQUESTS, channel=True, decode_mixkv=False, extra=extra
+    )
+    outcome = run(case)
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
+    assert outcome.total("channel_unopened") == prefill_tp * len(REQUESTS)
+    assert [len(report.reasons) for report in outcome.prefill] == [1] * prefill_tp
+
+
+def test_a_decode_with_one_stock_rank_is_counted() -> None:
+    extra = {"stock_ranks": [("decode", 1)], "draft_stays": True}
+    outcome = run(Case(1, 2, requests=REQUESTS, channel=True, extra=extra))
+    assert outcome.statuses == {"success"}
+    assert outcome.total("channel_unopened") == len(REQUESTS)
+
+
+# ---------------------------------------------------------------- release 0.2
+
+
+def test_the_answer_of_release_0_2_is_refused_in_words() -> None:
+    with pytest.raises(MixKVError, match=r"that of sglang-mixkv 0\.1 and 0\.2") as refused:
+        prefill_servers.read_rows(ANSWER)
+    assert refused.value.code == "MIXKV-PAIR-02"
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
+def test_a_prefill_of_release_0_2_is_refused(
+    prefill_tp: int, decode_tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from aiohttp import web
+
+    async def answer(_server: Any, _request: web.Request) -> web.Response:
+        return web.Response(body=ANSWER, content_type="application/json")
+
+    monkeypatch.setattr(DraftBootstrapServer, "_handle_rows", answer)
+    refused_by_decode("protocol 1, that of sglang-mixkv 0.1 and 0.2", prefill_tp, decode_tp)
+
+
+def test_a_decode_of_release_0_2_reads_another_protocol(server: Server) -> None:  # noqa: F811
+    """That is all it reads of the answer; then it refuses, and registers nowhere."""
+    import requests
+
+    for rank in (0, 1):
+        server.put(rank, row(rank))
+    answer = requests.get(f"http://{server.address}{PATH}", timeout=5).json()
+    assert isinstance(answer["protocol"], int)
+    assert answer["protocol"] != json.loads(ANSWER)["protocol"]
+
+
+@pytest.mark.parametrize("message", ["_register_kv_args", "send_metadata"])
+def test_messages_of_a_decode_of_release_0_2_are_sglangs(message: str, backend: str) -> None:
+    """Should one come all the same, SGLang's thread goes on: what follows its own frames is not
+    read."""
+    if backend == "nixl":
+        from sglang.srt.disaggregation.nixl import conn
+    else:
+        from sglang.srt.disaggregation.mooncake import conn
+    frames = [bytes.fromhex(frame) for frame in RECORDED[backend][message]]
+    frames = frames[1:] if backend == "nixl" else frames  # the guard, which its thread takes off
+    registers = message == "_register_kv_args"
+    read = (conn.KVArgsRegisterInfo if registers else conn.TransferInfo).from_zmq
+    found = read(frames)
+    assert found.endpoint == "127.0.0.1"
+    if registers:
+        assert frames[-1].startswith(b"MIXKV")
+        assert repr(read(frames[:-1])) == repr(found)
