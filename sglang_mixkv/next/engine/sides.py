@@ -32,6 +32,7 @@ SLOTS = 64
 SLOT_ALIGNMENT = 4096
 PATIENCE_ENV, PORT_ENV = "SGLANG_MIXKV_PATIENCE", "SGLANG_MIXKV_PORT"
 DATA_PLANE_ENV = "SGLANG_MIXKV_DATA_PLANE"
+RDMA_DEVICES = "/sys/class/infiniband"
 
 
 class Local:
@@ -164,8 +165,8 @@ def _plane_of(backend: str, host: str, devices: str) -> DataPlane:
         ) from error  # fmt: skip
 
 
-def _has_rdma(devices: str = "/sys/class/infiniband") -> bool:
-    return os.path.isdir(devices) and bool(os.listdir(devices))
+def _has_rdma() -> bool:
+    return os.path.isdir(RDMA_DEVICES) and bool(os.listdir(RDMA_DEVICES))
 
 
 def _nixl_backend(devices: str) -> tuple[str, dict[str, str]]:
