@@ -56,5 +56,5 @@ def test_without_mooncake_it_does_not_start(taken: Any, monkeypatch: pytest.Monk
         raise ImportError("No module named 'mooncake'")
 
     monkeypatch.setattr(mooncake, "Mooncake", missing)
-    with pytest.raises(MixKVError, match="MIXKV-START-06.*SGLANG_MIXKV_DATA_PLANE=nixl"):
+    with pytest.raises(MixKVError, match=r"MIXKV-START-06.*SGLANG_MIXKV_DATA_PLANE=nixl"):
         taken("nixl")
