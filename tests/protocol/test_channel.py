@@ -90,3 +90,11 @@ def test_a_side_without_a_drafter_is_served(name: str, lack: str) -> None:
     cold = one.decode_tp * len(one.requests) if lack.endswith("prefill") else 0
     assert outcome.total("channel_cold") == outcome.total("channel_cold_no_drafter") == cold
     assert outcome.total("draft_bytes_sent") == 0
+
+
+@pytest.mark.mooncake_only
+def test_an_mla_drafter_beside_a_gqa_target_is_refused_at_start() -> None:
+    pair = {"target": Cache("mha", heads=4), "draft": Cache("mla", k_bytes=24)}
+    outcome = run(Case(1, 1, requests=REQUESTS, channel=True, **pair))
+    assert len(outcome.wrong) == 2
+    assert all("MIXKV-START-05" in error for error in outcome.wrong)

@@ -49,6 +49,8 @@ def random_case(number: int) -> Case:
     hybrid = draw.random() < 0.2
     draft = None if draw.random() < 0.1 else cache(draw, "draft", 1)
     target = cache(draw, "target", stages)
+    if model.CHANNEL and draft is not None and not target.is_mla:  # else refused at start
+        draft = replace(draft, kind="mha")
     has_group = draft is not None and not target.is_mla and not hybrid and stages == 1
     target_window = draw.choice([0, 5, 20]) if has_group else 0
     if target.is_mla and page_size == 64 and not (hybrid and stages > 1) and draw.random() < 0.7:

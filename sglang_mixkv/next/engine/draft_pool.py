@@ -104,6 +104,21 @@ def _check_appended(kv_args: Any) -> None:
         )
 
 
+def check_beside(kv_args: Any, is_mla: bool) -> None:
+    """A drafter without KV heads stays in SGLang's lists. Of a target with heads these are K and V
+    in halves (disaggregation/common/conn.py, get_mha_kv_ptrs_with_pp), and are cut by heads.
+    """
+    latent = is_mla or getattr(kv_args, "is_hybrid_mla_backend", False)
+    if kv_args.num_draft_entries and not latent:
+        raise refuse(
+            "MIXKV-START-05",
+            "an MLA target, or a drafter with KV heads",
+            f"a target with KV heads, and {kv_args.num_draft_entries} entries of an MLA drafter",
+            "SGLang would pair the drafter's entries with others, or end requests",
+            "Use a drafter with KV heads",
+        )
+
+
 def _check_pool(pool: Any) -> None:
     name = type(pool).__name__
     if isinstance(pool, SWAKVPool):

@@ -18,7 +18,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang_mixkv.engine.banner import speaks
 from sglang_mixkv.next.decode import rooms as decode_rooms
 from sglang_mixkv.next.decode.inbox import Inbox, Store
-from sglang_mixkv.next.engine import early_sends
+from sglang_mixkv.next.engine import draft_pool, early_sends
 from sglang_mixkv.next.engine.bootstrap import KEY
 from sglang_mixkv.next.engine.draft_pool import clear_retracted, draft_is_left_out
 from sglang_mixkv.next.engine.prefill_servers import PrefillServers
@@ -45,6 +45,7 @@ class DraftManager:
         self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False, **more: Any
     ) -> None:
         self.local = Local(args, server_args, mode.value, self.backend)
+        draft_pool.check_beside(args, is_mla_backend)
         self.miscounts: deque[str] = deque(maxlen=8)  # requests that SGLang counts otherwise
         self.kv_status_msg_carries_reason = True  # prefill's reason reaches decode over Mooncake
         super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
