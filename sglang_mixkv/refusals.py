@@ -162,7 +162,8 @@ def _environment_rules(environ: Mapping[str, str]) -> list[str]:
     found = []
     if truth("SGLANG_RUST_SERVER", environ):
         found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")
-    if truth("SGLANG_DISAGG_STAGING_BUFFER", environ):
+    staging = truth("SGLANG_DISAGG_STAGING_BUFFER", environ)
+    if staging and not truth(CHANNEL_SWITCH, environ):  # beside the channel it is the target's alone
         found.append(
             "SGLANG_DISAGG_STAGING_BUFFER=1 is not supported: SGLang's staging goes around the "
             "drafter's plan, and its messages do not pass the plugin's checks; unset it"

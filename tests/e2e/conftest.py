@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from rig.unserved import skip_unserved
@@ -170,16 +171,36 @@ def without_drafter(server: Launch) -> Launch:
     return replace(server, argv=tuple(words))
 
 
+def run_by(server: Launch, script: Path, env: Mapping[str, str] | None = None) -> Launch:
+    """The same server, started by a script that changes something in SGLang."""
+    words = list(server.argv)
+    start = words.index("-m")
+    words[start : start + 2] = [str(script)]
+    return replace(server, argv=tuple(words), env={**server.env, **(env or {})})
+
+
+Change = Callable[[Launch], Launch]
+
+
+def unchanged(server: Launch) -> Launch:
+    return server
+
+
 def pair_with(
-    fleet: Fleet, topology: Topology, change: Callable[[Launch], Launch], pair: str = "mla"
+    fleet: Fleet,
+    topology: Topology,
+    pair: str = "mla",
+    *,
+    prefill: Change = unchanged,
+    decode: Change = unchanged,
 ) -> Deployment:
-    """As `disaggregated`, with another prefill server than the topology says."""
+    """As `disaggregated`, with servers other than the topology says."""
     stats = fleet.folder("stats")
-    prefill, decode, port = launch.prefill_and_decode(pair, topology, str(stats))
-    prefill = change(prefill)
-    router = launch.router(prefill, decode, port)
-    bring_up(fleet, [prefill, decode, router], silent)
-    return Deployment(fleet, router.url, stats, (prefill, decode), (router,))
+    *servers, port = launch.prefill_and_decode(pair, topology, str(stats))
+    servers = [prefill(servers[0]), decode(servers[1])]
+    router = launch.router(*servers, port)
+    bring_up(fleet, [*servers, router], silent)
+    return Deployment(fleet, router.url, stats, tuple(servers), (router,))
 
 
 FIGURES: list[str] = []

@@ -6,7 +6,6 @@ The pools are smaller than the prompts together, so that each prompt that comes 
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from .conftest import (
     Reference,
     full,
     record,
+    run_by,
 )
 from .test_pairs import same
 
@@ -109,21 +109,13 @@ def test_a_pair_does_what_the_single_server_does(case: Case, reference: Referenc
         assert "--hicache-storage-backend with a drafter is not supported" in attached.text
 
 
-def without_draft_copies(server: Launch) -> Launch:
-    """The same server, its SGLang without the drafter's part of the host cache."""
-    words = list(server.argv)
-    start = words.index("-m")
-    words[start : start + 2] = [str(WITHOUT_DRAFT)]
-    return replace(server, argv=tuple(words))
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("copied", [True, False], ids=["stock", "without draft copies"])
 def test_a_single_server_and_its_control(copied: bool, reference: Reference) -> None:
     """The control says that the small pair notices what this file asks."""
     expected = reference("mla", ()).fixed
     server = launch.server("server", "mla", HOST_CACHE)
-    server = server if copied else without_draft_copies(server)
+    server = server if copied else run_by(server, WITHOUT_DRAFT)
     with Fleet() as fleet:
         bring_up(fleet, [server], silent)
         deployment = Deployment(fleet, server.url, fleet.folder("stats"), (server,))

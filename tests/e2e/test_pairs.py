@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from sglang_mixkv.demo.launch import Launch
 from sglang_mixkv.demo.pair import cousins, prompts
 from sglang_mixkv.demo.processes import Fleet
 from sglang_mixkv.tools.client import Answer, accept_length
 
+from . import staging_on_cpu
 from .conftest import (
+    CHUNKS,
+    PAGES,
     START_TIMEOUT,
     TP1,
     TP2,
@@ -21,6 +26,7 @@ from .conftest import (
     counts,
     pair_with,
     record,
+    run_by,
     warm_share,
     without_drafter,
 )
@@ -84,6 +90,38 @@ def test_eight_requests_at_once_with_cached_prefixes(pd: Measured) -> None:
     all_arrived(counted, pd.case)
 
 
+def gqa_staged(prefill: tuple[str, ...], decode: tuple[str, ...], name: str) -> Case:
+    return Case(f"gqa-{name}, SGLang's staging buffer", prefill, decode, "gqa")
+
+
+STAGED_CASES = [
+    gqa_staged((*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES), "P2-D1"),
+    gqa_staged((*TP1, *PAGES), (*TP2, *PAGES), "P1-D2"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", STAGED_CASES, ids=["P2-D1", "P1-D2"])
+def test_a_gqa_target_through_sglangs_staging_buffer(case: Case, reference: Reference) -> None:
+    """SGLang stages the target's heads, the channel the drafter's: each its own."""
+    expected = reference("gqa", ()).fixed
+
+    def staging(server: Launch) -> Launch:
+        return run_by(server, Path(staging_on_cpu.__file__), staging_on_cpu.ENV)
+
+    with Fleet() as fleet:
+        deployment = pair_with(fleet, case.topology(), "gqa", prefill=staging, decode=staging)
+        before = counts(deployment)
+        answers = [deployment.ask(prompt) for prompt in prompts(pair="gqa")]
+        counted = counts(deployment)
+        counted.subtract(before)
+        staged = (fleet.root / "decode" / "log").read_text().count(staging_on_cpu.STAGED)
+    record(case.name, answers, expected, warm_share(counted))
+    same(answers, expected)
+    all_arrived(counted, case)
+    assert staged >= len(answers)
+
+
 @pytest.mark.parametrize("pair", ["mla-dflash", pytest.param("mla", marks=pytest.mark.full)])
 def test_a_pair_that_drafts_on_decode_alone(pair: str, reference: Reference) -> None:
     """The drafter is cold, the output is the single server's."""
@@ -91,7 +129,7 @@ def test_a_pair_that_drafts_on_decode_alone(pair: str, reference: Reference) -> 
     case.skip_unserved()
     expected = reference(pair, ()).fixed
     with Fleet() as fleet:
-        deployment = pair_with(fleet, case.topology(), without_drafter, pair)
+        deployment = pair_with(fleet, case.topology(), pair, prefill=without_drafter)
         before = counts(deployment)
         answers = [deployment.ask(prompt) for prompt in prompts(pair=pair)]
         counted = counts(deployment)

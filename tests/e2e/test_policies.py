@@ -53,7 +53,7 @@ def test_cold_drafters_change_the_accept_length_alone(
     """The prefill server's drafter has a window that decode's has not, or there is none."""
     expected = reference("mla", ())
     with Fleet() as fleet:
-        deployment = pair_with(fleet, Topology(TP2, TP1, COLD, COLD), change)
+        deployment = pair_with(fleet, Topology(TP2, TP1, COLD, COLD), prefill=change)
         before = counts(deployment)["cold_requests"]
         for answers, same in (
             (one_by_one(deployment), expected.fixed),

@@ -113,6 +113,12 @@ def test_staging_is_refused_without_a_drafter_too() -> None:
     assert "its messages do not pass" in refusal
 
 
+def test_staging_goes_with_the_draft_channel() -> None:
+    """It has the target's KV alone there, and its messages are nobody's but SGLang's."""
+    both = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_MIXKV_CHANNEL": "1"}
+    assert startup.refusals(arguments(), both) == []
+
+
 def test_cold_does_not_go_with_sglangs_checksums() -> None:
     compared = arguments(disaggregation_enable_kv_checksum=True)
     cold = Config(on_draft_mismatch="cold")
