@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from rig.flow import TIMEOUTS, Ended, Flow, Result, Ring, run, typical
+from rig.flow import TIMEOUTS, Result, Ring, run, typical
+from rig.flow_rank import Ended, Flow
 from rig.netns import Network, why_not
 from rig.ring import Key
 
