@@ -163,7 +163,7 @@ def _environment_rules(environ: Mapping[str, str]) -> list[str]:
     if truth("SGLANG_RUST_SERVER", environ):
         found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")
     staging = truth("SGLANG_DISAGG_STAGING_BUFFER", environ)
-    if staging and not truth(CHANNEL_SWITCH, environ):  # beside the channel it is the target's alone
+    if staging and not truth(CHANNEL_SWITCH, environ):  # beside it, the target's alone
         found.append(
             "SGLANG_DISAGG_STAGING_BUFFER=1 is not supported: SGLang's staging goes around the "
             "drafter's plan, and its messages do not pass the plugin's checks; unset it"
