@@ -153,7 +153,10 @@ def hosts(network: Network) -> dict[Key, tuple[int, str]]:
     }
 
 
-def test_a_link_goes_down(network: Network) -> None:
+@pytest.mark.parametrize(
+    "backend", ["mooncake", pytest.param("nixl-tcp", marks=pytest.mark.full)], indirect=True
+)
+def test_a_link_goes_down(network: Network, backend: str) -> None:
     """That of the host whose rank sends draft KV alone, in the middle of requests."""
     flow = Flow(700, prefills=2, every=0.05, hosts=hosts(network))
     result = run(flow, {80: lambda _: network.cut(1), 200: lambda _: network.mend(1)})

@@ -11,6 +11,7 @@ this process however it ends. So nothing is left behind.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -94,14 +95,13 @@ class Network:
             preexec_fn=_die_with_parent,
         )  # fmt: skip
         self._stack.callback(_end, sleeper)
-        while os.readlink(f"/proc/{sleeper.pid}/ns/net") == own:
-            if (code := sleeper.poll()) is not None:
-                assert sleeper.stderr is not None
-                raise subprocess.CalledProcessError(
-                    code, sleeper.args, stderr=sleeper.stderr.read()
-                )
+        while (code := sleeper.poll()) is None:
+            with contextlib.suppress(FileNotFoundError):  # it has just ended
+                if os.readlink(f"/proc/{sleeper.pid}/ns/net") != own:
+                    return sleeper.pid
             time.sleep(0.005)
-        return sleeper.pid
+        assert sleeper.stderr is not None
+        raise subprocess.CalledProcessError(code, sleeper.args, stderr=sleeper.stderr.read())
 
     def _ip(self, pid: int, words: str) -> None:
         command = ["nsenter", "--target", str(pid), "--net", "ip", *words.split()]
