@@ -102,10 +102,17 @@ def _register() -> None:
         from sglang_mixkv.next.engine import handover
 
         for path in INIT_MANAGER:
-            HookRegistry.register(path, handover.around_init, HookType.AROUND)
+            HookRegistry.register(path, _hide_draft_pool, HookType.AROUND)
         HookRegistry.register(EXTEND_TRANSFERS, handover.after_extend, HookType.AFTER)
         HookRegistry.register(RESUME_RETRACTED, handover.after_resume, HookType.AFTER)
     register_resolution_hook(VALIDATION)(_validate)
+
+
+def _hide_draft_pool(original: Callable[[Any], Any], queue: Any) -> Any:
+    from sglang_mixkv.next.engine import handover
+
+    enabled = _is_enabled(_published())
+    return handover.around_init(original, queue) if enabled else original(queue)
 
 
 def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:

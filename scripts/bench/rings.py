@@ -6,7 +6,7 @@
 
 Each rank has a process of its own (members.py). Rings of several ways stand side by side, so that
 their requests can take turns; one that is not asked sleeps. Times are seconds of CLOCK_MONOTONIC,
-which all processes share. The target is small: 24 bytes a token.
+which all processes share. The target is small: 24 bytes per token.
 """
 
 from __future__ import annotations

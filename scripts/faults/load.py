@@ -33,7 +33,8 @@ RESOURCES = ("threads", "fds", "rss_mib")
 @dataclass
 class Round:
     """What was counted in one round; `grown`: resources of the rank that grew most since the
-    first round's end, and the memory of the single server, which has no plugin."""
+    first round's end, and the memory of the single server, which has no plugin. `rooms`: of the
+    draft channel."""
 
     requests: int = 0
     ended: Counter[str] = field(default_factory=Counter)
@@ -41,6 +42,7 @@ class Round:
     single: float = 0.0
     seconds: float = 0.0
     held: list[str] = field(default_factory=list)
+    rooms: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     grown: dict[str, int] = field(default_factory=dict)
 
@@ -65,9 +67,15 @@ def crowds(requests: int, seed: int) -> list[Crowd]:
 
 
 def one_round(servers: Servers, known: Known, requests: int, seed: int) -> Round:
-    found = Round()
+    found, before = Round(), servers.rooms()
     found.add([servers.serve(crowd, known) for crowd in crowds(requests, seed)])
-    found.held = servers.held()
+    return ended(found, servers, before)
+
+
+def ended(found: Round, servers: Servers, before: Counter[str]) -> Round:
+    """With what is left of the round."""
+    found.held, found.rooms = servers.held(), servers.rooms()
+    found.rooms.subtract(before)
     return found
 
 
@@ -76,12 +84,11 @@ def killed(servers: Servers, known: Known, side: str, requests: int, seed: int) 
     crowd = Crowd(requests // 3, seed, hang_up=0.0)
     lost = servers.serve(crowd, known, (crowd.requests // 3, lambda: servers.kill(side)))
     servers.restart(side)
-    found = Round()
+    found, before = Round(), servers.rooms()
     found.add([servers.serve(Crowd(requests // 3, seed + 1), known)])
     found.ended["failed as their server was killed"] = lost.ended["failed"]
     found.ended["wrong"] += lost.ended["wrong"]
-    found.held = servers.held()
-    return found
+    return ended(found, servers, before)
 
 
 def main() -> int:
@@ -131,13 +138,15 @@ def main() -> int:
 
 def table(rounds: dict[str, Round]) -> str:
     head = (
-        "| | requests | right | ties | wrong | hung up | failed | accept length | single | held |"
+        "| | requests | right | ties | wrong | hung up | failed | accept length | single "
+        "| warm, cold rooms | held |"
     )
-    lines = [head, "|" + "---|" * 10]
+    lines = [head, "|" + "---|" * 11]
     for name, r in rounds.items():
         counts = (r.ended[what] for what in ("right", "tie", "wrong", "hung up", "failed"))
         lengths = f"{r.accept_length:.3f} | {r.single:.3f}"
         cells = " | ".join(map(str, counts))
+        lengths += f" | {r.rooms['channel_warm']}, {r.rooms['channel_cold']}"
         lines.append(f"| {name} | {r.requests} | {cells} | {lengths} | {len(r.held)} |")
     return "\n".join(lines)
 

@@ -44,6 +44,7 @@ def figures(verdict: Verdict) -> dict[str, object]:
         "requests": verdict.soak.requests,
         "met a fault": verdict.soak.requests - verdict.met["none"],
         "right": verdict.counts["succeeded"],
+        "of these with a cold drafter": verdict.counts["cold"],
         "failed with a reason": verdict.counts["failed"],
         "of these without a fault of their own": verdict.counts[OTHERS_FAULT],
         "uses a page": round(verdict.page_uses, 1),

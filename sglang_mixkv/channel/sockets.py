@@ -29,7 +29,7 @@ class Inlet(Generic[T]):
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def put(self, event: T, wake: bool = True) -> None:
-        """`wake`: else it waits for the next event, or until the thread looks by itself."""
+        """`wake`: else it waits for the next event, or until the thread polls."""
         self._events.put(event)
         if wake:
             self.wake()

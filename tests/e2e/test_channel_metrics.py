@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,7 +15,7 @@ from sglang_mixkv.demo.servers import Deployment
 from sglang_mixkv.tools import pages
 from sglang_mixkv.tools.client import Answer, acceptance_by_position
 
-from .conftest import START_TIMEOUT, TP1, TP2, Case, pair_with, without_drafter
+from .conftest import START_TIMEOUT, TP1, TP2, Case, pair_with, unchanged, without_drafter
 
 pytestmark = START_TIMEOUT
 
@@ -72,8 +71,8 @@ def test_accept_length_by_state(state: str) -> None:
     case = Case(state, (*TP2, *METRICS), (*TP1, *METRICS))
     case.skip_unserved()
     with Fleet() as fleet:
-        change = without_drafter if state == "cold" else replace
-        deployment = pair_with(fleet, case.topology(), change)
+        change = without_drafter if state == "cold" else unchanged
+        deployment = pair_with(fleet, case.topology(), prefill=change)
         before = at_rest(deployment, 1)  # the first request, which is only to get through
         answers = [deployment.ask(prompt) for prompt in prompts()]
         after = at_rest(deployment, 1 + len(answers))

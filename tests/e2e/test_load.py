@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +16,19 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.full]
 
 LOAD = Path(__file__).parents[2] / "scripts" / "faults" / "load.py"
 PAIRS = [("--tp 2", "--tp 1"), ("--tp 1", "--tp 2"), ("--tp 2", "--tp 2 --attn-dp-size 2")]
+CHANNEL = {"SGLANG_MIXKV_CHANNEL": "1", "SGLANG_MIXKV_PATIENCE": "5"}
+OLD: dict[str, str] = {}
 
 
-def load(folder: Path, prefill: str, decode: str, backend: str, *flags: str) -> dict[str, Any]:
+def load(
+    folder: Path, pair: tuple[str, str], backend: str, way: dict[str, str], *flags: str
+) -> dict[str, Any]:
     skip_unserved(backend)
-    out = folder / "load.json"
+    out, (prefill, decode) = folder / "load.json", pair
     about = [f"--prefill={prefill}", f"--decode={decode}", f"--backend={backend}", f"--json={out}"]
     command = [sys.executable, str(LOAD), *about, "--requests=90", "--rounds=1", *flags]
-    done = subprocess.run(command, text=True, capture_output=True, check=False)
+    env = {**os.environ, **way}
+    done = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rounds: dict[str, Any] = json.loads(out.read_text())
     assert rounds["round 1"]["ended"]["hung up"] > 0
@@ -30,17 +36,31 @@ def load(folder: Path, prefill: str, decode: str, backend: str, *flags: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("pair", "backend"), [(PAIRS[0], "mooncake"), (PAIRS[1], "nixl"), (PAIRS[2], "mooncake")]
-)
-def test_nobody_pays_for_another(pair: tuple[str, str], backend: str, tmp_path: Path) -> None:
-    load(tmp_path, *pair, backend)
+    ("pair", "backend", "way"),
+    [
+        (PAIRS[0], "mooncake", CHANNEL), (PAIRS[1], "nixl", CHANNEL),
+        (PAIRS[2], "mooncake", CHANNEL), (PAIRS[2], "mooncake", OLD),
+    ],
+)  # fmt: skip
+def test_nobody_pays_for_another(
+    pair: tuple[str, str], backend: str, way: dict[str, str], tmp_path: Path
+) -> None:
+    rooms = load(tmp_path, pair, backend, way)["round 1"]["rooms"]
+    assert (rooms.get("channel_warm", 0) > 0) == (way is CHANNEL)
+    assert rooms.get("channel_cold", 0) <= 0.01 * rooms.get("channel_warm", 0)
 
 
 @pytest.mark.parametrize(
-    ("pair", "backend"), [(PAIRS[0], "nixl"), (PAIRS[1], "mooncake"), (PAIRS[2], "nixl")]
-)
-def test_nor_for_a_server_that_dies(pair: tuple[str, str], backend: str, tmp_path: Path) -> None:
+    ("pair", "backend", "way"),
+    [
+        (PAIRS[0], "nixl", CHANNEL), (PAIRS[1], "mooncake", CHANNEL),
+        (PAIRS[2], "nixl", CHANNEL), (PAIRS[1], "mooncake", OLD),
+    ],
+)  # fmt: skip
+def test_nor_for_a_server_that_dies(
+    pair: tuple[str, str], backend: str, way: dict[str, str], tmp_path: Path
+) -> None:
     """Half of the time is the wait for what a killed server's requests leave."""
-    rounds = load(tmp_path, *pair, backend, "--kill")
+    rounds = load(tmp_path, pair, backend, way, "--kill")
     assert [*rounds] == ["round 1", "decode killed", "prefill killed"]
     assert sum(r["ended"]["failed as their server was killed"] for r in [*rounds.values()][1:]) > 0

@@ -32,7 +32,8 @@ TCP = "nixl-tcp"
 # Modules and functions that look into today's way: its frames, plans, packing, pointers, its series
 # and files, its refusals; they go with it. The rest asks SGLang's interface alone.
 TODAY = {
-    "test_banner", "test_cold", "test_decode_apart", "test_guards", "test_local_failures",
+    "test_banner", "test_cold", "test_decode_apart", "test_fuzz", "test_guards",
+    "test_local_failures",
     "test_metrics", "test_nixl_peers", "test_one_sided", "test_rdma", "test_release",
     "test_startup", "test_target_alone", "test_today", "test_untrusted", "test_upstream",
     "test_verify", "test_versions",

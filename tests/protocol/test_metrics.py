@@ -36,8 +36,8 @@ def watch(rank: Rank) -> None:
             count(blocks.src.tolist(), blocks.length.tolist())
         return begun
 
-    def concluding(handle: Any, *began: float) -> None:
-        conclude(handle, *began)
+    def concluding(number: int, handle: Any, began: float) -> None:
+        conclude(number, handle, began)
         if rank.side == "prefill":
             stock = stock_class(rank, "sender").get_transfer_metric(handle).transfer_total_bytes
             stats.add(stock_says=stock)

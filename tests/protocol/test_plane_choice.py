@@ -51,6 +51,12 @@ def test_the_operator_may_choose(taken: Any, monkeypatch: pytest.MonkeyPatch, na
     assert taken("nixl") == name
 
 
+def test_another_name_stops_the_start(taken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(sides.DATA_PLANE_ENV, "nixI")
+    with pytest.raises(MixKVError, match=r"MIXKV-START-04.*mooncake or nixl.*got nixI"):
+        taken("mooncake")
+
+
 def test_without_mooncake_it_does_not_start(taken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object) -> None:
         raise ImportError("No module named 'mooncake'")

@@ -21,6 +21,7 @@ def clean(requests: int, seed: int, faulty: float = 0.2, max_tokens: int = 4000)
     assert {str(v.soak): v.others for v in verdicts if v.others} == {}
     for verdict in verdicts:
         assert verdict.counts["succeeded"] + verdict.counts["failed"] == requests
+        assert verdict.counts["cold"] < verdict.counts["succeeded"] / 3
         assert verdict.counts["succeeded"] > (1 - faulty) * requests / 3
 
 

@@ -59,6 +59,35 @@ def test_success_waits_for_packing_and_for_nothing_else() -> None:
     assert rooms.left()["offered"] == 1
 
 
+def test_packing_that_ends_before_sglangs_transfer_is_settled_then() -> None:
+    rooms = prefill()
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
+    (pack,) = of(pev.Pack, rooms.handle(opened(10), 0.0))
+    assert of(pev.Settled, rooms.handle(pev.Packed(pack.job), 0.1)) == [pev.Settled(0)]
+    assert of(pev.Settled, rooms.handle(pev.TargetSent(0), 0.2)) == []
+
+
+def test_a_lost_open_may_have_told_of_more_readers() -> None:
+    """They have the time of SGLang's transfer."""
+    rooms = prefill()
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    gone = pev.Received(b"new", fail(ROOM, 10, "closed", reader=READER))
+    assert of(pev.Settled, rooms.handle(gone, 0.0)) == []
+    assert rooms.opened(0) == ()  # it says nothing of where target KV comes from
+    rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
+    (pack,) = of(pev.Pack, rooms.handle(opened(11, OTHER, readers=2), 0.1))
+    assert of(pev.Settled, rooms.handle(pev.Packed(pack.job), 0.2)) == [pev.Settled(0)]
+    assert rooms.opened(0) == (opened(11, OTHER, readers=2).message,)
+
+
+def test_a_room_whose_open_was_lost_does_not_wait_for_it() -> None:
+    rooms = prefill()
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    rooms.handle(pev.Received(b"new", fail(ROOM, 10, "closed", reader=READER)), 0.0)
+    assert of(pev.Settled, rooms.handle(pev.TargetSent(0), 0.1)) == [pev.Settled(0)]
+
+
 def test_nobody_opens_and_the_request_goes_on() -> None:
     rooms = prefill()
     rooms.handle(pev.Begin(0, ROOM), 0.0)

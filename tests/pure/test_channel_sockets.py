@@ -1,4 +1,4 @@
-"""What wakes a channel thread, and how often it looks by itself."""
+"""What wakes a channel thread, and how often it polls."""
 
 from __future__ import annotations
 

@@ -239,8 +239,10 @@ class Servers:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self.fleet = stack.enter_context(Fleet())
-            self._states = self.fleet.folder("states")
-            prefill, decode, port = launch.prefill_and_decode(self._pair, self._topology, "")
+            self._states, self._stats = self.fleet.folder("states"), self.fleet.folder("stats")
+            prefill, decode, port = launch.prefill_and_decode(
+                self._pair, self._topology, str(self._stats)
+            )  # fmt: skip
             self._launches = {one.name: self._watched(one) for one in (prefill, decode)}
             router = launch.router(prefill, decode, port)
             processes = bring_up(self.fleet, [*self._launches.values(), router], silent)
@@ -316,6 +318,14 @@ class Servers:
                 return
 
     # -- what is held
+
+    def rooms(self) -> Counter[str]:
+        """What the draft channel's rooms were, over all ranks since their start."""
+        found: Counter[str] = Counter()
+        for path in self._stats.glob("*.json"):
+            counts = json.loads(path.read_text())
+            found.update({k: n for k, n in counts.items() if k.startswith("channel_")})
+        return found
 
     def states(self) -> dict[int, dict[str, Any]]:
         """Of each rank, by its process."""

@@ -36,6 +36,7 @@ TIMEOUTS = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "3",
+    "SGLANG_MIXKV_PATIENCE": "3",
 }
 TWO_ROUNDS = {"requests": (Request(12), Request(9)), "rounds": ((0,), (1,))}
 CHUNKED = {"requests": (Request(12, chunk_pages=1), Request(9)), "rounds": ((0,), (1,))}
@@ -68,7 +69,8 @@ class Fault:
     """`name`: what goes wrong; `how`: how that is brought about; `ends`: how the request ends
     on the decode side ("either": depends on the moment); `words`: part of the reason; `next_too`:
     the second fails as well; `remains`: tables in which a copy may wait for its reaping;
-    `backend`: the one that it is tried on, if not on all."""
+    `backend`: the one that it is tried on, if not on all. Over the draft channel, `cold`: why the
+    request is served cold; `stays_cold`: the next one is, too; `stocks`: reasons are SGLang's."""
 
     group: str
     name: str
@@ -79,6 +81,9 @@ class Fault:
     next_too: bool = False
     remains: tuple[str, ...] = ()
     backend: str = ""
+    cold: str = ""
+    stays_cold: bool = False
+    stocks: bool = False
 
     def __str__(self) -> str:
         return f"{self.group}: {self.name}"
@@ -92,10 +97,21 @@ def problems(fault: Fault, outcome: Outcome) -> list[str]:
         lines = [*report.wrong, *filter(None, [report.error])]
         found += [who + line for line in lines if not any(w in line for w in fault.remains)]
         found += [who + line for line in _endings(fault, report)]
-        found += [line for line in report.reasons if "unknown reason" in line]
+        found += [line for line in report.reasons if "unknown reason" in line and not fault.stocks]
     if fault.ends == "failed" and fault.words not in outcome.reasons:
         found.append(f"no reason says {fault.words!r}: {outcome.reasons}")
-    return found
+    return [*found, *_drafters(fault, outcome)]
+
+
+def _drafters(fault: Fault, outcome: Outcome) -> Iterator[str]:
+    """What is wrong with how warm drafters start. Today's way serves no request cold here."""
+    if fault.cold and not outcome.total(f"channel_cold_{fault.cold}"):
+        yield f"no request is cold for {fault.cold!r}"
+    cold = [report for report in outcome.decode if report.cold]
+    if fault.ends == "success" and cold and not (fault.cold or fault.stays_cold):
+        yield f"a request is cold: {[report.stats for report in cold]}"
+    if not fault.stays_cold and any(max(report.cold) == len(report.status) - 1 for report in cold):
+        yield "the last request is cold, too"
 
 
 def _endings(fault: Fault, report: RankReport) -> Iterator[str]:

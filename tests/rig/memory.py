@@ -18,7 +18,8 @@ DRAFT_AUX = (6, 7, 8)
 @dataclass
 class RankReport:
     """What one rank says at the end. `wrong`: byte differences, in words. `seconds`: for each
-    status, from the fault (if one struck while the request was open), else its start."""
+    status, from the fault (if one struck while the request was open), else its start. `cold`:
+    requests that were served without their draft KV, or a part of it."""
 
     side: str
     rank: int
@@ -27,6 +28,7 @@ class RankReport:
     reasons: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     stats: dict[str, int] = field(default_factory=dict)
+    cold: set[int] = field(default_factory=set)
     error: str = ""
 
 
@@ -45,7 +47,6 @@ class Memory:
         self.dcp = case.dcp_of(side)
         self.dcp_rank = self.tp_rank % self.dcp  # runtime_context.py
         self.relays = case.prefill_dcp != case.dcp
-        self.cold: set[int] = set()  # requests whose draft KV did not come, or not all of it
         self.report = RankReport(side, rank)
 
     def allocate(self) -> None:
@@ -226,7 +227,7 @@ class Memory:
                         kept = self._unread(number, kept, self.pools[name][index][pages])
                     cleared = cold or (name == "draft" and self.case.extra.get("cleared"))
                     entry[pages] = 0 if cleared else np.where(sent, row, kept)
-                    if name == "draft" and number in self.cold:
+                    if name == "draft" and number in self.report.cold:
                         self._excuse_cleared(entry, self.pools[name][index], pages)
             for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
                 self._differ(f"{name} entry {index}", want, got)

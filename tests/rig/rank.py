@@ -259,7 +259,7 @@ class Rank(Memory):
                 self.releases.hold(handle)
         else:
             if is_cold(handle):
-                self.cold.add(number)
+                self.report.cold.add(number)
             handle.clear()
 
     def run_prefill(self) -> None:
@@ -286,6 +286,7 @@ class Rank(Memory):
         )  # fmt: skip
         surplus = model.surplus_pages(self.case, self.side, number)
         sender.init(len(tables[number]) + len(surplus), number)
+        sender.ring_number = number
         return sender
 
     def _send_all(self, senders: dict[int, Any], pending: dict[int, list[np.ndarray]]) -> None:
@@ -450,9 +451,8 @@ def tokens_in(rank: Rank, sender: Any, chunk: np.ndarray) -> int | None:
     """Of the prompt, in a chunk that is sent next; None where a case does not say."""
     if not rank.case.by_token:
         return None
-    number = rank.rooms().index(sender.bootstrap_room)
     size = rank.case.page_size * rank.case.prefill_dcp
-    left = max(0, rank.case.requests[number].tokens - sender.curr_idx * size)
+    left = max(0, rank.case.requests[sender.ring_number].tokens - sender.curr_idx * size)
     return min(len(chunk) * size, left)
 
 

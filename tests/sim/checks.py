@@ -157,6 +157,8 @@ class Checks:
     def settled(self, rank: PrefillRank, sender: Sender) -> None:
         if sender.settled:
             raise Finding("settled", f"{rank.name}: twice")
+        if not sender.sent:
+            return
         since = self._progress.get((rank, sender.request.number), 0.0)
         since = max(since, sender.sent_at - sender.slow_by)
         took = self._running(rank) - since

@@ -349,7 +349,7 @@ class PrefillSide:
                 yield "the last chunk is written", {"written": True}, pv.ChunkWritten(use)
             if not sender.sent:
                 yield "the target is sent", {"sent": True}, pv.TargetSent(use)
-            if sender.settled:
+            if sender.settled and sender.sent:
                 yield "SGLang's Success", {"ended": True}, pv.End(use)
 
     def faults(self, front: Front, links: Any) -> Iterator[tuple[str, Moved]]:

@@ -93,12 +93,13 @@ def of_args(kv_args: Any) -> Draft | None:
 
 def _check_appended(kv_args: Any) -> None:
     """A drafter with heads among the target's entries is what the channel exists to prevent."""
-    if kv_args.num_draft_entries and not getattr(kv_args, "is_draft_mla_backend", True):
+    count = getattr(kv_args, "num_draft_entries", 0)
+    if count and not getattr(kv_args, "is_draft_mla_backend", True):
         raise refuse(
             "MIXKV-START-05",
             "KV args with the target alone in kv_data_*, and a drafter's K and V heads in "
             "draft_kv_data_ptrs, draft_kv_data_lens and draft_kv_item_lens",
-            f"{kv_args.num_draft_entries} draft entries behind the target's",
+            f"{count} draft entries behind the target's",
             "SGLang would send heads to wrong places",
             "See engine/draft_pool.py for what KV args have to name",
         )
@@ -109,11 +110,12 @@ def check_beside(kv_args: Any, is_mla: bool) -> None:
     in halves (disaggregation/common/conn.py, get_mha_kv_ptrs_with_pp), and are cut by heads.
     """
     latent = is_mla or getattr(kv_args, "is_hybrid_mla_backend", False)
-    if kv_args.num_draft_entries and not latent:
+    count = getattr(kv_args, "num_draft_entries", 0)
+    if count and not latent:
         raise refuse(
             "MIXKV-START-05",
             "an MLA target, or a drafter with KV heads",
-            f"a target with KV heads, and {kv_args.num_draft_entries} entries of an MLA drafter",
+            f"a target with KV heads, and {count} entries of an MLA drafter",
             "SGLang would pair the drafter's entries with others, or end requests",
             "Use a drafter with KV heads",
         )

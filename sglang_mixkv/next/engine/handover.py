@@ -49,16 +49,16 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
 def after_extend(_result: Any, _queue: Any, decode_reqs: Any) -> None:
     """Hook on DecodeTransferQueue.extend: each room learns its request."""
     for one in decode_reqs:
-        entry = getattr(one.kv_receiver, "entry", None)
+        entry = getattr(getattr(one, "kv_receiver", None), "entry", None)
         if entry is not None:
-            entry.request = one.req
+            entry.request = getattr(one, "req", None)
 
 
 def after_resume(resumed: Any, queue: Any, *_args: Any, **_kwargs: Any) -> None:
     """Hook on DecodePreallocQueue.resume_retracted_reqs: these requests have new rows."""
     retracted = getattr(queue.kv_manager, "retracted", None)
     if retracted is not None:
-        for request in resumed:
+        for request in resumed or ():
             retracted(queue.req_to_token_pool, request)
 
 

@@ -76,9 +76,9 @@ class Notes:
     def _log(self, kind: Kind, peer: bytes, detail: str) -> None:
         side = "decode" if self._mode == "prefill" else "prefill"
         whom = self.name_of(peer) or (f"rank {peer.hex()[:8]}" if peer else "rank")
-        said = f"{kind.happened} ({detail or 'no detail'}); {kind.consequence}. {kind.remedy}"
+        sentence = f"{kind.happened} ({detail or 'no detail'}); {kind.consequence}. {kind.remedy}"
         text = (
-            f"[{kind.code}] draft channel, {side} {whom}: {said}. From now on counted, not logged"
+            f"[{kind.code}] draft channel, {side} {whom}: {sentence}. From now on counted, not logged"
         )
         logger.warning("%s", text)
 

@@ -32,6 +32,7 @@ SLOTS = 64
 SLOT_ALIGNMENT = 4096
 PATIENCE_ENV, PORT_ENV = "SGLANG_MIXKV_PATIENCE", "SGLANG_MIXKV_PORT"
 DATA_PLANE_ENV = "SGLANG_MIXKV_DATA_PLANE"
+PLANES = ("mooncake", "nixl")
 RDMA_DEVICES = "/sys/class/infiniband"
 
 
@@ -145,14 +146,19 @@ def _plane_of(backend: str, host: str, devices: str) -> DataPlane:
     """As SGLANG_MIXKV_DATA_PLANE says; else the backend's own, but for UCX without RDMA: there a
     reader that dies can end the process it reads from (docs/protocol.md).
 
-    Raises MixKVError where Mooncake would have to be, and is not installed.
+    Raises MixKVError for another value, and where Mooncake would have to be and is not installed.
     """
-    kind, parameters = _nixl_backend(devices)
-    avoided = backend == "nixl" and kind == "UCX" and not _has_rdma()
-    if (os.environ.get(DATA_PLANE_ENV) or ("mooncake" if avoided else backend)) == "nixl":
+    asked = os.environ.get(DATA_PLANE_ENV)
+    if asked and asked not in PLANES:
+        raise refuse(
+            "MIXKV-START-04", f"{DATA_PLANE_ENV}={' or '.join(PLANES)}", asked,
+            "draft KV would be read in a way that nobody chose",
+            "Correct it, or unset it: the plugin chooses",
+        )  # fmt: skip
+    if (asked or _default_plane(backend)) == "nixl":
         from sglang_mixkv.channel.nixl import Nixl
 
-        return Nixl(kind, parameters)
+        return Nixl(*_nixl_backend(devices))
     from sglang_mixkv.channel.mooncake import Mooncake
 
     try:
@@ -163,6 +169,13 @@ def _plane_of(backend: str, host: str, devices: str) -> DataPlane:
             "with NIXL's UCX over TCP a decode process that dies can end the prefill process",
             "Install mooncake-transfer-engine, or accept it: SGLANG_MIXKV_DATA_PLANE=nixl",
         ) from error  # fmt: skip
+
+
+def _default_plane(backend: str) -> str:
+    if backend != "nixl":
+        return "mooncake"
+    kind = envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get()
+    return "mooncake" if kind == "UCX" and not _has_rdma() else "nixl"
 
 
 def _has_rdma() -> bool:

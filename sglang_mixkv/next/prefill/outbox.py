@@ -126,7 +126,7 @@ class Outbox:
     def target_sent(self, use: Use) -> None:
         if not use.sent:
             use.sent = True
-            self._inlet.put(ev.TargetSent(use.number))
+            self._inlet.put(ev.TargetSent(use.number), wake=not use.settled)
 
     def end(self, use: Use, reason: str = "") -> None:
         """Idempotent: abort, failure_exception and clear all end a sender."""

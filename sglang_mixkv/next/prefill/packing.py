@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
@@ -41,7 +41,7 @@ class Packing:
     def fits(self, opened: Open) -> bool:
         return self._segment_tokens(len(opened.wanted), opened.slot_bytes) > 0
 
-    def start(self, now: float) -> Iterator[Pack | tuple[Part, Ready]]:
+    def start(self, now: float) -> list[Pack | tuple[Part, Ready]]:
         """As many as there are slots for. A READY: that of a last segment without tokens."""
         found: list[Pack | tuple[Part, Ready]] = []
 
@@ -59,7 +59,7 @@ class Packing:
             return True
 
         self._turns.serve(start_one)
-        return iter(found)
+        return found
 
     def _start(self, part: Part, slot: int) -> Pack:
         opened = part.opened

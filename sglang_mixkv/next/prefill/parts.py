@@ -29,18 +29,24 @@ class Room:
 
     @property
     def missing(self) -> int:
-        """Readers that have not opened; at least one where nobody has."""
-        return max((p.opened.readers for p in self.parts.values()), default=1) - len(self.parts)
+        """Readers that have not opened; at least one where none has said how many there are."""
+        count = len(self.parts)
+        told = (part.opened.readers for part in self.parts.values() if not part.lost)
+        return max(told, default=count + 1) - count
 
     @property
     def all_ended(self) -> bool:
-        return self.missing <= 0 and all(part.ended for part in self.parts.values())
+        """Where all OPENs were lost, others may come until SGLang's transfer has succeeded."""
+        parts = self.parts.values()
+        unknown = bool(parts) and all(part.lost for part in parts)
+        complete = self.sent is not None if unknown else self.missing <= 0
+        return complete and all(part.ended for part in parts)
 
 
 class Part:
     """The reader's side. `room` is None until SGLang's sender is here.
 
-    `token` is the first that is not cut into a segment yet, in chunk number `chunk` or behind it.
+    `lost`: its OPEN was, so that nobody knows what it said. `token` is the first that is not cut into a segment yet, in chunk number `chunk` or behind it.
     """
 
     def __init__(self, opened: Open, connection: Connection, now: float) -> None:
@@ -51,7 +57,7 @@ class Part:
         self.segments = 0
         self.packing: dict[int, Ready] = {}  # by job
         self.complete = not opened.wanted
-        self.over = False
+        self.over = self.lost = False
 
     @property
     def ended(self) -> bool:

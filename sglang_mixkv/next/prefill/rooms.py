@@ -75,9 +75,10 @@ class Rooms:
         self._seen = now
 
     def opened(self, use: ev.Use) -> tuple[Open, ...]:
-        """What this request's readers have said, in no order."""
+        """The OPENs of this request's readers that have come, in no order."""
         room = self._uses.get(use)
-        return tuple(part.opened for part in room.parts.values()) if room is not None else ()
+        parts = room.parts.values() if room is not None else ()
+        return tuple(part.opened for part in parts if not part.lost)
 
     # -- SGLang's side
 
@@ -192,6 +193,7 @@ class Rooms:
             return None
         opened = Open(0, number, message.generation, self._instance, reader, 1, (0, 0), 0, 1)
         part = self._parts[message.generation] = Part(opened, connection, self._clock)
+        part.lost = True
         if room is not None and not room.settled:
             self._join(room, part)
         else:
@@ -234,7 +236,7 @@ class Rooms:
                 self._fail_part(part, code, detail)
 
     def _settle(self, room: Room, given_up: bool = False) -> None:
-        if room.sent is not None and not room.settled and (given_up or room.all_ended):
+        if not room.settled and (given_up or room.all_ended):
             room.settled = True
             self._out.append(ev.Settled(room.use))
 

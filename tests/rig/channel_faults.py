@@ -1,0 +1,281 @@
+"""Faults of the draft channel, and those of SGLang's own that reach it, on the protocol ring.
+
+A drafter's trouble ends no request: the one that met it is served, cold where rows did not come,
+and the next one is served warm by servers that nobody restarted. What ends a request are faults of
+SGLang's own transfer, and a decode rank that cannot even clear its rows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import zmq
+from rig import faults
+from rig.faults import Fault, Inject, case
+from rig.rank import Rank
+
+from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
+from sglang_mixkv.draft.rows import HEADER, DraftRows
+
+Change = Callable[[Any], list[Any]]
+
+
+def lost(_message: Any) -> list[Any]:
+    return []
+
+
+def doubled(message: Any) -> list[Any]:
+    return [message, message]
+
+
+def changed(**fields: Any) -> Change:
+    return lambda message: [msgspec.structs.replace(message, **fields)]
+
+
+def behind(message: Ready) -> list[Any]:
+    """It announces tokens behind those that follow."""
+    return [msgspec.structs.replace(message, first_token=message.first_token + 1)]
+
+
+def message_fault(kind: type, change: Change) -> Inject:
+    """A rank's first message of this kind goes out as these instead."""
+
+    def inject(rank: Rank) -> None:
+        channel, met = rank.manager.inbox or rank.manager.outbox, []
+        if rank.side == "decode":
+            peers = channel._peers
+            real = peers.send
+            peers.send = lambda peer, message: all(real(peer, m) for m in meddled(message))
+        else:
+            real = channel._send
+
+            def send(action: Any) -> None:
+                for message in meddled(action.message):
+                    real(msgspec.structs.replace(action, message=message))
+
+            channel._send = send
+
+        def meddled(message: Any) -> list[Any]:
+            if not isinstance(message, kind) or met:
+                return [message]
+            met.append(1)
+            rank.strike()
+            return change(message)
+
+    return inject
+
+
+def noise(rank: Rank) -> None:
+    """Messages from elsewhere to this prefill rank's channel."""
+    rank.strike()
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(rank.manager.outbox.address)
+    good = Open(2, 100, 5, rank.manager.local.instance, b"somebody", 1, (0, 1), 0, 1 << 20)
+    frames = [
+        b"", os.urandom(1), os.urandom(40), b"\x94" * 200, bytes(1 << 16),
+        *(msgspec.msgpack.encode(m) for m in (Ack(0, 1), Ack(1 << 20, 9), Fail(100, 7, "x"))),
+        *(msgspec.msgpack.encode(good)[:-cut] for cut in (1, 2, 9)),
+        msgspec.msgpack.encode(msgspec.structs.replace(good, prefill=b"another_")),
+        msgspec.msgpack.encode(msgspec.structs.replace(good, heads=(3, 90))),
+    ]  # fmt: skip
+    for frame in frames:
+        socket.send(frame)
+        socket.send_multipart([frame, frame])
+
+
+def raising(name: str, times: int = 1) -> Inject:
+    """This rank's first calls of this function over rows raise."""
+
+    def inject(rank: Rank) -> None:
+        real, left = getattr(DraftRows, name), [times]
+
+        def broken(self: DraftRows, *args: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                return real(self, *args)
+            rank.strike()
+            raise MemoryError(f"no memory to {name}")
+
+        setattr(DraftRows, name, broken)
+
+    return inject
+
+
+def both(*injects: Inject) -> Inject:
+    def inject(rank: Rank) -> None:
+        for one in injects:
+            one(rank)
+
+    return inject
+
+
+def read_from_nowhere(rank: Rank) -> None:
+    """The first read is of memory that the peer does not have."""
+    plane, met = rank.manager.inbox._fetches._plane, []
+    real = plane.start
+
+    def start(link: Any, local: int, remote: int, size: int) -> Any:
+        if not met:
+            met.append(1)
+            rank.strike()
+            remote += 1 << 44
+        return real(link, local, remote, size)
+
+    plane.start = start
+
+
+def overwritten(rank: Rank, offset: int) -> None:
+    """A byte of the first slot that is read is another's by then. `offset` 0: of its stamp."""
+    staging, met = rank.manager.inbox._copier._staging, []
+    real = staging.slot
+
+    def slot(number: int) -> Any:
+        found = real(number)
+        if not met:
+            met.append(1)
+            rank.strike()
+            found.view(-1)[offset] ^= 0xFF
+        return found
+
+    staging.slot = slot
+
+
+def thread_ends(name: str) -> Inject:
+    """One of this rank's threads ends at its next piece of work."""
+
+    def inject(rank: Rank) -> None:
+        channel = rank.manager.inbox or rank.manager.outbox
+        owner = channel._copier if name == "_copy" else channel
+
+        def end(*_: Any) -> None:
+            rank.strike()
+            raise SystemExit
+
+        setattr(owner, name, end)
+
+    return inject
+
+
+# ---------------------------------------------------------------- the list
+
+GONE = "waiting left", "parts left"  # a room that no request came for is known for a minute
+
+
+def at_decode(inject: Inject, **extra: Any) -> Callable[[], Any]:
+    return lambda: case(faults={("decode", 0): inject}, **extra)
+
+
+def at_prefill(inject: Inject, **extra: Any) -> Callable[[], Any]:
+    """At the rank that sends draft KV alone."""
+    return lambda: case(faults={("prefill", 1): inject}, **extra)
+
+
+def served(group: str, name: str, how: str, case: Callable[[], Any], **more: Any) -> Fault:
+    return Fault(group, name, how, case, "success", **more)
+
+
+def with_another(**fields: Any) -> tuple[str, Change]:
+    return f"with another {', '.join(fields)}", changed(**fields)
+
+
+OPENS: list[tuple[tuple[str, Change], str]] = [
+    (("lost", lost), "deadline"),
+    (("doubled", doubled), ""),
+    (with_another(readers=2), ""),
+    (with_another(prefill=b"another_"), "prefill_restarted"),
+    (with_another(heads=(0, 9)), "prefill_heads"),
+]
+ACKS: list[tuple[tuple[str, Change], str]] = [
+    (("lost", lost), ""),
+    (("doubled", doubled), ""),
+    (with_another(stamp=1), ""),
+]
+READIES: list[tuple[tuple[str, Change], str]] = [
+    (("lost", lost), "deadline"),
+    (("doubled", doubled), ""),
+    (("of tokens behind the next ones", behind), "protocol"),
+    (with_another(generation=77), "deadline"),
+    (with_another(slot=1 << 19), "protocol"),
+    (with_another(count=0), "protocol"),
+    (with_another(segment=3), "protocol"),
+    (with_another(stamp=1), "stale"),
+]
+
+
+def _messages() -> Iterator[Fault]:
+    group = "messages of the channel"
+    for kind, at, side, changes in (
+        (Open, at_decode, "decode", OPENS),
+        (Ack, at_decode, "decode", ACKS),
+        (Ready, at_prefill, "prefill", READIES),
+    ):
+        for (name, change), cold in changes:
+            yield served(
+                group, f"{kind.__name__.upper()} {name}", f"the first that {side} sends",
+                at(message_fault(kind, change)), cold=cold, remains=GONE,
+            )  # fmt: skip
+    yield served(group, "random messages", "to prefill's port", at_prefill(noise), remains=GONE)
+
+
+def _rows() -> Iterator[Fault]:
+    group, memory = "rows and slots", "out of memory"
+    for name, inject, cold in (
+        ("packing raises", at_prefill(raising("pack")), "prefill_pack"),
+        ("unpacking raises", at_decode(raising("unpack")), "unpack"),
+    ):
+        yield served(group, name, memory, inject, cold=cold, remains=GONE)
+    yield Fault(
+        group, "unpacking and clearing raise", "the rows may be another request's",
+        at_decode(both(raising("unpack"), raising("clear"))), words="could not be cleared",
+        remains=GONE,
+    )  # fmt: skip
+    for name, how, inject, cold in (
+        ("a read fails", "of memory that is not there", read_from_nowhere, "read"),
+        ("a slot is overwritten", "its stamp is another", partial(overwritten, offset=0), "stale"),
+        ("a slot is damaged", "a byte of its rows", partial(overwritten, offset=HEADER), "stale"),
+    ):
+        config = {"verify": "checksum"}
+        yield served(group, name, how, at_decode(inject, config=config), cold=cold, remains=GONE)
+
+
+def _threads() -> Iterator[Fault]:
+    for name, meeting in (
+        ("prefill's channel thread ends", at_prefill(thread_ends("_handle"))),
+        ("prefill's packing thread ends", at_prefill(thread_ends("_pack"))),
+        ("decode's channel thread ends", at_decode(thread_ends("_look_after"))),
+        ("decode's copying thread ends", at_decode(thread_ends("_copy"))),
+    ):
+        ended = "has ended", " left"
+        yield served("threads", name, "SystemExit", meeting, remains=ended, stays_cold=True)
+
+
+def killed() -> Any:
+    """The next request comes once the server has been started again."""
+    send = partial(faults.die_when_sending, 1)
+    return case(chunked=True, send=send, restart="prefill", pause=10)
+
+
+def _shared() -> Iterator[Fault]:
+    """Of SGLang's own."""
+    for fault in faults.FAULTS:
+        if fault.group not in ("kills and stalls", "aborts and rooms"):
+            continue
+        if "packed" in fault.name or "failure" in fault.name or "drained" in fault.name:
+            continue  # today's way alone
+        if fault.name.startswith("draft-only sender stalls"):
+            fault = replace(fault, ends="success", words="", cold="deadline")
+        if fault.name.startswith("decode killed"):
+            fault = replace(fault, words="")  # SGLang's differ
+        if "(draft-only sender)" in fault.name:  # the request's target is there all the same
+            fault = replace(fault, ends="success", words="", cold="deadline", case=killed)
+        name = fault.name.replace(", direct", "")
+        yield replace(fault, name=name, remains=(*fault.remains, *GONE), stocks=True)
+
+
+FAULTS: list[Fault] = [*_shared(), *_messages(), *_rows(), *_threads()]
