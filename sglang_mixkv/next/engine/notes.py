@@ -77,10 +77,10 @@ class Notes:
         side = "decode" if self._mode == "prefill" else "prefill"
         whom = self.name_of(peer) or (f"rank {peer.hex()[:8]}" if peer else "rank")
         sentence = f"{kind.happened} ({detail or 'no detail'}); {kind.consequence}. {kind.remedy}"
-        text = (
-            f"[{kind.code}] draft channel, {side} {whom}: {sentence}. From now on counted, not logged"
-        )
-        logger.warning("%s", text)
+        logger.warning(
+            "[%s] draft channel, %s %s: %s. From now on counted, not logged",
+            kind.code, side, whom, sentence,
+        )  # fmt: skip
 
     def moved(self, size: int, seconds: float) -> None:
         """Bytes of draft KV that were packed here, or put in place, and how long that took."""

@@ -46,7 +46,8 @@ class Room:
 class Part:
     """The reader's side. `room` is None until SGLang's sender is here.
 
-    `lost`: its OPEN was, so that nobody knows what it said. `token` is the first that is not cut into a segment yet, in chunk number `chunk` or behind it.
+    `lost`: its OPEN was, so that nobody knows what it said. `token` is the first that is not cut
+    into a segment yet, in chunk number `chunk` or behind it.
     """
 
     def __init__(self, opened: Open, connection: Connection, now: float) -> None:
