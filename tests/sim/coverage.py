@@ -69,7 +69,7 @@ def _use(machine: object, event: object) -> str:
 
 
 def _begin(machine: object, event: pev.Begin) -> str:
-    early = "early OPENs" if machine._waiting.early.has(event.room) else "no OPENs"
+    early = "early OPENs" if machine._early.has(event.room) else "no OPENs"
     return early + (", number in use" if event.room in machine._current else "")
 
 
@@ -79,7 +79,7 @@ def _to_prefill(machine: object, event: pev.Received) -> str:
         case Open():
             if message.generation in machine._parts:
                 return "known"
-            early = machine._waiting.early.get(message.room, message.reader)
+            early = machine._early.get(message.room, message.reader)
             if message.prefill != machine._instance:
                 return "another instance"
             return "early, superseding" if early else _room(machine._current.get(message.room))
@@ -112,7 +112,7 @@ def _packed(machine: object, event: pev.Packed) -> str:
 def _prefill_tick(machine: object, event: object) -> str:
     sent = any(r.sent is not None and not r.settled for r in machine._uses.values())
     offered = ", offered" if machine.slots.offered else ""
-    return ("sent" if sent else "early" if len(machine._waiting.early) else "open") + offered
+    return ("sent" if sent else "early" if len(machine._early) else "open") + offered
 
 
 # -- states on decode

@@ -237,13 +237,13 @@ def _opened_without_generations(self: prefill.Rooms, connection: bytes, opened: 
         return
     room = self._current.get(opened.room)
     before = room.parts.get(opened.reader) if room is not None else None
-    for part in (before, self._waiting.early.get(opened.room, opened.reader)):
+    for part in (before, self._early.get(opened.room, opened.reader)):
         self._ended_by_reader(part)
     part = self._parts[opened.generation] = prefill.Part(opened, connection, self._clock)
     if room is not None and before is None and not room.settled:
         self._join(room, part)
     else:
-        self._waiting.early.put(part)
+        self._early.put(part)
 
 
 @mutation

@@ -102,7 +102,7 @@ class JoinsAny(Prefill):
 
     def _opened(self, connection: Any, opened: Any) -> None:
         super()._opened(connection, opened)
-        early, room = self._waiting.early, self._current.get(opened.room)
+        early, room = self._early, self._current.get(opened.room)
         part = early.get(opened.room, opened.reader)
         if part is not None and room is not None and part.opened == opened:
             early.remove(part)

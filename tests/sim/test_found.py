@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
@@ -74,14 +76,38 @@ def test_a_room_whose_reader_ended_first_does_not_wait_for_it() -> None:
     machine = new_prefill()
     machine.handle(open_(7, 1), 0.0)
     machine.handle(pev.Received(b"c", Fail(7, 1, "closed")), 0.0)
-    assert of(pev.Settled, machine.handle(pev.Begin(1, 7), 0.1))
+    machine.handle(pev.Begin(1, 7), 0.1)
+    machine.handle(pev.AddChunk(1, 0, 4, True), 0.2)
+    assert of(pev.Settled, machine.handle(pev.TargetSent(1), 0.3))
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("late", [0.1, 300.0])
+def test_each_request_that_a_reader_ended_may_still_come(late: float, lost: bool) -> None:
+    """Its OPEN of the same number is for the request behind all of them, however late they are."""
+    machine = new_prefill()
+    for generation in (1, 2):
+        if not lost:
+            machine.handle(open_(7, generation), 0.0)
+        reader = READER if lost else None
+        machine.handle(pev.Received(b"c", Fail(7, generation, "closed", reader=reader)), 0.0)
+    machine.handle(open_(7, 3), 0.0)
+    for second in range(int(late)):
+        machine.handle(pev.Tick(), float(second))
+    for use in (1, 2):
+        machine.handle(pev.Begin(use, 7), late)
+        assert not of(pev.Pack, machine.handle(pev.AddChunk(use, 0, 4, True, use), late))
+        machine.handle(pev.End(use), late)
+    machine.handle(pev.Begin(3, 7), late)
+    (pack,) = of(pev.Pack, machine.handle(pev.AddChunk(3, 0, 4, True, 3), late))
+    assert pack.use == 3
 
 
 def test_a_reader_that_ended_first_is_forgotten() -> None:
     machine = new_prefill()
     machine.handle(open_(7, 1), 0.0)
     machine.handle(pev.Received(b"c", Fail(7, 1, "closed")), 0.0)
-    for seconds in range(62):
+    for seconds in range(602):
         assert list(machine.check()) == []
         machine.handle(pev.Tick(), float(seconds))
     assert machine.left() == {}

@@ -7,17 +7,24 @@ from sglang_mixkv.next.prefill.events import AddChunk, Connection, Use
 
 
 class Room:
-    """The sender's side. `written`: how many of the chunks are. `sent`: when SGLang's own transfer
+    """The sender's side. `absent`: readers that have ended this request and have no part in it,
+    with their generation. `written`: how many of the chunks are. `sent`: when SGLang's own transfer
     succeeded; `progress`: when packing last went on."""
 
     def __init__(self, number: int, use: Use, now: float) -> None:
         self.number, self.use = number, use
         self.parts: dict[bytes, Part] = {}  # by reader
+        self.absent: dict[bytes, int] = {}
         self.chunks: list[AddChunk] = []
         self.written = 0
         self.sent: float | None = None
         self.progress = now
         self.settled = False
+
+    def generation(self, reader: bytes) -> int:
+        """The reader's, -1 where it has neither opened nor ended this request."""
+        part = self.parts.get(reader)
+        return part.opened.generation if part is not None else self.absent.get(reader, -1)
 
     def note_written(self, chunks: int) -> bool:
         """So many pending chunks are; those behind them that were never pending are with them."""
@@ -29,25 +36,24 @@ class Room:
 
     @property
     def missing(self) -> int:
-        """Readers that have not opened; at least one where none has said how many there are."""
-        count = len(self.parts)
-        told = (part.opened.readers for part in self.parts.values() if not part.lost)
-        return max(told, default=count + 1) - count
+        """Readers that have not opened; at least one where none has."""
+        known = len(self.parts) + len(self.absent)
+        told = (part.opened.readers for part in self.parts.values())
+        return max(told, default=known + 1) - known
 
     @property
     def all_ended(self) -> bool:
-        """Where all OPENs were lost, others may come until SGLang's transfer has succeeded."""
-        parts = self.parts.values()
-        unknown = bool(parts) and all(part.lost for part in parts)
-        complete = self.sent is not None if unknown else self.missing <= 0
-        return complete and all(part.ended for part in parts)
+        """Where none has opened, and some never will, the others have time until SGLang's transfer
+        has succeeded."""
+        if self.absent and not self.parts:
+            return self.sent is not None
+        return self.missing <= 0 and all(part.ended for part in self.parts.values())
 
 
 class Part:
     """The reader's side. `room` is None until SGLang's sender is here.
 
-    `lost`: its OPEN was, so that nobody knows what it said. `token` is the first that is not cut
-    into a segment yet, in chunk number `chunk` or behind it.
+    `token` is the first that is not cut into a segment yet, in chunk number `chunk` or behind it.
     """
 
     def __init__(self, opened: Open, connection: Connection, now: float) -> None:
@@ -58,7 +64,7 @@ class Part:
         self.segments = 0
         self.packing: dict[int, Ready] = {}  # by job
         self.complete = not opened.wanted
-        self.over = self.lost = False
+        self.over = False
 
     @property
     def ended(self) -> bool:

@@ -24,7 +24,7 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.next.prefill import events as ev
 from sglang_mixkv.next.prefill.packing import Packing
 from sglang_mixkv.next.prefill.parts import Part, Room, refusal
-from sglang_mixkv.next.prefill.waiting import MAX_WAITING, Waiting
+from sglang_mixkv.next.prefill.waiting import MAX_WAITING, Ended, Queue
 
 STEP = 1.0  # by so much at most a rank's clock goes on between two events
 
@@ -50,7 +50,7 @@ class Rooms:
         self._uses: dict[ev.Use, Room] = {}
         self._current: dict[int, Room] = {}  # by number: that of the newest sender
         self._parts: dict[int, Part] = {}  # by generation, as long as they have a room or wait
-        self._waiting = Waiting()
+        self._early, self._ended = Queue(), Ended()
         self._out: list[ev.Action] = []
         self._clock = 0.0
         self._seen: float | None = None
@@ -78,7 +78,7 @@ class Rooms:
         """The OPENs of this request's readers that have come, in no order."""
         room = self._uses.get(use)
         parts = room.parts.values() if room is not None else ()
-        return tuple(part.opened for part in parts if not part.lost)
+        return tuple(part.opened for part in parts)
 
     # -- SGLang's side
 
@@ -88,13 +88,12 @@ class Rooms:
             self._end_parts(stale, "aborted", "another request has its room number")
         room = Room(event.room, event.use, self._clock)
         self._current[event.room] = self._uses[event.use] = room
-        for part in self._waiting.gone.take(event.room):
-            self._join(room, part)
-        for part in self._waiting.early.take(event.room):
-            if room.missing > 0 and part.reader not in room.parts:
+        room.absent = self._ended.take(event.room)
+        for part in self._early.take(event.room):
+            if part.reader not in room.absent and room.missing > 0:
                 self._join(room, part)
-            else:  # for the next request with this number
-                self._waiting.early.put(part)
+            else:  # for a later request with this number
+                self._early.put(part)
 
     def _add_chunk(self, event: ev.AddChunk) -> None:
         room = self._uses.get(event.use)
@@ -137,26 +136,28 @@ class Rooms:
             case Ack():
                 self._acknowledged(event.message)
             case Fail():
-                self._failed(event.connection, event.message)
+                self._failed(event.message)
 
     def _opened(self, connection: ev.Connection, opened: Open) -> None:
         if why := self._refusal(opened):
             self._note(*why, opened.reader)
             self._send(connection, fail(opened.room, opened.generation, *why))
             return
-        room = self._current.get(opened.room)
-        before = room.parts.get(opened.reader) if room is not None else None
-        early = self._waiting.early.get(opened.room, opened.reader)
-        later = [p for p in (before, early) if p and p.opened.generation >= opened.generation]
-        if later or opened.generation in self._parts:
+        number, reader, room = opened.room, opened.reader, self._current.get(opened.room)
+        in_room = room.generation(reader) if room is not None else -1
+        early = self._early.get(number, reader)
+        known = max(in_room, self._ended.generation(number, reader))
+        known = max(known, early.opened.generation if early is not None else -1)
+        if opened.generation <= known:
             return  # doubled, or late
-        for part in (before, early):
+        for part in (room.parts.get(reader) if room is not None else None, early):
             self._ended_by_reader(part)  # it has begun another request with this number
         part = self._parts[opened.generation] = Part(opened, connection, self._clock)
-        if room is not None and before is None and not room.settled and room.missing > 0:
+        if room is not None and in_room < 0 and not room.settled and room.missing > 0:
             self._join(room, part)
         else:
-            self._waiting.early.put(part)
+            self._early.put(part)
+            self._ended.touch(number, reader, self._clock)
 
     def _refusal(self, opened: Open) -> tuple[str, str] | None:
         """A code and a detail where the OPEN cannot be served."""
@@ -164,7 +165,7 @@ class Rooms:
             return found
         if opened.wanted and not self._packing.fits(opened):
             return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
-        if self._waiting.early.is_full(opened.reader):
+        if self._early.is_full(opened.reader) or self._ended.is_full(opened.reader):
             return "full", f"{MAX_WAITING} rooms are open whose requests are not here"
         return None
 
@@ -179,38 +180,33 @@ class Rooms:
         if not self.slots.acknowledge(ack.slot, ack.stamp):
             self._note("unknown_ack", f"slot {ack.slot}")
 
-    def _failed(self, connection: ev.Connection, message: Fail) -> None:
+    def _failed(self, message: Fail) -> None:
         part = self._parts.get(message.generation)
         if part is None and message.reader is not None:
-            part = self._lost_part(connection, message, message.reader)
+            self._ended_unopened(message.room, message.reader, message.generation)
         self._ended_by_reader(part)
 
-    def _lost_part(self, connection: ev.Connection, message: Fail, reader: bytes) -> Part | None:
-        """One whose OPEN was lost with its connection: it has its place, without heads."""
-        room, number = self._current.get(message.room), message.room
-        in_place = self._waiting.early.get(number, reader) or (room and room.parts.get(reader))
-        if in_place:
-            return None
-        opened = Open(0, number, message.generation, self._instance, reader, 1, (0, 0), 0, 1)
-        part = self._parts[message.generation] = Part(opened, connection, self._clock)
-        part.lost = True
-        if room is not None and not room.settled:
-            self._join(room, part)
+    def _ended_unopened(self, number: int, reader: bytes, generation: int) -> None:
+        """Its OPEN was lost with its connection: nobody knows how many readers it has told of."""
+        room = self._current.get(number)
+        in_room = room.generation(reader) if room is not None else -1
+        if generation <= max(in_room, self._ended.generation(number, reader)):
+            return  # doubled
+        if room is not None and in_room < 0 and not room.settled:
+            room.absent[reader] = generation
+            self._settle(room)
         else:
-            self._waiting.early.put(part)
-        return part
+            self._ended.note(number, reader, generation, self._clock)
 
     def _ended_by_reader(self, part: Part | None) -> None:
-        """One that ends before its request is here waits for it all the same, for a time: this
-        reader's next OPEN of the number is for the next request."""
         if part is None:
             return
         self._over(part)
-        self._forget(self._waiting.end(part, self._clock))
-
-    def _forget(self, parts: list[Part]) -> None:
-        for part in parts:
-            del self._parts[part.opened.generation]
+        number, reader, generation = part.opened.room, part.reader, part.opened.generation
+        if self._early.get(number, reader) is part:
+            self._early.remove(part)
+            del self._parts[generation]
+            self._ended.note(number, reader, generation, self._clock)
 
     def _connection_lost(self, event: ev.ConnectionLost) -> None:
         for part in [p for p in self._parts.values() if p.connection == event.connection]:
@@ -270,11 +266,11 @@ class Rooms:
                 continue
             if self._clock - max(room.sent, room.progress) >= self._times.packing:
                 self._give_up(room)
-        early = self._waiting.early.take_older(self._clock - self._times.early_room)
-        for part in early:
+        limit = self._clock - self._times.early_room
+        for part in self._early.take_older(limit):
+            del self._parts[part.opened.generation]
             self._note("early", f"room {part.opened.room}: no request came", part.reader)
-        gone = self._waiting.gone.take_older(self._clock - self._times.slot_aside)
-        self._forget(early + gone)
+        self._ended.expire(limit)
         for slot in self.slots.expire(self._clock):
             self._note("expired", f"slot {slot} was never acknowledged")
 
@@ -295,7 +291,7 @@ class Rooms:
     def left(self) -> dict[str, int]:
         """How much of what a rank at rest has none of."""
         found = {
-            "rooms": len(self._uses), "waiting": len(self._waiting),
+            "rooms": len(self._uses), "waiting": len(self._early) + len(self._ended),
             "jobs": len(self._packing), "offered": self.slots.offered, "parts": len(self._parts),
         }  # fmt: skip
         return {name: count for name, count in found.items() if count}
@@ -307,8 +303,8 @@ class Rooms:
         if self.slots.free_slots + used != self.slots.count:
             yield f"slots: {self.slots.free_slots} free, {used} in use of {self.slots.count}"
         with_room = sum(len(room.parts) for room in self._uses.values())
-        if with_room + len(self._waiting) != len(self._parts):
-            yield f"{len(self._parts)} parts, {with_room} in rooms, {len(self._waiting)} waiting"
+        if with_room + len(self._early) != len(self._parts):
+            yield f"{len(self._parts)} parts, {with_room} in rooms, {len(self._early)} waiting"
 
 
 _HANDLERS: dict[type, Callable[..., None]] = {

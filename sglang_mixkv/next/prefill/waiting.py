@@ -1,4 +1,4 @@
-"""Parts of a prefill rank without a room: their request is not here."""
+"""What a prefill rank knows of requests that are not here: parts, and which have ended."""
 
 from __future__ import annotations
 
@@ -66,27 +66,78 @@ class Queue:
         return found
 
 
-class Waiting:
-    """`early`: parts that are to be served. `gone`: parts that ended while they waited. They wait
-    on for a time, since their request may still come: the reader's next OPEN of the same number is
-    for the request after that one."""
+class _Record:
+    """`count` requests have ended at the reader; `generation`: the last one's."""
 
     def __init__(self) -> None:
-        self.early, self.gone = Queue(), Queue()
+        self.count, self.generation, self.since = 0, -1, 0.0
+
+
+class Ended:
+    """Requests that a reader has ended before they are here, by room number and reader.
+
+    They may still come: so many requests of that number are not for the reader's next OPEN.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[int, bytes], _Record] = {}  # the oldest first
+        self._count: Counter[bytes] = Counter()
+        self._readers: dict[int, set[bytes]] = {}
 
     def __len__(self) -> int:
-        return len(self.early) + len(self.gone)
+        return len(self._records)
 
-    def end(self, part: Part, now: float) -> list[Part]:
-        """This one has ended, waiting or not. Returns those that nothing knows any more."""
-        number, reader = part.opened.room, part.reader
-        if self.early.get(number, reader) is not part:
-            return []
-        self.early.remove(part)
-        forgotten = [former] if (former := self.gone.get(number, reader)) else []
-        part.since = now
-        self.gone.put(part)
-        if self.gone.is_full(reader):
-            self.gone.remove(part)
-            forgotten.append(part)
-        return forgotten
+    def generation(self, number: int, reader: bytes) -> int:
+        """Of the last request that has ended; -1 without one."""
+        record = self._records.get((number, reader))
+        return record.generation if record is not None else -1
+
+    def is_full(self, reader: bytes) -> bool:
+        return self._count[reader] >= MAX_WAITING
+
+    def note(self, number: int, reader: bytes, generation: int, now: float) -> None:
+        """One more. Not where there are too many: such a reader is not served any more."""
+        key = number, reader
+        if key not in self._records:
+            if self.is_full(reader):
+                return
+            self._records[key] = _Record()
+            self._count[reader] += 1
+            self._readers.setdefault(number, set()).add(reader)
+        record = self._records[key]
+        record.count += 1
+        record.generation = generation
+        self.touch(number, reader, now)
+
+    def touch(self, number: int, reader: bytes, now: float) -> None:
+        """A record is known for as long as the OPEN that waits behind it."""
+        record = self._records.pop((number, reader), None)
+        if record is not None:
+            record.since = now
+            self._records[number, reader] = record
+
+    def take(self, number: int) -> dict[bytes, int]:
+        """A request of this number is here: the readers for which it has ended, and what their
+        generation was at most."""
+        found = {}
+        for reader in list(self._readers.get(number, ())):
+            record = self._records[number, reader]
+            found[reader] = record.generation
+            record.count -= 1
+            if not record.count:
+                self._remove(number, reader)
+        return found
+
+    def expire(self, limit: float) -> None:
+        """Forget what was touched at this time or before."""
+        for (number, reader), record in list(self._records.items()):
+            if record.since > limit:
+                return
+            self._remove(number, reader)
+
+    def _remove(self, number: int, reader: bytes) -> None:
+        del self._records[number, reader]
+        self._count -= Counter([reader])
+        self._readers[number].discard(reader)
+        if not self._readers[number]:
+            del self._readers[number]
