@@ -22,6 +22,7 @@ SOURCES = [p for p in sorted(PACKAGE.rglob("*.py")) if p != TABLE and "site" not
 # Log lines around a value that carries a code already: a MixKVError, or a reason made of one.
 AROUND = {
     "%s",
+    "[%s] draft channel, %s %s: %s. From now on counted, not logged",
     "%s (%d requests since the last such line)",
     "sglang-mixkv drops a message: %s",
     "sglang-mixkv fails room %s: %s",
