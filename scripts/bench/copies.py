@@ -3,7 +3,7 @@
 One K and one V layer, 8 heads x 128 x bf16 on the rank, the upper half of the heads packed; the
 pool has FAN times the tokens. One line per number of tokens, layout and method, taken in turns;
 `ratio`: to the memcpy (on a GPU the copy on the device) of the same turn. `by slots`: in segments
-of 1 MiB, as the channel packs them, each in a slot of its own.
+of 4 MiB, as the channel packs them by default, each in a slot of its own.
 
 On the host a time is the thread's CPU time: copies never sleep, and what else a machine does counts
 only as far as it takes caches and memory away. On a GPU it is the wall's, from the call to the end
@@ -31,7 +31,7 @@ JUDGED = 8192  # tokens
 ON_RANK, HEADS, HEAD_BYTES = range(8), range(4, 8), 256
 PER_TOKEN = 2 * len(HEADS) * HEAD_BYTES  # bytes
 FAN = 4
-SLOT = 1 << 20
+SLOT = 4 << 20
 BASE, STAMP = "memcpy", 7
 LAYOUTS = {"run": 0, "pages of 64": 64, "pages of 16": 16, "pages of 1": 1}
 
@@ -46,7 +46,7 @@ def row_numbers(tokens: int, page_size: int) -> Any:
 
 @dataclass
 class Scene:
-    """A pool with known bytes, one slot for all tokens, and as many of 1 MiB as they fill."""
+    """A pool with known bytes, one slot for all tokens, and as many of 4 MiB as they fill."""
 
     device: torch.device
     tokens: int
