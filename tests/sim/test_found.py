@@ -76,9 +76,7 @@ def test_a_room_whose_reader_ended_first_does_not_wait_for_it() -> None:
     machine = new_prefill()
     machine.handle(open_(7, 1), 0.0)
     machine.handle(pev.Received(b"c", Fail(7, 1, "closed")), 0.0)
-    machine.handle(pev.Begin(1, 7), 0.1)
-    machine.handle(pev.AddChunk(1, 0, 4, True), 0.2)
-    assert of(pev.Settled, machine.handle(pev.TargetSent(1), 0.3))
+    assert of(pev.Settled, machine.handle(pev.Begin(1, 7), 0.1))
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -101,6 +99,20 @@ def test_each_request_that_a_reader_ended_may_still_come(late: float, lost: bool
     machine.handle(pev.Begin(3, 7), late)
     (pack,) = of(pev.Pack, machine.handle(pev.AddChunk(3, 0, 4, True, 3), late))
     assert pack.use == 3
+
+
+def test_all_readers_that_opened_have_ended_and_another_is_for_the_next_request() -> None:
+    """A decode server was started again, and uses the number of its former life."""
+    machine = new_prefill()
+    machine.handle(open_(7, 1), 0.0)
+    machine.handle(pev.ConnectionLost(b"c"), 0.1)
+    machine.handle(pev.Begin(1, 7), 0.2)
+    opened = Open(1, 7, 9, ONE, b"decode02", 1, (0, 1), 0, 1 << 10)
+    machine.handle(pev.Received(b"d", opened), 0.3)
+    assert not of(pev.Pack, machine.handle(pev.AddChunk(1, 0, 4, True, 1), 0.4))
+    machine.handle(pev.Begin(2, 7), 0.5)
+    (pack,) = of(pev.Pack, machine.handle(pev.AddChunk(2, 0, 4, True, 2), 0.6))
+    assert pack.use == 2
 
 
 def test_a_reader_that_ended_first_is_forgotten() -> None:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from sglang_mixkv.channel.messages import Open, Ready
 from sglang_mixkv.next.prefill.events import AddChunk, Connection, Use
 
 
+class Absent(NamedTuple):
+    """A reader for which a request has ended. `generation`: its last; `readers`: of how many its
+    OPEN has told, 0 where that was lost."""
+
+    generation: int = -1
+    readers: int = 0
+
+
+NOBODY = Absent()
+
+
 class Room:
-    """The sender's side. `absent`: readers that have ended this request and have no part in it,
-    with their generation. `written`: how many of the chunks are. `sent`: when SGLang's own transfer
+    """The sender's side. `absent`: readers that have ended this request and have no part in it.
+    `written`: how many of the chunks are. `sent`: when SGLang's own transfer
     succeeded; `progress`: when packing last went on."""
 
     def __init__(self, number: int, use: Use, now: float) -> None:
         self.number, self.use = number, use
         self.parts: dict[bytes, Part] = {}  # by reader
-        self.absent: dict[bytes, int] = {}
+        self.absent: dict[bytes, Absent] = {}
         self.chunks: list[AddChunk] = []
         self.written = 0
         self.sent: float | None = None
@@ -24,7 +37,9 @@ class Room:
     def generation(self, reader: bytes) -> int:
         """The reader's, -1 where it has neither opened nor ended this request."""
         part = self.parts.get(reader)
-        return part.opened.generation if part is not None else self.absent.get(reader, -1)
+        if part is not None:
+            return part.opened.generation
+        return self.absent.get(reader, NOBODY).generation
 
     def note_written(self, chunks: int) -> bool:
         """So many pending chunks are; those behind them that were never pending are with them."""
@@ -35,17 +50,22 @@ class Room:
         return self.written > before
 
     @property
+    def _readers(self) -> int:
+        """How many there are, by their OPENs; 0 as long as none has come."""
+        opened = (part.opened.readers for part in self.parts.values())
+        return max((*opened, *(one.readers for one in self.absent.values())), default=0)
+
+    @property
     def missing(self) -> int:
         """Readers that have not opened; at least one where none has."""
         known = len(self.parts) + len(self.absent)
-        told = (part.opened.readers for part in self.parts.values())
-        return max(told, default=known + 1) - known
+        return (self._readers or known + 1) - known
 
     @property
     def all_ended(self) -> bool:
         """Where none has opened, and some never will, the others have time until SGLang's transfer
         has succeeded."""
-        if self.absent and not self.parts:
+        if self.absent and not self._readers:
             return self.sent is not None
         return self.missing <= 0 and all(part.ended for part in self.parts.values())
 

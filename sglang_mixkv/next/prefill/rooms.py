@@ -23,7 +23,7 @@ from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.next.prefill import events as ev
 from sglang_mixkv.next.prefill.packing import Packing
-from sglang_mixkv.next.prefill.parts import Part, Room, refusal
+from sglang_mixkv.next.prefill.parts import Absent, Part, Room, refusal
 from sglang_mixkv.next.prefill.waiting import MAX_WAITING, Ended, Queue
 
 STEP = 1.0  # by so much at most a rank's clock goes on between two events
@@ -94,6 +94,7 @@ class Rooms:
                 self._join(room, part)
             else:  # for a later request with this number
                 self._early.put(part)
+        self._settle(room)
 
     def _add_chunk(self, event: ev.AddChunk) -> None:
         room = self._uses.get(event.use)
@@ -193,10 +194,10 @@ class Rooms:
         if generation <= max(in_room, self._ended.generation(number, reader)):
             return  # doubled
         if room is not None and in_room < 0 and not room.settled:
-            room.absent[reader] = generation
+            room.absent[reader] = Absent(generation)
             self._settle(room)
         else:
-            self._ended.note(number, reader, generation, self._clock)
+            self._ended.note(number, reader, Absent(generation), self._clock)
 
     def _ended_by_reader(self, part: Part | None) -> None:
         if part is None:
@@ -206,7 +207,8 @@ class Rooms:
         if self._early.get(number, reader) is part:
             self._early.remove(part)
             del self._parts[generation]
-            self._ended.note(number, reader, generation, self._clock)
+            absent = Absent(generation, part.opened.readers)
+            self._ended.note(number, reader, absent, self._clock)
 
     def _connection_lost(self, event: ev.ConnectionLost) -> None:
         for part in [p for p in self._parts.values() if p.connection == event.connection]:

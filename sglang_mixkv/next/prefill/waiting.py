@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from sglang_mixkv.next.prefill.parts import Part
+from sglang_mixkv.next.prefill.parts import NOBODY, Absent, Part
 
 MAX_WAITING = 4096  # rooms that one reader may open before their requests are here
 
@@ -67,10 +67,10 @@ class Queue:
 
 
 class _Record:
-    """`count` requests have ended at the reader; `generation`: the last one's."""
+    """`count` requests have ended at the reader; `last`: the last of them."""
 
     def __init__(self) -> None:
-        self.count, self.generation, self.since = 0, -1, 0.0
+        self.count, self.last, self.since = 0, NOBODY, 0.0
 
 
 class Ended:
@@ -90,12 +90,12 @@ class Ended:
     def generation(self, number: int, reader: bytes) -> int:
         """Of the last request that has ended; -1 without one."""
         record = self._records.get((number, reader))
-        return record.generation if record is not None else -1
+        return record.last.generation if record is not None else -1
 
     def is_full(self, reader: bytes) -> bool:
         return self._count[reader] >= MAX_WAITING
 
-    def note(self, number: int, reader: bytes, generation: int, now: float) -> None:
+    def note(self, number: int, reader: bytes, absent: Absent, now: float) -> None:
         """One more. Not where there are too many: such a reader is not served any more."""
         key = number, reader
         if key not in self._records:
@@ -106,7 +106,7 @@ class Ended:
             self._readers.setdefault(number, set()).add(reader)
         record = self._records[key]
         record.count += 1
-        record.generation = generation
+        record.last = absent
         self.touch(number, reader, now)
 
     def touch(self, number: int, reader: bytes, now: float) -> None:
@@ -116,13 +116,12 @@ class Ended:
             record.since = now
             self._records[number, reader] = record
 
-    def take(self, number: int) -> dict[bytes, int]:
-        """A request of this number is here: the readers for which it has ended, and what their
-        generation was at most."""
+    def take(self, number: int) -> dict[bytes, Absent]:
+        """A request of this number is here: the readers for which it has ended."""
         found = {}
         for reader in list(self._readers.get(number, ())):
             record = self._records[number, reader]
-            found[reader] = record.generation
+            found[reader] = record.last
             record.count -= 1
             if not record.count:
                 self._remove(number, reader)
