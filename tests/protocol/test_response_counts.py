@@ -15,7 +15,7 @@ from rig.ring import run
 
 from sglang_mixkv.draft.facts import Row
 from sglang_mixkv.draft.layout import DraftLayout
-from sglang_mixkv.next.decode.servers import Contact, Plan, make_plan
+from sglang_mixkv.next.decode import servers
 from sglang_mixkv.next.engine import receiver as module
 
 from .test_bootstrap import FACTS, row
@@ -85,8 +85,10 @@ class Scene:
     def refusal(self, address: str) -> None:
         return None
 
-    def plan(self, address: str, contacts: tuple[Contact, ...]) -> Plan:
-        return make_plan(contacts, self.rows, self.own, serve_mismatch=False)
+    def pairing(self, address: str, infos: Any) -> servers.Pairing:
+        contacts = servers.contacts_of(infos)
+        plan = servers.make_plan(contacts, self.rows, self.own, serve_mismatch=False)
+        return servers.Pairing(infos, plan)
 
     def receiver(self, dp_rank: int) -> Any:
         from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
@@ -154,19 +156,19 @@ def one_answer_more(patch: pytest.MonkeyPatch) -> None:
 
 
 def all_send(patch: pytest.MonkeyPatch) -> None:
-    real = module._contacts
+    real = servers.contacts_of
     patch.setattr(
-        module,
-        "_contacts",
+        servers,
+        "contacts_of",
         lambda infos: tuple(c._replace(is_send_target=True) for c in real(infos)),
     )
 
 
 def the_others_send(patch: pytest.MonkeyPatch) -> None:
     """As many, but not those of SGLang."""
-    real = module._contacts
+    real = servers.contacts_of
     patch.setattr(
-        module, "_contacts",
+        servers, "contacts_of",
         lambda infos: tuple(c._replace(is_send_target=not c.is_send_target) for c in real(infos)),
     )  # fmt: skip
 

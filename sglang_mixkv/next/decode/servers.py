@@ -6,8 +6,8 @@ Pure: the contacted ranks are those of SGLang's receiver (`bootstrap_infos`), th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -45,10 +45,28 @@ class Plan(msgspec.Struct, frozen=True):
     cold: str = ""
     differences: tuple[Difference, ...] = ()
 
-    @property
-    def required_draft_responses(self) -> int:
-        """From how many ranks draft heads are read."""
-        return sum(bool(source.heads) for source in self.sources)
+    required_draft_responses: int = 0
+    """From how many ranks draft heads are read."""
+
+
+class Pairing:
+    """The plan for requests that contact the ranks of these entries of `bootstrap_infos`.
+
+    SGLang has one entry for each rank as long as it is connected, and requests come with the same
+    ones again. They are retained, so that their identities remain theirs. `checked`: the counts
+    were compared with SGLang's.
+    """
+
+    def __init__(self, infos: Sequence[Any], plan: Plan) -> None:
+        self.infos, self.plan, self.checked = tuple(infos), plan, False
+        self.is_send_target = tuple(contact.is_send_target for contact in contacts_of(infos))
+        self.required_target_responses = sum(self.is_send_target)
+
+
+def contacts_of(infos: Iterable[Any]) -> tuple[Contact, ...]:
+    return tuple(
+        Contact(info["rank_ip"], int(info["rank_port"]), not info["is_dummy"]) for info in infos
+    )
 
 
 def judge(
@@ -82,7 +100,8 @@ def make_plan(
         _source(contact, row, own, of)
         for (contact, row), of in zip(drafting, heads, strict=True)
     )  # fmt: skip
-    return Plan(sources, tuple(row for _, row in drafting), version, cold, known)
+    answers = sum(bool(source.heads) for source in sources)
+    return Plan(sources, tuple(row for _, row in drafting), version, cold, known, answers)
 
 
 def _row_of(contact: Contact, rows: Mapping[tuple[str, int], Row]) -> Row:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -22,7 +22,7 @@ import requests
 from sglang_mixkv.draft.facts import Row, read_row
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.next.decode.inbox import Inbox
-from sglang_mixkv.next.decode.servers import Contact, Plan, judge, make_plan
+from sglang_mixkv.next.decode.servers import Pairing, contacts_of, judge, make_plan
 from sglang_mixkv.next.engine.bootstrap import PATH
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class _Server:
         self.waited = False  # the scheduler has waited for it once
         self.info: Any = None  # SGLang's, until it may be seen
         self.connecting: Future[None] | None = None
-        self.plans: dict[tuple[Contact, ...], Plan] = {}
+        self.pairings: dict[tuple[int, ...], Pairing] = {}  # by identity of SGLang's entries
 
 
 class PrefillServers:
@@ -164,17 +164,19 @@ class PrefillServers:
         self._refused(server.reason)
         return f"prefill server {address} is refused: {server.reason}"
 
-    def plan(self, address: str, contacts: tuple[Contact, ...]) -> Plan:
-        """Raises MixKVError where ranks that SGLang contacts do not fit."""
+    def pairing(self, address: str, infos: Sequence[Any]) -> Pairing:
+        """With the ranks of these `bootstrap_infos`. Raises MixKVError where they do not fit."""
         server = self._servers.get(address)
         if server is None:
             raise MixKVError("MIXKV-PAIR-03", f"prefill server {address} is being resolved anew.")
-        found = server.plans.get(contacts)
+        key = tuple(map(id, infos))
+        found = server.pairings.get(key)
         if found is None:
             rows: Mapping[tuple[str, int], Row] = server.rows or {}
-            found = make_plan(contacts, rows, self._own, serve_mismatch=self._serve_mismatch)
-            server.plans[contacts] = found
-            for difference in found.differences:
+            contacts = contacts_of(infos)
+            plan = make_plan(contacts, rows, self._own, serve_mismatch=self._serve_mismatch)
+            found = server.pairings[key] = Pairing(infos, plan)
+            for difference in plan.differences:
                 logger.warning("[MIXKV-PAIR-06] prefill server %s: %s", address, difference)
         return found
 

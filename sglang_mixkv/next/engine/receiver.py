@@ -11,7 +11,7 @@ from sglang_mixkv.errors import MixKVError, refuse
 from sglang_mixkv.next.decode import events as ev
 from sglang_mixkv.next.decode.copier import Entry
 from sglang_mixkv.next.decode.inbox import Inbox
-from sglang_mixkv.next.decode.servers import Contact, Plan
+from sglang_mixkv.next.decode.servers import Pairing, Plan
 from sglang_mixkv.next.engine.sides import forward_event
 
 logger = logging.getLogger(__name__)
@@ -49,18 +49,22 @@ class DraftReceiver:
         if servers is None or self.conclude_state is not None or not self.bootstrap_infos:
             return
         try:
-            contacts = _contacts(self.bootstrap_infos)
-            self._take(servers.plan(self.bootstrap_addr, contacts), contacts)
+            self._take(servers.pairing(self.bootstrap_addr, self.bootstrap_infos))
         except MixKVError as error:
             self._fail(str(error))
 
-    def _take(self, plan: Plan, contacts: tuple[Contact, ...]) -> None:
+    def _take(self, pairing: Pairing) -> None:
         """Raises MixKVError where SGLang counts this request's answers otherwise."""
-        self.plan = plan
-        self.is_send_target = tuple(contact.is_send_target for contact in contacts)
-        self.required_target_responses = sum(self.is_send_target)
-        self.required_draft_responses = plan.required_draft_responses
-        if found := self.check_integrity():
+        self.plan = pairing.plan
+        self.is_send_target = pairing.is_send_target
+        self.required_target_responses = pairing.required_target_responses
+        self.required_draft_responses = pairing.plan.required_draft_responses
+        same = self.required_target_responses == self.required_prefill_response_num
+        if same and pairing.checked:
+            return
+        found = self.check_integrity()
+        pairing.checked = not found
+        if found:
             raise refuse(
                 "MIXKV-PAIR-05",
                 "the target from as many prefill ranks as SGLang waits for",
@@ -158,9 +162,3 @@ class DraftReceiver:
         self.kv_mgr.record_failure(self.bootstrap_room, f"sglang-mixkv: {reason}")
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.conclude_state = KVPoll.Failed
-
-
-def _contacts(infos: Any) -> tuple[Contact, ...]:
-    return tuple(
-        Contact(info["rank_ip"], int(info["rank_port"]), not info["is_dummy"]) for info in infos
-    )

@@ -124,9 +124,11 @@ class Outbox:
         self._inlet.put(ev.AddChunk(use.number, first, count, last, pages, pending))
 
     def target_sent(self, use: Use) -> None:
+        """A use that is settled waits for nothing any more."""
         if not use.sent:
             use.sent = True
-            self._inlet.put(ev.TargetSent(use.number), wake=not use.settled)
+            if not use.settled:
+                self._inlet.put(ev.TargetSent(use.number))
 
     def end(self, use: Use, reason: str = "") -> None:
         """Idempotent: abort, failure_exception and clear all end a sender."""
