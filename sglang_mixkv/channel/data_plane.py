@@ -100,8 +100,7 @@ class DataPlane(ABC):
 
     def register(self, memory: Memory, spare: int | None = None) -> None:
         """Once: this rank's slots. `spare`: the address of a byte of them that means nothing, into
-        which `connect` reads; None on a rank that never connects. MixKVError if the backend does
-        not take them."""
+        which `connect` reads; None on a rank that never connects. MixKVError if it is refused."""
         endpoint = Endpoint(self.name, self._register(memory), memory, os.urandom(8))
         self._endpoint = msgspec.msgpack.encode(endpoint)
         self._memory, self._spare = memory, spare
@@ -209,7 +208,10 @@ class DataPlane(ABC):
     # -- peers
 
     def _decode(self, endpoint: bytes) -> Endpoint:
-        found = msgspec.msgpack.decode(endpoint, type=Endpoint)
+        try:
+            found = msgspec.msgpack.decode(endpoint, type=Endpoint)
+        except RecursionError as error:
+            raise ValueError("an endpoint that is nested too deeply") from error
         if found.plane != self.name:
             raise ValueError(f"an endpoint of {found.plane!r}, expected {self.name!r}")
         return found

@@ -120,8 +120,11 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes) -> Message:
-    """Raises ValueError (msgspec.DecodeError) for bytes that are no message."""
-    return _decoder.decode(frame)
+    """Raises ValueError for bytes that are no message."""
+    try:
+        return _decoder.decode(frame)
+    except RecursionError as error:  # a kilobyte of nested arrays is enough
+        raise ValueError("a message that is nested too deeply") from error
 
 
 def fail(

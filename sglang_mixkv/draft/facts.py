@@ -79,10 +79,13 @@ def read_row(data: bytes) -> Row:
     """Raises ValueError for bytes that are no row of a protocol that this build reads."""
     if len(data) > MAX_ROW_BYTES:
         raise ValueError(f"a row of {len(data)} bytes")
-    oldest, newest = msgspec.json.decode(data, type=_Versioned).protocol
-    if common_version((oldest, newest), PROTOCOL) is None:
-        raise ValueError(f"protocol {oldest} to {newest}; this build reads {PROTOCOL}")
-    return msgspec.json.decode(data, type=Row)
+    try:
+        oldest, newest = msgspec.json.decode(data, type=_Versioned).protocol
+        if common_version((oldest, newest), PROTOCOL) is None:
+            raise ValueError(f"protocol {oldest} to {newest}; this build reads {PROTOCOL}")
+        return msgspec.json.decode(data, type=Row)
+    except RecursionError as error:
+        raise ValueError("a row that is nested too deeply") from error
 
 
 def common_version(left: tuple[int, int], right: tuple[int, int]) -> int | None:

@@ -211,6 +211,12 @@ def test_a_row_has_64_kib_at_most():
         read_row(fields().ljust(MAX_ROW_BYTES + 1))
 
 
+@pytest.mark.parametrize("name", ["protocol", "target", "later"])
+def test_a_row_that_is_nested_too_deeply_is_rejected(name):
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_row(fields(**{name: "deep"}).replace(b'"deep"', b"[" * 3000 + b"]" * 3000))
+
+
 @given(
     st.binary(max_size=100)
     | st.builds(lambda n, b: fields()[:n] + b, st.integers(0, 700), st.binary(max_size=4))

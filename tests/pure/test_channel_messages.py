@@ -119,6 +119,17 @@ def test_an_unknown_kind_is_rejected(kind):
         messages.decode(msgspec.msgpack.encode([kind, *items(OPEN)[1:]]))
 
 
+@pytest.mark.parametrize("place", range(3))
+def test_nested_items_are_no_recursion_error(place):
+    """It would end the channel's thread, which expects a ValueError."""
+    changed = [3, 5, 99, "of a later version"]
+    changed[1 + place] = msgspec.Raw(b"\x91" * 3000 + b"\x01")
+    frame = msgspec.msgpack.encode(changed)
+    assert len(frame) <= MAX_BYTES
+    with pytest.raises(ValueError):  # noqa: PT011
+        messages.decode(frame)
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_message_or_a_value_error(frame):
     try:

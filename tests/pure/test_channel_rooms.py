@@ -46,6 +46,17 @@ def test_a_lost_open_is_not_mistaken_for_the_next_requests() -> None:
     assert pack.use == 1
 
 
+def test_a_generation_names_one_part() -> None:
+    """Readers draw theirs apart; the second of two that are equal is not served."""
+    rooms = prefill()
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    rooms.handle(opened(10, READER, readers=2), 0.0)
+    rooms.handle(opened(10, OTHER, readers=2), 0.0)
+    assert rooms.opened(0) == (opened(10, READER, readers=2).message,)
+    rooms.handle(pev.End(0), 0.1)
+    assert (rooms.left(), list(rooms.check())) == ({}, [])
+
+
 def test_success_waits_for_packing_and_for_nothing_else() -> None:
     """Not for reads, and not for ACKs."""
     rooms = prefill()

@@ -112,6 +112,11 @@ def test_of_several_stages_with_a_drafter_the_last_is_read():
     assert [source.peer for source in made.sources] == [b"last    "]
 
 
+def test_two_ranks_of_one_instance_are_refused():
+    """They would be one peer, and the room warm without the first one's heads."""
+    assert "an instance" in refused("MIXKV-PAIR-04", row(), row("p", 2, 0), row("p", 2, 1))
+
+
 def test_a_contact_without_a_row_is_refused():
     contacts = [Contact("10.0.0.1", 0, True), Contact("10.0.0.9", 77, True)]
     with pytest.raises(MixKVError, match="MIXKV-PAIR-01") as caught:

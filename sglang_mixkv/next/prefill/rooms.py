@@ -149,8 +149,8 @@ class Rooms:
         early = self._early.get(number, reader)
         known = max(in_room, self._ended.generation(number, reader))
         known = max(known, early.opened.generation if early is not None else -1)
-        if opened.generation <= known:
-            return  # doubled, or late
+        if opened.generation <= known or opened.generation in self._parts:
+            return  # doubled, late, or another part's: readers draw only 32 bits at random
         for part in (room.parts.get(reader) if room is not None else None, early):
             self._ended_by_reader(part)  # it has begun another request with this number
         part = self._parts[opened.generation] = Part(opened, connection, self._clock)
