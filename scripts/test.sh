@@ -14,11 +14,15 @@ cd "$MIXKV_ROOT"
 
 BEFORE=0.5.22
 PART="test_seams or are_as_listed or another_sglang or test_hybrid_target or test_dtypes"
-PART="$PART or test_page_sizes or old-P2-D1"
-PART="$PART or test_release or test_decode_apart or test_plan or test_works_with"
+PART="$PART or test_page_sizes or P2-D1 or test_plan or test_works_with"
 
+# The rings set the environment of SGLang's CPU engine for their whole process; the others do without.
+NONE_SELECTED=5
 status=0
-python -m pytest tests/pure tests/docs tests/sim tests/protocol tests/e2e "$@" || status=$?
+for part in "tests/pure tests/docs tests/sim" "tests/protocol tests/e2e"; do
+    # shellcheck disable=SC2086
+    python -m pytest $part "$@" || { code=$?; [ "$code" = "$NONE_SELECTED" ] || status=$code; }
+done
 if [ -z "${MIXKV_SGLANG:-}${PYTHON:-}" ] && { [ "$*" = "" ] || [ "$*" = --full ]; }; then
     MIXKV_SGLANG="$BEFORE" bash scripts/test.sh -k "$PART" || status=$?
 fi

@@ -18,11 +18,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "plan": (
         "tools.plan",
-        "who will send what to whom, from two launch lines, before anything is started",
+        "whether two launch lines need the plugin, who reads what, and what would be refused",
     ),
     "doctor": (
         "tools.doctor",
-        "versions, seams, configuration, a real transfer: what to paste into an issue",
+        "versions, seams, configuration, a real read: what to paste into an issue",
     ),
     "accept": (
         "tools.accept",

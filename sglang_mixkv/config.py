@@ -23,11 +23,10 @@ ATTRIBUTE = "_mixkv"
 ENABLE_ENV = "SGLANG_ENABLE_MIXKV"
 ALLOW_UNTESTED_ENV = "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG"
 STATS_DIR_ENV = "SGLANG_MIXKV_STATS_DIR"
-CHANNEL_SWITCH = "SGLANG_MIXKV_CHANNEL"
-"""Private, while both ways exist: draft KV goes over the channel (next/)."""
+PATIENCE_ENV = "SGLANG_MIXKV_PATIENCE"
+PORT_ENV = "SGLANG_MIXKV_PORT"
 UNREADABLE = "MIXKV-START-04"
 
-DRAFT_TRANSFERS = ("auto", "direct", "packed")
 ON_MISMATCH = ("refuse", "cold")
 VERIFY = ("off", "checksum")
 
@@ -39,23 +38,17 @@ _FALSE = {"", "0", "false", "no", "n", "off"}
 class Config(msgspec.Struct, frozen=True):
     """What the operator asked of the plugin.
 
-    `draft_transfer`: auto, direct or packed. `staging_mb`: MiB of the receiver's buffer, and of
-    the sender's pack buffers together, each taken at the first need. `on_draft_mismatch`: refuse
-    or cold. `verify`: off or checksum. `stats_dir`: folder into which each process writes its
-    byte counters; off when empty.
+    `staging_mb`: MiB of a rank's staging buffer, taken at start. `on_draft_mismatch`: refuse or
+    cold. `verify`: off or checksum. `stats_dir`: folder into which each process writes its counts;
+    off when empty.
     """
 
     enabled: bool = False
     allow_untested_sglang: bool = False
-    draft_transfer: str = "auto"
     staging_mb: int = 256
     on_draft_mismatch: str = "refuse"
     verify: str = "off"
     stats_dir: str = ""
-
-    def without_buffers(self) -> Config:
-        """The same with no memory of the plugin's own for draft KV."""
-        return msgspec.structs.replace(self, draft_transfer="direct")
 
 
 def truth(name: str, environ: Mapping[str, str]) -> bool:
@@ -92,31 +85,20 @@ def _positive(text: str) -> int:
 
 OPTIONS = (
     Option(
-        "--mixkv-draft-transfer",
-        "SGLANG_MIXKV_DRAFT_TRANSFER",
-        "draft_transfer",
-        str,
-        "How head slices travel: packed into long ranges, one range per token (direct), or "
-        "whichever is cheaper by count and size (auto).",
-        DRAFT_TRANSFERS,
-    ),
-    Option(
         "--mixkv-staging-mb",
         "SGLANG_MIXKV_STAGING_MB",
         "staging_mb",
         _positive,
-        "MiB of registered GPU memory of a rank, outside --mem-fraction-static, for packed slices: "
-        "on decode one buffer for all requests, on prefill split over transfer threads. Taken at "
-        "the first need; slices that find no room go without it, slower.",
+        "MiB of a rank's staging buffer for draft KV: registered memory of the KV's kind, outside "
+        "--mem-fraction-static, in 64 slots. Taken at start.",
     ),
     Option(
         "--mixkv-on-draft-mismatch",
         "SGLANG_MIXKV_ON_DRAFT_MISMATCH",
         "on_draft_mismatch",
         str,
-        "When only the drafters of both sides do not fit: refuse the other side, or serve its "
-        "requests with the target's KV alone (cold: same output, lower accept length). Cold needs "
-        "the flag on both sides.",
+        "Set on decode. When only the drafters of both sides differ: refuse the prefill server, or "
+        "serve its requests with the target's KV alone (cold: same output, lower accept length).",
         ON_MISMATCH,
     ),
     Option(
@@ -124,12 +106,28 @@ OPTIONS = (
         "SGLANG_MIXKV_VERIFY",
         "verify",
         str,
-        "Set on decode: compare CRC-32 of the target's and the drafter's KV, per entry and sender, "
-        "before a request starts; a difference fails the request. Costs a read of all bytes on "
-        "both sides.",
+        "Set on decode. Compare a checksum of each segment of draft KV with prefill's; where they "
+        "differ the drafter starts cold. Costs a read of these bytes on both sides.",
         VERIFY,
     ),
 )
+
+
+REMOVED = (
+    (
+        "--mixkv-draft-transfer",
+        "SGLANG_MIXKV_DRAFT_TRANSFER",
+        "is no longer a setting: draft KV is always packed into slots. Remove it",
+    ),
+)
+"""Flag, environment variable, and what to do. Each stops the start of an opted-in server."""
+
+
+def _refuses(sentence: str) -> Callable[[str], Any]:
+    def parse(_: str) -> Any:
+        raise argparse.ArgumentTypeError(f"[{UNREADABLE}] it {sentence}")
+
+    return parse
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -154,10 +152,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             help=f"{option.help} [default: {getattr(defaults, option.field)}; "
             f"env: {option.environ}]",
         )
+    for flag, _, sentence in REMOVED:
+        group.add_argument(flag, type=_refuses(sentence), help=argparse.SUPPRESS)
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:
     """The record for these flags (None: a launcher without the plugin's flags)."""
+    for _, variable, sentence in REMOVED:
+        if variable in environ:
+            raise ValueError(f"[{UNREADABLE}] {variable} {sentence}")
     enabled = getattr(flags, "enable_mixkv", None)
     values = {option.field: _value(option, flags, environ) for option in OPTIONS}
     return Config(

@@ -13,29 +13,14 @@ CODES = {
     "MIXKV-START-02": "the plugin was not loaded, or SGLang did not apply its hooks",
     "MIXKV-START-03": "a flag or variable that does not go with the plugin",
     "MIXKV-START-04": "a setting or a launch line that cannot be read",
-    "MIXKV-START-05": "a KV pool or a drafter that cannot be cut into heads, or is sent in part",
-    "MIXKV-START-06": "rows of KV cannot be copied on this device",
+    "MIXKV-START-05": "a drafter's KV that cannot be cut into heads, or not as a whole",
+    "MIXKV-START-06": "draft KV cannot be read from this rank, or by it",
     "MIXKV-PAIR-01": "the plugin runs on one side only, or not in every process",
-    "MIXKV-PAIR-02": "the two sides speak different protocols of the plugin",
+    "MIXKV-PAIR-02": "the two sides have no protocol of the plugin in common",
     "MIXKV-PAIR-03": "the two servers differ in models, flags or releases",
     "MIXKV-PAIR-04": "there is no route between servers of these sizes",
-    "MIXKV-PAIR-05": "the two sides computed different routes",
+    "MIXKV-PAIR-05": "SGLang and the plugin count the ranks of a request differently",
     "MIXKV-PAIR-06": "requests are served without draft KV, and their drafters start cold",
-    "MIXKV-PAIR-07": "SGLang itself does not take the other side",
-    "MIXKV-REG-01": "a registration contradicts itself",
-    "MIXKV-REG-02": "a registration is missing or out of date, and is sent again",
-    "MIXKV-REG-03": "a prefill rank refuses a decode rank",
-    "MIXKV-ROOM-01": "a request does not fit what its decode rank registered",
-    "MIXKV-ROOM-02": "the other side ended the request",
-    "MIXKV-ROOM-03": "a room number is used again too early",
-    "MIXKV-ROOM-04": "something about a room came too late, or from a rank with no part in it",
-    "MIXKV-SEND-01": "a chunk does not line up with the pages of its request",
-    "MIXKV-SEND-02": "a prefill rank failed on its own while it sent",
-    "MIXKV-SEND-03": "the transport failed a write",
-    "MIXKV-SEND-04": "the transfer engine is stuck and cannot be replaced",
-    "MIXKV-LAND-01": "a decode rank could not prepare or complete a request",
-    "MIXKV-LAND-02": "KV at decode is not what prefill sent",
-    "MIXKV-MEM-01": "no memory for a buffer, so slices are sent without it",
     "MIXKV-MSG-01": "a message of another process cannot be read",
     "MIXKV-MSG-02": "a peer takes no messages, or does not answer",
     "MIXKV-SELF-01": "something unexpected inside the plugin",
@@ -43,7 +28,7 @@ CODES = {
 """Code -> symptom."""
 
 REASONS = ("no_plugin", "protocol", "malformed", "facts", "topology", "other")
-"""What a refusal is counted under: the peer lacks the plugin, speaks another protocol, sent
+"""What a refusal is counted under: the peer lacks the plugin, has another protocol, sent
 what cannot be read, differs in the handshake's facts, or has sizes or routes that do not fit."""
 
 _REASON_OF = {
@@ -52,7 +37,6 @@ _REASON_OF = {
     "MIXKV-PAIR-03": "facts",
     "MIXKV-PAIR-04": "topology",
     "MIXKV-PAIR-05": "topology",
-    "MIXKV-REG-01": "malformed",
     "MIXKV-MSG-01": "malformed",
 }
 

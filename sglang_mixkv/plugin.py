@@ -1,15 +1,16 @@
-"""The entry point that SGLang calls in every process, and the seams it uses.
+"""The entry point that SGLang calls in every process, and the hooks that it registers.
 
-    seam                                          why
-    ServerArgs.add_cli_args            (after)    the plugin's flags on every parser
-    ServerArgs.from_cli_args           (around)   flags and environment -> one record
-    "handle_other_validations"         (wrapped)  checks at start, when all is resolved; the
-                                                  record where no command line made one
-    disaggregation.utils.get_kv_class  (around)   our manager, sender, receiver, bootstrap server
-    disaggregation.utils.setup_state_kv_args      what KV args do not say of the drafter
-                                       (after)
-    Scheduler                          (around)   no storage tier is attached to a running server;
-        .attach_hicache_storage_wrapped           hooked in an opted-in scheduler's process alone
+    ServerArgs.add_cli_args               (after)    the plugin's flags on every parser
+    ServerArgs.from_cli_args              (around)   flags and environment -> one record
+    "handle_other_validations"            (wrapped)  checks at start, when all is resolved; the
+                                                     record where no command line made one
+    disaggregation.utils.get_kv_class     (around)   SGLang's classes, with our mixins
+    _init_kv_manager of both queues       (around)   SGLang sees no draft pool; we get it
+    DecodeTransferQueue.extend            (after)    a room learns its request, for the metrics
+    DecodePreallocQueue                   (after)    draft rows of a retracted request
+        .resume_retracted_reqs
+    Scheduler                             (around)   a running server gets no storage tier; hooked
+        .attach_hicache_storage_wrapped              in an opted-in scheduler's process alone
 
 Not opted in, each hook hands through what SGLang computed. Opted in, a missing or changed
 seam stops the server (`releases.preflight`). SGLang logs and swallows a plugin's exceptions,
@@ -21,7 +22,7 @@ ServerArgs (`engine/check.py`), since the launcher may have resolved them before
 loaded. The contract with whoever builds ServerArgs and KV args by hand (a test, another tool):
 
     opted in by                    SGLANG_ENABLE_MIXKV=1, or the record in ServerArgs._mixkv
-    KV args                        the attributes listed in engine/kv_args.py
+    KV args                        the attributes listed in engine/draft_pool.py
     no published ServerArgs        the classes are handed out (a bootstrap server alone); the
                                    check runs when a manager is built, with its ServerArgs
     ServerArgs resolved by hand    served: a device that is not set means host memory, the
@@ -49,7 +50,6 @@ logger = logging.getLogger(__name__)
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
-SETUP_STATE = "sglang.srt.disaggregation.utils.setup_state_kv_args"
 SCHEDULER = "sglang.srt.managers.scheduler"
 ATTACH_STORAGE = f"{SCHEDULER}.Scheduler.attach_hicache_storage_wrapped"
 VALIDATION = "handle_other_validations"
@@ -59,6 +59,7 @@ INIT_MANAGER = (
 )
 EXTEND_TRANSFERS = "sglang.srt.disaggregation.decode.DecodeTransferQueue.extend"
 RESUME_RETRACTED = "sglang.srt.disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs"
+OF_QUEUES = (*INIT_MANAGER, EXTEND_TRANSFERS, RESUME_RETRACTED)
 
 
 def register() -> None:
@@ -70,14 +71,8 @@ def register() -> None:
             raise
         from sglang_mixkv.engine.releases import stop
 
-        told = "Report this with the message above"
-        stop("MIXKV-START-02", "the plugin failed to load", [repr(error)], told)
-
-
-def _channel() -> bool:
-    from sglang_mixkv.config import CHANNEL_SWITCH, truth
-
-    return truth(CHANNEL_SWITCH, os.environ)
+        remedy = "Report this with the message above"
+        stop("MIXKV-START-02", "the plugin failed to load", [repr(error)], remedy)
 
 
 def _asked_for() -> bool:
@@ -97,22 +92,33 @@ def _register() -> None:
     HookRegistry.register(ADD_CLI_ARGS, _add_flags, HookType.AFTER)
     HookRegistry.register(FROM_CLI_ARGS, _attach_config, HookType.AROUND)
     HookRegistry.register(GET_KV_CLASS, _kv_class, HookType.AROUND)
-    HookRegistry.register(SETUP_STATE, _describe_components, HookType.AFTER)
-    if _channel():
-        from sglang_mixkv.next.engine import handover
-
-        for path in INIT_MANAGER:
-            HookRegistry.register(path, _hide_draft_pool, HookType.AROUND)
-        HookRegistry.register(EXTEND_TRANSFERS, handover.after_extend, HookType.AFTER)
-        HookRegistry.register(RESUME_RETRACTED, handover.after_resume, HookType.AFTER)
+    for path in INIT_MANAGER:
+        HookRegistry.register(path, _hide_draft_pool, HookType.AROUND)
+    HookRegistry.register(EXTEND_TRANSFERS, _note_requests, HookType.AFTER)
+    HookRegistry.register(RESUME_RETRACTED, _note_retracted, HookType.AFTER)
     register_resolution_hook(VALIDATION)(_validate)
 
 
 def _hide_draft_pool(original: Callable[[Any], Any], queue: Any) -> Any:
-    from sglang_mixkv.next.engine import handover
+    if not _is_enabled(_published()):
+        return original(queue)
+    from sglang_mixkv.engine import handover
 
-    enabled = _is_enabled(_published())
-    return handover.around_init(original, queue) if enabled else original(queue)
+    return handover.around_init(original, queue)
+
+
+def _note_requests(_result: Any, queue: Any, decode_reqs: Any) -> None:
+    if _is_enabled(_published()):
+        from sglang_mixkv.engine import handover
+
+        handover.after_extend(queue, decode_reqs)
+
+
+def _note_retracted(resumed: Any, queue: Any, *_args: Any, **_kwargs: Any) -> None:
+    if _is_enabled(_published()):
+        from sglang_mixkv.engine import handover
+
+        handover.after_resume(resumed, queue)
 
 
 def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
@@ -145,9 +151,9 @@ def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
 
     refusals.set_metrics_folder(server_args)
     releases.preflight(config)
-    _stop_unless_live(ADD_CLI_ARGS, FROM_CLI_ARGS, GET_KV_CLASS, SETUP_STATE)
+    _stop_unless_live(ADD_CLI_ARGS, FROM_CLI_ARGS, GET_KV_CLASS, *OF_QUEUES)
     view = resolved_view(server_args)
-    check.stop_if(refusals.broken(releases.rules(), view, os.environ, config))
+    check.stop_if(refusals.broken(releases.rules(), view, os.environ))
 
 
 def _stop_unless_live(*paths: str) -> None:
@@ -180,15 +186,9 @@ def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: A
     handed_out, key = _handed_out(server_args), (transfer_backend, class_type)
     if key not in handed_out:
         _check(server_args, transfer_backend.value, class_type.value)
-        if _channel():
-            from sglang_mixkv.next.engine.classes import mixed
+        from sglang_mixkv.engine.classes import mixed
 
-            handed_out[key] = mixed(original, transfer_backend, class_type)
-            return handed_out[key]
-        from sglang_mixkv.engine.backends import classes
-
-        stock = original(transfer_backend, class_type)
-        handed_out[key] = classes(transfer_backend.value).get(class_type.value, stock)
+        handed_out[key] = mixed(original, transfer_backend, class_type)
     return handed_out[key]
 
 
@@ -209,11 +209,11 @@ def _check(server_args: Any, backend: str, kind: str) -> None:
     from sglang_mixkv.config import config_of
     from sglang_mixkv.engine import check, releases
 
-    _stop_unless_live(SETUP_STATE)
+    _stop_unless_live(*OF_QUEUES)
     if server_args is not None:
         check.check_once(server_args, config_of(server_args))
     release = releases.here()
-    if backend in (*release.framings, "fake"):
+    if backend == "fake" or releases.serves(backend):
         return
     if server_args is not None or kind == "manager":
         rule = release.unserved.get(backend.upper(), refusals.OTHER_BACKEND)
@@ -252,15 +252,6 @@ def _attach_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any)
         return original(scheduler, recv_req)
     logger.warning("[MIXKV-START-03] sglang-mixkv: no storage tier is attached: %s", reason)
     return AttachHiCacheStorageReqOutput(success=False, message=f"[MIXKV-START-03] {reason}")
-
-
-def _describe_components(_result: None, kv_args: Any, *args: Any, **kwargs: Any) -> None:
-    if _channel() or not _is_enabled(_published()):
-        return
-    from sglang_mixkv.engine.kv_args import describe
-
-    draft = kwargs.get("draft_token_to_kv_pool", args[1] if len(args) > 1 else None)
-    describe(kv_args, args[0] if args else kwargs["token_to_kv_pool"], draft)
 
 
 def _published() -> Any:

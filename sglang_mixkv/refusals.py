@@ -1,8 +1,8 @@
 """Combinations that are refused before an opted-in server starts, each by name.
 
-Two reasons lead to this list: the feature moves or lays out KV in a way the plugin does
-not know, or it replaces the part of SGLang that the plugin extends. Neither would show
-as an error later.
+Two reasons lead to this list: the feature moves or lays out draft KV in a way that the plugin does
+not know, or it replaces the part of SGLang that the plugin extends. Neither would show as an error
+later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sglang_mixkv.config import CHANNEL_SWITCH, Config, truth
+from sglang_mixkv.config import truth
 
 # UNO has no draft model, FROZEN_KV_MTP's drafter reads the target's KV: neither has KV of its own.
 SPECULATIVE = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLASH", "DSPARK")
@@ -142,15 +142,6 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         "or none; drop the flag",
     ),
     (
-        "--dcp-size above 1 with a drafter over NIXL",
-        lambda a: (
-            has_dcp(a)
-            and a.disaggregation_transfer_backend == "nixl"
-            and not truth(CHANNEL_SWITCH, os.environ)  # the draft channel serves it
-        ),
-        "use --disaggregation-transfer-backend mooncake, or --dcp-size 1",
-    ),
-    (
         "attention context parallelism (--attn-cp-size above 1) with a drafter",
         lambda a: (getattr(a, "attn_cp_size", 1) or 1) > 1 and has_drafter(a),
         "use tensor or DP attention on the prefill side",
@@ -162,58 +153,7 @@ def _environment_rules(environ: Mapping[str, str]) -> list[str]:
     found = []
     if truth("SGLANG_RUST_SERVER", environ):
         found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")
-    staging = truth("SGLANG_DISAGG_STAGING_BUFFER", environ)
-    if staging and not truth(CHANNEL_SWITCH, environ):  # beside it, the target's alone
-        found.append(
-            "SGLANG_DISAGG_STAGING_BUFFER=1 is not supported: SGLang's staging goes around the "
-            "drafter's plan, and its messages do not pass the plugin's checks; unset it"
-        )
     return found
-
-
-def _has_custom_pool(environ: Mapping[str, str]) -> bool:
-    """Whether Mooncake moves KV over NVLink or the like, which may not reach host memory: as
-    disaggregation/mooncake/utils.py check_mooncake_custom_mem_pool_enabled reads it."""
-    value = environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "")
-    return value.lower() == "true" or value in ("NVLINK", "BAREX", "INTRA_NODE_NVLINK")
-
-
-def _cold_rules(args: Any, environ: Mapping[str, str]) -> list[str]:
-    found = []
-    if getattr(args, "disaggregation_decode_enable_radix_cache", False):
-        found.append(
-            "--mixkv-on-draft-mismatch cold with --disaggregation-decode-enable-radix-cache is not "
-            "supported: pages without draft KV would become a prefix that other requests share; "
-            "drop one of the two"
-        )
-    if getattr(args, "disaggregation_enable_kv_checksum", False):
-        found.append(
-            "--mixkv-on-draft-mismatch cold with --disaggregation-enable-kv-checksum is not "
-            "supported: SGLang would compare draft KV that was not sent, and fail every request; "
-            "drop one of the two"
-        )
-    if truth("SGLANG_MOONCAKE_SEND_AUX_TCP", environ):
-        found.append(
-            "--mixkv-on-draft-mismatch cold with SGLANG_MOONCAKE_SEND_AUX_TCP=1 is not supported: "
-            "the drafter's part of the metadata could not be left out; drop one of the two"
-        )
-    if _has_custom_pool(environ):
-        found.append(
-            "--mixkv-on-draft-mismatch cold with SGLANG_MOONCAKE_CUSTOM_MEM_POOL is not supported: "
-            "metadata without the drafter's part are written from host memory, which NVLink does "
-            "not reach; drop one of the two"
-        )
-    return found
-
-
-def _verify_rules(args: Any) -> list[str]:
-    """With a drafter these are refused in any case."""
-    return [
-        f"--mixkv-verify checksum with {flag} above 1 is not supported: no rank holds a request's "
-        "tokens as they were sent; drop one of the two"
-        for name, flag in (("dcp_size", "--dcp-size"), ("attn_cp_size", "--attn-cp-size"))
-        if (getattr(args, name, 1) or 1) > 1
-    ]
 
 
 def storage_refusal(args: Any) -> str | None:
@@ -222,29 +162,14 @@ def storage_refusal(args: Any) -> str | None:
 
 
 def text_of(rule: Rule) -> str:
-    """What a server that breaks this rule is told."""
+    """The sentence for a server that breaks this rule."""
     name, _, remedy = rule
     return f"{name} is not supported: {remedy}"
 
 
-def refusals(
-    args: Any, environ: Mapping[str, str] = os.environ, config: Config | None = None
-) -> list[str]:
-    """Unsupported choices among resolved server arguments and the environment."""
-    return broken(ARGUMENT_RULES, args, environ, config)
-
-
-def broken(
-    rules: tuple[Rule, ...], args: Any, environ: Mapping[str, str], config: Config | None
-) -> list[str]:
-    """Of these rules, and of those on the environment."""
-    found = [text_of(rule) for rule in rules if rule[1](args)]
-    config = config or Config()
-    if config.on_draft_mismatch == "cold":
-        found += _cold_rules(args, environ)
-    if config.verify == "checksum":
-        found += _verify_rules(args)
-    return found + _environment_rules(environ)
+def broken(rules: tuple[Rule, ...], args: Any, environ: Mapping[str, str]) -> list[str]:
+    """What is unsupported of resolved server arguments, by these rules, and of the environment."""
+    return [text_of(rule) for rule in rules if rule[1](args)] + _environment_rules(environ)
 
 
 _metrics_folder: tempfile.TemporaryDirectory[str] | None = None

@@ -1,133 +1,145 @@
-"""What the plugin counts, and the Prometheus series that it becomes.
+"""The draft channel's Prometheus series.
 
-A count is a name and an amount (`Stats.add`). This table says which series shows it; a
-count that is not in the table stays in the JSON file. Labels have few, fixed values: every
-series of a rank exists from its start, at 0.
+Label values that are known beforehand exist from the rank's start, at 0. A prefill address appears
+with its first room, a position with its first draft.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sglang_mixkv.errors import REASONS
 
 PREFILL, DECODE = "prefill", "decode"
 BOTH = (PREFILL, DECODE)
+Values = tuple[str, ...]
+
+MAX_PREFILLS = 64  # addresses with series of their own; those that come later are OTHER
+MAX_POSITIONS = 32  # of a draft; positions behind are not counted
+OTHER = "other"
+
+COLD = (
+    "deadline", "breaker", "lost", "read", "slots", "stalled", "stale", "unpack", "protocol",
+    "broken", "mismatch", "no_drafter", "prefill_aborted", "prefill_pack", "prefill_slow",
+    "prefill_heads", "prefill_full", "prefill_restarted", "prefill_other", OTHER,
+)  # fmt: skip
+"""Why a decode rank's room is cold: all reasons that its code has, and one for any other."""
+
+FAILS = ("aborted", "pack", "slow", "heads", "full", "restarted")
+"""Codes of the FAIL messages that a prefill rank sends."""
+
+OUTCOMES = (("warm", ""), *(("cold", reason) for reason in COLD), ("failed", ""), ("closed", ""))
+STATES = ("warm", "cold", "retracted")
 
 
 @dataclass(frozen=True)
 class Family:
-    """One metric: a counter or a gauge. `counts`: value of `label` -> the count that it shows;
-    without a label the one value is ""."""
+    """One metric. `values`: of its labels, those that exist from the start."""
 
     name: str
-    kind: str
     help: str
-    counts: Mapping[str, str]
-    label: str = ""
-    sides: tuple[str, ...] = BOTH
+    sides: Values = BOTH
+    labels: Values = ()
+    values: tuple[Values, ...] = ((),)
 
+    @property
+    def kind(self) -> str:
+        return "counter" if self.name.endswith("_total") else "gauge"
+
+
+def _each(values: Values) -> tuple[Values, ...]:
+    return tuple((value,) for value in values)
+
+
+ROOMS = Family(
+    "sglang:mixkv_rooms_total",
+    "Requests on this rank, by how their drafter began; `closed`: they ended first.",
+    (DECODE,), ("state", "reason"), OUTCOMES,
+)  # fmt: skip
+PREFILL_ROOMS = Family(
+    "sglang:mixkv_prefill_rooms_total",
+    "The same by prefill server, its bootstrap address.",
+    (DECODE,), ("prefill", "state", "reason"), (),
+)  # fmt: skip
+FINISHED = Family(
+    "sglang:mixkv_finished_requests_total",
+    "Requests that have ended after their transfer.",
+    (DECODE,), ("state",), _each(STATES),
+)  # fmt: skip
+VERIFY_ROUNDS = Family(
+    "sglang:mixkv_verify_rounds_total",
+    "Their verify rounds.",
+    (DECODE,), ("state",), _each(STATES),
+)  # fmt: skip
+ACCEPTED_TOKENS = Family(
+    "sglang:mixkv_accepted_tokens_total",
+    "Tokens of these rounds: accepted drafts, and one more each.",
+    (DECODE,), ("state",), _each(STATES),
+)  # fmt: skip
+ACCEPTED_DRAFTS = Family(
+    "sglang:mixkv_accepted_drafts_total",
+    "Rounds that accepted the draft at this position.",
+    (DECODE,), ("state", "position"), (),
+)  # fmt: skip
+BREAKER_OPEN = Family(
+    "sglang:mixkv_breaker_open",
+    "1 while the breaker of one of the server's ranks is open.",
+    (DECODE,), ("prefill",), (),
+)  # fmt: skip
+BREAKER_OPENED = Family(
+    "sglang:mixkv_breaker_opened_total",
+    "How often one opened.",
+    (DECODE,), ("prefill",), (),
+)  # fmt: skip
+REFUSED = Family(
+    "sglang:mixkv_peers_refused_total",
+    "Requests that failed since their prefill server is refused.",
+    (DECODE,), ("reason",), _each(REASONS),
+)  # fmt: skip
+NEEDED_BYTES = Family(
+    "sglang:mixkv_needed_bytes_total",
+    "KV bytes put in place.",
+    (DECODE,), ("component",), (("draft",),),
+)  # fmt: skip
+SENT_BYTES = Family(
+    "sglang:mixkv_sent_bytes_total",
+    "KV bytes packed.",
+    (PREFILL,), ("component",), (("draft",),),
+)  # fmt: skip
+UNOPENED = Family(
+    "sglang:mixkv_unopened_rooms_total",
+    "Requests that a decode rank did not open on the channel.",
+    (PREFILL,),
+)  # fmt: skip
+UNREQUESTED = Family(
+    "sglang:mixkv_unrequested_rooms_total",
+    "Rooms opened for which no request came.",
+    (PREFILL,),
+)  # fmt: skip
+FAILS_SENT = Family(
+    "sglang:mixkv_fails_sent_total",
+    "Rooms refused or given up, which go cold on decode.",
+    (PREFILL,), ("code",), _each(FAILS),
+)  # fmt: skip
+EXPIRED_SLOTS = Family(
+    "sglang:mixkv_expired_slots_total",
+    "Slots set aside for 60 s, as no ACK came.",
+    (PREFILL,),
+)  # fmt: skip
+COPY_SECONDS = Family("sglang:mixkv_copy_seconds_total", "Seconds spent packing or unpacking.")
+SLOTS = Family("sglang:mixkv_slots", "Slots of the staging buffer.")
+SLOTS_USED = Family("sglang:mixkv_slots_used", "Those in use.")
+DROPPED = Family(
+    "sglang:mixkv_messages_dropped_total", "Messages that were unreadable, doubled or too late."
+)
 
 FAMILIES = (
-    Family(
-        "sglang:mixkv_sent_bytes_total",
-        "counter",
-        "KV bytes that a prefill rank handed to the transport and that it took.",
-        {"target": "target_bytes_sent", "draft": "draft_bytes_sent"},
-        "component",
-        (PREFILL,),
-    ),
-    Family(
-        "sglang:mixkv_needed_bytes_total",
-        "counter",
-        "KV bytes that completed requests needed; over all ranks as many as were sent, but for "
-        "failures and, with DCP, ends of last pages.",
-        {"target": "target_bytes_needed", "draft": "draft_bytes_needed"},
-        "component",
-        (DECODE,),
-    ),
-    Family(
-        "sglang:mixkv_send_seconds_total",
-        "counter",
-        "Seconds that transfer threads spent on those bytes, packing included, divided by bytes.",
-        {"target": "target_send_seconds", "draft": "draft_send_seconds"},
-        "component",
-        (PREFILL,),
-    ),
-    Family(
-        "sglang:mixkv_copy_seconds_total",
-        "counter",
-        "Seconds spent copying within this rank: packing on prefill (part of the send seconds), "
-        "scattering on decode.",
-        {"": "copy_seconds"},
-    ),
-    Family(
-        "sglang:mixkv_path_bytes_total",
-        "counter",
-        "The sent bytes again, by path: packed first, or written from the pool.",
-        {"packed": "packed_bytes", "direct": "direct_bytes"},
-        "path",
-        (PREFILL,),
-    ),
-    Family(
-        "sglang:mixkv_descriptors_total",
-        "counter",
-        "Byte ranges handed to the transport.",
-        {"": "descriptors"},
-        sides=(PREFILL,),
-    ),
-    Family(
-        "sglang:mixkv_staging_used_bytes",
-        "gauge",
-        "Bytes of the staging buffer that are held, or in quarantine after an aborted request.",
-        {"": "staging_used"},
-        sides=(DECODE,),
-    ),
-    Family(
-        "sglang:mixkv_staging_size_bytes",
-        "gauge",
-        "Bytes of the staging buffer; 0 until a peer needs it.",
-        {"": "staging_size"},
-        sides=(DECODE,),
-    ),
-    Family(
-        "sglang:mixkv_staging_full_total",
-        "counter",
-        "Requests that found no room in the staging buffer: their slices go without it, slower.",
-        {"": "staging_full"},
-        sides=(DECODE,),
-    ),
-    Family(
-        "sglang:mixkv_peers_refused_total",
-        "counter",
-        "Refusals in the handshake: on decode each request, on prefill each registration.",
-        {reason: f"refused_{reason}" for reason in REASONS},
-        "reason",
-    ),
-    Family(
-        "sglang:mixkv_cold_requests_total",
-        "counter",
-        "Requests served without the prompt's draft KV.",
-        {"": "cold_requests"},
-        sides=(DECODE,),
-    ),
-    Family(
-        "sglang:mixkv_messages_dropped_total",
-        "counter",
-        "Control messages that were dropped: unreadable, from a stranger, or too late.",
-        {"": "messages_dropped"},
-    ),
-)
+    ROOMS, PREFILL_ROOMS, FINISHED, VERIFY_ROUNDS, ACCEPTED_TOKENS, ACCEPTED_DRAFTS, BREAKER_OPEN,
+    BREAKER_OPENED, REFUSED, NEEDED_BYTES, SENT_BYTES, UNOPENED, UNREQUESTED, FAILS_SENT,
+    EXPIRED_SLOTS, COPY_SECONDS, SLOTS, SLOTS_USED, DROPPED,
+)  # fmt: skip
 
 
 def of_side(side: str) -> Iterator[Family]:
-    """The families of a prefill or a decode rank; none for another side."""
     return (family for family in FAMILIES if side in family.sides)
-
-
-def divided(seconds: float, target_bytes: int, draft_bytes: int) -> tuple[float, float]:
-    """Seconds of one chunk for target and draft, in proportion to their bytes."""
-    total = target_bytes + draft_bytes
-    draft = seconds * draft_bytes / total if total else 0.0
-    return seconds - draft, draft

@@ -20,6 +20,26 @@ from collections.abc import Hashable
 
 from sglang_mixkv.channel.times import Times
 
+SLOTS = 64
+# What a slot costs (a message each way, a copy on both sides, a read) is some 0.3 ms of CPU, so
+# slots are large: 4 MiB with the default of 256 MiB.
+ALIGNMENT = 4096
+
+
+def slot_bytes(staging_mb: int) -> int:
+    """Of each slot of a rank's staging buffer."""
+    return (staging_mb << 20) // SLOTS // ALIGNMENT * ALIGNMENT
+
+
+def quota_of(count: int) -> int:
+    """How many of `count` slots one owner holds at most."""
+    return max(2, count // 4)
+
+
+def share_of(count: int, owners: int) -> int:
+    """How many each of so many owners holds when all of them take what they can."""
+    return max(1, min(quota_of(count), (count - count // 4) // owners))
+
 
 class SlotPool:
     """`count` equal slots. Times are those of the caller's clock, in seconds."""
@@ -33,7 +53,7 @@ class SlotPool:
         self._held: Counter[Hashable] = Counter()
         self._offered: dict[int, tuple[float, int]] = {}  # since when, stamp; the oldest first
         self.count = count
-        self._quota, self._reserve = max(2, count // 4), count // 4
+        self._quota, self._reserve = quota_of(count), count // 4
 
     @property
     def offered(self) -> int:

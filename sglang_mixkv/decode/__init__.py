@@ -1,0 +1,1 @@
+"""A decode rank of the draft channel."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sglang_mixkv import cpu
-from sglang_mixkv.config import ENABLE_ENV, STATS_DIR_ENV
+from sglang_mixkv.config import ENABLE_ENV, PATIENCE_ENV, STATS_DIR_ENV
 from sglang_mixkv.demo.pair import model_flags
 from sglang_mixkv.demo.ports import free_port
 
@@ -28,6 +28,10 @@ CUDA_FLAGS: tuple[str, ...] = (
 )
 """Flags of every server on GPUs. The small pair has heads that only Triton's attention takes, and
 several servers may share a GPU."""
+
+
+PATIENCE = "5"
+"""On a CPU engine, servers share few cores: no drafter is to be cold for want of one."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,8 @@ def prefill_and_decode(pair: str, topology: Topology, stats: str) -> tuple[Launc
     ``stats``: the folder into which opted-in servers count their bytes.
     """
     bootstrap, spawn = free_port(), str(int(topology.spawn))
-    env = {STATS_DIR_ENV: stats, cpu.SPAWN_ENV: spawn, **topology.env}
+    patience = os.environ.get(PATIENCE_ENV, PATIENCE)
+    env = {STATS_DIR_ENV: stats, PATIENCE_ENV: patience, cpu.SPAWN_ENV: spawn, **topology.env}
     backend, device = topology.backend, topology.device
     prefill_flags = (
         *_disaggregation("prefill", backend, bootstrap), *topology.prefill, *topology.mixkv_prefill,

@@ -7,7 +7,7 @@
 
 The server gets a process group of its own, and the leash adopts whatever the server leaves
 behind (a scheduler whose parent crashed, say), so "no child left" means "nothing left". It
-ends when the server ends by itself (with its exit status), when it is told to, or when its
+ends when the server ends by itself (with its exit status), on request, or when its
 starter is gone; only in that last case nobody else can remove FOLDER, so each leash does.
 """
 
@@ -75,7 +75,7 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def _serve(command: list[str]) -> int:
-    """Run the server until it ends or this process is told to; leave none of it behind."""
+    """Run the server until it ends or this process is to end; leave none of it behind."""
     server = subprocess.Popen(command, process_group=0, preexec_fn=_die_with_parent)
     try:
         status = server.wait()

@@ -31,7 +31,7 @@ ERROR_LINE = re.compile(r"^[\w.]+(?:Error|Exception)\b.*$", re.MULTILINE)
 
 
 class ServerDied(RuntimeError):
-    """A server ended although nobody told it to; the message has its last log lines."""
+    """A server ended although nobody ended it; the message has its last log lines."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class ServerProcess:
             )
 
     def finish(self) -> None:
-        """Wait for a leash that was told to end; it needs two graces at most."""
+        """Wait for a leash that is to end; it needs two graces at most."""
         try:
             self.process.wait(2 * leash.GRACE_S + 5)
         except subprocess.TimeoutExpired:

@@ -84,15 +84,15 @@ class DraftRows:
         words = self._words(slot, len(rows), len(heads))
         payload = len(rows) * self.bytes_per_token(len(heads))
         with own_stream(self.device):
-            words[-1] = signed
+            words[-1:] = signed  # one word of a GPU's would be copied there, and waited for
             if payload % 8:
-                words[-2] = 0
+                words[-2:-1] = 0
             for entry, places, packed in self._parts(size, items, slot):
                 if self._by_numpy:  # in modes other than "clip" through a temporary
                     np.take(entry, places, out=packed, mode="clip")
                 else:
                     torch.index_select(entry, 0, places, out=packed)
-            words[0] = signed
+            words[:1] = signed
         return payload
 
     def unpack(self, rows: Ints, heads: range, slot: Tensor) -> None:

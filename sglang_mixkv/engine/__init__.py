@@ -1,13 +1,8 @@
-"""The only importer of SGLang (plugin.py's hooks and cpu/ apart): thin overrides of its classes.
+"""The only importer of SGLang (plugin.py's hooks and cpu/ apart): mixins over its classes.
 
-Call order, by process:
-
-    prefill rank   SidedManager() -> side, then SGLang's constructor: registers this rank with the
-                   bootstrap server, facts included, and starts SGLang's threads
-                   control thread: may_pass -> prefill.Gate
-                   transfer threads: send_kvcache, send_aux -> PrefillRank
-    bootstrap      MixKVBootstrapServer: /route as SGLang's, /mixkv answers the prefill's facts
-    decode rank    scheduler: try_ensure_parallel_info -> DecodeRank.learn, or a refusal;
-                   receiver.init -> registers with each prefill rank, route and all
-                   decode thread: may_pass -> decode.Gate; update_status -> DecodeRank.land
+prefill rank   DraftManager: this rank's row goes with its registration, an Outbox beside it;
+               DraftSender: each chunk that SGLang sends also goes to the outbox
+bootstrap      DraftBootstrapServer: GET /mixkv answers the rows of all prefill ranks
+decode rank    DraftManager: no request before a server's rows fit, an Inbox beside it;
+               DraftReceiver: each request has a room in the inbox
 """

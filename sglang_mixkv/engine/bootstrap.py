@@ -1,55 +1,55 @@
-"""SGLang's bootstrap server, with one more answer: GET /mixkv, the prefill's facts."""
+"""SGLang's bootstrap server, with one answer more: GET /mixkv, the rows of all prefill ranks.
+
+A rank's row travels in the PUT with which SGLang registers it, under a key of its own.
+"""
 
 from __future__ import annotations
 
+import msgspec
 from aiohttp import web
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-from sglang_mixkv.engine.handshake import KEY, PATH
-from sglang_mixkv.protocol.announcement import kept
+from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.draft.facts import MAX_ROW_BYTES
 
+KEY, PATH = "mixkv_row", "/mixkv"
 _RANK = ("system_dp_rank", "attn_dp_rank", "attn_cp_rank", "attn_tp_rank", "pp_rank")
 
 
-class AnnouncingBootstrapServer(CommonKVBootstrapServer):
-    """`announced`: rank -> what that prefill rank put under KEY in its row."""
+class DraftBootstrapServer:
+    """Mixed into CommonKVBootstrapServer. `draft_rows`: each rank's address, and its row as
+    JSON, None without the plugin."""
 
-    def __init__(self, host: str, port: int) -> None:
-        self.announced: dict[tuple[int, ...], bytes | None] = {}
-        super().__init__(host, port)
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self.draft_rows: dict[tuple[int, ...], tuple[str, bytes | None]] = {}
+        super().__init__(*args, **kwargs)
 
     def _setup_routes(self) -> None:
-        super()._setup_routes()
-        self.app.router.add_get(PATH, self._handle_facts)
+        super()._setup_routes()  # type: ignore[misc]
+        self.app.router.add_get(PATH, self._handle_rows)  # type: ignore[attr-defined]
 
     async def _handle_route_put(self, request: web.Request) -> web.Response:
-        response = await super()._handle_route_put(request)
+        response: web.Response = await super()._handle_route_put(request)  # type: ignore[misc]
         if response.status == 200:
             row = await request.json()
-            self.announced[tuple(int(row[name] or 0) for name in _RANK)] = kept(row.get(KEY))
+            rank = tuple(int(row[name] or 0) for name in _RANK)
+            self.draft_rows[rank] = f"{row['rank_ip']}:{row['rank_port']}", _kept(row.get(KEY))
         return response
 
-    async def _handle_facts(self, request: web.Request) -> web.Response:
-        if not self._is_ready():
-            return web.Response(text="Prefill server not fully registered yet", status=503)
-        conflict = self._conflict()
-        if conflict:
-            return web.Response(text=conflict, status=409)
-        last = max(self.announced, key=lambda rank: rank[-1])  # the stage with the drafter
-        return web.Response(body=self.announced[last], content_type="application/json")
-
-    def _conflict(self) -> str | None:
-        """Why the ranks of this server do not speak with one voice, None when they do."""
-        silent = [rank for rank, said in self.announced.items() if said is None]
+    async def _handle_rows(self, request: web.Request) -> web.Response:
+        if not self._is_ready():  # type: ignore[attr-defined]
+            return web.Response(status=503, text="not all prefill ranks have registered")
+        silent = [address for address, row in self.draft_rows.values() if row is None]
         if silent:
-            return (
-                f"{len(silent)} of {len(self.announced)} prefill ranks do not run sglang-mixkv. "
-                "Start every node of the prefill server with --enable-mixkv."
-            )
-        voices = {(rank[-1], said) for rank, said in self.announced.items()}
-        if len(voices) != len({stage for stage, _ in voices}):
-            return (
-                "ranks of one prefill stage announce different facts. Start every node of the "
-                "prefill server with the same flags and versions."
-            )
+            return web.Response(status=409, text=f"no sglang-mixkv in the ranks at {silent[:8]}")
+        rows = b",".join(row for _, row in self.draft_rows.values() if row)
+        body = b'{"protocol":%d,"rows":[%b]}' % (PROTOCOL[1], rows)
+        return web.Response(body=body, content_type="application/json")
+
+
+def _kept(row: object) -> bytes | None:
+    """What can be passed on of a row; None for anything else."""
+    try:
+        body = msgspec.json.encode(row)
+    except (TypeError, ValueError, RecursionError):
         return None
+    return body if isinstance(row, dict) and len(body) <= MAX_ROW_BYTES else None

@@ -36,7 +36,7 @@ def check_once(server_args: Any, config: Config) -> None:
     """Stop an opted-in process that SGLang's launcher did not check. Once per ServerArgs.
 
     Who asks for KV classes transfers KV, so `--disaggregation-mode` is not looked at: the
-    manager is told its role. Of a stand-in for ServerArgs only SGLang itself is checked.
+    manager is given its role. Of a stand-in for ServerArgs only SGLang itself is checked.
     """
     global _checked
     if server_args is _checked:
@@ -44,5 +44,5 @@ def check_once(server_args: Any, config: Config) -> None:
     releases.preflight(config, replaced_is_fine=True)
     if isinstance(server_args, ServerArgs):
         asked = tuple(rule for rule in releases.rules() if rule is not refusals.SINGLE_SERVER)
-        stop_if(refusals.broken(asked, resolved_view(server_args), os.environ, config))
+        stop_if(refusals.broken(asked, resolved_view(server_args), os.environ))
     _checked = server_args

@@ -1,248 +1,163 @@
-"""The KV manager: SGLang's own, with this rank's side beside it.
+"""SGLang's manager of any backend, with this rank's side of the draft channel beside it.
 
-A process has one side, a prefill rank or a decode rank. Overrides translate what SGLang hands
-over and ask the side; they decide nothing. Those of CommonKVManager stand here, what transfer
-threads do in transfers.py, and what only one backend has in its own module (mooncake.py, nixl.py).
-
-SGLang's unit tests, and tools, build managers piecemeal (`__new__`, mocks). Such a manager has
-no side, and every override then does what SGLang's method does.
+prefill: `outbox`, made while SGLang registers the rank, since its row goes with that.
+decode:  `inbox` and `servers`, made once SGLang knows this rank's address.
+Either may be None: a prefill rank without draft KV has no outbox.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
+from collections import deque
 from typing import Any
 
-from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
+import msgspec
+from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from sglang_mixkv.decode.background import Background
-from sglang_mixkv.decode.rank import DecodeRank
-from sglang_mixkv.decode.source import Sizes
-from sglang_mixkv.decode.sources import Next
-from sglang_mixkv.engine import handshake, sides
-from sglang_mixkv.engine.banner import banner, speaks
-from sglang_mixkv.engine.farewell import Farewells
-from sglang_mixkv.errors import MixKVError, refuse
-from sglang_mixkv.prefill.rank import PrefillRank
-from sglang_mixkv.protocol.announcement import announcement
+from sglang_mixkv import __version__
+from sglang_mixkv.channel import planes
+from sglang_mixkv.decode import rooms as decode_rooms
+from sglang_mixkv.decode.inbox import Inbox, Store
+from sglang_mixkv.engine import draft_pool, early_sends
+from sglang_mixkv.engine.bootstrap import KEY
+from sglang_mixkv.engine.draft_pool import clear_retracted, draft_is_left_out
+from sglang_mixkv.engine.prefill_servers import PrefillServers
+from sglang_mixkv.engine.releases import sglang_version
+from sglang_mixkv.engine.sides import Local
+from sglang_mixkv.prefill import rooms as prefill_rooms
+from sglang_mixkv.prefill.outbox import Outbox
 
 logger = logging.getLogger(__name__)
 
 
-class SidedManager(CommonKVManager):
-    """`prefill`, `decode`: the one of them that this process is; None without a side. `backend`:
-    SGLang's name of the transfer backend. `has_dcp_with_draft`: it sends a drafter's KV to decode
-    ranks that are DCP ranks."""
+class DraftManager:
+    """Mixed into CommonKVManager. Raises MixKVError, and the server does not start, for a drafter
+    that cannot be cut, and where the channel cannot be made."""
 
     backend = ""
-    has_dcp_with_draft = False
-    prefill: PrefillRank | None = None
-    decode: DecodeRank | None = None
+    local: Local | None = None
+    outbox: Outbox | None = None
+    inbox: Inbox | None = None
+    servers: PrefillServers | None = None
+    local_ip: str
+    pp_rank: int | None
+    pp_size: int | None
+    prefill_info_table: dict[str, Any]
 
     def __init__(
-        self, args: Any, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
+        self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False, **more: Any
     ) -> None:
-        """Raises MixKVError, and the server does not start, for a drafter that cannot be cut
-        into heads, and where rows cannot be copied on this rank's device. The side comes first:
-        SGLang's constructor registers this rank and starts its threads."""
-        # What SGLang's methods do not carry on: `worker`, of a transfer thread, and `resolving`,
-        # from _resolve to _resolve_rank_mapping, of the thread that asks a prefill server.
-        self._thread = threading.local()
-        rank = sides.Rank(self, args, server_args, disaggregation_mode.value, is_mla_backend)
-        rank.rows.warm_up()
-        if disaggregation_mode == DisaggregationMode.PREFILL:
-            self.prefill = rank.prefill()
-        else:
-            self.decode = rank.decode()
-            self._background = Background()
-            self._farewells = Farewells(self._background)
-        # A prefill's reason for a failure travels to the decode side; stock parses it too.
-        self.kv_status_msg_carries_reason = True
-        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
-        level = logging.INFO if speaks(self) else logging.DEBUG
-        logger.log(level, "%s", banner(self))
+        self.local = Local(args, server_args, mode.value, self.backend)
+        draft_pool.check_beside(args, is_mla_backend)
+        self.miscounts: deque[str] = deque(maxlen=8)  # requests that SGLang counts otherwise
+        self.kv_status_msg_carries_reason = True  # prefill's reason reaches decode over Mooncake
+        super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
+        if mode == DisaggregationMode.DECODE:
+            self._make_inbox(self.local)
+        banner = self._banner(self.local)
+        if mode == DisaggregationMode.PREFILL and early_sends.switch_off(self.backend):
+            banner += f"; {early_sends.VARIABLE}=0, since SGLang's {self.backend} does not wait"
+        logger.log(logging.INFO if self._stands_for_server() else logging.DEBUG, "%s", banner)
 
-    @property
-    def side(self) -> PrefillRank | DecodeRank | None:
-        return self.prefill or self.decode
-
-    def may_pass(self, message: list[bytes]) -> bool:
-        """Whether SGLang may read this control message. An exception would end its thread."""
-        side = self.side
-        assert side is not None
-        try:
-            return side.gate.may_pass(message)
-        except MixKVError as error:
-            logger.warning("sglang-mixkv drops a message: %s", error)
-        except Exception:
-            logger.exception("[MIXKV-SELF-01] sglang-mixkv drops a message that it could not check")
-        side.stats.add(messages_dropped=1)
-        return False
-
-    def check_status(self, bootstrap_room: int) -> Any:
-        """As stock; a room that is gone has failed. Stock's transfer thread asks after it looked
-        whether the room is there, and ends with a KeyError if it was cleared in between."""
-        if self.side is None:
-            return super().check_status(bootstrap_room)
-        return self.request_status.get(bootstrap_room, KVPoll.Failed)
-
-    def conclude_transfer(self, **kwargs: Any) -> Any:
-        status = super().conclude_transfer(**kwargs)
-        if self.side is not None:
-            self.side.stats.publish()
-        return status
-
-    def takes_back(self, session: str) -> bool:
-        """Whether a peer that a write failed to is there all the same, and is to be served."""
-        raise NotImplementedError
-
-    # -- a prefill rank introduces itself
+    # -- prefill
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
-        """As stock, with this rank's facts in the row; then see that somebody keeps them."""
-        if self.prefill is None:
-            super()._register_topology_row(url, payload)
-            return
-        row = {**payload, handshake.KEY: announcement(self.prefill.local.facts)}
-        super()._register_topology_row(url, row)
-        handshake.check_is_kept(url)
+        assert self.local is not None
+        row = self._make_outbox(self.local)
+        payload = {**payload, KEY: msgspec.to_builtins(row)}
+        super()._register_topology_row(url, payload)  # type: ignore[misc]
 
-    def _room_notify_targets(self, bootstrap_room: int) -> list[tuple[str, int]]:
-        """As stock, of the room here: SGLang's table gets a decode rank a moment later."""
-        if self.prefill is None:
-            return list(super()._room_notify_targets(bootstrap_room))
-        room = self.prefill.rooms.get(bootstrap_room)
-        return room.served() if room is not None else []
+    def _make_outbox(self, local: Local) -> Any:
+        if local.draft is None:
+            return local.row(self, "", None, None)
+        slots, draft = local.slots(), local.draft
+        staging = local.staging(slots)
+        plane = local.plane(staging, self.local_ip)
+        rooms = prefill_rooms.Rooms(
+            local.instance, draft.layout.heads, local.segment_tokens, slots, local.times
+        )
+        self.outbox = Outbox(
+            rooms, draft.rows, staging, plane, self.local_ip, local.port(self), local.times,
+            local.notes,
+        )  # fmt: skip
+        return local.row(self, self.outbox.address, staging, plane)
 
-    # -- a decode rank learns of prefill servers, in the scheduler
+    # -- decode
+
+    def _make_inbox(self, local: Local) -> None:
+        draft, slots = local.draft, local.slots()
+        store = None
+        if draft is not None:
+            staging = local.staging(slots)
+            store = Store(draft.rows, staging, local.plane(staging, self.local_ip))
+        rooms = decode_rooms.Rooms(local.instance, slots, local.slot_bytes, local.times)
+        self.inbox = Inbox(rooms, store, local.times, local.notes, self._forget_peer)
+        self.servers = PrefillServers(
+            local.row(self, "", *((store.staging, store.plane) if store else (None, None))),
+            self.inbox,
+            self.prefill_info_table,
+            super().try_ensure_parallel_info,  # type: ignore[misc]
+            _stand_in,
+            serve_mismatch=local.config.on_draft_mismatch == "cold",
+            refused=local.notes.refused,
+        )
+        local.notes.breaker, local.notes.name_of = rooms.breaker, self.servers.name_of
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """As stock, once per prefill server. One that does not fit is kept with a reason; it is
-        asked again outside of the scheduler's loop, and not known meanwhile."""
-        side = self.decode
-        if side is None:
-            return bool(super().try_ensure_parallel_info(bootstrap_addr))
-        if bootstrap_addr in self.prefill_info_table:
-            return True
-        step = side.sources.next(bootstrap_addr)
-        if step is Next.RESOLVE:
-            return self._ask(side, bootstrap_addr)
-        if step is Next.REFUSE:
-            self.prefill_info_table[bootstrap_addr] = _stand_in()
-        elif step is Next.ASK and not self._background.submit(
-            self._ask_again, side, bootstrap_addr
-        ):
-            side.sources.asked(bootstrap_addr)
-        return step is Next.REFUSE
+        """False until the server's facts are here and fit, and the channel's connections stand."""
+        if self.servers is None:
+            return bool(super().try_ensure_parallel_info(bootstrap_addr))  # type: ignore[misc]
+        return self.servers.ensure(bootstrap_addr)
 
-    def _ask(self, side: DecodeRank, address: str) -> bool:
-        """Resolve a prefill server that nothing is known of. Whether that is done."""
-        try:
-            return self._resolve(side, address)
-        except Exception as error:
-            side.sources.refuse(address, error)
-            return self.try_ensure_parallel_info(address)
+    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        if self.servers is not None:
+            self.servers.forget(failed_bootstrap_addr)
+        super()._handle_node_failure(failed_bootstrap_addr)  # type: ignore[misc]
 
-    def _ask_again(self, side: DecodeRank, address: str) -> None:
-        """Resolve a refused server: it may have been restarted."""
-        error: Exception | None = None
-        try:
-            self._resolve(side, address)
-        except Exception as found:
-            error = found
-        side.sources.asked(address, error)
-
-    def _resolve(self, side: DecodeRank, address: str) -> bool:
-        """Whether the server could be asked. Raises why it does not fit."""
-        facts = handshake.fetch(address)
-        if facts is None:
-            return False
-        self._thread.resolving = address, facts, side.is_cold(address, facts)
-        return bool(super().try_ensure_parallel_info(address))
-
-    def _resolve_rank_mapping(self, info: PrefillServerInfo) -> None:
-        """As stock, for sizes that a server can have. Stock publishes `info` next: its Source is
-        there before."""
-        side = self.decode
-        if side is None:
-            super()._resolve_rank_mapping(info)
+    def _forget_peer(self, peer: bytes) -> None:
+        """From the channel's thread: another instance is where this one was."""
+        address = self.servers.address_of(peer) if self.servers is not None else None
+        if address is None or self.servers is None:
             return
-        sizes = Sizes(info.attn_tp_size, info.attn_cp_size, info.dp_size, info.pp_size)
-        sizes.check(with_draft=side.local.has_draft)
-        super()._resolve_rank_mapping(info)
-        address, facts, cold = self._thread.resolving
-        source = side.learn(address, sizes, facts, cold=cold)
-        if side.local.has_draft:
-            info.required_prefill_response_num = source.required
-
-    def check_is_the_same(self, address: str) -> None:
-        """A prefill server that was resolved before, and of which SGLang asks addresses now. Raises
-        MixKVError where another was started in its place, which SGLang knows only if its heartbeat
-        failed meanwhile; the next request resolves that one."""
-        side = self.decode
-        known = side.sources.get(address) if side is not None else None
-        if side is None or known is None or side.sources.is_current(address):
-            return
+        self.servers.forget(address)
         self.prefill_info_table.pop(address, None)
+        with self.connection_lock:  # type: ignore[attr-defined]
+            pool = self.connection_pool  # type: ignore[attr-defined]
+            for key in [key for key in pool if key.startswith(f"{address}_")]:
+                del pool[key]
+
+    def retracted(self, table: Any, request: Any) -> None:
+        """SGLang has filled the target's rows of a request that it had retracted; the drafter's are
+        another request's, where the backup has none of them."""
         try:
-            answers = self._resolve(side, address)
-        except Exception as error:
-            side.sources.refuse(address, error)
-            self._handle_node_failure(address)
-            raise
-        if not answers:
-            raise MixKVError("MIXKV-MSG-02", f"prefill server {address} does not answer.")
-        now = side.sources.get(address)
-        if now is None or (now.facts, now.sizes) != (known.facts, known.sizes):
-            self._handle_node_failure(address)
-            raise refuse(
-                "MIXKV-PAIR-03",
-                f"prefill server {address} as it was resolved",
-                "another in its place",
-                "KV would be sent as that one's was",
-                "Send the request again: it resolves this one",
-            )
+            assert self.local is not None
+            self.local.notes.requests.retract(request)
+            if self.local.handed.pool is not None and draft_is_left_out():
+                clear_retracted(self.local.handed.pool, table, request)
+        except Exception:
+            logger.exception("[MIXKV-SELF-01] draft rows of a resumed request are not cleared")
 
-    def dismiss(self, address: str, room: int, dp_rank: int) -> None:
-        """Let a prefill server's half of a refused request end now rather than by timeout. The
-        stand-in of a refused server goes, so that the next request may have it asked."""
-        assert self.decode is not None
-        if self.decode.sources.is_refused(address):
-            self.prefill_info_table.pop(address, None)
-        self._farewells.tell(address, room, dp_rank)
+    # -- both
 
-    # -- a decode rank lands rooms, in SGLang's decode thread
+    def teardown(self) -> None:
+        super().teardown()  # type: ignore[misc]
+        self.close_channel()
 
-    def update_status(self, bootstrap_room: int, status: Any) -> None:
-        """As stock; before a room succeeds, its slices land and its KV is verified."""
-        if self.decode is not None and status == KVPoll.Success:
-            problem = self.decode.land(bootstrap_room)
-            if problem is not None:
-                logger.error("sglang-mixkv fails room %s: %s", bootstrap_room, problem)
-                self.record_failure(bootstrap_room, f"sglang-mixkv: {problem}")
-                status = KVPoll.Failed
-        super().update_status(bootstrap_room, status)
-
-    def note_abort_ack(self, bootstrap_room: int, prefill_rank: int, generation: int) -> None:
-        """As stock; what a failed room held is free once all ranks have acknowledged."""
-        super().note_abort_ack(bootstrap_room, prefill_rank, generation)
-        if self.decode is not None:
-            self.decode.drained(bootstrap_room)
-
-    # -- what must hold
+    def close_channel(self) -> None:
+        if self.outbox is not None:
+            self.outbox.close()
+        if self.inbox is not None:
+            self.inbox.shut()
+        if self.servers is not None:
+            self.servers.close()
 
     def check_integrity(self) -> list[str]:
-        """What is wrong with an idle manager: dead threads, and anything left of a room.
-
-        For tests, and for production when no request is running. Empty when all is well.
-        """
-        found = [f"thread {t.name} has ended" for t in self._worker_threads if not t.is_alive()]
-        found += self.side.problems() if self.side is not None else []
+        """What is wrong with an idle rank: ended threads, and anything left of a room."""
+        found = [*self.miscounts, *(self.outbox.check() if self.outbox is not None else ())]
+        found += self.inbox.check() if self.inbox is not None else []
         for name in (
-            "request_status", "transfer_infos", "req_to_decode_prefix_len", "failure_records",
+            "request_status", "transfer_infos", "req_to_decode_prefix_len",
             "prefill_response_tracker", "required_prefill_response_num_table",
         ):  # fmt: skip
             left = getattr(self, name, None)
@@ -250,10 +165,26 @@ class SidedManager(CommonKVManager):
                 found.append(f"{name} holds {sorted(left, key=str)[:5]}")
         return found
 
+    def _banner(self, local: Local) -> str:
+        whose = f"sglang-mixkv {__version__} (SGLang {sglang_version()}): {local.mode}"
+        if local.draft is None:
+            return f"{whose} rank without draft KV of its own"
+        layout, plane = local.draft.layout, planes.choose(self.backend)
+        heads = f"{layout.heads.start}-{layout.heads.stop - 1} of {layout.facts.total_heads}"
+        return (
+            f"{whose} attention-TP rank {layout.rank} of {layout.tp}, draft heads {heads}, "
+            f"data plane {plane.name} ({plane.why})"
+        )
+
+    def _stands_for_server(self) -> bool:
+        """Whether this rank logs its banner: the first of the drafter's stage."""
+        names = ("attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "system_dp_rank")
+        first = not any(getattr(self, name, 0) for name in names)
+        return first and (self.pp_rank or 0) == (self.pp_size or 1) - 1
+
 
 def _stand_in() -> PrefillServerInfo:
-    """In the place of a refused server's sizes, so that SGLang resolves its requests without
-    asking it anything: with one DP rank the number of that is known."""
+    """In the place of a refused server's sizes: with one DP rank the number of that is known."""
     return PrefillServerInfo(
         attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
         kv_cache_dtype=None, follow_bootstrap_room=True,

@@ -1,9 +1,7 @@
 """The plugin's series at SGLang's own /metrics, made only with SGLang's --enable-metrics.
 
-As SGLang's SchedulerMetricsCollector does it (sglang: observability/metrics_collector.py):
-the API process sets PROMETHEUS_MULTIPROC_DIR before it starts the schedulers, and
-prometheus_client looks at it when it is imported, so it is imported here as late as there.
-Each scheduler process writes its values to files of that folder; /metrics reads them all.
+prometheus_client looks at PROMETHEUS_MULTIPROC_DIR when it is imported, which SGLang sets before it
+starts the schedulers: it is imported as late as SGLang does (observability/metrics_collector.py).
 """
 
 from __future__ import annotations
@@ -15,51 +13,56 @@ from typing import Any
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
 
-from sglang_mixkv.series import Family, of_side
+from sglang_mixkv.series import Family, Values, of_side
 
 logger = logging.getLogger(__name__)
 
 
 class Metrics:
-    """Series by the name of the count that they show. `add` and `set` never raise: after a
-    first failure, which is logged, the series stand still."""
+    """Called from several threads. `add` and `set` never raise: after a first failure, which is
+    logged, the series stand still."""
 
-    def __init__(self, side: str, labels: Mapping[str, str]) -> None:
-        self._series: dict[str, Any] = {}
-        for family in of_side(side):
-            self._make(family, labels)
+    def __init__(self, side: str, common: Mapping[str, str]) -> None:
+        self._common = dict(common)
+        self._families = {family: self._make(family) for family in of_side(side)}
+        self._series: dict[tuple[Family, Values], Any] = {}
+        for family in self._families:
+            for values in family.values:
+                self._get(family, values)
 
-    def _make(self, family: Family, labels: Mapping[str, str]) -> None:
+    def _make(self, family: Family) -> Any:
         import prometheus_client
 
-        kind = {"counter": prometheus_client.Counter, "gauge": prometheus_client.Gauge}
-        mode = {"multiprocess_mode": "mostrecent"} if family.kind == "gauge" else {}
-        names = [*labels, *([family.label] if family.label else [])]
-        metric = kind[family.kind](family.name, family.help, names, **mode)
-        for value, count in family.counts.items():
-            own = {family.label: value} if family.label else {}
-            self._series[count] = metric.labels(**labels, **own)
+        names = [*self._common, *family.labels]
+        if family.kind == "counter":
+            return prometheus_client.Counter(family.name, family.help, names)
+        mode: Any = "mostrecent"
+        return prometheus_client.Gauge(family.name, family.help, names, multiprocess_mode=mode)
 
-    def add(self, amounts: Mapping[str, float]) -> None:
-        """Count on; what no series shows is left out."""
+    def _get(self, family: Family, values: Values) -> Any:
+        key = family, values
+        if key not in self._series:
+            own = dict(zip(family.labels, values, strict=True))
+            self._series[key] = self._families[family].labels(**self._common, **own)
+        return self._series[key]
+
+    def add(self, family: Family, values: Values = (), amount: float = 1) -> None:
+        """A family of the other side is left out."""
         try:
-            for name, amount in amounts.items():
-                if amount and name in self._series:
-                    self._series[name].inc(amount)
+            if family in self._families:
+                self._get(family, values).inc(amount)
         except Exception:
             self._stop()
 
-    def set(self, values: Mapping[str, float]) -> None:
-        """The present values of gauges."""
+    def set(self, family: Family, values: Values, value: float) -> None:
         try:
-            for name, value in values.items():
-                if name in self._series:
-                    self._series[name].set(value)
+            if family in self._families:
+                self._get(family, values).set(value)
         except Exception:
             self._stop()
 
     def _stop(self) -> None:
-        self._series = {}
+        self._families = {}
         logger.exception(
             "[MIXKV-SELF-01] sglang-mixkv: its series at /metrics stand still from now on"
         )

@@ -1,197 +1,164 @@
-"""The decode side of one request.
-
-init           refuse, or SGLang's own: addresses, registration with each prefill rank
-               -> DecodeRank.begin -> Room
-send_metadata  DecodeRank.prepare -> grants, one per prefill rank
-poll           SGLang's own
-abort, clear   DecodeRank.release, end; clear counts what came
-"""
+"""SGLang's receiver, with a room of the inbox beside it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-from sglang_mixkv.decode.rank import DecodeRank
-from sglang_mixkv.decode.rooms import Room
-from sglang_mixkv.decode.slices import Sender
-from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.protocol.extension import Grant, encode
+from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode.copier import Entry
+from sglang_mixkv.decode.inbox import Inbox
+from sglang_mixkv.decode.servers import Pairing, Plan
+from sglang_mixkv.engine.sides import forward_event
+from sglang_mixkv.errors import MixKVError, refuse
 
 logger = logging.getLogger(__name__)
 
 
-def _endpoint(info: dict[str, Any]) -> tuple[str, int]:
-    """Where the prefill rank of stock's record listens."""
-    return info["rank_ip"], info["rank_port"]
+class DraftReceiver:
+    """Mixed into CommonKVReceiver. `entry`: None before send_metadata, and for a request that needs
+    no room. `is_send_target`: of each rank in `bootstrap_infos`, whether target KV comes from it;
+    `required_target_responses`: from how many; `required_draft_responses`: how many draft heads
+    are read from.
 
-
-class RoomReceiver(CommonKVReceiver):
-    """SGLang's receiver, which refuses servers that do not fit and names each rank's route.
-
-    `side`, `room`: None for a receiver of a manager that has no side, `room` also before init.
+    Of SGLang's statuses Success is changed to Transferring while draft KV is awaited, and to
+    Failed where rows could not even be cleared.
     """
 
-    side: DecodeRank | None = None
-    room: Room | None = None
-    conclude_state: Any
+    entry: Entry | None = None
+    plan: Plan | None = None
+    is_send_target: tuple[bool, ...] = ()
+    required_target_responses = 0
+    required_draft_responses = 0
+    kv_mgr: Any
+    bootstrap_room: int
+    bootstrap_addr: str
     bootstrap_infos: Any
-    cleared = checked = False
-    grants: Mapping[Sender, Grant] = MappingProxyType({})
-
-    def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        side = getattr(mgr, "decode", None)
-        self.side = side if isinstance(side, DecodeRank) else None
+    conclude_state: Any
+    required_prefill_response_num: int
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Refuse where stock refuses, in init: the request fails, the server goes on."""
-        side, address = self.side, self.bootstrap_addr
-        if side is None or self.conclude_state == KVPoll.Failed:
-            super().init(prefill_dp_rank)
-            return
-        reason = side.refusal(address, self.bootstrap_room)
-        if reason is not None:
+        servers = getattr(self.kv_mgr, "servers", None)
+        reason = servers.refusal(self.bootstrap_addr) if servers is not None else None
+        if reason is not None and self.conclude_state is None:
             self._fail(reason)
-            self._dismiss(prefill_dp_rank)
+            return
+        super().init(prefill_dp_rank)  # type: ignore[misc]
+        if servers is None or self.conclude_state is not None or not self.bootstrap_infos:
             return
         try:
-            super().init(prefill_dp_rank)
-            if self.conclude_state is None:
-                self._register_again(side)
-                self.room = side.begin(self.bootstrap_room, address)
+            self._take(servers.pairing(self.bootstrap_addr, self.bootstrap_infos))
         except MixKVError as error:
-            self._fail(f"sglang-mixkv refuses prefill server {address}: {error}")
-            self._dismiss(prefill_dp_rank)
-        except Exception as error:
-            logger.exception("[MIXKV-SELF-01] sglang-mixkv could not begin a request")
-            self._fail(f"[MIXKV-SELF-01] sglang-mixkv could not begin the request: {error!r}")
-            self._dismiss(prefill_dp_rank)
+            self._fail(str(error))
 
-    def _fail(self, reason: str) -> None:
-        self.kv_mgr.record_failure(self.bootstrap_room, reason)
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
-        self.conclude_state = KVPoll.Failed
-
-    def _dismiss(self, dp_rank: int) -> None:
-        """The prefill side's half ends too."""
-        self.kv_mgr.dismiss(self.bootstrap_addr, self.bootstrap_room, dp_rank)
-
-    # -- addresses and registration
-
-    def _get_bootstrap_info_from_server(
-        self, prefill_dp_rank: int, prefill_cp_rank: int, target_tp_rank: int, target_pp_rank: int
-    ) -> dict[str, Any] | None:
-        info = super()._get_bootstrap_info_from_server(
-            prefill_dp_rank, prefill_cp_rank, target_tp_rank, target_pp_rank
-        )
-        if info is not None and self.side is not None and not self.checked:
-            self.checked = True
-            self.kv_mgr.check_is_the_same(self.bootstrap_addr)
-        if info is not None:
-            info["tp_rank"] = int(target_tp_rank)
-        return info
-
-    def _register_kv_args(self) -> bool:
-        """With a drafter, who is a dummy is our table's decision instead of stock's."""
-        side = self.side
-        source = side.sources.get(self.bootstrap_addr) if side is not None else None
-        if side is not None and source is not None and side.local.has_draft:
-            side.landing.prepare(source.target, source.draft)
-            for info in self.bootstrap_infos or []:
-                info["is_dummy"] = source.route(info["tp_rank"], info["pp_rank"]).is_dummy
-        sent = bool(super()._register_kv_args())
-        if side is not None and sent:
-            for info in self.bootstrap_infos:
-                side.registrations.told(self.bootstrap_addr, _endpoint(info), side.landing.span)
-        return sent
-
-    def _register_again(self, side: DecodeRank) -> None:
-        """Register with those ranks of a known server that need it. No HTTP: stock's record of
-        them stays."""
-        known, address = self.bootstrap_infos, self.bootstrap_addr
-        span = side.landing_span(address)
-        lacks = side.registrations.lacks
-        stale = [info for info in known if lacks(address, _endpoint(info), span)]
-        if not stale:
+    def _take(self, pairing: Pairing) -> None:
+        """Raises MixKVError where SGLang counts this request's answers otherwise."""
+        self.plan = pairing.plan
+        self.is_send_target = pairing.is_send_target
+        self.required_target_responses = pairing.required_target_responses
+        self.required_draft_responses = pairing.plan.required_draft_responses
+        same = self.required_target_responses == self.required_prefill_response_num
+        if same and pairing.checked:
             return
-        self.bootstrap_infos = stale
+        found = self.check_integrity()
+        pairing.checked = not found
+        if found:
+            raise refuse(
+                "MIXKV-PAIR-05",
+                "the target from as many prefill ranks as SGLang waits for",
+                "; ".join(found),
+                "the request would end before its KV is there, or never",
+                "Report this with the flags of both servers",
+            )
+
+    def check_integrity(self) -> list[str]:
+        """Where the ranks that this request is answered by are not those of SGLang."""
+        stock, plan = self.required_prefill_response_num, self.plan
+        found = []
+        if self.required_target_responses != stock:
+            found.append(
+                f"{self.required_target_responses} ranks that send it, and "
+                f"required_prefill_response_num {stock}"
+            )
+        ranks = self.bootstrap_infos
+        is_dummy = {(i["rank_ip"], int(i["rank_port"])): i["is_dummy"] for i in ranks}
+        for row, source in zip(plan.rows, plan.sources, strict=True) if plan is not None else ():
+            if source.is_send_target == is_dummy[row.rank_ip, row.rank_port]:
+                found.append(f"is_send_target equal to is_dummy for {row.rank_ip}:{row.rank_port}")
+        return found
+
+    def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
+        super().send_metadata(kv_indices, *args, **kwargs)  # type: ignore[misc]
+        inbox: Inbox | None = getattr(self.kv_mgr, "inbox", None)
+        if inbox is None or self.plan is None or self.conclude_state is not None:
+            return
+        prefix = kwargs.get("decode_prefix_len", args[2] if len(args) > 2 else None) or 0
         try:
-            sent = self._register_kv_args()
-        finally:
-            self.bootstrap_infos = known
-        if not sent:
-            self.invalidate_cached_bootstrap_infos()
+            self.entry = self._entry(inbox, self.plan, kv_indices, prefix)
+            inbox.open(self.entry)
+        except Exception as error:  # rows that nobody clears may be another request's
+            logger.exception("[MIXKV-SELF-01] a room could not be opened")
+            self._fail(f"[MIXKV-SELF-01] its room could not be opened: {error!r}")
 
-    def _send_bootstrap_message(
-        self, *, bootstrap_info: dict[str, Any], message: list[bytes], operation: Any
-    ) -> bool:
-        more = self._extension(bootstrap_info, operation) if self.side is not None else None
-        return super()._send_bootstrap_message(
-            bootstrap_info=bootstrap_info,
-            message=message if more is None else [*message, more],
-            operation=operation,
+    def _entry(self, inbox: Inbox, plan: Plan, pages: Any, first: int) -> Entry:
+        local = self.kv_mgr.local
+        page_size = local.draft.page_size if local.draft else self.kv_mgr.kv_args.page_size
+        event = forward_event(local.handed.scheduler)
+        opened = ev.OpenRoom(
+            generation=inbox.new_generation(),
+            number=self.bootstrap_room,
+            sources=plan.sources,
+            first_token=first,
+            end=first + len(pages) * page_size if local.draft else first,
+            cold=plan.cold,
+            pending=event is not None,
+            checksum=local.config.verify == "checksum",
+            version=plan.version,
+            required_targets=self.required_target_responses,
         )
+        return Entry(opened, pages, page_size, event, self.bootstrap_addr)
 
-    def _extension(self, info: dict[str, Any], operation: str) -> bytes | None:
-        """The frame behind SGLang's own, if this message has one."""
-        assert self.side is not None
-        who = info.get("tp_rank", -1), info.get("pp_rank", -1)
-        if operation != "_register_kv_args":
-            return encode(self.grants[who]) if who in self.grants else None
-        source = self.side.sources.get(self.bootstrap_addr)
-        return None if source is None else encode(self.side.extension(source, *who))
+    def poll(self) -> Any:
+        status = super().poll()  # type: ignore[misc]
+        entry = self.entry
+        if entry is None or status != KVPoll.Success:
+            return status
+        self.kv_mgr.inbox.target_arrived(entry)
+        if entry.state is None:
+            return self._await(entry)
+        if entry.state is ev.State.FAILED:
+            self._fail(f"[MIXKV-SELF-01] draft rows could not be cleared: {entry.reason}")
+            self.ensure_abort_notified()  # type: ignore[attr-defined]
+            return KVPoll.Failed
+        return status
 
-    # -- the request
-
-    def send_metadata(
-        self, kv_indices: Any, aux_index: int | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        """As stock, and senders of head slices are told how they are wanted."""
-        side, room = self.side, self.room
-        if side is not None and room is not None and self.conclude_state is None:
-            try:
-                self.grants = side.prepare(room, kv_indices, aux_index)
-            except Exception as error:
-                logger.exception(
-                    "[MIXKV-LAND-01] sglang-mixkv could not prepare room %s", self.bootstrap_room
-                )
-                self._fail(f"[MIXKV-LAND-01] sglang-mixkv could not prepare the request: {error!r}")
-                self._dismiss(self.prefill_dp_rank)
-                return
-        super().send_metadata(kv_indices, aux_index, *args, **kwargs)
-
-    def abort(self) -> None:
-        """No scatter starts, and none is under way, once this has returned."""
-        if self.room is not None:
-            assert self.side is not None
-            self.side.release(self.room)
-        super().abort()
+    def _await(self, entry: Entry) -> Any:
+        """A room whose thread has ended is cleared here, and served cold."""
+        if not self.kv_mgr.inbox.broken:
+            return KVPoll.Transferring
+        self.kv_mgr.inbox.clear_now(entry)
+        return KVPoll.Transferring
 
     def clear(self) -> None:
-        """Once: SGLang clears a failed request again when its pages are released, and another
-        request may have the room's number by then."""
-        if self.side is None:
-            super().clear()
-            return
-        if self.cleared:
-            return
-        self.cleared = True
-        if self.room is not None:
-            self._conclude(self.side, self.room)
-            self.side.end(self.room)
-        super().clear()
+        self._close("")
+        super().clear()  # type: ignore[misc]
 
-    def _conclude(self, side: DecodeRank, room: Room) -> None:
-        """What this request's end means for the counters, and for the next request."""
-        if self.conclude_state == KVPoll.Success:
-            side.received(room)
-            return
-        # Without a reason another rank of this server has failed it.
-        reason = self.kv_mgr.failure_records.get(room.number, "")
-        side.registrations.failed(self.bootstrap_addr, reason)
+    def abort(self) -> None:
+        self._close("aborted on decode")
+        super().abort()  # type: ignore[misc]
+
+    def failure_exception(self) -> None:
+        self._close("failed on decode")
+        super().failure_exception()  # type: ignore[misc]
+
+    def _close(self, reason: str) -> None:
+        if self.entry is not None:
+            self.kv_mgr.inbox.close(self.entry, reason)
+
+    def _fail(self, reason: str) -> None:
+        logger.error("sglang-mixkv fails room %s: %s", self.bootstrap_room, reason)
+        self.kv_mgr.record_failure(self.bootstrap_room, f"sglang-mixkv: {reason}")
+        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
+        self.conclude_state = KVPoll.Failed

@@ -1,8 +1,7 @@
-"""Everything inside SGLang that the plugin touches, per release, and the check that it is so.
+"""The releases of SGLang that are served, and the check that the installed one is as expected.
 
-A release is an entry of RELEASES: its seams (seams.py), per transfer backend where its control
-messages have what, the shims that it needs (shims.py), and what is not served there. `preflight`
-runs before an opted-in server starts.
+A release is an entry of RELEASES: its seams (seams.py), and what other releases serve and this one
+does not. `preflight` runs before an opted-in server starts.
 """
 
 from __future__ import annotations
@@ -16,57 +15,29 @@ from functools import cache
 from typing import Any
 
 from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config
-from sglang_mixkv.engine.seams import RESTATED, SEAMS_0_5_22, SEAMS_0_5_23, Seams
-from sglang_mixkv.protocol import frames
-from sglang_mixkv.protocol.facts import BLOCK_ALGORITHMS
-from sglang_mixkv.protocol.framing import Framing
-from sglang_mixkv.protocol.messages import MetadataPositions
-from sglang_mixkv.protocol.registration import Positions
-from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, has_dcp, with_drafter
+from sglang_mixkv.engine.seams import RESTATED, SEAMS, Seam
+from sglang_mixkv.refusals import ARGUMENT_RULES, BACKENDS, Rule, has_dcp, with_drafter
 
 
 @dataclass(frozen=True)
 class Release:
-    """One release of SGLang. `seams`: see seams.py; `framings`: by transfer backend that is served,
-    where its control messages have what; `shims`: names of classes in shims.py; `unserved`: what
-    other releases serve and this one does not, and the rule that refuses it."""
+    """One release of SGLang. `unserved`: by transfer backend or feature, the rule that refuses what
+    other releases serve and this one does not."""
 
     version: str
-    seams: Seams
-    framings: Mapping[str, Framing]
-    shims: tuple[str, ...] = ()
     unserved: Mapping[str, Rule] = field(default_factory=dict)
 
-
-# nixl/conn.py KVArgsRegisterInfo.from_zmq, TransferInfo.from_zmq, GUARD, kv_status_msg_tag.
-NIXL = Framing(
-    Positions(
-        count=24, endpoint=1, port=2, session=3, kv_ptrs=5, aux_ptrs=6, state_ptrs=7,
-        device=8, attn_tp_size=9, attn_tp_rank=10, kv_item_len=11, state_item_lens=12,
-        state_dims=13, staging_ptr=14, staging_size=15, slots=16, memory_kinds=17,
-        kv_item_lens=18, state_layer_ids=19, kv_layer_ids=20, dcp_size=21, dcp_rank=22,
-        state_lens=23, staging_layer_ids=None, agent_metadata=4, read_session=frames.agent,
-    ),
-    MetadataPositions(
-        count=10, required=6, states=7, prefix=8, is_dummy=9, device_pages=None,
-        read_session=frames.agent,
-    ),
-    guard=b"NixlMsgGuard",
-    status_tag=b"KV_STATUS",
-    has_aux_messages=False,
-)  # fmt: skip
 
 NOT_ON_0_5_22: dict[str, Rule] = {
     "NIXL": (
         "--disaggregation-transfer-backend nixl with SGLang 0.5.22",
         lambda a: a.disaggregation_transfer_backend == "nixl",
-        "NIXL's own notifications say there what has arrived, and the plugin sends none; use "
-        "mooncake, or SGLang 0.5.23 on both sides",
+        "it was not tried there; use mooncake, or SGLang 0.5.23 on both sides",
     ),
     "DFLASH, DSPARK": (
         "--speculative-algorithm DFLASH or DSPARK with SGLang 0.5.22",
-        lambda a: (a.speculative_algorithm or "").upper() in BLOCK_ALGORITHMS,
-        "how far their windows reach is known of SGLang 0.5.23 alone; use that on both sides",
+        lambda a: (a.speculative_algorithm or "").upper() in ("DFLASH", "DSPARK"),
+        "they were not tried there; use SGLang 0.5.23 on both sides",
     ),
     "Hierarchical cache with a drafter": (
         "--enable-hierarchical-cache and a drafter with SGLang 0.5.22",
@@ -87,21 +58,11 @@ NOT_ON_0_5_22: dict[str, Rule] = {
     "SGLang's checksums": (
         "--disaggregation-enable-kv-checksum with SGLang 0.5.22",
         lambda a: bool(getattr(a, "disaggregation_enable_kv_checksum", False)),
-        "it fails every request between servers of unequal layout, and was not tried with equal "
-        "ones; use --mixkv-verify checksum on decode, or SGLang 0.5.23 on both sides",
+        "it was not tried there; use SGLang 0.5.23 on both sides",
     ),
 }
 
-RELEASES = (
-    Release(
-        "0.5.22",
-        SEAMS_0_5_22,
-        {"mooncake": Framing()},
-        shims=("OneWayOut", "OwnAnswers"),
-        unserved=NOT_ON_0_5_22,
-    ),
-    Release("0.5.23", SEAMS_0_5_23, {"mooncake": Framing(), "nixl": NIXL}),
-)
+RELEASES = (Release("0.5.22", NOT_ON_0_5_22), Release("0.5.23"))
 """The newest last."""
 
 SUPPORTED_SGLANG = tuple(release.version for release in RELEASES)
@@ -115,8 +76,12 @@ def here() -> Release:
 
 def modules() -> tuple[str, ...]:
     """SGLang's modules to read when a release is added: those of all seams, and RESTATED."""
-    seams = (path.partition(":")[0] for release in RELEASES for path in release.seams)
-    return tuple(sorted({*RESTATED, *seams}))
+    return tuple(sorted({*RESTATED, *(seam.module for seam in SEAMS)}))
+
+
+def serves(backend: str) -> bool:
+    """Whether this transfer backend of SGLang's is served with the installed release."""
+    return backend in BACKENDS and backend.upper() not in here().unserved
 
 
 def rules() -> tuple[Rule, ...]:
@@ -144,19 +109,14 @@ def _resolve(path: str) -> Any:
     return getattr(found, "__func__", found)
 
 
-def _parameters(function: Any) -> tuple[str, ...]:
-    names = tuple(inspect.signature(function).parameters)
-    return names[1:] if names[:1] == ("cls",) else names
-
-
-def seam_problem(path: str, expected: tuple[str, ...]) -> str | None:
+def seam_problem(seam: Seam) -> str | None:
     """What is wrong with one seam, None when it is as expected."""
     try:
-        found = _parameters(_resolve(path))
+        found = inspect.signature(_resolve(seam.path)).parameters
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        return f"{path}: expected it with parameters {expected}; found none ({error})"
-    if found != expected:
-        return f"{path}: expected parameters {expected}; found {found}"
+        return f"{seam.path}: expected it with parameters {seam.parameters}; found none ({error})"
+    if missing := [name for name in seam.parameters if name not in found]:
+        return f"{seam.path}: expected parameters {missing}; found {tuple(found)}"
     return None
 
 
@@ -181,9 +141,9 @@ def problems(config: Config, *, replaced_is_fine: bool = False) -> Iterator[str]
             f"SGLang version: expected one of {SUPPORTED_SGLANG}, found {version}. Install a "
             f"supported SGLang, or set {ALLOW_UNTESTED_ENV}=1 to try this one at your own risk"
         )
-    for path, expected in here().seams.items():
-        problem = seam_problem(path, expected)
-        if problem and not (replaced_is_fine and _is_replaced(path)):
+    for seam in SEAMS:
+        problem = seam_problem(seam)
+        if problem and not (replaced_is_fine and _is_replaced(seam.path)):
             yield problem
 
 
@@ -195,7 +155,7 @@ def preflight(config: Config, *, replaced_is_fine: bool = False) -> None:
             "MIXKV-START-01",
             "the installed SGLang does not fit this version of the plugin",
             found,
-            "Install the SGLang and sglang-mixkv releases of one row of docs/operate.md, "
+            "Install the SGLang and sglang-mixkv releases of one row of docs/compatibility.md, "
             "or start without --enable-mixkv",
         )
 

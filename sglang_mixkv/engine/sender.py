@@ -1,68 +1,131 @@
-"""The prefill side of one request."""
+"""SGLang's sender, whose chunks also go to the outbox."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
-from sglang.srt.disaggregation.common.conn import CommonKVSender
 
-from sglang_mixkv.prefill.rank import PrefillRank
-from sglang_mixkv.prefill.rooms import Room
+from sglang_mixkv.engine.sides import forward_event
+from sglang_mixkv.prefill.outbox import Outbox, Pages, Use
+
+logger = logging.getLogger(__name__)
 
 
-class RoomSender(CommonKVSender):
-    """SGLang's sender, which opens and closes its room on this prefill rank.
+class DraftSender:
+    """Mixed into CommonKVSender. `use`: None on a rank without draft KV, or before init.
+    `is_send_target`: of each decode rank, whether this one sends it target KV. The two counts are
+    what decode ranks say: from how many prefill ranks they get target KV, and draft KV.
 
-    `side`, `room`: None for a sender of a manager that has no side.
+    Of SGLang's statuses only Success is changed, to Transferring, until the use is settled.
     """
 
-    side: PrefillRank | None = None
-    room: Room | None = None
+    use: Use | None = None
+    is_send_target: tuple[bool, ...] = ()
+    required_target_responses = 0
+    required_draft_responses = 0
+    kv_mgr: Any
+    bootstrap_room: int
+    _first: int | None = None
 
-    def __init__(
-        self,
-        mgr: Any,
-        bootstrap_addr: str,
-        bootstrap_room: int,
-        req_has_disagg_prefill_dp_rank: bool = False,
-    ) -> None:
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
-        side = getattr(mgr, "prefill", None)
-        if isinstance(side, PrefillRank):
-            self.side, self.room = side, side.open_room(bootstrap_room)
+    def init(self, num_kv_indices: int, *args: Any, **kwargs: Any) -> None:
+        super().init(num_kv_indices, *args, **kwargs)  # type: ignore[misc]
+        outbox: Outbox | None = getattr(self.kv_mgr, "outbox", None)
+        if outbox is not None and self.use is None:
+            self._pages, self._sent = num_kv_indices, 0
+            self.use = outbox.begin(self.bootstrap_room)
 
-    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """As stock; fewer pages than none, and no chunk would ever be sent."""
-        super().init(num_kv_indices, aux_index)
-        if self.side is not None and num_kv_indices < 0:
-            reason = "[MIXKV-SEND-01] the decode side's cached prefix is longer than the prompt."
-            self.side.fail(self.room, reason)
+    def pop_decode_prefix_len(self) -> int:
+        """As stock; the first chunk begins behind it."""
+        prefix = int(super().pop_decode_prefix_len())  # type: ignore[misc]
+        self._first = prefix
+        return prefix
 
-    def clear(self) -> None:
-        """The room first: once stock has said that it ended, its number may be used again."""
-        if self.side is None or self.room is None:
-            super().clear()
+    def send(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
+        if self.use is None:
+            super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
             return
-        self.side.close_room(self.room)
-        super().clear()
-        if self.conclude_state == KVPoll.Success:  # an ABORT that came too late left a reason
-            self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
+        if not self._sent:
+            infos = getattr(self.kv_mgr, "transfer_infos", {}).get(self.bootstrap_room) or {}
+            self.is_send_target = tuple(not _is_dummy(info) for info in list(infos.values()))
+        early = getattr(self, "_early_send_wait_event", None)  # stock's send takes it away
+        first = self._next_token()
+        super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
+        try:
+            self._hand_over(first, kv_indices, kwargs, early)
+        except Exception:  # the room never gets all: the reader goes cold, the request on
+            logger.exception("[MIXKV-SELF-01] a chunk's draft KV could not be handed over")
 
-    def abort(self) -> None:
-        """As stock; the decode side is told, which in stock learns it by its timeout."""
-        if self.side is not None and self.room is not None:
-            self.side.abandon_room(self.room)
-        super().abort()
-        ended = self.bootstrap_room not in self.kv_mgr.request_status
-        if self.side is not None and ended:
-            self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
+    def _hand_over(self, first: int, pages: Any, kwargs: dict[str, Any], early: Any) -> None:
+        events = [early, kwargs.get("indices_event")]
+        if self.kv_mgr.pp_size > 1:  # process_prefill_chunk sends while the forward may run
+            events.append(forward_event(self.kv_mgr.local.handed.scheduler))
+        page_size, count = self.kv_mgr.local.draft.page_size, kwargs.get("num_kv_tokens")
+        count = len(pages) * page_size if count is None else count
+        self._sent += len(pages)
+        self._first = first + count
+        chunk = Pages(pages, page_size, [e for e in events if e is not None])
+        last = self._sent >= self._pages
+        self.kv_mgr.outbox.add_chunk(self.use, first, count, last, chunk)
+
+    def _next_token(self) -> int:
+        """The number, in the prompt, of the chunk's first token."""
+        if self._first is None:  # nobody has popped it: a sender that is driven by hand
+            prefixes = getattr(self.kv_mgr, "req_to_decode_prefix_len", {})
+            self._first = int(prefixes.get(self.bootstrap_room, 0) or 0)
+        return self._first
+
+    def poll(self) -> Any:
+        status = super().poll()  # type: ignore[misc]
+        if self.use is None or status != KVPoll.Success:
+            return status
+        self.kv_mgr.outbox.target_sent(self.use)
+        if not self.use.settled:
+            return KVPoll.Transferring
+        if not self.required_target_responses:
+            self._count(self.use)
+        return status
+
+    def _count(self, use: Use) -> None:
+        for opened in use.opened:
+            self.required_target_responses = opened.required_target_responses
+            self.required_draft_responses = opened.required_draft_responses
+        for line in self.check_integrity():
+            self.kv_mgr.miscounts.append(f"room {self.bootstrap_room}: {line}")
+            logger.error("[MIXKV-PAIR-05] room %s: %s", self.bootstrap_room, line)
+
+    def check_integrity(self) -> list[str]:
+        """Where SGLang's metadata and the decode ranks' OPENs differ, once all have opened."""
+        opened = self.use.opened if self.use is not None else ()
+        if len(opened) != len(self.is_send_target):
+            return []
+        sent = sum(self.is_send_target), sum(one.is_send_target for one in opened)
+        return [] if sent[0] == sent[1] else ["{} decode ranks get target KV, not {}".format(*sent)]
 
     def get_transfer_metric(self) -> Any:
-        """As stock, with the bytes that were sent in place of stock's product (rooms.Sent)."""
-        metric = super().get_transfer_metric()
-        if self.side is not None and self.room is not None and self.side.peers.any_planned:
-            state = self._transfer_num_state_indices * self.kv_mgr.state_item_lens_sum
-            sharded = self.side.local.sharded_state
-            metric.transfer_total_bytes = self.room.sent.total(state, sharded=sharded)
+        metric = super().get_transfer_metric()  # type: ignore[misc]
+        if self.use is not None and metric.transfer_total_bytes is not None:
+            metric.transfer_total_bytes += self.use.bytes
         return metric
+
+    def clear(self) -> None:
+        self._end("")
+        super().clear()  # type: ignore[misc]
+
+    def abort(self) -> None:
+        self._end("aborted on prefill")
+        super().abort()  # type: ignore[misc]
+
+    def failure_exception(self) -> None:
+        self._end("failed on prefill")
+        super().failure_exception()  # type: ignore[misc]
+
+    def _end(self, reason: str) -> None:
+        if self.use is not None:
+            self.kv_mgr.outbox.end(self.use, reason)
+
+
+def _is_dummy(info: Any) -> bool:
+    found = getattr(info, "is_dummy", False)
+    return bool(found() if callable(found) else found)

@@ -1,108 +1,138 @@
-"""From SGLang's KV args and arguments to this rank's side."""
+"""What a rank needs of the channel, built once: slots, data plane, state machine, threads, row."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-from sglang.srt.disaggregation.utils import build_transfer_entry_pairs
-from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_disagg, get_parallel
+import torch
+from sglang.srt.runtime_context import get_device, get_spec
 
-from sglang_mixkv.config import config_of
-from sglang_mixkv.decode import source
-from sglang_mixkv.decode.landing import QUARANTINE_S
-from sglang_mixkv.decode.rank import DecodeRank
-from sglang_mixkv.engine import kv_args, releases
+from sglang_mixkv import __version__
+from sglang_mixkv.channel import planes
+from sglang_mixkv.channel.data_plane import DataPlane, Memory
+from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
+from sglang_mixkv.channel.slots import SLOTS, SlotPool, slot_bytes
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.config import PATIENCE_ENV, PORT_ENV, config_of
+from sglang_mixkv.draft.facts import Row
+from sglang_mixkv.draft.facts import Staging as StagingFacts
+from sglang_mixkv.draft.rows import Staging
+from sglang_mixkv.draft.targets import Target
+from sglang_mixkv.engine import draft_pool, handover
 from sglang_mixkv.engine.check import check_once
-from sglang_mixkv.engine.decode_tables import DecodeTables
-from sglang_mixkv.engine.handshake import local_facts
-from sglang_mixkv.engine.kv_memory import KVMemory, memory_of
 from sglang_mixkv.engine.metrics import metrics_for
-from sglang_mixkv.engine.prefill_tables import PrefillTables
-from sglang_mixkv.prefill import peer
-from sglang_mixkv.prefill.rank import PrefillRank
-from sglang_mixkv.rows.host import HostRows, Rows
-from sglang_mixkv.stats import Stats, TimedRows
+from sglang_mixkv.engine.notes import Notes
+from sglang_mixkv.engine.releases import sglang_version
 
 
-class Rank:
-    """What both sides are made of. Raises MixKVError for KV args that cannot be cut."""
+class Local:
+    """This rank before it knows its own address. `draft`: None without draft KV of its own.
 
-    def __init__(self, manager: Any, args: Any, server_args: Any, mode: str, is_mla: bool) -> None:
+    Raises MixKVError for a drafter whose rows cannot be cut.
+    """
+
+    def __init__(self, kv_args: Any, server_args: Any, mode: str, backend: str) -> None:
         self.config = config_of(server_args)
         if self.config.enabled:
             check_once(server_args, self.config)
-        memory = memory_of(args, manager.backend)
-        self.config = memory.fitting(self.config)
-        parallel = get_parallel()
-        self.manager, self.args = manager, args
-        self.tp = parallel.attn_tp_size
-        self.pp_size, self.pp_rank = parallel.pp_size or 1, args.pp_rank or 0
-        # All of the draft KV where pages become a prefix that other requests share, and where
-        # SGLang compares whole pages.
-        disagg = get_disagg()
-        whole = (
-            disagg.disaggregation_decode_enable_radix_cache
-            or disagg.disaggregation_enable_kv_checksum
+        self.handed = handover.take()
+        pool = self.handed.pool
+        self.draft = (
+            draft_pool.of_pool(kv_args, pool) if pool is not None else draft_pool.of_args(kv_args)
         )
-        windows = () if whole else kv_args.windows_of(args)
-        self.dcp = parallel.attn_dcp_size or 1
-        self.caches = kv_args.caches(args, is_mla, self.tp, windows, self.dcp)
-        self.facts = local_facts(args, self.caches, manager.backend, memory.kind)
-        # State that every contacted rank sends: stock's rule for hybrid MLA and MHA targets.
-        replicated = is_mla and not getattr(args, "is_hybrid_mla_backend", False)
-        self.sharded_state = bool(getattr(args, "state_types", [])) and not replicated
-        self.framing = releases.here().framings[manager.backend]
-        self.stats = Stats(mode, self.config.stats_dir, metrics_for(mode))
-        rows = rows_for(get_device().device, getattr(args, "gpu_id", 0), memory)
-        self.rows: Rows = TimedRows(rows, self.stats)
+        self.aux_item_lens = tuple(kv_args.aux_item_lens)
+        self.ib_device = getattr(kv_args, "ib_device", None) or ""
+        self.backend, self.mode = backend, mode
+        self.times = Times(float(os.environ.get(PATIENCE_ENV) or 1))
+        self.instance = draw_instance()
+        self.notes = Notes(mode, self.config.stats_dir, metrics_for(mode))
 
-    def prefill(self) -> PrefillRank:
-        local = peer.Local(
-            facts=self.facts,
-            caches=self.caches,
-            layer_ids=tuple(self.args.kv_layer_ids),
-            start_layer=getattr(self.args, "prefill_start_layer", 0) or 0,
-            stage=self.pp_rank,
-            last_stage=self.pp_size - 1,
-            sharded_state=self.sharded_state,
-            pair_by_layer=build_transfer_entry_pairs,
-            cold_allowed=self.config.on_draft_mismatch == "cold",
+    def slots(self) -> SlotPool:
+        self.notes.slots = SlotPool(SLOTS, self.times)
+        return self.notes.slots
+
+    @property
+    def slot_bytes(self) -> int:
+        return slot_bytes(self.config.staging_mb)
+
+    def staging(self, slots: SlotPool) -> Staging:
+        assert self.draft is not None
+        return Staging(slots.count, self.slot_bytes, self.draft.rows.device, self.draft.mem_pool)
+
+    def plane(self, staging: Staging, host: str) -> DataPlane:
+        """Registered, so that its endpoint is valid."""
+        plane = planes.make(self.backend, host, self.ib_device)
+        spare = staging.address + 8  # behind the stamp of slot 0, where nothing is
+        plane.register(Memory(staging.address, staging.size, _index(staging.device)), spare)
+        return plane
+
+    def segment_tokens(self, heads: int, slot_bytes: int) -> int:
+        assert self.draft is not None
+        return self.draft.layout.facts.tokens_in(min(self.slot_bytes, slot_bytes), heads)
+
+    def row(
+        self, manager: Any, address: str, staging: Staging | None, plane: DataPlane | None
+    ) -> Row:
+        """What this rank publishes, or compares with what a peer has published."""
+        facts = None
+        if staging is not None and plane is not None:
+            device = _index(staging.device)
+            facts = StagingFacts(
+                plane.name, plane.endpoint, staging.address, staging.slot_bytes, staging.count,
+                -1 if device is None else device,
+            )  # fmt: skip
+        return Row(
+            protocol=PROTOCOL,
+            plugin=__version__,
+            engine=sglang_version(),
+            instance=self.instance,
+            rank_ip=manager.local_ip,
+            rank_port=manager.rank_port,
+            address=address,
+            attn_tp=manager.attn_tp_size,
+            attn_tp_rank=manager.attn_tp_rank,
+            pp_rank=manager.pp_rank or 0,
+            aux_item_lens=self.aux_item_lens,
+            backend=self.backend,
+            target=_target(manager),
+            topk=get_spec().speculative_eagle_topk or 0,
+            draft=self.draft.layout if self.draft else None,
+            staging=facts,
         )
-        awaited = float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get())
-        tables = PrefillTables(self.manager)
-        return PrefillRank(local, self.config, self.stats, self.rows, tables, self.framing, awaited)
 
-    def decode(self) -> DecodeRank:
-        args = self.args
-        sizes = zip(args.aux_data_lens, args.aux_item_lens, strict=True)
-        local = source.Local(
-            facts=self.facts,
-            caches=self.caches,
-            tp=self.tp,
-            rank=self.caches.target.rank,
-            pp_size=self.pp_size,
-            pp_rank=self.pp_rank,
-            dcp_size=self.dcp,
-            sharded_state=self.sharded_state,
-            kv_data_lens=tuple(args.kv_data_lens),
-            state_lens=tuple(map(tuple, args.state_data_lens)),
-            aux_ptrs=tuple(args.aux_data_ptrs),
-            aux_rows=tuple(length // item for length, item in sizes),
-        )
-        compares = bool(get_disagg().disaggregation_enable_kv_checksum)
-        # SGLang frees the pages of an aborted request after that, whatever the transport does.
-        release_s = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT.get()
-        return DecodeRank(
-            local, self.config, self.stats, self.rows, DecodeTables(self.manager), self.framing,
-            compares=compares, quarantine_s=max(QUARANTINE_S, 2.0 * release_s),
-        )  # fmt: skip
+    def port(self, manager: Any) -> int:
+        """SGLANG_MIXKV_PORT plus this rank's number on its node; 0: any free one."""
+        base = int(os.environ.get(PORT_ENV) or 0)
+        return base and base + int(getattr(manager.kv_args, "gpu_id", 0) or 0)
 
 
-def rows_for(device: str, gpu_id: int, memory: KVMemory) -> Rows:
-    """The row copier of this engine's device, its buffers in the KV's kind of memory."""
-    if device != "cuda":
-        return HostRows()
-    from sglang_mixkv.rows.cuda import CudaRows
+def forward_event(scheduler: Any) -> Any:
+    """An event behind all that is queued on SGLang's forward stream; None without a GPU."""
+    stream = getattr(scheduler, "forward_stream", None)
+    if stream is None or get_device().device != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
 
-    return CudaRows(gpu_id, memory.pool)
+
+def _target(manager: Any) -> Target:
+    """From the KV args, which have the target and, behind it, a drafter that SGLang moves."""
+    args = manager.kv_args
+    lens = list(args.kv_item_lens)
+    lens = lens[: len(lens) - (getattr(args, "num_draft_entries", 0) or 0)]
+    mla, half = manager.is_mla_backend or manager.is_hybrid_mla_backend, len(lens) // 2
+    heads = getattr(args, "total_kv_head_num", 1)  # decode has it with SGLang's staging alone
+    return Target(
+        heads=0 if mla else heads,
+        entries=len(lens),
+        layer_ids=bool(getattr(args, "kv_layer_ids", None)),
+        even=mla or lens[:half] == lens[half:],
+        stages=manager.pp_size or 1,
+        dcp=getattr(manager, "dcp_size", 1) or 1,
+    )
+
+
+def _index(device: torch.device) -> int | None:
+    return (device.index or 0) if device.type == "cuda" else None

@@ -1,0 +1,1 @@
+"""A prefill rank of the draft channel."""

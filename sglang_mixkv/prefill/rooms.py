@@ -1,307 +1,323 @@
-"""Rooms of one prefill rank: one table, from the first message about a room to its end.
+"""A prefill rank's state machine: events in, actions out, time as an argument. No I/O.
 
-    metadata        AWAITED ----- its sender is made -----> OPEN ----- cleared -----> ENDED
-    a second sender of the number is made                   OPEN (and fails at once), of a new room
-    refusal, abort  REFUSED ----- its sender is made -----> OPEN (and fails at once)
-    the scheduler aborts the sender                         ABANDONED -- cleared, or reaped
+A *room* is one request on this rank: one use of a room number by SGLang. A *part* is what one
+reader, a decode rank, gets of it. An OPEN may come before SGLang's sender; its part waits for the
+room then. Chunks wait in the room for their readers, and are cut into segments that fit a slot:
 
-A room number is the router's. It can be used again once the request before has ended, and a
-message that is late can still belong to that one: an ENDED room is remembered for MEMORY_S. What
-belongs to a request holds its Room, since the number alone can be another request's by then.
-SGLang has the number alone, and by it a transfer thread says how a request ended: while one works
-for a request, no other gets its number.
+    part     opened --Pack--> packing --READY--> ... --last READY--> complete
+                 \__________________ FAIL, either way ______________/  over
 
-SGLang's control thread, its scheduler and its transfer threads call this; every change is made
-under one lock.
+A room is *settled* when each of its readers has a part, and each part is complete or over. The
+sender's Success waits for that and for nothing else, so that no page is given back while it is
+packed. What is in slots then is read, and acknowledged, later. Packing that makes no progress
+after SGLang's own transfer is given up: the reader is notified, the room settles, the request goes
+on. Prefill never fails a request.
 """
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Collection
-from dataclasses import dataclass, field
-from enum import StrEnum
+from collections.abc import Callable, Iterator
 
-from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.prefill.peer import Peer
-from sglang_mixkv.prefill.writer import Written
-from sglang_mixkv.protocol.messages import Metadata
-from sglang_mixkv.rows.digest import Sums
+from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, draw, fail
+from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.prefill import events as ev
+from sglang_mixkv.prefill.packing import Packing
+from sglang_mixkv.prefill.parts import Absent, Part, Room, refusal
+from sglang_mixkv.prefill.waiting import MAX_WAITING, Ended, Queue
 
-# How long a refused room, and one that has ended, is remembered.
-MEMORY_S = 60.0
-
-# Rooms that are remembered without a sender: a sender of more is not SGLang.
-MAX_WAITING = 1 << 16
-
-
-class State(StrEnum):
-    AWAITED = "awaited"
-    REFUSED = "refused"
-    OPEN = "open"
-    ABANDONED = "abandoned"
-    ENDED = "ended"
-
-
-WITH_SENDER = (State.OPEN, State.ABANDONED)
-
-
-@dataclass
-class Sent:
-    """What went out for one room, for SGLang's own sglang:kv_transfer_* series.
-
-    Stock multiplies a page of this rank's pools, the drafter's included, by the number of decode
-    ranks (CommonKVSender.get_transfer_metric). That is right for rows that every decode rank gets
-    whole; a sharded drafter's heads go out once, and a rank that sends heads only sends no target.
-    `state_to`: sessions of the peers that get model state from this rank.
-    """
-
-    bytes: int = 0
-    state_to: set[str] = field(default_factory=set)
-
-    def add(self, peer: Peer, written: Written) -> None:
-        self.bytes += written.target_bytes + written.draft_bytes
-        if peer.route.sends_state:
-            self.state_to.add(peer.session)
-
-    def total(self, state_bytes: int, *, sharded: bool) -> int:
-        """With `state_bytes` of model state: cut between the peers (sharded), or a copy each."""
-        copies = len(self.state_to)
-        return self.bytes + state_bytes * (min(1, copies) if sharded else copies)
-
-
-@dataclass
-class Member:
-    """One decode rank of a room: its metadata, the registration that this was compared with last,
-    and checksums of what it was sent so far, if it asks for them."""
-
-    said: Metadata
-    peer: Peer
-    sums: Sums | None = None
-
-    def follow(self, peer: Peer) -> None:
-        """The rank's registration now. Raises MixKVError unless the process that wanted the room
-        is still there and the room stays inside what it registered last."""
-        if peer is not self.peer:
-            peer.check_continues(self.peer)
-            peer.check_metadata(self.said)
-            self.peer = peer
-
-
-@dataclass
-class Room:
-    """One room number, and the request that it stands for now.
-
-    `since`: when it came into its state. `reason`: why its request is to fail (REFUSED).
-    `members`: the decode ranks that share it, by session. `reused`: the number stood for another
-    request lately, whose messages may still come.
-    """
-
-    number: int
-    state: State
-    since: float
-    reason: str = ""
-    members: dict[str, Member] = field(default_factory=dict)
-    sent: Sent = field(default_factory=Sent)
-    reused: bool = False
-
-    def enter(self, state: State, now: float) -> None:
-        """Of one that has ended nothing stays but that it has."""
-        self.state, self.since = state, now
-        if state is State.ENDED:
-            self.reason, self.members = "", {}
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all its decode ranks have sent their metadata."""
-        said = self._said()
-        return any(len(said) >= one.required for one in said)
-
-    @property
-    def has_sender(self) -> bool:
-        return self.state in WITH_SENDER
-
-    def may_join(self, session: str) -> bool:
-        """Whether this decode rank is one of the room's, or can still become one."""
-        return session in self.members or not self.is_complete
-
-    def has_member_at(self, endpoint: str, port: int) -> bool:
-        return (endpoint, port) in {one.sender.at for one in self._said()}
-
-    def served(self) -> list[tuple[str, int]]:
-        """Addresses of the members that this rank sends something."""
-        return list({one.sender.at: None for one in self._said() if not one.is_dummy})
-
-    def _said(self) -> list[Metadata]:
-        return [member.said for member in list(self.members.values())]
+STEP = 1.0  # by so much at most a rank's clock goes on between two events
 
 
 class Rooms:
-    """All rooms of one prefill rank. Numbers that it counts only grow."""
+    """All rooms of one prefill rank.
 
-    def __init__(self) -> None:
-        self._rooms: dict[int, Room] = {}
-        self._lock = threading.Lock()
-        self._working = Counter[int]()  # transfer threads, by the number of their chunk's room
-        self._opened = self._closed = 0
-        self._next_reap = 0.0
+    `heads`: those of the drafter on this rank. `segment_tokens`, `draw_stamp`: see Packing.
+    """
 
-    def get(self, number: int) -> Room | None:
-        return self._rooms.get(number)
+    def __init__(
+        self,
+        instance: bytes,
+        heads: range,
+        segment_tokens: Callable[[int, int], int],
+        slots: SlotPool,
+        times: Times,
+        draw_stamp: Callable[[], int] = draw,
+    ) -> None:
+        self._instance, self._heads, self._times = instance, heads, times
+        self.slots = slots
+        self._packing = Packing(segment_tokens, slots, draw_stamp)
+        self._uses: dict[ev.Use, Room] = {}
+        self._current: dict[int, Room] = {}  # by number: that of the newest sender
+        self._parts: dict[int, Part] = {}  # by generation, as long as they have a room or wait
+        self._early, self._ended = Queue(), Ended()
+        self._out: list[ev.Action] = []
+        self._clock = 0.0
+        self._seen: float | None = None
 
-    def open_room(self, number: int) -> Room | None:
-        """The room, while it has a sender."""
-        room = self._rooms.get(number)
-        return room if room is not None and room.has_sender else None
+    def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
+        """Actions, in the order in which they must be done."""
+        self._advance(now)
+        _HANDLERS[type(event)](self, event)
+        for started in self._packing.start(self._clock):
+            if isinstance(started, ev.Pack):
+                self._out.append(started)
+            else:
+                self._offer(*started)
+        actions, self._out = self._out, []
+        return actions
 
-    def is_taken(self, number: int) -> bool:
-        """Whether a transfer thread still works for a request of this number that has ended."""
-        return self._working[number] > 0 and self.open_room(number) is None
+    def _advance(self, now: float) -> None:
+        """A clock that stands still while this process does: a slot's time without an ACK counts
+        from when its READY went out, and a stopped process sends it only when it goes on."""
+        if self._seen is not None:
+            self._clock += min(max(0.0, now - self._seen), STEP)
+        self._seen = now
 
-    # -- its chunks, in transfer threads
+    def opened(self, use: ev.Use) -> tuple[Open, ...]:
+        """The OPENs of this request's readers that have come, in no order."""
+        room = self._uses.get(use)
+        parts = room.parts.values() if room is not None else ()
+        return tuple(part.opened for part in parts)
 
-    def begin_chunk(self, room: Room) -> bool:
-        """A thread takes one. False if the request has ended: nothing of it is sent."""
-        with self._lock:
-            if room.has_sender:
-                self._working[room.number] += 1
-            return room.has_sender
+    # -- SGLang's side
 
-    def end_chunk(self, room: Room) -> None:
-        with self._lock:
-            assert self._working[room.number] > 0, room
-            self._working[room.number] -= 1
-            if not self._working[room.number]:
-                del self._working[room.number]
+    def _begin(self, event: ev.Begin) -> None:
+        stale = self._current.get(event.room)
+        if stale is not None:
+            self._end_parts(stale, "aborted", "another request has its room number")
+        room = Room(event.room, event.use, self._clock)
+        self._current[event.room] = self._uses[event.use] = room
+        room.absent = self._ended.take(event.room)
+        for part in self._early.take(event.room):
+            if part.reader not in room.absent and room.missing > 0:
+                self._join(room, part)
+            else:  # for a later request with this number
+                self._early.put(part)
+        self._settle(room)
 
-    # -- before a sender is there
+    def _add_chunk(self, event: ev.AddChunk) -> None:
+        room = self._uses.get(event.use)
+        if room is not None:
+            room.chunks.append(event)
+            self._written(room, 0)
 
-    def join(self, said: Metadata, peer: Peer, now: float) -> None:
-        """A decode rank's metadata was admitted. It must be one that may join."""
-        with self._lock:
-            room = self._rooms.get(said.room)
-            if room is None or room.state is State.ENDED:
-                room = self._put(said.room, State.AWAITED, now, reused=room is not None)
-            assert room.may_join(said.sender.session), said
-            room.members[peer.session] = Member(said, peer)
-            if room.state is State.ABANDONED:
-                room.since = now
+    def _chunk_written(self, event: ev.ChunkWritten) -> None:
+        room = self._uses.get(event.use)
+        if room is not None:
+            self._written(room, 1)
 
-    def refuse(self, number: int, reason: str, now: float) -> bool:
-        """Its request fails when it comes. False, and nothing changed, if it has come."""
-        with self._lock:
-            room = self._rooms.get(number)
-            if room is not None and room.has_sender:
-                return False
-            if room is None and len(self._rooms) >= MAX_WAITING:
-                return True
-            reused = room is not None and (room.reused or room.state is State.ENDED)
-            members = room.members if room is not None else {}
-            self._put(number, State.REFUSED, now, reason=reason, members=members, reused=reused)
-            return True
+    def _written(self, room: Room, chunks: int) -> None:
+        if room.note_written(chunks):
+            for part in room.parts.values():
+                self._packing.add(part)
 
-    # -- its sender
+    def _target_sent(self, event: ev.TargetSent) -> None:
+        room = self._uses.get(event.use)
+        if room is not None and room.sent is None:
+            room.sent = self._clock
+            self._settle(room)
 
-    def open(self, number: int, now: float) -> Room:
-        """A sender was made; `reason` of the room says if it has to fail at once."""
-        with self._lock:
-            room = self._rooms.get(number)
-            self._opened += 1
-            if room is not None and room.has_sender:
-                return self._take_over(room, now)
-            if self._working[number]:
-                return self._put(
-                    number, State.OPEN, now, reason=str(taken(number)), reused=True,
-                    members=room.members if room is not None else {},
-                )  # fmt: skip
-            if room is None or room.state is State.ENDED:
-                return self._put(number, State.OPEN, now, reused=room is not None)
-            if room.state is State.REFUSED and now - room.since >= MEMORY_S:
-                room.reason = ""
-            room.enter(State.OPEN, now)
-            return room
+    def _end(self, event: ev.End) -> None:
+        room = self._uses.pop(event.use, None)
+        if room is None:
+            return
+        self._end_parts(room, "aborted", event.reason or "the sender was cleared")
+        for part in room.parts.values():
+            del self._parts[part.opened.generation]
+        if self._current.get(room.number) is room:
+            del self._current[room.number]
 
-    def _take_over(self, before: Room, now: float) -> Room:
-        """The number's room for another sender. SGLang knows requests by their number alone: of
-        two at once, either could be sent to the other's pages, and both fail."""
-        self._closed += 1
-        room = self._put(
-            before.number, State.OPEN, now, reason=str(taken(before.number)),
-            members=before.members, reused=True,
-        )  # fmt: skip
-        before.enter(State.ENDED, now)
-        return room
+    # -- readers
 
-    def abandon(self, room: Room, now: float) -> None:
-        """The scheduler aborted the sender, and may never clear it."""
-        with self._lock:
-            if room.state is State.OPEN:
-                room.enter(State.ABANDONED, now)
+    def _received(self, event: ev.Received) -> None:
+        match event.message:
+            case Open():
+                self._opened(event.connection, event.message)
+            case Ack():
+                self._acknowledged(event.message)
+            case Fail():
+                self._failed(event.message)
 
-    def close(self, room: Room, now: float) -> None:
-        """The sender was cleared: nothing of its room stays but that it has ended. Not twice:
-        the number may be another request's by then."""
-        with self._lock:
-            if self._rooms.get(room.number) is room and room.has_sender:
-                self._closed += 1
-                room.enter(State.ENDED, now)
+    def _opened(self, connection: ev.Connection, opened: Open) -> None:
+        if why := self._refusal(opened):
+            self._note(*why, opened.reader)
+            self._send(connection, fail(opened.room, opened.generation, *why))
+            return
+        number, reader, room = opened.room, opened.reader, self._current.get(opened.room)
+        in_room = room.generation(reader) if room is not None else -1
+        early = self._early.get(number, reader)
+        known = max(in_room, self._ended.generation(number, reader))
+        known = max(known, early.opened.generation if early is not None else -1)
+        if opened.generation <= known or opened.generation in self._parts:
+            return  # doubled, late, or another part's: readers draw only 32 bits at random
+        for part in (room.parts.get(reader) if room is not None else None, early):
+            self._ended_by_reader(part)  # it has begun another request with this number
+        part = self._parts[opened.generation] = Part(opened, connection, self._clock)
+        if room is not None and in_room < 0 and not room.settled and room.missing > 0:
+            self._join(room, part)
+        else:
+            self._early.put(part)
+            self._ended.touch(number, reader, self._clock)
 
-    def reap(self, now: float, limit: float) -> list[int]:
-        """Forget what is over, at most once per second. The numbers of rooms that no sender will
-        end, after `limit` seconds: SGLang's tables still hold them."""
-        if now < self._next_reap:
-            return []
-        self._next_reap = now + 1.0
-        dropped = []
-        with self._lock:
-            for room in list(self._rooms.values()):
-                age = now - room.since
-                if room.state in (State.AWAITED, State.ABANDONED) and age > limit:
-                    self._closed += room.state is State.ABANDONED
-                    room.enter(State.ENDED, now)
-                    dropped.append(room.number)
-                elif room.state in (State.REFUSED, State.ENDED) and age > MEMORY_S:
-                    del self._rooms[room.number]
-                    dropped += [room.number] if room.members else []
-        return dropped
+    def _refusal(self, opened: Open) -> tuple[str, str] | None:
+        """A code and a detail where the OPEN cannot be served."""
+        if found := refusal(opened, self._instance, self._heads):
+            return found
+        if opened.wanted and not self._packing.fits(opened):
+            return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
+        if self._early.is_full(opened.reader) or self._ended.is_full(opened.reader):
+            return "full", f"{MAX_WAITING} rooms are open whose requests are not here"
+        return None
 
-    def _put(self, number: int, state: State, now: float, **fields: object) -> Room:
-        room = self._rooms[number] = Room(number, state, now, **fields)  # type: ignore[arg-type]
-        return room
+    def _join(self, room: Room, part: Part) -> None:
+        part.room = room
+        room.parts[part.reader] = part
+        room.progress = self._clock
+        self._packing.add(part)
+        self._settle(room)
 
-    # -- what must hold
+    def _acknowledged(self, ack: Ack) -> None:
+        if not self.slots.acknowledge(ack.slot, ack.stamp):
+            self._note("unknown_ack", f"slot {ack.slot}")
 
-    def problems(self, of_sglang: Collection[int]) -> list[str]:
-        """What is wrong while no request runs. `of_sglang`: numbers of the
-        rooms that SGLang holds."""
-        with self._lock:
-            count = Counter(room.state for room in self._rooms.values())
-            known = {n for n, room in self._rooms.items() if room.state is not State.ENDED}
-            working = sorted(self._working)
-        held = count[State.OPEN] + count[State.ABANDONED]
-        found = []
-        if self._opened - self._closed != held:
-            found.append(
-                f"{self._opened} rooms opened and {self._closed} closed, but {held} have a sender"
-            )
-        if held or count[State.AWAITED]:
-            found.append(f"{held} rooms have a sender, {count[State.AWAITED]} wait for one")
-        found += [f"threads work for rooms {working}"] if working else []
-        found += _strays(of_sglang, known)
-        return found
+    def _failed(self, message: Fail) -> None:
+        part = self._parts.get(message.generation)
+        if part is None and message.reader is not None:
+            self._ended_unopened(message.room, message.reader, message.generation)
+        self._ended_by_reader(part)
+
+    def _ended_unopened(self, number: int, reader: bytes, generation: int) -> None:
+        """Its OPEN was lost with its connection: how many readers there are is not known."""
+        room = self._current.get(number)
+        in_room = room.generation(reader) if room is not None else -1
+        if generation <= max(in_room, self._ended.generation(number, reader)):
+            return  # doubled
+        if room is not None and in_room < 0 and not room.settled:
+            if len(room.absent) < MAX_WAITING:
+                room.absent[reader] = Absent(generation)
+                self._settle(room)
+        else:
+            self._ended.note(number, reader, Absent(generation), self._clock)
+
+    def _ended_by_reader(self, part: Part | None) -> None:
+        if part is None:
+            return
+        self._over(part)
+        number, reader, generation = part.opened.room, part.reader, part.opened.generation
+        if self._early.get(number, reader) is part:
+            self._early.remove(part)
+            del self._parts[generation]
+            absent = Absent(generation, part.opened.readers)
+            self._ended.note(number, reader, absent, self._clock)
+
+    def _connection_lost(self, event: ev.ConnectionLost) -> None:
+        for part in [p for p in self._parts.values() if p.connection == event.connection]:
+            self._ended_by_reader(part)
+
+    # -- parts
+
+    def _over(self, part: Part) -> None:
+        """Nothing more is packed, or offered, for this reader."""
+        if not part.ended:
+            part.over = True
+            if part.room is not None:
+                self._settle(part.room)
+
+    def _fail_part(self, part: Part, code: str, detail: str) -> None:
+        self._note(code, detail, part.reader)
+        self._send(part.connection, fail(part.opened.room, part.opened.generation, code, detail))
+        self._over(part)
+
+    def _end_parts(self, room: Room, code: str, detail: str) -> None:
+        for part in room.parts.values():
+            if not part.ended:
+                self._fail_part(part, code, detail)
+
+    def _settle(self, room: Room, given_up: bool = False) -> None:
+        if not room.settled and (given_up or room.all_ended):
+            room.settled = True
+            self._out.append(ev.Settled(room.use))
+
+    # -- packing
+
+    def _packed(self, event: ev.Packed) -> None:
+        part, ready = self._packing.end(event)
+        if part.over or event.error:
+            self.slots.free(ready.slot)
+            if not part.over:
+                self._fail_part(part, "pack", event.error)
+            return
+        self.slots.offer(ready.slot, ready.stamp, self._clock)
+        self._offer(part, ready)
+
+    def _offer(self, part: Part, ready: Ready) -> None:
+        assert part.room is not None
+        part.room.progress = self._clock
+        self._send(part.connection, ready)
+        if ready.last:
+            part.complete = True
+            self._settle(part.room)
+        else:
+            self._packing.add(part)
+
+    # -- time
+
+    def _tick(self, event: ev.Tick) -> None:
+        for room in self._uses.values():
+            if room.sent is None or room.settled:
+                continue
+            if self._clock - max(room.sent, room.progress) >= self._times.packing:
+                self._give_up(room)
+        limit = self._clock - self._times.early_room
+        for part in self._early.take_older(limit):
+            del self._parts[part.opened.generation]
+            self._note("early", f"room {part.opened.room}: no request came", part.reader)
+        self._ended.expire(limit)
+        for slot in self.slots.expire(self._clock):
+            self._note("expired", f"slot {slot} was never acknowledged")
+
+    def _give_up(self, room: Room) -> None:
+        if room.missing > 0:
+            self._note("unopened", f"room {room.number}: {room.missing} readers have not opened it")
+        self._end_parts(room, "slow", "packing made no progress")
+        self._settle(room, given_up=True)
+
+    # -- output and books
+
+    def _send(self, connection: ev.Connection, message: Ready | Fail) -> None:
+        self._out.append(ev.Send(connection, message))
+
+    def _note(self, what: str, detail: str, reader: bytes = b"") -> None:
+        self._out.append(ev.Note(what, reader, detail))
+
+    def left(self) -> dict[str, int]:
+        """How much of what a rank at rest has none of."""
+        found = {
+            "rooms": len(self._uses), "waiting": len(self._early) + len(self._ended),
+            "jobs": len(self._packing), "offered": self.slots.offered, "parts": len(self._parts),
+        }  # fmt: skip
+        return {name: count for name, count in found.items() if count}
+
+    def check(self) -> Iterator[str]:
+        """What is wrong with the books, at any time."""
+        yield from self.slots.check()
+        used = len(self._packing) + self.slots.offered
+        if self.slots.free_slots + used != self.slots.count:
+            yield f"slots: {self.slots.free_slots} free, {used} in use of {self.slots.count}"
+        with_room = sum(len(room.parts) for room in self._uses.values())
+        if with_room + len(self._early) != len(self._parts):
+            yield f"{len(self._parts)} parts, {with_room} in rooms, {len(self._early)} waiting"
 
 
-def taken(number: int) -> MixKVError:
-    """Why a request fails whose number still is another's."""
-    return MixKVError(
-        "MIXKV-ROOM-03",
-        f"room {number} still belongs to another request of this prefill server: the KV of one "
-        "could land in the pages of the other. Send each request with a bootstrap_room of its "
-        "own, as SGLang's router does, and with n=1.",
-    )
-
-
-def _strays(of_sglang: Collection[int], known: set[int]) -> list[str]:
-    strays = sorted(set(of_sglang) - known)
-    return [f"SGLang holds {len(strays)} rooms that are over here: {strays[:5]}"] if strays else []
+_HANDLERS: dict[type, Callable[..., None]] = {
+    ev.Begin: Rooms._begin,
+    ev.AddChunk: Rooms._add_chunk,
+    ev.ChunkWritten: Rooms._chunk_written,
+    ev.TargetSent: Rooms._target_sent,
+    ev.End: Rooms._end,
+    ev.Received: Rooms._received,
+    ev.ConnectionLost: Rooms._connection_lost,
+    ev.Packed: Rooms._packed,
+    ev.Tick: Rooms._tick,
+}

@@ -63,7 +63,6 @@ class Case:
     shared: tuple[str, ...] = ()
     backend: str = "mooncake"
     spawn: bool = False
-    channel: bool = True
     patience: str = "5"
 
     @property
@@ -80,10 +79,10 @@ class Case:
         return not {"--dp", "--attn-dp-size"} & set(self.prefill)
 
     def topology(self) -> Topology:
-        env = {"SGLANG_MIXKV_CHANNEL": "1", "SGLANG_MIXKV_PATIENCE": self.patience}
+        env = {"SGLANG_MIXKV_PATIENCE": self.patience}
         return Topology(
             (*self.prefill, *self.shared), (*self.decode, *self.shared), ENABLE, ENABLE,
-            backend=self.backend, spawn=self.spawn, env=env if self.channel else {},
+            backend=self.backend, spawn=self.spawn, env=env,
         )  # fmt: skip
 
     def skip_unserved(self) -> None:
@@ -115,8 +114,6 @@ CASES = [
     full("P1-D2-window-decode-cache", TP1, (*TP2, *DECODE_CACHE), shared=WINDOW),
     full("gqa-P1-D2-decode-cache", TP1, (*TP2, *DECODE_CACHE), "gqa"),
     full("P2dp-D2dp", TP2_DP2_OLDER, TP2_DP2),
-    Case("old-P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES), channel=False),
-    full("old-nixl-P1-D2", TP1, TP2, backend="nixl", channel=False),
 ]
 
 
@@ -255,5 +252,5 @@ def pd(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Measure
         answers = [deployment.ask(prompt) for prompt in prompts(pair=case.pair)]
         counted = counts(deployment)
         counted.subtract(before)
-        record(case.name, answers, expected.fixed, warm_share(counted) if case.channel else None)
+        record(case.name, answers, expected.fixed, warm_share(counted))
         yield Measured(case, deployment, answers, expected, counted)

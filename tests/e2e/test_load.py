@@ -16,18 +16,15 @@ pytestmark = [pytest.mark.timeout(1200), pytest.mark.full]
 
 LOAD = Path(__file__).parents[2] / "scripts" / "faults" / "load.py"
 PAIRS = [("--tp 2", "--tp 1"), ("--tp 1", "--tp 2"), ("--tp 2", "--tp 2 --attn-dp-size 2")]
-CHANNEL = {"SGLANG_MIXKV_CHANNEL": "1", "SGLANG_MIXKV_PATIENCE": "5"}
-OLD: dict[str, str] = {}
+PATIENCE = {"SGLANG_MIXKV_PATIENCE": "5"}
 
 
-def load(
-    folder: Path, pair: tuple[str, str], backend: str, way: dict[str, str], *flags: str
-) -> dict[str, Any]:
+def load(folder: Path, pair: tuple[str, str], backend: str, *flags: str) -> dict[str, Any]:
     skip_unserved(backend)
     out, (prefill, decode) = folder / "load.json", pair
     about = [f"--prefill={prefill}", f"--decode={decode}", f"--backend={backend}", f"--json={out}"]
     command = [sys.executable, str(LOAD), *about, "--requests=90", "--rounds=1", *flags]
-    env = {**os.environ, **way}
+    env = {**os.environ, **PATIENCE}
     done = subprocess.run(command, env=env, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     rounds: dict[str, Any] = json.loads(out.read_text())
@@ -36,31 +33,19 @@ def load(
 
 
 @pytest.mark.parametrize(
-    ("pair", "backend", "way"),
-    [
-        (PAIRS[0], "mooncake", CHANNEL), (PAIRS[1], "nixl", CHANNEL),
-        (PAIRS[2], "mooncake", CHANNEL), (PAIRS[2], "mooncake", OLD),
-    ],
-)  # fmt: skip
-def test_nobody_pays_for_another(
-    pair: tuple[str, str], backend: str, way: dict[str, str], tmp_path: Path
-) -> None:
-    rooms = load(tmp_path, pair, backend, way)["round 1"]["rooms"]
-    assert (rooms.get("channel_warm", 0) > 0) == (way is CHANNEL)
-    assert rooms.get("channel_cold", 0) <= 0.01 * rooms.get("channel_warm", 0)
+    ("pair", "backend"), [(PAIRS[0], "mooncake"), (PAIRS[1], "nixl"), (PAIRS[2], "mooncake")]
+)
+def test_nobody_pays_for_another(pair: tuple[str, str], backend: str, tmp_path: Path) -> None:
+    rooms = load(tmp_path, pair, backend)["round 1"]["rooms"]
+    assert rooms["channel_warm"] > 0
+    assert rooms.get("channel_cold", 0) <= 0.01 * rooms["channel_warm"]
 
 
 @pytest.mark.parametrize(
-    ("pair", "backend", "way"),
-    [
-        (PAIRS[0], "nixl", CHANNEL), (PAIRS[1], "mooncake", CHANNEL),
-        (PAIRS[2], "nixl", CHANNEL), (PAIRS[1], "mooncake", OLD),
-    ],
-)  # fmt: skip
-def test_nor_for_a_server_that_dies(
-    pair: tuple[str, str], backend: str, way: dict[str, str], tmp_path: Path
-) -> None:
+    ("pair", "backend"), [(PAIRS[0], "nixl"), (PAIRS[1], "mooncake"), (PAIRS[2], "nixl")]
+)
+def test_nor_for_a_server_that_dies(pair: tuple[str, str], backend: str, tmp_path: Path) -> None:
     """Half of the time is the wait for what a killed server's requests leave."""
-    rounds = load(tmp_path, pair, backend, way, "--kill")
+    rounds = load(tmp_path, pair, backend, "--kill")
     assert [*rounds] == ["round 1", "decode killed", "prefill killed"]
     assert sum(r["ended"]["failed as their server was killed"] for r in [*rounds.values()][1:]) > 0

@@ -1,128 +1,89 @@
-"""The shipped dashboard and alerts in a real Prometheus over real servers."""
+"""A decode server's own page tells warm drafters from cold ones, and how well each kind drafts."""
 
 from __future__ import annotations
 
-import math
-import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from collections import Counter
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_mixkv.demo.launch import HOST, Topology
+from sglang_mixkv.demo.launch import HOST
 from sglang_mixkv.demo.pair import prompts
 from sglang_mixkv.demo.processes import Fleet
-from sglang_mixkv.demo.prometheus import Expression, Prometheus, expressions
-from sglang_mixkv.demo.servers import Deployment, disaggregated
-from sglang_mixkv.next import series
-from sglang_mixkv.series import FAMILIES
-from sglang_mixkv.tools.client import Answer, accept_length
+from sglang_mixkv.demo.servers import Deployment
+from sglang_mixkv.tools import pages
+from sglang_mixkv.tools.client import Answer, acceptance_by_position
 
-from .conftest import ENABLE, START_TIMEOUT, TP1, TP2
+from .conftest import START_TIMEOUT, TP1, TP2, Case, pair_with, unchanged, without_drafter
 
-pytestmark = [
-    START_TIMEOUT,
-    pytest.mark.full,
-    pytest.mark.skipif(
-        shutil.which("prometheus") is None, reason="needs prometheus (scripts/prometheus.sh)"
-    ),
-]
+pytestmark = START_TIMEOUT
 
-DOCS = Path(__file__).parents[2] / "docs"
-DASHBOARD = expressions(DOCS / "dashboard.json", "2m")
-WITHOUT_FAILURES = "sglang:num_transfer_failed_reqs_total"
-"""SGLang's own; it has no value before the first failure."""
-
+METRICS = ("--enable-metrics",)
 PREFIX = "sglang:mixkv_"
+REST_S = 30
 
 
-@dataclass(frozen=True)
-class Monitored:
-    """A pair with metrics on both sides after some requests, and the Prometheus beside it."""
-
-    deployment: Deployment
-    prometheus: Prometheus
-    answers: list[Answer]
-
-    def total(self, expression: str) -> float:
-        (found,) = self.prometheus.query(f"sum({expression})")
-        return found.value
+def page(deployment: Deployment) -> str:
+    text = pages.fetch(f"http://{HOST}:{deployment.servers[1].port}/metrics")
+    assert text is not None
+    return text
 
 
-@pytest.fixture(scope="module")
-def monitored() -> Iterator[Monitored]:
-    metrics = ("--enable-metrics",)
-    topology = Topology((*TP2, *metrics), (*TP1, *metrics), ENABLE, ENABLE)
+def series(text: str) -> Counter[tuple[str, ...]]:
+    """Name, and the values of its own labels -> value."""
+    own = ("component", "state", "reason", "position")
+    found: Counter[tuple[str, ...]] = Counter()
+    for sample in (s for family in text_string_to_metric_families(text) for s in family.samples):
+        name = sample.name.replace("sglang_", "sglang:", 1)
+        if name.startswith(PREFIX) and sample.labels.get("engine_type") == "decode":
+            values = [sample.labels[label] for label in own if sample.labels.get(label)]
+            found[name.removeprefix(PREFIX), *values] += int(sample.value)
+    return found
+
+
+def finished(text: str) -> int:
+    return sum(n for key, n in series(text).items() if key[0] == "finished_requests_total")
+
+
+def at_rest(deployment: Deployment, requests: int) -> str:
+    """The page once so many requests have been counted."""
+    deadline = time.monotonic() + REST_S
+    while finished(text := page(deployment)) < requests and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert finished(text) == requests
+    return text
+
+
+def drafted(answers: list[Answer], state: str) -> Counter[tuple[str, ...]]:
+    """What the answers themselves say."""
+    rounds = [n for answer in answers for n in answer.rounds_by_right_drafts]
+    right = sum(n * k for a in answers for n, k in enumerate(a.rounds_by_right_drafts))
+    found = Counter({("verify_rounds_total", state): sum(rounds)})
+    found["accepted_tokens_total", state] = sum(rounds) + right
+    for position, share in enumerate(acceptance_by_position(answers, 8), 1):
+        found["accepted_drafts_total", state, str(position)] = round(share * sum(rounds))
+    return found
+
+
+@pytest.mark.parametrize("state", ["warm", pytest.param("cold", marks=pytest.mark.full)])
+def test_accept_length_by_state(state: str) -> None:
+    case = Case(state, (*TP2, *METRICS), (*TP1, *METRICS))
+    case.skip_unserved()
     with Fleet() as fleet:
-        deployment = disaggregated(fleet, "mla", topology)
-        targets = [f"{HOST}:{server.port}" for server in deployment.servers]
-        prometheus = Prometheus(fleet, targets, DOCS / "alerts.yml")
-        prometheus.wait_for_scrape()  # one from before the requests
+        change = without_drafter if state == "cold" else unchanged
+        deployment = pair_with(fleet, case.topology(), prefill=change)
+        before = at_rest(deployment, 1)  # the first request, which is only to get through
         answers = [deployment.ask(prompt) for prompt in prompts()]
-        deployment.draft_bytes()  # returns when the counters rest
-        for _ in range(2):  # and two from after them: rates need two
-            prometheus.wait_for_scrape()
-        yield Monitored(deployment, prometheus, answers)
-
-
-def test_both_servers_are_scraped(monitored: Monitored) -> None:
-    assert monitored.total("up") == 2
-
-
-def is_of_the_channel(expression: Expression) -> bool:
-    """This pair runs without it; test_channel_metrics.py has one."""
-    theirs = {family.name for family in series.FAMILIES} - {family.name for family in FAMILIES}
-    return any(name in expression.text for name in theirs)
-
-
-@pytest.mark.parametrize("expression", DASHBOARD, ids=lambda e: f"{e.panel}: {e.legend}")
-def test_every_panel_has_data(monitored: Monitored, expression: Expression) -> None:
-    found = monitored.prometheus.query(expression.text)
-    if WITHOUT_FAILURES in expression.text or is_of_the_channel(expression):
-        return
-    assert found
-    assert all(math.isfinite(series.value) for series in found)
-
-
-def test_every_rule_is_evaluated(monitored: Monitored) -> None:
-    rules = monitored.prometheus.rules()
-    assert {rule["type"] for rule in rules} == {"recording", "alerting"}
-    assert [(rule["name"], rule.get("lastError")) for rule in rules if rule["health"] != "ok"] == []
-    assert [rule["name"] for rule in rules if rule.get("alerts")] == []
-    for rule in rules:
-        if rule["type"] == "recording":
-            assert len(monitored.prometheus.query(rule["name"])) == 1, rule["name"]
-
-
-def test_accept_length_is_that_of_the_answers(monitored: Monitored) -> None:
-    """The servers have had one more request, the first."""
-    tokens = monitored.total('sglang:generation_tokens_total{engine_type="decode"}')
-    calls = monitored.total('sglang:spec_verify_calls_total{engine_type="decode"}')
-    assert tokens / calls == pytest.approx(accept_length(monitored.answers), rel=0.03)
-
-
-def test_both_sides_count_the_same_bytes(monitored: Monitored) -> None:
-    for component in ("target", "draft"):
-        sent, needed = (
-            monitored.total(f'{PREFIX}{name}_bytes_total{{component="{component}"}}')
-            for name in ("sent", "needed")
-        )
-        assert sent == needed > 0
-    counted = monitored.deployment.draft_bytes()
-    assert counted is not None
-    assert counted.sent == sent == monitored.total(f'{PREFIX}sent_bytes_total{{component="draft"}}')
-
-
-def test_sglangs_own_series_say_what_was_sent(monitored: Monitored) -> None:
-    stock = monitored.total("sglang:kv_transfer_total_mb_sum") * 2**20
-    assert stock == pytest.approx(monitored.total(f"{PREFIX}sent_bytes_total"))
-
-
-def test_every_rank_has_its_own_series(monitored: Monitored) -> None:
-    found = monitored.prometheus.query(f'{PREFIX}sent_bytes_total{{component="draft"}} > 0')
-    assert {(s.labels["engine_type"], s.labels["tp_rank"]) for s in found} == {
-        ("prefill", "0"), ("prefill", "1"),
-    }  # fmt: skip
-    (target,) = monitored.prometheus.query(f'{PREFIX}sent_bytes_total{{component="target"}} > 0')
-    assert target.labels["tp_rank"] == "0", "one rank sends the latent rows"
+        after = at_rest(deployment, 1 + len(answers))
+    found = series(after) - series(before)
+    reason = ("no_drafter",) if state == "cold" else ()
+    for name in ("rooms_total", "prefill_rooms_total"):
+        assert found[(name, state, *reason)] == len(answers)
+    assert found["finished_requests_total", state] == len(answers)
+    assert (found["needed_bytes_total", "draft"] > 0) == (state == "warm")
+    expected = drafted(answers, state)
+    names = {name for name, *_ in expected}
+    assert +Counter({key: n for key, n in found.items() if key[0] in names}) == +expected
+    share = (pages.read([after]) - pages.read([before])).rooms.warm_share
+    assert share == (state == "warm")

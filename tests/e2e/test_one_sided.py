@@ -1,4 +1,4 @@
-"""mixkv on one side only: a request ends with an error that names the plugin, in time."""
+"""The plugin on one side only."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from sglang_mixkv.demo.launch import Topology
 from sglang_mixkv.demo.pair import prompts
 from sglang_mixkv.demo.processes import Fleet
 from sglang_mixkv.demo.servers import disaggregated
-from sglang_mixkv.tools.client import RequestFailed
+from sglang_mixkv.tools.client import RequestFailed, accept_length
 
-from .conftest import ENABLE, START_TIMEOUT, TP1, TP2
+from .conftest import ENABLE, START_TIMEOUT, TP1, TP2, Reference
 
 pytestmark = [START_TIMEOUT, pytest.mark.full]
 
-SIDES = [
-    pytest.param(Topology(TP2, TP1, mixkv_prefill=ENABLE), id="decode-lacks-it"),
-    pytest.param(Topology(TP2, TP1, mixkv_decode=ENABLE), id="prefill-lacks-it"),
-]
 
-
-@pytest.mark.parametrize("topology", SIDES)
-def test_the_error_names_the_plugin(topology: Topology) -> None:
+def test_a_stock_prefill_is_refused_in_words() -> None:
     with Fleet() as fleet:
-        deployment = disaggregated(fleet, "mla", topology)
+        deployment = disaggregated(fleet, "mla", Topology(TP2, TP1, mixkv_decode=ENABLE))
         with pytest.raises(RequestFailed, match="does not run sglang-mixkv"):
             deployment.ask(prompts()[0])
+
+
+def test_a_stock_decode_answers_rightly_with_cold_drafters(reference: Reference) -> None:
+    expected = reference("mla", ()).fixed
+    with Fleet() as fleet:
+        deployment = disaggregated(fleet, "mla", Topology(TP2, TP1, mixkv_prefill=ENABLE))
+        answers = [deployment.ask(prompt) for prompt in prompts()]
+    assert [a.tokens for a in answers] == [a.tokens for a in expected]
+    assert accept_length(answers) < 0.9 * accept_length(expected)

@@ -40,14 +40,10 @@ def same(answers: list[Answer], reference: list[Answer]) -> None:
     assert accept_length(answers) == pytest.approx(accept_length(reference), rel=0.02)
 
 
-def all_arrived(counted: Counter[str], case: Case) -> None:
+def all_arrived(counted: Counter[str]) -> None:
     """No draft byte is missing or sent twice, and no rank has been cold."""
     assert counted["draft_bytes_sent"] == counted["draft_bytes_needed"] > 0
-    assert warm_share(counted) == 1 or not case.channel, counted
-
-
-def share_of(counted: Counter[str], case: Case) -> float | None:
-    return warm_share(counted) if case.channel else None
+    assert warm_share(counted) == 1, counted
 
 
 def test_output_and_accept_length_are_the_single_servers(pd: Measured) -> None:
@@ -55,7 +51,7 @@ def test_output_and_accept_length_are_the_single_servers(pd: Measured) -> None:
 
 
 def test_every_draft_byte_arrives_once(pd: Measured) -> None:
-    all_arrived(pd.counts, pd.case)
+    all_arrived(pd.counts)
 
 
 def test_repeated_prompts(pd: Measured) -> None:
@@ -64,11 +60,9 @@ def test_repeated_prompts(pd: Measured) -> None:
     before = pd.now()
     answers = [pd.deployment.ask(prompt) for prompt in prompts(pair=pd.case.pair)]
     counted = pd.since(before)
-    record(
-        f"{pd.case.name}, again", answers, pd.reference.fixed, share_of(counted, pd.case)
-    )  # fmt: skip
+    record(f"{pd.case.name}, again", answers, pd.reference.fixed, warm_share(counted))
     same(answers, pd.reference.fixed)
-    all_arrived(counted, pd.case)
+    all_arrived(counted)
     cached = [answer.cached_tokens > 0 for answer in answers]
     assert all(cached) or not pd.case.prefill_ranks_share
     if pd.case.prefill_evicts:
@@ -83,11 +77,9 @@ def test_eight_requests_at_once_with_cached_prefixes(pd: Measured) -> None:
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(pd.deployment.ask, cousins(pd.case.pair)))
     counted = pd.since(before)
-    record(
-        f"{pd.case.name}, 8 at once", answers, pd.reference.cousins, share_of(counted, pd.case)
-    )  # fmt: skip
+    record(f"{pd.case.name}, 8 at once", answers, pd.reference.cousins, warm_share(counted))
     same(answers, pd.reference.cousins)
-    all_arrived(counted, pd.case)
+    all_arrived(counted)
 
 
 def gqa_staged(prefill: tuple[str, ...], decode: tuple[str, ...], name: str) -> Case:
@@ -118,7 +110,7 @@ def test_a_gqa_target_through_sglangs_staging_buffer(case: Case, reference: Refe
         staged = (fleet.root / "decode" / "log").read_text().count(staging_on_cpu.STAGED)
     record(case.name, answers, expected, warm_share(counted))
     same(answers, expected)
-    all_arrived(counted, case)
+    all_arrived(counted)
     assert staged >= len(answers)
 
 

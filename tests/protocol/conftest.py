@@ -5,13 +5,10 @@ over NIXL where UCX has TCP alone, and neither shared memory nor CMA. Of a funct
 NIXL the first runs by default, and each one after so many more; over its TCP the first; the rest
 with --full. Of the cases of a function with the mark `sampled` a part runs over Mooncake, too:
 those that their names' checksums pick, so that no parameter decides.
-
-Cases go over the draft channel, but for those of TODAY; all go today's way with MIXKV_WAY=today.
 """
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator
 from hashlib import sha256
@@ -28,26 +25,6 @@ RELEASE_S = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT", "5"
 # Two busy cores: no room of the draft channel goes cold for want of processor time.
 PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"
 TCP = "nixl-tcp"
-
-# Modules and functions that look into today's way: its frames, plans, packing, pointers, its series
-# and files, its refusals; they go with it. The rest asks SGLang's interface alone.
-TODAY = {
-    "test_banner", "test_cold", "test_decode_apart", "test_fuzz", "test_guards",
-    "test_local_failures",
-    "test_metrics", "test_nixl_peers", "test_one_sided", "test_rdma", "test_release",
-    "test_startup", "test_target_alone", "test_today", "test_untrusted", "test_upstream",
-    "test_verify", "test_versions",
-    "test_dcp::test_by_extents", "test_dcp::test_cold", "test_dcp::test_ways_and_windows",
-    "test_dcp::test_a_prefix_that_ends_inside_a_page_is_refused",
-    "test_dcp::test_without_parts_pages_are_paired_wrongly",
-    "test_dcp::test_without_the_target_alone_the_drafter_is_wrong",
-    "test_faults::test_fault_of_today",
-    "test_faults::test_without_its_replacement_an_engine_stays_stuck",
-    "test_matrix::test_a_custom_memory_pool_on_one_side_is_refused",
-    "test_matrix::test_a_custom_memory_pool_that_the_kv_lies_in",
-    "test_matrix::test_a_custom_memory_pool_without_its_allocator",
-    "test_matrix::test_a_drafter_with_windows_in_some_layers",
-}  # fmt: skip
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -68,14 +45,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv("UCX_TLS", "tcp")
     skip_unserved(name)
     monkeypatch.setattr(model, "BACKEND", name)
-    monkeypatch.setattr(model, "CHANNEL", not goes_todays_way(request.node))
     return name
-
-
-def goes_todays_way(test: pytest.Function) -> bool:
-    module = test.module.__name__.rpartition(".")[2]
-    asked = os.environ.get("MIXKV_WAY") == "today"
-    return asked or not TODAY.isdisjoint({module, f"{module}::{test.originalname}"})
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -14,9 +14,9 @@ from rig.rank import free_port, wait_for_port
 from sglang_mixkv.draft.facts import Row, Staging
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
+from sglang_mixkv.engine import prefill_servers
+from sglang_mixkv.engine.bootstrap import KEY, PATH
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.next.engine import prefill_servers
-from sglang_mixkv.next.engine.bootstrap import KEY, PATH
 
 FACTS = DraftFacts("Llama", "EAGLE3", 4, (16, 16), "bfloat16")
 
@@ -49,7 +49,7 @@ class Server:
     def __init__(self) -> None:
         from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
 
-        from sglang_mixkv.next.engine.bootstrap import DraftBootstrapServer
+        from sglang_mixkv.engine.bootstrap import DraftBootstrapServer
 
         made = type("Draft", (DraftBootstrapServer, MooncakeKVBootstrapServer), {})
         self.port = free_port()

@@ -52,7 +52,7 @@ def case(name: str, **extra: Any) -> Case:
     more = dict(CASES.get(name, {}))
     if "dcp" in more:
         more["requests"] = (Request(23, chunk_pages=2), Request(8), Request(1))
-    settings = {"requests": REQUESTS, "channel": True, "extra": extra, **more}
+    settings = {"requests": REQUESTS, "extra": extra, **more}
     return Case(int(prefill), int(rest.split()[0]), **settings)
 
 
@@ -95,6 +95,6 @@ def test_a_side_without_a_drafter_is_served(name: str, lack: str) -> None:
 @pytest.mark.mooncake_only
 def test_an_mla_drafter_beside_a_gqa_target_is_refused_at_start() -> None:
     pair = {"target": Cache("mha", heads=4), "draft": Cache("mla", k_bytes=24)}
-    outcome = run(Case(1, 1, requests=REQUESTS, channel=True, **pair))
+    outcome = run(Case(1, 1, requests=REQUESTS, **pair))
     assert len(outcome.wrong) == 2
     assert all("MIXKV-START-05" in error for error in outcome.wrong)

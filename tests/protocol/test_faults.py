@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rig import channel_faults, faults
-from rig.faults import FAULTS, NOISE, WAITING_S, Fault, problems
+from rig.faults import WAITING_S, Fault, problems
 from rig.model import Case, Request
 from rig.rank import Rank, send
 from rig.ring import run
@@ -31,25 +31,6 @@ def test_fault(fault: Fault) -> None:
     assert problems(fault, outcome) == []
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_fault_of_today(fault: Fault, backend: str) -> None:
-    if fault.backend not in ("", backend):
-        pytest.skip(f"{fault.backend}'s own")
-    outcome = run(fault.case())
-    assert problems(fault, outcome) == []
-    if "random messages" in fault.name:
-        assert outcome.total("messages_dropped") >= len(NOISE) - 2
-
-
-@pytest.mark.mooncake_only
-def test_without_its_replacement_an_engine_stays_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang_mixkv.transport.mooncake import Engines
-
-    monkeypatch.setattr(Engines, "note", lambda *_: None)
-    outcome = run(faults.case(faults={("prefill", 1): faults.overflow}))
-    assert {s for r in outcome.decode for s in r.status} == {"failed"}
-
-
 # ---------------------------------------------------------------- servers that nobody restarts
 
 
@@ -61,18 +42,13 @@ def die_when_sending(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> 
 
 def test_a_draft_only_sender_is_killed() -> None:
     """The target's bytes are there, the draft's never come: the request is served cold, well before
-    SGLang's timeout. Today's way fails it then."""
+    SGLang's timeout."""
     case = Case(2, 1, requests=(Request(12),), extra={"send": die_when_sending})
     outcome = run(case)
     (decode,) = outcome.decode
     assert decode.wrong == []
-    if case.channel:
-        assert (decode.status, decode.cold) == (["success"], {0})
-        assert decode.seconds[0] < WAITING_S
-        return
-    assert decode.status == ["failed"]
-    assert "timed out" in decode.reasons[0]
-    assert decode.seconds[0] >= WAITING_S
+    assert (decode.status, decode.cold) == (["success"], {0})
+    assert decode.seconds[0] < WAITING_S
 
 
 def test_a_decode_rank_is_killed_and_the_other_is_served() -> None:

@@ -72,7 +72,7 @@ def indices(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
 
 def test_an_early_chunk_waits_for_the_forward_that_writes_it() -> None:
     """prefill.py maybe_send_cached_prefix_chunk."""
-    outcome = run(Case(2, 1, requests=REQUESTS, channel=True, extra={"send": early}))
+    outcome = run(Case(2, 1, requests=REQUESTS, extra={"send": early}))
     assert outcome.wrong == []
     assert outcome.total("channel_warm") == len(REQUESTS)
 
@@ -80,14 +80,14 @@ def test_an_early_chunk_waits_for_the_forward_that_writes_it() -> None:
 @pytest.mark.mooncake_only
 def test_page_numbers_are_read_once_they_are_there() -> None:
     """prefill.py _send_kv_chunk, with supports_host_tensor_indices."""
-    outcome = run(Case(2, 1, requests=REQUESTS, channel=True, extra={"send": indices}))
+    outcome = run(Case(2, 1, requests=REQUESTS, extra={"send": indices}))
     assert outcome.wrong == []
     assert outcome.total("channel_warm") == len(REQUESTS)
 
 
 def a_forward_under_way(rank: Rank) -> None:
     """With pipeline stages chunks are sent while their forward may run (process_prefill_chunk)."""
-    from sglang_mixkv.next.engine import sender as module
+    from sglang_mixkv.engine import sender as module
 
     real = module.DraftSender.send
 
@@ -105,7 +105,7 @@ def test_a_stages_chunk_waits_for_its_forward() -> None:
     target = Cache("mla", layers=4, k_bytes=24)
     outcome = run(
         Case(
-            1, 1, prefill_pp=2, target=target, requests=REQUESTS, channel=True,
+            1, 1, prefill_pp=2, target=target, requests=REQUESTS,
             extra={"faults": faults},
         )
     )  # fmt: skip
@@ -115,7 +115,7 @@ def test_a_stages_chunk_waits_for_its_forward() -> None:
 
 def an_earlier_forward(rank: Rank) -> None:
     """A request that has finished may still write where this one's pages are (decode.py)."""
-    from sglang_mixkv.next.engine import receiver as module
+    from sglang_mixkv.engine import receiver as module
 
     tables = page_tables(rank.case, "decode")
     real = module.DraftReceiver.send_metadata
@@ -140,6 +140,6 @@ def test_rows_are_written_behind_the_forward_that_may_still_write_them(lack: str
     if lack is not None:
         extra |= {"draft_on": {lack: False}, "cleared": True}
     requests = (Request(24, chunk_pages=2), Request(8))  # whole pages: a forward may write all
-    outcome = run(Case(2, 1, requests=requests, channel=True, extra=extra))
+    outcome = run(Case(2, 1, requests=requests, extra=extra))
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}

@@ -1,6 +1,6 @@
 """Launch lines in the documents that need a cluster: SGLang's own parsers take them.
 
-The lines of README.md, those that docs/operate.md shows as printed, one for each row of its table
+The lines of README.md, those that docs/deploy.md shows as printed, one for each row of its table
 of topologies, made by the launch scripts, and those of the demo.
 """
 
@@ -18,7 +18,7 @@ from docs.pages import ROOT, bash, blocks, words
 from sglang_mixkv.cpu import CPU_ENGINE_ENV
 from sglang_mixkv.demo.launch import DEVICES, Topology, prefill_and_decode
 
-OPERATE = ROOT / "docs" / "operate.md"
+DEPLOY = ROOT / "docs" / "deploy.md"
 READER = {"TARGET": "/models/target", "DRAFT": "/models/drafter",
           "PREFILL_HOST": "10.0.0.1", "DECODE_HOST": "10.0.0.2"}  # fmt: skip
 
@@ -26,13 +26,13 @@ READER = {"TARGET": "/models/target", "DRAFT": "/models/drafter",
 def written() -> list[str]:
     """All lines that start a server or a router."""
     commands = [c for block in bash(ROOT / "README.md") for c in block.commands()]
-    shown = [line for block in blocks(OPERATE) for line in (block.shown or "").splitlines()]
+    shown = [line for block in blocks(DEPLOY) for line in (block.shown or "").splitlines()]
     return [line for line in (*commands, *shown) if ".launch_" in line]
 
 
 def made() -> list[str]:
     """The lines of the table of topologies, printed by the scripts themselves."""
-    table = re.findall(r"`((?:\w+=\S+ )*)(prefill|decode)\.sh`", OPERATE.read_text())
+    table = re.findall(r"`((?:\w+=\S+ )*)(prefill|decode)\.sh`", DEPLOY.read_text())
     environ = {"PATH": os.environ["PATH"], "MODEL": "/models/target", "DRAFT": "/models/drafter"}
     printed = []
     for variables, role in table:

@@ -53,7 +53,7 @@ def test_rows_are_those_of_the_prompt(
     requests = tuple(itertools.starmap(Request, itertools.product(EDGES, (0, 2), chunks)))
     faults = {("decode", rank): stock_writes_its_surplus for rank in range(decode_tp)}
     extra = {"surplus": SURPLUS[surplus], "faults": faults}
-    case = Case(prefill_tp, decode_tp, requests=requests, channel=True, extra=extra)
+    case = Case(prefill_tp, decode_tp, requests=requests, extra=extra)
     outcome = run(case)
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
@@ -65,7 +65,7 @@ def test_rows_are_those_of_the_prompt(
 def test_a_prompt_that_decode_has_whole_needs_nothing() -> None:
     """SGLang's last chunk has no page then (decode.py, a prefix as long as the prompt)."""
     requests = (Request(0, prefix_pages=2), Request(8))
-    outcome = run(Case(2, 1, requests=requests, channel=True))
+    outcome = run(Case(2, 1, requests=requests))
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
     assert outcome.total("channel_warm") == len(requests)

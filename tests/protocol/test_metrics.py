@@ -1,180 +1,260 @@
-"""The series tell what went over the wire: counted again at the engine, rank by rank."""
+"""The channel's series after real transfers, and the hooks that lead to a request's drafts."""
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rig.memory import RankReport
-from rig.model import Cache, Case, Request
-from rig.rank import Rank, stock_class
+import torch
+from rig.model import Case, Request
+from rig.rank import Rank
 from rig.ring import Outcome, run
 
-REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(12))
+from sglang_mixkv import plugin
+from sglang_mixkv.engine import draft_pool, handover, prefill_servers
+from sglang_mixkv.engine.metrics import Metrics
+from sglang_mixkv.series import BREAKER_OPENED, COLD, DECODE, DROPPED, SLOTS
+
+REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1))
 PREFIX = "sglang:mixkv_"
-
-
-def watch(rank: Rank) -> None:
-    """Count what the transport is given, keep stock's metric of each request, and read the
-    series of this process at the end."""
-    stats, transport = rank.plugin.stats, rank.plugin.transport
-    transfer, begin = transport.transfer, transport._begin
-    snapshot, conclude = stats.snapshot, rank.conclude
-
-    def count(src: list[int], lengths: list[int]) -> None:
-        kv = [n for address, n in zip(src, lengths, strict=True) if not is_aux(rank, address)]
-        stats.add(seen_bytes=sum(kv), seen_ranges=len(kv))
-
-    def counting(session: str, src: list[int], dst: list[int], lengths: list[int]) -> int:
-        count(src, lengths)
-        return int(transfer(session, src, dst, lengths))
-
-    def counting_begun(session: str, blocks: Any) -> Any:
-        begun = begin(session, blocks)
-        if begun is not None:
-            count(blocks.src.tolist(), blocks.length.tolist())
-        return begun
-
-    def concluding(number: int, handle: Any, began: float) -> None:
-        conclude(number, handle, began)
-        if rank.side == "prefill":
-            stock = stock_class(rank, "sender").get_transfer_metric(handle).transfer_total_bytes
-            stats.add(stock_says=stock)
-            stats.add(transfer_metric=handle.get_transfer_metric().transfer_total_bytes)
-
-    transport.transfer, transport._begin = counting, counting_begun
-    rank.conclude = concluding
-    stats.snapshot = lambda: {**snapshot(), **series()}
-
-
-def is_aux(rank: Rank, address: int) -> bool:
-    return any(a.ctypes.data <= address < a.ctypes.data + a.nbytes for a in rank.aux)
+OWN = ("component", "prefill", "state", "reason", "code")
 
 
 def series() -> dict[str, float]:
-    """Name{label of its own} -> value, of the series in this process."""
+    """Name{values of its own labels} -> value, in this process; addresses without their ports."""
     from prometheus_client import REGISTRY
 
-    own = ("component", "path", "reason")
-    return {
-        sample.name + "".join(f"{{{sample.labels[k]}}}" for k in own if k in sample.labels):
-            sample.value
-        for metric in REGISTRY.collect()
-        for sample in metric.samples
-        if sample.name.startswith(PREFIX) and not sample.name.endswith("_created")
-    }  # fmt: skip
+    found = {}
+    for sample in (s for metric in REGISTRY.collect() for s in metric.samples):
+        if sample.name.startswith(PREFIX) and not sample.name.endswith("_created"):
+            own = [sample.labels[name].partition(":")[0] for name in OWN if name in sample.labels]
+            found[sample.name.removeprefix(PREFIX) + f"{{{','.join(own)}}}"] = sample.value
+    return found
 
 
-def measured(case: Case, fault: Callable[[Rank], None] = watch) -> Outcome:
-    """Run a case with metrics on; every rank is watched."""
+def watch(rank: Rank) -> None:
+    """The snapshot of this rank has its series; gauges are as at the last look."""
+    notes = rank.plugin
+    snapshot = notes.stats.snapshot
+
+    def looked() -> dict[str, float]:
+        notes._count_rooms()
+        notes._look()
+        return {**snapshot(), **series()}
+
+    notes.stats.snapshot = looked
+
+
+def no_packing(rank: Rank) -> None:
+    def pack(*_: Any) -> int:
+        raise RuntimeError("out of memory")
+
+    watch(rank)
+    rank.manager.outbox._rows = SimpleNamespace(pack=pack)
+
+
+def measured(case: Case, prefill: Callable[[Rank], None] = watch, **extra: Any) -> Outcome:
     sides = {"prefill": case.prefill_tp, "decode": case.decode_tp}
-    case.extra["metrics"] = True
-    case.extra["faults"] = {(side, r): fault for side, tp in sides.items() for r in range(tp)}
+    faults = {(side, rank): watch for side, tp in sides.items() for rank in range(tp)}
+    faults |= {("prefill", rank): prefill for rank in range(case.prefill_tp)}
+    case.extra.update(extra, metrics=True, faults=faults)
     outcome = run(case)
     assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
     return outcome
 
 
-def assert_true(report: RankReport) -> None:
-    """A prefill rank's series, and what it tells SGLang, are what its transport was given."""
-    found = {name.removeprefix(PREFIX): value for name, value in report.stats.items()}
-    sent = found["sent_bytes_total{target}"] + found["sent_bytes_total{draft}"]
-    assert sent == found["path_bytes_total{packed}"] + found["path_bytes_total{direct}"]
-    assert sent == found.get("seen_bytes", 0) == found["transfer_metric"]
-    assert found["descriptors_total"] == found.get("seen_ranges", 0)
-    for component in ("target", "draft"):
-        took = found[f"send_seconds_total{{{component}}}"]
-        assert bool(took) == bool(found[f"sent_bytes_total{{{component}}}"])
+def states(outcome: Outcome) -> dict[str, int]:
+    """Rooms by state and reason, over all decode ranks; and all of them by prefill server."""
+    names = {name for r in outcome.decode for name in r.stats if name.startswith("rooms_total")}
+    found = {name.removeprefix("rooms_total"): outcome.total(name) for name in names}
+    found = {name: count for name, count in found.items() if count}
+    for name, count in found.items():
+        assert outcome.total(f"prefill_rooms_total{{127.0.0.1,{name[1:]}") == count
+    return found
 
 
-@pytest.mark.parametrize("mode", ["packed", "direct", "rounds"])
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
-def test_series_are_what_the_transport_saw(prefill_tp: int, decode_tp: int, mode: str) -> None:
-    draft = Cache("mha", heads=4)
-    packs = mode != "direct"
-    extra = {
-        "config": {"draft_transfer": "packed" if packs else "direct"},
-        "small_rounds": mode == "rounds",
-    }
-    case = Case(prefill_tp, decode_tp, draft=draft, requests=REQUESTS, extra=extra)
-    outcome = measured(case)
-    for report in outcome.prefill:
-        assert_true(report)
-    for component in ("target", "draft"):
-        key = f"bytes_total{{{component}}}"
-        assert outcome.total(f"{PREFIX}sent_{key}") == outcome.total(f"{PREFIX}needed_{key}") > 0
-    assert outcome.total("stock_says") > outcome.total("transfer_metric"), "stock is wrong here"
-    packed = outcome.total(f"{PREFIX}path_bytes_total{{packed}}")
-    assert (packed > 0) == packs
-    assert (outcome.total(f"{PREFIX}copy_seconds_total") > 0) == packs
-    assert (outcome.total(f"{PREFIX}staging_size_bytes") > 0) == packs
-    assert outcome.total(f"{PREFIX}staging_used_bytes") == 0, "all requests have ended"
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_warm_rooms_and_their_bytes(prefill_tp: int, decode_tp: int) -> None:
+    outcome = measured(Case(prefill_tp, decode_tp, requests=REQUESTS))
+    assert states(outcome) == {"{warm,}": decode_tp * len(REQUESTS)}
+    needed = outcome.total("needed_bytes_total{draft}")
+    assert needed == outcome.total("sent_bytes_total{draft}") == outcome.total("draft_bytes_sent")
+    assert needed > 0
+    for report in outcome.prefill + outcome.decode:
+        assert report.stats["copy_seconds_total{}"] > 0
+        assert report.stats["slots{}"] >= report.stats["slots_used{}"]
+    for report in outcome.decode:
+        assert report.stats["slots{}"] > report.stats["slots_used{}"] == 0
+        assert {f"rooms_total{{cold,{reason}}}" for reason in COLD} <= set(report.stats)
+        assert report.stats["breaker_open{127.0.0.1}"] == 0
 
 
-def test_a_rank_that_sends_nothing_says_so() -> None:
-    """P 4 -> D 1 with one head: three ranks are dummies, which stock would count in full."""
-    outcome = measured(Case(4, 1, draft=Cache("mha", heads=1), requests=REQUESTS))
-    for report in outcome.prefill:
-        assert_true(report)
-    assert [r.stats["transfer_metric"] > 0 for r in outcome.prefill] == [True] + [False] * 3
+def test_a_prefill_without_a_drafter_makes_every_room_cold() -> None:
+    case = Case(2, 1, requests=REQUESTS)
+    outcome = measured(case, draft_on={"prefill": False}, cleared=True)
+    assert states(outcome) == {"{cold,no_drafter}": len(REQUESTS)}
 
 
-@pytest.mark.parametrize("target", [Cache("mla", layers=2), Cache("mha", layers=2, heads=4)])
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1)])
-def test_model_state_is_in_the_stock_series(prefill_tp: int, decode_tp: int, target: Cache) -> None:
-    """State is cut by TP rank: together the ranks send every request's once."""
-    case = Case(
-        prefill_tp, decode_tp, target=target, draft=Cache("mha", heads=2), hybrid=True,
-        requests=REQUESTS,
-    )  # fmt: skip
-    outcome = measured(case)
-    assert outcome.total("transfer_metric") == outcome.total("seen_bytes")
+def test_prefill_that_cannot_pack_is_seen_on_both_sides() -> None:
+    outcome = measured(Case(1, 1, requests=REQUESTS), no_packing, cleared=True)
+    assert states(outcome) == {"{cold,prefill_pack}": len(REQUESTS)}
+    assert outcome.total("fails_sent_total{pack}") == len(REQUESTS)
 
 
-def test_a_refusal_is_counted_under_its_reason() -> None:
-    def larger_pages(holder: Any) -> None:
-        import msgspec
-
-        holder.facts = msgspec.structs.replace(holder.facts, page_size=128)
-
-    case = Case(2, 1, requests=(Request(8),), extra={"facts": {"decode": larger_pages}})
-    outcome = measured(case)
-    assert outcome.statuses == {"failed"}
-    refused = {k: outcome.total(k) for r in outcome.decode for k in r.stats if "refused" in k}
-    assert refused[f"{PREFIX}peers_refused_total{{facts}}"] >= 1
-    assert refused[f"{PREFIX}peers_refused_total{{other}}"] == 0
-
-
-def test_a_full_buffer_is_counted() -> None:
-    def small_buffer(rank: Rank) -> None:
-        watch(rank)
-        from sglang_mixkv.decode.regions import RegionAllocator
-
-        RegionAllocator.allocate = lambda *_: None
-
-    case = Case(2, 1, requests=REQUESTS, extra={"config": {"draft_transfer": "packed"}})
-    outcome = measured(case, small_buffer)
-    assert outcome.statuses == {"success"}
-    assert outcome.total(f"{PREFIX}staging_full_total") == len(REQUESTS)
+def test_rooms_that_a_stock_decode_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
+    case = Case(1, 1, requests=REQUESTS, decode_mixkv=False)
+    case.extra.update(metrics=True, faults={("prefill", 0): watch}, draft_stays=True)
+    outcome = run(case)
+    assert outcome.wrong == []
+    assert outcome.total("unopened_rooms_total{}") == len(REQUESTS)
 
 
 def test_without_enable_metrics_no_series_is_made() -> None:
-    case = Case(2, 1, requests=(Request(8),))
+    case = Case(1, 1, requests=REQUESTS)
     case.extra["faults"] = {("prefill", 0): watch, ("decode", 0): watch}
     outcome = run(case)
-    assert outcome.wrong == []
-    assert not [name for r in outcome.prefill for name in r.stats if name.startswith(PREFIX)]
-    assert outcome.total("draft_bytes_sent") > 0, "the JSON counts stay"
+    assert not [name for r in outcome.prefill + outcome.decode for name in r.stats if "{" in name]
+    assert outcome.total("channel_warm") == len(REQUESTS)
 
 
-def test_series_that_fail_cost_no_request() -> None:
-    def broken(rank: Rank) -> None:
-        for child in rank.plugin.stats._metrics._series.values():
-            child.inc = child.set = raising
+def test_series_that_fail_stand_still_and_raise_nothing(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import prometheus_client
 
-    def raising(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+    class Full:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            pass
 
-    outcome = measured(Case(2, 1, requests=REQUESTS), broken)
-    assert outcome.statuses == {"success"}
+        def labels(self, **_: str) -> Full:
+            return self
+
+        def inc(self, _: float) -> None:
+            raise OSError(28, "No space left on device")
+
+        set = inc
+
+    monkeypatch.setattr(prometheus_client, "Counter", Full)
+    monkeypatch.setattr(prometheus_client, "Gauge", Full)
+    one = Metrics(DECODE, {})
+    one.add(DROPPED)
+    one.set(SLOTS, (), 1)
+    one.add(BREAKER_OPENED, ("a:1",))
+    assert len(caplog.records) == 1
+    assert "MIXKV-SELF-01" in caplog.text
+
+
+def test_a_restarted_prefill_rank_is_no_longer_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does its breaker, which stays open for ever, show at its server's address."""
+    found: dict[str, list[Any]] = {"a:1": [named(b"one"), named(b"two")], "b:2": [named(b"far")]}
+    monkeypatch.setattr(
+        prefill_servers, "fetch", lambda address: dict(enumerate(found[address]))
+    )  # fmt: skip
+    monkeypatch.setattr(prefill_servers, "judge", lambda *_, **__: None)
+    servers = prefill_servers.PrefillServers(
+        None, None, {}, lambda _: False, lambda: None, serve_mismatch=False, refused=print
+    )  # type: ignore[arg-type]
+    for address in found:
+        assert not servers.ensure(address)
+    assert [servers.name_of(name) for name in (b"one", b"two", b"far")] == ["a:1", "a:1", "b:2"]
+    servers.forget("a:1")
+    found["a:1"] = [named(b"new"), named(b"two")]
+    assert not servers.ensure("a:1")
+    names = (b"one", b"two", b"new", b"far")
+    assert [servers.name_of(name) for name in names] == ["", "a:1", "a:1", "b:2"]
+    servers.close()
+
+
+def named(instance: bytes) -> Any:
+    return SimpleNamespace(instance=instance)
+
+
+# ---------------------------------------------------------------- SGLang's queues
+
+
+def test_the_hooks_fit_sglang() -> None:
+    extend = pkgutil.resolve_name(plugin.EXTEND_TRANSFERS)
+    assert list(inspect.signature(extend).parameters) == ["self", "decode_reqs"]
+
+
+def test_sglang_counts_accepted_drafts_in_one_list() -> None:
+    """It is extended in place; a request that is retracted keeps it."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    request = Req.__new__(Req)
+    request.spec_correct_drafts_histogram = kept = []
+    for right in (2, 0, 2):
+        request.update_spec_correct_drafts_histogram(right)
+    assert kept == [1, 0, 2]
+    assert "spec_correct_drafts_histogram" not in inspect.getsource(Req.reset_for_retract)
+
+
+def test_a_room_learns_its_request() -> None:
+    entry, request = SimpleNamespace(), object()
+    ours = SimpleNamespace(req=request, kv_receiver=SimpleNamespace(entry=entry))
+    others = [SimpleNamespace(req=object(), kv_receiver=r) for r in (object(), None)]
+    handover.after_extend(None, [ours, *others])
+    assert entry.request is request
+
+
+def draft_of(pages: int) -> Any:
+    """A draft pool full of ones."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = MHATokenToKVPool(
+        size=pages * 4, page_size=4, dtype=torch.bfloat16, head_num=2, head_dim=4, layer_num=1,
+        device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.fill_(1)
+    return pool
+
+
+@pytest.mark.parametrize("backup", ["cpu_tensor", "host_pool"])
+def test_rows_that_a_backup_leaves_out_are_zeroed(
+    backup: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of SGLang's resumed requests, and nobody else's."""
+    from sglang_mixkv.engine import manager as module
+
+    monkeypatch.setattr(
+        draft_pool, "get_disagg",
+        lambda: SimpleNamespace(disaggregation_decode_retraction_backup=backup),
+    )  # fmt: skip
+    pool, marked = draft_of(4), []
+    manager = module.DraftManager.__new__(module.DraftManager)
+    requests = SimpleNamespace(retract=marked.append)
+    manager.local = SimpleNamespace(
+        handed=SimpleNamespace(pool=pool), notes=SimpleNamespace(requests=requests)
+    )
+    rows = [5, 9, 4, 12, 7]
+    table = torch.zeros((3, 8), dtype=torch.int32)
+    table[1, : len(rows)] = torch.tensor(rows)
+    request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1), seqlen=5)
+    queue = SimpleNamespace(
+        kv_manager=manager, req_to_token_pool=SimpleNamespace(req_to_token=table)
+    )
+    handover.after_resume([request], queue)
+    assert marked == [request]
+    zeroed = set(rows[:4]) if backup == "cpu_tensor" else set()
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        sums = buffer.float().flatten(1).sum(1)
+        assert set(torch.nonzero(sums == 0).flatten().tolist()) == zeroed
+
+
+def test_trouble_with_a_resumed_request_stays_in_the_plugin(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from sglang_mixkv.engine.manager import DraftManager
+
+    manager = DraftManager.__new__(DraftManager)
+    queue = SimpleNamespace(kv_manager=manager, req_to_token_pool=None)
+    assert handover.after_resume([object()], queue) is None
+    assert "MIXKV-SELF-01" in caplog.text
+    handover.after_resume([object()], SimpleNamespace(kv_manager=object()))  # stock's manager

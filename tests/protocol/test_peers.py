@@ -20,9 +20,9 @@ from rig.model import Case, Request
 from rig.rank import Rank, stock_class
 from rig.ring import Outcome, run
 
+from sglang_mixkv.engine import prefill_servers
+from sglang_mixkv.engine.bootstrap import PATH, DraftBootstrapServer
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.next.engine import prefill_servers
-from sglang_mixkv.next.engine.bootstrap import PATH, DraftBootstrapServer
 
 from .test_bootstrap import Server, row, server  # noqa: F401
 
@@ -54,7 +54,7 @@ def refused_by_decode(words: str, prefill_tp: int, decode_tp: int, **case: Any) 
     """Every request, in these words, and nothing was sent."""
     faults = {("decode", rank): is_silent for rank in range(decode_tp)}
     extra = {"faults": faults, "failed_rooms_stay_clean": True, **case.pop("extra", {})}
-    outcome = run(Case(prefill_tp, decode_tp, requests=REQUESTS, channel=True, extra=extra, **case))
+    outcome = run(Case(prefill_tp, decode_tp, requests=REQUESTS, extra=extra, **case))
     assert outcome.wrong == []
     assert {status for r in outcome.decode for status in r.status} == {"failed"}
     reasons = [line for line in outcome.reasons.splitlines() if line.startswith("decode")]
@@ -80,9 +80,7 @@ def test_a_stock_decode_gets_its_target_and_is_counted(prefill_tp: int, decode_t
     """Prefill cannot refuse what it does not see."""
     before = {("prefill", rank): keep_lines("did not open") for rank in range(prefill_tp)}
     extra = {"draft_stays": True, "before": before}
-    case = Case(
-        prefill_tp, decode_tp, requests=REQUESTS, channel=True, decode_mixkv=False, extra=extra
-    )
+    case = Case(prefill_tp, decode_tp, requests=REQUESTS, decode_mixkv=False, extra=extra)
     outcome = run(case)
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
@@ -92,7 +90,7 @@ def test_a_stock_decode_gets_its_target_and_is_counted(prefill_tp: int, decode_t
 
 def test_a_decode_with_one_stock_rank_is_counted() -> None:
     extra = {"stock_ranks": [("decode", 1)], "draft_stays": True}
-    outcome = run(Case(1, 2, requests=REQUESTS, channel=True, extra=extra))
+    outcome = run(Case(1, 2, requests=REQUESTS, extra=extra))
     assert outcome.statuses == {"success"}
     assert outcome.total("channel_unopened") == len(REQUESTS)
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_mixkv.channel import mooncake, nixl
+from sglang_mixkv.channel import mooncake, nixl, planes
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.next.engine import sides
 
 pytestmark = pytest.mark.mooncake_only
 
@@ -19,13 +18,13 @@ def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """What is taken with such a backend and devices, without making an engine."""
     monkeypatch.setattr(nixl, "Nixl", lambda *_: "nixl")
     monkeypatch.setattr(mooncake, "Mooncake", lambda *_: "mooncake")
-    monkeypatch.delenv(sides.DATA_PLANE_ENV, raising=False)
+    monkeypatch.delenv(planes.PLANE_ENV, raising=False)
 
     def take(backend: str, devices: tuple[str, ...] = ()) -> object:
         for device in devices:
             (tmp_path / device).mkdir()
-        monkeypatch.setattr(sides, "RDMA_DEVICES", str(tmp_path))
-        return sides._plane_of(backend, "127.0.0.1", "")
+        monkeypatch.setattr(planes, "RDMA_DEVICES", str(tmp_path))
+        return planes.make(backend, "127.0.0.1", "")
 
     return take
 
@@ -47,12 +46,12 @@ def test_another_nixl_backend_is_not_ucx(taken: Any, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("name", ["nixl", "mooncake"])
 def test_the_operator_may_choose(taken: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(sides.DATA_PLANE_ENV, name)
+    monkeypatch.setenv(planes.PLANE_ENV, name)
     assert taken("nixl") == name
 
 
 def test_another_name_stops_the_start(taken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(sides.DATA_PLANE_ENV, "nixI")
+    monkeypatch.setenv(planes.PLANE_ENV, "nixI")
     with pytest.raises(MixKVError, match=r"MIXKV-START-04.*mooncake or nixl.*got nixI"):
         taken("mooncake")
 
@@ -64,3 +63,14 @@ def test_without_mooncake_it_does_not_start(taken: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(mooncake, "Mooncake", missing)
     with pytest.raises(MixKVError, match=r"MIXKV-START-06.*SGLANG_MIXKV_DATA_PLANE=nixl"):
         taken("nixl")
+
+
+def test_nixls_backend_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.environ import envs
+
+    for name in (planes.NIXL_ENV, planes.NIXL_PARAMS_ENV):
+        monkeypatch.delenv(name, raising=False)
+    stock = envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get()
+    assert planes.nixl_backend("") == (stock, {})
+    assert envs.SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS.get() == "{}"
+    assert planes.nixl_backend("mlx5_0") == ("UCX", {"device_list": "mlx5_0"})

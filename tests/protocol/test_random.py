@@ -10,7 +10,6 @@ import random
 from dataclasses import replace
 
 import pytest
-from rig import model
 from rig.model import Cache, Case, Request, draft_bytes
 from rig.ring import run
 
@@ -49,7 +48,7 @@ def random_case(number: int) -> Case:
     hybrid = draw.random() < 0.2
     draft = None if draw.random() < 0.1 else cache(draw, "draft", 1)
     target = cache(draw, "target", stages)
-    if model.CHANNEL and draft is not None and not target.is_mla:  # else refused at start
+    if draft is not None and not target.is_mla:  # an MLA drafter is refused at start
         draft = replace(draft, kind="mha")
     has_group = draft is not None and not target.is_mla and not hybrid and stages == 1
     target_window = draw.choice([0, 5, 20]) if has_group else 0
@@ -57,8 +56,7 @@ def random_case(number: int) -> Case:
         target = with_index_keys(draw, target)
         if draft is not None and draft.is_mla and not hybrid:
             draft = replace(draft, index_k=(True,) * draft.layers)
-    if draft is None or target_window or model.CHANNEL:  # stock's transfer: K as wide as V
-        target = replace(target, v_bytes=target.k_bytes)
+    target = replace(target, v_bytes=target.k_bytes)  # as SGLang's own transfer needs it
     return Case(
         prefill_tp,
         decode_tp,
@@ -76,10 +74,6 @@ def random_case(number: int) -> Case:
         target_window=target_window,
         draft_window=draw.choice([0, 0, 7, 40]) if draft and not draft.is_mla else 0,
         seed=number,
-        extra={
-            "config": {"draft_transfer": draw.choice(["auto", "direct", "packed"])},
-            "small_rounds": draw.random() < 0.5,
-        },
         draft_full=draw.choice([0, draw.randint(0, draft.layers)]) if draft else 0,
     )
 
@@ -98,15 +92,11 @@ def is_refused(case: Case) -> bool:
     are paired by their numbers, which such a pool does not tell (_build_transfer_dst_indices);
     heads that several prefill ranks have are not cut for more decode ranks
     (_init_hetero_tp_prep_handle)."""
-    if (
-        case.backend != "nixl"
-        or case.target.is_mla
-        or (case.draft is not None and not case.channel)
-    ):
+    if case.backend != "nixl" or case.target.is_mla:
         return False
     if case.prefill_tp == case.decode_tp:
         return case.prefill_pp > 1 and not case.hybrid
-    return case.channel and case.target.heads < case.prefill_tp < case.decode_tp
+    return case.target.heads < case.prefill_tp < case.decode_tp
 
 
 @pytest.mark.parametrize("number", numbers())
@@ -118,9 +108,8 @@ def test_random_case(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert outcome.wrong == [], case
     if is_refused(case):
         assert outcome.statuses == {"failed"}
-        assert ("MIXKV-PAIR-03" if case.channel else "MIXKV-PAIR-07") in outcome.reasons
+        assert "MIXKV-PAIR-03" in outcome.reasons
         return
     assert outcome.statuses == {"success"}, outcome.reasons
     assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
-    if case.channel:
-        assert outcome.total("draft_bytes_sent") == draft_bytes(case)
+    assert outcome.total("draft_bytes_sent") == draft_bytes(case)

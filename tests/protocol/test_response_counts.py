@@ -13,10 +13,10 @@ from rig.model import Case, Request, heads_of_rank
 from rig.rank import Rank
 from rig.ring import run
 
+from sglang_mixkv.decode import servers
 from sglang_mixkv.draft.facts import Row
 from sglang_mixkv.draft.layout import DraftLayout
-from sglang_mixkv.next.decode import servers
-from sglang_mixkv.next.engine import receiver as module
+from sglang_mixkv.engine import receiver as module
 
 from .test_bootstrap import FACTS, row
 
@@ -190,7 +190,7 @@ def test_another_count_fails_the_request_in_words(
 
 
 def reports_its_counts(rank: Rank) -> None:
-    from sglang_mixkv.next.engine.sender import DraftSender
+    from sglang_mixkv.engine.sender import DraftSender
 
     real = DraftSender._count
 
@@ -212,14 +212,14 @@ def reports_its_counts(rank: Rank) -> None:
 def test_senders_hear_the_same(prefill_tp: int, decode_tp: int, expected: set[str]) -> None:
     faults = {("prefill", rank): reports_its_counts for rank in range(prefill_tp)}
     requests = (Request(8), Request(23, chunk_pages=2))
-    case = Case(prefill_tp, decode_tp, requests=requests, channel=True, extra={"faults": faults})
+    case = Case(prefill_tp, decode_tp, requests=requests, extra={"faults": faults})
     outcome = run(case)
     assert outcome.wrong == []
     assert set(outcome.reasons.splitlines()) == expected
 
 
 def says_that_all_send(rank: Rank) -> None:
-    from sglang_mixkv.next.decode.parts import Room
+    from sglang_mixkv.decode.parts import Room
 
     real = Room.message
 
@@ -231,7 +231,7 @@ def says_that_all_send(rank: Rank) -> None:
 
 def test_a_sender_that_hears_otherwise_says_so() -> None:
     extra = {"faults": {("decode", 0): says_that_all_send}}
-    outcome = run(Case(2, 1, requests=(Request(8),), channel=True, extra=extra))
+    outcome = run(Case(2, 1, requests=(Request(8),), extra=extra))
     assert outcome.statuses == {"success"}
     (line,) = outcome.wrong
     assert "room 100: 0 decode ranks get target KV, not 1" in line

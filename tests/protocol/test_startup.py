@@ -18,7 +18,8 @@ from unittest.mock import MagicMock
 import pytest
 
 import sglang_mixkv
-from sglang_mixkv.errors import MixKVError
+from sglang_mixkv import plugin
+from sglang_mixkv.engine.seams import Seam
 
 MODELS = Path(sglang_mixkv.__file__).parent / "demo" / "models" / "mla"
 FLAGS = [
@@ -98,27 +99,13 @@ def test_single_server_does_not_start() -> None:
     assert "--disaggregation-mode null is not supported" in said
 
 
-COLD = ("--enable-mixkv", "--mixkv-on-draft-mismatch", "cold")
-
-
-def test_cold_with_a_decode_radix_cache_does_not_start() -> None:
-    decode = ("--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache")
-    assert "would become a prefix that other requests share" in in_fork(
-        lambda: resolve(*COLD, *decode)
-    )
-
-
-def test_cold_with_aux_over_tcp_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_MOONCAKE_SEND_AUX_TCP", "1")
-    assert "SGLANG_MOONCAKE_SEND_AUX_TCP=1" in in_fork(lambda: resolve(*COLD))
-    monkeypatch.delenv("SGLANG_MOONCAKE_SEND_AUX_TCP")
-    assert in_fork(lambda: bool(resolve(*COLD))) == "ok True"
+GONE = Seam("sglang.srt.server_args:ServerArgs.gone", "a test")
 
 
 def test_changed_seam_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_mixkv.engine import releases as compat
 
-    monkeypatch.setitem(compat.here().seams, "sglang.srt.server_args:ServerArgs.gone", ())
+    monkeypatch.setattr(compat, "SEAMS", (*compat.SEAMS, GONE))
     said = in_fork(lambda: resolve("--enable-mixkv"))
     assert "ServerArgs.gone" in said
     assert "does not start" in said
@@ -168,13 +155,14 @@ def test_an_sglang_that_keeps_no_draft_kv_on_the_host_does_not_start(
     assert name in said
 
 
-def test_hook_that_was_not_applied_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", [plugin.GET_KV_CLASS, *plugin.OF_QUEUES])
+def test_hook_that_was_not_applied_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_mixkv import plugin
-
-    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {plugin.GET_KV_CLASS})
-    assert plugin.GET_KV_CLASS in in_fork(lambda: resolve("--enable-mixkv"))
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {path})
+    assert path in in_fork(lambda: resolve("--enable-mixkv"))
 
 
 def test_seams_of_the_installed_engine_are_as_listed() -> None:
@@ -187,8 +175,6 @@ def test_seams_of_the_installed_engine_are_as_listed() -> None:
 def test_plugin_that_fails_to_load_stops_an_opted_in_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sglang_mixkv import plugin
-
     def fail() -> None:
         raise RuntimeError("broken install")
 
@@ -198,30 +184,6 @@ def test_plugin_that_fails_to_load_stops_an_opted_in_process(
     monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
     with pytest.raises(SystemExit, match="broken install"):
         plugin.register()
-
-
-def test_a_rank_that_cannot_copy_rows_ends_before_it_registers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On a GPU the kernel is compiled and tried here; see tests/pure/test_cuda.py."""
-    from rig.model import Case
-    from rig.ring import run
-    from sglang.srt.disaggregation.common.conn import CommonKVManager
-
-    from sglang_mixkv.rows.host import HostRows
-
-    def warm_up(_: HostRows) -> None:
-        raise MixKVError("MIXKV-START-06", "no kernel here")
-
-    def register(_: CommonKVManager) -> None:
-        raise AssertionError("it has registered")
-
-    monkeypatch.setattr(HostRows, "warm_up", warm_up)
-    monkeypatch.setattr(CommonKVManager, "register_to_bootstrap", register)
-    outcome = run(Case(1, 1))
-    errors = [report.error for report in outcome.prefill + outcome.decode]
-    assert len(errors) == 2
-    assert all("no kernel here" in error for error in errors)
 
 
 # ------------------------------------------------------ processes that were not checked at start
@@ -247,11 +209,15 @@ def ask(kind: str = "kvargs", backend: str = "mooncake") -> str:
 def build(server_args: Any) -> Any:
     """Start to build a prefill rank's manager; KV args are not looked at before the check."""
     from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.disaggregation.utils import (
+        DisaggregationMode,
+        KVClassType,
+        TransferBackend,
+        get_kv_class,
+    )
 
-    from sglang_mixkv.engine.mooncake import MixKVManager
-
-    return MixKVManager(KVArgs(), DisaggregationMode.PREFILL, server_args)
+    manager = get_kv_class(TransferBackend.MOONCAKE, KVClassType.MANAGER)
+    return manager(KVArgs(), DisaggregationMode.PREFILL, server_args)
 
 
 def attach(**arguments: Any) -> tuple[bool, str]:
@@ -284,8 +250,6 @@ def test_not_opted_in_storage_is_sglangs_affair() -> None:
 def test_a_scheduler_that_could_attach_storage_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from sglang_mixkv import plugin
-
     monkeypatch.setattr(plugin, "ATTACH_STORAGE", f"{plugin.SCHEDULER}.Scheduler.gone")
     assert "Scheduler.gone" in in_fork(lambda: [serve(), ask()])
 
@@ -352,21 +316,20 @@ def test_an_unchecked_process_stops_for_each_reason(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     assert "SGLANG_RUST_SERVER=1 is not supported" in in_fork(lambda: [serve(), ask()])
     monkeypatch.delenv("SGLANG_RUST_SERVER")
-    monkeypatch.setitem(compat.here().seams, "sglang.srt.server_args:ServerArgs.gone", ())
+    monkeypatch.setattr(compat, "SEAMS", (*compat.SEAMS, GONE))
     assert "ServerArgs.gone" in in_fork(lambda: [serve(), ask()])
 
 
 @pytest.mark.usefixtures("opted_in")
+@pytest.mark.parametrize("path", plugin.OF_QUEUES)
 def test_an_unchecked_process_stops_where_a_hook_was_not_applied(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """The KV args would say nothing of the drafter."""
+    """SGLang would move the drafter's KV."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_mixkv import plugin
-
-    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {plugin.SETUP_STATE})
-    assert plugin.SETUP_STATE in in_fork(lambda: [serve(), ask()])
+    monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {path})
+    assert path in in_fork(lambda: [serve(), ask()])
 
 
 @pytest.mark.usefixtures("opted_in")
@@ -452,13 +415,13 @@ def test_a_stand_in_for_arguments_is_served_and_replaced_functions_are_not_compa
     """As tests and tools build managers; the stand-in says yes to whatever it is asked."""
     from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
 
-    from sglang_mixkv.engine import sides
+    from sglang_mixkv.engine import draft_pool
 
     class PastTheCheckError(Exception):
         pass
 
     monkeypatch.setattr(MooncakeKVManager, "__init__", lambda self, *args: None)
-    monkeypatch.setattr(sides, "get_parallel", MagicMock(side_effect=PastTheCheckError))
+    monkeypatch.setattr(draft_pool, "of_args", MagicMock(side_effect=PastTheCheckError))
     with pytest.raises(PastTheCheckError):
         build(MagicMock())
 

@@ -24,10 +24,10 @@ from unittest import mock
 
 import pytest
 from rig import model
+from rig.forks import in_own_process
 from rig.model import Cache, Case, Request
 from rig.rank import Rank, free_port, strip_drafter
 from rig.ring import Outcome, run
-from rig.stand_ins import in_own_process
 
 pytestmark = pytest.mark.transports(every=1)
 
@@ -82,8 +82,8 @@ def parameters_of(test: Callable[..., None]) -> Iterator[dict[str, Any]]:
 
 
 def case_of(test: Callable[..., None], values: dict[str, Any]) -> Case:
-    with pytest.raises(Recorded) as recorded, mock.patch.object(model, "CHANNEL", True):
-        test(**values)  # today's way has cases less
+    with pytest.raises(Recorded) as recorded:
+        test(**values)
     return recorded.value.args[0]
 
 
@@ -130,7 +130,7 @@ def alone(case: Case, draft_args: dict[str, str] = HIDDEN, **extra: Any) -> Case
     plugin."""
     kept = {key: value for key, value in case.extra.items() if key == "draft_is_state"}
     return replace(
-        case, backend=model.BACKEND, channel=False, prefill_mixkv=False, decode_mixkv=False,
+        case, backend=model.BACKEND, prefill_mixkv=False, decode_mixkv=False,
         extra={**kept, **extra, "draft_args": draft_args},
     )  # fmt: skip
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 import pickle
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from sglang_mixkv import config
 from sglang_mixkv import refusals as startup
 from sglang_mixkv.config import Config, add_flags, config_of, resolve, truth
 from sglang_mixkv.engine import releases as compat
+from sglang_mixkv.engine.seams import Seam
 
 
 def parse(*argv: str) -> argparse.Namespace:
@@ -56,9 +57,13 @@ def arguments(**changed: object) -> SimpleNamespace:
     return SimpleNamespace(**base | changed)
 
 
+def refused(args: SimpleNamespace, environ: dict[str, str]) -> list[str]:
+    return startup.broken(startup.ARGUMENT_RULES, args, environ)
+
+
 @pytest.mark.parametrize("algorithm", [None, "none", "EAGLE3", "NGRAM", "DFLASH", "dspark"])
 def test_supported_combination_is_not_refused(algorithm: str | None) -> None:
-    assert startup.refusals(arguments(speculative_algorithm=algorithm), {}) == []
+    assert refused(arguments(speculative_algorithm=algorithm), {}) == []
 
 
 REFUSED = [
@@ -82,99 +87,82 @@ REFUSED = [
     ({"enable_flexkv": True}, "--enable-flexkv"),
     ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend"),
     ({"enable_unified_cache_external_linker": True}, "--enable-unified-cache-external-linker"),
-    ({"dcp_size": 2, "disaggregation_transfer_backend": "nixl"}, "--dcp-size"),
     ({"attn_cp_size": 2}, "--attn-cp-size"),
 ]
 
 
 @pytest.mark.parametrize(("changed", "name"), REFUSED)
 def test_each_unsupported_choice_is_refused_by_name(changed: dict, name: str) -> None:
-    (refusal,) = startup.refusals(arguments(**changed), {})
+    (refusal,) = refused(arguments(**changed), {})
     assert name in refusal
 
 
+def test_an_unsupported_variable_is_refused_by_name() -> None:
+    (refusal,) = refused(arguments(), {"SGLANG_RUST_SERVER": "1"})
+    assert "SGLANG_RUST_SERVER" in refusal
+
+
 @pytest.mark.parametrize(
-    "environ",
-    [
-        {"SGLANG_RUST_SERVER": "1"},
-        {"SGLANG_DISAGG_STAGING_BUFFER": "true"},
-    ],
+    "name", ["SGLANG_DISAGG_STAGING_BUFFER", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"]
 )
-def test_each_unsupported_variable_is_refused_by_name(environ: dict[str, str]) -> None:
-    (refusal,) = startup.refusals(arguments(), environ)
-    assert next(iter(environ)) in refusal
+def test_what_concerns_the_targets_kv_alone_is_served(name: str) -> None:
+    assert refused(arguments(), {name: "1"}) == []
 
 
-def test_staging_is_refused_without_a_drafter_too() -> None:
-    """Its messages would be dropped, and each request end at a timeout."""
-    (refusal,) = startup.refusals(
-        arguments(speculative_algorithm=None), {"SGLANG_DISAGG_STAGING_BUFFER": "1"}
-    )
-    assert "its messages do not pass" in refusal
+@pytest.mark.parametrize("changed", [{"dcp_size": 2}, {"disaggregation_enable_kv_checksum": True}])
+@pytest.mark.parametrize("backend", startup.BACKENDS)
+def test_context_parallelism_and_sglangs_checksums_are_served(
+    backend: str, changed: dict[str, object]
+) -> None:
+    assert refused(arguments(disaggregation_transfer_backend=backend, **changed), {}) == []
 
 
-def test_staging_goes_with_the_draft_channel() -> None:
-    """It has the target's KV alone there, and its messages are nobody's but SGLang's."""
-    both = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_MIXKV_CHANNEL": "1"}
-    assert startup.refusals(arguments(), both) == []
+REMOVED = [(flag, variable) for flag, variable, _ in config.REMOVED]
 
 
-def test_cold_does_not_go_with_sglangs_checksums() -> None:
-    compared = arguments(disaggregation_enable_kv_checksum=True)
-    cold = Config(on_draft_mismatch="cold")
-    assert startup.refusals(compared, {}) == []
-    (refusal,) = startup.refusals(compared, {}, cold)
-    assert "compare draft KV that was not sent" in refusal
-
-
-@pytest.mark.parametrize("kind", ["True", "NVLINK", "BAREX", "INTRA_NODE_NVLINK"])
-def test_a_custom_memory_pool_goes_with_all_but_cold(kind: str) -> None:
-    pool, cold = {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": kind}, Config(on_draft_mismatch="cold")
-    for other in ("auto", "packed", "direct"):
-        assert startup.refusals(arguments(), pool, Config(draft_transfer=other)) == []
-    (refusal,) = startup.refusals(arguments(), pool, cold)
-    assert "which NVLink does not reach" in refusal
-    for none in ({}, {"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "0"}):
-        assert startup.refusals(arguments(), none, cold) == []
+@pytest.mark.parametrize(("flag", "variable"), REMOVED)
+def test_a_removed_setting_stops_the_start_and_says_what_to_do(
+    flag: str, variable: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(flag, "packed")
+    assert "is no longer a setting" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=f"{variable} is no longer a setting.*Remove it"):
+        resolve(None, {variable: "auto"})
+    assert not config_of(SimpleNamespace()).enabled  # who has not opted in is left alone
 
 
 def test_every_rule_has_a_test() -> None:
-    hit = {startup.refusals(arguments(**changed), {})[0] for changed, _ in REFUSED}
+    hit = {refused(arguments(**changed), {})[0] for changed, _ in REFUSED}
     assert len(hit) == len(startup.ARGUMENT_RULES)
 
 
-@pytest.mark.parametrize("changed", [changed for changed, _ in REFUSED[-7:]])
+@pytest.mark.parametrize("changed", [changed for changed, _ in REFUSED[-6:]])
 @pytest.mark.parametrize("algorithm", [None, "NGRAM"])
 def test_without_a_drafter_caches_are_left_to_sglang(changed: dict, algorithm: str | None) -> None:
-    assert startup.refusals(arguments(speculative_algorithm=algorithm, **changed), {}) == []
+    assert refused(arguments(speculative_algorithm=algorithm, **changed), {}) == []
 
 
 @pytest.mark.parametrize("device", [None, "cuda", "cuda:1", "cpu"])
 def test_a_supported_or_unset_device_is_not_refused(device: str | None) -> None:
-    assert startup.refusals(arguments(device=device), {}) == []
+    assert refused(arguments(device=device), {}) == []
 
 
 @pytest.mark.parametrize("device", ["npu", "xpu", "hpu", "musa", "mps", "npu:0"])
 def test_any_other_device_is_refused(device: str) -> None:
-    (refusal,) = startup.refusals(arguments(device=device), {})
+    (refusal,) = refused(arguments(device=device), {})
     assert "--device other than cuda and cpu" in refusal
 
 
-@pytest.mark.parametrize("flag", ["dcp_size", "attn_cp_size"])
-def test_checksums_with_context_parallelism_are_refused_by_name(flag: str) -> None:
-    """Without a drafter, too: no request could be compared, and each would fail."""
-    args, name = arguments(**{flag: 2}, speculative_algorithm=None), flag.replace("_", "-")
-    (refusal,) = startup.refusals(args, {}, Config(verify="checksum"))
-    assert f"--mixkv-verify checksum with --{name} above 1 is not supported" in refusal
-    assert startup.refusals(args, {}, Config()) == []
+def test_a_missing_seam_and_a_missing_parameter_are_named() -> None:
+    def problem(name: str, *parameters: str) -> str | None:
+        return compat.seam_problem(Seam(f"sglang_mixkv.config:{name}", "", parameters))
 
-
-def test_missing_and_changed_seams_are_named() -> None:
-    assert "found none" in str(compat.seam_problem("sglang_mixkv.config:gone", ()))
-    assert "found ('name', 'environ')" in str(
-        compat.seam_problem("sglang_mixkv.config:truth", ("name",))
+    assert "found none" in str(problem("gone"))
+    assert "expected parameters ['other']; found ('name', 'environ')" in str(
+        problem("truth", "name", "other")
     )
-    assert compat.seam_problem("sglang_mixkv.config:truth", ("name", "environ")) is None
+    assert problem("truth", "name") is None  # SGLang may have more
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "DSPARK"])
@@ -182,12 +170,12 @@ def test_missing_and_changed_seams_are_named() -> None:
 def test_the_host_cache_is_served_with_a_drafter(mode: str, algorithm: str) -> None:
     chosen = {"disaggregation_mode": mode, "disaggregation_decode_enable_radix_cache": True}
     args = arguments(enable_hierarchical_cache=True, speculative_algorithm=algorithm, **chosen)
-    assert startup.refusals(args, {}) == []
+    assert refused(args, {}) == []
 
 
 def test_storage_is_refused_at_run_time_where_it_is_at_start() -> None:
     args = arguments(hicache_storage_backend="file")
-    assert startup.storage_refusal(arguments()) == startup.refusals(args, {})[0]
+    assert startup.storage_refusal(arguments()) == refused(args, {})[0]
     assert startup.storage_refusal(arguments(speculative_algorithm="NGRAM")) is None
 
 
@@ -208,7 +196,7 @@ def test_what_a_release_does_not_serve_is_refused_there(
     args = arguments(**UNSERVED[feature])
     for release in compat.RELEASES:
         monkeypatch.setattr(compat, "sglang_version", lambda version=release.version: version)
-        found = startup.broken(compat.rules(), args, {}, None)
+        found = startup.broken(compat.rules(), args, {})
         assert len(found) == (feature in release.unserved), release.version
         assert all(f"with SGLang {release.version} is not supported" in text for text in found)
 
@@ -217,8 +205,7 @@ def test_each_release_serves_all_or_says_what_not() -> None:
     everything = {feature for release in compat.RELEASES for feature in release.unserved}
     assert everything == set(UNSERVED)
     for release in compat.RELEASES:
-        refused = {feature.lower() for feature in release.unserved}
-        assert set(startup.BACKENDS) - release.framings.keys() <= refused
+        assert "MOONCAKE" not in release.unserved
 
 
 def test_the_version_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +222,7 @@ def test_the_version_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_untested_version_stops_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "sglang_version", lambda: "9.9.9")
-    monkeypatch.setattr(compat, "RELEASES", (replace(compat.RELEASES[-1], seams={}),))
+    monkeypatch.setattr(compat, "SEAMS", ())
     with pytest.raises(SystemExit, match=r"expected one of .*0\.5\.23.*found 9\.9\.9"):
         compat.preflight(Config(enabled=True))
     compat.preflight(Config(enabled=True, allow_untested_sglang=True))

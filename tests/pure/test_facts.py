@@ -1,67 +1,298 @@
-"""What both sides must agree on: one sentence for each difference."""
+"""Rows that ranks publish, and what a difference between two of them means."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+from typing import Any
+
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sglang_mixkv.protocol.facts import DraftFacts, Facts, differences, draft_differences
+from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.draft.facts import (
+    MAX_ROW_BYTES,
+    Row,
+    Severity,
+    Staging,
+    common_version,
+    differences,
+    read_row,
+)
+from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
+from sglang_mixkv.draft.targets import Target
 
-FACTS = Facts(
-    plugin="0.1.0", engine="0.5.23", page_size=64, kv_cache_dtype="bf16", aux_item_lens=(64, 8),
-    speculative_algorithm="EAGLE3", topk=1, steps=3,
-    draft=DraftFacts("mha", "LlamaForCausalLMEagle3", 8, (256, 256)),
+FACTS = DraftFacts("LlamaEagle3", "EAGLE3", 8, (256, 256), "bfloat16")
+STAGING = Staging("nixl", b"agent", 1 << 40, 1 << 20, 64)
+MLA = Target(0, 61, layer_ids=False, even=True)
+ROW = Row(
+    PROTOCOL, "0.3.0", "0.5.23", b"instance", "10.0.0.1", 9000, "tcp://10.0.0.1:9001", 2, 0, 0,
+    (64, 128), "nixl", MLA, 1, DraftLayout(FACTS, 2, 0), STAGING,
 )  # fmt: skip
-
-CHANGES = {
-    "backend": "nixl",
-    "memory": "NVLINK",
-    "engine": "0.5.24",
-    "page_size": 1,
-    "kv_cache_dtype": "fp8_e4m3",
-    "speculative_algorithm": "EAGLE",
-    "topk": 4,
-    "state_types": ("mamba",),
-    "aux_item_lens": (64,),
-}
-DRAFT_CHANGES = {
-    "kind": "mla",
-    "architecture": "Other",
-    "total_heads": 4,
-    "head_bytes": (128, 128),
-    "window": 512,
-}
+ALIKE = {"plugin": "0.4.0", "engine": "0.5.21", "instance": b"another_", "rank_ip": "10.0.0.2",
+         "rank_port": 1, "address": "", "attn_tp": 4, "attn_tp_rank": 3, "pp_rank": 1}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_each_difference_is_one_sentence(name: str) -> None:
-    other = msgspec.structs.replace(FACTS, **{name: CHANGES[name]})
-    (sentence,) = differences(FACTS, other)
-    assert "prefill has" in sentence
-    assert "decode has" in sentence
-    assert str(CHANGES[name]) in sentence
+def row(**changed: Any) -> Row:
+    """A row with other fields, of its facts and its staging too."""
+    facts, staging = ROW.draft.facts, ROW.staging
+    for name in [n for n in changed if n in DraftFacts.__struct_fields__]:
+        facts = msgspec.structs.replace(facts, **{name: changed.pop(name)})
+    for name in [n for n in changed if n in Staging.__struct_fields__]:
+        staging = msgspec.structs.replace(staging, **{name: changed.pop(name)})
+    changed = {"draft": DraftLayout(facts, 2, 0), "staging": staging} | changed
+    return msgspec.structs.replace(ROW, **changed)
 
 
-@pytest.mark.parametrize("name", DRAFT_CHANGES)
-def test_each_draft_difference_is_one_sentence(name: str) -> None:
-    draft = msgspec.structs.replace(FACTS.draft, **{name: DRAFT_CHANGES[name]})
-    other = msgspec.structs.replace(FACTS, draft=draft)
-    (sentence,) = differences(FACTS, other)
-    assert draft_differences(FACTS, other) == [sentence]
-    assert str(DRAFT_CHANGES[name]) in sentence
+def only(prefill: Row, decode: Row) -> Any:
+    found = differences(prefill, decode)
+    assert len(found) == 1, found
+    return found[0]
 
 
-def test_every_field_is_compared_or_excused() -> None:
-    excused = {"plugin", "steps", "draft", "draft_aux", "extents", "dcp"}
-    assert set(CHANGES) | excused == set(msgspec.structs.asdict(FACTS))
-    assert set(DRAFT_CHANGES) == set(msgspec.structs.asdict(FACTS.draft))
+def test_equal_rows_do_not_differ():
+    assert differences(ROW, ROW) == []
 
 
-def test_what_cannot_hurt_is_not_refused() -> None:
-    assert differences(FACTS, msgspec.structs.replace(FACTS, plugin="0.2.0", steps=5)) == []
+@pytest.mark.parametrize(("name", "value"), ALIKE.items())
+def test_what_cannot_hurt_is_not_compared(name, value):
+    assert differences(row(**{name: value}), ROW) == []
 
 
-def test_drafter_on_one_side() -> None:
-    alone = msgspec.structs.replace(FACTS, draft=None)
-    (sentence,) = differences(FACTS, alone)
-    assert "prefill has some, decode has none" in sentence
+@pytest.mark.parametrize(
+    ("name", "value"), [("base", 1), ("slot_bytes", 99), ("slots", 2), ("device", 0),
+                        ("endpoint", b"another")]
+)  # fmt: skip
+def test_slots_are_each_side_s_own(name, value):
+    assert differences(row(**{name: value}), ROW) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("architecture", "Qwen3Eagle3", "drafter architecture"),
+        ("algorithm", "EAGLE", "speculative algorithm"),
+        ("total_heads", 4, "KV heads of the drafter"),
+        ("head_bytes", (256, 128), "bytes per token and head"),
+        ("head_bytes", (256,), "bytes per token and head"),
+        ("dtype", "fp8_e4m3", "dtype"),
+        ("cache_layout", "hnd", "layout of the drafter's pool"),
+        ("topk", 8, "--speculative-eagle-topk"),
+        ("data_plane", "mooncake", "data plane"),
+        ("staging", None, "data plane"),
+    ],
+)
+def test_another_drafter_is_a_mismatch(name, value, what):
+    for prefill, decode in [(row(**{name: value}), ROW), (ROW, row(**{name: value}))]:
+        found = only(prefill, decode)
+        assert found.severity is Severity.MISMATCH
+        assert what in found.what
+        assert found.prefill != found.decode
+
+
+@pytest.mark.parametrize(
+    ("prefill", "severity"),
+    [
+        ((64, 129), Severity.REFUSED),
+        ((65, 1), Severity.REFUSED),
+        ((64, 128, 0), Severity.REFUSED),
+        ((64,), Severity.REFUSED),
+        ((), Severity.REFUSED),
+        ((64, 127), Severity.COLD),
+        ((0, 0), Severity.COLD),
+    ],
+)
+def test_metadata_rows_longer_on_prefill_are_refused_and_shorter_ones_cold(prefill, severity):
+    found = only(row(aux_item_lens=prefill), ROW)
+    assert found.severity is severity
+    assert found.prefill == str(list(prefill))
+    hurts = "overwritten" in found.consequence
+    assert hurts == (severity is Severity.REFUSED)
+
+
+def test_a_prefill_without_a_drafter_is_cold():
+    assert only(row(draft=None, staging=None), ROW).severity is Severity.COLD
+
+
+def test_a_decode_without_a_drafter_misses_nothing():
+    assert differences(ROW, row(draft=None, staging=None)) == []
+
+
+def test_the_gravest_difference_comes_first():
+    found = differences(row(aux_item_lens=(64, 129), dtype="fp8", topk=3), ROW)
+    assert [d.severity for d in found] == [Severity.REFUSED, *[Severity.MISMATCH] * 2]
+    found = differences(row(aux_item_lens=(64, 1), dtype="fp8"), ROW)
+    assert [d.severity for d in found] == [Severity.MISMATCH, Severity.COLD]
+
+
+def test_a_difference_names_both_values_the_consequence_and_the_remedy():
+    text = str(only(row(dtype="fp8_e4m3"), ROW))
+    for part in ("prefill has fp8_e4m3", "decode has bfloat16", "another type", "Start both"):
+        assert part in text
+    assert text.endswith(".")
+    assert ".." not in text
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "version"),
+    [((1, 1), (1, 1), 1), ((1, 3), (2, 5), 3), ((2, 5), (1, 3), 3), ((1, 2), (3, 4), None),
+     ((3, 4), (1, 2), None), ((1, 2), (2, 3), 2), ((2, 1), (1, 5), None)],
+)  # fmt: skip
+def test_a_pair_uses_the_newest_version_of_both(left, right, version):
+    assert common_version(left, right) == version
+
+
+@given(*[st.tuples(st.integers(0, 9), st.integers(0, 9))] * 2)
+def test_the_common_version_beside_brute_force(left, right):
+    both = set(range(left[0], left[1] + 1)) & set(range(right[0], right[1] + 1))
+    assert common_version(left, right) == max(both, default=None)
+
+
+def fields(**changed: Any) -> bytes:
+    """A row's JSON with other values, whatever they are."""
+    return json.dumps(json.loads(msgspec.json.encode(ROW)) | changed).encode()
+
+
+@pytest.mark.parametrize("written", [ROW, row(draft=None, staging=None)])
+def test_a_row_survives_its_way(written):
+    assert read_row(msgspec.json.encode(written)) == written
+
+
+def test_the_protocol_is_the_first_key():
+    assert msgspec.json.encode(ROW).startswith(b'{"protocol":')
+
+
+def test_keys_of_a_later_release_are_ignored():
+    assert read_row(fields(later={"more": [1, 2]})) == ROW
+
+
+def test_a_row_of_a_later_range_that_meets_ours_is_read():
+    later = PROTOCOL[0], PROTOCOL[1] + 7
+    assert read_row(fields(protocol=later)).protocol == later
+
+
+@pytest.mark.parametrize("protocol", [(PROTOCOL[1] + 1, PROTOCOL[1] + 3), (0, PROTOCOL[0] - 1)])
+def test_another_protocol_is_named_before_the_rest_is_read(protocol):
+    data = json.dumps({"protocol": protocol, "all": "different"}).encode()
+    with pytest.raises(ValueError, match=f"protocol {protocol[0]} to {protocol[1]}"):
+        read_row(data)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"protocol": [1]}, {"protocol": "1"}, {"protocol": None}, {"instance": "c2hvcnQ="},
+     {"rank_port": -1}, {"rank_port": 65536}, {"attn_tp": -1}, {"aux_item_lens": [-1]},
+     {"aux_item_lens": [1] * 257}, {"plugin": "x" * 257}, {"topk": 1.5}, {"draft": {}},
+     {"staging": {"data_plane": "nixl"}}],
+    ids=str,
+)  # fmt: skip
+def test_rows_beyond_the_bounds_are_rejected(changed):
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_row(fields(**changed))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"total_heads": 0}, {"head_bytes": ()}, {"head_bytes": (0,)}, {"head_bytes": (1,) * 1025},
+     {"slots": 1}, {"slot_bytes": 0}, {"base": -1}, {"device": -2},
+     {"endpoint": b"x" * ((32 << 10) + 1)}],
+    ids=lambda changed: next(iter(changed)),
+)  # fmt: skip
+def test_layouts_and_slots_beyond_the_bounds_are_rejected(changed):
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_row(msgspec.json.encode(row(**changed)))
+
+
+def test_a_row_has_64_kib_at_most():
+    assert read_row(fields().ljust(MAX_ROW_BYTES)) == ROW
+    with pytest.raises(ValueError, match="a row of 65537 bytes"):
+        read_row(fields().ljust(MAX_ROW_BYTES + 1))
+
+
+@pytest.mark.parametrize("name", ["protocol", "target", "later"])
+def test_a_row_that_is_nested_too_deeply_is_rejected(name):
+    with pytest.raises(ValueError):  # noqa: PT011
+        read_row(fields(**{name: "deep"}).replace(b'"deep"', b"[" * 3000 + b"]" * 3000))
+
+
+@given(
+    st.binary(max_size=100)
+    | st.builds(lambda n, b: fields()[:n] + b, st.integers(0, 700), st.binary(max_size=4))
+)
+def test_any_bytes_are_a_row_or_a_value_error(data):
+    with contextlib.suppress(ValueError):
+        assert isinstance(read_row(data), Row)
+
+
+def test_addresses_of_slots_and_tokens_that_fit_one():
+    assert STAGING.address(0) == 1 << 40
+    assert STAGING.address(3) == (1 << 40) + 3 * (1 << 20)
+    per_token = 2 * 512
+    assert FACTS.bytes_per_token(2) == per_token
+    assert FACTS.tokens_in(SLOT_OVERHEAD + 5 * per_token, 2) == 5
+    assert FACTS.tokens_in(SLOT_OVERHEAD + 5 * per_token - 1, 2) == 4
+    assert FACTS.tokens_in(1, 2) == 0
+
+
+GQA = Target(8, 8, layer_ids=False, even=True)
+TWO_STAGES = Target(8, 4, layer_ids=False, even=True, stages=2)
+
+
+def kinds(target: Target, wanted: Target = GQA, tp: int = 2, backend: str = "mooncake") -> list:
+    prefill = row(attn_tp=2, target=target, backend=backend)
+    found = differences(prefill, row(attn_tp=tp, target=wanted, backend=backend))
+    assert all(difference.severity is Severity.REFUSED for difference in found)
+    return [difference.what for difference in found]
+
+
+def but(target: Target, **changed: Any) -> Target:
+    return msgspec.structs.replace(target, **changed)
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("target", [MLA, but(MLA, dcp=2), but(MLA, stages=2), GQA])
+def test_what_sglang_moves_is_served(target, tp, backend):
+    wanted = but(target, stages=1)
+    assert target.dcp > 1 or kinds(target, wanted, tp, backend) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "tp", "backend", "what"),
+    [
+        (but(MLA, dcp=2), 4, "mooncake", "DCP"),
+        (but(GQA, even=False), 1, "mooncake", "different widths"),
+        (but(GQA, heads=1), 4, "nixl", "1 KV heads over NIXL"),
+        (TWO_STAGES, 2, "nixl", "stages of a target with KV heads"),
+        (but(TWO_STAGES, entries=2), 2, "mooncake", "different lengths"),
+        (but(TWO_STAGES, entries=2, layer_ids=True), 4, "nixl", "different lengths"),
+    ],
+)
+def test_what_sglang_does_not_move_is_refused(target, tp, backend, what):
+    wanted = MLA if target.is_mla else GQA
+    assert [found for found in kinds(target, wanted, tp, backend) if what in found]
+
+
+@pytest.mark.parametrize(
+    ("target", "tp", "backend"),
+    [
+        (but(MLA, dcp=2), 2, "mooncake"),
+        (but(GQA, even=False), 2, "nixl"),
+        (but(GQA, heads=1), 1, "nixl"),
+        (but(GQA, heads=1), 4, "mooncake"),
+        (TWO_STAGES, 2, "mooncake"),
+        (TWO_STAGES, 4, "nixl"),
+        (but(TWO_STAGES, layer_ids=True), 2, "nixl"),
+        (but(TWO_STAGES, entries=2, layer_ids=True), 4, "mooncake"),
+    ],
+)
+def test_what_sglang_moves_beside_it_is_served(target, tp, backend):
+    wanted = but(target, stages=1) if target.is_mla else GQA
+    assert kinds(target, wanted, tp, backend) == []
+
+
+def test_another_transfer_backend_is_refused():
+    found = differences(row(backend="mooncake"), row(backend="nixl"))
+    assert [difference.what for difference in found] == ["transfer backend"]

@@ -15,12 +15,6 @@ import sglang_mixkv
 ROOT = Path(sglang_mixkv.__file__).parent
 HEAVY = {"sglang", "torch", "triton", "mooncake", "nixl", "sgl_kernel"}
 
-# What both ranks decide with.
-DECIDES = {
-    "config", "errors", "kv", "protocol", "rows.digest", "rows.host", "rows.slices", "series",
-    "stats", "transport.base",
-}  # fmt: skip
-
 # Folder or file -> packages beyond the standard library that it may import, and of this
 # package which parts ("": names of the package itself). The longest path that fits decides.
 RULES: dict[str, tuple[set[str], set[str]]] = {
@@ -28,42 +22,27 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "config.py": ({"msgspec"}, set()),
     "refusals.py": (set(), {"config"}),
     "series.py": (set(), {"errors"}),
-    "stats.py": (set(), {"errors", "rows.host"}),
-    "kv/": ({"msgspec", "numpy"}, {"errors", "kv"}),
-    "protocol/": ({"msgspec", "numpy"}, {"errors", "kv", "protocol"}),
-    "rows/": ({"numpy"}, {"kv", "rows"}),
-    "rows/cuda.py": ({"numpy", "torch", "triton"}, {"errors", "rows"}),
-    "transport/": ({"numpy"}, {"kv", "transport"}),
-    "prefill/": ({"msgspec", "numpy"}, {"prefill", *DECIDES}),
-    "decode/": ({"numpy"}, {"decode", *DECIDES}),
-    "engine/": (
-        {"aiohttp", "requests", "sglang", "zmq"},
-        {"", "decode", "engine", "prefill", "refusals", "transport.mooncake", "transport.nixl",
-         *DECIDES},
-    ),
-    "engine/releases.py": (  # SGLang by name
-        set(), {"config", "engine.seams", "protocol", "refusals"},
-    ),
-    "engine/seams.py": (set(), set()),
+    "kinds.py": (set(), {"", "series"}),
+    "stats.py": (set(), {"errors"}),
     "draft/": ({"msgspec", "numpy"}, {"channel.messages", "draft", "errors"}),
     "draft/rows.py": ({"numpy", "torch"}, set()),
     "channel/": ({"msgspec", "zmq"}, {"channel", "errors"}),
-    "next/prefill/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "next.prefill"}),
-    "next/decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "errors", "next.decode"}),
-    "next/engine/": (
+    "prefill/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "prefill"}),
+    "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors"}),
+    "engine/": (
         {"aiohttp", "msgspec", "requests", "sglang", "torch"},
-        {"", "channel", "config", "draft", "engine.banner", "engine.metrics",
-         "engine.releases", "errors", "next",
-         "stats"},
+        {"", "channel", "config", "decode", "draft", "engine", "errors", "kinds", "prefill",
+         "refusals", "series", "stats"},
     ),
-    "next/": (set(), {"errors", "next"}),
-    "plugin.py": (set(), {"config", "cpu", "engine", "next.engine", "refusals"}),
+    "engine/releases.py": (set(), {"config", "engine.seams", "refusals"}),  # SGLang by name
+    "engine/seams.py": (set(), set()),
+    "plugin.py": (set(), {"config", "cpu", "engine", "refusals"}),
     "cpu/": (set(), {"cpu"}),
     "cpu/kernels/": ({"torch"}, set()),
     "cpu/site/": ({"torch"}, {"cpu"}),
     "tools/": (
-        {"msgspec", "numpy", "requests"},
-        {"", "config", "cpu", "engine.releases", "errors", "kv", "protocol", "refusals",
+        {"msgspec", "numpy", "requests", "zmq"},
+        {"", "channel", "config", "cpu", "draft", "engine.releases", "errors", "refusals", "series",
          "tools"},
     ),
     "demo/": ({"requests", "rich"}, {"", "config", "cpu", "demo", "tools.client"}),
@@ -77,14 +56,12 @@ LAZY = {
     "cpu/support.py": {"nixl", "sgl_kernel", "sglang"},
     "channel/mooncake.py": {"mooncake"},
     "channel/nixl.py": {"nixl"},
+    "engine/handover.py": {"sglang"},
     "engine/metrics.py": {"prometheus_client"},
-    "next/engine/handover.py": {"sglang"},
-    "next/engine/metrics.py": {"prometheus_client"},
-    "engine/rdma.py": {"mooncake"},
-    "engine/sides.py": {"sglang_mixkv.rows.cuda"},
-    "tools/doctor_memory.py": {"mooncake", "nixl"},
+    "tools/doctor_read.py": {"sglang_mixkv.draft.rows", "torch"},
     "tools/pages.py": {"prometheus_client"},
-    "tools/plan_flags.py": {"yaml"},
+    "tools/plan_line.py": {"sglang", "yaml"},
+    "tools/plan_server.py": {"huggingface_hub", "sglang"},
 }
 
 
@@ -145,9 +122,7 @@ def violations(file: str, source: str) -> list[str]:
             continue
         if not at_import and (top in lazy or module in lazy):
             continue
-        if module == "sglang_mixkv.rows.cuda":
-            found.append(module)  # torch and Triton: only where a GPU is
-        elif not (is_allowed(module, own) if top == "sglang_mixkv" else top in outside):
+        if not (is_allowed(module, own) if top == "sglang_mixkv" else top in outside):
             found.append(module)
     return found
 
@@ -160,25 +135,23 @@ def test_a_file_imports_what_its_place_allows(file: str) -> None:
 @pytest.mark.parametrize(
     ("file", "line", "found"),
     [
-        ("kv/plan.py", "import torch", "torch"),
-        ("kv/plan.py", "from sglang_mixkv.prefill.peer import Peer", "sglang_mixkv.prefill"),
-        ("kv/plan.py", "def f():\n    import sglang.srt", "sglang.srt"),
+        ("draft/routes.py", "import torch", "torch"),
+        ("draft/routes.py", "from sglang_mixkv.prefill.rooms import Rooms", "sglang_mixkv.prefill"),
+        ("draft/layout.py", "def f():\n    import sglang.srt", "sglang.srt"),
+        ("draft/rows.py", "from sglang_mixkv.channel.slots import SlotPool", "channel.slots"),
         ("config.py", "import numpy", "numpy"),
-        ("rows/host.py", "from sglang_mixkv.rows import cuda", "rows.cuda"),
-        ("engine/sides.py", "from sglang_mixkv.rows.cuda import CudaRows", "rows.cuda"),
-        ("prefill/peer.py", "import torch", "torch"),
-        ("prefill/gate.py", "from sglang.srt.environ import envs", "sglang.srt"),
-        ("prefill/rank.py", "from sglang_mixkv.engine import sides", "sglang_mixkv.engine"),
-        ("prefill/rank.py", "from sglang_mixkv.decode.rooms import Room", "sglang_mixkv.decode"),
-        ("prefill/writer.py", "from sglang_mixkv.transport import mooncake", "transport.mooncake"),
-        ("decode/rank.py", "def f():\n    import torch", "torch"),
-        ("decode/rank.py", "from sglang_mixkv.prefill.rooms import Room", "sglang_mixkv.prefill"),
-        ("transport/mooncake.py", "from sglang_mixkv.prefill.writer import Chunk", "prefill"),
-        ("transport/mooncake.py", "import importlib\nimportlib.import_module('sglang')", "sglang"),
+        ("channel/slots.py", "from sglang_mixkv.draft.facts import Row", "draft.facts"),
+        ("channel/mooncake.py", "import importlib\nimportlib.import_module('sglang')", "sglang"),
+        ("prefill/rooms.py", "import torch", "torch"),
+        ("prefill/outbox.py", "from sglang.srt.environ import envs", "sglang.srt"),
+        ("prefill/rooms.py", "from sglang_mixkv.engine import sides", "sglang_mixkv.engine"),
+        ("prefill/rooms.py", "from sglang_mixkv.decode.rooms import Rooms", "sglang_mixkv.decode"),
+        ("decode/inbox.py", "def f():\n    import torch", "torch"),
+        ("decode/rooms.py", "from sglang_mixkv.prefill.rooms import Rooms", "sglang_mixkv.prefill"),
         ("refusals.py", "def f():\n    import sglang", "sglang"),
         ("plugin.py", "from sglang.srt.plugins import hook_registry", "sglang.srt.plugins"),
         ("cpu/support.py", "import sglang", "sglang"),
-        ("tools/plan.py", "from sglang_mixkv.prefill.peer import Peer", "sglang_mixkv.prefill"),
+        ("tools/plan.py", "from sglang_mixkv.prefill.rooms import Rooms", "sglang_mixkv.prefill"),
         ("tools/doctor.py", "from sglang_mixkv.engine import manager", "engine.manager"),
         ("engine/releases.py", "import sglang", "sglang"),
     ],
@@ -199,13 +172,13 @@ def importers(package: str) -> set[str]:
 
 
 def test_one_folder_imports_sglang_and_one_file_torch() -> None:
-    """Beside the entry point's hooks and those of the CPU engine; read off the source."""
-    engines = ("engine/", "next/engine/")
-    outside = {file for file in importers("sglang") if not file.startswith(engines)}
-    assert outside == {"plugin.py", "cpu/support.py"}
-    of_torch = {file for file in importers("torch") if not file.startswith(engines)}
-    assert of_torch == {"rows/cuda.py", "draft/rows.py"}
-    assert importers("triton") == {"rows/cuda.py"}
+    """Beside the entry point's hooks, those of the CPU engine, a process of the doctor's, and the
+    plan, which asks SGLang's parser; read off the source."""
+    plan = {"tools/plan_line.py", "tools/plan_server.py"}
+    outside = {file for file in importers("sglang") if not file.startswith("engine/")}
+    assert outside == {"plugin.py", "cpu/support.py", *plan}
+    of_torch = {file for file in importers("torch") if not file.startswith("engine/")}
+    assert of_torch == {"draft/rows.py", "tools/doctor_read.py"}
 
 
 def test_the_pure_part_leaves_sglang_and_torch_unimported() -> None:
@@ -216,7 +189,7 @@ def test_the_pure_part_leaves_sglang_and_torch_unimported() -> None:
         if not rule_of(file)[0] & HEAVY and not file.startswith(("tools/", "demo/"))
         and file != "__main__.py"
     ]  # fmt: skip
-    assert len(pure) > 40
+    assert len(pure) > 20
     code = (
         "import importlib, sys\n"
         f"for name in {pure!r}: importlib.import_module(name)\n"

@@ -15,8 +15,8 @@ import pytest
 from rig.unserved import skip_unserved
 
 from sglang_mixkv.demo.pair import model_path
-from sglang_mixkv.tools.plan_figures import make_plan
-from sglang_mixkv.tools.plan_flags import from_line
+from sglang_mixkv.tools.plan_pair import make_plan
+from sglang_mixkv.tools.plan_server import read
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = model_path("mla").parent
@@ -110,7 +110,7 @@ SHAPES = {
         {"SPEC_ALGORITHM": "DSPARK", "SPEC_BLOCK": "7", "PAGE_SIZE": "64"},
         {"num_hidden_layers": 93, "linear_attn_config": {"full_attn_layers": [*range(24)]}},
         {"architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 5, "head_dim": 64,
-         "num_key_value_heads": 16, "num_attention_heads": 96},
+         "num_key_value_heads": 16, "num_attention_heads": 96, "hidden_size": 6144},
     ),
     # Kimi-K2.5: 61 MLA layers; its DFLASH head has 6 layers of 8 KV heads.
     "K2": (
@@ -138,7 +138,7 @@ def test_the_lines_of_block_drafters_are_planned(
 ) -> None:  # fmt: skip
     variables, *changes = SHAPES[shape]
     skip_unserved("mooncake", variables["SPEC_ALGORITHM"])
-    text = (ROOT / "docs" / "operate.md").read_text()
+    text = (ROOT / "docs" / "deploy.md").read_text()
     for name, change in zip(("target", "drafter"), changes, strict=True):
         config = json.loads((SHIPPED / name / "config.json").read_text())
         (tmp_path / name).mkdir()
@@ -150,10 +150,13 @@ def test_the_lines_of_block_drafters_are_planned(
         if len(draft_heads) <= 8:  # on one node: these are documented
             assert " ".join([*(f"{k}={v}" for k, v in shown.items()), f"{role}.sh"]) in text
         line = shlex.join(printed(f"{role}.sh", **models, **variables, **own))
-        servers.append(from_line(role, line))
+        servers.append(read(role, line))
     plan = make_plan(*servers)
-    assert plan.refused == ()
-    assert [sum(len(s.draft_heads) for s in rank.senders) for rank in plan.ranks] == draft_heads
+    assert plan.findings == ()
+    heads = [0] * len(draft_heads)
+    for one in plan.reads:
+        heads[one.decode_rank] += len(one.heads)
+    assert heads == draft_heads
 
 
 def test_router_names_every_server() -> None:

@@ -1,232 +1,129 @@
-"""Routes and plans, as properties: each needed byte once, nothing else, both sides agree."""
+"""Which heads a decode rank reads from which prefill rank, beside a brute force."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from sglang_mixkv.draft.layout import heads_on_rank
+from sglang_mixkv.draft.routes import NO_HEADS, overlap, readers_of, routes
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.kv.layout import Component, Kind, Shard, Spread, heads_on_rank
-from sglang_mixkv.kv.plan import Plan, Reach, component_copies
-from sglang_mixkv.kv.ranges import blocks, page_runs
-from sglang_mixkv.kv.routes import Topology, contacted_ranks, overlap, required_responses, routes
 
-sizes = st.sampled_from([1, 2, 4, 8, 3, 6, 12])
-head_counts = st.sampled_from([1, 2, 3, 4, 6, 8, 16])
-spreads = st.just(Spread(Kind.MLA)) | st.builds(Spread, st.just(Kind.MHA), head_counts)
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
+HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
-def fits(tp: int, spread: Spread | None) -> bool:
-    return (
-        spread is None
-        or spread.kind is Kind.MLA
-        or not (spread.total_heads % tp and tp % spread.total_heads)
-    )
+def divides(left: int, right: int) -> bool:
+    return not (left % right and right % left)
 
 
-@st.composite
-def topologies(draw: st.DrawFn) -> Topology:
-    prefill, decode = draw(
-        st.tuples(sizes, sizes).filter(lambda pd: not (pd[0] % pd[1] and pd[1] % pd[0]))
-    )
-    both = spreads.filter(lambda s: fits(prefill, s) and fits(decode, s))
-    stages = draw(st.integers(1, 3))
-    return Topology(
-        prefill_tp=prefill,
-        decode_tp=decode,
-        target=draw(both),
-        draft=draw(st.none() | both),
-        stages=tuple(range(stages)),
-        last_stage=stages - 1,
-        sharded_state=draw(st.booleans()),
-    )
+CASES = [
+    (total, p, d)
+    for total in HEADS
+    for p in SIZES
+    for d in SIZES
+    if divides(p, d) and divides(total, p) and divides(total, d)
+]
 
 
-@given(topologies())
-def test_each_needed_head_is_sent_once(topology: Topology) -> None:
-    for rank in range(topology.decode_tp):
-        table = routes(topology, rank)
-        for stage in topology.stages:
-            rows = [r for r in table if r.stage == stage]
-            sent = [h for r in rows for h in r.target_heads]
-            assert sent == list(topology.target.on_rank(topology.decode_tp, rank))
-            drafted = [h for r in rows for h in r.draft_heads]
-            needed = topology.draft and stage == topology.last_stage
-            assert drafted == (
-                list(topology.draft.on_rank(topology.decode_tp, rank)) if needed else []
-            )
+def contacts(p: int, d: int, rank: int) -> list[int]:
+    """CommonKVManager._resolve_rank_mapping: the prefill ranks of one decode rank."""
+    if p >= d:
+        return [rank * (p // d) + n for n in range(p // d)]
+    return [rank // (d // p)]
 
 
-@given(topologies())
-def test_senders_hold_what_they_send(topology: Topology) -> None:
-    for rank in range(topology.decode_tp):
-        for row in routes(topology, rank):
-            held = topology.target.on_rank(topology.prefill_tp, row.prefill_rank)
-            assert set(row.target_heads) <= set(held)
-            if topology.draft:
-                held = topology.draft.on_rank(topology.prefill_tp, row.prefill_rank)
-                assert set(row.draft_heads) <= set(held)
+def heads_by_brute_force(total: int, tp: int, rank: int) -> set[int]:
+    """Each head has tp/total ranks, or each rank total/tp heads."""
+    first = [head * tp // total for head in range(total)]
+    behind = [-(-(head + 1) * tp // total) for head in range(total)]
+    return {head for head in range(total) if first[head] <= rank < behind[head]}
 
 
-@given(topologies())
-def test_one_sender_of_aux_and_answers_are_the_senders(topology: Topology) -> None:
-    for rank in range(topology.decode_tp):
-        table = routes(topology, rank)
-        assert [r.stage for r in table if r.sends_aux] == [topology.last_stage]
-        assert required_responses(table) == len({
-            (r.prefill_rank, r.stage)
-            for r in table
-            if r.target_heads or r.draft_heads or r.sends_aux or r.sends_state
-        })  # fmt: skip
+def test_there_are_cases_of_each_kind():
+    assert len(CASES) > 200
+    assert any(p > d > total for total, p, d in CASES)
+    assert any(p < d and d > total for total, p, d in CASES)
 
 
-def test_mla_with_mha_draft_by_hand() -> None:
-    """P 4 -> D 2, two draft heads: each decode rank needs one head, its first sender has it."""
-    table = routes(Topology(4, 2, Spread(Kind.MLA), Spread(Kind.MHA, 2)), 1)
-    assert [(r.prefill_rank, r.is_send_target, list(r.draft_heads), r.is_dummy) for r in table] == [
-        (2, True, [1], False),
-        (3, False, [], True),
-    ]
+@pytest.mark.parametrize(("total", "p", "d"), CASES)
+def test_each_needed_head_is_read_once_from_a_rank_that_holds_it(total, p, d):
+    for rank in range(d):
+        needed = heads_on_rank(total, d, rank)
+        met = contacts(p, d, rank)
+        held = [heads_on_rank(total, p, other) for other in met]
+        found = routes(held, needed)
+        assert len(found) == len(met)
+        assert [head for heads in found for head in heads] == list(needed)
+        for heads, of_rank in zip(found, held, strict=True):
+            assert set(heads) <= set(of_rank)
 
 
-def test_draft_only_senders_by_hand() -> None:
-    table = routes(Topology(4, 1, Spread(Kind.MLA), Spread(Kind.MHA, 4)), 0)
-    assert [r.is_send_target for r in table] == [True, False, False, False]
-    assert [list(r.draft_heads) for r in table] == [[0], [1], [2], [3]]
-    assert required_responses(table) == 4
+@pytest.mark.parametrize(("total", "p", "d"), CASES)
+def test_a_head_comes_from_the_first_rank_that_holds_it(total, p, d):
+    for rank in range(d):
+        met = contacts(p, d, rank)
+        expected: list[set[int]] = [set() for _ in met]
+        for head in heads_by_brute_force(total, d, rank):
+            holders = [n for n, o in enumerate(met) if head in heads_by_brute_force(total, p, o)]
+            expected[holders[0]].add(head)
+        held = [heads_on_rank(total, p, other) for other in met]
+        assert [set(heads) for heads in routes(held, heads_on_rank(total, d, rank))] == expected
 
 
-def test_sizes_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(MixKVError, match="one divides the other"):
-        contacted_ranks(3, 2, 0)
-    with pytest.raises(MixKVError, match="KV heads"):
-        heads_on_rank(6, 4, 0)
+@pytest.mark.parametrize("p", SIZES)
+@pytest.mark.parametrize("d", SIZES)
+def test_readers_of_is_the_inverse_of_the_contacts(p, d):
+    if not divides(p, d):
+        with pytest.raises(MixKVError, match="MIXKV-PAIR-04"):
+            readers_of(p, d)
+        return
+    for rank in range(p):
+        assert readers_of(p, d) == sum(rank in contacts(p, d, reader) for reader in range(d))
 
 
-# ---------------------------------------------------------------- plans
+def test_a_rank_whose_heads_are_replicated_elsewhere_is_read_by_nobody():
+    held = [heads_on_rank(2, 8, rank) for rank in range(8)]
+    assert held[0] == held[3] == range(1)
+    found = routes(held[:4], range(1))
+    assert found == (range(1), NO_HEADS, NO_HEADS, NO_HEADS)
 
 
-def shard(spread: Spread, tp: int, rank: int, page_size: int, head: list[int], pages: int) -> Shard:
-    items = tuple(w * page_size * len(spread.on_rank(tp, rank)) for w in head)
-    return Shard(Component(spread, items, tuple(i * pages for i in items)), page_size, tp, rank)
-
-
-def memory(part: Shard, pages: int, first: int) -> tuple[list[int], list[np.ndarray]]:
-    """Fake addresses of the entries, and for each byte of them the (entry, head, byte) it holds."""
-    bases, maps, address = [], [], first
-    for entry, row in enumerate(part.rows):
-        heads = np.repeat(np.arange(part.heads.start, part.heads.stop), row // len(part.heads))
-        byte = np.tile(np.arange(row // len(part.heads)), len(part.heads))
-        bases.append(address)
-        maps.append(np.stack([np.full(row, entry), heads, byte], 1))
-        address += row * part.page_size * pages + 64
-    return bases, maps
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    topologies().filter(lambda t: t.draft is not None),
-    st.integers(1, 3),
-    st.lists(st.integers(1, 5), min_size=1, max_size=3),
-    st.integers(0, 9),
-    st.data(),
+@pytest.mark.parametrize(
+    ("held", "needed"),
+    [
+        ([], range(1)),
+        ([range(1)], range(2)),
+        ([range(1, 2)], range(2)),
+        ([range(1), range(2, 3)], range(3)),
+        ([range(1, 2), range(1)], range(2)),
+    ],
 )
-def test_every_byte_of_a_chunk_is_written_once(
-    topology: Topology, page_size: int, head: list[int], count: int, data: st.DataObject
-) -> None:
-    """Simulate the writes of all senders of one decode rank over labelled bytes."""
-    spread, pages = topology.draft, 12
-    assert spread is not None
-    rank = data.draw(st.integers(0, topology.decode_tp - 1))
-    src_pages = np.array(data.draw(st.permutations(range(pages)))[:count], np.int64)
-    dst_pages = np.array(data.draw(st.permutations(range(pages)))[:count], np.int64)
-    dst = shard(spread, topology.decode_tp, rank, page_size, head, pages)
-    dst_bases, dst_maps = memory(dst, pages, 10_000)
-    written: dict[int, tuple[int, ...]] = {}
-    for row in routes(topology, rank):
-        if not row.is_send_draft:
-            continue
-        src = shard(spread, topology.prefill_tp, row.prefill_rank, page_size, head, pages)
-        src_bases, src_maps = memory(src, pages, 1_000_000)
-        pairs = [(i, i) for i in range(len(head))]
-        copies = component_copies(src_bases, src, dst_bases, dst, row.draft_heads, pairs)
-        out = blocks(copies, page_size, src_pages, dst_pages)
-        for s, d, n in zip(out.src, out.dst, out.length, strict=True):
-            for k in range(n):
-                assert d + k not in written
-                written[d + k] = _label(src, src_bases, src_maps, s + k, pages, src_pages)
-    expected = {}
-    for entry, (base, row) in enumerate(zip(dst_bases, dst.rows, strict=True)):
-        for order, page in enumerate(dst_pages):
-            for slot in range(page_size):
-                for k in range(row):
-                    at = base + (page * page_size + slot) * row + k
-                    expected[at] = (order, slot, *dst_maps[entry][k])
-    assert written == expected
+def test_a_head_that_no_rank_holds_is_refused(held, needed):
+    with pytest.raises(MixKVError, match="MIXKV-PAIR-04"):
+        routes(held, needed)
 
 
-def _label(
-    src: Shard, bases: list[int], maps: list[np.ndarray], at: int, pages: int, src_pages: np.ndarray
-) -> tuple[int, ...]:
-    """What the source byte at this address is: (page's place, slot, entry, head, byte)."""
-    entry = max(i for i, base in enumerate(bases) if base <= at)
-    token, byte = divmod(at - bases[entry], src.rows[entry])
-    page, slot = divmod(token, src.page_size)
-    assert page < pages
-    return (src_pages.tolist().index(page), slot, *maps[entry][byte])
+@pytest.mark.parametrize(("p", "d"), [(0, 1), (1, 0), (-1, 1), (2, 3)])
+def test_sizes_without_a_route_are_refused(p, d):
+    with pytest.raises(MixKVError, match="MIXKV-PAIR-04"):
+        readers_of(p, d)
 
 
-def test_runs_are_the_longest_possible() -> None:
-    src = np.array([3, 4, 5, 9, 10, 2])
-    dst = np.array([7, 8, 9, 1, 2, 3])
-    first_src, first_dst, count = page_runs(src, dst)
-    assert (first_src.tolist(), first_dst.tolist(), count.tolist()) == (
-        [3, 9, 2],
-        [7, 1, 3],
-        [3, 2, 1],
-    )
+@pytest.mark.parametrize(("total", "tp"), [(0, 1), (-1, 1), (3, 2), (4, 3), (6, 4)])
+def test_heads_that_no_tp_size_divides_are_refused(total, tp):
+    with pytest.raises(MixKVError, match="MIXKV-PAIR-04"):
+        heads_on_rank(total, tp, 0)
 
 
-def test_plan_counts_bytes() -> None:
-    spread = Spread(Kind.MHA, 4)
-    src, dst = (shard(spread, tp, 0, 16, [8, 8], 4) for tp in (1, 2))
-    copies = component_copies([0, 0], src, [0, 0], dst, range(2), [(0, 0), (1, 1)])
-    plan = Plan(16, copies, (Reach(0, copies.at(0)), Reach(60, copies.at(1))), 4, 4)
-    assert plan.target_bytes_per_page == plan.draft_bytes([1, 1]) == 2 * 2 * 8 * 16
-    firsts = plan.firsts(10)
-    assert firsts == (0, 5), "token 10 x 16 - 15 - 60 - 2 is in page 5"
-    assert plan.draft_bytes(10 - first for first in firsts) == (10 + 5) * 2 * 8 * 16
+@pytest.mark.parametrize(("total", "tp"), [(t, p) for t in HEADS for p in SIZES if divides(t, p)])
+def test_ranks_hold_all_heads_evenly(total, tp):
+    held = [head for rank in range(tp) for head in heads_on_rank(total, tp, rank)]
+    assert sorted(held) == sorted(list(range(total)) * (len(held) // total))
+    for rank in range(tp):
+        assert set(heads_on_rank(total, tp, rank)) == heads_by_brute_force(total, tp, rank)
 
 
-def test_entries_by_window() -> None:
-    layers = (99, 99, 0, 99)
-    part = Component(Spread(Kind.MHA, 4), (64,) * 8, (640,) * 8, 2 * layers)
-    assert part.by_window == {99: [0, 1, 3, 4, 5, 7], 0: [2, 6]}
-    plain = Component(part.spread, part.item_lens, part.lens)
-    assert plain.by_window == {0: [*range(8)]}
-    assert Shard(part, 16, 2, 1).only([2, 6]).component.lens == (640, 640)
-
-
-def test_heads_of_another_size_are_refused() -> None:
-    spread = Spread(Kind.MHA, 4)
-    src, dst = shard(spread, 1, 0, 16, [8], 4), shard(spread, 1, 0, 16, [4], 4)
-    with pytest.raises(MixKVError, match="same --kv-cache-dtype"):
-        component_copies([0], src, [0], dst, range(4), [(0, 0)])
-
-
-@pytest.mark.parametrize(("item_len", "ok"), [(64, True), (63, False), (0, False)])
-def test_entries_must_split_into_heads(item_len: int, ok: bool) -> None:
-    part = Shard(Component(Spread(Kind.MHA, 2), (item_len,), (item_len * 3,)), 16, 1, 0)
-    if ok:
-        part.check("draft")
-        assert part.pages == 3
-    else:
-        with pytest.raises(MixKVError, match="NHD"):
-            part.check("draft")
-
-
-def test_overlap_is_half_open() -> None:
-    assert list(overlap(range(4), range(2, 9))) == [2, 3]
-    assert not overlap(range(2), range(2, 4))
+@pytest.mark.parametrize("left", [range(a, b) for a in range(4) for b in range(a, 5)])
+@pytest.mark.parametrize("right", [range(a, b) for a in range(4) for b in range(a, 5)])
+def test_overlap(left, right):
+    assert list(overlap(left, right)) == sorted(set(left) & set(right))

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 from rig import faults
-from rig.faults import Fault, Inject, case
+from rig.faults import GONE, Fault, Inject, case
 from rig.rank import Rank
 
 from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
@@ -164,8 +164,6 @@ def thread_ends(name: str) -> Inject:
 
 # ---------------------------------------------------------------- the list
 
-GONE = "waiting left", "parts left"  # a room that no request came for is known for a minute
-
 
 def at_decode(inject: Inject, **extra: Any) -> Callable[[], Any]:
     return lambda: case(faults={("decode", 0): inject}, **extra)
@@ -261,21 +259,14 @@ def killed() -> Any:
     return case(chunked=True, send=send, restart="prefill", pause=10)
 
 
-def _shared() -> Iterator[Fault]:
-    """Of SGLang's own."""
-    for fault in faults.FAULTS:
-        if fault.group not in ("kills and stalls", "aborts and rooms"):
-            continue
-        if "packed" in fault.name or "failure" in fault.name or "drained" in fault.name:
-            continue  # today's way alone
+def _sglangs() -> Iterator[Fault]:
+    """A request whose target is there is served, whatever became of its drafter's sender."""
+    for fault in faults.SGLANGS:
         if fault.name.startswith("draft-only sender stalls"):
             fault = replace(fault, ends="success", words="", cold="deadline")
-        if fault.name.startswith("decode killed"):
-            fault = replace(fault, words="")  # SGLang's differ
-        if "(draft-only sender)" in fault.name:  # the request's target is there all the same
+        if "(draft-only sender)" in fault.name:
             fault = replace(fault, ends="success", words="", cold="deadline", case=killed)
-        name = fault.name.replace(", direct", "")
-        yield replace(fault, name=name, remains=(*fault.remains, *GONE), stocks=True)
+        yield fault
 
 
-FAULTS: list[Fault] = [*_shared(), *_messages(), *_rows(), *_threads()]
+FAULTS: list[Fault] = [*_sglangs(), *_messages(), *_rows(), *_threads()]

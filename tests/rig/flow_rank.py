@@ -62,7 +62,7 @@ class Flow:
 
     def case(self) -> Case:
         return Case(
-            2, 1, prefills=self.prefills, channel=True,
+            2, 1, prefills=self.prefills,
             draft=Cache("mha", heads=4, k_bytes=64, v_bytes=64),
             requests=(Request(self.tokens, chunk_pages=8),) * self.requests,
             extra={"flow": self},

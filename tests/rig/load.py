@@ -10,8 +10,6 @@ import os
 import sys
 
 from sglang_mixkv import cpu, plugin
-from sglang_mixkv.engine.backends import classes
-from sglang_mixkv.engine.releases import here
 
 os.environ.update(cpu.launch_env())
 os.environ.update(CUDA_VISIBLE_DEVICES="", MC_LOG_LEVEL="ERROR", GLOG_logtostderr="1")
@@ -32,6 +30,4 @@ def load_sglang() -> None:
         "sglang.srt.managers.scheduler",
     ):
         importlib.import_module(module)
-    for backend in here().framings:
-        classes(backend)
     plugin.guard_storage()  # looks through all modules, which each rank would do

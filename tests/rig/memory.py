@@ -63,20 +63,16 @@ class Memory:
         ]
 
     def draft_args(self, side: str = "") -> str:
-        """How this side's (or that) KV args have the drafter: `appended`, as SGLang does it;
-        `hidden`: its pool is not seen; `stripped`: appended, and cut out of them again.
-
-        Where a case gives them, the aux rows of all prefill ranks that may send a request's are
-        alike, as SGLang's are."""
+        """How this side's (or that) KV args have the drafter: `channel`, in lists of its own;
+        `appended`, as SGLang does it; `hidden`: its pool is not seen; `stripped`: appended, and
+        cut out of them again."""
         side = side or self.side
         opted_in = getattr(self.case, f"{side}_mixkv")
-        way = "channel" if self.case.channel and opted_in else "appended"
+        way = "channel" if opted_in else "appended"
         return self.case.extra.get("draft_args", {}).get(side, way)
 
     def _aux_number(self, rank: int) -> int:
-        """Which aux rows a prefill rank has."""
-        if "draft_args" not in self.case.extra and not self.case.channel:
-            return rank
+        """Which aux rows a prefill rank has: as SGLang's, alike on all that may send a request."""
         tp, pp, dp = (getattr(self.case, f"prefill_{name}") for name in ("tp", "pp", "dp"))
         return rank // (tp * dp * pp) * dp + rank // tp % dp
 
@@ -165,8 +161,7 @@ class Memory:
                 sent[case.requests[number].tokens :] = False
             return sent.reshape(-1, rows)
         sent[:first] = False
-        if name != "draft" or not case.prefill_mixkv or case.channel:  # tokens; else pages
-            sent.reshape(-1)[case.requests[number].tokens :] = False
+        sent.reshape(-1)[case.requests[number].tokens :] = False
         return model.on_dcp_rank(sent, self.dcp, None if name == "draft" else self.dcp_rank)
 
     def _on_stage(self, name: str, cache: Cache, rows: list[np.ndarray]) -> list[np.ndarray]:
@@ -223,24 +218,13 @@ class Memory:
                 for index, (entry, row) in enumerate(zip(pool, rows, strict=True)):
                     sent = self._sent(name, number, index)[..., None, None]
                     kept = entry[pages]
-                    if name == "draft" and self.relays and not cold:
-                        kept = self._unread(number, kept, self.pools[name][index][pages])
                     cleared = cold or (name == "draft" and self.case.extra.get("cleared"))
                     entry[pages] = 0 if cleared else np.where(sent, row, kept)
                     if name == "draft" and number in self.report.cold:
                         self._excuse_cleared(entry, self.pools[name][index], pages)
             for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
                 self._differ(f"{name} entry {index}", want, got)
-        one_sender = self.case.draft is not None and self.case.prefill_mixkv
-        several_senders = (
-            "draft_args" not in self.case.extra
-            and not self.case.channel
-            and not one_sender
-            and (not self.case.target.is_mla or self.case.hybrid or self.case.prefill_pp > 1)
-        )
         for index, (want, got) in enumerate(zip(aux_before, self.aux, strict=True)):
-            if several_senders:  # stock: each of them writes the row, one after the other
-                break
             for number in done:
                 if self.case.extra.get("cold") and index in DRAFT_AUX:
                     want[number + 1] = 0 if self._has_draft() else want[number + 1]
@@ -257,23 +241,11 @@ class Memory:
         is_zero = ~got[pages].any(axis=(2, 3), keepdims=True)
         want[pages] = np.where(is_zero, 0, want[pages])
 
-    def _unread(self, number: int, kept: np.ndarray, found: np.ndarray) -> np.ndarray:
-        """With heads put in order here, what follows the prompt in its last page is anything:
-        which of the prefill side's pages it has, decode does not know."""
-        if self.case.prefill_tp != self.case.decode_tp and not self.case.channel:
-            pages = self.case.pages(self.case.requests[number]) % self.dcp or self.dcp
-            kept[-1, pages * self.case.page_size :] = found[-1, pages * self.case.page_size :]
-        return kept
-
     def _first_page(self, name: str, number: int, entry: int) -> int:
-        """The request's first page that is sent: with a window those in its reach, but all of
-        the drafter where the decode side's radix cache or SGLang's comparison is on."""
+        """The request's first page that is sent: with a window those in its reach."""
         if name == "window":
             return model.window_start(self.case, number)
-        whole = self.case.decode_radix or self.case.compares or self.case.channel
-        if name != "draft" or whole:
-            return 0
-        return self._draft_reach(self.case.pages(self.case.requests[number], self.dcp), entry)
+        return 0
 
     def _check_shared_prefixes(self, tables: list[np.ndarray], done: list[int]) -> None:
         """What the drafter reads of a prefix that another request left is that one's truth."""

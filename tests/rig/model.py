@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 
-CHANNEL = False
-"""Whether draft KV of cases that do not say goes over the draft channel."""
 BACKEND = "mooncake"
 """SGLang's transfer backend of cases that do not name one."""
 
@@ -79,7 +77,6 @@ class Case:
     decode_radix: bool = False
     compares: bool = False  # --disaggregation-enable-kv-checksum on both sides
     backend: str = field(default_factory=lambda: BACKEND)
-    channel: bool = field(default_factory=lambda: CHANNEL)
     prefill_mixkv: bool = True
     decode_mixkv: bool = True
     seed: int = 0
@@ -127,7 +124,7 @@ class Case:
     def by_token(self) -> bool:
         """Whether senders hear how many tokens a chunk has, as from SGLang's schedulers; else
         whole pages are sent. SGLang's own transfer asks for it between unlike DCP ranks alone."""
-        both = self.channel and self.prefill_mixkv and self.decode_mixkv
+        both = self.prefill_mixkv and self.decode_mixkv
         return self.prefill_dcp != self.dcp or (both and "whole_pages" not in self.extra)
 
     @property

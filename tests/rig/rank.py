@@ -4,14 +4,9 @@ schedulers drive them."""
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
-import os
 import socket
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,10 +16,7 @@ from rig.memory import Memory
 from rig.model import Case
 from rig.releases import Releases
 
-from sglang_mixkv.kv.ranges import Blocks
-from sglang_mixkv.next.decode.events import State
-from sglang_mixkv.prefill import packing as packed
-from sglang_mixkv.protocol.facts import BLOCK_ALGORITHMS
+from sglang_mixkv.decode.events import State
 
 LIMIT_S = 60
 NOT_YET = object()
@@ -38,9 +30,6 @@ class Rank(Memory):
     def __init__(self, case: Case, side: str, rank: int, ports: list[int], life: int = 0) -> None:
         super().__init__(case, side, rank)
         self.ports, self.life = ports, life
-        package = case.extra.get("package", {}).get(side)
-        if package is not None:
-            take_package(package)
         self._publish(self.tp_rank)
         self.allocate()
         if self._host_cache is not None:
@@ -77,13 +66,9 @@ class Rank(Memory):
             speculative_algorithm=case.algorithm if self._speculates() else None,
             **(self._host_cache.flags() if self._host_cache is not None else {}),
         )
-        if self.draft_args() == "channel":
-            os.environ["SGLANG_MIXKV_CHANNEL"] = "1"
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
         enabled = enabled and (self.side, self.rank) not in case.extra.get("stock_ranks", ())
         setattr(args, ATTRIBUTE, Config(enabled=enabled, **case.extra.get("config", {})))
-        if case.extra.get("small_rounds"):  # as chunks of MiB have them
-            packed.FIRST_ROUND, packed.MANY_ROUNDS = 64, 1
         publish(args, role="tokenizer")
         get_parallel().override_permanently(
             tp_rank=tp_rank, pp_rank=self.stage, attn_tp_rank=self.attn_rank,
@@ -127,17 +112,14 @@ class Rank(Memory):
             token_to_kv_pool=target, draft_token_to_kv_pool=draft,
             num_draft_entries=args.num_draft_entries, num_hidden_layers=100,
         )  # fmt: skip
-        # SGLang's own, without the plugin's hook, which would read the models' configurations.
-        inspect.unwrap(utils.setup_state_kv_args)(args, target, draft, 100)
+        utils.setup_state_kv_args(args, target, draft, 100)
         args.ib_device, args.gpu_id = "", 0
-        args.custom_mem_pool = case.extra.get("custom_mem_pool", {}).get(self.side)
         args.page_size = case.page_size
         args.system_dp_rank = 0
         args.pp_rank = self.stage
         args.prefill_start_layer = self._stage_layers().start
         args.prefill_end_layer = self._stage_layers().stop
-        # SGLang names them to decode's KV args with its staging buffer alone; today's way does so.
-        if not case.target.is_mla and (self.side == "prefill" or not case.channel):
+        if not case.target.is_mla and self.side == "prefill":  # decode's with its staging alone
             args.kv_head_num = self.pools["target"][0].shape[2]
             args.total_kv_head_num = case.target.heads
         if self._has_draft():
@@ -155,9 +137,6 @@ class Rank(Memory):
         draft = self.case.draft
         assert draft is not None
         args.is_draft_mla_backend = draft.is_mla
-        no_concern = self.side == "prefill" and self.case.algorithm in BLOCK_ALGORITHMS
-        args.draft_windows = () if no_concern else model.draft_windows(self.case)
-        args.draft_window = max(args.draft_windows, default=0)  # version 0.1.0 of the plugin
         if not draft.is_mla:
             args.draft_kv_head_num = self.pools["draft"][0].shape[2]
             args.draft_total_kv_head_num = draft.heads
@@ -174,10 +153,7 @@ class Rank(Memory):
         def kv_class(kind: KVClassType) -> Any:
             return get_kv_class(TransferBackend(self.case.backend), kind)
 
-        if self.side in self.case.extra.get("package", {}):
-            self.kv_class = importlib.import_module("sglang_mixkv.managers").CLASSES
-        else:
-            self.kv_class = {k.value: kv_class(k) for k in KVClassType}
+        self.kv_class = {k.value: kv_class(k) for k in KVClassType}
         up, port = self.case.extra["bootstrap_up"], self.ports[self.server]
         if self.side == "prefill" and self.stage == self.dp_rank == self.attn_rank == 0:
             self.bootstrap = self.kv_class["bootstrap_server"](self.host, port)
@@ -186,9 +162,6 @@ class Rank(Memory):
         for one in up if self.side == "decode" else up[self.server : self.server + 1]:
             one.wait(LIMIT_S)
         self.case.extra.get("before", {}).get((self.side, self.rank), lambda _: None)(self)
-        other_facts = self.case.extra.get("facts", {}).get(self.side)
-        if other_facts is not None:
-            tell_other_facts(other_facts)
         self.manager = self.kv_class["manager"](
             self.kv_args(),
             DisaggregationMode(self.side),
@@ -209,16 +182,7 @@ class Rank(Memory):
     def plugin(self) -> Any:
         """The plugin's side of this rank; None where SGLang runs alone."""
         local = getattr(self.manager, "local", None)
-        return local.notes if local is not None else getattr(self.manager, "side", None)
-
-    def on_transfer(self, change: Callable[[Callable[..., int]], Callable[..., int]]) -> None:
-        """Put `change(real)` in the place of the call that each write of this rank waits for:
-        (session, source addresses, destinations, lengths) -> code."""
-        transport = self.plugin.transport
-        if self.case.backend == "mooncake":
-            transport.transfer = change(transport.transfer)
-        else:
-            transport.write = over_nixl(transport, change)
+        return local.notes if local is not None else None
 
     # -- requests
 
@@ -412,34 +376,9 @@ def start_mooncake(host: str) -> None:
     init_mooncake_transfer_engine(hostname=host)
 
 
-def over_nixl(transport: Any, change: Callable[[Any], Any]) -> Callable[..., Any]:
-    """NIXL's `write`, each of which is waited for in a call that `change` may change."""
-    from sglang_mixkv.transport.nixl import Code, Ended
-
-    write = transport.write
-
-    def transfer(session: str, *columns: list[int]) -> int:
-        return transport.wait(write(session, Blocks(*(np.array(c, np.int64) for c in columns))))
-
-    changed = change(transfer)
-
-    def changed_write(session: str, blocks: Blocks, *, overlap: bool = False) -> Ended:
-        return Ended(Code(changed(session, *blocks.lists())))
-
-    return changed_write
-
-
-def take_package(folder: Path) -> None:
-    """From now on the plugin is the one in this folder, a version of it, in this process."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "sglang_mixkv"]:
-        del sys.modules[name]
-    sys.path.insert(0, str(folder))
-
-
 def stock_class(rank: Rank, kind: str) -> Any:
-    """SGLang's class of a backend that one of the plugin's is made of, with its shims."""
-    modules = ("sglang.", "sglang_mixkv.engine.shims")
-    return next(c for c in rank.kv_class[kind].__mro__ if c.__module__.startswith(modules))
+    """SGLang's class of a backend that one of the plugin's is made of."""
+    return next(c for c in rank.kv_class[kind].__mro__ if c.__module__.startswith("sglang."))
 
 
 def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> Any:
@@ -463,24 +402,6 @@ def reason_of(handle: Any) -> str:
     except Exception as error:
         return str(error)
     return ""
-
-
-def tell_other_facts(change: Any) -> None:
-    """Managers of this process announce, and compare with, changed facts."""
-    from sglang_mixkv.engine import sides
-
-    real = sides.local_facts
-
-    class Holder:
-        facts: Any = None
-
-    def facts(*args: Any) -> Any:
-        holder = Holder()
-        holder.facts = real(*args)
-        change(holder)
-        return holder.facts
-
-    sides.local_facts = facts
 
 
 def free_port() -> int:

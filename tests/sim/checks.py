@@ -6,8 +6,8 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.messages import NO_SLOT, Ack, Open, Ready
-from sglang_mixkv.next.decode import events as dev
-from sglang_mixkv.next.prefill import events as pev
+from sglang_mixkv.decode import events as dev
+from sglang_mixkv.prefill import events as pev
 from tests.sim import faults, memory
 from tests.sim.decode import DecodeRank
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 
 from sglang_mixkv.channel.messages import Ack, Fail, Open
-from sglang_mixkv.next.decode import events as dev
-from sglang_mixkv.next.prefill import events as pev
+from sglang_mixkv.decode import events as dev
+from sglang_mixkv.prefill import events as pev
 
 Transition = tuple[str, str, str]  # side, event, state
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.slots import SlotPool
-from sglang_mixkv.next.decode import events as ev
-from sglang_mixkv.next.decode.rooms import Rooms
+from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode.rooms import Rooms
 from tests.sim import memory
 from tests.sim.network import Link
 from tests.sim.plane import Read

@@ -38,11 +38,11 @@ import msgspec
 from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.next.decode import events as dv
-from sglang_mixkv.next.decode import rooms as decode
-from sglang_mixkv.next.prefill import events as pv
-from sglang_mixkv.next.prefill import packing
-from sglang_mixkv.next.prefill import rooms as prefill
+from sglang_mixkv.decode import events as dv
+from sglang_mixkv.decode import rooms as decode
+from sglang_mixkv.prefill import events as pv
+from sglang_mixkv.prefill import packing
+from sglang_mixkv.prefill import rooms as prefill
 
 ROOM, SLOT_BYTES, INSTANCES = 7, 100, (b"prefill0", b"prefill1")
 Chunks = tuple[tuple[int, int], ...]  # first token, tokens

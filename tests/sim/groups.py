@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from sglang_mixkv.decode import events as dev
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.next.decode import events as dev
 from tests.sim.decode import DecodeRank, Receiver
 from tests.sim.plans import contacts, plan_for
 from tests.sim.prefill import PrefillRank, Sender

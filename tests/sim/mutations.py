@@ -12,11 +12,11 @@ import msgspec
 from sglang_mixkv.channel.messages import Open
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.next.decode import breaker, parts, servers
-from sglang_mixkv.next.decode import events as dev
-from sglang_mixkv.next.decode import rooms as decode
-from sglang_mixkv.next.prefill import events as pev
-from sglang_mixkv.next.prefill import rooms as prefill
+from sglang_mixkv.decode import breaker, parts, servers
+from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode import rooms as decode
+from sglang_mixkv.prefill import events as pev
+from sglang_mixkv.prefill import rooms as prefill
 from tests.sim.decode import DecodeRank
 from tests.sim.mutating import Patch, mutation
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.messages import Message, Open, decode, encode
-from sglang_mixkv.next.decode import events as dev
-from sglang_mixkv.next.prefill import events as pev
+from sglang_mixkv.decode import events as dev
+from sglang_mixkv.prefill import events as pev
 
 if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank

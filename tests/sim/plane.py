@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_mixkv.next.decode import events as ev
+from sglang_mixkv.decode import events as ev
 
 if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank

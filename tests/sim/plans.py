@@ -6,11 +6,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.decode import servers
+from sglang_mixkv.decode.events import Source
 from sglang_mixkv.draft.facts import Row, Staging
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
-from sglang_mixkv.next.decode import servers
-from sglang_mixkv.next.decode.events import Source
 from tests.sim.spec import Server
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def layout_of(heads: int, tp: int, rank: int) -> DraftLayout:
 
 
 @lru_cache(1 << 12)
-def slot_bytes_of(heads: int, tp: int, tokens: int) -> int:
+def slot_bytes(heads: int, tp: int, tokens: int) -> int:
     layout = layout_of(heads, tp, 0)
     return SLOT_OVERHEAD + tokens * layout.facts.bytes_per_token(len(layout.heads))
 
@@ -83,7 +83,7 @@ def _make_plan(heads: int, prefill: Server, decode: Server, rank: int) -> server
 
 
 def _row(heads: int, server: Server, rank: int) -> Row:
-    size = slot_bytes_of(heads, server.tp, server.tokens)
+    size = slot_bytes(heads, server.tp, server.tokens)
     return Row(
         PROTOCOL, "", "", b"%8d" % rank, "p", rank, "", server.tp, rank, 0, (),
         "mooncake", Target(0, 1, layer_ids=False, even=True),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.messages import Ready
 from sglang_mixkv.channel.slots import SlotPool
-from sglang_mixkv.next.prefill import events as ev
-from sglang_mixkv.next.prefill.rooms import Rooms
+from sglang_mixkv.prefill import events as ev
+from sglang_mixkv.prefill.rooms import Rooms
 from tests.sim import memory
 from tests.sim.process import Process
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_mixkv.next.decode import rooms as decode
+from sglang_mixkv.decode import rooms as decode
 from tests.sim.exhaustive import FAULTS, Case, Prefill, Report, World, search
 
 ONE = Case(chunks=((0, 1),))  # one segment for each reader

@@ -8,10 +8,10 @@ from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.channel.turns import Turns
-from sglang_mixkv.next.decode import events as dev
-from sglang_mixkv.next.decode import rooms as decode
-from sglang_mixkv.next.prefill import events as pev
-from sglang_mixkv.next.prefill import rooms as prefill
+from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode import rooms as decode
+from sglang_mixkv.prefill import events as pev
+from sglang_mixkv.prefill import rooms as prefill
 
 ONE, TWO, READER = b"prefill1", b"prefill2", b"decode01"
 

@@ -14,7 +14,7 @@ from tests.sim.coverage import Coverage
 from tests.sim.decode import DecodeRank
 from tests.sim.groups import DecodeGroup, Group, PrefillGroup
 from tests.sim.life import Life
-from tests.sim.plans import layout_of, slot_bytes_of
+from tests.sim.plans import layout_of, slot_bytes
 from tests.sim.prefill import PrefillRank
 from tests.sim.process import Process
 
@@ -33,7 +33,7 @@ class Place:
         self.tp_rank = rank % server.tp
         self.group = server.number, rank // server.tp
         self.layout = layout_of(heads, server.tp, self.tp_rank)
-        self.slot_bytes = slot_bytes_of(heads, server.tp, server.tokens)
+        self.slot_bytes = slot_bytes(heads, server.tp, server.tokens)
         self.process: Process | None = None
 
 

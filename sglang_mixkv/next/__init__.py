@@ -1,1 +1,0 @@
-"""The draft channel's two sides, beside today's until they take its place."""

@@ -1,1 +1,0 @@
-"""A decode rank of the draft channel."""

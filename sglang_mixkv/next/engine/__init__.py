@@ -1,1 +1,0 @@
-"""The draft channel in SGLang: the only importer of it beside today's engine/."""

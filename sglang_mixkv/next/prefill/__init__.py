@@ -1,1 +1,0 @@
-"""A prefill rank of the draft channel."""

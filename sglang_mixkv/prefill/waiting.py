@@ -1,0 +1,143 @@
+"""What a prefill rank knows of requests that are not here: parts, and which have ended."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from sglang_mixkv.prefill.parts import NOBODY, Absent, Part
+
+MAX_WAITING = 4096  # rooms that one reader may open, or end, before their requests are here
+MAX_ALL = 1 << 16  # of all readers, who can be anybody with access to the port
+
+
+class Queue:
+    """At most one part for each room number and reader, the oldest first."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, bytes], Part] = {}
+        self._count: Counter[bytes] = Counter()
+        self._readers: dict[int, set[bytes]] = {}  # by room number
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def has(self, number: int) -> bool:
+        return number in self._readers
+
+    def get(self, number: int, reader: bytes) -> Part | None:
+        return self._parts.get((number, reader))
+
+    def is_full(self, reader: bytes) -> bool:
+        return self._count[reader] >= MAX_WAITING or len(self) >= MAX_ALL
+
+    def put(self, part: Part) -> None:
+        """In the place of an earlier one of the same room and reader."""
+        self.remove(part)
+        self._parts[part.opened.room, part.reader] = part
+        self._count[part.reader] += 1
+        self._readers.setdefault(part.opened.room, set()).add(part.reader)
+
+    def remove(self, part: Part) -> None:
+        """It, or the one in its place."""
+        number, reader = part.opened.room, part.reader
+        if self._parts.pop((number, reader), None) is None:
+            return
+        self._count -= Counter([reader])
+        self._readers[number].discard(reader)
+        if not self._readers[number]:
+            del self._readers[number]
+
+    def take(self, number: int) -> list[Part]:
+        """All parts of a room number, which leave; the newest first."""
+        found = [self._parts[number, reader] for reader in sorted(self._readers.get(number, ()))]
+        found.sort(key=lambda part: -part.since)
+        for part in found:
+            self.remove(part)
+        return found
+
+    def take_older(self, limit: float) -> list[Part]:
+        """All parts that wait since this time or longer, which leave."""
+        found = []
+        for part in self._parts.values():
+            if part.since > limit:
+                break
+            found.append(part)
+        for part in found:
+            self.remove(part)
+        return found
+
+
+class _Record:
+    """`count` requests have ended at the reader; `last`: the last of them."""
+
+    def __init__(self) -> None:
+        self.count, self.last, self.since = 0, NOBODY, 0.0
+
+
+class Ended:
+    """Requests that a reader has ended before they are here, by room number and reader.
+
+    They may still come: so many requests of that number are not for the reader's next OPEN.
+    """
+
+    def __init__(self) -> None:
+        self._records: dict[tuple[int, bytes], _Record] = {}  # the oldest first
+        self._count: Counter[bytes] = Counter()
+        self._readers: dict[int, set[bytes]] = {}
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def generation(self, number: int, reader: bytes) -> int:
+        """Of the last request that has ended; -1 without one."""
+        record = self._records.get((number, reader))
+        return record.last.generation if record is not None else -1
+
+    def is_full(self, reader: bytes) -> bool:
+        return self._count[reader] >= MAX_WAITING or len(self) >= MAX_ALL
+
+    def note(self, number: int, reader: bytes, absent: Absent, now: float) -> None:
+        """One more. Not where there are too many: such a reader is not served any more."""
+        key = number, reader
+        if key not in self._records:
+            if self.is_full(reader):
+                return
+            self._records[key] = _Record()
+            self._count[reader] += 1
+            self._readers.setdefault(number, set()).add(reader)
+        record = self._records[key]
+        record.count += 1
+        record.last = absent
+        self.touch(number, reader, now)
+
+    def touch(self, number: int, reader: bytes, now: float) -> None:
+        """A record is known for as long as the OPEN that waits behind it."""
+        record = self._records.pop((number, reader), None)
+        if record is not None:
+            record.since = now
+            self._records[number, reader] = record
+
+    def take(self, number: int) -> dict[bytes, Absent]:
+        """A request of this number is here: the readers for which it has ended."""
+        found = {}
+        for reader in list(self._readers.get(number, ())):
+            record = self._records[number, reader]
+            found[reader] = record.last
+            record.count -= 1
+            if not record.count:
+                self._remove(number, reader)
+        return found
+
+    def expire(self, limit: float) -> None:
+        """Forget what was touched at this time or before."""
+        for (number, reader), record in list(self._records.items()):
+            if record.since > limit:
+                return
+            self._remove(number, reader)
+
+    def _remove(self, number: int, reader: bytes) -> None:
+        del self._records[number, reader]
+        self._count -= Counter([reader])
+        self._readers[number].discard(reader)
+        if not self._readers[number]:
+            del self._readers[number]

@@ -1,0 +1,235 @@
+"""Which pools of SGLang's are a drafter's that the channel moves, and what it makes of them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rig.model import Cache, Case, Request, sglang_pool
+
+import sglang_mixkv
+from sglang_mixkv.engine import draft_pool, handover
+
+MODELS = Path(sglang_mixkv.__file__).parent / "demo" / "models"
+CASE = Case(4, 1, requests=(Request(8),))
+BLOCK_DRAFTERS = {"DFLASH": "DFlashDraftModel", "DSPARK": "Qwen3DSparkModel"}
+
+
+def in_fork(what: Callable[[], Any]) -> Any:
+    """The value, or the exception's text: what is published stays in the fork."""
+
+    def main(pipe: Any) -> None:
+        try:
+            pipe.send(what())
+        except BaseException as error:
+            pipe.send(f"{type(error).__name__}: {error}")
+
+    here, there = mp.get_context("fork").Pipe()
+    process = mp.get_context("fork").Process(target=main, args=(there,))
+    process.start()
+    answer = here.recv() if here.poll(60) else "silence"
+    process.join(10)
+    return answer
+
+
+def plain_pool(cache: Cache, tp: int) -> Any:
+    """A model's pool, as SGLang builds it for nearly every drafter."""
+    return sglang_pool(CASE, cache, tp, 0, cache.layers)
+
+
+def larger_pages(cache: Cache, tp: int) -> Any:
+    """A drafter's pool beside two DCP ranks."""
+    return sglang_pool(CASE, cache, tp, 0, cache.layers, dcp=2)
+
+
+def drafter(tmp_path: Path, **changed: Any) -> Path:
+    """The shipped drafter's configuration, changed."""
+    config = json.loads((MODELS / "mla" / "drafter" / "config.json").read_text()) | changed
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def made_of(
+    pool: Callable[[Cache, int], Any], cache: Cache, tp: int, drafter: Path, algorithm: str
+) -> Any:
+    """What the first of `tp` ranks publishes of this pool, its rows, and the KV args' lists."""
+    from sglang.srt.runtime_context import get_context, get_parallel, publish
+    from sglang.srt.server_args import ServerArgs
+
+    args = ServerArgs(
+        model_path=str(MODELS / "mla" / "target"), tp_size=tp, device="cpu",
+        disaggregation_mode="decode", speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=str(drafter), speculative_num_steps=3,
+        speculative_eagle_topk=1, speculative_num_draft_tokens=4,
+        attention_backend="torch_native", disable_overlap_schedule=True,
+    )  # fmt: skip
+    publish(args, role="tokenizer")
+    get_context().override("test", speculative_algorithm=algorithm)
+    get_parallel().override_permanently(attn_tp_size=tp, attn_tp_rank=0)
+    kv_args = SimpleNamespace()
+    made = draft_pool.of_pool(kv_args, pool(cache, tp))
+    return made.layout, made.page_size, made.rows.bytes_per_token(1), vars(kv_args)
+
+
+def found(
+    tmp_path: Path, cache: Cache, tp: int = 2, build: Callable[[Cache, int], Any] = plain_pool,
+    algorithm: str = "EAGLE3", **config: Any,
+) -> Any:  # fmt: skip
+    path = drafter(tmp_path, **config)
+    return in_fork(lambda: made_of(build, cache, tp, path, algorithm))
+
+
+@pytest.mark.parametrize(("tp", "heads"), [(1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 2)])
+def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) -> None:
+    """With replicas heads per rank x TP would be wrong: 8 ranks of one head each, 4 heads."""
+    cache = Cache("mha", heads=heads)
+    layout, page_size, width, lists = found(tmp_path, cache, tp, num_key_value_heads=heads)
+    assert layout.facts.total_heads == lists["draft_total_kv_head_num"] == heads
+    assert len(layout.heads) == lists["draft_kv_head_num"] == max(1, heads // tp)
+    assert layout.facts.architecture == "LlamaForCausalLMEagle3"
+    assert (page_size, width) == (CASE.page_size, sum(cache.widths()))
+    assert [len(lists[f"draft_kv_{name}"]) for name in ("data_ptrs", "data_lens", "item_lens")] == [
+        2, 2, 2,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", BLOCK_DRAFTERS)
+def test_a_block_drafters_layers(tmp_path: Path, algorithm: str) -> None:
+    """K of each layer, then V."""
+    config = {"architectures": [BLOCK_DRAFTERS[algorithm]], "model_type": "qwen3",
+              "num_hidden_layers": 6, "num_key_value_heads": 8}  # fmt: skip
+    cache = Cache("mha", layers=6, heads=8)
+    layout, *_, lists = found(tmp_path, cache, algorithm=algorithm, **config)
+    assert (len(layout.heads), layout.facts.total_heads) == (4, 8)
+    assert (layout.facts.algorithm, len(layout.facts.head_bytes)) == (algorithm, 12)
+    assert len(lists["draft_kv_data_ptrs"]) == 12
+
+
+def test_beside_context_parallelism_its_pages_are_larger(tmp_path: Path) -> None:
+    _, page_size, *_ = found(tmp_path, Cache("mha", heads=4), build=larger_pages)
+    assert page_size == 2 * CASE.page_size
+
+
+def with_heads(tmp_path: Path, change: Callable[[Any], None]) -> Any:
+    def changed(cache: Cache, tp: int) -> Any:
+        pool = plain_pool(cache, tp)
+        change(pool)
+        return pool
+
+    return found(tmp_path, Cache("mha", heads=4), build=changed)
+
+
+def scaled(pool: Any) -> None:
+    pool.k_scale_buffer = [pool.k_buffer[0]]
+
+
+def in_another_layout(pool: Any) -> None:
+    pool.kv_cache_layout = "hnd"
+
+
+def of_other_heads(pool: Any) -> None:
+    pool.head_num = 4
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (scaled, "have block scales beside them"),
+        (in_another_layout, "SGLANG_USE_HND_KVCACHE"),
+        (of_other_heads, "a pool of 4 heads where rank 0 of 2 should have 2 of 4"),
+    ],
+)
+def test_a_pool_that_cannot_be_cut_does_not_start(
+    tmp_path: Path, change: Callable[[Any], None], reason: str
+) -> None:
+    answer = with_heads(tmp_path, change)
+    assert answer.startswith("MixKVError: [MIXKV-START-05]")
+    assert reason in answer
+
+
+def test_a_pool_with_a_sliding_window_group_does_not_start(tmp_path: Path) -> None:
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    def windowed(_cache: Cache, _tp: int) -> Any:
+        return SWAKVPool.__new__(SWAKVPool)
+
+    answer = found(tmp_path, Cache("mha", heads=4), build=windowed)
+    assert "its sliding-window layers have pages of their own" in answer
+
+
+# ---------------------------------------------------------------- which pools are hidden
+
+
+class Queue:
+    """SGLang's, with this draft pool; `seen`: what `_init_kv_manager` saw and what was handed."""
+
+    def __init__(self, pool: Any) -> None:
+        self.draft_token_to_kv_pool, self.scheduler, self.seen = pool, object(), None
+
+    def init(self) -> None:
+        self.seen = self.draft_token_to_kv_pool, handover.take()
+
+
+def hidden(pool: Any) -> bool:
+    queue = Queue(pool)
+    handover.around_init(Queue.init, queue)
+    seen, handed = queue.seen
+    assert queue.draft_token_to_kv_pool is pool
+    assert handed.scheduler is queue.scheduler
+    assert handover.take().pool is None
+    whole = getattr(pool, "full_kv_pool", pool)
+    assert (seen, handed.pool) == ((None, whole) if handed.pool is not None else (pool, None))
+    return handed.pool is not None
+
+
+def test_a_pool_of_heads_is_hidden() -> None:
+    assert hidden(plain_pool(Cache("mha", heads=4), 2))
+
+
+def test_a_pool_of_heads_inside_a_hybrid_one_is_hidden() -> None:
+    assert hidden(SimpleNamespace(full_kv_pool=plain_pool(Cache("mha", heads=4), 2)))
+
+
+@pytest.mark.parametrize("cache", [Cache("mla"), Cache("mla", k_bytes=24, index_k=(True,))])
+def test_an_mla_pool_is_left_to_sglang(cache: Cache) -> None:
+    """Also with index keys, which travel as SGLang's state."""
+
+    def is_hidden() -> bool:
+        from sglang.srt.runtime_context import publish
+        from sglang.srt.server_args import ServerArgs
+
+        publish(ServerArgs(model_path="dummy"), role="tokenizer")
+        return hidden(sglang_pool(Case(4, 1, page_size=64), cache, 2, 0, cache.layers))
+
+    assert in_fork(is_hidden) is False
+
+
+@pytest.mark.parametrize("pool", [None, SimpleNamespace(windows=[128])])
+def test_a_drafter_without_kv_entries_is_left_to_sglang(pool: Any) -> None:
+    """DeepSeek-V4's: windows without heads, sent as state."""
+    assert not hidden(pool)
+
+
+def test_the_pool_is_back_where_sglang_fails() -> None:
+    def fails(_queue: Queue) -> None:
+        raise ZeroDivisionError
+
+    queue = Queue(pool := plain_pool(Cache("mha", heads=4), 2))
+    with pytest.raises(ZeroDivisionError):
+        handover.around_init(fails, queue)
+    assert queue.draft_token_to_kv_pool is pool
+    assert handover.take().pool is None
+
+
+def test_not_opted_in_no_pool_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang_mixkv import plugin
+
+    monkeypatch.setattr(plugin, "_published", lambda: None)
+    queue = Queue(pool := plain_pool(Cache("mha", heads=4), 2))
+    plugin._hide_draft_pool(Queue.init, queue)
+    assert queue.seen[0] is pool

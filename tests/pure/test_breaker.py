@@ -1,0 +1,126 @@
+"""The breaker: after three requests without draft KV a peer is tried by probes alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang_mixkv.decode import breaker as module
+from sglang_mixkv.decode.breaker import Breaker
+
+A, B = b"peer___a", b"peer___b"
+
+
+def opened(now: float = 0.0, peer: bytes = A) -> Breaker:
+    breaker = Breaker()
+    assert [breaker.strike(peer, n, now) for n in (1, 2, 3)] == [False, False, True]
+    return breaker
+
+
+def test_three_strikes_open_it():
+    breaker = Breaker()
+    breaker.strike(A, 1, 0.0)
+    breaker.strike(A, 2, 0.0)
+    assert not breaker.blocked([A], 3, 0.0)
+    assert breaker.open_peers() == []
+    assert breaker.strike(A, 3, 0.0)
+    assert breaker.blocked([A], 4, 0.0)
+    assert breaker.open_peers() == [A]
+
+
+def test_a_warm_room_between_them_starts_the_count_anew():
+    breaker = Breaker()
+    for generation in range(10):
+        assert not breaker.strike(A, generation, 0.0)
+        if generation % 2:
+            breaker.warm(A)
+    assert not breaker.blocked([A], 11, 0.0)
+
+
+def test_after_a_wait_one_room_is_a_probe():
+    breaker = opened()
+    assert breaker.blocked([A], 4, 0.99)
+    assert not breaker.blocked([A], 5, 1.0)
+    assert breaker.blocked([A], 6, 1.0)
+    assert breaker.blocked([A], 7, 100.0)
+
+
+def test_a_warm_probe_closes_it():
+    breaker = opened()
+    assert not breaker.blocked([A], 4, 1.0)
+    breaker.warm(A)
+    assert not breaker.blocked([A], 5, 1.0)
+    assert not breaker.blocked([A], 6, 1.0)
+    assert breaker.open_peers() == []
+
+
+def test_waits_double_up_to_thirty_seconds():
+    breaker, now, waits = opened(), 0.0, []
+    for generation in range(10, 18):
+        began = now
+        while breaker.blocked([A], generation, now):
+            now += 0.5
+        waits.append(now - began)
+        assert not breaker.strike(A, generation, now)  # it was open before
+    assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
+
+
+def test_a_room_from_before_it_opened_changes_nothing():
+    breaker = opened()
+    assert not breaker.blocked([A], 4, 1.0)
+    assert not breaker.strike(A, 3, 1.0)
+    assert breaker.blocked([A], 5, 2.0)  # the probe still runs
+    breaker.strike(A, 4, 2.0)
+    assert breaker.blocked([A], 5, 3.99)
+    assert not breaker.blocked([A], 5, 4.0)
+
+
+def test_a_withdrawn_probe_lets_another_one_try():
+    breaker = opened()
+    assert not breaker.blocked([A], 4, 1.0)
+    breaker.withdraw(99)
+    assert breaker.blocked([A], 5, 1.0)
+    breaker.withdraw(4)
+    assert not breaker.blocked([A], 5, 1.0)
+
+
+def test_peers_have_breakers_of_their_own():
+    breaker = opened()
+    assert not breaker.blocked([B], 4, 0.0)
+    assert breaker.blocked([B, A], 4, 0.0)
+    assert not breaker.blocked([], 4, 0.0)
+
+
+def test_a_blocked_room_is_nobody_s_probe():
+    """A may be tried again, B may not: the room is cold, and A's next room is its probe."""
+    breaker = opened()
+    for generation in (4, 5, 6):
+        breaker.strike(B, generation, 10.0)
+    assert breaker.blocked([A, B], 7, 10.0)
+    assert not breaker.blocked([A], 8, 10.0)
+
+
+def test_one_room_may_be_the_probe_of_several_peers():
+    breaker = opened()
+    for generation in (4, 5, 6):
+        breaker.strike(B, generation, 0.0)
+    assert not breaker.blocked([A, B], 7, 1.0)
+    breaker.withdraw(7)
+    assert not breaker.blocked([A], 8, 1.0)
+    assert not breaker.blocked([B], 9, 1.0)
+
+
+def test_the_number_of_peers_is_bounded(monkeypatch):
+    monkeypatch.setattr(module, "MAX_PEERS", 3)
+    breaker = opened()
+    for n in range(3):
+        breaker.strike(b"peer_%03d" % n, 10 + n, 0.0)
+    assert not breaker.blocked([A], 20, 0.0)  # forgotten: it starts anew
+    assert len(breaker._states) == 3
+
+
+@pytest.mark.parametrize("strikes", [1, 2])
+def test_fewer_strikes_block_nobody(strikes):
+    breaker = Breaker()
+    for generation in range(strikes):
+        breaker.strike(A, generation, 0.0)
+    assert not any(breaker.blocked([A], 10 + n, 0.0) for n in range(5))

@@ -1,0 +1,214 @@
+"""The slot pool: each slot is free or held once, and no owner takes what others need."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sglang_mixkv.channel.slots import SLOTS, SlotPool, share_of, slot_bytes
+from sglang_mixkv.channel.times import Times
+
+TIMES = Times()
+OWNERS = st.sampled_from("abc")
+
+
+def drain(pool: SlotPool, owner: str, now: float = 0.0) -> list[int]:
+    taken = []
+    while pool.can_take(owner, now):
+        taken.append(pool.take(owner, now))
+    return taken
+
+
+@pytest.mark.parametrize(("count", "quota"), [(2, 2), (4, 2), (8, 2), (16, 4), (64, 16)])
+def test_an_owner_holds_a_quarter_at_most(count, quota):
+    pool = SlotPool(count, TIMES)
+    assert len(drain(pool, "a")) == quota == pool.held_by("a")
+
+
+@pytest.mark.parametrize("count", [2, 8, 16, SLOTS])
+@pytest.mark.parametrize("owners", [1, 2, 3, 4, 8])
+def test_what_each_of_several_owners_gets(count, owners):
+    """Taking turns, as chunks do that are packed for several readers."""
+    pool = SlotPool(count, TIMES)
+    names = range(owners)
+    while [pool.take(name, 0.0) for name in names if pool.can_take(name, 0.0)]:
+        pass
+    if owners <= count:
+        assert min(map(pool.held_by, names)) == share_of(count, owners)
+
+
+def test_a_slot_is_an_aligned_part_of_the_staging_buffer():
+    assert slot_bytes(256) == 4 << 20
+    assert (slot_bytes(1) % 4096, slot_bytes(1) * SLOTS) == (0, 1 << 20)
+
+
+def test_fewer_than_two_slots_are_refused():
+    with pytest.raises(ValueError, match="at least two"):
+        SlotPool(1, TIMES)
+
+
+def test_the_last_quarter_is_for_owners_that_hold_none():
+    pool = SlotPool(16, TIMES)
+    for owner in "abc":
+        drain(pool, owner)
+    assert pool.free_slots == 4
+    assert len(drain(pool, "d")) == 1
+    assert len(drain(pool, "e")) == 1
+    assert not pool.can_take("d", 0.0)
+
+
+def test_an_owner_whose_slot_is_late_gets_one_at_a_time():
+    pool = SlotPool(16, TIMES)
+    slot = pool.take("a", 0.0)
+    pool.offer(slot, 1, 0.0)
+    late = TIMES.late_ack
+    assert pool.can_take("a", late * 0.99)
+    other = pool.take("a", late)
+    assert not pool.can_take("a", late)
+    assert pool.can_take("b", late)
+    pool.free(other)
+    assert pool.can_take("a", late), "an ACK may be lost for good"
+    assert pool.acknowledge(slot, 1)
+    assert len(drain(pool, "a", late)) == 4
+
+
+def test_late_slots_count_for_the_quarter():
+    pool, now = SlotPool(16, TIMES), 0.0
+    for stamp in range(1, 5):
+        pool.offer(pool.take("a", now), stamp, now)
+        now += TIMES.late_ack
+    assert not pool.can_take("a", now)
+
+
+def test_a_slot_that_is_packed_for_long_is_not_late():
+    pool = SlotPool(16, TIMES)
+    pool.take("a", 0.0)
+    assert pool.can_take("a", 1000.0)
+
+
+def test_an_acknowledgement_needs_the_stamp_and_counts_once():
+    pool = SlotPool(4, TIMES)
+    slot = pool.take("a", 0.0)
+    assert not pool.acknowledge(slot, 1)  # it is not offered
+    pool.offer(slot, 1, 0.0)
+    assert not pool.acknowledge(slot, 2)
+    assert not pool.acknowledge(slot + 1, 1)
+    assert pool.acknowledge(slot, 1)
+    assert not pool.acknowledge(slot, 1)
+    assert not pool.check()
+
+
+def test_slots_expire_when_nothing_can_read_them():
+    pool = SlotPool(4, TIMES)
+    first, second = pool.take("a", 0.0), pool.take("b", 0.0)
+    pool.offer(first, 1, 0.0)
+    pool.offer(second, 2, 1.0)
+    aside = TIMES.slot_aside
+    assert pool.expire(aside * 0.99) == []
+    assert pool.expire(aside) == [first]
+    assert pool.expire(aside + 1.0) == [second]
+    assert not pool.acknowledge(first, 1)
+    assert pool.free_slots == 4
+    assert TIMES.slot_aside > TIMES.delivery + TIMES.stall + TIMES.read
+
+
+def test_the_slot_that_was_free_longest_is_taken():
+    pool = SlotPool(4, TIMES)
+    slot = pool.take("a", 0.0)
+    pool.free(slot)
+    assert [pool.take(owner, 0.0) for owner in "abcd"] == [1, 2, 3, 0]
+
+
+@pytest.mark.parametrize("damage", ["free twice", "lost", "offered", "count"])
+def test_check_names_wrong_books(damage):
+    pool = SlotPool(4, TIMES)
+    slot = pool.take("a", 0.0)
+    if damage == "free twice":
+        pool._free.append(3)
+    elif damage == "lost":
+        pool._free.pop()
+    elif damage == "offered":
+        pool._offered[3] = 0.0, 1
+    else:
+        pool._held["a"] += 1
+    assert len(pool.check()) == 1, (damage, slot)
+
+
+class SlotPoolMachine(RuleBasedStateMachine):
+    """The pool beside a plain list of what each slot is."""
+
+    @initialize(count=st.integers(2, 20))
+    def begin(self, count):
+        self.pool, self.now, self.stamp = SlotPool(count, TIMES), 0.0, 0
+        self.count, self.quota, self.reserve = count, max(2, count // 4), count // 4
+        self.taken: dict[int, str] = {}
+        self.offered: dict[int, tuple[str, float, int]] = {}
+
+    def held(self, owner):
+        held = [*self.taken.values(), *(o for o, _, _ in self.offered.values())]
+        return held.count(owner)
+
+    def late(self, owner):
+        limit = self.now - TIMES.late_ack
+        return sum(o == owner and since <= limit for o, since, _ in self.offered.values())
+
+    @rule(owner=OWNERS)
+    def take(self, owner):
+        held, free = self.held(owner), self.count - len(self.taken) - len(self.offered)
+        one_more = self.late(owner) in (0, held)
+        more = held < self.quota and free > self.reserve and one_more
+        expected = free > 0 and (not held or more)
+        assert self.pool.can_take(owner, self.now) == expected
+        if expected:
+            slot = self.pool.take(owner, self.now)
+            assert slot not in self.taken
+            assert slot not in self.offered
+            self.taken[slot] = owner
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def offer(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.taken)))
+        self.stamp += 1
+        self.pool.offer(slot, self.stamp, self.now)
+        self.offered[slot] = self.taken.pop(slot), self.now, self.stamp
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def free(self, data):
+        slot = data.draw(st.sampled_from(sorted(self.taken)))
+        self.pool.free(slot)
+        del self.taken[slot]
+
+    @rule(data=st.data())
+    def acknowledge(self, data):
+        slot = data.draw(st.integers(-1, self.count))
+        stamps = [0, self.stamp, *(stamp for _, _, stamp in self.offered.values())]
+        stamp = data.draw(st.sampled_from(stamps))
+        expected = slot in self.offered and self.offered[slot][2] == stamp
+        assert self.pool.acknowledge(slot, stamp) == expected
+        if expected:
+            del self.offered[slot]
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 30.0, 60.0]))
+    def wait(self, seconds):
+        self.now += seconds
+        limit = self.now - TIMES.slot_aside
+        expected = [slot for slot, (_, since, _) in self.offered.items() if since <= limit]
+        assert self.pool.expire(self.now) == expected
+        for slot in expected:
+            del self.offered[slot]
+
+    @invariant()
+    def the_books_are_right(self):
+        assert self.pool.check() == []
+        assert self.pool.offered == len(self.offered)
+        assert self.pool.free_slots == self.count - len(self.taken) - len(self.offered)
+        for owner in "abc":
+            assert self.pool.held_by(owner) == self.held(owner) <= self.quota
+
+
+TestSlotPool = SlotPoolMachine.TestCase
+TestSlotPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
