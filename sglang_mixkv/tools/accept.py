@@ -190,8 +190,8 @@ def report(trial: Trial, compared: Comparison, wire: Wire, out: Path | None) -> 
     if no_yardstick or (failures and verdict is Verdict.WITHIN):
         verdict = Verdict.UNDECIDED
     if out is not None:
-        told = {"verdict": verdict.value, "not_judged": why_not, "failed": trial.failed}
-        out.write_text(json.dumps(told | compared.figures() | wire.figures(), indent=1))
+        head = {"verdict": verdict.value, "not_judged": why_not, "failed": trial.failed}
+        out.write_text(json.dumps(head | compared.figures() | wire.figures(), indent=1))
     print("\n".join([*compared.table(), *wire.table()]))
     if why_not:
         print("\n".join(why_not), file=sys.stderr)

@@ -19,7 +19,7 @@ import numpy as np
 from sglang_mixkv.tools.client import Answer, acceptance_by_position, longest_draft
 
 FEWEST = 8
-"""Prompts that a verdict needs: of fewer, how much prompts differ cannot be told."""
+"""Prompts that a verdict needs: of fewer, how much prompts differ is not known."""
 
 EARLY, TIES, CHANCE = 8, 0.1, 1e-3
 """Outputs of right servers part too, where two tokens are as likely. More than a tenth of them
@@ -206,7 +206,7 @@ class Comparison:
         side = "within" if verdict is Verdict.WITHIN else "OUTSIDE"
         return f"accept length {side} the gate of {self.gate:.0%}"
 
-    # -- told
+    # -- in words
 
     @property
     def drafts(self) -> int:

@@ -19,7 +19,7 @@ API_KEY_ENV = "SGLANG_MIXKV_API_KEY"
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said to one prompt. `cached_tokens`: of the prompt, found in a radix cache;
+    """A server's answer to one prompt. `cached_tokens`: of the prompt, found in a radix cache;
     `host_tokens`: of these, restored from its host tier. `drafted`: tokens drafted a verify
     round. `dp_rank`: who decoded it, None where the server does not say. `first_token_s`: when
     the first token came, of `stream` alone."""
@@ -133,8 +133,8 @@ class Events:
 
     def _event(self) -> dict[str, Any]:
         if not self._last:
-            said = self._other.decode(errors="replace")
-            raise RequestFailed(f"no answer from {self._url}: it sent no event, but {said!r}")
+            text = self._other.decode(errors="replace")
+            raise RequestFailed(f"no answer from {self._url}: it sent no event, but {text!r}")
         try:
             event: dict[str, Any] = json.loads(self._last)
         except ValueError:

@@ -1,124 +1,112 @@
-"""The plan as plain text."""
+"""The plan as plain text: the answer first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from textwrap import fill
 
-from sglang_mixkv.tools.plan_figures import TOKENS, Load, Model, Plan, RankPlan, Sender, Side
+from sglang_mixkv.channel.slots import quota_of
+from sglang_mixkv.tools.plan_pair import Plan, Read, model_text
+from sglang_mixkv.tools.plan_server import Server
 
-_HEADER = (
-    "decode rank", "prefill rank", "target", "draft heads", "aux", "state",
-    "target B/token", "draft B/token", f"descriptors/{TOKENS:,} tokens",
-)  # fmt: skip
+WIDTH = 100
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Left-aligned columns, two spaces between; the first row is the header."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    ruled = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in ruled
-    ]
+def text(plan: Plan) -> str:
+    lines = [_answer(plan), "", *map(_side, (plan.prefill, plan.decode)), *_models(plan)]
+    if plan.prompts:
+        lines += ["", *_table(_reads(plan.reads)), "", *_staging(plan), "", *_table(_prompts(plan))]
+    lines += ["", *_list("findings", plan.findings or ["nothing is refused or goes wrong"])]
+    return "\n".join([*lines, *_list("notes", plan.notes)])
+
+
+def _answer(plan: Plan) -> str:
+    need = plan.need
+    if need is None:
+        return "Whether you need the plugin is open: see the findings."
+    answer = "You need the plugin" if need.needed else "You do not need the plugin"
+    share = ""
+    if need.needed and need.wrong_share is not None:
+        share = f" Without it {need.wrong_share:.0%} of a prompt's draft KV on decode is wrong."
+    if need.needed and not (plan.prefill.enabled or plan.decode.enabled):
+        share += " Start both sides with --enable-mixkv."
+    return fill(f"{answer}: {need.reason}.{share}", WIDTH)
+
+
+def _side(server: Server) -> str:
+    groups = f" in {server.attn_dp_size} DP-attention groups" if server.attn_dp_size > 1 else ""
+    more = (
+        f"attention TP {server.attention_tp or 'uneven'}",
+        f"{server.dp_size} replicas" * (server.dp_size > 1),
+        f"{server.pp_size} pipeline stages" * (server.pp_size > 1),
+        f"DCP {server.dcp_size}" * (server.dcp_size > 1),
+    )
+    return f"{server.role:<8} TP {server.tp_size}{groups}, {', '.join(filter(None, more))}"
+
+
+def _models(plan: Plan) -> Iterator[str]:
+    yield f"target   {model_text(plan.decode.target)}"
+    draft = plan.decode.draft
+    if draft is not None:
+        yield f"drafter  {model_text(draft)}, {plan.decode.speculative_algorithm}, {draft.dtype}"
+    if plan.draft_bytes:
+        sizes = (
+            "{prefill_rank:,} on a prefill rank, {decode_rank:,} on a decode rank, {all:,} in all"
+        )
+        yield f"         bytes per token: {sizes.format(**plan.draft_bytes)}"
+
+
+def _reads(reads: Sequence[Read]) -> Iterator[Sequence[str]]:
+    yield ("decode rank", "reads from prefill rank", "draft heads", "bytes per token",
+           "tokens per slot", "tokens at once")  # fmt: skip
+    for read in reads:
+        figures = (read.bytes_per_token, read.tokens_per_slot, read.tokens_at_once)
+        cells = (f"{figure:,}" if read.heads else "-" for figure in figures)
+        yield str(read.decode_rank), str(read.prefill_rank), heads_text(read.heads), *cells
 
 
 def heads_text(heads: Sequence[int]) -> str:
     """Neighbouring head numbers: 3, or 0..3; a dash for none."""
-    if not heads:
-        return "-"
-    return str(heads[0]) if len(heads) == 1 else f"{heads[0]}..{heads[-1]}"
+    if len(heads) < 2:
+        return str(heads[0]) if heads else "-"
+    return f"{heads[0]}..{heads[-1]}"
 
 
-def text(plan: Plan) -> str:
-    """All of the plan: sides, models, who sends what, figures, refusals, what is not known."""
-    lines = [*_sides(plan), *_models(plan), ""]
-    if plan.ranks:
-        lines += [*table(_rows(plan)), "", *_totals(plan), ""]
-    lines += _list("refused", plan.refused) or ["refused: nothing that can be seen from here"]
-    return "\n".join([*lines, *_list("not known from here", plan.unknown)])
-
-
-def _list(title: str, points: Iterable[str]) -> list[str]:
-    lines = [f"  - {point}" for point in points]
-    return [f"{title}:", *lines] if lines else []
-
-
-def _sides(plan: Plan) -> list[str]:
-    return [
-        f"{name:<8} {_side(side)}"
-        for name, side in (("prefill", plan.prefill), ("decode", plan.decode))
-        if side is not None
-    ]
-
-
-def _side(side: Side) -> str:
-    groups = f" in {side.dp_groups} DP-attention groups" if side.dp_groups > 1 else ""
-    stages = f", {side.pp} pipeline stages" if side.pp > 1 else ""
-    page = side.page_size or "not given"
-    dcp = f", DCP {side.dcp}" if side.dcp > 1 else ""
-    return f"TP {side.tp}{groups}: attention TP {side.attention_tp}{stages}{dcp}, page size {page}"
-
-
-def _models(plan: Plan) -> list[str]:
-    lines = [
-        f"{name:<8} {_model(model)}"
-        for name, model in (("target", plan.target), ("drafter", plan.draft))
-        if model is not None
-    ]
-    return [*lines, f"figures  for pages of {plan.page_size} tokens"]
-
-
-def _model(model: Model) -> str:
-    kind = "MLA" if model.kind == "mla" else f"{model.kv_heads} KV heads"
-    return (
-        f"{model.architecture}: {kind}, {model.layers} layer{'s' * (model.layers > 1)}, "
-        f"{model.dtype}, {model.row_bytes:,} B/token"
+def _staging(plan: Plan) -> Iterator[str]:
+    for server in (plan.prefill, plan.decode):
+        ranks = server.tp_size * server.dp_size
+        size = _mib(server.config.staging_mb << 20)
+        yield f"staging  {server.role}: {size} on each of {ranks} rank{'s' * (ranks > 1)}"
+    chunk = f"chunks of {plan.prefill.chunk:,} tokens" if plan.prefill.chunk else "one chunk"
+    yield (
+        f"         {plan.slots} slots of {_mib(plan.slot_bytes)}, at most {quota_of(plan.slots)} "
+        f"for one reader; {chunk} on prefill"
     )
 
 
-def _rows(plan: Plan) -> list[Sequence[str]]:
-    stages = plan.prefill is not None and plan.prefill.pp > 1
-    rows: list[Sequence[str]] = [_HEADER]
-    for rank in plan.ranks:
-        rows += [_row(plan, rank, sender, stages) for sender in rank.senders]
-    return rows
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):,.4g} MiB"
 
 
-def _row(plan: Plan, rank: RankPlan, sender: Sender, stages: bool) -> Sequence[str]:
-    where = f"{sender.prefill_rank}" + f" stage {sender.stage}" * stages
-    own = f"{rank.decode_rank}" + f" stage {rank.decode_stage}" * _staged(plan)
-    if sender.dummy:
-        return (own, where, "dummy", "-", "-", "-", "0", "0", "0")
-    mla = plan.target.kind == "mla"
-    whole = "latent" if sender.target_heads else "-"
-    return (
-        own, where, whole if mla else heads_text(sender.target_heads), _draft(plan, sender),
-        "yes" if sender.aux else "-", "yes" if sender.state else "-", *_load(sender.load),
-    )  # fmt: skip
+def _prompts(plan: Plan) -> Iterator[Sequence[str]]:
+    yield ("prompt tokens", "to a decode rank", "segments", "messages", "slots")
+    for one in plan.prompts:
+        slots = "all at once" if one.at_once else "used in turns"
+        counts = (f"{one.segments:,}", f"{one.messages:,}")
+        yield f"{one.tokens:,}", _mib(one.bytes), *counts, slots
 
 
-def _staged(plan: Plan) -> bool:
-    return plan.decode is not None and plan.decode.pp > 1
+def _table(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Left-aligned columns, two spaces between; the first row is the header."""
+    head, *others = rows
+    widths = [max(map(len, column)) for column in zip(head, *others, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, ["-" * width for width in widths], *others)
+    ]
 
 
-def _draft(plan: Plan, sender: Sender) -> str:
-    mla = plan.draft is not None and plan.draft.kind == "mla"
-    return "latent" if mla and sender.draft_heads else heads_text(sender.draft_heads)
-
-
-def _load(load: Load) -> tuple[str, str, str]:
-    few, many = load.descriptors_one_run, load.descriptors_scattered
-    count = f"{few:,}" if few == many else f"{few:,} to {many:,}"
-    return f"{load.target_bytes:,}", f"{load.draft_bytes:,}", count
-
-
-def _totals(plan: Plan) -> list[str]:
-    rows: list[Sequence[str]] = [
-        ("decode rank", "answers expected", "target B/token", "draft B/token",
-         f"descriptors/{TOKENS:,} tokens")
-    ]  # fmt: skip
-    for rank in plan.ranks:
-        name = f"{rank.decode_rank}" + f" stage {rank.decode_stage}" * _staged(plan)
-        rows.append((name, str(rank.expected_responses), *_load(rank.load)))
-    answers = sum(rank.expected_responses for rank in plan.ranks)
-    return table([*rows, ("one request", str(answers), *_load(plan.total))])
+def _list(title: str, points: Iterable[str]) -> Iterator[str]:
+    lines = [fill(point, WIDTH, initial_indent="  - ", subsequent_indent="    ",
+                  break_long_words=False, break_on_hyphens=False) for point in points]  # fmt: skip
+    yield from [f"{title}:", *lines] if lines else []

@@ -1,7 +1,7 @@
 """Whether a server's accept length is made up: SGLANG_SIMULATE_ACC_LEN, a knob for benchmarks.
 
 With it SGLang 0.5.23 accepts so many drafts a round whatever they are (speculative/spec_utils.py,
-dflash_utils.py), so nothing can be said of the drafter's KV. A server shows its variables at
+dflash_utils.py), so nothing is known of the drafter's KV. A server shows its variables at
 /server_info only with SGLANG_EXPOSE_OWN_ENV_VARS=1. Its answers show the knob too unless
 SGLANG_SIMULATE_ACC_TOKEN_MODE is real-draft-token: each verified token is the same, FIXED_TOKEN.
 """
@@ -59,7 +59,7 @@ def answered(outputs: Iterable[Sequence[int]]) -> bool:
 
 
 def reason(url: str, outputs: Iterable[Sequence[int]] = ()) -> str | None:
-    """Why nothing can be judged by the acceptance at `url`; None where nothing speaks against."""
+    """Why nothing can be judged by the acceptance at `url`; None where it can be judged."""
     if shown(server_info(url)):
         sign = "a server there shows it in its variables"
     elif answered(outputs):

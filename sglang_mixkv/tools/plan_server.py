@@ -1,0 +1,267 @@
+"""One server as SGLang resolves its launch line, or as its /server_info describes it.
+
+SGLang's own parser, resolution, checks and model configuration run here, without a GPU and without
+weights: the installed release decides what a flag means and what does not start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from sglang_mixkv import refusals
+from sglang_mixkv.config import ATTRIBUTE, Config, resolve
+from sglang_mixkv.draft.layout import DraftFacts
+from sglang_mixkv.draft.targets import Target
+from sglang_mixkv.engine.releases import rules, sglang_version
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.tools.plan_line import parse, split, unreadable
+
+NO_GPU = (
+    "resolved without a GPU: with one SGLang may take another --page-size, --kv-cache-dtype and "
+    "--chunked-prefill-size, and start what it does not start here"
+)
+
+
+class Model(msgspec.Struct, frozen=True):
+    """`kv_heads`: 0 where each rank has the same rows (MLA). `head_bytes`: of a token and head, K
+    of each layer, then V. `hybrid`: some layers have a state instead of KV."""
+
+    path: str
+    architecture: str
+    kv_heads: int
+    layers: int
+    head_bytes: tuple[int, ...]
+    dtype: str
+    hybrid: bool = False
+
+
+class Flags(msgspec.Struct, frozen=True, kw_only=True):
+    """SGLang's, resolved, by its own names."""
+
+    tp_size: int
+    attn_dp_size: int
+    dp_size: int
+    pp_size: int
+    dcp_size: int
+    page_size: int | None
+    kv_cache_dtype: str
+    chunked_prefill_size: int | None
+    disaggregation_transfer_backend: str
+    disaggregation_enable_kv_checksum: bool
+    speculative_algorithm: str | None
+    speculative_eagle_topk: int | None
+
+
+class Server(Flags, frozen=True, kw_only=True):
+    """`enabled`: opted in; None where that cannot be seen. `attention_tp`: 0 where TP does not
+    split. `stage`: the target of the first pipeline stage. `stock`: why SGLang itself does not
+    start it; `refused`: why the plugin does not."""
+
+    role: str
+    enabled: bool | None
+    config: Config
+    attention_tp: int
+    target: Model
+    stage: Target
+    draft: Model | None
+    stock: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def chunk(self) -> int:
+        """Tokens that prefill computes at a time; 0 for a whole prompt."""
+        return max(0, self.chunked_prefill_size or 0)
+
+    @property
+    def facts(self) -> DraftFacts | None:
+        """Of a drafter with KV heads."""
+        draft = self.draft
+        if draft is None or not draft.kv_heads:
+            return None
+        return DraftFacts(
+            draft.architecture, self.speculative_algorithm or "", draft.kv_heads, draft.head_bytes,
+            draft.dtype,
+        )  # fmt: skip
+
+
+def read(role: str, line: str | None, url: str | None = None) -> Server:
+    """Raises MixKVError or ValueError for what cannot be read, ImportError without SGLang. `url`:
+    of a running server; the line's flags win over what it answers."""
+    try:
+        if line is None and url is None:
+            raise unreadable(f"give --{role}, --{role}-url, or both")
+        environ, flags = split(line or "")
+        info = None
+        if url is not None:
+            from sglang_mixkv.tools.plan_url import server_info  # requests, which lines do without
+
+            info = server_info(url)
+        with _alone(environ):
+            return _read(role, flags, environ, info)
+    except MixKVError as error:
+        raise error.about(role) from None
+    except ValueError as error:  # a variable that config.py cannot read
+        raise ValueError(f"{role}: {error}") from None
+
+
+@contextmanager
+def _alone(environ: Mapping[str, str]) -> Iterator[None]:
+    """The line's variables alone decide. SGLang logs nothing and downloads nothing."""
+    kept, level = dict(os.environ), logging.root.manager.disable
+    for name in filter(lambda name: name.startswith("SGLANG_"), kept):
+        del os.environ[name]
+    os.environ.update(environ, HF_HUB_OFFLINE="1")
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+        os.environ.clear()
+        os.environ.update(kept)
+
+
+def _read(
+    role: str, flags: list[str], environ: dict[str, str], info: dict[str, Any] | None
+) -> Server:
+    from sglang.srt.arg_groups.overrides import resolving_view
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils import get_device
+
+    args, notes = parse(flags, info and _known(info)), []
+    config = resolve(args, environ)
+    enabled = config.enabled or (False if info is None else None)
+    if enabled is None:
+        notes.append(f"{role}: /server_info does not show whether SGLANG_ENABLE_MIXKV is set")
+    _check_models(args)
+    if args.disaggregation_mode in (None, "null"):
+        args.disaggregation_mode = role
+    try:
+        get_device()
+    except RuntimeError:
+        args.device = args.device or "cuda"
+        notes += [NO_GPU] if info is None else []
+    server_args = ServerArgs.from_cli_args(args)
+    setattr(server_args, ATTRIBUTE, Config())  # `refused` has what the plugin's hook would raise
+    stock = tuple(_not_started(role, server_args)) if info is None else ()
+    view = resolving_view(server_args)
+    target = _model(server_args, view, is_draft=False)
+    parts = view.attn_dp_size * view.attn_cp_size
+    return Server(
+        **{name: getattr(view, name) for name in Flags.__struct_fields__},
+        role=role, enabled=enabled, config=config, stock=stock, notes=tuple(notes),
+        attention_tp=view.tp_size // parts if parts and not view.tp_size % parts else 0,
+        target=target, stage=_stage(target, view),
+        draft=_model(server_args, view, is_draft=True) if refusals.has_drafter(view) else None,
+        refused=tuple(_refused(role, view, environ, config)),
+    )  # fmt: skip
+
+
+def _stage(target: Model, view: Any) -> Target:
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    first, end = get_pp_indices(target.layers, 0, view.pp_size)
+    return Target(
+        target.kv_heads, 2 * (end - first), target.hybrid, len(set(target.head_bytes)) <= 1,
+        view.pp_size, view.dcp_size,
+    )  # fmt: skip
+
+
+def _known(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Resolved values in the place of SGLang's defaults, and the plugin's flags of its command."""
+    try:
+        launched = vars(parse(split(info.get("launch_command") or "")[1]))
+    except MixKVError:  # SGLang joins the words of its command without quotes
+        launched = {}
+    known = {name: info[name] for name in vars(parse([])) if name in info}
+    return known | {name: value for name, value in launched.items() if "mixkv" in name}
+
+
+def _check_models(args: argparse.Namespace) -> None:
+    """SGLang would ask the Hub, again and again."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if args.model_path is None:
+        raise unreadable("--model-path is missing on the launch line")
+    for flag in ("--model-path", "--speculative-draft-model-path"):
+        path = getattr(args, flag[2:].replace("-", "_"))
+        with suppress(HFValidationError):  # no name of the Hub's
+            if path is None or Path(path).exists() or try_to_load_from_cache(path, "config.json"):
+                continue
+        raise unreadable(
+            f"{flag} {path}: neither a folder nor in the Hub's cache here, and the plan downloads "
+            f"nothing. Give {flag} FOLDER, beside a URL as well"
+        )
+
+
+def _not_started(role: str, server_args: Any) -> Iterator[str]:
+    """What SGLang raises, and where it says nothing, the line that does."""
+    try:
+        server_args.resolve_once()
+        server_args.check_server_args()
+    except Exception as error:
+        text = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
+        yield f"{role}: SGLang {sglang_version()} does not start it: {' '.join(text.split())}"
+
+
+def _model(server_args: Any, view: Any, *, is_draft: bool) -> Model:
+    """Raises MixKVError for a config.json that SGLang does not read."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_v4
+    from sglang.srt.model_executor.model_runner_components import layer_setup
+
+    path = (view.speculative_draft_model_path if is_draft else None) or view.model_path
+    revision = view.speculative_draft_model_revision if is_draft else None
+    try:
+        config = ModelConfig.from_server_args(
+            server_args, model_path=path, model_revision=revision, is_draft_model=is_draft
+        )
+    except Exception as error:  # of SGLang, transformers or the model's own code
+        raise unreadable(f"{path}: {' '.join(str(error).split())}") from None
+    layers = layer_setup._compute_model_num_layers(
+        model=None, model_config=config, is_draft_worker=is_draft
+    )
+    alike = config.attention_arch == AttentionArch.MLA or is_deepseek_v4(config.hf_config)
+    dtype = _kv_dtype(view, config, is_draft)
+    widths = [] if alike else [config.head_dim, config.v_head_dim]
+    return Model(
+        path, config.hf_config.architectures[0], 0 if alike else config.get_total_num_kv_heads(),
+        layers, tuple(width * dtype.itemsize for width in widths for _ in range(layers)),
+        str(dtype).removeprefix("torch."), bool(mambaish_config(config)),
+    )  # fmt: skip
+
+
+def _kv_dtype(view: Any, config: Any, is_draft: bool) -> Any:
+    from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    algorithm = SpeculativeAlgorithm.from_string(view.speculative_algorithm)
+    return configure_kv_cache_dtype(
+        server_args_kv_cache_dtype=view.kv_cache_dtype, model=None, model_dtype=config.dtype,
+        is_draft_worker=is_draft, is_dflash=algorithm.is_dflash_family(),
+        speculative_draft_attention_backend=view.speculative_draft_attention_backend,
+        speculative_draft_kv_cache_dtype=view.speculative_draft_kv_cache_dtype,
+    )[1]  # fmt: skip
+
+
+def _refused(role: str, view: Any, environ: Mapping[str, str], config: Config) -> Iterator[str]:
+    for reason in refusals.broken(rules(), view, environ):
+        yield f"[MIXKV-START-03] {role}: {reason}"
+    if view.disaggregation_mode != role:
+        yield (
+            f"[MIXKV-START-03] {role}: expected --disaggregation-mode {role}; got "
+            f"{view.disaggregation_mode}. Are the two launch lines swapped?"
+        )
