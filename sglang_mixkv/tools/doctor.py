@@ -6,66 +6,77 @@ Exit status: 0 when nothing is wrong, 1 otherwise, 2 for unusable arguments.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
 
 from sglang_mixkv import config
+from sglang_mixkv.channel import planes
 from sglang_mixkv.tools import doctor_checks as checks
 from sglang_mixkv.tools import doctor_child as child
 from sglang_mixkv.tools import doctor_diff as diff
-from sglang_mixkv.tools import doctor_memory as memory
 from sglang_mixkv.tools import doctor_rdma as rdma
-from sglang_mixkv.tools import doctor_transfer as transfer
 from sglang_mixkv.tools.doctor_checks import Finding
+from sglang_mixkv.tools.doctor_child import READ, ReadFailed, Wire
 
 SCHEMA = 1
-
-
-def _because(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """For argparse, which hides what a ValueError says."""
-
-    def value(text: str) -> Any:
-        try:
-            return read(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return value
+SECTION = "data plane"
 
 
 def _port(text: str) -> int:
-    if not transfer.is_port(text):
-        raise ValueError(f"expected a port from 0 (any that is free) to 65535, got {text!r}")
+    if not text.isdecimal() or int(text) >= 1 << 16:
+        text = f"expected a port from 0 (any that is free) to 65535, got {text!r}"
+        raise argparse.ArgumentTypeError(text)
     return int(text)
 
 
+def _address(text: str) -> tuple[str, int]:
+    found = re.fullmatch(r"(?:\[(.+)\]|([^:]+)):(\d+)", text)
+    if not found or int(found[3]) >= 1 << 16:
+        raise argparse.ArgumentTypeError(
+            f"expected HOST:PORT, as in 10.0.0.1:18515 or [fd00::1]:18515, got {text!r}; PORT "
+            "is the one that the other host's --listen names"
+        )
+    return found[1] or found[2], int(found[3])
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        """With the nearest option, where one is unknown."""
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            word = unknown.split()[0].partition("=")[0]
+            message += checks.nearest(word, self._option_string_actions)
+        super().error(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m sglang_mixkv doctor",
-        description="Check this host: versions, plugin, seams in SGLang, configuration, "
-        "libraries, and a small real transfer; by default between two processes here. "
-        "Between two hosts: --listen on one, --peer on the other.",
+        description="Check this host: versions, plugin, seams in SGLang, configuration, libraries, "
+        "and reads over the drafter's data plane, by default between two processes here. Between "
+        "two hosts: --listen on prefill's, --peer on decode's.",
     )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--listen", metavar="PORT", type=_because(_port), help="wait for one --peer, 10 minutes"
+        "--listen", metavar="PORT", type=_port, help="wait for one --peer, 10 minutes"
     )
-    where.add_argument(
-        "--peer", metavar="HOST:PORT", type=_because(transfer.split_address),
-        help="send to a --listen",
+    where.add_argument("--peer", metavar="HOST:PORT", type=_address, help="read from a --listen")
+    parser.add_argument(
+        "--backend", "--disaggregation-transfer-backend", choices=planes.NAMES,
+        help="the servers' transfer backend, which decides the data plane (default: mooncake, or "
+        "nixl where that alone is installed)",
     )  # fmt: skip
     parser.add_argument(
-        "--backend", choices=memory.MEMORIES,
-        help="SGLang's transfer backend to try (default: each that is installed; between two "
-        "hosts mooncake)",
-    )  # fmt: skip
-    parser.add_argument(
-        rdma.FLAG, metavar="DEVICES", type=_because(rdma.names_of), default=[],
+        rdma.FLAG, metavar="DEVICES", type=rdma.names_of, default=[],
         help="the RDMA devices of the servers, as on their launch lines (default: SGLang's choice)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--selftest", action="store_true",
+        help="only compare SGLang with what the plugin relies on: functions, and what they do",
     )  # fmt: skip
     parser.add_argument(
         "--against", metavar="FOLDER",
@@ -77,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         "--diff", action="store_true", help="with --against: print the files' unified diff instead"
     )
     parser.add_argument(
-        "--no-transfer", action="store_true", help="leave the transfer out, and what it would use"
+        "--no-transfer", action="store_true", help="leave the reads out, and what they would use"
     )
     parser.add_argument("--no-seams", action="store_true", help="do not import SGLang")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -87,87 +98,72 @@ def _parser() -> argparse.ArgumentParser:
 
 def findings(args: argparse.Namespace) -> Iterator[Finding]:
     """All checks, the quick ones first."""
-    if args.against:
-        yield from checks.seams(args.against)
-        yield from diff.findings(args.against)
+    if args.against or args.selftest:
+        yield from checks.seams(args.against or "")
+        yield from diff.findings(args.against) if args.against else ()
         return
     yield from checks.versions()
     yield from checks.entry_point()
     yield from checks.configuration(args)
     yield from checks.environment(flags=args)
     yield from checks.libraries()
-    names, tries = args.disaggregation_ib_device, not args.no_transfer
-    seen = rdma.look(names) if tries else rdma.Seen(rdma.devices(), ())
-    over_mooncake = tries and "mooncake" in _backends(args)
-    yield from rdma.findings(seen, names, over_mooncake=over_mooncake)
+    yield from rdma.findings(args.disaggregation_ib_device)
     if not args.no_seams:
         yield from checks.seams()
     if not args.no_transfer:
-        for backend in _backends(args):
-            yield from transfer_findings(args, transfer.Wire(backend, seen.way(), names))
+        yield from data_plane(args)
 
 
-def _backends(args: argparse.Namespace) -> list[str]:
-    """The transfer backends to try."""
-    if args.backend is not None:
-        return [args.backend]
-    both = args.listen is None and args.peer is None and checks.version_of("nixl") != "none"
-    if both and checks.version_of(*checks.MOONCAKE) == "none":
-        return ["nixl"]
-    return ["mooncake", "nixl"] if both else ["mooncake"]
-
-
-def transfer_findings(args: argparse.Namespace, wire: transfer.Wire) -> Iterator[Finding]:
-    """The real transfer: to a peer, from a peer, or between two processes here."""
-    section = f"transfer over {wire.way if wire.backend == 'mooncake' else memory.nixl_name()}"
+def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
+    """Reads from a peer, by a peer, or between two processes here."""
+    only_nixl = checks.version_of(*checks.MOONCAKE) == "none" != checks.version_of("nixl")
+    backend = args.backend or ("nixl" if only_nixl else "mooncake")
     try:
-        if args.listen is not None:
-            right, asked = child.run_listener(args.listen, wire), len(transfer.SIZES)
-            wrong = "" if right == asked else "bytes arrived wrong; see the other side"
-            yield Finding(section, "received", f"{right} of {asked} blocks right", wrong)
-            return
-        blocks = (
-            child.run_sender(args.peer[0], args.peer[1], wire)
-            if args.peer
-            else child.loopback(wire)
-        )
-    except (memory.TransferFailed, OSError, ValueError) as error:
-        yield Finding(section, "failed", "-", str(error))
+        plane = planes.choose(backend)
+        yield Finding(SECTION, "chosen", f"{plane.name}: {plane.why}")
+        devices = ",".join(args.disaggregation_ib_device)
+        wire = Wire(backend, devices, config.resolve(args).staging_mb)
+        found = child.result(wire, args.listen, args.peer)
+    except (ReadFailed, OSError, ValueError) as error:
+        yield Finding(SECTION, "read", "failed", str(error))
         return
-    to = f"to {args.peer[0]}" if args.peer else "between two processes here"
-    yield from (_block(section, to, block) for block in blocks)
+    yield Finding(SECTION, "memory", found["memory"])
+    yield rdma.transport(plane.name, found["used"])
+    if args.listen is not None:
+        wrong = "" if found["right"] == READ else "bytes arrived wrong; see the other side"
+        yield Finding(SECTION, "read", f"{found['right']} of {READ} slots right", wrong)
+    else:
+        where = f"from {args.peer[0]}" if args.peer else "between two processes here"
+        yield _rate(found, where)
 
 
-def _block(section: str, to: str, block: dict[str, Any]) -> Finding:
-    size, seconds, wrong = block["bytes"], block["seconds"], block["first_wrong"]
-    name = f"{size >> 10:,} KiB {to}"
-    value = f"{1000 * seconds:.1f} ms, {size / seconds / 1e6:,.0f} MB/s"
-    return Finding(section, name, value, "" if wrong < 0 else f"byte {wrong} arrived wrong")
+def _rate(found: dict[str, Any], where: str) -> Finding:
+    size, seconds = found["bytes"], found["seconds"]
+    value = f"{size >> 20} MiB {where} in {1000 * seconds:.1f} ms, {size / seconds / 1e6:,.0f} MB/s"
+    wrong = [f"byte {byte} of slot {slot}" for slot, byte in found["wrong"].items()]
+    problem = f"{', '.join(wrong)} arrived wrong" if wrong else ""
+    return Finding(SECTION, "read", value, problem)
 
 
 def text(found: Iterable[Finding]) -> str:
-    """The report: sections of aligned lines, problems marked, a last line with the verdict."""
+    """The report: aligned lines, problems marked, a last line with the verdict."""
     found = list(found)
-    lines: list[str] = []
-    for section, members in groupby(found, key=lambda finding: finding.section):
-        lines += [*_section(section, list(members)), ""]
-    wrong = sum(bool(finding.problem) for finding in found)
+    sections = max(len(one.section) for one in found)
+    names = max(len(one.name) for one in found)
+    lines, section = [], ""
+    for one in found:
+        mark = "!!" if one.problem else "  "
+        title = "" if one.section == section else one.section
+        section = one.section
+        lines.append(f"{mark} {title:<{sections}}  {one.name:<{names}}  {one.value}".rstrip())
+        lines += [f"      {one.problem}"] * bool(one.problem)
+    wrong = sum(bool(one.problem) for one in found)
     verdict = "nothing is wrong" if not wrong else f"{wrong} problem{'s' * (wrong > 1)}, marked !!"
-    return "\n".join([*lines, verdict])
-
-
-def _section(name: str, members: list[Finding]) -> Iterator[str]:
-    width = max(len(member.name) for member in members)
-    yield name
-    for member in members:
-        mark = "!!" if member.problem else "  "
-        yield f"{mark} {member.name:<{width}}  {member.value}".rstrip()
-        if member.problem:
-            yield f"      {member.problem}"
+    return "\n".join([*lines, "", verdict])
 
 
 def main(argv: list[str]) -> int:
-    """Check, print, and say by the exit status whether something is wrong."""
+    """Check, print, and return the exit status."""
     parser = _parser()
     args = parser.parse_args(argv)
     if args.diff:
@@ -183,7 +179,3 @@ def main(argv: list[str]) -> int:
     else:
         print(text(found))
     return int(wrong)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

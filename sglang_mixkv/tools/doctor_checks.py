@@ -1,4 +1,4 @@
-"""What the doctor looks at on one host; each check answers with findings and never raises.
+"""What the doctor checks on one host; each check yields findings and never raises.
 
 A finding with a `problem` makes the doctor's exit status 1; one without is information.
 """
@@ -7,23 +7,22 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import difflib
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
-from sglang_mixkv import __version__, config, cpu
-from sglang_mixkv import refusals as startup
+from sglang_mixkv import __version__, config, cpu, refusals
+from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
-from sglang_mixkv.protocol.extension import PROTOCOL
 from sglang_mixkv.tools import simulated
-from sglang_mixkv.tools.plan_flags import from_line
 
 GROUP, ENTRY = "sglang.srt.plugins", "mixkv"
 LIBRARIES = ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1")
@@ -34,17 +33,34 @@ MOONCAKE = (
 )
 SEAMS_LIMIT_S = 300
 
+# Field of the configuration -> attribute of the parsed flags (may be empty), variable.
+SETTINGS = {
+    "enabled": ("enable_mixkv", config.ENABLE_ENV),
+    **{option.field: (option.attribute, option.environ) for option in config.OPTIONS},
+    "allow_untested_sglang": ("", config.ALLOW_UNTESTED_ENV),
+    "stats_dir": ("", config.STATS_DIR_ENV),
+}
+NUMBERS: dict[str, type] = {config.PATIENCE_ENV: float, config.PORT_ENV: int}
+VARIABLES = {
+    *(variable for _, variable in SETTINGS.values()), *NUMBERS,
+    *(variable for _, variable, _ in config.REMOVED),  # refused in words of its own
+    "SGLANG_MIXKV_DATA_PLANE", "SGLANG_MIXKV_API_KEY", "SGLANG_MIXKV_LEASH_GRACE_S",
+}  # fmt: skip
+"""All that the plugin reads; a test compares them with its source."""
+
+_OWN = re.compile(r"SGLANG_\w*MIX_?KV")
 _SHOWN = re.compile(
-    r"^(MC_|MOONCAKE_|SGLANG_\w*MIXKV|SGLANG_PLUGINS$|SGLANG_PLATFORM$|SGLANG_DISAGG|"
-    r"SGLANG_MOONCAKE|SGLANG_RUST_SERVER$|SGLANG_USE_CPU_ENGINE$|SGLANG_HOST_IP$|"
-    r"SGLANG_USE_HND_KVCACHE$|SGLANG_SIMULATE_ACC_LEN$|SGLANG_PP_LAYER_PARTITION$|UCX_|NIXL_|CUDA_VISIBLE_DEVICES$|NCCL_SOCKET_IFNAME$)"
+    r"(MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_\w*MIX_?KV|SGLANG_DISAGG|SGLANG_MOONCAKE|"
+    r"(SGLANG_(PLUGINS|PLATFORM|RUST_SERVER|USE_CPU_ENGINE|HOST_IP|USE_HND_KVCACHE|"
+    r"SIMULATE_ACC_LEN|PP_LAYER_PARTITION)|CUDA_VISIBLE_DEVICES|NCCL_SOCKET_IFNAME)$)"
 )
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 _USERINFO = re.compile(r"//[^/@\s]*@")
 
 _SEAMS_PROGRAM = (
-    "from sglang_mixkv import config\nfrom sglang_mixkv.engine import releases\n"
-    "print(*('seam:' + p for p in releases.problems(config.resolve(None))), 'done:', sep='\\n')"
+    "from sglang_mixkv import config\nfrom sglang_mixkv.engine import behaviour, releases\n"
+    "found = [*releases.problems(config.resolve(None)), *behaviour.problems()]\n"
+    "print(*('seam:' + problem for problem in found), 'done:', sep='\\n')"
 )
 
 
@@ -58,7 +74,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def version_of(*names: str) -> str:
-    """Name and version of the first of these packages that is installed, `none` without."""
+    """Version and name of the first of these packages that is installed, `none` without."""
     for name in names:
         try:
             found = metadata.version(name)
@@ -68,29 +84,31 @@ def version_of(*names: str) -> str:
     return "none"
 
 
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word."""
+    found = difflib.get_close_matches(word, known, 1)
+    return f"; the nearest that is known is {found[0]}" if found else ""
+
+
 def versions() -> Iterator[Finding]:
     """The plugin, what it needs, and the host."""
-    sglang = version_of("sglang")
-    known = sglang in SUPPORTED_SGLANG
-    advice = (
-        f"expected SGLang {' or '.join(SUPPORTED_SGLANG)}: pip install sglang=="
-        + (SUPPORTED_SGLANG[-1])
-    )
-    section = "versions"
-    yield Finding(section, "sglang-mixkv", f"{__version__}, protocol {PROTOCOL}")
-    yield Finding(section, "sglang", sglang, "" if known else advice)
-    mooncake = version_of(*MOONCAKE)
-    nixl = version_of("nixl")
+    sglang, mooncake, nixl = version_of("sglang"), version_of(*MOONCAKE), version_of("nixl")
+    advice = ""
+    if sglang not in SUPPORTED_SGLANG:
+        advice = f"expected SGLang {' or '.join(SUPPORTED_SGLANG)}"
+        advice += f": pip install sglang=={SUPPORTED_SGLANG[-1]}"
     missing = "neither Mooncake nor NIXL is installed: pip install mooncake-transfer-engine"
-    yield Finding(section, "mooncake", mooncake, missing if mooncake == nixl == "none" else "")
+    yield Finding("versions", "sglang-mixkv", f"{__version__}, protocol {PROTOCOL[1]}")
+    yield Finding("versions", "sglang", sglang, advice)
+    yield Finding("versions", "mooncake", mooncake, missing if mooncake == nixl == "none" else "")
     for name in ("nixl", "torch", "sglang-router"):
-        yield Finding(section, name, version_of(name))
+        yield Finding("versions", name, version_of(name))
     system = f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}"
-    yield Finding(section, "python", f"{platform.python_version()} on {system}")
+    yield Finding("versions", "python", f"{platform.python_version()} on {system}")
 
 
 def entry_point(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Whether SGLang will find the plugin, and whether it is told to pass it over."""
+    """Whether SGLang will find the plugin, and whether its own variable leaves it out."""
     found = [point.value for point in metadata.entry_points(group=GROUP) if point.name == ENTRY]
     missing = "" if found else "SGLang will not load the plugin: reinstall sglang-mixkv"
     twice = "two installations of sglang-mixkv: uninstall one" if len(set(found)) > 1 else ""
@@ -101,19 +119,82 @@ def entry_point(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         yield Finding("plugin", "SGLANG_PLUGINS", ",".join(sorted(allowed)), remedy)
 
 
-def has_accelerator() -> bool:
-    """Whether a GPU's driver is here."""
-    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
+def configuration(
+    flags: argparse.Namespace, environ: Mapping[str, str] = os.environ
+) -> Iterator[Finding]:
+    """Each setting that a flag or the environment decided, then the defaults."""
+    try:
+        record = config.resolve(flags, environ)
+    except ValueError as error:
+        yield Finding("configuration", "environment", "unusable", str(error))
+        return
+    defaults = []
+    for name, (attribute, variable) in SETTINGS.items():
+        value, origin = getattr(record, name), ""
+        if attribute and getattr(flags, attribute, None) is not None:
+            origin = f"flag --{attribute.replace('_', '-')}"
+        elif environ.get(variable, "").strip():
+            origin = f"environment, {variable}"
+        if origin:
+            yield Finding("configuration", name, f"{value!r} ({origin})")
+        else:
+            defaults.append(f"{name}={value}")
+    yield Finding("configuration", "defaults", ", ".join(defaults) or "none")
+
+
+def environment(
+    environ: Mapping[str, str] = os.environ, flags: argparse.Namespace | None = None
+) -> Iterator[Finding]:
+    """Variables that decide how servers of this shell, with a drafter and these flags, would
+    transfer KV; no secrets."""
+    try:
+        config.resolve(flags, environ)
+        refused = refusals.broken((), None, environ)
+    except ValueError as error:  # text that is not a boolean
+        refused = [str(error)]
+    for name in sorted(filter(_SHOWN.match, environ)):
+        problem = next((text for text in refused if name in text.split("=")[0]), "")
+        problem = problem or _wrong(name, environ)
+        yield Finding("environment", name, without_secrets(name, environ[name]), problem)
+
+
+def _wrong(name: str, environ: Mapping[str, str]) -> str:
+    """What is wrong with a variable that no rule refuses; empty when nothing is."""
+    if name == simulated.VARIABLE and simulated.is_set(environ):
+        return "servers of this shell make their accept length up: unset it to judge by one"
+    if _OWN.match(name) and name not in VARIABLES:
+        return f"the plugin reads no such variable{nearest(name, VARIABLES)}"
+    try:
+        NUMBERS.get(name, str)(environ[name] or 0)
+    except ValueError:
+        return f"expected a number, got {environ[name]!r}: the server does not start"
+    return ""
+
+
+def without_secrets(name: str, value: str) -> str:
+    """A variable's value as it may be pasted into a public place."""
+    return "(set, not shown)" if _SECRET.search(name) else _USERINFO.sub("//***@", value)
+
+
+def libraries(load: Callable[[str], object] = ctypes.CDLL) -> Iterator[Finding]:
+    """The system libraries that Mooncake is linked against."""
+    found = []
+    for name in LIBRARIES:
+        try:
+            load(name)
+            found.append(name)
+        except OSError as error:
+            package = name.partition(".")[0] + "1"
+            problem = f"{error}. Install it (Debian: apt-get install {package})"
+            yield Finding("libraries", name, "missing", problem)
+    yield Finding("libraries", "found", ", ".join(found) or "none")
 
 
 def seams(folder: str = "") -> Iterator[Finding]:
-    """Everything inside SGLang that the plugin relies on, looked at in a child process. `folder`:
-    of another SGLang than the installed one."""
-    on_cpu = not has_accelerator()
-    if on_cpu:
-        text = "none: SGLang is imported with the plugin's CPU kernels"
-        yield Finding("seams", "GPU", text)
-    env = {**os.environ, **(cpu.launch_env() if on_cpu else {})}
+    """All that the plugin relies on inside SGLang, compared in a child process. `folder`: of
+    another SGLang than the installed one."""
+    gpu = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
+    env = {**os.environ, **({} if gpu else cpu.launch_env())}
     if folder:
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), folder]))
     try:
@@ -124,10 +205,11 @@ def seams(folder: str = "") -> Iterator[Finding]:
     except subprocess.TimeoutExpired:
         yield Finding("seams", "checked", "no", f"no end after {SEAMS_LIMIT_S} s")
         return
-    yield from seam_findings(done.stdout, done.stderr, done.returncode)
+    where = "" if gpu else ", on the plugin's CPU kernels: no GPU"
+    yield from seam_findings(done.stdout, done.stderr, done.returncode, where)
 
 
-def seam_findings(out: str, err: str, status: int) -> Iterator[Finding]:
+def seam_findings(out: str, err: str, status: int, where: str = "") -> Iterator[Finding]:
     """Findings from what the child process printed."""
     lines = out.splitlines()
     problems = [line.removeprefix("seam:") for line in lines if line.startswith("seam:")]
@@ -138,69 +220,4 @@ def seam_findings(out: str, err: str, status: int) -> Iterator[Finding]:
     for problem in problems:
         yield Finding("seams", problem.partition(": ")[0], "differs", problem)
     if not problems:
-        yield Finding("seams", "checked", "all as expected")
-
-
-def configuration(
-    flags: argparse.Namespace, environ: Mapping[str, str] = os.environ
-) -> Iterator[Finding]:
-    """Each setting, its value, and whether a flag, the environment or the default decided."""
-    try:
-        record = config.resolve(flags, environ)
-    except ValueError as error:
-        yield Finding("configuration", "environment", "unusable", str(error))
-        return
-    for name, (attribute, variable) in _sources().items():
-        value = getattr(record, name)
-        origin = "default"
-        if environ.get(variable, "").strip():
-            origin = f"environment, {variable}"
-        if attribute and getattr(flags, attribute, None) is not None:
-            origin = f"flag --{attribute.replace('_', '-')}"
-        yield Finding("configuration", name, f"{value!r} ({origin})")
-
-
-def _sources() -> dict[str, tuple[str, str]]:
-    """Field of the record -> attribute of the parsed flags (may be empty), variable."""
-    return {
-        "enabled": ("enable_mixkv", config.ENABLE_ENV),
-        **{option.field: (option.attribute, option.environ) for option in config.OPTIONS},
-        "allow_untested_sglang": ("", config.ALLOW_UNTESTED_ENV),
-        "stats_dir": ("", config.STATS_DIR_ENV),
-    }
-
-
-def environment(
-    environ: Mapping[str, str] = os.environ, flags: argparse.Namespace | None = None
-) -> Iterator[Finding]:
-    """Variables that decide how servers of this shell, with a drafter and these flags, would
-    transfer KV; no secrets."""
-    try:
-        line = "--speculative-algorithm EAGLE3"
-        record = config.resolve(flags, environ)
-        refused = startup.refusals(from_line("prefill", line).args, environ, record)
-    except ValueError as error:  # text that is not a boolean
-        refused = [str(error)]
-    for name in sorted(filter(_SHOWN.match, environ)):
-        problem = next((text for text in refused if name in text.split("=")[0]), "")
-        if name == simulated.VARIABLE and simulated.is_set(environ):
-            problem = "servers of this shell make their accept length up: unset it to judge by one"
-        yield Finding("environment", name, without_secrets(name, environ[name]), problem)
-
-
-def without_secrets(name: str, value: str) -> str:
-    """A variable's value as it may be pasted into a public place."""
-    return "(set, not shown)" if _SECRET.search(name) else _USERINFO.sub("//***@", value)
-
-
-def libraries(load: Callable[[str], object] = ctypes.CDLL) -> Iterator[Finding]:
-    """The system libraries that Mooncake is linked against."""
-    for name in LIBRARIES:
-        package = name.partition(".")[0] + "1"
-        try:
-            load(name)
-        except OSError as error:
-            problem = f"{error}. Install it (Debian: apt-get install {package})"
-            yield Finding("libraries", name, "missing", problem)
-        else:
-            yield Finding("libraries", name, "found")
+        yield Finding("seams", "checked", f"all as expected{where}")

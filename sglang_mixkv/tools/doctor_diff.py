@@ -8,24 +8,23 @@ from __future__ import annotations
 import difflib
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from sglang_mixkv.engine.releases import modules
 from sglang_mixkv.tools.doctor_checks import Finding
 
-SECTION = "files"
+Lines = list[str] | None
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(NamedTuple):
     """An SGLang: the folder that holds its package, and its version."""
 
     folder: Path
     version: str
 
-    def lines(self, module: str) -> list[str] | None:
+    def lines(self, module: str) -> Lines:
         """A module's lines, None without such a module."""
         place = self.folder.joinpath(*module.split("."))
         for file in (place.with_suffix(".py"), place / "__init__.py"):
@@ -48,44 +47,26 @@ def installed() -> Tree | None:
     return tree(Path(found.origin).parents[1])
 
 
-@dataclass(frozen=True)
-class Change:
-    """What became of one module."""
-
-    module: str
-    before: list[str] | None
-    after: list[str] | None
-
-    def unified(self, old: str, new: str) -> list[str]:
-        """A unified diff; a module that is missing has no lines."""
-        names = (f"{old}/{self.module}", f"{new}/{self.module}")
-        return list(difflib.unified_diff(self.before or [], self.after or [], *names))
-
-    def __str__(self) -> str:
-        if self.before is None or self.after is None:
-            return "new" if self.after is not None else "gone"
-        body = self.unified("", "")[2:]
-        added, removed = (sum(line.startswith(sign) for line in body) for sign in "+-")
-        return f"+{added} -{removed}"
-
-
-def changes(old: Tree, new: Tree) -> Iterator[Change]:
-    """The modules that differ."""
+def _changes(old: Tree, new: Tree) -> Iterator[tuple[str, Lines, Lines]]:
+    """The modules that differ, before and after."""
     for module in modules():
-        change = Change(module, old.lines(module), new.lines(module))
-        if change.before != change.after:
-            yield change
+        before, after = old.lines(module), new.lines(module)
+        if before != after:
+            yield module, before, after
 
 
 def findings(folder: str) -> Iterator[Finding]:
     """Lines added and removed, by module: information, since most changes do not matter."""
     old, new = installed(), tree(Path(folder))
     if old is None:
-        yield Finding(SECTION, "compared", "no: no SGLang is installed here")
+        yield Finding("files", "compared", "no: no SGLang is installed here")
         return
-    yield Finding(SECTION, "compared", f"{old.version} -> {new.version}")
-    for change in changes(old, new):
-        yield Finding(SECTION, change.module, str(change))
+    yield Finding("files", "compared", f"{old.version} -> {new.version}")
+    for module, before, after in _changes(old, new):
+        body = list(difflib.unified_diff(before or [], after or []))[2:]
+        added, removed = (sum(line.startswith(sign) for line in body) for sign in "+-")
+        value = "new" if before is None else "gone" if after is None else f"+{added} -{removed}"
+        yield Finding("files", module, value)
 
 
 def whole(folder: str) -> str:
@@ -93,5 +74,8 @@ def whole(folder: str) -> str:
     old, new = installed(), tree(Path(folder))
     if old is None:
         return ""
-    found = (change.unified(old.version, new.version) for change in changes(old, new))
-    return "".join(line if line.endswith("\n") else f"{line}\n" for part in found for line in part)
+    lines: list[str] = []
+    for module, before, after in _changes(old, new):
+        names = (f"{old.version}/{module}", f"{new.version}/{module}")
+        lines += difflib.unified_diff(before or [], after or [], *names)
+    return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)

@@ -1,0 +1,218 @@
+"""The doctor's read: its protocol and its verdict, and real reads between two child processes."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from sglang_mixkv.channel.data_plane import Outcome
+from sglang_mixkv.tools import doctor_child, doctor_read
+from sglang_mixkv.tools.doctor_child import READ, ReadFailed, Wire
+from sglang_mixkv.tools.doctor_read import Ask, Offer
+
+SMALL = Wire(staging_mb=8)
+SIZE = 4096
+ASK = Ask("mooncake", "127.0.0.1")
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def test_every_piece_of_a_pattern_occurs_once() -> None:
+    words = [doctor_read.pattern(n, 1 << 16).view(np.uint64) for n in range(READ)]
+    assert len(np.unique(np.concatenate(words))) == READ << 13
+
+
+class Copies:
+    """A plane that copies patterns at once, and a side whose memory is a dictionary."""
+
+    def __init__(self, outcome: Outcome | None = Outcome.DONE, bad: int = -1) -> None:
+        self.plane, self.slot_bytes, self.facts = self, SIZE, {"memory": "host", "used": []}
+        self._outcome, self._bad, self._memory = outcome, bad, dict[int, Any]()
+
+    def address(self, number: int) -> int:
+        return number
+
+    def start(self, _peer: Any, local: int, remote: int, size: int) -> Any:
+        data = doctor_read.pattern(remote // SIZE, size)
+        data[17] ^= local == self._bad
+        self._memory[local] = data
+        return SimpleNamespace(why="the link went down")
+
+    def outcome(self, _read: Any) -> Outcome | None:
+        return self._outcome
+
+    def get(self, number: int, size: int) -> Any:
+        return self._memory[number][:size]
+
+
+def read_slots(side: Copies) -> Any:
+    return doctor_read._read_slots(side, None, Offer(slot_bytes=SIZE))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("bad", [3, READ + 3])  # in the first read, or the second
+def test_a_wrong_byte_is_found(bad: int) -> None:
+    assert read_slots(Copies(bad=bad))["wrong"] == {3: 17}
+    assert read_slots(Copies())["wrong"] == {}
+
+
+@pytest.mark.parametrize(
+    ("outcome", "limit", "words"),
+    [(Outcome.FAILED, 1000, "the link went down"), (None, 0, "no end within 0 s")],
+)
+def test_a_read_that_fails_or_hangs(
+    outcome: Outcome | None, limit: float, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_read, "READ_S", limit)
+    with pytest.raises(ReadFailed, match=words):
+        read_slots(Copies(outcome))
+
+
+# ---------------------------------------------------------------- the listener
+
+
+@pytest.fixture
+def listener(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """One with slots that need no transport; its port, and what it returns at its end."""
+    reports: queue.Queue[Any] = queue.Queue()
+
+    def side(_wire: Wire, host: str) -> Any:
+        if host != ASK.host:
+            raise OSError(f"no address {host} here")
+        plane = SimpleNamespace(endpoint=b"endpoint")
+        return SimpleNamespace(
+            plane=plane, address=lambda _: 64, slot_bytes=SIZE, facts={"used": []}, put=print
+        )
+
+    monkeypatch.delenv("SGLANG_MIXKV_DATA_PLANE", raising=False)
+    monkeypatch.setattr(doctor_read, "Side", side)
+    monkeypatch.setattr(doctor_read, "report", lambda **words: reports.put(words["port"]))
+    threading.Thread(
+        target=lambda: reports.put(doctor_read.serve("*", 0, SMALL)), daemon=True
+    ).start()
+    return lambda: reports.get(timeout=20)
+
+
+def ask(port: int, message: Any, host: str = "127.0.0.1") -> Offer:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.IPV6, 1)
+        dealer.connect(doctor_read.endpoint(host, port))
+        dealer.send(message if isinstance(message, bytes) else msgspec.msgpack.encode(message))
+        assert dealer.poll(20_000)
+        return msgspec.msgpack.decode(dealer.recv(), type=Offer)
+
+
+def test_strangers_do_not_end_the_listener(listener: Callable[[], Any]) -> None:
+    """Each doctor is told why it gets nothing; then comes the peer."""
+    port = listener()
+    for hello in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b""):
+        with socket.create_connection(("127.0.0.1", port), 10) as stranger:
+            stranger.sendall(hello)
+    assert "expected the same release" in ask(port, b'{"hello": "another doctor"}').failed
+    assert "expected reads over mooncake" in ask(port, Ask("nixl", "127.0.0.1")).failed
+    assert ask(port, Ask("mooncake", "10.9.9.9")).failed == "no address 10.9.9.9 here"
+    for _ in range(2):  # the second may come after a peer that died
+        assert ask(port, ASK) == Offer(b"endpoint", 64, SIZE)
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(f"tcp://127.0.0.1:{port}")
+        dealer.send(msgspec.msgpack.encode(Ask("mooncake", "127.0.0.1", 7)))
+        assert listener() == {"right": 7, "used": []}
+
+
+def test_a_port_that_is_taken_is_reported() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(ReadFailed, match=r"cannot listen on port \d+: Address already in use"):
+            doctor_read.serve("127.0.0.1", port, SMALL)
+
+
+def test_nobody_there_is_a_failure() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ReadFailed, match="no connection"):
+        doctor_read.read("127.0.0.1", port, SMALL)
+
+
+# ---------------------------------------------------------------- processes
+
+
+def test_a_process_that_does_not_end_is_ended() -> None:
+    before = threading.active_count()
+    with doctor_child.Children() as children:
+        children.start("serve", "127.0.0.1", 0, SMALL)
+        port = children.wait("serve", "port")
+        with pytest.raises(ReadFailed, match="no end after 0 s"):
+            children.wait("serve", "result", 0.1)
+    assert threading.active_count() == before
+    assert not listens(port)
+
+
+def test_a_process_that_dies_is_a_failure_with_its_last_words() -> None:
+    with doctor_child.Children() as children:
+        children.start("sing", "127.0.0.1", 0, SMALL)
+        with pytest.raises(ReadFailed, match=r"ended with status 1: .*KeyError: 'sing'"):
+            children.wait("read", "result")
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_listener_ends_with_the_doctor_that_started_it() -> None:
+    """Also where that is killed: the port is free for the next one."""
+    program = (
+        "import os\nfrom sglang_mixkv.tools.doctor_child import Children, Wire\n"
+        "children = Children()\nchildren.start('serve', '127.0.0.1', 0, Wire())\n"
+        "print(children.wait('serve', 'port'), flush=True)\nos._exit(9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    deadline = time.monotonic() + 20
+    while listens(int(done.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+# ---------------------------------------------------------------- real reads
+
+
+@pytest.mark.parametrize("plane", ["mooncake", "nixl"])
+def test_a_real_read_between_two_processes(plane: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip(plane)
+    monkeypatch.setenv("SGLANG_MIXKV_DATA_PLANE", plane)
+    found = doctor_child.result(SMALL)
+    assert (found["bytes"], found["wrong"]) == (READ << 17, {})
+    assert 0 < found["seconds"] < 30
+    assert found["memory"].endswith("64 slots of 128 KiB")
+
+
+def test_over_ipv6_mooncakes_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mooncake")
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 address here")
+
+    def tried() -> Any:
+        with doctor_child.Children() as children:
+            children.start("serve", "*", 0, SMALL)
+            children.start("read", "::1", children.wait("serve", "port"), SMALL)
+            return children.wait("read", "result")
+
+    monkeypatch.delenv("MC_USE_IPV6", raising=False)
+    with pytest.raises(ReadFailed, match="it needs MC_USE_IPV6=1"):
+        tried()
+    monkeypatch.setenv("MC_USE_IPV6", "1")
+    assert tried()["wrong"] == {}
