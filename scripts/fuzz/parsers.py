@@ -1,0 +1,118 @@
+"""What reads a peer's bytes and keeps no state: messages, rows, endpoints.
+
+A target takes one input; what it raises is a finding. What a parser lets through must be usable: a
+message can be sent again, rows make a plan or are refused, an endpoint is read inside its memory.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+
+from sglang_mixkv.channel import data_plane, messages
+from sglang_mixkv.decode.events import OpenRoom
+from sglang_mixkv.decode.parts import Room
+from sglang_mixkv.decode.servers import Contact, make_plan
+from sglang_mixkv.draft import facts
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.draft.targets import Target
+from sglang_mixkv.engine import bootstrap, prefill_servers
+from sglang_mixkv.errors import MixKVError
+
+BASE, SLOT_BYTES, SLOTS = 1 << 20, 4096, 8
+MEMORY = data_plane.Memory(BASE, SLOT_BYTES * SLOTS)
+DRAFT = DraftFacts("Llama", "EAGLE3", 4, (64, 64), "bfloat16")
+
+
+def new_row(rank: int, tp: int, name: bytes) -> facts.Row:
+    return facts.Row(
+        messages.PROTOCOL, "0.3.0", "0.5.23", name, "10.0.0.1", 9000 + rank, "tcp://10.0.0.1:9100",
+        tp, rank, 0, (64, 128), "nixl", Target(8, 8, layer_ids=False, even=True), 1,
+        DraftLayout(DRAFT, tp, rank),
+        facts.Staging("nixl", b"endpoint", BASE, SLOT_BYTES, SLOTS),
+    )  # fmt: skip
+
+
+OWN = new_row(0, 1, b"decode__")
+
+
+def message(data: bytes) -> None:
+    try:
+        found = messages.decode(data)
+    except ValueError:
+        return
+    assert isinstance(found, messages.Message)
+    assert messages.decode(messages.encode(found)) == found
+
+
+def row(data: bytes) -> None:
+    """A row, several of them, or a server's whole answer."""
+    with suppress(ValueError):
+        facts.read_row(data)
+    with suppress(ValueError, RecursionError):  # aiohttp's own JSON refuses the request
+        kept = bootstrap._kept(json.loads(data))
+        assert kept is None or len(kept) <= facts.MAX_ROW_BYTES
+    for body in (data, b'{"rows":[%b]}' % data):
+        with suppress(MixKVError):
+            rows = prefill_servers.read_rows(body)
+            contacts = [Contact(*key, True) for key in rows]
+            plan = make_plan(contacts, rows, OWN, serve_mismatch=True)
+            _open(Room(OpenRoom(1, 7, plan.sources, 0, 16, version=plan.version), True, 0.0))
+            assert plan.cold or plan.required_draft_responses
+
+
+def _open(room: Room) -> None:
+    """Each prefill rank can read its OPEN, and what is asked for is read."""
+    for source in room.opened.sources:
+        message(messages.encode(room.message(source, OWN.instance, SLOT_BYTES)))
+    asked = [head for source in room.opened.sources for head in source.heads]
+    read = [head for part in room.parts.values() for head in part.source.heads]
+    assert asked == read, "heads that nobody reads"
+
+
+def endpoint(data: bytes) -> None:
+    """Reads at both ends of the memory that an honest endpoint has."""
+    posted: list[tuple[int, int]] = []
+    plane: Any = SimpleNamespace(
+        name="nixl", _memory=MEMORY, _begin=lambda read, local, *range_: posted.append(range_)
+    )
+    try:
+        found = data_plane.DataPlane._decode(plane, data)
+    except ValueError:
+        return
+    for length in (1, SLOT_BYTES, MEMORY.size):
+        for remote in (BASE - 1, BASE, BASE + MEMORY.size - length, BASE + MEMORY.size):
+            data_plane.DataPlane.start(plane, data_plane.Peer(data, found), BASE, remote, length)
+    begin, end = found.memory.address, found.memory.address + found.memory.size
+    for remote, length in posted:
+        assert begin <= remote <= remote + length <= end, "a read outside the peer's memory"
+
+
+def answer(*names: bytes) -> bytes:
+    """Of a server with these ranks."""
+    rows = [new_row(rank, len(names), name) for rank, name in enumerate(names)]
+    return b'{"protocol":2,"rows":%b}' % msgspec.json.encode(rows)
+
+
+WITHOUT = msgspec.structs.replace(OWN, draft=None, staging=None)
+SENT: list[messages.Message] = [
+    messages.Open(2, 7, 10, b"prefill_", b"reader_0", 2, (0, 4), 16, 1 << 20, True, True, 1, 1),
+    messages.Ready(7, 10, 3, 5, 99, 48, 16, True, 1234), messages.Ack(5, 99),
+    messages.Fail(7, 10, "closed", "a reason", b"reader_0"),
+]  # fmt: skip
+SEEDS = {
+    "message": [messages.encode(message) for message in SENT],
+    "row": [
+        msgspec.json.encode(WITHOUT),
+        msgspec.json.encode(OWN),
+        answer(b"prefill0", b"prefill1"),
+        answer(b"prefill0", b"prefill0"),
+    ],
+    "endpoint": [
+        msgspec.msgpack.encode(data_plane.Endpoint("nixl", b"target", MEMORY, b"instance"))
+    ],
+}
