@@ -1,144 +1,194 @@
-"""Scatter of head slices into a paged cache: the project's kernel beside FlashInfer's
-`append_paged_kv_cache`, which takes a cache with strides of its own.
+"""Decode attention over unpacked draft pages equals attention over the single server's.
 
-Both write the same K and V rows of some heads into the same pages of a pool with more heads. What
-each wrote is compared with PyTorch's indexing. FlashInfer has no pack.
+A request's draft KV is in a pool of one unsharded server. Prefill ranks have it in pools with other
+pages and other page sizes, each its heads. The product packs it there and unpacks it on the decode
+ranks, and FlashInfer attends to both, as SGLang's backends on a GPU read a pool of [rows, heads,
+head size]:
+
+    rows    a row is a page (flashinfer_backend.py: page size 1)
+    pages   the same memory as [pages, page size, heads, head size] (paged_kv_view in
+            flashattention_backend.py and trtllm_mha_backend.py)
+
+The outputs have to be equal bit by bit. Where two heads have changed places, or one row has not
+been unpacked, they must not be: else nothing was shown. The single server's output is compared with
+plain attention in float32, so what FlashInfer reads is what was meant. Without a GPU the same runs
+with plain attention in FlashInfer's place.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from itertools import product
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import kernels
 import numpy as np
+import scene
 import torch
-from common import geomean, interleave, ratio
 from parts import Found, Lacks, Record, Wrong
+from torch import Tensor
 
-from sglang_mixkv.rows import cuda
-from sglang_mixkv.rows.host import RowCopy
-from sglang_mixkv.rows.slices import rows_of
+from sglang_mixkv.draft.rows import DraftRows, Staging
 
-TOKENS = (1 << 10, 8 << 10, 32 << 10, 128 << 10)
-HEADS, FIRST = 8, 1  # of a row in the pool; the slice's first one
-SLICES = (1, 2, 4)  # heads of a slice
-DIM = 128
-PAGE_SIZES = (16, 64)
+PAGE, PREFILL_PAGE = 16, 64
+TOKENS = {"cuda": (1, 130, 1000), "cpu": (1, 40, 70)}  # of the requests of one batch
+SIZES = ((2, 1), (1, 2), (4, 2))  # attention-TP of prefill and decode
+GROUP = 4  # query heads of a KV head
+WORKSPACE = 128 << 20
+NEAR = 2e-2  # of bf16 and fp8 to float32, of values around 1
+Tokens = tuple[int, ...]
+# queries [batch, heads, head size], K and V as pages, page numbers and tokens of each request
+Attend = Callable[[Tensor, Tensor, Tensor, list[Any], list[int]], Tensor]
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, pages: list[Any], tokens: list[int]) -> Tensor:
+    """Attention as the formula has it."""
+    outputs = []
+    for query, numbers, count in zip(q.float(), pages, tokens, strict=True):
+        at = torch.as_tensor(numbers, device=k.device)
+        keys, values = (c.float()[at].flatten(0, 1)[:count] for c in (k, v))
+        keys, values = (c.repeat_interleave(GROUP, 1) for c in (keys, values))
+        scores = torch.einsum("hd,thd->ht", query, keys) / scene.HEAD**0.5
+        outputs.append(torch.einsum("ht,thd->hd", scores.softmax(-1), values))
+    return torch.stack(outputs).to(q.dtype)
+
+
+def flashinfer_here() -> Attend:
+    """FlashInfer's, as SGLang's backend calls it. It compiles itself at the first call."""
+    try:
+        from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
+    except Exception as error:
+        raise Lacks(f"a FlashInfer that can be imported: {error!r}") from None
+    workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, pages: list[Any], tokens: list[int]) -> Tensor:
+        size = k.shape[1]
+        counts = torch.tensor([0, *map(len, pages)], dtype=torch.int32)
+        last = torch.tensor([(count - 1) % size + 1 for count in tokens], dtype=torch.int32)
+        numbers = torch.from_numpy(np.concatenate(pages)).to("cuda", torch.int32)
+        wrapper.plan(
+            counts.cumsum(0, dtype=torch.int32).cuda(), numbers, last.cuda(), q.shape[1],
+            k.shape[2], scene.HEAD, size, q_data_type=q.dtype, kv_data_type=k.dtype,
+        )  # fmt: skip
+        return wrapper.run(q, (k, v))
+
+    return attend
+
+
+class Rank:
+    """Heads of all requests in a pool of its own, each request in pages of its own."""
+
+    def __init__(
+        self, heads: range, page: int, pool: list[Tensor], tokens: Tokens, seed: int
+    ) -> None:
+        counts = [-(-count // page) for count in tokens]
+        order = np.random.default_rng(seed).permutation(sum(counts))
+        self.pages = np.split(order, np.cumsum(counts)[:-1])
+        self.heads, self.page, self.pool, self._tokens = heads, page, pool, tokens
+        self.draft = DraftRows(pool, heads, by_numpy=False)
+
+    def rows(self, request: int) -> Any:
+        rows = self.pages[request][:, None] * self.page + np.arange(self.page)
+        return rows.ravel()[: self._tokens[request]]
 
 
 class Case:
-    """K and V of one layer: a region of a slice's rows, and a pool with pages in random order."""
+    """A single server, and the ranks of a pair that has its draft KV."""
 
-    def __init__(self, tokens: int, heads: int, page_size: int, seed: int) -> None:
-        self.tokens, self.page_size = tokens, page_size
-        count = tokens // page_size
-        self.pages = np.random.default_rng(seed).permutation(count).astype(np.int64)
-        shape = (count, page_size, HEADS, DIM)
-        self.region = torch.randn(2, tokens, heads, DIM, device="cuda").to(torch.bfloat16)
-        self.pool = [torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
-        self.parts = [cache[:, :, FIRST : FIRST + heads] for cache in self.pool]
+    def __init__(self, drafter: scene.Drafter, dtype: str, sizes: tuple[int, int], device: Any):
+        self.name = f"{drafter.name}, {dtype}, {sizes[0]} -> {sizes[1]}"
+        self._drafter, self._dtype, self.device = drafter, dtype, device
+        self.tokens = TOKENS[device.type]
+        self.single = self._rank(0, 1, PAGE, 1)
+        self._prefill = [self._rank(rank, sizes[0], PREFILL_PAGE, 2) for rank in range(sizes[0])]
+        self.decode = [self._rank(rank, sizes[1], PAGE, 3) for rank in range(sizes[1])]
+        for source, request in itertools.product(self._prefill, range(len(self.tokens))):
+            heads = slice(source.heads.start, source.heads.stop)
+            pools = map(scene.as_bytes, (source.pool, self.single.pool))
+            for entry, truth in zip(*pools, strict=True):
+                entry[source.rows(request)] = truth[self.single.rows(request)][:, heads]
 
-    def clear(self) -> None:
-        for cache in self.pool:
-            cache.zero_()
+    def _rank(self, rank: int, tp: int, page: int, seed: int) -> Rank:
+        drafter, count = self._drafter, self._drafter.heads // tp
+        rows = sum(-(-tokens // page) * page for tokens in self.tokens)
+        pool = scene.pool(drafter.layers, count, rows, self._dtype, self.device, seed + 10 * rank)
+        return Rank(range(rank * count, (rank + 1) * count), page, pool, self.tokens, seed)
 
-    def is_right(self) -> bool:
-        """The rows where they belong, and the other heads untouched."""
-        place = torch.from_numpy(self.pages).cuda()
-        for cache, part, rows in zip(self.pool, self.parts, self.region, strict=True):
-            if not torch.equal(part[place].flatten(0, 1), rows):
-                return False
-            part.zero_()
-            if cache.count_nonzero():
-                return False
-        return True
+    def transfer(self) -> None:
+        """The product packs and unpacks."""
+        size = self._prefill[0].draft.packed_bytes(max(self.tokens), self._drafter.heads)
+        slot = Staging(1, -(-size // 64) * 64, self.device).slot(0)
+        for source, target in itertools.product(self._prefill, self.decode):
+            first = max(source.heads.start, target.heads.start)
+            heads = range(first, min(source.heads.stop, target.heads.stop))
+            for request in range(len(self.tokens) if heads else 0):
+                source.draft.pack(source.rows(request), heads, slot, 1)
+                target.draft.unpack(target.rows(request), heads, slot)
 
-    def ours(self) -> Callable[[], Any]:
-        head, count = DIM * self.region.element_size(), self.region.shape[2]
-        one, entry = np.ones(2, np.int64), np.arange(2)
-        what = RowCopy(
-            self.region.data_ptr() + entry * self.tokens * count * head,
-            np.array([part.data_ptr() for part in self.parts]),
-            one * count * head, one * HEADS * head, one * count * head,
-            range(self.tokens), rows_of(self.pages, self.page_size),
-        )  # fmt: skip
-        return cuda.prepared(what, "cuda")
+    def outputs(self, attend: Attend, rank: Rank, page: int, seed: int) -> list[Tensor]:
+        """Attention to these heads of this rank, by layer, of the pool as pages of that size."""
+        random = torch.Generator(self.device).manual_seed(seed)
+        shape = (len(self.tokens), GROUP * len(rank.heads), scene.HEAD)
+        q = torch.randn(shape, generator=random, device=self.device, dtype=torch.bfloat16)
+        pages = rank.pages if page > 1 else [rank.rows(n) for n in range(len(self.tokens))]
+        views = [entry.view(-1, page, len(rank.heads), scene.HEAD) for entry in rank.pool]
+        layers = self._drafter.layers
+        return [
+            attend(q, views[n], views[n + layers], pages, list(self.tokens)) for n in range(layers)
+        ]
 
-    def theirs(self, append: Callable[..., None]) -> Callable[[], Any]:
-        """FlashInfer's: one request, whose pages are these."""
-        table = {"dtype": torch.int32, "device": "cuda"}
-        tables = (
-            torch.zeros(self.tokens, **table),  # the request of each row
-            torch.arange(self.tokens, **table),  # its place in that request
-            tuple(self.parts),
-            torch.from_numpy(self.pages).to(**table),
-            torch.tensor([0, len(self.pages)], **table),
-            torch.tensor([self.page_size], **table),  # rows in its last page
+    def same_heads(self, rank: Rank) -> Rank:
+        """The single server's rows of this rank's heads alone."""
+        heads = slice(rank.heads.start, rank.heads.stop)
+        pool = [entry[:, heads].contiguous() for entry in self.single.pool]
+        return Rank(rank.heads, PAGE, pool, self.tokens, 1)
+
+
+def changed(rank: Rank) -> Iterator[str]:
+    """K of its first layer with a fault at a time."""
+    entry, rows = scene.as_bytes(rank.pool)[0], rank.rows(1)
+    before = entry.clone()
+    entry[:, [0, 1]] = before[:, [1, 0]]
+    yield "heads have changed places"
+    entry.copy_(before)
+    entry[rows[20]] = before[rows[21]]
+    yield "a row is another's"
+    entry.copy_(before)
+
+
+def checked(case: Case, attend: Attend) -> Record:
+    """Raises Wrong unless all outputs are equal, and those of a wrong pool are not."""
+    case.transfer()
+    record: Record = {"case": case.name, "equal": 0, "from plain attention": 0.0}
+    for rank, page in itertools.product(case.decode, (1, PAGE)):
+        single, where = case.same_heads(rank), f"{case.name}, pages of {page}"
+        wanted, found, formula = (
+            case.outputs(by, of, page, 7)
+            for by, of in ((attend, single), (attend, rank), (plain, single))
         )
-        return lambda: append(*self.region, *tables, kv_layout="NHD")
-
-
-def append_of_flashinfer() -> Callable[..., None]:
-    """Its function, once it has run: it compiles itself at the first call."""
-    try:
-        from flashinfer.page import append_paged_kv_cache
-    except ImportError as error:
-        name = error.name or "flashinfer"
-        missing = "the package flashinfer" if name == "flashinfer" else f"flashinfer: {error}"
-        raise Lacks(missing) from None
-    except Exception as error:
-        raise Lacks(f"a FlashInfer that can be imported: {error!r}") from None
-    try:
-        Case(64, 1, 16, 0).theirs(append_paged_kv_cache)()
-        torch.cuda.synchronize()
-    except Exception as error:
-        text = str(error).strip().splitlines() or [""]
-        raise Lacks(f"a FlashInfer that runs: {type(error).__name__}: {text[-1]}") from None
-    return append_paged_kv_cache
-
-
-def measure(case: Case, append: Callable[..., None], count: int) -> Record:
-    launches = {"ours": case.ours(), "flashinfer": case.theirs(append)}
-    for name, launch in launches.items():
-        case.clear()
-        launch()
-        if not case.is_right():
-            raise Wrong(f"{name}: wrong bytes of {case.tokens} x {case.region.shape[2]} heads")
-    bursts = {name: kernels.Burst(launch) for name, launch in launches.items()}
-
-    def sample(burst: kernels.Burst) -> Callable[[Any], None]:
-        return lambda s: s.add(burst.on_device(), launch=burst.from_host())
-
-    samples = interleave({name: sample(burst) for name, burst in bursts.items()}, count)
-    size = case.region.numel() * case.region.element_size()
-    return {
-        "tokens": case.tokens, "heads": case.region.shape[2], "page_size": case.page_size,
-        "bytes": size,
-        **{f"{name} GB/s": size / float(np.median(s.total)) / 1e9 for name, s in samples.items()},
-        **{f"{name} launch us": float(np.median(s.parts["launch"]) * 1e6)
-           for name, s in samples.items()},
-        "times as fast": ratio(samples["flashinfer"], samples["ours"]),
-    }  # fmt: skip
+        if not all(map(torch.equal, wanted, found)):
+            raise Wrong(f"{where}: attention differs from the single server's")
+        pairs = zip(wanted, formula, strict=True)
+        far = max(float((one.float() - other.float()).abs().max()) for one, other in pairs)
+        if not far < NEAR:
+            raise Wrong(f"{where}: {far:.3f} from plain attention")
+        record["equal"] += len(found)
+        record["from plain attention"] = max(record["from plain attention"], far)
+    rank = case.decode[0]
+    wanted, *_ = case.outputs(attend, rank, PAGE, 7)
+    for fault in changed(rank):
+        if torch.equal(case.outputs(attend, rank, PAGE, 7)[0], wanted):
+            raise Wrong(f"{case.name}: the same attention where {fault}: nothing was shown")
+    return record
 
 
 def run(options: argparse.Namespace) -> Found:
-    torch.cuda.set_device(options.gpu)
-    append = append_of_flashinfer()
-    tokens = [count for count in TOKENS if count <= options.tokens]
-    records = [
-        measure(Case(*case, options.seed), append, options.repeats)
-        for case in product(tokens, SLICES, PAGE_SIZES)
-    ]
-    if not records:
-        raise Lacks("a size to try: --tokens is less than the smallest")
-    times = [record["times as fast"] for record in records]
-    mean = geomean(times)
-    faster = "the project's kernel" if mean > 1 else "FlashInfer"
-    says = (
-        f"{faster} is faster on strided head slices: the project's takes 1/{mean:.2f} of "
-        f"FlashInfer's time in the mean, 1/{min(times):.2f} at worst, 1/{max(times):.2f} at best"
-    )
-    return Found(says, records, records)
+    device = scene.device_of(options)
+    attend = plain if device.type == "cpu" else flashinfer_here()
+    cases: Any = itertools.product(scene.DRAFTERS, scene.DTYPES, SIZES)
+    if device.type == "cpu":
+        cases = zip(scene.DRAFTERS, itertools.cycle(scene.DTYPES), SIZES, strict=False)
+    figures = [checked(Case(*case, device), attend) for case in cases]
+    equal = sum(figure["equal"] for figure in figures)
+    return Found(f"{equal} outputs equal the single server's bit by bit", figures)

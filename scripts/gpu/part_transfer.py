@@ -1,180 +1,158 @@
-"""KV from GPU memory to GPU memory over Mooncake or NIXL, by the product's transports, on loopback.
+"""Slots in GPU memory between two processes, over the product's data plane of Mooncake or NIXL.
 
-    sender     the part's own process
-    receiver   a process of its own: registers memory, says where, and what arrived
+    prefill   packer.py: a process of its own on --peer-gpu, this one by default, or on --peer
+    decode    the part's own process
 
-Without a GPU the same in host memory. Over NIXL the sender then names another GPU of the peer than
-that on which its memory is: the write has to fail, with no byte written.
+A turn is a request through the channel, from OPEN to the last row in its place: packed, read and
+unpacked, in slots one behind the other. A bare read is one of as many bytes, at once, by the same
+engine. Every byte is compared; half of the heads are wanted, and the rows are zeros before.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
-import subprocess
-import sys
+import itertools
+import socket
 import time
 from collections.abc import Iterator
-from typing import Any
 
-import devices
+import channel
+import msgspec
 import needs
 import numpy as np
-import wires
-from common import MOONCAKE_ENV
+import packer
+import scene
+import torch
 from parts import Found, Record, Wrong
 
-from sglang_mixkv.kv.plan import Ints
-from sglang_mixkv.kv.ranges import Blocks
-from sglang_mixkv.rows.host import Buffer
-from sglang_mixkv.transport.nixl import Memory
+from sglang_mixkv.channel.data_plane import Outcome
+from sglang_mixkv.draft.rows import DraftRows
 
-RANGE = 16 << 10
-SAYS = "mixkv-peer "
-
-
-def engine(backend: str, device: str, gpu: int, peer_gpu: int) -> Any:
-    """An engine for memory of this device."""
-    if backend == "mooncake":
-        return wires.MooncakeEngine()
-    if device == "cuda":
-        return wires.NixlEngine(Memory("VRAM", gpu), peer_gpu)
-    return wires.NixlEngine()
-
-
-def pattern(seed: int, size: int) -> devices.Bytes:
-    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
-
-
-def order(seed: int, size: int) -> Ints:
-    """To which range of the destination each of the source goes."""
-    return np.random.default_rng(seed + 1).permutation(size // RANGE)
-
-
-# ---------------------------------------------------------------- the receiver
-
-
-def receive(backend: str, device: str, gpu: int, size: int) -> None:
-    """Say where to write, then for each seed that comes how many bytes are not that pattern."""
-    here = devices.here(argparse.Namespace(device=device, gpu=gpu))
-    memory, listening = here.rows.allocate(size), engine(backend, device, gpu, gpu)
-    if code := listening.batch_register([memory.address], [size]):
-        raise SystemExit(f"registering returned {code}")
-    told = {"session": listening.session, "hello": listening.hello.hex(),
-            "address": memory.address}  # fmt: skip
-    print(SAYS + json.dumps(told), flush=True)
-    for line in sys.stdin:
-        seed = int(line)
-        wanted = np.zeros(size, np.uint8)
-        if seed >= 0:
-            there = order(seed, size)
-            wanted.reshape(-1, RANGE)[there] = pattern(seed, size).reshape(-1, RANGE)
-        wrong = int((here.get(memory) != wanted).sum())
-        here.put(memory, np.zeros(size, np.uint8))  # before the next write can come
-        print(SAYS + json.dumps(wrong), flush=True)
-
-
-class Peer:
-    """The receiver's process."""
-
-    def __init__(self, child: subprocess.Popen[str]) -> None:
-        self._child = child
-        self.told: Record = self._hear()
-
-    def _hear(self) -> Any:
-        assert self._child.stdout is not None
-        for line in self._child.stdout:
-            if line.startswith(SAYS):
-                return json.loads(line.removeprefix(SAYS))
-        raise Wrong(f"the receiver ended with status {self._child.wait()}")
-
-    def wrong_bytes(self, seed: int) -> int:
-        """How many are not this seed's pattern; a negative seed: not zero. All are zero then."""
-        assert self._child.stdin is not None
-        self._child.stdin.write(f"{seed}\n")
-        self._child.stdin.flush()
-        return int(self._hear())
+HEADS = range(4, 8)
+CONNECT_S = 30
 
 
 @contextlib.contextmanager
-def peer(backend: str, options: argparse.Namespace, size: int) -> Iterator[Peer]:
-    args = [backend, options.device, str(options.peer_gpu), str(size)]
-    path = os.pathsep.join(sys.path)
-    with subprocess.Popen(
-        [sys.executable, __file__, *args], env={**os.environ, "PYTHONPATH": path},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    ) as child:  # fmt: skip
+def prefill_side(options: argparse.Namespace) -> Iterator[packer.Lines]:
+    """A connection to the process that packs."""
+    if options.peer:
+        host, _, port = options.peer.rpartition(":")
+        with socket.create_connection((host, int(port)), CONNECT_S) as connection:
+            connection.settimeout(None)
+            yield packer.Lines(connection)
+        return
+    mine, theirs = socket.socketpair()
+    with packer.child(options, options.peer_gpu, theirs) as process, mine:
         try:
-            yield Peer(child)
+            yield packer.Lines(mine)
         finally:
-            child.kill()
+            process.kill()
 
 
-# ---------------------------------------------------------------- the sender
+class Turns:
+    """One dtype: requests, and bare reads. Decode's pages are in order, so its rows are tokens."""
+
+    def __init__(
+        self, options: argparse.Namespace, backend: str, dtype: str, there: packer.Lines
+    ) -> None:
+        drafter, device = scene.DRAFTERS[packer.DRAFTER], scene.device_of(options)
+        self._page, seed = scene.LAYOUTS[packer.LAYOUT], options.seed
+        per_token = 2 * drafter.layers * len(HEADS) * scene.HEAD * scene.DTYPES[dtype].itemsize
+        self.tokens = (options.transfer_mb << 20) // per_token // self._page * self._page
+        self.size = self.tokens * per_token
+        truth = scene.as_bytes(packer.pool(dtype, self.tokens, device, seed))
+        places = torch.from_numpy(scene.rows_of(self.tokens, self._page, seed)).to(device)
+        self._wanted = [entry[places][:, HEADS.start :].contiguous() for entry in truth]
+        self._pool = [torch.zeros_like(entry) for entry in self._wanted]
+        rows, plane = DraftRows(self._pool, HEADS), packer.plane_of(backend, there.host)
+        self._staging, self._plane = channel.staged(rows, plane)
+        self._decode = channel.Decode(rows, self._staging, self._plane)
+        there.put([backend, dtype, self.tokens, seed])
+        row = there.get()
+        if row is None:
+            raise Wrong("the prefill process ended when it started")
+        self._row = msgspec.convert(row, channel.Row)
+        self._source = self._decode.source(self._row)
+        self._there, self._rooms = there, itertools.count(1)
+        self.packed = 0.0
+
+    def wrong(self) -> int:
+        return scene.wrong_bytes(self._pool, self._wanted)
+
+    def request(self) -> float:
+        """Seconds of one through the channel."""
+        for entry in self._pool:
+            entry.zero_()
+        if self._pool[0].device.type == "cuda":
+            torch.cuda.synchronize()
+        room, pages = next(self._rooms), np.arange(self.tokens // self._page)
+        self._there.put(room)
+        start = time.perf_counter()
+        state = self._decode.fetch(room, self.tokens, [self._source], pages, self._page)
+        seconds = time.perf_counter() - start
+        packed = self._there.get()
+        if state != "warm" or packed is None:
+            raise Wrong(f"a request became {state}")
+        self.packed = packed
+        return seconds
+
+    def bare(self) -> float:
+        """Seconds of one read of as many bytes."""
+        peer = self._plane.connect(self._row.staging.endpoint)
+        start = time.perf_counter()
+        here, remote = self._staging.address, self._row.staging.address(0)
+        read = self._plane.start(peer, here, remote, min(self.size, self._staging.size))
+        while (outcome := self._plane.outcome(read)) is None:
+            time.sleep(0)
+        if outcome is not Outcome.DONE:
+            raise Wrong(f"a bare read failed: {read.why}")
+        return time.perf_counter() - start
+
+    @property
+    def unpacked(self) -> float:
+        return self._decode.notes.seconds
+
+    def close(self) -> None:
+        self._decode.inbox.shut()
 
 
-def seconds(transport: Any, session: str, blocks: Blocks) -> tuple[int, float]:
-    """The code of one write, and how long it took."""
-    start = time.perf_counter()
-    code = transport.wait(transport.write(session, blocks))
-    return int(code), time.perf_counter() - start
-
-
-def ranges(source: Buffer, target: int, seed: int) -> Blocks:
-    """All of a source in pieces, each to a place of its own at a target of the same size."""
-    there = order(seed, source.size)
-    src = source.address + RANGE * np.arange(len(there))
-    return Blocks(src, target + RANGE * there, there * 0 + RANGE)
+def measure(turns: Turns, dtype: str, count: int) -> Record:
+    """The first turn, in which memory and connections are new, is compared and not timed."""
+    before, wrong, received = turns.wrong(), 0, needs.rdma_bytes()
+    taken: dict[str, list[float]] = {"pack + read + unpack": [], "bare read": []}
+    for _ in range(count + 1):
+        taken["pack + read + unpack"].append(turns.request())
+        wrong = max(wrong, turns.wrong())
+        taken["bare read"].append(turns.bare())
+    whole, bare = (float(np.median(seconds[1:])) for seconds in taken.values())
+    return {
+        "dtype": dtype, "tokens": turns.tokens, "bytes": turns.size,
+        "wrong before": before, "wrong": wrong,
+        "pack + read + unpack ms": whole * 1e3, "bare read ms": bare * 1e3, "times": whole / bare,
+        "pack ms": turns.packed / (count + 1) * 1e3,
+        "unpack ms": turns.unpacked / (count + 1) * 1e3,
+        "bare GB/s": turns.size / bare / 1e9,
+        "RDMA MiB": (needs.rdma_bytes() - received) / (2 * count + 2) / 2**20,
+    }  # fmt: skip
 
 
 def run(options: argparse.Namespace, backend: str) -> Found:
-    os.environ.update(MOONCAKE_ENV)
-    needs.check_backend(backend, options.device)
-    device, size = devices.here(options), options.transfer_mb << 20
-    sending = engine(backend, options.device, options.gpu, options.peer_gpu)
-    transport, _ = wires.sending(sending)
-    source, seed, figures = device.rows.allocate(size), options.seed, list[Record]()
-    device.put(source, pattern(seed, size))
-    if code := sending.batch_register([source.address], [size]):
-        raise Wrong(f"registering {size >> 20} MiB returned {code}")
-    with peer(backend, options, size) as there:
-        session, target = there.told["session"], there.told["address"]
-        sending.meet(bytes.fromhex(there.told["hello"]))
-        blocks = ranges(source, target, seed)
-        for turn in ("first", "second"):
-            code, took = seconds(transport, session, blocks)
-            figures.append(
-                {"write": turn, "ranges": len(blocks.length), "bytes": size, "code": code,
-                 "wrong bytes": there.wrong_bytes(seed), "ms": took * 1e3,
-                 "GB/s": size / took / 1e9}
-            )  # fmt: skip
-        if backend == "nixl":
-            sending.peer_device += 1
-            code, _ = seconds(transport, session, blocks)
-            wrong = there.wrong_bytes(-1)
-            figures.append({"write": "another GPU's number", "code": code, "wrong bytes": wrong})
-    return judged(options, backend, figures)
-
-
-def judged(options: argparse.Namespace, backend: str, figures: list[Record]) -> Found:
-    number = f"GPU {options.gpu} -> GPU {options.peer_gpu}"
-    where = number if options.device == "cuda" else "host memory"
-    second = figures[1]
-    says = (
-        f"{where}: {second['bytes'] >> 20} MiB in {second['ranges']:,} ranges, every byte right, "
-        f"{second['GB/s']:.2f} GB/s"
-    )
-    says += "; a write to another GPU's number is refused" if backend == "nixl" else ""
-    found = Found(says, figures, figures)
+    figures: list[Record] = []
+    for dtype in scene.DTYPES:
+        with prefill_side(options) as there:
+            turns = Turns(options, backend, dtype, there)
+            figures.append(measure(turns, dtype, options.repeats))
+            turns.close()
+    ratio = max(figure["times"] for figure in figures)
+    where = "another host" if options.peer else f"GPU {options.peer_gpu}"
+    message = f"every byte right from {where}"
+    message += f"; pack, read and unpack take {ratio:.2f} times a bare read"
+    if options.device == "cpu":
+        message = "every byte right, in host memory"
+    found = Found(message, figures)
     for figure in figures:
-        should_fail = figure["write"] not in ("first", "second")
-        if bool(figure["code"]) != should_fail or figure["wrong bytes"]:
-            text = f"{where}, {figure['write']} write: code {figure['code']}, "
-            raise Wrong(text + f"{figure['wrong bytes']:,} wrong bytes", found)
+        if figure["wrong"] or not figure["wrong before"]:
+            text = f"{figure['wrong']:,} wrong bytes of {figure['bytes']:,}"
+            raise Wrong(f"{figure['dtype']}: {text}, {figure['wrong before']:,} before", found)
     return found
-
-
-if __name__ == "__main__":
-    receive(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

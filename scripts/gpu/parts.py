@@ -17,43 +17,48 @@ PASSED, FAILED, LACKS = "passed", "failed", "lacks"
 
 @dataclass(frozen=True)
 class Part:
-    """`name`, for --only; the module that runs it, and its arguments; what it shows. `is_long`: it
+    """`name`, for --only; the module that runs it, and its arguments; what it shows. `needs`, and
+    `dry` for its run without a GPU: names of needs.py; None if it has no such run. `is_long`: it
     may take all the time that is left."""
 
     name: str
     module: str
     about: str
-    needs_gpu: bool = False
+    needs: tuple[str, ...] = ()
+    dry: tuple[str, ...] | None = ()
     args: tuple[str, ...] = ()
     is_long: bool = False
 
 
+CHANNEL = ("plugin",)
 PARTS = (
-    Part("kernels", "part_kernels", "the copy kernel writes what numpy writes"),
-    Part("bandwidth", "part_bandwidth", "pack and scatter beside the device's own copy", True),
-    Part("order", "part_order", "pack and scatter wait for the other streams"),
-    Part("flashinfer", "part_flashinfer", "scatter beside FlashInfer's paged append", True),
-    Part("memory", "part_memory", "a send goes on where the GPU has no memory left"),
-    Part("mooncake", "part_transfer", "KV in GPU memory over Mooncake", args=("mooncake",)),
-    Part("nixl", "part_transfer", "KV in GPU memory over NIXL", args=("nixl",)),
-    Part("demo", "part_demo", "SGLang serves the small pair on CUDA", True, is_long=True),
-)
+    Part("rows", "part_rows", "pack, unpack and checksum beside a device copy", CHANNEL, CHANNEL),
+    Part("order", "part_order", "what the channel waits for: events, and its copies", CHANNEL,
+         CHANNEL),
+    Part("mooncake", "part_transfer", "pack, read and unpack between two processes, over Mooncake",
+         (*CHANNEL, "mooncake-cuda"), (*CHANNEL, "mooncake"), ("mooncake",)),
+    Part("nixl", "part_transfer", "the same over NIXL", (*CHANNEL, "nixl"), (*CHANNEL, "nixl"),
+         ("nixl",)),
+    Part("flashinfer", "part_flashinfer", "attention over unpacked pages is the single server's",
+         (*CHANNEL, "flashinfer", "nvcc"), CHANNEL),
+    Part("demo", "part_demo", "SGLang serves the small pair on CUDA",
+         (*CHANNEL, "sglang", "mooncake-cuda", "compiler", "nvcc"), None, is_long=True),
+)  # fmt: skip
 
 
 @dataclass
 class Found:
-    """What a part that passed says in one line, and its figures. `short`: those for a table."""
+    """What a part that passed came to, in one line, and its figures, the chief ones last."""
 
-    says: str
+    message: str
     figures: list[Record] = field(default_factory=list)
-    short: list[Record] = field(default_factory=list)
 
 
 class Unpassed(Exception):
     """Why a part did not pass, and the figures that it has all the same."""
 
-    def __init__(self, says: str, found: Found | None = None) -> None:
-        super().__init__(says)
+    def __init__(self, message: str, found: Found | None = None) -> None:
+        super().__init__(message)
         self.found = found or Found("")
 
 
@@ -67,17 +72,11 @@ class Wrong(Unpassed):
 
 @dataclass
 class Outcome:
-    """Of one part; `seconds`: how long it took; `output`: the last lines of one that has failed or
-    was cut."""
+    """Of one part; `seconds`: how long it took; `output`: the last lines of one that has failed."""
 
     name: str
     verdict: str
-    says: str
+    message: str
     seconds: float = 0.0
     figures: list[Record] = field(default_factory=list)
-    short: list[Record] = field(default_factory=list)
     output: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, name: str, verdict: str, says: str, found: Found) -> Outcome:
-        return cls(name, verdict, says, figures=found.figures, short=found.short)

@@ -1,38 +1,26 @@
 """Streams for part_order, each with work that ends late: a GPU's, and a model of them.
 
-stream()      another's, as a forward's: do(work), mark() -> what ends with the work so far
-unwaited()    in it CudaRows waits for nothing
-slowly()      in it what CudaRows starts ends late
+stream()        another's, as a forward's: late(work), now(work), mark() -> what ends with it
+slowly(waits)   in it the product's own stream ends late, and is waited for or not
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_mixkv.rows import cuda
-from sglang_mixkv.rows.host import RowCopy
+from sglang_mixkv.draft import rows as product
 
-
-class Waitable(Protocol):
-    """A stream, or what it has done at one moment."""
-
-    def synchronize(self) -> None: ...
-
-
-class Stream(Waitable, Protocol):
-    def delay(self) -> None:
-        """What follows on this stream begins late."""
-
-    def do(self, work: Callable[[], Any]) -> None: ...
-
-    def mark(self) -> Waitable: ...
+Work = Callable[[], Any]
 
 
 # ---------------------------------------------------------------- of a GPU
@@ -44,14 +32,15 @@ class CudaStream:
     def __init__(self, cycles: int) -> None:
         self._stream, self._cycles = torch.cuda.Stream(), cycles
 
-    def delay(self) -> None:
-        self.do(lambda: torch.cuda._sleep(self._cycles))
+    def late(self, work: Work) -> None:
+        self.now(partial(torch.cuda._sleep, self._cycles))
+        self.now(work)
 
-    def do(self, work: Callable[[], Any]) -> None:
+    def now(self, work: Work) -> None:
         with torch.cuda.stream(self._stream):
             work()
 
-    def mark(self) -> Waitable:
+    def mark(self) -> Any:
         return self._stream.record_event()
 
     def synchronize(self) -> None:
@@ -64,24 +53,28 @@ class Unwaited(torch.cuda.Stream):
 
 
 class CudaStreams:
-    """Of the current device."""
-
     def __init__(self, delay_ms: float) -> None:
         self._cycles = int(delay_ms * _cycles_in_ms())
 
-    def stream(self) -> Stream:
+    def stream(self) -> CudaStream:
         return CudaStream(self._cycles)
 
-    def unwaited(self) -> contextlib.AbstractContextManager[Any]:
-        return mock.patch.object(torch.cuda, "Stream", Unwaited)
+    @contextlib.contextmanager
+    def slowly(self, waits: bool) -> Iterator[None]:
+        parts = product.DraftRows._parts
 
-    def slowly(self) -> contextlib.AbstractContextManager[Any]:
-        def launch(what: RowCopy, device: Any) -> None:
-            start = cuda.prepared(what, device)  # its uploads before the delay: they may wait
-            torch.cuda._sleep(self._cycles)
-            start()
+        def late_parts(rows: Any, *what: Any) -> Iterator[Any]:
+            for number, part in enumerate(parts(rows, *what)):
+                if not number:  # behind the upload, which may wait for its stream
+                    torch.cuda._sleep(self._cycles)
+                yield part
 
-        return mock.patch.object(cuda, "launch", launch)
+        with contextlib.ExitStack() as patches:
+            patches.enter_context(mock.patch.object(product.DraftRows, "_parts", late_parts))
+            patches.enter_context(mock.patch.object(product, "_own", threading.local()))
+            if not waits:
+                patches.enter_context(mock.patch.object(torch.cuda, "Stream", Unwaited))
+            yield
 
 
 def _cycles_in_ms(tried: int = 20_000_000) -> float:
@@ -98,54 +91,80 @@ def _cycles_in_ms(tried: int = 20_000_000) -> float:
 # ---------------------------------------------------------------- of a machine without one
 
 
+class Deferred(TorchDispatchMode):
+    """What changes memory in it becomes a stream's work."""
+
+    def __init__(self, stream: ModelStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if self._stream.runs or not func._schema.is_mutable:
+            return func(*args, **given)
+        self._stream.now(partial(func, *args, **given))
+        return given.get("out", args[0])
+
+
 class ModelStream:
-    """All of its work is late."""
+    """Its work is done when the stream is waited for, or a while after it was marked; `priority`
+    as torch's."""
 
-    def __init__(self, model: Any) -> None:
-        self._model, self._stream = model, model.stream()
+    def __init__(self, delay_s: float, priority: int = 0) -> None:
+        self._work: deque[Work] = deque()
+        self._delay_s, self._due, self.runs = delay_s, float("inf"), False
 
-    def delay(self) -> None: ...
+    def late(self, work: Work) -> None:
+        self._work.append(work)
 
-    def do(self, work: Callable[[], Any]) -> None:
-        with self._model.on(self._stream):
-            self._model.start(work)
+    now = late
 
-    def mark(self) -> Waitable:
-        return self._stream
+    def mark(self) -> Any:
+        self._due = time.monotonic() + self._delay_s
+        return self
+
+    def query(self) -> bool:
+        if time.monotonic() >= self._due:
+            self.synchronize()
+        return not self._work
 
     def synchronize(self) -> None:
-        self._stream.synchronize()
+        self.runs = True
+        while self._work:
+            self._work[0]()
+            self._work.popleft()
+        self.runs = False
 
 
 class ModelStreams:
-    """tests/rig/streams.py, in which all work is late."""
+    """The product's code for a GPU, over host memory."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, delay_ms: float) -> None:
+        self._delay_s = delay_ms / 1e3
 
-    def stream(self) -> Stream:
-        return ModelStream(self._model)
+    def stream(self) -> ModelStream:
+        return ModelStream(self._delay_s)
 
     @contextlib.contextmanager
-    def unwaited(self) -> Iterator[None]:
-        class Unwaited:
-            def synchronize(self) -> None:
-                """Nothing."""
+    def slowly(self, waits: bool) -> Iterator[None]:
+        real, made = product.own_stream, list[ModelStream]()
 
-        with mock.patch.object(torch.cuda, "Stream", return_value=Unwaited()):
+        def new_stream(_: Any, priority: int) -> ModelStream:
+            made.append(ModelStream(self._delay_s, priority))
+            if not waits:
+                made[-1].synchronize = lambda: None  # type: ignore[method-assign]
+            return made[-1]
+
+        with contextlib.ExitStack() as patches:
+            for owner, name, new in (
+                (product, "own_stream", lambda _: real(torch.device("cuda", 0))),
+                (product, "_own", threading.local()),
+                (torch.cuda, "Stream", new_stream),
+                (torch.cuda, "stream", Deferred),
+            ):
+                patches.enter_context(mock.patch.object(owner, name, new))
             yield
 
-    def slowly(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
 
-
-@contextlib.contextmanager
-def here(device: str, delay_ms: float) -> Iterator[CudaStreams | ModelStreams]:
-    if device == "cuda":
-        yield CudaStreams(delay_ms)
-        return
-    sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-    from rig.streams import Streams
-
-    with Streams() as model:
-        yield ModelStreams(model)
+def here(device: str, delay_ms: float) -> CudaStreams | ModelStreams:
+    return CudaStreams(delay_ms) if device == "cuda" else ModelStreams(delay_ms)

@@ -1,0 +1,65 @@
+"""Draft pools of the drafters that are served, as SGLang lays them out, and requests in them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Drafter(NamedTuple):
+    name: str
+    layers: int
+    heads: int
+
+
+DRAFTERS = (Drafter("EAGLE3", 1, 8), Drafter("DFLASH", 6, 8), Drafter("DSPARK", 5, 16))
+HEAD = 128
+SLOTS, SLOT = 64, {"cuda": 4 << 20, "cpu": 64 << 10}  # the product's, and small ones
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+LAYOUTS = {"run": 0, "pages of 64": 64, "pages of 16": 16, "pages of 1": 1}
+
+
+def pool(layers: int, heads: int, rows: int, dtype: str, device: Any, seed: int) -> list[Tensor]:
+    """K of each layer, then V: [rows, heads, head size]. As in MHATokenToKVPool, K and V of a layer
+    are halves of one allocation (sglang/srt/mem_cache/memory_pool.py, _create_buffers_normal)."""
+    random = torch.Generator(device).manual_seed(seed)
+    shape = (2, rows, heads, HEAD)
+    drawn = {"dtype": torch.bfloat16, "device": device, "generator": random}
+    both = [torch.randn(shape, **drawn).to(DTYPES[dtype]) for _ in range(layers)]
+    return [halves[0] for halves in both] + [halves[1] for halves in both]
+
+
+def pages_of(tokens: int, page_size: int, seed: int) -> Ints:
+    """Page numbers of a request, in random order; its last page may be in part another's."""
+    return np.random.default_rng(seed).permutation(-(-tokens // page_size))
+
+
+def rows_of(tokens: int, page_size: int, seed: int) -> Ints:
+    """Rows of a request's tokens; of page size 0 a run."""
+    if not page_size:
+        return np.arange(tokens)
+    pages = pages_of(tokens, page_size, seed)
+    return (pages[:, None] * page_size + np.arange(page_size)).ravel()[:tokens]
+
+
+def as_bytes(entries: list[Tensor]) -> list[Tensor]:
+    return [entry.view(torch.uint8) for entry in entries]
+
+
+def wrong_bytes(found: list[Tensor], wanted: list[Tensor]) -> int:
+    pairs = zip(as_bytes(found), as_bytes(wanted), strict=True)
+    return sum(int((one != other).sum()) for one, other in pairs)
+
+
+def device_of(options: Any) -> torch.device:
+    """The device that the options name, which becomes the current one."""
+    if options.device == "cpu":
+        torch.set_num_threads(1)  # on busy cores torch's own wait for each other
+        return torch.device("cpu")
+    torch.cuda.set_device(options.gpu)
+    return torch.device("cuda", options.gpu)
