@@ -123,7 +123,7 @@ def on_host(scene: Scene) -> dict[str, Callable[[], Any]]:
 
 
 def on_gpu(scene: Scene) -> dict[str, Callable[[], Any]]:
-    """The device's copy, torch's other way to scatter, and today's kernel where Triton is."""
+    """The device's copy, and torch's other way to scatter."""
 
     def waited(do: Callable[[], Any]) -> Callable[[], Any]:
         return lambda: (do(), torch.cuda.synchronize())
@@ -133,25 +133,10 @@ def on_gpu(scene: Scene) -> dict[str, Callable[[], Any]]:
         for entry, places, packed in scene.draft._parts(size, items, scene.whole):
             entry.index_copy_(0, places, packed)
 
-    found = {
+    return {
         BASE: waited(lambda: scene.target.copy_(scene.source)),
         "unpack, index_copy_": waited(index_copy),
     }
-    try:
-        from sglang_mixkv.rows.cuda import CudaRows
-    except ImportError:
-        return found
-    kernel, places = CudaRows(torch.cuda.current_device()), np.arange(scene.tokens)
-    pool = np.array([p.data_ptr() for p in scene.pool]) + HEADS.start * HEAD_BYTES
-    packed = scene.target.data_ptr() + np.arange(2) * (scene.tokens * PER_TOKEN // 2)
-    row, width = np.full(2, len(ON_RANK) * HEAD_BYTES), np.full(2, PER_TOKEN // 2)
-    from sglang_mixkv.rows.host import RowCopy
-
-    pack = RowCopy(pool, packed, row, width, width, scene.rows, places)
-    unpack = RowCopy(packed, pool, width, row, width, places, scene.rows)
-    found["pack, Triton"] = lambda: kernel.copy(pack)
-    found["unpack, Triton"] = lambda: kernel.copy(unpack)
-    return found
 
 
 def measure(device: torch.device, tokens: int, layout: str, count: int) -> list[Record]:

@@ -1,8 +1,7 @@
-"""What draft KV costs, a + b x bytes: the channel, today's way, and a bare read, in turns.
+"""What draft KV costs, a + b x bytes: the channel beside a bare read, in turns.
 
     channel          from prefill's `send` until the draft KV is in place on all decode ranks
     channel, whole   from there until SGLang's poll says Success: the target's transfer beside it
-    today            the same moments; draft and target are one transfer there
     bare             one read of as many bytes by one engine from one peer: Mooncake's
                      transfer_sync_read, or a NIXL agent's, asked for its state without a rest
 
@@ -39,11 +38,10 @@ from common import (
 from members import LIMIT_S, LOOK_S
 from reads import BARE, serve, truth
 
-WAYS = ("channel", "today")
+WAYS = ("channel",)
 DIRECTIONS = ((2, 1), (1, 2))
 BACKENDS = ("mooncake", "nixl")
 TOKENS = tuple(64 << step for step in range(10))  # 0.25 to 128 MiB
-LONG = 8192
 MOST_A_MS, MOST_B = 1.0, {"mooncake": 1.3, "nixl": 1.6}
 
 
@@ -160,12 +158,12 @@ def cell(
 
 
 def records(taken: dict[str, Samples], tokens: int, **head: str) -> list[Record]:
-    """One a method; its ratio to today's way, turn by turn, with its interval."""
+    """One a method; its ratio to the bare read, turn by turn, with its interval."""
     found = []
     for name, samples in taken.items():
         record = {**head, "tokens": tokens, "bytes": tokens * rings.TOKEN_BYTES, "method": name}
-        low, high = interval(np.median, np.divide(samples.total, taken["today"].total))
-        record |= Samples(samples.total).record() | {"ratio": ratio(samples, taken["today"])}
+        low, high = interval(np.median, np.divide(samples.total, taken["bare"].total))
+        record |= Samples(samples.total).record() | {"ratio": ratio(samples, taken["bare"])}
         found.append({**record, "ratio_low": low, "ratio_high": high})
     return found
 
@@ -207,11 +205,6 @@ def checks(parts: dict[str, list[Record]]) -> list[Check]:
             found.append(
                 Check(f"{where}: b to a bare read's", MOST_B[one["backend"]], one["b_to_bare"])
             )
-    for one in parts["cells"]:
-        if (one["method"], one["tokens"]) == ("channel, whole", LONG):
-            where = f"{one['backend']} {one['direction']}, {one['layout']}"
-            what = f"{where}: {LONG:,} tokens, to today's way, lower end of 95 %"
-            found.append(Check(what, 1.0, one["ratio_low"]))
     return found
 
 

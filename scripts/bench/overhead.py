@@ -1,10 +1,10 @@
-"""What the plugin adds to the threads of SGLang's schedulers: stock, today's way, the channel.
+"""What the plugin adds to the threads of SGLang's schedulers.
 
-Rings of all three stand side by side and take turns, request by request, so the machine's mood hits
-all alike. Counted are the seconds of the scheduler's own thread (time.thread_time) in the calls
-that it makes for one request, on the first rank of each side; beside it the seconds by the clock,
-which other threads and processes lengthen. A request is polled while it waits, and once more when
-everything is there, so that no call waits for another process.
+Rings with and without it stand side by side and take turns, request by request, so the machine's
+mood hits all alike. Counted are the seconds of the scheduler's own thread (time.thread_time) in the
+calls that it makes for one request, on the first rank of each side; beside it the seconds by the
+clock, which other threads and processes lengthen. A request is polled while it waits, and once more
+when everything is there, so that no call waits for another process.
 
     decode    get_kv_class and init, send_metadata, last poll, clear
     prefill   get_kv_class, init, send, last poll, get_transfer_metric, clear

@@ -1,4 +1,4 @@
-"""Real pairs over the channel and over today's way: TTFT, tokens a second, memory, start-up.
+"""Real pairs with the plugin and without: TTFT, tokens a second, memory, start-up.
 
     pairs     two deployments of the small pair stand side by side, behind a router each, and get
               the same prompts one by one in turns, in an order drawn anew each turn; idle servers
@@ -31,11 +31,9 @@ from sglang_mixkv.demo.processes import Fleet
 from sglang_mixkv.demo.servers import Deployment, disaggregated
 from sglang_mixkv.tools.client import Answer, stream
 
-WAYS = ("today", "channel")
-ENVS = {
-    "today": {},
-    "channel": {"SGLANG_MIXKV_CHANNEL": "1", "SGLANG_MIXKV_PATIENCE": "5"},
-}
+WAYS = ("stock", "channel")
+FLAGS = {"stock": (), "channel": ("--enable-mixkv",)}
+ENV = {"SGLANG_MIXKV_PATIENCE": "5"}
 SIZES = ("2-1", "1-1")
 PAIRS, STARTS, WARMUP, RANK_STARTS = 300, 3, 8, 5
 LONG, LONG_REQUESTS = 8192, 8
@@ -45,10 +43,8 @@ MOST_TTFT_MS = 5.0
 @contextmanager
 def deployment(way: str, size: str, backend: str) -> Iterator[Deployment]:
     prefill, decode = size.split("-")
-    plugin = ("--enable-mixkv",)
-    topology = Topology(
-        ("--tp", prefill), ("--tp", decode), plugin, plugin, backend=backend, env=ENVS[way]
-    )
+    flags = FLAGS[way]
+    topology = Topology(("--tp", prefill), ("--tp", decode), flags, flags, backend=backend, env=ENV)
     with Fleet() as fleet:
         yield disaggregated(fleet, "mla", topology)
 
@@ -100,18 +96,18 @@ def speed(answers: list[Answer]) -> Any:
 
 
 def compared(found: dict[str, list[Answer]]) -> Record:
-    """The channel's minus today's, request by request."""
-    today, channel = found["today"], found["channel"]
+    """The channel's minus stock's, request by request."""
+    stock, channel = found["stock"], found["channel"]
     record: Record = {}
     for name, values in (
-        ("ttft", ttft(channel) - ttft(today)), ("tokens_s", speed(channel) - speed(today)),
+        ("ttft", ttft(channel) - ttft(stock)), ("tokens_s", speed(channel) - speed(stock)),
     ):  # fmt: skip
         unit = "_ms" if name == "ttft" else ""
         low, high = interval(np.mean, values)
         record |= {
             f"{name}{unit}": float(values.mean()), f"{name}_low": low, f"{name}_high": high,
         }  # fmt: skip
-    record["ttft_median_ms"] = float(np.median(ttft(channel) - ttft(today)))
+    record["ttft_median_ms"] = float(np.median(ttft(channel) - ttft(stock)))
     return record
 
 
@@ -181,7 +177,7 @@ def ranks(size: str, backend: str, starts: int) -> list[Record]:
 def checks(parts: dict[str, list[Record]]) -> list[Check]:
     return [
         Check(
-            f"{one['backend']} {one['size']}: TTFT to today's, ms, upper end of 95 %",
+            f"{one['backend']} {one['size']}: TTFT to stock's, ms, upper end of 95 %",
             MOST_TTFT_MS, one["ttft_high"],
         )
         for one in parts["pairs"] if one["way"] == "difference"

@@ -4,7 +4,7 @@ With --into, each table that has markers in the document replaces what stands be
 
     <!-- bench:NAME:begin -->  ...  <!-- bench:NAME:end -->
 
-NAME: `machine`, `checks`, or a bench and a part, as in `transfer.slices`.
+NAME: `machine`, `checks`, or a bench and a part, as in `cost.lines`.
 """
 
 from __future__ import annotations
@@ -53,49 +53,6 @@ def _cell(name: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
-def slices_table(records: list[Record]) -> str:
-    """Draft slices in two tables: ratios over all sizes, and one size part by part."""
-    chosen = [r for r in records if r["method"] == r["auto"]]
-    sizes = sorted({r["tokens"] for r in chosen})
-    key = ("direction", "senders", "page_size", "layout", "heads")
-    rows: dict[tuple[Any, ...], Record] = {}
-    for record in chosen:
-        case = tuple(record[name] for name in key)
-        row = rows.setdefault(case, dict(zip(key, case, strict=True)))
-        row[f"{record['tokens']:,} tokens"] = f"{record['ratio']:.2f} {record['auto']}"
-    full = [{**dict.fromkeys(key), **row} for row in rows.values()]
-    shown = next((size for size in (8192, *sizes[::-1]) if size in sizes), 0)
-    return (
-        table(full)
-        + f"\nParts of the time at {shown:,} tokens:\n\n"
-        + parts_table([r for r in records if r["tokens"] == shown])
-    )
-
-
-def parts_table(records: list[Record]) -> str:
-    """What `auto` chooses, part by part, beside the other ways."""
-    key = ("direction", "senders", "page_size", "layout", "heads")
-    cases: dict[tuple[Any, ...], dict[str, Record]] = {}
-    for record in records:
-        case = cases.setdefault(tuple(record[name] for name in key), {})
-        case[record["method"]] = record
-    rows = []
-    for case, methods in cases.items():
-        chosen = methods.get(next(iter(methods.values()))["auto"])
-        if chosen is None:
-            continue
-        parts = ("plan", "pack", "wire", "signal", "scatter")
-        others = [name for name in ("by page", "direct", "stock") if name != chosen["method"]]
-        rows.append(
-            {**dict(zip(key, case, strict=True)), "bytes": chosen["bytes"],
-             "plain": methods["plain"]["median"], "way": chosen["method"],
-             **{name: chosen[name] for name in ("median", "q1", "q3")},
-             **{name: chosen[name] for name in parts}, "ratio": chosen["ratio"],
-             **{f"ratio {name}": methods[name]["ratio"] for name in others if name in methods}}
-        )  # fmt: skip
-    return table(rows)
-
-
 def machine_table(results: list[Record]) -> str:
     """The machine of the first result, with the load of every one."""
     found = dict(results[0]["machine"])
@@ -131,8 +88,9 @@ def tables(results: list[Record]) -> dict[str, str]:
     for result in results:
         for part, records in result["parts"].items():
             name = f"{result['bench']}.{part}"
-            make = slices_table if name == "transfer.slices" and records else table
-            found[name] = f"Not measured: {result['lacks']}\n" if result["lacks"] else make(records)
+            found[name] = (
+                f"Not measured: {result['lacks']}\n" if result["lacks"] else table(records)
+            )
     return found
 
 

@@ -1,8 +1,7 @@
 """Pairs of ranks for the benchmarks: one ring a way, asked for one request after the other.
 
     stock      SGLang alone
-    today      the plugin's writes through SGLang's managers
-    channel    the draft channel
+    channel    with the draft channel
 
 Each rank has a process of its own (members.py). Rings of several ways stand side by side, so that
 their requests can take turns; one that is not asked sleeps. Times are seconds of CLOCK_MONOTONIC,
@@ -20,7 +19,7 @@ from typing import Any
 
 from members import LIMIT_S, PAGE, SIDES, Meter, load, model, rig, serve
 
-WAYS = ("stock", "today", "channel")
+WAYS = ("stock", "channel")
 LAYOUTS = ("runs", "random")
 PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"  # a cold drafter is no figure
 HEADS, HEAD_BYTES = 8, 256
@@ -43,7 +42,7 @@ class Ring:
             prefill_tp, decode_tp, target=model.Cache("mla", layers=1, k_bytes=24),
             draft=model.Cache("mha", heads=HEADS, k_bytes=HEAD_BYTES, v_bytes=HEAD_BYTES),
             requests=(model.Request(most),), page_size=PAGE, shuffled=False, backend=backend,
-            channel=way == "channel", prefill_mixkv=plugin, decode_mixkv=plugin,
+            prefill_mixkv=plugin, decode_mixkv=plugin,
             extra={"bootstrap_up": [context.Event()], "pp_groups": {}},
         )  # fmt: skip
         self._rooms, self._pipes, self._processes = itertools.count(FIRST_ROOM), {}, []

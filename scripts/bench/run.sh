@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # All benchmarks, into a folder: run.sh FOLDER [--quick]
 # Writes JSON, PNG and one results.md; render.py --into fills the table in docs/evidence.md.
-# nixl.* are the transfer's figures over NIXL.
 set -euo pipefail
 if [ "$#" -lt 1 ] || [ "${1#-}" != "$1" ]; then
     echo "usage: $0 FOLDER [--quick] [--repeats N]" >&2
@@ -15,14 +14,11 @@ folder="$(cd "$folder" && pwd)"
 # shellcheck source=scripts/env.sh
 source "$here/../env.sh"
 results=()
-for name in transfer planning kernels scheduler; do
+for name in copies reads cost overhead pairs; do
     echo "== $name" >&2
     python "$here/$name.py" "$@" --json "$folder/$name.json" --plot "$folder/$name.png" \
         >"$folder/$name.md"
     results+=("$folder/$name.json")
 done
-echo "== transfer over nixl" >&2
-python "$here/transfer.py" --backend nixl "$@" --json "$folder/nixl.json" --plot "$folder/nixl.png" \
-    >"$folder/nixl.md"
 python "$here/render.py" "${results[@]}" >"$folder/results.md"
 echo "results: $folder" >&2

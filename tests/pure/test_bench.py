@@ -35,60 +35,10 @@ def quick(name: str, folder: Path, *options: str) -> dict[str, Any]:
     return result
 
 
-def test_transfer_moves_every_byte_each_way(tmp_path: Path) -> None:
-    """Raises of itself on a wrong byte or a return code; here: nothing was left out."""
-    only = ("--only", r"^(gather-2|scatter-1)-(64|512)-(16|64)-random-")
-    parts = quick("transfer", tmp_path, "--repeats", "1", *only)["parts"]
-    methods = {(r["direction"], r["method"]) for r in parts["slices"]}
-    every = ("plain", "region", "direct", "stock")
-    assert methods == {(d, m) for d in ("gather", "scatter") for m in every} | {
-        ("scatter", "packed"), ("gather", "by page"),
-    }  # fmt: skip
-    by_method = {(r["direction"], r["tokens"], r["method"]): r for r in parts["slices"]}
-    assert by_method["gather", 512, "region"]["ranges"] == 4, "two senders, K and V"
-    assert by_method["gather", 512, "by page"]["ranges"] == 4 * 32
-    assert by_method["gather", 512, "direct"]["ranges"] == 4 * 512
-    assert by_method["scatter", 512, "packed"]["ranges"] >= 2 * 20
-    assert by_method["scatter", 512, "region"]["ranges"] == 2
-    assert {r["method"] for r in parts["whole"]} == {
-        "MLA alone", "with draft slices", "with direct slices",
-    }  # fmt: skip
-    at_once = parts["at_once"]
-    assert [(r["codes"], r["wrong_bytes"]) for r in at_once] == [([0], 0)] * 3
-    assert [(r["regions"], r["by_page"]) for r in at_once] == [(8, 0), (0, 0), (4, 4)]
-
-
-def test_transfer_notices_a_wrong_byte(tmp_path: Path) -> None:
-    """The comparison itself can fail: with a product that moves each slice by one byte."""
-    script = tmp_path / "wrong.py"
-    script.write_text(
-        "import dataclasses, sys\n"
-        f"sys.path.insert(0, {str(BENCH)!r})\n"
-        f"sys.argv = ['transfer.py', '--quick', '--parts', 'slices', '--only', 'scatter-1-64']\n"
-        "import cases\n"
-        "right = cases.component_copies\n"
-        "def wrong(*args):\n"
-        "    copies = right(*args)\n"
-        "    return dataclasses.replace(copies, src_offset=copies.src_offset - 1)\n"
-        "cases.component_copies = wrong\n"
-        "import transfer\n"
-        "transfer.main()\n"
-    )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode != 0
-    assert "wrong bytes" in done.stderr
-
-
-def test_kernels_say_what_is_missing_or_run(tmp_path: Path) -> None:
-    result = quick("kernels", tmp_path)
-    assert bool(result["lacks"]) != bool(result["parts"]["rows"])
-
-
-@pytest.mark.full
-def test_planning_compares_with_the_installed_sglang(tmp_path: Path) -> None:
-    """It raises of itself unless both plan the same ranges; the speed is not judged here."""
-    records = quick("planning", tmp_path)["parts"]["chunk"]
-    assert {r["method"] for r in records} == {"stock", "product", "product, ranges only"}
+def test_copies_are_right_and_reads_have_a_bare_one_beside_them(tmp_path: Path) -> None:
+    """They raise of themselves on a wrong byte."""
+    assert quick("copies", tmp_path)["parts"]
+    assert quick("reads", tmp_path)["parts"]
 
 
 def test_a_line_and_its_interval_are_found_in_noise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +84,12 @@ def test_a_start_is_watched() -> None:
 def test_a_result_fills_the_document(tmp_path: Path) -> None:
     document = tmp_path / "evidence.md"
     document.write_text(DOCUMENT.read_text())
-    result = tmp_path / "planning.json"
+    result = tmp_path / "copies.json"
     record = {"layout": "random", "median": 0.00125, "bytes": 3 << 20, "codes": [0, -1]}
     check = {"name": "a figure", "target": 2.0, "value": 3.0, "at_most": True, "met": False}
     machine = {"cores": 2, "load_at_start": 0.5, "load_at_end": 0.75, "packages": {"numpy": "2"}}
-    parts = {"chunk": [record]}
-    head = {"bench": "planning", "quick": False, "lacks": "", "machine": machine}
+    parts = {"copies": [record]}
+    head = {"bench": "copies", "quick": False, "lacks": "", "machine": machine}
     result.write_text(json.dumps({**head, "checks": [check], "parts": parts}))
     for _ in range(2):  # twice: the markers stay
         run("render.py", str(result), "--into", str(document))
@@ -147,13 +97,13 @@ def test_a_result_fills_the_document(tmp_path: Path) -> None:
     assert text.count("| a figure | at most 2 | 3 | **no** |") == 1
     whole = run("render.py", str(result))
     assert "| random | 1.25 | 3 | 0, -1 |" in whole
-    assert "| load average, start to end | planning 0.5 to 0.8 |" in whole
+    assert "| load average, start to end | copies 0.5 to 0.8 |" in whole
 
 
 def test_a_document_without_markers_is_refused(tmp_path: Path) -> None:
-    result = tmp_path / "planning.json"
+    result = tmp_path / "copies.json"
     machine = {"load_at_start": 0.0, "load_at_end": 0.0}
-    empty = {"bench": "planning", "lacks": "", "machine": machine, "checks": [], "parts": {}}
+    empty = {"bench": "copies", "lacks": "", "machine": machine, "checks": [], "parts": {}}
     result.write_text(json.dumps(empty))
     (tmp_path / "empty.md").write_text("nothing")
     command = [sys.executable, str(BENCH / "render.py"), str(result), "--into"]
