@@ -1,4 +1,4 @@
-"""The tables of flags and variables in docs/operate.md, from `sglang_mixkv/config.py`.
+"""The tables of flags and variables in docs/deploy.md, from `sglang_mixkv/config.py`.
 
 python scripts/docs/flags.py            # rewrite them
 python scripts/docs/flags.py --check    # exit status 1 unless they are current
@@ -12,16 +12,22 @@ import sys
 from pathlib import Path
 
 from sglang_mixkv import config
+from sglang_mixkv.channel import planes
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "operate.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "deploy.md"
 BEGIN, END = "<!-- flags:begin -->\n", "<!-- flags:end -->"
 
-# What config.py reads from the environment alone: no flag, since no deployment should need it.
+# What is read from the environment alone: no flag, since few deployments need it.
 ENVIRONMENT_ONLY = {
     config.ALLOW_UNTESTED_ENV: "Start with an SGLang release that is not in "
-    "[the table](#compatibility). Its functions are still compared.",
+    "[the table](compatibility.md#releases). Its functions are still compared.",
     config.STATS_DIR_ENV: "A folder in which each process keeps a JSON file of its counters: bytes "
-    "of target and draft handed to the transport, ranges, dropped messages. Off when empty.",
+    "of draft KV, warm and cold requests by reason, dropped messages. Off when empty.",
+    config.PORT_ENV: "On prefill: the channel of the rank on GPU n listens on this port plus "
+    "n. Default: a free port.",
+    planes.PLANE_ENV: "`mooncake` or `nixl`: what decode reads slots with, the same on "
+    "both sides. Default: [by the transfer backend](#mooncake-or-nixl).",
+    config.PATIENCE_ENV: "A factor on the channel's [times](protocol.md#times). Default: 1.",
 }
 
 
@@ -33,6 +39,8 @@ def flags() -> list[tuple[str, str, str, str]]:
     defaults = {option.flag: getattr(config.Config(), option.field) for option in config.OPTIONS}
     found = []
     for action in parser._actions:
+        if action.help == argparse.SUPPRESS:  # a removed one
+            continue
         flag = action.option_strings[0]
         values = "" if action.nargs == 0 else " " + "\\|".join(action.choices or ["N"])
         variable = variables.get(flag, config.ENABLE_ENV)
@@ -50,7 +58,7 @@ def table(rows: list[tuple[str, ...]], *head: str) -> str:
 def tables() -> str:
     """What stands between the markers."""
     known = {value for name, value in vars(config).items() if name.endswith("_ENV")}
-    if known - {config.ENABLE_ENV} != ENVIRONMENT_ONLY.keys():
+    if known - {config.ENABLE_ENV} != ENVIRONMENT_ONLY.keys() - {planes.PLANE_ENV}:
         raise SystemExit(f"ENVIRONMENT_ONLY does not describe the variables of config.py: {known}")
     only = [(f"`{name}`", text) for name, text in ENVIRONMENT_ONLY.items()]
     return "\n".join(
@@ -74,7 +82,7 @@ def main(argv: list[str]) -> int:
     if "--check" not in argv:
         DOCUMENT.write_text(wanted)
     elif present != wanted:
-        print("docs/operate.md is not current: python scripts/docs/flags.py")
+        print("docs/deploy.md is not current: python scripts/docs/flags.py")
         return 1
     return 0
 

@@ -1,4 +1,4 @@
-"""The tables of flags in docs/operate.md say what config.py says."""
+"""The tables of flags in docs/deploy.md say what config.py says."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_new_flag_makes_them_stale(
     new = config.Option("--mixkv-new", "SGLANG_MIXKV_NEW", "staging_mb", int, "Something.")
     monkeypatch.setattr(config, "OPTIONS", (*config.OPTIONS, new))
     assert script.main(["--check"]) == 1
-    assert "docs/operate.md is not current" in capsys.readouterr().out
+    assert "docs/deploy.md is not current" in capsys.readouterr().out
     assert "| `--mixkv-new N` | `SGLANG_MIXKV_NEW` |" in script.tables()
 
 
@@ -33,6 +33,10 @@ def test_an_undescribed_variable_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
         script.tables()
 
 
+def test_a_removed_flag_is_in_no_table() -> None:
+    assert [flag for flag, *_ in config.REMOVED if flag in script.tables()] == []
+
+
 def test_six_plugin_flags_at_most() -> None:
     assert 1 + len(config.OPTIONS) <= 1 + 6
 
@@ -40,6 +44,7 @@ def test_six_plugin_flags_at_most() -> None:
 def test_no_document_names_a_flag_or_variable_that_is_none() -> None:
     """Everywhere in the docs, not in the tables alone."""
     flags = {"--enable-mixkv", *(option.flag for option in config.OPTIONS)}
+    flags |= {flag for flag, *_ in config.REMOVED}
     sources = "".join(path.read_text() for path in (ROOT / "sglang_mixkv").rglob("*.py"))
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         text = path.read_text()

@@ -19,9 +19,8 @@ import yaml
 from jsonschema import Draft202012Validator
 
 from sglang_mixkv import config
-from sglang_mixkv.tools import doctor
-from sglang_mixkv.tools.plan_figures import make_plan
-from sglang_mixkv.tools.plan_flags import from_line
+from sglang_mixkv.tools import doctor, plan_server
+from sglang_mixkv.tools.plan_pair import make_plan
 
 from .pages import ROOT
 
@@ -98,6 +97,7 @@ LWS_SPEC = fields(
         persistentVolumeClaimRetentionPolicy={"type": "object"},
     ),
 )  # fmt: skip
+SELECTOR = fields("matchLabels", matchLabels=LABELS)
 KINDS: dict[tuple[str, str], Json] = {
     ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): {"spec": LWS_SPEC},
     ("v1", "ConfigMap"): {"data": {"type": "object", "additionalProperties": {"type": "string"}}},
@@ -107,10 +107,18 @@ KINDS: dict[tuple[str, str], Json] = {
             ports=many(fields("port", port=COUNT, targetPort=COUNT, name=TEXT)),
         )
     },
+    ("networking.k8s.io/v1", "NetworkPolicy"): {
+        "spec": fields(
+            "podSelector policyTypes ingress", podSelector=SELECTOR,
+            policyTypes=many(one_of("Ingress", "Egress")),
+            ingress=many(fields(**{"from": many(fields(podSelector=SELECTOR))},
+                                ports=many(fields("port", port=COUNT)))),
+        )
+    },
     ("apps/v1", "Deployment"): {
         "spec": fields(
             "selector template", replicas=COUNT, template=POD,
-            selector=fields("matchLabels", matchLabels=LABELS),
+            selector=SELECTOR,
         )
     },
 }  # fmt: skip
@@ -134,6 +142,7 @@ def read(text: str) -> dict[str, Json]:
 TEXT_A = (FOLDER / "pair.yaml").read_text()
 GROUP = read(TEXT_A)
 FRONT = read((FOLDER / "front.yaml").read_text())
+POLICY = read((FOLDER / "policy.yaml").read_text())
 SERVERS = [item for item in GROUP.values() if item["kind"] == "LeaderWorkerSet"]
 
 
@@ -163,7 +172,10 @@ def environment(container: Json) -> dict[str, str]:
 # ---------------------------------------------------------------- the schema
 
 
-@pytest.mark.parametrize("item", [*GROUP.values(), *FRONT.values()], ids=lambda i: i["kind"])
+ITEMS = [*GROUP.values(), *FRONT.values(), *POLICY.values()]
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda i: i["kind"])
 def test_every_object_has_the_fields_of_its_kind(item: Json) -> None:
     assert wrong(item) == []
 
@@ -240,7 +252,7 @@ def printed(server: Json, index: int) -> str:
 
 
 def test_the_commands_of_all_pods_are_one_pair() -> None:
-    """They run as they stand, each node of a server with its rank; the plan refuses nothing."""
+    """They run as they stand, each node of a server with its rank; the plan finds nothing."""
     first = {}
     for server in SERVERS:
         nodes = template(server)["size"]
@@ -250,9 +262,8 @@ def test_the_commands_of_all_pods_are_one_pair() -> None:
             ranks = [re.findall(r"--node-rank (\d)", line) for line in lines]
             assert ranks == [[str(index)] for index in range(nodes)]
             assert all("--dist-init-addr first.node:5000" in line for line in lines)
-        first[role(server)] = from_line(role(server), lines[0])
-    plan = make_plan(first["prefill"], first["decode"])
-    assert plan.refused == ()
+        first[role(server)] = plan_server.read(role(server), lines[0])
+    assert make_plan(first["prefill"], first["decode"]).findings == ()
 
 
 def test_probes_and_the_router_ask_the_ports_that_servers_open() -> None:
@@ -260,7 +271,6 @@ def test_probes_and_the_router_ask_the_ports_that_servers_open() -> None:
     for server in SERVERS:
         (container,) = pods(server)[0]["containers"]
         ports = [port["containerPort"] for port in container["ports"]]
-        line = from_line(role(server), printed(server, 0))
         assert str(ports[0]) == environment(container)["PORT"]
         for probe in ("startupProbe", "readinessProbe"):
             assert container[probe]["httpGet"] == {"path": "/health", "port": ports[0]}
@@ -268,7 +278,7 @@ def test_probes_and_the_router_ask_the_ports_that_servers_open() -> None:
         urls = environment(router)[role(server).upper()]
         bootstrap = f",{ports[1]}" if role(server) == "prefill" else ""
         assert urls == f"http://{name}-0.{name}:{ports[0]}{bootstrap}"
-        assert line.args.disaggregation_mode == role(server)
+        assert f"--disaggregation-mode {role(server)} " in printed(server, 0)
 
 
 def test_the_doctor_runs_before_a_model_is_loaded() -> None:
@@ -278,6 +288,28 @@ def test_the_doctor_runs_before_a_model_is_loaded() -> None:
             assert container["command"][:4] == ["python3", "-m", "sglang_mixkv", "doctor"]
             args = doctor._parser().parse_args(container["command"][4:])
             assert (args.enable_mixkv, args.no_seams) == (True, True)
+
+
+def labels_of(item: Json) -> list[Json]:
+    """Those of the pods that it makes."""
+    if item["kind"] == "Deployment":
+        return [item["spec"]["template"]["metadata"]["labels"]]
+    found = template(item)
+    keys = ("leaderTemplate", "workerTemplate")
+    return [found[key]["metadata"]["labels"] for key in keys if key in found]
+
+
+def test_the_policy_is_for_all_pods_of_the_group_and_lets_in_its_own_alone() -> None:
+    """And everybody to the router, on the port that it listens on."""
+    group, router = (item["spec"] for item in POLICY.values())
+    makers = [item for item in GROUP.values() if item["kind"] != "ConfigMap"]
+    pods = [labels for item in makers for labels in labels_of(item)]
+    assert all(group["podSelector"]["matchLabels"].items() <= labels.items() for labels in pods)
+    assert group["ingress"] == [{"from": [{"podSelector": group["podSelector"]}]}]
+    wanted = router["podSelector"]["matchLabels"].items()
+    assert [labels["role"] for labels in pods if wanted <= labels.items()] == ["router"]
+    (front,) = FRONT.values()
+    assert router["ingress"] == [{"ports": [{"port": front["spec"]["ports"][0]["targetPort"]}]}]
 
 
 def test_two_groups_never_meet() -> None:

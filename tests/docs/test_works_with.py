@@ -8,26 +8,29 @@ from __future__ import annotations
 
 import re
 import shlex
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
 from sglang_mixkv import refusals
-from sglang_mixkv.config import resolve
-from sglang_mixkv.demo.pair import model_flags
+from sglang_mixkv.demo.pair import model_flags, model_path
 from sglang_mixkv.engine.releases import RELEASES, Release, here
-from sglang_mixkv.tools.plan_checks import own_refusals
-from sglang_mixkv.tools.plan_flags import Server, from_line
+from sglang_mixkv.tools.plan_line import parse, split
+from sglang_mixkv.tools.plan_server import read
 
+from ..e2e import staging_on_cpu
 from ..e2e.conftest import CASES, Case
 from ..e2e.test_hicache import HOST_CASES
+from ..e2e.test_pairs import STAGED_CASES
 from .pages import ROOT
 
+DRAFTER = model_path("mla").parent / "drafter"
 WORDS = {"engine", "ring", "reading", "refused"}
 BY_TRANSPORT = {refusals.SINGLE_SERVER}  # no server of a pair
-PAGE = (ROOT / "docs" / "operate.md").read_text()
-SECTION = PAGE.partition("\n## What works with what\n")[2].partition("\n## ")[0]
+PAGE = (ROOT / "docs" / "compatibility.md").read_text()
+SECTION = PAGE.partition("\n## What works with what\n")[2]
 
 
 @dataclass(frozen=True)
@@ -50,21 +53,30 @@ class Cell:
     def release(self) -> Release:
         return next(release for release in RELEASES if release.version == self.version)
 
-    def servers(self) -> list[Server]:
-        """Such a server of either side."""
+    def lines(self) -> list[tuple[str, str]]:
+        """Of such a server of either side."""
         variables = [word for word in self.words if word.startswith("SGLANG_")]
         flags = [word for word in self.words if word not in variables]
         drafter = ["--speculative-algorithm", "EAGLE3"] if self.drafts else []
         transport = ["--disaggregation-transfer-backend", self.backend]
-        line = shlex.join([*variables, "python", *drafter, *transport, *flags, "--enable-mixkv"])
-        return [from_line(role, line) for role in ("prefill", "decode")]
+        both = [*drafter, *transport, *flags, "--enable-mixkv"]
+        return [
+            (role, shlex.join([*variables, "python", "--disaggregation-mode", role, *both]))
+            for role in ("prefill", "decode")
+        ]
+
+    def servers(self) -> list[tuple[Namespace, dict[str, str]]]:
+        """Their flags as SGLang's parser has them, and their variables."""
+        found = [split(line) for _, line in self.lines()]
+        return [(parse(flags), environ) for environ, flags in found]
 
     def refused(self) -> list[list[str]]:
         rules = (*refusals.ARGUMENT_RULES, *self.release().unserved.values())
-        return [
-            refusals.broken(rules, s.args, s.environ, resolve(s.args, s.environ))
-            for s in self.servers()
-        ]
+        return [refusals.broken(rules, args, environ) for args, environ in self.servers()]
+
+
+def served_by(release: Release) -> set[str]:
+    return {name for name in refusals.BACKENDS if name.upper() not in release.unserved}
 
 
 def rows(head: str) -> Iterator[list[str]]:
@@ -105,7 +117,9 @@ def test_the_rules_do_what_the_tables_say(cell: Cell) -> None:
 
 def test_every_release_with_its_transports_has_a_column() -> None:
     served = {(cell.version, cell.backend) for cell in CELLS if cell.word != "refused"}
-    assert served == {(release.version, name) for release in RELEASES for name in release.framings}
+    assert served == {
+        (release.version, name) for release in RELEASES for name in served_by(release)
+    }
 
 
 def test_every_rule_has_a_row() -> None:
@@ -113,7 +127,7 @@ def test_every_rule_has_a_row() -> None:
         *refusals.ARGUMENT_RULES,
         *(r for release in RELEASES for r in release.unserved.values()),
     }
-    hit = {rule for cell in CELLS for s in cell.servers() for rule in rules if rule[1](s.args)}
+    hit = {rule for cell in CELLS for args, _ in cell.servers() for rule in rules if rule[1](args)}
     backends = {r.unserved["NIXL"] for r in RELEASES if "NIXL" in r.unserved}
     assert rules - hit - BY_TRANSPORT - backends == set()
 
@@ -121,6 +135,8 @@ def test_every_rule_has_a_row() -> None:
 def proven(cell: Cell, case: Case) -> bool:
     """Whether this case of the real engine has all of the cell's flags."""
     flags = {*case.prefill, *case.decode, *case.shared, *model_flags(case.pair)}
+    if case in STAGED_CASES:
+        flags |= {f"{name}={value}" for name, value in staging_on_cpu.ENV.items()}
     return set(cell.words) <= flags and case.backend == cell.backend
 
 
@@ -135,7 +151,8 @@ def test_what_ran_in_the_engine_is_a_case_there(cell: Cell) -> None:
 
 
 CASES_OF_THE_ENGINE: list[Case] = [
-    case if isinstance(case, Case) else case.values[0] for case in (*CASES, *HOST_CASES)
+    case if isinstance(case, Case) else case.values[0]
+    for case in (*CASES, *HOST_CASES, *STAGED_CASES)
 ]
 
 
@@ -145,8 +162,9 @@ CASES_OF_THE_ENGINE: list[Case] = [
     ids=lambda c: c.part,
 )
 def test_the_plan_refuses_the_same(cell: Cell) -> None:
-    """With the installed SGLang's rules, the newest's where there is none."""
-    for server, reasons in zip(cell.servers(), cell.refused(), strict=True):
-        found = [text for text in own_refusals(server) if " is not supported" in text]
-        assert len(found) == len(reasons)
-        assert resolve(server.args, server.environ).enabled
+    """With the installed SGLang's rules, on what SGLang makes of the line."""
+    model = f" --model-path {model_path('mla')} --speculative-draft-model-path {DRAFTER}"
+    for (role, line), reasons in zip(cell.lines(), cell.refused(), strict=True):
+        server = read(role, line + model)
+        assert server.enabled
+        assert len([text for text in server.refused if " is not supported" in text]) == len(reasons)

@@ -1,0 +1,133 @@
+"""The dashboard, the alerts and their page name series that exist; alerts fire when they should.
+
+What each series counts is tested in tests/pure/test_series.py and over real transfers in
+tests/protocol/test_metrics.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sglang_mixkv.demo.prometheus import COLON_AGAIN, expressions
+from sglang_mixkv.series import FAMILIES
+
+from .pages import ROOT
+
+DASHBOARD, ALERTS = ROOT / "docs" / "dashboard.json", ROOT / "docs" / "alerts.yml"
+PAGE, ALERT_TESTS = ROOT / "docs" / "metrics.md", ROOT / "tests" / "alerts_test.yml"
+OURS = {family.name for family in FAMILIES}
+NAME, RULE = re.compile(r"sglang:[a-z0-9_]+"), re.compile(r"sglang_mixkv:[a-z0-9_:]+")
+
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="needs promtool (scripts/prometheus.sh)"
+)
+
+
+@pytest.mark.parametrize(
+    "path", [PAGE, DASHBOARD, ALERTS, ALERT_TESTS, *sorted((ROOT / "docs").glob("*.md"))],
+    ids=lambda path: path.name,
+)  # fmt: skip
+def test_only_series_that_exist_are_named(path: Path) -> None:
+    named = {name for name in NAME.findall(path.read_text()) if "mixkv_" in name}
+    assert named <= OURS
+
+
+def test_the_dashboard_shows_every_series() -> None:
+    text = " ".join(expression.text for expression in expressions(DASHBOARD, "5m"))
+    assert OURS - set(NAME.findall(text)) == set()
+    assert "$" not in text
+
+
+def test_labels_that_are_selected_exist() -> None:
+    """A selector on a label that a series lacks matches nothing, and nobody notices."""
+    labels = {family.name: {*family.labels, "model_name", "engine_type"} for family in FAMILIES}
+    for path in (DASHBOARD, ALERTS):
+        text = path.read_text().replace('\\"', '"')
+        for name, selector in re.findall(r"(sglang:mixkv_\w+)\{([^}]*)\}", text):
+            assert set(re.findall(r"(\w+)=~?", selector)) <= labels[name], f"{path.name}: {name}"
+
+
+def test_rules_that_are_used_are_recorded() -> None:
+    rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+    recorded = {rule["record"] for rule in rules if "record" in rule}
+    used = set(RULE.findall("".join(path.read_text() for path in (DASHBOARD, ALERTS, PAGE))))
+    assert used <= recorded
+
+
+def test_the_page_has_every_alert() -> None:
+    rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+    alerts = [rule["alert"] for rule in rules if "alert" in rule]
+    assert re.findall(r"^\| `(MixKV\w+)` \|", PAGE.read_text(), re.MULTILINE) == alerts
+    tested = ALERT_TESTS.read_text()
+    assert [alert for alert in alerts if alert not in tested] == []
+
+
+def test_sglangs_own_series_are_still_called_so() -> None:
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or spec.origin is None:
+        pytest.skip("SGLang is not installed")
+    folder = Path(spec.origin).parent / "srt" / "observability"
+    known = set(NAME.findall((folder / "metrics_collector.py").read_text()))
+    for path in (DASHBOARD, ALERTS):
+        for name in NAME.findall(path.read_text()):
+            stem = re.sub(r"_(sum|count|bucket)$", "", name)
+            assert "mixkv_" in name or {name, stem} & known, f"{path.name}: {name}"
+
+
+def test_the_pages_relabelling_is_the_one_that_is_tried() -> None:
+    (block,) = re.findall(r"```yaml\n(scrape_configs:.*?)```", PAGE.read_text(), re.DOTALL)
+    (job,) = yaml.safe_load(block)["scrape_configs"]
+    assert job["metric_relabel_configs"] == [COLON_AGAIN]
+
+
+# ---------------------------------------------------------------- alerts
+
+
+def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = ["promtool", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@needs_promtool
+def test_the_rules_are_valid() -> None:
+    done = promtool("check", "rules", ALERTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_alerts_fire_when_they_should_and_only_then() -> None:
+    done = promtool("test", "rules", ALERT_TESTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("< 0.85 *", "< 0.1 *"),  # never fires
+        ("< 0.85 *", "< 9 *"),  # fires on nothing
+        ('{state="warm"}[5m]))', "[5m]))"),  # cold requests lower the figure
+        ("[5m])) > 0)", "[5m])))"),  # an idle hour is no number, and neither is the day's mean
+        ("[10m])) > 0", "[10m])) >= 0"),  # fires without a reason
+        ("> 0.01", "> 0.05"),  # never fires
+        ("max by (model_name, instance, dp_rank)", "avg by (model_name)"),  # of ranks, not requests
+        ('"warm|cold"', '".+"'),  # clients that hang up hide cold drafters
+        ('state="failed"', 'state="closed"'),  # clients that hang up are no failure
+        ("breaker_open) > 0", "breaker_open) >= 0"),  # fires while it is closed
+    ],
+)
+def test_another_rule_would_be_noticed(tmp_path: Path, old: str, new: str) -> None:
+    rules = ALERTS.read_text()
+    assert old in rules
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "docs" / ALERTS.name).write_text(rules.replace(old, new))
+    shutil.copy(ALERT_TESTS, tmp_path / "tests")
+    assert promtool("test", "rules", tmp_path / "tests" / ALERT_TESTS.name).returncode != 0
