@@ -360,6 +360,7 @@ def _aborts() -> Iterator[Fault]:
         group, "the same room number after an abort",
         "aborted after 2 ms; the same number once SGLang has released the pages",
         _decode_fault(abort_after(0.002), rooms=[100, 100], pause=4), words=words,
+        stays_cold=True,  # an OPEN that comes when its request has ended here waits for the next
     )  # fmt: skip
 
 
