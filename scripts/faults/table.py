@@ -21,7 +21,8 @@ from rig.load import load_sglang  # noqa: E402
 
 load_sglang()
 
-from rig.faults import FAULTS, TIMEOUTS, Fault, problems, short_timeouts  # noqa: E402
+from rig.channel_faults import FAULTS  # noqa: E402
+from rig.faults import TIMEOUTS, Fault, problems, short_timeouts  # noqa: E402
 from rig.memory import RankReport  # noqa: E402
 from rig.ring import Outcome, run  # noqa: E402
 
