@@ -14,7 +14,7 @@ import os
 import platform
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -177,19 +177,6 @@ class Result:
         return {**asdict(self), "checks": checks}
 
 
-def merged(paths: Sequence[Path]) -> Result:
-    """One result of several that were measured in parts, one after the other."""
-    found = [json.loads(path.read_text()) for path in paths]
-    parts: dict[str, list[Record]] = {}
-    for one in found:
-        for name, records in one["parts"].items():
-            parts.setdefault(name, []).extend(records)
-    loads = [one["machine"][when] for one in found for when in ("load_at_start", "load_at_end")]
-    about = {**found[0]["machine"], "load_at_start": min(loads), "load_at_end": max(loads)}
-    quick = any(one["quick"] for one in found)
-    return Result(found[0]["bench"], quick, parts, machine=about)
-
-
 def draw(plot: Callable[[Any], None], path: Path) -> None:
     """One PNG; a line instead where matplotlib is not installed."""
     try:
@@ -204,12 +191,6 @@ def draw(plot: Callable[[Any], None], path: Path) -> None:
     pyplot.tight_layout()
     pyplot.savefig(path, dpi=110)
     pyplot.close("all")
-
-
-def geomean(values: Iterable[float]) -> float:
-    """Geometric mean; nan of nothing."""
-    logs = np.log(list(values))
-    return float(np.exp(logs.mean())) if len(logs) else float("nan")
 
 
 def worst(values: Sequence[float]) -> float:
