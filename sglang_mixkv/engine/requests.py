@@ -1,8 +1,8 @@
 """How well decode drafts, by how each request's drafter began: warm, cold, or retracted.
 
 SGLang counts a request's verify rounds by accepted drafts in a list of the request
-(Req.spec_correct_drafts_histogram). That list is kept here, and a weak reference to the request:
-once it has finished, or is gone, the list is final. Nothing is asked of SGLang's steps.
+(Req.spec_correct_drafts_histogram). This module holds that list and a weak reference to the
+request: once it has finished, or is gone, the list is final. Nothing is asked of SGLang's steps.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def read(role: str, line: str | None, url: str | None = None) -> Server:
 @contextmanager
 def _alone(environ: Mapping[str, str]) -> Iterator[None]:
     """The line's variables alone decide. SGLang logs nothing and downloads nothing."""
-    kept, level = dict(os.environ), logging.root.manager.disable
-    for name in filter(lambda name: name.startswith("SGLANG_"), kept):
+    saved, level = dict(os.environ), logging.root.manager.disable
+    for name in filter(lambda name: name.startswith("SGLANG_"), saved):
         del os.environ[name]
     os.environ.update(environ, HF_HUB_OFFLINE="1")
     logging.disable(logging.CRITICAL)
@@ -130,7 +130,7 @@ def _alone(environ: Mapping[str, str]) -> Iterator[None]:
     finally:
         logging.disable(level)
         os.environ.clear()
-        os.environ.update(kept)
+        os.environ.update(saved)
 
 
 def _read(
