@@ -12,7 +12,6 @@ from rig.model import Cache, Case
 
 # As MetadataBuffers lays them out: six rows, the drafter's three, the room.
 AUX_LENS = (32, 8, 8, 8, 8, 8, 8, 16, 24, 16)
-DRAFT_AUX = (6, 7, 8)
 
 
 @dataclass
@@ -59,7 +58,7 @@ class Memory:
             np.random.default_rng([number, self.side == "decode", i]).integers(
                 0, 256, (len(self.case.requests) + 1, n), np.uint8
             )
-            for i, n in enumerate(self._aux_lens())
+            for i, n in enumerate(AUX_LENS)
         ]
 
     def draft_args(self, side: str = "") -> str:
@@ -75,11 +74,6 @@ class Memory:
         """Which aux rows a prefill rank has: as SGLang's, alike on all that may send a request."""
         tp, pp, dp = (getattr(self.case, f"prefill_{name}") for name in ("tp", "pp", "dp"))
         return rank // (tp * dp * pp) * dp + rank // tp % dp
-
-    def _aux_lens(self) -> list[int]:
-        """Without speculation the drafter's rows have another length."""
-        longer = 0 if self._has_draft() else 8 * bool(self.case.extra.get("cold"))
-        return [n + longer * (i in DRAFT_AUX) for i, n in enumerate(AUX_LENS)]
 
     def _stage_layers(self) -> range:
         """Stages are alike, where a case does not say how many layers each of them has."""
@@ -213,22 +207,17 @@ class Memory:
         moved = ways <= {"appended", "channel"} and not self.case.extra.get("draft_stays")
         for name, pool in before.items():
             for number in done if moved or not name.startswith("draft") else ():
-                cold = name == "draft" and self.case.extra.get("cold")
                 pages, rows = self._tables(name)[number], self._rows(name, number)
                 for index, (entry, row) in enumerate(zip(pool, rows, strict=True)):
                     sent = self._sent(name, number, index)[..., None, None]
                     kept = entry[pages]
-                    cleared = cold or (name == "draft" and self.case.extra.get("cleared"))
-                    entry[pages] = 0 if cleared else np.where(sent, row, kept)
+                    entry[pages] = np.where(sent, row, kept)
                     if name == "draft" and number in self.report.cold:
                         self._excuse_cleared(entry, self.pools[name][index], pages)
             for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
                 self._differ(f"{name} entry {index}", want, got)
         for index, (want, got) in enumerate(zip(aux_before, self.aux, strict=True)):
             for number in done:
-                if self.case.extra.get("cold") and index in DRAFT_AUX:
-                    want[number + 1] = 0 if self._has_draft() else want[number + 1]
-                    continue
                 sender = self._aux_number(self._aux_sender(number))
                 want[number + 1] = np.random.default_rng([sender, False, index]).integers(
                     0, 256, (len(self.case.requests) + 1, AUX_LENS[index]), np.uint8
