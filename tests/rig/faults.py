@@ -38,6 +38,7 @@ TIMEOUTS = {
 TWO_ROUNDS = {"requests": (Request(12), Request(9)), "rounds": ((0,), (1,))}
 CHUNKED = {"requests": (Request(12, chunk_pages=1), Request(9)), "rounds": ((0,), (1,))}
 STALL_S = 6
+REGISTERED_S = 0.3  # what one prefill rank has read, the others have read by then
 GONE = "waiting left", "parts left"  # a room that no request came for is known for a minute
 
 Inject = Callable[[Rank], None]
@@ -154,13 +155,17 @@ def send_after(delay: float, rank: Rank, sender: Any, chunk: Any, state: Any) ->
 
 
 def die_when_receiving(rank: Rank) -> None:
-    """SIGKILL as soon as the first byte of the first request has arrived."""
+    """SIGKILL once a byte of the first request has arrived, and its registration everywhere.
+
+    Over NIXL a prefill rank that reads the registration of a process that has gone loses its
+    bootstrap thread, and all later requests (NixlKVManager._start_bootstrap_thread)."""
     entries = rank.pools["target"]
     before = [entry.copy() for entry in entries]
 
     def watch() -> None:
         while all((old == new).all() for old, new in zip(before, entries, strict=True)):
             time.sleep(0.001)
+        time.sleep(REGISTERED_S)
         rank.strike()
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -295,7 +300,7 @@ def _kills() -> Iterator[Fault]:
     group = "kills and stalls"
     yield Fault(
         group, "decode killed while receiving, restarted",
-        "SIGKILL at the first byte that arrives, then a new process with a new session",
+        "SIGKILL between the first chunk and the next, then a new process with a new session",
         lambda: case(chunked=True, faults={("decode", 0): die_when_receiving}, send=hold_the_rest,
                      restart="decode"),
     )  # fmt: skip
