@@ -22,13 +22,14 @@ from sglang_mixkv.channel.times import Times
 
 SLOTS = 64
 # What a slot costs (a message each way, a copy on both sides, a read) is some 0.3 ms of CPU, so
-# slots are large: 4 MiB with the default of 256 MiB.
+# slots are large: 4 MiB of rows with the default of 256 MiB.
 ALIGNMENT = 4096
 
 
 def slot_bytes(staging_mb: int) -> int:
-    """Of each slot of a rank's staging buffer."""
-    return (staging_mb << 20) // SLOTS // ALIGNMENT * ALIGNMENT
+    """Of each slot of a rank's staging buffer: its share of rows, and one page for the stamps, so
+    that chunks of a power of two fill slots and leave no rest for another."""
+    return (staging_mb << 20) // SLOTS // ALIGNMENT * ALIGNMENT + ALIGNMENT
 
 
 def quota_of(count: int) -> int:

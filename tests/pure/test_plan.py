@@ -184,25 +184,25 @@ def test_the_longest_prompt_of_so_many_segments(per_slot: int, chunk: int) -> No
 
 
 def test_figures_of_an_eagle3_drafter_of_8_heads() -> None:
-    """2 -> 1: 2 x 256 bytes x 4 heads from each rank; a slot of 4 MiB has 80 bytes of stamps."""
+    """2 -> 1: 2 x 256 bytes x 4 heads from each rank; a slot has a page beside its 4 MiB."""
     plan = make_plan(*pair(2, 1, 8))
     assert plan.draft_bytes == {"prefill_rank": 2048, "decode_rank": 4096, "all": 4096}
-    assert (plan.slots, plan.slot_bytes) == (SLOTS, 4 << 20)
+    assert (plan.slots, plan.slot_bytes) == (SLOTS, (4 << 20) + 4096)
     first, second = plan.reads
     assert (first.heads, second.heads) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert (first.tokens_per_slot, first.bytes_per_token) == (((4 << 20) - 80) // 2048, 2048)
-    # A chunk of 8,192 tokens takes 5 slots of 2,047: 16 slots hold 3 chunks, and one slot more.
-    assert first.tokens_at_once == 3 * 8192 + 2047
+    assert (first.tokens_per_slot, first.bytes_per_token) == (2049, 2048)
+    # A chunk of 8,192 tokens takes 4 slots of 2,049: 16 slots hold 4 chunks.
+    assert first.tokens_at_once == 4 * 8192
     short, _, long, _ = plan.prompts
     assert (short.bytes, short.segments, short.messages) == (1024 * 4096, 2, 2 + 2 * 2)
-    assert (long.segments, long.messages) == (2 * 4 * 5, 2 + 2 * 40)
-    assert [prompt.at_once for prompt in plan.prompts] == [True, True, False, False]
+    assert (long.segments, long.messages) == (2 * 4 * 4, 2 + 2 * 32)
+    assert [prompt.at_once for prompt in plan.prompts] == [True, True, True, False]
 
 
 def test_the_smaller_staging_buffer_counts() -> None:
     prefill, decode = pair(2, 1, 8)
     small = msgspec.structs.replace(decode, config=Config(staging_mb=64))
-    assert make_plan(prefill, small).slot_bytes == 1 << 20
+    assert make_plan(prefill, small).slot_bytes == (1 << 20) + 4096
 
 
 @pytest.mark.parametrize("sizes", [(1, 8), (8, 1)])
@@ -576,7 +576,7 @@ def test_json_has_what_the_text_has(capsys: pytest.CaptureFixture[str]) -> None:
     answer = "Without it 100% of a prompt's draft KV on decode is wrong. Start both sides with"
     assert answer in " ".join(out.split())
     rows = [line.split() for line in out.splitlines()]
-    assert ["0", "1", "2..3", "128", "32,767", "65,536"] in rows
+    assert ["0", "1", "2..3", "128", "32,799", "65,536"] in rows
     assert "bytes per token: 128 on a prefill rank, 256 on a decode rank, 256 in all" in out
 
 

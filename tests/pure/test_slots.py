@@ -39,9 +39,9 @@ def test_what_each_of_several_owners_gets(count, owners):
         assert min(map(pool.held_by, names)) == share_of(count, owners)
 
 
-def test_a_slot_is_an_aligned_part_of_the_staging_buffer():
-    assert slot_bytes(256) == 4 << 20
-    assert (slot_bytes(1) % 4096, slot_bytes(1) * SLOTS) == (0, 1 << 20)
+def test_a_slot_holds_an_aligned_part_of_the_staging_buffer_and_its_stamps():
+    assert slot_bytes(256) == (4 << 20) + 4096
+    assert slot_bytes(1) == (1 << 20) // SLOTS + 4096
 
 
 def test_fewer_than_two_slots_are_refused():
