@@ -111,7 +111,8 @@ class Inbox:
         if not entry.arrived:
             entry.arrived = True
             if entry.state is None:
-                self._inlet.put(ev.TargetArrived(entry.opened.generation))
+                # it starts a clock: the next event or tick is soon enough
+                self._inlet.put(ev.TargetArrived(entry.opened.generation), wake=False)
 
     def close(self, entry: Entry, reason: str = "") -> None:
         """When this returns, nothing of the room is written any more. Idempotent."""

@@ -128,7 +128,7 @@ class Outbox:
         if not use.sent:
             use.sent = True
             if not use.settled:
-                self._inlet.put(ev.TargetSent(use.number))
+                self._inlet.put(ev.TargetSent(use.number), wake=False)  # it starts a clock
 
     def end(self, use: Use, reason: str = "") -> None:
         """Idempotent: abort, failure_exception and clear all end a sender."""
