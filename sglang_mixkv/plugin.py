@@ -45,7 +45,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"sglang.{__name__}")
 
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"

@@ -33,7 +33,7 @@ from typing import Any
 
 import msgspec
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"sglang.{__name__}")
 
 CONNECT_S, CLOSE_S, POLL_S = 10.0, 2.0, 1e-3
 

@@ -17,7 +17,7 @@ from sglang_mixkv.decode import events as ev
 if TYPE_CHECKING:
     from sglang_mixkv.draft.rows import DraftRows, Staging
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class Entry:

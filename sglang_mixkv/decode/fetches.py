@@ -15,7 +15,7 @@ from sglang_mixkv.draft.facts import Staging as RemoteStaging
 if TYPE_CHECKING:
     from sglang_mixkv.draft.rows import DraftRows, Staging
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"sglang.{__name__}")
 
 Ended = ev.ReadDone | ev.ReadFailed | ev.ReadSettled
 

@@ -34,7 +34,7 @@ from sglang_mixkv.draft.facts import Row
 if TYPE_CHECKING:
     from sglang_mixkv.draft.rows import DraftRows, Staging
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"sglang.{__name__}")
 
 TICK = 0.1  # seconds
 

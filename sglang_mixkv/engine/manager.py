@@ -28,7 +28,7 @@ from sglang_mixkv.engine.sides import Local
 from sglang_mixkv.prefill import rooms as prefill_rooms
 from sglang_mixkv.prefill.outbox import Outbox
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class DraftManager:

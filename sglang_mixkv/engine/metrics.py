@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_observability, get_parallel, get_serv
 
 from sglang_mixkv.series import Family, Values, of_side
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class Metrics:

@@ -24,7 +24,7 @@ from sglang_mixkv.kinds import OF_SIDE, Kind
 from sglang_mixkv.series import Family, Values
 from sglang_mixkv.stats import Stats
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"sglang.{__name__}")
 
 MAX_LOGGED = 1024  # pairs of peer and kind; beyond them nothing new is logged
 LOOK_S = 1.0

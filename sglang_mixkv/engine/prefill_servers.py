@@ -25,7 +25,7 @@ from sglang_mixkv.draft.facts import Row, read_row
 from sglang_mixkv.engine.bootstrap import PATH
 from sglang_mixkv.errors import MixKVError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"sglang.{__name__}")
 
 ASK_S = 5.0  # for one answer
 FIRST_WAIT_S = 0.2  # the scheduler waits so long for a server that it asks for the first time

@@ -14,7 +14,7 @@ from sglang_mixkv.decode.servers import Pairing, Plan
 from sglang_mixkv.engine.sides import forward_event
 from sglang_mixkv.errors import MixKVError, refuse
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class DraftReceiver:

@@ -10,7 +10,7 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang_mixkv.engine.sides import forward_event
 from sglang_mixkv.prefill.outbox import Outbox, Pages, Use
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class DraftSender:

@@ -32,7 +32,7 @@ from sglang_mixkv.prefill.rooms import Rooms
 if TYPE_CHECKING:
     from sglang_mixkv.draft.rows import DraftRows, Staging
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"sglang.{__name__}")
 
 BATCH = 64  # messages taken between two looks at the queue
 TICK = 0.1  # seconds

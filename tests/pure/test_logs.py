@@ -52,7 +52,8 @@ def test_no_handlers_levels_or_output_of_its_own(path: Path) -> None:
     source = path.read_text()
     assert {called for _, called, _ in calls(source)} & OWN_OUTPUT == set()
     loggers = [ast.unparse(call) for _, called, call in calls(source) if called == "getLogger"]
-    assert loggers in ([], ["logging.getLogger(__name__)"])
+    # below `sglang`: some launchers (Dynamo) give that logger handlers, and the root none
+    assert loggers in ([], ["logging.getLogger(f'sglang.{__name__}')"])
 
 
 def test_one_line_at_info_and_that_is_the_banner() -> None:

@@ -23,7 +23,7 @@ def keep_lines(words: str) -> Callable[[Rank], None]:
     """For `extra["before"]`: the plugin's lines with these words are among the rank's reasons."""
 
     def keep(rank: Rank) -> None:
-        log = logging.getLogger("sglang_mixkv")
+        log = logging.getLogger("sglang.sglang_mixkv")
         log.setLevel(logging.DEBUG)
         log.addHandler(_Kept(rank, words))
 
