@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from rig import channel_faults, faults
-from rig.faults import WAITING_S, Fault, problems
+from rig import channel_faults
+from rig.faults import TIMEOUTS, WAITING_S, Fault, problems
 from rig.model import Case, Request
 from rig.rank import Rank, send
 from rig.ring import run
@@ -20,9 +19,10 @@ pytestmark = pytest.mark.transports(every=14)
 
 
 @pytest.fixture(autouse=True)
-def short_timeouts() -> Iterator[None]:
-    with faults.short_timeouts():
-        yield
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's, short enough to wait for."""
+    for name, seconds in TIMEOUTS.items():
+        monkeypatch.setenv(name, seconds)
 
 
 @pytest.mark.parametrize("fault", channel_faults.FAULTS, ids=str)
