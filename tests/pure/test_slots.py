@@ -24,7 +24,7 @@ def drain(pool: SlotPool, owner: str, now: float = 0.0) -> list[int]:
 @pytest.mark.parametrize(("count", "quota"), [(2, 2), (4, 2), (8, 2), (16, 4), (64, 16)])
 def test_an_owner_holds_a_quarter_at_most(count, quota):
     pool = SlotPool(count, TIMES)
-    assert len(drain(pool, "a")) == quota == pool.held_by("a")
+    assert len(drain(pool, "a")) == quota == pool._held["a"]
 
 
 @pytest.mark.parametrize("count", [2, 8, 16, SLOTS])
@@ -36,7 +36,7 @@ def test_what_each_of_several_owners_gets(count, owners):
     while [pool.take(name, 0.0) for name in names if pool.can_take(name, 0.0)]:
         pass
     if owners <= count:
-        assert min(map(pool.held_by, names)) == share_of(count, owners)
+        assert min(map(pool._held.__getitem__, names)) == share_of(count, owners)
 
 
 def test_a_slot_is_an_aligned_part_of_the_staging_buffer():
@@ -207,7 +207,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
         assert self.pool.offered == len(self.offered)
         assert self.pool.free_slots == self.count - len(self.taken) - len(self.offered)
         for owner in "abc":
-            assert self.pool.held_by(owner) == self.held(owner) <= self.quota
+            assert self.pool._held[owner] == self.held(owner) <= self.quota
 
 
 TestSlotPool = SlotPoolMachine.TestCase
