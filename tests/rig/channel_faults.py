@@ -64,7 +64,6 @@ def message_fault(kind: type, change: Change) -> Inject:
             if not isinstance(message, kind) or met:
                 return [message]
             met.append(1)
-            rank.strike()
             return change(message)
 
     return inject
@@ -72,7 +71,6 @@ def message_fault(kind: type, change: Change) -> Inject:
 
 def noise(rank: Rank) -> None:
     """Messages from elsewhere to this prefill rank's channel."""
-    rank.strike()
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(rank.manager.outbox.address)
@@ -99,7 +97,6 @@ def raising(name: str, times: int = 1) -> Inject:
             left[0] -= 1
             if left[0] < 0:
                 return real(self, *args)
-            rank.strike()
             raise MemoryError(f"no memory to {name}")
 
         setattr(DraftRows, name, broken)
@@ -123,7 +120,6 @@ def read_from_nowhere(rank: Rank) -> None:
     def start(link: Any, local: int, remote: int, size: int) -> Any:
         if not met:
             met.append(1)
-            rank.strike()
             remote += 1 << 44
         return real(link, local, remote, size)
 
@@ -139,7 +135,6 @@ def overwritten(rank: Rank, offset: int) -> None:
         found = real(number)
         if not met:
             met.append(1)
-            rank.strike()
             found.view(-1)[offset] ^= 0xFF
         return found
 
@@ -154,7 +149,6 @@ def thread_ends(name: str) -> Inject:
         owner = channel._copier if name == "_copy" else channel
 
         def end(*_: Any) -> None:
-            rank.strike()
             raise SystemExit
 
         setattr(owner, name, end)

@@ -111,7 +111,6 @@ def die_when_sending(prefill_rank: int, rank: Rank, sender: Any, chunk: Any, sta
     send(rank, sender, chunk, state)
     if rank.rank == prefill_rank and not rank.life and sender.curr_idx == 1:
         time.sleep(0.3)
-        rank.strike()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -138,7 +137,6 @@ def die_when_receiving(rank: Rank) -> None:
     def watch() -> None:
         while all((old == new).all() for old, new in zip(before, entries, strict=True)):
             time.sleep(0.001)
-        rank.strike()
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -150,7 +148,6 @@ def stall_when_sending(prefill_rank: int, rank: Rank, sender: Any, chunk: Any, s
     first = sender.bootstrap_room == rank.rooms()[0]
     if first and rank.rank == prefill_rank and sender.curr_idx == 1:
         subprocess.Popen(["sh", "-c", f"sleep {STALL_S}; kill -CONT {os.getpid()}"])
-        rank.strike()
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -171,14 +168,13 @@ def bootstrap_away(rank: Rank) -> None:
         rank.bootstrap = Back("127.0.0.1", rank.ports[0])
 
     old.close()
-    rank.strike()
+    rank.case.extra["away"].set()
     threading.Thread(target=back, daemon=True).start()
 
 
-def start_when_struck(rank: Rank) -> None:
-    """This rank's manager is made after the fault."""
-    while not rank.case.extra["struck"].value:
-        time.sleep(0.01)
+def start_when_away(rank: Rank) -> None:
+    """This rank's manager is made once the bootstrap server has gone."""
+    rank.case.extra["away"].wait()
 
 
 OF_THE_SERVER = ("app", "thread", "lock", "_loop", "_runner", "_background_tasks")
@@ -205,7 +201,6 @@ def abort_before_metadata(rank: Rank) -> None:
         real(self, *args)
         if not done:
             done.append(1)
-            rank.strike()
             self.abort()
 
     cls.init = aborting
@@ -223,7 +218,6 @@ def abort_after(delay: float, count: int = 1) -> Inject:
             if len(done) < count:
                 done.append(1)
                 time.sleep(delay)
-                rank.strike()
                 self.abort()
 
         cls.send_metadata = aborting
@@ -237,12 +231,10 @@ def prefill_aborts(after_chunks: int, rank: Rank, sender: Any, chunk: Any, state
         send(rank, sender, chunk, state)
         return
     if sender.curr_idx == after_chunks:
-        rank.strike()
         sender.abort()
         return
     send(rank, sender, chunk, state)
     if sender.curr_idx == after_chunks == 3:
-        rank.strike()
         sender.abort()
 
 
@@ -292,7 +284,7 @@ def _kills() -> Iterator[Fault]:
         )  # fmt: skip
     yield Fault(
         group, "bootstrap server away, then back, before a request",
-        _prefill_fault(0, bootstrap_away, before={("decode", 0): start_when_struck}),
+        _prefill_fault(0, bootstrap_away, before={("decode", 0): start_when_away}),
         ends="success",
     )  # fmt: skip
     yield Fault(

@@ -16,14 +16,12 @@ AUX_LENS = (32, 8, 8, 8, 8, 8, 8, 16, 24, 16)
 
 @dataclass
 class RankReport:
-    """What one rank says at the end. `wrong`: byte differences, in words. `seconds`: for each
-    status, from the fault (if one struck while the request was open), else its start. `cold`:
-    requests that were served without their draft KV, or a part of it."""
+    """What one rank says at the end. `wrong`: byte differences, in words. `cold`: requests that
+    were served without their draft KV, or a part of it."""
 
     side: str
     rank: int
     status: list[str] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     stats: dict[str, int] = field(default_factory=dict)
