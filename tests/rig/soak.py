@@ -33,7 +33,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rig import model
 from rig.memory import AUX_LENS, RankReport
 from rig.model import Case, Request
 from rig.rank import Rank, free_port, is_cold, left_behind, reason_of
@@ -243,13 +242,6 @@ class SoakRank(Rank):
     def rooms(self) -> list[int]:
         return [self.case.room(n) for n in range(len(self.case.requests))]
 
-    def truth(self, name: str, number: int) -> list[np.ndarray]:
-        cache = self.case.target if name == "target" else self.case.draft
-        assert cache is not None
-        return model.cut(
-            cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
-        )
-
     def aux_truth(self, sender: int, number: int, index: int) -> np.ndarray:
         rng = np.random.default_rng([sender, number, index])
         return rng.integers(0, 256, AUX_LENS[index], np.uint8)
@@ -369,7 +361,7 @@ class SoakPrefill(SoakRank):
         self, number: int, pages: np.ndarray, row: np.ndarray, meeting: Meeting | None
     ) -> Open:
         for name, pool in self.pools.items():
-            for entry, rows in zip(pool, self.truth(name, number), strict=True):
+            for entry, rows in zip(pool, self._rows(name, number), strict=True):
                 entry[pages] = rows
         for index, aux in enumerate(self.aux):
             aux[row[0]] = self.aux_truth(self.rank, number, index)
@@ -474,7 +466,7 @@ class SoakDecode(SoakRank):
         hold anything that was its own, or zeros."""
         if name == "draft" and one.number in self.report.cold:
             return [entry[one.pages].copy() for entry in self.pools[name]]
-        return self.truth(name, one.number)
+        return self._rows(name, one.number)
 
     def _failed(self, one: Open) -> None:
         """Its memory may hold anything, and is used again when nothing can arrive any more."""
@@ -555,7 +547,6 @@ class Running:
         self.case.extra.update(
             bootstrap_up=[context.Event()],
             all_sent=context.Event(),
-            struck=context.Value("d", 0.0),
             idle=context.Barrier(soak.prefill_tp + soak.decode_tp),
             boards={
                 "prefill": Board(context, soak.prefill_tp, soak.requests),
