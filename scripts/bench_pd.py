@@ -68,7 +68,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     demo.add_argument("--variants", type=_variants, default=list(pd_demo.VARIANTS),
                       help="default none,stock,mixkv")  # fmt: skip
     demo.add_argument("--pair", choices=PAIRS, default="mla", help="which models (default mla)")
-    demo.add_argument("--keep-logs", type=Path, metavar="DIR", help="keep the servers' logs there")
     options = parser.parse_args(argv[:end])
     if options.router and not options.label:
         parser.error("--router needs --label")
@@ -87,13 +86,14 @@ def workload(options: argparse.Namespace) -> Record:
 
 
 def report(runner: Runner, console: Console) -> None:
-    """Table on the terminal, table.md, plot.png."""
+    """The table on the terminal and in table.md, and plot.png."""
     rows = runner.rows
     if not rows:
         console.print(f"no runs in {runner.folder}")
         return
-    console.print(*pd_report.tables(rows), sep="\n")
-    (runner.folder / "table.md").write_text(pd_report.markdown(rows))
+    table = pd_report.markdown(rows)
+    console.print(table, markup=False, soft_wrap=True)
+    (runner.folder / "table.md").write_text(table)
     try:
         pd_report.draw(rows, runner.folder / "plot.png")
     except ModuleNotFoundError as error:

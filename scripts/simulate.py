@@ -10,7 +10,6 @@ Exit code 1, and the smallest failing schedule as a log of events, where an inva
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -38,7 +37,6 @@ def arguments() -> argparse.Namespace:
         "--cover", type=int, default=0, metavar="N",
         help="then go on until each transition was met N times under each kind of fault",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="with the coverage table")
     return parser.parse_args()
 
 
@@ -49,12 +47,12 @@ def main() -> int:
 
 
 def replay(args: argparse.Namespace) -> int:
-    """`SEED`; `SEED:SCHEDULE`, which is the same as their sum; or one of --cover."""
+    """`SEED`, or one of --cover."""
     if "~" in args.replay:
         seed, number, kind = args.replay.split("~")
         spec = vary(int(seed), int(number), kind, args.large)
     else:
-        spec = Draw(sum(map(int, args.replay.split(":"))), args.large).spec()
+        spec = Draw(int(args.replay), args.large).spec()
     outcome = run_spec(spec, logged=True)
     if outcome.invariant:
         outcome.name = args.replay
@@ -70,19 +68,11 @@ def run(args: argparse.Namespace) -> int:
         seeds, args.large, args.seconds, check_every=args.check_every,
         seen=cover.note if args.cover else None,
     )  # fmt: skip
-    found = summary(result)
     if args.cover:
         cover.run()
-        found = summary(result)
-        found["unmet"] = [[*transition, fault, n] for (transition, fault), n in cover.unmet.items()]
-    if args.json:
-        found["coverage"] = result.coverage.rows()
-        print(json.dumps(found))
-    else:
-        print(f"{found['schedules']} schedules, {found['ms_per_schedule']} ms each, "
-              f"{found['pairs']} transitions under faults")  # fmt: skip
-        for row in found.get("unmet", ()):
-            print("not met so often:", *row)
+    print(summary(result))
+    for (transition, fault), count in cover.unmet.items():
+        print("not met so often:", *transition, fault, count)
     return failed(result.found[0], args) if result.found else 0
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import pytest
 
 OF_THE_RUN = pytest.StashKey[str]()
+FAILED = pytest.StashKey[bool]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -23,9 +24,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """What failed tests left is for people to look at."""
-    if exitstatus != pytest.ExitCode.TESTS_FAILED:
-        shutil.rmtree(session.config.stash[OF_THE_RUN], ignore_errors=True)
+    session.config.stash[FAILED] = exitstatus == pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """What failed tests left is for people to look at. Runs without a session (--help) end here."""
+    folder = config.stash[OF_THE_RUN]
+    if not config.stash.get(FAILED, False) or not os.listdir(folder):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,8 +1,8 @@
 """What the benchmarks share: their options, samples, the machine's description, JSON, tables.
 
 A result file is one JSON object: `bench`, `quick`, `machine`, `checks` (target and value of
-each figure that has a target) and `parts`, named lists of flat records. `render.py` turns it
-into tables. Times are in seconds everywhere; tables show milliseconds.
+each figure that has a target) and `parts`, named lists of flat records. Times are in
+seconds, in the tables in milliseconds.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import os
 import platform
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from render import Record, markdown
 
-Record = dict[str, Any]
 DRAWS = 1000  # of a bootstrap
 
 # What a Mooncake engine reads when it is made. No limit of the transport is lifted here.
@@ -44,7 +44,6 @@ def options(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that it runs")
     parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
     parser.add_argument("--repeats", type=int, default=0, help="samples of each figure")
     return parser
 
@@ -160,41 +159,17 @@ class Result:
     lacks: str = ""
     machine: Record = field(default_factory=lambda: machine())
 
-    def finish(self, arguments: argparse.Namespace, plot: Callable[[Any], None]) -> None:
+    def finish(self, arguments: argparse.Namespace) -> None:
         """Print the tables, and write what the options ask for."""
         self.machine.setdefault("load_at_end", os.getloadavg()[0])
         result = self.as_json()
         if arguments.json:
             arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-        from render import markdown
-
         print(markdown(result))
-        if arguments.plot and not self.lacks:
-            draw(plot, arguments.plot)
 
     def as_json(self) -> Record:
         checks = [{**asdict(check), "met": check.met} for check in self.checks]
         return {**asdict(self), "checks": checks}
-
-
-def draw(plot: Callable[[Any], None], path: Path) -> None:
-    """One PNG; a line instead where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        print(f"no {path.name}: matplotlib is not installed")
-        return
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    plot(pyplot)
-    pyplot.tight_layout()
-    pyplot.savefig(path, dpi=110)
-    pyplot.close("all")
-
-
-def worst(values: Sequence[float]) -> float:
-    return max(values, default=float("nan"))
 
 
 # ---------------------------------------------------------------- the machine

@@ -173,18 +173,6 @@ def checks(records: list[Record]) -> list[Check]:
     return found
 
 
-def plot(result: Result, pyplot: Any) -> None:
-    records = [r for r in result.parts["rows"] if r["layout"] == "pages of 64"]
-    for method in dict.fromkeys(r["method"] for r in records):
-        line = [r for r in records if r["method"] == method]
-        pyplot.plot([r["tokens"] for r in line], [r["ratio"] for r in line], label=method)
-    pyplot.axhline(AT_MOST, color="black", linewidth=0.5)
-    pyplot.xscale("log")
-    pyplot.xlabel("tokens, in pages of 64")
-    pyplot.ylabel("times a memcpy")
-    pyplot.legend(fontsize=6)
-
-
 def main() -> None:
     parser = options((__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
@@ -199,7 +187,7 @@ def main() -> None:
         for tokens, layout in product(sizes, LAYOUTS):
             result.parts["rows"] += measure(device, tokens, layout, repeats(arguments, 15))
         result.checks = checks(result.parts["rows"])
-    result.finish(arguments, lambda pyplot: plot(result, pyplot))
+    result.finish(arguments)
 
 
 if __name__ == "__main__":

@@ -208,22 +208,6 @@ def checks(parts: dict[str, list[Record]]) -> list[Check]:
     return found
 
 
-def plot(result: Result, pyplot: Any) -> None:
-    """Seconds over bytes, a panel a backend and direction; random pages."""
-    shown = [r for r in result.parts["cells"] if r["layout"] == "random"]
-    panels = sorted({(r["backend"], r["direction"]) for r in shown})
-    _, axes = pyplot.subplots(1, len(panels), figsize=(3.4 * len(panels), 3.6), sharey=True)
-    for axis, panel in zip(np.atleast_1d(axes), panels, strict=True):
-        chosen = [r for r in shown if (r["backend"], r["direction"]) == panel]
-        for method in dict.fromkeys(r["method"] for r in chosen):
-            of = [r for r in chosen if r["method"] == method]
-            sizes, times = [r["bytes"] / 2**20 for r in of], [r["median"] * 1e3 for r in of]
-            axis.plot(sizes, times, "o-", label=method)
-        axis.set(xscale="log", yscale="log", xlabel="MiB", title=" ".join(panel))
-        axis.legend(fontsize=7)
-    np.atleast_1d(axes)[0].set_ylabel("ms")
-
-
 def main() -> None:
     parser = options((__doc__ or "").splitlines()[0])
     parser.add_argument("--backends", default=",".join(BACKENDS), help="default mooncake,nixl")
@@ -238,7 +222,7 @@ def main() -> None:
             result.parts["cells"] += cells
             result.parts["lines"] += lines
     result.checks = checks(result.parts)
-    result.finish(arguments, lambda pyplot: plot(result, pyplot))
+    result.finish(arguments)
 
 
 if __name__ == "__main__":

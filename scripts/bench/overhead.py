@@ -138,19 +138,6 @@ def checks(parts: dict[str, list[Record]]) -> list[Check]:
     return found
 
 
-def plot(result: Result, pyplot: Any) -> None:
-    records = result.parts["calls"]
-    labels = [f"{r['side']}\n{r['prefill_tp']} to 1\n{r['way']}" for r in records]
-    bottom = np.zeros(len(records))
-    for name in dict.fromkeys(name for calls in CALLS.values() for name in calls):
-        values = np.array([r.get(f"{name}_us", 0) for r in records])
-        pyplot.bar(labels, values, bottom=bottom, label=name)
-        bottom += values
-    pyplot.xticks(fontsize=6)
-    pyplot.legend()
-    pyplot.ylabel("us of the thread, per request")
-
-
 def main() -> None:
     parser = options((__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", default="calls,beside", help="which to run")
@@ -168,7 +155,7 @@ def main() -> None:
         result.parts["added"] += added
     if result.parts["added"]:
         result.checks = checks(result.parts)
-    result.finish(arguments, lambda pyplot: plot(result, pyplot))
+    result.finish(arguments)
 
 
 if __name__ == "__main__":

@@ -184,12 +184,6 @@ def checks(parts: dict[str, list[Record]]) -> list[Check]:
     ]  # fmt: skip
 
 
-def plot(result: Result, pyplot: Any) -> None:
-    records = [one for one in result.parts["pairs"] if one["way"] != "difference"]
-    pyplot.bar([f"{r['size']} {r['way']}" for r in records], [r["ttft_ms"] for r in records])
-    pyplot.ylabel("TTFT, ms")
-
-
 def main() -> None:
     parser = options((__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", default="ranks,servers,pairs", help="which to run")
@@ -212,7 +206,7 @@ def main() -> None:
             count = arguments.pairs or (4 if quick else PAIRS)
             result.parts["pairs"] += pairs(*common, count, arguments.tokens)
     result.checks = checks(result.parts)
-    result.finish(arguments, lambda pyplot: plot(result, pyplot))
+    result.finish(arguments)
 
 
 if __name__ == "__main__":

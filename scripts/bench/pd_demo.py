@@ -77,8 +77,7 @@ def run(options: argparse.Namespace, runner: Runner, console: Console) -> list[s
     env = {**local_env(), **cpu.launch_env()}
     for label, topology in plan.items():
         console.rule(f"[bold]{label}")
-        keep = options.keep_logs / label.replace(" ", "-") if options.keep_logs else None
-        with Fleet(keep) as fleet:
+        with Fleet() as fleet:
             with StartDisplay(console) as display:
                 deployment = disaggregated(fleet, options.pair, topology, display.update)
             url = deployment.url

@@ -1,4 +1,4 @@
-"""Rows of bench_pd.py as a table on the terminal, as Markdown, and as a plot."""
+"""Rows of bench_pd.py as Markdown, and as a plot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from pd_figures import Record
-from rich.table import Table
 
 LINES = (
     ("requests completed / failed", ("completed", "failed"), "d"),
@@ -64,20 +63,8 @@ def _same_output(row: Record, first: Record) -> str:
     return "yes" if row["figures"]["output_digest"] == first["figures"]["output_digest"] else "NO"
 
 
-def tables(rows: Sequence[Record]) -> Iterator[Table]:
-    """A table per group: a line per figure, a column per run."""
-    for name, group in groups(rows):
-        grid = Table(title=name, caption="-: not reported, or no speculation")
-        grid.add_column("")
-        for row in group:
-            grid.add_column(row["label"].rpartition(" ")[2], justify="right")
-        for line in lines(group, rows[0]):
-            grid.add_row(*line)
-        yield grid
-
-
 def markdown(rows: Sequence[Record]) -> str:
-    """The same for a document."""
+    """A table per group: a line per figure, a column per run."""
     return "\n".join(_markdown(group, rows[0]) for _, group in groups(rows))
 
 

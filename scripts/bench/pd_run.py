@@ -16,7 +16,6 @@ import pd_figures
 from common import machine
 from pd_figures import Record
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from sglang_mixkv.demo.progress import QUIET_S
 from sglang_mixkv.tools import simulated
@@ -88,17 +87,20 @@ class Runner:
         """Run bench_serving to its end and collect the replies; it does not outlive this call."""
         log = self.folder / "bench_serving.log"
         replies: list[Record] = []
-        counter = Counter(self._console, label, WARMUP + self.workload["prompts"])
-        with log.open("w") as out, counter:
+        total, said = WARMUP + self.workload["prompts"], time.monotonic()
+        with log.open("w") as out:
             child = subprocess.Popen(
                 command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=out, text=True
             )
 
             def read() -> int:
+                nonlocal said
                 for line in child.stdout or ():
                     if reply := pd_client.parse(line):
                         replies.append(reply)
-                        counter.advance()
+                        if time.monotonic() - said > QUIET_S:
+                            said = time.monotonic()
+                            self._console.print(f"  {label}: {len(replies)} of {total} requests")
                     else:
                         print(line, end="", file=out, flush=True)
                 return child.wait()
@@ -112,37 +114,3 @@ class Runner:
             end = "\n".join(log.read_text().splitlines()[-10:])
             raise BenchFailed(f"bench_serving ended with status {status}; {log} ends with:\n{end}")
         return replies
-
-
-class Counter:
-    """Finished requests: a bar on a terminal, else a line now and then."""
-
-    def __init__(self, console: Console, label: str, total: int) -> None:
-        self._console, self._label, self._total = console, label, total
-        self._done, self._said = 0, time.monotonic()
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-        )
-        self._task = self._bar.add_task(f"{label}: requests", total=total)
-
-    def __enter__(self) -> Counter:
-        if self._console.is_terminal:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        if self._console.is_terminal:
-            self._bar.stop()
-
-    def advance(self) -> None:
-        self._done += 1
-        self._bar.advance(self._task)
-        now = time.monotonic()
-        last = self._done == self._total
-        if not self._console.is_terminal and (last or now - self._said > QUIET_S):
-            self._said = now
-            self._console.print(f"  {self._label}: {self._done} of {self._total} requests")

@@ -181,13 +181,6 @@ def checks(records: list[Record]) -> list[Check]:
     ]  # fmt: skip
 
 
-def plot(result: Result, pyplot: Any) -> None:
-    for record in result.parts["reads"]:
-        pyplot.bar(f"{record['backend']} {record['KiB']}", record["ratio_to_bare"])
-    pyplot.xticks(rotation=60)
-    pyplot.ylabel("time over the plane, to a bare read")
-
-
 def main() -> None:
     parser = options((__doc__ or "").splitlines()[0])
     parser.add_argument("--backend", choices=("mooncake", "nixl"), action="append")
@@ -197,7 +190,7 @@ def main() -> None:
     for backend in arguments.backend or ("mooncake", "nixl"):
         result.parts["reads"] += measure(backend, repeats(arguments, 41))
     result.checks = checks(result.parts["reads"])
-    result.finish(arguments, lambda pyplot: plot(result, pyplot))
+    result.finish(arguments)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All benchmarks, into a folder: run.sh FOLDER [--quick]
-# Writes JSON, PNG and one results.md; render.py --into fills the table in docs/evidence.md.
+# Writes a JSON file of each, and one results.md.
 set -euo pipefail
 if [ "$#" -lt 1 ] || [ "${1#-}" != "$1" ]; then
     echo "usage: $0 FOLDER [--quick] [--repeats N]" >&2
@@ -13,12 +13,9 @@ mkdir -p "$folder"
 folder="$(cd "$folder" && pwd)"
 # shellcheck source=scripts/env.sh
 source "$here/../env.sh"
-results=()
+: >"$folder/results.md"
 for name in copies reads cost overhead pairs; do
     echo "== $name" >&2
-    python "$here/$name.py" "$@" --json "$folder/$name.json" --plot "$folder/$name.png" \
-        >"$folder/$name.md"
-    results+=("$folder/$name.json")
+    python "$here/$name.py" "$@" --json "$folder/$name.json" >>"$folder/results.md"
 done
-python "$here/render.py" "${results[@]}" >"$folder/results.md"
 echo "results: $folder" >&2

@@ -11,11 +11,9 @@ import argparse
 import json
 import shlex
 import sys
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -27,14 +25,11 @@ from sglang_mixkv.tools.client import accept_length  # noqa: E402
 
 AT_ONCE = (16, 32, 48)
 ENABLE = ("--enable-mixkv",)
-RESOURCES = ("threads", "fds", "rss_mib")
 
 
 @dataclass
 class Round:
-    """What was counted in one round; `grown`: resources of the rank that grew most since the
-    first round's end, and the memory of the single server, which has no plugin. `rooms`: of the
-    draft channel."""
+    """What was counted in one round. `rooms`: of the draft channel."""
 
     requests: int = 0
     ended: Counter[str] = field(default_factory=Counter)
@@ -44,7 +39,6 @@ class Round:
     held: list[str] = field(default_factory=list)
     rooms: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
-    grown: dict[str, int] = field(default_factory=dict)
 
     def add(self, parts: list[Part]) -> None:
         for part in parts:
@@ -98,31 +92,18 @@ def main() -> int:
     parser.add_argument("--backend", default="mooncake", choices=("mooncake", "nixl"))
     parser.add_argument("--requests", type=int, default=300, help="of one round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=0, help="as many rounds as that takes")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--stock", action="store_true", help="without the plugin, to compare with")
     parser.add_argument("--kill", action="store_true", help="kill and restart each server as well")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    enable = () if options.stock else ENABLE
     topology = Topology(
-        tuple(shlex.split(options.prefill)), tuple(shlex.split(options.decode)), enable, enable,
+        tuple(shlex.split(options.prefill)), tuple(shlex.split(options.decode)), ENABLE, ENABLE,
         backend=options.backend,
     )  # fmt: skip
     rounds: dict[str, Round] = {}
     with known_answers() as known, Servers(topology) as servers:
-        begin, number = time.monotonic(), 0
-        first: dict[int, dict[str, Any]] = {}
-        while number < options.rounds or time.monotonic() - begin < options.minutes * 60:
-            number += 1
+        for number in range(1, options.rounds + 1):
             done = one_round(servers, known, options.requests, options.seed + number)
-            now, single = servers.states(), known.rss_mib()
-            if not first:
-                first, single_first = now, single
-            done.grown = {
-                name: max(now[pid][name] - first[pid][name] for pid in now) for name in RESOURCES
-            }
-            done.grown["single's rss_mib"] = single - single_first
             rounds[f"round {number}"] = done
             print(f"round {number}: {vars(done)}", file=sys.stderr, flush=True)
         for number, side in enumerate(("decode", "prefill") if options.kill else ()):

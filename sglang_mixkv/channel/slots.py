@@ -64,9 +64,6 @@ class SlotPool:
     def free_slots(self) -> int:
         return len(self._free)
 
-    def held_by(self, owner: Hashable) -> int:
-        return self._held[owner]
-
     def can_take(self, owner: Hashable, now: float) -> bool:
         held = self._held[owner]
         if not self._free or held >= self._quota:

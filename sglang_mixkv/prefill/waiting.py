@@ -21,9 +21,6 @@ class Queue:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def has(self, number: int) -> bool:
-        return number in self._readers
-
     def get(self, number: int, reader: bytes) -> Part | None:
         return self._parts.get((number, reader))
 

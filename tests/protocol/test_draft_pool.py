@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rig import forks
 from rig.model import Cache, Case, Request, sglang_pool
 
 import sglang_mixkv
@@ -22,19 +22,7 @@ BLOCK_DRAFTERS = {"DFLASH": "DFlashDraftModel", "DSPARK": "Qwen3DSparkModel"}
 
 def in_fork(what: Callable[[], Any]) -> Any:
     """The value, or the exception's text: what is published stays in the fork."""
-
-    def main(pipe: Any) -> None:
-        try:
-            pipe.send(what())
-        except BaseException as error:
-            pipe.send(f"{type(error).__name__}: {error}")
-
-    here, there = mp.get_context("fork").Pipe()
-    process = mp.get_context("fork").Process(target=main, args=(there,))
-    process.start()
-    answer = here.recv() if here.poll(60) else "silence"
-    process.join(10)
-    return answer
+    return forks.in_fork(what, lambda error: f"{type(error).__name__}: {error}")
 
 
 def plain_pool(cache: Cache, tp: int) -> Any:

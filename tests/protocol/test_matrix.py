@@ -247,19 +247,6 @@ def test_two_prefill_stages(prefill_tp: int, decode_tp: int, target: Cache) -> N
     right(Case(prefill_tp, decode_tp, target=target, prefill_pp=2, requests=REQUESTS))
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
-@pytest.mark.parametrize(
-    ("algorithm", "draft"), [("EAGLE3", DRAFTS["gqa4"]), *BLOCK_DRAFTERS.items()]
-)
-def test_drafter_with_a_window(
-    prefill_tp: int, decode_tp: int, algorithm: str, draft: Cache
-) -> None:
-    """All of its KV is sent, also what the window cannot reach."""
-    case = Case(prefill_tp, decode_tp, draft=draft, algorithm=algorithm, requests=REQUESTS)
-    right(replace(case, draft_window=5))
-
-
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(4, 2), (2, 4), (2, 1)])
 def test_page_sizes_and_page_edges(prefill_tp: int, decode_tp: int, page_size: int) -> None:

@@ -72,9 +72,7 @@ def random_case(number: int) -> Case:
         shuffled=draw.random() < 0.7,
         hybrid=hybrid,
         target_window=target_window,
-        draft_window=draw.choice([0, 0, 7, 40]) if draft and not draft.is_mla else 0,
         seed=number,
-        draft_full=draw.choice([0, draw.randint(0, draft.layers)]) if draft else 0,
     )
 
 

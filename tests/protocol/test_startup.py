@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing as mp
 import os
 import pickle
 import pkgutil
@@ -16,6 +15,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from rig import forks
 
 import sglang_mixkv
 from sglang_mixkv import plugin
@@ -41,20 +41,10 @@ def resolve(*flags: str) -> Any:
 def in_fork(what: Callable[[], Any]) -> str:
     """What a forked process said: `ok ...` or the text of its SystemExit."""
 
-    def main(pipe: Any) -> None:
-        try:
-            pipe.send(f"ok {what()}")
-        except SystemExit as stop:
-            pipe.send(str(stop))
-        except BaseException as error:
-            pipe.send(f"error {error!r}")
+    def text(error: BaseException) -> str:
+        return str(error) if isinstance(error, SystemExit) else f"error {error!r}"
 
-    here, there = mp.get_context("fork").Pipe()
-    process = mp.get_context("fork").Process(target=main, args=(there,))
-    process.start()
-    said = here.recv() if here.poll(120) else "silence"
-    process.join(10)
-    return said
+    return forks.in_fork(lambda: f"ok {what()}", text)
 
 
 def test_opted_in_starts_and_the_record_survives_pickling() -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
-DOCUMENT = Path(__file__).parents[2] / "docs" / "evidence.md"
 LIMIT_S = 300
 
 
@@ -81,32 +80,17 @@ def test_a_start_is_watched() -> None:
     assert "| sglang::scheduler |" in run("startup.py")
 
 
-def test_a_result_fills_the_document(tmp_path: Path) -> None:
-    document = tmp_path / "evidence.md"
-    document.write_text(DOCUMENT.read_text())
-    result = tmp_path / "copies.json"
-    record = {"layout": "random", "median": 0.00125, "bytes": 3 << 20, "codes": [0, -1]}
+def test_a_result_becomes_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    render = importlib.import_module("render")
     check = {"name": "a figure", "target": 2.0, "value": 3.0, "at_most": True, "met": False}
-    machine = {"cores": 2, "load_at_start": 0.5, "load_at_end": 0.75, "packages": {"numpy": "2"}}
-    parts = {"copies": [record]}
+    machine = {"cores": 2, "load_at_start": 0.5, "packages": {"numpy": "2", "torch": "3"}}
+    record = {"layout": "random", "median": 0.00125, "bytes": 3 << 20, "samples": 7}
+    records = [{**record, "shares": [0.9, 0.5], "other": None}]
     head = {"bench": "copies", "quick": False, "lacks": "", "machine": machine}
-    result.write_text(json.dumps({**head, "checks": [check], "parts": parts}))
-    for _ in range(2):  # twice: the markers stay
-        run("render.py", str(result), "--into", str(document))
-    text = document.read_text()
-    assert text.count("| a figure | at most 2 | 3 | **no** |") == 1
-    whole = run("render.py", str(result))
-    assert "| random | 1.25 | 3 | 0, -1 |" in whole
-    assert "| load average, start to end | copies 0.5 to 0.8 |" in whole
-
-
-def test_a_document_without_markers_is_refused(tmp_path: Path) -> None:
-    result = tmp_path / "copies.json"
-    machine = {"load_at_start": 0.0, "load_at_end": 0.0}
-    empty = {"bench": "copies", "lacks": "", "machine": machine, "checks": [], "parts": {}}
-    result.write_text(json.dumps(empty))
-    (tmp_path / "empty.md").write_text("nothing")
-    command = [sys.executable, str(BENCH / "render.py"), str(result), "--into"]
-    done = subprocess.run([*command, str(tmp_path / "empty.md")], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "no markers for any" in done.stderr
+    text = render.markdown({**head, "checks": [check], "parts": {"rows": records, "none": []}})
+    assert "| a figure | at most 2 | 3 | **no** |" in text
+    assert "| layout | median, ms | MiB | shares | other |\n" in text
+    assert "| random | 1.25 | 3 | 0.9, 0.5 |  |\n" in text
+    assert "| packages | numpy 2, torch 3 |" in text
+    assert "## none\n\nNot measured.\n" in text

@@ -129,14 +129,9 @@ def test_verdict(mixkv: dict[str, Any], good: bool) -> None:
 
 def test_table_markdown_and_plot(tmp_path: Path) -> None:
     rows = [row("P2->D1 none", [PLAIN]), row("P2->D1 mixkv", [GOOD], generated_texts=["x"])]
-    console = Console(width=120, record=True)
-    console.print(*pd_report.tables(rows))
-    shown, written = console.export_text(), pd_report.markdown(rows)
-    for text in (shown, written):
-        assert "3.333" in text
-        assert "1.00 1.00 0.67" in text
-        assert "100 / 100 / 100" in text
-        assert "NO" in text
+    written = pd_report.markdown(rows)
+    for text in ("3.333", "1.00 1.00 0.67", "100 / 100 / 100", "NO"):
+        assert text in written
     assert len({line.count("|") for line in written.splitlines()}) == 1
     other = [*rows, row("P1->D2 mixkv", [GOOD])]
     assert [(name, len(group)) for name, group in pd_report.groups(other)] == [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from sglang_mixkv.decode import breaker as module
 from sglang_mixkv.decode.breaker import Breaker
 
@@ -116,11 +114,3 @@ def test_the_number_of_peers_is_bounded(monkeypatch):
         breaker.strike(b"peer_%03d" % n, 10 + n, 0.0)
     assert not breaker.blocked([A], 20, 0.0)  # forgotten: it starts anew
     assert len(breaker._states) == 3
-
-
-@pytest.mark.parametrize("strikes", [1, 2])
-def test_fewer_strikes_block_nobody(strikes):
-    breaker = Breaker()
-    for generation in range(strikes):
-        breaker.strike(A, generation, 0.0)
-    assert not any(breaker.blocked([A], 10 + n, 0.0) for n in range(5))

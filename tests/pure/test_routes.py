@@ -7,6 +7,7 @@ import pytest
 from sglang_mixkv.draft.layout import heads_on_rank
 from sglang_mixkv.draft.routes import NO_HEADS, overlap, readers_of, routes
 from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.tools.plan_pair import contacted
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16)
 HEADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -23,13 +24,6 @@ CASES = [
     for d in SIZES
     if divides(p, d) and divides(total, p) and divides(total, d)
 ]
-
-
-def contacts(p: int, d: int, rank: int) -> list[int]:
-    """CommonKVManager._resolve_rank_mapping: the prefill ranks of one decode rank."""
-    if p >= d:
-        return [rank * (p // d) + n for n in range(p // d)]
-    return [rank // (d // p)]
 
 
 def heads_by_brute_force(total: int, tp: int, rank: int) -> set[int]:
@@ -49,7 +43,7 @@ def test_there_are_cases_of_each_kind():
 def test_each_needed_head_is_read_once_from_a_rank_that_holds_it(total, p, d):
     for rank in range(d):
         needed = heads_on_rank(total, d, rank)
-        met = contacts(p, d, rank)
+        met = contacted(p, d, rank)
         held = [heads_on_rank(total, p, other) for other in met]
         found = routes(held, needed)
         assert len(found) == len(met)
@@ -61,7 +55,7 @@ def test_each_needed_head_is_read_once_from_a_rank_that_holds_it(total, p, d):
 @pytest.mark.parametrize(("total", "p", "d"), CASES)
 def test_a_head_comes_from_the_first_rank_that_holds_it(total, p, d):
     for rank in range(d):
-        met = contacts(p, d, rank)
+        met = contacted(p, d, rank)
         expected: list[set[int]] = [set() for _ in met]
         for head in heads_by_brute_force(total, d, rank):
             holders = [n for n, o in enumerate(met) if head in heads_by_brute_force(total, p, o)]
@@ -72,13 +66,13 @@ def test_a_head_comes_from_the_first_rank_that_holds_it(total, p, d):
 
 @pytest.mark.parametrize("p", SIZES)
 @pytest.mark.parametrize("d", SIZES)
-def test_readers_of_is_the_inverse_of_the_contacts(p, d):
+def test_readers_of_is_the_inverse_of_the_contacted(p, d):
     if not divides(p, d):
         with pytest.raises(MixKVError, match="MIXKV-PAIR-04"):
             readers_of(p, d)
         return
     for rank in range(p):
-        assert readers_of(p, d) == sum(rank in contacts(p, d, reader) for reader in range(d))
+        assert readers_of(p, d) == sum(rank in contacted(p, d, reader) for reader in range(d))
 
 
 def test_a_rank_whose_heads_are_replicated_elsewhere_is_read_by_nobody():

@@ -64,7 +64,6 @@ def message_fault(kind: type, change: Change) -> Inject:
             if not isinstance(message, kind) or met:
                 return [message]
             met.append(1)
-            rank.strike()
             return change(message)
 
     return inject
@@ -72,7 +71,6 @@ def message_fault(kind: type, change: Change) -> Inject:
 
 def noise(rank: Rank) -> None:
     """Messages from elsewhere to this prefill rank's channel."""
-    rank.strike()
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.connect(rank.manager.outbox.address)
@@ -99,7 +97,6 @@ def raising(name: str, times: int = 1) -> Inject:
             left[0] -= 1
             if left[0] < 0:
                 return real(self, *args)
-            rank.strike()
             raise MemoryError(f"no memory to {name}")
 
         setattr(DraftRows, name, broken)
@@ -123,7 +120,6 @@ def read_from_nowhere(rank: Rank) -> None:
     def start(link: Any, local: int, remote: int, size: int) -> Any:
         if not met:
             met.append(1)
-            rank.strike()
             remote += 1 << 44
         return real(link, local, remote, size)
 
@@ -139,7 +135,6 @@ def overwritten(rank: Rank, offset: int) -> None:
         found = real(number)
         if not met:
             met.append(1)
-            rank.strike()
             found.view(-1)[offset] ^= 0xFF
         return found
 
@@ -154,7 +149,6 @@ def thread_ends(name: str) -> Inject:
         owner = channel._copier if name == "_copy" else channel
 
         def end(*_: Any) -> None:
-            rank.strike()
             raise SystemExit
 
         setattr(owner, name, end)
@@ -174,8 +168,8 @@ def at_prefill(inject: Inject, **extra: Any) -> Callable[[], Any]:
     return lambda: case(faults={("prefill", 1): inject}, **extra)
 
 
-def served(group: str, name: str, how: str, case: Callable[[], Any], **more: Any) -> Fault:
-    return Fault(group, name, how, case, "success", **more)
+def served(group: str, name: str, case: Callable[[], Any], **more: Any) -> Fault:
+    return Fault(group, name, case, "success", **more)
 
 
 def with_another(**fields: Any) -> tuple[str, Change]:
@@ -208,38 +202,36 @@ READIES: list[tuple[tuple[str, Change], str]] = [
 
 def _messages() -> Iterator[Fault]:
     group = "messages of the channel"
-    for kind, at, side, changes in (
-        (Open, at_decode, "decode", OPENS),
-        (Ack, at_decode, "decode", ACKS),
-        (Ready, at_prefill, "prefill", READIES),
-    ):
+    for kind, at, changes in (
+        (Open, at_decode, OPENS), (Ack, at_decode, ACKS), (Ready, at_prefill, READIES),
+    ):  # fmt: skip
         for (name, change), cold in changes:
             yield served(
-                group, f"{kind.__name__.upper()} {name}", f"the first that {side} sends",
-                at(message_fault(kind, change)), cold=cold, remains=GONE,
+                group, f"{kind.__name__.upper()} {name}", at(message_fault(kind, change)),
+                cold=cold, remains=GONE,
             )  # fmt: skip
-    yield served(group, "random messages", "to prefill's port", at_prefill(noise), remains=GONE)
+    yield served(group, "random messages", at_prefill(noise), remains=GONE)
 
 
 def _rows() -> Iterator[Fault]:
-    group, memory = "rows and slots", "out of memory"
+    group = "rows and slots"
     for name, inject, cold in (
         ("packing raises", at_prefill(raising("pack")), "prefill_pack"),
         ("unpacking raises", at_decode(raising("unpack")), "unpack"),
     ):
-        yield served(group, name, memory, inject, cold=cold, remains=GONE)
+        yield served(group, name, inject, cold=cold, remains=GONE)
     yield Fault(
-        group, "unpacking and clearing raise", "the rows may be another request's",
+        group, "unpacking and clearing raise",
         at_decode(both(raising("unpack"), raising("clear"))), words="could not be cleared",
         remains=GONE,
     )  # fmt: skip
-    for name, how, inject, cold in (
-        ("a read fails", "of memory that is not there", read_from_nowhere, "read"),
-        ("a slot is overwritten", "its stamp is another", partial(overwritten, offset=0), "stale"),
-        ("a slot is damaged", "a byte of its rows", partial(overwritten, offset=HEADER), "stale"),
+    for name, inject, cold in (
+        ("a read fails", read_from_nowhere, "read"),
+        ("a slot is overwritten", partial(overwritten, offset=0), "stale"),
+        ("a slot is damaged", partial(overwritten, offset=HEADER), "stale"),
     ):
         config = {"verify": "checksum"}
-        yield served(group, name, how, at_decode(inject, config=config), cold=cold, remains=GONE)
+        yield served(group, name, at_decode(inject, config=config), cold=cold, remains=GONE)
 
 
 def _threads() -> Iterator[Fault]:
@@ -250,7 +242,7 @@ def _threads() -> Iterator[Fault]:
         ("decode's copying thread ends", at_decode(thread_ends("_copy"))),
     ):
         ended = "has ended", " left"
-        yield served("threads", name, "SystemExit", meeting, remains=ended, stays_cold=True)
+        yield served("threads", name, meeting, remains=ended, stays_cold=True)
 
 
 def killed() -> Any:

@@ -26,7 +26,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Self
 
-import psutil
 import requests
 from rig import watched_server
 
@@ -129,7 +128,7 @@ class Known:
     side of TP 2 are its sums."""
 
     def __init__(self, server: Deployment, of_tp_2: Callable[[], Deployment]) -> None:
-        self._server, self._url = server, server.url
+        self._url = server.url
         self._of_tp_2 = cache(of_tp_2)
         self._answers = dict[tuple[int, ...], Answer]()
 
@@ -169,11 +168,6 @@ class Known:
     def _other_ways(self, prompt: Prompt, beside: list[Prompt]) -> Iterator[Answer]:
         yield from other_ways(self._url, prompt, beside)
         yield from other_ways(self._of_tp_2().url, prompt, beside)
-
-    def rss_mib(self) -> int:
-        """Memory of its largest process: SGLang's own, without the plugin, grows on CPU too."""
-        first = psutil.Process(self._server.fleet.pids()["server"])
-        return max(one.memory_info().rss for one in first.children(recursive=True)) >> 20
 
 
 def other_ways(url: str, prompt: Prompt, beside: list[Prompt]) -> Iterator[Answer]:
@@ -327,10 +321,6 @@ class Servers:
             found.update({k: n for k, n in counts.items() if k.startswith("channel_")})
         return found
 
-    def states(self) -> dict[int, dict[str, Any]]:
-        """Of each rank, by its process."""
-        return {int(p.stem): json.loads(p.read_text()) for p in self._states.glob("*.json")}
-
     def held(self, limit_s: float = SETTLED_S) -> list[str]:
         """What ranks still hold though nobody asks for anything; a server that ended, too."""
         deadline, now = time.monotonic() + limit_s, time.time()
@@ -339,7 +329,7 @@ class Servers:
                 self.fleet.check()
             except ServerDied as error:
                 return [str(error)]
-            states = self.states()
+            states = {p.stem: json.loads(p.read_text()) for p in self._states.glob("*.json")}
             fresh = bool(states) and all(s["at"] > now + 1 for s in states.values())
             found = [f"rank {pid}: {left}" for pid, s in states.items() for left in s["left"]]
             found += [

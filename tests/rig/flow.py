@@ -178,7 +178,6 @@ def run(flow: Flow, at: Mapping[int, Act]) -> Result:
         closed=context.RawArray("b", 2 * flow.prefills),
         count=context.Value("i", 0),
         over=context.Event(),
-        struck=context.Value("d", 0.0),
     )
     marks: dict[int, tuple[float, float]] = {}
     problems: list[str] = []

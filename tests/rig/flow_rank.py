@@ -215,28 +215,9 @@ class FlowRank(Rank):
 
     def _compare(self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray]) -> None:
         done = [one.number for one in self.report.ended if one.status == "success"]
-        failed = {one.number for one in self.report.ended} - set(done)
-        for number in failed:
-            for name, pool in before.items():
-                for want, got in zip(pool, self.pools[name], strict=True):
-                    want[self.tables[number]] = got[self.tables[number]]
-            for want, got in zip(aux_before, self.aux, strict=True):
-                want[number + 1] = got[number + 1]
-        for one in self.report.ended:
-            if one.state == "cold" and one.status == "success":
-                self._truth_or_zero(one.number)
+        self.report.cold = {one.number for one in self.report.ended if one.state == "cold"}
+        self._excuse_failed(before, aux_before, done)
         self.compare(before, aux_before, done)
-
-    def _truth_or_zero(self, number: int) -> None:
-        """Each row of a cold request is one of the two; afterwards all are the truth's."""
-        pages = self.tables[number]
-        rows = zip(self.pools["draft"], self._rows("draft", number), strict=True)
-        for index, (entry, truth) in enumerate(rows):
-            found = entry[pages]
-            right = (found == truth).all((2, 3)) | (found == 0).all((2, 3))
-            if not right.all():
-                self.report.wrong.append(f"cold request {number}, draft entry {index}: wrong rows")
-            entry[pages] = truth
 
 
 class Port:

@@ -1,4 +1,4 @@
-"""A test in a process of its own."""
+"""Work in a process of its own, which may publish arguments, keep hooks and start threads."""
 
 from __future__ import annotations
 
@@ -6,34 +6,43 @@ import functools
 import multiprocessing as mp
 import os
 import traceback
+from collections.abc import Callable
 from typing import Any
+
+LIMIT_S = 120
+
+
+def in_fork(what: Callable[[], Any], on_error: Callable[[BaseException], Any] = repr) -> Any:
+    """What it returns in a fork, or what `on_error` makes there of its exception."""
+    context = mp.get_context("fork")
+    here, there = context.Pipe()
+
+    def body() -> None:
+        try:
+            found = what()
+        except BaseException as error:
+            found = on_error(error)
+        there.send(found)
+        os._exit(0)
+
+    process = context.Process(target=body)
+    process.start()
+    there.close()
+    try:
+        return here.recv() if here.poll(LIMIT_S) else "no answer"
+    except EOFError:
+        return "the process died"
+    finally:
+        process.kill()
+        process.join()
 
 
 def in_own_process(test: Any) -> Any:
-    """Run a test in a fork, which may publish arguments and start threads as a rank does."""
+    """Run a test in a fork."""
 
     @functools.wraps(test)
     def forked(*args: Any, **kwargs: Any) -> None:
-        context = mp.get_context("fork")
-        here, there = context.Pipe()
-
-        def body() -> None:
-            try:
-                test(*args, **kwargs)
-                there.send("")
-            except BaseException:
-                there.send(traceback.format_exc())
-            os._exit(0)
-
-        process = context.Process(target=body)
-        process.start()
-        there.close()
-        try:
-            found = here.recv() if here.poll(120) else "no answer"
-        except EOFError:
-            found = "the process died"
-        process.kill()
-        process.join()
-        assert not found, found
+        failure = in_fork(lambda: test(*args, **kwargs), lambda _: traceback.format_exc())
+        assert failure is None, failure
 
     return forked

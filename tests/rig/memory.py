@@ -16,14 +16,12 @@ AUX_LENS = (32, 8, 8, 8, 8, 8, 8, 16, 24, 16)
 
 @dataclass
 class RankReport:
-    """What one rank says at the end. `wrong`: byte differences, in words. `seconds`: for each
-    status, from the fault (if one struck while the request was open), else its start. `cold`:
-    requests that were served without their draft KV, or a part of it."""
+    """What one rank says at the end. `wrong`: byte differences, in words. `cold`: requests that
+    were served without their draft KV, or a part of it."""
 
     side: str
     rank: int
     status: list[str] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     stats: dict[str, int] = field(default_factory=dict)
@@ -145,7 +143,7 @@ class Memory:
 
     def _sent(self, name: str, number: int, entry: int) -> np.ndarray:
         """Which rows of a request are written here, [pages, rows of a page]."""
-        case, first = self.case, self._first_page(name, number, entry)
+        case, first = self.case, self._first_page(name, number)
         pages = case.pages(case.requests[number])
         sent = np.ones((pages, case.page_size), bool)
         if self.dcp == 1 or not self.relays:
@@ -230,7 +228,7 @@ class Memory:
         is_zero = ~got[pages].any(axis=(2, 3), keepdims=True)
         want[pages] = np.where(is_zero, 0, want[pages])
 
-    def _first_page(self, name: str, number: int, entry: int) -> int:
+    def _first_page(self, name: str, number: int) -> int:
         """The request's first page that is sent: with a window those in its reach."""
         if name == "window":
             return model.window_start(self.case, number)
@@ -243,23 +241,11 @@ class Memory:
             if request.prefix_of is None:
                 continue
             pages = [tables[request.prefix_of][: request.prefix_pages], tables[number]]
-            total = sum(map(len, pages))
             rows = [self._rows("draft", n) for n in (request.prefix_of, number)]
             for index, (theirs, own) in enumerate(zip(*rows, strict=True)):
-                reach = self._draft_reach(total, index)
                 want = np.concatenate([theirs[: request.prefix_pages], own])
                 got = self.pools["draft"][index][np.concatenate(pages)]
-                self._differ(f"request {number} draft entry {index}", want[reach:], got[reach:])
-
-    def _draft_reach(self, total: int, entry: int) -> int:
-        """Pages before this one are outside the entry's window, with SGLang's own tokens
-        before the window's edge added."""
-        window = model.draft_windows(self.case)[entry]
-        if not window:
-            return 0
-        page = self.case.page_size * self.dcp
-        oldest_read = (total - 1) * page + 1 - window - 2
-        return max(0, oldest_read // (self.case.page_size if self.relays else page))
+                self._differ(f"request {number} draft entry {index}", want, got)
 
     def _aux_sender(self, number: int) -> int:
         """The prefill process whose aux rows this rank must get: stock's target_tp_ranks[0]."""

@@ -72,8 +72,6 @@ class Case:
     shuffled: bool = True
     hybrid: bool = False  # pools publish layer ids, and there is linear-attention state
     target_window: int = 0  # the target has one more layer, with this window, in an SWAKVPool
-    draft_window: int = 0
-    draft_full: int = 0  # the drafter's last layers, so many, have no window
     decode_radix: bool = False
     compares: bool = False  # --disaggregation-enable-kv-checksum on both sides
     backend: str = field(default_factory=lambda: BACKEND)
@@ -283,14 +281,6 @@ def index_entries_of(case: Case, pool: Any) -> list[np.ndarray]:
 def canary(seed: list[int], shape: tuple[int, ...]) -> np.ndarray:
     """Random bytes that no transfer may touch."""
     return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
-
-
-def draft_windows(case: Case) -> tuple[int, ...]:
-    """That of each of the drafter's entries: K of every layer, then V."""
-    assert case.draft is not None
-    sliding = case.draft.layers - case.draft_full
-    of_layers = (case.draft_window,) * sliding + (0,) * case.draft_full
-    return of_layers * (1 if case.draft.is_mla else 2)
 
 
 def page_tables(case: Case, side: str, pool: int = 0) -> list[np.ndarray]:

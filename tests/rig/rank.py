@@ -201,11 +201,7 @@ class Rank(Memory):
         """A restarted rank knows nothing of the first round."""
         return self.case.all_rounds()[self.life :]
 
-    def strike(self) -> None:
-        """The fault happens now."""
-        self.case.extra["struck"].value = time.monotonic()
-
-    def conclude(self, number: int, handle: Any, began: float) -> None:
+    def conclude(self, number: int, handle: Any) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
         deadline = time.monotonic() + LIMIT_S / 2
@@ -214,7 +210,6 @@ class Rank(Memory):
             time.sleep(0.001)
             self.releases.resolve()
             status = handle.poll()
-        self.report.seconds.append(time.monotonic() - max(began, self.case.extra["struck"].value))
         names = {KVPoll.Success: "success", KVPoll.Failed: "failed"}
         self.report.status.append(names.get(status, f"stuck in {status}"))
         if status == KVPoll.Failed:
@@ -229,11 +224,11 @@ class Rank(Memory):
     def run_prefill(self) -> None:
         tables = model.page_tables(self.case, "prefill")
         for group in self.rounds():
-            began, numbers = time.monotonic(), [n for n in group if self.mine(n)]
+            numbers = [n for n in group if self.mine(n)]
             senders = {n: self._sender(n, tables) for n in numbers}
             self._send_all(senders, {n: self._chunks(n, tables) for n in numbers})
             for number, sender in senders.items():
-                self.conclude(number, sender, began)
+                self.conclude(number, sender)
             time.sleep(self.case.extra.get("pause", 0))
             self._lockstep()
 
@@ -296,7 +291,6 @@ class Rank(Memory):
         state_before = {key: slots.copy() for key, slots in self.state.items()}
         tables = model.page_tables(case, "decode")
         for group in self.rounds():
-            began = time.monotonic()
             receivers = {n: self._receiver(n) for n in group if self.mine(n)}
             for number, receiver in receivers.items():
                 if receiver.conclude_state is None:
@@ -308,7 +302,7 @@ class Rank(Memory):
                         self.state_indices(number), decode_prefix_len=prefix,
                     )  # fmt: skip
             for number, receiver in receivers.items():
-                self.conclude(number, receiver, began)
+                self.conclude(number, receiver)
             self.releases.wait(self.case.extra.get("pause", 0))
             self._lockstep()
         if not case.extra.get("without_releases"):

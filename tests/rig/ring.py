@@ -127,7 +127,7 @@ def run(case: Case) -> Outcome:
             if key[0] == "prefill" and key in case.extra.get("faults", ())
         },
         ranks=context.Barrier(len(ranks_of(case))),
-        struck=context.Value("d", 0.0),
+        away=context.Event(),
         pp_groups={
             i: Stages(context.Queue(), case.prefill_pp)
             for i in range(case.prefills * case.prefill_tp * case.prefill_dp)

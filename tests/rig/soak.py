@@ -33,7 +33,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rig import model
 from rig.memory import AUX_LENS, RankReport
 from rig.model import Case, Request
 from rig.rank import Rank, free_port, is_cold, left_behind, reason_of
@@ -139,7 +138,6 @@ class Report(RankReport):
 
     ended: dict[int, tuple[str, str]] = field(default_factory=dict)
     resources: list[dict[str, int]] = field(default_factory=list)
-    page_uses: float = 0.0
 
 
 def resources() -> dict[str, int]:
@@ -180,12 +178,10 @@ class FreeList:
 
     def __init__(self, items: Iterable[int]) -> None:
         self._free = deque(items)
-        self.size, self.taken = len(self._free), 0
 
     def take(self, count: int) -> np.ndarray | None:
         if len(self._free) < count:
             return None
-        self.taken += count
         return np.array([self._free.popleft() for _ in range(count)], np.int32)
 
     def give(self, items: Iterable[int]) -> None:
@@ -246,13 +242,6 @@ class SoakRank(Rank):
     def rooms(self) -> list[int]:
         return [self.case.room(n) for n in range(len(self.case.requests))]
 
-    def truth(self, name: str, number: int) -> list[np.ndarray]:
-        cache = self.case.target if name == "target" else self.case.draft
-        assert cache is not None
-        return model.cut(
-            cache, model.whole(self.case, name, cache, number), self.tp, self.attn_rank
-        )
-
     def aux_truth(self, sender: int, number: int, index: int) -> np.ndarray:
         rng = np.random.default_rng([sender, number, index])
         return rng.integers(0, 256, AUX_LENS[index], np.uint8)
@@ -274,7 +263,6 @@ class SoakRank(Rank):
             if not self.report.resources and len(self.report.ended) >= warm:
                 self.report.resources.append(resources())
             time.sleep(0.0005)
-        self.report.page_uses = self.pages.taken / self.pages.size
 
     def _fits(self, number: int) -> bool:
         return len(self.open) < self.case.soak.in_flight
@@ -373,7 +361,7 @@ class SoakPrefill(SoakRank):
         self, number: int, pages: np.ndarray, row: np.ndarray, meeting: Meeting | None
     ) -> Open:
         for name, pool in self.pools.items():
-            for entry, rows in zip(pool, self.truth(name, number), strict=True):
+            for entry, rows in zip(pool, self._rows(name, number), strict=True):
                 entry[pages] = rows
         for index, aux in enumerate(self.aux):
             aux[row[0]] = self.aux_truth(self.rank, number, index)
@@ -478,7 +466,7 @@ class SoakDecode(SoakRank):
         hold anything that was its own, or zeros."""
         if name == "draft" and one.number in self.report.cold:
             return [entry[one.pages].copy() for entry in self.pools[name]]
-        return self.truth(name, one.number)
+        return self._rows(name, one.number)
 
     def _failed(self, one: Open) -> None:
         """Its memory may hold anything, and is used again when nothing can arrive any more."""
@@ -539,19 +527,15 @@ def _rank_main(
     os._exit(0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Verdict:
-    """`problems`: empty when nothing was lost, leaked or wrong. `met`: requests by the fault that
-    they met. `others`: why requests without a fault of their own failed."""
+    """`problems`: empty when nothing was lost, leaked or wrong. `others`: why requests without a
+    fault of their own failed."""
 
     soak: Soak
-    seconds: float
-    problems: list[str]
-    counts: Counter[str]
-    met: Counter[str]
-    others: Counter[str]
-    page_uses: float
-    resources: dict[str, tuple[dict[str, int], dict[str, int]]]
+    problems: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    others: Counter[str] = field(default_factory=Counter)
 
 
 class Running:
@@ -559,11 +543,10 @@ class Running:
 
     def __init__(self, soak: Soak) -> None:
         context = mp.get_context("fork")
-        self.case, self._began = soak.case(), time.monotonic()
+        self.case = soak.case()
         self.case.extra.update(
             bootstrap_up=[context.Event()],
             all_sent=context.Event(),
-            struck=context.Value("d", 0.0),
             idle=context.Barrier(soak.prefill_tp + soak.decode_tp),
             boards={
                 "prefill": Board(context, soak.prefill_tp, soak.requests),
@@ -574,8 +557,7 @@ class Running:
 
     def verdict(self) -> Verdict:
         """Once its last rank has reported."""
-        reports = self.servers.reports(120 + self.case.soak.requests)
-        return judge(self.case, reports, time.monotonic() - self._began)
+        return judge(self.case, self.servers.reports(120 + self.case.soak.requests))
 
 
 def run(*soaks: Soak) -> list[Verdict]:
@@ -592,57 +574,45 @@ def run(*soaks: Soak) -> list[Verdict]:
             return list(pool.map(Running.verdict, running))
 
 
-def judge(case: SoakCase, reports: dict[Key, RankReport], seconds: float) -> Verdict:
+def judge(case: SoakCase, reports: dict[Key, RankReport]) -> Verdict:
     """Put side by side what the ranks say."""
-    problems: list[str] = []
-    counts: Counter[str] = Counter()
-    met: Counter[str] = Counter()
-    others: Counter[str] = Counter()
+    found = Verdict(case.soak)
     for (side, rank), report in reports.items():
         lines = [*report.wrong, *filter(None, [report.error])]
         lines = [line for line in lines if not any(what in line for what in REMAINS)]
-        problems += [f"{side} {rank}: {line}" for line in lines]
+        found.problems += [f"{side} {rank}: {line}" for line in lines]
     complete = [r for r in reports.values() if isinstance(r, Report)]
     if len(complete) == len(reports):
-        counts["cold"] = len(set().union(*(r.cold for r in complete if r.side == "decode")))
+        found.counts["cold"] = len(set().union(*(r.cold for r in complete if r.side == "decode")))
         for number in range(len(case.requests)):
-            problems += _one_request(case, number, complete, counts, met, others)
-        problems += [line for report in complete for line in _leaks(report)]
-    uses = [r.page_uses for r in complete if r.side == "decode"]
-    return Verdict(
-        case.soak, seconds, problems, counts, met, others, min(uses, default=0.0),
-        {f"{r.side} {r.rank}": (r.resources[0], r.resources[-1]) for r in complete if r.resources},
-    )  # fmt: skip
+            _judge_request(case.fault(number), number, complete, found)
+        found.problems += [line for report in complete for line in _leaks(report)]
+    return found
 
 
-def _one_request(
-    case: SoakCase, number: int, reports: list[Report], counts: Counter[str], met: Counter[str],
-    others: Counter[str],
-) -> list[str]:  # fmt: skip
-    meeting = case.fault(number)
+def _judge_request(
+    meeting: Meeting | None, number: int, reports: list[Report], found: Verdict
+) -> None:
     name = meeting.name if meeting is not None else "none"
     ends = {(r.side, r.rank): r.ended.get(number, ("lost", "")) for r in reports}
     decode = {status for (side, _), (status, _) in ends.items() if side == "decode"}
     prefill = {status for (side, _), (status, _) in ends.items() if side == "prefill"}
     succeeded = decode == {"success"}
-    met[name] += 1
-    counts["succeeded" if succeeded else "failed"] += 1
+    found.counts["succeeded" if succeeded else "failed"] += 1
     if not succeeded and meeting is None:
-        counts["failed without a fault of its own"] += 1
         texts = [r for (side, _), (_, r) in ends.items() if side == "decode" and r]
         reasons = sorted(texts, key=lambda text: UNNAMED in text)
-        others[re.sub(r"\d+", "N", (reasons or ["?"])[0])[:120]] += 1
+        found.others[re.sub(r"\d+", "N", (reasons or ["?"])[0])[:120]] += 1
     where = f"request {number} ({name})"
     named = {side for (side, _), (_, reason) in ends.items() if reason and UNNAMED not in reason}
-    found = [
+    found.problems += [
         f"{where}: {side} {rank} says {status}, {reason!r}"
         for (side, rank), (status, reason) in ends.items()
         if status not in ("success", "failed")
         or (status == "failed" and side == "decode" and side not in named)
     ]
     if succeeded and prefill != {"success"} and name not in ("prefill aborts", "abort storm"):
-        found.append(f"{where}: succeeded on decode, on prefill {ends}")
-    return found
+        found.problems.append(f"{where}: succeeded on decode, on prefill {ends}")
 
 
 SLACK = {"threads": 6, "fds": 24, "sockets": 24, "rss_mib": 64}

@@ -3,15 +3,12 @@
     idle     SGLang knows of no open request; its own check of pages and request slots has then
              run, which ends a server that leaks
     left     what `check_integrity` finds; nothing without the plugin
-    threads, fds
-    rss_mib  an idle rank gives back first what it has freed: the rest is held
 
 SGLang's child processes import this file as well, before they apply hooks.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import runpy
@@ -24,25 +21,13 @@ STATE_DIR_ENV = "MIXKV_TESTS_STATE_DIR"
 EVERY_S = 0.5
 
 
-def used(status: str, name: str) -> int:
-    """A number of /proc/self/status."""
-    return int(status.partition(f"{name}:")[2].split(maxsplit=1)[0])
-
-
 def state(scheduler: Any) -> dict[str, Any]:
     prefill = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     queue = prefill or scheduler.disagg_decode_prealloc_queue
-    idle = bool(scheduler.is_fully_idle())
-    if idle:
-        ctypes.CDLL(None).malloc_trim(0)
-    status = Path("/proc/self/status").read_text()
     return {
         "at": time.time(),
-        "idle": idle,
+        "idle": bool(scheduler.is_fully_idle()),
         "left": getattr(queue.kv_manager, "check_integrity", list)(),
-        "threads": used(status, "Threads"),
-        "fds": len(os.listdir("/proc/self/fd")),
-        "rss_mib": used(status, "VmRSS") // 1024,
     }
 
 

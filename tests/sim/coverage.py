@@ -38,9 +38,6 @@ class Coverage:
     def merge(self, other: Coverage) -> None:
         self.counts.update(other.counts)
 
-    def rows(self) -> list[list]:
-        return [[*transition, fault, n] for (transition, fault), n in sorted(self.counts.items())]
-
     def pairs(self) -> dict[Transition, dict[str, int]]:
         found: dict[Transition, dict[str, int]] = {}
         for (transition, fault), n in self.counts.items():
@@ -69,7 +66,7 @@ def _use(machine: object, event: object) -> str:
 
 
 def _begin(machine: object, event: pev.Begin) -> str:
-    early = "early OPENs" if machine._early.has(event.room) else "no OPENs"
+    early = "early OPENs" if event.room in machine._early._readers else "no OPENs"
     return early + (", number in use" if event.room in machine._current else "")
 
 

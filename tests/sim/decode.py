@@ -42,7 +42,6 @@ class Receiver:
         self.verdict: ev.State | None = None
         self.opened_at = rank.clock.now
         self.arrived_at = self.slow_by = 0.0
-        self.decided_at = 0.0
         self.targets: set[object] = set()
         self.plan_cold = ""
 
@@ -186,7 +185,7 @@ class DecodeRank(Process):
     def _decided(self, action: ev.Verdict) -> None:
         receiver = self.receivers[action.generation]
         self.world.checks.verdict(self, receiver, action)
-        receiver.verdict, receiver.decided_at = action.state, self.clock.now
+        receiver.verdict = action.state
         self.awaiting.discard(action.generation)
         self.world.groups[self.place.group].poll(receiver.request)
 

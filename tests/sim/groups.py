@@ -150,7 +150,7 @@ class PrefillGroup(Group):
         life = self.world.lives[request.id]
         if life.prefill_over:
             return
-        life.prefill_over, life.prefill_finished = True, self.clock.now
+        life.prefill_over = True
         for rank, sender in self._of(request):
             rank.later("scheduler", self._skew(), rank.end, sender, "")
 
@@ -220,7 +220,7 @@ class DecodeGroup(Group):
             receiver.targets = set(contacts(self.world, request, rank))
             messages += len(receiver.targets)
         self.world.checks.metadata_sent(request, self.server)
-        life.opened, life.metadata = True, messages
+        life.metadata = messages
         self.step(WAITING, self._waited, request)
         group = self.world.groups[request.prefill]
         for _ in range(messages):

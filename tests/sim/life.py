@@ -14,9 +14,7 @@ class Life:
         self.outcome = self.reason = self.by = ""
         self.finished: float | None = None
         self.prefill_over = self.prefill_begun = self.written = self.target_begun = False
-        self.prefill_finished: float | None = None
         self.metadata: int | None = None  # SGLang's messages that are still to come, once sent
-        self.opened = False
 
     @property
     def decode_over(self) -> bool:

@@ -11,6 +11,7 @@ from sglang_mixkv.decode.events import Source
 from sglang_mixkv.draft.facts import Row, Staging
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
+from sglang_mixkv.tools.plan_pair import contacted
 from tests.sim.spec import Server
 
 if TYPE_CHECKING:
@@ -31,18 +32,9 @@ def slot_bytes(heads: int, tp: int, tokens: int) -> int:
 
 
 def contacts(world: World, request: Request, rank: DecodeRank) -> range:
-    """Ranks of the prefill group, by SGLang's rule (CommonKVManager._resolve_rank_mapping)."""
+    """Ranks of the prefill group."""
     theirs, ours = world.spec.servers[request.prefill[0]].tp, rank.place.server.tp
     return contacted(theirs, ours, rank.place.tp_rank)
-
-
-@lru_cache(1 << 12)
-def contacted(prefill_tp: int, decode_tp: int, rank: int) -> range:
-    if prefill_tp <= decode_tp:
-        first = rank // (decode_tp // prefill_tp)
-        return range(first, first + 1)
-    ratio = prefill_tp // decode_tp
-    return range(rank * ratio, (rank + 1) * ratio)
 
 
 def plan_for(

@@ -1,4 +1,4 @@
-"""A run, for people and for programs."""
+"""A run, for people."""
 
 from __future__ import annotations
 
@@ -6,19 +6,12 @@ from tests.sim.runner import Outcome, Result, run_spec
 from tests.sim.shrink import shrink
 
 
-def summary(result: Result) -> dict:
-    pairs = result.coverage.pairs()
-    thin = [(transition, fault) for transition, of in pairs.items() for fault in of
-            if of[fault] < 100]  # fmt: skip
-    return {
-        "schedules": result.schedules,
-        "seconds": round(result.seconds, 2),
-        "ms_per_schedule": round(1000 * result.seconds / max(1, result.schedules), 2),
-        "findings": [[o.name, o.invariant, o.detail] for o in result.found],
-        "transitions": len(pairs),
-        "pairs": sum(map(len, pairs.values())),
-        "pairs_below_100": len(thin),
-    }
+def summary(result: Result) -> str:
+    each = 1000 * result.seconds / max(1, result.schedules)
+    transitions = len(result.coverage.counts)
+    return (
+        f"{result.schedules} schedules, {each:.2f} ms each, {transitions} transitions under faults"
+    )
 
 
 def describe(outcome: Outcome, large: bool, mutation: str = "") -> str:

@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 from sglang_mixkv.decode import rooms as decode
-from tests.sim.exhaustive import FAULTS, Case, Prefill, Report, World, search
+from tests.sim.exhaustive.machine import Prefill
+from tests.sim.exhaustive.search import Report, search
+from tests.sim.exhaustive.values import FAULTS, Case
+from tests.sim.exhaustive.world import World
 
 ONE = Case(chunks=((0, 1),))  # one segment for each reader
 TWO = Case(chunks=((0, 2),))
