@@ -38,13 +38,17 @@ mixkv_first_of() {
 }
 
 # The interpreter that PYTHON names. pyenv may have it although its shim of that name only says
-# that the version is not selected.
+# that the version is not selected; uv keeps its own outside of PATH.
 mixkv_asked_python() {
-    local versions=()
+    local others=()
     if command -v pyenv >/dev/null; then
-        versions=("$(pyenv root)"/versions/*/bin/"$PYTHON")
+        others+=("$(pyenv root)"/versions/*/bin/"$PYTHON")
     fi
-    mixkv_first_of "$PYTHON" "${versions[@]}" || mixkv_fail \
+    if command -v uv >/dev/null; then
+        others+=("$(uv python find -q --managed-python --no-python-downloads \
+            "${PYTHON#python}" 2>/dev/null || true)")
+    fi
+    mixkv_first_of "$PYTHON" "${others[@]}" || mixkv_fail \
         "PYTHON=$PYTHON: no Python 3.11 or newer of that name runs here ($("$PYTHON" --version \
         2>&1 | head -n 1)). Nothing was set up or tested with it: install it, or unset PYTHON."
 }

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All tests on a bare machine: set up what is missing, run the rings, quickest first, then a part
 # of them on the release of SGLang before.
-# --full adds the long ones; other options go to pytest, and leave the second run out.
+# --full adds the long ones; other options go to pytest, and leave the second run out. The last line
+# names the Pythons that are supported and were not tested.
 # PYTHON=python3.12 runs them on that version, in .venv-3.12/, and fails where this machine does
 # not have it; MIXKV_SGLANG=0.5.22 on that release of SGLang, in .venv-0.5.22/.
 set -euo pipefail
@@ -25,5 +26,12 @@ for part in "tests/pure tests/docs tests/sim" "tests/protocol tests/e2e"; do
 done
 if [ -z "${MIXKV_SGLANG:-}${PYTHON:-}" ] && { [ "$*" = "" ] || [ "$*" = --full ]; }; then
     MIXKV_SGLANG="$BEFORE" bash scripts/test.sh -k "$PART" || status=$?
+    ran="$(python -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
+    classifier='.*"Programming Language :: Python :: \(3\.[0-9]*\)".*'
+    sed -n "s/$classifier/\1/p" pyproject.toml | while read -r version; do
+        [ "$version" = "$ran" ] || printf '\n%s\n%s\n' \
+            "NOT TESTED: Python $version. All of this ran on $ran, for an environment takes 10 GB, and its" \
+            "tests as long again. They are run by: PYTHON=python$version bash scripts/test.sh"
+    done
 fi
 exit "$status"

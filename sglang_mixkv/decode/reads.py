@@ -1,4 +1,4 @@
-"""Segments on their way from a prefill rank's slots to this rank's, and what becomes of the slots.
+r"""Segments on their way from a prefill rank's slots to this rank's, and what becomes of the slots.
 
     waiting --StartRead--> running --ReadDone--> arrived --> the caller's, with its local slot
        |                      |  \--ReadFailed--> landing --ReadSettled--> gone

@@ -1,4 +1,4 @@
-"""A decode rank's state machine: events in, actions out, time as an argument. No I/O.
+r"""A decode rank's state machine: events in, actions out, time as an argument. No I/O.
 
     OPENED --all rows in place--> WARM
        \--something is in the way--> cold --the other rows zeroed--> COLD

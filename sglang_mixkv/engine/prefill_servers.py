@@ -1,4 +1,4 @@
-"""The prefill servers that a decode rank knows, and the one thread that asks them.
+r"""The prefill servers that a decode rank knows, and the one thread that asks them.
 
     unknown --GET /mixkv--> fits --SGLang's own table, connections--> ready
                         \--> refused, with a reason; asked again at most once a second

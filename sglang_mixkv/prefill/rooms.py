@@ -1,4 +1,4 @@
-"""A prefill rank's state machine: events in, actions out, time as an argument. No I/O.
+r"""A prefill rank's state machine: events in, actions out, time as an argument. No I/O.
 
 A *room* is one request on this rank: one use of a room number by SGLang. A *part* is what one
 reader, a decode rank, gets of it. An OPEN may come before SGLang's sender; its part waits for the

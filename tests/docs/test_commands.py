@@ -33,6 +33,8 @@ TABLE: dict[str, str] = {
     r"bash scripts/demo\.sh": "tests/e2e/test_demo.py::test_the_documented_demo",
     r"(PYTHON=python3\.12 |MIXKV_SGLANG=\S+ )?bash scripts/test\.sh( -k (routes|\".*\")| --full)?":
         "tests/docs/test_commands.py::test_ci_runs_the_tests",
+    r"bash scripts/dist\.sh":
+        "tests/docs/test_workflow.py::test_a_tag_that_is_not_the_version_is_an_error",
     r"pip install \.": "tests/docs/test_package.py::test_the_commands_work",
     r"\.venv/bin/pip install -e '\.\[dev\]' && \.venv/bin/ruff check \. && \.venv/bin/mypy":
         "tests/docs/test_lint.py::test_hook_passes_on_all_files",

@@ -24,7 +24,8 @@ PACKAGE = ROOT / "sglang_mixkv"
 LIGHT = ("msgspec", "numpy", "pyzmq")
 PAIR = "Path(sglang_mixkv.__file__).parent / 'demo' / 'models' / 'mla'"
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
-FOLDERS = ("sglang_mixkv", "docker", "docs", "examples", "scripts", "tests", "upstream", ".ci")
+FOLDERS = ("sglang_mixkv", "docker", "docs", "examples", "scripts", "tests", "upstream",
+           ".ci", ".github")  # fmt: skip
 
 
 def run(*command: object, cwd: Path, status: int = 0) -> str:

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# What a release consists of: dist/ with the source distribution and the wheel built from it, each
+# installed into an empty environment, and asked for its version and commands. Fetches from the
+# package index; needs no SGLang and no scripts/env.sh.
+# Usage: scripts/dist.sh [REF]; where REF is refs/tags/v*, the tag has to be the version.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+ref="${1:-}"
+version="$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)"
+case "$ref" in
+    refs/tags/v*)
+        if [ "$ref" != "refs/tags/v$version" ]; then
+            echo "error: the tag is ${ref#refs/tags/}, the version in pyproject.toml $version" >&2
+            exit 1
+        fi
+        if grep -n 'github.com/OWNER/' pyproject.toml >&2; then
+            echo "error: OWNER in pyproject.toml is a placeholder, and would be published" >&2
+            exit 1
+        fi
+        ;;
+esac
+
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+rm -rf dist
+python3 -m venv "$work/tools"
+"$work/tools/bin/pip" install -q build twine
+"$work/tools/bin/python" -m build --outdir dist . >/dev/null
+"$work/tools/bin/twine" check --strict dist/*
+for file in dist/*; do
+    echo "installing ${file##*/}"
+    python3 -m venv --clear "$work/clean"
+    # Without torch: what is imported here does without.
+    "$work/clean/bin/pip" install -q msgspec numpy pyzmq
+    "$work/clean/bin/pip" install -q --no-deps "$file"
+    said="$("$work/clean/bin/python" -P -c 'import sglang_mixkv; print(sglang_mixkv.__version__)')"
+    if [ "$said" != "$version" ]; then
+        echo "error: ${file##*/} says that it is $said" >&2
+        exit 1
+    fi
+    "$work/clean/bin/python" -P -m sglang_mixkv --help >/dev/null
+    "$work/clean/bin/python" -P -m sglang_mixkv plan --help >/dev/null
+done
