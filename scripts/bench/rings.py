@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from members import LIMIT_S, PAGE, SIDES, Meter, load, model, rig, serve
+from rig.special import Shared
 
 WAYS = ("stock", "channel")
 LAYOUTS = ("runs", "random")
@@ -43,7 +44,7 @@ class Ring:
             draft=model.Cache("mha", heads=HEADS, k_bytes=HEAD_BYTES, v_bytes=HEAD_BYTES),
             requests=(model.Request(most),), page_size=PAGE, shuffled=False, backend=backend,
             prefill_mixkv=plugin, decode_mixkv=plugin,
-            extra={"bootstrap_up": [context.Event()], "pp_groups": {}},
+            shared=Shared([context.Event()]),
         )  # fmt: skip
         self._rooms, self._pipes, self._processes = itertools.count(FIRST_ROOM), {}, []
         ports = [rig.free_port()]

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rig.model import Cache, Case, Request
 from rig.ring import Outcome, run
+from rig.special import Special
 
 pytestmark = pytest.mark.transports(every=3)
 
@@ -47,12 +48,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def case(name: str, **extra: Any) -> Case:
+def case(name: str, **special: Any) -> Case:
     prefill, _, rest = name.partition("-")
     more = dict(CASES.get(name, {}))
     if "dcp" in more:
         more["requests"] = (Request(23, chunk_pages=2), Request(8), Request(1))
-    settings = {"requests": REQUESTS, "extra": extra, **more}
+    settings = {"requests": REQUESTS, "special": Special(**special), **more}
     return Case(int(prefill), int(rest.split()[0]), **settings)
 
 
@@ -83,7 +84,7 @@ COLD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ["2-1", "1-2", "1-4 dcp"])
 def test_a_side_without_a_drafter_is_served(name: str, lack: str) -> None:
     """The target is right. On decode the drafter's rows of these requests are zero."""
-    one = case(name, cleared=True, **COLD[lack])
+    one = case(name, **COLD[lack])
     outcome = run(one)
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}

@@ -9,6 +9,7 @@ from rig.logs import keep_lines
 from rig.model import Case, Request
 from rig.rank import Rank
 from rig.ring import run
+from rig.special import Special
 
 from sglang_mixkv.engine import early_sends
 from sglang_mixkv.engine.early_sends import VARIABLE, switch_off
@@ -68,8 +69,8 @@ def test_a_prefill_rank_sets_it_and_says_so(
 ) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
     faults = {(side, 0): says_what_is_set for side in ("prefill", "decode")}
-    extra = {"faults": faults, "before": {("prefill", 0): keep_lines(VARIABLE)}}
-    outcome = run(Case(1, 1, backend=backend, requests=(Request(8),), extra=extra))
+    special = Special(faults=faults, before={("prefill", 0): keep_lines(VARIABLE)})
+    outcome = run(Case(1, 1, backend=backend, requests=(Request(8),), special=special))
     assert outcome.wrong == []
     assert [line[:28] for line in outcome.prefill[0].reasons] == expected
     assert outcome.decode[0].reasons == ["decode: None"]

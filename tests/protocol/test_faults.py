@@ -12,6 +12,7 @@ from rig.faults import TIMEOUTS, Fault, problems
 from rig.model import Case, Request
 from rig.rank import Rank
 from rig.ring import run
+from rig.special import Special
 
 pytestmark = pytest.mark.transports(every=14)
 
@@ -41,7 +42,7 @@ def test_a_decode_rank_is_killed_and_the_other_is_served() -> None:
 
     case = Case(
         2, 1, decode_dp=2, requests=(Request(8), Request(8), Request(12)),
-        extra={"faults": {("decode", 0): die}},
+        special=Special(faults={("decode", 0): die}),
     )  # fmt: skip
     outcome = run(case)
     assert outcome.decode[1].status == ["success"]

@@ -7,6 +7,7 @@ import pytest
 from rig.host_cache import HostCache
 from rig.model import Cache, Case, Request
 from rig.ring import run
+from rig.special import Special
 
 pytestmark = pytest.mark.transports(every=20)
 
@@ -35,8 +36,10 @@ SHAPES = [(2, 1), pytest.param(1, 2, marks=pytest.mark.full)]
 def test_every_byte_that_came_back_from_the_host(
     prefill_tp: int, decode_tp: int, target: Cache, draft: Cache, packed: bool, layout: str
 ) -> None:
-    extra = {"host_cache": HostCache(layout, packed)}
-    case = Case(prefill_tp, decode_tp, target=target, draft=draft, requests=REQUESTS, extra=extra)
+    special = Special(host_cache=HostCache(layout, packed))
+    case = Case(
+        prefill_tp, decode_tp, target=target, draft=draft, requests=REQUESTS, special=special
+    )
     outcome = run(case)
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
@@ -49,8 +52,8 @@ def test_every_byte_that_came_back_from_the_host(
 def test_without_the_drafts_copy_another_requests_rows_are_sent(packed: bool) -> None:
     """What the first test would say if SGLang restored the target alone."""
     target, draft = PACKED["gqa+nextn"]
-    extra = {"host_cache": HostCache(LAYOUTS[0], packed, restores_draft=False)}
-    outcome = run(Case(2, 1, target=target, draft=draft, requests=REQUESTS, extra=extra))
+    special = Special(host_cache=HostCache(LAYOUTS[0], packed, restores_draft=False))
+    outcome = run(Case(2, 1, target=target, draft=draft, requests=REQUESTS, special=special))
     assert outcome.statuses == {"success"}
     assert outcome.wrong
     assert all(" draft entry " in line for line in outcome.wrong)

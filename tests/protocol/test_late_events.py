@@ -17,6 +17,7 @@ import pytest
 from rig.model import Cache, Case, Request, page_tables
 from rig.rank import Rank, send, tokens_in
 from rig.ring import run
+from rig.special import Special
 
 pytestmark = pytest.mark.transports(every=2)
 
@@ -72,7 +73,7 @@ def indices(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
 
 def test_an_early_chunk_waits_for_the_forward_that_writes_it() -> None:
     """prefill.py maybe_send_cached_prefix_chunk."""
-    outcome = run(Case(2, 1, requests=REQUESTS, extra={"send": early}))
+    outcome = run(Case(2, 1, requests=REQUESTS, special=Special(send=early)))
     assert outcome.wrong == []
     assert outcome.total("channel_warm") == len(REQUESTS)
 
@@ -80,7 +81,7 @@ def test_an_early_chunk_waits_for_the_forward_that_writes_it() -> None:
 @pytest.mark.mooncake_only
 def test_page_numbers_are_read_once_they_are_there() -> None:
     """prefill.py _send_kv_chunk, with supports_host_tensor_indices."""
-    outcome = run(Case(2, 1, requests=REQUESTS, extra={"send": indices}))
+    outcome = run(Case(2, 1, requests=REQUESTS, special=Special(send=indices)))
     assert outcome.wrong == []
     assert outcome.total("channel_warm") == len(REQUESTS)
 
@@ -106,7 +107,7 @@ def test_a_stages_chunk_waits_for_its_forward() -> None:
     outcome = run(
         Case(
             1, 1, prefill_pp=2, target=target, requests=REQUESTS,
-            extra={"faults": faults},
+            special=Special(faults=faults),
         )
     )  # fmt: skip
     assert outcome.wrong == []
@@ -136,10 +137,10 @@ def an_earlier_forward(rank: Rank) -> None:
 @pytest.mark.parametrize("lack", [None, "prefill"], ids=["warm", "cold"])
 def test_rows_are_written_behind_the_forward_that_may_still_write_them(lack: str | None) -> None:
     """Unpacked, or zeroed where prefill has no drafter."""
-    extra: dict[str, Any] = {"faults": {("decode", 0): an_earlier_forward}, "pause": 2 * FORWARD_S}
+    special = Special(faults={("decode", 0): an_earlier_forward}, pause=2 * FORWARD_S)
     if lack is not None:
-        extra |= {"draft_on": {lack: False}, "cleared": True}
+        special.draft_on = {lack: False}
     requests = (Request(24, chunk_pages=2), Request(8))  # whole pages: a forward may write all
-    outcome = run(Case(2, 1, requests=requests, extra=extra))
+    outcome = run(Case(2, 1, requests=requests, special=special))
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}

@@ -14,6 +14,7 @@ import pytest
 from rig.model import Case, Request, draft_bytes, surplus_pages
 from rig.rank import Rank
 from rig.ring import run
+from rig.special import Special
 
 pytestmark = pytest.mark.transports(every=2)
 
@@ -52,8 +53,8 @@ def test_rows_are_those_of_the_prompt(
     chunks = (0,) if (backend, surplus) == ("nixl", "behind on prefill") else (0, 1)
     requests = tuple(itertools.starmap(Request, itertools.product(EDGES, (0, 2), chunks)))
     faults = {("decode", rank): stock_writes_its_surplus for rank in range(decode_tp)}
-    extra = {"surplus": SURPLUS[surplus], "faults": faults}
-    case = Case(prefill_tp, decode_tp, requests=requests, extra=extra)
+    special = Special(surplus=SURPLUS[surplus], faults=faults)
+    case = Case(prefill_tp, decode_tp, requests=requests, special=special)
     outcome = run(case)
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}

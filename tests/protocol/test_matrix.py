@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from rig.model import Cache, Case, Request, draft_bytes
 from rig.ring import Outcome, run
+from rig.special import Special
 
 pytestmark = pytest.mark.transports(every=12, tcp=True)
 
@@ -118,8 +119,8 @@ def test_a_custom_memory_pool_without_drafter(
 def test_drafter_without_kv_entries(prefill_tp: int, decode_tp: int) -> None:
     """DeepSeek-V4's DSPARK: its KV is state without heads. Both sides speculate, and SGLang's
     own transfer sends it all."""
-    extra = {"draft_is_state": True}
-    case = Case(prefill_tp, decode_tp, draft=None, algorithm="DSPARK", extra=extra)
+    special = Special(draft_is_state=True)
+    case = Case(prefill_tp, decode_tp, draft=None, algorithm="DSPARK", special=special)
     outcome = right(replace(case, requests=REQUESTS))
     assert outcome.total("draft_bytes_needed") == 0
 
@@ -216,7 +217,7 @@ def dsa(prefill_tp: int, decode_tp: int, index_k: str, **kwargs: object) -> Case
 def test_dsa_target(prefill_tp: int, decode_tp: int, stages: int, index_k: str) -> None:
     """Every byte of KV and of index keys, which some layers have and some do not."""
     config = {"verify": "checksum"}
-    right(dsa(prefill_tp, decode_tp, index_k, prefill_pp=stages, extra={"config": config}))
+    right(dsa(prefill_tp, decode_tp, index_k, prefill_pp=stages, special=Special(config=config)))
 
 
 @pytest.mark.sampled(3)

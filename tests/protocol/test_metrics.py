@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from rig.model import Case, Request
 from rig.rank import Rank
 from rig.ring import Outcome, run
+from rig.special import Special
 
 from sglang_mixkv import plugin
 from sglang_mixkv.engine import draft_pool, handover, prefill_servers
@@ -57,12 +59,12 @@ def no_packing(rank: Rank) -> None:
     rank.manager.outbox._rows = SimpleNamespace(pack=pack)
 
 
-def measured(case: Case, prefill: Callable[[Rank], None] = watch, **extra: Any) -> Outcome:
+def measured(case: Case, prefill: Callable[[Rank], None] = watch, **special: Any) -> Outcome:
     sides = {"prefill": case.prefill_tp, "decode": case.decode_tp}
     faults = {(side, rank): watch for side, tp in sides.items() for rank in range(tp)}
     faults |= {("prefill", rank): prefill for rank in range(case.prefill_tp)}
-    case.extra.update(extra, metrics=True, faults=faults)
-    outcome = run(case)
+    special = Special(metrics=True, faults=faults, **special)
+    outcome = run(replace(case, special=special))
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
     return outcome
@@ -96,7 +98,7 @@ def test_warm_rooms_and_their_bytes(prefill_tp: int, decode_tp: int) -> None:
 
 def test_a_prefill_without_a_drafter_makes_every_room_cold() -> None:
     case = Case(2, 1, requests=REQUESTS)
-    outcome = measured(case, draft_on={"prefill": False}, cleared=True)
+    outcome = measured(case, draft_on={"prefill": False})
     assert states(outcome) == {"{cold,no_drafter}": len(REQUESTS)}
 
 
@@ -108,17 +110,15 @@ def test_prefill_that_cannot_pack_is_seen_on_both_sides() -> None:
 
 def test_rooms_that_a_stock_decode_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
-    case = Case(1, 1, requests=REQUESTS, decode_mixkv=False)
-    case.extra.update(metrics=True, faults={("prefill", 0): watch}, draft_stays=True)
-    outcome = run(case)
+    special = Special(metrics=True, faults={("prefill", 0): watch}, draft_stays=True)
+    outcome = run(Case(1, 1, requests=REQUESTS, decode_mixkv=False, special=special))
     assert outcome.wrong == []
     assert outcome.total("unopened_rooms_total{}") == len(REQUESTS)
 
 
 def test_without_enable_metrics_no_series_is_made() -> None:
-    case = Case(1, 1, requests=REQUESTS)
-    case.extra["faults"] = {("prefill", 0): watch, ("decode", 0): watch}
-    outcome = run(case)
+    special = Special(faults={("prefill", 0): watch, ("decode", 0): watch})
+    outcome = run(Case(1, 1, requests=REQUESTS, special=special))
     assert not [name for r in outcome.prefill + outcome.decode for name in r.stats if "{" in name]
     assert outcome.total("channel_warm") == len(REQUESTS)
 

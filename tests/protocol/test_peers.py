@@ -19,6 +19,7 @@ from rig.logs import keep_lines
 from rig.model import Case, Request
 from rig.rank import Rank, stock_class
 from rig.ring import Outcome, run
+from rig.special import Special
 
 from sglang_mixkv.engine import prefill_servers
 from sglang_mixkv.engine.bootstrap import PATH, DraftBootstrapServer
@@ -50,11 +51,13 @@ def is_silent(rank: Rank) -> None:
     stock_class(rank, "receiver")._send_bootstrap_message = send
 
 
-def refused_by_decode(words: str, prefill_tp: int, decode_tp: int, **case: Any) -> Outcome:
+def refused_by_decode(
+    words: str, prefill_tp: int, decode_tp: int, stock_ranks: Any = (), **case: Any
+) -> Outcome:
     """Every request, in these words, and nothing was sent."""
     faults = {("decode", rank): is_silent for rank in range(decode_tp)}
-    extra = {"faults": faults, "failed_rooms_stay_clean": True, **case.pop("extra", {})}
-    outcome = run(Case(prefill_tp, decode_tp, requests=REQUESTS, extra=extra, **case))
+    special = Special(faults=faults, failed_rooms_stay_clean=True, stock_ranks=stock_ranks)
+    outcome = run(Case(prefill_tp, decode_tp, requests=REQUESTS, special=special, **case))
     assert outcome.wrong == []
     assert {status for r in outcome.decode for status in r.status} == {"failed"}
     reasons = [line for line in outcome.reasons.splitlines() if line.startswith("decode")]
@@ -72,15 +75,15 @@ def test_a_stock_prefill_is_refused(prefill_tp: int, decode_tp: int) -> None:
 
 
 def test_a_prefill_with_one_stock_rank_is_refused() -> None:
-    refused_by_decode("every node", 2, 1, extra={"stock_ranks": [("prefill", 1)]})
+    refused_by_decode("every node", 2, 1, stock_ranks=[("prefill", 1)])
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
 def test_a_stock_decode_gets_its_target_and_is_counted(prefill_tp: int, decode_tp: int) -> None:
     """Prefill cannot refuse what it does not see."""
     before = {("prefill", rank): keep_lines("did not open") for rank in range(prefill_tp)}
-    extra = {"draft_stays": True, "before": before}
-    case = Case(prefill_tp, decode_tp, requests=REQUESTS, decode_mixkv=False, extra=extra)
+    special = Special(draft_stays=True, before=before)
+    case = Case(prefill_tp, decode_tp, requests=REQUESTS, decode_mixkv=False, special=special)
     outcome = run(case)
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
@@ -89,8 +92,8 @@ def test_a_stock_decode_gets_its_target_and_is_counted(prefill_tp: int, decode_t
 
 
 def test_a_decode_with_one_stock_rank_is_counted() -> None:
-    extra = {"stock_ranks": [("decode", 1)], "draft_stays": True}
-    outcome = run(Case(1, 2, requests=REQUESTS, extra=extra))
+    special = Special(stock_ranks=[("decode", 1)], draft_stays=True)
+    outcome = run(Case(1, 2, requests=REQUESTS, special=special))
     assert outcome.statuses == {"success"}
     assert outcome.total("channel_unopened") == len(REQUESTS)
 

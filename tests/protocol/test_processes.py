@@ -13,7 +13,7 @@ import pytest
 from rig.flow import TIMEOUTS, Result, Ring, run, typical
 from rig.flow_rank import Ended, Flow
 from rig.netns import Network, why_not
-from rig.ring import Key
+from rig.special import Key
 
 from sglang_mixkv.channel.times import Times
 

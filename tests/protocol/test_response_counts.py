@@ -12,6 +12,7 @@ import pytest
 from rig.model import Case, Request, heads_of_rank
 from rig.rank import Rank
 from rig.ring import run
+from rig.special import Special
 
 from sglang_mixkv.decode import servers
 from sglang_mixkv.draft.facts import Row
@@ -212,7 +213,7 @@ def reports_its_counts(rank: Rank) -> None:
 def test_senders_hear_the_same(prefill_tp: int, decode_tp: int, expected: set[str]) -> None:
     faults = {("prefill", rank): reports_its_counts for rank in range(prefill_tp)}
     requests = (Request(8), Request(23, chunk_pages=2))
-    case = Case(prefill_tp, decode_tp, requests=requests, extra={"faults": faults})
+    case = Case(prefill_tp, decode_tp, requests=requests, special=Special(faults=faults))
     outcome = run(case)
     assert outcome.wrong == []
     assert set(outcome.reasons.splitlines()) == expected
@@ -230,8 +231,8 @@ def says_that_all_send(rank: Rank) -> None:
 
 
 def test_a_sender_that_hears_otherwise_says_so() -> None:
-    extra = {"faults": {("decode", 0): says_that_all_send}}
-    outcome = run(Case(2, 1, requests=(Request(8),), extra=extra))
+    special = Special(faults={("decode", 0): says_that_all_send})
+    outcome = run(Case(2, 1, requests=(Request(8),), special=special))
     assert outcome.statuses == {"success"}
     (line,) = outcome.wrong
     assert "room 100: 0 decode ranks get target KV, not 1" in line

@@ -28,6 +28,7 @@ from rig.forks import in_own_process
 from rig.model import Cache, Case, Request
 from rig.rank import Rank, free_port, strip_drafter
 from rig.ring import Outcome, run
+from rig.special import Special
 
 pytestmark = pytest.mark.transports(every=1)
 
@@ -125,13 +126,12 @@ def has_mla_drafter(case: Case) -> bool:
 # ---------------------------------------------------------------- the target is right
 
 
-def alone(case: Case, draft_args: dict[str, str] = HIDDEN, **extra: Any) -> Case:
-    """The same case over SGLang's own classes. `extra` replaces Case.extra, which is about the
-    plugin."""
-    kept = {key: value for key, value in case.extra.items() if key == "draft_is_state"}
+def alone(case: Case, draft_args: dict[str, str] = HIDDEN, **special: Any) -> Case:
+    """The same case over SGLang's own classes, without what is special of the plugin."""
+    is_state = case.special.draft_is_state
     return replace(
         case, backend=model.BACKEND, prefill_mixkv=False, decode_mixkv=False,
-        extra={**kept, **extra, "draft_args": draft_args},
+        special=Special(draft_is_state=is_state, draft_args=draft_args, **special),
     )  # fmt: skip
 
 
@@ -326,7 +326,7 @@ def test_hidden_on_decode_alone_a_thread_of_prefill_ends(
 
 GQA = Cache("mha", layers=2, heads=4)
 WIDE_V, NARROW_V = (replace(GQA, k_bytes=k, v_bytes=v) for k, v in ((4, 12), (8, 4)))
-UNEVEN = {"stages": (2, 1)}  # layers of each
+UNEVEN = {"stage_layers": (2, 1)}  # layers of each
 
 
 def short(prefill_tp: int, decode_tp: int, target: Cache, **kwargs: Any) -> Case:

@@ -159,13 +159,13 @@ def thread_ends(name: str) -> Inject:
 # ---------------------------------------------------------------- the list
 
 
-def at_decode(inject: Inject, **extra: Any) -> Callable[[], Any]:
-    return lambda: case(faults={("decode", 0): inject}, **extra)
+def at_decode(inject: Inject, **special: Any) -> Callable[[], Any]:
+    return lambda: case(faults={("decode", 0): inject}, **special)
 
 
-def at_prefill(inject: Inject, **extra: Any) -> Callable[[], Any]:
+def at_prefill(inject: Inject, **special: Any) -> Callable[[], Any]:
     """At the rank that sends draft KV alone."""
-    return lambda: case(faults={("prefill", 1): inject}, **extra)
+    return lambda: case(faults={("prefill", 1): inject}, **special)
 
 
 def served(group: str, name: str, case: Callable[[], Any], **more: Any) -> Fault:

@@ -21,6 +21,7 @@ from rig.memory import RankReport
 from rig.model import Case, Request
 from rig.rank import NOT_YET, Rank, send
 from rig.ring import Outcome
+from rig.special import Inject, Special
 
 # The prefill's is longer: a rank that is done early opens its next room at once, and waits
 # there while another rank's request still ends by the decode side's timeout (and its ABORT).
@@ -39,11 +40,10 @@ STALL_S = 6
 REGISTERED_S = 0.3  # what one prefill rank has read, the others have read by then
 GONE = "waiting left", "parts left"  # a room that no request came for is known for a minute
 
-Inject = Callable[[Rank], None]
 
-
-def case(prefill_tp: int = 2, decode_tp: int = 1, chunked: bool = False, **extra: Any) -> Case:
-    return Case(prefill_tp, decode_tp, extra=extra, **(CHUNKED if chunked else TWO_ROUNDS))
+def case(prefill_tp: int = 2, decode_tp: int = 1, chunked: bool = False, **special: Any) -> Case:
+    more = CHUNKED if chunked else TWO_ROUNDS
+    return Case(prefill_tp, decode_tp, special=Special(**special), **more)
 
 
 @dataclass(frozen=True)
@@ -173,13 +173,13 @@ def bootstrap_away(rank: Rank) -> None:
         rank.bootstrap = Back("127.0.0.1", rank.ports[0])
 
     old.close()
-    rank.case.extra["away"].set()
+    rank.case.shared.away.set()
     threading.Thread(target=back, daemon=True).start()
 
 
 def start_when_away(rank: Rank) -> None:
     """This rank's manager is made once the bootstrap server has gone."""
-    rank.case.extra["away"].wait()
+    rank.case.shared.away.wait()
 
 
 OF_THE_SERVER = ("app", "thread", "lock", "_loop", "_runner", "_background_tasks")
@@ -250,19 +250,19 @@ def storm() -> Case:
     """24 rooms at once, 23 of them aborted, then a clean one."""
     return Case(
         2, 1, requests=(*STORM, Request(9)), rounds=(tuple(range(24)), (24,)),
-        extra={"faults": {("decode", 0): abort_after(0.0, count=23)}},
+        special=Special(faults={("decode", 0): abort_after(0.0, count=23)}),
     )  # fmt: skip
 
 
 # ---------------------------------------------------------------- the list
 
 
-def _decode_fault(inject: Inject, **extra: Any) -> Callable[[], Case]:
-    return lambda: case(faults={("decode", 0): inject}, **extra)
+def _decode_fault(inject: Inject, **special: Any) -> Callable[[], Case]:
+    return lambda: case(faults={("decode", 0): inject}, **special)
 
 
-def _prefill_fault(rank: int, inject: Inject, **extra: Any) -> Callable[[], Case]:
-    return lambda: case(faults={("prefill", rank): inject}, **extra)
+def _prefill_fault(rank: int, inject: Inject, **special: Any) -> Callable[[], Case]:
+    return lambda: case(faults={("prefill", rank): inject}, **special)
 
 
 def _kills() -> Iterator[Fault]:

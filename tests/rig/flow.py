@@ -17,15 +17,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
-from rig.flow_rank import Ended, Flow, FlowRank, FlowReport
+from rig.flow_rank import Ended, Flow, FlowRank, FlowReport, OfFlow
 from rig.memory import RankReport
 from rig.model import Case
 from rig.rank import LIMIT_S, free_port, left_behind
-from rig.ring import Key, Servers, ranks_of
+from rig.ring import Servers, ranks_of
+from rig.special import Key
 
 RUN_S = 240
 
@@ -46,13 +47,13 @@ def _main(
         one = FlowRank(case, side, rank, ports, life)
         report = one.report
         one.start_manager()
-        case.extra["ready"][ranks_of(case).index((side, rank))] = 1
+        case.shared.ready[ranks_of(case).index((side, rank))] = 1
         one.run()
         report.wrong += left_behind(one.manager, 10)
         report.stats = one.plugin.stats.snapshot()
     except BaseException:
         report.error = traceback.format_exc()
-        case.extra["over"].set()
+        case.shared.over.set()
     pipe.send(report)
     go.wait(LIMIT_S)
     os._exit(0)
@@ -73,11 +74,11 @@ class Ring(Servers):
 
     def close_port(self, key: Key) -> None:
         """The draft channel's; everything else of the rank goes on."""
-        self._case.extra["closed"][key[1]] = 1
+        self._case.shared.closed[key[1]] = 1
         time.sleep(0.3)
 
     def open_port(self, key: Key) -> None:
-        self._case.extra["closed"][key[1]] = 0
+        self._case.shared.closed[key[1]] = 0
 
     def _signal(self, number: signal.Signals, *keys: Key) -> None:
         for key in keys:
@@ -92,9 +93,9 @@ class Ring(Servers):
     def start(self, *keys: Key) -> None:
         """Anew, where they were killed; all ranks of a server at once."""
         for _, rank in keys:
-            self._case.extra["bootstrap_up"][rank // 2].clear()
+            self._case.shared.bootstrap_up[rank // 2].clear()
         for key in keys:
-            self._case.extra["ready"][self._keys.index(key)] = 0
+            self._case.shared.ready[self._keys.index(key)] = 0
             self._start(key, 1)
         self.away.difference_update(keys)
         self.wait_until_ready(keys)
@@ -102,14 +103,14 @@ class Ring(Servers):
     def wait_until_ready(self, keys: Any = ()) -> None:
         numbers = [self._keys.index(key) for key in keys or self._keys]
         deadline = time.monotonic() + LIMIT_S
-        while not all(self._case.extra["ready"][n] for n in numbers):
+        while not all(self._case.shared.ready[n] for n in numbers):
             if time.monotonic() > deadline:
                 raise TimeoutError("the ranks did not start")
             time.sleep(0.02)
 
     def all_reports(self) -> dict[Key, RankReport]:
         found: dict[Key, RankReport] = {}
-        over, deadline = self._case.extra["over"], time.monotonic() + RUN_S
+        over, deadline = self._case.shared.over, time.monotonic() + RUN_S
         while missing := [k for k in self._keys if k not in found and k not in self.away]:
             for key in missing:
                 pipe = self._pipes[key]
@@ -171,7 +172,8 @@ def run(flow: Flow, at: Mapping[int, Act]) -> Result:
     """`at`: what is done once so many requests have ended. Every process has ended on return."""
     context = mp.get_context("fork")
     case = flow.case()
-    case.extra.update(
+    shared = OfFlow(
+        flow=flow,
         bootstrap_up=[context.Event() for _ in range(flow.prefills)],
         stages=context.RawArray("b", flow.requests),
         ready=context.RawArray("b", len(ranks_of(case))),
@@ -179,6 +181,7 @@ def run(flow: Flow, at: Mapping[int, Act]) -> Result:
         count=context.Value("i", 0),
         over=context.Event(),
     )
+    case = replace(case, shared=shared)
     marks: dict[int, tuple[float, float]] = {}
     problems: list[str] = []
     ring = Ring(case, context, [free_port() for _ in range(flow.prefills)])
@@ -187,7 +190,7 @@ def run(flow: Flow, at: Mapping[int, Act]) -> Result:
     try:
         reports = ring.all_reports()
     finally:
-        case.extra["over"].set()
+        case.shared.over.set()
         acting.join()
         ring.go_on(*(key for key in ranks_of(case) if key not in ring.away))
         ring.end()
@@ -200,7 +203,7 @@ def run(flow: Flow, at: Mapping[int, Act]) -> Result:
 def _act(
     ring: Ring, case: Case, at: Mapping[int, Act], marks: dict[int, tuple[float, float]]
 ) -> Iterator[str]:
-    count, over = case.extra["count"], case.extra["over"]
+    count, over = case.shared.count, case.shared.over
     for number, act in sorted(at.items()):
         while count.value < number:
             if over.is_set():

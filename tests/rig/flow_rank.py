@@ -22,7 +22,7 @@ from rig.memory import RankReport
 from rig.model import Cache, Case, Request
 from rig.netns import enter
 from rig.rank import Rank, reason_of
-from rig.ring import Key
+from rig.special import Key, Shared
 
 UNKNOWN, BEGUN, ENDED = range(3)
 STUCK_S = 60
@@ -65,7 +65,6 @@ class Flow:
             2, 1, prefills=self.prefills,
             draft=Cache("mha", heads=4, k_bytes=64, v_bytes=64),
             requests=(Request(self.tokens, chunk_pages=8),) * self.requests,
-            extra={"flow": self},
         )  # fmt: skip
 
 
@@ -78,9 +77,22 @@ class Sending:
     since: float = field(default_factory=time.monotonic)
 
 
+@dataclass
+class OfFlow(Shared):
+    """`stages`: of each request; `ready`: of each rank; `closed`: of each prefill rank's channel;
+    `count`: requests that have ended; `over`: set at the end."""
+
+    flow: Flow | None = None
+    stages: Any = None
+    ready: Any = None
+    closed: Any = None
+    count: Any = None
+    over: Any = None
+
+
 class FlowRank(Rank):
     def __init__(self, case: Case, side: str, rank: int, ports: list[int], life: int) -> None:
-        self.flow: Flow = case.extra["flow"]
+        self.flow: Flow = case.shared.flow
         server = rank // case.prefill_tp
         namespace, self.host = self.flow.hosts.get((side, rank), (0, self.host))
         self.server_host = self._host_of(server) if side == "prefill" else self.host
@@ -89,7 +101,7 @@ class FlowRank(Rank):
             enter(namespace)
         super().__init__(case, side, rank, ports, life)
         self.report: FlowReport = FlowReport(side, rank)
-        self.stage_of = case.extra["stages"]
+        self.stage_of = case.shared.stages
         known = [n for n in range(self.flow.requests) if self.stage_of[n] != UNKNOWN]
         self.lost = set(known) if life else set()  # with the process that it takes the place of
 
@@ -97,7 +109,7 @@ class FlowRank(Rank):
         super().start_manager()
         outbox = getattr(self.manager, "outbox", None)
         if outbox is not None:
-            closed = self.case.extra["closed"]
+            closed = self.case.shared.closed
             outbox._query_events = Port(outbox, lambda: bool(closed[self.rank]))
 
     def _host_of(self, server: int) -> str:
@@ -116,7 +128,7 @@ class FlowRank(Rank):
         tables = model.page_tables(self.case, "prefill")
         waiting = deque(n for n in range(self.flow.requests) if self.mine(n) and n not in self.lost)
         sending: dict[int, Sending] = {}
-        over = self.case.extra["over"]
+        over = self.case.shared.over
         while True:
             ends = over.is_set()
             while waiting and self.stage_of[waiting[0]] != UNKNOWN:
@@ -157,7 +169,7 @@ class FlowRank(Rank):
         ]
         open_rooms: dict[int, tuple[Any, float]] = {}
         last = [0.0] * len(queues)
-        over = self.case.extra["over"]  # before its time where another rank has an error
+        over = self.case.shared.over  # before its time where another rank has an error
         while (open_rooms or any(queues)) and not over.is_set():
             for server, queue in enumerate(queues):
                 at_server = sum(self.case.prefill_of(n) == server for n in open_rooms)
@@ -210,7 +222,7 @@ class FlowRank(Rank):
         server = self.case.prefill_of(number)
         self.report.ended.append(Ended(number, server, began, seconds, name, state, reason))
         self.stage_of[number] = ENDED
-        self.case.extra["count"].value += 1
+        self.case.shared.count.value += 1
         return True
 
     def _compare(self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray]) -> None:

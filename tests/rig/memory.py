@@ -66,7 +66,7 @@ class Memory:
         side = side or self.side
         opted_in = getattr(self.case, f"{side}_mixkv")
         way = "channel" if opted_in else "appended"
-        return self.case.extra.get("draft_args", {}).get(side, way)
+        return self.case.special.draft_args.get(side, way)
 
     def _aux_number(self, rank: int) -> int:
         """Which aux rows a prefill rank has: as SGLang's, alike on all that may send a request."""
@@ -77,13 +77,13 @@ class Memory:
         """Stages are alike, where a case does not say how many layers each of them has."""
         sizes = [self.case.target.layers // self.pp_size] * self.pp_size
         if self.pp_size > 1:
-            sizes = self.case.extra.get("stages", sizes)
+            sizes = [*self.case.special.stage_layers] or sizes
         first = sum(sizes[: self.stage])
         return range(first, first + sizes[self.stage])
 
     def _speculates(self) -> bool:
-        wanted = self.case.extra.get("draft_on", {}).get(self.side, True)
-        return wanted and (self.case.draft is not None or "draft_is_state" in self.case.extra)
+        wanted = self.case.special.draft_on.get(self.side, True)
+        return wanted and (self.case.draft is not None or self.case.special.draft_is_state)
 
     def _has_draft(self) -> bool:
         drafts = self.case.draft is not None and self._speculates()
@@ -202,7 +202,7 @@ class Memory:
     ) -> None:
         """Every byte of every buffer: done requests hold the truth, all else its canary."""
         ways = {self.draft_args(side) for side in ("prefill", "decode")}
-        moved = ways <= {"appended", "channel"} and not self.case.extra.get("draft_stays")
+        moved = ways <= {"appended", "channel"} and not self.case.special.draft_stays
         for name, pool in before.items():
             for number in done if moved or not name.startswith("draft") else ():
                 pages, rows = self._tables(name)[number], self._rows(name, number)

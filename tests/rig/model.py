@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from rig.special import Special
 
 BACKEND = "mooncake"
 """SGLang's transfer backend of cases that do not name one."""
@@ -79,7 +80,8 @@ class Case:
     decode_mixkv: bool = True
     seed: int = 0
     rounds: tuple[tuple[int, ...], ...] = ()  # request numbers; one round after the other
-    extra: dict = field(default_factory=dict, hash=False)
+    special: Special = field(default_factory=Special, hash=False)
+    shared: Any = field(default=None, hash=False, compare=False)  # of a running case: Shared
 
     def __str__(self) -> str:
         draft = self.draft and (f"{self.draft.kind}{self.draft.heads}")
@@ -122,12 +124,11 @@ class Case:
     def by_token(self) -> bool:
         """Whether senders hear how many tokens a chunk has, as from SGLang's schedulers; else
         whole pages are sent. SGLang's own transfer asks for it between unlike DCP ranks alone."""
-        both = self.prefill_mixkv and self.decode_mixkv
-        return self.prefill_dcp != self.dcp or (both and "whole_pages" not in self.extra)
+        return self.prefill_dcp != self.dcp or (self.prefill_mixkv and self.decode_mixkv)
 
     @property
     def pool_pages(self) -> int:
-        surplus = 2 * len(self.requests) if "surplus" in self.extra else 0
+        surplus = 2 * len(self.requests) if self.special.surplus else 0
         return sum(self.pages(r) + r.prefix_pages for r in self.requests) + surplus + 5
 
 
@@ -293,9 +294,9 @@ def page_tables(case: Case, side: str, pool: int = 0) -> list[np.ndarray]:
 
 
 def surplus_pages(case: Case, side: str, number: int) -> np.ndarray:
-    """Pages beyond its prompt that a request has on that side: `extra["surplus"]`, 0 to 2."""
+    """Pages beyond its prompt that a request has on that side: `Special.surplus`, 0 to 2."""
     first = sum(case.pages(r, case.dcp_of(side)) for r in case.requests) + 2 * number
-    count = case.extra.get("surplus", {}).get(side, 0)
+    count = case.special.surplus.get(side, 0)
     return _page_order(case, side)[first : first + count]
 
 

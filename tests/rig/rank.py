@@ -38,7 +38,7 @@ class Rank(Memory):
     @property
     def _host_cache(self) -> HostCache | None:
         """SGLang's hierarchical cache of this rank, where a case has one."""
-        return self.case.extra.get("host_cache") if self.side == "prefill" else None
+        return self.case.special.host_cache if self.side == "prefill" else None
 
     def _publish(self, tp_rank: int) -> None:
         from sglang.srt.runtime_context import get_parallel, publish
@@ -62,13 +62,13 @@ class Rank(Memory):
             disaggregation_bootstrap_port=self.ports[self.server],
             disaggregation_decode_enable_radix_cache=case.decode_radix and self.side == "decode",
             disaggregation_enable_kv_checksum=case.compares,
-            enable_metrics=case.extra.get("metrics", False),
+            enable_metrics=case.special.metrics,
             speculative_algorithm=case.algorithm if self._speculates() else None,
             **(self._host_cache.flags() if self._host_cache is not None else {}),
         )
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
-        enabled = enabled and (self.side, self.rank) not in case.extra.get("stock_ranks", ())
-        setattr(args, ATTRIBUTE, Config(enabled=enabled, **case.extra.get("config", {})))
+        enabled = enabled and (self.side, self.rank) not in case.special.stock_ranks
+        setattr(args, ATTRIBUTE, Config(enabled=enabled, **case.special.config))
         publish(args, role="tokenizer")
         get_parallel().override_permanently(
             tp_rank=tp_rank, pp_rank=self.stage, attn_tp_rank=self.attn_rank,
@@ -81,7 +81,7 @@ class Rank(Memory):
     def _pp_group(self) -> Any:
         per_stage = self.tp * self.dp_size
         key = self.server * per_stage + self.rank % per_stage
-        return self.case.extra.get("pp_groups", {}).get(key)
+        return self.case.shared.pp_groups.get(key)
 
     def kv_args(self) -> Any:
         """KV args as SGLang's _init_kv_manager fills them from its pools."""
@@ -103,7 +103,7 @@ class Rank(Memory):
         args.kv_data_lens = [n for _, lens, _ in infos for n in lens]
         args.kv_item_lens = [n for _, _, items in infos for n in items]
         args.num_draft_entries = len(self.pools["draft"]) if "draft" in pools else 0
-        args.kv_cache_dtype_str = case.extra.get(f"{self.side}_dtype", "bf16")
+        args.kv_cache_dtype_str = "bf16"
         args.aux_data_ptrs = [a.ctypes.data for a in self.aux]
         args.aux_data_lens = [a.nbytes for a in self.aux]
         args.aux_item_lens = [a[0].nbytes for a in self.aux]
@@ -124,7 +124,7 @@ class Rank(Memory):
             args.total_kv_head_num = case.target.heads
         if self._has_draft():
             self._describe_draft(args)
-        if self.side == "decode" and case.backend == "nixl" and "draft_args" in case.extra:
+        if self.side == "decode" and case.backend == "nixl" and case.special.draft_args:
             args.kv_data_mem_kinds = ["VRAM"] * len(args.kv_data_ptrs)
         if self.draft_args() == "stripped":
             strip_drafter(args)
@@ -154,14 +154,14 @@ class Rank(Memory):
             return get_kv_class(TransferBackend(self.case.backend), kind)
 
         self.kv_class = {k.value: kv_class(k) for k in KVClassType}
-        up, port = self.case.extra["bootstrap_up"], self.ports[self.server]
+        up, port = self.case.shared.bootstrap_up, self.ports[self.server]
         if self.side == "prefill" and self.stage == self.dp_rank == self.attn_rank == 0:
             self.bootstrap = self.kv_class["bootstrap_server"](self.host, port)
             wait_for_port(port, self.host)
             up[self.server].set()
         for one in up if self.side == "decode" else up[self.server : self.server + 1]:
             one.wait(LIMIT_S)
-        self.case.extra.get("before", {}).get((self.side, self.rank), lambda _: None)(self)
+        self.case.special.before.get((self.side, self.rank), lambda _: None)(self)
         self.manager = self.kv_class["manager"](
             self.kv_args(),
             DisaggregationMode(self.side),
@@ -187,7 +187,7 @@ class Rank(Memory):
     # -- requests
 
     def rooms(self) -> list[int]:
-        return self.case.extra.get("rooms") or [100 + i for i in range(len(self.case.requests))]
+        return [*self.case.special.rooms] or [100 + i for i in range(len(self.case.requests))]
 
     def address(self, number: int) -> str:
         """The bootstrap server of the request's prefill server."""
@@ -229,14 +229,14 @@ class Rank(Memory):
             self._send_all(senders, {n: self._chunks(n, tables) for n in numbers})
             for number, sender in senders.items():
                 self.conclude(number, sender)
-            time.sleep(self.case.extra.get("pause", 0))
+            time.sleep(self.case.special.pause)
             self._lockstep()
 
     def _lockstep(self) -> None:
         """Wait for all ranks of both sides, where a case asks for it: SGLang's ranks are in
         lockstep, so a request does not start on one while another still concludes the last."""
-        if self.case.extra.get("lockstep"):
-            self.case.extra["ranks"].wait(LIMIT_S)
+        if self.case.special.lockstep:
+            self.case.shared.ranks.wait(LIMIT_S)
 
     def _sender(self, number: int, tables: list[np.ndarray]) -> Any:
         sender = self.kv_class["sender"](
@@ -261,7 +261,7 @@ class Rank(Memory):
                 elif chunks and status >= KVPoll.WaitingForInput:
                     chunk = chunks.pop(0)
                     state = None if chunks else self.state_indices(number)
-                    hand_over = self.case.extra.get("send", send)
+                    hand_over = self.case.special.send or send
                     if hand_over(self, senders[number], chunk, state) is NOT_YET:
                         chunks.insert(0, chunk)
             time.sleep(0.0005)
@@ -303,11 +303,10 @@ class Rank(Memory):
                     )  # fmt: skip
             for number, receiver in receivers.items():
                 self.conclude(number, receiver)
-            self.releases.wait(self.case.extra.get("pause", 0))
+            self.releases.wait(self.case.special.pause)
             self._lockstep()
-        if not case.extra.get("without_releases"):
-            self.releases.wait()
-        self.case.extra["all_sent"].wait(LIMIT_S)
+        self.releases.wait()
+        self.case.shared.all_sent.wait(LIMIT_S)
         done = [
             n for n, s in zip(self.numbers(), self.report.status, strict=True) if s == "success"
         ]
@@ -324,7 +323,7 @@ class Rank(Memory):
         self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray], done: list[int]
     ) -> None:
         """Pages and aux rows of failed requests may hold anything; all others may not."""
-        if self.case.extra.get("failed_rooms_stay_clean"):
+        if self.case.special.failed_rooms_stay_clean:
             return
         for number in set(self.numbers()) - set(done):
             for name, pool in before.items():

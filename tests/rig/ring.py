@@ -1,9 +1,6 @@
 """Real managers, real bootstrap server, real ZMQ and Mooncake TCP: one forked process per rank.
 
-Faults are injected by callables in `Case.extra`: "faults" maps (side, rank) to a function that
-gets the Rank in its own process once its manager runs. A rank that ends early takes its server
-with it where "restart" names its side: all ranks of the side are killed, as SGLang does, and
-started anew with `life` 1, for the rounds from the second on.
+Faults are injected by callables in `Case.special` (special.py).
 
 SGLang is imported once, in the parent; each rank is a fork of it that publishes its own
 ServerArgs and rank numbers, builds SGLang's own KV pools and KV args, and drives the
@@ -17,16 +14,15 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
 
 from rig.memory import RankReport
 from rig.model import Case
 from rig.rank import LIMIT_S, Rank, free_port, left_behind
+from rig.special import Key, Shared
 from rig.unserved import skip_unserved
-
-Key = tuple[str, int]
 
 RESTART_S = 4  # a server that is started anew is away for longer than a heartbeat
 
@@ -95,10 +91,9 @@ def ranks_of(case: Case) -> list[Key]:
 
 def inject_faults(one: Rank) -> None:
     """This rank's own; a decode rank says nothing before those of the prefill ranks are there."""
-    extra, key = one.case.extra, (one.side, one.rank)
-    injected: dict[Key, Any] = extra["injected"]
+    injected, key = one.case.shared.injected, (one.side, one.rank)
     try:
-        extra.get("faults", {}).get(key, lambda _: None)(one)
+        one.case.special.faults.get(key, lambda _: None)(one)
     finally:
         if key in injected:
             injected[key].set()
@@ -114,17 +109,17 @@ def run(case: Case) -> Outcome:
         dcp_size=case.dcp,
         disaggregation_decode_enable_radix_cache=case.decode_radix,
         disaggregation_enable_kv_checksum=case.compares,
-        enable_hierarchical_cache="host_cache" in case.extra,
+        enable_hierarchical_cache=case.special.host_cache is not None,
     )  # fmt: skip
     context = mp.get_context("fork")
     ports = [free_port() for _ in range(case.prefills)]
-    case.extra.update(
+    shared = Shared(
         bootstrap_up=[context.Event() for _ in ports],
         all_sent=context.Event(),
         injected={
             key: context.Event()
             for key in ranks_of(case)
-            if key[0] == "prefill" and key in case.extra.get("faults", ())
+            if key[0] == "prefill" and key in case.special.faults
         },
         ranks=context.Barrier(len(ranks_of(case))),
         away=context.Event(),
@@ -133,7 +128,7 @@ def run(case: Case) -> Outcome:
             for i in range(case.prefills * case.prefill_tp * case.prefill_dp)
         },
     )
-    servers = Servers(case, context, ports)
+    servers = Servers(replace(case, shared=shared), context, ports)
     try:
         reports = servers.reports()
     finally:
@@ -169,10 +164,10 @@ class Servers:
     def reports(self, limit_s: float = LIMIT_S) -> dict[Key, RankReport]:
         """All reports. Decode ranks compare only after every prefill rank has reported."""
         found: dict[Key, RankReport] = {}
-        restart = {self._case.extra.get("restart")}
+        restart = {self._case.special.restart}
         while len(found) < len(self._keys):
             if all(key in found for key in self._keys if key[0] == "prefill"):
-                self._case.extra["all_sent"].set()
+                self._case.shared.all_sent.set()
             waiting = {self._pipes[key]: key for key in self._keys if key not in found}
             ready = wait(list(waiting), limit_s)
             for pipe in ready or waiting:
@@ -201,7 +196,7 @@ class Servers:
             self._processes[key].kill()
             self._processes[key].join()
         if side == "prefill":
-            for up in self._case.extra["bootstrap_up"]:
+            for up in self._case.shared.bootstrap_up:
                 up.clear()
         time.sleep(RESTART_S)
         for key in keys:

@@ -27,7 +27,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,8 @@ import pytest
 from rig.memory import AUX_LENS, RankReport
 from rig.model import Case, Request
 from rig.rank import Rank, free_port, is_cold, left_behind, reason_of
-from rig.ring import Key, Servers
+from rig.ring import Servers
+from rig.special import Key, Shared, Special
 
 from sglang_mixkv.channel.messages import Open as OpenMessage
 from sglang_mixkv.draft.rows import DraftRows
@@ -90,7 +91,7 @@ class Soak:
         uses = sum(-(-r.tokens // self.page_size) for r in requests)
         return SoakCase(
             self.prefill_tp, self.decode_tp, requests=requests, page_size=self.page_size,
-            seed=self.seed, extra={"config": {"staging_mb": 1}},
+            seed=self.seed, special=Special(config={"staging_mb": 1}),
             soak=self, pages_in_pool=max(uses // self.reuse, 2 * most),
         )  # fmt: skip
 
@@ -234,7 +235,7 @@ class SoakRank(Rank):
         self.pages = FreeList(order.tolist())
         self.rows = FreeList(range(min(64, len(case.requests))))
         self.open: dict[int, Open] = {}
-        self.board: Board = case.extra["boards"][self.side]
+        self.board: Board = case.shared.boards[self.side]
 
     def _write_truth(self, *_: Any) -> None:
         """Pages get a request's rows when it gets them."""
@@ -511,9 +512,9 @@ def _rank_main(
         report = one.report
         one.start_manager()
         one.inject()
-        case.extra["idle"].wait(60)
+        case.shared.idle.wait(60)
         one.run()
-        case.extra["idle"].wait(10 * STUCK_S)  # nobody sends any more
+        case.shared.idle.wait(10 * STUCK_S)  # nobody sends any more
         report.wrong += left_behind(one.manager)
         if side == "decode":
             one.compare_idle()
@@ -521,7 +522,7 @@ def _rank_main(
         report.stats = one.plugin.stats.snapshot()
     except BaseException:
         report.error = traceback.format_exc()
-        case.extra["idle"].abort()
+        case.shared.idle.abort()
     pipe.send(report)
     go.wait(60)
     os._exit(0)
@@ -538,13 +539,20 @@ class Verdict:
     others: Counter[str] = field(default_factory=Counter)
 
 
+@dataclass
+class OfSoak(Shared):
+    """`idle`: a barrier of all ranks. `boards`: by side."""
+
+    idle: Any = None
+    boards: dict[str, Board] = field(default_factory=dict)
+
+
 class Running:
     """The servers of one soak."""
 
     def __init__(self, soak: Soak) -> None:
         context = mp.get_context("fork")
-        self.case = soak.case()
-        self.case.extra.update(
+        shared = OfSoak(
             bootstrap_up=[context.Event()],
             all_sent=context.Event(),
             idle=context.Barrier(soak.prefill_tp + soak.decode_tp),
@@ -553,6 +561,7 @@ class Running:
                 "decode": Board(context, soak.decode_tp, soak.requests),
             },
         )
+        self.case = replace(soak.case(), shared=shared)
         self.servers = Servers(self.case, context, [free_port()], _rank_main)
 
     def verdict(self) -> Verdict:
