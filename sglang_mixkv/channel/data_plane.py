@@ -86,10 +86,9 @@ class Read:
 
 
 class DataPlane(ABC):
-    """`polls`: it does not call back, so `outcome` has to be asked again and again."""
+    """It does not call back, so `outcome` has to be asked again and again."""
 
     name: str
-    polls = True
 
     def __init__(self) -> None:
         self._memory: Memory | None = None

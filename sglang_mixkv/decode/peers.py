@@ -64,9 +64,6 @@ class Peers:
     def __contains__(self, peer: ev.Peer) -> bool:
         return peer in self._dealers
 
-    def row(self, peer: ev.Peer) -> Row | None:
-        return self._rows.get(peer)
-
     def send(self, peer: ev.Peer, message: Message) -> bool:
         """Whether it left. What left may still be lost, with its connection."""
         dealer = self._dealers.get(peer)

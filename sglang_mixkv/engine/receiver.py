@@ -24,7 +24,7 @@ class DraftReceiver:
     are read from.
 
     Of SGLang's statuses Success is changed to Transferring while draft KV is awaited, and to
-    Failed where rows could not even be cleared.
+    Failed where rows could not even be cleared. `init` fails requests to a refused server.
     """
 
     entry: Entry | None = None
@@ -32,7 +32,7 @@ class DraftReceiver:
     is_send_target: tuple[bool, ...] = ()
     required_target_responses = 0
     required_draft_responses = 0
-    kv_mgr: Any
+    kv_mgr: Any  # a DraftManager
     bootstrap_room: int
     bootstrap_addr: str
     bootstrap_infos: Any

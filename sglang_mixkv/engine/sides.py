@@ -1,4 +1,4 @@
-"""What a rank needs of the channel, built once: slots, data plane, state machine, threads, row."""
+"""This rank before it knows its own address: its drafter, and what its channel is made of."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Begin(msgspec.Struct, frozen=True):
 class AddChunk(msgspec.Struct, frozen=True):
     """SGLang handed a chunk over: tokens [first, first + count) of the prompt.
 
-    `rows`: what packing needs to find them; opaque here. `pending`: their KV may not be written
+    `pages`: where they are (outbox.Pages); opaque here. `pending`: their KV may not be written
     yet; ChunkWritten follows. `last`: no more come. Chunks of one use follow each other in the
     prompt, and are written in their order.
     """
@@ -35,7 +35,7 @@ class AddChunk(msgspec.Struct, frozen=True):
     first: int
     count: int
     last: bool
-    rows: Any = None
+    pages: Any = None
     pending: bool = False
 
 
@@ -91,7 +91,7 @@ class Pack(msgspec.Struct, frozen=True):
 
     job: int
     use: Use
-    rows: Any
+    pages: Any
     offset: int
     count: int
     heads: range

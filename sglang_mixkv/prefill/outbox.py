@@ -243,7 +243,7 @@ class Outbox:
     def _pack(self, job: ev.Pack) -> ev.Packed:
         try:
             slot = self._staging.slot(job.slot)
-            rows = job.rows.rows(job.offset, job.count)
+            rows = job.pages.rows(job.offset, job.count)
             started = time.perf_counter()
             size = self._rows.pack(rows, job.heads, slot, job.stamp)
             seconds = time.perf_counter() - started

@@ -69,7 +69,7 @@ class Packing:
         part.packing[self._job] = ready
         self._jobs[self._job] = part, ready
         return Pack(
-            self._job, chunk.use, chunk.rows, offset, ready.count, opened.wanted, slot,
+            self._job, chunk.use, chunk.pages, offset, ready.count, opened.wanted, slot,
             ready.stamp, opened.checksum,
         )  # fmt: skip
 

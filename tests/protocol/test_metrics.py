@@ -103,7 +103,7 @@ def test_a_prefill_without_a_drafter_makes_every_room_cold() -> None:
 
 
 def test_prefill_that_cannot_pack_is_seen_on_both_sides() -> None:
-    outcome = measured(Case(1, 1, requests=REQUESTS), no_packing, cleared=True)
+    outcome = measured(Case(1, 1, requests=REQUESTS), no_packing)
     assert states(outcome) == {"{cold,prefill_pack}": len(REQUESTS)}
     assert outcome.total("fails_sent_total{pack}") == len(REQUESTS)
 

@@ -119,7 +119,7 @@ class PrefillRank(Process):
             case ev.Send():
                 self._send(action)
             case ev.Pack():
-                self.world.checks.packs(self, action.rows[0])
+                self.world.checks.packs(self, action.pages[0])
                 self._jobs.append(action)
                 self._next_job()
             case ev.Settled():
@@ -173,7 +173,7 @@ class PrefillRank(Process):
         self._next_job()
 
     def _copy(self, job: ev.Pack, first: int, end: int) -> None:
-        sender, token = job.rows
+        sender, token = job.pages
         slot, heads, cells = self.memory[job.slot], job.heads, sender.cells
         for i in range(first, end):
             slot[1 + i] = memory.packed(cells[token + job.offset + i], heads)

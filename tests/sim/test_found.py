@@ -69,7 +69,7 @@ def test_an_open_behind_a_fail_is_for_the_next_request_with_its_number() -> None
     assert not of(pev.Pack, machine.handle(pev.AddChunk(1, 0, 4, True, "first"), 0.3))
     machine.handle(pev.Begin(2, 7), 0.4)
     (pack,) = of(pev.Pack, machine.handle(pev.AddChunk(2, 0, 4, True, "second"), 0.5))
-    assert (pack.rows, pack.use) == ("second", 2)
+    assert (pack.pages, pack.use) == ("second", 2)
 
 
 def test_a_room_whose_reader_ended_first_does_not_wait_for_it() -> None:

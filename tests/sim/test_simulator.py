@@ -73,7 +73,7 @@ def test_a_seed_gives_the_same_run_again(large: bool) -> None:
 
 
 def _without_addresses(line: str) -> str:
-    return line.partition("rows=")[0]
+    return line.partition("pages=")[0]
 
 
 def test_worlds_without_faults_are_warm_or_cold_for_a_reason() -> None:

@@ -52,7 +52,7 @@ class PrefillSide:
         return front, tuple(map(tuple, outs))
 
     def _begin_packing(self, front: Front, action: pv.Pack) -> Front:
-        late = action.rows == self.case.prompts[action.use][-1][0]
+        late = action.pages == self.case.prompts[action.use][-1][0]
         require(front.senders[action.use].written or not late, f"is not written yet: {action}")
         slots = put(front.slots, action.slot, None)
         return front._replace(packs=(*front.packs, action), slots=slots)
@@ -74,7 +74,7 @@ class PrefillSide:
         if front.packs:
             job = front.packs[0]
             use = -1 if front.senders[job.use].ended else job.use
-            content = Content(job.stamp, use, job.rows + job.offset, job.count, job.heads.start)
+            content = Content(job.stamp, use, job.pages + job.offset, job.count, job.heads.start)
             slots = put(front.slots, job.slot, content)
             after = front._replace(packs=front.packs[1:], slots=slots)
             event = pv.Packed(job.job)
@@ -92,7 +92,7 @@ class PrefillSide:
             yield "begins", {"begun": True}, pv.Begin(use, ROOM)
         elif n < len(chunks):
             last = n == len(chunks) - 1
-            chunk = pv.AddChunk(use, *chunks[n], last, rows=chunks[n][0], pending=last)
+            chunk = pv.AddChunk(use, *chunks[n], last, pages=chunks[n][0], pending=last)
             yield f"chunk {n} is added", {"chunks": n + 1}, chunk
         else:
             if not sender.written:
