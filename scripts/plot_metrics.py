@@ -16,11 +16,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sglang_mixkv.demo.launch import HOST, Topology
-from sglang_mixkv.demo.pair import prompts
-from sglang_mixkv.demo.processes import Fleet
-from sglang_mixkv.demo.prometheus import Expression, Prometheus, Series, expressions
-from sglang_mixkv.demo.servers import Deployment, disaggregated
+from mixkv_demo.launch import HOST, Topology
+from mixkv_demo.pair import prompts
+from mixkv_demo.processes import Fleet
+from mixkv_demo.prometheus import Expression, Prometheus, Series, expressions
+from mixkv_demo.servers import Deployment, disaggregated
 
 DOCS = Path(__file__).parents[1] / "docs"
 FLAGS = ("--enable-metrics",)

@@ -18,7 +18,7 @@ from pd_figures import Record
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from sglang_mixkv.demo.progress import QUIET_S
+from mixkv_demo.progress import QUIET_S
 from sglang_mixkv.tools import simulated
 from sglang_mixkv.tools.pages import fetch
 

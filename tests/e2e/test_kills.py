@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mixkv.demo.launch import HOST, Launch, Topology, prefill_and_decode
-from sglang_mixkv.demo.pair import prompts, request_body
-from sglang_mixkv.demo.processes import Fleet, ServerProcess
-from sglang_mixkv.demo.servers import start
+from mixkv_demo.launch import HOST, Launch, Topology, prefill_and_decode
+from mixkv_demo.pair import prompts, request_body
+from mixkv_demo.processes import Fleet, ServerProcess
+from mixkv_demo.servers import start
 from sglang_mixkv.tools.client import RequestFailed, parse_answer, post
 
 from .conftest import ENABLE, START_TIMEOUT, TP1, TP2
