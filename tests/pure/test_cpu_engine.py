@@ -107,6 +107,11 @@ for point in entry_points(group="sglang.srt.plugins", name="mixkv_cpu"): print(p
     assert (support.install.__name__ in said) is on_path
 
 
+def test_a_model_that_dynamo_imports_is_imported() -> None:
+    code = "import sglang.srt.models.qwen3_5 as m; print(m.fused_qk_gemma_rmsnorm)"
+    assert with_engine(code).split()[-1] == "sgl_kernel.fused_qk_gemma_rmsnorm_cpu"
+
+
 @pytest.mark.parametrize("value", [None, "", "0", "true"])
 def test_support_is_inert_without_the_cpu_engine(monkeypatch, registered, value) -> None:
     monkeypatch.delenv(cpu.CPU_ENGINE_ENV, raising=False)

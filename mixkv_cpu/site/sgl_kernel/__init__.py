@@ -10,8 +10,8 @@ takes effect only if
 In every other case the import gives that other ``sgl_kernel``, as if this package were not
 there. Enough is here for MLA, MHA and GQA with sliding windows, for EAGLE with topk 1, DFLASH
 and DSPARK.
-``torch.ops.sgl_kernel`` gets the two attention operators only: layers see no
-``convert_weight_packed`` and take their native PyTorch paths.
+``torch.ops.sgl_kernel`` gets the two attention operators, and names that cannot be called: layers
+see no ``convert_weight_packed`` and take their native PyTorch paths.
 """
 
 from __future__ import annotations
