@@ -29,8 +29,8 @@ import pd_report
 from pd_figures import Record
 from pd_run import BenchFailed, Runner
 
-from sglang_mixkv.demo.pair import PAIRS
-from sglang_mixkv.demo.processes import ServerDied
+from mixkv_demo.pair import PAIRS
+from mixkv_demo.processes import ServerDied
 
 
 def _flags(text: str) -> tuple[str, ...]:

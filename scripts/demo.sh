@@ -3,4 +3,4 @@
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-exec python -m sglang_mixkv demo "$@"
+exec python -m mixkv_demo "$@"

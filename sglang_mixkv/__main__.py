@@ -10,12 +10,9 @@ import importlib
 import os
 import signal
 import sys
+from collections.abc import Callable
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": (
-        "demo.demo",
-        "run a small trained pair in the real engine: single, stock PD, PD with mixkv",
-    ),
     "plan": (
         "tools.plan",
         "whether two launch lines need the plugin, who reads what, and what would be refused",
@@ -30,6 +27,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
 }
 """Name -> the tool's module in this package, and its line in the help text."""
+
+DEMO = "the demo is in the repository, not in the package: run `bash scripts/demo.sh` in a clone"
 
 
 def usage() -> str:
@@ -49,15 +48,16 @@ def main(argv: list[str] | None = None) -> int:
         print(usage())  # noqa: T201
         return 0
     wrong = f"unknown command: {args[0]}" if args else "no command given"
-    print(f"{wrong}\n\n{usage()}", file=sys.stderr)  # noqa: T201
+    said = DEMO if args[:1] == ["demo"] else f"{wrong}\n\n{usage()}"
+    print(said, file=sys.stderr)  # noqa: T201
     return 2
 
 
-def run() -> int:
-    """`main`, which ends without a word where its reader has gone, as `head` does."""
+def run(tool: Callable[[], int] = main) -> int:
+    """A `main`, which ends without a word where its reader has gone, as `head` does."""
     try:
         try:
-            return main()
+            return tool()
         finally:
             print(end="", flush=True)  # noqa: T201
     except BrokenPipeError:

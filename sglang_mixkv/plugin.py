@@ -86,9 +86,6 @@ def _register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from sglang_mixkv.cpu import support
-
-    support.install()
     HookRegistry.register(ADD_CLI_ARGS, _add_flags, HookType.AFTER)
     HookRegistry.register(FROM_CLI_ARGS, _attach_config, HookType.AROUND)
     HookRegistry.register(GET_KV_CLASS, _kv_class, HookType.AROUND)

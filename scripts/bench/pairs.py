@@ -25,10 +25,10 @@ import rings
 from common import Check, Record, Result, interval, options
 from members import SIDES
 
-from sglang_mixkv.demo.launch import Topology
-from sglang_mixkv.demo.pair import prompts, request_body
-from sglang_mixkv.demo.processes import Fleet
-from sglang_mixkv.demo.servers import Deployment, disaggregated
+from mixkv_demo.launch import Topology
+from mixkv_demo.pair import prompts, request_body
+from mixkv_demo.processes import Fleet
+from mixkv_demo.servers import Deployment, disaggregated
 from sglang_mixkv.tools.client import Answer, stream
 
 WAYS = ("stock", "channel")

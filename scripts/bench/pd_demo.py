@@ -11,12 +11,12 @@ import pd_figures
 from pd_run import Runner
 from rich.console import Console
 
-from sglang_mixkv import cpu
-from sglang_mixkv.demo import pair
-from sglang_mixkv.demo.launch import Topology, local_env
-from sglang_mixkv.demo.processes import Fleet
-from sglang_mixkv.demo.progress import StartDisplay
-from sglang_mixkv.demo.servers import disaggregated
+import mixkv_cpu
+from mixkv_demo import pair
+from mixkv_demo.launch import Topology, local_env
+from mixkv_demo.processes import Fleet
+from mixkv_demo.progress import StartDisplay
+from mixkv_demo.servers import disaggregated
 
 VARIANTS = ("none", "stock", "mixkv")
 BASELINE = "P1->D1 stock"
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace, runner: Runner, console: Console) -> list[s
     known = [row["label"] for row in runner.rows if row["workload"] == runner.workload]
     plan = deployments(options.prefill, options.decode, options.variants, known)
     further = write_dataset(runner.folder / "prompts.jsonl", options.pair, options.num_prompts)
-    env = {**local_env(), **cpu.launch_env()}
+    env = {**local_env(), **mixkv_cpu.launch_env()}
     for label, topology in plan.items():
         console.rule(f"[bold]{label}")
         with Fleet() as fleet:

@@ -17,7 +17,7 @@ from common import machine
 from pd_figures import Record
 from rich.console import Console
 
-from sglang_mixkv.demo.progress import QUIET_S
+from mixkv_demo.progress import QUIET_S
 from sglang_mixkv.tools import simulated
 from sglang_mixkv.tools.pages import fetch
 

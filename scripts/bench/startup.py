@@ -27,17 +27,17 @@ from pathlib import Path
 
 import psutil
 
+import mixkv_cpu
 import sglang_mixkv
-from sglang_mixkv.demo import launch
-from sglang_mixkv.demo.processes import Fleet
-from sglang_mixkv.demo.servers import start
+from mixkv_demo import launch
+from mixkv_demo.processes import Fleet
+from mixkv_demo.servers import start
 
 RATE = 100  # looks in a second
 WRITES_S = 60
-PLUGIN = Path(sglang_mixkv.__file__).parent
 OWNERS = {  # folder -> whose, the first that fits
-    PLUGIN / "cpu": "CPU engine",
-    PLUGIN: "plugin",
+    Path(mixkv_cpu.__file__).parent: "CPU engine",
+    Path(sglang_mixkv.__file__).parent: "plugin",
     Path(str(find_spec("sglang").origin)).parent: "SGLang",
 }
 COLUMNS = ("imports", "SGLang", "CPU engine", "plugin", "Python")

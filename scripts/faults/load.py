@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from rig.crowd import Crowd, Known, Part, Servers, known_answers  # noqa: E402
 
-from sglang_mixkv.demo.launch import Topology  # noqa: E402
+from mixkv_demo.launch import Topology  # noqa: E402
 from sglang_mixkv.tools.client import accept_length  # noqa: E402
 
 AT_ONCE = (16, 32, 48)

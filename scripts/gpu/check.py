@@ -31,7 +31,7 @@ import needs  # noqa: E402
 import options as command_line  # noqa: E402
 from parts import FAILED, LACKS, PARTS, PASSED, Lacks, Outcome, Part, Record, Unpassed  # noqa: E402
 
-from sglang_mixkv.demo import leash  # noqa: E402
+from mixkv_demo import leash  # noqa: E402
 
 TAIL = 3  # lines of a process that ended without a result
 OUTPUT = 60  # lines of a process whose part did not pass, in the JSON

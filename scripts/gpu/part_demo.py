@@ -1,4 +1,4 @@
-"""The demo's three runs on CUDA, where SGLang is installed: `python -m sglang_mixkv demo --device
+"""The demo's three runs on CUDA, where SGLang is installed: `python -m mixkv_demo --device
 cuda`. Prefill at TP 2 takes two GPUs; with one GPU both sides run at TP 1 on it, which shows that
 the plugin starts and serves there, and nothing of unequal sizes."""
 
@@ -21,7 +21,7 @@ def run(options: argparse.Namespace) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "demo.json"
         done = subprocess.run(
-            [sys.executable, "-m", "sglang_mixkv", "demo", "--device", "cuda",
+            [sys.executable, "-m", "mixkv_demo", "--device", "cuda",
              "--prefill", f"--tp {tp}", "--decode", f"--tp 1 --base-gpu-id {decode}",
              "--json", str(file)], stdin=subprocess.DEVNULL, check=False,
         )  # fmt: skip

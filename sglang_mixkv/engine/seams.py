@@ -87,8 +87,6 @@ CALLED = (
          ("target_kv_pool",)),
     Seam("sglang.srt.disaggregation.utils:DisaggregationMode.to_engine_type", "a metrics label",
          ("mode",)),
-    Seam("sglang.srt.mem_cache.allocation:get_last_loc_torch",
-         "on the CPU engine, in the place of a GPU kernel"),
     Seam("sglang.srt.plugins.hook_registry:HookRegistry.register", "hooks",
          ("target", "hook", "hook_type")),
     Seam("sglang.srt.plugins.hook_registry:HookRegistry.apply_hooks", "a hook that comes later"),

@@ -16,7 +16,7 @@ PACKAGE = Path(sglang_mixkv.__file__).parent
 TABLE = PACKAGE / "errors.py"
 PAGE = (PACKAGE.parent / "docs" / "troubleshooting.md").read_text()
 WITH_WHAT = (PACKAGE.parent / "docs" / "compatibility.md").read_text()
-SOURCES = [p for p in sorted(PACKAGE.rglob("*.py")) if p != TABLE and "site" not in p.parts]
+SOURCES = [p for p in sorted(PACKAGE.rglob("*.py")) if p != TABLE]
 # Log lines around a value that carries a code already: a MixKVError, or a reason made of one.
 AROUND = {
     "%s",

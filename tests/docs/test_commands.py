@@ -86,7 +86,7 @@ TABLE: dict[str, str] = {
         "tests/docs/test_commands.py::test_the_simulator_runs",
 }  # fmt: skip
 
-PAIR = "sglang_mixkv/demo/models/mla"
+PAIR = "mixkv_demo/models/mla"
 FLAGS = (
     f"--model-path {PAIR}/target --speculative-algorithm EAGLE3 "
     f"--speculative-draft-model-path {PAIR}/drafter --page-size 16 --enable-mixkv"
@@ -169,7 +169,7 @@ def run(
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A folder like a checkout, in which commands may rewrite documents."""
-    for name in ("sglang_mixkv", "scripts"):
+    for name in ("sglang_mixkv", "mixkv_demo", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs").mkdir()
     return tmp_path

@@ -25,7 +25,7 @@ from sglang_mixkv.tools.plan_pair import make_plan
 from .pages import ROOT
 
 FOLDER, SCRIPTS = ROOT / "examples" / "kubernetes", ROOT / "scripts" / "launch"
-PAIR = ROOT / "sglang_mixkv" / "demo" / "models" / "mla"
+PAIR = ROOT / "mixkv_demo" / "models" / "mla"
 Json = dict[str, Any]
 
 TEXT, COUNT = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 1}

@@ -16,7 +16,8 @@ ROOT = Path(__file__).parents[2]
 HOOKS: list[dict[str, Any]] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())[
     "repos"
 ][0]["hooks"]
-FOLDERS = ("docker", "docs", "examples", "scripts", "sglang_mixkv", "tests", ".ci")
+PACKAGES = ("sglang_mixkv", "mixkv_cpu", "mixkv_demo")
+FOLDERS = (*PACKAGES, "docker", "docs", "examples", "scripts", "tests", ".ci")
 
 
 def files_of(kinds: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sglang_mixkv.demo.prometheus import COLON_AGAIN, expressions
+from mixkv_demo.prometheus import COLON_AGAIN, expressions
 from sglang_mixkv.series import FAMILIES
 
 from .pages import ROOT

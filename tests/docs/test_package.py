@@ -22,10 +22,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sglang_mixkv"
 LIGHT = ("msgspec", "numpy", "pyzmq")
-PAIR = "Path(sglang_mixkv.__file__).parent / 'demo' / 'models' / 'mla'"
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
-FOLDERS = ("sglang_mixkv", "docker", "docs", "examples", "scripts", "tests", "upstream",
-           ".ci", ".github")  # fmt: skip
+FOLDERS = (
+    "sglang_mixkv", "mixkv_cpu", "mixkv_demo", "docker", "docs", "examples", "scripts", "tests",
+    "upstream", ".ci", ".github",
+)  # fmt: skip
 
 
 def run(*command: object, cwd: Path, status: int = 0) -> str:
@@ -70,13 +71,14 @@ def names(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def test_the_wheel_has_every_file_of_the_package(built: Path) -> None:
+def test_the_wheel_has_every_file_of_the_package_and_no_other(built: Path) -> None:
     found = names(one(built, "*.whl"))
     in_package = {name for name in found if name.startswith("sglang_mixkv/")}
     assert in_package == package_files()
     others = {name.partition("/")[0] for name in found - in_package}
     assert len(others) == 1, f"more than the package and its metadata: {others}"
-    assert {"sglang_mixkv/py.typed", "sglang_mixkv/cpu/site/sgl_kernel/__init__.py"} < found
+    assert "sglang_mixkv/py.typed" in found
+    assert [n for n in found if "mixkv_cpu" in n or "demo" in n or "safetensors" in n] == []
     assert any(name.endswith("licenses/LICENSE") for name in found)
 
 
@@ -156,6 +158,9 @@ def test_the_entry_point_is_registered_and_loads(clean: Clean) -> None:
 def test_the_commands_work(clean: Clean) -> None:
     assert "plan" in clean.call("-m", "sglang_mixkv", "--help")
     clean.call("-m", "sglang_mixkv", "plan", "--prefill", "x", "--decode", "x", status=2)
+    clean.call("-m", "sglang_mixkv", "demo", status=2)
+    clean.call("-c", "import mixkv_cpu", status=1)
+    clean.call("-c", "import mixkv_demo", status=1)
 
 
 def test_the_doctor_says_what_is_missing(clean: Clean) -> None:

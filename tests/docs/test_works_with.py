@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from mixkv_demo.pair import model_flags, model_path
 from sglang_mixkv import refusals
-from sglang_mixkv.demo.pair import model_flags, model_path
 from sglang_mixkv.engine.releases import RELEASES, Release, here
 from sglang_mixkv.tools.plan_line import parse, split
 from sglang_mixkv.tools.plan_server import read

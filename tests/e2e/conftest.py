@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 from rig.unserved import skip_unserved
 
-from sglang_mixkv.demo import launch
-from sglang_mixkv.demo.launch import Launch, Topology
-from sglang_mixkv.demo.pair import PAIRS, cousins, prompts
-from sglang_mixkv.demo.processes import Fleet
-from sglang_mixkv.demo.servers import (
+from mixkv_demo import launch
+from mixkv_demo.launch import Launch, Topology
+from mixkv_demo.pair import PAIRS, cousins, prompts
+from mixkv_demo.processes import Fleet
+from mixkv_demo.servers import (
     Deployment,
     bring_up,
     disaggregated,

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import sglang_mixkv
-from sglang_mixkv.demo.launch import Topology
-from sglang_mixkv.demo.pair import BOS, SEP, prompts
-from sglang_mixkv.demo.processes import Fleet
-from sglang_mixkv.demo.servers import disaggregated, single
+import mixkv_demo
+from mixkv_demo.launch import Topology
+from mixkv_demo.pair import BOS, SEP, prompts
+from mixkv_demo.processes import Fleet
+from mixkv_demo.servers import disaggregated, single
 from sglang_mixkv.tools import accept
 from sglang_mixkv.tools.accept_prompts import tokenize
 
@@ -24,7 +24,7 @@ pytestmark = [START_TIMEOUT, pytest.mark.full]
 
 COLLAPSED = 1.3
 GOOD = 3.3
-MODELS = Path(sglang_mixkv.__file__).parent / "demo" / "models"
+MODELS = Path(mixkv_demo.__file__).parent / "models"
 
 
 def write_prompts(pair: str, path: Path) -> Path:

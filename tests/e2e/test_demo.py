@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mixkv.demo.pair import ask, prompts
+from mixkv_demo.pair import ask, prompts
 
 from .conftest import START_TIMEOUT
 
@@ -45,7 +45,7 @@ def test_the_documented_demo(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_one_deployment_serves_until_its_input_ends() -> None:
-    command = [sys.executable, "-m", "sglang_mixkv", "demo", "--serve", "single"]
+    command = [sys.executable, "-m", "mixkv_demo", "--serve", "single"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:
         said = json.loads(process.stdout.readline())

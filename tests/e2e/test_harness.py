@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mixkv.demo.processes import Fleet, ServerDied
+from mixkv_demo.processes import Fleet, ServerDied
 
 # A server with a child that ignores SIGTERM; both write their ids.
 STUBBORN = """
@@ -28,7 +28,7 @@ time.sleep(600)
 # A program with a fleet of one such server.
 STARTER = """
 import signal, sys, time
-from sglang_mixkv.demo.processes import Fleet
+from mixkv_demo.processes import Fleet
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background jobs
 with Fleet() as fleet:
     fleet.start("stubborn", [sys.executable, "-c", sys.argv[2], sys.argv[1]], {})

@@ -12,11 +12,11 @@ import pytest
 import requests
 from rig.unserved import skip_unserved
 
-from sglang_mixkv.demo import launch
-from sglang_mixkv.demo.launch import Launch
-from sglang_mixkv.demo.pair import prompts
-from sglang_mixkv.demo.processes import Fleet
-from sglang_mixkv.demo.servers import Deployment, bring_up, disaggregated, silent
+from mixkv_demo import launch
+from mixkv_demo.launch import Launch
+from mixkv_demo.pair import prompts
+from mixkv_demo.processes import Fleet
+from mixkv_demo.servers import Deployment, bring_up, disaggregated, silent
 from sglang_mixkv.tools.client import Answer, accept_length
 
 from .conftest import (

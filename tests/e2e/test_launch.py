@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mixkv import cpu
+import mixkv_cpu as cpu
+from mixkv_demo import launch, servers
+from mixkv_demo.pair import model_flags, prompts
+from mixkv_demo.ports import free_port
+from mixkv_demo.processes import Fleet
+from mixkv_demo.servers import Deployment, bring_up
 from sglang_mixkv.config import ENABLE_ENV, STATS_DIR_ENV
-from sglang_mixkv.demo import launch, servers
-from sglang_mixkv.demo.pair import model_flags, prompts
-from sglang_mixkv.demo.ports import free_port
-from sglang_mixkv.demo.processes import Fleet
-from sglang_mixkv.demo.servers import Deployment, bring_up
 from sglang_mixkv.tools.client import accept_length
 
 from .conftest import START_TIMEOUT, Reference

@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_mixkv.demo.launch import HOST
-from sglang_mixkv.demo.pair import prompts
-from sglang_mixkv.demo.processes import Fleet
-from sglang_mixkv.demo.servers import Deployment
+from mixkv_demo.launch import HOST
+from mixkv_demo.pair import prompts
+from mixkv_demo.processes import Fleet
+from mixkv_demo.servers import Deployment
 from sglang_mixkv.tools import pages
 from sglang_mixkv.tools.client import Answer, acceptance_by_position
 

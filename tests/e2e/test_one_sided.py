@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_mixkv.demo.launch import Topology
-from sglang_mixkv.demo.pair import prompts
-from sglang_mixkv.demo.processes import Fleet
-from sglang_mixkv.demo.servers import disaggregated
+from mixkv_demo.launch import Topology
+from mixkv_demo.pair import prompts
+from mixkv_demo.processes import Fleet
+from mixkv_demo.servers import disaggregated
 from sglang_mixkv.tools.client import RequestFailed, accept_length
 
 from .conftest import ENABLE, START_TIMEOUT, TP1, TP2, Reference

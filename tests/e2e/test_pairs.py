@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mixkv.demo.launch import Launch
-from sglang_mixkv.demo.pair import cousins, prompts
-from sglang_mixkv.demo.processes import Fleet
+from mixkv_demo.launch import Launch
+from mixkv_demo.pair import cousins, prompts
+from mixkv_demo.processes import Fleet
 from sglang_mixkv.tools.client import Answer, accept_length
 
 from . import staging_on_cpu

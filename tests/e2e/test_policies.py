@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from sglang_mixkv.demo.launch import Topology
-from sglang_mixkv.demo.pair import cousins, prompts
-from sglang_mixkv.demo.processes import Fleet
-from sglang_mixkv.demo.servers import disaggregated
+from mixkv_demo.launch import Topology
+from mixkv_demo.pair import cousins, prompts
+from mixkv_demo.processes import Fleet
+from mixkv_demo.servers import disaggregated
 from sglang_mixkv.tools.client import accept_length
 
 from .conftest import ENABLE, START_TIMEOUT, TP1, TP2, Reference, counts, record, warm_share

@@ -12,10 +12,10 @@ import pytest
 from rig import forks
 from rig.model import Cache, Case, Request, sglang_pool
 
-import sglang_mixkv
+import mixkv_demo
 from sglang_mixkv.engine import draft_pool, handover
 
-MODELS = Path(sglang_mixkv.__file__).parent / "demo" / "models"
+MODELS = Path(mixkv_demo.__file__).parent / "models"
 CASE = Case(4, 1, requests=(Request(8),))
 BLOCK_DRAFTERS = {"DFLASH": "DFlashDraftModel", "DSPARK": "Qwen3DSparkModel"}
 

@@ -15,8 +15,8 @@ import subprocess
 import pytest
 from docs.pages import ROOT, bash, blocks, words
 
-from sglang_mixkv.cpu import CPU_ENGINE_ENV
-from sglang_mixkv.demo.launch import DEVICES, Topology, prefill_and_decode
+from mixkv_cpu import CPU_ENGINE_ENV
+from mixkv_demo.launch import DEVICES, Topology, prefill_and_decode
 
 DEPLOY = ROOT / "docs" / "deploy.md"
 READER = {"TARGET": "/models/target", "DRAFT": "/models/drafter",

@@ -25,11 +25,7 @@ from sglang_mixkv.engine.seams import OVERRIDDEN, SEAMS
 from sglang_mixkv.tools import doctor_diff
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
-SOURCES = [
-    PACKAGE / "plugin.py",
-    PACKAGE / "cpu" / "support.py",
-    *sorted((PACKAGE / "engine").glob("*.py")),
-]
+SOURCES = [PACKAGE / "plugin.py", *sorted((PACKAGE / "engine").glob("*.py"))]
 KINDS = ("manager", "sender", "receiver", "bootstrap_server")
 LISTED = {seam.path for seam in SEAMS}
 
@@ -159,7 +155,7 @@ def test_the_files_to_read_for_another_release_are_there() -> None:
 
 HOOKED = {
     path
-    for source in (PACKAGE / "plugin.py", PACKAGE / "cpu" / "support.py")
+    for source in (PACKAGE / "plugin.py", PACKAGE.parent / "mixkv_cpu" / "support.py")
     for path in re.findall(r'^[A-Z_]+ = "(sglang[.][\w.]+)"$', source.read_text(), re.MULTILINE)
 }
 

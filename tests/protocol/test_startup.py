@@ -17,11 +17,11 @@ from unittest.mock import MagicMock
 import pytest
 from rig import forks
 
-import sglang_mixkv
+import mixkv_demo
 from sglang_mixkv import plugin
 from sglang_mixkv.engine.seams import Seam
 
-MODELS = Path(sglang_mixkv.__file__).parent / "demo" / "models" / "mla"
+MODELS = Path(mixkv_demo.__file__).parent / "models" / "mla"
 FLAGS = [
     "--model-path", str(MODELS / "target"), "--device", "cpu",
     "--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake",

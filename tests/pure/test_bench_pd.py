@@ -20,7 +20,7 @@ import pd_report  # noqa: E402
 from pd_run import BenchFailed, Runner  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from sglang_mixkv.demo import pair  # noqa: E402
+from mixkv_demo import pair  # noqa: E402
 from sglang_mixkv.tools import simulated  # noqa: E402
 
 METRICS = """\

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_mixkv import cpu
-from sglang_mixkv.cpu import support
+import mixkv_cpu as cpu
+from mixkv_cpu import support
 
 
 def imported(folder: Path | None, engine: bool, code: str, *flags: str) -> str:
@@ -23,6 +23,13 @@ def imported(folder: Path | None, engine: bool, code: str, *flags: str) -> str:
     return subprocess.run(
         command, env=env, check=True, capture_output=True, text=True
     ).stdout.strip()
+
+
+def with_engine(code: str, **environ: str) -> str:
+    """What a fresh Python prints with the engine's environment."""
+    env = {**os.environ, **cpu.launch_env(), **environ}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
 
 
 def other_package(folder: Path, compiled: str | None) -> Path:
@@ -89,14 +96,24 @@ def registered(monkeypatch) -> list[str]:
     return targets
 
 
-@pytest.mark.parametrize(
-    ("value", "path"),
-    [(None, cpu.SITE), ("", cpu.SITE), ("0", cpu.SITE), ("true", cpu.SITE), ("1", "elsewhere")],
-)
-def test_support_is_inert_without_the_cpu_engine(monkeypatch, registered, value, path) -> None:
+@pytest.mark.parametrize("on_path", [True, False])
+def test_sglang_finds_it_where_the_folder_is_on_the_path(on_path: bool) -> None:
     """SGLang's switch alone does not stand for it: it is any server's on a CPU."""
-    others = [folder for folder in sys.path if folder != str(cpu.SITE)]
-    monkeypatch.setattr(sys, "path", [str(path), *others])
+    code = """
+from importlib.metadata import entry_points
+for point in entry_points(group="sglang.srt.plugins", name="mixkv_cpu"): print(point.load())
+"""
+    said = with_engine(code, **({} if on_path else {"PYTHONPATH": ""}))
+    assert (support.install.__name__ in said) is on_path
+
+
+def test_a_model_that_dynamo_imports_is_imported() -> None:
+    code = "import sglang.srt.models.qwen3_5 as m; print(m.fused_qk_gemma_rmsnorm)"
+    assert with_engine(code).split()[-1] == "sgl_kernel.fused_qk_gemma_rmsnorm_cpu"
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "true"])
+def test_support_is_inert_without_the_cpu_engine(monkeypatch, registered, value) -> None:
     monkeypatch.delenv(cpu.CPU_ENGINE_ENV, raising=False)
     if value is not None:
         monkeypatch.setenv(cpu.CPU_ENGINE_ENV, value)
@@ -106,7 +123,6 @@ def test_support_is_inert_without_the_cpu_engine(monkeypatch, registered, value,
 
 @pytest.mark.parametrize(("spawn", "forks"), [("", [support.SET_ENVS]), ("1", [])])
 def test_support_hooks_with_the_cpu_engine(monkeypatch, registered, spawn, forks) -> None:
-    monkeypatch.syspath_prepend(str(cpu.SITE))
     monkeypatch.setenv(cpu.CPU_ENGINE_ENV, "1")
     monkeypatch.setenv(cpu.SPAWN_ENV, spawn)
     support.install()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_mixkv.cpu.kernels import attention, cache, host_cache, speculative
+from mixkv_cpu.kernels import attention, cache, host_cache, speculative
 
 SCALE = 0.3
 POOL = 40

@@ -8,7 +8,8 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
-from sglang_mixkv.demo import demo, report
+from mixkv_demo import __main__ as demo
+from mixkv_demo import report
 from sglang_mixkv.tools.client import Answer, NoAnswer, RequestFailed
 
 RIGHT, OTHER = Answer((1, 2, 3, 4), 1, (), 1.0), Answer((1, 2, 3, 9), 1, (), 1.0)

@@ -12,11 +12,13 @@ import pytest
 
 import sglang_mixkv
 
-ROOT = Path(sglang_mixkv.__file__).parent
+PACKAGE = Path(sglang_mixkv.__file__).parent
+ROOT = PACKAGE.parent
+BESIDE = ("mixkv_cpu", "mixkv_demo")
 HEAVY = {"sglang", "torch", "triton", "mooncake", "nixl", "sgl_kernel"}
 
-# Folder or file -> packages beyond the standard library that it may import, and of this
-# package which parts ("": names of the package itself). The longest path that fits decides.
+# Folder or file -> packages beyond the standard library that it may import, and of the plugin
+# which parts ("": names of the package itself). The longest path that fits decides.
 RULES: dict[str, tuple[set[str], set[str]]] = {
     "errors.py": (set(), set()),
     "config.py": ({"msgspec"}, set()),
@@ -36,24 +38,25 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     ),
     "engine/releases.py": (set(), {"config", "engine.seams", "refusals"}),  # SGLang by name
     "engine/seams.py": (set(), set()),
-    "plugin.py": (set(), {"config", "cpu", "engine", "refusals"}),
-    "cpu/": (set(), {"cpu"}),
-    "cpu/kernels/": ({"torch"}, set()),
-    "cpu/site/": ({"torch"}, {"cpu"}),
+    "plugin.py": (set(), {"config", "engine", "refusals"}),
     "tools/": (
         {"msgspec", "numpy", "requests", "zmq"},
-        {"", "channel", "config", "cpu", "draft", "engine.releases", "errors", "refusals", "series",
+        {"", "channel", "config", "draft", "engine.releases", "errors", "refusals", "series",
          "tools"},
     ),
-    "demo/": ({"requests", "rich"}, {"", "config", "cpu", "demo", "tools.client"}),
-    "__main__.py": (set(), {"demo", "tools"}),
+    "__main__.py": (set(), {"tools"}),
     "__init__.py": (set(), set()),
+    "mixkv_cpu/": ({"mixkv_cpu"}, set()),
+    "mixkv_cpu/kernels/": ({"torch"}, set()),
+    "mixkv_cpu/site/": ({"mixkv_cpu", "torch"}, set()),
+    "mixkv_demo/": ({"mixkv_cpu", "mixkv_demo", "requests", "rich"},
+                    {"__main__", "config", "tools.client"}),
 }  # fmt: skip
 
 # What may be imported inside a function, since the module itself has to load without it.
 LAZY = {
     "plugin.py": {"sglang"},
-    "cpu/support.py": {"nixl", "sgl_kernel", "sglang"},
+    "mixkv_cpu/support.py": {"nixl", "sgl_kernel", "sglang"},
     "channel/mooncake.py": {"mooncake"},
     "channel/nixl.py": {"nixl"},
     "engine/handover.py": {"sglang"},
@@ -65,8 +68,15 @@ LAZY = {
 }
 
 
-def source_files() -> list[str]:
-    return sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
+def source_files(*beside: str) -> list[str]:
+    """Of the plugin, by their paths in it; of these packages beside it, by theirs from the root."""
+    found = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")]
+    found += [path.relative_to(ROOT) for name in beside for path in (ROOT / name).rglob("*.py")]
+    return sorted(map(str, found))
+
+
+def text_of(file: str) -> str:
+    return ((ROOT if file.startswith(BESIDE) else PACKAGE) / file).read_text()
 
 
 def rule_of(file: str) -> tuple[set[str], set[str]]:
@@ -77,7 +87,7 @@ def rule_of(file: str) -> tuple[set[str], set[str]]:
 
 
 def is_package(module: str) -> bool:
-    return (ROOT.parent / module.replace(".", "/")).is_dir()
+    return (ROOT / module.replace(".", "/")).is_dir()
 
 
 def imported(node: ast.AST) -> Iterator[str]:
@@ -106,7 +116,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
 def is_allowed(module: str, own: set[str]) -> bool:
     """Whether this part of the package is, or lies in, one of these."""
     rest = module.removeprefix("sglang_mixkv").removeprefix(".")
-    if not is_package(module) and not (ROOT.parent / (module.replace(".", "/") + ".py")).is_file():
+    if not is_package(module) and not (ROOT / (module.replace(".", "/") + ".py")).is_file():
         rest = rest.rpartition(".")[0]  # a name in a module
     return any(rest == place or (place and rest.startswith(f"{place}.")) for place in own)
 
@@ -127,9 +137,9 @@ def violations(file: str, source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("file", source_files())
+@pytest.mark.parametrize("file", source_files(*BESIDE))
 def test_a_file_imports_what_its_place_allows(file: str) -> None:
-    assert violations(file, (ROOT / file).read_text()) == []
+    assert violations(file, text_of(file)) == []
 
 
 @pytest.mark.parametrize(
@@ -150,7 +160,10 @@ def test_a_file_imports_what_its_place_allows(file: str) -> None:
         ("decode/rooms.py", "from sglang_mixkv.prefill.rooms import Rooms", "sglang_mixkv.prefill"),
         ("refusals.py", "def f():\n    import sglang", "sglang"),
         ("plugin.py", "from sglang.srt.plugins import hook_registry", "sglang.srt.plugins"),
-        ("cpu/support.py", "import sglang", "sglang"),
+        ("plugin.py", "def f():\n    from mixkv_cpu import support", "mixkv_cpu"),
+        ("mixkv_cpu/support.py", "import sglang", "sglang"),
+        ("mixkv_cpu/support.py", "from sglang_mixkv import config", "sglang_mixkv.config"),
+        ("mixkv_demo/pair.py", "from sglang_mixkv.tools import plan", "sglang_mixkv.tools.plan"),
         ("tools/plan.py", "from sglang_mixkv.prefill.rooms import Rooms", "sglang_mixkv.prefill"),
         ("tools/doctor.py", "from sglang_mixkv.engine import manager", "engine.manager"),
         ("engine/releases.py", "import sglang", "sglang"),
@@ -162,23 +175,28 @@ def test_a_forbidden_import_is_found(file: str, line: str, found: str) -> None:
 
 
 def importers(package: str) -> set[str]:
-    """Files that import it anywhere, the CPU engine's kernels apart."""
+    """Files of the plugin that import it anywhere."""
     return {
         file
         for file in source_files()
-        for module, _ in imports(ast.parse((ROOT / file).read_text()))
-        if module.partition(".")[0] == package and not file.startswith("cpu/kernels/")
+        for module, _ in imports(ast.parse(text_of(file)))
+        if module.partition(".")[0] == package
     }
 
 
 def test_one_folder_imports_sglang_and_one_file_torch() -> None:
-    """Beside the entry point's hooks, those of the CPU engine, a process of the doctor's, and the
-    plan, which asks SGLang's parser; read off the source."""
+    """Beside the entry point's hooks, a process of the doctor's, and the plan, which asks SGLang's
+    parser; read off the source."""
     plan = {"tools/plan_line.py", "tools/plan_server.py"}
     outside = {file for file in importers("sglang") if not file.startswith("engine/")}
-    assert outside == {"plugin.py", "cpu/support.py", *plan}
+    assert outside == {"plugin.py", *plan}
     of_torch = {file for file in importers("torch") if not file.startswith("engine/")}
     assert of_torch == {"draft/rows.py", "tools/doctor_read.py"}
+
+
+def test_the_plugin_knows_nothing_of_what_stands_beside_it() -> None:
+    """Neither by an import nor by a name in a string: the wheel has none of it."""
+    assert [f for f in source_files() for name in BESIDE if name in text_of(f)] == []
 
 
 def test_the_pure_part_leaves_sglang_and_torch_unimported() -> None:
@@ -186,7 +204,7 @@ def test_the_pure_part_leaves_sglang_and_torch_unimported() -> None:
     pure = [
         "sglang_mixkv." + file.removesuffix(".py").replace("/", ".")
         for file in source_files()
-        if not rule_of(file)[0] & HEAVY and not file.startswith(("tools/", "demo/"))
+        if not rule_of(file)[0] & HEAVY and not file.startswith("tools/")
         and file != "__main__.py"
     ]  # fmt: skip
     assert len(pure) > 20
@@ -201,7 +219,7 @@ def test_the_pure_part_leaves_sglang_and_torch_unimported() -> None:
 
 def test_contributing_shows_every_folder() -> None:
     """The map of the code names each place that has a rule of its own."""
-    text = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    text = (ROOT / "CONTRIBUTING.md").read_text()
     places = {prefix.partition("/")[0] for prefix in RULES} - {"__init__.py"}
     missing = {p for p in places if f"{p}/`" not in text and f"{p}`" not in text}
     assert missing == set()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rig.unserved import skip_unserved
 
-from sglang_mixkv.demo.pair import model_path
+from mixkv_demo.pair import model_path
 from sglang_mixkv.tools.plan_pair import make_plan
 from sglang_mixkv.tools.plan_server import read
 

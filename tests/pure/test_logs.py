@@ -13,7 +13,7 @@ import sglang_mixkv
 PACKAGE = Path(sglang_mixkv.__file__).parent
 FILES = sorted(
     path for path in PACKAGE.rglob("*.py")
-    if path.relative_to(PACKAGE).parts[0] not in ("demo", "tools", "__main__.py")
+    if path.relative_to(PACKAGE).parts[0] not in ("tools", "__main__.py")
 )  # fmt: skip
 LEVELS = {"debug", "info", "warning", "error", "exception", "critical", "log"}
 

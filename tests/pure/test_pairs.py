@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_mixkv.demo import demo, pair
+from mixkv_demo import __main__ as demo
+from mixkv_demo import pair
 from sglang_mixkv.refusals import SPECULATIVE
 
 ARCHITECTURES = {

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sglang_mixkv import demo
+import mixkv_demo
 from sglang_mixkv.channel.slots import SLOTS
 from sglang_mixkv.config import Config
 from sglang_mixkv.draft.layout import heads_on_rank
@@ -39,7 +39,7 @@ from sglang_mixkv.tools.plan_pair import contacted, make_plan, most_tokens, segm
 from sglang_mixkv.tools.plan_server import Model, Server, read
 from sglang_mixkv.tools.plan_text import text
 
-MODELS = Path(demo.__file__).parent / "models" / "mla"
+MODELS = Path(mixkv_demo.__file__).parent / "models" / "mla"
 TARGET, DRAFTER = MODELS / "target", MODELS / "drafter"
 MLA = Model("kimi", "DeepseekV3ForCausalLM", 0, 61, (), "bfloat16")
 GQA = Model("llama", "LlamaForCausalLM", 8, 4, (256,) * 8, "bfloat16")

@@ -29,11 +29,11 @@ from typing import Any, Self
 import requests
 from rig import watched_server
 
-from sglang_mixkv.demo import launch
-from sglang_mixkv.demo.launch import Launch, Topology
-from sglang_mixkv.demo.pair import BOS, SEP, SYMBOLS, request_body
-from sglang_mixkv.demo.processes import Fleet, ServerDied
-from sglang_mixkv.demo.servers import Deployment, bring_up, silent, single, start
+from mixkv_demo import launch
+from mixkv_demo.launch import Launch, Topology
+from mixkv_demo.pair import BOS, SEP, SYMBOLS, request_body
+from mixkv_demo.processes import Fleet, ServerDied
+from mixkv_demo.servers import Deployment, bring_up, silent, single, start
 from sglang_mixkv.tools.client import (
     REQUEST_TIMEOUT_S,
     Answer,

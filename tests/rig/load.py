@@ -9,9 +9,10 @@ import importlib
 import os
 import sys
 
-from sglang_mixkv import cpu, plugin
+import mixkv_cpu
+from sglang_mixkv import plugin
 
-os.environ.update(cpu.launch_env())
+os.environ.update(mixkv_cpu.launch_env())
 os.environ.update(CUDA_VISIBLE_DEVICES="", MC_LOG_LEVEL="ERROR", GLOG_logtostderr="1")
 for folder in reversed(os.environ["PYTHONPATH"].split(os.pathsep)):
     if folder and folder not in sys.path:

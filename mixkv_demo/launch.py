@@ -8,10 +8,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sglang_mixkv import cpu
+import mixkv_cpu
+from mixkv_demo.pair import model_flags
+from mixkv_demo.ports import free_port
 from sglang_mixkv.config import ENABLE_ENV, PATIENCE_ENV, STATS_DIR_ENV
-from sglang_mixkv.demo.pair import model_flags
-from sglang_mixkv.demo.ports import free_port
 
 HOST = "127.0.0.1"
 DEVICES = ("cpu", "cuda")
@@ -41,7 +41,7 @@ class Topology:
     ``mixkv_*``: the plugin's own flags of that side; empty for a stock server.
     ``speculative``: False leaves the drafter out on both sides. ``backend``: SGLang's transfer
     backend. ``device``: of both sides, one of DEVICES. ``spawn``: ranks start as on GPUs
-    (cpu.SPAWN_ENV). ``env``: further variables of both sides.
+    (mixkv_cpu.SPAWN_ENV). ``env``: further variables of both sides.
     """
 
     prefill: tuple[str, ...] = ("--tp", "2")
@@ -113,8 +113,8 @@ def server(
     address = ("--host", HOST, "--port", str(port))
     models = model_flags(pair, speculative)
     command = (sys.executable, "-m", "sglang.launch_server", *address, *models)
-    engine_env = cpu.LOOPBACK_ENV if device == "cuda" else cpu.launch_env(ranks(flags))
-    engine_flags = CUDA_FLAGS if device == "cuda" else cpu.LAUNCH_FLAGS
+    engine_env = mixkv_cpu.LOOPBACK_ENV if device == "cuda" else mixkv_cpu.launch_env(ranks(flags))
+    engine_flags = CUDA_FLAGS if device == "cuda" else mixkv_cpu.LAUNCH_FLAGS
     env = {**local_env(), **engine_env, **(extra_env or {})}
     return Launch(name, (*command, *engine_flags, *_idle_flags(flags), *flags), env, port)
 
@@ -134,7 +134,7 @@ def prefill_and_decode(pair: str, topology: Topology, stats: str) -> tuple[Launc
     """
     bootstrap, spawn = free_port(), str(int(topology.spawn))
     patience = os.environ.get(PATIENCE_ENV, PATIENCE)
-    env = {STATS_DIR_ENV: stats, PATIENCE_ENV: patience, cpu.SPAWN_ENV: spawn, **topology.env}
+    env = {STATS_DIR_ENV: stats, PATIENCE_ENV: patience, mixkv_cpu.SPAWN_ENV: spawn, **topology.env}
     backend, device = topology.backend, topology.device
     prefill_flags = (
         *_disaggregation("prefill", backend, bootstrap), *topology.prefill, *topology.mixkv_prefill,

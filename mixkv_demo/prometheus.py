@@ -15,9 +15,9 @@ from typing import Any
 
 import requests
 
-from sglang_mixkv.demo.launch import HOST
-from sglang_mixkv.demo.ports import free_port
-from sglang_mixkv.demo.processes import Fleet
+from mixkv_demo.launch import HOST
+from mixkv_demo.ports import free_port
+from mixkv_demo.processes import Fleet
 
 START_TIMEOUT_S = 30.0
 EVERY = "5s"

@@ -1,9 +1,10 @@
 """SGLang's CPU engine on machines without a GPU and without AMX: what a server needs.
 
 A server process takes its environment from :func:`launch_env` and its command line from
-:data:`LAUNCH_FLAGS`; the environment puts ``site/`` on the path, where ``import sgl_kernel``
-finds plain PyTorch kernels (SGLang imports them before it loads plugins). The rest is
-:mod:`sglang_mixkv.cpu.support`, which the plugin installs in every process.
+:data:`LAUNCH_FLAGS`; the environment puts ``site/`` on the path. There ``import sgl_kernel``
+finds plain PyTorch kernels, and SGLang a plugin of its own: the metadata of a distribution
+``mixkv-cpu``, whose entry point is :func:`mixkv_cpu.support.install`. Without ``site/`` on the path
+no process imports anything of this.
 
 This module stays light: importing it imports neither torch nor SGLang.
 """
@@ -15,7 +16,7 @@ from itertools import cycle, islice
 from pathlib import Path
 
 SITE = Path(__file__).parent / "site"
-"""The folder on PYTHONPATH that holds the stand-in for ``sgl_kernel``."""
+"""The folder on PYTHONPATH with the stand-in for ``sgl_kernel`` and the entry point."""
 
 CPU_ENGINE_ENV = "SGLANG_USE_CPU_ENGINE"
 

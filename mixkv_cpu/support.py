@@ -1,4 +1,4 @@
-"""What SGLang's CPU engine needs from inside its processes; the plugin calls :func:`install`.
+"""What SGLang's CPU engine needs from inside its processes, as a plugin of SGLang's.
 
     seam                                              why
     overrides._attention_backend_platform_fallbacks   without AMX it trades intel_amx for
@@ -25,10 +25,9 @@ process asks for the worker of such a drafter; others never import their models:
     models.dspark.DSparkDraftMixin                    a Triton kernel that writes the prompt's KV
         ._build_fused_kv_write_bundle (replace)
 
-Nothing is installed unless SGLANG_USE_CPU_ENGINE is 1, SGLang's own switch, and the folder of the
-stand-in kernels is on the path: an operator's server on a CPU is not touched. With both, pairs of
-servers need all hooks whether or not they opted in to mixkv. Hooks only: installing imports no
-SGLang module but its hook registry.
+SGLang finds the entry point where `site/` is on the path, and :func:`install` does nothing unless
+SGLANG_USE_CPU_ENGINE is 1, SGLang's own switch. With both, servers need all hooks whether or not
+they opted in to mixkv. Hooks only: installing imports no SGLang module but its hook registry.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from sglang_mixkv.cpu import CPU_ENGINE_ENV, SITE, SPAWN_ENV
+from mixkv_cpu import CPU_ENGINE_ENV, SPAWN_ENV
 
 NIXL_WAIT_US = 1_000
 
@@ -57,8 +56,8 @@ FUSED_WRITE = "sglang.srt.models.dspark.DSparkDraftMixin._build_fused_kv_write_b
 
 
 def install() -> None:
-    """Register the hooks if this process was started with :func:`sglang_mixkv.cpu.launch_env`."""
-    if os.environ.get(CPU_ENGINE_ENV) != "1" or str(SITE) not in sys.path:
+    """Register the hooks if this process was started with :func:`mixkv_cpu.launch_env`."""
+    if os.environ.get(CPU_ENGINE_ENV) != "1":
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -138,7 +137,7 @@ def _host_pool_in_torch(
     original: Callable[..., None], pool: Any, *args: Any, **kwargs: Any
 ) -> None:
     """A host pool in plain memory, and the copies that its module imports on CUDA alone."""
-    from sglang_mixkv.cpu.kernels.host_cache import COPIES
+    from mixkv_cpu.kernels.host_cache import COPIES
 
     base: Any = sys.modules[HOST_POOL.removesuffix(".HostKVCache.__init__")]
     base.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0  # a server's 10 GiB
@@ -193,7 +192,7 @@ def _fit_block_drafter(_worker: type, algorithm: Any, _server_args: Any) -> None
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
-    from sglang_mixkv.cpu.kernels.streams import ignore_streams
+    from mixkv_cpu.kernels.streams import ignore_streams
 
     _let_draft_with_intel_amx()
     ignore_streams()

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from sglang_mixkv.demo import leash
+from mixkv_demo import leash
 
 TAIL_LINES = 30
 """Lines of its log that a dead server's error carries."""

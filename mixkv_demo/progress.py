@@ -13,7 +13,7 @@ QUIET_S = 30.0
 
 
 class StartDisplay:
-    """A context whose ``update`` is the progress callback of :mod:`sglang_mixkv.demo.servers`."""
+    """A context whose ``update`` is the progress callback of :mod:`mixkv_demo.servers`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

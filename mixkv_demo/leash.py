@@ -1,6 +1,6 @@
 """Runs one server so that nothing of it outlives the program that started it.
 
-``python -m sglang_mixkv.demo.leash PARENT_PID FOLDER COMMAND...`` stays between the two:
+``python -m mixkv_demo.leash PARENT_PID FOLDER COMMAND...`` stays between the two:
 
     starter --SIGTERM, or its death--> leash --SIGTERM--> server
                                              --SIGKILL, after a grace--> server's group

@@ -11,7 +11,7 @@ import json
 import sys
 from typing import Any
 
-from sglang_mixkv.demo.servers import Deployment
+from mixkv_demo.servers import Deployment
 
 
 def described(deployment: Deployment) -> dict[str, Any]:

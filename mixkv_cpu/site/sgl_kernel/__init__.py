@@ -10,8 +10,8 @@ takes effect only if
 In every other case the import gives that other ``sgl_kernel``, as if this package were not
 there. Enough is here for MLA, MHA and GQA with sliding windows, for EAGLE with topk 1, DFLASH
 and DSPARK.
-``torch.ops.sgl_kernel`` gets the two attention operators only: layers see no
-``convert_weight_packed`` and take their native PyTorch paths.
+``torch.ops.sgl_kernel`` gets the two attention operators, and names that cannot be called: layers
+see no ``convert_weight_packed`` and take their native PyTorch paths.
 """
 
 from __future__ import annotations
@@ -66,19 +66,19 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
 
 _real = _other()
 if _is_wanted(_real):
-    from sglang_mixkv.cpu.kernels.attention import (
+    from mixkv_cpu.kernels.attention import (
         build_draft_decode_metadata_cpu,
         decode_attention_cpu,
         extend_attention_cpu,
         register_operators,
     )
-    from sglang_mixkv.cpu.kernels.cache import (
+    from mixkv_cpu.kernels.cache import (
         assign_draft_cache_locs_contiguous_cpu,
         assign_extend_cache_locs_cpu,
         assign_req_to_token_pool_cpu,
         copy_all_layer_kv_cache_cpu,
     )
-    from sglang_mixkv.cpu.kernels.speculative import (
+    from mixkv_cpu.kernels.speculative import (
         build_tree_kernel_efficient_cpu,
         fill_accept_out_cache_loc_cpu,
         fill_bonus_tokens_cpu,

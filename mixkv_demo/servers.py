@@ -21,10 +21,10 @@ from typing import TypeVar
 
 import requests
 
-from sglang_mixkv.demo import launch
-from sglang_mixkv.demo.launch import Launch, Topology
-from sglang_mixkv.demo.pair import ask, prompts, request_body
-from sglang_mixkv.demo.processes import Fleet, ServerProcess
+from mixkv_demo import launch
+from mixkv_demo.launch import Launch, Topology
+from mixkv_demo.pair import ask, prompts, request_body
+from mixkv_demo.processes import Fleet, ServerProcess
 from sglang_mixkv.tools.client import Answer, RequestFailed, post
 
 START_TIMEOUT_S = 900.0

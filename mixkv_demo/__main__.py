@@ -19,13 +19,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sglang_mixkv.demo import report
-from sglang_mixkv.demo.launch import DEVICES, Topology
-from sglang_mixkv.demo.pair import DRAFTERS, PAIRS, TARGETS, pair_name, prompts
-from sglang_mixkv.demo.processes import Fleet, ServerDied
-from sglang_mixkv.demo.progress import StartDisplay
-from sglang_mixkv.demo.serve import serve
-from sglang_mixkv.demo.servers import Deployment, Progress, disaggregated, single
+from mixkv_demo import report
+from mixkv_demo.launch import DEVICES, Topology
+from mixkv_demo.pair import DRAFTERS, PAIRS, TARGETS, pair_name, prompts
+from mixkv_demo.processes import Fleet, ServerDied
+from mixkv_demo.progress import StartDisplay
+from mixkv_demo.serve import serve
+from mixkv_demo.servers import Deployment, Progress, disaggregated, single
+from sglang_mixkv.__main__ import run
 from sglang_mixkv.tools.client import Answer, NoAnswer, RequestFailed
 
 RUNS = ("single", "stock", "mixkv")
@@ -52,7 +53,7 @@ def _flags(text: str) -> tuple[str, ...]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m sglang_mixkv demo", description=__doc__, epilog=report.DISCLAIMER,
+        prog="python -m mixkv_demo", description=__doc__, epilog=report.DISCLAIMER,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
@@ -226,4 +227,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run(main))

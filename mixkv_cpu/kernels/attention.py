@@ -26,9 +26,20 @@ _EXTEND = (
     " bool is_causal) -> ()"
 )
 
+# Modules of SGLang read these when they are imported (`sglang.srt.models.qwen3_5`, which Dynamo
+# imports; checked on 0.5.22 and 0.5.23). Nothing is behind them: a call fails.
+_NAMES = (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+
 
 def register_operators() -> None:
     """Make both kernels ``torch.ops.sgl_kernel`` operators; call it once a process."""
+    for name in _NAMES:
+        torch.library.define(f"sgl_kernel::{name}", "(Tensor x) -> ()")
     for kernel, schema in ((decode_attention_cpu, _DECODE), (extend_attention_cpu, _EXTEND)):
         name = f"sgl_kernel::{kernel.__name__}"
         torch.library.define(name, schema)

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
-from sglang_mixkv.demo.servers import DraftBytes
+from mixkv_demo.servers import DraftBytes
 from sglang_mixkv.tools.client import Answer, accept_length, acceptance_by_position, longest_draft
 
 TOLERANCE = 0.02
