@@ -189,7 +189,7 @@ class Outbox:
 
     def _query_events(self) -> None:
         """Events are asked in the order of their chunks, which is the stream's."""
-        while self._pending and all(map(_done, self._pending[0].rows.events)):
+        while self._pending and all(map(_done, self._pending[0].pages.events)):
             self._handle(ev.ChunkWritten(self._pending.popleft().use))
 
     def _receive(self) -> None:
