@@ -240,7 +240,7 @@ def reference() -> Reference:
     return answers
 
 
-@pytest.fixture(scope="session", params=CASES, ids=lambda case: case.name)
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
 def pd(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Measured]:
     """Each pair of servers with mixkv in turn."""
     case: Case = request.param
