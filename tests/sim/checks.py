@@ -63,9 +63,10 @@ class Checks:
         if any(read.stamp == key[1] for read in rank.reads.values()):
             raise Finding("acks", f"{rank.name} acknowledges a slot that it still reads")
 
-    def ready_sent(self, rank: PrefillRank, link: Link, ready: Ready) -> None:
+    def ready_sent(self, rank: PrefillRank, link: Link | None, ready: Ready) -> None:
+        """`link`: None where the reader has gone, and this rank does not know it yet."""
         self._progress[rank, ready.room] = self._running(rank)
-        if link.peer != rank.instance:
+        if link is not None and link.peer != rank.instance:
             raise Finding("instance", f"{rank.name} serves a reader of its former instance")
         slots = rank.machine.slots
         most = max(slots._held.values(), default=0)

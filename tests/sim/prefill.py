@@ -129,14 +129,14 @@ class PrefillRank(Process):
 
     def _send(self, action: ev.Send) -> None:
         link = self.world.connections.get(action.connection)
+        if isinstance(action.message, Ready):
+            self.world.checks.ready_sent(self, link, action.message)
         if link is None:
             if self.rng.random() < 0.8:
                 delay = self.rng.choice((0.0, 0.0, 5.0)) * self.rng.random()
                 lost = ev.ConnectionLost(action.connection)
                 self.later(action.connection, delay, self.handle, lost)
             return
-        if isinstance(action.message, Ready):
-            self.world.checks.ready_sent(self, link, action.message)
         link.to_decode(action.message)
 
     def _settled(self, action: ev.Settled) -> None:
