@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from rig.special import Special
+from rig.special import Shared, Special
 
 BACKEND = "mooncake"
 """SGLang's transfer backend of cases that do not name one."""
@@ -81,7 +81,7 @@ class Case:
     seed: int = 0
     rounds: tuple[tuple[int, ...], ...] = ()  # request numbers; one round after the other
     special: Special = field(default_factory=Special, hash=False)
-    shared: Any = field(default=None, hash=False, compare=False)  # of a running case: Shared
+    shared: Shared = field(default_factory=Shared, hash=False, compare=False)
 
     def __str__(self) -> str:
         draft = self.draft and (f"{self.draft.kind}{self.draft.heads}")

@@ -42,7 +42,7 @@ class Shared:
     """`away`: set once a bootstrap server has gone. `injected`: of each prefill rank with a fault.
     `pp_groups`: by rank of a stage."""
 
-    bootstrap_up: Sequence[Any]  # by prefill server
+    bootstrap_up: Sequence[Any] = ()  # by prefill server
     away: Any = None
     all_sent: Any = None
     ranks: Any = None  # a barrier
