@@ -7,7 +7,7 @@
 
 The server gets a process group of its own, and the leash adopts whatever the server leaves
 behind (a scheduler whose parent crashed, say), so "no child left" means "nothing left". It
-ends when the server ends by itself (with its exit status), when it is asked to, or when its
+ends when the server exits (with its exit status), when it is asked to, or when its
 starter is gone; only in that last case nobody else can remove FOLDER, so each leash does.
 """
 

@@ -43,8 +43,6 @@ class Expression:
     """One query of a dashboard's panel."""
 
     panel: str
-    unit: str
-    legend: str
     text: str
 
 
@@ -54,25 +52,20 @@ def expressions(dashboard: Path, interval: str, model: str = ".+") -> list[Expre
     replaced = {"$__rate_interval": interval, "$model": model}
     found = []
     for panel in panels:
-        unit = panel.get("fieldConfig", {}).get("defaults", {}).get("unit", "")
         for target in panel.get("targets", ()):
             text = target["expr"]
             for name, value in replaced.items():
                 text = text.replace(name, value)
-            found.append(Expression(panel["title"], unit, target["legendFormat"], text))
+            found.append(Expression(panel["title"], text))
     return found
 
 
 @dataclass(frozen=True)
 class Series:
-    """One series of an answer: its labels, and (unix time, value) in order."""
+    """One series of an answer: its labels and its value."""
 
     labels: dict[str, str]
-    points: tuple[tuple[float, float], ...]
-
-    @property
-    def value(self) -> float:
-        return self.points[-1][1]
+    value: float
 
 
 class Prometheus:
@@ -142,19 +135,9 @@ class Prometheus:
     def query(self, expression: str) -> list[Series]:
         """The present value of an expression; raises QueryFailed for one that is not valid."""
         found = self._data("/api/v1/query", query=expression)["result"]
-        return [Series(s["metric"], (_point(s["value"]),)) for s in found]
-
-    def range(self, expression: str, start: float, end: float, step: float) -> list[Series]:
-        """Its values from `start` to `end` (unix seconds), every `step` seconds."""
-        path = "/api/v1/query_range"
-        found = self._data(path, query=expression, start=start, end=end, step=step)["result"]
-        return [Series(s["metric"], tuple(map(_point, s["values"]))) for s in found]
+        return [Series(s["metric"], float(s["value"][1])) for s in found]
 
     def rules(self) -> list[dict[str, Any]]:
         """All rules with their health and last error, as Prometheus evaluated them."""
         groups = self._data("/api/v1/rules")["groups"]
         return [rule for group in groups for rule in group["rules"]]
-
-
-def _point(pair: Sequence[Any]) -> tuple[float, float]:
-    return float(pair[0]), float(pair[1])

@@ -34,9 +34,9 @@ for file in dist/*; do
     # Without torch: what is imported here does without.
     "$work/clean/bin/pip" install -q msgspec numpy pyzmq
     "$work/clean/bin/pip" install -q --no-deps "$file"
-    said="$("$work/clean/bin/python" -P -c 'import sglang_mixkv; print(sglang_mixkv.__version__)')"
-    if [ "$said" != "$version" ]; then
-        echo "error: ${file##*/} says that it is $said" >&2
+    installed="$("$work/clean/bin/python" -P -c 'import sglang_mixkv; print(sglang_mixkv.__version__)')"
+    if [ "$installed" != "$version" ]; then
+        echo "error: ${file##*/} installs version $installed" >&2
         exit 1
     fi
     "$work/clean/bin/python" -P -m sglang_mixkv --help >/dev/null

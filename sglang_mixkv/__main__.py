@@ -48,8 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         print(usage())  # noqa: T201
         return 0
     wrong = f"unknown command: {args[0]}" if args else "no command given"
-    said = DEMO if args[:1] == ["demo"] else f"{wrong}\n\n{usage()}"
-    print(said, file=sys.stderr)  # noqa: T201
+    text = DEMO if args[:1] == ["demo"] else f"{wrong}\n\n{usage()}"
+    print(text, file=sys.stderr)  # noqa: T201
     return 2
 
 

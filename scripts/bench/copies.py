@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from common import Check, Record, Result, Samples, interleave, options, ratio, repeats
 
+from sglang_mixkv.channel.slots import slot_bytes
 from sglang_mixkv.draft.rows import HEADER, DraftRows, Staging
 
 AT_MOST = 2.0
@@ -31,7 +32,7 @@ JUDGED = 8192  # tokens
 ON_RANK, HEADS, HEAD_BYTES = range(8), range(4, 8), 256
 PER_TOKEN = 2 * len(HEADS) * HEAD_BYTES  # bytes
 FAN = 4
-SLOT = 4 << 20
+SLOT = slot_bytes(256)  # the default of --mixkv-staging-mb
 BASE, STAMP = "memcpy", 7
 LAYOUTS = {"run": 0, "pages of 64": 64, "pages of 16": 16, "pages of 1": 1}
 

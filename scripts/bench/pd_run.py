@@ -87,19 +87,19 @@ class Runner:
         """Run bench_serving to its end and collect the replies; it does not outlive this call."""
         log = self.folder / "bench_serving.log"
         replies: list[Record] = []
-        total, said = WARMUP + self.workload["prompts"], time.monotonic()
+        total, reported = WARMUP + self.workload["prompts"], time.monotonic()
         with log.open("w") as out:
             child = subprocess.Popen(
                 command, env={**os.environ, **env}, stdout=subprocess.PIPE, stderr=out, text=True
             )
 
             def read() -> int:
-                nonlocal said
+                nonlocal reported
                 for line in child.stdout or ():
                     if reply := pd_client.parse(line):
                         replies.append(reply)
-                        if time.monotonic() - said > QUIET_S:
-                            said = time.monotonic()
+                        if time.monotonic() - reported > QUIET_S:
+                            reported = time.monotonic()
                             self._console.print(f"  {label}: {len(replies)} of {total} requests")
                     else:
                         print(line, end="", file=out, flush=True)
