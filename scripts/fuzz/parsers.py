@@ -33,7 +33,7 @@ def new_row(rank: int, tp: int, name: bytes) -> facts.Row:
         messages.PROTOCOL, "0.3.0", "0.5.23", name, "10.0.0.1", 9000 + rank, "tcp://10.0.0.1:9100",
         tp, rank, 0, (64, 128), "nixl", Target(8, 8, layer_ids=False, even=True), 1,
         DraftLayout(DRAFT, tp, rank),
-        facts.Staging("nixl", b"endpoint", BASE, SLOT_BYTES, SLOTS),
+        facts.StagingFacts("nixl", b"endpoint", BASE, SLOT_BYTES, SLOTS),
     )  # fmt: skip
 
 

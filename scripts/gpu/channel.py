@@ -18,7 +18,7 @@ from sglang_mixkv.decode import rooms as decode_rooms
 from sglang_mixkv.decode.copier import Entry
 from sglang_mixkv.decode.inbox import Inbox, Store
 from sglang_mixkv.draft import rows as product
-from sglang_mixkv.draft.facts import Staging as StagingFacts
+from sglang_mixkv.draft.facts import StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.prefill import rooms as prefill_rooms

@@ -55,10 +55,10 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """`target`: Mooncake's session, NIXL's metadata. `instance`: of the plane; ports recur."""
+    """`session`: Mooncake's session, NIXL's metadata. `instance`: of the plane; ports recur."""
 
     plane: str
-    target: bytes
+    session: bytes
     memory: Memory
     instance: bytes
 

@@ -54,7 +54,7 @@ class Mooncake(DataPlane):
         return f"{self._host}:{self._engine.get_rpc_port()}".encode()
 
     def _open(self, peer: Peer) -> None:
-        session = peer.endpoint.target.decode()
+        session = peer.endpoint.session.decode()
         code = self._engine.send_probe(session)
         if code:
             raise ConnectionError(f"{session} does not answer, its probe returned {code}")

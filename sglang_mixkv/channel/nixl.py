@@ -62,7 +62,7 @@ class Nixl(DataPlane):
 
     def _open(self, peer: Peer) -> None:
         self._drop(peer)
-        name = self._agent.add_remote_agent(peer.endpoint.target)
+        name = self._agent.add_remote_agent(peer.endpoint.session)
         peer.link = name.decode() if isinstance(name, bytes) else name
 
     def _post(self, read: Read, local: int, remote: int, length: int) -> None:

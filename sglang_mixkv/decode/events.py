@@ -41,7 +41,7 @@ class OpenRoom(msgspec.Struct, frozen=True):
     """
 
     generation: Generation
-    number: int
+    bootstrap_room: int
     sources: tuple[Source, ...]
     first_token: int
     end: int

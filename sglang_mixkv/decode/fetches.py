@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_mixkv.channel.data_plane import DataPlane, Outcome
 from sglang_mixkv.decode import events as ev
-from sglang_mixkv.draft.facts import Row
-from sglang_mixkv.draft.facts import Staging as RemoteStaging
+from sglang_mixkv.draft.facts import Row, StagingFacts
 
 if TYPE_CHECKING:
     from sglang_mixkv.draft.rows import DraftRows, Staging
@@ -25,7 +24,7 @@ class Fetches:
 
     def __init__(self, plane: DataPlane, rows: DraftRows, staging: Staging) -> None:
         self._plane, self._rows, self._staging = plane, rows, staging
-        self._peers: dict[ev.Peer, tuple[Any, RemoteStaging]] = {}
+        self._peers: dict[ev.Peer, tuple[Any, StagingFacts]] = {}
         self._running: dict[int, tuple[ev.Peer, Any]] = {}
         self._failed: dict[int, Any] = {}  # and not settled
         self._mending: dict[ev.Peer, Any] = {}

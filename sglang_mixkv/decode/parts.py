@@ -105,7 +105,8 @@ class Room:
         """The OPEN for one prefill rank, of this instance with slots of that size."""
         event, part = self.opened, self.parts.get(source.peer)
         return Open(
-            event.version, event.number, event.generation, source.peer, instance, source.readers,
+            event.version, event.bootstrap_room, event.generation, source.peer, instance,
+            source.readers,
             (part.source.heads.start, part.source.heads.stop) if part else (0, 0),
             event.first_token, slot_bytes, event.checksum, source.is_send_target,
             event.required_targets, len(self.parts),

@@ -285,8 +285,8 @@ class Rooms:
             self._out.append(ev.Send(peer, Ack(ready.slot, ready.stamp)))
 
     def _fail(self, room: Room, peer: ev.Peer, code: str, detail: str) -> None:
-        number, reader = room.opened.number, None if peer in room.known else self._instance
-        message = fail(number, room.generation, code, detail, reader)
+        reader = None if peer in room.known else self._instance
+        message = fail(room.opened.bootstrap_room, room.generation, code, detail, reader)
         self._out.append(ev.Send(peer, message))
 
     def _note(self, what: str, detail: str, peer: ev.Peer = b"") -> None:

@@ -30,7 +30,7 @@ MAX_ROW_BYTES = 64 << 10
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
-class Staging(msgspec.Struct, frozen=True):
+class StagingFacts(msgspec.Struct, frozen=True):
     """A prefill rank's slots, and how to reach them. `base`: the address of slot 0."""
 
     data_plane: Name
@@ -68,7 +68,7 @@ class Row(msgspec.Struct, frozen=True):
     target: Target
     topk: Rank = 0
     draft: DraftLayout | None = None
-    staging: Staging | None = None
+    staging: StagingFacts | None = None
 
 
 class _Versioned(msgspec.Struct):

@@ -16,11 +16,11 @@ _RANK = ("system_dp_rank", "attn_dp_rank", "attn_cp_rank", "attn_tp_rank", "pp_r
 
 
 class DraftBootstrapServer:
-    """Mixed into CommonKVBootstrapServer. `draft_rows`: each rank's address, and its row as
+    """Mixed into CommonKVBootstrapServer. `mixkv_rows`: each rank's address, and its row as
     JSON, None without the plugin."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self.draft_rows: dict[tuple[int, ...], tuple[str, bytes | None]] = {}
+        self.mixkv_rows: dict[tuple[int, ...], tuple[str, bytes | None]] = {}
         super().__init__(*args, **kwargs)
 
     def _setup_routes(self) -> None:
@@ -32,16 +32,16 @@ class DraftBootstrapServer:
         if response.status == 200:
             row = await request.json()
             rank = tuple(int(row[name] or 0) for name in _RANK)
-            self.draft_rows[rank] = f"{row['rank_ip']}:{row['rank_port']}", _kept(row.get(KEY))
+            self.mixkv_rows[rank] = f"{row['rank_ip']}:{row['rank_port']}", _kept(row.get(KEY))
         return response
 
     async def _handle_rows(self, request: web.Request) -> web.Response:
         if not self._is_ready():  # type: ignore[attr-defined]
             return web.Response(status=503, text="not all prefill ranks have registered")
-        silent = [address for address, row in self.draft_rows.values() if row is None]
+        silent = [address for address, row in self.mixkv_rows.values() if row is None]
         if silent:
             return web.Response(status=409, text=f"no sglang-mixkv in the ranks at {silent[:8]}")
-        rows = b",".join(row for _, row in self.draft_rows.values() if row)
+        rows = b",".join(row for _, row in self.mixkv_rows.values() if row)
         body = b'{"protocol":%d,"rows":[%b]}' % (PROTOCOL[1], rows)
         return web.Response(body=body, content_type="application/json")
 

@@ -108,7 +108,7 @@ class DraftReceiver:
         event = forward_event(local.handed.scheduler)
         opened = ev.OpenRoom(
             generation=inbox.new_generation(),
-            number=self.bootstrap_room,
+            bootstrap_room=self.bootstrap_room,
             sources=plan.sources,
             first_token=first,
             end=first + len(pages) * page_size if local.draft else first,

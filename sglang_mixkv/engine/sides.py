@@ -15,8 +15,7 @@ from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import PATIENCE_ENV, PORT_ENV, config_of
-from sglang_mixkv.draft.facts import Row
-from sglang_mixkv.draft.facts import Staging as StagingFacts
+from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.rows import Staging
 from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine import draft_pool, handover

@@ -12,14 +12,14 @@ import msgspec
 
 from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
 
-Use = int
+UseNumber = int
 Connection = bytes
 
 
 class Begin(msgspec.Struct, frozen=True):
     """SGLang made a sender for this room."""
 
-    use: Use
+    use: UseNumber
     room: int
 
 
@@ -31,7 +31,7 @@ class AddChunk(msgspec.Struct, frozen=True):
     prompt, and are written in their order.
     """
 
-    use: Use
+    use: UseNumber
     first: int
     count: int
     last: bool
@@ -42,19 +42,19 @@ class AddChunk(msgspec.Struct, frozen=True):
 class ChunkWritten(msgspec.Struct, frozen=True):
     """The first of the use's pending chunks is written."""
 
-    use: Use
+    use: UseNumber
 
 
 class TargetSent(msgspec.Struct, frozen=True):
     """SGLang's own transfer of the use has succeeded."""
 
-    use: Use
+    use: UseNumber
 
 
 class End(msgspec.Struct, frozen=True):
     """SGLang is done with the sender; its pages may be given back now. `reason`: why it failed."""
 
-    use: Use
+    use: UseNumber
     reason: str = ""
 
 
@@ -90,7 +90,7 @@ class Pack(msgspec.Struct, frozen=True):
     """Copy `count` tokens, `offset` tokens into the chunk, of these heads into the slot."""
 
     job: int
-    use: Use
+    use: UseNumber
     pages: Any
     offset: int
     count: int
@@ -108,7 +108,7 @@ class Send(msgspec.Struct, frozen=True):
 class Settled(msgspec.Struct, frozen=True):
     """The sender may report SGLang's Success: nothing will read the use's pages any more."""
 
-    use: Use
+    use: UseNumber
 
 
 class Note(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sglang_mixkv.channel.messages import Open, Ready
-from sglang_mixkv.prefill.events import AddChunk, Connection, Use
+from sglang_mixkv.prefill.events import AddChunk, Connection, UseNumber
 
 
 class Absent(NamedTuple):
@@ -24,8 +24,8 @@ class Room:
     `written`: how many of the chunks are. `sent`: when SGLang's own transfer
     succeeded; `progress`: when packing last went on."""
 
-    def __init__(self, number: int, use: Use, now: float) -> None:
-        self.number, self.use = number, use
+    def __init__(self, bootstrap_room: int, use: UseNumber, now: float) -> None:
+        self.bootstrap_room, self.use = bootstrap_room, use
         self.parts: dict[bytes, Part] = {}  # by reader
         self.absent: dict[bytes, Absent] = {}
         self.chunks: list[AddChunk] = []

@@ -47,7 +47,7 @@ class Rooms:
         self._instance, self._heads, self._times = instance, heads, times
         self.slots = slots
         self._packing = Packing(segment_tokens, slots, draw_stamp)
-        self._uses: dict[ev.Use, Room] = {}
+        self._uses: dict[ev.UseNumber, Room] = {}
         self._current: dict[int, Room] = {}  # by number: that of the newest sender
         self._parts: dict[int, Part] = {}  # by generation, as long as they have a room or wait
         self._early, self._ended = Queue(), Ended()
@@ -74,7 +74,7 @@ class Rooms:
             self._clock += min(max(0.0, now - self._seen), STEP)
         self._seen = now
 
-    def opened(self, use: ev.Use) -> tuple[Open, ...]:
+    def opened(self, use: ev.UseNumber) -> tuple[Open, ...]:
         """The OPENs of this request's readers that have come, in no order."""
         room = self._uses.get(use)
         parts = room.parts.values() if room is not None else ()
@@ -125,8 +125,8 @@ class Rooms:
         self._end_parts(room, "aborted", event.reason or "the sender was cleared")
         for part in room.parts.values():
             del self._parts[part.opened.generation]
-        if self._current.get(room.number) is room:
-            del self._current[room.number]
+        if self._current.get(room.bootstrap_room) is room:
+            del self._current[room.bootstrap_room]
 
     # -- readers
 
@@ -144,10 +144,10 @@ class Rooms:
             self._note(*why, opened.reader)
             self._send(connection, fail(opened.room, opened.generation, *why))
             return
-        number, reader, room = opened.room, opened.reader, self._current.get(opened.room)
+        bootstrap_room, reader, room = opened.room, opened.reader, self._current.get(opened.room)
         in_room = room.generation(reader) if room is not None else -1
-        early = self._early.get(number, reader)
-        known = max(in_room, self._ended.generation(number, reader))
+        early = self._early.get(bootstrap_room, reader)
+        known = max(in_room, self._ended.generation(bootstrap_room, reader))
         known = max(known, early.opened.generation if early is not None else -1)
         if opened.generation <= known or opened.generation in self._parts:
             return  # doubled, late, or another part's: readers draw only 32 bits at random
@@ -158,7 +158,7 @@ class Rooms:
             self._join(room, part)
         else:
             self._early.put(part)
-            self._ended.touch(number, reader, self._clock)
+            self._ended.touch(bootstrap_room, reader, self._clock)
 
     def _refusal(self, opened: Open) -> tuple[str, str] | None:
         """A code and a detail where the OPEN cannot be served."""
@@ -187,29 +187,29 @@ class Rooms:
             self._ended_unopened(message.room, message.reader, message.generation)
         self._ended_by_reader(part)
 
-    def _ended_unopened(self, number: int, reader: bytes, generation: int) -> None:
+    def _ended_unopened(self, bootstrap_room: int, reader: bytes, generation: int) -> None:
         """Its OPEN was lost with its connection: how many readers there are is not known."""
-        room = self._current.get(number)
+        room = self._current.get(bootstrap_room)
         in_room = room.generation(reader) if room is not None else -1
-        if generation <= max(in_room, self._ended.generation(number, reader)):
+        if generation <= max(in_room, self._ended.generation(bootstrap_room, reader)):
             return  # doubled
         if room is not None and in_room < 0 and not room.settled:
             if len(room.absent) < MAX_WAITING:
                 room.absent[reader] = Absent(generation)
                 self._settle(room)
         else:
-            self._ended.note(number, reader, Absent(generation), self._clock)
+            self._ended.note(bootstrap_room, reader, Absent(generation), self._clock)
 
     def _ended_by_reader(self, part: Part | None) -> None:
         if part is None:
             return
         self._over(part)
-        number, reader, generation = part.opened.room, part.reader, part.opened.generation
-        if self._early.get(number, reader) is part:
+        bootstrap_room, reader, generation = part.opened.room, part.reader, part.opened.generation
+        if self._early.get(bootstrap_room, reader) is part:
             self._early.remove(part)
             del self._parts[generation]
             absent = Absent(generation, part.opened.readers)
-            self._ended.note(number, reader, absent, self._clock)
+            self._ended.note(bootstrap_room, reader, absent, self._clock)
 
     def _connection_lost(self, event: ev.ConnectionLost) -> None:
         for part in [p for p in self._parts.values() if p.connection == event.connection]:
@@ -279,7 +279,9 @@ class Rooms:
 
     def _give_up(self, room: Room) -> None:
         if room.missing > 0:
-            self._note("unopened", f"room {room.number}: {room.missing} readers have not opened it")
+            self._note(
+                "unopened", f"room {room.bootstrap_room}: {room.missing} readers have not opened it"
+            )
         self._end_parts(room, "slow", "packing made no progress")
         self._settle(room, given_up=True)
 

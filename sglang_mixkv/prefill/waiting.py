@@ -21,8 +21,8 @@ class Queue:
     def __len__(self) -> int:
         return len(self._parts)
 
-    def get(self, number: int, reader: bytes) -> Part | None:
-        return self._parts.get((number, reader))
+    def get(self, bootstrap_room: int, reader: bytes) -> Part | None:
+        return self._parts.get((bootstrap_room, reader))
 
     def is_full(self, reader: bytes) -> bool:
         return self._count[reader] >= MAX_WAITING or len(self) >= MAX_ALL
@@ -36,17 +36,20 @@ class Queue:
 
     def remove(self, part: Part) -> None:
         """It, or the one in its place."""
-        number, reader = part.opened.room, part.reader
-        if self._parts.pop((number, reader), None) is None:
+        bootstrap_room, reader = part.opened.room, part.reader
+        if self._parts.pop((bootstrap_room, reader), None) is None:
             return
         self._count -= Counter([reader])
-        self._readers[number].discard(reader)
-        if not self._readers[number]:
-            del self._readers[number]
+        self._readers[bootstrap_room].discard(reader)
+        if not self._readers[bootstrap_room]:
+            del self._readers[bootstrap_room]
 
-    def take(self, number: int) -> list[Part]:
+    def take(self, bootstrap_room: int) -> list[Part]:
         """All parts of a room number, which leave; the newest first."""
-        found = [self._parts[number, reader] for reader in sorted(self._readers.get(number, ()))]
+        found = [
+            self._parts[bootstrap_room, reader]
+            for reader in sorted(self._readers.get(bootstrap_room, ()))
+        ]
         found.sort(key=lambda part: -part.since)
         for part in found:
             self.remove(part)
@@ -85,56 +88,56 @@ class Ended:
     def __len__(self) -> int:
         return len(self._records)
 
-    def generation(self, number: int, reader: bytes) -> int:
+    def generation(self, bootstrap_room: int, reader: bytes) -> int:
         """Of the last request that has ended; -1 without one."""
-        record = self._records.get((number, reader))
+        record = self._records.get((bootstrap_room, reader))
         return record.last.generation if record is not None else -1
 
     def is_full(self, reader: bytes) -> bool:
         return self._count[reader] >= MAX_WAITING or len(self) >= MAX_ALL
 
-    def note(self, number: int, reader: bytes, absent: Absent, now: float) -> None:
+    def note(self, bootstrap_room: int, reader: bytes, absent: Absent, now: float) -> None:
         """One more. Not where there are too many: such a reader is not served any more."""
-        key = number, reader
+        key = bootstrap_room, reader
         if key not in self._records:
             if self.is_full(reader):
                 return
             self._records[key] = _Record()
             self._count[reader] += 1
-            self._readers.setdefault(number, set()).add(reader)
+            self._readers.setdefault(bootstrap_room, set()).add(reader)
         record = self._records[key]
         record.count += 1
         record.last = absent
-        self.touch(number, reader, now)
+        self.touch(bootstrap_room, reader, now)
 
-    def touch(self, number: int, reader: bytes, now: float) -> None:
+    def touch(self, bootstrap_room: int, reader: bytes, now: float) -> None:
         """A record is known for as long as the OPEN that waits behind it."""
-        record = self._records.pop((number, reader), None)
+        record = self._records.pop((bootstrap_room, reader), None)
         if record is not None:
             record.since = now
-            self._records[number, reader] = record
+            self._records[bootstrap_room, reader] = record
 
-    def take(self, number: int) -> dict[bytes, Absent]:
+    def take(self, bootstrap_room: int) -> dict[bytes, Absent]:
         """A request of this number is here: the readers for which it has ended."""
         found = {}
-        for reader in list(self._readers.get(number, ())):
-            record = self._records[number, reader]
+        for reader in list(self._readers.get(bootstrap_room, ())):
+            record = self._records[bootstrap_room, reader]
             found[reader] = record.last
             record.count -= 1
             if not record.count:
-                self._remove(number, reader)
+                self._remove(bootstrap_room, reader)
         return found
 
     def expire(self, limit: float) -> None:
         """Forget what was touched at this time or before."""
-        for (number, reader), record in list(self._records.items()):
+        for (bootstrap_room, reader), record in list(self._records.items()):
             if record.since > limit:
                 return
-            self._remove(number, reader)
+            self._remove(bootstrap_room, reader)
 
-    def _remove(self, number: int, reader: bytes) -> None:
-        del self._records[number, reader]
+    def _remove(self, bootstrap_room: int, reader: bytes) -> None:
+        del self._records[bootstrap_room, reader]
         self._count -= Counter([reader])
-        self._readers[number].discard(reader)
-        if not self._readers[number]:
-            del self._readers[number]
+        self._readers[bootstrap_room].discard(reader)
+        if not self._readers[bootstrap_room]:
+            del self._readers[bootstrap_room]

@@ -11,7 +11,7 @@ import pytest
 import requests
 from rig.rank import free_port, wait_for_port
 
-from sglang_mixkv.draft.facts import Row, Staging
+from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine import prefill_servers
@@ -22,7 +22,7 @@ FACTS = DraftFacts("Llama", "EAGLE3", 4, (16, 16), "bfloat16")
 
 
 def row(rank: int, **changes: Any) -> Row:
-    staging = Staging("mooncake", b"endpoint", 1 << 20, 1 << 20, 64)
+    staging = StagingFacts("mooncake", b"endpoint", 1 << 20, 1 << 20, 64)
     plain = Row(
         (2, 2), "0.3.0", "0.5.23", b"instance", "127.0.0.1", 9000 + rank,
         f"tcp://127.0.0.1:{9100 + rank}", 2, rank, 0, (8, 8, 16), "mooncake",
@@ -145,7 +145,7 @@ def test_a_row_that_lacks_a_field_is_refused_unless_it_has_a_default(field: str)
 
 
 def test_a_row_that_is_too_large_is_refused() -> None:
-    large = row(0, staging=Staging("nixl", bytes(32 << 10), 0, 1, 2), plugin="x" * 200)
+    large = row(0, staging=StagingFacts("nixl", bytes(32 << 10), 0, 1, 2), plugin="x" * 200)
     body = b'{"protocol":2,"rows":[%b]}' % msgspec.json.encode(large)
     assert prefill_servers.read_rows(body)
     with pytest.raises(MixKVError, match="cannot be read"):

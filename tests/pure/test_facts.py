@@ -16,7 +16,7 @@ from sglang_mixkv.draft.facts import (
     MAX_ROW_BYTES,
     Row,
     Severity,
-    Staging,
+    StagingFacts,
     common_version,
     differences,
     read_row,
@@ -25,7 +25,7 @@ from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
 
 FACTS = DraftFacts("LlamaEagle3", "EAGLE3", 8, (256, 256), "bfloat16")
-STAGING = Staging("nixl", b"agent", 1 << 40, 1 << 20, 64)
+STAGING = StagingFacts("nixl", b"agent", 1 << 40, 1 << 20, 64)
 MLA = Target(0, 61, layer_ids=False, even=True)
 ROW = Row(
     PROTOCOL, "0.3.0", "0.5.23", b"instance", "10.0.0.1", 9000, "tcp://10.0.0.1:9001", 2, 0, 0,
@@ -40,7 +40,7 @@ def row(**changed: Any) -> Row:
     facts, staging = ROW.draft.facts, ROW.staging
     for name in [n for n in changed if n in DraftFacts.__struct_fields__]:
         facts = msgspec.structs.replace(facts, **{name: changed.pop(name)})
-    for name in [n for n in changed if n in Staging.__struct_fields__]:
+    for name in [n for n in changed if n in StagingFacts.__struct_fields__]:
         staging = msgspec.structs.replace(staging, **{name: changed.pop(name)})
     changed = {"draft": DraftLayout(facts, 2, 0), "staging": staging} | changed
     return msgspec.structs.replace(ROW, **changed)

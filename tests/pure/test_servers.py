@@ -9,7 +9,7 @@ import pytest
 
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.decode.servers import Contact, Plan, make_plan
-from sglang_mixkv.draft.facts import Row, Staging
+from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.errors import MixKVError
@@ -30,7 +30,7 @@ def row(
     **changed: Any,
 ) -> Row:
     draft = facts and DraftLayout(facts, tp, rank)
-    staging = Staging("nixl", b"", 4096, slot_bytes, 16) if facts else None
+    staging = StagingFacts("nixl", b"", 4096, slot_bytes, 16) if facts else None
     made = Row(
         PROTOCOL, "0.3.0", "0.5.23", name.encode().ljust(8), "10.0.0.1", 9000, "", tp, rank, stage,
         AUX, "nixl", Target(0, 61, layer_ids=False, even=True), 1, draft, staging,

@@ -84,7 +84,7 @@ def rooms_by_number(patch: Patch) -> None:
 
     def ready(self: decode.Rooms, peer: bytes, message: object) -> None:
         for generation, room in self._rooms.items():
-            if room.opened.number == message.room:
+            if room.opened.bootstrap_room == message.room:
                 message = msgspec.structs.replace(message, generation=generation)
         real(self, peer, message)
 

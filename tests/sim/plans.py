@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.decode import servers
 from sglang_mixkv.decode.events import Source
-from sglang_mixkv.draft.facts import Row, Staging
+from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.tools.plan_pair import contacted
@@ -81,5 +81,5 @@ def _row(heads: int, server: Server, rank: int) -> Row:
         "mooncake", Target(0, 1, layer_ids=False, even=True),
         topk=1 if server.drafter == "other" else 0,
         draft=None if server.drafter == "none" else layout_of(heads, server.tp, rank),
-        staging=Staging("mooncake", b"", 0, size, server.slots),
+        staging=StagingFacts("mooncake", b"", 0, size, server.slots),
     )  # fmt: skip
