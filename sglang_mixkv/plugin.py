@@ -204,17 +204,15 @@ def _check(server_args: Any, backend: str, kind: str) -> None:
     """Stop this process rather than hand out a class that would go on as stock."""
     from sglang_mixkv import refusals
     from sglang_mixkv.config import config_of
-    from sglang_mixkv.engine import check, releases
+    from sglang_mixkv.engine import check
 
     _stop_unless_live(*OF_QUEUES)
     if server_args is not None:
         check.check_once(server_args, config_of(server_args))
-    release = releases.here()
-    if backend == "fake" or releases.serves(backend):
+    if backend == "fake" or backend in refusals.BACKENDS:
         return
     if server_args is not None or kind == "manager":
-        rule = release.unserved.get(backend.upper(), refusals.OTHER_BACKEND)
-        check.stop_if([refusals.text_of(rule)])
+        check.stop_if([refusals.text_of(refusals.OTHER_BACKEND)])
     logger.warning(
         "[MIXKV-START-03] sglang-mixkv is enabled, but the %s of the %s backend is SGLang's own",
         kind,

@@ -35,11 +35,6 @@ def with_drafter(name: str) -> Callable[[Any], bool]:
     return lambda args: bool(getattr(args, name, False)) and has_drafter(args)
 
 
-def has_dcp(args: Any) -> bool:
-    """Whether it has a drafter beside decode context parallelism."""
-    return (getattr(args, "dcp_size", 1) or 1) > 1 and has_drafter(args)
-
-
 # What it is called on the command line, when it applies, what to do instead.
 SINGLE_SERVER: Rule = (
     "--disaggregation-mode null",
@@ -87,15 +82,10 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
     ("--enable-pd-role-switch", _get("enable_pd_role_switch"), "drop the flag"),
     (
         "--disaggregation-decode-allocation-policy prefill_complete",
-        lambda a: a.disaggregation_decode_allocation_policy == "prefill_complete",
+        lambda a: getattr(a, "disaggregation_decode_allocation_policy", "") == "prefill_complete",
         "use the default policy, early",
     ),
     ("--enable-hisparse", _get("enable_hisparse"), "drop the flag"),
-    (
-        "--disaggregation-decode-host-receive-threshold below 1",
-        lambda a: a.disaggregation_decode_host_receive_threshold < 1,
-        "leave it at 1",
-    ),
     (
         "--enable-unified-memory",
         _get("enable_unified_memory"),

@@ -16,53 +16,58 @@ from typing import Any
 
 from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config
 from sglang_mixkv.engine.seams import RESTATED, SEAMS, Seam
-from sglang_mixkv.refusals import ARGUMENT_RULES, BACKENDS, Rule, has_dcp, with_drafter
+from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, with_drafter
+
+RADIX_CACHE: Rule = (
+    "--disaggregation-decode-enable-radix-cache and a drafter other than DSPARK with this SGLang",
+    lambda a: (
+        with_drafter("disaggregation_decode_enable_radix_cache")(a)
+        and a.speculative_algorithm.upper() != "DSPARK"
+    ),
+    "SGLang itself refuses it before 0.5.23; drop the flag",
+)
+# Up to 0.5.21 a prefix that the host cannot bring back ends a request whose room is still open
+# (DecodeTransferQueue.pop_transferred releases the pages without failure_exception).
+HOST_CACHE_ON_DECODE: Rule = (
+    "--enable-hierarchical-cache on decode and a drafter with SGLang 0.5.21",
+    lambda a: a.disaggregation_mode == "decode" and with_drafter("enable_hierarchical_cache")(a),
+    "a request that fails there gives its pages back while draft KV may still come; drop the flag "
+    "on decode, or use SGLang 0.5.22 or newer",
+)
 
 
 @dataclass(frozen=True)
 class Release:
-    """One release of SGLang. `unserved`: by transfer backend or feature, the rule that refuses what
-    other releases serve and this one does not."""
+    """One release of SGLang. `unserved`: by feature, the rule that refuses what other
+    releases serve and this one does not. `no_host_receive`: the value of
+    --disaggregation-decode-host-receive-threshold that switches it off."""
 
     version: str
     unserved: Mapping[str, Rule] = field(default_factory=dict)
+    no_host_receive: float = 1
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """What is refused with it."""
+        off = self.no_host_receive
+        host_receive: Rule = (
+            f"--disaggregation-decode-host-receive-threshold other than {off}",
+            lambda a: getattr(a, "disaggregation_decode_host_receive_threshold", off) != off,
+            f"leave it at {off}",
+        )
+        return (*ARGUMENT_RULES, host_receive, *self.unserved.values())
 
 
-NOT_ON_0_5_22: dict[str, Rule] = {
-    "NIXL": (
-        "--disaggregation-transfer-backend nixl with SGLang 0.5.22",
-        lambda a: a.disaggregation_transfer_backend == "nixl",
-        "it was not tried there; use mooncake, or SGLang 0.5.23 on both sides",
+_BEFORE_0_5_23 = {"Decode's radix cache with a drafter": RADIX_CACHE}
+RELEASES = (
+    Release(
+        "0.5.21",
+        {**_BEFORE_0_5_23, "Hierarchical cache on decode with a drafter": HOST_CACHE_ON_DECODE},
+        no_host_receive=0,
     ),
-    "DFLASH, DSPARK": (
-        "--speculative-algorithm DFLASH or DSPARK with SGLang 0.5.22",
-        lambda a: (a.speculative_algorithm or "").upper() in ("DFLASH", "DSPARK"),
-        "they were not tried there; use SGLang 0.5.23 on both sides",
-    ),
-    "Hierarchical cache with a drafter": (
-        "--enable-hierarchical-cache and a drafter with SGLang 0.5.22",
-        with_drafter("enable_hierarchical_cache"),
-        "that draft KV comes back with a prefix was shown for SGLang 0.5.23 alone; drop the flag, "
-        "or use that on both sides",
-    ),
-    "`--dcp-size` above 1 with a drafter": (
-        "--dcp-size above 1 with a drafter with SGLang 0.5.22",
-        has_dcp,
-        "how it deals out tokens is known of SGLang 0.5.23 alone; use that on both sides",
-    ),
-    "Decode's radix cache with a drafter": (
-        "--disaggregation-decode-enable-radix-cache and a drafter with SGLang 0.5.22",
-        with_drafter("disaggregation_decode_enable_radix_cache"),
-        "SGLang 0.5.22 itself refuses it; drop the flag, or use 0.5.23 on both sides",
-    ),
-    "SGLang's checksums": (
-        "--disaggregation-enable-kv-checksum with SGLang 0.5.22",
-        lambda a: bool(getattr(a, "disaggregation_enable_kv_checksum", False)),
-        "it was not tried there; use SGLang 0.5.23 on both sides",
-    ),
-}
-
-RELEASES = (Release("0.5.22", NOT_ON_0_5_22), Release("0.5.23"))
+    Release("0.5.22", _BEFORE_0_5_23),
+    Release("0.5.23"),
+)
 """The newest last."""
 
 SUPPORTED_SGLANG = tuple(release.version for release in RELEASES)
@@ -79,14 +84,9 @@ def modules() -> tuple[str, ...]:
     return tuple(sorted({*RESTATED, *(seam.module for seam in SEAMS)}))
 
 
-def serves(backend: str) -> bool:
-    """Whether this transfer backend of SGLang's is served with the installed release."""
-    return backend in BACKENDS and backend.upper() not in here().unserved
-
-
 def rules() -> tuple[Rule, ...]:
     """What is refused with the installed release."""
-    return (*ARGUMENT_RULES, *here().unserved.values())
+    return here().rules
 
 
 @cache

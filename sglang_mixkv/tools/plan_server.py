@@ -158,9 +158,12 @@ def _read(
     stock = tuple(_not_started(role, server_args)) if info is None else ()
     view = resolving_view(server_args)
     target = _model(server_args, view, is_draft=False)
-    parts = view.attn_dp_size * view.attn_cp_size
+    values: dict[str, Any] = {n: getattr(view, n, None) for n in Flags.__struct_fields__}
+    if values["attn_dp_size"] is None:  # no flag of its own up to SGLang 0.5.21
+        values["attn_dp_size"] = view.dp_size if view.enable_dp_attention else 1
+    parts = values["attn_dp_size"] * view.attn_cp_size
     return Server(
-        **{name: getattr(view, name) for name in Flags.__struct_fields__},
+        **values,
         role=role, enabled=enabled, config=config, stock=stock, notes=tuple(notes),
         attention_tp=view.tp_size // parts if parts and not view.tp_size % parts else 0,
         target=target, stage=_stage(target, view),

@@ -88,10 +88,10 @@ class Case:
     def skip_unserved(self) -> None:
         flags = {*self.prefill, *self.decode, *self.shared}
         skip_unserved(
-            self.backend, PAIRS[self.pair].algorithm,
+            PAIRS[self.pair].algorithm,
             disaggregation_decode_enable_radix_cache=DECODE_CACHE[0] in flags,
-            enable_hierarchical_cache="--enable-hierarchical-cache" in flags,
-        )  # fmt: skip
+            enable_hierarchical_cache="--enable-hierarchical-cache" in {*self.decode, *self.shared},
+        )
 
 
 def full(*args: object, **kwargs: object) -> object:

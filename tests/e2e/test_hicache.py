@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import requests
-from rig.unserved import skip_unserved
 
 from mixkv_demo import launch
 from mixkv_demo.launch import Launch
@@ -35,11 +34,6 @@ from .conftest import (
 from .test_pairs import same
 
 pytestmark = START_TIMEOUT
-
-
-@pytest.fixture(scope="module", autouse=True)
-def served() -> None:
-    skip_unserved("mooncake", "EAGLE3", enable_hierarchical_cache=True)
 
 
 ADMIN_KEY = "of the operator"
@@ -86,6 +80,7 @@ def all_from_the_host(answers: list[Answer]) -> bool:
 
 @pytest.mark.parametrize("case", HOST_CASES, ids=lambda case: case.name)
 def test_a_pair_does_what_the_single_server_does(case: Case, reference: Reference) -> None:
+    case.skip_unserved()
     expected = reference(case.pair, ()).fixed
     with Fleet() as fleet:
         deployment = disaggregated(fleet, case.pair, case.topology())

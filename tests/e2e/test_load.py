@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rig.unserved import skip_unserved
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.full]
 
@@ -20,7 +19,6 @@ PATIENCE = {"SGLANG_MIXKV_PATIENCE": "5"}
 
 
 def load(folder: Path, pair: tuple[str, str], backend: str, *flags: str) -> dict[str, Any]:
-    skip_unserved(backend)
     out, (prefill, decode) = folder / "load.json", pair
     about = [f"--prefill={prefill}", f"--decode={decode}", f"--backend={backend}", f"--json={out}"]
     command = [sys.executable, str(LOAD), *about, "--requests=90", "--rounds=1", *flags]

@@ -16,7 +16,6 @@ from hashlib import sha256
 import pytest
 from rig import model
 from rig.load import load_sglang
-from rig.unserved import skip_unserved
 
 BACKENDS = ("mooncake", "nixl")
 # A failed request's pages are kept for so long where a prefill rank cannot say that it wrote its
@@ -43,7 +42,6 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if name == TCP:
         name = "nixl"
         monkeypatch.setenv("UCX_TLS", "tcp")
-    skip_unserved(name)
     monkeypatch.setattr(model, "BACKEND", name)
     return name
 

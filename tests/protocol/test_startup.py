@@ -300,9 +300,8 @@ def test_an_unchecked_process_with_another_backend_stops(kind: str, backend: str
 def test_an_unchecked_process_stops_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_mixkv.engine import releases as compat
 
-    late = {"disaggregation_mode": "decode",
-            "disaggregation_decode_allocation_policy": "prefill_complete"}  # fmt: skip
-    assert "prefill_complete is not supported" in in_fork(lambda: [serve(**late), ask()])
+    late = {"disaggregation_mode": "decode", "enable_hisparse": True}
+    assert "--enable-hisparse is not supported" in in_fork(lambda: [serve(**late), ask()])
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")
     assert "SGLANG_RUST_SERVER=1 is not supported" in in_fork(lambda: [serve(), ask()])
     monkeypatch.delenv("SGLANG_RUST_SERVER")

@@ -73,7 +73,6 @@ REFUSED = [
     ({"enable_pd_role_switch": True}, "--enable-pd-role-switch"),
     ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "prefill_complete"),
     ({"enable_hisparse": True}, "--enable-hisparse"),
-    ({"disaggregation_decode_host_receive_threshold": 0.5}, "host-receive"),
     ({"enable_unified_memory": True}, "--enable-unified-memory"),
     ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
     ({"kv_canary": "log"}, "--kv-canary"),
@@ -180,32 +179,40 @@ def test_storage_is_refused_at_run_time_where_it_is_at_start() -> None:
 
 
 UNSERVED = {
-    "Hierarchical cache with a drafter": {"enable_hierarchical_cache": True},
     "Decode's radix cache with a drafter": {"disaggregation_decode_enable_radix_cache": True},
-    "SGLang's checksums": {"disaggregation_enable_kv_checksum": True},
-    "NIXL": {"disaggregation_transfer_backend": "nixl"},
-    "DFLASH, DSPARK": {"speculative_algorithm": "DSPARK"},
-    "`--dcp-size` above 1 with a drafter": {"dcp_size": 2},
-}
+    "Hierarchical cache on decode with a drafter": {
+        "enable_hierarchical_cache": True, "disaggregation_mode": "decode",
+    },
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("feature", UNSERVED)
 def test_what_a_release_does_not_serve_is_refused_there(
     feature: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = arguments(**UNSERVED[feature])
     for release in compat.RELEASES:
         monkeypatch.setattr(compat, "sglang_version", lambda version=release.version: version)
+        host_receive = {"disaggregation_decode_host_receive_threshold": release.no_host_receive}
+        args = arguments(**UNSERVED[feature], **host_receive)
         found = startup.broken(compat.rules(), args, {})
         assert len(found) == (feature in release.unserved), release.version
-        assert all(f"with SGLang {release.version} is not supported" in text for text in found)
+        assert startup.broken(compat.rules(), arguments(**host_receive), {}) == []
+
+
+@pytest.mark.parametrize(("version", "on"), [("0.5.21", 1), ("0.5.22", 0.9), ("0.5.23", 0)])
+def test_host_receive_is_refused_where_it_is_on(
+    version: str, on: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.5.21 has it on above 0, later releases below 1."""
+    monkeypatch.setattr(compat, "sglang_version", lambda: version)
+    args = arguments(disaggregation_decode_host_receive_threshold=on)
+    (text,) = startup.broken(compat.rules(), args, {})
+    assert text.startswith("--disaggregation-decode-host-receive-threshold other than")
 
 
 def test_each_release_serves_all_or_says_what_not() -> None:
     everything = {feature for release in compat.RELEASES for feature in release.unserved}
     assert everything == set(UNSERVED)
-    for release in compat.RELEASES:
-        assert "MOONCAKE" not in release.unserved
 
 
 def test_the_version_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_versions_missing_and_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "version_of", lambda *names: "none")
     found = problems(list(checks.versions()))
     assert len(found) == 2
-    assert "expected SGLang 0.5.22 or 0.5.23" in found[0]
+    assert "expected SGLang 0.5.21 or 0.5.22 or 0.5.23" in found[0]
     assert "neither Mooncake nor NIXL is installed" in found[1]
 
 

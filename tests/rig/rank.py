@@ -239,9 +239,12 @@ class Rank(Memory):
             self.case.shared.ranks.wait(LIMIT_S)
 
     def _sender(self, number: int, tables: list[np.ndarray]) -> Any:
-        sender = self.kv_class["sender"](
+        kind = self.kv_class["sender"]
+        up_to_0_5_21 = {"dest_tp_ranks": [self.rank], "pp_rank": self.stage}
+        sender = kind(
             self.manager, self.address(number), self.rooms()[number],
             req_has_disagg_prefill_dp_rank=True,
+            **{n: v for n, v in up_to_0_5_21.items() if n in inspect.signature(kind).parameters},
         )  # fmt: skip
         surplus = model.surplus_pages(self.case, self.side, number)
         sender.init(len(tables[number]) + len(surplus), number)

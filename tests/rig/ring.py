@@ -104,13 +104,7 @@ def inject_faults(one: Rank) -> None:
 
 def run(case: Case) -> Outcome:
     """Run one case; every rank's process has ended when this returns."""
-    skip_unserved(
-        case.backend, case.algorithm,
-        dcp_size=case.dcp,
-        disaggregation_decode_enable_radix_cache=case.decode_radix,
-        disaggregation_enable_kv_checksum=case.compares,
-        enable_hierarchical_cache=case.special.host_cache is not None,
-    )  # fmt: skip
+    skip_unserved(case.algorithm, disaggregation_decode_enable_radix_cache=case.decode_radix)
     context = mp.get_context("fork")
     ports = [free_port() for _ in range(case.prefills)]
     shared = Shared(

@@ -11,11 +11,9 @@ from sglang_mixkv.engine import releases
 from sglang_mixkv.refusals import text_of
 
 
-def skip_unserved(backend: str, algorithm: str = "", **flags: Any) -> None:
-    """`flags`: other server arguments of the test."""
-    args = SimpleNamespace(
-        disaggregation_transfer_backend=backend, speculative_algorithm=algorithm, **flags
-    )
+def skip_unserved(algorithm: str, **flags: Any) -> None:
+    """`flags`: other server arguments of the test's servers, of either side."""
+    args = SimpleNamespace(disaggregation_mode="decode", speculative_algorithm=algorithm, **flags)
     for rule in releases.here().unserved.values():
         if rule[1](args):
             pytest.skip(text_of(rule))
