@@ -33,6 +33,7 @@ they opted in to mixkv. Hooks only: installing imports no SGLang module but its 
 from __future__ import annotations
 
 import importlib
+import inspect
 import multiprocessing
 import os
 import sys
@@ -144,7 +145,9 @@ def _host_pool_in_torch(
     module = sys.modules[type(pool).__module__]
     for copy in COPIES:
         setattr(module, copy.__name__, copy)
-    original(pool, *args, **{**kwargs, "pin_memory": False})
+    bound = inspect.signature(original).bind(pool, *args, **kwargs)
+    bound.arguments["pin_memory"] = False
+    original(*bound.args, **bound.kwargs)
 
 
 def _fork(_result: None, _server_args: Any) -> None:

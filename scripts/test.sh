@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # All tests on a bare machine: set up what is missing, run the rings, quickest first, then a part
-# of them on the release of SGLang before.
-# --full adds the long ones; other options go to pytest, and leave the second run out. The last line
-# names the Pythons that are supported and were not tested.
+# of them on the oldest supported release of SGLang.
+# --full adds the long ones, and a larger part on every older release; other options go to pytest,
+# and leave the older releases out. The last line names the Pythons that are supported and were not
+# tested.
 # PYTHON=python3.12 runs them on that version, in .venv-3.12/, and fails where this machine does
 # not have it; MIXKV_SGLANG=0.5.22 on that release of SGLang, in .venv-0.5.22/.
 set -euo pipefail
@@ -11,11 +12,22 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 # shellcheck source=scripts/prometheus.sh
 source "$MIXKV_ROOT/scripts/prometheus.sh"
 mixkv_prometheus
+# shellcheck source=scripts/dynamo.sh
+source "$MIXKV_ROOT/scripts/dynamo.sh"
+DYNAMO=1.6.1
+[ "${MIXKV_SGLANG:-}" != 0.5.22 ] || DYNAMO=1.7.0.dev20261026 # the one that pins it
+case "$*" in
+    "" | --full* | *dynamo*) mixkv_dynamo "$DYNAMO" ;;
+esac
 cd "$MIXKV_ROOT"
 
-BEFORE=0.5.22
+OLDEST=0.5.21
+OLDER="0.5.21 0.5.22"
 PART="test_seams or are_as_listed or another_sglang or test_hybrid_target or test_dtypes"
-PART="$PART or test_page_sizes or P2-D1 or test_plan or test_works_with"
+PART="$PART or test_page_sizes or P2-D1 or test_plan or test_works_with or test_early_sends"
+RING="$PART or test_matrix or test_channel or test_faults or test_stock or test_one_sided"
+RING="$RING or test_bootstrap or test_dcp or test_host_cache"
+SERVERS=" P2-D1 or P1-D2 or nixl-P2-D1 or nixl-P1-D2 or test_dynamo "
 
 # The rings set the environment of SGLang's CPU engine for their whole process; the others do without.
 NONE_SELECTED=5
@@ -25,7 +37,14 @@ for part in "tests/pure tests/docs tests/sim" "tests/protocol tests/e2e"; do
     python -m pytest $part "$@" || { code=$?; [ "$code" = "$NONE_SELECTED" ] || status=$code; }
 done
 if [ -z "${MIXKV_SGLANG:-}${PYTHON:-}" ] && { [ "$*" = "" ] || [ "$*" = --full ]; }; then
-    MIXKV_SGLANG="$BEFORE" bash scripts/test.sh -k "$PART" || status=$?
+    if [ "$*" = "" ]; then
+        MIXKV_SGLANG="$OLDEST" bash scripts/test.sh -k "$PART" || status=$?
+    else
+        for release in $OLDER; do
+            MIXKV_SGLANG="$release" bash scripts/test.sh -k "$RING" || status=$?
+            MIXKV_SGLANG="$release" bash scripts/test.sh --full -k "$SERVERS" || status=$?
+        done
+    fi
     ran="$(python -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
     classifier='.*"Programming Language :: Python :: \(3\.[0-9]*\)".*'
     sed -n "s/$classifier/\1/p" pyproject.toml | while read -r version; do

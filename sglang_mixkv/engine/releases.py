@@ -16,7 +16,7 @@ from typing import Any
 
 from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config
 from sglang_mixkv.engine.seams import RESTATED, SEAMS, Seam
-from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, with_drafter
+from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, has_drafter, with_drafter
 
 RADIX_CACHE: Rule = (
     "--disaggregation-decode-enable-radix-cache and a drafter other than DSPARK with this SGLang",
@@ -30,9 +30,17 @@ RADIX_CACHE: Rule = (
 # (DecodeTransferQueue.pop_transferred releases the pages without failure_exception).
 HOST_CACHE_ON_DECODE: Rule = (
     "--enable-hierarchical-cache on decode and a drafter with SGLang 0.5.21",
-    lambda a: a.disaggregation_mode == "decode" and with_drafter("enable_hierarchical_cache")(a),
+    lambda a: (
+        with_drafter("enable_hierarchical_cache")(a)
+        and bool(getattr(a, "disaggregation_decode_enable_radix_cache", False))
+    ),
     "a request that fails there gives its pages back while draft KV may still come; drop the flag "
     "on decode, or use SGLang 0.5.22 or newer",
+)
+DCP: Rule = (
+    "--dcp-size above 1 and a drafter with SGLang 0.5.21",
+    lambda a: (getattr(a, "dcp_size", 1) or 1) > 1 and has_drafter(a),
+    "it was not shown to be right there; use SGLang 0.5.22 or newer on both sides",
 )
 
 
@@ -62,7 +70,11 @@ _BEFORE_0_5_23 = {"Decode's radix cache with a drafter": RADIX_CACHE}
 RELEASES = (
     Release(
         "0.5.21",
-        {**_BEFORE_0_5_23, "Hierarchical cache on decode with a drafter": HOST_CACHE_ON_DECODE},
+        {
+            **_BEFORE_0_5_23,
+            "Hierarchical cache on decode with a drafter": HOST_CACHE_ON_DECODE,
+            "`--dcp-size` above 1 with a drafter": DCP,
+        },
         no_host_receive=0,
     ),
     Release("0.5.22", _BEFORE_0_5_23),

@@ -751,7 +751,7 @@ def refuse_endpoints(reader: Reader) -> None:
     ):
         with pytest.raises(ValueError, match=r"xpected|truncated"):
             reader.plane.connect(wrong)
-    gone = msgspec.structs.replace(found, target=b"127.0.0.1:1")
+    gone = msgspec.structs.replace(found, session=b"127.0.0.1:1")
     with pytest.raises(ConnectionError):
         reader.plane.connect(msgspec.msgpack.encode(gone), 1)
     assert not reader.plane._peers

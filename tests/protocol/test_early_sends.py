@@ -13,6 +13,7 @@ from rig.special import Special
 
 from sglang_mixkv.engine import early_sends
 from sglang_mixkv.engine.early_sends import VARIABLE, switch_off
+from sglang_mixkv.engine.releases import sglang_version
 
 
 @pytest.mark.parametrize(
@@ -60,13 +61,13 @@ def says_what_is_set(rank: Rank) -> None:
     rank.report.reasons.append(f"{rank.side}: {os.environ.get(VARIABLE)}")
 
 
-@pytest.mark.parametrize(
-    ("backend", "expected"),
-    [("nixl", ["prefill 0: INFO sglang-mixkv", "prefill: 0"]), ("mooncake", ["prefill: None"])],
-)
-def test_a_prefill_rank_sets_it_and_says_so(
-    backend: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+SAYS_SO = ["prefill 0: INFO sglang-mixkv", "prefill: 0"]
+
+
+@pytest.mark.parametrize("backend", ["nixl", "mooncake"])
+def test_a_prefill_rank_sets_it_and_says_so(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = backend == "mooncake" and sglang_version() != "0.5.21"
+    expected = ["prefill: None"] if waits else SAYS_SO
     monkeypatch.delenv(VARIABLE, raising=False)
     faults = {(side, 0): says_what_is_set for side in ("prefill", "decode")}
     special = Special(faults=faults, before={("prefill", 0): keep_lines(VARIABLE)})

@@ -10,6 +10,8 @@ from rig.model import Cache, Case, Request, draft_bytes
 from rig.ring import Outcome, run
 from rig.special import Special
 
+from sglang_mixkv.engine.releases import sglang_version
+
 pytestmark = pytest.mark.transports(every=12, tcp=True)
 
 SIZES = (1, 2, 4, 8)
@@ -180,6 +182,7 @@ def test_hybrid_target(prefill_tp: int, decode_tp: int, target: Cache, stages: i
     )  # fmt: skip
 
 
+@pytest.mark.skipif(sglang_version() == "0.5.21", reason="SGLang cannot slice that group there")
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
 @pytest.mark.parametrize("draft_heads", [2, 8])
 def test_target_with_a_sliding_window_group(

@@ -181,8 +181,10 @@ def test_storage_is_refused_at_run_time_where_it_is_at_start() -> None:
 UNSERVED = {
     "Decode's radix cache with a drafter": {"disaggregation_decode_enable_radix_cache": True},
     "Hierarchical cache on decode with a drafter": {
-        "enable_hierarchical_cache": True, "disaggregation_mode": "decode",
+        "enable_hierarchical_cache": True, "speculative_algorithm": "DSPARK",
+        "disaggregation_decode_enable_radix_cache": True,
     },
+    "`--dcp-size` above 1 with a drafter": {"dcp_size": 2},
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ class Releases:
         self.queue = queue
 
     def __len__(self) -> int:
-        return int(self.queue.num_pending_deferred_releases())
+        return len(self.queue._deferred_releases)
 
     def hold(self, receiver: Any, free: Callable[[], None] = lambda: None) -> None:
         """As pop_transferred does with a failed request. `free`: its pages may be used again."""

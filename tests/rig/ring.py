@@ -104,7 +104,11 @@ def inject_faults(one: Rank) -> None:
 
 def run(case: Case) -> Outcome:
     """Run one case; every rank's process has ended when this returns."""
-    skip_unserved(case.algorithm, disaggregation_decode_enable_radix_cache=case.decode_radix)
+    skip_unserved(
+        case.algorithm,
+        dcp_size=case.dcp,
+        disaggregation_decode_enable_radix_cache=case.decode_radix,
+    )
     context = mp.get_context("fork")
     ports = [free_port() for _ in range(case.prefills)]
     shared = Shared(

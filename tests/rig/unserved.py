@@ -13,7 +13,7 @@ from sglang_mixkv.refusals import text_of
 
 def skip_unserved(algorithm: str, **flags: Any) -> None:
     """`flags`: other server arguments of the test's servers, of either side."""
-    args = SimpleNamespace(disaggregation_mode="decode", speculative_algorithm=algorithm, **flags)
+    args = SimpleNamespace(speculative_algorithm=algorithm, **flags)
     for rule in releases.here().unserved.values():
         if rule[1](args):
             pytest.skip(text_of(rule))
