@@ -10,6 +10,8 @@
                                                       poll on the cores that compute
     mem_cache.allocation.get_last_loc (around)        with pages of several tokens it starts
                                                       a Triton kernel
+    mem_cache.allocator.paged                         the same, up to SGLang 0.5.21
+        .PagedTokenToKVPoolAllocator.__init__ (after)
     mem_cache.pool_host.base.HostKVCache.__init__     the host cache's copies are CUDA's, and its
         (around)                                      memory is pinned by CUDA
     entrypoints.engine._set_envs_and_config (after)   each process of a server would import
@@ -48,6 +50,7 @@ FALLBACK = "sglang.srt.arg_groups.overrides._attention_backend_platform_fallback
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 LAST_LOC = "sglang.srt.mem_cache.allocation.get_last_loc"
 HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
+PAGES = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.__init__"
 SET_ENVS = "sglang.srt.entrypoints.engine._set_envs_and_config"
 HANDLE_DFLASH = "sglang.srt.arg_groups.speculative_hook._handle_dflash"
 HANDLE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
@@ -66,6 +69,7 @@ def install() -> None:
     HookRegistry.register(GET_KV_CLASS, _without_device_memory, HookType.AFTER)
     HookRegistry.register(LAST_LOC, _last_loc_in_torch, HookType.AROUND)
     HookRegistry.register(HOST_POOL, _host_pool_in_torch, HookType.AROUND)
+    HookRegistry.register(PAGES, _pages_in_torch, HookType.AFTER)
     if os.environ.get(SPAWN_ENV) != "1":
         HookRegistry.register(SET_ENVS, _fork, HookType.AFTER)
     HookRegistry.register(HANDLE_DFLASH, _with_block_drafter, HookType.AROUND)
@@ -132,6 +136,14 @@ def _last_loc_in_torch(_original: Callable[..., Any], *args: Any) -> Any:
     from sglang.srt.mem_cache.allocation import get_last_loc_torch
 
     return get_last_loc_torch(*args)
+
+
+def _pages_in_torch(_result: None, *_args: Any, **_kwargs: Any) -> None:
+    from mixkv_cpu.kernels.allocation import Launched, decode, extend
+
+    module: Any = sys.modules[PAGES.removesuffix(".PagedTokenToKVPoolAllocator.__init__")]
+    if not hasattr(module, "alloc_decode_naive"):  # up to SGLang 0.5.21
+        module.alloc_extend_kernel, module.alloc_decode_kernel = Launched(extend), Launched(decode)
 
 
 def _host_pool_in_torch(

@@ -209,6 +209,8 @@ INDEX_K = {
 
 def dsa(prefill_tp: int, decode_tp: int, index_k: str, **kwargs: object) -> Case:
     """DeepSeek-V3.2, GLM-5, LongCat: index keys in pages of their own, sent as state."""
+    if sglang_version() == "0.5.21" and not all(INDEX_K[index_k]):
+        pytest.skip("NOT TESTED: SGLang 0.5.21 does not pair index keys that some layers lack")
     target = Cache("mla", layers=4, k_bytes=24, index_k=INDEX_K[index_k])
     return Case(prefill_tp, decode_tp, target=target, page_size=64, requests=DSA_REQUESTS, **kwargs)
 

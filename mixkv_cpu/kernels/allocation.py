@@ -1,0 +1,38 @@
+"""Pages for tokens in PyTorch: SGLang 0.5.21 has kernels for a GPU alone, newer ones do without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Tensor = torch.Tensor
+
+
+class Launched:
+    """A function that is called as Triton's kernels are: with a grid first."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __getitem__(self, _grid: Any) -> Callable[..., None]:
+        return self._function
+
+
+def extend(
+    prefix_lens: Tensor, seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, out: Tensor,
+    _size: int, page_size: int,
+) -> None:  # fmt: skip
+    from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
+
+    alloc_extend_naive(prefix_lens, seq_lens, last_loc, free_pages, out, page_size, out.device)
+
+
+def decode(
+    seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, out: Tensor, _size: int, page_size: int
+) -> None:
+    """One token for each request: behind its last one, or the first of a new page."""
+    fresh = (seq_lens - 1) % page_size == 0
+    pages = free_pages[(fresh.cumsum(0) - 1).clamp(0, free_pages.numel() - 1)]
+    out.copy_(torch.where(fresh, pages * page_size, last_loc + 1))
