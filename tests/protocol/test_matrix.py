@@ -10,8 +10,6 @@ from rig.model import Cache, Case, Request, draft_bytes
 from rig.ring import Outcome, run
 from rig.special import Special
 
-from sglang_mixkv.engine.releases import sglang_version
-
 pytestmark = pytest.mark.transports(every=12, tcp=True)
 
 SIZES = (1, 2, 4, 8)
@@ -182,7 +180,6 @@ def test_hybrid_target(prefill_tp: int, decode_tp: int, target: Cache, stages: i
     )  # fmt: skip
 
 
-@pytest.mark.skipif(sglang_version() == "0.5.21", reason="SGLang cannot slice that group there")
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
 @pytest.mark.parametrize("draft_heads", [2, 8])
 def test_target_with_a_sliding_window_group(
@@ -209,8 +206,6 @@ INDEX_K = {
 
 def dsa(prefill_tp: int, decode_tp: int, index_k: str, **kwargs: object) -> Case:
     """DeepSeek-V3.2, GLM-5, LongCat: index keys in pages of their own, sent as state."""
-    if sglang_version() == "0.5.21" and not all(INDEX_K[index_k]):
-        pytest.skip("NOT TESTED: SGLang 0.5.21 does not pair index keys that some layers lack")
     target = Cache("mla", layers=4, k_bytes=24, index_k=INDEX_K[index_k])
     return Case(prefill_tp, decode_tp, target=target, page_size=64, requests=DSA_REQUESTS, **kwargs)
 

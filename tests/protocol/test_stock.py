@@ -6,8 +6,6 @@ import pytest
 from rig.model import Cache, Case, Request
 from rig.ring import run
 
-from sglang_mixkv.engine.releases import sglang_version
-
 
 def stock(prefill_tp: int, decode_tp: int, **kwargs: object) -> Case:
     return Case(prefill_tp, decode_tp, prefill_mixkv=False, decode_mixkv=False, **kwargs)
@@ -82,12 +80,6 @@ DSA = Cache("mla", layers=4, k_bytes=24, index_k=(True, False, True, False))
 MTP = Cache("mla", k_bytes=24, index_k=(True,))
 
 
-index_keys = pytest.mark.skipif(
-    sglang_version() == "0.5.21", reason="it does not pair index keys that some layers lack"
-)
-
-
-@index_keys
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("draft", [Cache("mha", heads=4), MTP], ids=["mha", "mtp"])
@@ -103,7 +95,6 @@ def test_dsa_at_equal_tp_is_right(tp: int, stages: int, draft: Cache) -> None:
     assert outcome.statuses == {"success"}
 
 
-@index_keys
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
 def test_dsa_without_drafter_is_right(prefill_tp: int, decode_tp: int) -> None:
     """Index keys are the same on every rank: they come from the one that sends the target."""
