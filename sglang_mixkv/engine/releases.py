@@ -38,9 +38,9 @@ HOST_CACHE_ON_DECODE: Rule = (
     "on decode, or use SGLang 0.5.22 or newer",
 )
 DCP: Rule = (
-    "--dcp-size above 1 and a drafter with SGLang 0.5.21",
+    "--dcp-size above 1 and a drafter with SGLang before 0.5.23",
     lambda a: (getattr(a, "dcp_size", 1) or 1) > 1 and has_drafter(a),
-    "it was not shown to be right there; use SGLang 0.5.22 or newer on both sides",
+    "it was not shown to be right there; use SGLang 0.5.23 on both sides",
 )
 
 
@@ -66,14 +66,16 @@ class Release:
         return (*ARGUMENT_RULES, host_receive, *self.unserved.values())
 
 
-_BEFORE_0_5_23 = {"Decode's radix cache with a drafter": RADIX_CACHE}
+_BEFORE_0_5_23 = {
+    "Decode's radix cache with a drafter": RADIX_CACHE,
+    "`--dcp-size` above 1 with a drafter": DCP,
+}
 RELEASES = (
     Release(
         "0.5.21",
         {
             **_BEFORE_0_5_23,
             "Hierarchical cache on decode with a drafter": HOST_CACHE_ON_DECODE,
-            "`--dcp-size` above 1 with a drafter": DCP,
         },
         no_host_receive=0,
     ),

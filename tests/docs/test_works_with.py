@@ -100,12 +100,10 @@ def parts(cell: str) -> list[str]:
 def cells() -> Iterator[Cell]:
     head, *served = rows("with")
     for row in served:
-        for part, (column, text) in product(parts(row[0]), zip(head[1:], row[1:], strict=True)):
+        for part, (column, word) in product(parts(row[0]), zip(head[1:], row[1:], strict=True)):
             releases, _, backend = column.rpartition(", ")
-            word, *others = text.split("; ")
-            of_others = dict(other.split(": ") for other in others)  # "ring; 0.5.21: refused"
             for version in releases.split(" and "):
-                yield Cell(part, version, backend.lower(), of_others.get(version, word))
+                yield Cell(part, version, backend.lower(), word)
     for row in list(rows("refused"))[1:]:
         for part in parts(row[0]):
             for release in RELEASES:
