@@ -9,6 +9,7 @@ mixkv_dynamo() {
         folder="$MIXKV_VENV/dynamo/$version"
         [ ! -d "$folder" ] || continue
         echo "unpacking Dynamo $version into ${folder#"$MIXKV_ROOT"/}"
+        rm -rf "$folder.part"
         if ! python -m pip install -q --no-deps --no-compile --target "$folder.part" \
             "ai-dynamo==$version" "ai-dynamo-runtime==$version" "redis>=6.2,<9" "blake3>=1,<2"; then
             echo "Dynamo $version could not be had: what needs it is skipped" >&2

@@ -19,7 +19,7 @@ from sglang_mixkv.engine.seams import RESTATED, SEAMS, Seam
 from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, has_drafter, with_drafter
 
 RADIX_CACHE: Rule = (
-    "--disaggregation-decode-enable-radix-cache and a drafter other than DSPARK with this SGLang",
+    "--disaggregation-decode-enable-radix-cache and a drafter other than DSPARK",
     lambda a: (
         with_drafter("disaggregation_decode_enable_radix_cache")(a)
         and a.speculative_algorithm.upper() != "DSPARK"

@@ -141,7 +141,7 @@ def proven(cell: Cell, case: Case) -> bool:
 
 @pytest.mark.parametrize("cell", [c for c in CELLS if c.word == "engine"], ids=lambda c: c.part)
 def test_what_ran_in_the_engine_is_a_case_there(cell: Cell) -> None:
-    """Of an older release: one that the default run has there."""
+    """Of an older release: one that scripts/test.sh names for it."""
     cases = [case for case in CASES_OF_THE_ENGINE if proven(cell, case)]
     if cell.version != RELEASES[-1].version:
         script = (ROOT / "scripts" / "test.sh").read_text()

@@ -33,6 +33,7 @@ START_TIMEOUT = pytest.mark.timeout(1800)
 """Two deployments may start within one test, on a machine that has other work."""
 
 ENABLE = ("--enable-mixkv",)
+COLLAPSED = 1.3  # an accept length below it: the drafter has nothing of the prompt
 TP1, TP2 = ("--tp", "1"), ("--tp", "2")
 TP1_PP2 = (*TP1, "--pp-size", "2")
 TP2_DP2 = (*TP2, "--attn-dp-size", "2")

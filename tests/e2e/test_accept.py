@@ -18,11 +18,10 @@ from mixkv_demo.servers import disaggregated, single
 from sglang_mixkv.tools import accept
 from sglang_mixkv.tools.accept_prompts import tokenize
 
-from .conftest import ENABLE, FIGURES, START_TIMEOUT, TP1, TP2
+from .conftest import COLLAPSED, ENABLE, FIGURES, START_TIMEOUT, TP1, TP2
 
 pytestmark = [START_TIMEOUT, pytest.mark.full]
 
-COLLAPSED = 1.3
 GOOD = 3.3
 MODELS = Path(mixkv_demo.__file__).parent / "models"
 

@@ -19,6 +19,7 @@ from mixkv_demo.servers import Deployment, bring_up, disaggregated, silent
 from sglang_mixkv.tools.client import Answer, accept_length
 
 from .conftest import (
+    COLLAPSED,
     DECODE_CACHE,
     HOST_CACHE,
     PAGES,
@@ -48,7 +49,6 @@ HOST_CASES = [
     full("P2-D1-decode-host", (*TP2, *PAGES), (*TP1, *DECODE_HOST)),
 ]
 WITHOUT_DRAFT = Path(__file__).with_name("without_draft_copies.py")
-COLLAPSED = 1.3
 
 
 def one_by_one(deployment: Deployment) -> list[Answer]:
