@@ -139,11 +139,12 @@ def _last_loc_in_torch(_original: Callable[..., Any], *args: Any) -> Any:
 
 
 def _pages_in_torch(_result: None, *_args: Any, **_kwargs: Any) -> None:
-    from mixkv_cpu.kernels.allocation import Launched, decode, extend
+    from mixkv_cpu.kernels.allocation import Launched, decode, extend_by
 
     module: Any = sys.modules[PAGES.removesuffix(".PagedTokenToKVPoolAllocator.__init__")]
     if not hasattr(module, "alloc_decode_naive"):  # up to SGLang 0.5.21
-        module.alloc_extend_kernel, module.alloc_decode_kernel = Launched(extend), Launched(decode)
+        module.alloc_extend_kernel = extend_by(module.alloc_extend_naive)
+        module.alloc_decode_kernel = Launched(decode)
 
 
 def _host_pool_in_torch(

@@ -20,13 +20,16 @@ class Launched:
         return self._function
 
 
-def extend(
-    prefix_lens: Tensor, seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, out: Tensor,
-    _size: int, page_size: int,
-) -> None:  # fmt: skip
-    from sglang.srt.mem_cache.allocator.paged import alloc_extend_naive
+def extend_by(naive: Callable[..., None]) -> Launched:
+    """SGLang's kernel for the pages of new tokens, by ``naive``, its own loop in PyTorch."""
 
-    alloc_extend_naive(prefix_lens, seq_lens, last_loc, free_pages, out, page_size, out.device)
+    def extend(
+        prefix_lens: Tensor, seq_lens: Tensor, last_loc: Tensor, free_pages: Tensor, out: Tensor,
+        _size: int, page_size: int,
+    ) -> None:  # fmt: skip
+        naive(prefix_lens, seq_lens, last_loc, free_pages, out, page_size, out.device)
+
+    return Launched(extend)
 
 
 def decode(

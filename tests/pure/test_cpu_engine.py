@@ -127,7 +127,8 @@ def test_support_hooks_with_the_cpu_engine(monkeypatch, registered, spawn, forks
     monkeypatch.setenv(cpu.SPAWN_ENV, spawn)
     support.install()
     assert registered == [
-        support.FALLBACK, support.GET_KV_CLASS, support.LAST_LOC, support.HOST_POOL, *forks,
+        support.FALLBACK, support.GET_KV_CLASS, support.LAST_LOC, support.HOST_POOL,
+        support.PAGES, *forks,
         support.HANDLE_DFLASH, support.HANDLE_DSPARK, support.CREATE_WORKER,
     ]  # fmt: skip
 
