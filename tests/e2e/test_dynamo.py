@@ -6,12 +6,13 @@ in by environment, since Dynamo's parser knows no flags of plugins.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,12 +24,14 @@ from mixkv_demo.launch import Launch, Topology
 from mixkv_demo.pair import prompts, request_body
 from mixkv_demo.ports import free_port
 from mixkv_demo.processes import Fleet, ServerProcess
-from mixkv_demo.servers import Deployment
+from mixkv_demo.servers import Deployment, start
 from sglang_mixkv.config import ENABLE_ENV
 from sglang_mixkv.tools.client import Answer, RequestFailed, accept_length, stream
 
 from .conftest import (
     COLLAPSED,
+    ENABLE,
+    PAGES,
     START_TIMEOUT,
     TP1,
     TP2,
@@ -105,10 +108,34 @@ def with_dynamo(server: Launch, home: Path, module: str, flags: Sequence[str]) -
     return replace(server, argv=(sys.executable, "-m", module, *flags), env=env)
 
 
-def worker(server: Launch, home: Path, enabled: dict[str, str]) -> Launch:
+Flags = tuple[str, ...]
+Started = AbstractContextManager[Workers]
+
+
+def as_given(flags: Flags, _home: Path) -> Flags:
+    return flags
+
+
+def in_a_file(flags: Flags, home: Path) -> Flags:
+    """The same flags as YAML, with the events that the KV router of the frontend reads."""
+    settings: dict[str, str | bool] = {}
+    for word, value in zip(flags, (*flags[1:], "--"), strict=True):
+        if word.startswith("--"):
+            settings[word.removeprefix("--")] = value.startswith("--") or value
+    endpoint = f"tcp://*:{free_port()}"
+    events = {"publisher": "zmq", "topic": "kv-events", "endpoint": endpoint}
+    settings["kv-events-config"] = json.dumps(events)
+    file = home / f"{settings['disaggregation-mode']}.yaml"
+    file.write_text(json.dumps(settings))  # JSON is YAML, too
+    return ("--config", str(file))
+
+
+def worker(
+    server: Launch, home: Path, enabled: dict[str, str], form: Callable[[Flags, Path], Flags]
+) -> Launch:
     """The same server, as a worker of Dynamo's."""
     flags = server.argv[server.argv.index("--host") + 4 :]
-    flags = (*flags, "--served-model-name", "tiny", "--enable-metrics")
+    flags = form((*flags, "--served-model-name", "tiny", "--enable-metrics"), home)
     changed = with_dynamo(server, home, "dynamo.sglang", flags)
     return replace(changed, env={**changed.env, **enabled})
 
@@ -121,15 +148,17 @@ def dynamo(
     *,
     drafting_prefill: bool = True,
     serves: bool = True,
+    form: Callable[[Flags, Path], Flags] = as_given,
+    of_frontend: Flags = (),
 ) -> Iterator[Workers]:
     with Fleet() as fleet:
         stats, home = fleet.folder("stats"), fleet.folder("home")
         first, second, _ = launch.prefill_and_decode("mla", topology, str(stats))
         first = first if drafting_prefill else without_drafter(first)
         launches = {
-            "frontend": frontend(home),
-            "prefill": worker(first, home, prefill),
-            "decode": worker(second, home, decode),
+            "frontend": frontend(home, of_frontend),
+            "prefill": worker(first, home, prefill, form),
+            "decode": worker(second, home, decode, form),
         }
         started = {n: fleet.start(n, one.argv, one.env) for n, one in launches.items()}
         servers = (launches["prefill"], launches["decode"])
@@ -140,17 +169,58 @@ def dynamo(
         yield workers
 
 
-def frontend(home: Path) -> Launch:
+def frontend(home: Path, further: Flags = ()) -> Launch:
     port = free_port()
-    flags = ("--http-host", launch.HOST, "--http-port", str(port))
+    flags = ("--http-host", launch.HOST, "--http-port", str(port), *further)
     return with_dynamo(
         Launch("frontend", (), launch.local_env(), port), home, "dynamo.frontend", flags
     )
 
 
-def check(topology: Topology, name: str, reference: Reference) -> None:
+@contextmanager
+def single(enabled: dict[str, str], *, serves: bool = True) -> Iterator[Workers]:
+    """A frontend and one worker that does prefill and decode."""
+    with Fleet() as fleet:
+        stats, home = fleet.folder("stats"), fleet.folder("home")
+        server = launch.server("server", "mla", ())
+        launches = {"frontend": frontend(home), "server": worker(server, home, enabled, as_given)}
+        started = {n: fleet.start(n, one.argv, one.env) for n, one in launches.items()}
+        deployment = Deployment(fleet, launches["frontend"].url, stats, (launches["server"],))
+        workers = Workers(deployment, started, launches)
+        if serves:
+            workers.wait()
+        yield workers
+
+
+@contextmanager
+def beside_servers(topology: Topology) -> Iterator[Workers]:
+    """A frontend, and SGLang's own servers with a sidecar of Dynamo's each."""
+    with Fleet() as fleet:
+        stats, home = fleet.folder("stats"), fleet.folder("home")
+        *servers, _ = launch.prefill_and_decode("mla", topology, str(stats))
+        launches, started = {"frontend": frontend(home)}, {}
+        for server in servers:
+            port = str(free_port())
+            further = ("--grpc-port", port, "--incremental-streaming-output")
+            launches[server.name] = replace(server, argv=(*server.argv, *further))
+            flags = ("--grpc-endpoint", f"{launch.HOST}:{port}", "--bootstrap-host", launch.HOST)
+            own = Launch(f"sidecar of {server.name}", (), launch.local_env(), 0)
+            launches[own.name] = with_dynamo(own, home, "dynamo.sglang.sidecar", flags)
+        for server in servers:
+            (started[server.name],) = start(fleet, [launches[server.name]])
+        for name in launches.keys() - started.keys():
+            started[name] = fleet.start(name, launches[name].argv, launches[name].env)
+        url = launches["frontend"].url
+        workers = Workers(Deployment(fleet, url, stats, tuple(servers)), started, launches)
+        workers.wait()
+        yield workers
+
+
+def check(
+    topology: Topology, name: str, reference: Reference, started: Started | None = None
+) -> None:
     expected = reference("mla", ()).fixed
-    with dynamo(topology) as workers:
+    with started or dynamo(topology) as workers:
         before = counts(workers.deployment)
         answers = workers.answers()
         counted = counts(workers.deployment)
@@ -189,6 +259,39 @@ def test_without_the_plugin_the_drafter_is_lost(reference: Reference) -> None:
 )
 def test_other_pairs_of_workers(name: str, topology: Topology, reference: Reference) -> None:
     check(topology, name, reference)
+
+
+@pytest.mark.full
+def test_settings_in_a_file_and_the_kv_router(reference: Reference) -> None:
+    topology = Topology((*TP2, *PAGES), (*TP1, *PAGES), backend="nixl")
+    started = dynamo(topology, form=in_a_file, of_frontend=("--router-mode", "kv"))
+    check(topology, "nixl 2 -> 1, YAML, KV router", reference, started)
+
+
+@pytest.mark.full
+def test_sidecars_beside_the_servers(reference: Reference) -> None:
+    topology = Topology(TP2, TP1, ENABLE, ENABLE, backend="nixl")
+    check(topology, "nixl 2 -> 1, sidecars", reference, beside_servers(topology))
+
+
+@pytest.mark.full
+def test_one_worker_without_disaggregation(reference: Reference) -> None:
+    """Not opted in, SGLang is untouched."""
+    expected = reference("mla", ()).fixed
+    with single(STOCK) as workers:
+        answers = workers.answers()
+    record(f"Dynamo {DYNAMO}, aggregated", answers, expected)
+    same(answers, expected)
+
+
+@pytest.mark.full
+def test_one_worker_that_opts_in_does_not_start() -> None:
+    with single(OPTED_IN, serves=False) as workers:
+        process, deadline = workers.processes["server"], time.monotonic() + STARTED_S
+        while "MIXKV-START-03" not in workers.log("server"):
+            assert time.monotonic() < deadline, workers.log("server")
+            time.sleep(1)
+        assert process.process.wait(STARTED_S) != 0
 
 
 @pytest.mark.full

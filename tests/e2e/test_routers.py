@@ -1,0 +1,116 @@
+"""Both routers in front of a pair: SGLang's, and its successor smg. Their policies, what they do
+about a prefill server that decode refuses, and what a client sees of it.
+
+The servers start once for all routers of a test: a router starts in a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from mixkv_demo import launch
+from mixkv_demo.launch import Launch, Topology
+from mixkv_demo.pair import prompts
+from mixkv_demo.ports import free_port
+from mixkv_demo.processes import Fleet
+from mixkv_demo.servers import Deployment, bring_up, silent, start
+from sglang_mixkv.tools.client import RequestFailed
+
+from .conftest import ENABLE, START_TIMEOUT, TP1, TP2, Reference, counts, record, warm_share
+from .test_pairs import same
+
+pytestmark = [START_TIMEOUT, pytest.mark.full]
+
+MODULES = {"sglang-router": ("sglang_router.launch_router",), "smg": ("smg", "launch")}
+COMMON = ("random", "round_robin", "cache_aware", "power_of_two")
+CASES = [
+    *((router, policy) for router in MODULES for policy in COMMON),
+    *(("smg", policy) for policy in ("consistent_hashing", "prefix_hash", "least_load")),
+]
+
+Prefill = tuple[Launch, int]
+"""A prefill server, and its bootstrap port."""
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Two prefill servers with the plugin and one without, and a decode server with it."""
+
+    fitting: list[Prefill]
+    stock: Prefill
+    decode: Launch
+    stats: Path
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[Servers]:
+    with Fleet() as fleet:
+        stats = fleet.folder("stats")
+        prefills = []
+        for number, flags in enumerate((ENABLE, ENABLE, ())):
+            topology = Topology(TP1, TP2, flags, ENABLE)
+            prefill, decode, port = launch.prefill_and_decode("mla", topology, str(stats))
+            prefills.append((replace(prefill, name=f"prefill {number}"), port))
+        start(fleet, [*(one for one, _ in prefills), decode])
+        yield Servers(prefills[:2], prefills[2], decode, stats)
+
+
+@contextmanager
+def router(
+    name: str, servers: Servers, prefills: Sequence[Prefill], *flags: str
+) -> Iterator[Deployment]:
+    """That router before these prefill servers and the decode server."""
+    port = free_port()
+    addresses = [w for one, room in prefills for w in ("--prefill", one.url, str(room))]
+    argv = (
+        sys.executable, "-m", *MODULES[name], "--pd-disaggregation", "--host", launch.HOST,
+        "--port", str(port), "--prometheus-port", str(free_port()), *addresses,
+        "--decode", servers.decode.url, "--worker-startup-check-interval", "1", *flags,
+    )  # fmt: skip
+    with Fleet() as fleet:
+        entry = Launch(name, argv, launch.local_env(), port)
+        bring_up(fleet, [entry], silent)
+        yield Deployment(fleet, entry.url, servers.stats)
+
+
+@pytest.mark.parametrize(("name", "policy"), CASES)
+def test_a_policy(name: str, policy: str, servers: Servers, reference: Reference) -> None:
+    expected = reference("mla", ()).fixed
+    with router(name, servers, servers.fitting, "--policy", policy) as deployment:
+        before = counts(deployment)
+        answers = [deployment.ask(prompt) for prompt in prompts()]
+        counted = counts(deployment)
+    counted.subtract(before)
+    record(f"{name}, {policy}, 1 -> 2, two prefills", answers, expected, warm_share(counted))
+    same(answers, expected)
+    assert warm_share(counted) == 1
+
+
+@pytest.mark.parametrize("retries", [(), ("--disable-retries",)], ids=["retries", "none"])
+@pytest.mark.parametrize("name", MODULES)
+def test_a_client_sees_why_its_request_is_refused(
+    name: str, retries: tuple[str, ...], servers: Servers
+) -> None:
+    with (
+        router(name, servers, [servers.stock], *retries) as deployment,
+        pytest.raises(RequestFailed, match="does not run sglang-mixkv"),
+    ):
+        deployment.ask(prompts()[0])
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_retry_finds_a_server_that_fits(
+    name: str, servers: Servers, reference: Reference
+) -> None:
+    expected = reference("mla", ()).fixed
+    prefills = [servers.stock, servers.fitting[0]]
+    with router(name, servers, prefills, "--policy", "round_robin") as deployment:
+        answers = [deployment.ask(prompt) for prompt in prompts()]
+    record(f"{name}, one of two prefills is refused", answers, expected)
+    same(answers, expected)
