@@ -59,10 +59,11 @@ def test_a_patched_engine_refuses_without_the_plugin(prefill_tp: int, decode_tp:
     assert "draft KV item length mismatch" in outcome.reasons
 
 
+@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), UNEQUAL)
 @pytest.mark.usefixtures("engine_that_refuses")
-def test_a_patched_engine_is_served(prefill_tp: int, decode_tp: int) -> None:
-    outcome = run(Case(prefill_tp, decode_tp))
+def test_a_patched_engine_is_served(prefill_tp: int, decode_tp: int, backend: str) -> None:
+    outcome = run(Case(prefill_tp, decode_tp, backend=backend))
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
 
