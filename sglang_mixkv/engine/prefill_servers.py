@@ -23,6 +23,7 @@ from sglang_mixkv.decode.inbox import Inbox
 from sglang_mixkv.decode.servers import Pairing, contacts_of, judge, make_plan
 from sglang_mixkv.draft.facts import Row, read_row
 from sglang_mixkv.engine.bootstrap import PATH
+from sglang_mixkv.engine.refused import RefusedRequests
 from sglang_mixkv.errors import MixKVError
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -74,6 +75,8 @@ class PrefillServers:
         self._servers: dict[str, _Server] = {}
         self._instances: dict[bytes, str] = {}
         self._pool = ThreadPoolExecutor(WORKERS, "mixkv-ask")
+        self._refused_requests = RefusedRequests()
+        self.notify_refused = self._refused_requests.add
 
     def ensure(self, address: str) -> bool:
         """Whether requests to this server may go on: to be served, or to be failed in words."""
@@ -192,6 +195,7 @@ class PrefillServers:
         return self._instances.get(instance, "")
 
     def close(self) -> None:
+        self._refused_requests.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

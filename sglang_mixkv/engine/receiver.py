@@ -11,6 +11,7 @@ from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.copier import Entry
 from sglang_mixkv.decode.inbox import Inbox
 from sglang_mixkv.decode.servers import Pairing, Plan
+from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.engine.sides import forward_event
 from sglang_mixkv.errors import MixKVError, refuse
 
@@ -40,10 +41,11 @@ class DraftReceiver:
     required_prefill_response_num: int
 
     def init(self, prefill_dp_rank: int) -> None:
-        servers = getattr(self.kv_mgr, "servers", None)
+        servers: PrefillServers | None = getattr(self.kv_mgr, "servers", None)
         reason = servers.refusal(self.bootstrap_addr) if servers is not None else None
-        if reason is not None and self.conclude_state is None:
+        if servers is not None and reason is not None and self.conclude_state is None:
             self._fail(reason)
+            servers.notify_refused(self.bootstrap_addr, self)
             return
         super().init(prefill_dp_rank)  # type: ignore[misc]
         if servers is None or self.conclude_state is not None or not self.bootstrap_infos:
@@ -52,6 +54,7 @@ class DraftReceiver:
             self._take(servers.pairing(self.bootstrap_addr, self.bootstrap_infos))
         except MixKVError as error:
             self._fail(str(error))
+            self.ensure_abort_notified()  # type: ignore[attr-defined]
 
     def _take(self, pairing: Pairing) -> None:
         """Raises MixKVError where SGLang counts this request's answers otherwise."""

@@ -37,7 +37,7 @@ REQUESTS = (Request(23, chunk_pages=2), Request(8), Request(12, prefix_pages=2))
 
 @pytest.fixture(autouse=True)
 def short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "3")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "60")
     monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
 
 
@@ -63,6 +63,8 @@ def refused_by_decode(
     reasons = [line for line in outcome.reasons.splitlines() if line.startswith("decode")]
     assert len(reasons) == decode_tp * len(REQUESTS)
     assert all(words in reason for reason in reasons)
+    assert {status for r in outcome.prefill for status in r.status} == {"failed"}
+    assert "Timed out" not in outcome.reasons, outcome.reasons
     return outcome
 
 

@@ -1,0 +1,98 @@
+"""Ends prefill's half of a request that decode refuses.
+
+Prefill would hold it for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, 300 s, and a router that waits
+for both halves its client. So the ranks of the refused server get SGLang's own ABORT, which is
+all that they get. One that comes before the request is ignored (mooncake/conn.py
+_handle_abort_notification): it is sent again.
+"""
+
+from __future__ import annotations
+
+import copy
+import heapq
+import itertools
+import logging
+import queue
+import threading
+import time
+from typing import Any
+
+import requests
+
+logger = logging.getLogger(f"sglang.{__name__}")
+
+SENT_AFTER_S = (0.0, 0.5, 2.0, 8.0)
+MAX_WAITING = 4096
+ASK_S = 5.0  # for one answer
+KNOWN_S = 10.0  # a server's ranks are asked for anew after that
+
+
+class RefusedRequests:
+    """One thread, started with the first request. `add` never blocks, and nothing is raised."""
+
+    def __init__(self) -> None:
+        self._new: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._ranks: dict[str, tuple[float, list[dict[str, Any]]]] = {}
+
+    def add(self, address: str, receiver: Any) -> None:
+        """`receiver`: of SGLang, which has failed; its copy sends the messages."""
+        self._new.put((address, copy.copy(receiver)))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mixkv-refused", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        self._new.put(None)
+
+    def _run(self) -> None:
+        waiting: list[tuple[float, int, str, Any]] = []
+        number = itertools.count()
+        while True:
+            wait_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+            try:
+                added = self._new.get(timeout=wait_s)
+            except queue.Empty:
+                _, _, address, receiver = heapq.heappop(waiting)
+                self._notify(address, receiver)
+                continue
+            if added is None:
+                return
+            delays = SENT_AFTER_S if len(waiting) < MAX_WAITING else SENT_AFTER_S[:1]
+            for delay in delays:
+                heapq.heappush(waiting, (time.monotonic() + delay, next(number), *added))
+
+    def _notify(self, address: str, receiver: Any) -> None:
+        try:
+            receiver.bootstrap_infos, receiver.abort_notified = self._of(address), False
+            receiver.ensure_abort_notified()
+        except Exception as error:
+            logger.warning(
+                "[MIXKV-MSG-02] sglang-mixkv: prefill server %s cannot be notified that room %s "
+                "is refused, and may hold it until its bootstrap timeout: %r",
+                address, receiver.bootstrap_room, error,
+            )  # fmt: skip
+
+    def _of(self, address: str) -> list[dict[str, Any]]:
+        asked, ranks = self._ranks.get(address, (-KNOWN_S, []))
+        if time.monotonic() - asked > KNOWN_S:
+            ranks = ranks_of(address)
+            self._ranks[address] = time.monotonic(), ranks
+        return ranks
+
+
+def ranks_of(address: str) -> list[dict[str, Any]]:
+    """All ranks of a prefill server, with `rank_ip` and `rank_port`, as any SGLang's bootstrap
+    server has them (common/conn.py _handle_route_get)."""
+    names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+    with requests.Session() as session:
+
+        def get(*ranks: int) -> dict[str, Any]:
+            query = dict(zip(names, ranks, strict=True))
+            answer = session.get(f"http://{address}/route", params=query, timeout=ASK_S)
+            answer.raise_for_status()
+            return dict(answer.json())
+
+        sizes = get(-1, -1, -1, -1)
+        counts = (sizes[f"{n}_size"] for n in ("dp", "attn_cp", "attn_tp", "pp"))
+        return [get(*ranks) for ranks in itertools.product(*map(range, counts))]
