@@ -172,9 +172,12 @@ CODE = "[MIXKV-START-01]"
 
 @pytest.fixture
 def version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Gives the installed SGLang another version."""
+    """Gives the installed SGLang another version. Its rules stay: what is installed may be older
+    than the newest that is known, with other defaults."""
     from sglang_mixkv.engine import releases as compat
 
+    rules = compat.rules()
+    monkeypatch.setattr(compat, "rules", lambda: rules)
     return lambda other: monkeypatch.setattr(compat, "sglang_version", lambda: other)
 
 

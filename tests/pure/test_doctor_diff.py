@@ -58,7 +58,7 @@ CLASS = (
         # inherited: in the module, from another, behind a class without it, in order
         ("a:A.f", {"a": "class B:\n    def f(): 1\nclass A(B): pass"}, "a:B.f",
          "    def f(): 1\n"),
-        ("a:A.f", {"a": "from .b import B\nclass C(B): 0\nclass A(Generic[T], C): 0",
+        ("a:A.f", {"a": "from .b import B\nclass C(B): 0\nclass A(Generic[T], C[T]): 0",
                    "b": "class B:\n    def f(): 1"}, "b:B.f", "    def f(): 1"),
         ("a:A.f", {"a": "class C:\n  def f(): 2\nclass B:\n  def f(): 1\nclass A(B, C): 0"},
          "a:B.f", "  def f(): 1\n"),
