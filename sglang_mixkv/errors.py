@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 CODES = {
-    "MIXKV-START-01": "the installed SGLang is not one that the plugin knows",
+    "MIXKV-START-01": "the installed SGLang was not tested, or is not as expected",
     "MIXKV-START-02": "the plugin was not loaded, or SGLang did not apply its hooks",
     "MIXKV-START-03": "a flag or variable that does not go with the plugin",
     "MIXKV-START-04": "a setting or a launch line that cannot be read",

@@ -19,8 +19,8 @@ BEGIN, END = "<!-- flags:begin -->\n", "<!-- flags:end -->"
 
 # What is read from the environment alone: no flag, since few deployments need it.
 ENVIRONMENT_ONLY = {
-    config.ALLOW_UNTESTED_ENV: "Start with an SGLang release that is not in "
-    "[the table](compatibility.md#releases). Its functions are still compared.",
+    config.ALLOW_UNTESTED_ENV: "Start with an SGLang that is "
+    "[refused](compatibility.md#releases). Each difference is logged.",
     config.STATS_DIR_ENV: "A folder in which each process keeps a JSON file of its counters: bytes "
     "of draft KV, warm and cold requests by reason, dropped messages. Off when empty.",
     config.PORT_ENV: "On prefill: the channel of the rank on GPU n listens on this port plus "

@@ -13,7 +13,7 @@ from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.server_args import ServerArgs
 
 from sglang_mixkv import refusals
-from sglang_mixkv.config import Config
+from sglang_mixkv.config import ATTRIBUTE, Config
 from sglang_mixkv.engine import releases
 
 
@@ -41,7 +41,8 @@ def check_once(server_args: Any, config: Config) -> None:
     global _checked
     if server_args is _checked:
         return
-    releases.preflight(config, replaced_is_fine=True)
+    launcher_warned = hasattr(server_args, ATTRIBUTE)
+    releases.preflight(config, replaced_is_fine=True, warns=not launcher_warned)
     if isinstance(server_args, ServerArgs):
         asked = tuple(rule for rule in releases.rules() if rule is not refusals.SINGLE_SERVER)
         stop_if(refusals.broken(asked, resolved_view(server_args), os.environ))

@@ -21,7 +21,7 @@ import requests
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-SENT_AFTER_S = (0.0, 0.5, 2.0, 8.0)
+SENT_AFTER_S = (0.2, 0.7, 2.0, 8.0)  # behind decode's own answer, which has the reason
 MAX_WAITING = 4096
 ASK_S = 5.0  # for one answer
 KNOWN_S = 10.0  # a server's ranks are asked for anew after that

@@ -1,22 +1,30 @@
 """The releases of SGLang that are served, and the check that the installed one is as expected.
 
 A release is an entry of RELEASES: its seams (seams.py), and what other releases serve and this one
-does not. `preflight` runs before an opted-in server starts.
+does not. `preflight` runs before an opted-in server starts. A release that is newer than all of
+RELEASES is taken for the newest of them, and starts where nothing that is compared differs.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from packaging.version import InvalidVersion, Version
+
+from sglang_mixkv import __version__
 from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config
+from sglang_mixkv.engine import behaviour
 from sglang_mixkv.engine.seams import RESTATED, SEAMS, Seam
 from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, has_drafter, with_drafter
+
+logger = logging.getLogger(f"sglang.{__name__}")
 
 RADIX_CACHE: Rule = (
     "--disaggregation-decode-enable-radix-cache and a drafter other than DSPARK",
@@ -93,6 +101,14 @@ def here() -> Release:
     return next((known for known in RELEASES if known.version == version), RELEASES[-1])
 
 
+def is_newer(version: str) -> bool:
+    """Whether a release comes after all that are known. None that cannot be read does."""
+    try:
+        return Version(version) > Version(SUPPORTED_SGLANG[-1])
+    except InvalidVersion:
+        return False
+
+
 def modules() -> tuple[str, ...]:
     """SGLang's modules to read when a release is added: those of all seams, and RESTATED."""
     return tuple(sorted({*RESTATED, *(seam.module for seam in SEAMS)}))
@@ -143,35 +159,67 @@ def _is_replaced(path: str) -> bool:
     return not owner.startswith("sglang.")
 
 
-def problems(config: Config, *, replaced_is_fine: bool = False) -> Iterator[str]:
-    """Why the installed engine cannot carry the plugin; nothing when it can.
-
-    `replaced_is_fine`: a function that a test or tool has put in the place of SGLang's is not
-    compared.
-    """
-    version = sglang_version()
-    if version not in SUPPORTED_SGLANG and not config.allow_untested_sglang:
-        yield (
-            f"SGLang version: expected one of {SUPPORTED_SGLANG}, found {version}. Install a "
-            f"supported SGLang, or set {ALLOW_UNTESTED_ENV}=1 to try this one at your own risk"
-        )
+def seam_problems(*, replaced_is_fine: bool = False) -> Iterator[str]:
+    """Each seam that is not as expected. `replaced_is_fine`: a function that a test or tool has put
+    in the place of SGLang's is not compared."""
     for seam in SEAMS:
         problem = seam_problem(seam)
         if problem and not (replaced_is_fine and _is_replaced(seam.path)):
             yield problem
 
 
-def preflight(config: Config, *, replaced_is_fine: bool = False) -> None:
-    """Stop the process unless every seam is as expected. SystemExit, since SGLang swallows less."""
-    found = list(problems(config, replaced_is_fine=replaced_is_fine))
-    if found:
+def problems(*, replaced_is_fine: bool = False) -> Iterator[str]:
+    """Why the installed SGLang may not carry the plugin: its version, where it is neither known nor
+    newer, its seams, and what its functions do."""
+    version = sglang_version()
+    if version not in SUPPORTED_SGLANG and not is_newer(version):
+        yield f"SGLang version: expected one of {SUPPORTED_SGLANG}, or a newer one; found {version}"
+    yield from seam_problems(replaced_is_fine=replaced_is_fine)
+    yield from behaviour.problems(
+        one for one in behaviour.BEHAVIOURS
+        if not (replaced_is_fine and _is_replaced(one.function))
+    )  # fmt: skip
+
+
+def preflight(config: Config, *, replaced_is_fine: bool = False, warns: bool = True) -> None:
+    """Stop the process unless SGLang is as expected. SystemExit, since SGLang swallows less.
+
+    What the functions of a known release do is not compared: tests pin it. An untested release
+    goes on with a warning. `warns`: not in a process whose launcher has warned.
+    """
+    version = sglang_version()
+    tested = version in SUPPORTED_SGLANG
+    look = seam_problems if tested else problems
+    found = list(look(replaced_is_fine=replaced_is_fine))
+    if found and (tested or not config.allow_untested_sglang):
+        at_own_risk = f", set {ALLOW_UNTESTED_ENV}=1 to try this one at your own risk,"
         stop(
             "MIXKV-START-01",
-            "the installed SGLang does not fit this version of the plugin",
+            f"the installed SGLang {version} does not fit this version of the plugin",
             found,
-            "Install the SGLang and sglang-mixkv releases of one row of docs/compatibility.md, "
-            "or start without --enable-mixkv",
+            "Install the SGLang and sglang-mixkv releases of one row of docs/compatibility.md"
+            f"{'' if tested else at_own_risk} or start without --enable-mixkv",
         )
+    if warns and not tested:
+        _warn(version, found)
+
+
+def _warn(version: str, found: list[str]) -> None:
+    """Say what was and was not compared in an untested release, and each difference."""
+    logger.warning(
+        "[MIXKV-START-01] sglang-mixkv %s was not tested with SGLang %s, and takes it for %s. "
+        "Compared: the parameters of %d functions of SGLang, the source of %d; differences: %d. "
+        "Not compared: all else that the plugin relies on, and features that are new. Compare its "
+        "accept length with a single server's (python -m sglang_mixkv accept) before it serves",
+        __version__,
+        version,
+        SUPPORTED_SGLANG[-1],
+        len(SEAMS),
+        len(behaviour.BEHAVIOURS),
+        len(found),
+    )
+    for problem in found:
+        logger.warning("[MIXKV-START-01] started by %s=1 with: %s", ALLOW_UNTESTED_ENV, problem)
 
 
 def stop(code: str, headline: str, details: list[str], remedy: str) -> None:

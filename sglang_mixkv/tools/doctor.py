@@ -81,12 +81,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--against", metavar="FOLDER",
         help="only compare the SGLang in this folder (pip install --no-deps --target FOLDER "
-        "sglang==...) with its release, or with the newest that is supported; and its files with "
-        "the installed SGLang's",
+        "sglang==...) with its release, or with the newest that is supported; and with the "
+        "installed SGLang the source of each function that the plugin relies on, where it is "
+        "defined and in the transfer backends' classes. Of modules whose rules the plugin "
+        "restates, which no function stands for, only lines added and removed are counted",
     )  # fmt: skip
     parser.add_argument(
-        "--diff", action="store_true", help="with --against: print the files' unified diff instead"
-    )
+        "--diff", nargs="?", const=diff.FUNCTIONS, choices=diff.DIFFS,
+        help="with --against: print the unified diff of these functions instead; modules: of the "
+        "whole modules that they are in, and of those whose rules are restated",
+    )  # fmt: skip
     parser.add_argument(
         "--no-transfer", action="store_true", help="leave the reads out, and what they would use"
     )
@@ -169,7 +173,7 @@ def main(argv: list[str]) -> int:
     if args.diff:
         if not args.against:
             parser.error("--diff needs --against FOLDER")
-        sys.stdout.write(diff.whole(args.against))
+        sys.stdout.write(diff.whole(args.against, args.diff))
         return 0
     found = list(findings(args))
     wrong = any(finding.problem for finding in found)

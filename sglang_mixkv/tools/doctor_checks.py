@@ -20,7 +20,7 @@ import msgspec
 
 from sglang_mixkv import __version__, config, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
+from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, is_newer
 from sglang_mixkv.tools import simulated
 
 GROUP, ENTRY = "sglang.srt.plugins", "mixkv"
@@ -57,9 +57,8 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 _USERINFO = re.compile(r"//[^/@\s]*@")
 
 _SEAMS_PROGRAM = (
-    "from sglang_mixkv import config\nfrom sglang_mixkv.engine import behaviour, releases\n"
-    "found = [*releases.problems(config.resolve(None)), *behaviour.problems()]\n"
-    "print(*('seam:' + problem for problem in found), 'done:', sep='\\n')"
+    "from sglang_mixkv.engine import releases\n"
+    "print(*('seam:' + problem for problem in releases.problems()), 'done:', sep='\\n')"
 )
 
 
@@ -93,7 +92,9 @@ def versions() -> Iterator[Finding]:
     """The plugin, what it needs, and the host."""
     sglang, mooncake, nixl = version_of("sglang"), version_of(*MOONCAKE), version_of("nixl")
     advice = ""
-    if sglang not in SUPPORTED_SGLANG:
+    if is_newer(sglang):
+        sglang += f", newer than {SUPPORTED_SGLANG[-1]}: starts where the seams are as expected"
+    elif sglang not in SUPPORTED_SGLANG:
         advice = f"expected SGLang {' or '.join(SUPPORTED_SGLANG)}"
         advice += f": pip install sglang=={SUPPORTED_SGLANG[-1]}"
     missing = "neither Mooncake nor NIXL is installed: pip install mooncake-transfer-engine"

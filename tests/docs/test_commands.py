@@ -50,8 +50,10 @@ TABLE: dict[str, str] = {
         "tests/docs/test_commands.py::test_two_doctors",
     r"python -m sglang_mixkv doctor --against FOLDER":
         "tests/pure/test_doctor.py::test_another_sglang_is_compared",
-    r"python -m sglang_mixkv doctor --against FOLDER --diff > upstream\.diff":
-        "tests/pure/test_doctor.py::test_the_whole_diff",
+    r"python -m sglang_mixkv doctor --against FOLDER --diff > functions\.diff":
+        "tests/pure/test_doctor_diff.py::test_the_diff_of_the_functions_alone",
+    r"python -m sglang_mixkv doctor --against FOLDER --diff modules > modules\.diff":
+        "tests/pure/test_doctor_diff.py::test_the_diff_of_whole_modules",
     r"python -m sglang_mixkv plan .*": HERE,
     r"(\w+=\S+ )*scripts/launch/\w+\.sh --dry-run": HERE,
     r"python -m build --wheel": "tests/docs/test_package.py::test_the_commands_work",

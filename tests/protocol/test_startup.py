@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import pickle
 import pkgutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -19,6 +20,7 @@ from rig import forks
 
 import mixkv_demo
 from sglang_mixkv import plugin
+from sglang_mixkv.engine.behaviour import Behaviour
 from sglang_mixkv.engine.seams import Seam
 
 MODELS = Path(mixkv_demo.__file__).parent / "models" / "mla"
@@ -156,10 +158,162 @@ def test_hook_that_was_not_applied_does_not_start(
 
 
 def test_seams_of_the_installed_engine_are_as_listed() -> None:
-    from sglang_mixkv.config import Config
     from sglang_mixkv.engine import releases as compat
 
-    assert list(compat.problems(Config(enabled=True))) == []
+    assert list(compat.problems()) == []
+
+
+# ------------------------------------------------------ a release of SGLang that is not known
+
+NEWER = "99.0"
+OTHERWISE = Behaviour("it is so", "sglang.srt.disaggregation.utils:get_kv_class", "no such text")
+CODE = "[MIXKV-START-01]"
+
+
+@pytest.fixture
+def version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Gives the installed SGLang another version. Its rules stay: what is installed may be older
+    than the newest that is known, with other defaults."""
+    from sglang_mixkv.engine import releases as compat
+
+    rules = compat.rules()
+    monkeypatch.setattr(compat, "rules", lambda: rules)
+    return lambda other: monkeypatch.setattr(compat, "sglang_version", lambda: other)
+
+
+@pytest.fixture
+def differ(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes a seam, or what a function does, not as expected."""
+    from sglang_mixkv.engine import behaviour
+    from sglang_mixkv.engine import releases as compat
+
+    def change(*, seam: bool = False, does: bool = False) -> None:
+        monkeypatch.setattr(compat, "SEAMS", (*compat.SEAMS, *[GONE] * seam))
+        more = (*behaviour.BEHAVIOURS, *[OTHERWISE] * does)
+        monkeypatch.setattr(behaviour, "BEHAVIOURS", more)
+
+    return change
+
+
+@pytest.fixture
+def warned() -> Iterator[list[str]]:
+    """What was logged of SGLang's release. SGLang takes the handlers of pytest's caplog away."""
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("sglang.sglang_mixkv.engine.releases")
+    logger.addHandler(handler)
+    yield texts
+    logger.removeHandler(handler)
+
+
+@pytest.fixture
+def launch(warned: list[str]) -> Callable[[], str]:
+    """What an opted-in launcher says: its warnings, or why it stopped."""
+    return lambda: in_fork(lambda: [resolve("--enable-mixkv"), warned][1])
+
+
+def test_a_known_release_starts_without_a_word(
+    launch: Callable[[], str], differ: Callable[..., None]
+) -> None:
+    """And its functions are not read: tests have pinned what they do."""
+    differ(does=True)
+    assert launch() == "ok []"
+
+
+def test_a_newer_release_starts_with_one_warning(
+    launch: Callable[[], str], version: Callable[[str], None]
+) -> None:
+    version(NEWER)
+    said = launch()
+    assert said.startswith("ok [")
+    assert said.count(CODE) == 1
+    assert f"was not tested with SGLang {NEWER}, and takes it for 0.5.23. Compared: " in said
+    assert "differences: 0. Not compared: " in said
+
+
+@pytest.mark.parametrize(
+    ("what", "named"),
+    [("seam", f"{GONE.path}: expected"), ("does", f"{OTHERWISE.function}: expected that it is so")],
+)
+def test_a_newer_release_that_differs_does_not_start(
+    launch: Callable[[], str], version: Callable[[str], None], differ: Callable[..., None],
+    what: str, named: str,
+) -> None:  # fmt: skip
+    version(NEWER)
+    differ(**{what: True})
+    said = launch()
+    assert said.startswith(CODE)
+    assert f"SGLang {NEWER} does not fit" in said
+    assert named in said
+    assert "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG=1" in said
+
+
+@pytest.mark.parametrize("older", ["0.5.20", "0.5.21.post1", "0.5.23.dev1", "none"])
+def test_a_release_that_is_neither_known_nor_newer_does_not_start(
+    launch: Callable[[], str], version: Callable[[str], None], older: str
+) -> None:
+    version(older)
+    said = launch()
+    assert said.startswith(CODE)
+    assert f"or a newer one; found {older}" in said
+
+
+@pytest.mark.parametrize("untested", [NEWER, "0.5.20"])
+def test_the_variable_starts_it_and_each_difference_is_a_warning(
+    launch: Callable[[], str], version: Callable[[str], None], differ: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch, untested: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG", "1")
+    version(untested)
+    differ(seam=True, does=True)
+    said = launch()
+    problems = 2 + (untested != NEWER)
+    assert said.startswith("ok [")
+    assert said.count(CODE) == 1 + problems
+    assert f"differences: {problems}." in said
+    assert GONE.path in said
+    assert OTHERWISE.function in said
+    assert ("or a newer one; found 0.5.20" in said) == (untested != NEWER)
+
+
+def test_the_variable_is_not_for_a_known_release(
+    launch: Callable[[], str], differ: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG", "1")
+    differ(seam=True)
+    said = launch()
+    assert GONE.path in said
+    assert "ALLOW_UNTESTED" not in said
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_ranks_warn_where_no_launcher_has(
+    version: Callable[[str], None], warned: list[str], opted_in: None, launched: bool
+) -> None:  # fmt: skip
+    """One line for a server, however many ranks it has; each process checks itself."""
+    version(NEWER)
+
+    def rank() -> tuple[str, int]:
+        from sglang.srt.runtime_context import publish
+
+        if launched:
+            server_args = pickle.loads(pickle.dumps(resolve()))
+            warned.clear()
+            publish(server_args, role="scheduler")
+        else:
+            serve()
+        return [ask(kind) for kind in KINDS][1], len(warned)
+
+    assert in_fork(rank) == f"ok ('sglang_mixkv', {int(not launched)})"
+
+
+def test_a_rank_of_a_newer_release_that_differs_stops(
+    version: Callable[[str], None], differ: Callable[..., None], opted_in: None
+) -> None:
+    version(NEWER)
+    differ(does=True)
+    assert OTHERWISE.function in in_fork(lambda: [serve(), ask()])
 
 
 def test_plugin_that_fails_to_load_stops_an_opted_in_process(
