@@ -63,22 +63,28 @@ class RefusedRequests:
                 heapq.heappush(waiting, (time.monotonic() + delay, next(number), *added))
 
     def _notify(self, address: str, receiver: Any) -> None:
-        try:
-            receiver.bootstrap_infos, receiver.abort_notified = self._of(address), False
-            receiver.ensure_abort_notified()
-        except Exception as error:
-            logger.warning(
-                "[MIXKV-MSG-02] sglang-mixkv: prefill server %s cannot be notified that room %s "
-                "is refused, and may hold it until its bootstrap timeout: %r",
-                address, receiver.bootstrap_room, error,
-            )  # fmt: skip
+        """`ensure_abort_notified` itself raises nothing."""
+        receiver.bootstrap_infos, receiver.abort_notified = self._of(address), False
+        receiver.ensure_abort_notified()
 
     def _of(self, address: str) -> list[dict[str, Any]]:
+        """The server's ranks; none where it does not answer."""
         asked, ranks = self._ranks.get(address, (-KNOWN_S, []))
         if time.monotonic() - asked > KNOWN_S:
-            ranks = ranks_of(address)
+            ranks = _ranks_if_known(address)
             self._ranks[address] = time.monotonic(), ranks
         return ranks
+
+
+def _ranks_if_known(address: str) -> list[dict[str, Any]]:
+    try:
+        return ranks_of(address)
+    except Exception as error:
+        logger.warning(
+            "[MIXKV-MSG-02] sglang-mixkv: prefill server %s is refused, its ranks are not known: "
+            "it may hold requests until its bootstrap timeout: %r", address, error,
+        )  # fmt: skip
+        return []
 
 
 def ranks_of(address: str) -> list[dict[str, Any]]:
