@@ -30,6 +30,8 @@ from rig.rank import Rank, free_port, strip_drafter
 from rig.ring import Outcome, run
 from rig.special import Special
 
+from sglang_mixkv.engine.releases import sglang_version
+
 pytestmark = pytest.mark.transports(every=1)
 
 HIDDEN, STRIPPED, APPENDED = (
@@ -296,6 +298,8 @@ def test_hidden_on_prefill_alone_a_gqa_target_as_deep_as_the_drafter_is_wrong() 
 def test_hidden_on_decode_alone_an_mla_target_is_overwritten() -> None:
     """Without an error: the drafter's K and V go to the last two layers. So decode must not
     register with a prefill rank before it knows that this one hides its drafter as well."""
+    if sglang_version() == "0.5.21":
+        pytest.skip("a thread of prefill ends there, as below")
     outcome = run(alone(Case(2, 2, target=DEEP["mla"], requests=SHORT), ON_DECODE))
     assert outcome.statuses == {"success"}
     assert buffers_in(outcome.wrong) == {

@@ -111,8 +111,8 @@ def _skip_what_0_5_21_does_not_move(case: Case) -> None:
         return
     if not all(case.target.index_k):
         pytest.skip("SGLang 0.5.21 does not pair index keys that some layers lack")
-    if case.target_window and case.prefill_tp != case.decode_tp and case.backend == "mooncake":
-        pytest.skip("SGLang 0.5.21 does not slice a sliding-window group over Mooncake")
+    if case.target_window and case.prefill_tp != case.decode_tp:
+        pytest.skip("SGLang 0.5.21 does not slice a sliding-window group")
 
 
 def run(case: Case) -> Outcome:
