@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from sglang_mixkv import refusals
-from sglang_mixkv.config import ATTRIBUTE, Config, resolve
+from sglang_mixkv.config import ATTRIBUTE, Config, resolve, truth
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine.releases import rules, sglang_version
@@ -158,6 +158,8 @@ def _read(
     stock = tuple(_not_started(role, server_args)) if info is None else ()
     view = resolving_view(server_args)
     target = _model(server_args, view, is_draft=False)
+    if truth(refusals.STAGING_ENV, environ) and not target.kv_heads:  # with the plugin or without
+        stock += (f"[MIXKV-START-03] {role}: {refusals.STAGING}",)
     values: dict[str, Any] = {n: getattr(view, n, None) for n in Flags.__struct_fields__}
     if values["attn_dp_size"] is None:  # no flag of its own up to SGLang 0.5.21
         values["attn_dp_size"] = view.dp_size if view.enable_dp_attention else 1
@@ -168,7 +170,7 @@ def _read(
         attention_tp=view.tp_size // parts if parts and not view.tp_size % parts else 0,
         target=target, stage=_stage(target, view),
         draft=_model(server_args, view, is_draft=True) if refusals.has_drafter(view) else None,
-        refused=tuple(_refused(role, view, environ, config)),
+        refused=tuple(_refused(role, view, environ)),
     )  # fmt: skip
 
 
@@ -260,7 +262,7 @@ def _kv_dtype(view: Any, config: Any, is_draft: bool) -> Any:
     )[1]  # fmt: skip
 
 
-def _refused(role: str, view: Any, environ: Mapping[str, str], config: Config) -> Iterator[str]:
+def _refused(role: str, view: Any, environ: Mapping[str, str]) -> Iterator[str]:
     for reason in refusals.broken(rules(), view, environ):
         yield f"[MIXKV-START-03] {role}: {reason}"
     if view.disaggregation_mode != role:

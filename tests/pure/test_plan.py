@@ -415,6 +415,20 @@ def test_what_the_plugin_refuses_is_found(
     assert reason in found
 
 
+@pytest.mark.parametrize(("model", "value", "count"), [("mla", 1, 1), ("gqa", 1, 0), ("mla", 0, 0)])
+@pytest.mark.parametrize("plugin", ["--enable-mixkv", ""])
+def test_sglangs_staging_buffer_with_an_mla_target_is_found_once(
+    model: str, value: int, count: int, plugin: str
+) -> None:
+    """With the plugin or without: SGLang ends such a server itself, only later."""
+    target = MODELS.parent / model / "target"
+    line = f"SGLANG_DISAGG_STAGING_BUFFER={value} x --model-path {target} {plugin}"
+    plan = make_plan(read("prefill", line), read("decode", f"--model-path {target} {plugin}"))
+    found = [text for text in plan.findings if "STAGING_BUFFER=1 with an MLA target" in text]
+    assert len(found) == count
+    assert all(text.startswith("[MIXKV-START-03] prefill: ") for text in found)
+
+
 @pytest.mark.parametrize("line", [flags("--enable-mixkv"), f"SGLANG_ENABLE_MIXKV=1 x {flags()}"])
 def test_who_has_the_plugin(line: str) -> None:
     assert read("prefill", line).enabled
