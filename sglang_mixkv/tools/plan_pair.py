@@ -204,7 +204,7 @@ def _models(prefill: Server, decode: Server) -> Iterator[str]:
     if here != there:
         yield _differ("03", "target", here, there, "its KV would be in wrong rows")
     here, there = (model_text(side.draft) for side in (prefill, decode))
-    if here != there and (prefill.facts is None or decode.facts is None):
+    if prefill.draft and here != there and (prefill.facts is None or decode.facts is None):
         yield _differ("03", "drafter", here, there, "its KV cannot be moved")
     elif decode.draft and not decode.draft.kv_heads and decode.target.kv_heads:
         yield (
@@ -239,4 +239,9 @@ def _notes(prefill: Server, decode: Server) -> Iterator[str]:
                 f"{what}: prefill loads {here.path}, decode {there.path}; nothing compares their "
                 "weights, so make sure that both are one model"
             )
+    if prefill.draft is None and decode.draft is not None:
+        yield (
+            "speculation on decode alone: each request's drafter starts cold, so fewer drafts are "
+            "accepted; give prefill the same --speculative flags"
+        )
     yield "not seen from here: variables of the two hosts, their releases, the network"

@@ -12,7 +12,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine.releases import rules, sglang_version
 from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.tools import plan_gpu
 from sglang_mixkv.tools.plan_line import parse, split, unreadable
 
 NO_GPU = (
-    "resolved without a GPU: with one SGLang may take another --page-size, --kv-cache-dtype and "
-    "--chunked-prefill-size, and start what it does not start here"
+    "no GPU is here: resolved as on a {gpu} one (--gpu); by its memory SGLang may take another "
+    "--chunked-prefill-size"
 )
 
 
@@ -95,9 +96,12 @@ class Server(Flags, frozen=True, kw_only=True):
         )  # fmt: skip
 
 
-def read(role: str, line: str | None, url: str | None = None) -> Server:
+def read(
+    role: str, line: str | None, url: str | None = None, *, gpu: str = next(iter(plan_gpu.GPUS))
+) -> Server:
     """Raises MixKVError or ValueError for what cannot be read, ImportError without SGLang. `url`:
-    of a running server; the line's flags win over what it answers."""
+    of a running server; the line's flags win over what it answers. `gpu`: a name of plan_gpu.GPUS,
+    for a host without one."""
     try:
         if line is None and url is None:
             raise unreadable(f"give --{role}, --{role}-url, or both")
@@ -108,7 +112,7 @@ def read(role: str, line: str | None, url: str | None = None) -> Server:
 
             info = server_info(url)
         with _alone(environ):
-            return _read(role, flags, environ, info)
+            return _read(role, flags, environ, info, gpu)
     except MixKVError as error:
         raise error.about(role) from None
     except ValueError as error:  # a variable that config.py cannot read
@@ -134,11 +138,10 @@ def _alone(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def _read(
-    role: str, flags: list[str], environ: dict[str, str], info: dict[str, Any] | None
+    role: str, flags: list[str], environ: dict[str, str], info: dict[str, Any] | None, gpu: str
 ) -> Server:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import ServerArgs
-    from sglang.srt.utils import get_device
 
     args, notes = parse(flags, info and _known(info)), []
     config = resolve(args, environ)
@@ -148,14 +151,14 @@ def _read(
     _check_models(args)
     if args.disaggregation_mode in (None, "null"):
         args.disaggregation_mode = role
-    try:
-        get_device()
-    except RuntimeError:
+    is_there = plan_gpu.is_there()
+    if not is_there:
         args.device = args.device or "cuda"
-        notes += [NO_GPU] if info is None else []
+        notes += [NO_GPU.format(gpu=gpu.title())] if info is None else []
     server_args = ServerArgs.from_cli_args(args)
     setattr(server_args, ATTRIBUTE, Config())  # `refused` has what the plugin's hook would raise
-    stock = tuple(_not_started(role, server_args)) if info is None else ()
+    with nullcontext() if is_there or args.device != "cuda" else plan_gpu.as_on(gpu):
+        stock = tuple(_not_started(role, server_args)) if info is None else ()
     view = resolving_view(server_args)
     target = _model(server_args, view, is_draft=False)
     if truth(refusals.STAGING_ENV, environ) and not target.kv_heads:  # with the plugin or without
