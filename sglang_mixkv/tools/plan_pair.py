@@ -139,12 +139,12 @@ def _prompt(tokens: int, reads: Sequence[Read], chunk: int) -> Prompt:
 # ---------------------------------------------------------------- what goes wrong
 
 
-def _row(server: Server) -> Row:
+def _row(server: Server, topk: int) -> Row:
     """What its ranks would publish, without what only a running one knows."""
     facts, tp = server.facts, max(1, server.attention_tp)
     return Row(
         PROTOCOL, __version__, sglang_version(), bytes(8), "", 0, "", tp, 0, 0, (),
-        server.disaggregation_transfer_backend, server.stage, server.speculative_eagle_topk or 0,
+        server.disaggregation_transfer_backend, server.stage, topk,
         DraftLayout(facts, tp, 0) if facts else None,
     )  # fmt: skip
 
@@ -193,7 +193,10 @@ def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[st
     yield from _models(prefill, decode)
     is_cold = decode.config.on_draft_mismatch == "cold"
     served = {Severity.COLD, Severity.MISMATCH} if is_cold else {Severity.COLD}
-    for found in differences(_row(prefill), _row(decode)):
+    topks = [side.speculative_eagle_topk or 0 for side in (prefill, decode)]
+    if not all(topks):
+        topks = [0, 0]  # SGLang did not resolve a line so far, or speculates on one side alone
+    for found in differences(_row(prefill, topks[0]), _row(decode, topks[1])):
         if found.severity not in served:
             yield f"[MIXKV-PAIR-03] {found}"
 
