@@ -47,7 +47,7 @@ def test_every_byte_of_the_pair(
     case = recipe.case(plan)
     outcome = run(case)
     assert outcome.wrong == []
-    assert outcome.statuses == {"success"}
+    assert outcome.statuses == {"success"}, outcome.reasons
     moved = draft_bytes(case) if plan.prefill.draft is not None else 0
     assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed") == moved
     assert (moved > 0) == bool(plan.reads)
