@@ -124,9 +124,9 @@ class Recipe:
         return shlex.join([*words[:count], *command, *flags])
 
     def variables(self) -> dict[str, str]:
-        """Of both lines, which are one machine in the ring."""
-        both = split(self.prefill)[0], split(self.decode)[0]
-        return {**both[0], **both[1]}
+        """SGLang's of both lines, which are one machine in the ring; the network is another."""
+        both = split(self.prefill)[0] | split(self.decode)[0]
+        return {name: value for name, value in both.items() if name.startswith("SGLANG_")}
 
     def case(self, plan: Plan) -> Case:
         """This pair in the ring: ranks, heads, layers of the drafter, pages, stages and kinds of
@@ -135,10 +135,12 @@ class Recipe:
         draft, page = decode.draft, decode.page_size or 1
         special = Special(
             draft_on={side.role: side.draft is not None for side in (prefill, decode)},
+            draft_stays=prefill.draft is None,
             host_cache=HostCache("layer_first") if self.host_cache else None,
         )
+        layers = prefill.pp_size if prefill.pp_size > 1 else 6
         fields: dict[str, Any] = {
-            "target": Cache("mla", layers=max(2, prefill.pp_size), k_bytes=24),
+            "target": Cache("mla", layers=layers, k_bytes=24),
             "draft": None if draft is None else Cache(
                 "mha" if draft.kv_heads else "mla", layers=draft.layers, heads=draft.kv_heads or 1,
                 k_bytes=4 if draft.kv_heads else 24, v_bytes=4,
@@ -203,6 +205,7 @@ MTP = (
     "--speculative-num-draft-tokens 3"
 )
 DSA = {"target": Cache("mla", layers=4, k_bytes=24, index_k=(True, False, True, False))}
+DSA_AND_MTP = {**DSA, "draft": Cache("mla", k_bytes=24, index_k=(True,))}
 FROM_ONE = "fills it from one prefill rank, which holds"
 
 RECIPES = (
@@ -225,8 +228,7 @@ RECIPES = (
           "--tp-size 8 --enable-hierarchical-cache --hicache-size 100 --disable-overlap-schedule",
           "--tp-size 8 --dcp-size 8",
           needs=False, why="both sides have attention TP 8", gpu="blackwell",
-          not_run="the rig's host cache has pools of full layers alone, and NVLink's memory needs "
-          "a GPU; tests/protocol/test_dcp.py and test_host_cache.py have their parts"),
+          host_cache=True, sampled=True),
     _pair("k3 with a storage tier", K3,
           "--tp-size 8 --enable-hierarchical-cache --hicache-storage-backend mooncake",
           "--tp-size 16",
@@ -267,7 +269,7 @@ RECIPES = (
     # GLM-5: speculation on decode alone, with the MTP layer of the target.
     _pair("glm-5 drafts on decode alone", f"{GLM} {ON}", "--tp 4",
           f"--tp 16 --dp 16 --enable-dp-attention --enable-dp-lm-head {MTP}",
-          needs=False, why="no draft KV is moved without a drafter on prefill", ring=DSA),
+          needs=False, why="no draft KV is moved without a drafter on prefill", ring=DSA_AND_MTP),
     _pair("glm-5 drafts on both sides", f"{GLM} {MTP} {ON}", "--tp 4", "--tp 8",
-          needs=False, why="the drafter is MLA", ring=DSA),
+          needs=False, why="the drafter is MLA", ring=DSA_AND_MTP),
 )  # fmt: skip
