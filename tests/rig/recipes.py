@@ -139,11 +139,15 @@ class Recipe:
             host_cache=HostCache("layer_first") if self.host_cache else None,
         )
         layers = prefill.pp_size if prefill.pp_size > 1 else 6
+        of_target, of_draft = (
+            "fp8" if name.startswith(("fp8", "float8")) else "bf16"
+            for name in (decode.kv_cache_dtype, draft.dtype if draft else "")
+        )
         fields: dict[str, Any] = {
-            "target": Cache("mla", layers=layers, k_bytes=24),
+            "target": Cache("mla", layers=layers, k_bytes=24, dtype=of_target),
             "draft": None if draft is None else Cache(
                 "mha" if draft.kv_heads else "mla", layers=draft.layers, heads=draft.kv_heads or 1,
-                k_bytes=4 if draft.kv_heads else 24, v_bytes=4,
+                k_bytes=4 if draft.kv_heads else 24, v_bytes=4, dtype=of_draft,
             ),
             **self.ring,
         }  # fmt: skip
@@ -240,7 +244,7 @@ RECIPES = (
           needs=True, why="over other rows and beyond the pool", share=1.0,
           found=(r"prefill: SGLANG_DISAGG_STAGING_BUFFER=1 with an MLA target .* unset it",
                  r"decode: SGLANG_DISAGG_STAGING_BUFFER=1 with an MLA target .* unset it"),
-          not_run="neither SGLang nor the plugin starts it"),
+          not_run="the plugin refuses it at start"),
     # Kimi-K2.5 with DFLASH, and both spellings of DP-attention.
     _pair("k2.5 dflash tp8 to attn-dp8", K25, "--tp-size 8",
           "--tp-size 8 --attn-dp-size 8 --enable-dp-lm-head",
