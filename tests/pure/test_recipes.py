@@ -21,6 +21,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Their folder."""
+    import sglang.srt.model_loader  # noqa: F401  # with this process's variables, not a line's
+
     folder = tmp_path_factory.mktemp("models")
     write_models(folder)
     return folder
