@@ -141,16 +141,13 @@ def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
     if not config.enabled:
         return
     setattr(server_args, ATTRIBUTE, config)  # ranks do as this process, whatever their environment
-    from sglang.srt.arg_groups.overrides import resolved_view
-
     from sglang_mixkv import refusals
     from sglang_mixkv.engine import check, releases
 
     refusals.set_metrics_folder(server_args)
     releases.preflight(config)
     _stop_unless_live(ADD_CLI_ARGS, FROM_CLI_ARGS, GET_KV_CLASS, *OF_QUEUES)
-    view = resolved_view(server_args)
-    check.stop_if(refusals.broken(releases.rules(), view, os.environ))
+    check.stop_if_refused(server_args, releases.rules())
 
 
 def _stop_unless_live(*paths: str) -> None:

@@ -139,10 +139,23 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
 )
 
 
-def _environment_rules(environ: Mapping[str, str]) -> list[str]:
+# SGLang itself raises beside a pool of latent rows alone, once the weights are loaded (the queues'
+# constructors in srt/disaggregation/prefill.py and decode.py). A hybrid pool with such rows passes
+# that check: prefill serves without staging, and decode ends for want of K and V buffers
+# (DecodeStagingHandler.create in common/staging_handler.py).
+STAGING_ENV = "SGLANG_DISAGG_STAGING_BUFFER"
+STAGING = (
+    f"{STAGING_ENV}=1 with an MLA target is not supported: unset it. SGLang stages KV heads, which "
+    "such a target has none of, and ends the server after it has loaded the weights"
+)
+
+
+def _environment_rules(environ: Mapping[str, str], is_mla: Callable[[], bool]) -> list[str]:
     found = []
     if truth("SGLANG_RUST_SERVER", environ):
         found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")
+    if truth(STAGING_ENV, environ) and is_mla():
+        found.append(STAGING)
     return found
 
 
@@ -157,9 +170,18 @@ def text_of(rule: Rule) -> str:
     return f"{name} is not supported: {remedy}"
 
 
-def broken(rules: tuple[Rule, ...], args: Any, environ: Mapping[str, str]) -> list[str]:
-    """What is unsupported of resolved server arguments, by these rules, and of the environment."""
-    return [text_of(rule) for rule in rules if rule[1](args)] + _environment_rules(environ)
+def broken(
+    rules: tuple[Rule, ...],
+    args: Any,
+    environ: Mapping[str, str],
+    is_mla: Callable[[], bool] = bool,
+) -> list[str]:
+    """What is unsupported of resolved server arguments, by these rules, and of the environment.
+
+    `is_mla`: whether the target has latent rows for KV heads; asked where it matters alone, since
+    it may have to read the model's configuration."""
+    found = [text_of(rule) for rule in rules if rule[1](args)]
+    return found + _environment_rules(environ, is_mla)
 
 
 _metrics_folder: tempfile.TemporaryDirectory[str] | None = None

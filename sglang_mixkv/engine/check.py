@@ -7,8 +7,10 @@ every other process, since the launcher may have resolved them before plugins we
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
+from sglang.srt.arg_groups.model_override_base import use_mla_backend
 from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.server_args import ServerArgs
 
@@ -28,6 +30,20 @@ def stop_if(unsupported: list[str]) -> None:
         )
 
 
+def stop_if_refused(server_args: Any, rules: tuple[refusals.Rule, ...]) -> None:
+    """Stop the process where these rules, or the environment, refuse resolved arguments."""
+    is_mla = partial(has_mla_target, server_args)
+    stop_if(refusals.broken(rules, resolved_view(server_args), os.environ, is_mla))
+
+
+def has_mla_target(server_args: Any) -> bool:
+    """By the model's configuration; False where that cannot be read (arguments made by hand)."""
+    try:
+        return bool(use_mla_backend(server_args))
+    except Exception:  # of SGLang, transformers or the model's own code
+        return False
+
+
 _checked: Any = None
 """The ServerArgs that this process was last checked for."""
 
@@ -45,5 +61,5 @@ def check_once(server_args: Any, config: Config) -> None:
     releases.preflight(config, replaced_is_fine=True, warns=not launcher_warned)
     if isinstance(server_args, ServerArgs):
         asked = tuple(rule for rule in releases.rules() if rule is not refusals.SINGLE_SERVER)
-        stop_if(refusals.broken(asked, resolved_view(server_args), os.environ))
+        stop_if_refused(server_args, asked)
     _checked = server_args

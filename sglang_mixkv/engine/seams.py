@@ -80,6 +80,8 @@ CALLED = (
     Seam(f"{_RECEIVER}.ensure_abort_notified", "prefill is notified of a request that fails here"),
     Seam("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "checks at start",
          ("name",)),
+    Seam("sglang.srt.arg_groups.model_override_base:use_mla_backend", "whether a target has heads",
+         ("server_args",)),
     Seam("sglang.srt.arg_groups.overrides:resolved_view", "what flags became", ("server_args",)),
     Seam("sglang.srt.configs.model_config:ModelConfig.from_server_args", "the drafter's KV heads",
          ("server_args", "model_path", "model_revision", "is_draft_model")),

@@ -155,7 +155,10 @@ def environment(
     for name in sorted(filter(_SHOWN.match, environ)):
         problem = next((text for text in refused if name in text.split("=")[0]), "")
         problem = problem or _wrong(name, environ)
-        yield Finding("environment", name, without_secrets(name, environ[name]), problem)
+        value = without_secrets(name, environ[name])
+        if name == refusals.STAGING_ENV:  # the doctor does not know the target
+            value += " (unset it with an MLA target: SGLang ends such a server)"
+        yield Finding("environment", name, value, problem)
 
 
 def _wrong(name: str, environ: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 
 import msgspec
 
+from sglang_mixkv.tools.plan_gpu import GPUS
 from sglang_mixkv.tools.plan_pair import make_plan
 from sglang_mixkv.tools.plan_server import read
 from sglang_mixkv.tools.plan_text import text
@@ -32,6 +33,11 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{role}", metavar="LINE", help=line)
         url = f"a running {role} server (reads /server_info); flags of --{role} win over it"
         parser.add_argument(f"--{role}-url", metavar="URL", help=url)
+    gpu, *_ = GPUS
+    parser.add_argument(
+        "--gpu", choices=GPUS, default=gpu,
+        help=f"what lines are resolved for on a host without a GPU (default: {gpu})",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -42,7 +48,7 @@ def main(argv: list[str]) -> int:
     servers, errors = [], []
     for role in ROLES:
         try:
-            servers.append(read(role, args[role], args[f"{role}_url"]))
+            servers.append(read(role, args[role], args[f"{role}_url"], gpu=args["gpu"]))
         except ValueError as error:
             errors.append(str(error))
         except ImportError as error:

@@ -139,12 +139,12 @@ def _prompt(tokens: int, reads: Sequence[Read], chunk: int) -> Prompt:
 # ---------------------------------------------------------------- what goes wrong
 
 
-def _row(server: Server) -> Row:
+def _row(server: Server, topk: int) -> Row:
     """What its ranks would publish, without what only a running one knows."""
     facts, tp = server.facts, max(1, server.attention_tp)
     return Row(
         PROTOCOL, __version__, sglang_version(), bytes(8), "", 0, "", tp, 0, 0, (),
-        server.disaggregation_transfer_backend, server.stage, server.speculative_eagle_topk or 0,
+        server.disaggregation_transfer_backend, server.stage, topk,
         DraftLayout(facts, tp, 0) if facts else None,
     )  # fmt: skip
 
@@ -193,7 +193,10 @@ def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[st
     yield from _models(prefill, decode)
     is_cold = decode.config.on_draft_mismatch == "cold"
     served = {Severity.COLD, Severity.MISMATCH} if is_cold else {Severity.COLD}
-    for found in differences(_row(prefill), _row(decode)):
+    topks = [side.speculative_eagle_topk or 0 for side in (prefill, decode)]
+    if not all(topks):
+        topks = [0, 0]  # SGLang did not resolve a line so far, or speculates on one side alone
+    for found in differences(_row(prefill, topks[0]), _row(decode, topks[1])):
         if found.severity not in served:
             yield f"[MIXKV-PAIR-03] {found}"
 
@@ -204,7 +207,7 @@ def _models(prefill: Server, decode: Server) -> Iterator[str]:
     if here != there:
         yield _differ("03", "target", here, there, "its KV would be in wrong rows")
     here, there = (model_text(side.draft) for side in (prefill, decode))
-    if here != there and (prefill.facts is None or decode.facts is None):
+    if prefill.draft and here != there and (prefill.facts is None or decode.facts is None):
         yield _differ("03", "drafter", here, there, "its KV cannot be moved")
     elif decode.draft and not decode.draft.kv_heads and decode.target.kv_heads:
         yield (
@@ -239,4 +242,9 @@ def _notes(prefill: Server, decode: Server) -> Iterator[str]:
                 f"{what}: prefill loads {here.path}, decode {there.path}; nothing compares their "
                 "weights, so make sure that both are one model"
             )
+    if prefill.draft is None and decode.draft is not None:
+        yield (
+            "speculation on decode alone: each request's drafter starts cold, so fewer drafts are "
+            "accepted; give prefill the same --speculative flags"
+        )
     yield "not seen from here: variables of the two hosts, their releases, the network"

@@ -12,23 +12,24 @@ import os
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sglang_mixkv import refusals
-from sglang_mixkv.config import ATTRIBUTE, Config, resolve
+from sglang_mixkv.config import ATTRIBUTE, Config, resolve, truth
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine.releases import rules, sglang_version
 from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.tools import plan_gpu
 from sglang_mixkv.tools.plan_line import parse, split, unreadable
 
 NO_GPU = (
-    "resolved without a GPU: with one SGLang may take another --page-size, --kv-cache-dtype and "
-    "--chunked-prefill-size, and start what it does not start here"
+    "no GPU is here: resolved as on a {gpu} one (--gpu); by its memory SGLang may take another "
+    "--chunked-prefill-size"
 )
 
 
@@ -95,9 +96,12 @@ class Server(Flags, frozen=True, kw_only=True):
         )  # fmt: skip
 
 
-def read(role: str, line: str | None, url: str | None = None) -> Server:
+def read(
+    role: str, line: str | None, url: str | None = None, *, gpu: str = next(iter(plan_gpu.GPUS))
+) -> Server:
     """Raises MixKVError or ValueError for what cannot be read, ImportError without SGLang. `url`:
-    of a running server; the line's flags win over what it answers."""
+    of a running server; the line's flags win over what it answers. `gpu`: a name of plan_gpu.GPUS,
+    for a host without one."""
     try:
         if line is None and url is None:
             raise unreadable(f"give --{role}, --{role}-url, or both")
@@ -108,7 +112,7 @@ def read(role: str, line: str | None, url: str | None = None) -> Server:
 
             info = server_info(url)
         with _alone(environ):
-            return _read(role, flags, environ, info)
+            return _read(role, flags, environ, info, gpu)
     except MixKVError as error:
         raise error.about(role) from None
     except ValueError as error:  # a variable that config.py cannot read
@@ -134,11 +138,10 @@ def _alone(environ: Mapping[str, str]) -> Iterator[None]:
 
 
 def _read(
-    role: str, flags: list[str], environ: dict[str, str], info: dict[str, Any] | None
+    role: str, flags: list[str], environ: dict[str, str], info: dict[str, Any] | None, gpu: str
 ) -> Server:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import ServerArgs
-    from sglang.srt.utils import get_device
 
     args, notes = parse(flags, info and _known(info)), []
     config = resolve(args, environ)
@@ -148,16 +151,18 @@ def _read(
     _check_models(args)
     if args.disaggregation_mode in (None, "null"):
         args.disaggregation_mode = role
-    try:
-        get_device()
-    except RuntimeError:
+    is_there = plan_gpu.is_there()
+    if not is_there:
         args.device = args.device or "cuda"
-        notes += [NO_GPU] if info is None else []
+        notes += [NO_GPU.format(gpu=gpu.title())] if info is None else []
     server_args = ServerArgs.from_cli_args(args)
     setattr(server_args, ATTRIBUTE, Config())  # `refused` has what the plugin's hook would raise
-    stock = tuple(_not_started(role, server_args)) if info is None else ()
+    with nullcontext() if is_there or args.device != "cuda" else plan_gpu.as_on(gpu):
+        stock = tuple(_not_started(role, server_args)) if info is None else ()
     view = resolving_view(server_args)
     target = _model(server_args, view, is_draft=False)
+    if truth(refusals.STAGING_ENV, environ) and not target.kv_heads:  # with the plugin or without
+        stock += (f"[MIXKV-START-03] {role}: {refusals.STAGING}",)
     values: dict[str, Any] = {n: getattr(view, n, None) for n in Flags.__struct_fields__}
     if values["attn_dp_size"] is None:  # no flag of its own up to SGLang 0.5.21
         values["attn_dp_size"] = view.dp_size if view.enable_dp_attention else 1
@@ -168,7 +173,7 @@ def _read(
         attention_tp=view.tp_size // parts if parts and not view.tp_size % parts else 0,
         target=target, stage=_stage(target, view),
         draft=_model(server_args, view, is_draft=True) if refusals.has_drafter(view) else None,
-        refused=tuple(_refused(role, view, environ, config)),
+        refused=tuple(_refused(role, view, environ)),
     )  # fmt: skip
 
 
@@ -260,7 +265,7 @@ def _kv_dtype(view: Any, config: Any, is_draft: bool) -> Any:
     )[1]  # fmt: skip
 
 
-def _refused(role: str, view: Any, environ: Mapping[str, str], config: Config) -> Iterator[str]:
+def _refused(role: str, view: Any, environ: Mapping[str, str]) -> Iterator[str]:
     for reason in refusals.broken(rules(), view, environ):
         yield f"[MIXKV-START-03] {role}: {reason}"
     if view.disaggregation_mode != role:

@@ -1,7 +1,6 @@
 """examples/kubernetes: the objects have the fields of their kinds, and both sides opt in alike.
 
-The schema is strict and small: the fields of leaderworkerset.x-k8s.io/v1, and of pods those that
-the example uses. A field that it does not know is refused, as the API server's strict mode does.
+manifests.py has the schemas.
 """
 
 from __future__ import annotations
@@ -15,134 +14,22 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import yaml
-from jsonschema import Draft202012Validator
 
 from sglang_mixkv import config
 from sglang_mixkv.tools import doctor, plan_server
 from sglang_mixkv.tools.plan_pair import make_plan
 
+from .manifests import Json, read, templates, wrong
 from .pages import ROOT
 
 FOLDER, SCRIPTS = ROOT / "examples" / "kubernetes", ROOT / "scripts" / "launch"
 PAIR = ROOT / "mixkv_demo" / "models" / "mla"
-Json = dict[str, Any]
-
-TEXT, COUNT = {"type": "string", "minLength": 1}, {"type": "integer", "minimum": 1}
-LABELS = {"type": "object", "additionalProperties": TEXT}
-
-
-def fields(required: str = "", **known: Any) -> Json:
-    """An object with these fields and no other."""
-    return {"type": "object", "additionalProperties": False, "properties": known,
-            "required": required.split()}  # fmt: skip
-
-
-def many(item: Json) -> Json:
-    return {"type": "array", "items": item, "minItems": 1}
-
-
-def one_of(*words: str) -> Json:
-    return {"enum": list(words)}
-
-
-NAMED = fields("name", name={"type": "string", "pattern": "^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"},
-               labels=LABELS)  # fmt: skip
-PROBE = fields(
-    "httpGet", httpGet=fields("path port", path=TEXT, port=COUNT), periodSeconds=COUNT,
-    timeoutSeconds=COUNT, failureThreshold=COUNT, initialDelaySeconds=COUNT,
-)  # fmt: skip
-CONTAINER = fields(
-    "name image command", name=TEXT, image=TEXT, command=many(TEXT), args=many(TEXT),
-    env=many(fields("name value", name=TEXT, value={"type": "string"})),
-    envFrom=many(fields("configMapRef", configMapRef=fields("name", name=TEXT))),
-    ports=many(fields("containerPort", containerPort=COUNT, name=TEXT)),
-    startupProbe=PROBE, readinessProbe=PROBE, livenessProbe=PROBE,
-    resources=fields(limits=LABELS, requests=LABELS),
-    securityContext=fields(capabilities=fields(add=many(TEXT))),
-    volumeMounts=many(
-        fields("name mountPath", name=TEXT, mountPath=TEXT, readOnly={"type": "boolean"})
-    ),
-)  # fmt: skip
-VOLUME = fields(
-    "name", name=TEXT,
-    persistentVolumeClaim=fields("claimName", claimName=TEXT, readOnly={"type": "boolean"}),
-    emptyDir=fields(medium=one_of("", "Memory"), sizeLimit=TEXT),
-)  # fmt: skip
-POD = fields(
-    "spec", metadata=fields(labels=LABELS, annotations=LABELS),
-    spec=fields(
-        "containers", containers=many(CONTAINER), initContainers=many(CONTAINER),
-        volumes=many(VOLUME), terminationGracePeriodSeconds=COUNT, nodeSelector=LABELS,
-    ),
-)  # fmt: skip
-SHARE = {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": "^[0-9]+%$"}]}
-LWS_SPEC = fields(
-    "leaderWorkerTemplate", replicas={"type": "integer", "minimum": 0},
-    startupPolicy=one_of("LeaderCreated", "LeaderReady"),
-    networkConfig=fields("subdomainPolicy", subdomainPolicy=one_of("Shared", "UniquePerReplica")),
-    rolloutStrategy=fields(
-        "type", type=one_of("RollingUpdate"),
-        rollingUpdateConfiguration=fields(partition=SHARE, maxUnavailable=SHARE, maxSurge=SHARE),
-    ),
-    leaderWorkerTemplate=fields(
-        "workerTemplate", leaderTemplate=POD, workerTemplate=POD, size=COUNT,
-        restartPolicy=one_of(
-            "Default", "None", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart"
-        ),
-        subGroupPolicy=fields(
-            subGroupPolicyType=one_of("LeaderWorker", "LeaderExcluded"), subGroupSize=COUNT
-        ),
-        volumeClaimTemplates=many({"type": "object"}),
-        persistentVolumeClaimRetentionPolicy={"type": "object"},
-    ),
-)  # fmt: skip
-SELECTOR = fields("matchLabels", matchLabels=LABELS)
-KINDS: dict[tuple[str, str], Json] = {
-    ("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet"): {"spec": LWS_SPEC},
-    ("v1", "ConfigMap"): {"data": {"type": "object", "additionalProperties": {"type": "string"}}},
-    ("v1", "Service"): {
-        "spec": fields(
-            "selector ports", selector=LABELS,
-            ports=many(fields("port", port=COUNT, targetPort=COUNT, name=TEXT)),
-        )
-    },
-    ("networking.k8s.io/v1", "NetworkPolicy"): {
-        "spec": fields(
-            "podSelector policyTypes ingress", podSelector=SELECTOR,
-            policyTypes=many(one_of("Ingress", "Egress")),
-            ingress=many(fields(**{"from": many(fields(podSelector=SELECTOR))},
-                                ports=many(fields("port", port=COUNT)))),
-        )
-    },
-    ("apps/v1", "Deployment"): {
-        "spec": fields(
-            "selector template", replicas=COUNT, template=POD,
-            selector=SELECTOR,
-        )
-    },
-}  # fmt: skip
-
-
-def wrong(item: Json) -> list[str]:
-    """What the API server would say of this object."""
-    body = KINDS.get((item.get("apiVersion", ""), item.get("kind", "")))
-    if body is None:
-        return [f"unknown kind {item.get('apiVersion')} {item.get('kind')}"]
-    required = " ".join(["apiVersion kind metadata", *body])
-    schema = fields(required, apiVersion=TEXT, kind=TEXT, metadata=NAMED, **body)
-    return [error.message for error in Draft202012Validator(schema).iter_errors(item)]
-
-
-def read(text: str) -> dict[str, Json]:
-    """Name -> object."""
-    return {item["metadata"]["name"]: item for item in yaml.safe_load_all(text)}
-
-
 TEXT_A = (FOLDER / "pair.yaml").read_text()
 GROUP = read(TEXT_A)
 FRONT = read((FOLDER / "front.yaml").read_text())
 POLICY = read((FOLDER / "policy.yaml").read_text())
+(MONITOR,) = read((FOLDER / "monitor.yaml").read_text()).values()
+(DYNAMO,) = read((FOLDER / "dynamo.yaml").read_text()).values()
 SERVERS = [item for item in GROUP.values() if item["kind"] == "LeaderWorkerSet"]
 
 
@@ -172,7 +59,7 @@ def environment(container: Json) -> dict[str, str]:
 # ---------------------------------------------------------------- the schema
 
 
-ITEMS = [*GROUP.values(), *FRONT.values(), *POLICY.values()]
+ITEMS = [*GROUP.values(), *FRONT.values(), *POLICY.values(), MONITOR, DYNAMO]
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda i: i["kind"])
@@ -180,27 +67,44 @@ def test_every_object_has_the_fields_of_its_kind(item: Json) -> None:
     assert wrong(item) == []
 
 
+def test_every_file_is_looked_at() -> None:
+    names = {name for path in FOLDER.iterdir() for name in read(path.read_text())}
+    assert names == {item["metadata"]["name"] for item in ITEMS}
+
+
 def pod_of(item: Json) -> Json:
-    return pods(item)[0]
+    """The first pod that it makes."""
+    return next(templates(item["spec"]))["spec"]
+
+
+PREFILL, ROUTER, PREFILL_POLICY = SERVERS[0], GROUP["mixkv-a-router"], POLICY["mixkv-a"]
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("item", "change"),
     [
-        lambda i: i.update(apiVersion="leaderworkerset.x-k8s.io/v2"),
-        lambda i: i["spec"].update(leaderWorkerTemplates={}),
-        lambda i: i["spec"].update(startupPolicy="Leader"),
-        lambda i: template(i).pop("workerTemplate"),
-        lambda i: template(i).update(restartPolicy="Always"),
-        lambda i: template(i).update(size="2"),
-        lambda i: pod_of(i)["containers"][0].update(env=[{"name": "TP", "value": 8}]),
-        lambda i: pod_of(i)["containers"][0].update(readyProbe={}),
-        lambda i: pod_of(i)["containers"][0]["startupProbe"].update(port=1),
-        lambda i: i["metadata"].update(name="Mixkv"),
+        (PREFILL, lambda i: i.update(apiVersion="leaderworkerset.x-k8s.io/v2")),
+        (PREFILL, lambda i: i["spec"].update(leaderWorkerTemplates={})),
+        (PREFILL, lambda i: i["spec"].update(startupPolicy="Leader")),
+        (PREFILL, lambda i: template(i).pop("workerTemplate")),
+        (PREFILL, lambda i: template(i).update(restartPolicy="Always")),
+        (PREFILL, lambda i: template(i).update(size="2")),
+        (PREFILL, lambda i: pod_of(i)["containers"][0].update(env=[{"name": "TP", "value": 8}])),
+        (PREFILL, lambda i: pod_of(i)["containers"][0].update(readyProbe={})),
+        (PREFILL, lambda i: pod_of(i)["containers"][0]["startupProbe"].update(port=1)),
+        (PREFILL, lambda i: pod_of(i)["tolerations"][0].update(effects="NoSchedule")),
+        (PREFILL, lambda i: i["metadata"].update(name="Mixkv")),
+        (ROUTER, lambda i: i["spec"].update(replica=1)),
+        (GROUP["mixkv-a"], lambda i: i["data"].update(PORT=30000)),
+        (PREFILL_POLICY, lambda i: i["spec"]["ingress"][0].update(ports=["30000"])),
+        (MONITOR, lambda i: i["spec"]["podMetricsEndpoints"][0].update(targetPort=30000)),
+        (DYNAMO, lambda i: i["spec"].update(services={})),
+        (DYNAMO, lambda i: i["spec"]["components"][1].update(type="Prefill")),
+        (DYNAMO, lambda i: pod_of(i)["containers"][0].update(envs=[])),
     ],
 )
-def test_a_mistake_is_found(change: Callable[[Json], Any]) -> None:
-    item = copy.deepcopy(SERVERS[0])
+def test_a_mistake_is_found(item: Json, change: Callable[[Json], Any]) -> None:
+    item = copy.deepcopy(item)
     change(item)
     assert wrong(item) != []
 
@@ -224,7 +128,8 @@ def test_every_variable_is_known() -> None:
     """To the scripts, to the plugin, or to LeaderWorkerSet, which sets these three."""
     listed = (SCRIPTS / "common.sh").read_text().split("\nfail()")[0]
     scripts = set(re.findall(r"\b[A-Z][A-Z_]+\b", listed))
-    own = {config.ENABLE_ENV, config.ALLOW_UNTESTED_ENV, config.STATS_DIR_ENV}
+    own = {config.ENABLE_ENV, config.ALLOW_UNTESTED_ENV, config.STATS_DIR_ENV, config.PORT_ENV}
+    own |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}  # of the libraries by which ranks meet
     known = scripts | own | {option.environ for option in config.OPTIONS}
     given = {"LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"}
     routers = GROUP["mixkv-a-router"]["spec"]["template"]["spec"]["containers"]
@@ -305,7 +210,9 @@ def test_the_policy_is_for_all_pods_of_the_group_and_lets_in_its_own_alone() -> 
     makers = [item for item in GROUP.values() if item["kind"] != "ConfigMap"]
     pods = [labels for item in makers for labels in labels_of(item)]
     assert all(group["podSelector"]["matchLabels"].items() <= labels.items() for labels in pods)
-    assert group["ingress"] == [{"from": [{"podSelector": group["podSelector"]}]}]
+    within, prometheus = group["ingress"]
+    assert within == {"from": [{"podSelector": group["podSelector"]}]}
+    assert prometheus["ports"] == [{"port": int(GROUP["mixkv-a"]["data"]["PORT"])}]
     wanted = router["podSelector"]["matchLabels"].items()
     assert [labels["role"] for labels in pods if wanted <= labels.items()] == ["router"]
     (front,) = FRONT.values()
@@ -326,3 +233,52 @@ def test_two_groups_never_meet() -> None:
     labels = [items["mixkv-" + g + "-router"]["spec"]["template"]["metadata"]["labels"]
               for g, items in (("a", GROUP), ("b", other))]  # fmt: skip
     assert [front["spec"]["selector"].items() <= found.items() for found in labels] == [True, False]
+
+
+def test_prometheus_reads_the_servers_and_not_the_router() -> None:
+    selector, (endpoint,) = MONITOR["spec"]["selector"], MONITOR["spec"]["podMetricsEndpoints"]
+    (role_of,) = selector["matchExpressions"]
+    for server in SERVERS:
+        for pod in templates(server["spec"]):
+            labels = pod["metadata"]["labels"]
+            assert selector["matchLabels"].items() <= labels.items()
+            assert labels[role_of["key"]] in role_of["values"]
+            (container,) = pod["spec"]["containers"]
+            named = {port["name"]: port["containerPort"] for port in container["ports"]}
+            assert str(named[endpoint["port"]]) == environment(container)["PORT"]
+            assert "--enable-metrics" in " ".join(container["command"])
+    assert "router" not in role_of["values"]
+
+
+# ---------------------------------------------------------------- Dynamo
+
+
+WORKERS = {
+    component["type"]: component["podTemplate"]["spec"]["containers"][0]
+    for component in DYNAMO["spec"]["components"] if component["type"] != "frontend"
+}  # fmt: skip
+
+
+def test_the_workers_of_dynamo_are_one_pair() -> None:
+    """Opted in by the variable alone, since Dynamo's parser knows no flags of plugins."""
+    servers = {}
+    for name, worker in WORKERS.items():
+        assert f"--disaggregation-mode={name}" in worker["args"]
+        assert not any("mixkv" in word for word in worker["args"])
+        models = [f"--model-path={PAIR}/target", f"--speculative-draft-model-path={PAIR}/drafter"]
+        words = [*worker["args"], *models]  # what is said last counts
+        variables = [f"{pair['name']}={pair['value']}" for pair in worker["env"]]
+        servers[name] = plan_server.read(name, shlex.join([*variables, "dynamo.sglang", *words]))
+        assert servers[name].enabled
+    plan = make_plan(servers["prefill"], servers["decode"])
+    assert plan.findings == ()
+    assert plan.need is not None
+    assert plan.need.needed
+
+
+def test_decode_reaches_prefill_on_ports_that_are_known() -> None:
+    bootstrap = {port["name"]: port["containerPort"] for port in WORKERS["prefill"]["ports"]}
+    for worker in WORKERS.values():
+        assert f"--disaggregation-bootstrap-port={bootstrap['bootstrap']}" in worker["args"]
+    ports = [pair["value"] for pair in WORKERS["prefill"]["env"] if pair["name"] == config.PORT_ENV]
+    assert [*ports, GROUP["mixkv-a"]["data"][config.PORT_ENV]] == ["28000", "28000"]

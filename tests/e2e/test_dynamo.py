@@ -117,17 +117,18 @@ def as_given(flags: Flags, _home: Path) -> Flags:
 
 
 def in_a_file(flags: Flags, home: Path) -> Flags:
-    """The same flags as YAML, with the events that the KV router of the frontend reads."""
+    """The same flags as YAML, with the events that the KV router of the frontend reads. SGLang
+    takes no --no-... from there."""
     settings: dict[str, str | bool] = {}
     for word, value in zip(flags, (*flags[1:], "--"), strict=True):
-        if word.startswith("--"):
+        if word.startswith("--") and not word.startswith("--no-"):
             settings[word.removeprefix("--")] = value.startswith("--") or value
     endpoint = f"tcp://*:{free_port()}"
     events = {"publisher": "zmq", "topic": "kv-events", "endpoint": endpoint}
     settings["kv-events-config"] = json.dumps(events)
     file = home / f"{settings['disaggregation-mode']}.yaml"
     file.write_text(json.dumps(settings))  # JSON is YAML, too
-    return ("--config", str(file))
+    return ("--config", str(file), *(word for word in flags if word.startswith("--no-")))
 
 
 def worker(

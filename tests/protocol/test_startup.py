@@ -451,6 +451,28 @@ def test_an_unchecked_process_with_another_backend_stops(kind: str, backend: str
 
 
 @pytest.mark.usefixtures("opted_in")
+@pytest.mark.parametrize("model", ["mla", "gqa"])
+@pytest.mark.parametrize("who", ["launcher", "rank"])
+def test_sglangs_staging_buffer_is_refused_with_an_mla_target(model: str, who: str) -> None:
+    """SGLang would end the server itself, but once its weights are loaded; of a hybrid MLA target
+    in decode alone, for want of buffers."""
+    path, staging = str(MODELS.parent / model / "target"), {"SGLANG_DISAGG_STAGING_BUFFER": "1"}
+
+    def launcher() -> str:
+        os.environ.update(staging)
+        return str(resolve("--model-path", path).disaggregation_mode)
+
+    def rank() -> str:
+        serve(model_path=path)
+        os.environ.update(staging)  # what the launcher did not see
+        return ask()
+
+    said = in_fork({"launcher": launcher, "rank": rank}[who])
+    refused = "SGLANG_DISAGG_STAGING_BUFFER=1 with an MLA target is not supported: unset it"
+    assert (refused in said, said.startswith("ok ")) == (model == "mla", model == "gqa"), said
+
+
+@pytest.mark.usefixtures("opted_in")
 def test_an_unchecked_process_stops_for_each_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang_mixkv.engine import releases as compat
 

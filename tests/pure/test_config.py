@@ -108,6 +108,13 @@ def test_what_concerns_the_targets_kv_alone_is_served(name: str) -> None:
     assert refused(arguments(), {name: "1"}) == []
 
 
+@pytest.mark.parametrize(("value", "is_mla"), [("1", True), ("1", False), ("0", True)])
+def test_sglangs_staging_buffer_is_refused_with_an_mla_target(value: str, is_mla: bool) -> None:
+    environ = {startup.STAGING_ENV: value}
+    found = startup.broken((), arguments(), environ, lambda: is_mla)
+    assert found == ([startup.STAGING] if is_mla and value == "1" else [])
+
+
 @pytest.mark.parametrize("changed", [{"dcp_size": 2}, {"disaggregation_enable_kv_checksum": True}])
 @pytest.mark.parametrize("backend", startup.BACKENDS)
 def test_context_parallelism_and_sglangs_checksums_are_served(

@@ -44,6 +44,12 @@ def test_every_setting_is_reported_with_its_origin() -> None:
     assert not defaults & set(found)
 
 
+def test_the_staging_variable_comes_with_a_word_on_mla_targets() -> None:
+    (found,) = checks.environment({"SGLANG_DISAGG_STAGING_BUFFER": "1"})
+    assert found.value.startswith("1 (unset it with an MLA target")
+    assert found.problem == ""
+
+
 def test_a_flag_wins_over_the_environment() -> None:
     environ = {"SGLANG_MIXKV_STAGING_MB": "64"}
     assert settings(environ, "--mixkv-staging-mb", "32")["staging_mb"] == (

@@ -32,7 +32,7 @@ from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools import plan as tool
-from sglang_mixkv.tools import plan_pair, plan_url
+from sglang_mixkv.tools import plan_gpu, plan_pair, plan_url
 from sglang_mixkv.tools.client import API_KEY_ENV
 from sglang_mixkv.tools.plan_need import need_of
 from sglang_mixkv.tools.plan_pair import contacted, make_plan, most_tokens, segments_of
@@ -240,7 +240,6 @@ STAGES = Target(8, 4, layer_ids=False, even=True, stages=2)
         ({"speculative_eagle_topk": 4}, {}, "--speculative-eagle-topk: prefill has 4"),
         ({"speculative_algorithm": "EAGLE"}, {}, "speculative algorithm: prefill has EAGLE"),
         ({"draft": eagle3(4)}, {}, "KV heads of the drafter: prefill has 4, decode has 8"),
-        ({"draft": None}, {}, "drafter: prefill has none, decode has LlamaForCausalLMEagle3"),
         ({}, {"draft": None}, "decode has none; its KV cannot be moved"),
         ({"draft": LATENT}, {}, r"drafter: prefill has DeepseekV3ForCausalLMNextN \(MLA"),
         ({"draft": LATENT, "target": GQA}, {"draft": LATENT, "target": GQA}, "an MLA drafter"),
@@ -285,6 +284,13 @@ def test_different_drafters_are_served_cold_where_decode_has_the_flag() -> None:
     cold = msgspec.structs.replace(decode, config=Config(on_draft_mismatch="cold"))
     assert make_plan(other, decode).findings
     assert make_plan(other, cold).findings == ()
+
+
+@pytest.mark.parametrize("draft", [eagle3(8), LATENT])
+def test_speculation_on_decode_alone_is_served_and_noted(draft: Model) -> None:
+    plan = make_plan(server("prefill", 2), server("decode", 1, draft))
+    assert plan.findings == ()
+    assert any(note.startswith("speculation on decode alone") for note in plan.notes)
 
 
 def test_other_names_of_models_are_noted() -> None:
@@ -356,6 +362,20 @@ of_the_newest = pytest.mark.skipif(
 )
 
 
+@pytest.mark.parametrize("gpu", plan_gpu.GPUS)
+def test_without_a_gpu_lines_are_resolved_for_one(
+    gpu: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a kind that can be named, and nothing stays behind."""
+    from sglang.srt.runtime_context import get_platform
+
+    monkeypatch.setattr(plan_gpu, "is_there", lambda: False)
+    found = read("decode", flags("--decode-attention-backend cutedsl_mla --page-size 128"), gpu=gpu)
+    assert [("Blackwell GPUs" in text) for text in found.stock] == [True] * (gpu == "hopper")
+    assert any(f"as on a {gpu.title()} one" in note for note in found.notes)
+    assert get_platform().device_sm not in (90, 100)
+
+
 @of_the_newest
 @pytest.mark.parametrize(
     ("line", "kv_heads", "layers"),
@@ -413,6 +433,20 @@ def test_what_the_plugin_refuses_is_found(
     (found,) = read("prefill", line).refused
     assert found.startswith("[MIXKV-START-03] prefill: ")
     assert reason in found
+
+
+@pytest.mark.parametrize(("model", "value", "count"), [("mla", 1, 1), ("gqa", 1, 0), ("mla", 0, 0)])
+@pytest.mark.parametrize("plugin", ["--enable-mixkv", ""])
+def test_sglangs_staging_buffer_with_an_mla_target_is_found_once(
+    model: str, value: int, count: int, plugin: str
+) -> None:
+    """With the plugin or without: SGLang ends such a server itself, only later."""
+    target = MODELS.parent / model / "target"
+    line = f"SGLANG_DISAGG_STAGING_BUFFER={value} x --model-path {target} {plugin}"
+    plan = make_plan(read("prefill", line), read("decode", f"--model-path {target} {plugin}"))
+    found = [text for text in plan.findings if "STAGING_BUFFER=1 with an MLA target" in text]
+    assert len(found) == count
+    assert all(text.startswith("[MIXKV-START-03] prefill: ") for text in found)
 
 
 @pytest.mark.parametrize("line", [flags("--enable-mixkv"), f"SGLANG_ENABLE_MIXKV=1 x {flags()}"])

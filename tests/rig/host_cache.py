@@ -68,10 +68,11 @@ class Controller:
 
         case, pools = memory.case, memory.sglang_pools
         layers = case.target.layers
+        target = getattr(pools["target"], "full_kv_pool", pools["target"])  # a state stays
         self.cache, self.page_size = cache, case.page_size
         self.transfer_layer_id_max = layers
         self.mem_pool_host = self.group = assembler.build_kv_only_group(
-            page_size=case.page_size, kv_pool=pools["target"], use_mla=case.target.is_mla,
+            page_size=case.page_size, kv_pool=target, use_mla=case.target.is_mla,
             full_layer_mapping={i: i for i in range(layers)},
             mtp_draft_device_pools=(pools["draft"],) if cache.packed else (),
         )  # fmt: skip

@@ -334,4 +334,4 @@ def state_rows(
     return rows[rank * per_rank : (rank + 1) * per_rank]
 
 
-STATE_HEADS = 8
+STATE_HEADS = 16
