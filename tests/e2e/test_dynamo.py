@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -117,18 +118,15 @@ def as_given(flags: Flags, _home: Path) -> Flags:
 
 
 def in_a_file(flags: Flags, home: Path) -> Flags:
-    """The same flags as YAML, with the events that the KV router of the frontend reads. SGLang
-    takes no --no-... from there."""
-    settings: dict[str, str | bool] = {}
-    for word, value in zip(flags, (*flags[1:], "--"), strict=True):
-        if word.startswith("--") and not word.startswith("--no-"):
-            settings[word.removeprefix("--")] = value.startswith("--") or value
+    """Flags with a value as YAML, with the events that the KV router of the frontend reads."""
+    valued = {w: v for w, v in pairwise(flags) if w.startswith("--") and not v.startswith("--")}
+    settings = {word.removeprefix("--"): value for word, value in valued.items()}
     endpoint = f"tcp://*:{free_port()}"
     events = {"publisher": "zmq", "topic": "kv-events", "endpoint": endpoint}
     settings["kv-events-config"] = json.dumps(events)
     file = home / f"{settings['disaggregation-mode']}.yaml"
     file.write_text(json.dumps(settings))  # JSON is YAML, too
-    return ("--config", str(file), *(word for word in flags if word.startswith("--no-")))
+    return ("--config", str(file), *(w for w in flags if w.startswith("--") and w not in valued))
 
 
 def worker(
