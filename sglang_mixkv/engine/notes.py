@@ -18,7 +18,7 @@ from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.copier import Entry
 from sglang_mixkv.decode.events import State
-from sglang_mixkv.engine.requests import Requests
+from sglang_mixkv.engine.requests import Began, Requests
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kinds import OF_SIDE, Kind
 from sglang_mixkv.series import Family, Values
@@ -99,7 +99,7 @@ class Notes:
         Counted by the channel thread, unless that has ended: this is the scheduler's."""
         values = _outcome(entry, reason)
         if entry.request is not None and values[0] in series.STATES:
-            self.requests.begin(entry.request, values[0])
+            self.requests.begin(entry.request, entry.prefill, values)
         self._rooms.append((entry.prefill, values))
         if entry.reason == "broken":
             self._count_rooms()
@@ -111,15 +111,16 @@ class Notes:
                 self._count(series.ROOMS, values)
                 self._count(series.PREFILL_ROOMS, (self._label(prefill), *values))
 
-    def _finished(self, state: str, histogram: list[int]) -> None:
+    def _finished(self, began: Began, histogram: list[int]) -> None:
         rounds = sum(histogram)
-        accepted = sum(number * count for number, count in enumerate(histogram))
-        self.stats.add(**{f"finished_{state}": 1, f"rounds_{state}": rounds})
-        self._count(series.FINISHED, (state,))
-        self._count(series.VERIFY_ROUNDS, (state,), rounds)
-        self._count(series.ACCEPTED_TOKENS, (state,), rounds + accepted)
+        tokens = rounds + sum(number * count for number, count in enumerate(histogram))
+        self.stats.add(**{f"finished_{began.state}": 1, f"rounds_{began.state}": rounds})
+        values = began._replace(prefill=self._label(began.prefill))
+        self._count(series.FINISHED, values)
+        self._count(series.VERIFY_ROUNDS, values, rounds)
+        self._count(series.ACCEPTED_TOKENS, values, tokens)
         for position in range(1, min(len(histogram), series.MAX_POSITIONS + 1)):
-            at = (state, str(position))
+            at = (began.state, str(position))
             self._count(series.ACCEPTED_DRAFTS, at, sum(histogram[position:]))
 
     def ticked(self) -> None:
