@@ -85,6 +85,11 @@ ACCEPTED_DRAFTS = Family(
     "Rounds that accepted the draft at this position.",
     (DECODE,), ("state", "position"), (),
 )  # fmt: skip
+SUSPECT = Family(
+    "sglang:mixkv_draft_suspect",
+    "1 while warm requests of this server accept less than they should.",
+    (DECODE,), ("prefill", "against"), (),
+)  # fmt: skip
 BREAKER_OPEN = Family(
     "sglang:mixkv_breaker_open",
     "1 while the breaker of one of the server's ranks is open.",
@@ -138,9 +143,9 @@ DROPPED = Family(
 )
 
 FAMILIES = (
-    ROOMS, PREFILL_ROOMS, FINISHED, VERIFY_ROUNDS, ACCEPTED_TOKENS, ACCEPTED_DRAFTS, BREAKER_OPEN,
-    BREAKER_OPENED, REFUSED, NEEDED_BYTES, SENT_BYTES, UNOPENED, UNREQUESTED, FAILS_SENT,
-    EXPIRED_SLOTS, COPY_SECONDS, SLOTS, SLOTS_USED, DROPPED,
+    ROOMS, PREFILL_ROOMS, FINISHED, VERIFY_ROUNDS, ACCEPTED_TOKENS, ACCEPTED_DRAFTS, SUSPECT,
+    BREAKER_OPEN, BREAKER_OPENED, REFUSED, NEEDED_BYTES, SENT_BYTES, UNOPENED, UNREQUESTED,
+    FAILS_SENT, EXPIRED_SLOTS, COPY_SECONDS, SLOTS, SLOTS_USED, DROPPED,
 )  # fmt: skip
 
 

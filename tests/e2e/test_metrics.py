@@ -32,7 +32,7 @@ def page(deployment: Deployment) -> str:
 
 def series(text: str) -> Counter[tuple[str, ...]]:
     """Name, and the values of its own labels -> value."""
-    own = ("component", "state", "reason", "position")
+    own = ("component", "state", "reason", "position", "against")
     found: Counter[tuple[str, ...]] = Counter()
     for sample in (s for family in text_string_to_metric_families(text) for s in family.samples):
         name = sample.name.replace("sglang_", "sglang:", 1)

@@ -346,6 +346,57 @@ def test_finished_requests_of_many_prefills_share_the_rooms_labels() -> None:
     assert found["finished_requests_total", ("other", "warm", "")] == 3
 
 
+def test_a_server_whose_warm_requests_accept_less_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In a gauge, which exists from the first verdict on, and once in the log."""
+    one, found = notes()
+    finished(one, 720, [0, 0, 9], "a:1", "b:2")
+    assert found["draft_suspect", ("a:1", "past")] == 0
+    assert {values for name, values in found if name == "draft_suspect"} == {
+        ("a:1", "past"), ("b:2", "past")
+    }  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        finished(one, 200, [9, 1], "a:1")
+    assert found["draft_suspect", ("a:1", "past")] == 1
+    assert found["draft_suspect", ("b:2", "past")] == 0
+    (line,) = caplog.messages
+    for part in ("[MIXKV-PAIR-08]", "prefill a:1", "a fifth less", "where 3.00 are", "accept`"):
+        assert part in line
+    finished(one, 400, [0, 0, 9], "a:1")
+    assert found["draft_suspect", ("a:1", "past")] == 0
+    finished(one, 200, [9, 1], "a:1")
+    assert found["draft_suspect", ("a:1", "past")] == 1
+    assert len(caplog.messages) == 1
+
+
+def test_what_is_no_servers_own_is_not_judged(caplog: pytest.LogCaptureFixture) -> None:
+    """Requests of further servers, without a verify round, or retracted."""
+    one, found = notes()
+    one._prefills = {f"host:{n}" for n in range(series.MAX_PREFILLS)}
+    finished(one, 9, [0, 9], "beyond:1")
+    finished(one, 9, [], "host:1")
+    retracted = Req("again")
+    for _ in range(2):
+        begun(one, retracted, prefill="host:1")
+    retracted.spec_correct_drafts_histogram += [9]
+    retracted.done = True
+    look(one)
+    assert found["finished_requests_total", ("host:1", "retracted", "")] == 1
+    assert one._health._servers == {}
+    assert caplog.messages == []
+
+
+def finished(one: Notes, number: int, histogram: list[int], *prefills: str) -> None:
+    for prefill in prefills:
+        for each in range(number):
+            request = Req(f"{prefill}-{each}")
+            begun(one, request, prefill=prefill)
+            request.spec_correct_drafts_histogram += histogram
+            request.done = True
+            look(one)
+
+
 def test_a_request_is_not_kept_alive_and_counts_when_it_is_gone() -> None:
     counted: list[tuple[Began, list[int]]] = []
     requests = Requests(lambda began, histogram: counted.append((began, histogram)))
