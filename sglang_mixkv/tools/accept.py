@@ -25,8 +25,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import requests
-
 from sglang_mixkv.tools import pages, simulated
 from sglang_mixkv.tools.accept_figures import Asked, Comparison, Side, Verdict
 from sglang_mixkv.tools.accept_prompts import BadPrompts, Prompt, read_prompts, token_ids
@@ -75,7 +73,7 @@ class Trial:
     def _try(self, prompt: Prompt) -> Asked | str:
         try:
             return self._ask(prompt)
-        except (RequestFailed, requests.RequestException) as error:
+        except RequestFailed as error:
             return str(error)
 
     def _ask(self, prompt: Prompt) -> Asked:
@@ -157,17 +155,13 @@ class Wire:
 
 def look(urls: list[str]) -> pages.Transfers:
     """Raises NothingToJudge where a page has no metrics."""
-    found = {url: pages.fetch(url) for url in urls}
     try:
-        if None not in found.values():
-            return pages.read(page or "" for page in found.values())
-        lacking = [url for url, page in found.items() if page is None]
-    except ValueError:
-        lacking = urls
-    raise NothingToJudge(
-        f"no metrics at {', '.join(lacking)}. Give a server's own page, "
-        "http://HOST:PORT/metrics, and start it with --enable-metrics"
-    )
+        return pages.read([pages.page(url) for url in urls])
+    except (RequestFailed, ValueError) as error:
+        raise NothingToJudge(
+            f"no metrics: {error}. Give servers' own pages, http://HOST:PORT/metrics, and start "
+            "them with --enable-metrics"
+        ) from error
 
 
 def judge(args: argparse.Namespace) -> int:

@@ -41,8 +41,8 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "plugin.py": (set(), {"config", "engine", "refusals"}),
     "tools/": (
         {"msgspec", "numpy", "requests", "zmq"},
-        {"", "channel", "config", "draft", "engine.releases", "errors", "refusals", "series",
-         "tools"},
+        {"", "channel", "config", "draft", "engine.releases", "errors", "kinds", "refusals",
+         "series", "tools"},
     ),
     "__main__.py": (set(), {"tools"}),
     "__init__.py": (set(), set()),
@@ -64,6 +64,7 @@ LAZY = {
     "tools/doctor_read.py": {"sglang_mixkv.draft.rows", "torch"},
     "tools/pages.py": {"prometheus_client"},
     "tools/plan_line.py": {"sglang", "yaml"},
+    "tools/status.py": {"rich"},
     "tools/plan_server.py": {"huggingface_hub", "sglang"},
 }
 
