@@ -193,6 +193,8 @@ def test_new_counts_what_happens_between_the_looks() -> None:
     assert status.status(first, now).wrong
     found = status.status(first, now, first)
     assert (found.wrong, found.pairs[0].rooms["warm"]) == ([], 8)
+    gauge = looked(line("draft_suspect", 1, prefill=REMOTE, against="past"))
+    assert len(status.status(gauge, gauge, gauge).wrong) == 1
 
 
 def test_a_routers_page_has_several_servers() -> None:
