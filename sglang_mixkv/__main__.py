@@ -21,6 +21,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "tools.doctor",
         "versions, seams, configuration, a real read: what to paste into an issue",
     ),
+    "status": (
+        "tools.status",
+        "running servers on one screen: drafters, transfers, what is wrong and what to do",
+    ),
     "accept": (
         "tools.accept",
         "acceptance of your own pair of servers against a single one, on your prompts",

@@ -92,4 +92,17 @@ PREFILL = {
     "restarted": _fail("restarted"),
 }  # fmt: skip
 
+SUSPECT = {
+    against: Kind(
+        None, (), f"warm requests accept {what}",
+        "Take it out of the router, and run `python -m sglang_mixkv accept` against it alone. If "
+        "that is low, restart it and report this",
+        "MIXKV-PAIR-08", "output right, but its draft KV may be wrong, or its prompts harder",
+    )
+    for against, what in (
+        ("past", "a fifth less than they did"), ("cold", "no more than its cold ones")
+    )
+}  # fmt: skip
+"""By what a prefill server's requests were compared with (decode/health.py)."""
+
 OF_SIDE = {series.PREFILL: PREFILL, series.DECODE: DECODE}

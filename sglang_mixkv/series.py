@@ -1,7 +1,8 @@
 """The draft channel's Prometheus series.
 
 Label values that are known beforehand exist from the rank's start, at 0. A prefill address appears
-with its first room, a position with its first draft.
+with its first room, and where requests finish with the first of a state and reason; a position
+with its first draft.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ FAILS = ("aborted", "pack", "slow", "heads", "full", "restarted")
 
 OUTCOMES = (("warm", ""), *(("cold", reason) for reason in COLD), ("failed", ""), ("closed", ""))
 STATES = ("warm", "cold", "retracted")
+DRAFT = ("prefill", "state", "reason")
+"""Labels of how a request's drafter began. Positions have no `prefill`: 32 times as many series."""
 
 
 @dataclass(frozen=True)
@@ -60,27 +63,32 @@ ROOMS = Family(
 PREFILL_ROOMS = Family(
     "sglang:mixkv_prefill_rooms_total",
     "The same by prefill server, its bootstrap address.",
-    (DECODE,), ("prefill", "state", "reason"), (),
+    (DECODE,), DRAFT, (),
 )  # fmt: skip
 FINISHED = Family(
     "sglang:mixkv_finished_requests_total",
-    "Requests that have ended after their transfer.",
-    (DECODE,), ("state",), _each(STATES),
+    "Requests that have ended after their transfer, each once.",
+    (DECODE,), DRAFT, (),
 )  # fmt: skip
 VERIFY_ROUNDS = Family(
     "sglang:mixkv_verify_rounds_total",
     "Their verify rounds.",
-    (DECODE,), ("state",), _each(STATES),
+    (DECODE,), DRAFT, (),
 )  # fmt: skip
 ACCEPTED_TOKENS = Family(
     "sglang:mixkv_accepted_tokens_total",
     "Tokens of these rounds: accepted drafts, and one more each.",
-    (DECODE,), ("state",), _each(STATES),
+    (DECODE,), DRAFT, (),
 )  # fmt: skip
 ACCEPTED_DRAFTS = Family(
     "sglang:mixkv_accepted_drafts_total",
     "Rounds that accepted the draft at this position.",
     (DECODE,), ("state", "position"), (),
+)  # fmt: skip
+SUSPECT = Family(
+    "sglang:mixkv_draft_suspect",
+    "1 while warm requests of this server accept less than they should.",
+    (DECODE,), ("prefill", "against"), (),
 )  # fmt: skip
 BREAKER_OPEN = Family(
     "sglang:mixkv_breaker_open",
@@ -135,9 +143,9 @@ DROPPED = Family(
 )
 
 FAMILIES = (
-    ROOMS, PREFILL_ROOMS, FINISHED, VERIFY_ROUNDS, ACCEPTED_TOKENS, ACCEPTED_DRAFTS, BREAKER_OPEN,
-    BREAKER_OPENED, REFUSED, NEEDED_BYTES, SENT_BYTES, UNOPENED, UNREQUESTED, FAILS_SENT,
-    EXPIRED_SLOTS, COPY_SECONDS, SLOTS, SLOTS_USED, DROPPED,
+    ROOMS, PREFILL_ROOMS, FINISHED, VERIFY_ROUNDS, ACCEPTED_TOKENS, ACCEPTED_DRAFTS, SUSPECT,
+    BREAKER_OPEN, BREAKER_OPENED, REFUSED, NEEDED_BYTES, SENT_BYTES, UNOPENED, UNREQUESTED,
+    FAILS_SENT, EXPIRED_SLOTS, COPY_SECONDS, SLOTS, SLOTS_USED, DROPPED,
 )  # fmt: skip
 
 

@@ -128,6 +128,16 @@ class PrefillMember(Member):
         self.meter("metric", self.handle.get_transfer_metric)
 
 
+def request_of(room: int) -> Any:
+    """SGLang's, as far as the plugin looks at it when its room ends."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    request = Req.__new__(Req)
+    request.rid, request.finished_reason = str(room), None
+    request.spec_correct_drafts_histogram = []
+    return request
+
+
 class DecodeMember(Member):
     def __init__(self, rank: Any) -> None:
         super().__init__(rank)
@@ -184,6 +194,8 @@ class DecodeMember(Member):
         room, entry = self.handle.bootstrap_room, getattr(self.handle, "entry", None)
         self.wait_for(lambda: self.manager.request_status.get(room) == KVPoll.Success)
         self.wait_for(lambda: entry is None or entry.state is not None)
+        if entry is not None:
+            entry.request = self.request = request_of(room)
         status = self.meter("last poll", self.handle.poll)
         if status != KVPoll.Success:
             raise RuntimeError(f"{status}, expected Success")

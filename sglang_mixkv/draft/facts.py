@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from sglang_mixkv.channel.messages import PROTOCOL, Instance
 from sglang_mixkv.draft.layout import DraftLayout, Name, Rank
-from sglang_mixkv.draft.targets import Side, Target, unmoved
+from sglang_mixkv.draft.targets import Side, Target, unmixed, unmoved
 
 MAX_ROW_BYTES = 64 << 10
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -141,6 +141,8 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
             "the target could not be sent",
             "Set --disaggregation-transfer-backend alike on both sides",
         )  # fmt: skip
+    for found in unmixed(prefill.engine, decode.engine, decode.backend):
+        yield Difference(Severity.REFUSED, *found)
     sides = Side(prefill.target, prefill.attn_tp), Side(decode.target, decode.attn_tp)
     for found in unmoved(*sides, prefill.backend):
         yield Difference(Severity.REFUSED, *found)

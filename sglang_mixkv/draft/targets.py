@@ -55,8 +55,30 @@ class Unmoved(NamedTuple):
     remedy: str
 
 
+MIXES = {
+    "mooncake": {("0.5.21", "0.5.22"), ("0.5.21", "0.5.23"), ("0.5.22", "0.5.23")},
+    "nixl": {("0.5.21", "0.5.22")},
+}
+"""By backend, SGLang's releases on prefill and decode between which it serves requests. In the
+others its messages are read otherwise, and requests wait in vain: tests/e2e/test_mixed_releases.py
+measures them, without the plugin too."""
+
+
 _EQUAL_TP = "Give both sides the same attention-TP size"
 _MOONCAKE = "Use --disaggregation-transfer-backend mooncake on both sides"
+
+
+def unmixed(prefill: str, decode: str, backend: str) -> Iterator[Unmoved]:
+    """What keeps these two releases of SGLang from serving requests together."""
+    if prefill == decode or (prefill, decode) in MIXES.get(backend, ()):
+        return
+    newer = {new for old, new in MIXES.get(backend, ()) if old == prefill}
+    others = f", or {' or '.join(sorted(newer))} on decode" if newer else ""
+    yield Unmoved(
+        f"SGLang's release over {backend}", prefill, decode,
+        "requests would wait in vain: SGLang itself does not serve this mix, or was not seen to",
+        f"Install {decode} on prefill{others}",
+    )  # fmt: skip
 
 
 def unmoved(prefill: Side, decode: Side, backend: str) -> Iterator[Unmoved]:

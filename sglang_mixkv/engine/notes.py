@@ -18,9 +18,10 @@ from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.copier import Entry
 from sglang_mixkv.decode.events import State
-from sglang_mixkv.engine.requests import Requests
+from sglang_mixkv.decode.health import Health
+from sglang_mixkv.engine.requests import Began, Requests
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.kinds import OF_SIDE, Kind
+from sglang_mixkv.kinds import OF_SIDE, SUSPECT, Kind
 from sglang_mixkv.series import Family, Values
 from sglang_mixkv.stats import Stats
 
@@ -52,11 +53,11 @@ class Notes:
     def __init__(self, mode: str, folder: str, metrics: Metrics | None) -> None:
         self.stats, self.metrics = Stats(mode, folder), metrics
         self.name_of: Callable[[bytes], str] = lambda _: ""
-        self.requests = Requests(self._finished)
+        self.requests, self._health = Requests(self._finished), Health()
         self._mode, self._kinds = mode, OF_SIDE.get(mode, {})
         self._prefills: set[str] = set()
         self._rooms: deque[tuple[str, Values]] = deque()
-        self._logged: set[tuple[str, bytes]] = set()
+        self._logged: set[tuple[str, bytes | str]] = set()
         self._looked = 0.0
 
     def __call__(self, note: Any) -> None:
@@ -68,14 +69,19 @@ class Notes:
             named = "prefill" in kind.family.labels
             values = (self._label(self.name_of(peer)),) if named else kind.values
             self._count(kind.family, values)
-        is_new = bool(kind.happened) and (note.what, peer) not in self._logged
-        if is_new and len(self._logged) < MAX_LOGGED:
-            self._logged.add((note.what, peer))
-            self._log(kind, peer, note.detail)
+        if kind.happened and self._is_new(note.what, peer):
+            whom = self.name_of(peer) or (f"rank {peer.hex()[:8]}" if peer else "rank")
+            self._log(kind, whom, note.detail)
 
-    def _log(self, kind: Kind, peer: bytes, detail: str) -> None:
+    def _is_new(self, what: str, whom: bytes | str) -> bool:
+        """Whether to log it, once per peer and kind."""
+        if (what, whom) in self._logged or len(self._logged) >= MAX_LOGGED:
+            return False
+        self._logged.add((what, whom))
+        return True
+
+    def _log(self, kind: Kind, whom: str, detail: str) -> None:
         side = "decode" if self._mode == "prefill" else "prefill"
-        whom = self.name_of(peer) or (f"rank {peer.hex()[:8]}" if peer else "rank")
         sentence = f"{kind.happened} ({detail or 'no detail'}); {kind.consequence}. {kind.remedy}"
         logger.warning(
             "[%s] draft channel, %s %s: %s. From now on counted, not logged",
@@ -99,7 +105,7 @@ class Notes:
         Counted by the channel thread, unless that has ended: this is the scheduler's."""
         values = _outcome(entry, reason)
         if entry.request is not None and values[0] in series.STATES:
-            self.requests.begin(entry.request, values[0])
+            self.requests.begin(entry.request, entry.prefill, values)
         self._rooms.append((entry.prefill, values))
         if entry.reason == "broken":
             self._count_rooms()
@@ -111,16 +117,25 @@ class Notes:
                 self._count(series.ROOMS, values)
                 self._count(series.PREFILL_ROOMS, (self._label(prefill), *values))
 
-    def _finished(self, state: str, histogram: list[int]) -> None:
+    def _finished(self, began: Began, histogram: list[int]) -> None:
         rounds = sum(histogram)
-        accepted = sum(number * count for number, count in enumerate(histogram))
-        self.stats.add(**{f"finished_{state}": 1, f"rounds_{state}": rounds})
-        self._count(series.FINISHED, (state,))
-        self._count(series.VERIFY_ROUNDS, (state,), rounds)
-        self._count(series.ACCEPTED_TOKENS, (state,), rounds + accepted)
+        tokens = rounds + sum(number * count for number, count in enumerate(histogram))
+        self.stats.add(**{f"finished_{began.state}": 1, f"rounds_{began.state}": rounds})
+        values = began._replace(prefill=self._label(began.prefill))
+        self._count(series.FINISHED, values)
+        self._count(series.VERIFY_ROUNDS, values, rounds)
+        self._count(series.ACCEPTED_TOKENS, values, tokens)
         for position in range(1, min(len(histogram), series.MAX_POSITIONS + 1)):
-            at = (state, str(position))
+            at = (began.state, str(position))
             self._count(series.ACCEPTED_DRAFTS, at, sum(histogram[position:]))
+        if rounds and began.state in ("warm", "cold") and values.prefill != series.OTHER:
+            self._judge(values, tokens / rounds)
+
+    def _judge(self, began: Began, length: float) -> None:
+        for one in self._health.add(began.prefill, began.state, length, time.monotonic()):
+            if self._is_new(one.against, one.prefill):
+                detail = f"{one.found:.2f} tokens a round, where {one.expected:.2f} are expected"
+                self._log(SUSPECT[one.against], one.prefill, detail)
 
     def ticked(self) -> None:
         """By the channel thread, which owns slots and breaker."""
@@ -142,6 +157,8 @@ class Notes:
         if self.slots is not None:
             self.metrics.set(series.SLOTS, (), self.slots.count)
             self.metrics.set(series.SLOTS_USED, (), self.slots.count - self.slots.free_slots)
+        for prefill, against, suspect in self._health.verdicts():
+            self.metrics.set(series.SUSPECT, (prefill, against), suspect)
         if self.breaker is not None:
             names = filter(None, map(self.name_of, self.breaker.open_peers()))  # "": restarted
             is_open = set(map(self._label, names))

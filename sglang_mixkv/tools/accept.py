@@ -1,11 +1,14 @@
 """Acceptance of a pair of servers against a single server, on your own prompts.
 
     python -m sglang_mixkv accept --single URL --pair ROUTER_URL --prompts FILE [--gate 0.05]
+    python -m sglang_mixkv accept --baseline FIGURES --pair ROUTER_URL [--gate 0.05]
 
-The same token ids go to both, greedy. Side by side: accept length, acceptance by position, time
-to the first token, and whether the outputs agree; with `--metrics` also the transfer's share of
-that time, the bytes sent, and the share of warm drafters. The accept length's loss is judged by
-what so many prompts can tell, with 95 % confidence, and on each of decode's DP ranks.
+The same token ids go to both, greedy. A baseline is the file that an earlier run wrote with
+`--json`: its prompts, and what the single server answered then. Side by side: accept length,
+acceptance by position, time to the first token, and whether the outputs agree; with `--metrics`
+also the transfer's share of that time, the bytes sent, and the share of warm drafters. The accept
+length's loss is judged by what so many prompts can tell, with 95 % confidence, and on each of
+decode's DP ranks.
 
 Exit status: 0 within `--gate`; 1 the accept length is lower, or the output is another one; 2
 nothing can be judged: too few prompts, a request that failed, a server that does not answer or not
@@ -19,17 +22,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import requests
-
-from sglang_mixkv.tools import pages, simulated
+from sglang_mixkv.tools import simulated
+from sglang_mixkv.tools.accept_baseline import (
+    BadBaseline,
+    Baseline,
+    SingleServer,
+    Yardstick,
+    body,
+)
 from sglang_mixkv.tools.accept_figures import Asked, Comparison, Side, Verdict
-from sglang_mixkv.tools.accept_prompts import BadPrompts, Prompt, read_prompts, token_ids
+from sglang_mixkv.tools.accept_prompts import BadPrompts, read_prompts
+from sglang_mixkv.tools.accept_wire import NothingToJudge, Wire, look
 from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S, RequestFailed, stream
 
 MAX_NEW_TOKENS = 128
@@ -46,22 +56,17 @@ EXIT = {
 }
 
 
-class NothingToJudge(RuntimeError):
-    """Why there is no verdict."""
-
-
 @dataclass
 class Trial:
-    """The two deployments, and what became of the prompts: `asked` of both, or `failed`."""
+    """The two sides, and what became of the prompts: `asked` of both, or `failed`."""
 
-    single: str
+    single: Yardstick
     pair: str
-    max_new_tokens: int
     timeout: float
     asked: list[Asked] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
-    def run(self, prompts: list[Prompt], at_once: int) -> None:
+    def run(self, prompts: Sequence[Any], at_once: int) -> None:
         """The first prompt goes alone: raises RequestFailed where a deployment does not answer
         it."""
         self.asked.append(self._ask(prompts[0]))
@@ -72,33 +77,35 @@ class Trial:
                 else:
                     self.failed.append(found)
 
-    def _try(self, prompt: Prompt) -> Asked | str:
+    def _try(self, prompt: Any) -> Asked | str:
         try:
             return self._ask(prompt)
-        except (RequestFailed, requests.RequestException) as error:
+        except RequestFailed as error:
             return str(error)
 
-    def _ask(self, prompt: Prompt) -> Asked:
-        ids = token_ids(self.single, prompt)
-        sampling = {"max_new_tokens": self.max_new_tokens, "temperature": 0}
-        body = {"input_ids": ids, "sampling_params": sampling}
-        single, pair = (stream(url, body, self.timeout) for url in (self.single, self.pair))
-        return Asked(len(ids), single, pair)
+    def _ask(self, prompt: Any) -> Asked:
+        ids, single = self.single.ask(prompt)
+        pair = stream(self.pair, body(ids, self.single.max_new_tokens), self.timeout)
+        return Asked(tuple(ids), single, pair)
 
     def no_yardstick(self, compared: Comparison) -> Iterator[str]:
         """Why these answers say nothing of the pair's drafter."""
-        for url, side in ((self.single, compared.single), (self.pair, compared.pair)):
-            yield from self._why_not(url, side)
+        one = self.single.name, compared.single, self.single.made_up
+        for name, side, made_up in (
+            one, (self.pair, compared.pair, partial(simulated.reason, self.pair))
+        ):  # fmt: skip
+            yield from filter(None, [made_up([answer.tokens for answer in side.answers])])
+            yield from self._why_not(name, side)
         length = compared.single.accept_length
         if 0 < length < LEAST:
             yield (
-                f"{self.single} accepts {length:.3f} tokens a round: its own drafter drafts "
+                f"{self.single.name} accepts {length:.3f} tokens a round: its own drafter drafts "
                 "nothing that a pair could lose. Give it the right drafter"
             )
         drafted = [{a.drafted for a in s.answers} - {0} for s in (compared.single, compared.pair)]
         if all(drafted) and drafted[0] != drafted[1]:
             yield (
-                f"{self.single} and {self.pair} draft {drafted[0]} and {drafted[1]} tokens a "
+                f"{self.single.name} and {self.pair} draft {drafted[0]} and {drafted[1]} tokens a "
                 "round. Give both the same speculative flags"
             )
 
@@ -107,80 +114,36 @@ class Trial:
             number = len(self.failed) + len(self.asked)
             yield f"{len(self.failed)} of {number} prompts failed, the first: {self.failed[0]}"
 
-    def _why_not(self, url: str, side: Side) -> Iterator[str]:
-        made_up = simulated.reason(url, [answer.tokens for answer in side.answers])
-        if made_up:
-            yield made_up
+    def _why_not(self, name: str, side: Side) -> Iterator[str]:
         silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in side.answers)
         if silent or not side.accept_length:
             yield (
-                f"{url} reports no speculative decoding (meta_info's spec_verify_ct) for "
+                f"{name} reports no speculative decoding (meta_info's spec_verify_ct) for "
                 f"{silent or len(side.answers)} of {len(side.answers)} answers. Start all its "
                 "servers with the same speculative flags"
             )
 
 
-@dataclass(frozen=True)
-class Wire:
-    """What servers' pages say of a run. `first_token_s`: the pair's mean."""
-
-    transfers: pages.Transfers
-    first_token_s: float
-
-    @property
-    def share(self) -> float | None:
-        """The transfer's, of the time to the first token."""
-        mean = self.transfers.mean_s
-        return mean / self.first_token_s if mean is not None and self.first_token_s else None
-
-    def figures(self) -> dict[str, Any]:
-        sent, rooms = self.transfers.sent, self.transfers.rooms
-        return {
-            "transfer_s": self.transfers.mean_s, "transfer_share": self.share, "sent_bytes": sent,
-            "warm_share": rooms.warm_share, "rooms": rooms.counts,
-        }  # fmt: skip
-
-    def table(self) -> Iterator[str]:
-        if (mean := self.transfers.mean_s) is not None:
-            share = "" if self.share is None else f", {self.share:.1%} of the first token's time"
-            yield f"transfer: {mean * 1e3:.1f} ms per request{share}"
-        sent = self.transfers.sent.items()
-        if sent:
-            sizes = ", ".join(f"{name} {size / 2**20:.2f} MiB" for name, size in sent)
-            yield f"bytes sent, to anyone: {sizes}"
-        rooms = self.transfers.rooms
-        if (warm := rooms.warm_share) is not None:
-            cold = ", ".join(f"{why} {n}" for why, n in rooms.counts.items() if why != "warm" and n)
-            why = f"; cold: {cold}" if cold else ""
-            yield f"drafters: {warm:.1%} of {rooms.counts.total()} warm{why}"
-
-
-def look(urls: list[str]) -> pages.Transfers:
-    """Raises NothingToJudge where a page has no metrics."""
-    found = {url: pages.fetch(url) for url in urls}
-    try:
-        if None not in found.values():
-            return pages.read(page or "" for page in found.values())
-        lacking = [url for url, page in found.items() if page is None]
-    except ValueError:
-        lacking = urls
-    raise NothingToJudge(
-        f"no metrics at {', '.join(lacking)}. Give a server's own page, "
-        "http://HOST:PORT/metrics, and start it with --enable-metrics"
-    )
-
-
 def judge(args: argparse.Namespace) -> int:
-    """The exit status. Raises NothingToJudge, BadPrompts, RequestFailed, OSError."""
-    prompts = read_prompts(args.prompts)
+    """The exit status. Raises NothingToJudge, BadPrompts, BadBaseline, RequestFailed, OSError."""
+    single, prompts = yardstick(args)
     if args.json:
         args.json.write_text("")  # before the work, not after it
-    trial = Trial(args.single, args.pair, args.max_new_tokens, args.timeout)
+    trial = Trial(single, args.pair, args.timeout)
     before = look(args.metrics)
     trial.run(prompts, args.at_once)
     compared = Comparison(trial.asked, args.gate)
     wire = Wire(look(args.metrics) - before, compared.pair.first_token_s)
     return report(trial, compared, wire, args.json)
+
+
+def yardstick(args: argparse.Namespace) -> tuple[Yardstick, Sequence[Any]]:
+    """And its prompts."""
+    if args.baseline:
+        baseline = Baseline(args.baseline)
+        return baseline, baseline.each
+    tokens = args.max_new_tokens or MAX_NEW_TOKENS
+    return SingleServer(args.single, tokens, args.timeout), read_prompts(args.prompts)
 
 
 def report(trial: Trial, compared: Comparison, wire: Wire, out: Path | None) -> int:
@@ -190,7 +153,10 @@ def report(trial: Trial, compared: Comparison, wire: Wire, out: Path | None) -> 
     if no_yardstick or (failures and verdict is Verdict.WITHIN):
         verdict = Verdict.UNDECIDED
     if out is not None:
-        head = {"verdict": verdict.value, "not_judged": why_not, "failed": trial.failed}
+        head = {
+            "verdict": verdict.value, "not_judged": why_not, "failed": trial.failed,
+            "max_new_tokens": trial.single.max_new_tokens,
+        }  # fmt: skip
         out.write_text(json.dumps(head | compared.figures() | wire.figures(), indent=1))
     print("\n".join([*compared.table(), *wire.table()]))
     if why_not:
@@ -232,13 +198,27 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = made.add_argument
-    add("--single", type=address, required=True, help="a single server with the same models")
+    one = made.add_mutually_exclusive_group(required=True)
+    one.add_argument("--single", type=address, help="a single server with the same models")
+    one.add_argument(
+        "--baseline", type=Path, metavar="FIGURES",
+        help="an earlier run's --json file in place of --single and --prompts",
+    )  # fmt: skip
     add("--pair", type=address, required=True, help="the router before the pair")
-    add("--prompts", type=Path, required=True, help="one prompt a line, text or JSON")
-    add("--max-new-tokens", type=positive, default=MAX_NEW_TOKENS)
-    add("--at-once", type=positive, default=1, help="prompts in flight (default 1)")
-    add("--timeout", type=seconds, default=REQUEST_TIMEOUT_S, help="seconds without a token")
-    add("--gate", type=share, default=GATE, help="share of accept length that may be lost")
+    add("--prompts", type=Path, help="one prompt a line, text or JSON; with --single")
+    add(
+        "--max-new-tokens", type=positive,
+        help=f"of an answer (default {MAX_NEW_TOKENS}); of a baseline its own",
+    )  # fmt: skip
+    add("--at-once", type=positive, default=1, help="prompts in flight (default %(default)s)")
+    add(
+        "--timeout", type=seconds, default=REQUEST_TIMEOUT_S,
+        help="seconds without a token (default %(default)s)",
+    )  # fmt: skip
+    add(
+        "--gate", type=share, default=GATE,
+        help="share of accept length that may be lost (default %(default)s)",
+    )  # fmt: skip
     add(
         "--metrics",
         nargs="+",
@@ -246,14 +226,25 @@ def parser() -> argparse.ArgumentParser:
         metavar="URL",
         help="/metrics of the pair's servers",
     )
-    add("--json", type=Path, help="write the figures to this file")
+    add("--json", type=Path, help="write the figures to this file; later a baseline")
     return made
 
 
+def parse(argv: list[str]) -> argparse.Namespace:
+    """SystemExit for flags that do not go together."""
+    made = parser()
+    args = made.parse_args(argv)
+    if args.single and not args.prompts:
+        made.error("--single needs --prompts")
+    if args.baseline and (args.prompts or args.max_new_tokens):
+        made.error("--prompts and --max-new-tokens are the baseline's: leave them out")
+    return args
+
+
 def main(argv: list[str]) -> int:
-    args = parser().parse_args(argv)
+    args = parse(argv)
     try:
         return judge(args)
-    except (NothingToJudge, BadPrompts, RequestFailed, OSError) as error:
+    except (NothingToJudge, BadPrompts, BadBaseline, RequestFailed, OSError) as error:
         print(error, file=sys.stderr)
         return NOT_JUDGED

@@ -68,7 +68,7 @@ class Side:
 class Asked:
     """One prompt and its two answers."""
 
-    prompt_tokens: int
+    input_ids: tuple[int, ...]
     single: Answer
     pair: Answer
 
@@ -84,11 +84,14 @@ class Asked:
     def row(self) -> dict[str, Any]:
         sides = {"single": self.single, "pair": self.pair}
         return {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": len(self.input_ids),
+            "input_ids": self.input_ids,
             "differs_at": self.differs_at,
             **{
                 name: {
                     "tokens": len(answer.tokens),
+                    "output_ids": answer.tokens,
+                    "drafted": answer.drafted,
                     "verify_rounds": answer.verify_rounds,
                     "rounds_by_right_drafts": answer.rounds_by_right_drafts,
                     "first_token_s": answer.first_token_s,

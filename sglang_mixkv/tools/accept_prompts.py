@@ -11,9 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import requests
-
-from sglang_mixkv.tools.client import RequestFailed, post
+from sglang_mixkv.tools.client import ask_for
 
 CHAT = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
 """What a row of a chat may have besides its messages, and /tokenize takes."""
@@ -72,7 +70,4 @@ def tokenize(url: str, text: str) -> list[int]:
 
 def _tokens(url: str, what: dict[str, Any]) -> list[int]:
     """SGLang's /tokenize (entrypoints/http_server.py)."""
-    answer = post(f"{url}/tokenize", what)
-    if answer.status_code != requests.codes.ok:
-        raise RequestFailed(f"HTTP {answer.status_code} from {url}/tokenize: {answer.text}")
-    return list(answer.json()["tokens"])
+    return list(ask_for(f"{url}/tokenize", what).json()["tokens"])

@@ -17,6 +17,22 @@ API_KEY_ENV = "SGLANG_MIXKV_API_KEY"
 """Of servers that were started with `--api-key`."""
 
 
+WHY = {
+    "Connection refused": "nothing listens there. Is the server up, and is it that port?",
+    "Failed to resolve": "no host has that name",
+    "No route to host": "no route leads there: a firewall, or the wrong host",
+    "Network is unreachable": "no route leads there: a firewall, or the wrong host",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is unknown: set REQUESTS_CA_BUNDLE",
+    "SSL": "it speaks no TLS: try http://",
+    "Connection reset": "it closed the connection",
+    "Remote end closed": "it closed the connection",
+    "Invalid URL": "that is no URL: expected http://HOST:PORT",
+    "No connection adapters": "that is no URL: expected http://HOST:PORT",
+    "Failed to parse": "that is no URL: expected http://HOST:PORT",
+}
+"""What requests says of a failure -> what that means. The first that fits."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """A server's answer to one prompt. `cached_tokens`: of the prompt, found in a radix cache;
@@ -63,7 +79,21 @@ def _asking(url: str, timeout: float) -> Iterator[None]:
         # Of a stream, requests has a timeout for a broken connection.
         if isinstance(error, requests.Timeout) or "Read timed out" in str(error):
             raise NoAnswer(f"no answer from {url} within {timeout:.0f} s") from error
-        raise RequestFailed(f"no answer from {url}: {error}") from error
+        raise RequestFailed(f"no answer from {url}: {_why(error)}") from error
+
+
+def _why(error: requests.RequestException) -> str:
+    """In words: requests' own text names its pool and repeats the URL."""
+    text = str(error)
+    return next((words for sign, words in WHY.items() if sign in text), text)
+
+
+def get(url: str, timeout: float = REQUEST_TIMEOUT_S) -> requests.Response:
+    """A page. Raises RequestFailed."""
+    with _asking(url, timeout), session() as made:
+        response = made.get(url, timeout=timeout)
+    _check(url, response)
+    return response
 
 
 def post(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> requests.Response:
@@ -72,19 +102,27 @@ def post(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> 
         return made.post(url, json=body, timeout=timeout)
 
 
+def ask_for(
+    url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S
+) -> requests.Response:
+    """As `post`. Raises RequestFailed where there is no answer, or an error."""
+    with _asking(url, timeout):
+        response = post(url, body, timeout)
+    _check(url, response)
+    return response
+
+
 def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
     """One request to a server or router; :class:`RequestFailed` says why there is no answer."""
     begin = time.monotonic()
-    with _asking(url, timeout):
-        response = post(f"{url}/generate", body, timeout)
-    _check(url, response)
+    response = ask_for(f"{url}/generate", body, timeout)
     return parse_answer(response.json(), time.monotonic() - begin)
 
 
 def stream(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
     """As `generate`, token by token. `timeout`: of the first one, and between two of them."""
     begin = time.monotonic()
-    with _asking(url, timeout), session() as made:
+    with _asking(f"{url}/generate", timeout), session() as made:
         response = made.post(
             f"{url}/generate", json={**body, "stream": True}, timeout=timeout, stream=True
         )
@@ -99,7 +137,10 @@ def stream(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -
 
 def _check(url: str, response: requests.Response) -> None:
     if response.status_code != requests.codes.ok:
-        raise RequestFailed(f"HTTP {response.status_code} from {url}: {response.text}")
+        text = " ".join(response.text[:300].split())
+        if response.status_code == requests.codes.unauthorized:
+            text += f" (put the server's --api-key into {API_KEY_ENV})"
+        raise RequestFailed(f"HTTP {response.status_code} from {url}: {text}")
 
 
 class Events:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import requests
-
-from sglang_mixkv.tools.client import session
+from sglang_mixkv.tools.client import RequestFailed, get
 
 STAGES = "sglang_per_stage_req_latency_seconds"
 TRANSFER_STAGE = "prefill_transfer_kv_cache"
@@ -17,8 +16,7 @@ client waits for; earlier chunks travel while the prefill still computes."""
 
 SENT = "sglang_mixkv_sent_bytes_total"
 ROOMS = "sglang_mixkv_rooms_total"
-TIMEOUT_S = 30
-
+TIMEOUT_S = 30.0
 
 Ranks = dict[tuple[str, ...], Counter[str]]
 
@@ -81,43 +79,62 @@ class Transfers:
         return self.seconds / self.number if self.number else None
 
 
-def read(pages: Iterable[str]) -> Transfers:
-    """Of Prometheus pages. A server's own page begins its names with `sglang:`, the router's with
-    `sglang_`. Raises ValueError."""
+class Sample(NamedTuple):
+    """One series. `labels`: sorted pairs."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...]
+
+    def label(self, name: str) -> str:
+        return dict(self.labels).get(name, "")
+
+    def renamed(self, name: str) -> Sample:
+        return self._replace(name=name)
+
+
+def samples(text: str) -> Iterator[tuple[Sample, float]]:
+    """Of a Prometheus page. A server's own begins its names with `sglang:`, the router's with
+    `sglang_`, as here. Raises ValueError."""
     from prometheus_client.parser import text_string_to_metric_families
 
+    for one in (s for family in text_string_to_metric_families(text) for s in family.samples):
+        yield Sample(one.name.replace(":", "_", 1), tuple(sorted(one.labels.items()))), one.value
+
+
+def read(pages: Iterable[str]) -> Transfers:
+    """Of Prometheus pages. Raises ValueError."""
     found = {"sum": 0.0, "count": 0.0}
     sent: dict[str, float] = {}
     ranks: Ranks = {}
-    families = (
-        (str(number), family)
-        for number, page in enumerate(pages)
-        for family in text_string_to_metric_families(page)
-    )
-    for page, sample in ((page, sample) for page, family in families for sample in family.samples):
-        name = sample.name.replace(":", "_", 1)
-        stage, _, kind = name.rpartition("_")
-        if stage == STAGES and kind in found and sample.labels.get("stage") == TRANSFER_STAGE:
-            found[kind] += sample.value
-        if name == SENT:
-            component = sample.labels.get("component", "")
-            sent[component] = sent.get(component, 0.0) + sample.value
-        if name == ROOMS and sample.labels["state"] in ("warm", "cold"):
-            counts = ranks.setdefault(_rank(page, sample.labels), Counter())
-            counts[sample.labels["reason"] or "warm"] += int(sample.value)
+    for number, text in enumerate(pages):
+        for sample, value in samples(text):
+            stage, _, kind = sample.name.rpartition("_")
+            if stage == STAGES and kind in found and sample.label("stage") == TRANSFER_STAGE:
+                found[kind] += value
+            if sample.name == SENT:
+                component = sample.label("component")
+                sent[component] = sent.get(component, 0.0) + value
+            if sample.name == ROOMS:
+                add_rooms(ranks, (str(number), sample.label("worker_addr")), sample, value)
     return Transfers(found["sum"], found["count"], sent, Rooms(ranks))
 
 
-def _rank(page: str, labels: Mapping[str, str]) -> tuple[str, ...]:
-    """`worker_addr`: which server, on a router's page."""
-    return (page, *(labels.get(name, "") for name in ("worker_addr", "dp_rank", "tp_rank")))
+def add_rooms(ranks: Ranks, server: tuple[str, ...], sample: Sample, value: float) -> None:
+    """A series of rooms, counted by its rank. Requests that ended first are left out."""
+    if sample.label("state") in ("warm", "cold"):
+        rank = (*server, sample.label("dp_rank"), sample.label("tp_rank"))
+        counts = ranks.setdefault(rank, Counter())
+        counts[sample.label("reason") or "warm"] += int(value)
+
+
+def page(url: str, timeout: float = TIMEOUT_S) -> str:
+    """Raises RequestFailed, which says why there is none."""
+    return get(url, timeout).text
 
 
 def fetch(url: str) -> str | None:
     """A page of metrics; None where there is none."""
-    with session() as made:
-        try:
-            answer = made.get(url, timeout=TIMEOUT_S)
-        except requests.RequestException:
-            return None
-    return answer.text if answer.status_code == requests.codes.ok else None
+    try:
+        return page(url)
+    except RequestFailed:
+        return None

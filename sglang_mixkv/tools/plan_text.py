@@ -8,6 +8,7 @@ from textwrap import fill
 from sglang_mixkv.channel.slots import quota_of
 from sglang_mixkv.tools.plan_pair import Plan, Read, model_text
 from sglang_mixkv.tools.plan_server import Server
+from sglang_mixkv.tools.table import table
 
 WIDTH = 100
 
@@ -15,7 +16,7 @@ WIDTH = 100
 def text(plan: Plan) -> str:
     lines = [_answer(plan), "", *map(_side, (plan.prefill, plan.decode)), *_models(plan)]
     if plan.prompts:
-        lines += ["", *_table(_reads(plan.reads)), "", *_staging(plan), "", *_table(_prompts(plan))]
+        lines += ["", *table(_reads(plan.reads)), "", *_staging(plan), "", *table(_prompts(plan))]
     lines += ["", *_list("findings", plan.findings or ["nothing is refused or goes wrong"])]
     return "\n".join([*lines, *_list("notes", plan.notes)])
 
@@ -94,16 +95,6 @@ def _prompts(plan: Plan) -> Iterator[Sequence[str]]:
         slots = "all at once" if one.at_once else "used in turns"
         counts = (f"{one.segments:,}", f"{one.messages:,}")
         yield f"{one.tokens:,}", _mib(one.bytes), *counts, slots
-
-
-def _table(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Left-aligned columns, two spaces between; the first row is the header."""
-    head, *others = rows
-    widths = [max(map(len, column)) for column in zip(head, *others, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (head, ["-" * width for width in widths], *others)
-    ]
 
 
 def _list(title: str, points: Iterable[str]) -> Iterator[str]:

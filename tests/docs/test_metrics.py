@@ -101,6 +101,60 @@ def test_the_rules_are_valid() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def panels() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for one in expressions(DASHBOARD, "5m"):
+        found.setdefault(one.panel, []).append(one.text)
+    return found
+
+
+@needs_promtool
+def test_the_dashboards_expressions_are_valid(tmp_path: Path) -> None:
+    texts = [text for panel in panels().values() for text in panel]
+    rules = [{"record": f"panel:{number}", "expr": text} for number, text in enumerate(texts)]
+    file = tmp_path / "rules.yml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
+    done = promtool("check", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_panels_of_draft_health_show_what_they_say(tmp_path: Path) -> None:
+    """One server's requests are all warm, at 4 tokens a round; some of another's are cold, at 1."""
+    labels = 'model_name="m", prefill="%s", state="%s", reason="%s"'
+    counts = {
+        ("a:1", "warm", ""): (100, 400), ("b:2", "warm", ""): (200, 800),
+        ("b:2", "cold", "lost"): (60, 60), ("b:2", "cold", "read"): (40, 40),
+    }  # fmt: skip
+    series = [
+        {"series": f"sglang:mixkv_{name}_total{{{labels % at}}}", "values": f"0+{step}x20"}
+        for at, steps in counts.items()
+        for name, step in zip(("verify_rounds", "accepted_tokens"), steps, strict=True)
+    ]
+    series += [
+        {"series": f'sglang:mixkv_draft_suspect{{{labels % at[:3]}, against="past"}}', "values": v}
+        for at, v in ((("a:1", "", ""), "0x20"), (("b:2", "", ""), "1x20"))
+    ]
+    expected = {
+        "Accept length by prefill server": [('{prefill="a:1"}', 4), ('{prefill="b:2"}', 4)],
+        "What cold drafters cost": [('{model_name="m"}', 1 - 3.25 / 4)],
+        "Suspect prefill servers": [
+            ('{prefill="a:1", against="past"}', 0), ('{prefill="b:2", against="past"}', 1)
+        ],
+        "Accept length by state": [('{state="warm"}', 4), ('{state="cold"}', 1)],
+    }  # fmt: skip
+    tests = [
+        {"expr": panels()[panel][0], "eval_time": "15m",
+         "exp_samples": [{"labels": at, "value": value} for at, value in samples]}
+        for panel, samples in expected.items()
+    ]  # fmt: skip
+    one = {"interval": "1m", "input_series": series, "promql_expr_test": tests}
+    file = tmp_path / "tests.yml"
+    file.write_text(yaml.safe_dump({"tests": [one]}))
+    done = promtool("test", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @needs_promtool
 def test_alerts_fire_when_they_should_and_only_then() -> None:
     done = promtool("test", "rules", ALERT_TESTS)
@@ -120,6 +174,7 @@ def test_alerts_fire_when_they_should_and_only_then() -> None:
         ("max by (model_name, instance, dp_rank)", "avg by (model_name)"),  # of ranks, not requests
         ('"warm|cold"', '".+"'),  # clients that hang up hide cold drafters
         ('state="failed"', 'state="closed"'),  # clients that hang up are no failure
+        ("draft_suspect) > 0", "draft_suspect) >= 0"),  # fires on every server
         ("breaker_open) > 0", "breaker_open) >= 0"),  # fires while it is closed
     ],
 )

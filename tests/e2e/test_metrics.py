@@ -32,7 +32,7 @@ def page(deployment: Deployment) -> str:
 
 def series(text: str) -> Counter[tuple[str, ...]]:
     """Name, and the values of its own labels -> value."""
-    own = ("component", "state", "reason", "position")
+    own = ("component", "state", "reason", "position", "against")
     found: Counter[tuple[str, ...]] = Counter()
     for sample in (s for family in text_string_to_metric_families(text) for s in family.samples):
         name = sample.name.replace("sglang_", "sglang:", 1)
@@ -55,12 +55,12 @@ def at_rest(deployment: Deployment, requests: int) -> str:
     return text
 
 
-def drafted(answers: list[Answer], state: str) -> Counter[tuple[str, ...]]:
+def drafted(answers: list[Answer], state: str, *reason: str) -> Counter[tuple[str, ...]]:
     """What the answers themselves say."""
     rounds = [n for answer in answers for n in answer.rounds_by_right_drafts]
     right = sum(n * k for a in answers for n, k in enumerate(a.rounds_by_right_drafts))
-    found = Counter({("verify_rounds_total", state): sum(rounds)})
-    found["accepted_tokens_total", state] = sum(rounds) + right
+    found = Counter({("verify_rounds_total", state, *reason): sum(rounds)})
+    found["accepted_tokens_total", state, *reason] = sum(rounds) + right
     for position, share in enumerate(acceptance_by_position(answers, 8), 1):
         found["accepted_drafts_total", state, str(position)] = round(share * sum(rounds))
     return found
@@ -78,11 +78,10 @@ def test_accept_length_by_state(state: str) -> None:
         after = at_rest(deployment, 1 + len(answers))
     found = series(after) - series(before)
     reason = ("no_drafter",) if state == "cold" else ()
-    for name in ("rooms_total", "prefill_rooms_total"):
+    for name in ("rooms_total", "prefill_rooms_total", "finished_requests_total"):
         assert found[(name, state, *reason)] == len(answers)
-    assert found["finished_requests_total", state] == len(answers)
     assert (found["needed_bytes_total", "draft"] > 0) == (state == "warm")
-    expected = drafted(answers, state)
+    expected = drafted(answers, state, *reason)
     names = {name for name, *_ in expected}
     assert +Counter({key: n for key, n in found.items() if key[0] in names}) == +expected
     share = (pages.read([after]) - pages.read([before])).rooms.warm_share

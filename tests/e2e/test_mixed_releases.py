@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from mixkv_demo.launch import Launch, Topology
-from mixkv_demo.pair import prompts
+from mixkv_demo.pair import prompts, request_body
 from mixkv_demo.processes import Fleet
+from sglang_mixkv.draft.targets import MIXES
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
-from sglang_mixkv.tools.client import accept_length
+from sglang_mixkv.tools.client import Answer, RequestFailed, accept_length, generate
 
 from .conftest import (
     COLLAPSED,
@@ -33,6 +34,7 @@ from .test_pairs import same
 pytestmark = [START_TIMEOUT, pytest.mark.full]
 
 ROOT = Path(__file__).parents[2]
+ANSWER_S = 60.0
 
 
 def python(version: str) -> Path:
@@ -51,19 +53,31 @@ def on(version: str) -> Change:
     return change
 
 
+def answers_of(prefill: str, decode: str, backend: str, flags: tuple[str, ...]) -> list[Answer]:
+    """Raises RequestFailed."""
+    topology = Topology(TP2, TP1, flags, flags, backend=backend)
+    with Fleet() as fleet:
+        deployment = pair_with(fleet, topology, prefill=on(prefill), decode=on(decode))
+        bodies = map(request_body, prompts())
+        return [generate(deployment.url, body, ANSWER_S) for body in bodies]
+
+
 @pytest.mark.parametrize("backend", ["mooncake", "nixl"])
 @pytest.mark.parametrize(("prefill", "decode"), permutations(SUPPORTED_SGLANG, 2))
-def test_a_mix(prefill: str, decode: str, backend: str, reference: Reference) -> None:
+def test_a_mix_is_served_where_sglang_serves_it(
+    prefill: str, decode: str, backend: str, reference: Reference
+) -> None:
+    if (prefill, decode) not in MIXES[backend]:
+        with pytest.raises(RequestFailed, match="SGLang's release over"):
+            answers_of(prefill, decode, backend, ENABLE)
+        with pytest.raises(RequestFailed):
+            answers_of(prefill, decode, backend, ())
+        return
     expected = reference("mla", ()).fixed
-    for flags in (ENABLE, ()):
-        topology = Topology(TP2, TP1, flags, flags, backend=backend)
-        with Fleet() as fleet:
-            deployment = pair_with(fleet, topology, prefill=on(prefill), decode=on(decode))
-            answers = [deployment.ask(prompt) for prompt in prompts()]
-        way = "plugin" if flags else "stock"
-        record(f"{prefill} -> {decode}, {backend}, {way}", answers, expected)
-        if flags:
-            same(answers, expected)
-        else:
-            assert [a.tokens for a in answers] == [a.tokens for a in expected]
-            assert accept_length(answers) < COLLAPSED
+    answers = answers_of(prefill, decode, backend, ENABLE)
+    record(f"{prefill} -> {decode}, {backend}, plugin", answers, expected)
+    same(answers, expected)
+    stock = answers_of(prefill, decode, backend, ())
+    record(f"{prefill} -> {decode}, {backend}, stock", stock, expected)
+    assert [a.tokens for a in stock] == [a.tokens for a in expected]
+    assert accept_length(stock) < COLLAPSED

@@ -236,7 +236,7 @@ def answer(right: int, rounds: int, dp_rank: int | None = None, first: int = 0) 
 
 def test_a_loss_that_could_be_chance_is_not_judged() -> None:
     """Half of the prompts lose a tenth, half win one."""
-    lost = [Asked(9, answer(10, 20), answer(n, 20)) for n in (7, 13)]
+    lost = [Asked((9,), answer(10, 20), answer(n, 20)) for n in (7, 13)]
     few = Comparison(lost * 4, 0.02)
     assert few.verdict is Verdict.UNDECIDED
     decided = Comparison(lost * few.would_decide, 0.02)  # twice as many, to be on the safe side
@@ -247,7 +247,8 @@ def test_a_loss_that_could_be_chance_is_not_judged() -> None:
 def test_garbage_on_one_dp_rank_is_seen() -> None:
     """It repeats itself, which drafts well; over all ranks few outputs differ."""
     asked = [
-        Asked(9, answer(10, 20), answer(12, 20, dp_rank=n % 8, first=n % 8 == 7)) for n in range(64)
+        Asked((9,), answer(10, 20), answer(12, 20, dp_rank=n % 8, first=n % 8 == 7))
+        for n in range(64)
     ]
     compared = Comparison(asked, 0.05)
     assert not compared.differs
@@ -258,8 +259,8 @@ def test_garbage_on_one_dp_rank_is_seen() -> None:
 def test_a_dp_rank_with_few_prompts_leaves_it_open() -> None:
     """Also one whose answers had no verify round."""
     ranks = [0] * 99 + [1] * (FEWEST - 1)
-    asked = [Asked(9, answer(10, 20), answer(10, 20, dp_rank=rank)) for rank in ranks]
-    compared = Comparison([*asked, Asked(9, answer(0, 0), answer(0, 0, dp_rank=2))], 0.05)
+    asked = [Asked((9,), answer(10, 20), answer(10, 20, dp_rank=rank)) for rank in ranks]
+    compared = Comparison([*asked, Asked((9,), answer(0, 0), answer(0, 0, dp_rank=2))], 0.05)
     assert compared.is_within
     assert compared.verdict is Verdict.UNDECIDED
     assert [*compared.table()][-2] == "decode's DP rank 2: nothing to compare, of 1 prompts"
@@ -268,7 +269,9 @@ def test_a_dp_rank_with_few_prompts_leaves_it_open() -> None:
 def test_chance_differs_now_and_then() -> None:
     """One in ten within eight tokens is what ties may do."""
     for differ, number in ((3, 32), (11, 32), (200, 3000), (400, 3000)):
-        asked = [Asked(9, answer(10, 20), answer(10, 20, first=n < differ)) for n in range(number)]
+        asked = [
+            Asked((9,), answer(10, 20), answer(10, 20, first=n < differ)) for n in range(number)
+        ]
         verdict = Verdict.OTHER_OUTPUT if differ in (11, 400) else Verdict.WITHIN
         assert Comparison(asked, 0.05).verdict is verdict
 
@@ -412,6 +415,99 @@ def test_the_warm_share_of_a_run(
     _, found = run(servers, tmp_path, "--metrics", f"{servers[1].url}/metrics")
     assert (found["warm_share"], found["rooms"]) == (7 / 8, {"warm": 7, "lost": 1})
     assert "drafters: 87.5% of 8 warm; cold: lost 1" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- a recorded baseline
+
+
+def against(pair: StubServer, baseline: Path, *flags: str) -> tuple[int, dict]:
+    out = baseline.with_name("again.json")
+    argv = [f"--baseline={baseline}", f"--pair={pair.url}", f"--json={out}", *flags]
+    code = accept.main(argv)
+    return code, json.loads(out.read_text() or "{}") if out.exists() else {}
+
+
+def test_a_baseline_stands_for_the_single_server(servers: tuple, tmp_path: Path) -> None:
+    """The same prompts and figures, and the single server is not asked."""
+    single, pair = servers
+    code, first = run(servers, tmp_path, "--max-new-tokens=64")
+    (tmp_path / "out.json").rename(tmp_path / "base.json")
+    asked = [*single.asked]
+    code, again = against(pair, tmp_path / "base.json", "--at-once=4")
+    assert code == 0
+    assert single.asked == asked
+    assert sorted(pair.asked) == sorted(2 * asked)
+    assert again["max_new_tokens"] == 64
+    assert again["single"] == first["single"]
+    assert again["same_output"] == first["same_output"] == 2 * FEWEST
+    pair.histogram = [9, 1, 0, 0]
+    assert against(pair, tmp_path / "base.json")[0] == 1
+    code, third = against(pair, tmp_path / "again.json")  # which has the baseline's answers
+    assert (code, third["single"]) == (1, first["single"])
+
+
+def test_a_baseline_that_is_made_up_is_not_judged(
+    servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    servers[0].fixed = True
+    run(servers, tmp_path)
+    (tmp_path / "out.json").rename(tmp_path / "base.json")
+    capsys.readouterr()
+    assert against(servers[1], tmp_path / "base.json")[0] == 2
+    assert "base.json makes its accept length up" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "no json", "[]", '{"max_new_tokens": 8, "each": []}', '{"each": [{"prompt_tokens": 3}]}',
+     '{"max_new_tokens": 8, "each": [{"input_ids": ["a"], "single": {}}]}'],
+)  # fmt: skip
+def test_a_file_that_is_no_baseline(
+    servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (tmp_path / "base.json").write_text(text)
+    assert against(servers[1], tmp_path / "base.json") == (2, {})
+    assert "Record it again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        ("--baseline b --prompts p", "are the baseline's"),
+        ("--baseline b --max-new-tokens 9", "are the baseline's"),
+        ("--baseline b --single http://a", "not allowed with"),
+        ("--single http://a", "--single needs --prompts"),
+        ("", "one of the arguments --single --baseline is required"),
+    ],
+)
+def test_flags_that_do_not_go_together(
+    capsys: pytest.CaptureFixture[str], flags: str, why: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        accept.main(["--pair", "http://b", *flags.split()])
+    assert stopped.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_the_help_has_every_default() -> None:
+    help_text = " ".join(accept.parser().format_help().split())
+    for default in ("128", "1", "180.0", "0.05"):
+        assert f"(default {default})" in help_text
+
+
+@pytest.mark.parametrize("side", ["single", "pair"])
+def test_a_server_that_is_not_there_in_a_sentence(
+    servers: tuple, tmp_path: Path, capsys: pytest.CaptureFixture[str], side: str
+) -> None:
+    argv = {f"--{n}": s.url for n, s in zip(("single", "pair"), servers, strict=True)}
+    argv[f"--{side}"] = "http://127.0.0.1:9"
+    (tmp_path / "prompts").write_text("a bb\n")
+    words = [word for pair in argv.items() for word in pair]
+    assert accept.main([*words, "--prompts", str(tmp_path / "prompts")]) == 2
+    text = capsys.readouterr().err
+    assert "no answer from http://127.0.0.1:9/" in text
+    assert "nothing listens there" in text
+    assert "HTTPConnectionPool" not in text
 
 
 @pytest.mark.parametrize("prompts", ["a\n", None])

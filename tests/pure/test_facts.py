@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from typing import Any
 
@@ -22,7 +23,8 @@ from sglang_mixkv.draft.facts import (
     read_row,
 )
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
-from sglang_mixkv.draft.targets import Target
+from sglang_mixkv.draft.targets import MIXES, Target
+from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 
 FACTS = DraftFacts("LlamaEagle3", "EAGLE3", 8, (256, 256), "bfloat16")
 STAGING = StagingFacts("nixl", b"agent", 1 << 40, 1 << 20, 64)
@@ -31,7 +33,7 @@ ROW = Row(
     PROTOCOL, "0.3.0", "0.5.23", b"instance", "10.0.0.1", 9000, "tcp://10.0.0.1:9001", 2, 0, 0,
     (64, 128), "nixl", MLA, 1, DraftLayout(FACTS, 2, 0), STAGING,
 )  # fmt: skip
-ALIKE = {"plugin": "0.4.0", "engine": "0.5.21", "instance": b"another_", "rank_ip": "10.0.0.2",
+ALIKE = {"plugin": "0.4.0", "instance": b"another_", "rank_ip": "10.0.0.2",
          "rank_port": 1, "address": "", "attn_tp": 4, "attn_tp_rank": 3, "pp_rank": 1}  # fmt: skip
 
 
@@ -291,6 +293,23 @@ def test_what_sglang_does_not_move_is_refused(target, tp, backend, what):
 def test_what_sglang_moves_beside_it_is_served(target, tp, backend):
     wanted = but(target, stages=1) if target.is_mla else GQA
     assert kinds(target, wanted, tp, backend) == []
+
+
+@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
+@pytest.mark.parametrize(("prefill", "decode"), itertools.product(SUPPORTED_SGLANG, repeat=2))
+def test_a_mix_of_releases_is_served_where_sglang_serves_it(prefill, decode, backend):
+    sides = (row(engine=one, backend=backend) for one in (prefill, decode))
+    found = differences(*sides)
+    if prefill == decode or (prefill, decode) in MIXES[backend]:
+        assert found == []
+    else:
+        assert [d.severity for d in found] == [Severity.REFUSED]
+        assert (found[0].prefill, found[0].decode) == (prefill, decode)
+
+
+def test_a_mix_with_an_unknown_release_is_refused_and_the_remedy_fits():
+    found = only(row(engine="0.5.22", backend="mooncake"), row(engine="0.6.0", backend="mooncake"))
+    assert found.remedy == "Install 0.6.0 on prefill, or 0.5.23 on decode"
 
 
 def test_another_transfer_backend_is_refused():

@@ -44,7 +44,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "tools/": (
         {"msgspec", "numpy", "requests", "zmq"},
         {"", "channel", "config", "draft", "engine.behaviour", "engine.releases", "engine.seams",
-         "errors", "refusals", "series", "tools"},
+         "errors", "kinds", "refusals", "series", "tools"},
     ),
     "__main__.py": (set(), {"tools"}),
     "__init__.py": (set(), set()),
@@ -67,6 +67,7 @@ LAZY = {
     "tools/pages.py": {"prometheus_client"},
     "tools/plan_gpu.py": {"sglang", "torch"},
     "tools/plan_line.py": {"sglang", "yaml"},
+    "tools/status.py": {"rich"},
     "tools/plan_server.py": {"huggingface_hub", "sglang"},
 }
 

@@ -18,7 +18,7 @@ from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.breaker import STRIKES, Breaker
 from sglang_mixkv.decode.copier import Entry
 from sglang_mixkv.engine.notes import Notes
-from sglang_mixkv.engine.requests import Requests
+from sglang_mixkv.engine.requests import Began, Requests
 from sglang_mixkv.errors import CODES, MixKVError
 from sglang_mixkv.series import DECODE, FAMILIES, PREFILL, Family, Values, of_side
 
@@ -290,6 +290,9 @@ def look(one: Notes) -> None:
 # ---------------------------------------------------------------- finished requests
 
 
+WARM = ("a:1", "warm", "")
+
+
 class Req:
     """What is read of SGLang's."""
 
@@ -301,8 +304,8 @@ class Req:
         return self.done
 
 
-def begun(one: Notes, request: Any, state: ev.State = ev.State.WARM) -> None:
-    entry = Entry(ev.OpenRoom(1, 1, (), 0, 0), [], 1, None, "a:1")
+def begun(one: Notes, request: Any, state: ev.State = ev.State.WARM, prefill: str = "a:1") -> None:
+    entry = Entry(ev.OpenRoom(1, 1, (), 0, 0), [], 1, None, prefill)
     entry.request, entry.state = request, state
     entry.reason = "deadline" if state is ev.State.COLD else ""
     one.ended(entry, "")
@@ -317,50 +320,114 @@ def test_accept_length_by_state_and_position() -> None:
     warm.spec_correct_drafts_histogram += [1, 2, 3]
     cold.spec_correct_drafts_histogram += [4, 1]
     look(one)
-    assert found["finished_requests_total", ("warm",)] == 0
+    assert found["finished_requests_total", WARM] == 0
     warm.done = cold.done = True
     look(one)
     look(one)
-    assert found["finished_requests_total", ("warm",)] == 1
-    assert found["verify_rounds_total", ("warm",)] == 6
-    assert found["accepted_tokens_total", ("warm",)] == 6 + 2 + 6
+    assert found["finished_requests_total", WARM] == 1
+    assert found["verify_rounds_total", WARM] == 6
+    assert found["accepted_tokens_total", WARM] == 6 + 2 + 6
     drafts = [found["accepted_drafts_total", ("warm", str(position))] for position in (1, 2, 3)]
     assert drafts == [5, 3, 0]
-    assert found["accepted_tokens_total", ("cold",)] == 5 + 1
+    assert found["accepted_tokens_total", ("a:1", "cold", "deadline")] == 5 + 1
     assert len(one.requests) == 0
 
 
+def test_finished_requests_of_many_prefills_share_the_rooms_labels() -> None:
+    one, found = notes()
+    for number in range(series.MAX_PREFILLS + 3):
+        request = Req(str(number))
+        begun(one, request, prefill=f"host:{number}")
+        request.spec_correct_drafts_histogram += [0, 1]
+        request.done = True
+    look(one)
+    shown = {values[0] for name, values in found if name == "verify_rounds_total"}
+    assert len(shown) == series.MAX_PREFILLS + 1
+    assert found["finished_requests_total", ("other", "warm", "")] == 3
+
+
+def test_a_server_whose_warm_requests_accept_less_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In a gauge, which exists from the first verdict on, and once in the log."""
+    one, found = notes()
+    finished(one, 720, [0, 0, 9], "a:1", "b:2")
+    assert found["draft_suspect", ("a:1", "past")] == 0
+    assert {values for name, values in found if name == "draft_suspect"} == {
+        ("a:1", "past"), ("b:2", "past")
+    }  # fmt: skip
+    with caplog.at_level(logging.WARNING):
+        finished(one, 200, [9, 1], "a:1")
+    assert found["draft_suspect", ("a:1", "past")] == 1
+    assert found["draft_suspect", ("b:2", "past")] == 0
+    (line,) = caplog.messages
+    for part in ("[MIXKV-PAIR-08]", "prefill a:1", "a fifth less", "where 3.00 are", "accept`"):
+        assert part in line
+    finished(one, 400, [0, 0, 9], "a:1")
+    assert found["draft_suspect", ("a:1", "past")] == 0
+    finished(one, 200, [9, 1], "a:1")
+    assert found["draft_suspect", ("a:1", "past")] == 1
+    assert len(caplog.messages) == 1
+
+
+def test_what_is_no_servers_own_is_not_judged(caplog: pytest.LogCaptureFixture) -> None:
+    """Requests of further servers, without a verify round, or retracted."""
+    one, found = notes()
+    one._prefills = {f"host:{n}" for n in range(series.MAX_PREFILLS)}
+    finished(one, 9, [0, 9], "beyond:1")
+    finished(one, 9, [], "host:1")
+    retracted = Req("again")
+    for _ in range(2):
+        begun(one, retracted, prefill="host:1")
+    retracted.spec_correct_drafts_histogram += [9]
+    retracted.done = True
+    look(one)
+    assert found["finished_requests_total", ("host:1", "retracted", "")] == 1
+    assert one._health._servers == {}
+    assert caplog.messages == []
+
+
+def finished(one: Notes, number: int, histogram: list[int], *prefills: str) -> None:
+    for prefill in prefills:
+        for each in range(number):
+            request = Req(f"{prefill}-{each}")
+            begun(one, request, prefill=prefill)
+            request.spec_correct_drafts_histogram += histogram
+            request.done = True
+            look(one)
+
+
 def test_a_request_is_not_kept_alive_and_counts_when_it_is_gone() -> None:
-    counted: list[tuple[str, list[int]]] = []
-    requests = Requests(lambda state, histogram: counted.append((state, histogram)))
+    counted: list[tuple[Began, list[int]]] = []
+    requests = Requests(lambda began, histogram: counted.append((began, histogram)))
     request = Req("a")
-    requests.begin(request, "warm")
+    requests.begin(request, "a:1", WARM[1:])
     request.spec_correct_drafts_histogram += [0, 7]
     requests.settle()
     assert counted == []
     del request
     requests.settle()
-    assert counted == [("warm", [0, 7])]
+    assert counted == [(WARM, [0, 7])]
 
 
 def test_a_retracted_request_is_neither_warm_nor_cold() -> None:
     """Resumed from SGLang's backup, or prefilled again."""
-    counted: list[str] = []
-    requests = Requests(lambda state, histogram: counted.append(state))
+    counted: list[Began] = []
+    requests = Requests(lambda began, histogram: counted.append(began))
     resumed, again, plain = Req("resumed"), Req("again"), Req("plain")
     for request in (resumed, again, plain):
-        requests.begin(request, "warm")
+        requests.begin(request, "a:1", WARM[1:])
     requests.retract(resumed)
-    requests.begin(again, "cold")
+    requests.begin(again, "b:2", ("cold", "lost"))
     for request in (resumed, again, plain):
         request.done = True
     requests.settle()
-    assert counted == ["retracted", "retracted", "warm"]
+    assert counted == [("a:1", "retracted", "")] * 2 + [WARM]
 
 
 def test_a_retracted_request_of_which_nothing_is_known_is_not_counted() -> None:
-    counted: list[str] = []
-    requests = Requests(lambda state, histogram: counted.append(state))
+    counted: list[Began] = []
+    requests = Requests(lambda began, histogram: counted.append(began))
     requests.retract(Req("stranger"))
     requests.settle()
     assert counted == []
@@ -375,7 +442,7 @@ def test_a_release_without_the_histogram_has_no_accept_lengths() -> None:
     assert len(one.requests) == 0
     request.done = True
     look(one)
-    assert found["finished_requests_total", ("warm",)] == 0
+    assert found["finished_requests_total", WARM] == 0
     assert found["rooms_total", ("warm", "")] == 1
 
 

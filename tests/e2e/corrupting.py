@@ -1,0 +1,31 @@
+"""`sglang.launch_server` that packs wrong draft KV, its stamps right, while a file exists: K where
+V belongs.
+
+SGLang's child processes import this file as well.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+from typing import Any
+
+from sglang_mixkv.draft.rows import HEADER, DraftRows
+
+WHILE = "TEST_CORRUPT_WHILE"
+_pack = DraftRows.pack
+
+
+def pack(self: DraftRows, rows: Any, heads: range, slot: Any, stamp: int) -> int:
+    size = _pack(self, rows, heads, slot, stamp)
+    if Path(os.environ[WHILE]).exists():
+        payload = slot[HEADER : HEADER + size]
+        payload.copy_(payload.roll(size // 2))
+    return size
+
+
+DraftRows.pack = pack  # type: ignore[method-assign]
+
+if __name__ == "__main__":
+    runpy.run_module("sglang.launch_server", run_name="__main__")
