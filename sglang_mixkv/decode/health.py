@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
 from typing import NamedTuple
@@ -98,7 +98,10 @@ class _Running:
 
 
 class _Server:
-    def __init__(self) -> None:
+    """`was`: names of what an earlier one at this address was judged by."""
+
+    def __init__(self, was: Iterable[str] = ()) -> None:
+        self._was = frozenset(was)
         self._begun: dict[str, list[float]] = {"warm": [], "cold": []}
         self._window: deque[float] = deque()
         self._known = {PAST: _Running(), COLD: _Running()}
@@ -152,9 +155,10 @@ class _Server:
     def length(self) -> float:
         return math.exp(fmean(self._window))
 
-    def verdicts(self) -> Iterator[tuple[str, bool]]:
-        for yardstick, _ in self._judged():
-            yield yardstick.name, yardstick in self._since
+    def verdicts(self, now: float) -> Iterator[tuple[str, bool]]:
+        judged = {one.name: one in self._since for one, _ in self._judged()}
+        for name in {*judged, *self._was}:
+            yield name, judged.get(name, False) and not self.is_forgotten(now)
 
     def is_forgotten(self, now: float) -> bool:
         return any(now - since > FORGET_S for since in self._since.values())
@@ -169,14 +173,16 @@ class Health:
     def add(self, prefill: str, state: str, length: float, now: float) -> list[Finding]:
         """A request has ended, `warm` or `cold`, with this accept length, 1 or more. `now`:
         seconds. What is found with it."""
-        server = self._servers.get(prefill)
-        if server is None or server.is_forgotten(now):
-            server = self._servers[prefill] = _Server()
+        server = self._servers.get(prefill) or _Server()
+        if server.is_forgotten(now):
+            server = _Server(name for name, _ in server.verdicts(now))
+        self._servers[prefill] = server
         found = server.add(state, length, now)
         return [Finding(prefill, by.name, server.length, expected) for by, expected in found]
 
-    def verdicts(self) -> Iterator[tuple[str, str, bool]]:
-        """Prefill server, yardstick, and whether it is suspect; where there is enough to judge."""
+    def verdicts(self, now: float) -> Iterator[tuple[str, str, bool]]:
+        """Prefill server, yardstick, and whether it is suspect; where there is, or was, enough to
+        judge."""
         for prefill, server in self._servers.items():
-            for against, suspect in server.verdicts():
+            for against, suspect in server.verdicts(now):
                 yield prefill, against, suspect

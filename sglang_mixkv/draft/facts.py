@@ -8,7 +8,7 @@ all rows from GET /mixkv. Only decode compares. Three kinds of difference:
 * MISMATCH: the drafters differ. Refused too, unless the operator asked for cold drafters.
 * COLD: there is no draft KV to fetch. Served, with a cold drafter.
 
-Not compared, since they cannot hurt: SGLang's releases, page sizes (tokens are on the wire),
+Not compared, since they cannot hurt: page sizes (tokens are on the wire),
 --speculative-num-steps and --speculative-num-draft-tokens (how far decode drafts), numbers of
 slots, weights and model names (two names can hold one model).
 """

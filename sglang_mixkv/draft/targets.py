@@ -7,6 +7,7 @@ disaggregation/; tests/protocol/test_target_alone.py shows each case.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, NamedTuple
 
@@ -64,12 +65,15 @@ others its messages are read otherwise, and requests wait in vain: tests/e2e/tes
 measures them, without the plugin too."""
 
 
+_RELEASE = re.compile(r"^(\d+(?:\.\d+)*).*")
 _EQUAL_TP = "Give both sides the same attention-TP size"
 _MOONCAKE = "Use --disaggregation-transfer-backend mooncake on both sides"
 
 
 def unmixed(prefill: str, decode: str, backend: str) -> Iterator[Unmoved]:
-    """What keeps these two releases of SGLang from serving requests together."""
+    """What keeps these two releases of SGLang from serving requests together. Builds of one release
+    (0.5.23+cu130, 0.5.23.post1) are alike."""
+    prefill, decode = (_RELEASE.sub(r"\1", version) for version in (prefill, decode))
     if prefill == decode or (prefill, decode) in MIXES.get(backend, ()):
         return
     newer = {new for old, new in MIXES.get(backend, ()) if old == prefill}

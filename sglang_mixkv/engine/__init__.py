@@ -1,4 +1,4 @@
-"""The only importer of SGLang (plugin.py's hooks and cpu/ apart): mixins over its classes.
+"""The only importer of SGLang, but for plugin.py and tools/plan_*.py: mixins over its classes.
 
 prefill rank   DraftManager: this rank's row goes with its registration, an Outbox beside it;
                DraftSender: each chunk that SGLang sends also goes to the outbox

@@ -157,7 +157,7 @@ class Notes:
         if self.slots is not None:
             self.metrics.set(series.SLOTS, (), self.slots.count)
             self.metrics.set(series.SLOTS_USED, (), self.slots.count - self.slots.free_slots)
-        for prefill, against, suspect in self._health.verdicts():
+        for prefill, against, suspect in self._health.verdicts(time.monotonic()):
             self.metrics.set(series.SUSPECT, (prefill, against), suspect)
         if self.breaker is not None:
             names = filter(None, map(self.name_of, self.breaker.open_peers()))  # "": restarted

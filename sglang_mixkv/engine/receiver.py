@@ -33,7 +33,7 @@ class DraftReceiver:
     is_send_target: tuple[bool, ...] = ()
     required_target_responses = 0
     required_draft_responses = 0
-    kv_mgr: Any  # a DraftManager
+    kv_mgr: Any  # a DraftManager (manager.py)
     bootstrap_room: int
     bootstrap_addr: str
     bootstrap_infos: Any

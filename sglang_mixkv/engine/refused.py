@@ -3,7 +3,8 @@
 Prefill would hold it for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT, 300 s, and a router that waits
 for both halves its client. So the ranks of the refused server get SGLang's own ABORT, which is
 all that they get. One that comes before the request is ignored (mooncake/conn.py
-_handle_abort_notification): it is sent again.
+_handle_abort_notification): it is sent again. Releases up to 0.5.15 do not all know ABORT, and a
+thread of theirs would end: they get none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from typing import Any
 
 import requests
+from sglang.srt.utils.network import NetworkAddress
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -37,10 +39,14 @@ class RefusedRequests:
 
     def add(self, address: str, receiver: Any) -> None:
         """`receiver`: of SGLang, which has failed; its copy sends the messages."""
-        self._new.put((address, copy.copy(receiver)))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mixkv-refused", daemon=True)
-            self._thread.start()
+        try:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="mixkv-refused", daemon=True)
+                thread.start()
+                self._thread = thread
+            self._new.put((address, copy.copy(receiver)))
+        except RuntimeError:  # no more threads: prefill waits for its timeout
+            logger.exception("[MIXKV-SELF-01] sglang-mixkv: prefill is not notified of a refusal")
 
     def close(self) -> None:
         self._new.put(None)
@@ -58,22 +64,26 @@ class RefusedRequests:
                 continue
             if added is None:
                 return
-            delays = SENT_AFTER_S if len(waiting) < MAX_WAITING else SENT_AFTER_S[:1]
-            for delay in delays:
-                heapq.heappush(waiting, (time.monotonic() + delay, next(number), *added))
+            if len(waiting) < MAX_WAITING:  # beyond it, prefill waits for its timeout
+                for delay in SENT_AFTER_S:
+                    heapq.heappush(waiting, (time.monotonic() + delay, next(number), *added))
 
     def _notify(self, address: str, receiver: Any) -> None:
         """`ensure_abort_notified` itself raises nothing."""
-        receiver.bootstrap_infos, receiver.abort_notified = self._of(address), False
-        receiver.ensure_abort_notified()
-
-    def _of(self, address: str) -> list[dict[str, Any]]:
-        """The server's ranks; none where it does not answer."""
         asked, ranks = self._ranks.get(address, (-KNOWN_S, []))
         if time.monotonic() - asked > KNOWN_S:
-            ranks = _ranks_if_known(address)
+            known = _ranks_if_known(address)
+            for gone in set(map(_endpoint, ranks)) - set(map(_endpoint, known)):
+                receiver.disconnect_endpoint(gone)
+            ranks = known
             self._ranks[address] = time.monotonic(), ranks
-        return ranks
+        receiver.bootstrap_infos, receiver.abort_notified = ranks, False
+        receiver.ensure_abort_notified()
+
+
+def _endpoint(rank: dict[str, Any]) -> str:
+    """As SGLang's receiver connects to it (CommonKVReceiver._connect_to_bootstrap_server)."""
+    return str(NetworkAddress(rank["rank_ip"], int(rank["rank_port"])).to_tcp())
 
 
 def _ranks_if_known(address: str) -> list[dict[str, Any]]:
@@ -88,7 +98,7 @@ def _ranks_if_known(address: str) -> list[dict[str, Any]]:
 
 
 def ranks_of(address: str) -> list[dict[str, Any]]:
-    """All ranks of a prefill server, with `rank_ip` and `rank_port`, as any SGLang's bootstrap
+    """All ranks of a prefill server, with `rank_ip` and `rank_port`, as SGLang's bootstrap
     server has them (common/conn.py _handle_route_get)."""
     names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
     with requests.Session() as session:
@@ -100,5 +110,7 @@ def ranks_of(address: str) -> list[dict[str, Any]]:
             return dict(answer.json())
 
         sizes = get(-1, -1, -1, -1)
+        if "prefill_http_port" not in sizes:  # since 0.5.16, as ABORT over each backend
+            return []
         counts = (sizes[f"{n}_size"] for n in ("dp", "attn_cp", "attn_tp", "pp"))
         return [get(*ranks) for ranks in itertools.product(*map(range, counts))]

@@ -1,8 +1,9 @@
 """Everything inside SGLang that the plugin touches: each seam, with why.
 
-Nobody but `plugin.py`, `engine/` and `cpu/support.py` uses SGLang. `preflight` (releases.py) looks
-for these before an opted-in server starts, and tests/protocol/test_seams.py looks for uses that are
-not here. A seam names the parameters that are passed or read by name; SGLang may have more.
+Of this package only `plugin.py`, `engine/` and `tools/plan_*.py` use SGLang. `preflight`
+(releases.py) looks for these before an opted-in server starts, and tests/protocol/test_seams.py
+looks for uses that are not here. A seam names the parameters that are passed or read by name;
+SGLang may have more.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ CALLED = (
     Seam(f"{_BOOTSTRAP}._is_ready", "no rows before all ranks have registered"),
     Seam(f"{_MANAGER}.record_failure", "why a request fails", ("bootstrap_room", "failure_reason")),
     Seam(f"{_MANAGER}.update_status", "a request fails", ("bootstrap_room", "status")),
+    Seam(f"{_RECEIVER}.disconnect_endpoint", "a rank of a refused server that is gone",
+         ("endpoint",)),
     Seam(f"{_RECEIVER}.ensure_abort_notified", "prefill is notified of a request that fails here"),
     Seam("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "checks at start",
          ("name",)),
@@ -92,6 +95,7 @@ CALLED = (
     Seam("sglang.srt.plugins.hook_registry:HookRegistry.register", "hooks",
          ("target", "hook", "hook_type")),
     Seam("sglang.srt.plugins.hook_registry:HookRegistry.apply_hooks", "a hook that comes later"),
+    Seam("sglang.srt.utils.network:NetworkAddress.to_tcp", "the endpoint of a rank that is gone"),
     *(Seam(f"{_CONTEXT}:{name}", "this process's configuration") for name in (
         "get_device", "get_disagg", "get_observability", "get_parallel", "get_server_args",
         "get_serving", "get_spec")),

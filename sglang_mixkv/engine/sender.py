@@ -25,7 +25,7 @@ class DraftSender:
     is_send_target: tuple[bool, ...] = ()
     required_target_responses = 0
     required_draft_responses = 0
-    kv_mgr: Any  # a DraftManager
+    kv_mgr: Any  # a DraftManager (manager.py)
     bootstrap_room: int
     _first: int | None = None
 

@@ -128,7 +128,7 @@ def judge(args: argparse.Namespace) -> int:
     """The exit status. Raises NothingToJudge, BadPrompts, BadBaseline, RequestFailed, OSError."""
     single, prompts = yardstick(args)
     if args.json:
-        args.json.write_text("")  # before the work, not after it
+        args.json.open("a").close()  # an OSError before the work, not after it
     trial = Trial(single, args.pair, args.timeout)
     before = look(args.metrics)
     trial.run(prompts, args.at_once)

@@ -134,7 +134,9 @@ def _home(tree: Tree, module: str, name: str) -> Name | None:
             for alias in node.names:
                 if (alias.asname or alias.name) == name:
                     source = "." * node.level + (node.module or "")
-                    return _home(tree, resolve_name(source, tree.package(module)), alias.name)
+                    source = resolve_name(source, tree.package(module))
+                    itself = (source, alias.name) == (module, name)  # a module of this package
+                    return None if itself else _home(tree, source, alias.name)
     return None
 
 

@@ -307,6 +307,11 @@ def test_a_mix_of_releases_is_served_where_sglang_serves_it(prefill, decode, bac
         assert (found[0].prefill, found[0].decode) == (prefill, decode)
 
 
+@pytest.mark.parametrize("build", ["0.5.23+cu130", "0.5.23.post1"])
+def test_builds_of_one_release_are_served(build):
+    assert differences(row(engine=build), row(engine="0.5.23")) == []
+
+
 def test_a_mix_with_an_unknown_release_is_refused_and_the_remedy_fits():
     found = only(row(engine="0.5.22", backend="mooncake"), row(engine="0.6.0", backend="mooncake"))
     assert found.remedy == "Install 0.6.0 on prefill, or 0.5.23 on decode"

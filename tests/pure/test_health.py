@@ -47,8 +47,8 @@ def given(one: Health, lengths: Lengths, state: str = "warm", now: float = 0.0) 
     return [f for length in lengths for f in one.add("a:1", state, float(length), now)]
 
 
-def verdicts(one: Health) -> dict[str, bool]:
-    return {against: suspect for _, against, suspect in one.verdicts()}
+def verdicts(one: Health, now: float = 0) -> dict[str, bool]:
+    return {against: suspect for _, against, suspect in one.verdicts(now)}
 
 
 def delay(seed: int, kind: str, before: float, after: float) -> int | None:
@@ -213,3 +213,15 @@ def test_the_deviate_of_t_is_that_of_the_same_probability() -> None:
         for t in (-3.0, 1.0, 4.0, 7.0):
             exact = stats.norm.isf(stats.t.sf(t, freedom))
             assert health.normal(t, freedom) == pytest.approx(exact, rel=0.01)
+
+
+def test_a_suspect_that_gets_no_more_requests_is_none_a_day_later() -> None:
+    one = Health()
+    lengths = traffic(1, 1800, "mixed", 3.9)
+    lengths[1500:] = 1
+    assert [f.against for f in given(one, lengths)] == ["past"]
+    assert verdicts(one) == {"past": True}
+    later = FORGET_S + 1
+    assert verdicts(one, later) == {"past": False}
+    given(one, lengths[:1], now=later)
+    assert verdicts(one, later) == {"past": False}
