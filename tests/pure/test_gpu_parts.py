@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,6 +18,7 @@ torch = pytest.importorskip("torch")
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from mixkv_demo import __main__ as demo  # noqa: E402
 from sglang_mixkv.decode import inbox  # noqa: E402
 from sglang_mixkv.draft import rows as product  # noqa: E402
 from sglang_mixkv.prefill import outbox  # noqa: E402
@@ -159,6 +162,37 @@ def test_attention_that_overlooks_a_fault_shows_nothing() -> None:
     assert part.checked(case, part.plain)["equal"] == 2
     with pytest.raises(load("parts").Wrong, match="heads have changed places: nothing was shown"):
         part.checked(case, forgetful)
+
+
+DEMO = """#!{python}
+import json, pathlib, sys
+file = pathlib.Path(sys.argv[-1])
+run = {{"name": "mixkv", "accept_length": 1.0, "argv": sys.argv[3:-2]}}
+file.write_text(json.dumps({{"runs": [run]}}))
+sys.exit({status})
+"""
+
+
+@pytest.mark.parametrize(("gpus", "tp", "base"), [(1, "1", "0"), (2, "2", "0"), (4, "2", "2")])
+def test_a_demo_that_fails_fails(
+    gpus: int, tp: str, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With what it showed. One that stands in for the demo has arguments that the demo takes."""
+    part, python = load("part_demo"), sys.executable
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    (stand_in := tmp_path / "python").touch(0o755)
+    monkeypatch.setattr(part.sys, "executable", str(stand_in))
+    stand_in.write_text(DEMO.format(python=python, status=0))
+    found = part.run(argparse.Namespace())
+    assert found.message == f"TP {tp} -> TP 1, accept lengths: mixkv 1.0"
+    given = demo.parse(found.figures[0]["argv"])
+    assert given.device == "cuda"
+    assert [*given.prefill] == ["--tp", tp]
+    assert [*given.decode] == ["--tp", "1", "--base-gpu-id", base]
+    stand_in.write_text(DEMO.format(python=python, status=1))
+    with pytest.raises(load("parts").Wrong, match="ended with status 1") as why:
+        part.run(argparse.Namespace())
+    assert why.value.found.figures[0]["accept_length"] == 1.0
 
 
 class Devices(TorchDispatchMode):
