@@ -53,9 +53,12 @@ def nvcc() -> str:
     """It is looked for as SGLang does (cuda_home in kernels/jit/utils/compile/toolchain.py)."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = shutil.which("nvcc", path=f"{home}/bin") if home else shutil.which("nvcc")
-    if found or (not home and Path("/usr/local/cuda/bin/nvcc").exists()):
-        return ""
-    return "nvcc, with which kernels are compiled at first use (on the PATH, or in CUDA_HOME)"
+    lacks = ["ninja"] if shutil.which("ninja") is None else []
+    lacks += ["c++"] if "CXX" not in os.environ and shutil.which("c++") is None else []
+    if not (found or (not home and Path("/usr/local/cuda/bin/nvcc").exists())):
+        lacks.append("nvcc (or in CUDA_HOME)")
+    text = "on the PATH, with which kernels are compiled at first use"
+    return f"{', '.join(lacks)} {text}" if lacks else ""
 
 
 def imported(module: str, package: str) -> str:

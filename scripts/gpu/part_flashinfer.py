@@ -54,13 +54,16 @@ def plain(q: Tensor, k: Tensor, v: Tensor, pages: list[Any], tokens: list[int]) 
 
 
 def flashinfer_here() -> Attend:
-    """FlashInfer's, as SGLang's backend calls it. It compiles itself at the first call."""
+    """FlashInfer's. It compiles itself at the first call. As SGLang's backend it takes the kernels
+    fa2, and those for tensor cores: from GROUP query heads a KV head on, and for fp8."""
     try:
         from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
     except Exception as error:
         raise Lacks(f"a FlashInfer that can be imported: {error!r}") from None
     workspace = torch.zeros(WORKSPACE, dtype=torch.uint8, device="cuda")
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+    wrapper = BatchDecodeWithPagedKVCacheWrapper(
+        workspace, "NHD", use_tensor_cores=True, backend="fa2"
+    )
 
     def attend(q: Tensor, k: Tensor, v: Tensor, pages: list[Any], tokens: list[int]) -> Tensor:
         size = k.shape[1]
@@ -74,6 +77,11 @@ def flashinfer_here() -> Attend:
         return wrapper.run(q, (k, v))
 
     return attend
+
+
+def as_pages(entry: Tensor, page: int) -> Tensor:
+    """Rows of [heads, head size] as SGLang's backends see them: [pages, page size, ...]."""
+    return entry.view(-1, page, *entry.shape[1:])
 
 
 class Rank:
@@ -132,7 +140,7 @@ class Case:
         shape = (len(self.tokens), GROUP * len(rank.heads), scene.HEAD)
         q = torch.randn(shape, generator=random, device=self.device, dtype=torch.bfloat16)
         pages = rank.pages if page > 1 else [rank.rows(n) for n in range(len(self.tokens))]
-        views = [entry.view(-1, page, len(rank.heads), scene.HEAD) for entry in rank.pool]
+        views = [as_pages(entry, page) for entry in rank.pool]
         layers = self._drafter.layers
         return [
             attend(q, views[n], views[n + layers], pages, list(self.tokens)) for n in range(layers)

@@ -5,14 +5,17 @@ share     of the copies alone, of a whole request in one slot: the product's cod
 by slots  the product's whole calls, a segment after the other in slots of 4 MiB, beside a copy of
           each slot that is waited for
 
-Every byte is compared, of torch's copies and of the kernel's. Judged are requests that are larger
-than a GPU's caches. Without a GPU the same runs in small, with the kernel in Triton's interpreter.
+Every byte is compared, of torch's copies and of the kernel's, and of rows that are cleared; a
+checksum has to be the host's. Judged are requests that are larger than a GPU's caches: they come
+first, and what the part's time does not suffice for is left out. Without a GPU the same runs in
+small, with the kernel in Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -24,135 +27,23 @@ import scene
 import torch
 from common import Samples, elapsed, interleave, ratio
 from parts import Found, Record, Wrong
+from row_case import Case
 
 from sglang_mixkv.draft import rows as product
-from sglang_mixkv.draft.rows import HEADER, DraftRows, Staging
 
-TOKENS = {"cuda": (1 << 10, 8 << 10, 32 << 10, 128 << 10), "cpu": (40,)}
+TOKENS = {"cuda": (128 << 10, 32 << 10, 8 << 10, 1 << 10), "cpu": (40,)}
 JUDGED = 128 << 20  # bytes: twice what the largest L2 caches hold
 LEAST = 0.8
+IN_TIME = 0.8  # of the part's limit: no case begins later
 BURST, BURST_BYTES = 20, 4 << 30  # calls of one sample, at most so many and of so many bytes
 BUSY_CYCLES = 200_000  # some 0.1 ms, in which the host starts a graph
-STAMP = 7
 KINDS = ("pack", "unpack")
 CALLS = (*KINDS, "checksum", "copy")
-Copies = dict[str, Callable[[], Any]]
-
-
-class Prepared(DraftRows):
-    """Rows of one request: their numbers are uploaded once, since a graph cannot hold that."""
-
-    _ready: list[Any] | None = None
-
-    def _parts(self, *what: Any) -> Iterator[tuple[Any, Any, Any]]:
-        if self._ready is None:
-            self._ready = list(super()._parts(*what))
-        return iter(self._ready)
 
 
 def on_the_current_stream() -> Any:
     """In it the product's copies wait for nothing."""
     return mock.patch.object(product, "own_stream", return_value=nullcontext())
-
-
-class Case:
-    """Some heads of a request: its pool, one slot for all of it, and slots as the product has."""
-
-    def __init__(
-        self, drafter: scene.Drafter, dtype: str, heads: int, layout: str, tokens: int, device: Any
-    ) -> None:
-        self.name = f"{drafter.name}, {dtype}, {heads} of {drafter.heads} heads, {layout}"
-        self.held, self.tokens, self.device = range(drafter.heads), tokens, device
-        self.heads = range(drafter.heads - heads, drafter.heads)
-        page = scene.LAYOUTS[layout]
-        whole = -(-tokens // (page or 1)) * (page or 1)
-        self.pool = scene.pool(drafter.layers, drafter.heads, whole, dtype, device, tokens)
-        self.rows = scene.rows_of(tokens, page, tokens)
-        self.draft = DraftRows(self.pool, self.held, by_numpy=False)
-        self.size = tokens * self.draft.bytes_per_token(heads)
-        packed = -(-self.draft.packed_bytes(tokens, heads) // 64) * 64
-        self.slot = Staging(1, packed, device).slot(0)
-        self.payload = self.slot[HEADER : HEADER + self.size]
-        self.target = torch.empty_like(self.payload)
-        slot = scene.SLOT[device.type]
-        self.step = (slot - self.draft.packed_bytes(0, 0)) // self.draft.bytes_per_token(heads)
-        self.segments = -(-tokens // self.step)
-        self.slots = Staging(min(scene.SLOTS, self.segments), slot, device)
-
-    def by_slots(self, act: Callable[[Any, torch.Tensor], Any]) -> None:
-        for number, first in enumerate(range(0, self.tokens, self.step)):
-            rows = self.rows[first : first + self.step]
-            act(rows, self.slots.slot(number % self.slots.count))
-
-    # -- whether the bytes are right
-
-    def wrong(self) -> int:
-        """Bytes of the slot that are not those of the pool."""
-        places, end, found = torch.from_numpy(self.rows).to(self.device), 0, 0
-        for entry in scene.as_bytes(self.pool):
-            wanted = entry[places][:, self.heads.start :].flatten()
-            start, end = end, end + wanted.numel()
-            found += int((self.payload[start:end] != wanted).sum())
-        return found
-
-    def check(self, by: str, copies: Copies) -> None:
-        """Raises Wrong unless these pack what the pool has, and unpack it to where it was."""
-        self.payload.zero_()
-        copies[f"pack, {by}"]()
-        wrong = {"pack": self.wrong()}
-        for entry in scene.as_bytes(self.pool):
-            entry.zero_()
-        copies[f"unpack, {by}"]()
-        others = [entry[:, : self.heads.start] for entry in scene.as_bytes(self.pool)]
-        wrong["unpack"] = self.wrong() + sum(int(other.count_nonzero()) for other in others)
-        if any(wrong.values()) or not self.payload.any():
-            raise Wrong(f"{self.name}, {self.tokens:,} tokens, {by}: wrong bytes: {wrong}")
-
-    # -- the copies
-
-    def alone(self) -> Copies:
-        """What only starts copies on the current stream."""
-        prepared = Prepared(self.pool, self.held, by_numpy=False)
-        given = self.rows, self.heads, self.slot
-        return {
-            "copy": lambda: self.target.copy_(self.payload),
-            "pack, torch": lambda: prepared.pack(*given, STAMP),
-            "unpack, torch": lambda: prepared.unpack(*given),
-        }
-
-    def kernel(self) -> Copies:
-        import triton_rows
-
-        widths = np.array(self.draft.head_bytes) * len(self.heads)
-        ends = np.cumsum(widths * self.tokens)
-        packed = self.payload.data_ptr() + ends - widths * self.tokens
-        first = np.array(self.draft.head_bytes) * self.heads.start
-        pool = np.array([entry.data_ptr() for entry in self.pool]) + first
-        row = np.array(self.draft.head_bytes) * len(self.held)
-        order = np.arange(self.tokens)
-        pack = triton_rows.RowCopy(pool, packed, row, widths, widths, self.rows, order)
-        unpack = triton_rows.RowCopy(packed, pool, widths, row, widths, order, self.rows)
-        return {
-            "pack, Triton": triton_rows.prepared(pack, self.device),
-            "unpack, Triton": triton_rows.prepared(unpack, self.device),
-        }
-
-    def calls(self) -> Copies:
-        """The product's own, and copies of as many bytes; each waits for its end."""
-        draft, heads = self.draft, self.heads
-        segment = min(self.tokens, self.step)
-
-        def copy(rows: Any, slot: torch.Tensor) -> None:
-            size = len(rows) * draft.bytes_per_token(len(heads))
-            with product.own_stream(self.device):
-                self.target[:size].copy_(slot[HEADER : HEADER + size])
-
-        return {
-            "copy": lambda: self.by_slots(copy),
-            "pack": lambda: self.by_slots(lambda r, s: draft.pack(r, heads, s, STAMP)),
-            "unpack": lambda: self.by_slots(lambda r, s: draft.unpack(r, heads, s)),
-            "checksum": lambda: draft.checksum(self.slots.slot(0), segment, len(heads)),
-        }
 
 
 def sampler(work: Callable[[], Any], size: int, device: torch.device) -> Callable[[], float]:
@@ -199,9 +90,9 @@ def timed(samplers: dict[str, Callable[[], float]], count: int) -> dict[str, Sam
 def measure(case: Case, count: int) -> Record:
     """Raises Wrong where bytes are."""
     record: Record = {"case": case.name, "tokens": case.tokens, "bytes": case.size}
-    with on_the_current_stream():
+    with on_the_current_stream():  # behind what fills the pool and the slot
+        case.check("torch", case.whole(case.draft))
         copies = case.alone()
-        case.check("torch", copies)
         try:
             case.check("Triton", kernel := case.kernel())
             copies |= kernel
@@ -209,7 +100,8 @@ def measure(case: Case, count: int) -> Record:
             raise
         except Exception as error:  # no Triton, or no compiler for it
             record["no kernel"] = repr(error)[:200]
-        copies["copy"]()
+        for copy in copies.values():
+            copy()
         samplers = {name: sampler(copy, case.size, case.device) for name, copy in copies.items()}
         taken = timed(samplers, count)
     record["copy GB/s"] = case.size / float(np.median(taken["copy"].total)) / 1e9
@@ -221,18 +113,21 @@ def measure(case: Case, count: int) -> Record:
     for name, found in taken.items():
         segments = 1 if name == "checksum" else case.segments
         record[f"{name} us a slot"] = float(np.median(found.total)) / segments * 1e6
+    with on_the_current_stream():
+        case.check_checksum()
+        case.check_clear()
     return record
 
 
-def cases(device: torch.device) -> Iterator[Case]:
-    """All heads, as between equal sizes, and one, the narrowest row that a reader can want."""
+def cases(device: torch.device) -> Iterator[tuple[Any, ...]]:
+    """Arguments of a Case each: all heads, as between equal sizes, and one, the narrowest row that
+    a reader can want."""
     shapes: Any = itertools.product(scene.DRAFTERS, scene.DTYPES, scene.LAYOUTS)
     if device.type == "cpu":  # Triton's interpreter is slow
         shapes = zip(scene.DRAFTERS, itertools.cycle(scene.DTYPES), scene.LAYOUTS, strict=False)
     for count, (drafter, dtype, layout) in itertools.product(TOKENS[device.type], shapes):
         for heads in (drafter.heads, 1):
-            if fits(drafter, count, device):
-                yield Case(drafter, dtype, heads, layout, count, device)
+            yield drafter, dtype, heads, layout, count, device
 
 
 def fits(drafter: scene.Drafter, tokens: int, device: torch.device) -> bool:
@@ -254,16 +149,21 @@ def verdict(records: list[Record]) -> str:
     kernel = record.get(f"{kind}, Triton share")
     beside = "not measured" if kernel is None else f"{kernel:.0%}"
     where = f"{share:.0%} in {kind} of {record['case']}, the kernel {beside} there"
-    if share < LEAST:
-        return f"torch below {LEAST:.0%} of a device copy: the kernel is needed ({where})"
-    return f"torch at {LEAST:.0%} of a device copy or more: the kernel is not needed ({where})"
+    if share >= LEAST:
+        return f"torch at {LEAST:.0%} of a device copy or more: the kernel is not needed ({where})"
+    choice = "needed" if kernel is not None and kernel > share else "no help"
+    return f"torch below {LEAST:.0%} of a device copy: the kernel is {choice} ({where})"
 
 
 def run(options: argparse.Namespace) -> Found:
-    device, records = scene.device_of(options), list[Record]()
-    for case in cases(device):
+    device, records, left = scene.device_of(options), list[Record](), 0
+    until = time.monotonic() + IN_TIME * options.part_limit_s
+    for drafter, *rest in cases(device):
+        if (records and time.monotonic() > until) or not fits(drafter, rest[-2], device):
+            left += 1
+            continue
         try:
-            records.append(measure(case, options.repeats))
+            records.append(measure(Case(drafter, *rest), options.repeats))
         except Wrong as why:
             raise Wrong(str(why), Found("", records)) from None
     if device.type == "cpu":
@@ -272,4 +172,5 @@ def run(options: argparse.Namespace) -> Found:
         most = {name: max(r[f"{name} us a slot"] for r in records) for name in CALLS}
         calls = ", ".join(f"{name} {us:.0f}" for name, us in most.items())
         message = f"{verdict(records)}; us a slot at most: {calls}"
+    message += f"; {left} cases left out for want of time or memory" if left else ""
     return Found(message, records)

@@ -40,7 +40,7 @@ PARTS = (
     Part("nixl", "part_transfer", "the same over NIXL", (*CHANNEL, "nixl"), (*CHANNEL, "nixl"),
          ("nixl",)),
     Part("flashinfer", "part_flashinfer", "attention over unpacked pages is the single server's",
-         (*CHANNEL, "flashinfer", "nvcc"), CHANNEL),
+         (*CHANNEL, "flashinfer", "nvcc"), CHANNEL, is_long=True),
     Part("demo", "part_demo", "SGLang serves the small pair on CUDA",
          (*CHANNEL, "sglang", "mooncake-cuda", "compiler", "nvcc"), None, is_long=True),
 )  # fmt: skip

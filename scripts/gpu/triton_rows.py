@@ -14,7 +14,6 @@ import it: it stays until a GPU has shown whether torch's copies are fast enough
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,4 +90,4 @@ def prepared(what: RowCopy, device: torch.device | str) -> Callable[[], Any]:
     n_rows, n_columns = len(what.src_rows), triton.cdiv(int(what.width.max()), LINE)
     given = variant(word)
     grid = (triton.cdiv(n_rows, given["BLOCK"]) * n_columns, len(what.src))
-    return partial(copy_rows[grid], entries, rows, n_rows, n_columns, **given)
+    return lambda: copy_rows[grid](entries, rows, n_rows, n_columns, **given)

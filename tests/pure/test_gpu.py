@@ -199,6 +199,20 @@ def test_wheels_are_unpacked_aside_and_a_bad_one_is_named(tmp_path: Path) -> Non
     assert notes == ["bad-1.0-py3-none-any.whl: File is not a zip file"]
 
 
+def test_what_compiles_kernels_is_a_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """nvcc, and what FlashInfer starts beside it."""
+    needs = load("needs")
+    for name in ("CXX", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    (tmp_path / "bin").mkdir()
+    assert needs.nvcc().startswith("ninja, c++, nvcc (or in CUDA_HOME) on the PATH")
+    for name in ("nvcc", "ninja", "c++"):
+        (tmp_path / "bin" / name).touch(0o755)
+    assert needs.nvcc() == ""
+
+
 def test_a_mooncake_without_cuda_is_lacking(monkeypatch: pytest.MonkeyPatch) -> None:
     needs, engine = load("needs"), types.ModuleType("mooncake.engine")
     monkeypatch.setitem(sys.modules, "mooncake", types.ModuleType("mooncake"))
