@@ -35,7 +35,7 @@ class Inlet(Generic[T]):
             self.wake()
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError):  # closed, or woken 2^64 times
+        with contextlib.suppress(OSError, ValueError):  # woken 2^64 times, or closed
             os.eventfd_write(self._wake, 1)
 
     def fileno(self) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing as mp
+import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,7 +14,9 @@ import pytest
 import zmq
 
 from sglang_mixkv.channel import sockets
-from sglang_mixkv.channel.sockets import Inlet, Looks
+from sglang_mixkv.channel.messages import MAX_BYTES
+from sglang_mixkv.channel.sockets import Inlet, Looks, new_context, new_socket
+from sglang_mixkv.channel.times import Times
 
 
 @pytest.fixture
@@ -38,6 +43,14 @@ def test_what_wakes_nobody_is_there_for_who_looks(inlet: Inlet[int]) -> None:
     inlet.put(1, wake=False)
     assert inlet.take(woken=False) == [1]
     assert inlet.take(woken=False) == []
+
+
+def test_what_comes_after_its_end_wakes_no_other_file(inlet: Inlet[int]) -> None:
+    inlet.close()
+    other: Inlet[int] = Inlet()  # gets the number that has become free
+    inlet.put(1)
+    assert not is_woken(other)
+    inlet._wake = other.fileno()  # which the fixture closes
 
 
 def looks_on(inlet: Inlet[int], tick: float) -> Looks:
@@ -77,3 +90,65 @@ def test_it_looks_less_often_when_nothing_comes(
     inlet.take()
     assert looks.wait(True) == []
     assert len(slept) == 2, "what came may be followed by more"
+
+
+HOST = "127.0.0.1"
+
+
+@pytest.fixture
+def router() -> Iterator[zmq.Socket[bytes]]:
+    """Of a rank whose messages are delivered within half a second, or lost."""
+    context = new_context()
+    socket = new_socket(context, zmq.ROUTER, HOST, Times(0.1))
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    yield socket
+    context.destroy(linger=0)
+
+
+def test_a_message_that_is_too_long_costs_its_sender_the_connection(
+    router: zmq.Socket[bytes],
+) -> None:
+    port = router.bind_to_random_port(f"tcp://{HOST}")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.setsockopt(zmq.LINGER, 0)
+        peer.connect(f"tcp://{HOST}:{port}")
+        peer.send(bytes(MAX_BYTES))
+        assert router.poll(10_000)
+        assert len(router.recv_multipart()[1]) == MAX_BYTES
+        peer.send(bytes(MAX_BYTES + 1))
+        assert not router.poll(300)
+
+
+def connect(port: int) -> None:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
+        peer.connect(f"tcp://{HOST}:{port}")
+        peer.send(b"here")
+        time.sleep(60)
+
+
+def is_connected(router: zmq.Socket[bytes], name: bytes) -> bool:
+    try:
+        router.send_multipart([name, b"anything"])
+    except zmq.ZMQError:  # EHOSTUNREACH, by ROUTER_MANDATORY
+        return False
+    return True
+
+
+def test_the_connection_of_a_stopped_peer_is_given_up(router: zmq.Socket[bytes]) -> None:
+    """Its kernel still acknowledges what it is sent."""
+    port = router.bind_to_random_port(f"tcp://{HOST}")
+    process = mp.get_context("fork").Process(target=connect, args=(port,), daemon=True)
+    process.start()
+    assert process.pid is not None
+    try:
+        assert router.poll(10_000)
+        name, _ = router.recv_multipart()
+        assert is_connected(router, name)
+        os.kill(process.pid, signal.SIGSTOP)
+        until = time.monotonic() + 10
+        while is_connected(router, name) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not is_connected(router, name)
+    finally:
+        process.kill()
+        process.join()

@@ -1,0 +1,70 @@
+"""What a decode rank forgets when a prefill server is gone, or another is in its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_mixkv.engine.manager import DraftManager
+
+from .test_response_counts import ADDRESS, Scene, published  # noqa: F401
+
+OTHER = "127.0.0.1:2"
+
+
+class Known:
+    """PrefillServers, as far as its manager asks. `gone`: addresses that were forgotten."""
+
+    def __init__(self) -> None:
+        self.gone: list[str] = []
+
+    def address_of(self, instance: bytes) -> str | None:
+        return {b"restarted": ADDRESS}.get(instance)
+
+    def forget(self, address: str) -> None:
+        self.gone.append(address)
+
+
+def manager_with_connections() -> Any:
+    """One whose receivers have met a server: SGLang itself has filled its tables."""
+    scene = Scene(2, 1, 0)
+    scene.receiver(0)
+    manager = scene.manager
+    assert ADDRESS in manager.prefill_info_table
+    assert manager.connection_pool
+    manager.prefill_info_table[OTHER] = object()
+    manager.connection_pool[f"{OTHER}_0_0_0"] = []
+    manager.servers = Known()
+    return manager
+
+
+def test_a_server_of_which_a_rank_was_restarted_is_asked_anew() -> None:
+    """SGLang's heartbeats may not have noticed."""
+    manager = manager_with_connections()
+    DraftManager._forget_peer(manager, b"restarted")
+    assert manager.servers.gone == [ADDRESS]
+    assert list(manager.prefill_info_table) == [OTHER]
+    assert list(manager.connection_pool) == [f"{OTHER}_0_0_0"]
+
+
+def test_a_rank_of_no_known_server_changes_nothing() -> None:
+    manager = manager_with_connections()
+    before = dict(manager.connection_pool)
+    DraftManager._forget_peer(manager, b"stranger")
+    assert (manager.servers.gone, manager.connection_pool) == ([], before)
+
+
+def test_a_server_that_sglang_gives_up_is_forgotten_first() -> None:
+    """It drops its own table, and the next request asks both."""
+    seen: list[list[str]] = []
+
+    class Stock:
+        def _handle_node_failure(self, address: str) -> None:
+            seen.append([*made.servers.gone, address])
+
+    class Manager(DraftManager, Stock):
+        def __init__(self) -> None:
+            self.servers: Any = Known()
+
+    made = Manager()
+    made._handle_node_failure(ADDRESS)
+    assert seen == [[ADDRESS, ADDRESS]]

@@ -1,0 +1,255 @@
+"""Both sides of the draft channel in one process, without SGLang: their threads, sockets, slots and
+copies are the real ones. Reads alone are stood in for, by copies that a test holds back or breaks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.data_plane import DataPlane, Memory, Outcome, Peer, Read
+from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode import rooms as decode_rooms
+from sglang_mixkv.decode.copier import Entry
+from sglang_mixkv.decode.inbox import Inbox, Store
+from sglang_mixkv.draft.facts import StagingFacts
+from sglang_mixkv.draft.layout import SLOT_OVERHEAD
+from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.prefill import rooms as prefill_rooms
+from sglang_mixkv.prefill.outbox import Outbox, Pages, Use
+
+HOST, HEADS, PAGE, PAGES = "127.0.0.1", range(4), 4, 32
+TOKEN_BYTES = 2 * len(HEADS) * 16  # K and V of one layer
+SLOTS, SLOT_BYTES = 8, 1024
+SEGMENT = (SLOT_BYTES - SLOT_OVERHEAD) // TOKEN_BYTES  # tokens
+CANARY = 0xA5
+SOON_S = 20.0  # for what takes milliseconds on a machine that is not busy
+
+
+def wait_for(what: Callable[[], Any], seconds: float = SOON_S) -> bool:
+    until = time.monotonic() + seconds
+    while not what() and time.monotonic() < until:
+        time.sleep(1e-3)
+    return bool(what())
+
+
+class Event:
+    """A torch.cuda.Event that is done when the test says so."""
+
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+
+class Reads(DataPlane):
+    """`held`: reads do not end. `broken`: so many of the next ones fail. `damage`: bytes of what
+    is read that come out wrong, counted from either end."""
+
+    name = "copies"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held, self.broken, self.opened = False, 0, 0
+        self.damage: Sequence[int] = ()
+
+    def _register(self, memory: Memory) -> bytes:
+        return b""
+
+    def _open(self, peer: Peer) -> None:
+        self.opened += 1
+        peer.link = "here"
+
+    def _post(self, read: Read, local: int, remote: int, length: int) -> None:
+        read.handle = local, remote, length
+
+    def _check(self, read: Read) -> Outcome | None:
+        local, _, length = read.handle
+        if length > 1 and self.held:
+            return None
+        if length > 1 and self.broken:
+            self.broken -= 1
+            return Outcome.FAILED
+        ctypes.memmove(*read.handle)
+        for offset in self.damage if length > 1 else ():
+            (ctypes.c_uint8 * length).from_address(local)[offset % length] ^= 0xFF
+        return Outcome.DONE
+
+    def _release(self, read: Read) -> None:
+        read.handle = None
+
+    def _drop(self, peer: Peer) -> None:
+        peer.link = None
+
+    def _close(self) -> None: ...
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def __call__(self, note: Any) -> None:
+        self.seen.append(note.what)
+
+    def moved(self, size: int, seconds: float) -> None: ...
+
+    def ended(self, entry: Any, reason: str) -> None: ...
+
+    def ticked(self) -> None: ...
+
+    def publish(self) -> None: ...
+
+
+class _Side:
+    """What both have. `memory`: the pool's rows, K and V beside each other."""
+
+    def __init__(self, times: Times) -> None:
+        self.memory = np.full((2, PAGES * PAGE, len(HEADS), 16), CANARY, np.uint8)
+        self.rows = DraftRows([torch.from_numpy(entry) for entry in self.memory], HEADS)
+        self.staging = Staging(SLOTS, SLOT_BYTES, torch.device("cpu"))
+        self.slots, self.plane, self.notes = SlotPool(SLOTS, times), Reads(), Notes()
+        self.instance, self.closed = messages.draw_instance(), False
+        self.plane.register(Memory(self.staging.address, self.staging.size), self.staging.address)
+
+
+class Prefill(_Side):
+    def __init__(self, times: Times, port: int = 0) -> None:
+        super().__init__(times)
+        self.memory[:] = np.random.default_rng(port).integers(0, 256, self.memory.shape)
+        rooms = prefill_rooms.Rooms(
+            self.instance, HEADS, lambda _heads, _size: SEGMENT, self.slots, times
+        )
+        self.outbox = Outbox(
+            rooms, self.rows, self.staging, self.plane, HOST, port, times, self.notes
+        )
+        facts = StagingFacts(
+            self.plane.name, self.plane.endpoint, self.staging.address, SLOT_BYTES, SLOTS
+        )
+        self.row: Any = SimpleNamespace(
+            instance=self.instance, address=self.outbox.address, staging=facts
+        )
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.outbox.close()
+
+    @property
+    def port(self) -> int:
+        return int(self.outbox.address.rpartition(":")[2])
+
+    def pages(self, tokens: int, events: Sequence[Event] = ()) -> Pages:
+        """The last ones of its pool, the last one first."""
+        return Pages(np.arange(PAGES)[::-1][: -(-tokens // PAGE)], PAGE, events)
+
+    def send(self, room: int, tokens: int, first: int = 0, events: Sequence[Event] = ()) -> Use:
+        """A request of one chunk."""
+        use = self.outbox.begin(room)
+        self.outbox.add_chunk(use, first, tokens, True, self.pages(tokens, events))
+        return use
+
+
+class Decode(_Side):
+    """`forgotten`: instances that another one is in the place of."""
+
+    def __init__(self, times: Times) -> None:
+        super().__init__(times)
+        self.forgotten: list[bytes] = []
+        rooms = decode_rooms.Rooms(self.instance, self.slots, SLOT_BYTES, times)
+        store = Store(self.rows, self.staging, self.plane)
+        self.inbox = Inbox(rooms, store, times, self.notes, self.forgotten.append)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.inbox.shut()
+
+    def open(
+        self, room: int, tokens: int, peer: bytes, first: int = 0, event: Any = None,
+        checksum: bool = False,
+    ) -> Entry:  # fmt: skip
+        """Of tokens [first, first + tokens), in every second page of its pool."""
+        source = ev.Source(peer, HEADS, 1, SLOTS, SEGMENT)
+        opened = ev.OpenRoom(
+            self.inbox.new_generation(), room, (source,), first, first + tokens,
+            pending=event is not None, checksum=checksum,
+        )  # fmt: skip
+        entry = Entry(opened, np.arange(0, PAGES, 2)[: -(-tokens // PAGE)], PAGE, event)
+        self.inbox.open(entry)
+        return entry
+
+    def rows_of(self, entry: Entry) -> np.ndarray:
+        found: np.ndarray = self.memory[:, entry.rows(entry.opened.first_token, entry.opened.end)]
+        return found
+
+
+class Channel:
+    """A prefill rank and a decode rank that is connected to it. `close` also looks for what they
+    leave behind."""
+
+    def __init__(self, times: Times | None = None) -> None:
+        self.times = times or Times()
+        self.prefill, self.decode = Prefill(self.times), Decode(self.times)
+        self.connect(self.prefill)
+
+    def connect(self, prefill: Prefill) -> None:
+        self.decode.inbox.connect(prefill.row)
+        assert wait_for(lambda: self.decode.inbox.knows(prefill.instance))
+
+    def open(self, room: int, tokens: int, **more: Any) -> Entry:
+        return self.decode.open(room, tokens, self.prefill.instance, **more)
+
+    def state(self, entry: Entry) -> tuple[str, str]:
+        """What became of a room, and why."""
+        assert wait_for(lambda: entry.state is not None), "the room is not decided"
+        assert entry.state is not None
+        return entry.state.value, entry.reason
+
+    def request(self, room: int, tokens: int = 20, **more: Any) -> tuple[str, str]:
+        """One from its beginning to its end, with every byte compared."""
+        use, entry = self.prefill.send(room, tokens), self.open(room, tokens, **more)
+        found = self.state(entry)
+        assert found[0] != "warm" or self.same(entry)
+        assert found[0] != "cold" or not self.decode.rows_of(entry).any()
+        self.end(use, entry)
+        return found
+
+    def same(self, entry: Entry) -> bool:
+        """Whether its rows are those that prefill has for them."""
+        tokens = entry.opened.end - entry.opened.first_token
+        there = self.prefill.memory[:, self.prefill.pages(tokens).rows(0, tokens)]
+        return bool(np.array_equal(self.decode.rows_of(entry), there))
+
+    def end(self, use: Use, entry: Entry) -> None:
+        self.prefill.outbox.end(use)
+        self.decode.inbox.close(entry)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.decode.close()
+        self.prefill.close()
+        assert not [t.name for t in threading.enumerate() if t.name.startswith("mixkv-")]
+
+    def at_rest(self) -> bool:
+        """Whether nothing is left of any room, and every slot is free."""
+        sides = self.prefill, self.decode
+        return wait_for(
+            lambda: (
+                not self.prefill.outbox.check()
+                and not self.decode.inbox.check()
+                and all(side.slots.free_slots == SLOTS for side in sides)
+            )
+        )
