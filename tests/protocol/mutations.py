@@ -270,7 +270,7 @@ MUTATIONS = {
         SERVERS + "a_refused_server_is_asked_again_but_not_with_each_request",
     ),
     "an abort that came before its request is not sent again": Mutation(
-        "engine/refused.py", "for delay in delays:", "for delay in delays[:1]:",
+        "engine/refused.py", "for delay in SENT_AFTER_S:", "for delay in SENT_AFTER_S[:1]:",
         SERVERS + "each_rank_of_a_refused_server_is_told_more_than_once",
     ),
     "a refused server that is silent ends the thread": Mutation(
