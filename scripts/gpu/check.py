@@ -210,6 +210,7 @@ def what_is_there(made: Check, options: argparse.Namespace) -> None:
         ("GPUs", f"{machine['gpus']}"),
         ("RDMA", machine.get("rdma") or "none"),
         ("packages", ", ".join(" ".join(one) for one in machine.get("packages", {}).items())),
+        ("Triton", f"lacks {lacks}" if (lacks := machine["lacks"]["compiler"]) else "compiles"),
         ("to carry", f"{size:.1f} MiB of checkout and wheels, {most:.0f} at most"
          + (" (TOO MUCH)" if size > most else "")),
     ]  # fmt: skip

@@ -61,6 +61,7 @@ def address(text: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     width = max(len(part.name) for part in PARTS)
+    long = " and ".join(part.name for part in PARTS if part.is_long)
     listed = "".join(f"  {part.name:<{width}}  {part.about}\n" for part in PARTS)
     made = argparse.ArgumentParser(
         prog="scripts/gpu.sh", description=DESCRIPTION + listed, epilog=EPILOG,
@@ -88,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     add("--limit-s", type=number, default=600, metavar="S",
         help="seconds of all parts together (default 600)")  # fmt: skip
     add("--part-limit-s", type=number, default=240, metavar="S",
-        help="seconds of each part but flashinfer and demo (default 240)")  # fmt: skip
+        help=f"seconds of each part but {long} (default 240)")  # fmt: skip
     add("--seed", type=index, metavar="N", help="of all random data (default a new one, printed)")
     for name, text in (
         ("repeats", "rows, mooncake, nixl: samples of each figure"),

@@ -58,6 +58,9 @@ TABLE: dict[str, str] = {
         "tests/pure/test_doctor_diff.py::test_the_diff_of_whole_modules",
     r"python -m sglang_mixkv plan .*": HERE,
     r"(\w+=\S+ )*scripts/launch/\w+\.sh --dry-run": HERE,
+    r"(\w+=\S+ )*scripts/launch/(prefill|decode)\.sh --enable-metrics": PARSED,
+    r"(\w+=\S+ )*scripts/launch/router\.sh":
+        "tests/protocol/test_launch_lines.py::test_the_router_accepts_the_line",
     r"python -m build --wheel": "tests/docs/test_package.py::test_the_commands_work",
     r"docker (build|compose) .*":
         "no image was built and no container started",
@@ -76,7 +79,7 @@ TABLE: dict[str, str] = {
         "tests/pure/test_gpu.py::test_each_part_lacks_a_gpu_and_runs_dry",
     r"bash scripts/gpu\.sh --what-is-there":
         "tests/pure/test_gpu.py::test_what_is_there_names_what_each_part_lacks",
-    r"bash scripts/gpu\.sh (--listen|--only mooncake,nixl --peer) \S+":
+    r"(MC_FORCE_TCP=1 )?bash scripts/gpu\.sh (--listen|--only mooncake(,nixl)? --peer) \S+":
         "tests/pure/test_gpu.py::test_another_host_reads_what_is_packed_here",
     r"bash scripts/faults/run\.sh": "tests/protocol/test_faults.py::test_fault",
     r"bash scripts/faults/run\.sh --soak": "tests/protocol/test_soak.py::test_soak",
@@ -232,8 +235,8 @@ def test_a_python_that_this_machine_lacks_is_an_error() -> None:
 
 
 def test_the_flags_of_accept_are_its_own() -> None:
-    (line,) = {c for _, c in every_command() if " accept " in c}
-    assert accept.parser().parse_args(words(line, READER)[4:]).gate == 0.05
+    for line in {c for _, c in every_command() if " accept " in c}:
+        assert accept.parser().parse_args(words(line, READER)[4:]).gate == 0.05
 
 
 def test_the_simulator_runs(tmp_path: Path) -> None:
@@ -252,9 +255,10 @@ def test_two_doctors(tmp_path: Path) -> None:
     pytest.importorskip("mooncake")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = str(probe.getsockname()[1])
+    written = dict.fromkeys(c for _, c in every_command() if re.search("doctor --(li|pe)", c))
     listen, peer = (
         c.replace("18515", port).replace("10.0.0.1", "127.0.0.1").replace("python", sys.executable)
-        for _, c in every_command() if re.search("doctor --(listen|peer) ", c)
+        for c in written
     )  # fmt: skip
     quick = " --no-seams --mixkv-staging-mb 8"
     listener = subprocess.Popen(

@@ -1,7 +1,7 @@
 """Launch lines in the documents that need a cluster: SGLang's own parsers take them.
 
 The lines of README.md, those that docs/deploy.md shows as printed, one for each row of its table
-of topologies, made by the launch scripts, and those of the demo.
+of topologies, made by the launch scripts, those of docs/gpu.md, and those of the demo.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 from docs.pages import ROOT, bash, blocks, words
@@ -18,29 +19,40 @@ from docs.pages import ROOT, bash, blocks, words
 from mixkv_cpu import CPU_ENGINE_ENV
 from mixkv_demo.launch import DEVICES, Topology, prefill_and_decode
 
-DEPLOY = ROOT / "docs" / "deploy.md"
-READER = {"TARGET": "/models/target", "DRAFT": "/models/drafter",
+DEPLOY, GPU = (ROOT / "docs" / name for name in ("deploy.md", "gpu.md"))
+READER = {"TARGET": "/models/target", "DRAFT": "/models/drafter", "MODEL": "/models/target",
           "PREFILL_HOST": "10.0.0.1", "DECODE_HOST": "10.0.0.2"}  # fmt: skip
+
+
+def commands_of(page: Path) -> list[str]:
+    return [command for block in bash(page) for command in block.commands()]
 
 
 def written() -> list[str]:
     """All lines that start a server or a router."""
-    commands = [c for block in bash(ROOT / "README.md") for c in block.commands()]
+    commands = commands_of(ROOT / "README.md") + commands_of(GPU)
     shown = [line for block in blocks(DEPLOY) for line in (block.shown or "").splitlines()]
     return [line for line in (*commands, *shown) if ".launch_" in line]
 
 
 def made() -> list[str]:
     """The lines of the table of topologies, printed by the scripts themselves."""
-    table = re.findall(r"`((?:\w+=\S+ )*)(prefill|decode)\.sh`", DEPLOY.read_text())
-    environ = {"PATH": os.environ["PATH"], "MODEL": "/models/target", "DRAFT": "/models/drafter"}
-    printed = []
-    for variables, role in table:
-        command = ["bash", ROOT / "scripts" / "launch" / f"{role}.sh", "--dry-run"]
-        env = environ | dict(word.split("=", 1) for word in variables.split())
-        done = subprocess.run(command, env=env, text=True, check=True, capture_output=True)
-        printed.append(done.stdout)
-    return printed
+    table = re.findall(r"`((?:\w+=\S+ )*(?:prefill|decode)\.sh)`", DEPLOY.read_text())
+    return [dry_run(re.sub(r"(\w+\.sh)", r"scripts/launch/\1", command)) for command in table]
+
+
+def recipe() -> list[str]:
+    """The lines of the servers and the router whose accept lengths docs/gpu.md compares."""
+    return [dry_run(command) for command in commands_of(GPU) if "scripts/launch/" in command]
+
+
+def dry_run(command: str) -> str:
+    env = {"PATH": os.environ["PATH"], "MODEL": "/models/target", "DRAFT": "/models/drafter"}
+    done = subprocess.run(
+        ["bash", "-c", f"{command} --dry-run"], env=env, cwd=ROOT, text=True, check=True,
+        capture_output=True,
+    )  # fmt: skip
+    return done.stdout
 
 
 def flags_of(line: str, module: str) -> list[str]:
@@ -50,7 +62,7 @@ def flags_of(line: str, module: str) -> list[str]:
 
 
 def lines(module: str) -> list[str]:
-    return [line for line in (*written(), *made()) if module in line]
+    return [line for line in (*written(), *made(), *recipe()) if module in line]
 
 
 def test_there_are_lines_of_every_kind() -> None:
@@ -71,7 +83,23 @@ def test_sglang_accepts_the_line(line: str) -> None:
         parser.parse_args(flags_of(line, "sglang.launch_server"))
     )
     assert config_of(server_args).enabled is ("--enable-mixkv" in line)
-    assert server_args.disaggregation_mode in ("prefill", "decode")
+    is_single = "--disaggregation" not in line and "--enable-mixkv" not in line
+    assert (server_args.disaggregation_mode == "null") is is_single
+
+
+def test_the_recipe_compares_servers_of_one_drafter() -> None:
+    """The single server of docs/gpu.md, and those of the pairs beside it."""
+
+    def drafter(line: str) -> list[str]:
+        return re.findall(r"--speculative-\S+ \S+", " ".join(words(line, READER)))
+
+    (single,) = (line for line in commands_of(GPU) if "launch_server" in line)
+    servers = [line for line in recipe() if "launch_server" in line]
+    assert [("--attn-dp-size 8" in line, "--enable-mixkv" in line) for line in servers] == [
+        (False, True), (True, True), (False, False), (True, False), (False, False),
+    ]  # fmt: skip
+    assert len(drafter(single)) == 5
+    assert all(drafter(line) == drafter(single) for line in servers)
 
 
 @pytest.mark.parametrize("device", DEVICES)

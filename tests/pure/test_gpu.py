@@ -99,6 +99,7 @@ def test_what_is_there_names_what_each_part_lacks(tmp_path: Path) -> None:
     assert size < 6.9, "docs/gpu.md: the wheels of one transfer backend take up to 57.1 MiB"
     for name in ("rows", "order", "mooncake", "nixl", "flashinfer", "demo"):
         assert re.search(rf"^{name} +lacks .*GPU", output, re.M)
+    assert re.search(r"^Triton +(compiles|lacks .+)$", output, re.M)
     assert not (tmp_path / "none.json").exists()
     assert load("needs").carried(ROOT, [tmp_path]) > load("needs").MOST
 
