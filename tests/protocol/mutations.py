@@ -232,7 +232,7 @@ MUTATIONS = {
     "a request whose rows could not be cleared is served": Mutation(
         "engine/receiver.py", "if entry.state is ev.State.FAILED:", "if False:",
         RING + "test_faults.py::test_fault"
-        "[rows and slots: unpacking and clearing raise-mooncake]",
+        "[mooncake-rows and slots: unpacking and clearing raise]",
     ),
     "a chunk is sent before the forward that writes it": Mutation(
         "engine/sender.py", 'getattr(self, "_early_send_wait_event", None)', "None",
