@@ -49,6 +49,7 @@ class Scene:
         from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 
         self.tp, self.stages, self.dps = prefill_tp, stages, prefill_dp
+        self.notified: list[int] = []
         self.own = self._row(0, stages - 1, 0, tp=decode_tp, rank=rank)
         self.rows = {
             (one.rank_ip, one.rank_port): one
@@ -105,6 +106,9 @@ class Scene:
 
             def _register_kv_args(self) -> bool:
                 return True
+
+            def ensure_abort_notified(self, **_: Any) -> None:
+                scene.notified.append(self.bootstrap_room)
 
         made = Receiver.__new__(Receiver)
         super(MooncakeKVReceiver, made).__init__(self.manager, ADDRESS, ROOM)
@@ -185,6 +189,7 @@ def test_another_count_fails_the_request_in_words(
     one = scene.receiver(0)
     assert one.conclude_state == KVPoll.Failed
     assert scene.manager.request_status == {ROOM: KVPoll.Failed}
+    assert scene.notified == [ROOM]  # prefill holds no half of it
     reason = scene.manager.failures[ROOM]
     for part in ("MIXKV-PAIR-05", "as SGLang waits for", "end before its KV", "Report this"):
         assert part in reason
