@@ -91,6 +91,8 @@ def ranks(path: str) -> tuple[int, bytes]:
     """GET /route of a server of TP 2 and two stages."""
     query = {name: int(value) for name, (value,) in parse_qs(urlsplit(path).query).items()}
     sizes: dict[str, Any] = {"dp_size": 1, "attn_cp_size": 1, "attn_tp_size": 2, "pp_size": 2}
+    if "older" not in path:
+        sizes["prefill_http_port"] = 30000
     port = 9000 + 10 * query["target_pp_rank"] + query["target_tp_rank"]
     found = {"rank_ip": "127.0.0.1", "rank_port": port}
     return 200, json.dumps(sizes if query["target_tp_rank"] < 0 else found).encode()
@@ -114,6 +116,12 @@ def test_each_rank_of_a_refused_server_is_told_more_than_once(
         assert wait_for(lambda: len(receiver.told) == 3)
     assert receiver.told == [[9000, 9010, 9001, 9011]] * 3
     assert receiver.abort_notified, "a copy of it is what tells"
+
+
+def test_a_release_that_may_not_know_aborts_is_told_nothing() -> None:
+    with serving(ranks) as address:
+        assert len(refused.ranks_of(address)) == 4
+        assert refused.ranks_of(f"{address}/older") == []
 
 
 def test_a_server_that_does_not_answer_holds_up_nobody(refused_requests: RefusedRequests) -> None:

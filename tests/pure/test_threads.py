@@ -259,7 +259,7 @@ def test_a_use_does_not_wait_for_a_reader_that_is_gone(channel: Channel) -> None
     assert wait_for(lambda: channel.prefill.outbox.left().get("waiting"))
     channel.decode.close()
     use = channel.prefill.send(1, TOKENS)
-    assert wait_for(lambda: use.settled, 5)
+    assert wait_for(lambda: use.settled, 20)
     channel.prefill.outbox.end(use)
     assert entry.state is None
 
