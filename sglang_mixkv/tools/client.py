@@ -137,7 +137,7 @@ def stream(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -
 
 def _check(url: str, response: requests.Response) -> None:
     if response.status_code != requests.codes.ok:
-        text = " ".join(response.text[:300].split())
+        text = " ".join(response.text[:2000].split())
         if response.status_code == requests.codes.unauthorized:
             text += f" (put the server's --api-key into {API_KEY_ENV})"
         raise RequestFailed(f"HTTP {response.status_code} from {url}: {text}")
