@@ -174,7 +174,7 @@ def broken(
     rules: tuple[Rule, ...],
     args: Any,
     environ: Mapping[str, str],
-    is_mla: Callable[[], bool] = bool,
+    is_mla: Callable[[], bool] = lambda: False,
 ) -> list[str]:
     """What is unsupported of resolved server arguments, by these rules, and of the environment.
 

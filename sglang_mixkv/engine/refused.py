@@ -83,7 +83,7 @@ class RefusedRequests:
 
 def _endpoint(rank: dict[str, Any]) -> str:
     """As SGLang's receiver connects to it (CommonKVReceiver._connect_to_bootstrap_server)."""
-    return str(NetworkAddress(rank["rank_ip"], int(rank["rank_port"])).to_tcp())
+    return str(NetworkAddress(rank["rank_ip"], rank["rank_port"]).to_tcp())
 
 
 def _ranks_if_known(address: str) -> list[dict[str, Any]]:
@@ -98,8 +98,8 @@ def _ranks_if_known(address: str) -> list[dict[str, Any]]:
 
 
 def ranks_of(address: str) -> list[dict[str, Any]]:
-    """All ranks of a prefill server, with `rank_ip` and `rank_port`, as SGLang's bootstrap
-    server has them (common/conn.py _handle_route_get)."""
+    """`rank_ip` and `rank_port` of all ranks of a prefill server, as SGLang's bootstrap server has
+    them (common/conn.py _handle_route_get)."""
     names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
     with requests.Session() as session:
 
@@ -113,4 +113,5 @@ def ranks_of(address: str) -> list[dict[str, Any]]:
         if "prefill_http_port" not in sizes:  # since 0.5.16, as ABORT over each backend
             return []
         counts = (sizes[f"{n}_size"] for n in ("dp", "attn_cp", "attn_tp", "pp"))
-        return [get(*ranks) for ranks in itertools.product(*map(range, counts))]
+        found = [get(*ranks) for ranks in itertools.product(*map(range, counts))]
+    return [{"rank_ip": str(r["rank_ip"]), "rank_port": int(r["rank_port"])} for r in found]

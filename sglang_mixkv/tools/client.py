@@ -23,7 +23,7 @@ WHY = {
     "No route to host": "no route leads there: a firewall, or the wrong host",
     "Network is unreachable": "no route leads there: a firewall, or the wrong host",
     "CERTIFICATE_VERIFY_FAILED": "its certificate is unknown: set REQUESTS_CA_BUNDLE",
-    "SSL": "it speaks no TLS: try http://",
+    "SSL": "it has no TLS: try http://",
     "Connection reset": "it closed the connection",
     "Remote end closed": "it closed the connection",
     "Invalid URL": "that is no URL: expected http://HOST:PORT",

@@ -1,6 +1,6 @@
 """One look at servers' /metrics pages: the plugin's series, by server.
 
-A router's page has those of several servers, told apart by `worker_addr`.
+A router's page has those of several servers, which `worker_addr` distinguishes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What scripts/gpu.sh makes by itself of SGLang: pools, pages, and FlashInfer's kernels."""
+"""What scripts/gpu.sh builds of SGLang's own classes: pools, pages, and FlashInfer's kernels."""
 
 from __future__ import annotations
 
