@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import signal
 import threading
@@ -50,6 +51,8 @@ TIE = 0.07
 """Two logits of bfloat16 that are so close may change places with the rows of a batch. Of others
 the single server has to show that they do."""
 
+BYTES = "plugin's bytes"
+
 SETTLED_S = 240.0  # more than the timeouts, for what a killed server leaves
 
 TIMEOUTS = {
@@ -69,12 +72,13 @@ Prompt = list[int]
 @dataclass(frozen=True)
 class Crowd:
     """Requests, the same for the same seed. `at_once`: clients; `hang_up`: their share that
-    does."""
+    does; others in another `turn`."""
 
     requests: int
     seed: int
     at_once: int = 16
     hang_up: float = 0.15
+    turn: int = 0
 
     def prompts(self) -> list[Prompt]:
         source, found = random.Random(self.seed), list[Prompt]()
@@ -90,7 +94,7 @@ class Crowd:
 
     def patience(self) -> list[float | None]:
         """How long each client waits, None: to the end."""
-        source = random.Random(self.seed + 1)
+        source = random.Random(self.seed + 1 + 7919 * self.turn)
         return [
             source.uniform(*PATIENCE_S) if source.random() < self.hang_up else None
             for _ in range(self.requests)
@@ -227,8 +231,9 @@ class Servers:
     """A prefill and a decode server behind the router, each of which can be killed and started
     again on its ports."""
 
-    def __init__(self, topology: Topology, pair: str = "mla") -> None:
+    def __init__(self, topology: Topology, pair: str = "mla", trace: bool = False) -> None:
         self._topology, self._pair, self._starts = topology, pair, 1
+        self._trace = {watched_server.TRACE_ENV: "1"} if trace else {}
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -252,7 +257,8 @@ class Servers:
         words = list(server.argv)
         start_at = words.index("-m")
         words[start_at : start_at + 2] = [watched_server.__file__]
-        env = {**server.env, **TIMEOUTS, watched_server.STATE_DIR_ENV: str(self._states)}
+        env = {**server.env, **TIMEOUTS, **self._trace}
+        env[watched_server.STATE_DIR_ENV] = str(self._states)
         return replace(server, argv=tuple(words), env=env)
 
     def serve(
@@ -320,6 +326,32 @@ class Servers:
             counts = json.loads(path.read_text())
             found.update({k: n for k, n in counts.items() if k.startswith("channel_")})
         return found
+
+    def memory(self) -> dict[str, dict[str, int]]:
+        """What each rank's process has; with `trace` BYTES, Python memory of the plugin's."""
+        found = dict[str, dict[str, int]]()
+        for path in sorted(self._states.glob("*.json")):
+            of = Path("/proc", path.stem)
+            pages = int((of / "statm").read_text().split()[1])
+            found[path.stem] = {
+                "MiB": pages * os.sysconf("SC_PAGE_SIZE") >> 20,
+                "threads": len(os.listdir(of / "task")),
+                "descriptors": len(os.listdir(of / "fd")),
+            }
+        for pid, state in self._asked().items() if self._trace else ():
+            found[pid][BYTES] = state["bytes"]
+        return found
+
+    def _asked(self) -> dict[str, Any]:
+        """Each rank's state once it has measured."""
+        now, deadline = str(time.time()), time.monotonic() + SETTLED_S
+        (self._states / watched_server.ASKED).write_text(now)
+        while True:
+            states = {p.stem: json.loads(p.read_text()) for p in self._states.glob("*.json")}
+            if all(state.get("asked") == now for state in states.values()):
+                return states
+            assert time.monotonic() < deadline, "a rank does not say what it holds"
+            time.sleep(watched_server.EVERY_S)
 
     def held(self, limit_s: float = SETTLED_S) -> list[str]:
         """What ranks still hold though nobody asks for anything; a server that ended, too."""

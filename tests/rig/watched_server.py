@@ -3,6 +3,9 @@
     idle     SGLang knows of no open request; its own check of pages and request slots has then
              run, which ends a server that leaks
     left     what `check_integrity` finds; nothing without the plugin
+    asked, bytes
+             what code of the plugin has allocated in Python and not given back, of when the file
+             ASKED was written last; with TRACE_ENV alone, as each allocation then costs more
 
 SGLang's child processes import this file as well, before they apply hooks.
 """
@@ -14,11 +17,15 @@ import os
 import runpy
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 STATE_DIR_ENV = "MIXKV_TESTS_STATE_DIR"
+TRACE_ENV = "MIXKV_TESTS_TRACE"
+ASKED = "asked"
 EVERY_S = 0.5
+OF_PLUGIN = tracemalloc.Filter(True, "*/sglang_mixkv/*")
 
 
 def state(scheduler: Any) -> dict[str, Any]:
@@ -31,15 +38,24 @@ def state(scheduler: Any) -> dict[str, Any]:
     }
 
 
+def plugin_bytes() -> int:
+    found = tracemalloc.take_snapshot().filter_traces([OF_PLUGIN])
+    return sum(one.size for one in found.statistics("filename"))
+
+
 def watch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """In the place of Scheduler.__init__."""
     original(scheduler, *args, **kwargs)
     path = Path(os.environ[STATE_DIR_ENV], f"{os.getpid()}.json")
+    asked = path.with_name(ASKED)
 
     def report() -> None:
+        measured: dict[str, Any] = {}
         while True:
+            if asked.exists() and asked.read_text() != measured.get("asked"):
+                measured = {"asked": asked.read_text(), "bytes": plugin_bytes()}
             partial = path.with_suffix(".tmp")
-            partial.write_text(json.dumps(state(scheduler)))
+            partial.write_text(json.dumps(state(scheduler) | measured))
             partial.replace(path)
             time.sleep(EVERY_S)
 
@@ -47,6 +63,8 @@ def watch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
+    if os.environ.get(TRACE_ENV):
+        tracemalloc.start()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(
