@@ -2,6 +2,7 @@
 
     channel          from prefill's `send` until the draft KV is in place on all decode ranks
     channel, whole   from there until SGLang's poll says Success: the target's transfer beside it
+    checksum         the channel with `--mixkv-verify checksum`, and as whole
     bare             one read of as many bytes by one engine from one peer: Mooncake's
                      transfer_sync_read, or a NIXL agent's, asked for its state without a rest
 
@@ -38,7 +39,7 @@ from common import (
 from members import LIMIT_S, LOOK_S
 from reads import BARE, serve, truth
 
-WAYS = ("channel",)
+WAYS = ("channel", "checksum")
 DIRECTIONS = ((2, 1), (1, 2))
 BACKENDS = ("mooncake", "nixl")
 TOKENS = tuple(64 << step for step in range(10))  # 0.25 to 128 MiB
@@ -152,9 +153,11 @@ def cell(
         ring.check(tokens, layout)
     interleave(methods, 2)
     found = interleave(methods, count)
-    channel = found.pop("channel")
-    draft = Samples(channel.parts["draft"])
-    return {"channel": draft, "channel, whole": Samples(channel.total), **found}
+    split: dict[str, Samples] = {}
+    for way in made:
+        both = found.pop(way)
+        split |= {way: Samples(both.parts["draft"]), f"{way}, whole": Samples(both.total)}
+    return {**split, **found}
 
 
 def records(taken: dict[str, Samples], tokens: int, **head: str) -> list[Record]:

@@ -1,5 +1,7 @@
 """Real pairs with the plugin and without: TTFT, tokens a second, memory, start-up.
 
+Two ways stand beside each other: stock and channel, or channel and checksum (--mixkv-verify).
+
     pairs     two deployments of the small pair stand side by side, behind a router each, and get
               the same prompts one by one in turns, in an order drawn anew each turn; idle servers
               sleep. Prompts never come again, so that no cache has them.
@@ -32,7 +34,11 @@ from mixkv_demo.servers import Deployment, disaggregated
 from sglang_mixkv.tools.client import Answer, stream
 
 WAYS = ("stock", "channel")
-FLAGS = {"stock": (), "channel": ("--enable-mixkv",)}
+FLAGS = {
+    "stock": (),
+    "channel": ("--enable-mixkv", "--mixkv-verify", "off"),
+    "checksum": ("--enable-mixkv", "--mixkv-verify", "checksum"),
+}
 ENV = {"SGLANG_MIXKV_PATIENCE": "5"}
 SIZES = ("2-1", "1-1")
 PAIRS, STARTS, WARMUP, RANK_STARTS = 300, 3, 8, 5
@@ -52,18 +58,18 @@ def deployment(way: str, size: str, backend: str) -> Iterator[Deployment]:
 # ---------------------------------------------------------------- requests
 
 
-def pairs(size: str, backend: str, count: int, tokens: int) -> list[Record]:
+def pairs(ways: tuple[str, ...], size: str, backend: str, count: int, tokens: int) -> list[Record]:
     """One record a way, and one of the difference."""
     asked = prompts(count + WARMUP)
     order = np.random.default_rng(1)
-    found: dict[str, list[Answer]] = {way: [] for way in WAYS}
+    found: dict[str, list[Answer]] = {way: [] for way in ways}
     with ExitStack() as stack:
-        made = {way: stack.enter_context(deployment(way, size, backend)) for way in WAYS}
+        made = {way: stack.enter_context(deployment(way, size, backend)) for way in ways}
         for turn, prompt in enumerate(asked):
             body = request_body(prompt)
             if tokens:
                 body["sampling_params"]["max_new_tokens"] = tokens
-            for way in order.permutation(WAYS):
+            for way in order.permutation(ways):
                 answer = made[way].watch(lambda w=way, b=body: stream(made[w].url, b))
                 if turn >= WARMUP:
                     found[way].append(answer)
@@ -96,28 +102,28 @@ def speed(answers: list[Answer]) -> Any:
 
 
 def compared(found: dict[str, list[Answer]]) -> Record:
-    """The channel's minus stock's, request by request."""
-    stock, channel = found["stock"], found["channel"]
+    """The second way's minus the first's, request by request."""
+    first, second = found.values()
     record: Record = {}
     for name, values in (
-        ("ttft", ttft(channel) - ttft(stock)), ("tokens_s", speed(channel) - speed(stock)),
+        ("ttft", ttft(second) - ttft(first)), ("tokens_s", speed(second) - speed(first)),
     ):  # fmt: skip
         unit = "_ms" if name == "ttft" else ""
         low, high = interval(np.mean, values)
         record |= {
             f"{name}{unit}": float(values.mean()), f"{name}_low": low, f"{name}_high": high,
         }  # fmt: skip
-    record["ttft_median_ms"] = float(np.median(ttft(channel) - ttft(stock)))
+    record["ttft_median_ms"] = float(np.median(ttft(second) - ttft(first)))
     return record
 
 
 # ---------------------------------------------------------------- memory and start-up
 
 
-def servers(size: str, backend: str, starts: int) -> list[Record]:
-    taken: dict[str, list[Record]] = {way: [] for way in WAYS}
+def servers(ways: tuple[str, ...], size: str, backend: str, starts: int) -> list[Record]:
+    taken: dict[str, list[Record]] = {way: [] for way in ways}
     for turn in range(starts):
-        for way in WAYS if turn % 2 else WAYS[::-1]:
+        for way in ways if turn % 2 else ways[::-1]:
             print("servers", size, backend, way, file=sys.stderr)
             begin = time.monotonic()
             with deployment(way, size, backend) as one:
@@ -146,11 +152,11 @@ def medians(records: list[Record]) -> Record:
     return {name: float(np.median([one[name] for one in records])) for name in records[0]}
 
 
-def ranks(size: str, backend: str, starts: int) -> list[Record]:
+def ranks(ways: tuple[str, ...], size: str, backend: str, starts: int) -> list[Record]:
     prefill, decode = map(int, size.split("-"))
     taken: dict[tuple[str, str], list[Record]] = {}
     for turn in range(starts):
-        for way in WAYS if turn % 2 else WAYS[::-1]:
+        for way in ways if turn % 2 else ways[::-1]:
             with rings.rings((way,), prefill, decode, backend, LONG) as made:
                 ring = made[way]
                 before = {side: ring.sizes(side)[0] for side in SIDES}
@@ -174,10 +180,10 @@ def ranks(size: str, backend: str, starts: int) -> list[Record]:
 # ---------------------------------------------------------------- main
 
 
-def checks(parts: dict[str, list[Record]]) -> list[Check]:
+def checks(ways: tuple[str, ...], parts: dict[str, list[Record]]) -> list[Check]:
     return [
         Check(
-            f"{one['backend']} {one['size']}: TTFT to stock's, ms, upper end of 95 %",
+            f"{one['backend']} {one['size']}: TTFT to {ways[0]}'s, ms, upper end of 95 %",
             MOST_TTFT_MS, one["ttft_high"],
         )
         for one in parts["pairs"] if one["way"] == "difference"
@@ -187,17 +193,19 @@ def checks(parts: dict[str, list[Record]]) -> list[Check]:
 def main() -> None:
     parser = options((__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", default="ranks,servers,pairs", help="which to run")
+    parser.add_argument("--ways", default=",".join(WAYS), help="two of stock, channel, checksum")
     parser.add_argument("--sizes", default=",".join(SIZES), help="default 2-1,1-1")
     parser.add_argument("--backend", default="mooncake", choices=("mooncake", "nixl"))
     parser.add_argument("--pairs", type=int, default=0, help="requests a way (default 300)")
     parser.add_argument("--tokens", type=int, default=0, help="generated (default: the answer)")
     arguments = parser.parse_args()
     quick, parts = arguments.quick, arguments.parts.split(",")
+    ways = tuple(arguments.ways.split(","))
     result = Result("pairs", quick, {"pairs": [], "servers": [], "ranks": []})
     if "ranks" in parts:
         rings.load_sglang()
     for size in arguments.sizes.split(","):
-        common = (size, arguments.backend)
+        common = (ways, size, arguments.backend)
         if "ranks" in parts:
             result.parts["ranks"] += ranks(*common, 1 if quick else RANK_STARTS)
         if "servers" in parts:
@@ -205,7 +213,7 @@ def main() -> None:
         if "pairs" in parts:
             count = arguments.pairs or (4 if quick else PAIRS)
             result.parts["pairs"] += pairs(*common, count, arguments.tokens)
-    result.checks = checks(result.parts)
+    result.checks = checks(ways, result.parts)
     result.finish(arguments)
 
 
