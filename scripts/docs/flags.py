@@ -1,4 +1,4 @@
-"""The tables of flags and variables in docs/deploy.md, from `sglang_mixkv/config.py`.
+"""What docs/deploy.md lists of flags and variables, from `sglang_mixkv/config.py`.
 
 python scripts/docs/flags.py            # rewrite them
 python scripts/docs/flags.py --check    # exit status 1 unless they are current
@@ -60,13 +60,9 @@ def tables() -> str:
     known = {value for name, value in vars(config).items() if name.endswith("_ENV")}
     if known - {config.ENABLE_ENV} != ENVIRONMENT_ONLY.keys() - {planes.PLANE_ENV}:
         raise SystemExit(f"ENVIRONMENT_ONLY does not describe the variables of config.py: {known}")
-    only = [(f"`{name}`", text) for name, text in ENVIRONMENT_ONLY.items()]
-    return "\n".join(
-        [
-            table(flags(), "flag", "variable", "default", "meaning"),
-            table(only, "variable only", "meaning"),
-        ]
-    )
+    only = "".join(f"* `{name}`: {text}\n" for name, text in ENVIRONMENT_ONLY.items())
+    head = "Variables without a flag:\n\n"
+    return table(flags(), "flag", "variable", "default", "meaning") + "\n" + head + only
 
 
 def filled(text: str) -> str:

@@ -1,7 +1,7 @@
 """Launch lines in the documents that need a cluster: SGLang's own parsers take them.
 
-The lines of README.md, those that docs/deploy.md shows as printed, one for each row of its table
-of topologies, made by the launch scripts, those of docs/gpu.md, and those of the demo.
+The lines of README.md, those that docs/deploy.md shows as printed, one for each of its topologies,
+made by the launch scripts, those of docs/gpu.md, and those of the demo.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def written() -> list[str]:
 
 
 def made() -> list[str]:
-    """The lines of the table of topologies, printed by the scripts themselves."""
-    table = re.findall(r"`((?:\w+=\S+ )*(?:prefill|decode)\.sh)`", DEPLOY.read_text())
-    return [dry_run(re.sub(r"(\w+\.sh)", r"scripts/launch/\1", command)) for command in table]
+    """The lines of the topologies, printed by the scripts themselves."""
+    found = re.findall(r"`((?:\w+=\S+ )*(?:prefill|decode)\.sh)`", DEPLOY.read_text())
+    return [dry_run(re.sub(r"(\w+\.sh)", r"scripts/launch/\1", command)) for command in found]
 
 
 def recipe() -> list[str]:
