@@ -21,8 +21,8 @@ BEGIN, END = "<!-- flags:begin -->\n", "<!-- flags:end -->"
 ENVIRONMENT_ONLY = {
     config.ALLOW_UNTESTED_ENV: "Start with an SGLang that is "
     "[refused](compatibility.md#releases). Each difference is logged.",
-    config.STATS_DIR_ENV: "A folder in which each process keeps a JSON file of its counters: bytes "
-    "of draft KV, warm and cold requests by reason, dropped messages. Off when empty.",
+    config.STATS_DIR_ENV: "A folder in which each process keeps a JSON file of its counters. "
+    "Off when empty.",
     config.PORT_ENV: "On prefill: the channel of the rank on GPU n listens on this port plus "
     "n. Default: a free port.",
     planes.PLANE_ENV: "`mooncake` or `nixl`: what decode reads slots with, the same on "
