@@ -126,8 +126,9 @@ def test_panels_of_draft_health_show_what_they_say(tmp_path: Path) -> None:
         ("a:1", "warm", ""): (100, 400), ("b:2", "warm", ""): (200, 800),
         ("b:2", "cold", "lost"): (60, 60), ("b:2", "cold", "read"): (40, 40),
     }  # fmt: skip
+    # a second; sums of such rates are exact in any order
     series = [
-        {"series": f"sglang:mixkv_{name}_total{{{labels % at}}}", "values": f"0+{step}x20"}
+        {"series": f"sglang:mixkv_{name}_total{{{labels % at}}}", "values": f"0+{60 * step}x20"}
         for at, steps in counts.items()
         for name, step in zip(("verify_rounds", "accepted_tokens"), steps, strict=True)
     ]

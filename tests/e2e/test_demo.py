@@ -29,7 +29,7 @@ def test_the_documented_demo(tmp_path: Path) -> None:
     """Ends with a table and figures: with mixkv what the single server does, without it not."""
     if Path(sys.prefix) != SCRIPTS_ENVIRONMENT:
         pytest.skip("scripts/demo.sh would set up another environment than this one")
-    page = (ROOT / "docs" / "tools.md").read_text()
+    page = (ROOT / "CONTRIBUTING.md").read_text()
     (line,) = re.findall(r"`(scripts/demo\.sh --prefill [^`]*)`", page)
     file = tmp_path / "figures.json"
     command = ["bash", *shlex.split(line), "--json", str(file)]
