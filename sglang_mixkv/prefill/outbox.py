@@ -95,6 +95,7 @@ class Outbox:
         self._inlet: Inlet[ev.Event] = Inlet()
         self._work: queue.SimpleQueue[ev.Pack | None] = queue.SimpleQueue()
         self._pending: deque[ev.AddChunk] = deque()
+        self._lost: set[ev.Connection] = set()
         self._uses: dict[int, Use] = {}
         self._numbers = itertools.count(1)
         self._broken, self._stopping = threading.Event(), False
@@ -174,6 +175,8 @@ class Outbox:
                 for event in self._inlet.take(self._inlet.fileno() in ready):
                     if isinstance(event, ev.AddChunk) and event.pending:
                         self._pending.append(event)
+                    if isinstance(event, ev.ConnectionLost):
+                        self._lost.discard(event.connection)
                     self._handle(event)
                 self._query_events()
                 if self._socket in ready:
@@ -232,7 +235,9 @@ class Outbox:
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK)
         except zmq.ZMQError:  # no route to it any more, or it takes nothing
-            self._inlet.put(ev.ConnectionLost(action.connection))
+            if action.connection not in self._lost:  # once for all answers that it does not take
+                self._lost.add(action.connection)
+                self._inlet.put(ev.ConnectionLost(action.connection))
 
     # -- the packing thread
 

@@ -39,7 +39,7 @@ class Queue:
         bootstrap_room, reader = part.opened.room, part.reader
         if self._parts.pop((bootstrap_room, reader), None) is None:
             return
-        self._count -= Counter([reader])
+        _decrease(self._count, reader)
         self._readers[bootstrap_room].discard(reader)
         if not self._readers[bootstrap_room]:
             del self._readers[bootstrap_room]
@@ -130,14 +130,24 @@ class Ended:
 
     def expire(self, limit: float) -> None:
         """Forget what was touched at this time or before."""
-        for (bootstrap_room, reader), record in list(self._records.items()):
+        found = []
+        for key, record in self._records.items():
             if record.since > limit:
-                return
-            self._remove(bootstrap_room, reader)
+                break
+            found.append(key)
+        for key in found:
+            self._remove(*key)
 
     def _remove(self, bootstrap_room: int, reader: bytes) -> None:
         del self._records[bootstrap_room, reader]
-        self._count -= Counter([reader])
+        _decrease(self._count, reader)
         self._readers[bootstrap_room].discard(reader)
         if not self._readers[bootstrap_room]:
             del self._readers[bootstrap_room]
+
+
+def _decrease(counts: Counter[bytes], reader: bytes) -> None:
+    """`-=` of a Counter looks at all that it has."""
+    counts[reader] -= 1
+    if not counts[reader]:
+        del counts[reader]

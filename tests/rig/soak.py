@@ -28,7 +28,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ import pytest
 from rig.memory import AUX_LENS, RankReport
 from rig.model import Case, Request
 from rig.rank import Rank, free_port, is_cold, left_behind, reason_of
+from rig.resources import grown, resources
 from rig.ring import Servers
 from rig.special import Key, Shared, Special
 
@@ -139,25 +139,6 @@ class Report(RankReport):
 
     ended: dict[int, tuple[str, str]] = field(default_factory=dict)
     resources: list[dict[str, int]] = field(default_factory=list)
-
-
-def resources() -> dict[str, int]:
-    """What this process holds."""
-    fds = list(_existing_fds())
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "threads": len(os.listdir("/proc/self/task")),
-        "fds": len(fds),
-        "sockets": sum(fd.startswith("socket:") for fd in fds),
-        "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") >> 20,
-    }
-
-
-def _existing_fds() -> Iterable[str]:
-    """What the open descriptors are; one may be closed while they are listed."""
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            yield os.readlink(f"/proc/self/fd/{fd}")
 
 
 class Board:
@@ -631,9 +612,5 @@ def _leaks(report: Report) -> list[str]:
     """What has grown since the first requests."""
     if len(report.resources) != 2:
         return [f"{report.side} {report.rank}: resources were not counted"]
-    warm, end = report.resources
-    return [
-        f"{report.side} {report.rank}: {name} grew from {warm[name]} to {end[name]}"
-        for name, slack in SLACK.items()
-        if end[name] > warm[name] + slack
-    ]
+    lines = grown(*report.resources, SLACK)
+    return [f"{report.side} {report.rank}: {line}" for line in lines]

@@ -216,9 +216,14 @@ class Channel:
         assert entry.state is not None
         return entry.state.value, entry.reason
 
-    def request(self, room: int, tokens: int = 20, **more: Any) -> tuple[str, str]:
-        """One from its beginning to its end, with every byte compared."""
+    def request(
+        self, room: int, tokens: int = 20, arrived: bool = False, **more: Any
+    ) -> tuple[str, str]:
+        """One from its beginning to its end, with every byte compared. `arrived`: its target is
+        there, so that it waits for draft KV no longer than it may."""
         use, entry = self.prefill.send(room, tokens), self.open(room, tokens, **more)
+        if arrived:
+            self.decode.inbox.target_arrived(entry)
         found = self.state(entry)
         assert found[0] != "warm" or self.same(entry)
         assert found[0] != "cold" or not self.decode.rows_of(entry).any()

@@ -1,0 +1,47 @@
+"""What a process holds, and what of it has grown."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+Held = Mapping[str, int]
+
+
+def resources() -> dict[str, int]:
+    """What this process holds."""
+    fds = list(_existing_fds())
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "threads": len(os.listdir("/proc/self/task")),
+        "fds": len(fds),
+        "sockets": sum(fd.startswith("socket:") for fd in fds),
+        "rss_mib": pages * os.sysconf("SC_PAGE_SIZE") >> 20,
+    }
+
+
+def _existing_fds() -> Iterable[str]:
+    """What the open descriptors are; one may be closed while they are listed."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            yield os.readlink(f"/proc/self/fd/{fd}")
+
+
+def grown(warm: Held, end: Held, slack: Held) -> list[str]:
+    """What has, by more than its slack, in words."""
+    return [
+        f"{name} grew from {warm[name]} to {end[name]}"
+        for name in warm
+        if end[name] > warm[name] + slack.get(name, 0)
+    ]
+
+
+def leaks(warm: Held, now: Callable[[], Held], slack: Held, seconds: float = 5) -> list[str]:
+    """What has grown and stays so: what is being closed gets some time."""
+    deadline = time.monotonic() + seconds
+    while (found := grown(warm, now(), slack)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return found

@@ -1,0 +1,98 @@
+"""A process that a rank is not served by: what it sends means nothing to anybody.
+
+    python stranger.py OUTBOX INSTANCE SECONDS
+
+Two sockets of it are connected to a prefill rank, of that instance, whose answers nobody reads:
+one opens rooms without end, as one reader, and as another for each; the other sends ACKs and FAILs
+of slots and rooms that are others' or nobody's. The third stands for a prefill rank: whoever
+connects to it gets READYs of rooms, slots and tokens that do not exist. It prints its address, and
+at the end how many messages it has sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import sys
+import time
+from collections.abc import Iterator
+
+import zmq
+
+from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready, draw, draw_instance
+
+BATCH = 64
+FIRST_ROOM = 1 << 32  # nobody else's numbers
+
+
+def opens(prefill: bytes) -> Iterator[Message]:
+    reader = draw_instance()
+    for number in itertools.count(FIRST_ROOM):
+        for whose in (reader, draw_instance()):
+            yield Open(2, number, draw(), prefill, whose, 1, (0, 4), 0, 1024)
+
+
+def others(slots: int) -> Iterator[Message]:
+    while True:
+        yield Ack(random.randrange(2 * slots), draw())
+        yield Ack(1 << 20, draw())
+        yield Fail(random.randrange(FIRST_ROOM), draw(), "closed", "x" * 500)
+        yield Fail(random.randrange(FIRST_ROOM), draw(), "closed", reader=draw_instance())
+
+
+def readies(generation: int) -> Iterator[Message]:
+    """Of a room that was opened: too many tokens, doubled, a slot that is not there; and late ones
+    of rooms that are none."""
+    while True:
+        for whose in (generation, draw()):
+            yield Ready(1, whose, 0, 1 << 20, draw(), 0, 1 << 31, False)
+            yield Ready(1, whose, 1 << 31, 0, draw(), 1 << 40, 1, True)
+            yield Fail(1, draw(), "aborted", "x" * 500)
+
+
+class Sender:
+    """As many as the socket takes. `before`: frames in front of each."""
+
+    def __init__(self, socket: zmq.Socket[bytes], what: Iterator[Message]) -> None:
+        self._socket, self._what = socket, what
+        self.before: list[bytes] = []
+        self.sent = 0
+
+    def send(self) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            for message in itertools.islice(self._what, BATCH):
+                self._socket.send_multipart([*self.before, messages.encode(message)], zmq.NOBLOCK)
+                self.sent += 1
+
+
+def main(outbox: str, instance: str, seconds: str) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    dealers = [context.socket(zmq.DEALER) for _ in range(2)]
+    for dealer in dealers:
+        dealer.setsockopt(zmq.RCVHWM, 1)
+        dealer.setsockopt(zmq.RCVBUF, 4096)
+        dealer.connect(outbox)
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    print(f"tcp://127.0.0.1:{port}", flush=True)
+    connection, frame = router.recv_multipart()
+    opened = messages.decode(frame)
+    assert isinstance(opened, Open)
+    senders = [
+        Sender(dealers[0], opens(bytes.fromhex(instance))),
+        Sender(dealers[1], others(8)),
+        Sender(router, readies(opened.generation)),
+    ]
+    senders[2].before = [connection]
+    until = time.monotonic() + float(seconds)
+    while time.monotonic() < until:
+        for sender in senders:
+            sender.send()
+    print(*(sender.sent for sender in senders), flush=True)
+    context.destroy(linger=0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
