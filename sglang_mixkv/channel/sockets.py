@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import select
 import time
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +18,7 @@ from sglang_mixkv.channel.times import Times
 T = TypeVar("T")
 HEARTBEAT = 0.4  # of a connection, in parts of the time after which it is given up
 EAGER, EAGER_LOOK, LOOK_MS = 0.008, 0.0002, 1  # seconds, and whole milliseconds, as zmq waits
+IN = int(zmq.POLLIN)  # `&` of the enum takes as long as asking a socket
 MAX_SOCKETS = 16384  # SGLang's own default for its context; libzmq's is 1,023
 
 
@@ -56,12 +58,61 @@ class Inlet(Generic[T]):
         os.close(wake)
 
 
+class Poller:
+    """A zmq.Poller for many sockets: one look asks only those where something happened.
+
+    The kernel names them by their `zmq.FD`, which is readable from a change of the socket on until
+    the socket is used, by whatever call. A call may thus hide messages that came before it, so a
+    socket that is new, had messages at the last look, or was `used` since is asked as well.
+    """
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._sockets: dict[int, zmq.Socket[bytes]] = {}
+        self._used: set[zmq.Socket[bytes]] = set()
+
+    def register(self, at: zmq.Socket[bytes] | int) -> None:
+        """`at`: or the number of a file."""
+        if isinstance(at, int):
+            self._epoll.register(at, select.EPOLLIN)
+        else:
+            self._epoll.register(at.fileno(), select.EPOLLIN)
+            self._sockets[at.fileno()] = at
+            self.used(at)
+
+    def unregister(self, socket: zmq.Socket[bytes]) -> None:
+        self._epoll.unregister(socket.fileno())
+        del self._sockets[socket.fileno()]
+        self._used.discard(socket)
+
+    def used(self, socket: zmq.Socket[bytes]) -> None:
+        """Something is sent over it, before the next look."""
+        self._used.add(socket)
+
+    def poll(self, timeout_ms: int) -> list[tuple[Any, int]]:
+        """What is ready. May return early, with nothing."""
+        ready = {socket for socket in self._used if _has_messages(socket)}
+        named = [fd for fd, _ in self._epoll.poll(0 if ready else timeout_ms / 1000)]
+        sockets = {self._sockets[fd] for fd in named if fd in self._sockets}
+        ready.update(socket for socket in sockets - ready if _has_messages(socket))
+        self._used = ready
+        files = [fd for fd in named if fd not in self._sockets]
+        return [(at, IN) for at in (*files, *ready)]
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
+def _has_messages(socket: zmq.Socket[bytes]) -> bool:
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & IN)
+
+
 class Looks:
     """The sleep of a channel thread. Reads and events of a stream wake nobody: while there are some
     it looks every 0.2 ms, and every 1 ms once nothing has come for 8 ms. Each look may take the GIL
     from SGLang's scheduler."""
 
-    def __init__(self, poller: zmq.Poller, tick: float) -> None:
+    def __init__(self, poller: zmq.Poller | Poller, tick: float) -> None:
         self._poller, self._tick_ms, self._came = poller, int(tick * 1000), 0.0
 
     def wait(self, looking: bool) -> list[Any]:

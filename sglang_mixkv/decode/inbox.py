@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import zmq
-
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import DataPlane
 from sglang_mixkv.channel.messages import Fail, Ready
@@ -159,7 +157,7 @@ class Inbox:
     # -- the channel thread
 
     def _run(self) -> None:
-        self._peers.poller.register(self._inlet.fileno(), zmq.POLLIN)
+        self._peers.poller.register(self._inlet.fileno())
         looks, ticked = Looks(self._peers.poller, TICK), 0.0
         try:
             while not self._stopping:

@@ -9,7 +9,7 @@ import zmq
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.messages import Message
-from sglang_mixkv.channel.sockets import new_context, new_socket
+from sglang_mixkv.channel.sockets import Poller, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.draft.facts import Row
@@ -25,7 +25,7 @@ class Peers:
 
     def __init__(self, times: Times) -> None:
         self._times, self._context = times, new_context()
-        self.poller = zmq.Poller()
+        self.poller = Poller()
         self._dealers: dict[ev.Peer, Dealer] = {}
         self._rows: dict[ev.Peer, Row] = {}
         self._names: dict[Dealer, ev.Peer] = {}
@@ -50,7 +50,7 @@ class Peers:
             self.drop(peer)
         self._dealers[row.instance], self._rows[row.instance] = dealer, row
         self._names[dealer] = row.instance
-        self.poller.register(dealer, zmq.POLLIN)
+        self.poller.register(dealer)
         return former
 
     def drop(self, peer: ev.Peer) -> Row | None:
@@ -69,6 +69,7 @@ class Peers:
         dealer = self._dealers.get(peer)
         with contextlib.suppress(zmq.ZMQError):
             if dealer is not None:
+                self.poller.used(dealer)
                 dealer.send(messages.encode(message), zmq.NOBLOCK)
                 return True
         return False
@@ -88,4 +89,5 @@ class Peers:
                     yield peer, error
 
     def close(self) -> None:
+        self.poller.close()
         self._context.destroy(linger=0)

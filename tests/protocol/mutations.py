@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 SOCKETS, THREADS = "tests/pure/test_sockets.py::test_", "tests/pure/test_threads.py::test_"
+PEERS = "tests/pure/test_peers.py::test_"
 SERVERS = "tests/pure/test_prefill_servers.py::test_"
 PLANES, RING = "tests/protocol/test_data_planes.py::test_", "tests/protocol/"
 
@@ -54,6 +55,18 @@ MUTATIONS = {
     "a former instance keeps its socket": Mutation(
         "decode/peers.py", "for peer in former:", "for peer in ():",
         THREADS + "rooms_of_a_former_instance_end_when_another_is_connected",
+    ),
+    "a send hides what came before it": Mutation(
+        "decode/peers.py", "self.poller.used(dealer)", "pass",
+        PEERS + "a_message_that_came_before_a_send_is_read",
+    ),
+    "what one look leaves in a socket waits for the next message": Mutation(
+        "channel/sockets.py", "self._used = ready", "self._used = set()",
+        PEERS + "more_messages_than_one_look_takes_need_no_further_signal",
+    ),
+    "what came before a socket was registered waits for the next message": Mutation(
+        "channel/sockets.py", "self.used(at)", "pass",
+        PEERS + "what_came_before_a_socket_was_registered_is_read",
     ),
     # -- slots, the gate
     "the slot that was free last is taken first": Mutation(
