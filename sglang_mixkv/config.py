@@ -28,7 +28,7 @@ PORT_ENV = "SGLANG_MIXKV_PORT"
 UNREADABLE = "MIXKV-START-04"
 
 ON_MISMATCH = ("refuse", "cold")
-VERIFY = ("off", "checksum")
+VERIFY = ("checksum", "off")
 
 # SGLang's (EnvBool in environ.py), and on and off.
 _TRUE = {"1", "true", "yes", "y", "on"}
@@ -39,7 +39,7 @@ class Config(msgspec.Struct, frozen=True):
     """What the operator asked of the plugin.
 
     `staging_mb`: MiB of a rank's staging buffer, taken at start. `on_draft_mismatch`: refuse or
-    cold. `verify`: off or checksum. `stats_dir`: folder into which each process writes its counts;
+    cold. `verify`: checksum or off. `stats_dir`: folder into which each process writes its counts;
     off when empty.
     """
 
@@ -47,7 +47,7 @@ class Config(msgspec.Struct, frozen=True):
     allow_untested_sglang: bool = False
     staging_mb: int = 256
     on_draft_mismatch: str = "refuse"
-    verify: str = "off"
+    verify: str = "checksum"
     stats_dir: str = ""
 
 
@@ -107,7 +107,7 @@ OPTIONS = (
         "verify",
         str,
         "Set on decode. Compare a checksum of each segment of draft KV with prefill's; where they "
-        "differ the drafter starts cold. Costs a read of these bytes on both sides.",
+        "differ the drafter starts cold. Costs some two copies of these bytes on each side.",
         VERIFY,
     ),
 )

@@ -225,12 +225,12 @@ def _rows() -> Iterator[Fault]:
         at_decode(both(raising("unpack"), raising("clear"))), words="could not be cleared",
         remains=GONE,
     )  # fmt: skip
-    for name, inject, cold in (
-        ("a read fails", read_from_nowhere, "read"),
-        ("a slot is overwritten", partial(overwritten, offset=0), "stale"),
-        ("a slot is damaged", partial(overwritten, offset=HEADER), "stale"),
+    for name, inject, cold, verify in (
+        ("a read fails", read_from_nowhere, "read", "checksum"),
+        ("a slot is overwritten", partial(overwritten, offset=0), "stale", "off"),
+        ("a slot is damaged", partial(overwritten, offset=HEADER), "stale", "checksum"),
     ):
-        config = {"verify": "checksum"}
+        config = {"verify": verify}
         yield served(group, name, at_decode(inject, config=config), cold=cold, remains=GONE)
 
 
