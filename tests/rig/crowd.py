@@ -35,6 +35,7 @@ from mixkv_demo.launch import Launch, Topology
 from mixkv_demo.pair import BOS, SEP, SYMBOLS, request_body
 from mixkv_demo.processes import Fleet, ServerDied
 from mixkv_demo.servers import Deployment, bring_up, silent, single, start
+from sglang_mixkv.channel.times import Times
 from sglang_mixkv.tools.client import (
     REQUEST_TIMEOUT_S,
     Answer,
@@ -53,7 +54,10 @@ the single server has to show that they do."""
 
 BYTES = "plugin's bytes"
 
-SETTLED_S = 240.0  # more than the timeouts, for what a killed server leaves
+PATIENCE = float(os.environ.get("SGLANG_MIXKV_PATIENCE", "1"))
+SETTLED_S = max(240.0, 30.0 + Times(PATIENCE).early_room)
+"""More than the timeouts of SGLang's, for what a killed server leaves, and than the time for which
+prefill knows a room whose request never came."""
 
 TIMEOUTS = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
