@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 SOCKETS, THREADS = "tests/pure/test_sockets.py::test_", "tests/pure/test_threads.py::test_"
 PEERS = "tests/pure/test_peers.py::test_"
+ROOMS, STRANGERS = "tests/pure/test_rooms.py::test_", "tests/pure/test_strangers.py::test_"
 SERVERS = "tests/pure/test_prefill_servers.py::test_"
 PLANES, RING = "tests/protocol/test_data_planes.py::test_", "tests/protocol/"
 
@@ -67,6 +68,14 @@ MUTATIONS = {
     "what came before a socket was registered waits for the next message": Mutation(
         "channel/sockets.py", "self.used(at)", "pass",
         PEERS + "what_came_before_a_socket_was_registered_is_read",
+    ),
+    "each removal looks at the counts of all readers": Mutation(
+        "prefill/waiting.py", "    counts[reader] -= 1\n", "    counts -= Counter([reader])\n",
+        ROOMS + "what_invented_readers_leave_slows_nobody_down",
+    ),
+    "each answer that a peer does not take ends its connection": Mutation(
+        "prefill/outbox.py", "if action.connection not in self._lost:", "if True:",
+        STRANGERS + "answers_that_a_peer_does_not_take_end_its_connection_once",
     ),
     # -- slots, the gate
     "the slot that was free last is taken first": Mutation(

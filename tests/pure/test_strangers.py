@@ -7,13 +7,17 @@ import sys
 import time
 from statistics import median
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import zmq
 from rig import stranger
 from rig.resources import leaks, resources
 from rig.threads import Channel, wait_for
 
-from sglang_mixkv.channel.messages import draw_instance
+from sglang_mixkv.channel.messages import Open, draw, draw_instance, encode
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.prefill import events as pev
 from sglang_mixkv.prefill.waiting import MAX_ALL
 
 SECONDS, REQUESTS = 5, 200
@@ -61,3 +65,31 @@ def test_strangers_cost_nobody_a_request() -> None:
         assert wait_for(lambda: not inbox.left())
         assert wait_for(lambda: set(outbox.left()) <= {"waiting", "parts"})
         assert leaks(warm, resources, SLACK) == []
+
+
+def test_answers_that_a_peer_does_not_take_end_its_connection_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each end looks at all parts of the rank."""
+
+    def full(*_: Any) -> None:
+        raise zmq.Again
+
+    with Channel() as channel, zmq.Context() as context, context.socket(zmq.DEALER) as deaf:
+        outbox, lost = channel.prefill.outbox, list[pev.Event]()
+        put = outbox._inlet.put
+
+        def puts(event: pev.Event, wake: bool = True) -> None:
+            lost.extend([event] * isinstance(event, pev.ConnectionLost))
+            put(event, wake)
+
+        monkeypatch.setattr(outbox._inlet, "put", puts)
+        monkeypatch.setattr(zmq.Socket, "send_multipart", full)
+        deaf.setsockopt(zmq.LINGER, 0)
+        deaf.connect(outbox.address)
+        for number in range(200):
+            refused = Open(2, number, draw(), b"another_", draw_instance(), 1, (0, 4), 0, 1024)
+            deaf.send(encode(refused))
+        assert wait_for(lambda: channel.prefill.notes.seen.count("restarted") == 200)
+        assert wait_for(lambda: lost)
+        assert len(lost) < 100

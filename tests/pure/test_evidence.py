@@ -1,0 +1,31 @@
+"""Rows of evidence, and the table of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rig import evidence
+
+TABLE = Path(__file__).parents[2] / "scripts" / "faults" / "table.py"
+
+
+def test_runs_of_one_test_are_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.jsonl"
+    monkeypatch.setenv(evidence.FILE_ENV, str(file))
+    ends = [
+        ("success", "warm", ""), ("success", "cold", "deadline"), ("failed", "", "after 3.1 s"),
+        ("failed", "", "after 3.25 s"),
+    ]  # fmt: skip
+    for _ in range(2):
+        touched = {**evidence.outcomes(ends), "slowest": 3.0}
+        others = {**evidence.outcomes(ends[:1]), "slowest": 0.25}
+        row = {"touched": touched, "others": others, "wrong": 0, "leaked": 1}
+        evidence.publish({"what": "it is stopped", "backend": "nixl", **row})
+    done = subprocess.run([sys.executable, TABLE, file], text=True, check=True, capture_output=True)
+    row = done.stdout.splitlines()[2]
+    assert row.startswith("| it is stopped | nixl | 2 | 2 warm, 2 cold, 4 failed | ")
+    assert "4 failed: after N s; 2 cold: deadline | 2 warm | 0.25 s | 0 | 2 | `" in row
+    assert len(done.stdout.splitlines()) == 3
