@@ -1,35 +1,35 @@
-"""What becomes of the others' requests when a prefill rank, its port or its link is gone.
+"""What becomes of the others' requests when a rank or its port is gone, or stands still.
 
 Rank 1 of a prefill server of TP 2 sends draft KV alone, since one rank sends an MLA target. Server
-`A` meets the fault, server `B` does not.
+`A` meets the fault, server `B` does not; or one of two decode ranks that `A` serves does.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from rig.flow import TIMEOUTS, Result, Ring, run, typical
-from rig.flow_rank import Ended, Flow
-from rig.netns import Network, why_not
+from rig.flow import TIMEOUTS, Act, Ring, run
+from rig.flow_case import Flow
+from rig.flow_result import Result, failed, nobody_waited, states, typical, untouched
 from rig.special import Key
+from rig.stages import STAGES
 
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode.breaker import LONGEST_WAIT
 
-A, B = 0, 1
-DRAFT_ONLY = ("prefill", 1)
-ALL_OF_A = ("prefill", 0), DRAFT_ONLY
+TARGET, DRAFT_ONLY, DECODE = ("prefill", 0), ("prefill", 1), ("decode", 1)
+ALL_OF_A = TARGET, DRAFT_ONLY
+NAMES = {
+    TARGET: "the rank that sends the target", DRAFT_ONLY: "the rank that sends draft KV alone",
+    DECODE: "one of two decode ranks",
+}  # fmt: skip
 PATIENCE = 3
 BOUND = Times(PATIENCE).longest_wait
 """How long a request waits for draft KV that makes no progress, from its target's arrival."""
-SLACK = 1.0
-"""What a whole request takes besides on two busy cores."""
+AT = 80  # requests
 RESTART_S = 4
-LATE = (
-    "waiting left", "parts left", "request_status", "transfer_infos", "req_to_decode_prefix_len",
-)  # fmt: skip
-"""What messages leave for a time that come when their request has ended: SGLang's and ours."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,72 +39,147 @@ def times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", str(PATIENCE))
 
 
-def states(requests: list[Ended]) -> set[str]:
-    return {one.state for one in requests}
+def full(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
-def in_order(result: Result, *, late: bool = False) -> None:
-    """Every byte is right, and nothing is left. `late`: but what the mended link brought to A."""
-    excused = [f"prefill {rank}: left behind: " for rank in range(2)]
-    found = [
-        line for line in result.problems
-        if not (late and line.startswith(tuple(excused)) and any(word in line for word in LATE))
-    ]  # fmt: skip
-    assert found == []
+def flow(rank: Key, seconds: float = 10, **more: Any) -> Flow:
+    """Requests to what the rank belongs to, and to others: long enough for what lasts so long, and
+    for the probe after it."""
+    tail = int(20 * (min(seconds, LONGEST_WAIT) + 6))
+    most = int(2 * (AT + 20 * (seconds + 5) + tail))
+    sides = {"decodes": 2} if rank[0] == "decode" else {"prefills": 2}
+    touched = rank if rank[0] == "decode" else ("prefill", 0)
+    return Flow(most, tail, touched=touched, every=0.05, **sides, **more)
 
 
-def nobody_failed(result: Result) -> None:
-    assert [one for one in result.ended if one.status != "success"] == []
+def stopped(rank: Key, seconds: float) -> Act:
+    def act(ring: Ring) -> None:
+        ring.stop(rank)
+        time.sleep(seconds)
+        ring.go_on(rank)
+
+    return act
 
 
-def nobody_waited(requests: list[Ended]) -> None:
-    assert [one for one in requests if one.seconds > BOUND + SLACK] == []
+def killed(*ranks: Key, restart: bool = False) -> Act:
+    """As SGLang ends a server, and an operator starts it again."""
+
+    def act(ring: Ring) -> None:
+        ring.kill(*ranks)
+        time.sleep(RESTART_S)
+        if restart:
+            ring.start(*ranks)
+
+    return act
 
 
-def untouched(result: Result, mark: int = 80) -> None:
-    """Requests to B are warm, and none of them has waited for one to A."""
-    assert [one for one in result.of(B) if (one.status, one.state) != ("success", "warm")] == []
-    nobody_waited(result.of(B))
-    assert typical(result.since(mark, B)) < 3 * typical(result.before(mark, B))
+def port_closed(rank: Key, seconds: float) -> Act:
+    def act(ring: Ring) -> None:
+        ring.close_port(rank)
+        time.sleep(seconds)
+        ring.open_port(rank)
+
+    return act
 
 
-def cold_from(result: Result, mark: int) -> None:
-    """Requests to A are warm until that action, and cold from it on, soon without a wait."""
-    assert states(result.before(mark, A)) == {"warm"}
-    since = [one for one in result.since(mark, A) if one.began < result.end_of(mark)]
-    assert "cold" in states(since[:8])
-    assert states(since[8:]) == {"cold"}
-    nobody_waited(since)
+def by_sglang_alone(result: Result) -> None:
+    """Requests that failed, did for its reasons."""
+    assert [one for one in failed(result.ended) if "sglang-mixkv" in one.reason] == []
 
 
 @pytest.mark.transports(every=3)
 @pytest.mark.parametrize("end", ["killed", "stopped", "its port closed"])
 def test_a_rank_that_sends_draft_kv_alone(end: str, backend: str) -> None:
     """It dies, or it goes on later. No request fails; B's notice nothing."""
-    act, back = {
-        "killed": (lambda ring: ring.kill(DRAFT_ONLY), None),
-        "stopped": (lambda ring: ring.stop(DRAFT_ONLY), lambda ring: ring.go_on(DRAFT_ONLY)),
-        "its port closed": (
-            lambda ring: ring.close_port(DRAFT_ONLY), lambda ring: ring.open_port(DRAFT_ONLY),
-        ),
+    act = {
+        "killed": killed(DRAFT_ONLY), "stopped": stopped(DRAFT_ONLY, 6),
+        "its port closed": port_closed(DRAFT_ONLY, 6),
     }[end]  # fmt: skip
-    flow = Flow(700 if back else 300, prefills=2, every=0.05)
-    result = run(flow, {80: act, **({200: back} if back else {})})
-    in_order(result)
-    nobody_failed(result)
-    untouched(result)
-    cold_from(result, 80)
-    if back:
-        assert states(result.since(200, A)[-5:]) == {"warm"}
+    result = run(flow(DRAFT_ONLY), {AT: act}, f"{NAMES[DRAFT_ONLY]}: {end}")
+    assert result.found() == []
+    assert failed(result.ended) == []
+    untouched(result, BOUND)
+    nobody_waited(result.ended, BOUND)
+    assert states(result.before(AT)) == {"warm"}
+    assert states(result.during(AT)[8:]) == {"cold"}
+    assert states(result.of(True)[-5:]) == {"cold" if end == "killed" else "warm"}
+
+
+@pytest.mark.parametrize(
+    ("rank", "seconds"),
+    [
+        (DRAFT_ONLY, 2), full(DRAFT_ONLY, 8), full(DRAFT_ONLY, 40),
+        full(TARGET, 2), full(TARGET, 8), full(TARGET, 40),
+        full(DECODE, 2), full(DECODE, 8), full(DECODE, 40),
+    ],
+)  # fmt: skip
+def test_a_rank_stands_still(rank: Key, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than a request waits; than a read may take, and a message; than a segment waits
+    for a slot. It goes on with what it had begun: every byte is right all the same."""
+    monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
+    what = f"{NAMES[rank]} stands still for {seconds} s, patience 1"
+    result = run(flow(rank, seconds), {AT: stopped(rank, seconds)}, what)
+    assert result.found(late=False) == []
+    untouched(result, Times().longest_wait)
+    by_sglang_alone(result)
+    if rank == DRAFT_ONLY:
+        assert failed(result.ended) == []
+        nobody_waited(result.ended, Times().longest_wait)
+    assert states(result.of(True)[-5:]) == {"warm"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("restart", [False, True], ids=["for good", "and starts again"])
+def test_a_decode_rank_is_killed(restart: bool) -> None:
+    """Its requests are gone with it; those of the other one of that prefill server go on."""
+    what = f"{NAMES[DECODE]} is killed" + " and starts again" * restart
+    result = run(flow(DECODE), {AT: killed(DECODE, restart=restart)}, what)
+    assert result.found(late=False) == []
+    untouched(result, BOUND)
+    by_sglang_alone(result)
+    if restart:
+        assert states(result.of(True)[-5:]) == {"warm"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("end", ["stopped", "killed"])
+def test_at_each_stage(end: str) -> None:
+    """Of a room, one after the other. A rank that is killed takes its server with it."""
+
+    def at(stage: str) -> Act:
+        def act(ring: Ring) -> None:
+            if end == "killed":
+                ring.at_stage(stage, lambda: ring.kill(DRAFT_ONLY))
+                killed(TARGET)(ring)
+                ring.start(*ALL_OF_A)
+            else:
+                ring.at_stage(stage, lambda: ring.stop(DRAFT_ONLY))
+                time.sleep(2)
+                ring.go_on(DRAFT_ONLY)
+            time.sleep(3)
+
+        return act
+
+    acts = {AT + number: at(stage) for number, stage in enumerate(STAGES)}
+    what = f"{NAMES[DRAFT_ONLY]} is {end} once at each stage of a room"
+    result = run(Flow(2400, 200, prefills=2, every=0.1, tokens=32), acts, what)
+    assert result.found(late=False) == []
+    untouched(result, BOUND)
+    by_sglang_alone(result)
+    if end == "stopped":
+        assert failed(result.ended) == []
+        nobody_waited(result.ended, BOUND)
+    assert states(result.of(True)[-5:]) == {"warm"}
 
 
 def test_the_second_hundred_lose_no_time() -> None:
     """The breaker: three requests wait in vain, and after them probes alone."""
     acts = {100: lambda ring: ring.stop(DRAFT_ONLY), 300: lambda ring: ring.go_on(DRAFT_ONLY)}
-    result = run(Flow(300, at_once=1), acts)
-    in_order(result)
-    nobody_failed(result)
-    nobody_waited(result.ended)
+    result = run(Flow(300, at_once=1), acts, f"{NAMES[DRAFT_ONLY]}: stopped, one request at once")
+    assert result.found() == []
+    assert failed(result.ended) == []
+    nobody_waited(result.ended, BOUND)
     before, second = result.ended[10:100], result.ended[200:]
     waited = [one for one in result.ended[100:] if one.reason == "deadline"]
     print(
@@ -117,72 +192,18 @@ def test_the_second_hundred_lose_no_time() -> None:
     assert len(waited) <= 3 + 4
 
 
-def restart(ring: Ring) -> None:
-    """As SGLang ends a server, and an operator starts it again."""
-    ring.kill(*ALL_OF_A)
-    time.sleep(RESTART_S)
-    ring.start(*ALL_OF_A)
-
-
 @pytest.mark.transports(every=1)
-def test_a_server_is_restarted(backend: str) -> None:
+@pytest.mark.parametrize("same_ports", [False, full(True)], ids=["other ports", "the same ports"])
+def test_a_server_is_restarted(same_ports: bool, backend: str) -> None:
     """Requests fail that it had, by SGLang's own word; later ones are served, and warm."""
-    result = run(Flow(400, prefills=2, every=0.05), {80: restart})
-    in_order(result)
-    untouched(result)
-    lost = [one for one in result.ended if one.status != "success"]
+    ports = "the same ports" if same_ports else "other ports"
+    what = f"a prefill server is killed and starts again on {ports}"
+    act = killed(*ALL_OF_A, restart=True)
+    result = run(flow(TARGET, same_ports=same_ports), {AT: act}, what)
+    assert result.found() == []
+    untouched(result, BOUND)
+    lost = failed(result.ended)
     assert 0 < len(lost) <= 8
     assert all("Lost connection with prefill instance" in one.reason for one in lost)
-    assert states(result.before(80, A)) == {"warm"}
-    assert states(result.since(80, A)[8:]) == {"warm"}
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[Network]:
-    if reason := why_not():
-        pytest.skip(f"LINKS ARE NOT TESTED: {reason}")
-    with Network(4) as network:
-        yield network
-
-
-def hosts(network: Network) -> dict[Key, tuple[int, str]]:
-    """Each rank of A has a host, B has one, decode has one."""
-    return {
-        **{("prefill", rank): network.hosts[min(rank, 2)] for rank in range(4)},
-        ("decode", 0): network.hosts[3],
-    }
-
-
-@pytest.mark.parametrize(
-    "backend", ["mooncake", pytest.param("nixl-tcp", marks=pytest.mark.full)], indirect=True
-)
-def test_a_link_goes_down(network: Network, backend: str) -> None:
-    """That of the host whose rank sends draft KV alone, in the middle of requests."""
-    flow = Flow(700, prefills=2, every=0.05, hosts=hosts(network))
-    result = run(flow, {80: lambda _: network.cut(1), 200: lambda _: network.mend(1)})
-    in_order(result, late=True)
-    nobody_failed(result)
-    untouched(result)
-    cold_from(result, 80)
-    assert states(result.since(200, A)[-5:]) == {"warm"}
-
-
-def test_all_links_of_a_server_go_down(network: Network) -> None:
-    """Its requests fail or wait by SGLang's own rules. The others notice nothing."""
-
-    def cut(_: Ring) -> None:
-        network.cut(0)
-        network.cut(1)
-
-    def mend(_: Ring) -> None:
-        time.sleep(10)  # SGLang gives it up after some four
-        network.mend(0)
-        network.mend(1)
-
-    flow = Flow(700, prefills=2, every=0.05, hosts=hosts(network))
-    result = run(flow, {80: cut, 120: mend})
-    in_order(result, late=True)
-    untouched(result)
-    lost = [one for one in result.of(A) if one.status != "success"]
-    assert all("sglang-mixkv" not in one.reason for one in lost)
-    assert states(result.since(120, A)[-5:]) == {"warm"}
+    assert states(result.before(AT)) == {"warm"}
+    assert states(result.since(AT)[8:]) == {"warm"}

@@ -9,7 +9,6 @@ a rank that only sends draft KV.
 
 from __future__ import annotations
 
-import math
 import multiprocessing as mp
 import os
 import signal
@@ -17,16 +16,19 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import replace
 from typing import Any
 
-from rig.flow_rank import Ended, Flow, FlowRank, FlowReport, OfFlow
+from rig import evidence
+from rig.flow_case import Flag, Flow, FlowReport, OfFlow
+from rig.flow_rank import FlowRank
+from rig.flow_result import Result
 from rig.memory import RankReport
 from rig.model import Case
-from rig.rank import LIMIT_S, free_port, left_behind
+from rig.rank import LIMIT_S, free_port
 from rig.ring import Servers, ranks_of
 from rig.special import Key
+from rig.stages import Stop
 
 RUN_S = 240
 
@@ -49,8 +51,8 @@ def _main(
         one.start_manager()
         case.shared.ready[ranks_of(case).index((side, rank))] = 1
         one.run()
-        report.wrong += left_behind(one.manager, 10)
-        report.stats = one.plugin.stats.snapshot()
+        one.look_at_what_is_left()
+        report.stats = one.plugin.stats.snapshot() if one.plugin is not None else {}
     except BaseException:
         report.error = traceback.format_exc()
         case.shared.over.set()
@@ -64,6 +66,7 @@ class Ring(Servers):
 
     def __init__(self, case: Case, context: Any, ports: list[int]) -> None:
         self.away: set[Key] = set()
+        self.acting = False
         super().__init__(case, context, ports, _main)
 
     def stop(self, *keys: Key) -> None:
@@ -80,6 +83,10 @@ class Ring(Servers):
     def open_port(self, key: Key) -> None:
         self._case.shared.closed[key[1]] = 0
 
+    def at_stage(self, stage: str, act: Callable[[], object]) -> None:
+        """Once a room of prefill rank 1 is there (rig/stages.py)."""
+        self._case.shared.stop.act(stage, act)
+
     def _signal(self, number: signal.Signals, *keys: Key) -> None:
         for key in keys:
             os.kill(self._processes[key].pid, number)
@@ -92,8 +99,9 @@ class Ring(Servers):
 
     def start(self, *keys: Key) -> None:
         """Anew, where they were killed; all ranks of a server at once."""
-        for _, rank in keys:
-            self._case.shared.bootstrap_up[rank // 2].clear()
+        for side, rank in keys:
+            if side == "prefill":
+                self._case.shared.bootstrap_up[rank // 2].clear()
         for key in keys:
             self._case.shared.ready[self._keys.index(key)] = 0
             self._start(key, 1)
@@ -111,6 +119,7 @@ class Ring(Servers):
     def all_reports(self) -> dict[Key, RankReport]:
         found: dict[Key, RankReport] = {}
         over, deadline = self._case.shared.over, time.monotonic() + RUN_S
+        done = self._case.shared.done
         while missing := [k for k in self._keys if k not in found and k not in self.away]:
             for key in missing:
                 pipe = self._pipes[key]
@@ -120,6 +129,9 @@ class Ring(Servers):
                         found[key] = report
                     elif key not in self.away and self._pipes[key] is pipe:
                         found[key] = RankReport(*key, error=f"{key} did not report")
+            ended = (flag or ("decode", rank) in self.away for rank, flag in enumerate(done))
+            if not self.acting and all(ended):
+                over.set()
             if over.is_set():
                 deadline = min(deadline, time.monotonic() + LIMIT_S)
             if time.monotonic() > deadline:
@@ -130,46 +142,9 @@ class Ring(Servers):
 Act = Callable[[Ring], None]
 
 
-@dataclass
-class Result:
-    """`marks`: when each action was done, by its number of ended requests."""
-
-    flow: Flow
-    reports: dict[Key, RankReport]
-    marks: dict[int, tuple[float, float]]
-    problems: list[str]
-
-    @property
-    def ended(self) -> list[Ended]:
-        """All requests, in the order in which they began."""
-        report = self.reports[("decode", 0)]
-        assert isinstance(report, FlowReport)
-        return sorted(report.ended, key=lambda one: one.began)
-
-    def of(self, server: int) -> list[Ended]:
-        return [one for one in self.ended if one.server == server]
-
-    def since(self, mark: int, server: int = 0) -> list[Ended]:
-        """Requests to a server that began after an action was done."""
-        return [one for one in self.of(server) if one.began > self.marks[mark][1]]
-
-    def end_of(self, mark: int) -> float:
-        """When the next action began; infinite after the last."""
-        return min((start for start, _ in self.marks.values() if start > self.marks[mark][0]),
-                   default=math.inf)  # fmt: skip
-
-    def before(self, mark: int, server: int = 0) -> list[Ended]:
-        """Requests to a server that ended before an action began."""
-        start = self.marks[mark][0]
-        return [one for one in self.of(server) if one.began + one.seconds < start]
-
-
-def typical(requests: list[Ended]) -> float:
-    return median(one.seconds for one in requests)
-
-
-def run(flow: Flow, at: Mapping[int, Act]) -> Result:
-    """`at`: what is done once so many requests have ended. Every process has ended on return."""
+def run(flow: Flow, at: Mapping[int, Act], what: str) -> Result:
+    """`at`: what is done once so many requests have ended; `what`: the same, in words. Every
+    process has ended on return."""
     context = mp.get_context("fork")
     case = flow.case()
     shared = OfFlow(
@@ -178,8 +153,12 @@ def run(flow: Flow, at: Mapping[int, Act]) -> Result:
         stages=context.RawArray("b", flow.requests),
         ready=context.RawArray("b", len(ranks_of(case))),
         closed=context.RawArray("b", 2 * flow.prefills),
-        count=context.Value("i", 0),
-        over=context.Event(),
+        channel_ports=[free_port() if flow.same_ports else 0 for _ in range(2 * flow.prefills)],
+        counts=context.RawArray("i", flow.decodes),
+        done=context.RawArray("b", flow.decodes),
+        acted=Flag(context),
+        over=Flag(context),
+        stop=Stop(context),
     )
     case = replace(case, shared=shared)
     marks: dict[int, tuple[float, float]] = {}
@@ -197,22 +176,31 @@ def run(flow: Flow, at: Mapping[int, Act]) -> Result:
     for (side, rank), report in reports.items():
         lines = [*report.wrong, *filter(None, [report.error])]
         problems += [f"{side} {rank}: {line}" for line in lines]
-    return Result(flow, reports, marks, problems)
+    result = Result(flow, reports, marks, problems)
+    evidence.publish({"what": what, "backend": backend_of(case), **result.row()})
+    return result
+
+
+def backend_of(case: Case) -> str:
+    is_tcp = case.backend == "nixl" and os.environ.get("UCX_TLS") == "tcp"
+    return case.backend + "-tcp" * is_tcp + " alone" * (not case.prefill_mixkv)
 
 
 def _act(
     ring: Ring, case: Case, at: Mapping[int, Act], marks: dict[int, tuple[float, float]]
 ) -> Iterator[str]:
-    count, over = case.shared.count, case.shared.over
+    counts, over = case.shared.counts, case.shared.over
     for number, act in sorted(at.items()):
-        while count.value < number:
+        while sum(counts) < number:
             if over.is_set():
                 yield f"the flow ended before {number} requests had"
                 return
             time.sleep(0.001)
-        began = time.monotonic()
+        ring.acting, began = True, time.monotonic()
         try:
             act(ring)
         except Exception:
             yield traceback.format_exc()
         marks[number] = began, time.monotonic()
+        ring.acting = False
+    case.shared.acted.set()

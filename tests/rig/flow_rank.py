@@ -7,65 +7,28 @@ compared at the end: a cold request's draft rows are the truth's or zero.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from rig import model
-from rig.memory import RankReport
-from rig.model import Cache, Case, Request
+from rig.flow_case import BEGUN, ENDED, UNKNOWN, Ended, Flow, FlowReport
+from rig.model import Case
 from rig.netns import enter
-from rig.rank import Rank, reason_of
-from rig.special import Key, Shared
+from rig.rank import Rank, left_behind, reason_of
+from rig.resources import leaks, resources
+from rig.stages import Port, hold_in_decode, hold_in_prefill
 
-UNKNOWN, BEGUN, ENDED = range(3)
+MET = ("prefill", 1)
+"""The rank whose rooms are held at a stage."""
 STUCK_S = 60
 DROPPED_S = 5
-
-
-@dataclass
-class Ended:
-    """One request, as decode saw it. `state`: of its draft KV, warm or cold, and `reason` why."""
-
-    number: int
-    server: int
-    began: float
-    seconds: float
-    status: str
-    state: str
-    reason: str
-
-
-@dataclass
-class FlowReport(RankReport):
-    ended: list[Ended] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Flow:
-    """`prefills` servers of TP 2, a decode server of TP 1. A server gets a request at most each
-    `every` seconds. `hosts`: namespaces and addresses of ranks that are not on this machine's
-    loopback."""
-
-    requests: int
-    prefills: int = 1
-    at_once: int = 4
-    every: float = 0.0
-    tokens: int = 96
-    hosts: Mapping[Key, tuple[int, str]] = field(default_factory=dict)
-
-    def case(self) -> Case:
-        return Case(
-            2, 1, prefills=self.prefills,
-            draft=Cache("mha", heads=4, k_bytes=64, v_bytes=64),
-            requests=(Request(self.tokens, chunk_pages=8),) * self.requests,
-        )  # fmt: skip
+WARM = 20  # requests, after which a rank has made all that it needs
+SLACK = {"threads": 2, "fds": 12, "sockets": 12, "rss_mib": 64}
 
 
 @dataclass
@@ -77,40 +40,40 @@ class Sending:
     since: float = field(default_factory=time.monotonic)
 
 
-@dataclass
-class OfFlow(Shared):
-    """`stages`: of each request; `ready`: of each rank; `closed`: of each prefill rank's channel;
-    `count`: requests that have ended; `over`: set at the end."""
-
-    flow: Flow | None = None
-    stages: Any = None
-    ready: Any = None
-    closed: Any = None
-    count: Any = None
-    over: Any = None
-
-
 class FlowRank(Rank):
     def __init__(self, case: Case, side: str, rank: int, ports: list[int], life: int) -> None:
         self.flow: Flow = case.shared.flow
+        self._known_tables: dict[str, list[np.ndarray]] = {}
         server = rank // case.prefill_tp
         namespace, self.host = self.flow.hosts.get((side, rank), (0, self.host))
         self.server_host = self._host_of(server) if side == "prefill" else self.host
         os.environ["SGLANG_HOST_IP"] = self.host
+        if side == "prefill":
+            os.environ["SGLANG_MIXKV_PORT"] = str(case.shared.channel_ports[rank])
         if namespace:
             enter(namespace)
         super().__init__(case, side, rank, ports, life)
         self.report: FlowReport = FlowReport(side, rank)
         self.stage_of = case.shared.stages
-        known = [n for n in range(self.flow.requests) if self.stage_of[n] != UNKNOWN]
-        self.lost = set(known) if life else set()  # with the process that it takes the place of
+        mine = [n for n in range(self.flow.requests) if self.mine(n)]
+        # those that the process had which it takes the place of are lost with it
+        self.numbers_of_life = [n for n in mine if not life or self.stage_of[n] == UNKNOWN]
 
     def start_manager(self) -> None:
         super().start_manager()
-        outbox = getattr(self.manager, "outbox", None)
-        if outbox is not None:
+        stop = self.case.shared.stop
+        if (outbox := getattr(self.manager, "outbox", None)) is not None:
             closed = self.case.shared.closed
             outbox._query_events = Port(outbox, lambda: bool(closed[self.rank]))
+            if (self.side, self.rank) == MET:
+                hold_in_prefill(outbox, stop)
+        if (inbox := getattr(self.manager, "inbox", None)) is not None:
+            hold_in_decode(inbox, stop, self._is_met)
+
+    def _is_met(self, peer: bytes) -> bool:
+        row = self.manager.inbox._peers._rows.get(peer)
+        server = self.manager.servers.name_of(peer)
+        return row is not None and (server, row.attn_tp_rank) == (self.address(0), MET[1])
 
     def _host_of(self, server: int) -> str:
         return self.flow.hosts.get(("prefill", 2 * server), (0, Rank.host))[1]
@@ -119,25 +82,69 @@ class FlowRank(Rank):
         server = self.case.prefill_of(number)
         return f"{self._host_of(server)}:{self.ports[server]}"
 
+    def _tables(self, name: str) -> list[np.ndarray]:
+        """Of thousands of requests: made once."""
+        if name not in self._known_tables:
+            self._known_tables[name] = super()._tables(name)
+        return self._known_tables[name]
+
+    def numbers(self) -> list[int]:
+        """Pages of requests that have not begun are not written."""
+        return [one.number for one in self.report.ended]
+
     def run(self) -> None:
         self.run_prefill() if self.side == "prefill" else self.run_decode()
+
+    def _decode_of(self, number: int) -> int:
+        return self.case.turn(number) % self.flow.decodes
+
+    # -- what it holds
+
+    def _note_warm(self, ended: int) -> None:
+        if not self.report.resources and ended >= WARM:
+            self.report.resources = self._held()
+
+    def _held(self) -> dict[str, int]:
+        """Slots as well: on prefill those whose ACK does not come are another thing, since they
+        are free again after `slot_aside`."""
+        slots = self.plugin.slots if self.plugin is not None else None
+        taken = slots.count - slots.free_slots - slots.offered if slots is not None else 0
+        return {**resources(), "slots": taken}
+
+    def look_at_what_is_left(self) -> None:
+        """Of an idle rank."""
+        self.report.wrong += left_behind(self.manager, 10)
+        if not self.report.resources:
+            self.report.wrong.append("leaks: it was never warm")
+            return
+        warm = {**self.report.resources, "slots": 0}
+        print("RES", self.side, self.rank, self.report.resources, self._held(), flush=True)
+        from rig.resources import table
+
+        print("SOCK", self.side, self.rank, table(), flush=True)
+        self.report.wrong += [f"leaks: {line}" for line in leaks(warm, self._held, SLACK)]
 
     # -- prefill
 
     def run_prefill(self) -> None:
         tables = model.page_tables(self.case, "prefill")
-        waiting = deque(n for n in range(self.flow.requests) if self.mine(n) and n not in self.lost)
+        waiting = [deque[int]() for _ in range(self.flow.decodes)]
+        for number in self.numbers_of_life:
+            waiting[self._decode_of(number)].append(number)
         sending: dict[int, Sending] = {}
-        over = self.case.shared.over
+        over, ended = self.case.shared.over, 0
         while True:
             ends = over.is_set()
-            while waiting and self.stage_of[waiting[0]] != UNKNOWN:
-                number = waiting.popleft()
-                sender = self._sender(number, tables)
-                sending[number] = Sending(sender, self._chunks(number, tables))
+            for queue in waiting:
+                while queue and self.stage_of[queue[0]] != UNKNOWN:
+                    number = queue.popleft()
+                    sender = self._sender(number, tables)
+                    sending[number] = Sending(sender, self._chunks(number, tables))
             for number, one in list(sending.items()):
                 if self._has_ended(one, ends):
                     del sending[number]
+                    ended += 1
+            self._note_warm(ended)
             if ends and not sending:
                 return
             time.sleep(0.002)
@@ -164,13 +171,16 @@ class FlowRank(Rank):
         aux_before = [a.copy() for a in self.aux]
         self.tables = model.page_tables(self.case, "decode")
         queues = [
-            deque(n for n in range(self.flow.requests) if self.case.prefill_of(n) == server)
+            deque(n for n in self.numbers_of_life if self.case.prefill_of(n) == server)
             for server in range(self.case.prefills)
         ]
         open_rooms: dict[int, tuple[Any, float]] = {}
-        last = [0.0] * len(queues)
+        last, ends = [0.0] * len(queues), False
         over = self.case.shared.over  # before its time where another rank has an error
+        acted, done = self.case.shared.acted, self.case.shared.done
         while (open_rooms or any(queues)) and not over.is_set():
+            if acted.is_set() and not ends:
+                ends, queues = True, [deque(islice(queue, self.flow.tail)) for queue in queues]
             for server, queue in enumerate(queues):
                 at_server = sum(self.case.prefill_of(n) == server for n in open_rooms)
                 due = time.monotonic() >= last[server] + self.flow.every
@@ -182,10 +192,13 @@ class FlowRank(Rank):
             for number, (receiver, began) in list(open_rooms.items()):
                 if self._ended(number, receiver, began):
                     del open_rooms[number]
+            self._note_warm(len(self.report.ended))
             self.releases.resolve()
             time.sleep(0.0005)
         self.releases.wait()
-        over.set()
+        done[self.rank] = 1
+        while not over.is_set():
+            time.sleep(0.005)
         self._compare(before, aux_before)
 
     def _begin(self, number: int, open_rooms: dict[int, tuple[Any, float]]) -> bool:
@@ -220,9 +233,11 @@ class FlowRank(Rank):
             reason = reason_of(receiver)
             self.releases.hold(receiver)
         server = self.case.prefill_of(number)
-        self.report.ended.append(Ended(number, server, began, seconds, name, state, reason))
+        self.report.ended.append(
+            Ended(number, server, self.rank, began, seconds, name, state, reason)
+        )
         self.stage_of[number] = ENDED
-        self.case.shared.count.value += 1
+        self.case.shared.counts[self.rank] += 1
         return True
 
     def _compare(self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray]) -> None:
@@ -230,30 +245,3 @@ class FlowRank(Rank):
         self.report.cold = {one.number for one in self.report.ended if one.state == "cold"}
         self._excuse_failed(before, aux_before, done)
         self.compare(before, aux_before, done)
-
-
-class Port:
-    """Before an outbox's thread asks its events: closes the channel's port, or opens it again."""
-
-    def __init__(self, outbox: Any, is_closed: Callable[[], bool]) -> None:
-        self._outbox, self._real, self._is_closed = outbox, outbox._query_events, is_closed
-        self._closed = False
-
-    def __call__(self) -> None:
-        address = self._outbox.address
-        if self._is_closed() and not self._closed:
-            self._closed = True
-            self._outbox._socket.unbind(address)
-            disconnect(int(address.rpartition(":")[2]))
-        elif self._closed and not self._is_closed():
-            self._closed = False
-            self._outbox._socket.bind(address)
-        self._real()
-
-
-def disconnect(port: int) -> None:
-    """End all TCP connections of this process from that port of its own."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
-            if one.family == socket.AF_INET and one.getsockname()[1] == port:
-                one.shutdown(socket.SHUT_RDWR)

@@ -6,7 +6,8 @@ this process however it ends. So nothing is left behind.
     with Network(3) as network:
         network.hosts            [(pid, "10.77.0.1"), ...]: enter(pid) in a rank
         network.cut(1)           the link of that host is down, in the middle
-        network.mend(1)
+        network.slow(1, "1mbit") it carries no more than this, each way
+        network.mend(1)          it is as it was
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import time
 from contextlib import ExitStack
 from typing import Self
 
-TOOLS = ("ip", "nsenter", "unshare")
+TOOLS = ("ip", "nsenter", "tc", "unshare")
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
 
@@ -58,6 +59,7 @@ class Network:
     def __init__(self, size: int) -> None:
         self._size, self._stack = size, ExitStack()
         self.hosts: list[tuple[int, str]] = []
+        self._slow: set[int] = set()
 
     def __enter__(self) -> Self:
         with self._stack:
@@ -75,8 +77,20 @@ class Network:
     def cut(self, number: int) -> None:
         self._ip(self._bridge, f"link set port{number} down")
 
+    def slow(self, number: int, rate: str) -> None:
+        """With a short queue, so that TCP loses packets."""
+        self._slow.add(number)
+        self._shape(number, f"replace dev {{}} root tbf rate {rate} burst 16kb limit 64kb")
+
     def mend(self, number: int) -> None:
         self._ip(self._bridge, f"link set port{number} up")
+        if number in self._slow:
+            self._slow.remove(number)
+            self._shape(number, "del dev {} root")
+
+    def _shape(self, number: int, words: str) -> None:
+        for pid, device in ((self._bridge, f"port{number}"), (self.hosts[number][0], "eth0")):
+            self._run(pid, f"tc qdisc {words.format(device)}")
 
     def _add_host(self, number: int) -> None:
         pid, address = self._namespace(), f"10.77.0.{number + 1}"
@@ -104,7 +118,10 @@ class Network:
         raise subprocess.CalledProcessError(code, sleeper.args, stderr=sleeper.stderr.read())
 
     def _ip(self, pid: int, words: str) -> None:
-        command = ["nsenter", "--target", str(pid), "--net", "ip", *words.split()]
+        self._run(pid, f"ip {words}")
+
+    def _run(self, pid: int, words: str) -> None:
+        command = ["nsenter", "--target", str(pid), "--net", *words.split()]
         subprocess.run(command, check=True, capture_output=True, text=True)
 
 
