@@ -106,14 +106,9 @@ def test_a_rank_that_sends_draft_kv_alone(end: str, backend: str) -> None:
     assert states(result.of(True)[-5:]) == {"cold" if end == "killed" else "warm"}
 
 
-@pytest.mark.parametrize(
-    ("rank", "seconds"),
-    [
-        (DRAFT_ONLY, 2), full(DRAFT_ONLY, 8), full(DRAFT_ONLY, 40),
-        full(TARGET, 2), full(TARGET, 8), full(TARGET, 40),
-        full(DECODE, 2), full(DECODE, 8), full(DECODE, 40),
-    ],
-)  # fmt: skip
+@pytest.mark.full
+@pytest.mark.parametrize("seconds", [2, 8, 40])
+@pytest.mark.parametrize("rank", [DRAFT_ONLY, TARGET, DECODE], ids=["draft", "target", "decode"])
 def test_a_rank_stands_still(rank: Key, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than a request waits; than a read may take, and a message; than a segment waits
     for a slot. It goes on with what it had begun: every byte is right all the same."""

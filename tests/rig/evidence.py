@@ -36,7 +36,7 @@ def outcomes(ended: Iterable[tuple[str, str, str]]) -> dict[str, Any]:
 
 
 def publish(row: dict[str, Any]) -> None:
-    row = {**row, "test": os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]}
+    row = {**row, "test": os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]}
     print(json.dumps(row))
     if file := os.environ.get(FILE_ENV):
         line = json.dumps({**row, "commit": _commit()})

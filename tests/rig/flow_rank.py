@@ -27,7 +27,7 @@ MET = ("prefill", 1)
 """The rank whose rooms are held at a stage."""
 STUCK_S = 60
 DROPPED_S = 5
-WARM = 20  # requests, after which a rank has made all that it needs
+WARM = 35  # requests, after which a rank has made all that it needs
 SLACK = {"threads": 2, "fds": 12, "sockets": 12, "rss_mib": 64}
 
 
@@ -118,6 +118,10 @@ class FlowRank(Rank):
             self.report.wrong.append("leaks: it was never warm")
             return
         warm = {**self.report.resources, "slots": 0}
+        print("RES", self.side, self.rank, self.report.resources, self._held(), flush=True)
+        from rig.resources import table
+
+        print("SOCK", self.side, self.rank, table(), flush=True)
         print("RES", self.side, self.rank, self.report.resources, self._held(), flush=True)
         from rig.resources import table
 
