@@ -14,7 +14,7 @@ folder="$(cd "$folder" && pwd)"
 # shellcheck source=scripts/env.sh
 source "$here/../env.sh"
 : >"$folder/results.md"
-for name in copies reads cost overhead pairs; do
+for name in copies reads cost overhead peers pairs; do
     echo "== $name" >&2
     python "$here/$name.py" "$@" --json "$folder/$name.json" >>"$folder/results.md"
 done

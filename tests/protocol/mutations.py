@@ -61,6 +61,10 @@ MUTATIONS = {
         "decode/peers.py", "self.poller.used(dealer)", "pass",
         PEERS + "a_message_that_came_before_a_send_is_read",
     ),
+    "each look asks every socket": Mutation(
+        "channel/sockets.py", "in self._used if", "in self._sockets.values() if",
+        PEERS + "idle_peers_are_not_asked_for_messages",
+    ),
     "what one look leaves in a socket waits for the next message": Mutation(
         "channel/sockets.py", "self._used = ready", "self._used = set()",
         PEERS + "more_messages_than_one_look_takes_need_no_further_signal",

@@ -40,6 +40,15 @@ def test_copies_are_right_and_reads_have_a_bare_one_beside_them(tmp_path: Path) 
     assert quick("reads", tmp_path)["parts"]
 
 
+def test_peers_are_counted_and_their_faults_pass(tmp_path: Path) -> None:
+    parts = quick("peers", tmp_path, "--parts", "figures,faults")["parts"]
+    assert [(one["side"], one["peers"]) for one in parts["figures"]] == [
+        ("decode", 1), ("decode", 20), ("prefill", 1), ("prefill", 20),
+    ]  # fmt: skip
+    assert {one["side"] for one in parts["faults"]} == {"decode", "prefill"}
+    assert all(one["rooms"] for one in parts["faults"])
+
+
 def test_a_line_and_its_interval_are_found_in_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of noise that grows with time: the small sizes say what a is."""
     monkeypatch.syspath_prepend(str(BENCH))

@@ -1,22 +1,29 @@
-"""A decode rank's sockets to its prefill ranks: whatever came is read."""
+"""Many peers: whatever comes is read, and those that are idle cost memory and descriptors alone."""
 
 from __future__ import annotations
 
+import gc
+import os
 import select
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
+from rig.peers import DecodeRank, PrefillRank
+from rig.threads import wait_for
 
+from sglang_mixkv.channel import sockets
 from sglang_mixkv.channel.messages import Ack, Fail, Message, encode
 from sglang_mixkv.channel.sockets import Poller, new_context
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.peers import BATCH, Peers
 
-HOST, SOON_MS = "127.0.0.1", 10_000
+HOST, SOON_MS, MANY = "127.0.0.1", 10_000, 100
+PATIENT = Times(100)  # nothing here is late
 
 
 class Ranks:
@@ -92,3 +99,47 @@ def test_what_came_before_a_socket_was_registered_is_read() -> None:
         assert poller.poll(0) == []
         poller.close()
         router.close()
+
+
+def usage() -> tuple[float, int]:
+    """KiB of memory, and descriptors, of this process."""
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGESIZE") / 1024, len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(("kind", "descriptors"), [(DecodeRank, 2), (PrefillRank, 1)])
+def test_a_peer_takes_little_memory_and_few_descriptors(kind: Any, descriptors: int) -> None:
+    rank = kind(MANY, MANY, PATIENT)
+    try:
+        rank.connect(1)
+        assert None not in rank.run([0], 1)
+        kib, before = usage()
+        rank.connect(MANY - 1)
+        assert None not in rank.run(list(range(MANY)), 8)
+        kib, after = usage()[0] - kib, usage()[1]
+        assert (after - before) / (MANY - 1) == descriptors
+        assert kib / (MANY - 1) < 128
+    finally:
+        rank.close()
+
+
+def test_idle_peers_are_not_asked_for_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    has_messages = sockets._has_messages
+
+    def counted(socket: Any) -> bool:
+        asked.append(socket)
+        return has_messages(socket)
+
+    monkeypatch.setattr(sockets, "_has_messages", counted)
+    rank, rooms = DecodeRank(MANY, MANY, PATIENT), 20
+    try:
+        rank.connect(MANY)
+        assert wait_for(lambda: len(set(asked)) == MANY)  # each once, when it is new
+        asked.clear()
+        assert None not in rank.run([7] * rooms, 1)
+        assert 2 * rooms <= len(asked) <= 8 * rooms
+        assert len(set(asked)) == 1
+    finally:
+        rank.close()

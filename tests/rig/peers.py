@@ -1,0 +1,154 @@
+"""A rank with many peers: its threads, sockets and state machine are the real ones, its peers are
+stood in for, and what it reads is in its own memory.
+
+Peers have numbers from 0 on, as many to a process as `each`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from sglang_mixkv.channel.data_plane import Endpoint, Memory
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode.copier import Entry
+from sglang_mixkv.draft.facts import StagingFacts
+from sglang_mixkv.draft.rows import Staging
+
+from .stand_ins import SEGMENTS, STAMP, PrefillRanks, Readers
+from .threads import HEADS, SEGMENT, SLOT_BYTES, Decode, Prefill, wait_for
+
+PAUSE_S, LIMIT_S = 3e-4, 90.0
+
+
+class DecodeRank(Decode):
+    """With prefill ranks, `count` in all."""
+
+    thread = "mixkv-inbox"
+
+    def __init__(self, count: int, each: int, times: Times | None = None) -> None:
+        each = min(count, each)
+        self.processes = [PrefillRanks(each) for _ in range(count // each)]
+        super().__init__(times or Times())
+        self.each, self.count, self._numbers = each, 0, itertools.count(1)
+        self.names: dict[int, bytes] = {}
+        self.image = Staging(1, SLOT_BYTES, torch.device("cpu"))
+        self.rows.pack(np.arange(SEGMENT), HEADS, self.image.slot(0), STAMP)
+        self._ready: dict[int, float] = {}  # when the first answer came, by generation
+        self._watch()
+
+    def _watch(self) -> None:
+        rooms: Any = self.inbox._rooms
+        handle = rooms.handle
+
+        def watched(event: ev.Event, now: float) -> list[ev.Action]:
+            if isinstance(event, ev.Received):
+                self._ready.setdefault(event.message.generation, time.perf_counter())
+            found: list[ev.Action] = handle(event, now)
+            return found
+
+        rooms.handle = watched
+
+    def connect(self, count: int) -> None:
+        """To so many more; or again to those that are forgotten, with 0."""
+        self.count += count
+        for number in range(self.count):
+            instance, address = self.processes[number // self.each].rows[number % self.each]
+            if self.names.get(number) != instance:
+                self.names[number] = instance
+                self.inbox.connect(self._row(instance, address))
+        assert wait_for(lambda: all(map(self.inbox.knows, self.names.values())))
+
+    def _row(self, instance: bytes, address: str) -> Any:
+        memory = Memory(self.image.address, self.image.size)
+        there = msgspec.msgpack.encode(Endpoint(self.plane.name, b"", memory, os.urandom(8)))
+        facts = StagingFacts(self.plane.name, there, self.image.address, SLOT_BYTES, 1)
+        return SimpleNamespace(instance=instance, address=address, staging=facts)
+
+    def gone(self, peers: Iterable[int]) -> list[int]:
+        """Those that are not known to be other instances yet, of peers that are."""
+        return [peer for peer in peers if self.names[peer] not in self.forgotten]
+
+    def run(self, peers: list[int], window: int, segments: int = 1) -> list[float | None]:
+        """A room each, so many at a time: seconds to the first READY; None of one that is cold."""
+        found, waiting = list[float | None](), deque(peers)
+        begun: deque[tuple[float, Entry]] = deque()
+        while waiting or begun:
+            while waiting and len(begun) < window:
+                begun.append((time.perf_counter(), self._begin(waiting.popleft(), segments)))
+            if begun[0][1].state is None:
+                time.sleep(PAUSE_S)
+                continue
+            since, entry = begun.popleft()
+            self.inbox.close(entry)
+            ready = self._ready.pop(entry.opened.generation, since)
+            found.append(ready - since if entry.state is ev.State.WARM else None)
+        return found
+
+    def _begin(self, peer: int, segments: int) -> Entry:
+        room = next(self._numbers) * SEGMENTS + segments
+        entry = self.open(room, segments * SEGMENT, self.names[peer])
+        self.inbox.target_arrived(entry)
+        return entry
+
+    def close(self) -> None:
+        super().close()
+        for process in self.processes:
+            process.close()
+
+
+class PrefillRank(Prefill):
+    """With readers, `count` in all."""
+
+    thread = "mixkv-outbox"
+
+    def __init__(self, count: int, each: int, times: Times | None = None) -> None:
+        self.each = min(count, each)
+        self.processes = [Readers() for _ in range(count // self.each)]
+        super().__init__(times or Times())
+        self.count, self._numbers = 0, itertools.count(1)
+
+    def connect(self, count: int) -> None:
+        """So many more."""
+        for number, process in enumerate(self.processes):
+            first, end = number * self.each, (number + 1) * self.each
+            some = min(self.count + count, end) - max(self.count, first)
+            if some > 0:
+                process.connect(some, self.outbox.address, self.instance)
+        self.count += count
+
+    def run(
+        self, peers: list[int], window: int, segments: int = 1, acknowledge: bool = True
+    ) -> list[float | None]:
+        """A room each, so many at a time: seconds from OPEN to the first READY."""
+        found: list[float | None] = []
+        for first in range(0, len(peers), window):
+            places = [divmod(peer, self.each) for peer in peers[first : first + window]]
+            uses, rooms = [], dict[int, list[tuple[int, int]]]()
+            for process, reader in places:
+                room = next(self._numbers)
+                uses.append(self.send(room, segments * SEGMENT))
+                rooms.setdefault(process, []).append((reader, room))
+            for process, some in rooms.items():
+                self.processes[process].open(some, acknowledge)
+            taken = {process: iter(self.processes[process].take(LIMIT_S)) for process in rooms}
+            found += [next(taken[process]) for process, _ in places]
+            for use in uses:
+                assert wait_for(lambda use=use: use.settled)
+                self.outbox.end(use)
+        return found
+
+    def close(self) -> None:
+        super().close()
+        for process in self.processes:
+            process.close()
