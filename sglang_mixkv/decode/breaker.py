@@ -31,6 +31,7 @@ class Breaker:
 
     def __init__(self) -> None:
         self._states: dict[bytes, _State] = {}
+        self._probes: dict[int, list[_State]] = {}  # by generation; each room is withdrawn once
 
     def blocked(self, peers: Iterable[bytes], generation: int, now: float) -> bool:
         """Whether a room that needs all of these must go without. If not, it may be a probe."""
@@ -39,6 +40,8 @@ class Breaker:
             return True
         for state in states:
             state.probe = generation
+        if states:
+            self._probes[generation] = states
         return False
 
     def warm(self, peer: bytes) -> None:
@@ -61,7 +64,7 @@ class Breaker:
 
     def withdraw(self, generation: int) -> None:
         """The room ended before it could tell: if it was a probe, another may be."""
-        for state in self._states.values():
+        for state in self._probes.pop(generation, ()):
             if state.probe == generation:
                 state.probe = None
 

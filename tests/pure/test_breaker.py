@@ -114,3 +114,22 @@ def test_the_number_of_peers_is_bounded(monkeypatch):
         breaker.strike(b"peer_%03d" % n, 10 + n, 0.0)
     assert not breaker.blocked([A], 20, 0.0)  # forgotten: it starts anew
     assert len(breaker._states) == 3
+
+
+class Unwalked(dict):
+    """Looking at all of its entries is an error."""
+
+    __iter__ = items = values = keys = None  # type: ignore[assignment]
+
+
+def test_a_room_costs_its_own_peers_alone_however_many_have_struck():
+    breaker = opened()
+    breaker._states = Unwalked(breaker._states)
+    assert not breaker.blocked([A], 4, 1.0)
+    breaker.withdraw(4)
+    assert not breaker.blocked([A], 5, 1.0)
+    breaker.strike(A, 5, 1.0)
+    breaker.withdraw(5)
+    assert not breaker._probes
+    breaker.warm(A)
+    assert not breaker._states
