@@ -160,4 +160,6 @@ def test_all_links_of_a_server_go_down(
     assert states(result.of(True)[-5:]) == {"warm"}
     if beside:
         stock = run(replace(flow(network, seconds), stock=True), {AT: cut}, what)
+        assert failed(stock.before(AT)) == []
+        assert len(stock.since(AT)) > 100
         assert lost <= {kind(one.reason) for one in failed(stock.of(True))}

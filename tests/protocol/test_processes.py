@@ -133,6 +133,7 @@ def test_a_decode_rank_is_killed(restart: bool) -> None:
     assert result.found(late=False) == []
     untouched(result, BOUND)
     by_sglang_alone(result)
+    assert all(number % 2 == DECODE[1] for number in result.gone)
     if restart:
         assert states(result.of(True)[-5:]) == {"warm"}
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from typing import Any
 
 from rig import evidence
-from rig.flow_case import Flag, Flow, FlowReport, OfFlow
+from rig.flow_case import BEGUN, Flag, Flow, FlowReport, OfFlow
 from rig.flow_rank import FlowRank
 from rig.flow_result import Result
 from rig.memory import RankReport
@@ -176,7 +176,8 @@ def run(flow: Flow, at: Mapping[int, Act], what: str) -> Result:
     for (side, rank), report in reports.items():
         lines = [*report.wrong, *filter(None, [report.error])]
         problems += [f"{side} {rank}: {line}" for line in lines]
-    result = Result(flow, reports, marks, problems)
+    gone = [number for number, stage in enumerate(shared.stages) if stage == BEGUN]
+    result = Result(flow, reports, marks, problems, gone)
     evidence.publish({"what": what, "backend": backend_of(case), **result.row()})
     return result
 

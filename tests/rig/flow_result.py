@@ -22,12 +22,14 @@ LATE = re.compile(
 
 @dataclass
 class Result:
-    """`marks`: when each action was done, by its number of ended requests."""
+    """`marks`: when each action was done, by its number of ended requests. `gone`: requests whose
+    decode rank was killed before they ended."""
 
     flow: Flow
     reports: dict[Key, RankReport]
     marks: dict[int, tuple[float, float]]
     problems: list[str]
+    gone: list[int]
 
     @property
     def ended(self) -> list[Ended]:
@@ -72,7 +74,7 @@ class Result:
         )
         leaked = [one for one in self.found(late=False) if "leaks: " in one or "left behind" in one]
         return {
-            "touched": _outcomes(touched),
+            "touched": {**_outcomes(touched), "gone with it": len(self.gone)},
             "others": _outcomes(others),
             "wrong": len(self.found(late=False)) - len(leaked),
             "leaked": len(leaked),
