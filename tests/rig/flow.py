@@ -9,6 +9,7 @@ a rank that only sends draft KV.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import signal
@@ -44,6 +45,7 @@ TIMEOUTS = {
 def _main(
     case: Case, side: str, rank: int, ports: list[int], pipe: Any, go: Any, life: int
 ) -> None:
+    gc.freeze()  # a million objects of the parent: to look at them stops a rank for a second
     report: RankReport = FlowReport(side, rank)
     try:
         one = FlowRank(case, side, rank, ports, life)
