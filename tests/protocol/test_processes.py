@@ -159,7 +159,9 @@ def test_at_each_stage(end: str) -> None:
 
     acts = {AT + number: at(stage) for number, stage in enumerate(STAGES)}
     what = f"{NAMES[DRAFT_ONLY]} is {end} once at each stage of a room"
-    result = run(Flow(2400, 200, prefills=2, every=0.1, tokens=32), acts, what)
+    restarts = len(STAGES) if end == "killed" else 0
+    several = Flow(2400, 200, prefills=2, every=0.1, tokens=32, restarts=restarts)
+    result = run(several, acts, what)
     assert result.found(late=False) == []
     untouched(result, BOUND)
     by_sglang_alone(result)
@@ -195,7 +197,7 @@ def test_a_server_is_restarted(same_ports: bool, backend: str) -> None:
     ports = "the same ports" if same_ports else "other ports"
     what = f"a prefill server is killed and starts again on {ports}"
     act = killed(*ALL_OF_A, restart=True)
-    result = run(flow(TARGET, same_ports=same_ports), {AT: act}, what)
+    result = run(flow(TARGET, same_ports=same_ports, restarts=1), {AT: act}, what)
     assert result.found() == []
     untouched(result, BOUND)
     lost = failed(result.ended)

@@ -45,7 +45,8 @@ class Flow:
     a request at most each `every` seconds from each server. `touched`: the prefill server, or the
     decode rank, that meets the fault. `hosts`: namespaces and addresses of ranks that are not on
     this machine's loopback. `stock`: without the plugin, and with a drafter of one head, which
-    SGLang moves rightly. `same_ports`: a rank that starts again has its channel's port again."""
+    SGLang moves rightly. `same_ports`: a rank that starts again has its channel's port again.
+    `restarts`: how many prefill servers start again."""
 
     requests: int
     tail: int = 100
@@ -58,6 +59,7 @@ class Flow:
     hosts: Mapping[Key, tuple[int, str]] = field(default_factory=dict)
     stock: bool = False
     same_ports: bool = False
+    restarts: int = 0
 
     def case(self) -> Case:
         heads, size = (1, 256) if self.stock else (4, 64)

@@ -20,7 +20,7 @@ from rig.flow_case import BEGUN, ENDED, UNKNOWN, Ended, Flow, FlowReport
 from rig.model import Case
 from rig.netns import enter
 from rig.rank import Rank, left_behind, reason_of
-from rig.resources import leaks, resources
+from rig.resources import SLACK, leaks, resources
 from rig.stages import Port, hold_in_decode, hold_in_prefill
 
 MET = ("prefill", 1)
@@ -28,7 +28,7 @@ MET = ("prefill", 1)
 STUCK_S = 60
 DROPPED_S = 5
 WARM = 35  # requests, after which a rank has made all that it needs
-SLACK = {"threads": 2, "fds": 12, "sockets": 12, "rss_mib": 64}
+OF_FORMER = {"fds": 12, "sockets": 8}  # of a server that was restarted since
 
 
 @dataclass
@@ -118,6 +118,8 @@ class FlowRank(Rank):
             self.report.wrong.append("leaks: it was never warm")
             return
         warm = {**self.report.resources, "slots": 0}
+        former = {name: self.flow.restarts * count for name, count in OF_FORMER.items()}
+        slack = {name: count + former.get(name, 0) for name, count in SLACK.items()}
         print("RES", self.side, self.rank, self.report.resources, self._held(), flush=True)
         from rig.resources import table
 
@@ -126,7 +128,7 @@ class FlowRank(Rank):
         from rig.resources import table
 
         print("SOCK", self.side, self.rank, table(), flush=True)
-        self.report.wrong += [f"leaks: {line}" for line in leaks(warm, self._held, SLACK)]
+        self.report.wrong += [f"leaks: {line}" for line in leaks(warm, self._held, slack)]
 
     # -- prefill
 

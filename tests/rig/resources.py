@@ -10,6 +10,9 @@ from pathlib import Path
 
 Held = Mapping[str, int]
 
+SLACK = {"threads": 6, "fds": 24, "sockets": 24, "rss_mib": 64}
+"""What is made when it is first needed: Mooncake has up to four sockets to each peer."""
+
 
 def resources() -> dict[str, int]:
     """What this process holds."""

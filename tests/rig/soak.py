@@ -35,7 +35,7 @@ import pytest
 from rig.memory import AUX_LENS, RankReport
 from rig.model import Case, Request
 from rig.rank import Rank, free_port, is_cold, left_behind, reason_of
-from rig.resources import grown, resources
+from rig.resources import SLACK, grown, resources
 from rig.ring import Servers
 from rig.special import Key, Shared, Special
 
@@ -603,9 +603,6 @@ def _judge_request(
     ]
     if succeeded and prefill != {"success"} and name not in ("prefill aborts", "abort storm"):
         found.problems.append(f"{where}: succeeded on decode, on prefill {ends}")
-
-
-SLACK = {"threads": 6, "fds": 24, "sockets": 24, "rss_mib": 64}
 
 
 def _leaks(report: Report) -> list[str]:
