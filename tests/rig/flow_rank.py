@@ -120,14 +120,6 @@ class FlowRank(Rank):
         warm = {**self.report.resources, "slots": 0}
         former = {name: self.flow.restarts * count for name, count in OF_FORMER.items()}
         slack = {name: count + former.get(name, 0) for name, count in SLACK.items()}
-        print("RES", self.side, self.rank, self.report.resources, self._held(), flush=True)
-        from rig.resources import table
-
-        print("SOCK", self.side, self.rank, table(), flush=True)
-        print("RES", self.side, self.rank, self.report.resources, self._held(), flush=True)
-        from rig.resources import table
-
-        print("SOCK", self.side, self.rank, table(), flush=True)
         self.report.wrong += [f"leaks: {line}" for line in leaks(warm, self._held, slack)]
 
     # -- prefill
