@@ -6,7 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import mixkv_cpu
 from mixkv_demo.pair import model_flags
@@ -148,13 +149,35 @@ def prefill_and_decode(pair: str, topology: Topology, stats: str) -> tuple[Launc
     return prefill, decode, bootstrap
 
 
-def router(prefill: Launch, decode: Launch, bootstrap_port: int) -> Launch:
-    """SGLang's own router in PD mode; it hands errors through instead of trying again."""
+def without_drafter(server: Launch) -> Launch:
+    """The same server without speculation."""
+    words = list(server.argv)
+    while found := [word for word in words if word.startswith("--speculative-")]:
+        start = words.index(found[0])
+        del words[start : start + 2]
+    return replace(server, argv=tuple(words))
+
+
+def run_by(server: Launch, script: Path, env: Mapping[str, str] | None = None) -> Launch:
+    """The same server, started by a script that changes something in SGLang."""
+    words = list(server.argv)
+    start = words.index("-m")
+    words[start : start + 2] = [str(script)]
+    return replace(server, argv=tuple(words), env={**server.env, **(env or {})})
+
+
+def router(
+    prefill: Launch, decode: Launch, bootstrap_port: int, *others: tuple[Launch, int]
+) -> Launch:
+    """SGLang's own router in PD mode; it hands errors through instead of trying again. `others`:
+    further prefill servers with their bootstrap ports, which take turns."""
     port = free_port()
+    prefills = [(prefill, bootstrap_port), *others]
+    addresses = [word for one, room in prefills for word in ("--prefill", one.url, str(room))]
     command = (
         *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"),
         *("--host", HOST, "--port", str(port), "--prometheus-port", str(free_port())),
-        *("--prefill", prefill.url, str(bootstrap_port), "--decode", decode.url),
+        *(*addresses, "--decode", decode.url),
         *("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker"),
         *("--worker-startup-check-interval", "1"),
     )

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -211,3 +211,41 @@ def disaggregated(
     router = launch.router(prefill, decode, bootstrap)
     bring_up(fleet, [prefill, decode, router], progress)
     return Deployment(fleet, router.url, stats, (prefill, decode), (router,))
+
+
+@dataclass(frozen=True)
+class OneCold:
+    """Two prefill servers of one decode server: `warm` drafts, `cold` has no drafter. Each with its
+    bootstrap port."""
+
+    fleet: Fleet
+    stats: Path
+    decode: Launch
+    warm: tuple[Launch, int]
+    cold: tuple[Launch, int]
+
+    def behind_a_router(self, *prefills: tuple[Launch, int]) -> Deployment:
+        """These prefill servers, which take turns, and decode."""
+        (first, port), *others = prefills
+        name = "-".join(["router", *(one.name for one, _ in prefills)])
+        router = replace(launch.router(first, self.decode, port, *others), name=name)
+        bring_up(self.fleet, [router], silent)
+        servers = (*(one for one, _ in prefills), self.decode)
+        return Deployment(self.fleet, router.url, self.stats, servers, (router,))
+
+
+def one_cold(
+    fleet: Fleet,
+    pair: str,
+    topology: Topology,
+    change: Callable[[Launch], Launch] = lambda server: server,
+) -> OneCold:
+    """Both prefill servers and decode, all started together, without a router. `change`: of the
+    one that drafts."""
+    stats = fleet.folder("stats")
+    warm, decode, port = launch.prefill_and_decode(pair, topology, str(stats))
+    cold, _, other_port = launch.prefill_and_decode(pair, topology, str(stats))
+    cold = replace(launch.without_drafter(cold), name="cold")
+    warm = change(warm)
+    start(fleet, [warm, cold, decode])
+    return OneCold(fleet, stats, decode, (warm, port), (cold, other_port))

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 from rig.unserved import skip_unserved
@@ -158,23 +157,6 @@ def warm_share(counted: Counter[str]) -> float:
     """Of the rooms of all decode ranks."""
     warm = counted["channel_warm"]
     return warm / max(1, warm + counted["channel_cold"])
-
-
-def without_drafter(server: Launch) -> Launch:
-    """The same server without speculation."""
-    words = list(server.argv)
-    while found := [word for word in words if word.startswith("--speculative-")]:
-        start = words.index(found[0])
-        del words[start : start + 2]
-    return replace(server, argv=tuple(words))
-
-
-def run_by(server: Launch, script: Path, env: Mapping[str, str] | None = None) -> Launch:
-    """The same server, started by a script that changes something in SGLang."""
-    words = list(server.argv)
-    start = words.index("-m")
-    words[start : start + 2] = [str(script)]
-    return replace(server, argv=tuple(words), env={**server.env, **(env or {})})
 
 
 Change = Callable[[Launch], Launch]

@@ -21,7 +21,7 @@ import pytest
 
 from mixkv_cpu import SPAWN_ENV
 from mixkv_demo import launch
-from mixkv_demo.launch import Launch, Topology
+from mixkv_demo.launch import Launch, Topology, without_drafter
 from mixkv_demo.pair import prompts, request_body
 from mixkv_demo.ports import free_port
 from mixkv_demo.processes import Fleet, ServerProcess
@@ -41,7 +41,6 @@ from .conftest import (
     counts,
     record,
     warm_share,
-    without_drafter,
 )
 from .test_pairs import same
 

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from mixkv_demo.launch import run_by
 from mixkv_demo.pair import BOS, SEP, SYMBOLS, ask
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import Deployment
 from sglang_mixkv.decode.health import BATCH, PAST, WINDOW
 from sglang_mixkv.tools import status
 
-from .conftest import START_TIMEOUT, TP1, TP2, Case, pair_with, run_by
+from .conftest import START_TIMEOUT, TP1, TP2, Case, pair_with
 from .test_metrics import METRICS, at_rest, finished, page, series
 
 pytestmark = [START_TIMEOUT, pytest.mark.full]

@@ -12,7 +12,7 @@ import pytest
 import requests
 
 from mixkv_demo import launch
-from mixkv_demo.launch import Launch
+from mixkv_demo.launch import Launch, run_by
 from mixkv_demo.pair import prompts
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import Deployment, bring_up, disaggregated, silent
@@ -30,7 +30,6 @@ from .conftest import (
     Reference,
     full,
     record,
-    run_by,
 )
 from .test_pairs import same
 

@@ -8,14 +8,14 @@ from collections import Counter
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mixkv_demo.launch import HOST
+from mixkv_demo.launch import HOST, without_drafter
 from mixkv_demo.pair import prompts
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import Deployment
 from sglang_mixkv.tools import pages
 from sglang_mixkv.tools.client import Answer, acceptance_by_position
 
-from .conftest import START_TIMEOUT, TP1, TP2, Case, pair_with, unchanged, without_drafter
+from .conftest import START_TIMEOUT, TP1, TP2, Case, pair_with, unchanged
 
 pytestmark = START_TIMEOUT
 
@@ -25,7 +25,7 @@ REST_S = 30
 
 
 def page(deployment: Deployment) -> str:
-    text = pages.fetch(f"http://{HOST}:{deployment.servers[1].port}/metrics")
+    text = pages.fetch(f"http://{HOST}:{deployment.servers[-1].port}/metrics")
     assert text is not None
     return text
 

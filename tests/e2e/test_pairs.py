@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mixkv_demo.launch import Launch
+from mixkv_demo.launch import Launch, run_by, without_drafter
 from mixkv_demo.pair import cousins, prompts
 from mixkv_demo.processes import Fleet
 from sglang_mixkv.tools.client import Answer, accept_length
@@ -26,9 +26,7 @@ from .conftest import (
     counts,
     pair_with,
     record,
-    run_by,
     warm_share,
-    without_drafter,
 )
 
 pytestmark = START_TIMEOUT
