@@ -4,7 +4,7 @@ server."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sglang_mixkv.series import DECODE, PREFILL
@@ -68,6 +68,12 @@ class Pair:
             return None
         both = (warm.tokens + cold.tokens) / (warm.rounds + cold.rounds)
         return max(0.0, 1 - both / warm.length)
+
+
+def accept_length(pairs: Iterable[Pair], state: str) -> float | None:
+    """Of their requests together."""
+    found = [pair.drafts.get(state, Drafts()) for pair in pairs]
+    return Drafts(0, sum(d.rounds for d in found), sum(d.tokens for d in found)).length
 
 
 def servers(now: Look, between: Look, seconds: float) -> Iterator[Server]:

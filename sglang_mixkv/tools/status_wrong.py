@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sglang_mixkv import kinds, series
-from sglang_mixkv.tools.status_figures import Pair, Server, counted
+from sglang_mixkv.tools.status_figures import Pair, Server, accept_length, counted
 from sglang_mixkv.tools.status_look import Look, Page
 
 COLD_SHARE = 0.01  # of requests; as the alert MixKVColdDrafters
@@ -36,7 +36,8 @@ def wrong(since: Look, found: list[Server], pairs: list[Pair]) -> Iterator[Wrong
     for name, page in since.pages.items():
         yield from (Wrong(name, *words) for words in _of_counts(page))
     for pair in pairs:
-        yield from _of_pair(pair)
+        others = [other for other in pairs if other.decode == pair.decode]
+        yield from _of_pair(pair, accept_length(others, "warm"))
 
 
 def _of_counts(page: Page) -> Iterator[tuple[str, str]]:
@@ -73,7 +74,8 @@ def _of_server(server: Server) -> Iterator[Wrong]:
         yield Wrong(server.name, "all slots of a rank are in use", kinds.MEMORY + " if it stays so")
 
 
-def _of_pair(pair: Pair) -> Iterator[Wrong]:
+def _of_pair(pair: Pair, warm: float | None) -> Iterator[Wrong]:
+    """`warm`: what the decode server's warm requests accept."""
     where = f"{pair.decode}, prefill {pair.prefill}"
     for against in sorted(pair.suspect):
         kind = kinds.SUSPECT.get(against, kinds.SUSPECT["past"])
@@ -88,7 +90,16 @@ def _of_pair(pair: Pair) -> Iterator[Wrong]:
         }
         for reason, number in sorted(cold.items(), key=lambda one: -one[1]):
             what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
-            yield Wrong(where, *_cold(what, reason))
+            happened, remedy = _cold(what, reason)
+            yield Wrong(where, happened + _cost(pair, warm), remedy)
+
+
+def _cost(pair: Pair, warm: float | None) -> str:
+    """Of a server without warm requests, which `lost` says nothing of."""
+    own, cold = (accept_length([pair], state) for state in ("warm", "cold"))
+    if own or not cold or not warm:
+        return ""
+    return f"; they accept {cold:.2f} tokens a round, warm ones of other prefill servers {warm:.2f}"
 
 
 def _cold(what: str, reason: str) -> tuple[str, str]:

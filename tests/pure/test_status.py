@@ -176,6 +176,24 @@ def test_what_cold_drafters_cost() -> None:
     assert re.search(r"90.0% +4.00 +1.20 +- +7.0%", found.text())
 
 
+def test_what_a_server_costs_whose_drafters_are_all_cold() -> None:
+    """It has no warm requests to be compared with; other servers' are named, and no others."""
+    two = [("10.0.0.1:8998", "cold", 100, 110), ("10.0.0.2:8998", "warm", 100, 390)]
+    page = rooms(prefill=two[0][0], no_drafter=50) + rooms(prefill=two[1][0], warm=50)
+    page += "".join(
+        line(f"{name}_total", value, prefill=at, state=state, reason="")
+        for at, state, *values in two
+        for name, value in zip(("verify_rounds", "accepted_tokens"), values, strict=True)
+    )
+    (found,) = words(page)
+    assert "accept 1.10 tokens a round, warm ones of other prefill servers 3.90" in found
+    alone = rooms(prefill=two[0][0], no_drafter=50)
+    assert "tokens a round" not in words(alone, page.replace(two[0][0], "10.0.0.3:8998"))[0]
+    mixed = page + line("verify_rounds_total", 9, prefill=two[0][0], state="warm", reason="")
+    mixed += line("accepted_tokens_total", 36, prefill=two[0][0], state="warm", reason="")
+    assert "tokens a round" not in words(mixed)[0]
+
+
 def test_of_the_ranks_the_one_with_most_colds_counts() -> None:
     look = looked(rooms(0, warm=100, lost=0) + rooms(1, warm=90, lost=10))
     (pair,) = status.status(look, look).pairs
