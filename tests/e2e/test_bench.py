@@ -89,3 +89,16 @@ def test_pairs_take_turns(tmp_path: Path) -> None:
     assert sorted(r["way"] for r in parts["servers"]) == sorted(ways)
     assert all(r["prefill_mib"] > 100 for r in parts["servers"])
     assert len(parts["ranks"]) == 4
+
+
+@pytest.mark.full
+@START_TIMEOUT
+def test_cold_measures_each_way(tmp_path: Path) -> None:
+    picture = tmp_path / "cold.svg"
+    parts = quick("cold", tmp_path, "--repeats", "2", "--svg", str(picture))["parts"]
+    assert [r["prompt_tokens"] for r in parts["by prompt length"]] == [32, 128]
+    assert all(r["warm"] > 3 and r["cold"] < 1.3 for r in parts["by prompt length"])
+    growing = parts["by tokens generated"]
+    assert [r["to_token"] for r in growing] == [16, 32, 64, 96, 128, 160, 16, 32]
+    assert all(r["warm"] > 2.5 and r["cold"] < 1.3 for r in growing)
+    assert "cold drafter, DFLASH" in picture.read_text()
