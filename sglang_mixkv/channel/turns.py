@@ -10,14 +10,16 @@ T = TypeVar("T")
 
 class Turns(Generic[T]):
     """Owners take turns, and an owner's items do. An owner that has to wait for a slot costs one
-    look, however many items it has."""
+    look, however many items it has, and none while there are no slots."""
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, dict[Hashable, T]] = {}
+        self._added: dict[Hashable, None] = {}  # owners, since they were served last
 
     def add(self, owner: Hashable, key: Hashable, item: T) -> None:
         """Once, however often it is added."""
         self._queues.setdefault(owner, {})[key] = item
+        self._added[owner] = None
 
     def remove(self, owner: Hashable, key: Hashable) -> None:
         queue = self._queues.get(owner, {})
@@ -25,10 +27,20 @@ class Turns(Generic[T]):
         if not queue:
             self._queues.pop(owner, None)
 
-    def serve(self, serve_one: Callable[[T], bool | None]) -> None:
+    def serve(self, serve_one: Callable[[T], bool | None], has_slots: Callable[[], object]) -> None:
         """Until nothing can go on. `serve_one`: True, and there may be more; False, and the item
-        needs nothing now; None, and its owner has to wait."""
+        needs nothing now; None, and its owner has to wait. `has_slots`: whether any is free; where
+        none is, an item that needs none is served when it is added."""
         waiting = list(self._queues)
+        while waiting and has_slots():
+            again = []
+            for owner in waiting:
+                if not has_slots():
+                    break
+                if self._serve(owner, serve_one):
+                    again.append(owner)
+            waiting = again
+        waiting, self._added = [] if has_slots() else list(self._added), {}
         while waiting:
             waiting = [owner for owner in waiting if self._serve(owner, serve_one)]
 

@@ -70,7 +70,7 @@ class Reads:
             started.append(self._start(segment, now))
             return False
 
-        self._turns.serve(start_one)
+        self._turns.serve(start_one, lambda: self.slots.free_slots)
         return started
 
     def _start(self, segment: Segment, now: float) -> StartRead:

@@ -58,7 +58,7 @@ class Packing:
             found.append(self._start(part, self._slots.take(part.reader, now)))
             return True
 
-        self._turns.serve(start_one)
+        self._turns.serve(start_one, lambda: self._slots.free_slots)
         return found
 
     def _start(self, part: Part, slot: int) -> Pack:

@@ -152,5 +152,5 @@ def test_owners_take_turns_from_one_free_slot_to_the_next() -> None:
             served += item
             return False
 
-        turns.serve(serve)
+        turns.serve(serve, free.__len__)
     assert served == "ababab"
