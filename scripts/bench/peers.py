@@ -6,13 +6,14 @@ have one segment of a few tokens, so that no time is spent in copies. A room of 
 messages: OPEN, READY, ACK. Times of the channel thread are its CPU time.
 
     figures   memory and descriptors of a peer, by counts of peers taken in turns; seconds to the
-              first READY of one room at a time; rooms per second with 64 at a time
+              first READY of one room at a time; rooms per second with WINDOW at a time
     faults    rooms of healthy peers while others are stopped, gone on, or restarted
     profile   where the channel thread is while it is busy, if py-spy may look
 """
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import random
@@ -57,6 +58,7 @@ class Rank:
         return time.clock_gettime(self._clock)
 
     def usage(self) -> Any:
+        gc.collect()
         kib = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_KIB
         return np.array([kib, len(os.listdir("/proc/self/fd"))])
 
@@ -87,18 +89,21 @@ def figures(side: str, count: int, rooms: int) -> Record:
     usage, begin = one.usage(), time.perf_counter()
     one.rank.connect(count - 1)
     others = max(1, count - 1)
-    kib, descriptors = (one.usage() - usage) / others
     connected = (time.perf_counter() - begin) / others
+    kib, descriptors = (one.usage() - usage) / others
     cpu = one.cpu()
     time.sleep(IDLE_S)
     idle = (one.cpu() - cpu) / IDLE_S
     first = one.rank.run(one.draw(rooms // 4), 1)
     short, clock = one.seconds(rooms, WINDOW)
+    many, _ = one.seconds(rooms, max(WINDOW, count))
     long, _ = one.seconds(rooms // LONG, WINDOW // LONG, LONG)
     return {
         "KiB a peer": kib, "descriptors a peer": descriptors, "connect ms": connected * 1e3,
         "idle us/s": idle * 1e6, **quantiles(first, "first READY "),
-        "us a message": short / MESSAGES * 1e6, "us a further segment": (long - short) / 7 * 1e6,
+        "us a message": short / MESSAGES * 1e6,
+        "us a message, all ask at once": many / MESSAGES * 1e6,
+        "us a further segment": (long - short) / (LONG - 1) * 1e6,
         "rooms/s of a full thread": 1 / short, "rooms/s here": 1 / clock, "busy": short / clock,
     }  # fmt: skip
 
