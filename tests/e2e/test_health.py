@@ -98,7 +98,7 @@ def test_one_cold_prefill_among_two(tmp_path: Path) -> None:
         screen = " ".join(story.screen().split())
         print(story.screen())
         assert "prefill 10.0.10.20:8998:" in screen
-        assert "started cold (no_drafter): one side has none." in screen
+        assert "started cold (no_drafter): one side has none; they accept 1.0" in screen
         assert "Give both sides the same drafter" in screen
         assert "prefill 10.0.10.10:8998:" not in screen
         until = time.monotonic() + REST_S
