@@ -27,6 +27,7 @@ from mixkv_demo.ports import free_port
 from mixkv_demo.processes import Fleet, ServerProcess
 from mixkv_demo.servers import Deployment, start
 from sglang_mixkv.config import ENABLE_ENV
+from sglang_mixkv.tools import pages
 from sglang_mixkv.tools.client import Answer, RequestFailed, accept_length, stream
 
 from .conftest import (
@@ -42,6 +43,7 @@ from .conftest import (
     record,
     warm_share,
 )
+from .test_metrics import REST_S, series
 from .test_pairs import same
 
 pytestmark = START_TIMEOUT
@@ -214,14 +216,27 @@ def beside_servers(topology: Topology) -> Iterator[Workers]:
         yield workers
 
 
+def finished(workers: Workers) -> int:
+    """Warm requests on the page that the decode worker itself has."""
+    port = workers.launches["decode"].env["DYN_SYSTEM_PORT"]
+    text = pages.fetch(f"http://{launch.HOST}:{port}/metrics")
+    assert text is not None
+    return series(text)["finished_requests_total", "warm"]
+
+
 def check(
     topology: Topology, name: str, reference: Reference, started: Started | None = None
 ) -> None:
     expected = reference("mla", ()).fixed
     with started or dynamo(topology) as workers:
         before = counts(workers.deployment)
+        shown = finished(workers) if started is None else 0
         answers = workers.answers()
         counted = counts(workers.deployment)
+        deadline = time.monotonic() + REST_S
+        while started is None and finished(workers) < shown + len(answers):
+            assert time.monotonic() < deadline, finished(workers)
+            time.sleep(0.5)
         banners = [BANNER in workers.log(side) for side in ("prefill", "decode")]
     counted.subtract(before)
     record(f"Dynamo {DYNAMO}, {name}", answers, expected, warm_share(counted))
