@@ -88,9 +88,8 @@ def figures(side: str, count: int, rooms: int) -> Record:
     one.rank.run([0] * 20, 1)
     usage, begin = one.usage(), time.perf_counter()
     one.rank.connect(count - 1)
-    others = max(1, count - 1)
-    connected = (time.perf_counter() - begin) / others
-    kib, descriptors = (one.usage() - usage) / others
+    seconds = time.perf_counter() - begin
+    of_all = [*(one.usage() - usage), seconds * 1e3]
     cpu = one.cpu()
     time.sleep(IDLE_S)
     idle = (one.cpu() - cpu) / IDLE_S
@@ -98,13 +97,15 @@ def figures(side: str, count: int, rooms: int) -> Record:
     short, clock = one.seconds(rooms, WINDOW)
     many, _ = one.seconds(rooms, max(WINDOW, count))
     long, _ = one.seconds(rooms // LONG, WINDOW // LONG, LONG)
+    names = ("KiB a peer", "descriptors a peer", "connect ms")
+    each = {name: of / (count - 1) for name, of in zip(names, of_all, strict=True) if count > 1}
     return {
-        "KiB a peer": kib, "descriptors a peer": descriptors, "connect ms": connected * 1e3,
         "idle us/s": idle * 1e6, **quantiles(first, "first READY "),
         "us a message": short / MESSAGES * 1e6,
         "us a message, all ask at once": many / MESSAGES * 1e6,
         "us a further segment": (long - short) / (LONG - 1) * 1e6,
         "rooms/s of a full thread": 1 / short, "rooms/s here": 1 / clock, "busy": short / clock,
+        **each,
     }  # fmt: skip
 
 

@@ -197,6 +197,7 @@ class _Reading:
     def _connect(self, count: int) -> None:
         for _ in range(count):
             socket = new_socket(self._context, zmq.DEALER, HOST, Times())
+            socket.setsockopt(zmq.IMMEDIATE, 1)  # it can send once it is connected
             socket.connect(self._address)
             self.readers[socket] = draw_instance()
             self._poller.register(socket)
