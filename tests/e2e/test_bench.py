@@ -100,5 +100,6 @@ def test_cold_measures_each_way(tmp_path: Path) -> None:
     assert all(r["warm"] > 3 and r["cold"] < 1.3 for r in parts["by prompt length"])
     growing = parts["by tokens generated"]
     assert [r["to_token"] for r in growing] == [16, 32, 64, 96, 128, 160, 16, 32]
-    assert all(r["warm"] > 2.5 and r["cold"] < 1.3 for r in growing)
+    assert [r["warm"] for r in growing] == pytest.approx([r["single"] for r in growing], rel=0.1)
+    assert all(r["warm"] > 3 and r["cold"] < 1.3 for r in growing if r["to_token"] <= 16)
     assert "cold drafter, DFLASH" in picture.read_text()
