@@ -2,7 +2,7 @@
 
     channel          from prefill's `send` until the draft KV is in place on all decode ranks
     channel, whole   from there until SGLang's poll says Success: the target's transfer beside it
-    checksum         the channel with `--mixkv-verify checksum`, and as whole
+    unchecked        the channel with `--mixkv-verify off`, and as whole
     bare             one read of as many bytes by one engine from one peer: Mooncake's
                      transfer_sync_read, or a NIXL agent's, asked for its state without a rest
 
@@ -39,7 +39,7 @@ from common import (
 from members import LIMIT_S, LOOK_S
 from reads import BARE, serve, truth
 
-WAYS = ("channel", "checksum")
+WAYS = ("channel", "unchecked")
 DIRECTIONS = ((2, 1), (1, 2))
 BACKENDS = ("mooncake", "nixl")
 TOKENS = tuple(64 << step for step in range(10))  # 0.25 to 128 MiB

@@ -1,6 +1,6 @@
 """Real pairs with the plugin and without: TTFT, tokens a second, memory, start-up.
 
-Two ways stand beside each other: stock and channel, or channel and checksum (--mixkv-verify).
+Two ways stand beside each other: stock and channel, or unchecked (`--mixkv-verify off`) and channel.
 
     pairs     two deployments of the small pair stand side by side, behind a router each, and get
               the same prompts one by one in turns, in an order drawn anew each turn; idle servers
@@ -36,8 +36,8 @@ from sglang_mixkv.tools.client import Answer, stream
 WAYS = ("stock", "channel")
 FLAGS = {
     "stock": (),
-    "channel": ("--enable-mixkv", "--mixkv-verify", "off"),
-    "checksum": ("--enable-mixkv", "--mixkv-verify", "checksum"),
+    "unchecked": ("--enable-mixkv", "--mixkv-verify", "off"),
+    "channel": ("--enable-mixkv",),
 }
 ENV = {"SGLANG_MIXKV_PATIENCE": "5"}
 SIZES = ("2-1", "1-1")
@@ -193,7 +193,7 @@ def checks(ways: tuple[str, ...], parts: dict[str, list[Record]]) -> list[Check]
 def main() -> None:
     parser = options((__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", default="ranks,servers,pairs", help="which to run")
-    parser.add_argument("--ways", default=",".join(WAYS), help="two of stock, channel, checksum")
+    parser.add_argument("--ways", default=",".join(WAYS), help="two of stock, unchecked, channel")
     parser.add_argument("--sizes", default=",".join(SIZES), help="default 2-1,1-1")
     parser.add_argument("--backend", default="mooncake", choices=("mooncake", "nixl"))
     parser.add_argument("--pairs", type=int, default=0, help="requests a way (default 300)")

@@ -29,7 +29,7 @@ def quick(name: str, folder: Path, *options: str) -> dict[str, Any]:
 
 def test_cost_fits_a_line_to_each_method(tmp_path: Path) -> None:
     result = quick("cost", tmp_path, "--backends", "mooncake", "--repeats", "2")
-    ways = {"channel", "checksum"}
+    ways = {"channel", "unchecked"}
     methods = {*ways, *(f"{way}, whole" for way in ways), "bare"}
     lines = {(r["direction"], r["layout"], r["method"]) for r in result["parts"]["lines"]}
     assert lines == {

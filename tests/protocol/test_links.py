@@ -99,6 +99,7 @@ def test_a_link_goes_down(network: Network, seconds: int, backend: str) -> None:
     nobody_waited(result.ended, TIMES.longest_wait)
     assert states(result.before(AT)) == {"warm"}
     if seconds > TIMES.longest_wait:
+        assert "cold" in states(result.during(AT)[:8])
         assert states(result.during(AT)[8:]) == {"cold"}
     assert states(result.of(True)[-5:]) == {"warm"}
 

@@ -102,6 +102,7 @@ def test_a_rank_that_sends_draft_kv_alone(end: str, backend: str) -> None:
     untouched(result, BOUND)
     nobody_waited(result.ended, BOUND)
     assert states(result.before(AT)) == {"warm"}
+    assert "cold" in states(result.during(AT)[:8])
     assert states(result.during(AT)[8:]) == {"cold"}
     assert states(result.of(True)[-5:]) == {"cold" if end == "killed" else "warm"}
 
