@@ -1,6 +1,7 @@
 """Real pairs with the plugin and without: TTFT, tokens a second, memory, start-up.
 
-Two ways stand beside each other: stock and channel, or unchecked (`--mixkv-verify off`) and channel.
+Two ways stand beside each other: stock and channel, or unchecked (`--mixkv-verify off`) and
+channel.
 
     pairs     two deployments of the small pair stand side by side, behind a router each, and get
               the same prompts one by one in turns, in an order drawn anew each turn; idle servers
