@@ -1,59 +1,103 @@
-"""A Markdown table of the rows that tests of faults append to MIXKV_TESTS_EVIDENCE=FILE.
+"""Markdown tables of the rows that tests of faults append to MIXKV_TESTS_EVIDENCE=FILE.
 
     MIXKV_TESTS_EVIDENCE=FILE pytest tests/protocol/test_links.py --full
-    python scripts/faults/table.py FILE
+    python scripts/faults/table.py FILE [--short]
 
-Runs of one test at one commit are one row.
+Runs of one case at one commit are one row; with --short those of one test are.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-HEAD = (
+Run = dict[str, Any]
+ENDS = "warm", "served", "cold", "failed", "gone with it"
+LONG = (
     "what was done", "backend", "runs", "touched requests", "why not warm", "others",
     "slowest other", "wrong", "leaked", "commit", "test",
 )  # fmt: skip
-ORDER = "warm", "served", "cold", "failed"
+SHORT = (
+    "what was done", "runs", "touched: warm", "cold", "failed, gone", "others: warm", "cold",
+    "failed", "slowest, s", "wrong", "leaked",
+)  # fmt: skip
 
 
-def table(lines: Iterable[str]) -> str:
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+def table(lines: Iterable[str], head: Sequence[str], key: Callable[[Run], Any], row: Any) -> str:
+    groups: dict[Any, list[Run]] = {}
     for line in lines:
-        row = json.loads(line)
-        key = tuple(row[name] for name in ("what", "backend", "commit", "test"))
-        groups.setdefault(key, []).append(row)
-    rows = [HEAD, ("---",) * len(HEAD), *(_row(*group) for group in groups.items())]
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+        run = json.loads(line)
+        groups.setdefault(key(run), []).append(run)
+    rows = [head, ["---"] * len(head), *(row(runs) for runs in groups.values())]
+    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in rows)
 
 
-def _row(key: tuple[str, ...], runs: list[dict[str, Any]]) -> tuple[str, ...]:
-    what, backend, commit, test = key
+def case(run: Run) -> Any:
+    return tuple(run[name] for name in ("what", "backend", "commit", "test"))
+
+
+def test(run: Run) -> Any:
+    found = re.search(r"::test_(\w+)", run["test"])
+    assert found is not None, run["test"]
+    return found[1].replace("_", " ")
+
+
+def of_case(runs: list[Run]) -> Sequence[Any]:
+    what, backend, commit, test = case(runs[0])
     reasons = Counter[str]()
     for run in runs:
         reasons += Counter(run["touched"]["reasons"])
-    slowest = max(run["others"].get("slowest", 0.0) for run in runs)
     return (
-        what, backend, str(len(runs)), _ends(run["touched"] for run in runs),
+        what, backend, len(runs), words(ends(runs, "touched")),
         "; ".join(f"{count} {reason}" for reason, count in reasons.most_common()),
-        _ends(run["others"] for run in runs), f"{slowest:.2f} s" if slowest else "",
-        str(sum(run["wrong"] for run in runs)), str(sum(run["leaked"] for run in runs)),
-        f"`{commit}`", f"`{test.rpartition('/')[2]}`",
+        words(ends(runs, "others")), f"{slowest(runs):.2f} s",
+        total(runs, "wrong"), total(runs, "leaked"), f"`{commit}`", f"`{test.rpartition('/')[2]}`",
     )  # fmt: skip
 
 
-def _ends(runs: Iterable[dict[str, Any]]) -> str:
+def of_test(runs: list[Run]) -> Sequence[Any]:
+    touched, others = ends(runs, "touched"), ends(runs, "others")
+    counts = Counter(run["backend"] for run in runs)
+    return (
+        test(runs[0]), ", ".join(f"{count} {name}" for name, count in counts.items()),
+        touched["warm"] + touched["served"], touched["cold"],
+        touched["failed"] + touched["gone with it"], others["warm"] + others["served"],
+        others["cold"], others["failed"], f"{slowest(runs):.2f}",
+        total(runs, "wrong"), total(runs, "leaked"),
+    )  # fmt: skip
+
+
+def ends(runs: list[Run], whose: str) -> Counter[str]:
     found = Counter[str]()
     for run in runs:
-        found += Counter({k: v for k, v in run.items() if k not in ("reasons", "slowest")})
-    names = [*ORDER, *(name for name in found if name not in ORDER)]
+        found += Counter({k: v for k, v in run[whose].items() if k not in ("reasons", "slowest")})
+    return found
+
+
+def words(found: Counter[str]) -> str:
+    names = [*ENDS, *(name for name in found if name not in ENDS)]
     return ", ".join(f"{found[name]} {name}" for name in names if found[name])
 
 
+def slowest(runs: list[Run]) -> float:
+    return max(float(run["others"].get("slowest", 0.0)) for run in runs)
+
+
+def total(runs: list[Run], name: str) -> int:
+    return sum(int(run[name]) for run in runs)
+
+
 if __name__ == "__main__":
-    print(table(Path(sys.argv[1]).read_text().splitlines()))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--short", action="store_true", help="one row a test")
+    options = parser.parse_args()
+    found = options.file.read_text().splitlines()
+    print(
+        table(found, SHORT, test, of_test) if options.short else table(found, LONG, case, of_case)
+    )

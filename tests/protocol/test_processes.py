@@ -30,6 +30,7 @@ BOUND = Times(PATIENCE).longest_wait
 """How long a request waits for draft KV that makes no progress, from its target's arrival."""
 AT = 80  # requests
 RESTART_S = 4
+RESTARTS = {"stopped": 0, "killed": len(STAGES)}
 
 
 @pytest.fixture(autouse=True)
@@ -43,14 +44,14 @@ def full(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.full)
 
 
-def flow(rank: Key, seconds: float = 10, **more: Any) -> Flow:
+def flow(rank: Key, seconds: float = 10, every: float = 0.05, **more: Any) -> Flow:
     """Requests to what the rank belongs to, and to others: long enough for what lasts so long, and
     for the probe after it."""
     tail = int(20 * (min(seconds, LONGEST_WAIT) + 6))
     most = int(2 * (AT + 20 * (seconds + 5) + tail))
     sides = {"decodes": 2} if rank[0] == "decode" else {"prefills": 2}
     touched = rank if rank[0] == "decode" else ("prefill", 0)
-    return Flow(most, tail, touched=touched, every=0.05, **sides, **more)
+    return Flow(most, tail, touched=touched, every=every, **sides, **more)
 
 
 def stopped(rank: Key, seconds: float) -> Act:
@@ -140,33 +141,35 @@ def test_a_decode_rank_is_killed(restart: bool) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("rank", [DRAFT_ONLY, TARGET, DECODE], ids=["draft", "target", "decode"])
 @pytest.mark.parametrize("end", ["stopped", "killed"])
-def test_at_each_stage(end: str) -> None:
-    """Of a room, one after the other. A rank that is killed takes its server with it."""
+def test_at_each_stage(end: str, rank: Key) -> None:
+    """Of a room of its own, one after the other. A prefill rank that is killed takes its server
+    with it."""
+    others = [one for one in ALL_OF_A if one != rank] if rank in ALL_OF_A else []
 
     def at(stage: str) -> Act:
         def act(ring: Ring) -> None:
             if end == "killed":
-                ring.at_stage(stage, lambda: ring.kill(DRAFT_ONLY))
-                killed(TARGET)(ring)
-                ring.start(*ALL_OF_A)
+                ring.at_stage(stage, lambda: ring.kill(rank))
+                killed(*others)(ring)
+                ring.start(rank, *others)
             else:
-                ring.at_stage(stage, lambda: ring.stop(DRAFT_ONLY))
+                ring.at_stage(stage, lambda: ring.stop(rank))
                 time.sleep(2)
-                ring.go_on(DRAFT_ONLY)
+                ring.go_on(rank)
             time.sleep(3)
 
         return act
 
     acts = {AT + number: at(stage) for number, stage in enumerate(STAGES)}
-    what = f"{NAMES[DRAFT_ONLY]} is {end} once at each stage of a room"
-    restarts = len(STAGES) if end == "killed" else 0
-    several = Flow(2400, 200, prefills=2, every=0.1, tokens=32, restarts=restarts)
+    what = f"{NAMES[rank]} is {end} once at each stage of a room"
+    several = flow(rank, 60, every=0.1, tokens=32, held=rank, restarts=RESTARTS[end])
     result = run(several, acts, what)
     assert result.found(late=False) == []
     untouched(result, BOUND)
     by_sglang_alone(result)
-    if end == "stopped":
+    if (end, rank) == ("stopped", DRAFT_ONLY):
         assert failed(result.ended) == []
         nobody_waited(result.ended, BOUND)
     assert states(result.of(True)[-5:]) == {"warm"}

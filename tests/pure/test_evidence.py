@@ -24,8 +24,16 @@ def test_runs_of_one_test_are_one_row(tmp_path: Path, monkeypatch: pytest.Monkey
         others = {**evidence.outcomes(ends[:1]), "slowest": 0.25}
         row = {"touched": touched, "others": others, "wrong": 0, "leaked": 1}
         evidence.publish({"what": "it is stopped", "backend": "nixl", **row})
-    done = subprocess.run([sys.executable, TABLE, file], text=True, check=True, capture_output=True)
-    row = done.stdout.splitlines()[2]
+    row = lines_of(file)[2]
     assert row.startswith("| it is stopped | nixl | 2 | 2 warm, 2 cold, 4 failed | ")
     assert "4 failed: after N s; 2 cold: deadline | 2 warm | 0.25 s | 0 | 2 | `" in row
-    assert len(done.stdout.splitlines()) == 3
+    assert len(lines_of(file)) == 3
+    name = "runs of one test are one row"
+    short = f"| {name} | 2 nixl | 2 | 2 | 4 | 2 | 0 | 0 | 0.25 | 0 | 2 |"
+    assert lines_of(file, "--short")[2:] == [short]
+
+
+def lines_of(file: Path, *options: str) -> list[str]:
+    command = [sys.executable, str(TABLE), str(file), *options]
+    done = subprocess.run(command, text=True, check=True, capture_output=True)
+    return done.stdout.splitlines()

@@ -86,7 +86,7 @@ class Ring(Servers):
         self._case.shared.closed[key[1]] = 0
 
     def at_stage(self, stage: str, act: Callable[[], object]) -> None:
-        """Once a room of prefill rank 1 is there (rig/stages.py)."""
+        """Once a room that is `held` is there (rig/stages.py)."""
         self._case.shared.stop.act(stage, act)
 
     def _signal(self, number: signal.Signals, *keys: Key) -> None:

@@ -45,8 +45,9 @@ class Flow:
     a request at most each `every` seconds from each server. `touched`: the prefill server, or the
     decode rank, that meets the fault. `hosts`: namespaces and addresses of ranks that are not on
     this machine's loopback. `stock`: without the plugin, and with a drafter of one head, which
-    SGLang moves rightly. `same_ports`: a rank that starts again has its channel's port again.
-    `restarts`: how many prefill servers start again."""
+    SGLang moves rightly. `held`: the rank whose rooms are held at a stage (stages.py).
+    `same_ports`: a rank that starts again has its channel's port again. `restarts`: how many
+    servers, or ranks, start again."""
 
     requests: int
     tail: int = 100
@@ -56,6 +57,7 @@ class Flow:
     every: float = 0.0
     tokens: int = 96
     touched: Key = ("prefill", 0)
+    held: Key = ("prefill", 1)
     hosts: Mapping[Key, tuple[int, str]] = field(default_factory=dict)
     stock: bool = False
     same_ports: bool = False

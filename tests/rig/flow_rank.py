@@ -23,8 +23,6 @@ from rig.rank import Rank, left_behind, reason_of
 from rig.resources import SLACK, leaks, resources
 from rig.stages import Port, hold_in_decode, hold_in_prefill
 
-MET = ("prefill", 1)
-"""The rank whose rooms are held at a stage."""
 STUCK_S = 60
 DROPPED_S = 5
 WARM = 35  # requests, after which a rank has made all that it needs
@@ -65,15 +63,22 @@ class FlowRank(Rank):
         if (outbox := getattr(self.manager, "outbox", None)) is not None:
             closed = self.case.shared.closed
             outbox._query_events = Port(outbox, lambda: bool(closed[self.rank]))
-            if (self.side, self.rank) == MET:
-                hold_in_prefill(outbox, stop)
+            if self.flow.held[0] == "decode" or self.flow.held == (self.side, self.rank):
+                hold_in_prefill(outbox, stop, self._room_is_met)
         if (inbox := getattr(self.manager, "inbox", None)) is not None:
-            hold_in_decode(inbox, stop, self._is_met)
+            hold_in_decode(inbox, stop, self._peer_is_met)
 
-    def _is_met(self, peer: bytes) -> bool:
+    def _room_is_met(self, room: int) -> bool:
+        held = self.flow.held
+        return held[0] == "prefill" or self._decode_of(room - self.rooms()[0]) == held[1]
+
+    def _peer_is_met(self, peer: bytes) -> bool:
+        side, rank = self.flow.held
+        if side == "decode":
+            return self.rank == rank
         row = self.manager.inbox._peers._rows.get(peer)
         server = self.manager.servers.name_of(peer)
-        return row is not None and (server, row.attn_tp_rank) == (self.address(0), MET[1])
+        return row is not None and (server, row.attn_tp_rank) == (self.address(0), rank)
 
     def _host_of(self, server: int) -> str:
         return self.flow.hosts.get(("prefill", 2 * server), (0, Rank.host))[1]

@@ -41,7 +41,7 @@ class Stop:
             self._held.value = 0
 
     def at(self, stage: str, is_met: Callable[[], bool] = lambda: True) -> None:
-        """A rank's: a room is there. `is_met`: whether it is one of the rank that meets it."""
+        """A rank's: a room is there. `is_met`: whether it meets the fault."""
         if self._stage.value != STAGES.index(stage) or not is_met():
             return
         self._stage.value, self._held.value = -1, 1
@@ -50,24 +50,25 @@ class Stop:
             time.sleep(0.0005)
 
 
-def hold_in_prefill(outbox: Any, stop: Stop) -> None:
+def hold_in_prefill(outbox: Any, stop: Stop, is_met: Callable[[int], bool]) -> None:
+    """`is_met`: whether a room meets the fault."""
     pack, send = outbox._pack, outbox._send
 
     def packs(job: Any) -> Any:
-        packed = pack(job)
-        stop.at("packed")
+        packed, room = pack(job), outbox._rooms._uses.get(job.use)
+        stop.at("packed", lambda: room is not None and is_met(room.bootstrap_room))
         return packed
 
     def sends(action: Any) -> None:
         send(action)
         if isinstance(action.message, Ready):
-            stop.at("ready")
+            stop.at("ready", lambda: is_met(action.message.room))
 
     outbox._pack, outbox._send = packs, sends
 
 
 def hold_in_decode(inbox: Any, stop: Stop, is_met: Callable[[bytes], bool]) -> None:
-    """`is_met`: whether a peer is the rank that meets the fault."""
+    """`is_met`: whether rooms at a peer meet the fault."""
     peers, fetches, copier = inbox._peers, inbox._fetches, inbox._copier
     send, start, handle, copy = peers.send, fetches.start, inbox._handle, copier._copy
 
