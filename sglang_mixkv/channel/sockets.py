@@ -137,7 +137,11 @@ def new_context() -> zmq.Context[zmq.Socket[bytes]]:
 def new_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, times: Times
 ) -> zmq.Socket[bytes]:
-    """A message is delivered within `times.delivery` or lost, with its connection."""
+    """A message is delivered within `times.delivery` or lost, with its connection.
+
+    A connection is tried again every few seconds. The kernel alone would ask a host that does not
+    answer at growing intervals, up to a minute after its link is back.
+    """
     socket = context.socket(kind)
     limit = int(times.delivery * 1000)
     socket.setsockopt(zmq.IPV6, int(":" in host))
@@ -146,6 +150,7 @@ def new_socket(
     socket.setsockopt(zmq.TCP_MAXRT, limit)
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(limit * HEARTBEAT))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, limit)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     return socket

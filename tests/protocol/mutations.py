@@ -49,6 +49,10 @@ MUTATIONS = {
         "channel/sockets.py", "int(limit * HEARTBEAT)", "0",
         SOCKETS + "the_connection_of_a_stopped_peer_is_given_up",
     ),
+    "a host that did not answer is asked again when the kernel likes": Mutation(
+        "channel/sockets.py", "zmq.CONNECT_TIMEOUT, 2000", "zmq.CONNECT_TIMEOUT, 0",
+        SOCKETS + "a_host_that_does_not_answer_is_asked_again_soon",
+    ),
     "a message waits in a socket that has no connection": Mutation(
         "decode/peers.py", "zmq.IMMEDIATE, 1", "zmq.IMMEDIATE, 0",
         THREADS + "a_room_does_not_wait_for_a_prefill_rank_that_is_gone",

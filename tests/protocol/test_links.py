@@ -147,10 +147,14 @@ def test_a_link_is_slow(network: Network, rate: str, backend: str) -> None:
 @backends
 @pytest.mark.parametrize(("seconds", "beside"), [(10, False), full(10, True), full(40, True)])
 def test_all_links_of_a_server_go_down(
-    network: Network, seconds: int, beside: bool, backend: str
+    network: Network, seconds: int, beside: bool, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its requests fail or wait by SGLang's own rules, which gives it up after some 4 s, and for
-    no other reason than without the plugin. The others notice nothing."""
+    no other reason than without the plugin. The others notice nothing.
+
+    Later its requests may wait for some 30 s more: decode's sockets to the prefill ranks' own
+    ports, SGLang's, try to connect at the kernel's growing intervals."""
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "50")
     cut = for_a_while(network, seconds, network.cut, *A_HOSTS)
     what = f"all links of a prefill server are down for {seconds} s"
     result = run(flow(network, seconds), {AT: cut}, what)

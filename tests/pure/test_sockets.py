@@ -6,12 +6,14 @@ import multiprocessing as mp
 import os
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from sglang_mixkv.channel import sockets
 from sglang_mixkv.channel.messages import MAX_BYTES
@@ -152,3 +154,18 @@ def test_the_connection_of_a_stopped_peer_is_given_up(router: zmq.Socket[bytes])
     finally:
         process.kill()
         process.join()
+
+
+def test_a_host_that_does_not_answer_is_asked_again_soon() -> None:
+    """Not at the kernel's growing intervals. Here it drops what comes: its queue is full."""
+    context = new_context()
+    with socket.create_server((HOST, 0), backlog=0) as full, socket.socket() as first:
+        first.connect(full.getsockname())
+        dealer = new_socket(context, zmq.DEALER, HOST, Times())
+        monitor = dealer.get_monitor_socket(zmq.EVENT_CONNECT_RETRIED)
+        dealer.connect(f"tcp://{HOST}:{full.getsockname()[1]}")
+        assert monitor.poll(10_000)
+        event = parse_monitor_message(monitor.recv_multipart())["event"]
+        assert event == zmq.EVENT_CONNECT_RETRIED
+        dealer.disable_monitor()
+        context.destroy(linger=0)

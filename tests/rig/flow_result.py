@@ -47,9 +47,11 @@ class Result:
         return [one for one in self.of(touched) if one.began > self.marks[mark][1]]
 
     def during(self, mark: int, touched: bool = True) -> list[Ended]:
-        """Of these, those that began meanwhile."""
+        """Of these, those that began and ended meanwhile: one that is there when the fault ends
+        may be served."""
         began, ended = self.marks[mark]
-        return [one for one in self.of(touched) if began < one.began < ended]
+        of = self.of(touched)
+        return [one for one in of if began < one.began and one.began + one.seconds < ended]
 
     def before(self, mark: int, touched: bool = True) -> list[Ended]:
         """Of these, those that ended before an action began."""
