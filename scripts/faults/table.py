@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 Run = dict[str, Any]
+ALONE = " alone"  # of the backend, without the plugin
 ENDS = "warm", "served", "cold", "failed", "gone with it"
 LONG = (
     "what was done", "backend", "runs", "touched requests", "why not warm", "others",
@@ -44,7 +45,11 @@ def case(run: Run) -> Any:
 def test(run: Run) -> Any:
     found = re.search(r"::test_(\w+)", run["test"])
     assert found is not None, run["test"]
-    return found[1].replace("_", " ")
+    return found[1].replace("_", " ") + ", stock" * is_stock(run)
+
+
+def is_stock(run: Run) -> bool:
+    return str(run["backend"]).endswith(ALONE)
 
 
 def of_case(runs: list[Run]) -> Sequence[Any]:
@@ -62,7 +67,7 @@ def of_case(runs: list[Run]) -> Sequence[Any]:
 
 def of_test(runs: list[Run]) -> Sequence[Any]:
     touched, others = ends(runs, "touched"), ends(runs, "others")
-    counts = Counter(run["backend"] for run in runs)
+    counts = Counter(run["backend"].removesuffix(ALONE) for run in runs)
     return (
         test(runs[0]), ", ".join(f"{count} {name}" for name, count in counts.items()),
         touched["warm"] + touched["served"], touched["cold"],

@@ -23,14 +23,16 @@ def test_runs_of_one_test_are_one_row(tmp_path: Path, monkeypatch: pytest.Monkey
         touched = {**evidence.outcomes(ends), "slowest": 3.0}
         others = {**evidence.outcomes(ends[:1]), "slowest": 0.25}
         row = {"touched": touched, "others": others, "wrong": 0, "leaked": 1}
-        evidence.publish({"what": "it is stopped", "backend": "nixl", **row})
-    row = lines_of(file)[2]
-    assert row.startswith("| it is stopped | nixl | 2 | 2 warm, 2 cold, 4 failed | ")
-    assert "4 failed: after N s; 2 cold: deadline | 2 warm | 0.25 s | 0 | 2 | `" in row
+        evidence.publish({**row, "what": "it is stopped", "backend": "nixl"})
+    long = lines_of(file)[2]
+    assert long.startswith("| it is stopped | nixl | 2 | 2 warm, 2 cold, 4 failed | ")
+    assert "4 failed: after N s; 2 cold: deadline | 2 warm | 0.25 s | 0 | 2 | `" in long
     assert len(lines_of(file)) == 3
     name = "runs of one test are one row"
     short = f"| {name} | 2 nixl | 2 | 2 | 4 | 2 | 0 | 0 | 0.25 | 0 | 2 |"
-    assert lines_of(file, "--short")[2:] == [short]
+    evidence.publish({**row, "what": "it is stopped", "backend": "nixl alone"})
+    stock = f"| {name}, stock | 1 nixl | 1 | 1 | 2 | 1 | 0 | 0 | 0.25 | 0 | 1 |"
+    assert lines_of(file, "--short")[2:] == [short, stock]
 
 
 def lines_of(file: Path, *options: str) -> list[str]:
