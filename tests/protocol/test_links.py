@@ -154,7 +154,8 @@ def test_all_links_of_a_server_go_down(
 
     Later its requests may wait for some 30 s more: decode's sockets to the prefill ranks' own
     ports, SGLang's, try to connect at the kernel's growing intervals."""
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "50")
+    for what in ("BOOTSTRAP", "WAITING"):
+        monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{what}_TIMEOUT", "50")
     cut = for_a_while(network, seconds, network.cut, *A_HOSTS)
     what = f"all links of a prefill server are down for {seconds} s"
     result = run(flow(network, seconds), {AT: cut}, what)
