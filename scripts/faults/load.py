@@ -34,6 +34,7 @@ ENABLE = ("--enable-mixkv",)
 WARM, COLD = "channel_warm", "channel_cold"
 COLD_SHARE = 0.001
 SLACK = 256 << 10  # bytes
+BETWEEN_S = 10
 
 
 @dataclass
@@ -72,7 +73,10 @@ def crowds(requests: int, seed: int) -> list[Crowd]:
     return [Crowd(requests // len(AT_ONCE), seed * 10 + i, n) for i, n in enumerate(AT_ONCE)]
 
 
-def one_round(servers: Servers, known: Known, asked: list[Crowd], minutes: float) -> Round:
+def one_round(
+    servers: Servers, known: Known, asked: list[Crowd], minutes: float, last: bool
+) -> Round:
+    """What a hung up request leaves is there for 60 s x patience: looked at after the last."""
     found, before, begin = Round(), servers.rooms(), time.monotonic()
     parts: list[Part] = []
     for crowd in again(asked):
@@ -80,7 +84,10 @@ def one_round(servers: Servers, known: Known, asked: list[Crowd], minutes: float
         if len(parts) >= len(asked) and time.monotonic() - begin >= 60 * minutes:
             break
     found.add(parts)
-    return ended(found, servers, before)
+    if last:
+        return ended(found, servers, before)
+    servers.held(BETWEEN_S)
+    return counted(found, servers, before)
 
 
 def again(asked: list[Crowd]) -> Iterator[Crowd]:
@@ -90,7 +97,12 @@ def again(asked: list[Crowd]) -> Iterator[Crowd]:
 
 def ended(found: Round, servers: Servers, before: Counter[str]) -> Round:
     """With what is left of the round."""
-    found.held, found.rooms = servers.held(), servers.rooms()
+    found.held = servers.held()
+    return counted(found, servers, before)
+
+
+def counted(found: Round, servers: Servers, before: Counter[str]) -> Round:
+    found.rooms = servers.rooms()
     found.rooms.subtract(before)
     found.memory = servers.memory()
     return found
@@ -141,7 +153,8 @@ def main() -> int:
     ):
         for number in range(1, options.rounds + 1):
             asked = crowds(options.requests, options.seed + number)
-            done = one_round(servers, known, asked, options.minutes)
+            last = number == options.rounds
+            done = one_round(servers, known, asked, options.minutes, last)
             if options.memory:
                 done.held += grown(rounds.get("round 1", done), done)
             rounds[f"round {number}"] = done
