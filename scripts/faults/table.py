@@ -24,8 +24,8 @@ LONG = (
     "slowest other", "wrong", "leaked", "commit", "test",
 )  # fmt: skip
 SHORT = (
-    "what was done", "runs", "touched: warm", "cold", "failed, gone", "others: warm", "cold",
-    "failed", "slowest, s", "wrong", "leaked",
+    "what was done", "runs: Mooncake, NIXL", "touched: warm, cold, failed or gone",
+    "others: warm, cold, failed", "slowest other",
 )  # fmt: skip
 
 
@@ -67,13 +67,13 @@ def of_case(runs: list[Run]) -> Sequence[Any]:
 
 def of_test(runs: list[Run]) -> Sequence[Any]:
     touched, others = ends(runs, "touched"), ends(runs, "others")
-    counts = Counter(run["backend"].removesuffix(ALONE) for run in runs)
+    over_mooncake = sum(run["backend"].startswith("mooncake") for run in runs)
+    warm, lost = touched["warm"] + touched["served"], touched["failed"] + touched["gone with it"]
+    others_warm = others["warm"] + others["served"]
     return (
-        test(runs[0]), ", ".join(f"{count} {name}" for name, count in counts.items()),
-        touched["warm"] + touched["served"], touched["cold"],
-        touched["failed"] + touched["gone with it"], others["warm"] + others["served"],
-        others["cold"], others["failed"], f"{slowest(runs):.2f}",
-        total(runs, "wrong"), total(runs, "leaked"),
+        test(runs[0]), f"{over_mooncake}, {len(runs) - over_mooncake}",
+        f"{warm}, {touched['cold']}, {lost}",
+        f"{others_warm}, {others['cold']}, {others['failed']}", f"{slowest(runs):.2f} s",
     )  # fmt: skip
 
 
@@ -103,6 +103,9 @@ if __name__ == "__main__":
     parser.add_argument("--short", action="store_true", help="one row a test")
     options = parser.parse_args()
     found = options.file.read_text().splitlines()
-    print(
-        table(found, SHORT, test, of_test) if options.short else table(found, LONG, case, of_case)
-    )
+    if options.short:
+        every = [json.loads(line) for line in found]
+        print(table(found, SHORT, test, of_test))
+        print(f"\nIn all: {total(every, 'wrong')} wrong, {total(every, 'leaked')} leaked.")
+    else:
+        print(table(found, LONG, case, of_case))
