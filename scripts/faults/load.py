@@ -35,6 +35,7 @@ WARM, COLD = "channel_warm", "channel_cold"
 COLD_SHARE = 0.001
 SLACK = 256 << 10  # bytes
 BETWEEN_S = 10
+"""For a round's last requests to end, and their counts to be written."""
 
 
 @dataclass
@@ -76,7 +77,8 @@ def crowds(requests: int, seed: int) -> list[Crowd]:
 def one_round(
     servers: Servers, known: Known, asked: list[Crowd], minutes: float, last: bool
 ) -> Round:
-    """What a hung up request leaves is there for 60 s x patience: looked at after the last."""
+    """What a hung up request leaves may stay for ten minutes (`Times.early_room`): looked at after
+    the last."""
     found, before, begin = Round(), servers.rooms(), time.monotonic()
     parts: list[Part] = []
     for crowd in again(asked):

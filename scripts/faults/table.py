@@ -12,7 +12,7 @@ import argparse
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,14 @@ SHORT = (
 )  # fmt: skip
 
 
-def table(lines: Iterable[str], head: Sequence[str], key: Callable[[Run], Any], row: Any) -> str:
+def table(
+    runs: list[Run],
+    head: Sequence[str],
+    key: Callable[[Run], Any],
+    row: Callable[[list[Run]], Sequence[Any]],
+) -> str:
     groups: dict[Any, list[Run]] = {}
-    for line in lines:
-        run = json.loads(line)
+    for run in runs:
         groups.setdefault(key(run), []).append(run)
     rows = [head, ["---"] * len(head), *(row(runs) for runs in groups.values())]
     return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in rows)
@@ -102,10 +106,9 @@ if __name__ == "__main__":
     parser.add_argument("file", type=Path)
     parser.add_argument("--short", action="store_true", help="one row a test")
     options = parser.parse_args()
-    found = options.file.read_text().splitlines()
+    every = [json.loads(line) for line in options.file.read_text().splitlines()]
     if options.short:
-        every = [json.loads(line) for line in found]
-        print(table(found, SHORT, test, of_test))
+        print(table(every, SHORT, test, of_test))
         print(f"\nIn all: {total(every, 'wrong')} wrong, {total(every, 'leaked')} leaked.")
     else:
-        print(table(found, LONG, case, of_case))
+        print(table(every, LONG, case, of_case))

@@ -152,8 +152,8 @@ def test_all_links_of_a_server_go_down(
     """Its requests fail or wait by SGLang's own rules, which gives it up after some 4 s, and for
     no other reason than without the plugin. The others notice nothing.
 
-    Later its requests may wait for some 30 s more: decode's sockets to the prefill ranks' own
-    ports, SGLang's, try to connect at the kernel's growing intervals."""
+    Later its requests may wait for as long again: decode's sockets to the prefill ranks' own ports,
+    SGLang's, try to connect at the kernel's growing intervals."""
     for what in ("BOOTSTRAP", "WAITING"):
         monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{what}_TIMEOUT", "50")
     cut = for_a_while(network, seconds, network.cut, *A_HOSTS)
@@ -163,6 +163,7 @@ def test_all_links_of_a_server_go_down(
     untouched(result, TIMES.longest_wait)
     lost = {kind(one.reason) for one in failed(result.of(True))}
     assert not any("sglang-mixkv" in reason for reason in lost)
+    nobody_waited(result.of(True), seconds)
     assert states(result.of(True)[-5:]) == {"warm"}
     if beside:
         stock = run(replace(flow(network, seconds), stock=True), {AT: cut}, what)
