@@ -155,15 +155,7 @@ class DraftManager:
     def check_integrity(self) -> list[str]:
         """What is wrong with an idle rank: ended threads, and anything left of a room."""
         found = [*self.miscounts, *(self.outbox.check() if self.outbox is not None else ())]
-        found += self.inbox.check() if self.inbox is not None else []
-        for name in (
-            "request_status", "transfer_infos", "req_to_decode_prefix_len",
-            "prefill_response_tracker", "required_prefill_response_num_table",
-        ):  # fmt: skip
-            left = getattr(self, name, None)
-            if isinstance(left, dict) and left:
-                found.append(f"{name} holds {sorted(left, key=str)[:5]}")
-        return found
+        return [*found, *(self.inbox.check() if self.inbox is not None else ())]
 
     def _banner(self, local: Local) -> str:
         whose = f"sglang-mixkv {__version__} (SGLang {sglang_version()}): {local.mode}"

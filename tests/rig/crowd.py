@@ -70,6 +70,9 @@ TIMEOUTS = {
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
 }
 
+SGLANG_S = 180.0
+"""More than the longest of them."""
+
 Prompt = list[int]
 
 
@@ -352,7 +355,7 @@ class Servers:
         now, deadline = str(time.time()), time.monotonic() + SETTLED_S
         (self._states / watched_server.ASKED).write_text(now)
         while True:
-            states = {p.stem: json.loads(p.read_text()) for p in self._states.glob("*.json")}
+            states = self._states_of_ranks()
             if all(state.get("asked") == now for state in states.values()):
                 return states
             assert time.monotonic() < deadline, "a rank does not say what it holds"
@@ -366,7 +369,7 @@ class Servers:
                 self.fleet.check()
             except ServerDied as error:
                 return [str(error)]
-            states = {p.stem: json.loads(p.read_text()) for p in self._states.glob("*.json")}
+            states = self._states_of_ranks()
             fresh = bool(states) and all(s["at"] > now + 1 for s in states.values())
             found = [f"rank {pid}: {left}" for pid, s in states.items() for left in s["left"]]
             found += [
@@ -375,3 +378,16 @@ class Servers:
             if (fresh and not found) or time.monotonic() > deadline:
                 return found if fresh else [*found, "a rank does not say what it holds"]
             time.sleep(watched_server.EVERY_S)
+
+    def tables(self) -> list[str]:
+        """What SGLang's own tables hold, once its time-outs are over."""
+        deadline = time.monotonic() + SGLANG_S
+        while True:
+            states = self._states_of_ranks()
+            found = [f"rank {pid}: {left}" for pid, s in states.items() for left in s["tables"]]
+            if not found or time.monotonic() > deadline:
+                return found
+            time.sleep(watched_server.EVERY_S)
+
+    def _states_of_ranks(self) -> dict[str, Any]:
+        return {p.stem: json.loads(p.read_text()) for p in self._states.glob("*.json")}

@@ -15,6 +15,7 @@ from rig.host_cache import HostCache, pass_through
 from rig.memory import Memory
 from rig.model import Case
 from rig.releases import Releases
+from rig.watched_server import tables
 
 from sglang_mixkv.decode.events import State
 
@@ -422,6 +423,6 @@ def left_behind(manager: Any, seconds: float = 2) -> list[str]:
         threads = getattr(manager, "_worker_threads", ())  # NIXL's keeps none
         return [f"thread {t.name} has ended" for t in threads if not t.is_alive()]
     deadline = time.monotonic() + seconds
-    while (found := check()) and time.monotonic() < deadline:
+    while (found := [*check(), *tables(manager)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return [f"left behind: {line}" for line in found]

@@ -3,6 +3,7 @@
     idle     SGLang knows of no open request; its own check of pages and request slots has then
              run, which ends a server that leaks
     left     what `check_integrity` finds; nothing without the plugin
+    tables   what SGLang's tables of rooms hold
     asked, bytes
              what code of the plugin has allocated in Python and not given back, of when the file
              ASKED was written last; with TRACE_ENV alone, as each allocation then costs more
@@ -25,17 +26,31 @@ STATE_DIR_ENV = "MIXKV_TESTS_STATE_DIR"
 TRACE_ENV = "MIXKV_TESTS_TRACE"
 ASKED = "asked"
 EVERY_S = 0.5
+TABLES = (
+    "request_status", "transfer_infos", "req_to_decode_prefix_len",
+    "prefill_response_tracker", "required_prefill_response_num_table",
+)  # fmt: skip
 OF_PLUGIN = tracemalloc.Filter(True, "*/sglang_mixkv/*")
 
 
 def state(scheduler: Any) -> dict[str, Any]:
     prefill = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
     queue = prefill or scheduler.disagg_decode_prealloc_queue
+    manager = queue.kv_manager
     return {
         "at": time.time(),
         "idle": bool(scheduler.is_fully_idle()),
-        "left": getattr(queue.kv_manager, "check_integrity", list)(),
+        "left": getattr(manager, "check_integrity", list)(),
+        "tables": tables(manager),
     }
+
+
+def tables(manager: Any) -> list[str]:
+    """What SGLang's tables of rooms hold in an idle manager, with the plugin or without."""
+    left = {name: getattr(manager, name, None) for name in TABLES}
+    return [
+        f"{n} holds {sorted(t, key=str)[:5]}" for n, t in left.items() if isinstance(t, dict) and t
+    ]
 
 
 def plugin_bytes() -> int:
