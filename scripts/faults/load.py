@@ -24,7 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from rig.crowd import BYTES, Crowd, Known, Part, Servers, known_answers  # noqa: E402
+from rig.crowd import BYTES, Crowd, Part, Servers  # noqa: E402
+from rig.known import Known, known_answers  # noqa: E402
 
 from mixkv_demo.launch import Topology  # noqa: E402
 from mixkv_demo.pair import PAIRS  # noqa: E402

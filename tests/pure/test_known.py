@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rig import crowd
+from rig import known as of_single
 
 from mixkv_demo.servers import Deployment
 from sglang_mixkv.tools.client import Answer
@@ -24,15 +24,15 @@ class Stub:
 
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> crowd.Known:
+def known(monkeypatch: pytest.MonkeyPatch) -> of_single.Known:
     def generate(url: str, body: dict[str, Any], *_: Any) -> Answer:
         return answer(*CONTINUES[tuple(body["input_ids"][len(PROMPT) :])])
 
-    monkeypatch.setattr(crowd, "generate", generate)
-    monkeypatch.setattr(crowd.requests, "post", lambda *_, **__: None)
+    monkeypatch.setattr(of_single, "generate", generate)
+    monkeypatch.setattr(of_single.requests, "post", lambda *_, **__: None)
     single: Any = Stub()
     of_tp_2: Deployment = single
-    made = crowd.Known(single, lambda: of_tp_2)
+    made = of_single.Known(single, lambda: of_tp_2)
     made.learn([PROMPT])
     return made
 
@@ -50,9 +50,13 @@ def known(monkeypatch: pytest.MonkeyPatch) -> crowd.Known:
     ids=["close", "another rest", "shorter", "moves as far", "far", "not among the first"],
 )
 def test_an_answer_is_a_tie(
-    known: crowd.Known, monkeypatch: pytest.MonkeyPatch, gaps: list[float], tokens: Any, tie: bool
+    known: of_single.Known,
+    monkeypatch: pytest.MonkeyPatch,
+    gaps: list[float],
+    tokens: Any,
+    tie: bool,
 ) -> None:
     """`gaps`: what is measured where they part; far apart at all other places."""
     left = iter(gaps)
-    monkeypatch.setattr(crowd, "gap", lambda *_: next(left, 10.0))
+    monkeypatch.setattr(of_single, "gap", lambda *_: next(left, 10.0))
     assert known.is_tie(PROMPT, answer(*tokens)) is tie
