@@ -80,8 +80,8 @@ def crowds(requests: int, seed: int) -> list[Crowd]:
 def one_round(
     servers: Servers, known: Known, asked: list[Crowd], minutes: float, last: bool
 ) -> Round:
-    """What a hung up request leaves may stay for ten minutes (`Times.early_room`): looked at after
-    the last."""
+    """What a hung up request leaves may stay for minutes (`Times.early_room`): looked at after the
+    last."""
     found, before, begin = Round(), servers.rooms(), time.monotonic()
     parts: list[Part] = []
     for crowd in again(asked):

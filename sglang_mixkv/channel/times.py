@@ -1,4 +1,4 @@
-"""The channel's times, in seconds. All of them scale with one setting, SGLANG_MIXKV_PATIENCE.
+"""The channel's times, in seconds. They scale with one setting, SGLANG_MIXKV_PATIENCE.
 
 They are short because a cold drafter is cheap and waiting is not: without its KV a drafter loses
 4 to 25 % of its accept length, so 500 generated tokens take some 0.1 to 0.8 s longer.
@@ -10,7 +10,10 @@ import msgspec
 
 
 class Times(msgspec.Struct, frozen=True):
+    """`timeouts`: how long a request may wait by SGLang's own, on both sides together."""
+
     patience: float = 1.0
+    timeouts: float = 600.0
 
     @property
     def shortest_wait(self) -> float:
@@ -65,5 +68,5 @@ class Times(msgspec.Struct, frozen=True):
 
     @property
     def early_room(self) -> float:
-        """How long an OPEN waits for its request: longer than SGLang's own time-outs of 300 s."""
-        return 600.0
+        """How long an OPEN waits for its request."""
+        return self.timeouts

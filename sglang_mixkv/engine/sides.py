@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.runtime_context import get_device, get_spec
 
 from sglang_mixkv import __version__
@@ -43,7 +44,7 @@ class Local:
         self.aux_item_lens = tuple(kv_args.aux_item_lens)
         self.ib_device = getattr(kv_args, "ib_device", None) or ""
         self.backend, self.mode = backend, mode
-        self.times = Times(float(os.environ.get(PATIENCE_ENV) or 1))
+        self.times = times()
         self.instance = draw_instance()
         self.notes = Notes(mode, self.config.stats_dir, metrics_for(mode))
 
@@ -104,6 +105,14 @@ class Local:
         """SGLANG_MIXKV_PORT plus this rank's number on its node; 0: any free one."""
         base = int(os.environ.get(PORT_ENV) or 0)
         return base and base + int(getattr(manager.kv_args, "gpu_id", 0) or 0)
+
+
+def times() -> Times:
+    """SGLang's own DeferredBootstrap knows a request that is not here yet for as long
+    (disaggregation/common/conn.py, CommonKVManager.__init__)."""
+    waiting = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
+    bootstrap = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
+    return Times(float(os.environ.get(PATIENCE_ENV) or 1), float(waiting + bootstrap))
 
 
 def forward_event(scheduler: Any) -> Any:

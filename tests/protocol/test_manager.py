@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.engine import sides
 from sglang_mixkv.engine.manager import DraftManager
 
 from .test_response_counts import ADDRESS, Scene, published  # noqa: F401
@@ -68,3 +72,16 @@ def test_a_server_that_sglang_gives_up_is_forgotten_first() -> None:
     made = Manager()
     made._handle_node_failure(ADDRESS)
     assert seen == [[ADDRESS, ADDRESS]]
+
+
+def test_an_open_waits_as_long_as_sglang_lets_a_request_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose error messages advise 600 s each where TTFT may be long."""
+    names = [f"SGLANG_DISAGGREGATION_{of}_TIMEOUT" for of in ("WAITING", "BOOTSTRAP")]
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert sides.times().early_room == Times().early_room == 600
+    for name in names:
+        monkeypatch.setenv(name, "600")
+    assert sides.times().early_room == 1200

@@ -32,7 +32,6 @@ from mixkv_demo.launch import Launch, Topology
 from mixkv_demo.pair import BOS, SEP, SYMBOLS, request_body
 from mixkv_demo.processes import Fleet, ServerDied
 from mixkv_demo.servers import bring_up, silent, start
-from sglang_mixkv.channel.times import Times
 from sglang_mixkv.tools.client import (
     REQUEST_TIMEOUT_S,
     Answer,
@@ -45,11 +44,6 @@ SHORTEST, LONGEST = 24, 200
 SHARED = 0.4  # of the prompts begin as an earlier one does
 PATIENCE_S = (0.05, 6.0)  # of a client that hangs up
 BYTES = "plugin's bytes"
-
-PATIENCE = float(os.environ.get("SGLANG_MIXKV_PATIENCE", "1"))
-SETTLED_S = max(240.0, 30.0 + Times(PATIENCE).early_room)
-"""More than the timeouts of SGLang's, for what a killed server leaves, and than the time for which
-prefill knows a room whose request never came."""
 
 TIMEOUTS = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
@@ -64,6 +58,8 @@ TIMEOUTS = {
 
 SGLANG_S = 180.0
 """More than the longest of them."""
+SETTLED_S = 330.0
+"""More than both together, for which prefill knows a room whose request never came."""
 
 
 @dataclass(frozen=True)
