@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
+from rig.faults import REGISTERED_S, TIMEOUTS
 from rig.model import Cache, Case, Request
+from rig.rank import Rank
 from rig.ring import run
+from rig.special import Special
 
 
 def stock(prefill_tp: int, decode_tp: int, **kwargs: object) -> Case:
@@ -101,3 +107,33 @@ def test_dsa_without_drafter_is_right(prefill_tp: int, decode_tp: int) -> None:
     outcome = run(stock(prefill_tp, decode_tp, target=DSA, draft=None, page_size=64))
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
+
+
+def abort_at_once(rank: Rank) -> None:
+    """The scheduler drops a request whose client has hung up before decode's metadata are here."""
+    cls = rank.kv_class["sender"]
+    real = cls.init
+
+    def aborting(self: Any, *args: Any, **kwargs: Any) -> None:
+        real(self, *args, **kwargs)
+        self.abort()
+        self.clear()
+        self.clear = lambda: None  # once, as SGLang's scheduler does
+        time.sleep(REGISTERED_S + 1)  # for decode's metadata
+
+    cls.init = aborting
+
+
+@pytest.mark.transports(every=1)
+def test_metadata_of_a_request_that_has_hung_up_stay_in_sglangs_tables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The load of scripts/faults/load.py sees it in one of some hundred that hang up."""
+    for name, seconds in TIMEOUTS.items():
+        monkeypatch.setenv(name, seconds)
+    special = Special(faults={("prefill", 0): abort_at_once})
+    outcome = run(stock(1, 1, requests=(Request(8),), special=special))
+    assert outcome.statuses == {"failed"}
+    assert {line.split()[2] for line in outcome.wrong} == {
+        "request_status", "transfer_infos", "req_to_decode_prefix_len",
+    }  # fmt: skip

@@ -418,11 +418,10 @@ def wait_for_port(port: int, host: str = "127.0.0.1") -> None:
 
 def left_behind(manager: Any, seconds: float = 2) -> list[str]:
     """What an idle manager should not have, once its workers have had time to tidy up."""
-    check = getattr(manager, "check_integrity", None)
-    if check is None:
-        threads = getattr(manager, "_worker_threads", ())  # NIXL's keeps none
-        return [f"thread {t.name} has ended" for t in threads if not t.is_alive()]
+    threads = getattr(manager, "_worker_threads", ())  # NIXL's keeps none
+    check = getattr(manager, "check_integrity", list)
+    ended = [f"thread {t.name} has ended" for t in threads if not t.is_alive()]
     deadline = time.monotonic() + seconds
-    while (found := [*check(), *tables(manager)]) and time.monotonic() < deadline:
+    while (found := [*ended, *check(), *tables(manager)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     return [f"left behind: {line}" for line in found]
