@@ -3,9 +3,10 @@
 Each round asks a third of its requests 16, 32 and 48 at once, and the same again with other
 clients hanging up until `--minutes` have passed. `--kill` then kills and restarts decode and
 prefill in the middle of a crowd each. Exit status 1: a wrong output; a request that failed though
-its client waited and no server was killed; more than one cold room in a thousand; anything of the
-plugin's held at the end, or a request open; with `--memory`, more Python memory of the plugin's
-than after the first round. What SGLang's own tables keep is counted beside it, as with `--stock`.
+its client waited and no server was killed; more than one cold room in a thousand, without those of
+requests that prefill aborted; anything of the plugin's held at the end, or a request open; with
+`--memory`, more Python memory of the plugin's than after the first round. What SGLang's own tables
+keep is counted beside it, as with `--stock`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from sglang_mixkv.tools.client import accept_length  # noqa: E402
 
 AT_ONCE = (16, 32, 48)
 ENABLE = ("--enable-mixkv",)
+Told = tuple[Counter[str], Counter[str]]
+HUNG_UP = "aborted: aborted on prefill"  # a room of a request whose client has
 WARM, COLD = "channel_warm", "channel_cold"
 COLD_SHARE = 0.001
 SLACK = 256 << 10  # bytes
@@ -43,7 +46,7 @@ BETWEEN_S = 10
 @dataclass
 class Round:
     """What was counted in one round. `rooms`: of the draft channel; `memory`: of each rank;
-    `tables`: SGLang's."""
+    `tables`: SGLang's; `fails`: why prefill refused rooms."""
 
     requests: int = 0
     ended: Counter[str] = field(default_factory=Counter)
@@ -54,6 +57,7 @@ class Round:
     tables: list[str] = field(default_factory=list)
     rooms: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
+    fails: Counter[str] = field(default_factory=Counter)
     memory: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def add(self, parts: list[Part]) -> None:
@@ -68,7 +72,7 @@ class Round:
 
     def is_right(self, stock: bool) -> bool:
         near = abs(self.accept_length - self.single) <= 0.02 * self.single
-        warm, cold = self.rooms[WARM], self.rooms[COLD]
+        warm, cold = self.rooms[WARM], self.rooms[COLD] - self.fails[HUNG_UP]
         bad = self.ended["wrong"] or self.ended["failed"] or self.held
         return (near or stock) and cold <= COLD_SHARE * (warm + cold) and not bad
 
@@ -82,7 +86,7 @@ def one_round(
 ) -> Round:
     """What a hung up request leaves may stay for minutes (`Times.early_room`): looked at after the
     last."""
-    found, before, begin = Round(), servers.rooms(), time.monotonic()
+    found, before, begin = Round(), told(servers), time.monotonic()
     parts: list[Part] = []
     for crowd in again(asked):
         parts.append(servers.serve(crowd, known))
@@ -100,15 +104,19 @@ def again(asked: list[Crowd]) -> Iterator[Crowd]:
     return (replace(crowd, turn=turn) for turn in itertools.count() for crowd in asked)
 
 
-def ended(found: Round, servers: Servers, before: Counter[str]) -> Round:
+def told(servers: Servers) -> Told:
+    return servers.rooms(), servers.fails()
+
+
+def ended(found: Round, servers: Servers, before: Told) -> Round:
     """With what is left of the round."""
     found.held, found.tables = servers.held(), servers.tables()
     return counted(found, servers, before)
 
 
-def counted(found: Round, servers: Servers, before: Counter[str]) -> Round:
-    found.rooms = servers.rooms()
-    found.rooms.subtract(before)
+def counted(found: Round, servers: Servers, before: Told) -> Round:
+    rooms, fails = told(servers)
+    found.rooms, found.fails = rooms - before[0], fails - before[1]
     found.memory = servers.memory()
     return found
 
@@ -126,7 +134,7 @@ def killed(servers: Servers, known: Known, side: str, requests: int, seed: int) 
     crowd = Crowd(requests // 3, seed, hang_up=0.0)
     lost = servers.serve(crowd, known, (crowd.requests // 3, lambda: servers.kill(side)))
     servers.restart(side)
-    found, before = Round(), servers.rooms()
+    found, before = Round(), told(servers)
     found.add([servers.serve(Crowd(requests // 3, seed + 1), known)])
     found.ended["failed as their server was killed"] = lost.ended["failed"]
     found.ended["wrong"] += lost.ended["wrong"]

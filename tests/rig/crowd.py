@@ -248,6 +248,13 @@ class Servers:
             found.update({k: n for k, n in counts.items() if k.startswith("channel_")})
         return found
 
+    def fails(self) -> Counter[str]:
+        """What prefill told readers, since its start."""
+        found: Counter[str] = Counter()
+        for state in self._states_of_ranks().values():
+            found.update(state["fails"])
+        return found
+
     def memory(self) -> dict[str, dict[str, int]]:
         """What each rank's process has; with `trace` BYTES, Python memory of the plugin's."""
         found = dict[str, dict[str, int]]()

@@ -4,6 +4,7 @@
              run, which ends a server that leaks
     left     what `check_integrity` finds; nothing without the plugin
     tables   what SGLang's tables of rooms hold
+    fails    how often prefill told a reader that it gets no draft KV, by code and detail
     asked, bytes
              what code of the plugin has allocated in Python and not given back, of when the file
              ASKED was written last; with TRACE_ENV alone, as each allocation then costs more
@@ -19,6 +20,7 @@ import runpy
 import threading
 import time
 import tracemalloc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ TABLES = (
     "request_status", "transfer_infos", "req_to_decode_prefix_len",
     "prefill_response_tracker", "required_prefill_response_num_table",
 )  # fmt: skip
+FAILS: Counter[str] = Counter()
 OF_PLUGIN = tracemalloc.Filter(True, "*/sglang_mixkv/*")
 
 
@@ -42,6 +45,7 @@ def state(scheduler: Any) -> dict[str, Any]:
         "idle": bool(scheduler.is_fully_idle()),
         "left": getattr(manager, "check_integrity", list)(),
         "tables": tables(manager),
+        "fails": dict(FAILS),
     }
 
 
@@ -53,6 +57,21 @@ def tables(manager: Any) -> list[str]:
     ]
 
 
+def count_fails() -> None:
+    """A Note tells why, and is counted by its code alone."""
+    from sglang_mixkv import series
+    from sglang_mixkv.engine.notes import Notes
+
+    real = Notes.__call__
+
+    def noted(self: Notes, note: Any) -> None:
+        real(self, note)
+        if note.what in series.FAILS:
+            FAILS[f"{note.what}: {note.detail}"] += 1
+
+    Notes.__call__ = noted  # type: ignore[method-assign]
+
+
 def plugin_bytes() -> int:
     found = tracemalloc.take_snapshot().filter_traces([OF_PLUGIN])
     return sum(one.size for one in found.statistics("filename"))
@@ -60,6 +79,7 @@ def plugin_bytes() -> int:
 
 def watch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """In the place of Scheduler.__init__."""
+    count_fails()
     original(scheduler, *args, **kwargs)
     path = Path(os.environ[STATE_DIR_ENV], f"{os.getpid()}.json")
     asked = path.with_name(ASKED)
