@@ -37,6 +37,7 @@ ENABLE = ("--enable-mixkv",)
 Told = tuple[Counter[str], Counter[str]]
 HUNG_UP = "aborted: aborted on prefill"  # a room of a request whose client has
 WARM, COLD = "channel_warm", "channel_cold"
+ABORTED = "channel_cold_prefill_aborted"
 COLD_SHARE = 0.001
 SLACK = 256 << 10  # bytes
 BETWEEN_S = 10
@@ -72,7 +73,8 @@ class Round:
 
     def is_right(self, stock: bool) -> bool:
         near = abs(self.accept_length - self.single) <= 0.02 * self.single
-        warm, cold = self.rooms[WARM], self.rooms[COLD] - self.fails[HUNG_UP]
+        aborted = min(self.rooms[ABORTED], self.fails[HUNG_UP])  # a closed room is told, too
+        warm, cold = self.rooms[WARM], self.rooms[COLD] - aborted
         bad = self.ended["wrong"] or self.ended["failed"] or self.held
         return (near or stock) and cold <= COLD_SHARE * (warm + cold) and not bad
 
