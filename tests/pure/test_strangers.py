@@ -45,6 +45,7 @@ def test_strangers_cost_nobody_a_request() -> None:
             assert wait_for(lambda: inbox.knows(row.instance))
             warm = resources()
             cheated = channel.decode.open(2, 20, row.instance)
+            assert channel.state(cheated) == ("cold", "protocol")  # its rows are the others', too
             seconds, most = list[float](), 0
             while process.poll() is None or len(seconds) < REQUESTS:
                 began = time.monotonic()
@@ -52,7 +53,6 @@ def test_strangers_cost_nobody_a_request() -> None:
                 seconds.append(time.monotonic() - began)
                 most = max(most, outbox.left().get("waiting", 0))
             sent = process.stdout.read().split()
-        assert channel.state(cheated) == ("cold", "protocol")
         inbox.close(cheated)
         print(
             f"{' + '.join(sent)} messages beside {len(seconds)} requests, the typical one of "
