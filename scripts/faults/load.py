@@ -1,12 +1,12 @@
 """Load on a pair of real servers on CPU: many clients at once, some hang up, servers are killed.
 
-Each round asks a third of its requests 16, 32 and 48 at once, and the same again with other
-clients hanging up until `--minutes` have passed. `--kill` then kills and restarts decode and
-prefill in the middle of a crowd each. Exit status 1: a wrong output; a request that failed though
-its client waited and no server was killed; more than one cold room in a thousand, without those of
-requests that prefill aborted; anything of the plugin's held at the end, or a request open; with
-`--memory`, more Python memory of the plugin's than after the first round. What SGLang's own tables
-keep is counted beside it, as with `--stock`.
+Each round asks its requests in equal parts, 16, 32 and 48 at once (`--at-once`), and the same again
+with other clients hanging up until `--minutes` have passed. `--kill` then kills and restarts decode
+and prefill in the middle of a crowd each, of a third as many. Exit status 1: a wrong output; a
+request that failed though its client waited and no server was killed; more than one cold room in a
+thousand, without those of requests that prefill aborted; anything of the plugin's held at the end,
+or a request open; with `--memory`, more Python memory of the plugin's than after the first round.
+What SGLang's own tables keep is counted beside it, as with `--stock`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -79,8 +79,8 @@ class Round:
         return (near or stock) and cold <= COLD_SHARE * (warm + cold) and not bad
 
 
-def crowds(requests: int, seed: int) -> list[Crowd]:
-    return [Crowd(requests // len(AT_ONCE), seed * 10 + i, n) for i, n in enumerate(AT_ONCE)]
+def crowds(requests: int, seed: int, at_once: Sequence[int]) -> list[Crowd]:
+    return [Crowd(requests // len(at_once), seed * 10 + i, n) for i, n in enumerate(at_once)]
 
 
 def one_round(
@@ -150,6 +150,7 @@ def main() -> int:
     parser.add_argument("--decode", default="--tp 1", help="flags of the decode server")
     parser.add_argument("--backend", default="mooncake", choices=("mooncake", "nixl"))
     parser.add_argument("--requests", type=int, default=300, help="of one round")
+    parser.add_argument("--at-once", type=int, nargs="+", default=AT_ONCE, help="clients")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=0.0, help="of one round, at least")
     parser.add_argument("--memory", action="store_true", help="trace what the plugin allocates")
@@ -169,7 +170,7 @@ def main() -> int:
         Servers(topology, options.pair, options.memory) as servers,
     ):
         for number in range(1, options.rounds + 1):
-            asked = crowds(options.requests, options.seed + number)
+            asked = crowds(options.requests, options.seed + number, options.at_once)
             last = number == options.rounds
             done = one_round(servers, known, asked, options.minutes, last)
             if options.memory:
