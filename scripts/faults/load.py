@@ -39,6 +39,8 @@ HUNG_UP = "aborted: aborted on prefill"  # a room of a request whose client has
 WARM, COLD = "channel_warm", "channel_cold"
 ABORTED = "channel_cold_prefill_aborted"
 COLD_SHARE = 0.001
+TELLS = 2.0
+"""An accept length below that would not fall where draft KV is wrong."""
 SLACK = 256 << 10  # bytes
 BETWEEN_S = 10
 """For a round's last requests to end, and their counts to be written."""
@@ -72,7 +74,8 @@ class Round:
         self.single = accept_length([single for _, single in answers])
 
     def is_right(self, stock: bool) -> bool:
-        near = abs(self.accept_length - self.single) <= 0.02 * self.single
+        tells = self.single > TELLS
+        near = tells and abs(self.accept_length - self.single) <= 0.02 * self.single
         aborted = min(self.rooms[ABORTED], self.fails[HUNG_UP])  # a closed room is told, too
         warm, cold = self.rooms[WARM], self.rooms[COLD] - aborted
         bad = self.ended["wrong"] or self.ended["failed"] or self.held

@@ -5,7 +5,8 @@ server's answers, and nothing is held afterwards.
         part = servers.serve(crowd, known)     # Part: what became of each request
         servers.held()                         # what is still there
 
-A crowd's prompts have lengths of 24 to 200 symbols; some begin with an earlier one's first half.
+A crowd's prompts have lengths between those of its pair; some begin with an earlier one's first
+half.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from rig.known import Known, Prompt, parts_at
 
 from mixkv_demo import launch
 from mixkv_demo.launch import Launch, Topology
-from mixkv_demo.pair import BOS, SEP, SYMBOLS, request_body
+from mixkv_demo.pair import BOS, PAIRS, SEP, SYMBOLS, request_body
 from mixkv_demo.processes import Fleet, ServerDied
 from mixkv_demo.servers import bring_up, silent, start
 from sglang_mixkv.tools.client import (
@@ -40,7 +41,6 @@ from sglang_mixkv.tools.client import (
     generate,
 )
 
-SHORTEST, LONGEST = 24, 200
 SHARED = 0.4  # of the prompts begin as an earlier one does
 PATIENCE_S = (0.05, 6.0)  # of a client that hangs up
 BYTES = "plugin's bytes"
@@ -73,10 +73,10 @@ class Crowd:
     hang_up: float = 0.15
     turn: int = 0
 
-    def prompts(self) -> list[Prompt]:
-        source, found = random.Random(self.seed), list[Prompt]()
+    def prompts(self, pair: str) -> list[Prompt]:
+        source, found, lengths = random.Random(self.seed), list[Prompt](), PAIRS[pair].lengths
         for _ in range(self.requests):
-            length = source.randint(SHORTEST, LONGEST)
+            length = source.randint(min(lengths), max(lengths))
             begin: Prompt = []
             if found and source.random() < SHARED:
                 earlier = source.choice(found)[1:-1]
@@ -187,7 +187,7 @@ class Servers:
     ) -> Part:
         """All requests of a crowd. `until`: after so many answers that is done, and nobody asks
         any more."""
-        part, prompts = Part(crowd), crowd.prompts()
+        part, prompts = Part(crowd), crowd.prompts(self._pair)
         known.learn(prompts)
         over, begin = threading.Event(), time.monotonic()
 
@@ -230,7 +230,7 @@ class Servers:
         deadline = time.monotonic() + SETTLED_S
         while True:
             try:
-                ask(self.url, Crowd(1, 0).prompts()[0])
+                ask(self.url, Crowd(1, 0).prompts(self._pair)[0])
             except RequestFailed:
                 if time.monotonic() > deadline:
                     raise
