@@ -14,6 +14,9 @@
         .PagedTokenToKVPoolAllocator.__init__ (after)
     mem_cache.pool_host.base.HostKVCache.__init__     the host cache's copies are CUDA's, and its
         (around)                                      memory is pinned by CUDA
+    managers.scheduler.Scheduler.on_idle (after)      ranks with DP-attention may not sleep, as
+                                                      they step together, and would poll on the
+                                                      cores that compute
     entrypoints.engine._set_envs_and_config (after)   each process of a server would import
                                                       SGLang anew, 10 s of a core
 
@@ -39,18 +42,21 @@ import inspect
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from mixkv_cpu import CPU_ENGINE_ENV, SPAWN_ENV
 
 NIXL_WAIT_US = 1_000
+IDLE_WAIT_S = 1e-3
 
 FALLBACK = "sglang.srt.arg_groups.overrides._attention_backend_platform_fallbacks"
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 LAST_LOC = "sglang.srt.mem_cache.allocation.get_last_loc"
 HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
 PAGES = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.__init__"
+ON_IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 SET_ENVS = "sglang.srt.entrypoints.engine._set_envs_and_config"
 HANDLE_DFLASH = "sglang.srt.arg_groups.speculative_hook._handle_dflash"
 HANDLE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
@@ -70,6 +76,7 @@ def install() -> None:
     HookRegistry.register(LAST_LOC, _last_loc_in_torch, HookType.AROUND)
     HookRegistry.register(HOST_POOL, _host_pool_in_torch, HookType.AROUND)
     HookRegistry.register(PAGES, _pages_in_torch, HookType.AFTER)
+    HookRegistry.register(ON_IDLE, _wait_where_none_sleeps, HookType.AFTER)
     if os.environ.get(SPAWN_ENV) != "1":
         HookRegistry.register(SET_ENVS, _fork, HookType.AFTER)
     HookRegistry.register(HANDLE_DFLASH, _with_block_drafter, HookType.AROUND)
@@ -161,6 +168,12 @@ def _host_pool_in_torch(
     bound = inspect.signature(original).bind(pool, *args, **kwargs)
     bound.arguments["pin_memory"] = False
     original(*bound.args, **bound.kwargs)
+
+
+def _wait_where_none_sleeps(_result: None, scheduler: Any) -> None:
+    """A server without --sleep-on-idle."""
+    if scheduler.idle_sleeper is None:
+        time.sleep(IDLE_WAIT_S)
 
 
 def _fork(_result: None, _server_args: Any) -> None:

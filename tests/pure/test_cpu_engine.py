@@ -128,7 +128,7 @@ def test_support_hooks_with_the_cpu_engine(monkeypatch, registered, spawn, forks
     support.install()
     assert registered == [
         support.FALLBACK, support.GET_KV_CLASS, support.LAST_LOC, support.HOST_POOL,
-        support.PAGES, *forks,
+        support.PAGES, support.ON_IDLE, *forks,
         support.HANDLE_DFLASH, support.HANDLE_DSPARK, support.CREATE_WORKER,
     ]  # fmt: skip
 
@@ -161,6 +161,14 @@ def test_host_indices_are_off_on_the_class_and_below() -> None:
     assert support._without_device_memory(Sender, backend, kind) is None
     assert not Sender.supports_host_tensor_indices
     assert not Derived.supports_host_tensor_indices
+
+
+@pytest.mark.parametrize(("sleeper", "waits"), [(None, [support.IDLE_WAIT_S]), (object(), [])])
+def test_only_ranks_that_may_not_sleep_wait(monkeypatch, sleeper, waits) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(support.time, "sleep", waited.append)
+    support._wait_where_none_sleeps(None, types.SimpleNamespace(idle_sleeper=sleeper))
+    assert waited == waits
 
 
 def test_nixl_takes_host_memory_and_waits_for_events(monkeypatch) -> None:
