@@ -16,9 +16,9 @@ from sglang_mixkv.channel.messages import MAX_BYTES
 from sglang_mixkv.channel.times import Times
 
 T = TypeVar("T")
-HEARTBEAT = 0.4  # of a connection, in parts of the time after which it is given up
 EAGER, EAGER_LOOK, LOOK_MS = 0.008, 0.0002, 1  # seconds, and whole milliseconds, as zmq waits
 IN = int(zmq.POLLIN)  # `&` of the enum takes as long as asking a socket
+KEEPALIVE = 2  # seconds without a message, after which the kernel asks the peer's
 MAX_SOCKETS = 16384  # SGLang's own default for its context; libzmq's is 1,023
 
 
@@ -139,6 +139,9 @@ def new_socket(
 ) -> zmq.Socket[bytes]:
     """A message is delivered within `times.delivery` or lost, with its connection.
 
+    The kernel looks after connections on which nothing is sent, since libzmq's heartbeats abort the
+    process where a peer is lost whose messages nobody has received yet (its issues 4364 and 4767).
+
     A connection is tried again every few seconds. The kernel alone would ask a host that does not
     answer at growing intervals, up to a minute after its link is back.
     """
@@ -148,8 +151,9 @@ def new_socket(
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
     socket.setsockopt(zmq.TCP_MAXRT, limit)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, int(limit * HEARTBEAT))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, limit)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)

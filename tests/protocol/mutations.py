@@ -45,9 +45,18 @@ MUTATIONS = {
         "channel/sockets.py", "zmq.MAXMSGSIZE, MAX_BYTES", "zmq.MAXMSGSIZE, -1",
         SOCKETS + "a_message_that_is_too_long_costs_its_sender_the_connection",
     ),
-    "the connection of a stopped peer is never given up": Mutation(
-        "channel/sockets.py", "int(limit * HEARTBEAT)", "0",
-        SOCKETS + "the_connection_of_a_stopped_peer_is_given_up",
+    "nobody looks after idle connections": Mutation(
+        "channel/sockets.py", "zmq.TCP_KEEPALIVE, 1", "zmq.TCP_KEEPALIVE, 0",
+        SOCKETS + "the_kernel_looks_after_idle_connections",
+    ),
+    "a stranger's readers take the room of all": Mutation(
+        "prefill/rooms.py", "self._early.is_full(connection) or", "",
+        ROOMS + "readers_that_one_connection_invents_leave_room_for_others",
+    ),
+    "libzmq looks after idle connections": Mutation(
+        "channel/sockets.py", "zmq.TCP_KEEPALIVE, 1)",
+        "zmq.HEARTBEAT_IVL, limit // 5), socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, limit)",
+        SOCKETS + "a_peer_that_is_lost_with_many_messages_does_not_end_the_process",
     ),
     "a host that did not answer is asked again when the kernel likes": Mutation(
         "channel/sockets.py", "zmq.CONNECT_TIMEOUT, 2000", "zmq.CONNECT_TIMEOUT, 0",
@@ -77,8 +86,8 @@ MUTATIONS = {
         "channel/sockets.py", "self.used(at)", "pass",
         PEERS + "what_came_before_a_socket_was_registered_is_read",
     ),
-    "each removal looks at the counts of all readers": Mutation(
-        "prefill/waiting.py", "    counts[reader] -= 1\n", "    counts -= Counter([reader])\n",
+    "each removal looks at the counts of all connections": Mutation(
+        "prefill/waiting.py", "    counts[connection] -= 1\n", "    counts -= Counter([connection])\n",
         ROOMS + "what_invented_readers_leave_slows_nobody_down",
     ),
     "each answer that a peer does not take ends its connection": Mutation(
