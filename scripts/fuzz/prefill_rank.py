@@ -35,7 +35,7 @@ class Prefill(Rank):
         self.jobs: deque[ev.Pack] = deque()
         self.ready: dict[bytes, deque[Ready]] = defaultdict(deque)
         self.uses = itertools.count(1)
-        self.readers: set[bytes] = set()
+        self.connections: set[bytes] = set()
         self.sglang = [self.requests(room) for room in ROOMS]
         self.announced, self.settled = 0, False
         opened = Open(2, self.number, self.number, PREFILL, self.instance, 1, (0, 4), 0, SLOT_BYTES)
@@ -55,10 +55,10 @@ class Prefill(Rank):
             yield ev.End(use)
 
     def receive(self, which: int, message: Any) -> None:
-        if reader := getattr(message, "reader", None):
-            self.readers.add(reader)
-        self.feed(ev.Received(b"%d" % (which % 3), message))
-        bound = 2 * MAX_WAITING * len(self.readers)
+        connection = b"%d" % (which % 3)
+        self.connections.add(connection)
+        self.feed(ev.Received(connection, message))
+        bound = 2 * MAX_WAITING * len(self.connections)
         assert self.rooms.left().get("waiting", 0) <= bound, "too much waits"
 
     def step(self, what: int, which: int) -> None:

@@ -137,10 +137,10 @@ class Rooms:
             case Ack():
                 self._acknowledged(event.message)
             case Fail():
-                self._failed(event.message)
+                self._failed(event.connection, event.message)
 
     def _opened(self, connection: ev.Connection, opened: Open) -> None:
-        if why := self._refusal(opened):
+        if why := self._refusal(connection, opened):
             self._note(*why, opened.reader)
             self._send(connection, fail(opened.room, opened.generation, *why))
             return
@@ -160,13 +160,13 @@ class Rooms:
             self._early.put(part)
             self._ended.touch(bootstrap_room, reader, self._clock)
 
-    def _refusal(self, opened: Open) -> tuple[str, str] | None:
+    def _refusal(self, connection: ev.Connection, opened: Open) -> tuple[str, str] | None:
         """A code and a detail where the OPEN cannot be served."""
         if found := refusal(opened, self._instance, self._heads):
             return found
         if opened.wanted and not self._packing.fits(opened):
             return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
-        if self._early.is_full(opened.reader) or self._ended.is_full(opened.reader):
+        if self._early.is_full(connection) or self._ended.is_full(connection):
             return "full", f"{MAX_WAITING} rooms are open whose requests are not here"
         return None
 
@@ -181,14 +181,15 @@ class Rooms:
         if not self.slots.acknowledge(ack.slot, ack.stamp):
             self._note("unknown_ack", f"slot {ack.slot}")
 
-    def _failed(self, message: Fail) -> None:
+    def _failed(self, connection: ev.Connection, message: Fail) -> None:
         part = self._parts.get(message.generation)
         if part is None and message.reader is not None:
-            self._ended_unopened(message.room, message.reader, message.generation)
+            self._ended_unopened(connection, message, message.reader)
         self._ended_by_reader(part)
 
-    def _ended_unopened(self, bootstrap_room: int, reader: bytes, generation: int) -> None:
+    def _ended_unopened(self, connection: ev.Connection, failed: Fail, reader: bytes) -> None:
         """Its OPEN was lost with its connection: how many readers there are is not known."""
+        bootstrap_room, generation = failed.room, failed.generation
         room = self._current.get(bootstrap_room)
         in_room = room.generation(reader) if room is not None else -1
         if generation <= max(in_room, self._ended.generation(bootstrap_room, reader)):
@@ -198,7 +199,8 @@ class Rooms:
                 room.absent[reader] = Absent(generation)
                 self._settle(room)
         else:
-            self._ended.note(bootstrap_room, reader, Absent(generation), self._clock)
+            absent = Absent(generation)
+            self._ended.note(bootstrap_room, reader, absent, connection, self._clock)
 
     def _ended_by_reader(self, part: Part | None) -> None:
         if part is None:
@@ -209,7 +211,7 @@ class Rooms:
             self._early.remove(part)
             del self._parts[generation]
             absent = Absent(generation, part.opened.readers)
-            self._ended.note(bootstrap_room, reader, absent, self._clock)
+            self._ended.note(bootstrap_room, reader, absent, part.connection, self._clock)
 
     def _connection_lost(self, event: ev.ConnectionLost) -> None:
         for part in [p for p in self._parts.values() if p.connection == event.connection]:

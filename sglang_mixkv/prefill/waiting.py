@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+from sglang_mixkv.prefill.events import Connection
 from sglang_mixkv.prefill.parts import NOBODY, Absent, Part
 
-MAX_WAITING = 4096  # rooms that one reader may open, or end, before their requests are here
-MAX_ALL = 1 << 16  # of all readers, who can be anybody with access to the port
+MAX_WAITING = 4096  # rooms that may be opened, or ended, over one connection before they are here
+MAX_ALL = 1 << 16  # over all, of anybody with access to the port
+"""A reader has one connection, and can be invented without end."""
 
 
 class Queue:
@@ -15,7 +17,7 @@ class Queue:
 
     def __init__(self) -> None:
         self._parts: dict[tuple[int, bytes], Part] = {}
-        self._count: Counter[bytes] = Counter()
+        self._count: Counter[Connection] = Counter()
         self._readers: dict[int, set[bytes]] = {}  # by room number
 
     def __len__(self) -> int:
@@ -24,22 +26,23 @@ class Queue:
     def get(self, bootstrap_room: int, reader: bytes) -> Part | None:
         return self._parts.get((bootstrap_room, reader))
 
-    def is_full(self, reader: bytes) -> bool:
-        return self._count[reader] >= MAX_WAITING or len(self) >= MAX_ALL
+    def is_full(self, connection: Connection) -> bool:
+        return self._count[connection] >= MAX_WAITING or len(self) >= MAX_ALL
 
     def put(self, part: Part) -> None:
         """In the place of an earlier one of the same room and reader."""
         self.remove(part)
         self._parts[part.opened.room, part.reader] = part
-        self._count[part.reader] += 1
+        self._count[part.connection] += 1
         self._readers.setdefault(part.opened.room, set()).add(part.reader)
 
     def remove(self, part: Part) -> None:
         """It, or the one in its place."""
         bootstrap_room, reader = part.opened.room, part.reader
-        if self._parts.pop((bootstrap_room, reader), None) is None:
+        found = self._parts.pop((bootstrap_room, reader), None)
+        if found is None:
             return
-        _decrease(self._count, reader)
+        _decrease(self._count, found.connection)
         self._readers[bootstrap_room].discard(reader)
         if not self._readers[bootstrap_room]:
             del self._readers[bootstrap_room]
@@ -68,9 +71,11 @@ class Queue:
 
 
 class _Record:
-    """`count` requests have ended at the reader; `last`: the last of them."""
+    """`count` requests have ended at the reader; `last`: the last of them. `connection`: over
+    which the first was."""
 
-    def __init__(self) -> None:
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
         self.count, self.last, self.since = 0, NOBODY, 0.0
 
 
@@ -82,7 +87,7 @@ class Ended:
 
     def __init__(self) -> None:
         self._records: dict[tuple[int, bytes], _Record] = {}  # the oldest first
-        self._count: Counter[bytes] = Counter()
+        self._count: Counter[Connection] = Counter()
         self._readers: dict[int, set[bytes]] = {}
 
     def __len__(self) -> int:
@@ -93,17 +98,19 @@ class Ended:
         record = self._records.get((bootstrap_room, reader))
         return record.last.generation if record is not None else -1
 
-    def is_full(self, reader: bytes) -> bool:
-        return self._count[reader] >= MAX_WAITING or len(self) >= MAX_ALL
+    def is_full(self, connection: Connection) -> bool:
+        return self._count[connection] >= MAX_WAITING or len(self) >= MAX_ALL
 
-    def note(self, bootstrap_room: int, reader: bytes, absent: Absent, now: float) -> None:
-        """One more. Not where there are too many: such a reader is not served any more."""
+    def note(
+        self, bootstrap_room: int, reader: bytes, absent: Absent, connection: Connection, now: float
+    ) -> None:
+        """One more. Not where there are too many: such a connection is not served any more."""
         key = bootstrap_room, reader
         if key not in self._records:
-            if self.is_full(reader):
+            if self.is_full(connection):
                 return
-            self._records[key] = _Record()
-            self._count[reader] += 1
+            self._records[key] = _Record(connection)
+            self._count[connection] += 1
             self._readers.setdefault(bootstrap_room, set()).add(reader)
         record = self._records[key]
         record.count += 1
@@ -139,15 +146,14 @@ class Ended:
             self._remove(*key)
 
     def _remove(self, bootstrap_room: int, reader: bytes) -> None:
-        del self._records[bootstrap_room, reader]
-        _decrease(self._count, reader)
+        _decrease(self._count, self._records.pop((bootstrap_room, reader)).connection)
         self._readers[bootstrap_room].discard(reader)
         if not self._readers[bootstrap_room]:
             del self._readers[bootstrap_room]
 
 
-def _decrease(counts: Counter[bytes], reader: bytes) -> None:
+def _decrease(counts: Counter[Connection], connection: Connection) -> None:
     """`-=` of a Counter looks at all that it has."""
-    counts[reader] -= 1
-    if not counts[reader]:
-        del counts[reader]
+    counts[connection] -= 1
+    if not counts[connection]:
+        del counts[connection]

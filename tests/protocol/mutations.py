@@ -87,7 +87,7 @@ MUTATIONS = {
         PEERS + "what_came_before_a_socket_was_registered_is_read",
     ),
     "each removal looks at the counts of all connections": Mutation(
-        "prefill/waiting.py", "    counts[connection] -= 1\n", "    counts -= Counter([connection])\n",
+        "prefill/waiting.py", "counts[connection] -= 1", "counts -= Counter([connection])",
         ROOMS + "what_invented_readers_leave_slows_nobody_down",
     ),
     "each answer that a peer does not take ends its connection": Mutation(

@@ -247,6 +247,27 @@ def test_invented_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(rooms._uses[1].absent) == 8
 
 
+def test_readers_that_one_connection_invents_leave_room_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting, "MAX_WAITING", 8)
+    rooms, invented = prefill(), list[str]()
+    for number in range(20):
+        message = opened(100 + number, b"open%04d" % number).message
+        refused = of(pev.Send, rooms.handle(pev.Received(b"c", message), 0.0))
+        invented += [action.message.code for action in refused]
+        gone = fail(ROOM + 1, number, "closed", reader=b"fail%04d" % number)
+        rooms.handle(pev.Received(b"d", gone), 0.0)
+    assert rooms.left()["waiting"] == 8 + 8
+    assert invented == ["full"] * 12
+    rooms.handle(pev.ConnectionLost(b"c"), 0.0)
+    assert rooms.left()["waiting"] == 8 + 8
+    assert of(pev.Send, rooms.handle(opened(10, room=ROOM + 2), 0.0)) == []
+    rooms.handle(pev.Begin(1, ROOM + 2), 0.0)
+    (pack,) = of(pev.Pack, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 0.0))
+    assert pack.use == 1
+
+
 def test_what_invented_readers_leave_slows_nobody_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that a request or a tick does looks at all of it."""
     monkeypatch.setattr(waiting, "MAX_ALL", 1 << 14)
