@@ -17,6 +17,8 @@
     managers.scheduler.Scheduler.on_idle (after)      ranks with DP-attention may not sleep, as
                                                       they step together, and would poll on the
                                                       cores that compute
+    managers.data_parallel_controller                 it polls without end, on a core of the same
+        .DataParallelController.__init__ (after)
     entrypoints.engine._set_envs_and_config (after)   each process of a server would import
                                                       SGLang anew, 10 s of a core
 
@@ -49,7 +51,7 @@ from typing import Any
 from mixkv_cpu import CPU_ENGINE_ENV, SPAWN_ENV
 
 NIXL_WAIT_US = 1_000
-IDLE_WAIT_S = 1e-3
+IDLE_WAIT_S, CONTROLLER_WAIT_MS = 1e-3, 100
 
 FALLBACK = "sglang.srt.arg_groups.overrides._attention_backend_platform_fallbacks"
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
@@ -57,6 +59,7 @@ LAST_LOC = "sglang.srt.mem_cache.allocation.get_last_loc"
 HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
 PAGES = "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator.__init__"
 ON_IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
+CONTROLLER = "sglang.srt.managers.data_parallel_controller.DataParallelController.__init__"
 SET_ENVS = "sglang.srt.entrypoints.engine._set_envs_and_config"
 HANDLE_DFLASH = "sglang.srt.arg_groups.speculative_hook._handle_dflash"
 HANDLE_DSPARK = "sglang.srt.arg_groups.speculative_hook._handle_dspark"
@@ -77,6 +80,7 @@ def install() -> None:
     HookRegistry.register(HOST_POOL, _host_pool_in_torch, HookType.AROUND)
     HookRegistry.register(PAGES, _pages_in_torch, HookType.AFTER)
     HookRegistry.register(ON_IDLE, _wait_where_none_sleeps, HookType.AFTER)
+    HookRegistry.register(CONTROLLER, _wait_for_requests, HookType.AFTER)
     if os.environ.get(SPAWN_ENV) != "1":
         HookRegistry.register(SET_ENVS, _fork, HookType.AFTER)
     HookRegistry.register(HANDLE_DFLASH, _with_block_drafter, HookType.AROUND)
@@ -174,6 +178,17 @@ def _wait_where_none_sleeps(_result: None, scheduler: Any) -> None:
     """A server without --sleep-on-idle."""
     if scheduler.idle_sleeper is None:
         time.sleep(IDLE_WAIT_S)
+
+
+def _wait_for_requests(_result: None, controller: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Its loop feeds the watchdog, and then asks whether there is a request."""
+    feed = controller.soft_watchdog.feed
+
+    def feed_and_wait() -> None:
+        feed()
+        controller.recv_from_tokenizer.poll(CONTROLLER_WAIT_MS)
+
+    controller.soft_watchdog.feed = feed_and_wait
 
 
 def _fork(_result: None, _server_args: Any) -> None:

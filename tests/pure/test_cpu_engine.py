@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -128,7 +129,7 @@ def test_support_hooks_with_the_cpu_engine(monkeypatch, registered, spawn, forks
     support.install()
     assert registered == [
         support.FALLBACK, support.GET_KV_CLASS, support.LAST_LOC, support.HOST_POOL,
-        support.PAGES, support.ON_IDLE, *forks,
+        support.PAGES, support.ON_IDLE, support.CONTROLLER, *forks,
         support.HANDLE_DFLASH, support.HANDLE_DSPARK, support.CREATE_WORKER,
     ]  # fmt: skip
 
@@ -169,6 +170,21 @@ def test_only_ranks_that_may_not_sleep_wait(monkeypatch, sleeper, waits) -> None
     monkeypatch.setattr(support.time, "sleep", waited.append)
     support._wait_where_none_sleeps(None, types.SimpleNamespace(idle_sleeper=sleeper))
     assert waited == waits
+
+
+def test_the_controller_of_dp_ranks_waits_for_requests() -> None:
+    """Whose loop is SGLang's own."""
+    from sglang.srt.managers.data_parallel_controller import DataParallelController
+
+    waits = Mock(side_effect=InterruptedError)
+    watchdog, socket = types.SimpleNamespace(feed=Mock()), types.SimpleNamespace(poll=waits)
+    controller = types.SimpleNamespace(soft_watchdog=watchdog, recv_from_tokenizer=socket)
+    fed = watchdog.feed
+    support._wait_for_requests(None, controller)
+    with pytest.raises(InterruptedError):
+        DataParallelController.event_loop(controller)
+    fed.assert_called_once_with()
+    waits.assert_called_once_with(support.CONTROLLER_WAIT_MS)
 
 
 def test_nixl_takes_host_memory_and_waits_for_events(monkeypatch) -> None:
