@@ -18,7 +18,7 @@ from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill import waiting
 from sglang_mixkv.prefill.rooms import Rooms
 
-PREFILL, ROOMS, MAX_WAITING = b"prefill_", (7, 8, 9), 2
+PREFILL, ROOMS, MAX_WAITING = b"prefill_", (7, 8, 9), 4
 
 
 class Prefill(Rank):
@@ -58,7 +58,7 @@ class Prefill(Rank):
         connection = b"%d" % (which % 3)
         self.connections.add(connection)
         self.feed(ev.Received(connection, message))
-        bound = 2 * MAX_WAITING * len(self.connections)
+        bound = MAX_WAITING * len(self.connections)
         assert self.rooms.left().get("waiting", 0) <= bound, "too much waits"
 
     def step(self, what: int, which: int) -> None:

@@ -137,10 +137,10 @@ def new_context() -> zmq.Context[zmq.Socket[bytes]]:
 def new_socket(
     context: zmq.Context[zmq.Socket[bytes]], kind: int, host: str, times: Times
 ) -> zmq.Socket[bytes]:
-    """A message is delivered within `times.delivery` or lost, with its connection.
+    """The peer's kernel has a message within `times.delivery`, or it is lost with its connection.
 
     The kernel looks after connections on which nothing is sent, since libzmq's heartbeats abort the
-    process where a peer is lost whose messages nobody has received yet (its issues 4364 and 4767).
+    process where a peer is lost whose messages fill the socket's queue (its issue 4364).
 
     A connection is tried again every few seconds. The kernel alone would ask a host that does not
     answer at growing intervals, up to a minute after its link is back.

@@ -24,7 +24,7 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.packing import Packing
 from sglang_mixkv.prefill.parts import Absent, Part, Room, refusal
-from sglang_mixkv.prefill.waiting import MAX_WAITING, Ended, Queue
+from sglang_mixkv.prefill.waiting import MAX_ALL, MAX_WAITING, Ended, Places, Queue
 
 STEP = 1.0  # by so much at most a rank's clock goes on between two events
 
@@ -50,7 +50,8 @@ class Rooms:
         self._uses: dict[ev.UseNumber, Room] = {}
         self._current: dict[int, Room] = {}  # by number: that of the newest sender
         self._parts: dict[int, Part] = {}  # by generation, as long as they have a room or wait
-        self._early, self._ended = Queue(), Ended()
+        self._places = Places()
+        self._early, self._ended = Queue(self._places), Ended(self._places)
         self._out: list[ev.Action] = []
         self._clock = 0.0
         self._seen: float | None = None
@@ -166,8 +167,8 @@ class Rooms:
             return found
         if opened.wanted and not self._packing.fits(opened):
             return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
-        if self._early.is_full(connection) or self._ended.is_full(connection):
-            return "full", f"{MAX_WAITING} rooms are open whose requests are not here"
+        if self._places.is_full(connection):
+            return "full", f"{MAX_WAITING} of its rooms, or {MAX_ALL} in all, wait for requests"
         return None
 
     def _join(self, room: Room, part: Part) -> None:
@@ -188,17 +189,19 @@ class Rooms:
         self._ended_by_reader(part)
 
     def _ended_unopened(self, connection: ev.Connection, failed: Fail, reader: bytes) -> None:
-        """Its OPEN was lost with its connection: how many readers there are is not known."""
+        """Its OPEN was lost with its connection: how many readers there are is not known. Not noted
+        where too many are: over that connection nothing is opened then."""
         bootstrap_room, generation = failed.room, failed.generation
         room = self._current.get(bootstrap_room)
         in_room = room.generation(reader) if room is not None else -1
-        if generation <= max(in_room, self._ended.generation(bootstrap_room, reader)):
+        before = self._ended.generation(bootstrap_room, reader)
+        if generation <= max(in_room, before):
             return  # doubled
         if room is not None and in_room < 0 and not room.settled:
             if len(room.absent) < MAX_WAITING:
                 room.absent[reader] = Absent(generation)
                 self._settle(room)
-        else:
+        elif before >= 0 or not self._places.is_full(connection):
             absent = Absent(generation)
             self._ended.note(bootstrap_room, reader, absent, connection, self._clock)
 

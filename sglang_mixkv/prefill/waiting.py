@@ -7,18 +7,39 @@ from collections import Counter
 from sglang_mixkv.prefill.events import Connection
 from sglang_mixkv.prefill.parts import NOBODY, Absent, Part
 
-MAX_WAITING = 4096  # rooms that may be opened, or ended, over one connection before they are here
-MAX_ALL = 1 << 16  # over all, of anybody with access to the port
-"""A reader has one connection, and can be invented without end."""
+MAX_WAITING = 4096  # rooms that one connection may open, or end, before their requests are here
+MAX_ALL = 1 << 16  # over all connections, of anybody with access to the port
+
+
+class Places:
+    """How many are taken, by connection: a reader has one at a time, and readers can be invented
+    without end. A part that ends keeps its place, so that its end is never forgotten."""
+
+    def __init__(self) -> None:
+        self._taken: Counter[Connection] = Counter()
+        self._all = 0
+
+    def is_full(self, connection: Connection) -> bool:
+        return self._taken[connection] >= MAX_WAITING or self._all >= MAX_ALL
+
+    def take(self, connection: Connection) -> None:
+        self._taken[connection] += 1
+        self._all += 1
+
+    def free(self, connection: Connection) -> None:
+        self._all -= 1
+        self._taken[connection] -= 1
+        if not self._taken[connection]:
+            del self._taken[connection]
 
 
 class Queue:
     """At most one part for each room number and reader, the oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Places) -> None:
         self._parts: dict[tuple[int, bytes], Part] = {}
-        self._count: Counter[Connection] = Counter()
         self._readers: dict[int, set[bytes]] = {}  # by room number
+        self._places = places
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -26,14 +47,11 @@ class Queue:
     def get(self, bootstrap_room: int, reader: bytes) -> Part | None:
         return self._parts.get((bootstrap_room, reader))
 
-    def is_full(self, connection: Connection) -> bool:
-        return self._count[connection] >= MAX_WAITING or len(self) >= MAX_ALL
-
     def put(self, part: Part) -> None:
         """In the place of an earlier one of the same room and reader."""
         self.remove(part)
         self._parts[part.opened.room, part.reader] = part
-        self._count[part.connection] += 1
+        self._places.take(part.connection)
         self._readers.setdefault(part.opened.room, set()).add(part.reader)
 
     def remove(self, part: Part) -> None:
@@ -42,7 +60,7 @@ class Queue:
         found = self._parts.pop((bootstrap_room, reader), None)
         if found is None:
             return
-        _decrease(self._count, found.connection)
+        self._places.free(found.connection)
         self._readers[bootstrap_room].discard(reader)
         if not self._readers[bootstrap_room]:
             del self._readers[bootstrap_room]
@@ -71,8 +89,8 @@ class Queue:
 
 
 class _Record:
-    """`count` requests have ended at the reader; `last`: the last of them. `connection`: over
-    which the first was."""
+    """`count` requests have ended at the reader; `last`: the last of them. `connection`: whose
+    place it takes."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -85,10 +103,10 @@ class Ended:
     They may still come: so many requests of that number are not for the reader's next OPEN.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, places: Places) -> None:
         self._records: dict[tuple[int, bytes], _Record] = {}  # the oldest first
-        self._count: Counter[Connection] = Counter()
         self._readers: dict[int, set[bytes]] = {}
+        self._places = places
 
     def __len__(self) -> int:
         return len(self._records)
@@ -98,19 +116,14 @@ class Ended:
         record = self._records.get((bootstrap_room, reader))
         return record.last.generation if record is not None else -1
 
-    def is_full(self, connection: Connection) -> bool:
-        return self._count[connection] >= MAX_WAITING or len(self) >= MAX_ALL
-
     def note(
         self, bootstrap_room: int, reader: bytes, absent: Absent, connection: Connection, now: float
     ) -> None:
-        """One more. Not where there are too many: such a connection is not served any more."""
+        """One more."""
         key = bootstrap_room, reader
         if key not in self._records:
-            if self.is_full(connection):
-                return
             self._records[key] = _Record(connection)
-            self._count[connection] += 1
+            self._places.take(connection)
             self._readers.setdefault(bootstrap_room, set()).add(reader)
         record = self._records[key]
         record.count += 1
@@ -146,14 +159,7 @@ class Ended:
             self._remove(*key)
 
     def _remove(self, bootstrap_room: int, reader: bytes) -> None:
-        _decrease(self._count, self._records.pop((bootstrap_room, reader)).connection)
+        self._places.free(self._records.pop((bootstrap_room, reader)).connection)
         self._readers[bootstrap_room].discard(reader)
         if not self._readers[bootstrap_room]:
             del self._readers[bootstrap_room]
-
-
-def _decrease(counts: Counter[Connection], connection: Connection) -> None:
-    """`-=` of a Counter looks at all that it has."""
-    counts[connection] -= 1
-    if not counts[connection]:
-        del counts[connection]

@@ -50,12 +50,12 @@ MUTATIONS = {
         SOCKETS + "the_kernel_looks_after_idle_connections",
     ),
     "a stranger's readers take the room of all": Mutation(
-        "prefill/rooms.py", "self._early.is_full(connection) or", "",
+        "prefill/waiting.py", "self._places.take(part.connection)", "",
         ROOMS + "readers_that_one_connection_invents_leave_room_for_others",
     ),
     "libzmq looks after idle connections": Mutation(
         "channel/sockets.py", "zmq.TCP_KEEPALIVE, 1)",
-        "zmq.HEARTBEAT_IVL, limit // 5), socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, limit)",
+        "zmq.HEARTBEAT_IVL, limit // 5), socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 20 * limit)",
         SOCKETS + "a_peer_that_is_lost_with_many_messages_does_not_end_the_process",
     ),
     "a host that did not answer is asked again when the kernel likes": Mutation(
@@ -87,7 +87,8 @@ MUTATIONS = {
         PEERS + "what_came_before_a_socket_was_registered_is_read",
     ),
     "each removal looks at the counts of all connections": Mutation(
-        "prefill/waiting.py", "counts[connection] -= 1", "counts -= Counter([connection])",
+        "prefill/waiting.py", "self._taken[connection] -= 1",
+        "self._taken -= Counter([connection])",
         ROOMS + "what_invented_readers_leave_slows_nobody_down",
     ),
     "each answer that a peer does not take ends its connection": Mutation(

@@ -73,8 +73,7 @@ def memory_of_a_peer(patch: Patch) -> None:
 
 @guard("prefill", "too much waits")
 def bound_of_what_waits(patch: Patch) -> None:
-    for kind in (waiting.Queue, waiting.Ended):
-        patch(kind, "is_full", lambda self, connection: False)
+    patch(waiting.Places, "is_full", lambda self, connection: False)
 
 
 @guard("prefill", "not its own")

@@ -239,7 +239,7 @@ def test_invented_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         rooms.handle(opened(100 + number, b"open%04d" % number), 0.0)
         gone = fail(ROOM + 1, number, "closed", reader=b"fail%04d" % number)
         rooms.handle(pev.Received(b"c", gone), 0.0)
-    assert rooms.left()["waiting"] == 8 + 8
+    assert rooms.left()["waiting"] == 8
     rooms.handle(pev.Begin(1, ROOM + 2), 0.0)
     for number in range(50):
         gone = fail(ROOM + 2, number, "closed", reader=b"fail%04d" % number)
@@ -268,9 +268,27 @@ def test_readers_that_one_connection_invents_leave_room_for_others(
     assert pack.use == 1
 
 
+def test_an_end_is_known_over_the_next_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though all places of the former are taken: what has ended keeps that of its OPEN."""
+    monkeypatch.setattr(waiting, "MAX_WAITING", 2)
+    rooms = prefill()
+    rooms.handle(opened(10), 0.0)
+    for room in (ROOM + 1, ROOM + 2):  # their OPENs never came; for the second there is no place
+        lost = fail(room, 9, "closed", reader=READER)
+        rooms.handle(pev.Received(b"connection" + READER, lost), 0.0)
+    rooms.handle(pev.Received(b"new", fail(ROOM, 10, "closed", reader=READER)), 0.1)
+    again = opened(20).message
+    assert rooms.handle(pev.Received(b"new", again), 0.2) == []
+    for use, packs in ((1, 0), (2, 1)):
+        rooms.handle(pev.Begin(use, ROOM), 0.3)
+        actions = rooms.handle(pev.AddChunk(use, 0, 8, last=True), 0.3)
+        assert len(of(pev.Pack, actions)) == packs, "the first request was the one that has ended"
+        rooms.handle(pev.End(use, ""), 0.4)
+
+
 def test_what_invented_readers_leave_slows_nobody_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that a request or a tick does looks at all of it."""
-    monkeypatch.setattr(waiting, "MAX_ALL", 1 << 14)
+    monkeypatch.setattr(waiting, "MAX_ALL", 1 << 15)
     rooms = prefill()
 
     def seconds() -> float:
@@ -284,9 +302,9 @@ def test_what_invented_readers_leave_slows_nobody_down(monkeypatch: pytest.Monke
 
     generations = itertools.count(1 << 40)
     before = min(seconds() for _ in range(3))
-    for number in range(waiting.MAX_ALL - 1):
+    for number in range(waiting.MAX_ALL // 2 - 1):
         reader = number.to_bytes(8, "big")
         rooms.handle(opened(1000 + number, reader, room=1000 + number), 0.0)
         gone = fail(1 << 20 | number, 1 << 20 | number, "closed", reader=reader)
-        rooms.handle(pev.Received(b"c", gone), 0.0)
+        rooms.handle(pev.Received(b"c" + reader, gone), 0.0)
     assert min(seconds() for _ in range(3)) < 8 * before  # not some fifty times

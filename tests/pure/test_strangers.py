@@ -22,8 +22,6 @@ from sglang_mixkv.prefill.waiting import MAX_WAITING
 
 REQUESTS = 200
 PATIENCE = 30  # a busy machine of two cores, and all threads of both sides share the GIL
-WAIT = 3 * MAX_WAITING
-"""The rooms that one connection has opened, and those that each of two has ended."""
 SLACK = {"rss_mib": 64}  # twice what they take
 
 
@@ -62,7 +60,8 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
             f"{median(seconds) * 1e3:.0f} ms, the slowest of {max(seconds) * 1e3:.0f}; "
             f"{most} rooms waited"
         )
-        assert MAX_WAITING < most <= WAIT
+        assert 1000 < most <= 2 * MAX_WAITING  # of both connections
+        assert most > MAX_WAITING or lasts < 60
         assert len(sent) == 3
         assert min(map(int, sent)) > 1000
         assert wait_for(lambda: not inbox.left())
