@@ -232,7 +232,7 @@ def older_open_supersedes(patch: Patch) -> None:
 
 
 def _opened_without_generations(self: prefill.Rooms, connection: bytes, opened: Open) -> None:
-    if why := self._refusal(opened):
+    if why := self._refusal(connection, opened):
         self._send(connection, prefill.fail(opened.room, opened.generation, *why))
         return
     room = self._current.get(opened.room)

@@ -17,6 +17,7 @@ def test_the_defect_is_found(name: str) -> None:
         result = run_many(range(MOST), covered=False)
     assert result.found, f"{name}: not in {result.schedules} schedules"
     found = result.found[0]
+    assert found.invariant not in ("crash TypeError", "crash AttributeError"), found.detail
     print(f"{name}: {found.invariant}, after {result.schedules} schedules: {found.detail}")
 
 
