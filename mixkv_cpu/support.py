@@ -14,10 +14,10 @@
         .PagedTokenToKVPoolAllocator.__init__ (after)
     mem_cache.pool_host.base.HostKVCache.__init__     the host cache's copies are CUDA's, and its
         (around)                                      memory is pinned by CUDA
-    managers.scheduler.Scheduler.on_idle (after)      ranks with DP-attention may not sleep, as
-                                                      they step together, and would poll on the
-                                                      cores that compute
-    managers.data_parallel_controller                 it polls without end, on a core of the same
+    managers.scheduler.Scheduler.on_idle (after)      without --sleep-on-idle, as with
+                                                      DP-attention, whose ranks step together,
+                                                      ranks poll on the cores that compute
+    managers.data_parallel_controller                 it polls without end, on one of these cores
         .DataParallelController.__init__ (after)
     entrypoints.engine._set_envs_and_config (after)   each process of a server would import
                                                       SGLang anew, 10 s of a core
@@ -175,8 +175,7 @@ def _host_pool_in_torch(
 
 
 def _wait_where_none_sleeps(_result: None, scheduler: Any) -> None:
-    """A server without --sleep-on-idle."""
-    if scheduler.idle_sleeper is None:
+    if not scheduler.server_args.sleep_on_idle:
         time.sleep(IDLE_WAIT_S)
 
 

@@ -164,11 +164,12 @@ def test_host_indices_are_off_on_the_class_and_below() -> None:
     assert not Derived.supports_host_tensor_indices
 
 
-@pytest.mark.parametrize(("sleeper", "waits"), [(None, [support.IDLE_WAIT_S]), (object(), [])])
-def test_only_ranks_that_may_not_sleep_wait(monkeypatch, sleeper, waits) -> None:
+@pytest.mark.parametrize(("sleeps", "waits"), [(False, [support.IDLE_WAIT_S]), (True, [])])
+def test_only_ranks_that_may_not_sleep_wait(monkeypatch, sleeps, waits) -> None:
     waited: list[float] = []
     monkeypatch.setattr(support.time, "sleep", waited.append)
-    support._wait_where_none_sleeps(None, types.SimpleNamespace(idle_sleeper=sleeper))
+    server_args = types.SimpleNamespace(sleep_on_idle=sleeps)
+    support._wait_where_none_sleeps(None, types.SimpleNamespace(server_args=server_args))
     assert waited == waits
 
 
