@@ -5,8 +5,8 @@ server's answers, and nothing is held afterwards.
         part = servers.serve(crowd, known)     # Part: what became of each request
         servers.held()                         # what is still there
 
-A crowd's prompts have lengths between those of its pair; some begin with an earlier one's first
-half.
+A crowd's prompts are as long as those of its pair, or between them; some begin with an earlier
+one's first half.
 """
 
 from __future__ import annotations
