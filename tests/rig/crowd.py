@@ -154,6 +154,7 @@ class Servers:
 
     def __init__(self, topology: Topology, pair: str = "mla", trace: bool = False) -> None:
         self._topology, self._pair, self._starts = topology, pair, 1
+        self._ranks = launch.ranks(topology.prefill) + launch.ranks(topology.decode)
         self._trace = {watched_server.TRACE_ENV: "1"} if trace else {}
 
     def __enter__(self) -> Self:
@@ -290,7 +291,7 @@ class Servers:
             except ServerDied as error:
                 return [str(error)]
             states = self._states_of_ranks()
-            fresh = bool(states) and all(s["at"] > now + 1 for s in states.values())
+            fresh = sum(s["at"] > now + 1 for s in states.values()) == self._ranks
             found = [f"rank {pid}: {left}" for pid, s in states.items() for left in s["left"]]
             found += [
                 f"rank {pid}: a request is open" for pid, s in states.items() if not s["idle"]

@@ -21,6 +21,7 @@ import threading
 import time
 import tracemalloc
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +90,10 @@ def watch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         while True:
             if asked.exists() and asked.read_text() != measured.get("asked"):
                 measured = {"asked": asked.read_text(), "bytes": plugin_bytes()}
-            partial = path.with_suffix(".tmp")
-            partial.write_text(json.dumps(state(scheduler) | measured))
-            partial.replace(path)
+            with suppress(AttributeError):  # a stage's event loop sets some, when it begins
+                partial = path.with_suffix(".tmp")
+                partial.write_text(json.dumps(state(scheduler) | measured))
+                partial.replace(path)
             time.sleep(EVERY_S)
 
     threading.Thread(target=report, daemon=True).start()
