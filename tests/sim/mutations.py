@@ -96,8 +96,8 @@ def instance_ignored(patch: Patch) -> None:
     """7. An OPEN for the former instance at this address is served."""
     real = prefill.Rooms._refusal
 
-    def refusal(self: prefill.Rooms, opened: Open) -> tuple[str, str] | None:
-        return real(self, msgspec.structs.replace(opened, prefill=self._instance))
+    def refusal(self: prefill.Rooms, connection: bytes, opened: Open) -> tuple[str, str] | None:
+        return real(self, connection, msgspec.structs.replace(opened, prefill=self._instance))
 
     patch(prefill.Rooms, "_refusal", refusal)
 
