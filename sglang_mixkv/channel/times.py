@@ -52,7 +52,8 @@ class Times(msgspec.Struct, frozen=True):
 
     @property
     def delivery(self) -> float:
-        """TCP_USER_TIMEOUT of the channel's sockets: a message comes within it or not at all."""
+        """TCP_USER_TIMEOUT of the channel's sockets: the peer's kernel has a message within it or
+        never gets it."""
         return 5.0 * self.patience
 
     @property
