@@ -7,12 +7,13 @@ Rank 1 of a prefill server of TP 2 sends draft KV alone, since one rank sends an
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from rig.flow import TIMEOUTS, Act, Ring, run
 from rig.flow_case import Flow
-from rig.flow_result import Result, failed, nobody_waited, states, typical, untouched
+from rig.flow_result import SLACK, Result, failed, nobody_waited, states, typical, untouched
 from rig.special import Key
 from rig.stages import STAGES
 
@@ -26,10 +27,17 @@ NAMES = {
     DECODE: "one of two decode ranks",
 }  # fmt: skip
 PATIENCE = 3
+STOPS = [
+    *(pytest.param(DRAFT_ONLY, seconds, id=f"draft-{seconds}") for seconds in (2, 8, 40)),
+    *(pytest.param(TARGET, seconds, id=f"target-{seconds}") for seconds in (2, 8, 40)),
+    *(pytest.param(DECODE, seconds, id=f"decode-{seconds}") for seconds in (2, 8)),
+]
 BOUND = Times(PATIENCE).longest_wait
 """How long a request waits for draft KV that makes no progress, from its target's arrival."""
 AT = 80  # requests
 RESTART_S = 4
+WRITE_S = 30
+"""After which Mooncake gives up a write that makes no progress (MC_TCP_PROGRESS_TIMEOUT_SEC)."""
 RESTARTS = {"stopped": 0, "killed": len(STAGES)}
 
 
@@ -109,8 +117,7 @@ def test_a_rank_that_sends_draft_kv_alone(end: str, backend: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seconds", [2, 8, 40])
-@pytest.mark.parametrize("rank", [DRAFT_ONLY, TARGET, DECODE], ids=["draft", "target", "decode"])
+@pytest.mark.parametrize(("rank", "seconds"), STOPS)
 def test_a_rank_stands_still(rank: Key, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For longer than a request waits; than a read may take, and a message; than a segment waits
     for a slot. It goes on with what it had begun: every byte is right all the same."""
@@ -124,6 +131,34 @@ def test_a_rank_stands_still(rank: Key, seconds: int, monkeypatch: pytest.Monkey
         assert failed(result.ended) == []
         nobody_waited(result.ended, Times().longest_wait)
     assert states(result.of(True)[-5:]) == {"warm"}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("one_queue", [False, True], ids=["own queue", "one queue"])
+def test_a_decode_rank_stands_still_in_a_write(
+    one_queue: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the target, by SGLang. Mooncake gives the write up, and SGLang that rank. Others wait for
+    it where SGLang has their writes in the same queue, as without the plugin."""
+    monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "50")
+    if one_queue:
+        monkeypatch.setenv("SGLANG_DISAGGREGATION_QUEUE_SIZE", "1")
+    of, acts = flow(DECODE, 40, tokens=320), {AT: stopped(DECODE, 40)}
+    what = f"{NAMES[DECODE]} stands still for 40 s while SGLang writes to it"
+    result = run(of, acts, what + ", in its only queue" * one_queue)
+    assert result.found(late=False) == []
+    by_sglang_alone(result)
+    assert failed(result.of(True)) != []
+    if not one_queue:
+        untouched(result, Times().longest_wait)
+        return
+    assert states(result.of(False)) == {"warm"}
+    stock = run(replace(of, stock=True), acts, what + ", in its only queue")
+    for others in result.of(False), stock.of(False):
+        assert failed(others) == []
+        nobody_waited(others, WRITE_S)
+        assert max(one.seconds for one in others) > WRITE_S - SLACK
 
 
 @pytest.mark.full

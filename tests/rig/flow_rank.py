@@ -25,6 +25,7 @@ from rig.stages import Port, hold_in_decode, hold_in_prefill
 
 STUCK_S = 60
 DROPPED_S = 5
+QUEUES = 16
 WARM = 35  # requests, after which a rank has made all that it needs
 OF_FORMER = {"fds": 12, "sockets": 8}  # of a server that was restarted since
 
@@ -50,12 +51,26 @@ class FlowRank(Rank):
             os.environ["SGLANG_MIXKV_PORT"] = str(case.shared.channel_ports[rank])
         if namespace:
             enter(namespace)
+        if self.flow.decodes > 1:
+            self._have_a_queue_each(side, rank)
         super().__init__(case, side, rank, ports, life)
         self.report: FlowReport = FlowReport(side, rank)
         self.stage_of = case.shared.stages
         mine = [n for n in range(self.flow.requests) if self.mine(n)]
         # those that the process had which it takes the place of are lost with it
         self.numbers_of_life = [n for n in mine if not life or self.stage_of[n] == UNKNOWN]
+
+    def _have_a_queue_each(self, side: str, rank: int) -> None:
+        """SGLang's writes to decode ranks wait in some queues, by the number of a rank's Mooncake
+        port (MooncakeKVManager.add_transfer_request). Two ranks share one here only where a test
+        says that SGLang has no other."""
+        os.environ.setdefault("SGLANG_DISAGGREGATION_QUEUE_SIZE", str(QUEUES))
+        os.environ["SGLANG_DISAGGREGATION_THREAD_POOL_SIZE"] = str(QUEUES)
+        if side == "decode":
+            several = QUEUES // self.flow.decodes  # SGLang's engine takes two, the plugin's too
+            first = 20_000 + os.getpid() % 500 * QUEUES + rank * several
+            os.environ["MC_MIN_PRC_PORT"] = str(first)
+            os.environ["MC_MAX_PRC_PORT"] = str(first + several - 1)
 
     def start_manager(self) -> None:
         super().start_manager()
