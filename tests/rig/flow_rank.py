@@ -63,7 +63,7 @@ class FlowRank(Rank):
     def _have_a_queue_each(self, side: str, rank: int) -> None:
         """SGLang's writes to decode ranks wait in some queues, by the number of a rank's Mooncake
         port (MooncakeKVManager.add_transfer_request). Two ranks share one here only where a test
-        says that SGLang has no other."""
+        says that SGLang has no other. Mooncake heeds a range of ports below 32,768 alone."""
         os.environ.setdefault("SGLANG_DISAGGREGATION_QUEUE_SIZE", str(QUEUES))
         os.environ["SGLANG_DISAGGREGATION_THREAD_POOL_SIZE"] = str(QUEUES)
         if side == "decode":
