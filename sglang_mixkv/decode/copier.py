@@ -74,19 +74,18 @@ class Copier:
 
     def _copy(self, job: ev.Unpack | ev.Clear) -> ev.JobDone:
         entry = self._entries.get(job.generation)
-        if entry is None:
+        if entry is None or not entry.gate.enter():
             return ev.JobDone(job.job, ev.Result.CLOSED)
         try:
-            with entry.gate.passing() as is_open:
-                if not is_open:
-                    return ev.JobDone(job.job, ev.Result.CLOSED)
-                if isinstance(job, ev.Clear):
-                    self._rows.clear(entry.rows(job.first_token, job.end))
-                    return ev.JobDone(job.job, ev.Result.DONE)
-                return self._unpack(job, entry)
+            if isinstance(job, ev.Clear):
+                self._rows.clear(entry.rows(job.first_token, job.end))
+                return ev.JobDone(job.job, ev.Result.DONE)
+            return self._unpack(job, entry)
         except Exception as error:
             logger.exception("[MIXKV-SELF-01] draft KV could not be copied")
             return ev.JobDone(job.job, ev.Result.ERROR, repr(error)[:300])
+        finally:
+            entry.gate.leave()
 
     def _unpack(self, job: ev.Unpack, entry: Entry) -> ev.JobDone:
         slot, heads = self._staging.slot(job.slot), len(job.heads)
@@ -108,9 +107,8 @@ class Copier:
     def clear_now(self, entry: Entry) -> None:
         """In the caller's thread, where the others have ended: the whole room, cold."""
         try:
-            with entry.gate.passing() as is_open:
-                if is_open:
-                    self._rows.clear(entry.rows(entry.opened.first_token, entry.opened.end))
+            entry.gate.close()
+            self._rows.clear(entry.rows(entry.opened.first_token, entry.opened.end))
             entry.reason, entry.state = "broken", ev.State.COLD
         except Exception as error:
             entry.reason, entry.state = repr(error), ev.State.FAILED

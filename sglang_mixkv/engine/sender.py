@@ -81,7 +81,7 @@ class DraftSender:
         if self.use is None or status != KVPoll.Success:
             return status
         self.kv_mgr.outbox.target_sent(self.use)
-        if not self.use.settled:
+        if not self.use.release():
             return KVPoll.Transferring
         if not self.required_target_responses:
             self._count(self.use)

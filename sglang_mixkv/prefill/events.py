@@ -70,11 +70,13 @@ class ConnectionLost(msgspec.Struct, frozen=True):
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """A job has ended; its bytes are in the slot, unless there is an `error`."""
+    """A job has ended; its bytes are in the slot, unless there is an `error`, or the use's gate was
+    `closed` before it began."""
 
     job: int
     checksum: int | None = None
     error: str = ""
+    closed: bool = False
 
 
 class Tick(msgspec.Struct, frozen=True):

@@ -22,6 +22,7 @@ import zmq
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import DataPlane
+from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.messages import Ack, Fail, Open
 from sglang_mixkv.channel.notes import Notes
 from sglang_mixkv.channel.sockets import Inlet, Looks, endpoint, new_context, new_socket
@@ -57,10 +58,11 @@ class Pages:
 
 
 class Use:
-    """One sender's request, as the scheduler's thread sees it. `opened`: once it is settled."""
+    """One sender's request, as the scheduler's thread sees it. `opened`: once it is settled. Its
+    pages are read while `gate` is open."""
 
     def __init__(self, number: int, broken: threading.Event) -> None:
-        self.number = number
+        self.number, self.gate = number, Gate()
         self._settled, self._broken = False, broken
         self.bytes = 0
         self.sent = self.ended = False
@@ -69,6 +71,11 @@ class Use:
     @property
     def settled(self) -> bool:
         return self._settled or self._broken.is_set()
+
+    def release(self) -> bool:
+        """Whether SGLang's Success may be reported: nothing reads the pages, or will. A room that
+        settled without one of its readers may have packs queued, or one under way."""
+        return self.settled and self.gate.shut()
 
 
 class Outbox:
@@ -132,9 +139,11 @@ class Outbox:
                 self._inlet.put(ev.TargetSent(use.number), wake=False)  # it starts a clock
 
     def end(self, use: Use, reason: str = "") -> None:
-        """Idempotent: abort, failure_exception and clear all end a sender."""
+        """When this returns, the use's pages are not read any more. Idempotent: abort,
+        failure_exception and clear all end a sender."""
         if not use.ended:
             use.ended = True
+            use.gate.close()
             self._uses.pop(use.number, None)
             hurry = bool(reason) or not use.settled
             self._inlet.put(ev.End(use.number, reason), wake=hurry)
@@ -246,22 +255,25 @@ class Outbox:
             self._inlet.put(self._pack(job))
 
     def _pack(self, job: ev.Pack) -> ev.Packed:
+        use = self._uses.get(job.use)
+        if use is None or not use.gate.enter():
+            return ev.Packed(job.job, closed=True)
         try:
             slot = self._staging.slot(job.slot)
             rows = job.pages.rows(job.offset, job.count)
             started = time.perf_counter()
             size = self._rows.pack(rows, job.heads, slot, job.stamp)
             seconds = time.perf_counter() - started
-            use = self._uses.get(job.use)
             self._notes.moved(size, seconds)
-            if use is not None:
-                use.bytes += size
+            use.bytes += size
             if not job.checksum:
                 return ev.Packed(job.job)
             return ev.Packed(job.job, self._rows.checksum(slot, job.count, len(job.heads)))
         except Exception as error:
             logger.exception("[MIXKV-SELF-01] draft KV could not be packed")
             return ev.Packed(job.job, error=repr(error)[:300])
+        finally:
+            use.gate.leave()
 
 
 def _done(event: Any) -> bool:

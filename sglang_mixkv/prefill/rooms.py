@@ -248,9 +248,9 @@ class Rooms:
 
     def _packed(self, event: ev.Packed) -> None:
         part, ready = self._packing.end(event)
-        if part.over or event.error:
+        if part.over or event.error or event.closed:
             self.slots.free(ready.slot)
-            if not part.over:
+            if not part.over and not event.closed:  # an End follows, where the gate was closed
                 self._fail_part(part, "pack", event.error)
             return
         self.slots.offer(ready.slot, ready.stamp, self._clock)

@@ -39,6 +39,7 @@ class Receiver:
         self.cells = [list(shared if token < first else row) for token in range(end)]
         self.owned, self.closed, self.arrived = True, False, False
         self.closing: str | None = None
+        self.copying = False
         self.verdict: ev.State | None = None
         self.opened_at = rank.clock.now
         self.arrived_at = self.slow_by = 0.0
@@ -125,7 +126,7 @@ class DecodeRank(Process):
         """Closing the gate waits for a copy that is under way; then pages may be given back."""
         if receiver.closed or receiver.closing is not None:
             return
-        if receiver.gate._lock.locked():
+        if receiver.copying:
             receiver.closing = reason
         else:
             self._close(receiver, reason)
@@ -199,17 +200,16 @@ class DecodeRank(Process):
     def _job(self) -> None:
         job = self._jobs.popleft()
         receiver = self.receivers[job.generation]
-        passing = receiver.gate.passing()
-        open_ = passing.__enter__()
-        refused = self.refusal(job, open_)
+        receiver.copying = receiver.gate.enter()
+        refused = self.refusal(job, receiver.copying)
         if refused is not None:
-            self._leave(job, passing, receiver, refused)
+            self._leave(job, receiver, refused)
             return
         first, count = self.rows_of(job)
         cut = self.rng.randint(0, count)
         self._write(receiver, job, first, 0, cut)
         delay = self.rng.random() ** 4 * self.world.copying
-        self.later("unpacker", delay, self._rest, job, passing, receiver, first, cut, count)
+        self.later("unpacker", delay, self._rest, job, receiver, first, cut, count)
 
     def refusal(self, job: ev.Unpack | ev.Clear, open_: bool) -> ev.Result | None:
         """Why nothing is written."""
@@ -231,15 +231,17 @@ class DecodeRank(Process):
         return job.first_token, job.tokens
 
     def _rest(
-        self, job: object, passing: object, receiver: Receiver, first: int, cut: int, count: int
+        self, job: object, receiver: Receiver, first: int, cut: int, count: int
     ) -> None:
         self._write(receiver, job, first, cut, count)
         if isinstance(job, ev.Unpack):
             self.world.checks.used(self, job)
-        self._leave(job, passing, receiver, ev.Result.DONE)
+        self._leave(job, receiver, ev.Result.DONE)
 
-    def _leave(self, job: object, passing: object, receiver: Receiver, result: ev.Result) -> None:
-        passing.__exit__(None, None, None)
+    def _leave(self, job: object, receiver: Receiver, result: ev.Result) -> None:
+        if receiver.copying:
+            receiver.copying = False
+            receiver.gate.leave()
         if receiver.closing is not None:
             self._close(receiver, receiver.closing)
         self._copying = False
