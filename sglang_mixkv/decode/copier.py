@@ -36,7 +36,8 @@ class Entry:
         self.state: ev.State | None = None
         self.reason = ""
         self.bytes = 0
-        self.arrived = self.closed = False
+        self.arrived: float | None = None  # when SGLang's own transfer had succeeded
+        self.closed = False
 
     def rows(self, first: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Row numbers of tokens [first, end) of the prompt."""
@@ -69,6 +70,7 @@ class Copier:
         self.thread.join(2)
 
     def _run(self) -> None:
+        self._rows.use_device()
         while (job := self._work.get()) is not None:
             self._done(self._copy(job))
 
@@ -105,7 +107,7 @@ class Copier:
         return ev.JobDone(job.job, ev.Result.DONE)
 
     def clear_now(self, entry: Entry) -> None:
-        """In the caller's thread, where the others have ended: the whole room, cold."""
+        """In the caller's thread: the whole room, cold. Nothing else writes to it from here on."""
         try:
             entry.gate.close()
             self._rows.clear(entry.rows(entry.opened.first_token, entry.opened.end))

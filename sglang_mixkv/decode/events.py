@@ -8,6 +8,7 @@ is a prefill rank, named by its instance. A *read* brings one segment into a slo
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -110,13 +111,20 @@ class JobDone(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
+class ActionFailed(msgspec.Struct, frozen=True):
+    """An action raised, and was not done."""
+
+    action: Any
+    detail: str = ""
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed. Needed at least every 0.1 s while a room is open, and every second."""
 
 
 Event = (
     OpenRoom | ForwardDone | TargetArrived | CloseRoom | Received | PeerLost | ReadDone
-    | ReadFailed | ReadSettled | JobDone | Tick
+    | ReadFailed | ReadSettled | JobDone | ActionFailed | Tick
 )  # fmt: skip
 
 

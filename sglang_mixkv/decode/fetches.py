@@ -28,7 +28,7 @@ class Fetches:
         self._running: dict[int, tuple[ev.Peer, Any]] = {}
         self._failed: dict[int, Any] = {}  # and not settled
         self._mending: dict[ev.Peer, Any] = {}
-        self._background = ThreadPoolExecutor(1, "mixkv-mend")
+        self._background = ThreadPoolExecutor(1, "mixkv-mend", rows.use_device)
 
     @property
     def busy(self) -> bool:
@@ -37,6 +37,7 @@ class Fetches:
     def connect(self, row: Row) -> Any:
         """May block; ConnectionError where the peer's memory cannot be read."""
         assert row.staging is not None
+        self._rows.use_device()
         return self._plane.connect(row.staging.endpoint)
 
     def add(self, row: Row, link: Any) -> None:

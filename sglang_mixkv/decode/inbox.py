@@ -64,6 +64,7 @@ class Inbox:
         forget: Callable[[ev.Peer], None],
     ) -> None:
         self._rooms, self._notes, self._forget = rooms, notes, forget
+        self._store, self._longest = store, 2 * times.whole_wait
         self._inlet: Inlet[ev.Event | _Connected] = Inlet()
         self._entries: dict[ev.Generation, Entry] = {}
         self._waiting: dict[ev.Generation, Any] = {}  # forward events
@@ -106,8 +107,8 @@ class Inbox:
 
     def target_arrived(self, entry: Entry) -> None:
         """From now on draft KV is waited for, unless it was there before."""
-        if not entry.arrived:
-            entry.arrived = True
+        if entry.arrived is None:
+            entry.arrived = time.monotonic()
             if entry.state is None:
                 # it starts a clock: the next event or tick is soon enough
                 self._inlet.put(ev.TargetArrived(entry.opened.generation), wake=False)
@@ -123,8 +124,16 @@ class Inbox:
         self._inlet.put(ev.CloseRoom(entry.opened.generation, reason), wake=hurry)
         self._notes.ended(entry, reason)
 
+    def is_lost(self, entry: Entry) -> bool:
+        """Whether the channel will not decide this room: its threads have ended, or it has taken
+        twice as long as it may. The scheduler has to `clear_now` then."""
+        since = entry.arrived
+        return self.broken or (since is not None and time.monotonic() - since > self._longest)
+
     def clear_now(self, entry: Entry) -> None:
-        """For a rank whose threads have ended."""
+        """In the scheduler's thread."""
+        logger.error("[MIXKV-SELF-01] room %s is cleared by SGLang's scheduler, since the draft "
+                     "channel did not decide it", entry.opened.bootstrap_room)  # fmt: skip
         if self._copier is not None:
             self._copier.clear_now(entry)
         else:
@@ -157,6 +166,8 @@ class Inbox:
     # -- the channel thread
 
     def _run(self) -> None:
+        if self._store is not None:
+            self._store.rows.use_device()
         self._peers.poller.register(self._inlet.fileno())
         looks, ticked = Looks(self._peers.poller, TICK), 0.0
         try:
@@ -205,10 +216,16 @@ class Inbox:
     def _handle(self, event: ev.Event) -> None:
         try:
             self._watch(event)
-            for action in self._rooms.handle(event, time.monotonic()):
-                self._do(action)
+            actions = self._rooms.handle(event, time.monotonic())
         except Exception:
             logger.exception("[MIXKV-SELF-01] the draft channel failed over %r", type(event))
+            return
+        for action in actions:
+            try:
+                self._do(action)
+            except Exception as error:  # the other actions are done all the same
+                logger.exception("[MIXKV-SELF-01] the draft channel failed over %r", type(action))
+                self._inlet.put(ev.ActionFailed(action, repr(error)[:300]))
 
     def _watch(self, event: ev.Event) -> None:
         """The forward event of a room, from its opening to its end."""
@@ -248,12 +265,12 @@ class Inbox:
             self._inlet.put(event)
 
     def _decide(self, verdict: ev.Verdict) -> None:
-        self._notes(ev.Note(verdict.state.value))
-        self._notes.publish()
         entry = self._entries.get(verdict.generation)
-        if entry is not None:
+        if entry is not None and entry.state is None:
             entry.reason = verdict.reason
             entry.state = verdict.state
+        self._notes(ev.Note(verdict.state.value))
+        self._notes.publish()
 
 
 def _is_done(event: Any) -> bool:

@@ -265,6 +265,16 @@ class Rooms:
         room.decided = True
         self._out.append(ev.Verdict(room.generation, state, detail or room.cold))
 
+    def _action_failed(self, event: ev.ActionFailed) -> None:
+        match event.action:
+            case ev.Send(peer=peer):
+                self._peer_lost(ev.PeerLost(peer))
+            case ev.StartRead(read=read):
+                self._read_failed(ev.ReadFailed(read, event.detail))
+                self._read_settled(ev.ReadSettled(read))
+            case ev.Unpack(job=job) | ev.Clear(job=job):
+                self._job_done(ev.JobDone(job, ev.Result.ERROR, event.detail))
+
     # -- time
 
     def _tick(self, event: ev.Tick) -> None:
@@ -323,5 +333,6 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.ReadFailed: Rooms._read_failed,
     ev.ReadSettled: Rooms._read_settled,
     ev.JobDone: Rooms._job_done,
+    ev.ActionFailed: Rooms._action_failed,
     ev.Tick: Rooms._tick,
 }

@@ -70,6 +70,13 @@ class DraftRows:
             entries.append(torch.from_numpy(memory.reshape(pages * page, len(heads), -1)))
         return cls(entries, heads)
 
+    def use_device(self) -> None:
+        """Once in each thread that works on this rank's memory, before it does. A thread begins on
+        device 0, and `torch.cuda.stream` goes back there at its exit: that would make a context,
+        of some 500 MiB, on the card of another rank."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     def bytes_per_token(self, heads: int) -> int:
         return sum(self.head_bytes) * heads
 

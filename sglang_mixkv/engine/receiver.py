@@ -138,10 +138,9 @@ class DraftReceiver:
         return status
 
     def _await(self, entry: Entry) -> Any:
-        """A room whose thread has ended is cleared here, and served cold."""
-        if not self.kv_mgr.inbox.broken:
-            return KVPoll.Transferring
-        self.kv_mgr.inbox.clear_now(entry)
+        """A room that the channel does not decide is cleared here, and served cold."""
+        if self.kv_mgr.inbox.is_lost(entry):
+            self.kv_mgr.inbox.clear_now(entry)
         return KVPoll.Transferring
 
     def clear(self) -> None:

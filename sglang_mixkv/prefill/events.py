@@ -79,13 +79,21 @@ class Packed(msgspec.Struct, frozen=True):
     closed: bool = False
 
 
+class ActionFailed(msgspec.Struct, frozen=True):
+    """An action raised, and was not done."""
+
+    action: Any
+    detail: str = ""
+
+
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed. Needed at least ten times a second while a room is open."""
 
 
 Event = (
-    Begin | AddChunk | ChunkWritten | TargetSent | End | Received | ConnectionLost | Packed | Tick
-)
+    Begin | AddChunk | ChunkWritten | TargetSent | End | Received | ConnectionLost | Packed
+    | ActionFailed | Tick
+)  # fmt: skip
 
 
 class Pack(msgspec.Struct, frozen=True):

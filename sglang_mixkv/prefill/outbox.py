@@ -59,13 +59,15 @@ class Pages:
 
 class Use:
     """One sender's request, as the scheduler's thread sees it. `opened`: once it is settled. Its
-    pages are read while `gate` is open."""
+    pages are read while `gate` is open. `longest`: seconds from `sent` on, when SGLang's own
+    transfer had succeeded, after which the scheduler waits for the channel no more."""
 
-    def __init__(self, number: int, broken: threading.Event) -> None:
+    def __init__(self, number: int, broken: threading.Event, longest: float) -> None:
         self.number, self.gate = number, Gate()
-        self._settled, self._broken = False, broken
+        self._settled, self._broken, self._longest = False, broken, longest
         self.bytes = 0
-        self.sent = self.ended = False
+        self.sent: float | None = None
+        self.ended = False
         self.opened: tuple[Open, ...] = ()
 
     @property
@@ -75,6 +77,10 @@ class Use:
     def release(self) -> bool:
         """Whether SGLang's Success may be reported: nothing reads the pages, or will. A room that
         settled without one of its readers may have packs queued, or one under way."""
+        overdue = self.sent is not None and time.monotonic() - self.sent > self._longest
+        if overdue and not self.settled:
+            logger.error("[MIXKV-SELF-01] a request's draft KV was neither packed nor given up")
+            self._settled = True
         return self.settled and self.gate.shut()
 
 
@@ -93,7 +99,7 @@ class Outbox:
         notes: Notes,
     ) -> None:
         self._rooms, self._rows, self._staging, self._plane = rooms, rows, staging, plane
-        self._notes = notes
+        self._notes, self._longest = notes, 2 * times.whole_wait
         self._context = new_context()
         self._socket = new_socket(self._context, zmq.ROUTER, host, times)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -122,7 +128,7 @@ class Outbox:
     # -- the scheduler's thread
 
     def begin(self, room: int) -> Use:
-        use = Use(next(self._numbers), self._broken)
+        use = Use(next(self._numbers), self._broken, self._longest)
         self._uses[use.number] = use
         self._inlet.put(ev.Begin(use.number, room), wake=False)  # its first chunk does
         return use
@@ -133,8 +139,8 @@ class Outbox:
 
     def target_sent(self, use: Use) -> None:
         """A use that is settled waits for nothing any more."""
-        if not use.sent:
-            use.sent = True
+        if use.sent is None:
+            use.sent = time.monotonic()
             if not use.settled:
                 self._inlet.put(ev.TargetSent(use.number), wake=False)  # it starts a clock
 
@@ -174,6 +180,7 @@ class Outbox:
     # -- the channel thread
 
     def _run(self) -> None:
+        self._rows.use_device()
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._inlet.fileno(), zmq.POLLIN)
@@ -219,10 +226,16 @@ class Outbox:
 
     def _handle(self, event: ev.Event) -> None:
         try:
-            for action in self._rooms.handle(event, time.monotonic()):
-                self._do(action)
+            actions = self._rooms.handle(event, time.monotonic())
         except Exception:
             logger.exception("[MIXKV-SELF-01] the draft channel failed over %r", type(event))
+            return
+        for action in actions:
+            try:
+                self._do(action)
+            except Exception as error:  # the other actions are done all the same
+                logger.exception("[MIXKV-SELF-01] the draft channel failed over %r", type(action))
+                self._inlet.put(ev.ActionFailed(action, repr(error)[:300]))
 
     def _do(self, action: ev.Action) -> None:
         match action:
@@ -233,8 +246,7 @@ class Outbox:
             case ev.Settled():
                 use = self._uses.get(action.use)
                 if use is not None:
-                    use.opened = self._rooms.opened(action.use)
-                    use._settled = True
+                    use.opened, use._settled = self._rooms.opened(action.use), True
                 self._notes.publish()
             case ev.Note():
                 self._notes(action)
@@ -251,6 +263,7 @@ class Outbox:
     # -- the packing thread
 
     def _pack_all(self) -> None:
+        self._rows.use_device()
         while (job := self._work.get()) is not None:
             self._inlet.put(self._pack(job))
 

@@ -24,7 +24,7 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.packing import Packing
 from sglang_mixkv.prefill.parts import Absent, Part, Room, refusal
-from sglang_mixkv.prefill.waiting import MAX_ALL, MAX_WAITING, Ended, Places, Queue
+from sglang_mixkv.prefill.waiting import MAX_ALL, MAX_WAITING, Ended, Queue
 
 STEP = 1.0  # by so much at most a rank's clock goes on between two events
 
@@ -50,8 +50,7 @@ class Rooms:
         self._uses: dict[ev.UseNumber, Room] = {}
         self._current: dict[int, Room] = {}  # by number: that of the newest sender
         self._parts: dict[int, Part] = {}  # by generation, as long as they have a room or wait
-        self._places = Places()
-        self._early, self._ended = Queue(self._places), Ended(self._places)
+        self._early, self._ended = Queue(), Ended()
         self._out: list[ev.Action] = []
         self._clock = 0.0
         self._seen: float | None = None
@@ -167,7 +166,7 @@ class Rooms:
             return found
         if opened.wanted and not self._packing.fits(opened):
             return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
-        if self._places.is_full(connection):
+        if self._early.is_full(connection) or self._ended.is_full(connection):
             return "full", f"{MAX_WAITING} of its rooms, or {MAX_ALL} in all, wait for requests"
         return None
 
@@ -201,7 +200,7 @@ class Rooms:
             if len(room.absent) < MAX_WAITING:
                 room.absent[reader] = Absent(generation)
                 self._settle(room)
-        elif before >= 0 or not self._places.is_full(connection):
+        elif before >= 0 or not self._ended.is_full(connection):
             absent = Absent(generation)
             self._ended.note(bootstrap_room, reader, absent, connection, self._clock)
 
@@ -266,6 +265,13 @@ class Rooms:
         else:
             self._packing.add(part)
 
+    def _action_failed(self, event: ev.ActionFailed) -> None:
+        match event.action:
+            case ev.Pack(job=job):
+                self._packed(ev.Packed(job, error=event.detail))
+            case ev.Send(connection=connection):
+                self._connection_lost(ev.ConnectionLost(connection))
+
     # -- time
 
     def _tick(self, event: ev.Tick) -> None:
@@ -326,5 +332,6 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.Received: Rooms._received,
     ev.ConnectionLost: Rooms._connection_lost,
     ev.Packed: Rooms._packed,
+    ev.ActionFailed: Rooms._action_failed,
     ev.Tick: Rooms._tick,
 }

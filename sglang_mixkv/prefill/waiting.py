@@ -7,20 +7,25 @@ from collections import Counter
 from sglang_mixkv.prefill.events import Connection
 from sglang_mixkv.prefill.parts import NOBODY, Absent, Part
 
-MAX_WAITING = 4096  # rooms that one connection may open, or end, before their requests are here
+MAX_WAITING = 4096  # rooms that one connection may open before their requests are here
 MAX_ALL = 1 << 16  # over all connections, of anybody with access to the port
+# The end of a request that is not here is remembered as long as the request may come, for 600 s.
+# It takes some 300 bytes, and a reader whose clients hang up early has one after the other.
+MAX_ENDED = 1 << 16  # of one connection: 109 hang-ups a second
+MAX_ALL_ENDED = 1 << 18
 
 
 class Places:
     """How many are taken, by connection: a reader has one at a time, and readers can be invented
-    without end. A part that ends keeps its place, so that its end is never forgotten."""
+    without end."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int, most_in_all: int) -> None:
         self._taken: Counter[Connection] = Counter()
+        self._most, self._most_in_all = most, most_in_all
         self._all = 0
 
     def is_full(self, connection: Connection) -> bool:
-        return self._taken[connection] >= MAX_WAITING or self._all >= MAX_ALL
+        return self._taken[connection] >= self._most or self._all >= self._most_in_all
 
     def take(self, connection: Connection) -> None:
         self._taken[connection] += 1
@@ -36,10 +41,11 @@ class Places:
 class Queue:
     """At most one part for each room number and reader, the oldest first."""
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self) -> None:
         self._parts: dict[tuple[int, bytes], Part] = {}
         self._readers: dict[int, set[bytes]] = {}  # by room number
-        self._places = places
+        self._places = Places(MAX_WAITING, MAX_ALL)
+        self.is_full = self._places.is_full
 
     def __len__(self) -> int:
         return len(self._parts)
@@ -103,10 +109,11 @@ class Ended:
     They may still come: so many requests of that number are not for the reader's next OPEN.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self) -> None:
         self._records: dict[tuple[int, bytes], _Record] = {}  # the oldest first
         self._readers: dict[int, set[bytes]] = {}
-        self._places = places
+        self._places = Places(MAX_ENDED, MAX_ALL_ENDED)
+        self.is_full = self._places.is_full
 
     def __len__(self) -> int:
         return len(self._records)

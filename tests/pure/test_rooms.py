@@ -232,14 +232,15 @@ def test_three_deadlines_open_the_breaker_and_one_room_probes() -> None:
 
 
 def test_invented_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "MAX_ALL", 8)
+    for name in ("MAX_ALL", "MAX_ALL_ENDED"):
+        monkeypatch.setattr(waiting, name, 8)
     monkeypatch.setattr(prefill_module, "MAX_WAITING", 8)
     rooms = prefill()
     for number in range(50):
         rooms.handle(opened(100 + number, b"open%04d" % number), 0.0)
         gone = fail(ROOM + 1, number, "closed", reader=b"fail%04d" % number)
         rooms.handle(pev.Received(b"c", gone), 0.0)
-    assert rooms.left()["waiting"] == 8
+    assert rooms.left()["waiting"] == 8 + 8
     rooms.handle(pev.Begin(1, ROOM + 2), 0.0)
     for number in range(50):
         gone = fail(ROOM + 2, number, "closed", reader=b"fail%04d" % number)
@@ -250,7 +251,8 @@ def test_invented_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_readers_that_one_connection_invents_leave_room_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(waiting, "MAX_WAITING", 8)
+    for name in ("MAX_WAITING", "MAX_ENDED"):
+        monkeypatch.setattr(waiting, name, 8)
     rooms, invented = prefill(), list[str]()
     for number in range(20):
         message = opened(100 + number, b"open%04d" % number).message
@@ -269,11 +271,11 @@ def test_readers_that_one_connection_invents_leave_room_for_others(
 
 
 def test_an_end_is_known_over_the_next_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though all places of the former are taken: what has ended keeps that of its OPEN."""
-    monkeypatch.setattr(waiting, "MAX_WAITING", 2)
+    """Though all places of the former are taken: the end of an OPEN that came is always noted."""
+    monkeypatch.setattr(waiting, "MAX_ENDED", 2)
     rooms = prefill()
     rooms.handle(opened(10), 0.0)
-    for room in (ROOM + 1, ROOM + 2):  # their OPENs never came; for the second there is no place
+    for room in (ROOM + 1, ROOM + 2):  # their OPENs never came
         lost = fail(room, 9, "closed", reader=READER)
         rooms.handle(pev.Received(b"connection" + READER, lost), 0.0)
     rooms.handle(pev.Received(b"new", fail(ROOM, 10, "closed", reader=READER)), 0.1)
@@ -286,9 +288,28 @@ def test_an_end_is_known_over_the_next_connection(monkeypatch: pytest.MonkeyPatc
         rooms.handle(pev.End(use, ""), 0.4)
 
 
+def test_clients_that_hang_up_early_cost_their_reader_no_request() -> None:
+    """Ten a second, for the ten minutes that their requests may still come."""
+    rooms = prefill()
+    for number in range(6000):
+        now = number / 10
+        rooms.handle(opened(10 + number, room=ROOM + number), now)
+        gone = fail(ROOM + number, 10 + number, "closed")
+        rooms.handle(pev.Received(b"connection" + READER, gone), now)
+        rooms.handle(pev.Tick(), now)
+    assert of(pev.Send, rooms.handle(opened(1 << 40, room=1), 600.0)) == []
+    rooms.handle(pev.Begin(1, 1), 600.0)
+    assert of(pev.Pack, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 600.0))
+    rooms.handle(pev.End(1), 600.0)
+    for second in range(601, 1300):
+        rooms.handle(pev.Tick(), float(second))
+    assert "waiting" not in rooms.left()
+
+
 def test_what_invented_readers_leave_slows_nobody_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that a request or a tick does looks at all of it."""
-    monkeypatch.setattr(waiting, "MAX_ALL", 1 << 15)
+    for name in ("MAX_ALL", "MAX_ALL_ENDED"):
+        monkeypatch.setattr(waiting, name, 1 << 14)
     rooms = prefill()
 
     def seconds() -> float:
@@ -302,7 +323,7 @@ def test_what_invented_readers_leave_slows_nobody_down(monkeypatch: pytest.Monke
 
     generations = itertools.count(1 << 40)
     before = min(seconds() for _ in range(3))
-    for number in range(waiting.MAX_ALL // 2 - 1):
+    for number in range(waiting.MAX_ALL - 1):
         reader = number.to_bytes(8, "big")
         rooms.handle(opened(1000 + number, reader, room=1000 + number), 0.0)
         gone = fail(1 << 20 | number, 1 << 20 | number, "closed", reader=reader)

@@ -11,9 +11,11 @@ import pytest
 import zmq
 from rig.threads import CANARY, SEGMENT, SLOTS, TOKEN_BYTES, Channel, Event, Prefill, wait_for
 
+from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.copier import Copier
+from sglang_mixkv.draft.rows import DraftRows
 
 TOKENS = 20  # three segments
 
@@ -183,7 +185,157 @@ def test_no_job_passes_a_closed_gate(channel: Channel) -> None:
     channel.decode.inbox.close(entry)
 
 
+def test_a_copy_enters_before_its_gate_closes_or_never() -> None:
+    """Whether the gate is open is looked at, and the copy counted, in one step: a close between the
+    two would return while the copy begins."""
+    for _ in range(200):
+        gate, rows, begin = Gate(), ["ours"], threading.Barrier(2)
+        written: list[str] = []
+
+        def copy(gate: Gate = gate, rows: list[str] = rows, begin: Any = begin) -> None:
+            begin.wait()
+            if gate.enter():
+                time.sleep(0)
+                written.append(rows[0])  # noqa: B023
+                gate.leave()
+
+        copying = threading.Thread(target=copy)
+        copying.start()
+        begin.wait()
+        gate.close()
+        rows[0] = "another request's"
+        copying.join()
+        assert written in ([], ["ours"])
+
+
+def test_a_gate_waits_for_each_copy_in_flight() -> None:
+    gate = Gate()
+    assert gate.enter()
+    assert gate.enter()
+    assert not gate.shut()
+    assert not gate.enter()
+    closing = threading.Thread(target=gate.close)
+    closing.start()
+    gate.leave()
+    closing.join(0.05)
+    assert closing.is_alive()
+    gate.leave()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert gate.shut()
+
+
+def test_a_use_ends_behind_the_pack_under_way(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those that are queued behind it are skipped. Success waits for it as well, where the
+    reader that it is for has gone."""
+    packing, go_on = threading.Event(), threading.Event()
+    real, packed = channel.prefill.rows.pack, list[int]()
+
+    def pack(rows: Any, *more: Any) -> int:
+        packing.set()
+        go_on.wait(10)
+        packed.append(len(rows))
+        return real(rows, *more)
+
+    monkeypatch.setattr(channel.prefill.rows, "pack", pack)
+    outbox = channel.prefill.outbox
+    entry, use = channel.open(1, 2 * SEGMENT), channel.prefill.send(1, 2 * SEGMENT)
+    assert packing.wait(10)
+    channel.decode.inbox.close(entry, "aborted")
+    outbox.target_sent(use)
+    assert wait_for(lambda: use.settled)
+    assert not use.release()
+    ending = threading.Thread(target=outbox.end, args=(use,))
+    ending.start()
+    ending.join(0.2)
+    assert ending.is_alive()
+    go_on.set()
+    ending.join(10)
+    assert use.release()
+    assert channel.at_rest()
+    assert packed == [SEGMENT]
+
+
 # ---------------------------------------------------------------- what raises, what ends
+
+
+ACTIONS = {
+    "Send": ("cold", "lost"), "StartRead": ("cold", "read"), "Unpack": ("cold", "unpack"),
+    "Verdict": ("warm", ""), "Note": ("warm", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_an_action_of_decode_that_raises_loses_no_other(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The room is decided, with the scheduler's help where its verdict itself was lost."""
+    inbox, once = channel.decode.inbox, [name]
+    monkeypatch.setattr(inbox, "_longest", 0.3)
+    real = inbox._do
+
+    def do(action: Any) -> None:
+        if type(action).__name__ in once:
+            once.clear()
+            raise MemoryError("once")
+        real(action)
+
+    monkeypatch.setattr(inbox, "_do", do)
+    entry, use = channel.open(1, TOKENS), channel.prefill.send(1, TOKENS)
+    inbox.target_arrived(entry)
+    if name == "Verdict":
+        assert wait_for(lambda: inbox.is_lost(entry))
+        inbox.clear_now(entry)
+        assert channel.state(entry) == ("cold", "broken")
+    else:
+        assert channel.state(entry) == ACTIONS[name]
+    assert not once or name == "Note"
+    channel.end(use, entry)
+    assert channel.request(2) == ("warm", "")
+    assert channel.at_rest()
+
+
+@pytest.mark.parametrize("name", ["Send", "Pack", "Settled"])
+def test_an_action_of_prefill_that_raises_loses_no_other(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    outbox, once = channel.prefill.outbox, [name]
+    real = outbox._do
+
+    def do(action: Any) -> None:
+        if type(action).__name__ in once:
+            once.clear()
+            raise MemoryError("once")
+        real(action)
+
+    monkeypatch.setattr(outbox, "_do", do)
+    monkeypatch.setattr(outbox, "_longest", 0.3)
+    entry, use = channel.open(1, TOKENS), channel.prefill.send(1, TOKENS)
+    outbox.target_sent(use)
+    channel.decode.inbox.target_arrived(entry)
+    assert channel.state(entry)[0] == ("warm" if name == "Settled" else "cold")
+    assert wait_for(use.release)
+    channel.end(use, entry)
+    assert channel.request(2) == ("warm", "")
+    assert wait_for(lambda: not outbox.check())  # a slot whose READY was lost is free after a while
+
+
+def test_each_thread_of_the_channel_sets_its_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = list[str]()
+    monkeypatch.setattr(
+        DraftRows, "use_device", lambda self: calls.append(threading.current_thread().name)
+    )
+    with Channel() as channel:
+        del calls[calls.index("MainThread")]  # it connects, as a thread that asks servers does
+        for number in range(3):
+            assert channel.request(number) == ("warm", "")
+        channel.decode.plane.broken = 1
+        assert channel.request(4) == ("cold", "read")
+        assert wait_for(lambda: any(name.startswith("mixkv-mend") for name in calls))
+        names = sorted(name.partition("_")[0] for name in calls)
+        assert names == ["mixkv-copy", "mixkv-inbox", "mixkv-mend", "mixkv-outbox", "mixkv-pack"]
 
 
 def raising(*_: Any) -> None:
