@@ -58,7 +58,7 @@ class Prefill(Rank):
         connection = b"%d" % (which % 3)
         self.connections.add(connection)
         self.feed(ev.Received(connection, message))
-        bound = MAX_WAITING * len(self.connections)
+        bound = 2 * MAX_WAITING * len(self.connections)  # open ones, and ended ones
         assert self.rooms.left().get("waiting", 0) <= bound, "too much waits"
 
     def step(self, what: int, which: int) -> None:
@@ -121,6 +121,7 @@ class Prefill(Rank):
                 self.settled = True
 
 
+@mock.patch.object(waiting, "MAX_ENDED", MAX_WAITING)
 @mock.patch.object(waiting, "MAX_WAITING", MAX_WAITING)
 def target(data: bytes) -> None:
     run(Prefill(data), data)
