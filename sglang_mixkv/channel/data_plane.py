@@ -4,18 +4,17 @@ A rank has one, over a transfer engine of its own beside SGLang's. Its lifetime:
 
     register(memory)            once; from then on `endpoint`, which travels in the rank's facts
     connect(endpoint) -> peer   in a background thread, since it blocks
-    start(peer, ...) -> read    in the channel's thread; then `outcome` until it is not None, or
-                                `give_up` when the reader has waited long enough
-    settled(read)               until True: only then may the local slot be used again
+    start(tag, peer, extents)   in the channel's thread: one transfer, of many slots
+    ended() -> [(tag, error)]   in the channel's thread, again and again
     forget(peer)                it is gone, or has started again
     close()
 
-`start`, `outcome`, `give_up`, `settled` and `forget` never block and never raise. Neither backend
-calls back, so whoever started reads polls them, some 2 us each.
+`start`, `ended` and `forget` never block and never raise. Neither backend calls back, so whoever
+started reads asks for their ends, some 2 us each.
 
-A read that was given up goes on: no backend can cancel one. Nor is it bounded in time: the bytes of
-a stopped peer land when it continues. So a read is settled when its backend reports its end, and
-not before. Every unsettled read is retained here, whether or not its reader still is.
+A read has ended when its backend reports it, and not before: none can cancel one, and the bytes of
+a stopped peer land when it continues. Only then may the local slots be used again. Every read in
+flight is retained here, whether or not its reader still is.
 
 Reads outside either side's memory fail here. Mooncake's TCP would read into memory that was never
 registered, and RDMA would end the connection, with all other reads on it.
@@ -28,19 +27,14 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from enum import Enum
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 CONNECT_S, CLOSE_S, POLL_S = 10.0, 2.0, 1e-3
-
-
-class Outcome(Enum):
-    DONE = "done"
-    FAILED = "failed"
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -63,8 +57,16 @@ class Endpoint(msgspec.Struct, frozen=True):
     instance: bytes
 
 
+class Extent(NamedTuple):
+    """Bytes to read. `local`, `remote`: addresses."""
+
+    local: int
+    remote: int
+    length: int
+
+
 class Peer:
-    """A rank to read from. `link`: the backend's name of it. `reads`: those not settled."""
+    """A rank to read from. `link`: the backend's name of it. `reads`: those in flight."""
 
     def __init__(self, key: bytes, endpoint: Endpoint) -> None:
         self.key, self.endpoint = key, endpoint
@@ -75,18 +77,17 @@ class Peer:
 
 
 class Read:
-    """`ended`: how, by the backend's word; None while bytes may land. `why`: if it failed."""
+    """`error`: None while bytes may land, then "" where all are there, or why not. Asked for by the
+    thread that started it alone."""
 
-    def __init__(self, peer: Peer) -> None:
-        self.peer = peer
+    def __init__(self, peer: Peer, tag: Any = None) -> None:
+        self.peer, self.tag = peer, tag
         self.handle: Any = None
-        self.ended: Outcome | None = None
-        self.given_up, self.why = False, ""
-        self.polling = threading.Lock()
+        self.error: str | None = None
 
 
 class DataPlane(ABC):
-    """It does not call back, so `outcome` has to be asked again and again."""
+    """It does not call back, so `ended` has to be asked again and again."""
 
     name: str
 
@@ -95,6 +96,8 @@ class DataPlane(ABC):
         self._spare: int | None = None
         self._endpoint = b""
         self._peers: dict[bytes, Peer] = {}
+        self._running: list[Read] = []  # the channel thread's
+        self._probes: list[Read] = []  # those that a `connect` left running
         self._lock = threading.Lock()
 
     def register(self, memory: Memory, spare: int | None = None) -> None:
@@ -108,12 +111,17 @@ class DataPlane(ABC):
     def endpoint(self) -> bytes:
         return self._endpoint
 
+    @property
+    def busy(self) -> bool:
+        """Whether a read was started whose end `ended` has not returned."""
+        return bool(self._running)
+
     def connect(self, endpoint: bytes, seconds: float = CONNECT_S) -> Peer:
         """The peer, once a byte of it was read. Called again after a read that failed it mends
         what is broken, and returns the same peer. ConnectionError if that fails, ValueError for
         bytes that are no endpoint of this backend."""
-        self._sweep()
         with self._lock:
+            self._probes = [read for read in self._probes if not self._has_ended(read)]
             known = self._peers.get(endpoint)
             peer = known or Peer(endpoint, self._decode(endpoint))
             self._peers[endpoint] = peer
@@ -127,53 +135,50 @@ class DataPlane(ABC):
             self._let_go(peer)
         return peer
 
-    def start(self, peer: Peer, local: int, remote: int, length: int) -> Read:
-        """`local`, `remote`: addresses. What fails at once is a read that FAILED."""
-        read = Read(peer)
-        inside = self._memory is not None and self._memory.holds(local, length)
-        if not inside or not peer.endpoint.memory.holds(remote, length):
-            return _failed(read, "outside the registered memory")
-        if peer.gone or not peer.connecting.acquire(blocking=False):
-            return _failed(read, "the peer is gone, or being connected")
-        try:
-            self._begin(read, local, remote, length)
-        finally:
-            peer.connecting.release()
-        return read
+    def start(self, tag: Any, peer: Peer, extents: Sequence[Extent]) -> None:
+        """One transfer. What fails at once has ended with an error."""
+        read = Read(peer, tag)
+        self._running.append(read)
+        here, there = self._memory, peer.endpoint.memory
+        if here is None or not all(
+            here.holds(e.local, e.length) and there.holds(e.remote, e.length) for e in extents
+        ):
+            read.error = "outside the registered memory"
+        elif peer.gone or not peer.connecting.acquire(blocking=False):
+            read.error = "the peer is gone, or being connected"
+        else:
+            try:
+                self._begin(read, extents)
+            finally:
+                peer.connecting.release()
 
-    def outcome(self, read: Read) -> Outcome | None:
-        """None while it runs. A read that was given up has failed, however it ends."""
-        ended = self._poll(read)
-        return Outcome.FAILED if read.given_up else ended
-
-    def give_up(self, read: Read) -> None:
-        read.given_up = True
-
-    def settled(self, read: Read) -> bool:
-        """Whether nothing of it can land in local memory any more."""
-        return self._poll(read) is not None
+    def ended(self) -> list[tuple[Any, str]]:
+        """The reads that have ended since it was asked last: their tags, and "" where all bytes are
+        there, or why they are not."""
+        if not self._running:
+            return []
+        found = [read for read in self._running if self._has_ended(read)]
+        if found:
+            self._running = [read for read in self._running if read.error is None]
+        return [(read.tag, read.error or "") for read in found]
 
     def forget(self, peer: Peer) -> None:
-        """New reads from it fail. What is held for it is released when its reads are settled; until
+        """New reads from it fail. What is held for it is released when its reads have ended; until
         then this endpoint cannot be connected to again. Another one at its address can."""
         peer.gone = True
         self._let_go(peer)
 
     def close(self) -> None:
         """End the engine and its threads, when nobody reads or connects any more. Nothing lands
-        afterwards, settled or not. Reads in flight get 2 s to end: a peer is better off so."""
-        until = time.monotonic() + CLOSE_S
-        while any(peer.reads for peer in self._peers.values()) and time.monotonic() < until:
-            time.sleep(POLL_S)
-            for peer in list(self._peers.values()):
-                self._poll_all(peer)
-        reads = [read for peer in self._peers.values() for read in peer.reads]
+        afterwards, ended or not. Reads in flight get 2 s to end: a peer is better off so."""
+        reads, until = [*self._running, *self._probes], time.monotonic() + CLOSE_S
+        while reads and time.monotonic() < until:
+            reads = [read for read in reads if not self._has_ended(read)]
+            time.sleep(POLL_S if reads else 0)
         for read in reads:
             self._release(read)
         self._peers.clear()
         self._close()
-        for read in reads:
-            _failed(read, "the plane was closed")
 
     # -- the backend's part
 
@@ -186,12 +191,13 @@ class DataPlane(ABC):
         """Set `peer.link`, anew if it is set. May block and raise."""
 
     @abstractmethod
-    def _post(self, read: Read, local: int, remote: int, length: int) -> None:
-        """Set `read.handle`, and `ended` if it is over. What raises has begun nothing."""
+    def _post(self, read: Read, extents: Sequence[Extent]) -> None:
+        """Set `read.handle`. What raises has begun nothing."""
 
     @abstractmethod
-    def _check(self, read: Read) -> Outcome | None:
-        """How it ended; not called again then. What raises has ended."""
+    def _check(self, read: Read) -> str | None:
+        """None while it runs, then "" or why it failed; not called again then. What raises has
+        ended."""
 
     @abstractmethod
     def _release(self, read: Read) -> None:
@@ -218,7 +224,8 @@ class DataPlane(ABC):
     def _connect(self, peer: Peer, until: float) -> None:
         if peer.connected and not peer.gone:
             return
-        self._poll_all(peer)
+        while peer.reads and not peer.gone and time.monotonic() < until:
+            time.sleep(POLL_S)  # reads over its former connection end in the channel's thread
         if peer.gone or peer.reads:
             raise ConnectionError("reads over its former connection have not ended")
         try:
@@ -236,16 +243,14 @@ class DataPlane(ABC):
         Mooncake still has to another process at this address."""
         assert self._spare is not None
         read = Read(peer)
-        self._begin(read, self._spare, peer.endpoint.memory.address, 1)
-        while self._poll(read) is None and time.monotonic() < until:
+        self._begin(read, [Extent(self._spare, peer.endpoint.memory.address, 1)])
+        while not self._has_ended(read):
+            if time.monotonic() > until:
+                with self._lock:
+                    self._probes.append(read)
+                return False
             time.sleep(POLL_S)
-        return read.ended is Outcome.DONE
-
-    def _sweep(self) -> None:
-        """Reads that a `connect` left running have nobody else to poll them."""
-        for peer in [peer for peer in list(self._peers.values()) if peer.gone]:
-            self._poll_all(peer)
-            self._let_go(peer)
+        return read.error == ""
 
     def _let_go(self, peer: Peer) -> None:
         """Of a peer that is gone, as soon as nothing of it is in flight."""
@@ -261,39 +266,27 @@ class DataPlane(ABC):
 
     # -- reads
 
-    def _begin(self, read: Read, local: int, remote: int, length: int) -> None:
+    def _begin(self, read: Read, extents: Sequence[Extent]) -> None:
         read.peer.reads.add(read)
         try:
-            self._post(read, local, remote, length)
+            self._post(read, extents)
         except Exception as error:
-            _failed(read, repr(error))
-        if read.ended is not None:
-            self._end(read)
+            self._end(read, repr(error))
 
-    def _poll(self, read: Read) -> Outcome | None:
-        with read.polling:
-            if read.ended is None:
-                try:
-                    read.ended = self._check(read)
-                except Exception as error:
-                    _failed(read, repr(error))
-                if read.ended is not None:
-                    self._end(read)
-            return read.ended
+    def _has_ended(self, read: Read) -> bool:
+        if read.error is None:
+            try:
+                error = self._check(read)
+            except Exception as raised:
+                error = repr(raised)
+            if error is not None:
+                self._end(read, error)
+        return read.error is not None
 
-    def _poll_all(self, peer: Peer) -> None:
-        for read in list(peer.reads):
-            self._poll(read)
-
-    def _end(self, read: Read) -> None:
+    def _end(self, read: Read, error: str) -> None:
+        read.error = error
         self._release(read)
         peer = read.peer
-        if read.ended is Outcome.FAILED:
-            peer.connected = False
+        peer.connected = peer.connected and not error
         peer.reads.discard(read)
         self._let_go(peer)
-
-
-def _failed(read: Read, why: str) -> Read:
-    read.ended, read.why = Outcome.FAILED, why
-    return read

@@ -1,8 +1,8 @@
 """The four messages of the channel: OPEN, READY, ACK, FAIL. docs/protocol.md is their page.
 
     decode  -> prefill    OPEN    I will read this request's draft KV from you
-    prefill -> decode     READY   a segment is in a slot of mine
-    decode  -> prefill    ACK     nobody reads that slot any more
+    prefill -> decode     READY   these segments are in slots of mine
+    decode  -> prefill    ACK     nobody reads these slots any more
     either  -> the other  FAIL    of this request I send, or read, nothing more
 
 One ZMQ frame each, a msgpack array whose first item is the kind. Every number is bounded here, so
@@ -17,21 +17,24 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-PROTOCOL = (2, 2)
+PROTOCOL = (3, 3)
 """The oldest and the newest version that this build reads; a pair uses the newest of both.
 
 2  the first draft channel. Number 1 was that of releases 0.1 and 0.2, which had no channel.
-Raise the newest when a message or a facts row changes its meaning, and keep the oldest until no
-supported release needs it. A field that an old reader may ignore is appended, at no new version.
+3  READY and ACK carry lists; a slot always carries its sum.
+Raise the newest when a message, a slot or a facts row changes its meaning, and keep the oldest
+until no supported release needs it. A field that an old reader may ignore is appended, at no new
+version.
 """
 
 MAX_BYTES = 4096  # of one message; longer ones are dropped by the socket
-NO_SLOT = -1
+MAX_LIST = 32  # segments of one READY, and slots of one ACK
 
 Room = Annotated[int, Meta(ge=0)]  # SGLang's number; a uint64, which msgpack bounds
 Secret = Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 Token = Annotated[int, Meta(ge=0, le=1 << 40)]
 Count = Annotated[int, Meta(ge=0, le=1 << 31)]
+SlotNumber = Annotated[int, Meta(ge=0, le=1 << 20)]
 Small = Annotated[int, Meta(ge=0, le=1 << 16)]
 Code = Annotated[str, Meta(pattern=r"^[a-z_]{1,32}\Z")]
 Text = Annotated[str, Meta(max_length=512)]
@@ -59,7 +62,6 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_f
     heads: tuple[Small, Small]
     first_token: Token
     slot_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
-    checksum: bool = False
     is_send_target: bool = True
     required_target_responses: Small = 0
     required_draft_responses: Small = 0
@@ -69,30 +71,39 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_f
         return range(*self.heads)
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """From a prefill rank to a reader: segment `segment` of the room is in slot `slot`.
+class Announced(msgspec.Struct, frozen=True, array_like=True):
+    """One segment of a READY: `count` tokens in `slot`, whose bytes carry `stamp`."""
 
-    Segments are numbered from 0 and follow each other in the prompt without a gap: `count` tokens
-    from `first_token`. `last`: no more come. A last one may hold no tokens, and then has NO_SLOT.
-    `stamp`: what both ends of the slot's bytes carry, and what the ACK repeats.
+    slot: SlotNumber
+    stamp: Secret
+    count: Annotated[int, Meta(ge=1, le=1 << 31)]
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """From a prefill rank to a reader: these segments of the room can be read.
+
+    Segments are numbered from 0 and follow each other in the prompt without a gap: those of this
+    list begin with number `segment`, at token `first_token`. `last`: no more come after them. The
+    list is empty where the end of a chunk only told that none come.
     """
 
     room: Room
     generation: Secret
     segment: Count
-    slot: Annotated[int, Meta(ge=NO_SLOT, le=1 << 20)]
-    stamp: Secret
     first_token: Token
-    count: Count
+    segments: Annotated[tuple[Announced, ...], Meta(max_length=MAX_LIST)]
     last: bool
-    checksum: Annotated[int, Meta(ge=0)] | None = None
+
+    @property
+    def count(self) -> int:
+        """Tokens of all segments."""
+        return sum(one.count for one in self.segments)
 
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """From the reader: no read of this slot runs, and none will start, under this stamp."""
+    """From the reader: no read of these slots runs, and none will start, under these stamps."""
 
-    slot: Annotated[int, Meta(ge=0, le=1 << 20)]
-    stamp: Secret
+    slots: Annotated[tuple[tuple[SlotNumber, Secret], ...], Meta(max_length=MAX_LIST)]
 
 
 class Fail(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -1,7 +1,7 @@
 """Reads over Mooncake, with an engine of this plane's own.
 
-Reads are asynchronous: one batch of one range each, whose number is asked for its state until it
-has ended. `transfer_sync_read` would not do: it returns after MC_TRANSFER_TIMEOUT while bytes may
+Reads are asynchronous: each range is a batch, whose number is asked for its state until it has
+ended. `transfer_sync_read` would not do: it returns after MC_TRANSFER_TIMEOUT while bytes may
 still arrive, and it takes a core while it waits. Over TCP a read fails when its socket has made no
 progress for 30 s (MC_TCP_PROGRESS_TIMEOUT_SEC), and the socket is closed then. Sockets are used
 again; with MC_TCP_ENABLE_CONNECTION_POOL=0 each read would connect in `start`, and wait for that.
@@ -21,10 +21,19 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
-from sglang_mixkv.channel.data_plane import DataPlane, Memory, Outcome, Peer, Read
+from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
 from sglang_mixkv.errors import refuse
+
+
+class _Posted:
+    """Transfers of one read. `running`: Mooncake's numbers of those that have not ended."""
+
+    def __init__(self) -> None:
+        self.running: list[int] = []
+        self.error = ""
 
 
 class Mooncake(DataPlane):
@@ -63,18 +72,30 @@ class Mooncake(DataPlane):
             peer.link = f"{host}:{'0' * self._names[session]}{port}"
             self._names[session] += 1
 
-    def _post(self, read: Read, local: int, remote: int, length: int) -> None:
-        number = self._engine.batch_transfer_async_read(read.peer.link, [local], [remote], [length])
-        if not 0 < number < 1 << 63:  # a pointer, 0, or -1 as it may be unsigned
-            raise ConnectionError(f"Mooncake rejected a read from {read.peer.link}")
-        read.handle = number
+    def _post(self, read: Read, extents: Sequence[Extent]) -> None:
+        """Transfers of one range each: `transfer_check_status` asks for the first range of a batch
+        alone (mooncake-integration/transfer_engine/transfer_engine_py.cpp), and the call that asks
+        for all of them waits."""
+        read.handle = posted = _Posted()
+        for local, remote, length in extents:
+            number = self._engine.batch_transfer_async_read(
+                read.peer.link, [local], [remote], [length]
+            )
+            if not 0 < number < 1 << 63:  # a pointer, 0, or -1 as it may be unsigned
+                posted.error = f"Mooncake rejected a read from {read.peer.link}"
+                return
+            posted.running.append(number)
 
-    def _check(self, read: Read) -> Outcome | None:
-        state = self._engine.transfer_check_status(read.handle)
-        if state not in (1, -1):  # -2: longer than MC_SLICE_TIMEOUT, and still in flight
-            return None
-        read.why = "" if state == 1 else "Mooncake reports a failure"
-        return Outcome.DONE if state == 1 else Outcome.FAILED
+    def _check(self, read: Read) -> str | None:
+        posted, running = read.handle, []
+        for number in posted.running:
+            state = self._engine.transfer_check_status(number)
+            if state == -1:
+                posted.error = "Mooncake reports a failure"
+            elif state != 1:  # -2: longer than MC_SLICE_TIMEOUT, and still in flight
+                running.append(number)
+        posted.running = running
+        return None if running else posted.error
 
     def _release(self, read: Read) -> None:
         read.handle = None  # Mooncake frees what has ended

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sglang_mixkv.channel.data_plane import DataPlane, Memory, Outcome, Peer, Read
+from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
 from sglang_mixkv.errors import refuse
 
 WAIT_US = 1_000
@@ -65,15 +65,20 @@ class Nixl(DataPlane):
         name = self._agent.add_remote_agent(peer.endpoint.session)
         peer.link = name.decode() if isinstance(name, bytes) else name
 
-    def _post(self, read: Read, local: int, remote: int, length: int) -> None:
+    def _post(self, read: Read, extents: Sequence[Extent]) -> None:
         agent, (kind, device) = self._agent, _place(read.peer.endpoint.memory)
-        here = agent.get_xfer_descs([(local, length, self._device)], self._kind)
-        there = agent.get_xfer_descs([(remote, length, device)], kind)
-        read.handle = agent.initialize_xfer("READ", here, there, read.peer.link)
-        read.ended = _outcome(agent.transfer(read.handle))
+        here = [(local, length, self._device) for local, _, length in extents]
+        there = [(remote, length, device) for _, remote, length in extents]
+        read.handle = agent.initialize_xfer(
+            "READ", agent.get_xfer_descs(here, self._kind), agent.get_xfer_descs(there, kind),
+            read.peer.link,
+        )  # fmt: skip
+        if agent.transfer(read.handle) == "ERR":
+            raise ConnectionError("NIXL rejected the read")
 
-    def _check(self, read: Read) -> Outcome | None:
-        return _outcome(self._agent.check_xfer_state(read.handle))
+    def _check(self, read: Read) -> str | None:
+        state = self._agent.check_xfer_state(read.handle)
+        return {"DONE": "", "PROC": None}.get(state, f"NIXL reports {state}")
 
     def _release(self, read: Read) -> None:
         read.handle = None  # its end releases it in NIXL, and retains it there if that fails
@@ -92,10 +97,6 @@ class Nixl(DataPlane):
 def _place(memory: Memory) -> tuple[str, int]:
     """NIXL's kind of memory, and the device."""
     return ("DRAM", 0) if memory.device is None else ("VRAM", memory.device)
-
-
-def _outcome(state: str) -> Outcome | None:
-    return {"DONE": Outcome.DONE, "PROC": None}.get(state, Outcome.FAILED)
 
 
 def _new_agent(wait_us: int) -> Any:

@@ -4,30 +4,33 @@
                      +----free----> FREE
 
 On prefill a slot is taken to be packed, offered with its READY, and free again with the ACK.
-Without one it is free `slot_aside` seconds later, when nothing can read it any more. On decode a
-slot is taken for a read, and free when the rows were copied out or nothing can land in it.
+Without an ACK it is free `slot_aside` seconds later, when nothing can read it any more. On decode a
+slot is taken for a read, and free when its rows were copied out or nothing can land in it.
 
-One owner (a reader, or a prefill rank) cannot starve the others: it holds a quarter of the slots
-at most, one besides those that are late while any is, and the last quarter of the free ones goes to
-owners that hold none. An ACK that is lost with its connection makes a slot late, and no more than
-that: its reader goes on, with one slot at a time.
+An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others:
+it holds a quarter of the slots at most, one besides those that are late while any is, and the last
+quarter of the free ones goes to owners that hold none. An ACK that is lost with its connection
+makes a slot late, and no more than that: its reader goes on, with one slot at a time.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
 
 from sglang_mixkv.channel.times import Times
 
 SLOTS = 64
-# What a slot costs (a message each way, a copy on both sides, a read) is some 0.3 ms of CPU, so
-# slots are large: 4 MiB of rows with the default of 256 MiB.
+# What a slot costs beside its bytes (its place in a message each way, a read, a copy's descriptor
+# on both sides) is the same for any size, so slots are large: 4 MiB of rows, by default.
 ALIGNMENT = 4096
+
+T = TypeVar("T")
 
 
 def slot_bytes(staging_mb: int) -> int:
-    """Of each slot of a rank's staging buffer: its share of rows, and one page for the stamps, so
+    """Of each slot of a rank's staging buffer: its share of rows, and one page for the header, so
     that chunks of a power of two fill slots and leave no rest for another."""
     return (staging_mb << 20) // SLOTS // ALIGNMENT * ALIGNMENT + ALIGNMENT
 
@@ -35,6 +38,12 @@ def slot_bytes(staging_mb: int) -> int:
 def quota_of(count: int) -> int:
     """How many of `count` slots one owner holds at most."""
     return max(2, count // 4)
+
+
+def list_of(count: int) -> int:
+    """How many segments go into one READY, and into one read: half of the quota, so that the other
+    half is packed or read while these are acknowledged."""
+    return quota_of(count) // 2
 
 
 def share_of(count: int, owners: int) -> int:
@@ -64,20 +73,18 @@ class SlotPool:
     def free_slots(self) -> int:
         return len(self._free)
 
-    def can_take(self, owner: Hashable, now: float) -> bool:
-        held = self._held[owner]
-        if not self._free or held >= self._quota:
-            return False
-        if held and len(self._free) <= self._reserve:
-            return False
-        late = self._late(owner, now)
-        return not late or held == late
-
-    def take(self, owner: Hashable, now: float) -> int:
-        assert self.can_take(owner, now)
+    def take(self, owner: Hashable, now: float) -> int | None:
+        """A slot, or None where this owner has to wait."""
+        held, free = self._held.get(owner, 0), len(self._free)
+        if not free or held >= self._quota or (held and free <= self._reserve):
+            return None
+        if held and self._offered:
+            late = self._late(owner, now)
+            if late and held > late:
+                return None
         slot = self._free.popleft()
         self._owner[slot] = owner
-        self._held[owner] += 1
+        self._held[owner] = held + 1
         return slot
 
     def offer(self, slot: int, stamp: int, now: float) -> None:
@@ -129,3 +136,47 @@ class SlotPool:
         if not set(self._offered) <= held:
             wrong.append("slots: one is offered that nobody holds")
         return wrong
+
+
+class RoundRobin(Generic[T]):
+    """Items of several owners that wait for slots: owners take turns, and so do an owner's items.
+    Items are told apart by `==`, and an item that is added twice waits once."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Hashable, dict[T, None]] = {}  # who waits longest is first
+
+    def add(self, owner: Hashable, item: T) -> None:
+        self._queues.setdefault(owner, {})[item] = None
+
+    def remove(self, owner: Hashable, item: T) -> None:
+        queue = self._queues.get(owner, {})
+        queue.pop(item, None)
+        if not queue:
+            self._queues.pop(owner, None)
+
+    def take(self, slots: SlotPool, now: float, most: int) -> Iterator[tuple[T, int]]:
+        """`most` items with a slot each, or as many as there are slots for. Each leaves; the caller
+        adds it again, behind its owner's others, where it wants another slot. An owner that has to
+        wait is asked once, and nobody is while no slot is free."""
+        owners = list(self._queues)
+        while owners:
+            again = []
+            for owner in owners:
+                if not (most and slots.free_slots):
+                    return
+                slot = slots.take(owner, now)
+                if slot is None:
+                    continue
+                most -= 1
+                queue = self._queues.pop(owner)
+                item = next(iter(queue))
+                del queue[item]
+                if queue:
+                    self._queues[owner] = queue  # behind the other owners
+                yield item, slot
+                if owner in self._queues:
+                    again.append(owner)
+            owners = again
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))

@@ -43,9 +43,9 @@ class Inlet(Generic[T]):
     def fileno(self) -> int:
         return self._wake
 
-    def take(self, woken: bool = True) -> list[T]:
-        """All that is here, without waiting. `woken`: whether `fileno` has something to read."""
-        if woken:
+    def take(self, ready: list[Any]) -> list[T]:
+        """All that is here, without waiting. `ready`: what a poll has found."""
+        if self._wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self._wake)
         found: list[T] = []
@@ -59,7 +59,7 @@ class Inlet(Generic[T]):
 
 
 class Poller:
-    """A zmq.Poller for many sockets: one look asks only those where something happened.
+    """Looks for messages of many sockets, and asks only those where something happened.
 
     The kernel names them by their `zmq.FD`, which is readable from a change of the socket on until
     the socket is used, by whatever call. A call may thus hide messages that came before it, so a
@@ -89,43 +89,47 @@ class Poller:
         """Something is sent over it, before the next look."""
         self._used.add(socket)
 
-    def poll(self, timeout_ms: int) -> list[tuple[Any, int]]:
-        """What is ready. May return early, with nothing."""
-        ready = {socket for socket in self._used if _has_messages(socket)}
-        named = [fd for fd, _ in self._epoll.poll(0 if ready else timeout_ms / 1000)]
-        sockets = {self._sockets[fd] for fd in named if fd in self._sockets}
-        ready.update(socket for socket in sockets - ready if _has_messages(socket))
-        self._used = ready
-        files = [fd for fd in named if fd not in self._sockets]
-        return [(at, IN) for at in (*files, *ready)]
+    def poll(self, timeout_ms: int) -> list[Any]:
+        """What is ready: sockets with messages, and numbers of files. May return early, with
+        nothing."""
+        asked, ready = self._used, list[Any]()
+        self._used = set()
+        for socket in asked:
+            if socket.getsockopt(zmq.EVENTS) & IN:  # type: ignore[operator]
+                ready.append(socket)
+                self._used.add(socket)
+        for fd, _ in self._epoll.poll(0 if ready else timeout_ms / 1000):
+            named = self._sockets.get(fd)
+            if named is None:
+                ready.append(fd)
+            elif named not in self._used and named.getsockopt(zmq.EVENTS) & IN:  # type: ignore[operator]
+                ready.append(named)
+                self._used.add(named)
+        return ready
 
     def close(self) -> None:
         self._epoll.close()
 
 
-def _has_messages(socket: zmq.Socket[bytes]) -> bool:
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & IN)
+class AdaptivePoll:
+    """The sleep of a channel thread. No file becomes readable when a read or a CUDA event ends, so
+    while one is outstanding the thread polls: every 0.2 ms, and every 1 ms once nothing has come
+    for 8 ms, since each look may take the GIL from SGLang's scheduler."""
 
-
-class Looks:
-    """The sleep of a channel thread. Reads and events of a stream wake nobody: while there are some
-    it looks every 0.2 ms, and every 1 ms once nothing has come for 8 ms. Each look may take the GIL
-    from SGLang's scheduler."""
-
-    def __init__(self, poller: zmq.Poller | Poller, tick: float) -> None:
+    def __init__(self, poller: Poller, tick: float) -> None:
         self._poller, self._tick_ms, self._came = poller, int(tick * 1000), 0.0
 
-    def wait(self, looking: bool) -> list[Any]:
-        """What is ready now. `looking`: whether there is something to look at."""
-        if looking and time.monotonic() - self._came < EAGER:
+    def wait(self, outstanding: bool) -> list[Any]:
+        """What is ready now. `outstanding`: whether there is something to ask for."""
+        if outstanding and time.monotonic() - self._came < EAGER:
             ready = self._poller.poll(0)
             if not ready:
                 time.sleep(EAGER_LOOK)
         else:
-            ready = self._poller.poll(LOOK_MS if looking else self._tick_ms)
+            ready = self._poller.poll(LOOK_MS if outstanding else self._tick_ms)
         if ready:
             self._came = time.monotonic()
-        return [at for at, _ in ready]
+        return ready
 
 
 def new_context() -> zmq.Context[zmq.Socket[bytes]]:

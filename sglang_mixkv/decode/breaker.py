@@ -44,10 +44,10 @@ class Breaker:
             self._probes[generation] = states
         return False
 
-    def warm(self, peer: bytes) -> None:
+    def record_success(self, peer: bytes) -> None:
         self._states.pop(peer, None)
 
-    def strike(self, peer: bytes, generation: int, now: float) -> bool:
+    def record_failure(self, peer: bytes, generation: int, now: float) -> bool:
         """A room's KV did not come from this peer. True if that opens its breaker."""
         state = self._states.pop(peer, None) or _State()
         self._states[peer] = state

@@ -1,18 +1,20 @@
 """What a decode rank's state machine is fed with, and what it asks for in return.
 
 A room is named by its *generation*: numbers of SGLang's come again, generations do not. A *peer*
-is a prefill rank, named by its instance. A *read* brings one segment into a slot of this rank; a
-*job* is one copy between a slot and the pool, or one clearing of rows.
+is a prefill rank, named by its instance. A *read* brings segments into slots of this rank; a *job*
+is one copy from a slot to the pool, or one clearing of rows. A *handle* is what the caller knows a
+room by (in a server its ReceiveHandle).
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
+from sglang_mixkv.channel.messages import PROTOCOL, Ack, Fail, Open, Ready
 
 Generation = int
 Peer = bytes
@@ -48,9 +50,9 @@ class OpenRoom(msgspec.Struct, frozen=True):
     end: int
     cold: str = ""
     pending: bool = False
-    checksum: bool = False
-    version: int = 1
+    version: int = PROTOCOL[1]
     required_targets: int = 0
+    handle: Hashable = None
 
 
 class ForwardDone(msgspec.Struct, frozen=True):
@@ -76,26 +78,17 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class PeerLost(msgspec.Struct, frozen=True):
-    """A message to this peer could not be sent."""
+    """A message to this peer could not be sent, or it is connected no more."""
 
     peer: Peer
 
 
-class ReadDone(msgspec.Struct, frozen=True):
-    """All bytes are in the local slot, and none will land there any more."""
+class ReadEnded(msgspec.Struct, frozen=True):
+    """Nothing of it can land in the local slots any more. All bytes are there, unless there is an
+    `error`."""
 
     read: int
-
-
-class ReadFailed(msgspec.Struct, frozen=True):
-    """The bytes did not come. They may still land; ReadSettled says when they cannot."""
-
-    read: int
-    detail: str = ""
-
-
-class ReadSettled(msgspec.Struct, frozen=True):
-    read: int
+    error: str = ""
 
 
 class Result(StrEnum):
@@ -105,7 +98,9 @@ class Result(StrEnum):
     ERROR = "error"
 
 
-class JobDone(msgspec.Struct, frozen=True):
+class Copied(msgspec.Struct, frozen=True):
+    """A job has ended."""
+
     job: int
     result: Result
     detail: str = ""
@@ -123,8 +118,8 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 Event = (
-    OpenRoom | ForwardDone | TargetArrived | CloseRoom | Received | PeerLost | ReadDone
-    | ReadFailed | ReadSettled | JobDone | ActionFailed | Tick
+    OpenRoom | ForwardDone | TargetArrived | CloseRoom | Received | PeerLost | ReadEnded | Copied
+    | ActionFailed | Tick
 )  # fmt: skip
 
 
@@ -133,43 +128,51 @@ class Send(msgspec.Struct, frozen=True):
     message: Open | Ack | Fail
 
 
-class StartRead(msgspec.Struct, frozen=True):
-    """Read the segment of `tokens` tokens of so many `heads` from a slot there to a slot here."""
+class Range(msgspec.Struct, frozen=True):
+    """`tokens` tokens in a slot there, for a slot here."""
 
-    read: int
-    peer: Peer
     remote_slot: int
     local_slot: int
     tokens: int
-    heads: int
 
 
-class GiveUpRead(msgspec.Struct, frozen=True):
-    """Its ReadDone or ReadSettled is still awaited."""
+class StartRead(msgspec.Struct, frozen=True):
+    """Read these segments, of so many `heads`. A ReadEnded follows, however long it takes."""
 
     read: int
+    peer: Peer
+    ranges: tuple[Range, ...]
+    heads: int
 
 
 class Unpack(msgspec.Struct, frozen=True):
     """Copy a segment from a slot here to the room's rows, through its gate."""
 
     job: int
-    generation: Generation
+    handle: Hashable
     first_token: int
     tokens: int
     heads: range
     slot: int
     stamp: int
-    checksum: int | None
 
 
 class Clear(msgspec.Struct, frozen=True):
     """Zero the room's rows of tokens [first_token, end), through its gate."""
 
     job: int
-    generation: Generation
+    handle: Hashable
     first_token: int
     end: int
+
+
+Job = Unpack | Clear
+
+
+class Copy(msgspec.Struct, frozen=True):
+    """They may be done in any order, and together; each ends with a Copied."""
+
+    jobs: tuple[Job, ...]
 
 
 class State(StrEnum):
@@ -181,7 +184,7 @@ class State(StrEnum):
 class Verdict(msgspec.Struct, frozen=True):
     """Once per room. A FAILED one is the only case in which the drafter ends a request."""
 
-    generation: Generation
+    handle: Hashable
     state: State
     reason: str = ""
 
@@ -200,4 +203,4 @@ class Note(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-Action = Send | StartRead | GiveUpRead | Unpack | Clear | Verdict | Forget | Note
+Action = Send | StartRead | Copy | Verdict | Forget | Note

@@ -49,9 +49,9 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
 def after_extend(_queue: Any, decode_reqs: Any) -> None:
     """After DecodeTransferQueue.extend: each room learns its request."""
     for one in decode_reqs:
-        entry = getattr(getattr(one, "kv_receiver", None), "entry", None)
-        if entry is not None:
-            entry.request = getattr(one, "req", None)
+        handle = getattr(getattr(one, "kv_receiver", None), "handle", None)
+        if handle is not None:
+            handle.request = getattr(one, "req", None)
 
 
 def after_resume(resumed: Any, queue: Any) -> None:

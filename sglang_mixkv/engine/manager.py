@@ -1,8 +1,8 @@
 """SGLang's manager of any backend, with this rank's side of the draft channel beside it.
 
-prefill: `outbox`, made while SGLang registers the rank, since its row goes with that.
-decode:  `inbox` and `servers`, made once SGLang knows this rank's address.
-Either may be None: a prefill rank without draft KV has no outbox.
+prefill: `prefill_channel`, made while SGLang registers the rank, since its row goes with that.
+decode:  `decode_channel` and `servers`, made once SGLang knows this rank's address.
+Either may be None: a prefill rank without draft KV has no channel.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_mixkv import __version__
 from sglang_mixkv.channel import planes
-from sglang_mixkv.decode import rooms as decode_rooms
-from sglang_mixkv.decode.inbox import Inbox, Store
+from sglang_mixkv.decode import machine as decode_machine
+from sglang_mixkv.decode.links import Store
+from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.engine import draft_pool, early_sends
 from sglang_mixkv.engine.bootstrap import KEY
 from sglang_mixkv.engine.draft_pool import clear_retracted, draft_is_left_out
 from sglang_mixkv.engine.prefill_servers import PrefillServers
+from sglang_mixkv.engine.rank import RankContext
 from sglang_mixkv.engine.releases import sglang_version
-from sglang_mixkv.engine.sides import Local
-from sglang_mixkv.prefill import rooms as prefill_rooms
-from sglang_mixkv.prefill.outbox import Outbox
+from sglang_mixkv.prefill import machine as prefill_machine
+from sglang_mixkv.prefill.worker import PrefillWorker
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -36,9 +37,9 @@ class DraftManager:
     that cannot be cut, and where the channel cannot be made."""
 
     backend = ""
-    local: Local | None = None
-    outbox: Outbox | None = None
-    inbox: Inbox | None = None
+    local: RankContext | None = None
+    prefill_channel: PrefillWorker | None = None
+    decode_channel: DecodeWorker | None = None
     servers: PrefillServers | None = None
     local_ip: str
     pp_rank: int | None
@@ -48,13 +49,13 @@ class DraftManager:
     def __init__(
         self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False, **more: Any
     ) -> None:
-        self.local = Local(args, server_args, mode.value, self.backend)
+        self.local = RankContext(args, server_args, mode.value, self.backend)
         draft_pool.check_beside(args, is_mla_backend)
         self.miscounts: deque[str] = deque(maxlen=8)  # requests that SGLang counts otherwise
         self.kv_status_msg_carries_reason = True  # prefill's reason reaches decode over Mooncake
         super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
         if mode == DisaggregationMode.DECODE:
-            self._make_inbox(self.local)
+            self._make_decode_channel(self.local)
         banner = self._banner(self.local)
         if mode == DisaggregationMode.PREFILL and early_sends.switch_off(self.backend):
             banner += f"; {early_sends.VARIABLE}=0, since SGLang's {self.backend} does not wait"
@@ -64,45 +65,47 @@ class DraftManager:
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
         assert self.local is not None
-        row = self._make_outbox(self.local)
+        row = self._make_prefill_channel(self.local)
         payload = {**payload, KEY: msgspec.to_builtins(row)}
         super()._register_topology_row(url, payload)  # type: ignore[misc]
 
-    def _make_outbox(self, local: Local) -> Any:
+    def _make_prefill_channel(self, local: RankContext) -> Any:
         if local.draft is None:
             return local.row(self, "", None, None)
         slots, draft = local.slots(), local.draft
         staging = local.staging(slots)
         plane = local.plane(staging, self.local_ip)
-        rooms = prefill_rooms.Rooms(
+        machine = prefill_machine.Machine(
             local.instance, draft.layout.heads, local.segment_tokens, slots, local.times
         )
-        self.outbox = Outbox(
-            rooms, draft.rows, staging, plane, self.local_ip, local.port(self), local.times,
+        self.prefill_channel = PrefillWorker(
+            machine, draft.rows, staging, plane, self.local_ip, local.port(self), local.times,
             local.notes,
         )  # fmt: skip
-        return local.row(self, self.outbox.address, staging, plane)
+        return local.row(self, self.prefill_channel.address, staging, plane)
 
     # -- decode
 
-    def _make_inbox(self, local: Local) -> None:
+    def _make_decode_channel(self, local: RankContext) -> None:
         draft, slots = local.draft, local.slots()
         store = None
         if draft is not None:
             staging = local.staging(slots)
             store = Store(draft.rows, staging, local.plane(staging, self.local_ip))
-        rooms = decode_rooms.Rooms(local.instance, slots, local.slot_bytes, local.times)
-        self.inbox = Inbox(rooms, store, local.times, local.notes, self._forget_peer)
+        machine = decode_machine.Machine(local.instance, slots, local.slot_bytes, local.times)
+        self.decode_channel = DecodeWorker(
+            machine, store, local.times, local.notes, self._forget_peer
+        )
         self.servers = PrefillServers(
             local.row(self, "", *((store.staging, store.plane) if store else (None, None))),
-            self.inbox,
+            self.decode_channel,
             self.prefill_info_table,
             super().try_ensure_parallel_info,  # type: ignore[misc]
             _stand_in,
             serve_mismatch=local.config.on_draft_mismatch == "cold",
             refused=local.notes.refused,
         )
-        local.notes.breaker, local.notes.name_of = rooms.breaker, self.servers.name_of
+        local.notes.breaker, local.notes.name_of = machine.breaker, self.servers.name_of
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """False until the server's facts are here and fit, and the channel's connections stand."""
@@ -145,19 +148,20 @@ class DraftManager:
         self.close_channel()
 
     def close_channel(self) -> None:
-        if self.outbox is not None:
-            self.outbox.close()
-        if self.inbox is not None:
-            self.inbox.shut()
+        if self.prefill_channel is not None:
+            self.prefill_channel.close()
+        if self.decode_channel is not None:
+            self.decode_channel.shut()
         if self.servers is not None:
             self.servers.close()
 
     def check_integrity(self) -> list[str]:
         """What is wrong with an idle rank: ended threads, and anything left of a room."""
-        found = [*self.miscounts, *(self.outbox.check() if self.outbox is not None else ())]
-        return [*found, *(self.inbox.check() if self.inbox is not None else ())]
+        channels = (self.prefill_channel, self.decode_channel)
+        checks = (line for one in channels if one is not None for line in one.check())
+        return [*self.miscounts, *checks]
 
-    def _banner(self, local: Local) -> str:
+    def _banner(self, local: RankContext) -> str:
         whose = f"sglang-mixkv {__version__} (SGLang {sglang_version()}): {local.mode}"
         if local.draft is None:
             return f"{whose} rank without draft KV of its own"

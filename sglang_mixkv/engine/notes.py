@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from sglang_mixkv import series
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.decode.breaker import Breaker
-from sglang_mixkv.decode.copier import Entry
 from sglang_mixkv.decode.events import State
 from sglang_mixkv.decode.health import Health
+from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.engine.requests import Began, Requests
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.kinds import OF_SIDE, SUSPECT, Kind
@@ -100,7 +100,7 @@ class Notes:
         self.stats.refused(error)
         self._count(series.REFUSED, (error.reason,))
 
-    def ended(self, entry: Entry, reason: str) -> None:
+    def ended(self, entry: ReceiveHandle, reason: str) -> None:
         """SGLang is done with a room: it goes on with the request, or (`reason`) has failed it.
         Counted by the channel thread, unless that has ended: this is the scheduler's."""
         values = _outcome(entry, reason)
@@ -180,7 +180,7 @@ class Notes:
             self.metrics.add(family, values, amount)
 
 
-def _outcome(entry: Entry, reason: str) -> tuple[str, str]:
+def _outcome(entry: ReceiveHandle, reason: str) -> tuple[str, str]:
     """The values of series.ROOMS."""
     if entry.state is State.FAILED:
         return "failed", ""

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 import requests
 
-from sglang_mixkv.decode.inbox import Inbox
-from sglang_mixkv.decode.servers import Pairing, contacts_of, judge, make_plan
+from sglang_mixkv.decode.plan import Pairing, contacts_of, judge, make_plan
+from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.facts import Row, read_row
 from sglang_mixkv.engine.bootstrap import PATH
 from sglang_mixkv.engine.refused import RefusedRequests
@@ -61,7 +61,7 @@ class PrefillServers:
     def __init__(
         self,
         own: Row,
-        inbox: Inbox,
+        inbox: DecodeWorker,
         table: dict[str, Any],
         resolve: Callable[[str], bool],
         stand_in: Callable[[], Any],
@@ -150,7 +150,7 @@ class PrefillServers:
             if self._inbox.knows(row.instance):
                 continue
             try:
-                self._inbox.connect(row)
+                self._inbox.connect(row.instance, row)
             except Exception as error:
                 raise MixKVError(
                     "MIXKV-MSG-02",

@@ -1,4 +1,4 @@
-"""SGLang's receiver, with a room of the inbox beside it."""
+"""SGLang's receiver, with a room of the draft channel beside it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode.copier import Entry
-from sglang_mixkv.decode.inbox import Inbox
-from sglang_mixkv.decode.servers import Pairing, Plan
+from sglang_mixkv.decode.plan import Pairing, Plan
+from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.engine.prefill_servers import PrefillServers
-from sglang_mixkv.engine.sides import forward_event
+from sglang_mixkv.engine.rank import forward_event
 from sglang_mixkv.errors import MixKVError, refuse
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class DraftReceiver:
-    """Mixed into CommonKVReceiver. `entry`: None before send_metadata, and for a request that needs
-    no room. `is_send_target`: of each rank in `bootstrap_infos`, whether target KV comes from it;
-    `required_target_responses`: from how many; `required_draft_responses`: how many draft heads
-    are read from.
+    """Mixed into CommonKVReceiver. `handle`: None before send_metadata, and for a request that
+    needs no room. `is_send_target`: of each rank in `bootstrap_infos`, whether target KV comes from
+    it; `required_target_responses`: from how many; `required_draft_responses`: from how many draft
+    heads are read.
 
     Of SGLang's statuses Success is changed to Transferring while draft KV is awaited, and to
     Failed where rows could not even be cleared. `init` fails requests to a refused server.
     """
 
-    entry: Entry | None = None
+    handle: ReceiveHandle | None = None
     plan: Plan | None = None
     is_send_target: tuple[bool, ...] = ()
     required_target_responses = 0
@@ -94,54 +93,49 @@ class DraftReceiver:
 
     def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
         super().send_metadata(kv_indices, *args, **kwargs)  # type: ignore[misc]
-        inbox: Inbox | None = getattr(self.kv_mgr, "inbox", None)
-        if inbox is None or self.plan is None or self.conclude_state is not None:
+        channel: DecodeWorker | None = getattr(self.kv_mgr, "decode_channel", None)
+        if channel is None or self.plan is None or self.conclude_state is not None:
             return
         prefix = kwargs.get("decode_prefix_len", args[2] if len(args) > 2 else None) or 0
         try:
-            self.entry = self._entry(inbox, self.plan, kv_indices, prefix)
-            inbox.open(self.entry)
+            self._open(channel, self.plan, kv_indices, prefix)
         except Exception as error:  # rows that nobody clears may be another request's
             logger.exception("[MIXKV-SELF-01] a room could not be opened")
             self._fail(f"[MIXKV-SELF-01] its room could not be opened: {error!r}")
 
-    def _entry(self, inbox: Inbox, plan: Plan, pages: Any, first: int) -> Entry:
+    def _open(self, channel: DecodeWorker, plan: Plan, pages: Any, first: int) -> None:
         local = self.kv_mgr.local
         page_size = local.draft.page_size if local.draft else self.kv_mgr.kv_args.page_size
         event = forward_event(local.handed.scheduler)
-        opened = ev.OpenRoom(
-            generation=inbox.new_generation(),
+        handle = ReceiveHandle(pages, page_size, event, self.bootstrap_addr)
+        channel.open(
+            handle,
             bootstrap_room=self.bootstrap_room,
             sources=plan.sources,
             first_token=first,
             end=first + len(pages) * page_size if local.draft else first,
             cold=plan.cold,
-            pending=event is not None,
-            checksum=local.config.verify == "checksum",
             version=plan.version,
             required_targets=self.required_target_responses,
         )
-        return Entry(opened, pages, page_size, event, self.bootstrap_addr)
+        self.handle = handle
 
     def poll(self) -> Any:
         status = super().poll()  # type: ignore[misc]
-        entry = self.entry
-        if entry is None or status != KVPoll.Success:
+        handle = self.handle
+        if handle is None or status != KVPoll.Success:
             return status
-        self.kv_mgr.inbox.target_arrived(entry)
-        if entry.state is None:
-            return self._await(entry)
-        if entry.state is ev.State.FAILED:
-            self._fail(f"[MIXKV-SELF-01] draft rows could not be cleared: {entry.reason}")
+        channel: DecodeWorker = self.kv_mgr.decode_channel
+        channel.target_arrived(handle)
+        if handle.state is None:
+            if channel.is_lost(handle):
+                channel.clear_now(handle)
+            return KVPoll.Transferring
+        if handle.state is ev.State.FAILED:
+            self._fail(f"[MIXKV-SELF-01] draft rows could not be cleared: {handle.reason}")
             self.ensure_abort_notified()  # type: ignore[attr-defined]
             return KVPoll.Failed
         return status
-
-    def _await(self, entry: Entry) -> Any:
-        """A room that the channel does not decide is cleared here, and served cold."""
-        if self.kv_mgr.inbox.is_lost(entry):
-            self.kv_mgr.inbox.clear_now(entry)
-        return KVPoll.Transferring
 
     def clear(self) -> None:
         self._close("")
@@ -156,8 +150,8 @@ class DraftReceiver:
         super().failure_exception()  # type: ignore[misc]
 
     def _close(self, reason: str) -> None:
-        if self.entry is not None:
-            self.kv_mgr.inbox.close(self.entry, reason)
+        if self.handle is not None:
+            self.kv_mgr.decode_channel.close(self.handle, reason)
 
     def _fail(self, reason: str) -> None:
         logger.error("sglang-mixkv fails room %s: %s", self.bootstrap_room, reason)

@@ -1,4 +1,4 @@
-"""SGLang's sender, whose chunks also go to the outbox."""
+"""SGLang's sender, whose chunks also go to the draft channel."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-from sglang_mixkv.engine.sides import forward_event
-from sglang_mixkv.prefill.outbox import Outbox, Pages, Use
+from sglang_mixkv.engine.rank import forward_event
+from sglang_mixkv.prefill.worker import Pages, PrefillWorker, SendHandle
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class DraftSender:
-    """Mixed into CommonKVSender. `use`: None on a rank without draft KV, or before init.
+    """Mixed into CommonKVSender. `handle`: None on a rank without draft KV, or before init.
     `is_send_target`: of each decode rank, whether this one sends it target KV. The two counts are
     what decode ranks say: from how many prefill ranks they get target KV, and draft KV.
 
-    Of SGLang's statuses only Success is changed, to Transferring, until the use is settled.
+    Of SGLang's statuses only Success is changed, to Transferring, while draft KV is packed.
     """
 
-    use: Use | None = None
+    handle: SendHandle | None = None
     is_send_target: tuple[bool, ...] = ()
     required_target_responses = 0
     required_draft_responses = 0
@@ -31,10 +31,10 @@ class DraftSender:
 
     def init(self, num_kv_indices: int, *args: Any, **kwargs: Any) -> None:
         super().init(num_kv_indices, *args, **kwargs)  # type: ignore[misc]
-        outbox: Outbox | None = getattr(self.kv_mgr, "outbox", None)
-        if outbox is not None and self.use is None:
+        channel: PrefillWorker | None = getattr(self.kv_mgr, "prefill_channel", None)
+        if channel is not None and self.handle is None:
             self._pages, self._sent = num_kv_indices, 0
-            self.use = outbox.begin(self.bootstrap_room)
+            self.handle = channel.begin(self.bootstrap_room)
 
     def pop_decode_prefix_len(self) -> int:
         """As stock; the first chunk begins behind it."""
@@ -43,7 +43,7 @@ class DraftSender:
         return prefix
 
     def send(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
-        if self.use is None:
+        if self.handle is None:
             super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
             return
         if not self._sent:
@@ -67,7 +67,7 @@ class DraftSender:
         self._first = first + count
         chunk = Pages(pages, page_size, [e for e in events if e is not None])
         last = self._sent >= self._pages
-        self.kv_mgr.outbox.add_chunk(self.use, first, count, last, chunk)
+        self.kv_mgr.prefill_channel.add_chunk(self.handle, first, count, last, chunk)
 
     def _next_token(self) -> int:
         """The number, in the prompt, of the chunk's first token."""
@@ -78,17 +78,16 @@ class DraftSender:
 
     def poll(self) -> Any:
         status = super().poll()  # type: ignore[misc]
-        if self.use is None or status != KVPoll.Success:
+        if self.handle is None or status != KVPoll.Success:
             return status
-        self.kv_mgr.outbox.target_sent(self.use)
-        if not self.use.release():
+        if not self.kv_mgr.prefill_channel.release(self.handle):
             return KVPoll.Transferring
         if not self.required_target_responses:
-            self._count(self.use)
+            self._count(self.handle)
         return status
 
-    def _count(self, use: Use) -> None:
-        for opened in use.opened:
+    def _count(self, handle: SendHandle) -> None:
+        for opened in handle.opened:
             self.required_target_responses = opened.required_target_responses
             self.required_draft_responses = opened.required_draft_responses
         for line in self.check_integrity():
@@ -97,7 +96,7 @@ class DraftSender:
 
     def check_integrity(self) -> list[str]:
         """Where SGLang's metadata and the decode ranks' OPENs differ, once all have opened."""
-        opened = self.use.opened if self.use is not None else ()
+        opened = self.handle.opened if self.handle is not None else ()
         if len(opened) != len(self.is_send_target):
             return []
         sent = sum(self.is_send_target), sum(one.is_send_target for one in opened)
@@ -105,8 +104,8 @@ class DraftSender:
 
     def get_transfer_metric(self) -> Any:
         metric = super().get_transfer_metric()  # type: ignore[misc]
-        if self.use is not None and metric.transfer_total_bytes is not None:
-            metric.transfer_total_bytes += self.use.bytes
+        if self.handle is not None and metric.transfer_total_bytes is not None:
+            metric.transfer_total_bytes += self.handle.bytes
         return metric
 
     def clear(self) -> None:
@@ -122,8 +121,8 @@ class DraftSender:
         super().failure_exception()  # type: ignore[misc]
 
     def _end(self, reason: str) -> None:
-        if self.use is not None:
-            self.kv_mgr.outbox.end(self.use, reason)
+        if self.handle is not None:
+            self.kv_mgr.prefill_channel.end(self.handle, reason)
 
 
 def _is_dummy(info: Any) -> bool:

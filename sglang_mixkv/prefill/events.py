@@ -1,37 +1,39 @@
 """What a prefill rank's state machine is fed with, and what it asks for in return.
 
-A *use* is one sender of SGLang's: room numbers come again, uses do not. A *connection* is how the
-socket names where a message came from. A *job* is one packing of one segment.
+A *use* is one sender of SGLang's, by whatever names it (in a server its SendHandle): room numbers
+come again, uses do not. A *connection* is how the socket names where a message came from. A *job*
+is the packing of one segment.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import msgspec
 
 from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
 
-UseNumber = int
+Use = Hashable
 Connection = bytes
 
 
 class Begin(msgspec.Struct, frozen=True):
     """SGLang made a sender for this room."""
 
-    use: UseNumber
+    use: Use
     room: int
 
 
 class AddChunk(msgspec.Struct, frozen=True):
     """SGLang handed a chunk over: tokens [first, first + count) of the prompt.
 
-    `pages`: where they are (outbox.Pages); opaque here. `pending`: their KV may not be written
-    yet; ChunkWritten follows. `last`: no more come. Chunks of one use follow each other in the
-    prompt, and are written in their order.
+    `pages`: where they are (worker.Pages); opaque here. `pending`: their KV may not be written yet;
+    ChunkWritten follows. `last`: no more come. Chunks of one use follow each other in the prompt,
+    and are written in their order.
     """
 
-    use: UseNumber
+    use: Use
     first: int
     count: int
     last: bool
@@ -42,19 +44,19 @@ class AddChunk(msgspec.Struct, frozen=True):
 class ChunkWritten(msgspec.Struct, frozen=True):
     """The first of the use's pending chunks is written."""
 
-    use: UseNumber
+    use: Use
 
 
 class TargetSent(msgspec.Struct, frozen=True):
     """SGLang's own transfer of the use has succeeded."""
 
-    use: UseNumber
+    use: Use
 
 
 class End(msgspec.Struct, frozen=True):
-    """SGLang is done with the sender; its pages may be given back now. `reason`: why it failed."""
+    """SGLang is done with the sender, and its gate is closed. `reason`: why it failed."""
 
-    use: UseNumber
+    use: Use
     reason: str = ""
 
 
@@ -70,11 +72,10 @@ class ConnectionLost(msgspec.Struct, frozen=True):
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """A job has ended; its bytes are in the slot, unless there is an `error`, or the use's gate was
+    """A job has ended. Its bytes are in the slot, unless there is an `error`, or the use's gate was
     `closed` before it began."""
 
     job: int
-    checksum: int | None = None
     error: str = ""
     closed: bool = False
 
@@ -96,18 +97,23 @@ Event = (
 )  # fmt: skip
 
 
-class Pack(msgspec.Struct, frozen=True):
+class PackJob(msgspec.Struct, frozen=True):
     """Copy `count` tokens, `offset` tokens into the chunk, of these heads into the slot."""
 
     job: int
-    use: UseNumber
+    use: Use
     pages: Any
     offset: int
     count: int
     heads: range
     slot: int
     stamp: int
-    checksum: bool
+
+
+class Pack(msgspec.Struct, frozen=True):
+    """They may be copied in any order, and together; each ends with a Packed."""
+
+    jobs: tuple[PackJob, ...]
 
 
 class Send(msgspec.Struct, frozen=True):
@@ -116,9 +122,11 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """The sender may report SGLang's Success: nothing will read the use's pages any more."""
+    """The sender may report SGLang's Success: nothing will read the use's pages any more.
+    `opened`: the OPENs of its readers that have come, in no order."""
 
-    use: UseNumber
+    use: Use
+    opened: tuple[Open, ...]
 
 
 class Note(msgspec.Struct, frozen=True):

@@ -24,7 +24,7 @@ import numpy as np
 import zmq
 
 from sglang_mixkv.channel import planes
-from sglang_mixkv.channel.data_plane import Memory, Outcome, Peer
+from sglang_mixkv.channel.data_plane import Extent, Memory, Peer
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.sockets import endpoint
 from sglang_mixkv.tools import doctor_rdma as rdma
@@ -171,16 +171,17 @@ def _read_slots(side: Side, peer: Peer, offer: Offer) -> dict[str, Any]:
 def _read_once(side: Side, peer: Peer, offer: Offer, first: int, size: int) -> float:
     """Into the slots from `first` on. How long it took."""
     begin, plane = time.monotonic(), side.plane
-    reads = [
-        plane.start(peer, side.address(first + n), offer.address + n * offer.slot_bytes, size)
+    extents = [
+        Extent(side.address(first + n), offer.address + n * offer.slot_bytes, size)
         for n in range(READ)
     ]
-    while any(plane.outcome(read) is not Outcome.DONE for read in reads):
-        failed = [read.why for read in reads if plane.outcome(read) is Outcome.FAILED]
-        if failed or time.monotonic() - begin > READ_S:
-            why = failed[0] if failed else f"no end within {READ_S} s"
-            raise ReadFailed(f"a read of {size:,} bytes failed: {why}")
+    plane.start(first, peer, extents)
+    while not (ended := plane.ended()):
+        if time.monotonic() - begin > READ_S:
+            raise ReadFailed(f"a read of {READ} x {size:,} bytes did not end within {READ_S} s")
         time.sleep(1e-4)
+    if error := ended[0][1]:
+        raise ReadFailed(f"a read of {READ} x {size:,} bytes failed: {error}")
     return time.monotonic() - begin
 
 

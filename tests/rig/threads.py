@@ -15,18 +15,18 @@ import numpy as np
 import torch
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.data_plane import DataPlane, Memory, Outcome, Peer, Read
+from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode import rooms as decode_rooms
-from sglang_mixkv.decode.copier import Entry
-from sglang_mixkv.decode.inbox import Inbox, Store
+from sglang_mixkv.decode import machine as decode_machine
+from sglang_mixkv.decode.links import Store
+from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.draft.facts import StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.prefill import rooms as prefill_rooms
-from sglang_mixkv.prefill.outbox import Outbox, Pages, Use
+from sglang_mixkv.prefill import machine as prefill_machine
+from sglang_mixkv.prefill.worker import Pages, PrefillWorker, SendHandle
 
 HOST, HEADS, PAGE, PAGES = "127.0.0.1", range(4), 4, 32
 TOKEN_BYTES = 2 * len(HEADS) * 16  # K and V of one layer
@@ -71,20 +71,21 @@ class Reads(DataPlane):
         self.opened += 1
         peer.link = "here"
 
-    def _post(self, read: Read, local: int, remote: int, length: int) -> None:
-        read.handle = local, remote, length
+    def _post(self, read: Read, extents: Sequence[Extent]) -> None:
+        read.handle = extents
 
-    def _check(self, read: Read) -> Outcome | None:
-        local, _, length = read.handle
-        if length > 1 and self.held:
+    def _check(self, read: Read) -> str | None:
+        probes = read.handle[0].length == 1
+        if self.held and not probes:
             return None
-        if length > 1 and self.broken:
+        if self.broken and not probes:
             self.broken -= 1
-            return Outcome.FAILED
-        ctypes.memmove(*read.handle)
-        for offset in self.damage if length > 1 else ():
-            (ctypes.c_uint8 * length).from_address(local)[offset % length] ^= 0xFF
-        return Outcome.DONE
+            return "broken"
+        for local, remote, length in read.handle:
+            ctypes.memmove(local, remote, length)
+            for offset in self.damage if not probes else ():
+                (ctypes.c_uint8 * length).from_address(local)[offset % length] ^= 0xFF
+        return ""
 
     def _release(self, read: Read) -> None:
         read.handle = None
@@ -95,7 +96,7 @@ class Reads(DataPlane):
     def _close(self) -> None: ...
 
 
-class Notes:
+class Reporter:
     def __init__(self) -> None:
         self.seen: list[str] = []
 
@@ -118,7 +119,7 @@ class _Side:
         self.memory = np.full((2, PAGES * PAGE, len(HEADS), 16), CANARY, np.uint8)
         self.rows = DraftRows([torch.from_numpy(entry) for entry in self.memory], HEADS)
         self.staging = Staging(SLOTS, SLOT_BYTES, torch.device("cpu"))
-        self.slots, self.plane, self.notes = SlotPool(SLOTS, times), Reads(), Notes()
+        self.slots, self.plane, self.notes = SlotPool(SLOTS, times), Reads(), Reporter()
         self.instance, self.closed = messages.draw_instance(), False
         self.plane.register(Memory(self.staging.address, self.staging.size), self.staging.address)
 
@@ -127,37 +128,39 @@ class Prefill(_Side):
     def __init__(self, times: Times, port: int = 0) -> None:
         super().__init__(times)
         self.memory[:] = np.random.default_rng(port).integers(0, 256, self.memory.shape)
-        rooms = prefill_rooms.Rooms(
+        machine = prefill_machine.Machine(
             self.instance, HEADS, lambda _heads, _size: SEGMENT, self.slots, times
         )
-        self.outbox = Outbox(
-            rooms, self.rows, self.staging, self.plane, HOST, port, times, self.notes
+        self.channel = PrefillWorker(
+            machine, self.rows, self.staging, self.plane, HOST, port, times, self.notes
         )
         facts = StagingFacts(
             self.plane.name, self.plane.endpoint, self.staging.address, SLOT_BYTES, SLOTS
         )
         self.row: Any = SimpleNamespace(
-            instance=self.instance, address=self.outbox.address, staging=facts
+            instance=self.instance, address=self.channel.address, staging=facts
         )
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.outbox.close()
+            self.channel.close()
 
     @property
     def port(self) -> int:
-        return int(self.outbox.address.rpartition(":")[2])
+        return int(self.channel.address.rpartition(":")[2])
 
     def pages(self, tokens: int, events: Sequence[Event] = ()) -> Pages:
         """The last ones of its pool, the last one first."""
         return Pages(np.arange(PAGES)[::-1][: -(-tokens // PAGE)], PAGE, events)
 
-    def send(self, room: int, tokens: int, first: int = 0, events: Sequence[Event] = ()) -> Use:
+    def send(
+        self, room: int, tokens: int, first: int = 0, events: Sequence[Event] = ()
+    ) -> SendHandle:
         """A request of one chunk."""
-        use = self.outbox.begin(room)
-        self.outbox.add_chunk(use, first, tokens, True, self.pages(tokens, events))
-        return use
+        handle = self.channel.begin(room)
+        self.channel.add_chunk(handle, first, tokens, True, self.pages(tokens, events))
+        return handle
 
 
 class Decode(_Side):
@@ -166,31 +169,30 @@ class Decode(_Side):
     def __init__(self, times: Times) -> None:
         super().__init__(times)
         self.forgotten: list[bytes] = []
-        rooms = decode_rooms.Rooms(self.instance, self.slots, SLOT_BYTES, times)
+        machine = decode_machine.Machine(self.instance, self.slots, SLOT_BYTES, times)
         store = Store(self.rows, self.staging, self.plane)
-        self.inbox = Inbox(rooms, store, times, self.notes, self.forgotten.append)
+        self.channel = DecodeWorker(machine, store, times, self.notes, self.forgotten.append)
 
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.inbox.shut()
+            self.channel.shut()
 
     def open(
-        self, room: int, tokens: int, peer: bytes, first: int = 0, event: Any = None,
-        checksum: bool = False,
-    ) -> Entry:  # fmt: skip
+        self, room: int, tokens: int, peer: bytes, first: int = 0, event: Any = None
+    ) -> ReceiveHandle:
         """Of tokens [first, first + tokens), in every second page of its pool."""
         source = ev.Source(peer, HEADS, 1, SLOTS, SEGMENT)
-        opened = ev.OpenRoom(
-            self.inbox.new_generation(), room, (source,), first, first + tokens,
-            pending=event is not None, checksum=checksum,
-        )  # fmt: skip
-        entry = Entry(opened, np.arange(0, PAGES, 2)[: -(-tokens // PAGE)], PAGE, event)
-        self.inbox.open(entry)
-        return entry
+        handle = ReceiveHandle(np.arange(0, PAGES, 2)[: -(-tokens // PAGE)], PAGE, event)
+        self.channel.open(
+            handle, bootstrap_room=room, sources=(source,), first_token=first, end=first + tokens
+        )
+        return handle
 
-    def rows_of(self, entry: Entry) -> np.ndarray:
-        found: np.ndarray = self.memory[:, entry.rows(entry.opened.first_token, entry.opened.end)]
+    def rows_of(self, handle: ReceiveHandle) -> np.ndarray:
+        found: np.ndarray = self.memory[
+            :, handle.rows(handle.opened.first_token, handle.opened.end)
+        ]
         return found
 
 
@@ -204,41 +206,41 @@ class Channel:
         self.connect(self.prefill)
 
     def connect(self, prefill: Prefill) -> None:
-        self.decode.inbox.connect(prefill.row)
-        assert wait_for(lambda: self.decode.inbox.knows(prefill.instance))
+        self.decode.channel.connect(prefill.instance, prefill.row)
+        assert wait_for(lambda: self.decode.channel.knows(prefill.instance))
 
-    def open(self, room: int, tokens: int, **more: Any) -> Entry:
+    def open(self, room: int, tokens: int, **more: Any) -> ReceiveHandle:
         return self.decode.open(room, tokens, self.prefill.instance, **more)
 
-    def state(self, entry: Entry) -> tuple[str, str]:
+    def state(self, handle: ReceiveHandle) -> tuple[str, str]:
         """What became of a room, and why."""
-        assert wait_for(lambda: entry.state is not None), "the room is not decided"
-        assert entry.state is not None
-        return entry.state.value, entry.reason
+        assert wait_for(lambda: handle.state is not None), "the room is not decided"
+        assert handle.state is not None
+        return handle.state.value, handle.reason
 
     def request(
         self, room: int, tokens: int = 20, arrived: bool = False, **more: Any
     ) -> tuple[str, str]:
         """One from its beginning to its end, with every byte compared. `arrived`: its target is
         there, so that it waits for draft KV no longer than it may."""
-        use, entry = self.prefill.send(room, tokens), self.open(room, tokens, **more)
+        sent, handle = self.prefill.send(room, tokens), self.open(room, tokens, **more)
         if arrived:
-            self.decode.inbox.target_arrived(entry)
-        found = self.state(entry)
-        assert found[0] != "warm" or self.same(entry)
-        assert found[0] != "cold" or not self.decode.rows_of(entry).any()
-        self.end(use, entry)
+            self.decode.channel.target_arrived(handle)
+        found = self.state(handle)
+        assert found[0] != "warm" or self.same(handle)
+        assert found[0] != "cold" or not self.decode.rows_of(handle).any()
+        self.end(sent, handle)
         return found
 
-    def same(self, entry: Entry) -> bool:
+    def same(self, handle: ReceiveHandle) -> bool:
         """Whether its rows are those that prefill has for them."""
-        tokens = entry.opened.end - entry.opened.first_token
+        tokens = handle.opened.end - handle.opened.first_token
         there = self.prefill.memory[:, self.prefill.pages(tokens).rows(0, tokens)]
-        return bool(np.array_equal(self.decode.rows_of(entry), there))
+        return bool(np.array_equal(self.decode.rows_of(handle), there))
 
-    def end(self, use: Use, entry: Entry) -> None:
-        self.prefill.outbox.end(use)
-        self.decode.inbox.close(entry)
+    def end(self, sent: SendHandle, handle: ReceiveHandle) -> None:
+        self.prefill.channel.end(sent)
+        self.decode.channel.close(handle)
 
     def __enter__(self) -> Self:
         return self
@@ -253,8 +255,8 @@ class Channel:
         sides = self.prefill, self.decode
         return wait_for(
             lambda: (
-                not self.prefill.outbox.check()
-                and not self.decode.inbox.check()
+                not self.prefill.channel.check()
+                and not self.decode.channel.check()
                 and all(side.slots.free_slots == SLOTS for side in sides)
             )
         )

@@ -5,9 +5,9 @@ r"""A decode rank's state machine: events in, actions out, time as an argument. 
                                           \--they cannot be--------> FAILED
 
 A room reads each announced segment into a slot of this rank, acknowledges it, and copies it to the
-pool through the room's gate. Its own trouble, a peer's, or a wait that is longer than the target's
-transfer deserves makes it cold: rows that are not in place are zeroed, and the request goes on
-with a cold drafter. The drafter ends a request only if even that fails.
+pool through the room's gate. Its own trouble, a peer's, or draft KV that is later than `Times`
+allows makes it cold: rows that are not in place are zeroed, and the request goes on with a cold
+drafter. The drafter ends a request only if even that fails.
 
 A thread that stood still no longer trusts what it was sent before: a slot may have been used
 again meanwhile (docs/protocol.md, "When a slot is used again").
@@ -17,49 +17,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from sglang_mixkv.channel.messages import NO_SLOT, Ack, Fail, Ready, fail
+from sglang_mixkv.channel.messages import Fail, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.breaker import Breaker
-from sglang_mixkv.decode.copies import Copies
-from sglang_mixkv.decode.parts import Room
-from sglang_mixkv.decode.reads import Reads, Segment
+from sglang_mixkv.decode.segments import Read, Segments
+from sglang_mixkv.decode.transfer import Room, Stage
 
 PREFILL_CODES = ("aborted", "pack", "slow", "heads", "full", "restarted")
 
 
-class Rooms:
+class Machine:
     """All rooms of one decode rank. `slot_bytes`: of each of its own slots."""
 
     def __init__(self, instance: bytes, slots: SlotPool, slot_bytes: int, times: Times) -> None:
         self._instance, self._slot_bytes, self._times = instance, slot_bytes, times
-        self.breaker = Breaker()
-        self._reads = Reads(slots)
+        self.breaker, self.slots = Breaker(), slots
+        self._segments = Segments(slots)
         self._rooms: dict[ev.Generation, Room] = {}
-        self._copies = Copies()
         self._out: list[ev.Action] = []
-        self._now: float | None = None
+        self._clock = float("-inf")
 
-    def handle(self, event: ev.Event, now: float) -> list[ev.Action]:
-        """Actions, in the order in which they must be done."""
-        last, self._now = self._now, now
-        if last is not None and now - last > self._times.stall:
-            self._distrust(now - last)
+    def handle(self, event: ev.Event, now: float) -> None:
+        stood_still, self._clock = now - self._clock, now
+        if stood_still > self._times.stall:
+            for room in list(self._rooms.values()):
+                if room.wants:
+                    detail = f"this rank stood still for {stood_still:.1f} s"
+                    self._go_cold(room, "stalled", detail)
         _HANDLERS[type(event)](self, event)
-        self._out.extend(self._reads.start(now))
+
+    def actions(self) -> list[ev.Action]:
+        """In the order in which they must be done."""
+        self._out.extend(self._segments.actions(self._clock))
         actions, self._out = self._out, []
         return actions
-
-    @property
-    def _clock(self) -> float:
-        assert self._now is not None
-        return self._now
-
-    def _distrust(self, seconds: float) -> None:
-        for room in list(self._rooms.values()):
-            if room.wants:
-                self._go_cold(room, "stalled", f"this rank stood still for {seconds:.1f} s")
 
     # -- SGLang's side
 
@@ -83,7 +76,8 @@ class Rooms:
         if room is None:
             return
         room.pending = False
-        self._out.extend(map(self._copies.unpack, self._copies.take_held(room)))
+        for segment in room.of_stage(Stage.HELD):
+            self._segments.copy(segment)
         self._clear(room)
 
     def _target_arrived(self, event: ev.TargetArrived) -> None:
@@ -108,42 +102,38 @@ class Rooms:
     # -- peers
 
     def _received(self, event: ev.Received) -> None:
-        match event.message:
-            case Ready():
-                self._ready(event.peer, event.message)
-            case Fail():
-                self._failed(event.peer, event.message)
-
-    def _ready(self, peer: ev.Peer, ready: Ready) -> None:
-        room = self._rooms.get(ready.generation)
-        part = room.parts.get(peer) if room is not None else None
+        message = event.message
+        room = self._rooms.get(message.generation)
         if room is not None:
-            room.known.add(peer)
+            room.known.add(event.peer)
+        if isinstance(message, Ready):
+            self._ready(event.peer, room, message)
+        else:
+            self._failed(event.peer, room, message)
+
+    def _ready(self, peer: ev.Peer, room: Room | None, ready: Ready) -> None:
+        part = room.parts.get(peer) if room is not None else None
         if room is None or part is None or not room.wants:
-            if not self._reads.is_reading(peer, ready):  # doubled: its end is acknowledged
-                self._acknowledge(peer, ready)
+            # of a doubled one the end of its read is acknowledged
+            self._segments.acknowledge(peer, self._segments.not_read(peer, ready.segments))
             return
-        if ready.segment < part.segments:
+        if ready.segment < part.announced:
             self._note("doubled", f"segment {ready.segment}", peer)
             return  # the first copy's ACK is this one's
         if violation := part.violation(ready, room.opened.end):
-            self._acknowledge(peer, ready)
+            self._segments.acknowledge(peer, ready.segments)
             self._go_cold(room, "protocol", violation, [peer])
             return
-        part.accept(ready)
         room.progress = self._clock
         room.first_ready = self._clock if room.first_ready is None else room.first_ready
-        if ready.count:
-            self._reads.add(Segment(room, part, ready, self._clock))
+        for segment in part.accept(ready, room, self._clock):
+            self._segments.add(segment)
         self._finish(room)
 
-    def _failed(self, peer: ev.Peer, message: Fail) -> None:
+    def _failed(self, peer: ev.Peer, room: Room | None, message: Fail) -> None:
         if message.code == "restarted":
             self._out.append(ev.Forget(peer))
-        room = self._rooms.get(message.generation)
         part = room.parts.get(peer) if room is not None else None
-        if room is not None:
-            room.known.add(peer)
         if room is not None and part is not None and not part.last and room.wants:
             code = message.code if message.code in PREFILL_CODES else "other"
             self._go_cold(room, f"prefill_{code}", message.detail, [peer])
@@ -154,47 +144,36 @@ class Rooms:
             if part is not None and not part.last and room.wants:
                 self._go_cold(room, "lost", "the connection is", [event.peer], strike=True)
 
-    # -- reads
+    # -- segments
 
-    def _read_done(self, event: ev.ReadDone) -> None:
-        segment = self._reads.end(event.read)
-        self._acknowledge(segment.peer, segment.ready)
-        if self._clock - segment.started > self._times.read:
-            self._read_went_wrong(segment, "it took too long")
-        room = segment.room
-        if segment.failed or not room.wants:
-            self._reads.slots.free(segment.slot)
-            return
-        room.progress = self._clock
-        if room.pending:
-            self._copies.hold(segment)
-        else:
-            self._out.append(self._copies.unpack(segment))
+    def _read_ended(self, event: ev.ReadEnded) -> None:
+        read = self._segments.end_read(event.read)
+        if event.error or self._clock - read.since > self._times.read:
+            self._read_failed(read, event.error or "it took too long")
+        for segment in read.segments:
+            room = segment.room
+            if read.failed or not room.wants:
+                self._segments.remove(segment)
+                continue
+            room.progress = self._clock
+            if room.pending:
+                segment.stage = Stage.HELD
+            else:
+                self._segments.copy(segment)
 
-    def _read_failed(self, event: ev.ReadFailed) -> None:
-        self._read_went_wrong(self._reads.get(event.read), event.detail)
+    def _read_failed(self, read: Read, detail: str) -> None:
+        read.failed = True
+        room = read.segments[0].room
+        if room.wants:
+            self._go_cold(room, "read", detail, [read.peer], strike=True)
 
-    def _read_settled(self, event: ev.ReadSettled) -> None:
-        segment = self._reads.end(event.read)
-        self._acknowledge(segment.peer, segment.ready)
-        self._reads.slots.free(segment.slot)
-
-    def _read_went_wrong(self, segment: Segment, detail: str) -> None:
-        segment.failed = True
-        if segment.room.wants:
-            self._go_cold(segment.room, "read", detail, [segment.peer], strike=True)
-
-    # -- copies
-
-    def _job_done(self, event: ev.JobDone) -> None:
-        room, segment = self._copies.end(event)
+    def _copied(self, event: ev.Copied) -> None:
+        room, segment = self._segments.end_job(event.job)
         if segment is None:
             self._cleared(room, event)
             return
-        self._reads.slots.free(segment.slot)
         if event.result is ev.Result.DONE:
-            ready = segment.ready
-            segment.part.placed[ready.segment] = ready.first_token + ready.count
+            segment.part.placed[segment.number] = segment.first + segment.announced.count
             room.progress = self._clock
             self._finish(room)
         elif event.result is not ev.Result.CLOSED and room.wants:
@@ -206,7 +185,7 @@ class Rooms:
         if room.wants and room.complete:
             for peer, part in room.parts.items():
                 if part.has_rows:  # one without says nothing of reads
-                    self.breaker.warm(peer)
+                    self.breaker.record_success(peer)
             self.breaker.withdraw(room.generation)
             self._decide(room, ev.State.WARM)
 
@@ -225,7 +204,7 @@ class Rooms:
         for peer in peers or [b""]:
             self._note("cold_" + reason, detail, peer)
         for peer in (peers or ()) if strike else ():
-            if self.breaker.strike(peer, room.generation, self._clock):
+            if self.breaker.record_failure(peer, room.generation, self._clock):
                 self._note("breaker_opened", detail, peer)
         self.breaker.withdraw(room.generation)
         for peer, part in room.parts.items():
@@ -236,63 +215,55 @@ class Rooms:
 
     def _drop(self, room: Room) -> None:
         """Segments of a room that wants them no more."""
-        for segment in self._reads.drop_waiting(room):
-            self._acknowledge(segment.peer, segment.ready)
-        for segment in self._copies.take_held(room):
-            self._reads.slots.free(segment.slot)
+        for segment in room.of_stage(Stage.WAITING) + room.of_stage(Stage.HELD):
+            self._segments.remove(segment)
 
     def _clear(self, room: Room) -> None:
         """Once nothing else writes to the rows of a cold room."""
-        if not room.cold or room.pending or room.unpacking:
-            return
-        if room.decided or room.closed or room.clearing:
+        if not room.cold or room.pending or room.copying or room.decided or room.closed:
             return
         if room.placed_to >= room.opened.end:
             self._decide(room, ev.State.COLD)
         else:
-            self._out.append(self._copies.clear(room))
+            self._segments.clear(room)
 
-    def _cleared(self, room: Room, event: ev.JobDone) -> None:
-        if room.closed:
+    def _cleared(self, room: Room, event: ev.Copied) -> None:
+        if room.closed or event.result is ev.Result.CLOSED:
             return
         if event.result is ev.Result.DONE:
             self._decide(room, ev.State.COLD)
-        elif event.result is not ev.Result.CLOSED:
+        else:
             self._note("not_cleared", event.detail)
             self._decide(room, ev.State.FAILED, event.detail)
 
     def _decide(self, room: Room, state: ev.State, detail: str = "") -> None:
         room.decided = True
-        self._out.append(ev.Verdict(room.generation, state, detail or room.cold))
+        self._out.append(ev.Verdict(room.opened.handle, state, detail or room.cold))
+
+    # -- what goes wrong, and time
 
     def _action_failed(self, event: ev.ActionFailed) -> None:
         match event.action:
-            case ev.Send(peer=peer):
+            case ev.Send(peer):
                 self._peer_lost(ev.PeerLost(peer))
-            case ev.StartRead(read=read):
-                self._read_failed(ev.ReadFailed(read, event.detail))
-                self._read_settled(ev.ReadSettled(read))
-            case ev.Unpack(job=job) | ev.Clear(job=job):
-                self._job_done(ev.JobDone(job, ev.Result.ERROR, event.detail))
-
-    # -- time
+            case ev.StartRead(read):
+                self._read_ended(ev.ReadEnded(read, event.detail))
+            case ev.Copy(jobs):
+                for job in jobs:
+                    self._copied(ev.Copied(job.job, ev.Result.ERROR, event.detail))
 
     def _tick(self, event: ev.Tick) -> None:
-        for segment in self._reads.overdue(self._clock - self._times.read):
-            self._out.append(ev.GiveUpRead(segment.read))
-            self._read_went_wrong(segment, "it took too long")
-        # prefill uses a slot again after `slot_aside`, whether it was read or not
-        for segment in self._reads.unread(self._clock - self._times.unread):
-            self._go_cold(segment.room, "slots", "no slot was free to read it", [segment.peer])
+        for read in self._segments.overdue(self._clock - self._times.read):
+            self._read_failed(read, "it took too long")
         for room in list(self._rooms.values()):
-            if room.wants and self._clock >= room.deadline(self._times):
+            waiting = room.of_stage(Stage.WAITING)
+            # prefill uses a slot again after `slot_aside`, whether it was read or not
+            if waiting and self._clock - waiting[0].since >= self._times.unread:
+                self._go_cold(room, "slots", "no slot was free to read it", [waiting[0].peer])
+            elif room.wants and self._clock >= room.deadline(self._times):
                 self._go_cold(room, "deadline", "its KV did not come", room.missing(), strike=True)
 
     # -- output and books
-
-    def _acknowledge(self, peer: ev.Peer, ready: Ready) -> None:
-        if ready.slot != NO_SLOT:
-            self._out.append(ev.Send(peer, Ack(ready.slot, ready.stamp)))
 
     def _fail(self, room: Room, peer: ev.Peer, code: str, detail: str) -> None:
         reader = None if peer in room.known else self._instance
@@ -304,35 +275,23 @@ class Rooms:
 
     def left(self) -> dict[str, int]:
         """How much of what a rank at rest has none of."""
-        found = {
-            "rooms": len(self._rooms), "reads": len(self._reads), "jobs": len(self._copies),
-            "held": self._copies.held,
-        }  # fmt: skip
+        found = {"rooms": len(self._rooms), **self._segments.left()}
         return {name: count for name, count in found.items() if count}
 
     def check(self) -> Iterator[str]:
         """What is wrong with the books, at any time."""
-        yield from self._reads.slots.check()
-        used = self._reads.running + self._copies.unpacking + self._copies.held
-        slots = self._reads.slots
-        if slots.free_slots + used != slots.count:
-            yield f"slots: {slots.free_slots} free, {used} in use of {slots.count}"
-        for generation in self._copies.orphans():
-            if generation not in self._rooms:
-                yield f"segments are held for room {generation}, which is closed"
+        yield from self._segments.check(self._rooms.values())
 
 
 _HANDLERS: dict[type, Callable[..., None]] = {
-    ev.OpenRoom: Rooms._open,
-    ev.ForwardDone: Rooms._forward_done,
-    ev.TargetArrived: Rooms._target_arrived,
-    ev.CloseRoom: Rooms._close,
-    ev.Received: Rooms._received,
-    ev.PeerLost: Rooms._peer_lost,
-    ev.ReadDone: Rooms._read_done,
-    ev.ReadFailed: Rooms._read_failed,
-    ev.ReadSettled: Rooms._read_settled,
-    ev.JobDone: Rooms._job_done,
-    ev.ActionFailed: Rooms._action_failed,
-    ev.Tick: Rooms._tick,
+    ev.OpenRoom: Machine._open,
+    ev.ForwardDone: Machine._forward_done,
+    ev.TargetArrived: Machine._target_arrived,
+    ev.CloseRoom: Machine._close,
+    ev.Received: Machine._received,
+    ev.PeerLost: Machine._peer_lost,
+    ev.ReadEnded: Machine._read_ended,
+    ev.Copied: Machine._copied,
+    ev.ActionFailed: Machine._action_failed,
+    ev.Tick: Machine._tick,
 }

@@ -26,7 +26,7 @@ from sglang_mixkv.engine.notes import Notes
 from sglang_mixkv.engine.releases import sglang_version
 
 
-class Local:
+class RankContext:
     """This rank before it knows its own address. `draft`: None without draft KV of its own.
 
     Raises MixKVError for a drafter whose rows cannot be cut.

@@ -1,33 +1,68 @@
-"""A decode room, and its parts: what it reads from each prefill rank."""
+r"""A decode room, its parts, what it reads from each prefill rank, and their segments.
+
+WAITING --a slot is free--> READING --ReadEnded--> HELD, while an earlier forward may write
+   |                           |                    |      to the same rows
+   +--- dropped: acknowledged  +--- failed, or      +---> COPYING --Copied--> in place
+        unread                      the room is cold:
+                                    its slot is free
+"""
 
 from __future__ import annotations
 
-from sglang_mixkv.channel.messages import NO_SLOT, Open, Ready
+from enum import Enum
+
+from sglang_mixkv.channel.messages import Announced, Open, Ready
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode.events import OpenRoom, Source
+from sglang_mixkv.decode.events import OpenRoom, Peer, Source
+
+
+class Stage(Enum):
+    WAITING = "waiting"
+    READING = "reading"
+    HELD = "held"
+    COPYING = "copying"
+
+
+class Segment:
+    """`number`, `first`: its place among the part's segments, and in the prompt. `since`: when it
+    was announced. `slot`: this rank's, from READING on."""
+
+    __slots__ = ("announced", "first", "number", "part", "room", "since", "slot", "stage")
+
+    def __init__(
+        self, room: Room, part: Part, announced: Announced, number: int, first: int, now: float
+    ) -> None:
+        self.room, self.part, self.announced = room, part, announced
+        self.number, self.first, self.since = number, first, now
+        self.stage, self.slot = Stage.WAITING, -1
+
+    @property
+    def peer(self) -> Peer:
+        return self.part.source.peer
 
 
 class Part:
     """What one prefill rank sends of a room.
 
-    `segments`, `token`: the next that it may announce. `last`: it has announced all. `placed`:
-    segments whose rows are in the pool, by number; the value is the token behind them.
+    `announced`, `token`: number and first token of the segment that it may announce next. `last`:
+    it has announced all. `placed`: segments whose rows are in the pool, by number; the value is the
+    token behind them.
     """
 
     def __init__(self, source: Source, first_token: int) -> None:
         self.source = source
-        self.segments, self.token = 0, first_token
+        self.announced, self.token = 0, first_token
         self.last = False
         self.placed: dict[int, int] = {}
         self._first_token = first_token
 
     @property
     def has_rows(self) -> bool:
-        return self.token > self._first_token
+        return self.announced > 0
 
     @property
     def complete(self) -> bool:
-        return self.last and len(self.placed) == self.segments
+        return self.last and len(self.placed) == self.announced
 
     @property
     def placed_to(self) -> int:
@@ -42,30 +77,34 @@ class Part:
         slots, limit = self.source.slots, self.source.segment_tokens
         if self.last:
             return f"segment {ready.segment} behind the last one"
-        if ready.segment != self.segments:
-            return f"segment {ready.segment} in the place of {self.segments}"
+        if ready.segment != self.announced:
+            return f"segment {ready.segment} in the place of {self.announced}"
         if ready.first_token != self.token or ready.first_token + ready.count > end:
             until = ready.first_token + ready.count
             return f"tokens {ready.first_token}..{until} in the place of {self.token}..{end}"
-        if ready.count and not (0 <= ready.slot < slots and ready.count <= limit):
-            return f"{ready.count} tokens in slot {ready.slot}; there are {slots}, of {limit} each"
-        if not ready.count and (not ready.last or ready.slot != NO_SLOT):
-            return "a segment without tokens"
+        if not (ready.segments or ready.last):
+            return "no segment, and not the end"
+        for one in ready.segments:
+            if one.slot >= slots or one.count > limit:
+                return f"{one.count} tokens in slot {one.slot}; there are {slots}, of {limit} each"
         return ""
 
-    def accept(self, ready: Ready) -> None:
-        self.segments += 1
-        self.token += ready.count
+    def accept(self, ready: Ready, room: Room, now: float) -> list[Segment]:
+        found = []
+        for one in ready.segments:
+            found.append(Segment(room, self, one, self.announced, self.token, now))
+            self.announced += 1
+            self.token += one.count
         self.last = ready.last
-        if not ready.count:
-            self.placed[ready.segment] = self.token
+        return found
 
 
 class Room:
-    """One request on this rank. `parts`: of the prefill ranks whose heads it reads.
+    """One request on this rank. `parts`: of the prefill ranks whose heads it reads. `segments`:
+    those that are announced and not in place, in this order.
 
     Times are the machine's clock: `first_ready`; `arrived`, the target's; `progress`, the last.
-    `unpacking`: copies under way. `cold`: why it is cold, once it is. `known`: peers that have
+    `copying`: its copies under way. `cold`: why it is cold, once it is. `known`: peers that have
     answered, and so have the OPEN.
     """
 
@@ -75,13 +114,14 @@ class Room:
         self.pending = opened.pending
         sources = [source for source in opened.sources if source.heads] if heads else []
         self.parts = {source.peer: Part(source, opened.first_token) for source in sources}
+        self.segments: dict[Segment, None] = {}
         self.known: set[bytes] = set()
         self.progress = now
         self.first_ready: float | None = None
         self.arrived: float | None = None
-        self.unpacking = 0
+        self.copying = 0
         self.cold = ""
-        self.clearing = self.decided = self.closed = False
+        self.decided = self.closed = False
 
     @property
     def wants(self) -> bool:
@@ -97,9 +137,12 @@ class Room:
         first = self.opened.first_token
         return min((part.placed_to for part in self.parts.values()), default=first)
 
-    def missing(self) -> list[bytes]:
+    def missing(self) -> list[Peer]:
         """Peers whose rows are not all in place."""
         return [peer for peer, part in self.parts.items() if not part.complete]
+
+    def of_stage(self, stage: Stage) -> list[Segment]:
+        return [segment for segment in self.segments if segment.stage is stage]
 
     def message(self, source: Source, instance: bytes, slot_bytes: int) -> Open:
         """The OPEN for one prefill rank, of this instance with slots of that size."""
@@ -108,8 +151,8 @@ class Room:
             event.version, event.bootstrap_room, event.generation, source.peer, instance,
             source.readers,
             (part.source.heads.start, part.source.heads.stop) if part else (0, 0),
-            event.first_token, slot_bytes, event.checksum, source.is_send_target,
-            event.required_targets, len(self.parts),
+            event.first_token, slot_bytes, source.is_send_target, event.required_targets,
+            len(self.parts),
         )  # fmt: skip
 
     def deadline(self, times: Times) -> float:

@@ -1,0 +1,176 @@
+"""A decode rank's links: for each prefill rank that it reads from, a socket and the data plane's
+connection, made and dropped together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import zmq
+
+from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.data_plane import DataPlane, Extent
+from sglang_mixkv.channel.messages import Message
+from sglang_mixkv.channel.sockets import Poller, new_context, new_socket
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import events as ev
+from sglang_mixkv.draft.facts import Row
+
+if TYPE_CHECKING:
+    from sglang_mixkv.draft.rows import DraftRows, Staging
+
+logger = logging.getLogger(f"sglang.{__name__}")
+
+BATCH = 64  # messages of one peer between two looks at everything else
+CONNECT_S = 5.0
+
+Dealer = zmq.Socket[bytes]
+
+
+class Store(NamedTuple):
+    """Where draft KV goes on a rank with a drafter."""
+
+    rows: DraftRows
+    staging: Staging
+    plane: DataPlane
+
+
+class Link:
+    """`memory`: the data plane's peer, None on a rank without a drafter. `mending`: the attempt to
+    connect it again that was made last."""
+
+    def __init__(self, peer: ev.Peer, row: Row, dealer: Dealer, memory: Any) -> None:
+        self.peer, self.row, self.dealer, self.memory = peer, row, dealer, memory
+        self.mending: Future[None] | None = None
+
+
+class Links:
+    """`connect` may run in any thread; everything else is the channel thread's. `store`: None on a
+    rank without a drafter, which sends messages alone."""
+
+    def __init__(self, store: Store | None, times: Times) -> None:
+        self._store, self._times, self._context = store, times, new_context()
+        self.poller = Poller()
+        self._links: dict[ev.Peer, Link] = {}
+        self._of_dealer: dict[Dealer, Link] = {}
+        self._mend = ThreadPoolExecutor(1, "mixkv-mend", self.use_device)
+
+    def use_device(self) -> None:
+        if self._store is not None:
+            self._store.rows.use_device()
+
+    def connect(self, peer: ev.Peer, row: Row) -> Link:
+        """May block; raises where the rank's socket or its memory cannot be reached."""
+        dealer = new_socket(self._context, zmq.DEALER, row.address, self._times)
+        try:
+            dealer.setsockopt(zmq.IMMEDIATE, 1)  # what cannot leave now is an error, not a queue
+            dealer.connect(row.address)
+            if not dealer.poll(int(CONNECT_S * 1000), zmq.POLLOUT):
+                raise TimeoutError(f"no connection within {CONNECT_S:.0f} s")
+            memory = None
+            if self._store is not None:
+                assert row.staging is not None
+                self.use_device()
+                memory = self._store.plane.connect(row.staging.endpoint)
+            return Link(peer, row, dealer, memory)
+        except BaseException:
+            dealer.close()
+            raise
+
+    def add(self, link: Link) -> None:
+        if link.peer in self._links:
+            link.dealer.close()
+            return
+        self._links[link.peer] = self._of_dealer[link.dealer] = link
+        self.poller.register(link.dealer)
+
+    def drop(self, peer: ev.Peer) -> None:
+        link = self._links.pop(peer, None)
+        if link is None:
+            return
+        self.poller.unregister(link.dealer)
+        del self._of_dealer[link.dealer]
+        link.dealer.close()
+        if self._store is not None and link.memory is not None:
+            self._store.plane.forget(link.memory)
+
+    def __contains__(self, peer: ev.Peer) -> bool:
+        return peer in self._links
+
+    # -- messages
+
+    def send(self, peer: ev.Peer, message: Message) -> bool:
+        """Whether it left. What left may still be lost, with its connection."""
+        link = self._links.get(peer)
+        with contextlib.suppress(zmq.ZMQError):
+            if link is not None:
+                self.poller.used(link.dealer)
+                link.dealer.send(messages.encode(message), zmq.NOBLOCK)
+                return True
+        return False
+
+    def received(self, ready: Sequence[Any]) -> Iterator[tuple[ev.Peer, Message | ValueError]]:
+        """What came over these sockets."""
+        for dealer in ready:
+            for _ in range(BATCH):
+                link = self._of_dealer.get(dealer)
+                if link is None:
+                    break
+                try:
+                    yield link.peer, messages.decode(dealer.recv(zmq.NOBLOCK))
+                except zmq.Again:
+                    break
+                except ValueError as error:
+                    yield link.peer, error
+
+    # -- reads
+
+    @property
+    def reading(self) -> bool:
+        return self._store is not None and self._store.plane.busy
+
+    def read(self, action: ev.StartRead) -> bool:
+        """Begin it; False where the prefill rank is gone."""
+        link, store = self._links.get(action.peer), self._store
+        if link is None or link.row.staging is None or store is None:
+            return False
+        here, there = store.staging, link.row.staging
+        extents = [
+            Extent(
+                here.address + one.local_slot * here.slot_bytes,
+                there.address(one.remote_slot),
+                store.rows.packed_bytes(one.tokens, action.heads),
+            )
+            for one in action.ranges
+        ]  # fmt: skip
+        store.plane.start((action.read, action.peer), link.memory, extents)
+        return True
+
+    def ended(self) -> Iterator[ev.ReadEnded]:
+        """The reads that have ended. A connection that broke is made again in the background, since
+        no backend does that by itself."""
+        if self._store is None:
+            return
+        for (number, peer), error in self._store.plane.ended():
+            yield ev.ReadEnded(number, error)
+            link = self._links.get(peer)
+            if error and link is not None and (link.mending is None or link.mending.done()):
+                link.mending = self._mend.submit(self._connect_again, link)
+
+    def _connect_again(self, link: Link) -> None:
+        assert self._store is not None
+        assert link.row.staging is not None
+        try:
+            self._store.plane.connect(link.row.staging.endpoint)
+        except (ConnectionError, ValueError) as error:
+            logger.warning("[MIXKV-MSG-02] a data plane's connection is not mended: %s", error)
+
+    def close(self) -> None:
+        self._mend.shutdown(wait=True, cancel_futures=True)
+        if self._store is not None:
+            self._store.plane.close()
+        self.poller.close()
+        self._context.destroy(linger=0)

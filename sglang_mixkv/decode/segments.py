@@ -1,0 +1,147 @@
+"""Segments of a decode rank: waiting for slots, read, copied to the pool; and rows cleared.
+
+A segment is acknowledged once: when its read has ended, or when it is dropped before it was read.
+Its local slot is free once it is in place, or cannot be any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced
+from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
+from sglang_mixkv.decode.events import (
+    Action,
+    Clear,
+    Copy,
+    Job,
+    Peer,
+    Range,
+    Send,
+    StartRead,
+    Unpack,
+)
+from sglang_mixkv.decode.transfer import Part, Room, Segment, Stage
+
+
+class Read:
+    """One transfer of the data plane: segments of one part. `failed`: none of them is used."""
+
+    def __init__(self, segments: Sequence[Segment], now: float) -> None:
+        self.segments, self.since, self.failed = segments, now, False
+
+    @property
+    def peer(self) -> Peer:
+        return self.segments[0].peer
+
+
+class Segments:
+    def __init__(self, slots: SlotPool) -> None:
+        self._slots, self._list = slots, list_of(slots.count)
+        self._turns: RoundRobin[Segment] = RoundRobin()
+        self._reads: dict[int, Read] = {}  # the longest first
+        self._copying: dict[int, Segment | Room] = {}  # a room: its rows are cleared
+        self._jobs: list[Job] = []  # not asked for yet
+        self._acks: dict[Peer, list[Announced]] = {}
+        self._number = 0
+
+    def add(self, segment: Segment) -> None:
+        segment.room.segments[segment] = None
+        self._turns.add(segment.peer, segment)
+
+    def remove(self, segment: Segment) -> None:
+        """It is in place, or will never be. Its slot is free; one that was not read yet is
+        acknowledged."""
+        del segment.room.segments[segment]
+        if segment.stage is Stage.WAITING:
+            self._turns.remove(segment.peer, segment)
+            self.acknowledge(segment.peer, [segment.announced])
+        else:
+            self._slots.free(segment.slot)
+
+    def acknowledge(self, peer: Peer, announced: Iterable[Announced]) -> None:
+        self._acks.setdefault(peer, []).extend(announced)
+
+    def actions(self, now: float) -> Iterator[Action]:
+        """ACKs, reads of as many waiting segments as there are slots for, and copies."""
+        acks, self._acks = self._acks, {}
+        for peer, announced in acks.items():
+            slots = [(one.slot, one.stamp) for one in announced]
+            for first in range(0, len(slots), MAX_LIST):
+                yield Send(peer, Ack(tuple(slots[first : first + MAX_LIST])))
+        parts: dict[Part, list[Segment]] = {}
+        for segment, slot in self._turns.take(self._slots, now, self._slots.count):
+            segment.slot, segment.stage = slot, Stage.READING
+            parts.setdefault(segment.part, []).append(segment)
+        for part, segments in parts.items():
+            for first in range(0, len(segments), self._list):
+                yield self._read(part, segments[first : first + self._list], now)
+        if self._jobs:
+            jobs, self._jobs = tuple(self._jobs), []
+            yield Copy(jobs)
+
+    def _read(self, part: Part, segments: list[Segment], now: float) -> StartRead:
+        self._number += 1
+        self._reads[self._number] = Read(segments, now)
+        ranges = tuple(Range(s.announced.slot, s.slot, s.announced.count) for s in segments)
+        return StartRead(self._number, part.source.peer, ranges, len(part.source.heads))
+
+    def end_read(self, number: int) -> Read:
+        """Its segments are acknowledged."""
+        read = self._reads.pop(number)
+        self.acknowledge(read.peer, [segment.announced for segment in read.segments])
+        return read
+
+    def overdue(self, limit: float) -> list[Read]:
+        """Reads that began at this time or before, and have not failed yet."""
+        return [one for one in self._reads.values() if one.since <= limit and not one.failed]
+
+    def not_read(self, peer: Peer, announced: Iterable[Announced]) -> list[Announced]:
+        """Those of which no read is under way."""
+        reads = [read for read in self._reads.values() if read.peer == peer]
+        stamps = {segment.announced.stamp for read in reads for segment in read.segments}
+        return [one for one in announced if one.stamp not in stamps]
+
+    def copy(self, segment: Segment) -> None:
+        """From its slot to the pool."""
+        segment.stage = Stage.COPYING
+        one, room = segment.announced, segment.room
+        job = self._begin(segment, room)
+        self._jobs.append(
+            Unpack(job, room.opened.handle, segment.first, one.count, segment.part.source.heads,
+                   segment.slot, one.stamp)
+        )  # fmt: skip
+
+    def clear(self, room: Room) -> None:
+        """The rows that are not in place."""
+        job = self._begin(room, room)
+        self._jobs.append(Clear(job, room.opened.handle, room.placed_to, room.opened.end))
+
+    def _begin(self, what: Segment | Room, room: Room) -> int:
+        self._number += 1
+        self._copying[self._number] = what
+        room.copying += 1
+        return self._number
+
+    def end_job(self, number: int) -> tuple[Room, Segment | None]:
+        """The segment, whose slot is free; None: rows were to be cleared."""
+        found = self._copying.pop(number)
+        segment = found if isinstance(found, Segment) else None
+        room = found if isinstance(found, Room) else found.room
+        room.copying -= 1
+        if segment is not None:
+            self.remove(segment)
+        return room, segment
+
+    def left(self) -> dict[str, int]:
+        reads = len(self._turns) + len(self._reads)
+        return {"reads": reads, "jobs": len(self._copying)}
+
+    def check(self, rooms: Iterable[Room]) -> Iterator[str]:
+        """What is wrong with the books, at any time."""
+        yield from self._slots.check()
+        held = sum(len(room.of_stage(Stage.HELD)) for room in rooms)
+        copying = sum(isinstance(one, Segment) for one in self._copying.values())
+        used = sum(len(read.segments) for read in self._reads.values()) + copying + held
+        if self._slots.free_slots + used != self._slots.count:
+            yield f"slots: {self._slots.free_slots} free, {used} in use of {self._slots.count}"

@@ -1,0 +1,242 @@
+"""A decode rank's channel: what SGLang's scheduler calls, the thread that owns the sockets, copies.
+
+SGLang's scheduler calls `open`, `target_arrived` and `close`, and reads `ReceiveHandle.state`. A
+thread of the caller's calls `connect` for each prefill rank before its first room. The channel
+thread feeds the machine, sends what it asks for, starts reads and copies and asks for their ends,
+and asks the events that rooms wait for. If it could not go on, rooms are cleared in the scheduler's
+thread, and are cold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.copies import HostCopies
+from sglang_mixkv.channel.gate import Gate
+from sglang_mixkv.channel.loop import Worker, is_done
+from sglang_mixkv.channel.messages import Fail, Ready
+from sglang_mixkv.channel.reporter import Reporter
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode.links import Link, Links, Store
+from sglang_mixkv.decode.machine import Machine
+from sglang_mixkv.draft.facts import Row
+from sglang_mixkv.draft.slot_format import SlotCheck
+
+logger = logging.getLogger(f"sglang.{__name__}")
+
+
+class ReceiveHandle:
+    """One request of a receiver, between the scheduler and the channel. `pages`: of `page_size`
+    tokens, the draft pool's, from `opened.first_token` on; they are written while `gate` is open.
+    `event`: with `query() -> bool`, or None. `prefill`: its server's bootstrap address. `state`,
+    `reason`: the channel's verdict. `request`: SGLang's, once the queue has handed it over."""
+
+    request: Any = None
+
+    def __init__(self, pages: Any, page_size: int, event: Any, prefill: str = "") -> None:
+        self.event, self.gate, self.prefill = event, Gate(), prefill
+        self._pages, self._size = np.asarray(pages, dtype=np.int64), page_size
+        self.opened: ev.OpenRoom
+        self.state: ev.State | None = None
+        self.reason = ""
+        self.bytes = 0
+        self.arrived: float | None = None  # when SGLang's own transfer had succeeded
+        self.closed = False
+
+    def rows(self, first: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Row numbers of tokens [first, end) of the prompt."""
+        tokens = np.arange(first, end) - self.opened.first_token
+        return self._pages[tokens // self._size] * self._size + tokens % self._size
+
+
+class DecodeWorker(Worker[ev.Event, ev.Action]):
+    """`store`: None on a rank without a drafter, which opens rooms and reads nothing. `forget`:
+    takes a peer of which another instance is at the same address; it must not raise."""
+
+    name, tick, failed = "mixkv-decode", ev.Tick(), ev.ActionFailed
+
+    def __init__(
+        self,
+        machine: Machine,
+        store: Store | None,
+        times: Times,
+        reporter: Reporter,
+        forget: Callable[[ev.Peer], None],
+    ) -> None:
+        self._store, self._forget, self._links = store, forget, Links(store, times)
+        super().__init__(machine, self._links.poller, reporter, 2 * times.whole_wait)
+        self._forwards: dict[ev.Generation, Any] = {}  # events of rooms that are pending
+        self._counter = itertools.count(int.from_bytes(os.urandom(4), "big") >> 2)
+        if store is not None:
+            self._copies = HostCopies(
+                "mixkv-unpack", self._copy, self._size_of, self._inlet.wake, store.rows.use_device
+            )
+        self._thread.start()
+
+    # -- a background thread of the caller's
+
+    def connect(self, peer: ev.Peer, row: Row) -> None:
+        """To a prefill rank with a drafter. May block; raises where it cannot be reached."""
+        self._inlet.put(self._links.connect(peer, row))
+
+    def knows(self, peer: ev.Peer) -> bool:
+        return peer in self._links
+
+    # -- the scheduler's thread
+
+    def open(self, handle: ReceiveHandle, **opened: Any) -> None:
+        """`opened`: fields of ev.OpenRoom."""
+        generation = (next(self._counter) & 0x7FFFFFFF) << 32 | messages.draw() & 0xFFFFFFFF
+        handle.opened = ev.OpenRoom(
+            generation, handle=handle, pending=handle.event is not None, **opened
+        )
+        self._inlet.put(handle.opened)
+
+    def target_arrived(self, handle: ReceiveHandle) -> None:
+        """From now on draft KV is waited for, unless it was there before."""
+        if handle.arrived is None:
+            handle.arrived = time.monotonic()
+            if handle.state is None:
+                # it starts a clock: the next event or tick is soon enough
+                self._inlet.put(ev.TargetArrived(handle.opened.generation), wake=False)
+
+    def close(self, handle: ReceiveHandle, reason: str = "") -> None:
+        """When this returns, nothing of the room is written any more. Idempotent."""
+        if handle.closed:
+            return
+        handle.closed = True
+        handle.gate.close()
+        hurry = bool(reason) or handle.state is None
+        self._inlet.put(ev.CloseRoom(handle.opened.generation, reason), wake=hurry)
+        self._reporter.ended(handle, reason)
+
+    def is_lost(self, handle: ReceiveHandle) -> bool:
+        """Whether the channel will not decide this room: its threads have ended, or it has taken
+        twice as long as it may. The scheduler has to `clear_now` then."""
+        since = handle.arrived
+        return self.broken or (since is not None and time.monotonic() - since > self._slowest)
+
+    def clear_now(self, handle: ReceiveHandle) -> None:
+        """In the caller's thread: the whole room, cold. Nothing else writes to it from here on."""
+        opened = handle.opened
+        logger.error(
+            "[MIXKV-SELF-01] room %s is cleared by SGLang's scheduler, since the draft channel did "
+            "not decide it; its drafter is cold", opened.bootstrap_room,
+        )  # fmt: skip
+        try:
+            handle.gate.close()
+            if self._store is not None:
+                self._store.rows.clear(handle.rows(opened.first_token, opened.end))
+            handle.reason, handle.state = "broken", ev.State.COLD
+        except Exception as error:
+            handle.reason, handle.state = repr(error), ev.State.FAILED
+
+    def shut(self) -> None:
+        self._stop()
+        self._links.close()
+        self._inlet.close()
+
+    # -- the channel thread
+
+    def _begin(self) -> None:
+        self._links.use_device()
+
+    def _outstanding(self) -> bool:
+        return bool(self._forwards) or self._links.reading
+
+    def _look(self, ready: list[Any]) -> Iterator[ev.Event]:
+        for generation in [g for g, event in self._forwards.items() if is_done(event)]:
+            del self._forwards[generation]
+            yield ev.ForwardDone(generation)
+        yield from self._links.ended()
+        for peer, message in self._links.received(ready):
+            if isinstance(message, ValueError):
+                self._reporter(ev.Note("unreadable", peer, str(message)))
+            elif isinstance(message, Ready | Fail):
+                yield ev.Received(peer, message)
+
+    def _copied(self) -> Iterator[ev.Copied]:
+        assert self._copies is not None
+        for job, (result, detail) in self._copies.ended():
+            yield ev.Copied(job.job, result, detail)
+
+    def _handle(self, event: ev.Event | Link) -> None:
+        if isinstance(event, Link):
+            self._links.add(event)
+            return
+        if isinstance(event, ev.OpenRoom) and isinstance(event.handle, ReceiveHandle):
+            if event.pending:
+                self._forwards[event.generation] = event.handle.event
+        elif isinstance(event, ev.CloseRoom):
+            self._forwards.pop(event.generation, None)
+        super()._handle(event)
+
+    def _do(self, action: ev.Action) -> None:
+        match action:
+            case ev.Send(peer, message):
+                if not self._links.send(peer, message):
+                    self._inlet.put(ev.PeerLost(peer))
+            case ev.StartRead(read):
+                if not self._links.read(action):
+                    self._inlet.put(ev.ReadEnded(read, "the prefill rank is gone"))
+            case ev.Copy(jobs):
+                assert self._copies is not None
+                self._copies.start(jobs)
+            case ev.Verdict(ReceiveHandle() as handle, state, reason):
+                if handle.state is None:
+                    handle.reason, handle.state = reason, state
+                self._reporter(ev.Note(state.value))
+                self._reporter.publish()
+            case ev.Forget(peer):
+                self._links.drop(peer)
+                self._forget(peer)
+            case ev.Note():
+                self._reporter(action)
+
+    # -- copies
+
+    def _size_of(self, job: ev.Job) -> int:
+        assert self._store is not None
+        tokens = job.tokens if isinstance(job, ev.Unpack) else job.end - job.first_token
+        heads = job.heads if isinstance(job, ev.Unpack) else self._store.rows.heads
+        return tokens * self._store.rows.bytes_per_token(len(heads))
+
+    def _copy(self, job: ev.Job) -> tuple[ev.Result, str]:
+        """Through the room's gate."""
+        handle = job.handle
+        assert isinstance(handle, ReceiveHandle)
+        assert self._store is not None
+        if not handle.gate.enter():
+            return ev.Result.CLOSED, ""
+        try:
+            if isinstance(job, ev.Clear):
+                self._store.rows.clear(handle.rows(job.first_token, job.end))
+                return ev.Result.DONE, ""
+            return self._unpack(job, handle, self._store)
+        except Exception as error:
+            logger.exception("[MIXKV-SELF-01] draft KV could not be copied")
+            return ev.Result.ERROR, repr(error)[:300]
+        finally:
+            handle.gate.leave()
+
+    def _unpack(self, job: ev.Unpack, handle: ReceiveHandle, store: Store) -> tuple[ev.Result, str]:
+        slot, heads = store.staging.slot(job.slot), len(job.heads)
+        found = store.rows.verify(slot, job.tokens, heads, job.stamp)
+        if found is not SlotCheck.OK:
+            return ev.Result.STALE, f"the slot's check says {found.name}"
+        rows = handle.rows(job.first_token, job.first_token + job.tokens)
+        started = time.perf_counter()
+        store.rows.unpack(rows, job.heads, slot)
+        size = job.tokens * store.rows.bytes_per_token(heads)
+        self._reporter.moved(size, time.perf_counter() - started)
+        handle.bytes += size
+        return ev.Result.DONE, ""

@@ -1,0 +1,255 @@
+"""A room, one request on a prefill rank; its parts, what each of its readers gets of it; and the
+segments of a part on their way into slots."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from sglang_mixkv.channel.messages import Announced, Open, Ready
+from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
+from sglang_mixkv.prefill.events import AddChunk, Connection, Packed, PackJob, Use
+
+MAX_IN_FLIGHT = 16  # segments that are packed at once: two batches of a reader's
+
+
+class Absent(NamedTuple):
+    """A reader for which a request has ended. `generation`: its last; `readers`: as its OPEN
+    has it, 0 where that was lost."""
+
+    generation: int = -1
+    readers: int = 0
+
+
+NOBODY = Absent()
+
+
+class Room:
+    """The sender's side. `absent`: readers that have ended this request and have no part in it.
+    `written`: how many of the chunks are. `sent`: when SGLang's own transfer succeeded;
+    `progress`: when packing last went on."""
+
+    def __init__(self, number: int, use: Use, now: float) -> None:
+        self.number, self.use = number, use
+        self.parts: dict[bytes, Part] = {}  # by reader
+        self.absent: dict[bytes, Absent] = {}
+        self.chunks: list[AddChunk] = []
+        self.written = 0
+        self.sent: float | None = None
+        self.progress = now
+        self.settled = False
+
+    def generation(self, reader: bytes) -> int:
+        """The reader's, -1 where it has neither opened nor ended this request."""
+        part = self.parts.get(reader)
+        if part is not None:
+            return part.opened.generation
+        return self.absent.get(reader, NOBODY).generation
+
+    def note_written(self, chunks: int) -> bool:
+        """Mark `chunks` more pending chunks as written, and all others that follow them. Whether
+        there is more to pack."""
+        before = self.written
+        self.written += chunks
+        while self.written < len(self.chunks) and not self.chunks[self.written].pending:
+            self.written += 1
+        return self.written > before
+
+    @property
+    def _readers(self) -> int:
+        """How many there are, by their OPENs; 0 as long as none has come."""
+        opened = (part.opened.readers for part in self.parts.values())
+        return max((*opened, *(one.readers for one in self.absent.values())), default=0)
+
+    @property
+    def missing(self) -> int:
+        """Readers that have not opened; at least one where none has."""
+        known = len(self.parts) + len(self.absent)
+        return (self._readers or known + 1) - known
+
+    @property
+    def all_ended(self) -> bool:
+        """Where none has opened, and some never will, the others have time until SGLang's transfer
+        has succeeded."""
+        if self.absent and not self._readers:
+            return self.sent is not None
+        return self.missing <= 0 and all(part.ended for part in self.parts.values())
+
+
+class Segment:
+    """Tokens of a chunk in a slot of this rank. `packed`: the bytes are there."""
+
+    __slots__ = ("count", "first", "packed", "part", "slot", "stamp")
+
+    def __init__(self, part: Part, slot: int, stamp: int, first: int, count: int) -> None:
+        self.part, self.slot, self.stamp = part, slot, stamp
+        self.first, self.count = first, count
+        self.packed = False
+
+
+class Part:
+    """The reader's side. `room` is None until SGLang's sender is here.
+
+    `token` is the first that is not cut into a segment yet, in chunk number `chunk` or behind it.
+    `packing`: segments that were cut and not announced, in the order of the prompt; `announced`:
+    how many were. A part is `complete` once the last READY has left, and `over` once it failed.
+    """
+
+    def __init__(self, opened: Open, connection: Connection) -> None:
+        self.opened, self.connection = opened, connection
+        self.room: Room | None = None
+        self.chunk, self.announced = 0, 0
+        self.token = opened.first_token
+        self.packing: deque[Segment] = deque()
+        self.complete = not opened.wanted
+        self.over = False
+
+    @property
+    def ended(self) -> bool:
+        return self.complete or self.over
+
+    @property
+    def reader(self) -> bytes:
+        return self.opened.reader
+
+    def has_more(self) -> bool:
+        """Whether a segment can be cut from the chunks that are written."""
+        chunk = None if self.ended else self._chunk()
+        return chunk is not None and self.token < chunk.first + chunk.count
+
+    def _chunk(self) -> AddChunk | None:
+        """The written chunk that the next token is in, or the last one; None: it is not there."""
+        assert self.room is not None
+        while self.chunk < self.room.written:
+            chunk = self.room.chunks[self.chunk]
+            if not (self.announced or self.packing):
+                # a reader cannot want what its prefix has left out
+                self.token = max(self.token, chunk.first)
+            if self.token < chunk.first + chunk.count or chunk.last:
+                return chunk
+            self.chunk += 1
+        return None
+
+    def cut(self, job: int, slot: int, stamp: int, limit: int) -> tuple[Segment, PackJob]:
+        """The next segment, of `limit` tokens at most."""
+        chunk = self._chunk()
+        assert chunk is not None
+        first, count = self.token, min(chunk.first + chunk.count - self.token, limit)
+        segment = Segment(self, slot, stamp, first, count)
+        self.packing.append(segment)
+        self.token += count
+        pack = PackJob(
+            job, chunk.use, chunk.pages, first - chunk.first, count, self.opened.wanted, slot, stamp
+        )  # fmt: skip
+        return segment, pack
+
+    def ready(self, most: int) -> Ready | None:
+        """What can be announced now, `most` segments or fewer: those that are packed, up to the
+        first that is not, since segments of a part are announced in their order."""
+        found: list[Announced] = []
+        first = self.packing[0].first if self.packing else self.token
+        while self.packing and self.packing[0].packed and len(found) < most:
+            segment = self.packing.popleft()
+            found.append(Announced(segment.slot, segment.stamp, segment.count))
+        last = not self.packing and self._is_at_end()
+        if not (found or last):
+            return None
+        number = self.announced
+        self.announced += len(found)
+        self.complete = last
+        opened = self.opened
+        return Ready(opened.room, opened.generation, number, first, tuple(found), last)
+
+    def _is_at_end(self) -> bool:
+        chunk = self._chunk()
+        return chunk is not None and chunk.last and self.token >= chunk.first + chunk.count
+
+
+class Packing:
+    """Segments on their way into slots. Parts with something to pack wait for slots, and readers
+    take turns.
+
+    `segment_tokens`: how many tokens of so many heads fit a slot here and one of so many bytes.
+    `draw_stamp`: unlike any earlier number, and not to be guessed.
+    """
+
+    def __init__(
+        self,
+        segment_tokens: Callable[[int, int], int],
+        slots: SlotPool,
+        draw_stamp: Callable[[], int],
+    ) -> None:
+        self._segment_tokens, self._slots, self._draw = segment_tokens, slots, draw_stamp
+        self._turns: RoundRobin[Part] = RoundRobin()
+        self._announcing: dict[Part, None] = {}
+        self._jobs: dict[int, Segment] = {}
+        self._job, self._list = 0, list_of(slots.count)
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def fits(self, opened: Open) -> bool:
+        return self._segment_tokens(len(opened.wanted), opened.slot_bytes) > 0
+
+    def add(self, part: Part) -> None:
+        """It has more to pack, or is at its end."""
+        if part.has_more():
+            self._turns.add(part.reader, part)
+        elif not part.ended:
+            self._announcing[part] = None
+
+    def start(self, now: float) -> tuple[PackJob, ...]:
+        jobs = []
+        for part, slot in self._turns.take(self._slots, now, MAX_IN_FLIGHT - len(self._jobs)):
+            limit = self._segment_tokens(len(part.opened.wanted), part.opened.slot_bytes)
+            self._job += 1
+            segment, job = part.cut(self._job, slot, self._draw(), limit)
+            self._jobs[self._job] = segment
+            jobs.append(job)
+            if part.has_more():
+                self._turns.add(part.reader, part)
+        return tuple(jobs)
+
+    def end(self, event: Packed) -> Part | None:
+        """The part that fails of it. The slot of a segment that was not packed is free. Where its
+        gate was closed, the request's End follows."""
+        segment = self._jobs.pop(event.job)
+        part = segment.part
+        if part.over or event.error or event.closed:
+            self._slots.free(segment.slot)
+            return part if event.error and not part.over else None
+        segment.packed = True
+        self._announcing[part] = None
+        return None
+
+    def announce(self, now: float) -> Iterator[tuple[Part, Ready]]:
+        """The READYs that can leave. Their slots are offered."""
+        announcing, self._announcing = self._announcing, {}
+        for part in announcing:
+            while not part.ended and (ready := part.ready(self._list)) is not None:
+                for one in ready.segments:
+                    self._slots.offer(one.slot, one.stamp, now)
+                yield part, ready
+
+    def drop(self, part: Part) -> None:
+        """Nothing more is packed for it, or announced."""
+        self._turns.remove(part.reader, part)
+        for segment in part.packing:
+            if segment.packed:
+                self._slots.free(segment.slot)
+        part.packing.clear()
+
+
+def refusal(
+    opened: Open, instance: bytes, held: range, fits: Callable[[Open], bool]
+) -> tuple[str, str] | None:
+    """A code and a detail where this instance, with these heads, cannot serve it."""
+    wanted = opened.wanted
+    if opened.prefill != instance:
+        return "restarted", "this prefill rank is another instance than the one addressed"
+    if wanted and not (held.start <= wanted.start and wanted.stop <= held.stop):
+        return "heads", f"heads {list(opened.heads)} of a rank with {held.start}..{held.stop}"
+    if wanted and not fits(opened):
+        return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
+    return None
