@@ -11,10 +11,10 @@ import pytest
 import zmq
 from rig.threads import CANARY, SEGMENT, SLOTS, TOKEN_BYTES, Channel, Event, Prefill, wait_for
 
+from sglang_mixkv.channel import copies
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode.copier import Copier
 from sglang_mixkv.draft.rows import DraftRows
 
 TOKENS = 20  # three segments
@@ -27,7 +27,9 @@ class ShortReads(Times, frozen=True):
 
 
 @pytest.fixture
-def channel() -> Iterator[Channel]:
+def channel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
+    """Copies are made by their threads."""
+    monkeypatch.setattr(copies, "AT_ONCE", 0)
     with Channel() as one:
         yield one
 
@@ -37,13 +39,13 @@ def channel() -> Iterator[Channel]:
 
 @pytest.mark.parametrize(("tokens", "first"), [(1, 0), (SEGMENT, 0), (TOKENS, 0), (TOKENS, 8)])
 def test_every_row_is_in_place(channel: Channel, tokens: int, first: int) -> None:
-    entry = channel.open(1, tokens, first=first, checksum=True)
-    use = channel.prefill.send(1, tokens, first)
-    assert channel.state(entry) == ("warm", "")
-    assert channel.same(entry)
-    assert use.bytes == entry.bytes == tokens * TOKEN_BYTES
-    assert use.settled
-    channel.end(use, entry)
+    handle = channel.open(1, tokens, first=first)
+    sent = channel.prefill.send(1, tokens, first)
+    assert channel.state(handle) == ("warm", "")
+    assert channel.same(handle)
+    assert sent.bytes == handle.bytes == tokens * TOKEN_BYTES
+    assert sent.settled
+    channel.end(sent, handle)
     assert channel.at_rest()
 
 
@@ -52,47 +54,47 @@ def test_a_chunk_is_packed_once_all_of_its_events_are_done(channel: Channel) -> 
     written.done = True
     truth = channel.prefill.memory.copy()
     channel.prefill.memory[:] = 0
-    entry = channel.open(1, TOKENS)
-    use = channel.prefill.send(1, TOKENS, events=(written, filled))
+    handle = channel.open(1, TOKENS)
+    sent = channel.prefill.send(1, TOKENS, events=(written, filled))
     assert not wait_for(lambda: channel.prefill.slots.free_slots < SLOTS, 0.3)
     channel.prefill.memory[:] = truth
     filled.done = True
-    assert channel.state(entry) == ("warm", "")
-    assert channel.same(entry)
-    channel.end(use, entry)
+    assert channel.state(handle) == ("warm", "")
+    assert channel.same(handle)
+    channel.end(sent, handle)
 
 
 def test_rows_are_written_once_an_earlier_forward_is_done(channel: Channel) -> None:
     forward = Event()
-    entry = channel.open(1, SEGMENT, event=forward)
-    use = channel.prefill.send(1, SEGMENT)
-    assert wait_for(lambda: use.settled and not channel.prefill.slots.offered)  # it was read
+    handle = channel.open(1, SEGMENT, event=forward)
+    sent = channel.prefill.send(1, SEGMENT)
+    assert wait_for(lambda: sent.settled and not channel.prefill.slots.offered)  # it was read
     time.sleep(0.2)
-    assert (channel.decode.rows_of(entry) == CANARY).all()
+    assert (channel.decode.rows_of(handle) == CANARY).all()
     forward.done = True
-    assert channel.state(entry) == ("warm", "")
-    channel.end(use, entry)
+    assert channel.state(handle) == ("warm", "")
+    channel.end(sent, handle)
     assert channel.at_rest()
 
 
 def test_draft_kv_is_waited_for_from_the_targets_arrival_on(channel: Channel) -> None:
-    entry = channel.open(1, TOKENS)
-    assert not wait_for(lambda: entry.state, 3 * channel.times.shortest_wait)
-    channel.decode.inbox.target_arrived(entry)
-    assert channel.state(entry) == ("cold", "deadline")
-    assert not channel.decode.rows_of(entry).any()
-    channel.decode.inbox.close(entry)
+    handle = channel.open(1, TOKENS)
+    assert not wait_for(lambda: handle.state, 3 * channel.times.shortest_wait)
+    channel.decode.channel.target_arrived(handle)
+    assert channel.state(handle) == ("cold", "deadline")
+    assert not channel.decode.rows_of(handle).any()
+    channel.decode.channel.close(handle)
 
 
 def test_a_prefill_rank_that_ends_waits_for_what_it_has_offered(channel: Channel) -> None:
     channel.decode.plane.held = True
-    entry, use = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
+    handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
     assert wait_for(lambda: channel.prefill.slots.offered == 1)
     threading.Timer(0.3, setattr, (channel.decode.plane, "held", False)).start()
     channel.prefill.close()
     assert channel.prefill.slots.offered == 0
-    assert channel.state(entry) == ("warm", "")
-    channel.end(use, entry)
+    assert channel.state(handle) == ("warm", "")
+    channel.end(sent, handle)
 
 
 # ---------------------------------------------------------------- reads
@@ -100,27 +102,27 @@ def test_a_prefill_rank_that_ends_waits_for_what_it_has_offered(channel: Channel
 
 def test_a_read_holds_the_slots_of_both_sides_until_it_has_ended(channel: Channel) -> None:
     channel.decode.plane.held = True
-    entry, use = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
+    handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
     assert wait_for(lambda: channel.decode.slots.free_slots < SLOTS)
     assert not wait_for(lambda: not channel.prefill.slots.offered, 0.3)
     assert channel.decode.slots.free_slots == SLOTS - 1
     channel.decode.plane.held = False
-    assert channel.state(entry) == ("warm", "")
-    channel.end(use, entry)
+    assert channel.state(handle) == ("warm", "")
+    channel.end(sent, handle)
     assert channel.at_rest()
 
 
 def test_so_does_a_read_that_was_given_up() -> None:
     with Channel(ShortReads()) as channel:
         channel.decode.plane.held = True
-        entry, use = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
-        assert channel.state(entry) == ("cold", "read")
-        channel.end(use, entry)
+        handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
+        assert channel.state(handle) == ("cold", "read")
+        channel.end(sent, handle)
         assert not wait_for(lambda: not channel.prefill.slots.offered, 0.3)
         assert channel.decode.slots.free_slots == SLOTS - 1
         channel.decode.plane.held = False
         assert channel.at_rest()
-        assert not channel.decode.rows_of(entry).any(), "what came late is not used"
+        assert not channel.decode.rows_of(handle).any(), "what came late is not used"
 
 
 def test_a_read_that_fails_has_its_connection_mended(channel: Channel) -> None:
@@ -134,9 +136,9 @@ def test_a_read_that_fails_has_its_connection_mended(channel: Channel) -> None:
 @pytest.mark.parametrize("offset", [0, -1, 64], ids=["stamp", "last stamp", "payload"])
 def test_a_slot_that_changed_under_a_read_is_not_used(channel: Channel, offset: int) -> None:
     channel.decode.plane.damage = [offset]
-    assert channel.request(1, checksum=True) == ("cold", "stale")
+    assert channel.request(1) == ("cold", "stale")
     channel.decode.plane.damage = []
-    assert channel.request(2, checksum=True) == ("warm", "")
+    assert channel.request(2) == ("warm", "")
 
 
 # ---------------------------------------------------------------- the gate
@@ -154,35 +156,29 @@ def test_a_gate_closes_behind_the_copy_under_way(
         real(*args)
 
     monkeypatch.setattr(channel.decode.rows, "unpack", unpack)
-    entry, use = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
+    handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
     assert copying.wait(10)
-    closing = threading.Thread(target=channel.decode.inbox.close, args=(entry, "aborted"))
+    closing = threading.Thread(target=channel.decode.channel.close, args=(handle, "aborted"))
     closing.start()
     closing.join(0.2)
     assert closing.is_alive()
     go_on.set()
     closing.join(10)
     channel.decode.memory[:] = CANARY  # its pages are another request's from now on
-    channel.prefill.outbox.end(use, "aborted")
+    channel.prefill.channel.end(sent, "aborted")
     assert channel.at_rest()
     assert (channel.decode.memory == CANARY).all()
 
 
 def test_no_job_passes_a_closed_gate(channel: Channel) -> None:
-    entry, done = channel.open(1, SEGMENT), list[ev.JobDone]()
-    generation = entry.opened.generation
-    entry.gate.close()
-    copier = Copier(
-        channel.decode.rows, channel.decode.staging, {generation: entry}, done.append,
-        lambda _size, _seconds: None,
-    )  # fmt: skip
-    copier.put(ev.Clear(1, generation, 0, SEGMENT))
-    copier.put(ev.Unpack(2, generation, 0, SEGMENT, range(4), 0, 0, None))  # a slot of zeros
-    assert wait_for(lambda: len(done) == 2)
-    copier.close()
-    assert [job.result for job in done] == [ev.Result.CLOSED] * 2
+    handle, worker = channel.open(1, SEGMENT), channel.decode.channel
+    handle.gate.close()
+    for job in (
+        ev.Clear(1, handle, 0, SEGMENT), ev.Unpack(2, handle, 0, SEGMENT, range(4), 0, 0)
+    ):  # fmt: skip
+        assert worker._copy(job) == (ev.Result.CLOSED, "")
     assert (channel.decode.memory == CANARY).all()
-    channel.decode.inbox.close(entry)
+    worker.close(handle)
 
 
 def test_a_copy_enters_before_its_gate_closes_or_never() -> None:
@@ -240,20 +236,20 @@ def test_a_use_ends_behind_the_pack_under_way(
         return real(rows, *more)
 
     monkeypatch.setattr(channel.prefill.rows, "pack", pack)
-    outbox = channel.prefill.outbox
-    entry, use = channel.open(1, 2 * SEGMENT), channel.prefill.send(1, 2 * SEGMENT)
+    worker = channel.prefill.channel
+    handle, sent = channel.open(1, 2 * SEGMENT), channel.prefill.send(1, 2 * SEGMENT)
     assert packing.wait(10)
-    channel.decode.inbox.close(entry, "aborted")
-    outbox.target_sent(use)
-    assert wait_for(lambda: use.settled)
-    assert not use.release()
-    ending = threading.Thread(target=outbox.end, args=(use,))
+    channel.decode.channel.close(handle, "aborted")
+    worker.release(sent)
+    assert wait_for(lambda: sent.settled)
+    assert not worker.release(sent)
+    ending = threading.Thread(target=worker.end, args=(sent,))
     ending.start()
     ending.join(0.2)
     assert ending.is_alive()
     go_on.set()
     ending.join(10)
-    assert use.release()
+    assert worker.release(sent)
     assert channel.at_rest()
     assert packed == [SEGMENT]
 
@@ -262,7 +258,7 @@ def test_a_use_ends_behind_the_pack_under_way(
 
 
 ACTIONS = {
-    "Send": ("cold", "lost"), "StartRead": ("cold", "read"), "Unpack": ("cold", "unpack"),
+    "Send": ("cold", "lost"), "StartRead": ("cold", "read"), "Copy": ("cold", "unpack"),
     "Verdict": ("warm", ""), "Note": ("warm", ""),
 }  # fmt: skip
 
@@ -272,9 +268,9 @@ def test_an_action_of_decode_that_raises_loses_no_other(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The room is decided, with the scheduler's help where its verdict itself was lost."""
-    inbox, once = channel.decode.inbox, [name]
-    monkeypatch.setattr(inbox, "_longest", 0.3)
-    real = inbox._do
+    worker, once = channel.decode.channel, [name]
+    monkeypatch.setattr(worker, "_slowest", 0.3)
+    real = worker._do
 
     def do(action: Any) -> None:
         if type(action).__name__ in once:
@@ -282,17 +278,17 @@ def test_an_action_of_decode_that_raises_loses_no_other(
             raise MemoryError("once")
         real(action)
 
-    monkeypatch.setattr(inbox, "_do", do)
-    entry, use = channel.open(1, TOKENS), channel.prefill.send(1, TOKENS)
-    inbox.target_arrived(entry)
+    monkeypatch.setattr(worker, "_do", do)
+    handle, sent = channel.open(1, TOKENS), channel.prefill.send(1, TOKENS)
+    worker.target_arrived(handle)
     if name == "Verdict":
-        assert wait_for(lambda: inbox.is_lost(entry))
-        inbox.clear_now(entry)
-        assert channel.state(entry) == ("cold", "broken")
+        assert wait_for(lambda: worker.is_lost(handle))
+        worker.clear_now(handle)
+        assert channel.state(handle) == ("cold", "broken")
     else:
-        assert channel.state(entry) == ACTIONS[name]
+        assert channel.state(handle) == ACTIONS[name]
     assert not once or name == "Note"
-    channel.end(use, entry)
+    channel.end(sent, handle)
     assert channel.request(2) == ("warm", "")
     assert channel.at_rest()
 
@@ -301,8 +297,8 @@ def test_an_action_of_decode_that_raises_loses_no_other(
 def test_an_action_of_prefill_that_raises_loses_no_other(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    outbox, once = channel.prefill.outbox, [name]
-    real = outbox._do
+    worker, once = channel.prefill.channel, [name]
+    real = worker._do
 
     def do(action: Any) -> None:
         if type(action).__name__ in once:
@@ -310,16 +306,16 @@ def test_an_action_of_prefill_that_raises_loses_no_other(
             raise MemoryError("once")
         real(action)
 
-    monkeypatch.setattr(outbox, "_do", do)
-    monkeypatch.setattr(outbox, "_longest", 0.3)
-    entry, use = channel.open(1, TOKENS), channel.prefill.send(1, TOKENS)
-    outbox.target_sent(use)
-    channel.decode.inbox.target_arrived(entry)
-    assert channel.state(entry)[0] == ("warm" if name == "Settled" else "cold")
-    assert wait_for(use.release)
-    channel.end(use, entry)
+    monkeypatch.setattr(worker, "_do", do)
+    monkeypatch.setattr(worker, "_slowest", 0.3)
+    handle, sent = channel.open(1, TOKENS), channel.prefill.send(1, TOKENS)
+    worker.release(sent)
+    channel.decode.channel.target_arrived(handle)
+    assert channel.state(handle)[0] == ("warm" if name == "Settled" else "cold")
+    assert wait_for(lambda: worker.release(sent))
+    channel.end(sent, handle)
     assert channel.request(2) == ("warm", "")
-    assert wait_for(lambda: not outbox.check())  # a slot whose READY was lost is free after a while
+    assert wait_for(lambda: not worker.check())  # a slot whose READY was lost is free after a while
 
 
 def test_each_thread_of_the_channel_sets_its_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +331,9 @@ def test_each_thread_of_the_channel_sets_its_device_once(monkeypatch: pytest.Mon
         assert channel.request(4) == ("cold", "read")
         assert wait_for(lambda: any(name.startswith("mixkv-mend") for name in calls))
         names = sorted(name.partition("_")[0] for name in calls)
-        assert names == ["mixkv-copy", "mixkv-inbox", "mixkv-mend", "mixkv-outbox", "mixkv-pack"]
+        assert names == [
+            "mixkv-decode", "mixkv-mend", "mixkv-pack", "mixkv-prefill", "mixkv-unpack"
+        ]  # fmt: skip
 
 
 def raising(*_: Any) -> None:
@@ -371,10 +369,10 @@ def test_rows_that_cannot_be_cleared_fail_their_room(
 def test_nobody_waits_for_a_prefill_rank_whose_thread_has_ended(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel.prefill.outbox, "_handle", ending)
-    use = channel.prefill.send(1, TOKENS)
-    assert wait_for(lambda: use.settled)
-    assert wait_for(channel.prefill.outbox.check)
+    monkeypatch.setattr(channel.prefill.channel, "_handle", ending)
+    sent = channel.prefill.send(1, TOKENS)
+    assert wait_for(lambda: channel.prefill.channel.release(sent))
+    assert channel.prefill.channel.check()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -382,15 +380,15 @@ def test_nobody_waits_for_a_prefill_rank_whose_thread_has_ended(
 def test_rooms_of_a_decode_rank_whose_thread_has_ended_are_cleared(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    inbox = channel.decode.inbox
-    owner, name = (inbox, "_look_after") if end == "channel" else (inbox._copier, "_copy")
+    worker = channel.decode.channel
+    owner, name = (worker, "_look") if end == "channel" else (worker._copies, "_do")
     monkeypatch.setattr(owner, name, ending)
-    entry, _ = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
-    assert wait_for(lambda: inbox.broken)
-    assert entry.state is None
-    inbox.clear_now(entry)
-    assert channel.state(entry) == ("cold", "broken")
-    assert not channel.decode.rows_of(entry).any()
+    handle, _ = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
+    assert wait_for(lambda: worker.broken)
+    assert handle.state is None
+    worker.clear_now(handle)
+    assert channel.state(handle) == ("cold", "broken")
+    assert not channel.decode.rows_of(handle).any()
 
 
 # ---------------------------------------------------------------- sockets
@@ -399,7 +397,7 @@ def test_rooms_of_a_decode_rank_whose_thread_has_ended_are_cleared(
 def test_what_is_no_message_is_counted_and_nothing_more(channel: Channel) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
-        stranger.connect(channel.prefill.outbox.address)
+        stranger.connect(channel.prefill.channel.address)
         for frame in (b"", b"\x94" * 200, bytes(4000)):
             stranger.send(frame)
         assert wait_for(lambda: channel.prefill.notes.seen.count("unreadable") == 3)
@@ -407,22 +405,22 @@ def test_what_is_no_message_is_counted_and_nothing_more(channel: Channel) -> Non
 
 
 def test_a_use_does_not_wait_for_a_reader_that_is_gone(channel: Channel) -> None:
-    entry = channel.open(1, TOKENS)
-    assert wait_for(lambda: channel.prefill.outbox.left().get("waiting"))
+    handle = channel.open(1, TOKENS)
+    assert wait_for(lambda: channel.prefill.channel.left().get("waiting"))
     channel.decode.close()
-    use = channel.prefill.send(1, TOKENS)
-    assert wait_for(lambda: use.settled, 20)
-    channel.prefill.outbox.end(use)
-    assert entry.state is None
+    sent = channel.prefill.send(1, TOKENS)
+    assert wait_for(lambda: channel.prefill.channel.release(sent), 20)
+    channel.prefill.channel.end(sent)
+    assert handle.state is None
 
 
 def opening(channel: Channel, peer: bytes, until: Callable[[], object]) -> bool:
     """Room after room: what was sent while its connection ended is lost."""
 
     def found() -> bool:
-        entry = channel.decode.open(1, TOKENS, peer)
-        wait_for(lambda: entry.state is not None, 0.3)
-        channel.decode.inbox.close(entry)
+        handle = channel.decode.open(1, TOKENS, peer)
+        wait_for(lambda: handle.state is not None, 0.3)
+        channel.decode.channel.close(handle)
         return bool(until())
 
     return wait_for(found, 10)
@@ -441,19 +439,19 @@ def test_a_rank_that_was_restarted_says_so_and_is_forgotten(channel: Channel) ->
     channel.prefill = Prefill(channel.times, former.port)
     assert opening(channel, former.instance, lambda: channel.decode.forgotten)
     assert set(channel.decode.forgotten) == {former.instance}
-    assert not channel.decode.inbox.knows(former.instance)
+    assert not channel.decode.channel.knows(former.instance)
     assert wait_for(lambda: former.plane.endpoint not in channel.decode.plane._peers)
     channel.connect(channel.prefill)
     assert channel.request(2) == ("warm", "")
 
 
 def test_rooms_of_a_former_instance_end_when_another_is_connected(channel: Channel) -> None:
-    former, entry = channel.prefill, channel.open(1, TOKENS)
+    former, handle = channel.prefill, channel.open(1, TOKENS)
     former.close()
     channel.prefill = Prefill(channel.times, former.port)
     channel.connect(channel.prefill)
-    assert channel.state(entry) == ("cold", "lost")
-    assert not channel.decode.inbox.knows(former.instance)
+    assert channel.state(handle) == ("cold", "lost")
+    assert not channel.decode.channel.knows(former.instance)
     assert wait_for(lambda: former.plane.endpoint not in channel.decode.plane._peers)
-    channel.decode.inbox.close(entry)
+    channel.decode.channel.close(handle)
     assert channel.request(2) == ("warm", "")

@@ -9,22 +9,38 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from sglang_mixkv.channel.messages import NO_SLOT, Ack, Open, Ready, fail
+from sglang_mixkv.channel.messages import Ack, Announced, Open, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
-from sglang_mixkv.decode.rooms import Rooms as DecodeRooms
+from sglang_mixkv.decode.machine import Machine as DecodeMachine
 from sglang_mixkv.prefill import events as pev
-from sglang_mixkv.prefill import rooms as prefill_module
+from sglang_mixkv.prefill import machine as prefill_module
 from sglang_mixkv.prefill import waiting
-from sglang_mixkv.prefill.rooms import Rooms as PrefillRooms
+from sglang_mixkv.prefill.machine import Machine as PrefillMachine
 
 PREFILL, READER, OTHER = b"prefill_", b"reader_0", b"reader_1"
 ROOM, TIMES = 7, Times()
 
 
-def prefill(slots: int = 8) -> PrefillRooms:
-    return PrefillRooms(PREFILL, range(4), lambda heads, size: 10, SlotPool(slots, TIMES), TIMES)
+class Driven:
+    """A machine that is asked for actions after each event. Copies are listed one by one."""
+
+    def __init__(self, machine: Any) -> None:
+        self.machine = machine
+        self.left, self.check = machine.left, machine.check
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        self.machine.handle(event, now)
+        found = []
+        for action in self.machine.actions():
+            found += action.jobs if isinstance(action, pev.Pack | dev.Copy) else (action,)
+        return found
+
+
+def prefill(slots: int = 8) -> Driven:
+    pool = SlotPool(slots, TIMES)
+    return Driven(PrefillMachine(PREFILL, range(4), lambda heads, size: 10, pool, TIMES))
 
 
 def opened(
@@ -38,6 +54,11 @@ def of(kind: type, actions: list[Any]) -> list[Any]:
     return [a for a in actions if isinstance(a, kind)]
 
 
+def uses_of(actions: list[Any]) -> list[Any]:
+    """Of the requests that are settled."""
+    return [action.use for action in of(pev.Settled, actions)]
+
+
 def test_a_lost_open_is_not_mistaken_for_the_next_requests() -> None:
     rooms = prefill()
     rooms.handle(pev.Begin(0, ROOM), 0.0)
@@ -46,10 +67,10 @@ def test_a_lost_open_is_not_mistaken_for_the_next_requests() -> None:
     gone = fail(ROOM, 10, "closed", reader=READER)  # its OPEN never came
     rooms.handle(pev.Received(b"new", gone), 0.3)
     actions = rooms.handle(opened(20), 0.5)
-    assert of(pev.Pack, actions) == []
+    assert of(pev.PackJob, actions) == []
     rooms.handle(pev.End(0), 0.6)
     rooms.handle(pev.Begin(1, ROOM), 0.7)
-    (pack,) = of(pev.Pack, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 0.8))
+    (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 0.8))
     assert pack.use == 1
 
 
@@ -59,7 +80,7 @@ def test_a_generation_names_one_part() -> None:
     rooms.handle(pev.Begin(0, ROOM), 0.0)
     rooms.handle(opened(10, READER, readers=2), 0.0)
     rooms.handle(opened(10, OTHER, readers=2), 0.0)
-    assert rooms.opened(0) == (opened(10, READER, readers=2).message,)
+    assert set(rooms.machine._uses[0].parts) == {READER}
     rooms.handle(pev.End(0), 0.1)
     assert (rooms.left(), list(rooms.check())) == ({}, [])
 
@@ -69,11 +90,11 @@ def test_success_waits_for_packing_and_for_nothing_else() -> None:
     rooms = prefill()
     rooms.handle(pev.Begin(0, ROOM), 0.0)
     (pack,) = of(
-        pev.Pack,
+        pev.PackJob,
         rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0) + rooms.handle(opened(10), 0.0),
     )
-    assert of(pev.Settled, rooms.handle(pev.TargetSent(0), 0.0)) == []
-    assert of(pev.Settled, rooms.handle(pev.Packed(pack.job), 0.1)) == [pev.Settled(0)]
+    assert uses_of(rooms.handle(pev.TargetSent(0), 0.0)) == []
+    assert uses_of(rooms.handle(pev.Packed(pack.job), 0.1)) == [0]
     assert rooms.left()["offered"] == 1
 
 
@@ -81,9 +102,9 @@ def test_packing_that_ends_before_sglangs_transfer_is_settled_then() -> None:
     rooms = prefill()
     rooms.handle(pev.Begin(0, ROOM), 0.0)
     rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
-    (pack,) = of(pev.Pack, rooms.handle(opened(10), 0.0))
-    assert of(pev.Settled, rooms.handle(pev.Packed(pack.job), 0.1)) == [pev.Settled(0)]
-    assert of(pev.Settled, rooms.handle(pev.TargetSent(0), 0.2)) == []
+    (pack,) = of(pev.PackJob, rooms.handle(opened(10), 0.0))
+    assert uses_of(rooms.handle(pev.Packed(pack.job), 0.1)) == [0]
+    assert uses_of(rooms.handle(pev.TargetSent(0), 0.2)) == []
 
 
 def test_a_lost_open_may_have_told_of_more_readers() -> None:
@@ -91,19 +112,18 @@ def test_a_lost_open_may_have_told_of_more_readers() -> None:
     rooms = prefill()
     rooms.handle(pev.Begin(0, ROOM), 0.0)
     gone = pev.Received(b"new", fail(ROOM, 10, "closed", reader=READER))
-    assert of(pev.Settled, rooms.handle(gone, 0.0)) == []
-    assert rooms.opened(0) == ()  # it says nothing of where target KV comes from
+    assert uses_of(rooms.handle(gone, 0.0)) == []
     rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
-    (pack,) = of(pev.Pack, rooms.handle(opened(11, OTHER, readers=2), 0.1))
-    assert of(pev.Settled, rooms.handle(pev.Packed(pack.job), 0.2)) == [pev.Settled(0)]
-    assert rooms.opened(0) == (opened(11, OTHER, readers=2).message,)
+    (pack,) = of(pev.PackJob, rooms.handle(opened(11, OTHER, readers=2), 0.1))
+    (settled,) = of(pev.Settled, rooms.handle(pev.Packed(pack.job), 0.2))
+    assert settled.opened == (opened(11, OTHER, readers=2).message,)
 
 
 def test_a_room_whose_open_was_lost_does_not_wait_for_it() -> None:
     rooms = prefill()
     rooms.handle(pev.Begin(0, ROOM), 0.0)
     rooms.handle(pev.Received(b"new", fail(ROOM, 10, "closed", reader=READER)), 0.0)
-    assert of(pev.Settled, rooms.handle(pev.TargetSent(0), 0.1)) == [pev.Settled(0)]
+    assert uses_of(rooms.handle(pev.TargetSent(0), 0.1)) == [0]
 
 
 def test_nobody_opens_and_the_request_goes_on() -> None:
@@ -113,7 +133,7 @@ def test_nobody_opens_and_the_request_goes_on() -> None:
     rooms.handle(pev.TargetSent(0), 0.0)
     assert rooms.handle(pev.Tick(), TIMES.packing * 0.9) == []
     actions = rooms.handle(pev.Tick(), TIMES.packing)
-    assert of(pev.Settled, actions) == [pev.Settled(0)]
+    assert uses_of(actions) == [0]
     assert [note.what for note in of(pev.Note, actions)] == ["unopened"]
 
 
@@ -122,7 +142,7 @@ def test_a_slot_rests_while_its_rank_does() -> None:
     rooms = prefill()
     rooms.handle(pev.Begin(0, ROOM), 0.0)
     rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
-    (pack,) = of(pev.Pack, rooms.handle(opened(10), 0.0))
+    (pack,) = of(pev.PackJob, rooms.handle(opened(10), 0.0))
     rooms.handle(pev.Packed(pack.job), 0.0)
     rooms.handle(pev.Tick(), 1000.0)
     assert rooms.left()["offered"] == 1
@@ -131,8 +151,8 @@ def test_a_slot_rests_while_its_rank_does() -> None:
     assert "offered" not in rooms.left()
 
 
-def decode() -> DecodeRooms:
-    return DecodeRooms(READER, SlotPool(8, TIMES), 1 << 20, TIMES)
+def decode() -> Driven:
+    return Driven(DecodeMachine(READER, SlotPool(8, TIMES), 1 << 20, TIMES))
 
 
 def room(generation: int = 10, **more: Any) -> dev.OpenRoom:
@@ -141,8 +161,8 @@ def room(generation: int = 10, **more: Any) -> dev.OpenRoom:
 
 
 def ready(segment: int = 0, generation: int = 10, count: int = 8) -> dev.Received:
-    last = segment == 1
-    message = Ready(ROOM, generation, segment, segment, 99, 8 * segment, count, last)
+    announced = Announced(segment, 99, count)
+    message = Ready(ROOM, generation, segment, 8 * segment, (announced,), segment == 1)
     return dev.Received(PREFILL, message)
 
 
@@ -151,7 +171,7 @@ def test_a_thread_that_stood_still_drops_what_it_was_sent_before() -> None:
     rooms.handle(room(), 0.0)
     actions = rooms.handle(ready(), TIMES.stall + 0.1)
     assert of(dev.StartRead, actions) == []
-    assert dev.Send(PREFILL, Ack(0, 99)) in actions
+    assert dev.Send(PREFILL, Ack(((0, 99),))) in actions
     assert [note.what for note in of(dev.Note, actions)] == ["cold_stalled"]
 
 
@@ -161,9 +181,9 @@ def test_a_late_read_is_not_used() -> None:
     (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
     for tick in range(1, 60):
         rooms.handle(dev.Tick(), tick * TIMES.read / 59)
-    actions = rooms.handle(dev.ReadDone(read.read), TIMES.read + 0.1)
+    actions = rooms.handle(dev.ReadEnded(read.read), TIMES.read + 0.1)
     assert of(dev.Unpack, actions) == []
-    assert dev.Send(PREFILL, Ack(0, 99)) in actions
+    assert dev.Send(PREFILL, Ack(((0, 99),))) in actions
 
 
 def test_draft_kv_that_does_not_come_is_cleared_and_the_request_goes_on() -> None:
@@ -173,7 +193,7 @@ def test_draft_kv_that_does_not_come_is_cleared_and_the_request_goes_on() -> Non
     assert rooms.handle(dev.Tick(), TIMES.shortest_wait * 0.9) == []
     (clear,) = of(dev.Clear, rooms.handle(dev.Tick(), TIMES.shortest_wait))
     assert (clear.first_token, clear.end) == (0, 16)
-    (verdict,) = of(dev.Verdict, rooms.handle(dev.JobDone(clear.job, dev.Result.DONE), 0.4))
+    (verdict,) = of(dev.Verdict, rooms.handle(dev.Copied(clear.job, dev.Result.DONE), 0.4))
     assert verdict.state is dev.State.COLD
 
 
@@ -181,8 +201,8 @@ def test_rows_that_are_in_place_are_not_cleared() -> None:
     rooms = decode()
     rooms.handle(room(), 0.0)
     (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
-    (unpack,) = of(dev.Unpack, rooms.handle(dev.ReadDone(read.read), 0.0))
-    rooms.handle(dev.JobDone(unpack.job, dev.Result.DONE), 0.0)
+    (unpack,) = of(dev.Unpack, rooms.handle(dev.ReadEnded(read.read), 0.0))
+    rooms.handle(dev.Copied(unpack.job, dev.Result.DONE), 0.0)
     rooms.handle(dev.TargetArrived(10), 0.0)
     (clear,) = of(dev.Clear, rooms.handle(dev.Tick(), TIMES.longest_wait))
     assert (clear.first_token, clear.end) == (8, 16)
@@ -192,11 +212,11 @@ def test_a_forward_that_still_runs_is_waited_for() -> None:
     rooms = decode()
     rooms.handle(room(pending=True), 0.0)
     (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
-    assert of(dev.Unpack, rooms.handle(dev.ReadDone(read.read), 0.0)) == []
+    assert of(dev.Unpack, rooms.handle(dev.ReadEnded(read.read), 0.0)) == []
     assert of(dev.Unpack, rooms.handle(dev.ForwardDone(10), 0.1))
 
 
-def wait_in_vain(rooms: DecodeRooms, generation: int, now: float) -> float:
+def wait_in_vain(rooms: Driven, generation: int, now: float) -> float:
     rooms.handle(room(generation), now)
     rooms.handle(dev.TargetArrived(generation), now)
     now += TIMES.longest_wait
@@ -211,11 +231,11 @@ def test_a_warm_room_without_rows_says_nothing_of_its_peer() -> None:
     for generation in (1, 2, 3):
         now = wait_in_vain(rooms, generation, now)
         rooms.handle(replace(room(10 + generation), first_token=16), now)
-        last = Ready(ROOM, 10 + generation, 0, NO_SLOT, 99, 16, 0, True)
+        last = Ready(ROOM, 10 + generation, 0, 16, (), True)
         actions = rooms.handle(dev.Received(PREFILL, last), now)
         assert generation == 3 or of(dev.Verdict, actions)[0].state is dev.State.WARM
         rooms.handle(dev.CloseRoom(10 + generation), now)
-    assert rooms.breaker.open_peers() == [PREFILL]
+    assert rooms.machine.breaker.open_peers() == [PREFILL]
 
 
 def test_three_deadlines_open_the_breaker_and_one_room_probes() -> None:
@@ -232,27 +252,25 @@ def test_three_deadlines_open_the_breaker_and_one_room_probes() -> None:
 
 
 def test_invented_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("MAX_ALL", "MAX_ALL_ENDED"):
-        monkeypatch.setattr(waiting, name, 8)
+    monkeypatch.setattr(waiting, "MAX_ALL", 8)
     monkeypatch.setattr(prefill_module, "MAX_WAITING", 8)
     rooms = prefill()
     for number in range(50):
         rooms.handle(opened(100 + number, b"open%04d" % number), 0.0)
         gone = fail(ROOM + 1, number, "closed", reader=b"fail%04d" % number)
         rooms.handle(pev.Received(b"c", gone), 0.0)
-    assert rooms.left()["waiting"] == 8 + 8
+    assert rooms.left()["waiting"] == 8
     rooms.handle(pev.Begin(1, ROOM + 2), 0.0)
     for number in range(50):
         gone = fail(ROOM + 2, number, "closed", reader=b"fail%04d" % number)
         rooms.handle(pev.Received(b"c", gone), 0.0)
-    assert len(rooms._uses[1].absent) == 8
+    assert len(rooms.machine._uses[1].absent) == 8
 
 
 def test_readers_that_one_connection_invents_leave_room_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("MAX_WAITING", "MAX_ENDED"):
-        monkeypatch.setattr(waiting, name, 8)
+    monkeypatch.setattr(waiting, "MAX_WAITING", 8)
     rooms, invented = prefill(), list[str]()
     for number in range(20):
         message = opened(100 + number, b"open%04d" % number).message
@@ -266,50 +284,100 @@ def test_readers_that_one_connection_invents_leave_room_for_others(
     assert rooms.left()["waiting"] == 8 + 8
     assert of(pev.Send, rooms.handle(opened(10, room=ROOM + 2), 0.0)) == []
     rooms.handle(pev.Begin(1, ROOM + 2), 0.0)
-    (pack,) = of(pev.Pack, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 0.0))
+    (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 0.0))
     assert pack.use == 1
 
 
 def test_an_end_is_known_over_the_next_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though all places of the former are taken: the end of an OPEN that came is always noted."""
-    monkeypatch.setattr(waiting, "MAX_ENDED", 2)
+    """Though all places of the former are taken: an OPEN that came has one, and its end too."""
+    monkeypatch.setattr(waiting, "MAX_WAITING", 2)
     rooms = prefill()
     rooms.handle(opened(10), 0.0)
-    for room in (ROOM + 1, ROOM + 2):  # their OPENs never came
+    for room in (ROOM + 1, ROOM + 2):  # their OPENs never came; for the second there is no place
         lost = fail(room, 9, "closed", reader=READER)
         rooms.handle(pev.Received(b"connection" + READER, lost), 0.0)
+    assert rooms.left()["waiting"] == 2
     rooms.handle(pev.Received(b"new", fail(ROOM, 10, "closed", reader=READER)), 0.1)
     again = opened(20).message
     assert rooms.handle(pev.Received(b"new", again), 0.2) == []
     for use, packs in ((1, 0), (2, 1)):
         rooms.handle(pev.Begin(use, ROOM), 0.3)
         actions = rooms.handle(pev.AddChunk(use, 0, 8, last=True), 0.3)
-        assert len(of(pev.Pack, actions)) == packs, "the first request was the one that has ended"
+        assert len(of(pev.PackJob, actions)) == packs, "the first request was the ended one"
         rooms.handle(pev.End(use, ""), 0.4)
 
 
 def test_clients_that_hang_up_early_cost_their_reader_no_request() -> None:
-    """Ten a second, for the ten minutes that their requests may still come."""
+    """Fifty a second, for the ten minutes that their requests may still come."""
     rooms = prefill()
-    for number in range(6000):
-        now = number / 10
+    for number in range(30000):
+        now = number / 50
         rooms.handle(opened(10 + number, room=ROOM + number), now)
         gone = fail(ROOM + number, 10 + number, "closed")
         rooms.handle(pev.Received(b"connection" + READER, gone), now)
-        rooms.handle(pev.Tick(), now)
     assert of(pev.Send, rooms.handle(opened(1 << 40, room=1), 600.0)) == []
     rooms.handle(pev.Begin(1, 1), 600.0)
-    assert of(pev.Pack, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 600.0))
+    assert of(pev.PackJob, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 600.0))
     rooms.handle(pev.End(1), 600.0)
     for second in range(601, 1300):
         rooms.handle(pev.Tick(), float(second))
     assert "waiting" not in rooms.left()
 
 
+def test_segments_of_a_part_are_announced_in_their_order() -> None:
+    """Whichever copy ends first; what ended together leaves in one message."""
+    rooms = prefill(slots=16)
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    rooms.handle(opened(10), 0.0)
+    packs = of(pev.PackJob, rooms.handle(pev.AddChunk(0, 0, 35, last=True), 0.0))
+    assert [pack.offset for pack in packs] == [0, 10, 20, 30]
+    for late in (3, 1):
+        assert rooms.handle(pev.Packed(packs[late].job), 0.1) == []
+    (send,) = of(pev.Send, rooms.handle(pev.Packed(packs[0].job), 0.2))
+    assert (send.message.segment, send.message.count, send.message.last) == (0, 20, False)
+    (send,) = of(pev.Send, rooms.handle(pev.Packed(packs[2].job), 0.3))
+    assert (send.message.segment, send.message.first_token, send.message.last) == (2, 20, True)
+    assert [one.count for one in send.message.segments] == [10, 5]
+    assert list(rooms.check()) == []
+
+
+def test_a_part_that_fails_frees_the_slots_of_what_was_packed_behind_it() -> None:
+    rooms = prefill(slots=16)
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    rooms.handle(opened(10), 0.0)
+    packs = of(pev.PackJob, rooms.handle(pev.AddChunk(0, 0, 30, last=True), 0.0))
+    rooms.handle(pev.Packed(packs[1].job), 0.1)
+    (send,) = of(pev.Send, rooms.handle(pev.Packed(packs[0].job, error="no memory"), 0.2))
+    assert send.message.code == "pack"
+    rooms.handle(pev.Packed(packs[2].job), 0.3)
+    assert rooms.machine.slots.free_slots == 16
+    assert list(rooms.check()) == []
+
+
+def test_segments_of_one_message_are_read_together_and_copied_in_any_order() -> None:
+    rooms = Driven(DecodeMachine(READER, SlotPool(16, TIMES), 1 << 20, TIMES))
+    source = dev.Source(PREFILL, range(4), 1, slots=16, segment_tokens=10)
+    rooms.handle(dev.OpenRoom(10, ROOM, (source,), 0, 32), 0.0)
+    announced = tuple(Announced(slot, 90 + slot, 8) for slot in range(4))
+    message = Ready(ROOM, 10, 0, 0, announced, last=True)
+    reads = of(dev.StartRead, rooms.handle(dev.Received(PREFILL, message), 0.1))
+    assert [len(read.ranges) for read in reads] == [2, 2], "half of its quota of four"
+    actions = rooms.handle(dev.ReadEnded(reads[1].read), 0.2)
+    assert dev.Send(PREFILL, Ack(((2, 92), (3, 93)))) in actions
+    copies = of(dev.Unpack, actions)
+    copies += of(dev.Unpack, rooms.handle(dev.ReadEnded(reads[0].read), 0.3))
+    assert [copy.first_token for copy in copies] == [16, 24, 0, 8]
+    for copy in copies[:3]:
+        assert rooms.handle(dev.Copied(copy.job, dev.Result.DONE), 0.4) == []
+    (verdict,) = of(dev.Verdict, rooms.handle(dev.Copied(copies[3].job, dev.Result.DONE), 0.5))
+    assert verdict.state is dev.State.WARM
+    rooms.handle(dev.CloseRoom(10), 0.6)
+    assert (rooms.left(), list(rooms.check())) == ({}, [])
+
+
 def test_what_invented_readers_leave_slows_nobody_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that a request or a tick does looks at all of it."""
-    for name in ("MAX_ALL", "MAX_ALL_ENDED"):
-        monkeypatch.setattr(waiting, name, 1 << 14)
+    monkeypatch.setattr(waiting, "MAX_ALL", 1 << 15)
     rooms = prefill()
 
     def seconds() -> float:
@@ -323,7 +391,7 @@ def test_what_invented_readers_leave_slows_nobody_down(monkeypatch: pytest.Monke
 
     generations = itertools.count(1 << 40)
     before = min(seconds() for _ in range(3))
-    for number in range(waiting.MAX_ALL - 1):
+    for number in range(waiting.MAX_ALL // 2 - 1):
         reader = number.to_bytes(8, "big")
         rooms.handle(opened(1000 + number, reader, room=1000 + number), 0.0)
         gone = fail(1 << 20 | number, 1 << 20 | number, "closed", reader=reader)
