@@ -8,18 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.messages import MAX_BYTES, Ack, Fail, Open, Ready
+from sglang_mixkv.channel.messages import MAX_BYTES, MAX_LIST, Ack, Announced, Fail, Open, Ready
 
 BIG = (1 << 63) - 1
-OPEN = Open(1, 7, 8, b"prefill_", b"decode__", 2, (0, 4), 16, 1 << 20, True, False, 2, 1)
-READY = Ready(7, 8, 3, 5, 99, 48, 16, True, 1234)
-ACK, FAIL = Ack(5, 99), Fail(7, 8, "deadline", "its KV did not come")
+OPEN = Open(1, 7, 8, b"prefill_", b"decode__", 2, (0, 4), 16, 1 << 20, False, 2, 1)
+READY = Ready(7, 8, 3, 48, (Announced(5, 99, 16), Announced(6, 98, 4)), last=True)
+ACK, FAIL = Ack(((5, 99), (6, 98))), Fail(7, 8, "deadline", "its KV did not come")
 ALL = (OPEN, READY, ACK, FAIL)
 LARGEST = (
     Open(1 << 16, (1 << 64) - 1, BIG, b"p" * 8, b"d" * 8, 1 << 16, (1 << 16, 1 << 16), 1 << 40,
-         1 << 40, True, True, 1 << 16, 1 << 16),
-    Ready((1 << 64) - 1, BIG, 1 << 31, 1 << 20, BIG, 1 << 40, 1 << 31, True, (1 << 64) - 1),
-    Ack(1 << 20, BIG),
+         1 << 40, True, 1 << 16, 1 << 16),
+    Ready((1 << 64) - 1, BIG, 1 << 31, 1 << 40, (Announced(1 << 20, BIG, 1 << 31),) * MAX_LIST,
+          True),
+    Ack(((1 << 20, BIG),) * MAX_LIST),
     Fail((1 << 64) - 1, BIG, "x" * 32, "\U0001f4a5" * 512),
 )  # fmt: skip
 SECRET, SMALL, COUNT, TOKEN = (1, BIG), (0, 1 << 16), (0, 1 << 31), (0, 1 << 40)
@@ -29,15 +30,19 @@ BOUNDS = [
     (OPEN, "room", 0, (1 << 64) - 1), (OPEN, "generation", *SECRET),
     (OPEN, "readers", 1, 1 << 16), (OPEN, "first_token", *TOKEN), (OPEN, "slot_bytes", 1, 1 << 40),
     (READY, "room", 0, (1 << 64) - 1), (READY, "generation", *SECRET), (READY, "segment", *COUNT),
-    (READY, "slot", -1, 1 << 20), (READY, "stamp", *SECRET), (READY, "first_token", *TOKEN),
-    (READY, "count", *COUNT), (READY, "checksum", 0, (1 << 64) - 1),
-    (ACK, "slot", 0, 1 << 20), (ACK, "stamp", *SECRET),
+    (READY, "first_token", *TOKEN),
     (FAIL, "room", 0, (1 << 64) - 1), (FAIL, "generation", *SECRET),
 ]  # fmt: skip
 BAD = [
     (OPEN, "heads", (-1, 4)), (OPEN, "heads", (0, (1 << 16) + 1)), (OPEN, "heads", (0,)),
     (OPEN, "heads", (0, 1, 2)), (OPEN, "prefill", b"7 bytes"), (OPEN, "reader", b"9 bytes.."),
-    (OPEN, "checksum", 1), (READY, "last", None), (READY, "slot", "0"), (READY, "count", 1.5),
+    (READY, "last", None), (READY, "segments", ((5, 99, 16),) * (MAX_LIST + 1)),
+    *[(READY, "segments", (one,)) for one in (
+        (-1, 99, 16), ((1 << 20) + 1, 99, 16), (5, 0, 16), (5, BIG + 1, 16), (5, 99, 0),
+        (5, 99, (1 << 31) + 1), (5, 99), ("5", 99, 16), (5, 99, 1.5))],
+    (ACK, "slots", ((5, 99),) * (MAX_LIST + 1)),
+    *[(ACK, "slots", (one,)) for one in (
+        (-1, 99), ((1 << 20) + 1, 99), (5, 0), (5, BIG + 1), (5,), (5, 99, 1))],
     (FAIL, "code", ""), (FAIL, "code", "x" * 33), (FAIL, "code", "Slow"), (FAIL, "code", "a b"),
     (FAIL, "code", "slow\n"), (FAIL, "detail", "x" * 513), (FAIL, "detail", None),
 ]  # fmt: skip
@@ -122,7 +127,7 @@ def test_an_unknown_kind_is_rejected(kind):
 @pytest.mark.parametrize("place", range(3))
 def test_nested_items_are_no_recursion_error(place):
     """It would end the channel's thread, which expects a ValueError."""
-    changed = [3, 5, 99, "of a later version"]
+    changed = [3, [[5, 99]], "of a later version", "and another"]
     changed[1 + place] = msgspec.Raw(b"\x91" * 3000 + b"\x01")
     frame = msgspec.msgpack.encode(changed)
     assert len(frame) <= MAX_BYTES

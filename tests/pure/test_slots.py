@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_mixkv.channel.slots import SLOTS, SlotPool, share_of, slot_bytes
+from sglang_mixkv.channel.slots import SLOTS, RoundRobin, SlotPool, share_of, slot_bytes
 from sglang_mixkv.channel.times import Times
 
 TIMES = Times()
@@ -16,8 +18,8 @@ OWNERS = st.sampled_from("abc")
 
 def drain(pool: SlotPool, owner: str, now: float = 0.0) -> list[int]:
     taken = []
-    while pool.can_take(owner, now):
-        taken.append(pool.take(owner, now))
+    while (slot := pool.take(owner, now)) is not None:
+        taken.append(slot)
     return taken
 
 
@@ -27,7 +29,7 @@ def test_what_each_of_several_owners_gets(count, owners):
     """Taking turns, as chunks do that are packed for several readers."""
     pool = SlotPool(count, TIMES)
     names = range(owners)
-    while [pool.take(name, 0.0) for name in names if pool.can_take(name, 0.0)]:
+    while [slot for name in names if (slot := pool.take(name, 0.0)) is not None]:
         pass
     if owners <= count:
         assert min(map(pool._held.__getitem__, names)) == share_of(count, owners)
@@ -50,7 +52,7 @@ def test_the_last_quarter_is_for_owners_that_hold_none():
     assert pool.free_slots == 4
     assert len(drain(pool, "d")) == 1
     assert len(drain(pool, "e")) == 1
-    assert not pool.can_take("d", 0.0)
+    assert pool.take("d", 0.0) is None
 
 
 def test_an_owner_whose_slot_is_late_gets_one_at_a_time():
@@ -58,12 +60,14 @@ def test_an_owner_whose_slot_is_late_gets_one_at_a_time():
     slot = pool.take("a", 0.0)
     pool.offer(slot, 1, 0.0)
     late = TIMES.late_ack
-    assert pool.can_take("a", late * 0.99)
+    earlier = pool.take("a", late * 0.99)
+    assert pool.take("a", late) is None
+    assert pool.take("b", late) is not None
+    pool.free(earlier)
     other = pool.take("a", late)
-    assert not pool.can_take("a", late)
-    assert pool.can_take("b", late)
+    assert other is not None, "an ACK may be lost for good"
+    assert pool.take("a", late) is None
     pool.free(other)
-    assert pool.can_take("a", late), "an ACK may be lost for good"
     assert pool.acknowledge(slot, 1)
     assert len(drain(pool, "a", late)) == 4
 
@@ -118,9 +122,9 @@ class SlotPoolMachine(RuleBasedStateMachine):
         one_more = self.late(owner) in (0, held)
         more = held < self.quota and free > self.reserve and one_more
         expected = free > 0 and (not held or more)
-        assert self.pool.can_take(owner, self.now) == expected
-        if expected:
-            slot = self.pool.take(owner, self.now)
+        slot = self.pool.take(owner, self.now)
+        assert (slot is not None) == expected
+        if slot is not None:
             assert slot not in self.taken
             assert slot not in self.offered
             self.taken[slot] = owner
@@ -170,3 +174,91 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
 TestSlotPool = SlotPoolMachine.TestCase
 TestSlotPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+# ---------------------------------------------------------------- who gets them
+
+
+def turns_of(work: dict[str, int]) -> RoundRobin[str]:
+    turns: RoundRobin[str] = RoundRobin()
+    for owner, items in work.items():
+        for number in range(1, items + 1):
+            turns.add(owner, f"{owner}{number}")
+    return turns
+
+
+def served(turns: RoundRobin[str], pool: SlotPool, most: int = 99) -> list[str]:
+    return [item for item, _ in turns.take(pool, 0.0, most)]
+
+
+def test_owners_alternate_and_so_do_an_owners_items():
+    """Items that are added again, as they want another slot, are behind the others."""
+    turns, pool, found = turns_of({"a": 2, "b": 1}), SlotPool(64, TIMES), []
+    for item, _ in turns.take(pool, 0.0, 99):
+        found.append(item)
+        if found.count(item) < 2:
+            turns.add(item[0], item)
+    assert found == ["a1", "b1", "a2", "b1", "a1", "a2"]
+    assert len(turns) == 0
+
+
+def test_an_item_that_is_added_twice_is_served_once():
+    turns = turns_of({"a": 1})
+    turns.add("a", "a1")
+    assert served(turns, SlotPool(8, TIMES)) == ["a1"]
+
+
+def test_an_owner_that_waits_is_asked_once_and_stops_nobody(monkeypatch):
+    pool, asked = SlotPool(8, TIMES), []
+    real = pool.take
+    monkeypatch.setattr(pool, "take", lambda owner, now: asked.append(owner) or real(owner, now))
+    drain(pool, "a")
+    asked.clear()
+    assert served(turns_of({"a": 3, "b": 2}), pool) == ["b1", "b2"]
+    assert asked == ["a", "b", "b"]
+
+
+def test_nobody_is_asked_while_no_slot_is_free_and_who_waits_longest_is_first(monkeypatch):
+    pool = SlotPool(4, TIMES)
+    held = [pool.take(owner, 0.0) for owner in "wxyz"]
+    turns = turns_of({"a": 1, "b": 1, "c": 1})
+    monkeypatch.setattr(pool, "take", None)
+    assert served(turns, pool) == []
+    monkeypatch.undo()
+    pool.free(held[0])
+    turns.add("d", "d1")
+    assert served(turns, pool) == ["a1"]
+    for slot in held[1:]:
+        pool.free(slot)
+    assert served(turns, pool, most=2) == ["b1", "c1"]
+    assert served(turns, pool) == ["d1"]
+
+
+def test_removed_items_are_not_served():
+    turns = turns_of({"a": 2, "b": 1})
+    for owner, item in (("a", "a1"), ("b", "b1"), ("b", "b1"), ("c", "never added")):
+        turns.remove(owner, item)
+    assert len(turns) == 1
+    assert served(turns, SlotPool(8, TIMES)) == ["a2"]
+
+
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(1, 5), min_size=1, max_size=4)),
+    st.integers(2, 60),
+)
+def test_no_owner_that_can_have_a_slot_is_behind(work, slots):
+    """Each item wants some slots. Nobody gets a second more than another that still waits and has
+    not reached its quota."""
+    pool, turns = SlotPool(slots, TIMES), RoundRobin()
+    left = {(owner, n): wanted for owner, items in work.items() for n, wanted in enumerate(items)}
+    for item in left:
+        turns.add(item[0], item)
+    for item, _ in turns.take(pool, 0.0, 99):
+        left[item] -= 1
+        if left[item]:
+            turns.add(item[0], item)
+    counts = Counter({owner: pool._held[owner] for owner in work})
+    waiting = {owner for (owner, _), wanted in left.items() if wanted}
+    assert all(counts[other] <= counts[owner] + 1 for owner in waiting for other in work)
+    assert all(pool.take(owner, 0.0) is None for owner in waiting)
+    assert len(turns) == sum(wanted > 0 for wanted in left.values())

@@ -17,7 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from sglang_mixkv.channel import sockets
 from sglang_mixkv.channel.messages import MAX_BYTES
-from sglang_mixkv.channel.sockets import Inlet, Looks, new_context, new_socket
+from sglang_mixkv.channel.sockets import AdaptivePoll, Inlet, Poller, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 
 
@@ -37,14 +37,14 @@ def test_what_wakes_nobody_comes_with_the_next_event_in_order(inlet: Inlet[int])
     assert not is_woken(inlet)
     inlet.put(2)
     assert is_woken(inlet)
-    assert inlet.take(woken=True) == [1, 2]
+    assert inlet.take([inlet.fileno()]) == [1, 2]
     assert not is_woken(inlet)
 
 
 def test_what_wakes_nobody_is_there_for_who_looks(inlet: Inlet[int]) -> None:
     inlet.put(1, wake=False)
-    assert inlet.take(woken=False) == [1]
-    assert inlet.take(woken=False) == []
+    assert inlet.take([]) == [1]
+    assert inlet.take([]) == []
 
 
 def test_what_comes_after_its_end_wakes_no_other_file(inlet: Inlet[int]) -> None:
@@ -55,10 +55,10 @@ def test_what_comes_after_its_end_wakes_no_other_file(inlet: Inlet[int]) -> None
     inlet._wake = other.fileno()  # which the fixture closes
 
 
-def looks_on(inlet: Inlet[int], tick: float) -> Looks:
-    poller = zmq.Poller()
-    poller.register(inlet.fileno(), zmq.POLLIN)
-    return Looks(poller, tick)
+def looks_on(inlet: Inlet[int], tick: float) -> AdaptivePoll:
+    poller = Poller()
+    poller.register(inlet.fileno())
+    return AdaptivePoll(poller, tick)
 
 
 def test_a_thread_with_nothing_to_look_at_sleeps_until_it_is_woken(inlet: Inlet[int]) -> None:
@@ -80,7 +80,7 @@ def test_it_looks_less_often_when_nothing_comes(
     looks = looks_on(inlet, 30)
     inlet.put(1)
     assert looks.wait(True) == [inlet.fileno()]
-    inlet.take()
+    inlet.take([inlet.fileno()])
     now[0] += 0.9 * sockets.EAGER
     assert looks.wait(True) == []
     assert slept == [sockets.EAGER_LOOK]
@@ -89,7 +89,7 @@ def test_it_looks_less_often_when_nothing_comes(
     assert len(slept) == 1
     inlet.put(2)
     assert looks.wait(True) == [inlet.fileno()]
-    inlet.take()
+    inlet.take([inlet.fileno()])
     assert looks.wait(True) == []
     assert len(slept) == 2, "what came may be followed by more"
 

@@ -20,7 +20,7 @@ from sglang_mixkv.channel import sockets
 from sglang_mixkv.channel.messages import Ack, Fail, Message, encode
 from sglang_mixkv.channel.sockets import Poller, new_context
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode.peers import BATCH, Peers
+from sglang_mixkv.decode.links import BATCH, Links
 
 HOST, SOON_MS, MANY = "127.0.0.1", 10_000, 100
 PATIENT = Times(100)  # nothing here is late
@@ -32,13 +32,13 @@ class Ranks:
     def __init__(self, count: int = 1) -> None:
         self._context = new_context()
         self._socket = self._context.socket(zmq.ROUTER)
-        self.peers = Peers(Times())
+        self.links = Links(None, Times())
         self._names: dict[bytes, bytes] = {}
         for number in range(count):
             port = self._socket.bind_to_random_port(f"tcp://{HOST}")
             row: Any = SimpleNamespace(instance=b"%d" % number, address=f"tcp://{HOST}:{port}")
-            self.peers.add(row, self.peers.dial(row))
-            assert self.peers.send(row.instance, Ack(0, 1))
+            self.links.add(self.links.connect(row.instance, row))
+            assert self.links.send(row.instance, Ack(((0, 1),)))
             self._names[row.instance] = self._socket.recv_multipart()[0]
         self.look(0)
 
@@ -46,11 +46,10 @@ class Ranks:
         self._socket.send_multipart([self._names[peer], encode(message)])
 
     def look(self, timeout_ms: int = SOON_MS) -> list[tuple[bytes, Message | ValueError]]:
-        ready: list[Any] = [at for at, _ in self.peers.poller.poll(timeout_ms)]
-        return list(self.peers.received(ready))
+        return list(self.links.received(self.links.poller.poll(timeout_ms)))
 
     def close(self) -> None:
-        self.peers.close()
+        self.links.close()
         self._context.destroy(linger=0)
 
 
@@ -63,7 +62,7 @@ def ranks() -> Iterator[Ranks]:
 
 def is_named(ranks: Ranks, timeout_s: float = 0) -> bool:
     """Whether the kernel names the socket."""
-    return bool(select.select([ranks.peers.poller._epoll], [], [], timeout_s)[0])
+    return bool(select.select([ranks.links.poller._epoll], [], [], timeout_s)[0])
 
 
 def test_a_message_that_came_before_a_send_is_read(ranks: Ranks) -> None:
@@ -71,7 +70,7 @@ def test_a_message_that_came_before_a_send_is_read(ranks: Ranks) -> None:
     ranks.send(b"0", Fail(1, 2, "lost"))
     assert is_named(ranks, 10)
     time.sleep(0.05)  # a send in the same millisecond may leave the FD alone
-    assert ranks.peers.send(b"0", Ack(0, 1))
+    assert ranks.links.send(b"0", Ack(((0, 1),)))
     assert not is_named(ranks)
     assert ranks.look() == [(b"0", Fail(1, 2, "lost"))]
 
@@ -94,7 +93,7 @@ def test_what_came_before_a_socket_was_registered_is_read() -> None:
         assert dealer.poll(SOON_MS)  # which makes its FD silent
         poller = Poller()
         poller.register(dealer)
-        assert poller.poll(SOON_MS) == [(dealer, zmq.POLLIN)]
+        assert poller.poll(SOON_MS) == [dealer]
         poller.unregister(dealer)
         assert poller.poll(0) == []
         poller.close()
