@@ -16,7 +16,6 @@ import zmq
 from rig.peers import DecodeRank, PrefillRank
 from rig.threads import wait_for
 
-from sglang_mixkv.channel import sockets
 from sglang_mixkv.channel.messages import Ack, Fail, Message, encode
 from sglang_mixkv.channel.sockets import Poller, new_context
 from sglang_mixkv.channel.times import Times
@@ -125,13 +124,14 @@ def test_a_peer_takes_little_memory_and_few_descriptors(kind: Any, descriptors: 
 
 def test_idle_peers_are_not_asked_for_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    has_messages = sockets._has_messages
+    getsockopt = zmq.Socket.getsockopt
 
-    def counted(socket: Any) -> bool:
-        asked.append(socket)
-        return has_messages(socket)
+    def counted(socket: Any, option: int) -> Any:
+        if option == zmq.EVENTS:
+            asked.append(socket)
+        return getsockopt(socket, option)
 
-    monkeypatch.setattr(sockets, "_has_messages", counted)
+    monkeypatch.setattr(zmq.Socket, "getsockopt", counted)
     rank, rooms = DecodeRank(MANY, MANY, PATIENT), 20
     try:
         rank.connect(MANY)

@@ -21,7 +21,7 @@ import torch
 from sglang_mixkv.channel.data_plane import Endpoint, Memory
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode.copier import Entry
+from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.draft.facts import StagingFacts
 from sglang_mixkv.draft.rows import Staging
 
@@ -34,7 +34,7 @@ PAUSE_S, LIMIT_S = 3e-4, 90.0
 class DecodeRank(Decode):
     """With prefill ranks, `count` in all."""
 
-    thread = "mixkv-inbox"
+    thread = "mixkv-decode"
 
     def __init__(self, count: int, each: int, times: Times | None = None) -> None:
         each = min(count, each)
@@ -48,16 +48,15 @@ class DecodeRank(Decode):
         self._watch()
 
     def _watch(self) -> None:
-        rooms: Any = self.inbox._rooms
-        handle = rooms.handle
+        machine: Any = self.channel._machine
+        handle = machine.handle
 
-        def watched(event: ev.Event, now: float) -> list[ev.Action]:
+        def watched(event: ev.Event, now: float) -> None:
             if isinstance(event, ev.Received):
                 self._ready.setdefault(event.message.generation, time.perf_counter())
-            found: list[ev.Action] = handle(event, now)
-            return found
+            handle(event, now)
 
-        rooms.handle = watched
+        machine.handle = watched
 
     def connect(self, count: int) -> None:
         """To so many more; or again to those that are forgotten, with 0."""
@@ -66,8 +65,8 @@ class DecodeRank(Decode):
             instance, address = self.processes[number // self.each].rows[number % self.each]
             if self.names.get(number) != instance:
                 self.names[number] = instance
-                self.inbox.connect(self._row(instance, address))
-        assert wait_for(lambda: all(map(self.inbox.knows, self.names.values())))
+                self.channel.connect(instance, self._row(instance, address))
+        assert wait_for(lambda: all(map(self.channel.knows, self.names.values())))
 
     def _row(self, instance: bytes, address: str) -> Any:
         memory = Memory(self.image.address, self.image.size)
@@ -82,24 +81,24 @@ class DecodeRank(Decode):
     def run(self, peers: list[int], window: int, segments: int = 1) -> list[float | None]:
         """A room each, so many at a time: seconds to the first READY; None of one that is cold."""
         found, waiting = list[float | None](), deque(peers)
-        begun: deque[tuple[float, Entry]] = deque()
+        begun: deque[tuple[float, ReceiveHandle]] = deque()
         while waiting or begun:
             while waiting and len(begun) < window:
                 begun.append((time.perf_counter(), self._begin(waiting.popleft(), segments)))
             if begun[0][1].state is None:
                 time.sleep(PAUSE_S)
                 continue
-            since, entry = begun.popleft()
-            self.inbox.close(entry)
-            ready = self._ready.pop(entry.opened.generation, since)
-            found.append(ready - since if entry.state is ev.State.WARM else None)
+            since, handle = begun.popleft()
+            self.channel.close(handle)
+            ready = self._ready.pop(handle.opened.generation, since)
+            found.append(ready - since if handle.state is ev.State.WARM else None)
         return found
 
-    def _begin(self, peer: int, segments: int) -> Entry:
+    def _begin(self, peer: int, segments: int) -> ReceiveHandle:
         room = next(self._numbers) * SEGMENTS + segments
-        entry = self.open(room, segments * SEGMENT, self.names[peer])
-        self.inbox.target_arrived(entry)
-        return entry
+        handle = self.open(room, segments * SEGMENT, self.names[peer])
+        self.channel.target_arrived(handle)
+        return handle
 
     def close(self) -> None:
         super().close()
@@ -110,7 +109,7 @@ class DecodeRank(Decode):
 class PrefillRank(Prefill):
     """With readers, `count` in all."""
 
-    thread = "mixkv-outbox"
+    thread = "mixkv-prefill"
 
     def __init__(self, count: int, each: int, times: Times | None = None) -> None:
         self.each = min(count, each)
@@ -124,7 +123,7 @@ class PrefillRank(Prefill):
             first, end = number * self.each, (number + 1) * self.each
             some = min(self.count + count, end) - max(self.count, first)
             if some > 0:
-                process.connect(some, self.outbox.address, self.instance)
+                process.connect(some, self.channel.address, self.instance)
         self.count += count
 
     def run(
@@ -134,18 +133,18 @@ class PrefillRank(Prefill):
         found: list[float | None] = []
         for first in range(0, len(peers), window):
             places = [divmod(peer, self.each) for peer in peers[first : first + window]]
-            uses, rooms = [], dict[int, list[tuple[int, int]]]()
+            handles, rooms = [], dict[int, list[tuple[int, int]]]()
             for process, reader in places:
                 room = next(self._numbers)
-                uses.append(self.send(room, segments * SEGMENT))
+                handles.append(self.send(room, segments * SEGMENT))
                 rooms.setdefault(process, []).append((reader, room))
             for process, some in rooms.items():
                 self.processes[process].open(some, acknowledge)
             taken = {process: iter(self.processes[process].take(LIMIT_S)) for process in rooms}
             found += [next(taken[process]) for process, _ in places]
-            for use in uses:
-                assert wait_for(lambda use=use: use.settled)
-                self.outbox.end(use)
+            for handle in handles:
+                assert wait_for(lambda handle=handle: handle.settled)
+                self.channel.end(handle)
         return found
 
     def close(self) -> None:

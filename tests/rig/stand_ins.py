@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.messages import Ack, Message, Open, Ready, draw_instance, fail
+from sglang_mixkv.channel.messages import Ack, Announced, Message, Open, Ready, draw_instance, fail
 from sglang_mixkv.channel.sockets import Poller, endpoint, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 
@@ -118,7 +118,7 @@ def _serve(pipe: Any, poller: Poller, count: int) -> None:
         start(endpoint(HOST, 0))
     pipe.send(list(ranks.values()))
     while True:
-        for at, _ in poller.poll(1000):
+        for at in poller.poll(1000):
             if at in ranks:
                 _answer(at, ranks[at][0])
                 continue
@@ -157,8 +157,8 @@ def _replies(opened: Open, instance: bytes) -> Iterator[Message]:
     segments = opened.room % SEGMENTS
     for number in range(segments):
         yield Ready(
-            opened.room, opened.generation, number, 0, STAMP,
-            opened.first_token + number * SEGMENT, SEGMENT, number == segments - 1,
+            opened.room, opened.generation, number, opened.first_token + number * SEGMENT,
+            (Announced(0, STAMP, SEGMENT),), number == segments - 1,
         )  # fmt: skip
 
 
@@ -213,7 +213,7 @@ class _Reading:
             self._left.add(generation)
             self._opened[generation] = time.perf_counter()
             heads = HEADS.start, HEADS.stop
-            opened = Open(2, room, generation, self._prefill, reader, 1, heads, 0, SLOT_BYTES)
+            opened = Open(3, room, generation, self._prefill, reader, 1, heads, 0, SLOT_BYTES)
             socket.send(messages.encode(opened))
             self._poller.used(socket)
 
@@ -223,8 +223,9 @@ class _Reading:
             assert isinstance(ready, Ready), ready
             since = time.perf_counter() - self._opened.get(ready.generation, 0)
             self._seconds.setdefault(ready.generation, since)
-            if self._acknowledge and ready.slot != messages.NO_SLOT:
-                socket.send(messages.encode(Ack(ready.slot, ready.stamp)))
+            if self._acknowledge and ready.segments:
+                slots = tuple((one.slot, one.stamp) for one in ready.segments)
+                socket.send(messages.encode(Ack(slots)))
             if ready.last:
                 self._left.discard(ready.generation)
         if self._opened and not self._left:
@@ -235,7 +236,7 @@ class _Reading:
 def _read(pipe: Any, poller: Poller) -> None:
     reading = _Reading(pipe, poller)
     while True:
-        for at, _ in poller.poll(1000):
+        for at in poller.poll(1000):
             if at in reading.readers:
                 reading.read(at)
             elif isinstance(at, int):

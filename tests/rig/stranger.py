@@ -1,6 +1,6 @@
 """A process that a rank is not served by: what it sends means nothing to anybody.
 
-    python stranger.py OUTBOX INSTANCE SECONDS
+    python stranger.py PREFILL INSTANCE SECONDS
 
 Two sockets of it are connected to a prefill rank, of that instance, whose answers nobody reads:
 one opens rooms without end, as one reader, and as another for each; the other sends ACKs and FAILs
@@ -21,7 +21,16 @@ from collections.abc import Iterator
 import zmq
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready, draw, draw_instance
+from sglang_mixkv.channel.messages import (
+    Ack,
+    Announced,
+    Fail,
+    Message,
+    Open,
+    Ready,
+    draw,
+    draw_instance,
+)
 
 BATCH = 64
 FIRST_ROOM = 1 << 32  # nobody else's numbers
@@ -31,13 +40,13 @@ def opens(prefill: bytes) -> Iterator[Message]:
     reader = draw_instance()
     for number in itertools.count(FIRST_ROOM):
         for whose in (reader, draw_instance()):
-            yield Open(2, number, draw(), prefill, whose, 1, (0, 4), 0, 1024)
+            yield Open(3, number, draw(), prefill, whose, 1, (0, 4), 0, 1024)
 
 
 def others(slots: int) -> Iterator[Message]:
     while True:
-        yield Ack(random.randrange(2 * slots), draw())
-        yield Ack(1 << 20, draw())
+        yield Ack(tuple((random.randrange(2 * slots), draw()) for _ in range(8)))
+        yield Ack(((1 << 20, draw()),))
         yield Fail(random.randrange(FIRST_ROOM), draw(), "closed", "x" * 500)
         yield Fail(random.randrange(FIRST_ROOM), draw(), "closed", reader=draw_instance())
 
@@ -47,8 +56,8 @@ def readies(generation: int) -> Iterator[Message]:
     of rooms that are none."""
     while True:
         for whose in (generation, draw()):
-            yield Ready(1, whose, 0, 1 << 20, draw(), 0, 1 << 31, False)
-            yield Ready(1, whose, 1 << 31, 0, draw(), 1 << 40, 1, True)
+            yield Ready(1, whose, 0, 0, (Announced(1 << 20, draw(), 1 << 31),) * 8, False)
+            yield Ready(1, whose, 1 << 31, 1 << 40, (Announced(0, draw(), 1),), True)
             yield Fail(1, draw(), "aborted", "x" * 500)
 
 
@@ -67,13 +76,13 @@ class Sender:
                 self.sent += 1
 
 
-def main(outbox: str, instance: str, seconds: str) -> None:
+def main(prefill: str, instance: str, seconds: str) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealers = [context.socket(zmq.DEALER) for _ in range(2)]
     for dealer in dealers:
         dealer.setsockopt(zmq.RCVHWM, 1)
         dealer.setsockopt(zmq.RCVBUF, 4096)
-        dealer.connect(outbox)
+        dealer.connect(prefill)
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
     print(f"tcp://127.0.0.1:{port}", flush=True)
