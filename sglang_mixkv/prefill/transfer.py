@@ -204,12 +204,15 @@ class Packing:
         for part, slot in self._turns.take(self._slots, now, MAX_IN_FLIGHT - len(self._jobs)):
             limit = self._segment_tokens(len(part.opened.wanted), part.opened.slot_bytes)
             self._job += 1
-            segment, job = part.cut(self._job, slot, self._draw(), limit)
+            segment, job = part.cut(self._job, slot, self._stamp(part), limit)
             self._jobs[self._job] = segment
             jobs.append(job)
             if part.has_more():
                 self._turns.add(part.reader, part)
         return tuple(jobs)
+
+    def _stamp(self, _part: Part) -> int:
+        return self._draw()
 
     def end(self, event: Packed) -> Part | None:
         """The part that fails of it. The slot of a segment that was not packed is free. Where its

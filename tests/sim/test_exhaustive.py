@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang_mixkv.decode import rooms as decode
+from sglang_mixkv.decode.machine import Machine as Decode
 from tests.sim.exhaustive.machine import Prefill
 from tests.sim.exhaustive.search import Report, search
 from tests.sim.exhaustive.values import FAULTS, Case
@@ -72,22 +72,21 @@ def test_two_disturbances_of_which_one_is_of_a_kind(kind):
         explore(ONE._replace(faults=(kind, other)), 2, one_in=100)
 
 
-class AcknowledgesEarly(decode.Rooms):
+class AcknowledgesEarly(Decode):
     """When READY comes, not when the read has ended."""
 
-    def _ready(self, peer: Any, ready: Any) -> None:
-        super()._ready(peer, ready)
-        self._acknowledge(peer, ready)
+    def _ready(self, peer: Any, room: Any, ready: Any) -> None:
+        super()._ready(peer, room, ready)
+        self._segments.acknowledge(peer, ready.segments)
 
 
-class AcknowledgesDoubled(decode.Rooms):
+class AcknowledgesDoubled(Decode):
     """A READY that comes twice at once, though the first one's read may still run."""
 
-    def _ready(self, peer: Any, ready: Any) -> None:
-        room = self._rooms.get(ready.generation)
-        if room is not None and room.wants and ready.segment < room.parts[peer].segments:
-            self._acknowledge(peer, ready)
-        super()._ready(peer, ready)
+    def _ready(self, peer: Any, room: Any, ready: Any) -> None:
+        if room is not None and room.wants and ready.segment < room.parts[peer].announced:
+            self._segments.acknowledge(peer, ready.segments)
+        super()._ready(peer, room, ready)
 
 
 class FreesOffered(Prefill):
@@ -105,10 +104,10 @@ class JoinsAny(Prefill):
 
     def _opened(self, connection: Any, opened: Any) -> None:
         super()._opened(connection, opened)
-        early, room = self._early, self._current.get(opened.room)
-        part = early.get(opened.room, opened.reader)
+        waiting, room = self._waiting, self._current.get(opened.room)
+        part = waiting.part(opened.room, opened.reader)
         if part is not None and room is not None and part.opened == opened:
-            early.remove(part)
+            waiting._remove(opened.room, opened.reader)
             replaced = room.parts.pop(opened.reader, None)
             if replaced is not None:
                 del self._parts[replaced.opened.generation]
@@ -125,11 +124,11 @@ class NeverGivesUp(Prefill):
 @pytest.mark.parametrize(
     ("case", "disturbances", "mutation", "expected"),
     [
-        (TWO, 0, {"decode_rooms": AcknowledgesEarly}, "used again"),
-        (TWO._replace(faults=("double",)), 1, {"decode_rooms": AcknowledgesDoubled}, "used again"),
-        (TWO._replace(faults=("break",)), 1, {"prefill_rooms": FreesOffered}, "used again"),
-        (ONE._replace(faults=("again",)), 1, {"prefill_rooms": JoinsAny}, "row 0 of reader"),
-        (ONE._replace(faults=("die",)), 1, {"prefill_rooms": NeverGivesUp}, "never settles"),
+        (TWO, 0, {"decode": AcknowledgesEarly}, "used again"),
+        (TWO._replace(faults=("double",)), 1, {"decode": AcknowledgesDoubled}, "used again"),
+        (TWO._replace(faults=("break",)), 1, {"prefill": FreesOffered}, "used again"),
+        (ONE._replace(faults=("again",)), 1, {"prefill": JoinsAny}, "row 0 of reader"),
+        (ONE._replace(faults=("die",)), 1, {"prefill": NeverGivesUp}, "never settles"),
     ],
     ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",
 )

@@ -51,12 +51,9 @@ class DecodeSide:
                 return reader._replace(up=(*reader.up, event))
             case dv.StartRead():
                 return self._start_read(reader, view, action)
-            case dv.GiveUpRead():
-                n = [r.action.read for r in reader.reads].index(action.read)
-                given_up = reader.reads[n]._replace(state="given up")
-                return reader._replace(reads=put(reader.reads, n, given_up))
-            case dv.Unpack() | dv.Clear():
-                return reader._replace(copies=(*reader.copies, (action, None)))
+            case dv.Copy(jobs):
+                copies = tuple((job, None) for job in jobs)
+                return reader._replace(copies=reader.copies + copies)
             case dv.Verdict():
                 return self._decided(reader, action)
             case dv.Forget():
@@ -64,16 +61,18 @@ class DecodeSide:
         return reader
 
     def _start_read(self, reader: Reader, view: View, action: dv.StartRead) -> Reader:
-        used = [r.action.local_slot for r in reader.reads]
-        used += [a.slot for a, _ in reader.copies if isinstance(a, dv.Unpack)]
-        require(action.local_slot not in used, f"bytes may still land in its slot: {action}")
-        read = Read(action, view.slots[action.remote_slot])
-        local = put(reader.local, action.local_slot, None)
+        used = [one.local_slot for read in reader.reads for one in read.action.ranges]
+        used += [job.slot for job, _ in reader.copies if isinstance(job, dv.Unpack)]
+        local = reader.local
+        for one in action.ranges:
+            require(one.local_slot not in used, f"bytes may still land in its slot: {action}")
+            local = put(local, one.local_slot, None)
+        read = Read(action, tuple(view.slots[one.remote_slot] for one in action.ranges))
         return reader._replace(reads=(*reader.reads, read), local=local)
 
     def _decided(self, reader: Reader, verdict: dv.Verdict) -> Reader:
         seat, r = reader.seats[-1], reader.request
-        require(verdict.generation == reader.generation, f"of a former request: {verdict}")
+        require(verdict.handle == reader.generation, f"of a former request: {verdict}")
         require(not seat.verdict and not seat.closed, f"twice, or too late: {verdict}")
         for token in range(sum(self.case.prompts[r][-1])) if seat.reason is None else ():
             row, right = reader.pool[token], (r, token, reader.rank)
@@ -115,7 +114,9 @@ class DecodeSide:
             source = dv.Source(
                 peer, range(rank, rank + 1), 2, self.case.slots, self.case.tokens
             )  # fmt: skip
-            event = dv.OpenRoom(generation, ROOM, (source,), 0, end, pending=pending)
+            event = dv.OpenRoom(
+                generation, ROOM, (source,), 0, end, pending=pending, handle=generation
+            )
             after = reader._replace(pool=(OLD,) * end).sit(peer=peer, pending=pending)
             yield "opens", after, event
             return
@@ -149,28 +150,35 @@ class DecodeSide:
     def _read_ends(
         self, reader: Reader, view: View, n: int, read: Read
     ) -> Iterator[tuple[str, Reader]]:
-        action, name = read.action, f"decode {reader.rank}: read {read.action.read} "
+        if read.state == "hanging":
+            return
+        number, name = read.action.read, f"decode {reader.rank}: read {read.action.read} "
         after = reader._replace(reads=reader.reads[:n] + reader.reads[n + 1 :])
-        if read.state in ("landing", "given up"):
-            yield name + "cannot land", self.handle(after, view, dv.ReadSettled(action.read))
-        if read.state in ("running", "given up"):
-            if view.slots[action.remote_slot] == read.content:
-                after = after._replace(local=put(after.local, action.local_slot, read.content))
-            yield name + "is done", self.handle(after, view, dv.ReadDone(action.read))
+        if read.state == "late":
+            yield name + "fails", self.handle(after, view, dv.ReadEnded(number, "failed"))
+        for one, content in zip(read.action.ranges, read.contents, strict=True):
+            if view.slots[one.remote_slot] == content:
+                after = after._replace(local=put(after.local, one.local_slot, content))
+        yield name + "is done", self.handle(after, view, dv.ReadEnded(number))
+
+    def late(self, reader: Reader) -> Reader:
+        """Time has passed: a read that hangs may end now."""
+        reads = (r._replace(state="late") if r.state == "hanging" else r for r in reader.reads)
+        return reader._replace(reads=tuple(reads))
 
     def _copied(self, reader: Reader, view: View) -> tuple[str, Reader]:
         after, result = self._copy(reader, view, 0)
         action = reader.copies[0][0]
         after = after._replace(copies=reader.copies[1:])
         what = f"decode {reader.rank}: {type(action).__name__} {action.job}: {result}"
-        return what, self.handle(after, view, dv.JobDone(action.job, result))
+        return what, self.handle(after, view, dv.Copied(action.job, result))
 
     def _copy(self, reader: Reader, view: View, n: int) -> tuple[Reader, dv.Result]:
         """What the copying thread does, through the gate."""
         (action, made), seat = reader.copies[n], reader.seats[-1]
         if made is not None:
             return reader, made
-        if seat.reason is not None or action.generation != reader.generation:
+        if seat.reason is not None or action.handle != reader.generation:
             return reader, dv.Result.CLOSED
         require(not seat.verdict, f"rows are written after the verdict: {action}")
         if isinstance(action, dv.Clear):
@@ -210,8 +218,8 @@ class DecodeSide:
     def _fault_fail(self, reader: Reader, view: View) -> Iterator[tuple[str, Reader]]:
         for n, read in enumerate(reader.reads):
             if read.state == "running":
-                landing = put(reader.reads, n, read._replace(state="landing"))
-                after, event = reader._replace(reads=landing), dv.ReadFailed(read.action.read)
+                after = reader._replace(reads=reader.reads[:n] + reader.reads[n + 1 :])
+                event = dv.ReadEnded(read.action.read, "failed")
                 yield f"read {event.read} fails", self.handle(after, view, event)
 
     def _fault_hang(self, reader: Reader, view: View) -> Iterator[tuple[str, Reader]]:

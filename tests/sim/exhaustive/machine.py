@@ -5,16 +5,17 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Hashable
+from enum import Enum
 from typing import Any
 
 import msgspec
 
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.prefill import packing
-from sglang_mixkv.prefill import rooms as prefill
+from sglang_mixkv.prefill import machine as prefill
+from sglang_mixkv.prefill import transfer
 from tests.sim.exhaustive.values import Violation, require
 
-AGES = {"sent": 1, "progress": 1, "first_ready": 0, "arrived": 3, "started": 2, "_offered": 4}
+AGES = {"sent": 1, "progress": 1, "first_ready": 0, "arrived": 3, "_offered": 4}
 """Seconds by field: ages beyond these are alike, as `Steps` has it. Others: 5."""
 
 
@@ -23,20 +24,20 @@ class Steps(Times):
     whole_wait, slot_aside, early_room = 3.0, 4.0, 5.0  # type: ignore
 
 
-class Packing(packing.Packing):
+class Packing(transfer.Packing):
     """Its stamps follow from what they mark, so that equal worlds look equal."""
 
     def _stamp(self, part: Any) -> int:
-        return part.opened.generation * 10 + part.segments
+        return part.opened.generation * 10 + part.announced + len(part.packing)
 
 
-class Prefill(prefill.Rooms):
+class Prefill(prefill.Machine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._packing.__class__ = Packing
 
 
-_CONSTANT = ("_clock", "_seen", "_now", "_times", "_out", "_draw", "_segment_tokens")
+_CONSTANT = ("_clock", "_seen", "_times", "_out", "_draw", "_segment_tokens")
 _COUNTERS = ("_job", "_number")  # the numbers in use are in the fingerprint, the next one is not
 _UNORDERED = {"_owner", "_held"}
 
@@ -52,15 +53,18 @@ def freeze(value: Any, now: float, seen: dict[int, int], name: str = "") -> Hash
     if isinstance(value, set):
         return tuple(sorted(value))
     if isinstance(value, dict):
-        return tuple((k, freeze(v, now, seen, name)) for k, v in value.items())
+        return tuple(
+            (freeze(k, now, seen, name), freeze(v, now, seen, name)) for k, v in value.items()
+        )
+    if isinstance(value, Enum):
+        return value.value
     if id(value) in seen:
         return "the same as", seen[id(value)]
     seen[id(value)] = len(seen)
-    fields = {k: v for k, v in vars(value).items() if k not in _CONSTANT + _COUNTERS}
+    names = getattr(value, "__slots__", None) or vars(value)
+    fields = {k: getattr(value, k) for k in names if k not in _CONSTANT + _COUNTERS}
     for unordered in _UNORDERED & fields.keys():
         fields[unordered] = dict(sorted(fields[unordered].items()))
-    if fields.get("room"):
-        fields.pop("since", None)  # a part with a room does not expire
     return type(value).__name__, *(freeze(v, now, seen, k) for k, v in fields.items())
 
 
@@ -88,7 +92,8 @@ class Machine:
         if key not in self._answers:
             machine, now = pickle.loads(self._states[number])
             try:
-                actions = machine.handle(event, now + seconds)
+                machine.handle(event, now + seconds)
+                actions = machine.actions()
             except Exception as error:
                 raise Violation(f"{type(error).__name__} in {event}: {error}") from error
             self._answers[key] = self.number(machine, now + seconds), actions

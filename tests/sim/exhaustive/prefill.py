@@ -43,15 +43,16 @@ class PrefillSide:
         front, outs = front._replace(machine=machine), [[], []]
         for action in actions:
             match action:
-                case pv.Pack():
-                    front = self._begin_packing(front, action)
+                case pv.Pack(jobs):
+                    for job in jobs:
+                        front = self._begin_packing(front, job)
                 case pv.Send():
                     outs[action.connection[0]].append(self._sent(front, links, action))
                 case pv.Settled():
                     front = self._changed(front, action.use, settled=True)
         return front, tuple(map(tuple, outs))
 
-    def _begin_packing(self, front: Front, action: pv.Pack) -> Front:
+    def _begin_packing(self, front: Front, action: pv.PackJob) -> Front:
         late = action.pages == self.case.prompts[action.use][-1][0]
         require(front.senders[action.use].written or not late, f"is not written yet: {action}")
         slots = put(front.slots, action.slot, None)
@@ -60,9 +61,9 @@ class PrefillSide:
     def _sent(self, front: Front, links: Any, action: pv.Send) -> Any:
         """The message, or what prefill notices of a connection that is lost."""
         message = action.message
-        if isinstance(message, Ready) and message.count:
-            content = front.slots[message.slot]
-            require(content and content.stamp == message.stamp, f"is not in its slot: {message}")
+        for one in message.segments if isinstance(message, Ready) else ():
+            content = front.slots[one.slot]
+            require(content and content.stamp == one.stamp, f"is not in its slot: {message}")
         reachable = links[action.connection[0]] == action.connection
         return message if reachable else pv.ConnectionLost(action.connection)
 

@@ -61,7 +61,7 @@ class Front(NamedTuple):
     machine: int
     slots: tuple[Content | None, ...]
     senders: tuple[Sender, ...] = (Sender(),)
-    packs: tuple[pv.Pack, ...] = ()
+    packs: tuple[pv.PackJob, ...] = ()
     restarted: bool = False
 
 
@@ -77,8 +77,11 @@ class Seat(NamedTuple):
 
 
 class Read(NamedTuple):
+    """`contents`: of the remote slots, when it began. `state`: it is "running", or "hanging" until
+    time has passed, and then "late"."""
+
     action: dv.StartRead
-    content: Content | None  # of the remote slot, when it began
+    contents: tuple[Content | None, ...]
     state: str = "running"
 
 
@@ -134,16 +137,22 @@ class Violation(AssertionError):
     pass
 
 
+def _marks(slots: Any) -> str:
+    """Slots and stamps."""
+    pairs = (one if isinstance(one, tuple) else (one.slot, one.stamp) for one in slots)
+    return ", ".join(f"{slot}:{stamp}" for slot, stamp in pairs)
+
+
 def text(message: Any) -> str:
     """A message, or a loss, in short."""
     match message:
         case Open():
             return f"OPEN {message.generation}"
         case Ready():
-            what = f"READY {message.generation}.{message.segment}, stamp {message.stamp}"
-            return f"{what} in slot {message.slot}" + ", the last" * message.last
+            what = f"READY {message.generation} from {message.segment} on"
+            return f"{what}: {_marks(message.segments)}" + ", the last" * message.last
         case Ack():
-            return f"ACK of stamp {message.stamp} in slot {message.slot}"
+            return f"ACK: {_marks(message.slots)}"
         case Fail():
             return f"FAIL {message.generation} ({message.code})"
     return type(message).__name__

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from sglang_mixkv.decode import events as dv
-from sglang_mixkv.decode import rooms as decode
+from sglang_mixkv.decode.machine import Machine as Decode
 from sglang_mixkv.prefill import events as pv
 from tests.sim.exhaustive.decode import DecodeSide
 from tests.sim.exhaustive.machine import Prefill
@@ -48,12 +48,12 @@ class World:
     def __init__(
         self,
         case: Case,
-        prefill_rooms: type[Any] = Prefill,
-        decode_rooms: type[Any] = decode.Rooms,
+        prefill: type[Any] = Prefill,
+        decode: type[Any] = Decode,
     ) -> None:
         self.case = case
-        self.prefill = PrefillSide(case, prefill_rooms)
-        self.decode = DecodeSide(case, decode_rooms)
+        self.prefill = PrefillSide(case, prefill)
+        self.decode = DecodeSide(case, decode)
         self.fronts, self.readers, self.views = Table(), Table(), Table()
         for name in [name for name in dir(self) if name.startswith("_of_")]:
             setattr(self, name, cache(getattr(self, name)))
@@ -183,7 +183,7 @@ class World:
         if not reader.alive:
             return number
         after = self.decode.handle(reader, self.views.values[view], dv.Tick(), 1.0)
-        return self.readers.number(after)
+        return self.readers.number(self.decode.late(after))
 
     def _of_reader_steps(self, number: int, view: int, others: Any) -> list[tuple[str, int]]:
         steps = self.decode.steps(self.readers.values[number], self.views.values[view], others)
