@@ -139,10 +139,7 @@ class DataPlane(ABC):
         """One transfer. What fails at once has ended with an error."""
         read = Read(peer, tag)
         self._running.append(read)
-        here, there = self._memory, peer.endpoint.memory
-        if here is None or not all(
-            here.holds(e.local, e.length) and there.holds(e.remote, e.length) for e in extents
-        ):
+        if not self._are_inside(peer, extents):
             read.error = "outside the registered memory"
         elif peer.gone or not peer.connecting.acquire(blocking=False):
             read.error = "the peer is gone, or being connected"
@@ -152,15 +149,26 @@ class DataPlane(ABC):
             finally:
                 peer.connecting.release()
 
+    def _are_inside(self, peer: Peer, extents: Sequence[Extent]) -> bool:
+        here, there = self._memory, peer.endpoint.memory
+        for local, remote, length in extents:
+            if here is None or not (here.holds(local, length) and there.holds(remote, length)):
+                return False
+        return True
+
     def ended(self) -> list[tuple[Any, str]]:
         """The reads that have ended since it was asked last: their tags, and "" where all bytes are
         there, or why they are not."""
         if not self._running:
             return []
-        found = [read for read in self._running if self._has_ended(read)]
-        if found:
-            self._running = [read for read in self._running if read.error is None]
-        return [(read.tag, read.error or "") for read in found]
+        running, found = [], []
+        for read in self._running:
+            if self._has_ended(read):
+                found.append((read.tag, read.error or ""))
+            else:
+                running.append(read)
+        self._running = running
+        return found
 
     def forget(self, peer: Peer) -> None:
         """New reads from it fail. What is held for it is released when its reads have ended; until

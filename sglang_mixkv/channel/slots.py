@@ -162,7 +162,7 @@ class RoundRobin(Generic[T]):
         while owners:
             again = []
             for owner in owners:
-                if not (most and slots.free_slots):
+                if not (most and slots._free):
                     return
                 slot = slots.take(owner, now)
                 if slot is None:

@@ -37,11 +37,11 @@ class Machine:
         self._segments = Segments(slots)
         self._rooms: dict[ev.Generation, Room] = {}
         self._out: list[ev.Action] = []
-        self._clock = float("-inf")
+        self._clock, self._stall, self._read = float("-inf"), times.stall, times.read
 
     def handle(self, event: ev.Event, now: float) -> None:
         stood_still, self._clock = now - self._clock, now
-        if stood_still > self._times.stall:
+        if stood_still > self._stall:
             for room in list(self._rooms.values()):
                 if room.wants:
                     detail = f"this rank stood still for {stood_still:.1f} s"
@@ -96,7 +96,7 @@ class Machine:
             part = room.parts.get(source.peer)
             if event.reason or (part is not None and not part.last and not room.cold):
                 self._fail(room, source.peer, "closed", event.reason)
-        room.closed = True
+        room.wants, room.closed = False, True
         self._drop(room)
 
     # -- peers
@@ -128,7 +128,8 @@ class Machine:
         room.first_ready = self._clock if room.first_ready is None else room.first_ready
         for segment in part.accept(ready, room, self._clock):
             self._segments.add(segment)
-        self._finish(room)
+        if not ready.segments:
+            self._finish(room)
 
     def _failed(self, peer: ev.Peer, room: Room | None, message: Fail) -> None:
         if message.code == "restarted":
@@ -148,7 +149,7 @@ class Machine:
 
     def _read_ended(self, event: ev.ReadEnded) -> None:
         read = self._segments.end_read(event.read)
-        if event.error or self._clock - read.since > self._times.read:
+        if event.error or self._clock - read.since > self._read:
             self._read_failed(read, event.error or "it took too long")
         for segment in read.segments:
             room = segment.room
@@ -200,7 +201,7 @@ class Machine:
         strike: bool = False,
     ) -> None:
         """`peers`: who is to be named; `strike`: and counted against."""
-        room.cold = reason
+        room.wants, room.cold = False, reason
         for peer in peers or [b""]:
             self._note("cold_" + reason, detail, peer)
         for peer in (peers or ()) if strike else ():
@@ -237,7 +238,7 @@ class Machine:
             self._decide(room, ev.State.FAILED, event.detail)
 
     def _decide(self, room: Room, state: ev.State, detail: str = "") -> None:
-        room.decided = True
+        room.wants, room.decided = False, True
         self._out.append(ev.Verdict(room.opened.handle, state, detail or room.cold))
 
     # -- what goes wrong, and time
@@ -253,7 +254,7 @@ class Machine:
                     self._copied(ev.Copied(job.job, ev.Result.ERROR, event.detail))
 
     def _tick(self, event: ev.Tick) -> None:
-        for read in self._segments.overdue(self._clock - self._times.read):
+        for read in self._segments.overdue(self._clock - self._read):
             self._read_failed(read, "it took too long")
         for room in list(self._rooms.values()):
             waiting = room.of_stage(Stage.WAITING)

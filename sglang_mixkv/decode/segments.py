@@ -29,10 +29,7 @@ class Read:
 
     def __init__(self, segments: Sequence[Segment], now: float) -> None:
         self.segments, self.since, self.failed = segments, now, False
-
-    @property
-    def peer(self) -> Peer:
-        return self.segments[0].peer
+        self.peer: Peer = segments[0].peer
 
 
 class Segments:
@@ -83,8 +80,8 @@ class Segments:
     def _read(self, part: Part, segments: list[Segment], now: float) -> StartRead:
         self._number += 1
         self._reads[self._number] = Read(segments, now)
-        ranges = tuple(Range(s.announced.slot, s.slot, s.announced.count) for s in segments)
-        return StartRead(self._number, part.source.peer, ranges, len(part.source.heads))
+        ranges = [Range(s.announced.slot, s.slot, s.announced.count) for s in segments]
+        return StartRead(self._number, part.source.peer, tuple(ranges), len(part.source.heads))
 
     def end_read(self, number: int) -> Read:
         """Its segments are acknowledged."""

@@ -27,18 +27,15 @@ class Segment:
     """`number`, `first`: its place among the part's segments, and in the prompt. `since`: when it
     was announced. `slot`: this rank's, from READING on."""
 
-    __slots__ = ("announced", "first", "number", "part", "room", "since", "slot", "stage")
+    __slots__ = ("announced", "first", "number", "part", "peer", "room", "since", "slot", "stage")
 
     def __init__(
         self, room: Room, part: Part, announced: Announced, number: int, first: int, now: float
     ) -> None:
         self.room, self.part, self.announced = room, part, announced
+        self.peer = part.source.peer
         self.number, self.first, self.since = number, first, now
         self.stage, self.slot = Stage.WAITING, -1
-
-    @property
-    def peer(self) -> Peer:
-        return self.part.source.peer
 
 
 class Part:
@@ -61,10 +58,6 @@ class Part:
         return self.announced > 0
 
     @property
-    def complete(self) -> bool:
-        return self.last and len(self.placed) == self.announced
-
-    @property
     def placed_to(self) -> int:
         """The rows of all tokens before this one are in place."""
         segment, token = 0, self._first_token
@@ -74,19 +67,19 @@ class Part:
 
     def violation(self, ready: Ready, end: int) -> str:
         """Why this READY cannot be what a prefill rank sends next; "" if it can."""
-        slots, limit = self.source.slots, self.source.segment_tokens
+        slots, limit, until = self.source.slots, self.source.segment_tokens, ready.first_token
         if self.last:
             return f"segment {ready.segment} behind the last one"
         if ready.segment != self.announced:
             return f"segment {ready.segment} in the place of {self.announced}"
-        if ready.first_token != self.token or ready.first_token + ready.count > end:
-            until = ready.first_token + ready.count
-            return f"tokens {ready.first_token}..{until} in the place of {self.token}..{end}"
         if not (ready.segments or ready.last):
             return "no segment, and not the end"
         for one in ready.segments:
+            until += one.count
             if one.slot >= slots or one.count > limit:
                 return f"{one.count} tokens in slot {one.slot}; there are {slots}, of {limit} each"
+        if ready.first_token != self.token or until > end:
+            return f"tokens {ready.first_token}..{until} in the place of {self.token}..{end}"
         return ""
 
     def accept(self, ready: Ready, room: Room, now: float) -> list[Segment]:
@@ -104,8 +97,8 @@ class Room:
     those that are announced and not in place, in this order.
 
     Times are the machine's clock: `first_ready`; `arrived`, the target's; `progress`, the last.
-    `copying`: its copies under way. `cold`: why it is cold, once it is. `known`: peers that have
-    answered, and so have the OPEN.
+    `wants`: segments are still to be read and copied. `copying`: copies under way. `cold`: why it
+    is cold, once it is. `known`: peers that have answered, and so have the OPEN.
     """
 
     def __init__(self, opened: OpenRoom, heads: bool, now: float) -> None:
@@ -121,16 +114,14 @@ class Room:
         self.arrived: float | None = None
         self.copying = 0
         self.cold = ""
-        self.decided = self.closed = False
-
-    @property
-    def wants(self) -> bool:
-        """Whether segments are still to be read and copied."""
-        return not (self.cold or self.decided or self.closed)
+        self.wants, self.decided, self.closed = True, False, False
 
     @property
     def complete(self) -> bool:
-        return all(part.complete for part in self.parts.values())
+        for part in self.parts.values():
+            if not part.last or len(part.placed) != part.announced:
+                return False
+        return True
 
     @property
     def placed_to(self) -> int:
@@ -139,7 +130,8 @@ class Room:
 
     def missing(self) -> list[Peer]:
         """Peers whose rows are not all in place."""
-        return [peer for peer, part in self.parts.items() if not part.complete]
+        parts = self.parts.items()
+        return [peer for peer, p in parts if not p.last or len(p.placed) != p.announced]
 
     def of_stage(self, stage: Stage) -> list[Segment]:
         return [segment for segment in self.segments if segment.stage is stage]

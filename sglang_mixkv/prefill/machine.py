@@ -81,9 +81,9 @@ class Machine:
         stale = self._current.get(event.room)
         if stale is not None:
             self._fail_parts(stale, "aborted", "another request has its room number")
-        room = Room(event.room, event.use, self._clock)
+        absent, parts = self._waiting.begin(event.room)
+        room = Room(event.room, event.use, absent, self._clock)
         self._current[event.room] = self._uses[event.use] = room
-        room.absent, parts = self._waiting.begin(event.room)
         for part in parts:
             if room.missing > 0:
                 self._join(room, part)
@@ -156,9 +156,7 @@ class Machine:
             self._waiting.open(part, self._clock)
 
     def _join(self, room: Room, part: Part) -> None:
-        part.room = room
-        room.parts[part.reader] = part
-        room.progress = self._clock
+        room.join(part, self._clock)
         self._packing.add(part)
         self._settle(room)
 
@@ -222,8 +220,8 @@ class Machine:
     def _settle(self, room: Room, given_up: bool = False) -> None:
         if not room.settled and (given_up or room.all_ended):
             room.settled = True
-            opened = tuple(part.opened for part in room.parts.values())
-            self._out.append(ev.Settled(room.use, opened))
+            opened = [part.opened for part in room.parts.values()]
+            self._out.append(ev.Settled(room.use, tuple(opened)))
 
     # -- packing
 

@@ -27,18 +27,26 @@ NOBODY = Absent()
 
 class Room:
     """The sender's side. `absent`: readers that have ended this request and have no part in it.
-    `written`: how many of the chunks are. `sent`: when SGLang's own transfer succeeded;
-    `progress`: when packing last went on."""
+    `readers`: how many there are, by their OPENs; 0 as long as none has come. `written`: how many
+    of the chunks are. `sent`: when SGLang's own transfer succeeded; `progress`: when packing last
+    went on."""
 
-    def __init__(self, number: int, use: Use, now: float) -> None:
+    def __init__(self, number: int, use: Use, absent: dict[bytes, Absent], now: float) -> None:
         self.number, self.use = number, use
         self.parts: dict[bytes, Part] = {}  # by reader
-        self.absent: dict[bytes, Absent] = {}
+        self.absent = absent
+        self.readers = max((one.readers for one in absent.values()), default=0)
         self.chunks: list[AddChunk] = []
         self.written = 0
         self.sent: float | None = None
         self.progress = now
         self.settled = False
+
+    def join(self, part: Part, now: float) -> None:
+        part.room = self
+        self.parts[part.reader] = part
+        self.readers = max(self.readers, part.opened.readers)
+        self.progress = now
 
     def generation(self, reader: bytes) -> int:
         """The reader's, -1 where it has neither opened nor ended this request."""
@@ -57,24 +65,23 @@ class Room:
         return self.written > before
 
     @property
-    def _readers(self) -> int:
-        """How many there are, by their OPENs; 0 as long as none has come."""
-        opened = (part.opened.readers for part in self.parts.values())
-        return max((*opened, *(one.readers for one in self.absent.values())), default=0)
-
-    @property
     def missing(self) -> int:
         """Readers that have not opened; at least one where none has."""
         known = len(self.parts) + len(self.absent)
-        return (self._readers or known + 1) - known
+        return (self.readers or known + 1) - known
 
     @property
     def all_ended(self) -> bool:
         """Where none has opened, and some never will, the others have time until SGLang's transfer
         has succeeded."""
-        if self.absent and not self._readers:
-            return self.sent is not None
-        return self.missing <= 0 and all(part.ended for part in self.parts.values())
+        if not self.readers:
+            return bool(self.absent) and self.sent is not None
+        if len(self.parts) + len(self.absent) < self.readers:
+            return False
+        for part in self.parts.values():  # noqa: SIM110, a generator would cost more calls
+            if not (part.complete or part.over):
+                return False
+        return True
 
 
 class Segment:
@@ -91,79 +98,74 @@ class Segment:
 class Part:
     """The reader's side. `room` is None until SGLang's sender is here.
 
-    `token` is the first that is not cut into a segment yet, in chunk number `chunk` or behind it.
-    `packing`: segments that were cut and not announced, in the order of the prompt; `announced`:
-    how many were. A part is `complete` once the last READY has left, and `over` once it failed.
+    `token` is the first that is not cut into a segment yet, `at` the written chunk that it is in,
+    which has number `chunk`. `packing`: segments that were cut and not announced, in the order of
+    the prompt; `announced`: how many were; `all_cut`: no more follow. A part is `complete` once the
+    last READY has left, and `over` once it failed.
     """
 
     def __init__(self, opened: Open, connection: Connection) -> None:
         self.opened, self.connection = opened, connection
+        self.reader, self.wanted = opened.reader, opened.wanted
         self.room: Room | None = None
+        self.at: AddChunk | None = None
         self.chunk, self.announced = 0, 0
         self.token = opened.first_token
         self.packing: deque[Segment] = deque()
-        self.complete = not opened.wanted
-        self.over = False
+        self.complete = not self.wanted
+        self.all_cut = self.over = False
 
     @property
     def ended(self) -> bool:
         return self.complete or self.over
 
-    @property
-    def reader(self) -> bytes:
-        return self.opened.reader
-
-    def has_more(self) -> bool:
+    def advance(self) -> bool:
         """Whether a segment can be cut from the chunks that are written."""
-        chunk = None if self.ended else self._chunk()
-        return chunk is not None and self.token < chunk.first + chunk.count
-
-    def _chunk(self) -> AddChunk | None:
-        """The written chunk that the next token is in, or the last one; None: it is not there."""
+        if self.complete or self.over:
+            return False
         assert self.room is not None
-        while self.chunk < self.room.written:
-            chunk = self.room.chunks[self.chunk]
-            if not (self.announced or self.packing):
-                # a reader cannot want what its prefix has left out
-                self.token = max(self.token, chunk.first)
-            if self.token < chunk.first + chunk.count or chunk.last:
-                return chunk
+        chunks, written = self.room.chunks, self.room.written
+        while self.chunk < written:
+            chunk = chunks[self.chunk]
+            if not (self.announced or self.packing) and self.token < chunk.first:
+                self.token = chunk.first  # a reader cannot want what its prefix has left out
+            if self.token < chunk.first + chunk.count:
+                self.at = chunk
+                return True
+            if chunk.last:
+                self.all_cut = True
+                return False
             self.chunk += 1
-        return None
+        return False
 
     def cut(self, job: int, slot: int, stamp: int, limit: int) -> tuple[Segment, PackJob]:
         """The next segment, of `limit` tokens at most."""
-        chunk = self._chunk()
+        chunk, first = self.at, self.token
         assert chunk is not None
-        first, count = self.token, min(chunk.first + chunk.count - self.token, limit)
+        count = min(chunk.first + chunk.count - first, limit)
         segment = Segment(self, slot, stamp, first, count)
         self.packing.append(segment)
         self.token += count
-        pack = PackJob(
-            job, chunk.use, chunk.pages, first - chunk.first, count, self.opened.wanted, slot, stamp
-        )  # fmt: skip
+        offset = first - chunk.first
+        pack = PackJob(job, chunk.use, chunk.pages, offset, count, self.wanted, slot, stamp)
         return segment, pack
 
     def ready(self, most: int) -> Ready | None:
         """What can be announced now, `most` segments or fewer: those that are packed, up to the
         first that is not, since segments of a part are announced in their order."""
         found: list[Announced] = []
-        first = self.packing[0].first if self.packing else self.token
-        while self.packing and self.packing[0].packed and len(found) < most:
-            segment = self.packing.popleft()
+        packing = self.packing
+        first = packing[0].first if packing else self.token
+        while packing and packing[0].packed and len(found) < most:
+            segment = packing.popleft()
             found.append(Announced(segment.slot, segment.stamp, segment.count))
-        last = not self.packing and self._is_at_end()
-        if not (found or last):
+        self.complete = self.all_cut and not packing
+        if not (found or self.complete):
             return None
         number = self.announced
         self.announced += len(found)
-        self.complete = last
-        opened = self.opened
-        return Ready(opened.room, opened.generation, number, first, tuple(found), last)
-
-    def _is_at_end(self) -> bool:
-        chunk = self._chunk()
-        return chunk is not None and chunk.last and self.token >= chunk.first + chunk.count
+        room, generation = self.opened.room, self.opened.generation
+        return Ready(room, generation, number, first, tuple(found), self.complete)
 
 
 class Packing:
@@ -194,20 +196,20 @@ class Packing:
 
     def add(self, part: Part) -> None:
         """It has more to pack, or is at its end."""
-        if part.has_more():
+        if part.advance():
             self._turns.add(part.reader, part)
-        elif not part.ended:
+        elif part.all_cut:
             self._announcing[part] = None
 
     def start(self, now: float) -> tuple[PackJob, ...]:
         jobs = []
         for part, slot in self._turns.take(self._slots, now, MAX_IN_FLIGHT - len(self._jobs)):
-            limit = self._segment_tokens(len(part.opened.wanted), part.opened.slot_bytes)
+            limit = self._segment_tokens(len(part.wanted), part.opened.slot_bytes)
             self._job += 1
             segment, job = part.cut(self._job, slot, self._stamp(part), limit)
             self._jobs[self._job] = segment
             jobs.append(job)
-            if part.has_more():
+            if part.advance():
                 self._turns.add(part.reader, part)
         return tuple(jobs)
 
@@ -230,7 +232,7 @@ class Packing:
         """The READYs that can leave. Their slots are offered."""
         announcing, self._announcing = self._announcing, {}
         for part in announcing:
-            while not part.ended and (ready := part.ready(self._list)) is not None:
+            while not (part.complete or part.over) and (ready := part.ready(self._list)):
                 for one in ready.segments:
                     self._slots.offer(one.slot, one.stamp, now)
                 yield part, ready
