@@ -1,0 +1,259 @@
+"""What the draft channel itself costs, without a GPU and without a NIC.
+
+    python scripts/bench/channel.py [--json FILE]
+
+Both sides' threads, sockets, slots and machines are the real ones. Copies end at once and copy
+nothing. Reads end at once (`control plane`), or at the pace of a 400 Gb/s NIC (`paced`): each
+behind the one before, at 50 GB/s. Slots are of 4 MiB, as by default.
+
+`us per slot`: CPU time of each side's channel thread. `calls`: Python functions of the package
+that both threads enter. `ms`: from the chunk's hand-over to the verdict.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from sglang_mixkv.channel import messages  # noqa: E402
+from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read  # noqa: E402
+from sglang_mixkv.channel.slots import SLOTS, SlotPool, slot_bytes  # noqa: E402
+from sglang_mixkv.channel.times import Times  # noqa: E402
+from sglang_mixkv.decode import events as ev  # noqa: E402
+from sglang_mixkv.decode.links import Store  # noqa: E402
+from sglang_mixkv.decode.machine import Machine as DecodeMachine  # noqa: E402
+from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle  # noqa: E402
+from sglang_mixkv.draft.facts import StagingFacts  # noqa: E402
+from sglang_mixkv.prefill.machine import Machine as PrefillMachine  # noqa: E402
+from sglang_mixkv.prefill.worker import Pages, PrefillWorker  # noqa: E402
+
+HOST, HEADS, TIMES = "127.0.0.1", range(64), Times(100)
+SLOT = slot_bytes(256)
+TOKEN = 16 << 10  # bytes of all heads
+TOKENS = (SLOT - 4096) // TOKEN  # of a slot
+NIC = 50e9  # bytes per second
+
+
+class AtOnce:
+    """Copies that have ended when they are started, with this result."""
+
+    is_alive = True
+
+    def __init__(self, result: Any) -> None:
+        self._result, self.done = result, list[Any]()
+
+    def start(self, jobs: tuple[Any, ...]) -> None:
+        self.done += [(job, self._result) for job in jobs]
+
+    def ended(self) -> list[Any]:
+        found, self.done = self.done, []
+        return found
+
+    def close(self) -> None: ...
+
+
+class NoRows:
+    """Sizes, and no bytes."""
+
+    heads = HEADS
+
+    def use_device(self) -> None: ...
+
+    def bytes_per_token(self, heads: int) -> int:
+        return TOKEN * heads // len(HEADS)
+
+    def packed_bytes(self, tokens: int, heads: int) -> int:
+        return 64 + tokens * self.bytes_per_token(heads)
+
+
+class Plane(DataPlane):
+    """`pace`: bytes per second of all reads, one behind the other; None: each ends at once."""
+
+    name = "bench"
+
+    def __init__(self, pace: float | None = None) -> None:
+        super().__init__()
+        self._pace, self._free = pace, 0.0
+
+    def _register(self, memory: Memory) -> bytes:
+        return b""
+
+    def _open(self, peer: Peer) -> None: ...
+
+    def _post(self, read: Read, extents: list[Extent]) -> None:  # type: ignore[override]
+        if self._pace is not None:
+            self._free = max(self._free, time.perf_counter())
+            self._free += sum(one.length for one in extents) / self._pace
+        read.handle = self._free
+
+    def _check(self, read: Read) -> str | None:
+        return "" if self._pace is None or time.perf_counter() >= read.handle else None
+
+    def _release(self, read: Read) -> None: ...
+
+    def _drop(self, peer: Peer) -> None: ...
+
+    def _close(self) -> None: ...
+
+
+class Quiet:
+    def __call__(self, note: Any) -> None: ...
+
+    def moved(self, size: int, seconds: float) -> None: ...
+
+    def ended(self, handle: Any, reason: str) -> None: ...
+
+    def ticked(self) -> None: ...
+
+    def publish(self) -> None: ...
+
+
+class Pair:
+    """A prefill rank and a decode rank."""
+
+    def __init__(self, pace: float | None) -> None:
+        staging: Any = SimpleNamespace(
+            address=1 << 30, slot_bytes=SLOT, count=SLOTS, size=SLOTS * SLOT, slot=lambda _: None
+        )
+        rows: Any = NoRows()
+        planes = Plane(), Plane(pace)
+        for plane in planes:
+            plane.register(Memory(staging.address, staging.size), staging.address)
+        self.instance = messages.draw_instance()
+        machine = PrefillMachine(
+            self.instance, HEADS, lambda heads, size: TOKENS, SlotPool(SLOTS, TIMES), TIMES
+        )
+        self.prefill = PrefillWorker(machine, rows, staging, planes[0], HOST, 0, TIMES, Quiet())
+        machine2 = DecodeMachine(messages.draw_instance(), SlotPool(SLOTS, TIMES), SLOT, TIMES)
+        store = Store(rows, staging, planes[1])
+        self.decode = DecodeWorker(machine2, store, TIMES, Quiet(), lambda _: None)
+        for worker, result in ((self.prefill, ("", False)), (self.decode, (ev.Result.DONE, ""))):
+            assert worker._copies is not None
+            worker._copies.close()
+            worker._copies = AtOnce(result)
+        facts = StagingFacts("bench", planes[0].endpoint, staging.address, SLOT, SLOTS)
+        row: Any = SimpleNamespace(
+            instance=self.instance, address=self.prefill.address, staging=facts
+        )
+        self.decode.connect(self.instance, row)
+        while not self.decode.knows(self.instance):
+            time.sleep(1e-3)
+        self._room = 0
+
+    def request(self, slots: int) -> tuple[float, list[float]]:
+        """Of so many full slots: seconds from its chunk to its verdict, and CPU seconds of both
+        channel threads, from its chunk to the last ACK."""
+        self._room += 1
+        sent = self.prefill.begin(self._room)
+        pages = np.arange(slots * TOKENS)
+        handle = ReceiveHandle(pages, 1, None)
+        source = ev.Source(self.instance, HEADS, 1, SLOTS, TOKENS)
+        self.decode.open(
+            handle, bootstrap_room=self._room, sources=(source,), first_token=0, end=len(pages)
+        )
+        time.sleep(0.02)
+        began, cpu = time.perf_counter(), self._cpu()
+        self.prefill.add_chunk(sent, 0, len(pages), True, Pages(pages, 1))
+        while handle.state is None:
+            time.sleep(1e-4)
+        seconds = time.perf_counter() - began
+        assert handle.state is ev.State.WARM, handle.reason
+        time.sleep(0.02)
+        cpu = [after - before for before, after in zip(cpu, self._cpu(), strict=True)]
+        self.prefill.end(sent)
+        self.decode.close(handle)
+        time.sleep(0.02)
+        return seconds, cpu
+
+    def _cpu(self) -> tuple[float, float]:
+        """Seconds of both channel threads."""
+        clocks = (
+            time.pthread_getcpuclockid(worker._thread.ident or 0)
+            for worker in (self.prefill, self.decode)
+        )
+        first, second = map(time.clock_gettime, clocks)
+        return first, second
+
+    def close(self) -> None:
+        self.decode.shut()
+        self.prefill.close()
+
+
+def control_plane(slots: int, repeats: int) -> dict[str, float]:
+    """CPU time per slot of each thread, for requests of so many slots."""
+    pair, found = Pair(None), []
+    pair.request(slots)
+    for _ in range(repeats):
+        found.append([seconds / slots * 1e6 for seconds in pair.request(slots)[1]])
+    pair.close()
+    prefill, decode = (statistics.median(side) for side in zip(*found, strict=True))
+    return {"slots": slots, "prefill us per slot": prefill, "decode us per slot": decode}
+
+
+def traffic(slots: int) -> dict[str, float]:
+    """Messages and calls of one request of so many slots."""
+    calls, sent = [0], {"READY": 0, "ACK": 0}
+    package, encode = str(ROOT / "sglang_mixkv"), messages.encode
+
+    def counted(message: messages.Message) -> bytes:
+        name = type(message).__name__.upper()
+        sent[name] = sent.get(name, 0) + 1
+        return encode(message)
+
+    def entered(frame: Any, event: str, _: Any) -> None:
+        calls[0] += event == "call" and frame.f_code.co_filename.startswith(package)
+
+    messages.encode = counted  # type: ignore[assignment]
+    threading.setprofile(entered)
+    pair = Pair(None)
+    threading.setprofile(None)  # type: ignore[arg-type]
+    pair.request(1)
+    calls[0], sent["READY"], sent["ACK"] = 0, 0, 0
+    pair.request(slots)
+    found = {"slots": slots, "calls": calls[0], "READY": sent["READY"], "ACK": sent["ACK"]}
+    pair.close()
+    messages.encode = encode
+    return found
+
+
+def paced(slots: int, repeats: int) -> dict[str, float]:
+    pair = Pair(NIC)
+    pair.request(slots)
+    found = [pair.request(slots)[0] * 1e3 for _ in range(repeats)]
+    pair.close()
+    wire = slots * (64 + TOKENS * TOKEN) / NIC * 1e3
+    return {"slots": slots, "ms": statistics.median(found), "ms on the wire": wire}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--repeats", type=int, default=15)
+    asked = parser.parse_args()
+    found = {
+        "control plane": [control_plane(slots, asked.repeats) for slots in (1, 8, 16, 64, 1024)],
+        "traffic": [traffic(slots) for slots in (1, 16)],
+        "paced": [paced(slots, asked.repeats) for slots in (1, 16, 64)],
+    }
+    for name, rows in found.items():
+        print(name)
+        for row in rows:
+            print("   ", ", ".join(f"{key} {value:.4g}" for key, value in row.items()))
+    if asked.json:
+        asked.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
