@@ -13,11 +13,14 @@ import numpy as np
 
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.decode import events as ev
+from sglang_mixkv.draft.slot_format import SlotCheck
 
 if TYPE_CHECKING:
     from sglang_mixkv.draft.rows import DraftRows, Staging
 
 logger = logging.getLogger(f"sglang.{__name__}")
+
+STALE = {SlotCheck.STALE: "the slot was used again", SlotCheck.DIFFERS: "its checksum differs"}
 
 
 class Entry:
@@ -89,12 +92,9 @@ class Copier:
 
     def _unpack(self, job: ev.Unpack, entry: Entry) -> ev.JobDone:
         slot, heads = self._staging.slot(job.slot), len(job.heads)
-        if self._rows.stamps(slot, job.tokens, heads) != (job.stamp, job.stamp):
-            return ev.JobDone(job.job, ev.Result.STALE, "the slot was used again")
-        if job.checksum is not None:
-            found = self._rows.checksum(slot, job.tokens, heads)
-            if found != job.checksum:
-                return ev.JobDone(job.job, ev.Result.STALE, "its checksum differs")
+        check = self._rows.verify(slot, job.tokens, heads, job.stamp)
+        if check is not SlotCheck.OK:
+            return ev.JobDone(job.job, ev.Result.STALE, STALE[check])
         rows = entry.rows(job.first_token, job.first_token + job.tokens)
         started = time.perf_counter()
         self._rows.unpack(rows, job.heads, slot)

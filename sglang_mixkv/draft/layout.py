@@ -16,6 +16,7 @@ from typing import Annotated
 
 import msgspec
 
+from sglang_mixkv.draft.slot_format import HEADER
 from sglang_mixkv.errors import refuse
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
@@ -23,7 +24,7 @@ Width = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Heads = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 MAX_ENTRIES = 1024
-SLOT_OVERHEAD = 64 + 16  # bytes: a header in front of the rows, padding and a trailer behind
+SLOT_OVERHEAD = HEADER + 8  # bytes: the header in front of the rows, padding behind them
 
 
 def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
@@ -65,7 +66,7 @@ class DraftFacts(msgspec.Struct, frozen=True):
         return heads * sum(self.head_bytes)
 
     def tokens_in(self, slot_bytes: int, heads: int) -> int:
-        """How many tokens of so many heads fit a slot, beside its stamps."""
+        """How many tokens of so many heads fit a slot."""
         return max(0, slot_bytes - SLOT_OVERHEAD) // self.bytes_per_token(heads)
 
 

@@ -1,16 +1,11 @@
-"""The drafter's KV rows of one rank: packed into slots, unpacked, cleared, summed.
+"""The drafter's KV rows of one rank: packed into slots, verified, unpacked, cleared.
 
-A *segment* is some tokens of one request for one reader, in a *slot* of the staging buffer:
-
-    | stamp, 8 bytes | unused, 56 | payload | zeros up to a multiple of 8 | stamp, 8 bytes |
-
-The payload is entry after entry (layout.py), each [tokens, heads, head bytes]. `pack` writes the
-last stamp first and the first one last: a reader that meets a slot in use again mostly sees two
-that differ. Equal stamps prove nothing, since a read has no order; what protects is the ACK.
+A segment lies in a slot of the staging buffer as slot_format.py says.
 
 Rows are copied as *items*: the most neighbouring heads that a row and the slice both consist of.
 So one list of item numbers serves all entries. numpy copies them on the host, as opaque values
 (torch's index_put_ takes twice as long), and torch on a GPU, in words. Both release the GIL.
+rows_gpu.py does the same for batches of slots on a GPU.
 """
 
 from __future__ import annotations
@@ -27,11 +22,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sglang_mixkv.draft.slot_format import HEADER, MASK, SEED, SlotCheck, signed, weights
+
 Ints = NDArray[np.int64]
 
-HEADER, TRAILER = 64, 8  # bytes of a slot around the payload
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-MASK = (1 << 64) - 1
 _own = threading.local()
 
 
@@ -54,6 +49,7 @@ class DraftRows:
         self.head_bytes = tuple(pool.shape[-1] for pool in pools)
         self.num_rows = min(pool.shape[:-2].numel() for pool in pools)
         self._by_numpy = by_numpy and self.device.type == "cpu"
+        self._int64: Any = np.int64 if self._by_numpy else torch.int64
         self._pools = [self._array(pool.view(-1)) for pool in pools]
         self._word = WORDS[math.gcd(8, *self.head_bytes, *(pool.data_ptr() for pool in pools))]
         self._weights = self._array(torch.empty(0))
@@ -74,29 +70,35 @@ class DraftRows:
         return sum(self.head_bytes) * heads
 
     def packed_bytes(self, tokens: int, heads: int) -> int:
-        """What a reader has to read of a slot: the payload and what is around it."""
-        return HEADER + -(-tokens * self.bytes_per_token(heads) // 8) * 8 + TRAILER
+        """What a reader has to read of a slot: the header and the padded payload."""
+        return HEADER + -(-tokens * self.bytes_per_token(heads) // 8) * 8
 
     def pack(self, rows: Ints, heads: range, slot: Tensor, stamp: int) -> int:
-        """Fill a slot; the bytes of its payload. `stamp`: 64 bits."""
-        signed = int.from_bytes(stamp.to_bytes(8, "little"), "little", signed=True)
+        """Fill a slot; the bytes of its payload. `stamp`: 64 bits.
+
+        The header is written last. Until then a late reader of the slot's former use finds the
+        former stamp and sum, and the sum differs.
+        """
+        first, added = signed(stamp), signed(stamp * SEED & MASK)
         size, items = self._items(rows, heads)
         words = self._words(slot, len(rows), len(heads))
         payload = len(rows) * self.bytes_per_token(len(heads))
         with own_stream(self.device):
-            words[-1:] = signed  # one word of a GPU's would be copied there, and waited for
             if payload % 8:
-                words[-2:-1] = 0
+                words[-1:] = 0
             for entry, places, packed in self._parts(size, items, slot):
                 if self._by_numpy:  # in modes other than "clip" through a temporary
                     np.take(entry, places, out=packed, mode="clip")
                 else:
                     torch.index_select(entry, 0, places, out=packed)
-            words[:1] = signed
+            # Slices of one word: a single word of a GPU's would be copied there, and waited for.
+            words[1:2] = self._sum(words)
+            words[1:2] += added
+            words[:1] = first
         return payload
 
     def unpack(self, rows: Ints, heads: range, slot: Tensor) -> None:
-        """Put a segment into these rows. The stamps are the caller's to compare, before."""
+        """Put a segment into these rows. The caller must have verified the slot."""
         size, items = self._items(rows, heads)
         self._words(slot, len(rows), len(heads))
         with own_stream(self.device):
@@ -110,25 +112,29 @@ class DraftRows:
             for entry, places, _ in self._parts(size, items, None):
                 entry[places] = np.void(entry.itemsize) if self._by_numpy else 0
 
-    def stamps(self, slot: Tensor, tokens: int, heads: int) -> tuple[int, int]:
-        """The first and the last, of a segment of so many tokens and heads."""
+    def verify(self, slot: Tensor, tokens: int, heads: int, stamp: int) -> SlotCheck:
+        """Whether a slot holds the segment of this stamp, of so many tokens and heads."""
         words = self._words(slot, tokens, heads)
         with own_stream(self.device):
-            return int(words[0]) & MASK, int(words[-1]) & MASK
+            found, total = words[:2].tolist()
+            if found & MASK != stamp:
+                return SlotCheck.STALE
+            same = (int(self._sum(words)) + stamp * SEED - total) & MASK == 0
+        return SlotCheck.OK if same else SlotCheck.DIFFERS
 
-    def checksum(self, slot: Tensor, tokens: int, heads: int) -> int:
-        """64 bits: the payload's words, each times the odd weight of its place, added up.
-
-        A change within one word always shows. Two words that changed places do unless they differ
-        in their highest bits alone. Other changes escape by chance.
-        """
-        words = self._words(slot, tokens, heads)[HEADER // 8 : -1]
+    def checksum(self, slot: Tensor) -> int:
+        """The sum that a slot carries: 64 bits."""
         with own_stream(self.device):
-            if len(self._weights) < len(words):  # PCG64: the same numbers in every numpy
-                drawn = np.random.PCG64(1).random_raw(slot.numel() // 8) | np.uint64(1)
-                self._weights = self._array(torch.from_numpy(drawn.view(np.int64)).to(self.device))
-            weights = self._weights[: len(words)]
-            return int(np.dot(words, weights) if self._by_numpy else (words * weights).sum()) & MASK
+            return int(self._array(slot)[8:16].view(self._int64)[0]) & MASK
+
+    def _sum(self, words: Any) -> Any:
+        """Of the payload's words by their weights, without the stamp."""
+        payload = words[HEADER // 8 :]
+        if len(self._weights) < len(payload):
+            made = weights(1 << len(payload).bit_length()).view(np.int64)
+            self._weights = self._array(torch.from_numpy(made).to(self.device))
+        by = self._weights[: len(payload)]
+        return np.dot(payload, by) if self._by_numpy else (payload * by).sum()
 
     def _array(self, tensor: Tensor) -> Any:
         """As numpy's where numpy copies: both are sliced and assigned alike."""
@@ -150,7 +156,7 @@ class DraftRows:
         size = self.packed_bytes(tokens, heads)
         if size > slot.numel():
             raise ValueError(f"{tokens} tokens of {heads} heads: {size} bytes of a smaller slot")
-        return self._array(slot)[:size].view(np.int64 if self._by_numpy else torch.int64)
+        return self._array(slot)[:size].view(self._int64)
 
     def _parts(self, size: int, items: Ints, slot: Tensor | None) -> Iterator[tuple[Any, Any, Any]]:
         """By entry: all its items, which of them, and those in the slot."""

@@ -268,7 +268,7 @@ class Outbox:
             use.bytes += size
             if not job.checksum:
                 return ev.Packed(job.job)
-            return ev.Packed(job.job, self._rows.checksum(slot, job.count, len(job.heads)))
+            return ev.Packed(job.job, self._rows.checksum(slot))
         except Exception as error:
             logger.exception("[MIXKV-SELF-01] draft KV could not be packed")
             return ev.Packed(job.job, error=repr(error)[:300])

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from sglang_mixkv.draft import rows as rows_module  # noqa: E402
-from sglang_mixkv.draft.rows import HEADER, TRAILER, DraftRows, Staging, own_stream  # noqa: E402
+from sglang_mixkv.draft.rows import DraftRows, Staging, own_stream  # noqa: E402
+from sglang_mixkv.draft.slot_format import HEADER, SlotCheck  # noqa: E402
 
 CPU = torch.device("cpu")
 CANARY = 0xEE
 STAMP = 0xFEDCBA9876543210
-PINNED = [0x8306BDF37922E4FF, 0xF35196BBC152A867]
+MASK = (1 << 64) - 1
 
 by_numpy = pytest.mark.parametrize("by_numpy", [True, False], ids=["numpy", "torch"])
 
@@ -119,6 +120,20 @@ def segments(draw: st.DrawFn) -> Segment:
     )  # fmt: skip
 
 
+def summed(payload: bytes, stamp: int) -> int:
+    """By plain loops and Python's integers: the sum as slot_format.py describes it."""
+
+    def weight(place: int) -> int:
+        found = (place + 1) * 0x9E3779B97F4A7C15 & MASK
+        found = (found ^ found >> 32) * 0xD6E8FEB86659FD93 & MASK
+        return (found ^ found >> 32) | 1
+
+    padded = payload + bytes(-len(payload) % 8)
+    words = [int.from_bytes(padded[at : at + 8], "little") for at in range(0, len(padded), 8)]
+    total = sum(word * weight(place) for place, word in enumerate(words))
+    return (total + stamp * 0x2545F4914F6CDD1D) & MASK
+
+
 def canary_slot(size: int) -> torch.Tensor:
     slot = Staging(1, -(-size // 64) * 64 + 64, CPU).slot(0)
     slot.fill_(CANARY)
@@ -135,9 +150,10 @@ def test_a_slot_holds_what_plain_loops_pack(by_numpy: bool, case: Segment) -> No
     size = draft.packed_bytes(case.tokens, len(case.heads))
     slot, before = canary_slot(size), [entry.copy() for entry in bytes_of(entries)]
     assert draft.pack(rows, case.heads, slot, STAMP) == len(payload)
-    stamp, canary = STAMP.to_bytes(8, "little"), bytes([CANARY])
-    expected = stamp + canary * (HEADER - 8) + payload + bytes(-len(payload) % 8) + stamp
-    assert size == len(expected) == HEADER + -(-len(payload) // 8) * 8 + TRAILER
+    canary = bytes([CANARY])
+    header = b"".join(n.to_bytes(8, "little") for n in (STAMP, summed(payload, STAMP)))
+    expected = header + canary * (HEADER - 16) + payload + bytes(-len(payload) % 8)
+    assert size == len(expected)
     assert slot.numpy().tobytes() == expected + canary * (slot.numel() - size)
     assert all(map(np.array_equal, bytes_of(entries), before))
 
@@ -175,13 +191,14 @@ def draft_of(by_numpy: bool = True, heads: range = range(4, 8), widths: int = 6)
 
 
 @by_numpy
-@pytest.mark.parametrize("stamp", [0, 1, 1 << 63, (1 << 64) - 1])
-def test_a_slot_carries_its_stamp_at_both_ends(by_numpy: bool, stamp: int) -> None:
+@pytest.mark.parametrize("stamp", [0, 1, 1 << 63, MASK])
+def test_a_slot_of_another_stamp_is_stale(by_numpy: bool, stamp: int) -> None:
     draft, slot = draft_of(by_numpy), canary_slot(256)
     draft.pack(np.arange(3), range(5, 7), slot, stamp)
-    assert draft.stamps(slot, 3, 2) == (stamp, stamp)
-    slot[:8] = torch.full((8,), 7, dtype=torch.uint8)
-    assert draft.stamps(slot, 3, 2) == (0x0707070707070707, stamp)
+    assert draft.verify(slot, 3, 2, stamp) is SlotCheck.OK
+    assert draft.verify(slot, 3, 2, stamp ^ 1) is SlotCheck.STALE
+    slot[7] ^= 1
+    assert draft.verify(slot, 3, 2, stamp) is SlotCheck.STALE
 
 
 @by_numpy
@@ -200,7 +217,7 @@ def test_row_numbers_of_32_bits_do_not_overflow() -> None:
     assert items.dtype == np.int64
 
 
-# ---------------------------------------------------------------- checksums
+# ---------------------------------------------------------------- sums
 
 
 def packed_slot(draft: DraftRows, tokens: int = 5, heads: range = range(4, 7)) -> torch.Tensor:
@@ -210,51 +227,37 @@ def packed_slot(draft: DraftRows, tokens: int = 5, heads: range = range(4, 7)) -
 
 
 @by_numpy
-def test_every_changed_byte_changes_the_checksum(by_numpy: bool) -> None:
+def test_every_changed_byte_shows(by_numpy: bool) -> None:
     draft = draft_of(by_numpy)
     slot = packed_slot(draft)
-    right = draft.checksum(slot, 5, 3)
-    for place, by in itertools.product(range(5 * draft.bytes_per_token(3)), (1, 0x55, 0x80)):
-        slot[HEADER + place] ^= by
-        assert draft.checksum(slot, 5, 3) != right
-        slot[HEADER + place] ^= by
-    slot[:HEADER], slot[draft.packed_bytes(5, 3) - 8 :] = 1, 2  # not of the payload
-    assert draft.checksum(slot, 5, 3) == right
+    places = [*range(8, 16), *range(HEADER, draft.packed_bytes(5, 3))]
+    for place, by in itertools.product(places, (1, 0x55, 0x80)):
+        slot[place] ^= by
+        assert draft.verify(slot, 5, 3, STAMP) is SlotCheck.DIFFERS
+        slot[place] ^= by
+    slot[16:HEADER], slot[draft.packed_bytes(5, 3) :] = 1, 2  # unused, and behind the segment
+    assert draft.verify(slot, 5, 3, STAMP) is SlotCheck.OK
 
 
 @by_numpy
-def test_words_that_change_places_change_the_checksum(by_numpy: bool) -> None:
+def test_words_that_change_places_show(by_numpy: bool) -> None:
     draft = draft_of(by_numpy)
-    slot = packed_slot(draft)
-    right, words = draft.checksum(slot, 5, 3), slot[HEADER:].view(torch.int64)
+    words = (slot := packed_slot(draft))[HEADER:].view(torch.int64)
     for one, other in itertools.combinations(range(5 * draft.bytes_per_token(3) // 8), 2):
         words[[one, other]] = words[[other, one]]
-        assert draft.checksum(slot, 5, 3) != right, (one, other)
+        assert draft.verify(slot, 5, 3, STAMP) is SlotCheck.DIFFERS, (one, other)
         words[[one, other]] = words[[other, one]]
 
 
 @by_numpy
-def test_the_checksum_is_the_sum_of_words_by_weights(by_numpy: bool) -> None:
-    """By plain loops; the first weights are pinned, since both sides have to agree on them."""
-    draft = draft_of(by_numpy)
-    slot = packed_slot(draft)
-    payload = slot.numpy()[HEADER : draft.packed_bytes(5, 3) - TRAILER].tobytes()
-    assert len(payload) == 8 * -(-5 * draft.bytes_per_token(3) // 8)
-    weights = [int(weight) | 1 for weight in np.random.PCG64(1).random_raw(len(payload) // 8)]
-    assert weights[:2] == PINNED
-    words = [int.from_bytes(payload[at : at + 8], "little") for at in range(0, len(payload), 8)]
-    expected = sum(word * weight for word, weight in zip(words, weights, strict=True)) % (1 << 64)
-    assert draft.checksum(slot, 5, 3) == expected
-    assert draft.checksum(slot, 0, 3) == 0
-
-
-def test_a_larger_slot_gets_more_weights_and_the_same_checksum() -> None:
-    draft = draft_of()
-    small = packed_slot(draft)
-    right = draft.checksum(small, 5, 3)
-    large = packed_slot(draft, 20)
-    assert draft.checksum(large, 20, 3) == draft_of(by_numpy=False).checksum(large, 20, 3)
-    assert draft.checksum(small, 5, 3) == right
+def test_segments_of_any_size_verify_in_any_order(by_numpy: bool) -> None:
+    """The weights of both machines, of as many places as the largest segment had so far."""
+    draft, other = draft_of(by_numpy), draft_of(not by_numpy)
+    for tokens in (5, 20, 0, 1, 32, 5):
+        slot = packed_slot(draft, tokens)
+        assert draft.verify(slot, tokens, 3, STAMP) is SlotCheck.OK
+        assert other.verify(slot, tokens, 3, STAMP) is SlotCheck.OK
+        assert draft.checksum(slot) == int(slot[8:16].view(torch.int64)) & MASK
 
 
 # ---------------------------------------------------------------- bounds
@@ -300,11 +303,9 @@ def test_the_shortest_entry_bounds_the_rows(by_numpy: bool) -> None:
     assert draft.num_rows == 10
 
 
-def test_a_segment_beyond_its_slot_has_no_stamps_and_no_checksum() -> None:
-    draft, slot = draft_of(), canary_slot(256)
-    for look in (draft.stamps, draft.checksum):
-        with pytest.raises(ValueError, match="slot"):
-            look(slot, 1000, 2)
+def test_a_segment_beyond_its_slot_is_not_looked_at() -> None:
+    with pytest.raises(ValueError, match="slot"):
+        draft_of().verify(canary_slot(256), 1000, 2, STAMP)
 
 
 @pytest.mark.parametrize("wrong", ["heads", "strides"])

@@ -27,7 +27,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "kinds.py": (set(), {"", "series"}),
     "stats.py": (set(), {"errors"}),
     "draft/": ({"msgspec", "numpy"}, {"channel.messages", "draft", "errors"}),
-    "draft/rows.py": ({"numpy", "torch"}, set()),
+    "draft/rows.py": ({"numpy", "torch"}, {"draft.slot_format"}),
     "channel/": ({"msgspec", "zmq"}, {"channel", "errors"}),
     "prefill/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "prefill"}),
     "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors"}),
