@@ -1,4 +1,4 @@
-"""Pack, unpack, clear and checksum of the drafter's rows, against a memcpy of the same bytes.
+"""Pack, unpack, clear and verify of the drafter's rows, against a memcpy of the same bytes.
 
 One K and one V layer, 8 heads x 128 x bf16 on the rank, the upper half of the heads packed; the
 pool has FAN times the tokens. One line per number of tokens, layout and method, taken in turns;
@@ -25,7 +25,8 @@ import torch
 from common import Check, Record, Result, Samples, interleave, options, ratio, repeats
 
 from sglang_mixkv.channel.slots import slot_bytes
-from sglang_mixkv.draft.rows import HEADER, DraftRows, Staging
+from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.draft.slot_format import HEADER
 
 AT_MOST = 2.0
 JUDGED = 8192  # tokens
@@ -89,15 +90,15 @@ def on_both(scene: Scene) -> dict[str, Callable[[], Any]]:
         "unpack": lambda: draft.unpack(rows, HEADS, slot),
         "unpack by slots": lambda: scene.by_slots(lambda r, s: draft.unpack(r, HEADS, s)),
         "clear (twice the bytes)": lambda: draft.clear(rows),
-        "checksum": lambda: draft.checksum(slot, len(rows), len(HEADS)),
-        "checksum by slots": lambda: scene.by_slots(
-            lambda r, s: draft.checksum(s, len(r), len(HEADS))
+        "verify": lambda: draft.verify(slot, len(rows), len(HEADS), STAMP),
+        "verify by slots": lambda: scene.by_slots(
+            lambda r, s: draft.verify(s, len(r), len(HEADS), STAMP)
         ),
     }
     if scene.device.type == "cpu":
         found["pack, torch"] = lambda: other.pack(rows, HEADS, slot, STAMP)
         found["unpack, torch"] = lambda: other.unpack(rows, HEADS, slot)
-        found["checksum, torch"] = lambda: other.checksum(slot, len(rows), len(HEADS))
+        found["verify, torch"] = lambda: other.verify(slot, len(rows), len(HEADS), STAMP)
     return found
 
 

@@ -1,4 +1,4 @@
-"""Pack, unpack and checksum of the product, as shares of a copy on the device of the same bytes.
+"""Pack, unpack and verify of the product, as shares of a copy on the device of the same bytes.
 
 share     of the copies alone, of a whole request in one slot: the product's code without its
           uploads and its waits, the Triton kernel, and the device's copy, in turns
@@ -6,7 +6,7 @@ by slots  the product's whole calls, a segment after the other in slots of 4 MiB
           each slot that is waited for
 
 Every byte is compared, of torch's copies and of the kernel's, and of rows that are cleared; a
-checksum has to be the host's. Judged are requests that are larger than a GPU's caches: they come
+slot's sum has to be the host's. Judged are requests that are larger than a GPU's caches: they come
 first, and what the part's time does not suffice for is left out. Without a GPU the same runs in
 small, with the kernel in Triton's interpreter.
 """
@@ -38,7 +38,7 @@ IN_TIME = 0.8  # of the part's limit: no case begins later
 BURST, BURST_BYTES = 20, 4 << 30  # calls of one sample, at most so many and of so many bytes
 BUSY_CYCLES = 200_000  # some 0.1 ms, in which the host starts a graph
 KINDS = ("pack", "unpack")
-CALLS = (*KINDS, "checksum", "copy")
+CALLS = (*KINDS, "verify", "copy")
 
 
 def on_the_current_stream() -> Any:
@@ -111,10 +111,10 @@ def measure(case: Case, count: int) -> Record:
         call()
     taken = timed({name: partial(elapsed, call) for name, call in calls.items()}, min(count, 3))
     for name, found in taken.items():
-        segments = 1 if name == "checksum" else case.segments
+        segments = 1 if name == "verify" else case.segments
         record[f"{name} us a slot"] = float(np.median(found.total)) / segments * 1e6
     with on_the_current_stream():
-        case.check_checksum()
+        case.check_sum()
         case.check_clear()
     return record
 

@@ -32,7 +32,7 @@ class Part:
 
 CHANNEL = ("plugin",)
 PARTS = (
-    Part("rows", "part_rows", "pack, unpack and checksum beside a device copy", CHANNEL, CHANNEL),
+    Part("rows", "part_rows", "pack, unpack and verify beside a device copy", CHANNEL, CHANNEL),
     Part("order", "part_order", "what the channel waits for: events, and its copies", CHANNEL,
          CHANNEL),
     Part("mooncake", "part_transfer", "pack, read and unpack between two processes, over Mooncake",

@@ -11,7 +11,8 @@ import torch
 from parts import Wrong
 
 from sglang_mixkv.draft import rows as product
-from sglang_mixkv.draft.rows import HEADER, DraftRows, Staging
+from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 STAMP = 7
 Copies = dict[str, Callable[[], Any]]
@@ -81,21 +82,22 @@ class Case:
         if any(wrong.values()) or not self.payload.any():
             raise Wrong(f"{self.name}, {self.tokens:,} tokens, {by}: wrong bytes: {wrong}")
 
-    def check_checksum(self) -> None:
-        """Raises Wrong unless it is what the host finds, and another one where a byte changed."""
-        tokens, heads = min(self.tokens, self.step), len(self.heads)
+    def check_sum(self) -> None:
+        """Raises Wrong unless the slot's sum is the host's, and shows a changed byte."""
+        tokens, slot = min(self.tokens, self.step), self.slots.slot(0)
         host = DraftRows([entry[:1].cpu() for entry in self.pool], self.held)
-        slot = self.slots.slot(0)
         self.draft.pack(self.rows[:tokens], self.heads, slot, STAMP)
-        wanted, found = host.checksum(slot.cpu(), tokens, heads), self._checksum(tokens)
-        if found != wanted:
-            raise Wrong(f"{self.name}: a checksum of {found:x}, on the host {wanted:x}")
+        for where, found in (("the host", self._verify(host)), ("the device", self._verify())):
+            if found is not SlotCheck.OK:
+                raise Wrong(f"{self.name}: a sum that {where} does not find")
         slot[HEADER] ^= 1
-        if self._checksum(tokens) == wanted:
-            raise Wrong(f"{self.name}: a checksum that does not notice a changed byte")
+        if self._verify() is SlotCheck.OK:
+            raise Wrong(f"{self.name}: a sum that does not show a changed byte")
 
-    def _checksum(self, tokens: int) -> int:
-        return self.draft.checksum(self.slots.slot(0), tokens, len(self.heads))
+    def _verify(self, by: DraftRows | None = None) -> SlotCheck:
+        draft, slot = by or self.draft, self.slots.slot(0)
+        tokens = min(self.tokens, self.step)
+        return draft.verify(slot.to(draft.device), tokens, len(self.heads), STAMP)
 
     def check_clear(self) -> None:
         """Raises Wrong unless all heads of the rows become zeros, and nothing else does."""
@@ -155,5 +157,5 @@ class Case:
             "copy": lambda: self.by_slots(copy),
             "pack": lambda: self.by_slots(lambda r, s: draft.pack(r, heads, s, STAMP)),
             "unpack": lambda: self.by_slots(lambda r, s: draft.unpack(r, heads, s)),
-            "checksum": lambda: self._checksum(min(self.tokens, self.step)),
+            "verify": self._verify,
         }

@@ -233,11 +233,11 @@ MUTATIONS = {
         THREADS + "no_job_passes_a_closed_gate",
     ),
     "a slot that was used again is unpacked": Mutation(
-        "decode/copier.py", "!= (job.stamp, job.stamp)", "is None",
+        "draft/rows.py", "if found & MASK != stamp:", "if False:",
         THREADS + "a_slot_that_changed_under_a_read_is_not_used[stamp]",
     ),
-    "a checksum is made and not compared": Mutation(
-        "decode/copier.py", "if found != job.checksum:", "if False:",
+    "a sum is made and not compared": Mutation(
+        "draft/rows.py", "+ stamp * SEED - total) & MASK == 0", "+ stamp * SEED - total) != 1",
         THREADS + "a_slot_that_changed_under_a_read_is_not_used[payload]",
     ),
     "rows that cannot be unpacked end the copying thread": Mutation(

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from mixkv_demo import __main__ as demo  # noqa: E402
 from sglang_mixkv.decode import inbox  # noqa: E402
 from sglang_mixkv.draft import rows as product  # noqa: E402
+from sglang_mixkv.draft.slot_format import SlotCheck  # noqa: E402
 from sglang_mixkv.prefill import outbox  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -102,14 +103,14 @@ def test_copies_with_wrong_bytes_fail(backwards: Callable[[str], None]) -> None:
 @pytest.mark.parametrize(
     ("name", "wrong", "words"),
     [
-        ("checksum", lambda right: lambda *of: right(*of) ^ 1 - of[0]._by_numpy, "on the host"),
-        ("checksum", lambda _: lambda *_: 1, "does not notice a changed byte"),
+        ("_sum", lambda right: lambda *of: right(*of) ^ 1 - of[0]._by_numpy, "the host does not"),
+        ("verify", lambda _: lambda *_: SlotCheck.OK, "does not show a changed byte"),
         ("clear", lambda _: lambda *_: None, "wrong bytes once cleared"),
         ("clear", lambda right: lambda rows, of: right(rows, of - 1), "wrong bytes once cleared"),
     ],
 )
-def test_a_wrong_checksum_or_clear_fails(name: str, wrong: Any, words: str) -> None:
-    """Of the product: another number than the host's, always the same; nothing, other rows."""
+def test_a_wrong_sum_or_clear_fails(name: str, wrong: Any, words: str) -> None:
+    """Of the product: another sum than the host's, all is right; nothing, other rows."""
     part, parts, scene = load("part_rows"), load("parts"), load("scene")
     case = part.Case(scene.DRAFTERS[0], "bf16", 8, "run", 40, CPU)
     broken = wrong(getattr(product.DraftRows, name))

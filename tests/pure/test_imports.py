@@ -27,7 +27,10 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "kinds.py": (set(), {"", "series"}),
     "stats.py": (set(), {"errors"}),
     "draft/": ({"msgspec", "numpy"}, {"channel.messages", "draft", "errors"}),
-    "draft/rows.py": ({"numpy", "torch"}, set()),
+    "draft/rows.py": ({"numpy", "torch"}, {"draft.slot_format"}),
+    "draft/cuda.py": (set(), set()),
+    "draft/kernels.py": ({"triton"}, {"draft.slot_format"}),
+    "draft/rows_gpu.py": ({"numpy", "torch"}, {"draft.cuda", "draft.kernels", "draft.slot_format"}),
     "channel/": ({"msgspec", "zmq"}, {"channel", "errors"}),
     "prefill/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "prefill"}),
     "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors"}),
@@ -188,14 +191,16 @@ def importers(package: str) -> set[str]:
     }
 
 
-def test_one_folder_imports_sglang_and_one_file_torch() -> None:
+def test_one_folder_imports_sglang_and_two_files_torch() -> None:
     """Beside the entry point's hooks, a process of the doctor's, and the plan, which asks SGLang's
     parser; read off the source."""
     plan = {"tools/plan_gpu.py", "tools/plan_line.py", "tools/plan_server.py"}
     outside = {file for file in importers("sglang") if not file.startswith("engine/")}
     assert outside == {"plugin.py", *plan}
     of_torch = {file for file in importers("torch") if not file.startswith("engine/")}
-    assert of_torch == {"draft/rows.py", "tools/doctor_read.py", "tools/plan_gpu.py"}
+    rows = {"draft/rows.py", "draft/rows_gpu.py"}
+    assert of_torch == {*rows, "tools/doctor_read.py", "tools/plan_gpu.py"}
+    assert importers("triton") == {"draft/kernels.py"}
 
 
 def test_the_plugin_knows_nothing_of_what_stands_beside_it() -> None:

@@ -133,7 +133,7 @@ def test_a_read_that_fails_has_its_connection_mended(channel: Channel) -> None:
     assert channel.at_rest()
 
 
-@pytest.mark.parametrize("offset", [0, -1, 64], ids=["stamp", "last stamp", "payload"])
+@pytest.mark.parametrize("offset", [0, 8, 64, -1], ids=["stamp", "sum", "payload", "last byte"])
 def test_a_slot_that_changed_under_a_read_is_not_used(channel: Channel, offset: int) -> None:
     channel.decode.plane.damage = [offset]
     assert channel.request(1) == ("cold", "stale")

@@ -20,7 +20,8 @@ from rig.faults import GONE, Fault, Inject, case
 from rig.rank import Rank
 
 from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
-from sglang_mixkv.draft.rows import HEADER, DraftRows
+from sglang_mixkv.draft.rows import DraftRows
+from sglang_mixkv.draft.slot_format import HEADER
 
 Change = Callable[[Any], list[Any]]
 

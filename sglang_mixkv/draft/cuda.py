@@ -1,0 +1,163 @@
+"""CUDA's driver through ctypes, as far as rows_gpu.py needs it, without giving up the GIL.
+
+Beside a thread that computes in Python, giving up the GIL costs sys.getswitchinterval(), 5 ms, each
+time. torch gives it up in each operation, and Triton's launcher in each launch. ctypes.PyDLL keeps
+it, which suits calls of a few microseconds that queue work. Only what waits gives it up. A call
+that queues work blocks while the device's queue is full; the device needs nobody's GIL to go on,
+since neither torch nor SGLang queues functions of the host (cudaLaunchHostFunc).
+
+The stream is the driver's own, above SGLang's in priority. torch deals out its few streams again
+and again, SGLang's among them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from typing import Any
+
+NOT_READY = 600  # CUDA_ERROR_NOT_READY
+NON_BLOCKING, PORTABLE_AND_MAPPED, NO_TIMING = 1, 3, 2  # flags: of a stream, host memory, an event
+ABOVE_NORMAL = -1  # a stream's priority; SGLang's have 0
+MAJOR, MINOR = 75, 76  # attributes of a device: its compute capability
+RDMA_SUPPORTED, RDMA_FLUSH_OPTIONS, RDMA_ORDERING = 116, 117, 118  # attributes of a device
+FLUSH_BY_HOST = 1  # a bit of RDMA_FLUSH_OPTIONS
+TO_OWNER = 100  # of RDMA_ORDERING: the device itself sees remote writes in order. A flush's scope
+
+_P, _U = c_void_p, c_uint
+PROTOTYPES: dict[str, list[Any]] = {
+    "cuInit": [_U],
+    "cuGetErrorName": [c_int, POINTER(c_char_p)],
+    "cuDeviceGet": [POINTER(c_int), c_int],
+    "cuDeviceGetAttribute": [POINTER(c_int), c_int, c_int],
+    "cuDevicePrimaryCtxRetain": [POINTER(_P), c_int],
+    "cuCtxSetCurrent": [_P],
+    "cuStreamCreateWithPriority": [POINTER(_P), _U, c_int],
+    "cuStreamSynchronize": [_P],
+    "cuMemAlloc_v2": [POINTER(c_uint64), c_size_t],
+    "cuMemHostAlloc": [POINTER(_P), c_size_t, _U],
+    "cuMemcpyHtoDAsync_v2": [c_uint64, _P, c_size_t, _P],
+    "cuModuleLoadData": [POINTER(_P), _P],
+    "cuModuleGetFunction": [POINTER(_P), _P, c_char_p],
+    "cuLaunchKernel": [_P, _U, _U, _U, _U, _U, _U, _U, _P, POINTER(_P), POINTER(_P)],
+    "cuEventCreate": [POINTER(_P), _U],
+    "cuEventRecord": [_P, _P],
+    "cuEventQuery": [_P],
+    "cuEventSynchronize": [_P],
+    "cuEventDestroy_v2": [_P],
+    "cuFlushGPUDirectRDMAWrites": [c_int, c_int],
+}
+GIVES_UP_THE_GIL = ("cuEventSynchronize", "cuStreamSynchronize")
+
+
+class CudaError(RuntimeError):
+    """A call of the driver failed. After most failures the context runs nothing any more."""
+
+
+class Library:
+    """libcuda's functions, with their arguments' types."""
+
+    def __init__(self, path: str = "libcuda.so.1") -> None:
+        keeps, gives_up = ctypes.PyDLL(path), ctypes.CDLL(path)
+        for name, arguments in PROTOTYPES.items():
+            function = getattr(gives_up if name in GIVES_UP_THE_GIL else keeps, name)
+            function.argtypes = arguments
+            setattr(self, name, function)
+
+
+class Driver:
+    """One device, its primary context, which torch uses too, and one stream. A test gives its own
+    `library`."""
+
+    def __init__(self, index: int, library: Any = None) -> None:
+        self._library: Any = library or Library()
+        self.call("cuInit", 0)
+        self._device = self._get(c_int, "cuDeviceGet", index)
+        self._context = self._get(_P, "cuDevicePrimaryCtxRetain", self._device)
+        self.bind()
+        self.stream = self._get(_P, "cuStreamCreateWithPriority", NON_BLOCKING, ABOVE_NORMAL)
+        self.capability = 10 * self._attribute(MAJOR) + self._attribute(MINOR)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        if code := getattr(self._library, name)(*arguments):
+            raise self.error(name, code)
+
+    def error(self, name: str, code: int) -> CudaError:
+        text = c_char_p()
+        self._library.cuGetErrorName(code, byref(text))
+        return CudaError(f"{name}: {(text.value or b'').decode() or code}")
+
+    def _get(self, kind: Any, name: str, *arguments: Any) -> Any:
+        found = kind()
+        self.call(name, byref(found), *arguments)
+        return found.value
+
+    def _attribute(self, number: int) -> int:
+        return int(self._get(c_int, "cuDeviceGetAttribute", number, self._device))
+
+    def bind(self) -> None:
+        """Make this device the calling thread's. Every thread has to, before its other calls."""
+        self.call("cuCtxSetCurrent", self._context)
+
+    def allocate(self, size: int) -> int:
+        """Memory of the device, for good: its address."""
+        return int(self._get(c_uint64, "cuMemAlloc_v2", size))
+
+    def allocate_host(self, size: int) -> tuple[int, memoryview]:
+        """Pinned host memory, for good. Kernels reach it at the same address."""
+        address = int(self._get(_P, "cuMemHostAlloc", size, PORTABLE_AND_MAPPED))
+        return address, memoryview((ctypes.c_uint8 * size).from_address(address)).cast("B")
+
+    def upload(self, target: int, source: int, size: int) -> None:
+        """Queue a copy from pinned memory, which must not change before the copy is done."""
+        self.call("cuMemcpyHtoDAsync_v2", target, source, size, self.stream)
+
+    def load(self, image: bytes, name: str) -> int:
+        module = self._get(_P, "cuModuleLoadData", image)
+        return int(self._get(_P, "cuModuleGetFunction", module, name.encode()))
+
+    def launch(self, function: int, grid: Any, threads: int, shared: int, parameters: Any) -> None:
+        self.call(
+            "cuLaunchKernel", function, *grid, threads, 1, 1, shared, self.stream, parameters, None
+        )
+
+    def drain(self) -> None:
+        """Wait for all that was started; a failed context runs nothing any more."""
+        self._library.cuStreamSynchronize(self.stream)
+
+    def needs_flush(self) -> bool:
+        """Whether `flush` has to be called between the end of a NIC's write to this device and the
+        launch that reads it. CudaError where it has to and cannot."""
+        if not self._attribute(RDMA_SUPPORTED) or self._attribute(RDMA_ORDERING) >= TO_OWNER:
+            return False
+        if not self._attribute(RDMA_FLUSH_OPTIONS) & FLUSH_BY_HOST:
+            raise CudaError("the device neither orders a NIC's writes nor lets the host flush them")
+        return True
+
+    def flush(self) -> None:
+        self.call("cuFlushGPUDirectRDMAWrites", 0, TO_OWNER)
+
+
+class Event:
+    """The end of all that was started on the driver's stream before. It is recorded once, when it
+    is made, and destroyed with its last holder, so it never stands for later work."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._handle = driver._get(_P, "cuEventCreate", NO_TIMING)
+        driver.call("cuEventRecord", self._handle, driver.stream)
+
+    def is_done(self) -> bool:
+        code = self._driver._library.cuEventQuery(self._handle)
+        if code not in (0, NOT_READY):
+            raise self._driver.error("cuEventQuery", code)
+        return not code
+
+    def wait(self) -> None:
+        """From any thread."""
+        self._driver.bind()
+        self._driver.call("cuEventSynchronize", self._handle)
+
+    def __del__(self) -> None:
+        if getattr(self, "_handle", None):
+            self._driver._library.cuEventDestroy_v2(self._handle)

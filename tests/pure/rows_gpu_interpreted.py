@@ -1,0 +1,428 @@
+"""Batches of rows_gpu.py byte by byte against DraftRows. test_rows_gpu.py runs this in a process of
+its own, in which Triton interprets its kernels on host memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from rig.fake_cuda import FakeCuda
+
+from sglang_mixkv.draft import cuda
+from sglang_mixkv.draft.cuda import CudaError
+from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.draft.rows_gpu import MOST, GpuRows, Job
+from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
+
+CPU = torch.device("cpu")
+OK, STALE, DIFFERS, ERROR = SlotCheck
+CANARY = 0xEE
+BATCH_OF_8 = Counter(
+    cuCtxSetCurrent=1, cuMemcpyHtoDAsync_v2=1, cuLaunchKernel=2, cuEventCreate=1, cuEventRecord=1
+)
+
+
+def pool_of(widths: list[int], heads: int, num_rows: int, seed: int) -> list[torch.Tensor]:
+    noise = np.random.default_rng(seed)
+    shapes = [(num_rows, heads, width) for width in widths]
+    return [torch.from_numpy(noise.integers(0, 256, shape, np.uint8)) for shape in shapes]
+
+
+def ended(ticket: Any) -> list[SlotCheck]:
+    while not ticket.done():
+        pass
+    return ticket.results()
+
+
+@dataclass
+class Side:
+    """A pool and its slots, beside a copy of both that DraftRows works on."""
+
+    widths: list[int]
+    held: range
+    page: int
+    num_pages: int
+    seed: int
+    slots: int = 4
+    slot_bytes: int = 1 << 14
+    cuda: FakeCuda = field(default_factory=FakeCuda)
+
+    def __post_init__(self) -> None:
+        rows = self.num_pages * self.page
+        self.pool, self.wanted = (
+            pool_of(self.widths, len(self.held), rows, self.seed) for _ in "ab"
+        )
+        self.staging, self.beside = (Staging(self.slots, self.slot_bytes, CPU) for _ in "ab")
+        self.draft = DraftRows(self.wanted, self.held)
+        with self.cuda.compiling():
+            self.rows = GpuRows(self.pool, self.held, self.page, self.staging, self.cuda.driver())
+        for staging in (self.staging, self.beside):
+            staging._memory.fill_(CANARY)
+
+    def same(self) -> bool:
+        return all(map(torch.equal, self.pool, self.wanted)) and torch.equal(
+            self.staging._memory, self.beside._memory
+        )
+
+    def numbers(self, pages: np.ndarray, first: int, tokens: int) -> np.ndarray:
+        at = np.arange(first, first + tokens)
+        return pages[at // self.page] * self.page + at % self.page
+
+
+@dataclass
+class Batch:
+    """Segments of some rooms. `rooms`: page numbers on each side."""
+
+    source: Side
+    target: Side
+    rooms: list[tuple[np.ndarray, np.ndarray]]
+    segments: list[tuple[int, int, int, range, int, int]]  # room, first, tokens, heads, slot, stamp
+
+    def jobs(self, side: Side, which: int) -> list[Job]:
+        pages = [side.rows.pages(room[which]) for room in self.rooms]
+        return [Job(pages[room], *rest) for room, *rest in self.segments]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    width = st.sampled_from([16, 32, 48, 80, 144, 272])
+    widths = [w for w in (draw(width), draw(width)) for _ in range(draw(st.sampled_from([1, 3])))]
+    start, stop = sorted(draw(st.lists(st.integers(0, 5), min_size=2, max_size=2, unique=True)))
+    seed = draw(st.integers(0, 99))
+    page_sizes = [draw(st.sampled_from([1, 16, 64])) for _ in "ab"]
+    most = 130
+    sides = [
+        Side(
+            widths, range(draw(st.integers(0, start)), draw(st.integers(stop, 6))), page,
+            3 * -(-most // page), seed + number, slot_bytes=1 << 16,
+        )
+        for number, page in enumerate(page_sizes)
+    ]  # fmt: skip
+    noise, rooms, segments = np.random.default_rng(seed), [], []
+    orders = [noise.permutation(side.num_pages) for side in sides]
+    for room in range(draw(st.integers(1, 2))):
+        count = most // max(page_sizes)
+        rooms.append(
+            tuple(
+                order[room * most // page :][: max(1, count * max(page_sizes) // page)]
+                for order, page in zip(orders, page_sizes, strict=True)
+            )
+        )
+    ends = [0] * len(rooms)
+    for slot in noise.permutation(4)[: draw(st.integers(1, 4))]:
+        room = draw(st.integers(0, len(rooms) - 1))
+        have = min(len(p) * size for p, size in zip(rooms[room], page_sizes, strict=True))
+        one = draw(st.integers(start, stop - 1))
+        heads = draw(st.sampled_from([range(start, stop), range(one, one + 1)]))
+        fits = ((1 << 16) - HEADER) // (sum(widths) * len(heads))
+        left = min(fits, have - ends[room])
+        tokens = draw(st.sampled_from([min(n, left) for n in (0, 1, 5, 63, 65, left)]))
+        stamp = draw(st.integers(0, (1 << 64) - 1))
+        segments.append((room, ends[room], tokens, heads, int(slot), stamp))
+        ends[room] += tokens
+    return Batch(*sides, rooms, segments)
+
+
+def pack(batch: Batch) -> None:
+    """On the source, by the kernels and by DraftRows."""
+    side = batch.source
+    ticket = side.rows.start_pack(batch.jobs(side, 0))
+    for room, first, tokens, heads, slot, stamp in batch.segments:
+        numbers = side.numbers(batch.rooms[room][0], first, tokens)
+        side.draft.pack(numbers, heads, side.beside.slot(slot), stamp)
+    assert ended(ticket) == [OK] * len(batch.segments)
+
+
+EXAMPLES = int(os.environ.get("EXAMPLES", 6))
+examples = settings(deadline=None, max_examples=EXAMPLES, suppress_health_check=HealthCheck)
+
+
+@examples
+@given(batch=batches())
+def test_slots_hold_what_draft_rows_packs(batch: Batch) -> None:
+    """Every byte of the staging buffer, sums and stamps too; and the pool is as before."""
+    pack(batch)
+    assert batch.source.same()
+
+
+@examples
+@given(batch=batches(), data=st.data())
+def test_segments_get_into_their_rows_unless_their_slots_are_wrong(
+    batch: Batch, data: st.DataObject
+) -> None:
+    """Of a batch some slots are of another use, or have a flipped bit anywhere."""
+    pack(batch)
+    side = batch.target
+    side.staging._memory.copy_(batch.source.staging._memory)
+    jobs, expected = batch.jobs(side, 1), []
+    for number, (room, first, tokens, heads, slot, stamp) in enumerate(batch.segments):
+        expected.append(data.draw(st.sampled_from([OK, OK, STALE, DIFFERS])))
+        memory = side.staging.slot(slot)
+        if expected[-1] is STALE and data.draw(st.booleans()):
+            jobs[number] = jobs[number]._replace(stamp=stamp ^ (1 << data.draw(st.integers(0, 63))))
+        elif expected[-1] is not OK:
+            size = side.draft.packed_bytes(tokens, len(heads))
+            damaged = range(8) if expected[-1] is STALE else [*range(8, 16), *range(HEADER, size)]
+            memory[data.draw(st.sampled_from(damaged))] ^= 1 << data.draw(st.integers(0, 7))
+        side.beside.slot(slot)[:] = memory
+        if expected[-1] is OK:
+            numbers = side.numbers(batch.rooms[room][1], first, tokens)
+            side.draft.unpack(numbers, heads, memory)
+    side.beside._memory.copy_(side.staging._memory)
+    assert ended(side.rows.start_unpack(jobs)) == expected
+    assert side.same()
+
+
+@examples
+@given(batch=batches())
+def test_cleared_rows_are_zeros_and_no_others(batch: Batch) -> None:
+    side = batch.target
+    ticket = side.rows.start_clear(batch.jobs(side, 1))
+    for room, first, tokens, *_ in batch.segments:
+        side.draft.clear(side.numbers(batch.rooms[room][1], first, tokens))
+    assert ended(ticket) == [OK] * len(batch.segments)
+    assert side.same()
+
+
+def small(cuda: FakeCuda | None = None, slots: int = 8) -> Side:
+    """Pages 0 to 7 of 16 tokens; a token of one head is 48 bytes."""
+    return Side([16, 32], range(4, 6), 16, 8, 5, slots, 4096, cuda or FakeCuda())
+
+
+def test_a_flipped_bit_in_any_byte_shows() -> None:
+    """A slot for each byte."""
+    side = small(slots=MOST)
+    pages = side.rows.pages([1])
+    jobs = [Job(pages, slot % 16, 1, range(4, 5), slot, 7) for slot in range(MOST)]
+    assert ended(side.rows.start_pack(jobs)) == [OK] * MOST
+    places = [*range(16), *range(HEADER, HEADER + 48)]
+    for slot, place in enumerate(places):
+        side.staging.slot(slot)[place] ^= 1 << (slot * 5 % 8)
+    for entry in side.pool:
+        entry.fill_(9)
+    wrong = [STALE if place < 8 else DIFFERS for place in places]
+    assert ended(side.rows.start_unpack(jobs)) == wrong
+    assert all((entry == 9).all() for entry in side.pool)
+
+
+# ---------------------------------------------------------------- started and asked
+
+
+def eight(side: Side, pages: Any, stamp: int = 1) -> list[Job]:
+    return [Job(pages, 2 * n, 2, range(4, 6), n, stamp + n) for n in range(8)]
+
+
+def test_a_batch_of_eight_is_six_calls_and_compiles_nothing() -> None:
+    side = small()
+    pages, tickets = side.rows.pages([3]), []
+    assert len(side.cuda.compiled) == 5
+    for start in (side.rows.start_pack, side.rows.start_unpack):
+        for jobs in (eight(side, pages), eight(side, pages)[:1], [Job(pages, 5, 11, range(5, 6))]):
+            side.cuda.calls.clear()
+            tickets.append(start(jobs))
+            assert side.cuda.calls == BATCH_OF_8
+            assert not tickets[-1].done()
+            assert tickets[-1].done()
+            assert side.cuda.calls - BATCH_OF_8 == Counter(cuEventQuery=2)
+    assert ended(side.rows.start_clear([Job(pages, 0, 3)])) == [OK]
+    assert len(side.cuda.compiled) == 5
+
+
+def test_a_batch_calls_neither_torch_nor_numpy() -> None:
+    """Both give up the GIL. ctypes.PyDLL does not."""
+    side = small(FakeCuda(late=9))
+    jobs, called = eight(side, side.rows.pages([3])), set()
+
+    def see(frame: Any, event: str, what: Any) -> None:
+        if event == "c_call":
+            called.add(getattr(what, "__module__", None) or type(what.__self__).__module__)
+
+    sys.setprofile(see)
+    try:
+        ticket = side.rows.start_unpack(jobs)
+        for _ in range(9):
+            ticket.done()
+    finally:
+        sys.setprofile(None)
+    modules = {name.partition(".")[0] for name in called if name}
+    assert modules & {"torch", "numpy"} == set(), called
+    assert "_struct" in modules
+
+
+def test_two_batches_are_in_flight_and_share_no_memory() -> None:
+    """Jobs, page numbers and results of the second are written while the first has not begun."""
+    side = small(FakeCuda(late=3))
+    tickets = []
+    for number in range(2):
+        pages = side.rows.pages([number + 1])
+        tickets.append(side.rows.start_pack([Job(pages, 1, 9, range(4, 6), number, 7 + number)]))
+        side.draft.pack(
+            np.arange(9) + 17 + 16 * number, range(4, 6), side.beside.slot(number), 7 + number
+        )
+    del pages
+    side.rows.pages([5])  # would take the first one's memory, if nobody held that
+    assert not side.rows.can_start
+    with pytest.raises(ValueError, match="0 of 2 batches free"):
+        side.rows.start_clear([Job(side.rows.pages([0]), 0, 1)])
+    assert ended(tickets[1]) == ended(tickets[0]) == [OK]
+    assert side.rows.can_start
+    assert side.same()
+
+
+def test_memory_of_pages_is_used_again_once_nobody_holds_them() -> None:
+    side = small(FakeCuda(late=3))
+    one = side.rows.pages([1])
+    address, ticket = one.address, side.rows.start_clear([Job(one, 0, 16)])
+    del one
+    assert side.rows.pages([2]).address != address
+    assert ended(ticket) == [OK]
+    again = {side.rows.pages([n]).address for n in range(4)}
+    assert address in again
+    assert len(again) <= 2
+    assert len(side.rows._free_pages[256]) <= 3
+    many = side.rows.pages(np.zeros(1 << 19))
+    assert many.tokens == 16 << 19
+    assert ended(side.rows.start_clear([Job(many, (16 << 19) - 3, 3)])) == [OK]
+
+
+def test_an_event_stands_for_its_batch_alone() -> None:
+    """A gate may hold a ticket that is done, while further batches start."""
+    side = small(FakeCuda(late=1))
+    pages = side.rows.pages([1])
+    first = side.rows.start_pack(eight(side, pages))
+    ended(first)
+    others = [side.rows.start_pack(eight(side, pages)) for _ in range(2)]
+    queued = len(side.cuda._queue)
+    first.wait()
+    assert len(side.cuda._queue) == queued > 0, "it waited for another batch"
+    assert not any(other.done() for other in others)
+    del others, first
+    gc.collect()
+    assert side.cuda.events == {}
+
+
+def test_whoever_waits_sees_all_of_the_batch() -> None:
+    side = small(FakeCuda(late=99))
+    ticket = side.rows.start_clear([Job(side.rows.pages([0, 1]), 0, 32)])
+    with pytest.raises(RuntimeError, match="not done"):
+        ticket.results()
+    ticket.wait()
+    assert not any(entry[:32].any() for entry in side.pool)
+    assert ticket.done()
+    assert ticket.results() == [OK]
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+@pytest.mark.parametrize("call", [*BATCH_OF_8, "cuFlushGPUDirectRDMAWrites"])
+def test_a_batch_that_cannot_start_leaves_nothing_behind(call: str) -> None:
+    """No kernel of it runs when the error comes out, and its memory is free."""
+    side = small(FakeCuda(attributes={cuda.RDMA_ORDERING: 0}))
+    jobs = eight(side, side.rows.pages([1]))
+    for _ in range(3):
+        side.cuda.fails = call
+        with pytest.raises(CudaError, match=f"{call}: CUDA_ERROR_LAUNCH_FAILED"):
+            side.rows.start_unpack(jobs)
+        assert not side.cuda._queue
+        side.cuda.fails = ""
+    assert ended(side.rows.start_pack(jobs)) == [OK] * 8
+
+
+def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
+    side = small()
+    ticket = side.rows.start_clear([Job(side.rows.pages([1]), 0, 3)])
+    side.cuda.broken = True
+    ticket.wait()
+    assert ended(ticket) == [ERROR]
+    assert "cuEventQuery: CUDA_ERROR_LAUNCH_FAILED" in ticket.error
+
+
+def test_a_kernel_that_wrote_no_result_is_an_error() -> None:
+    side = small()
+    jobs = eight(side, side.rows.pages([1]))
+    side.cuda.compiled = [(image, lambda *_: None) for image, _ in side.cuda.compiled]
+    for start in (side.rows.start_pack, side.rows.start_unpack, side.rows.start_clear):
+        assert ended(start(jobs)) == [ERROR] * 8
+
+
+def test_kernels_that_do_nothing_do_not_start() -> None:
+    cuda = FakeCuda()
+    cuda._interpret = lambda *_: None
+    with pytest.raises(CudaError, match=r"expected <SlotCheck.OK: 0>, got \[<SlotCheck.ERROR"):
+        small(cuda)
+
+
+OUTSIDE = {
+    "heads below": {"heads": range(3, 5)},
+    "heads above": {"heads": range(5, 7)},
+    "no heads": {"heads": range(5, 5)},
+    "every second head": {"heads": range(4, 6, 2)},
+    "tokens below": {"first": -1},
+    "fewer than none": {"tokens": -1},
+    "tokens above": {"first": 15},
+    "a slot below": {"slot": -1},
+    "a slot above": {"slot": 8},
+    "more than the slot holds": {"pages": [1] * 8, "tokens": 43},
+}
+
+
+@pytest.mark.parametrize("wrong", OUTSIDE.values(), ids=OUTSIDE)
+def test_what_lies_outside_starts_nothing(wrong: dict[str, Any]) -> None:
+    side = small()
+    more = {"pages": side.rows.pages(wrong["pages"])} if "pages" in wrong else {}
+    job = Job(side.rows.pages([1]), 0, 2, range(4, 6), 0, 1)
+    side.cuda.calls.clear()
+    for start in (side.rows.start_pack, side.rows.start_unpack):
+        with pytest.raises(ValueError, match=r"expected|pages|fit"):
+            start([job, job._replace(**wrong | more)])
+    assert not side.cuda.calls
+    assert ended(side.rows.start_pack([job])) == [OK]
+
+
+def test_pages_outside_the_pool_are_refused() -> None:
+    side = small()
+    for numbers in ([0, 8], [-1, 3]):
+        with pytest.raises(ValueError, match="the pool has 8"):
+            side.rows.pages(numbers)
+    assert side.rows.pages([]).tokens == 0
+    for jobs in ([], [Job(side.rows.pages([1]), 0, 1)] * (MOST + 1)):
+        with pytest.raises(ValueError, match="jobs"):
+            side.rows.start_clear(jobs)
+
+
+# ---------------------------------------------------------------- a NIC's writes
+
+
+@pytest.mark.parametrize(
+    ("attributes", "flushes"),
+    [
+        ({}, 0),
+        ({cuda.RDMA_ORDERING: 200}, 0),
+        ({cuda.RDMA_ORDERING: 0}, 1),
+        ({cuda.RDMA_ORDERING: 0, cuda.RDMA_SUPPORTED: 0}, 0),
+    ],
+)
+def test_a_nics_writes_are_flushed_where_the_gpu_does_not_order_them(
+    attributes: dict[int, int], flushes: int
+) -> None:
+    side = small(FakeCuda(attributes=attributes))
+    jobs = eight(side, side.rows.pages([1]))
+    for start, count in ((side.rows.start_pack, 0), (side.rows.start_unpack, flushes)):
+        side.cuda.calls.clear()
+        ended(start(jobs))
+        assert side.cuda.calls["cuFlushGPUDirectRDMAWrites"] == count
+
+
+def test_a_gpu_that_can_neither_order_nor_flush_is_refused() -> None:
+    with pytest.raises(CudaError, match="neither orders"):
+        small(FakeCuda(attributes={cuda.RDMA_ORDERING: 0, cuda.RDMA_FLUSH_OPTIONS: 2}))

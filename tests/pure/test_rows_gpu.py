@@ -1,0 +1,144 @@
+"""Kernels and driver of rows_gpu.py without a GPU: what they do, in Triton's interpreter, and what
+Triton compiles them to."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+triton = pytest.importorskip("triton", reason="Triton is not installed: no kernel is tested")
+
+from sglang_mixkv.draft import cuda, rows_gpu  # noqa: E402
+from sglang_mixkv.draft.kernels import compiled  # noqa: E402
+from sglang_mixkv.draft.rows import Staging  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("examples", [6, pytest.param(200, marks=pytest.mark.full)])
+def test_batches_are_right_in_tritons_interpreter(examples: int) -> None:
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    cases = Path(__file__).with_name("rows_gpu_interpreted.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", str(cases), "-q", "-p", "no:cacheprovider"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "EXAMPLES": str(examples)},
+        capture_output=True, text=True, cwd=cases.parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_kernels_copy_16_bytes_at_a_time_and_spill_nothing(capability: int, page_size: int) -> None:
+    for name, kernel in compiled(capability, page_size).items():
+        ptx, wide = kernel.asm["ptx"], {"load": "ld", "store": "st"}
+        found = {
+            what: len(re.findall(rf"{code}\.global[a-z.]*\.(?:v2\.b64|v4\.b32)", ptx))
+            for what, code in wide.items()
+        }
+        expected = {
+            "pack": (4, 4), "unpack": (4, 4), "verify": (4, 0), "clear": (0, 4), "seal": (0, 0),
+        }  # fmt: skip
+        assert tuple(found.values()) == expected[name], name
+        assert ".local" not in ptx
+        assert f"sm_{capability}" in ptx
+        assert kernel.metadata.num_warps == 4
+        assert kernel.asm["cubin"][:4] == b"\x7fELF"
+
+
+def test_prototypes_are_those_of_cuda_h() -> None:
+    """Triton brings the header."""
+    header = Path(triton.__file__).parent / "backends" / "nvidia" / "include" / "cuda.h"
+    declared = re.sub(r"/\*.*?\*/", "", header.read_text(), flags=re.S)
+    integers = ("int", "CUresult", "CUdevice", "CUdevice_attribute")
+    kinds: dict[str, Any] = dict.fromkeys(integers, ctypes.c_int)
+    kinds |= dict.fromkeys(
+        re.findall(r"enum \w+\s*\{[^}]*\}\s*(CUflush\w+);", declared), ctypes.c_int
+    )
+    kinds |= dict.fromkeys(re.findall(r"typedef struct \w+ \*(CU\w+);", declared), ctypes.c_void_p)
+    kinds |= {"unsigned int": ctypes.c_uint, "size_t": ctypes.c_size_t, "char *": ctypes.c_char_p}
+    kinds |= {"CUdeviceptr": ctypes.c_uint64, "void *": ctypes.c_void_p}
+
+    def kind_of(words: str) -> Any:
+        return kinds[words] if words in kinds else ctypes.POINTER(kind_of(words.removesuffix(" *")))
+
+    for name, arguments in cuda.PROTOTYPES.items():
+        plain = name.removesuffix("_v2")
+        (listed, *_) = re.findall(rf"^CUresult CUDAAPI {plain}\((.*?)\);", declared, re.S | re.M)
+        types = (
+            one.replace("const ", "").replace("*", " * ").split()[:-1] for one in listed.split(",")
+        )
+        assert [kind_of(" ".join(words)) for words in types] == arguments, name
+        if name != plain:
+            assert re.search(rf"define {plain}\s.*\b{name}\b", declared), name
+
+
+def test_only_waits_give_up_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Functions:
+        def __init__(self, kind: str) -> None:
+            self.kind = kind
+
+        def __getattr__(self, name: str) -> SimpleNamespace:
+            return SimpleNamespace(library=self.kind)
+
+    for kind in ("PyDLL", "CDLL"):
+        monkeypatch.setattr(ctypes, kind, lambda _, kind=kind: Functions(kind))
+    library = cuda.Library()
+    giving_up = {name for name in cuda.PROTOTYPES if getattr(library, name).library == "CDLL"}
+    assert giving_up == {"cuEventSynchronize", "cuStreamSynchronize"}
+    assert library.cuLaunchKernel.argtypes == cuda.PROTOTYPES["cuLaunchKernel"]
+
+
+def pool(width: int = 16, start: int = 0, heads: int = 2) -> torch.Tensor:
+    rows = 4
+    memory = torch.zeros(rows * heads * width + 64, dtype=torch.uint8)
+    start += -memory.data_ptr() % 16
+    return memory[start : start + rows * heads * width].view(rows, heads, width)
+
+
+@pytest.mark.parametrize(
+    ("entries", "slot", "words"),
+    [
+        ([pool(), pool(48)], 4096, ""),
+        ([pool(256).view(torch.bfloat16)], 4096, ""),
+        ([pool(), pool(24)], 4096, r"heads of \[16, 24\] bytes"),
+        ([pool(start=8)], 4096, "begin at a multiple of 16"),
+        ([pool(heads=3)], 4096, "expected heads"),
+        ([pool().transpose(0, 1).contiguous().transpose(0, 1)], 4096, "expected heads"),
+        ([pool()], 4104, "slots of 4104 bytes"),
+        ([pool()], 1 << 33, "below 8 GiB"),
+    ],
+)
+def test_what_the_kernels_do_not_serve_is_said(entries: list, slot: int, words: str) -> None:
+    staging = SimpleNamespace(address=4096, slot_bytes=slot)
+    assert re.search(words, found := rows_gpu.unfit(entries, range(2), staging))
+    assert bool(found) == bool(words)
+
+
+def test_a_pool_without_kernels_is_told_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging = Staging(1, 4096, CPU)
+    assert rows_gpu.gpu_rows([pool()], range(2), 1, staging) == (
+        "the pool is on cpu, which is no CUDA device"
+    )
+    there = SimpleNamespace(device=torch.device("cuda", 0))
+
+    def no_library(path: str) -> None:
+        raise OSError(f"{path}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "PyDLL", no_library)
+    assert "libcuda.so.1" in rows_gpu.gpu_rows([there], range(2), 1, staging)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert "no CUDA device" in rows_gpu.gpu_rows([there], range(2), 1, staging)
+    old = SimpleNamespace(capability=75)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(rows_gpu, "Driver", lambda index: old)
+    assert "expected 8.0 or later" in rows_gpu.gpu_rows([there], range(2), 1, staging)
