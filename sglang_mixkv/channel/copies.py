@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from sglang_mixkv.channel.gate import Gate, start_behind
+
+logger = logging.getLogger(f"sglang.{__name__}")
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -21,6 +27,10 @@ class Copies(Protocol):
     @property
     def done(self) -> object:
         """True where a job has ended."""
+
+    @property
+    def polled(self) -> bool:
+        """Whether something is in flight whose end wakes nobody."""
 
     def ended(self) -> list[tuple[Any, Any]]:
         """Jobs that have ended since it was asked last, in any order, and their results."""
@@ -49,6 +59,7 @@ class HostCopies(Generic[Job, Result]):
         self._do, self._size, self._wake, self._begin = run, size, wake, begin
         self._work: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self.done: deque[tuple[Job, Result]] = deque()
+        self.polled = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -78,3 +89,101 @@ class HostCopies(Generic[Job, Result]):
         while (job := self._work.get()) is not None:
             self.done.append((job, self._do(job)))
             self._wake()
+
+
+class DeviceJob(NamedTuple):
+    """`gate`: of its request. `kind`: which of the device's functions starts it; `what`: its own
+    form of the job."""
+
+    gate: Gate
+    kind: str
+    what: Any
+
+
+class DeviceCopies:
+    """Copies on a GPU (draft/rows_gpu.py), started and asked for by the channel's thread.
+
+    `device`: GpuRows. `prepare`: the job as the device takes it; may raise, and the job fails.
+    `finish`: the result of a job from what the device has found, None where its gate was closed,
+    or an exception; and its share of its batch's seconds.
+    """
+
+    is_alive = True
+
+    def __init__(
+        self,
+        device: Any,
+        prepare: Callable[[Any], DeviceJob],
+        finish: Callable[[Any, Any, float], Any],
+    ) -> None:
+        self._device, self._prepare, self._finish = device, prepare, finish
+        self._waiting: deque[tuple[Any, DeviceJob]] = deque()
+        self._flying: deque[tuple[Any, list[tuple[Any, DeviceJob]], float]] = deque()
+        self._ended: list[tuple[Any, Any]] = []
+
+    @property
+    def polled(self) -> bool:
+        return bool(self._flying or self._waiting)
+
+    @property
+    def done(self) -> bool:
+        """Batches end in their order, since they run on one stream."""
+        return bool(self._ended) or bool(self._flying and self._flying[0][0].done())
+
+    def start(self, jobs: Sequence[Any]) -> None:
+        for job in jobs:
+            try:
+                self._waiting.append((job, self._prepare(job)))
+            except Exception as error:
+                self._end(job, error, 0.0)
+        self._launch()
+
+    def ended(self) -> list[tuple[Any, Any]]:
+        while self._flying and self._flying[0][0].done():
+            ticket, batch, began = self._flying.popleft()
+            seconds = (time.perf_counter() - began) / len(batch)
+            for (job, device_job), found in zip(batch, ticket.results(), strict=True):
+                device_job.gate.ended(ticket)
+                self._end(job, found, seconds)
+        self._launch()
+        found, self._ended = self._ended, []
+        return found
+
+    def _end(self, job: Any, found: Any, seconds: float) -> None:
+        self._ended.append((job, self._finish(job, found, seconds)))
+
+    def _launch(self) -> None:
+        """Batches of one kind, as long as the device takes some."""
+        while self._waiting and self._device.can_start:
+            kind, batch = self._waiting[0][1].kind, list[tuple[Any, DeviceJob]]()
+            while self._waiting and len(batch) < self._device.most:
+                if self._waiting[0][1].kind != kind:
+                    break
+                batch.append(self._waiting.popleft())
+            self._start(kind, batch)
+
+    def _start(self, kind: str, batch: list[tuple[Any, DeviceJob]]) -> None:
+        began, started = time.perf_counter(), list[tuple[Any, DeviceJob]]()
+
+        def launch(is_open: list[bool]) -> Any:
+            for one, passes in zip(batch, is_open, strict=True):
+                if passes:
+                    started.append(one)
+                else:
+                    self._end(one[0], None, 0.0)
+            start = getattr(self._device, f"start_{kind}")
+            return start([device_job.what for _, device_job in started]) if started else None
+
+        try:
+            ticket = start_behind([device_job.gate for _, device_job in batch], launch)
+        except Exception as error:
+            logger.exception("[MIXKV-SELF-01] draft KV could not be copied on the device")
+            for job, _ in started:
+                self._end(job, error, 0.0)
+            return
+        if ticket is not None:
+            self._flying.append((ticket, started, began))
+
+    def close(self) -> None:
+        for ticket, _, _ in self._flying:
+            ticket.wait()

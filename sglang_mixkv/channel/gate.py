@@ -11,16 +11,31 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Protocol
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-SLOW_S = 1.0  # a copy that takes longer is logged; the pages stay in use until it has ended
+SLOW_S = 1.0  # to close a gate for longer is logged; the pages stay in use until it is done
+
+
+class Ticket(Protocol):
+    """Copies on a device, which end without a thread's help. Any thread may ask."""
+
+    def over(self) -> bool:
+        """Whether they have ended, without waiting."""
+
+    def wait(self) -> None:
+        """Return once they have ended."""
 
 
 class Gate:
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
         self._open, self._in_flight = True, 0
+        self._tickets: dict[Ticket, None] = {}
 
     def enter(self) -> bool:
         """Begin a copy. False once the gate is closed; otherwise `leave` must follow."""
@@ -34,24 +49,49 @@ class Gate:
             if not (self._open or self._in_flight):
                 self._changed.notify_all()
 
+    def ended(self, ticket: Ticket) -> None:
+        """Of copies that `start_behind` has started."""
+        with self._changed:
+            self._tickets.pop(ticket, None)
+
     def close(self) -> None:
         """No copy begins from here on, and none is in flight when this returns. It takes as long as
-        the copies in flight, one batch of slots at most; without them it does not wait."""
+        the copies in flight, two batches of slots at most; without them it does not wait."""
         if self.shut():
             return
+        began = time.monotonic()
         with self._changed:
-            if not self._changed.wait_for(self._is_idle, SLOW_S):
-                logger.warning(
-                    "[MIXKV-SELF-01] a copy of draft KV takes more than %.0f s: SGLang's scheduler "
-                    "waits for it, since its pages must not be given back before", SLOW_S
-                )  # fmt: skip
-                self._changed.wait_for(self._is_idle)
+            self._changed.wait_for(lambda: not self._in_flight)
+            tickets = list(self._tickets)
+        for ticket in tickets:
+            ticket.wait()
+        if time.monotonic() - began > SLOW_S:
+            logger.warning(
+                "[MIXKV-SELF-01] SGLang's scheduler waited %.1f s for copies of draft KV, since "
+                "pages must not be given back before", time.monotonic() - began,
+            )  # fmt: skip
 
     def shut(self) -> bool:
         """No copy begins from here on. Whether none is in flight; it does not wait for those."""
         with self._changed:
             self._open = False
-            return self._is_idle()
+            return not self._in_flight and all(ticket.over() for ticket in self._tickets)
 
-    def _is_idle(self) -> bool:
-        return not self._in_flight
+
+def start_behind(
+    gates: Iterable[Gate], start: Callable[[list[bool]], Ticket | None]
+) -> Ticket | None:
+    """Start copies of several requests on a device. `start` gets for each gate whether it is open,
+    and starts the copies of those alone; None: it has started nothing. That gates are looked at,
+    and that they know of the ticket, is one step under all of their locks: a gate that closes waits
+    for the ticket, or the copies were not started."""
+    gates = list(gates)
+    with ExitStack() as stack:
+        for gate in dict.fromkeys(gates):
+            stack.enter_context(gate._changed)
+        ticket = start([gate._open for gate in gates])
+        if ticket is not None:
+            for gate in gates:
+                if gate._open:
+                    gate._tickets[ticket] = None
+        return ticket

@@ -94,7 +94,7 @@ class Worker(ABC, Generic[Event, Action]):
 
     @abstractmethod
     def _outstanding(self) -> bool:
-        """Whether something is under way whose end makes no file readable."""
+        """Whether something beside copies is under way whose end makes no file readable."""
 
     @abstractmethod
     def _look(self, ready: list[Any]) -> Iterable[Event]:
@@ -112,7 +112,8 @@ class Worker(ABC, Generic[Event, Action]):
         try:
             self._begin()
             while not self._stopping:
-                ready = self._poll.wait(self._outstanding())
+                polled = self._copies is not None and self._copies.polled
+                ready = self._poll.wait(polled or self._outstanding())
                 for event in self._inlet.take(ready):
                     self._handle(event)
                 for event in self._look(ready):

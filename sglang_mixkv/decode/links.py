@@ -31,11 +31,13 @@ Dealer = zmq.Socket[bytes]
 
 
 class Store(NamedTuple):
-    """Where draft KV goes on a rank with a drafter."""
+    """Where draft KV goes on a rank with a drafter. `device`: GpuRows of the same pool and staging
+    memory, or None where a thread copies."""
 
     rows: DraftRows
     staging: Staging
     plane: DataPlane
+    device: Any = None
 
 
 class Link:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.copies import HostCopies
+from sglang_mixkv.channel.copies import DeviceCopies, DeviceJob, HostCopies
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Worker, is_done
 from sglang_mixkv.channel.messages import Fail, Ready
@@ -45,6 +45,7 @@ class ReceiveHandle:
     def __init__(self, pages: Any, page_size: int, event: Any, prefill: str = "") -> None:
         self.event, self.gate, self.prefill = event, Gate(), prefill
         self._pages, self._size = np.asarray(pages, dtype=np.int64), page_size
+        self._on_device: Any = None
         self.opened: ev.OpenRoom
         self.state: ev.State | None = None
         self.reason = ""
@@ -56,6 +57,12 @@ class ReceiveHandle:
         """Row numbers of tokens [first, end) of the prompt."""
         tokens = np.arange(first, end) - self.opened.first_token
         return self._pages[tokens // self._size] * self._size + tokens % self._size
+
+    def on(self, device: Any) -> Any:
+        """The page numbers there, uploaded once for all segments of the room."""
+        if self._on_device is None:
+            self._on_device = device.pages(self._pages)
+        return self._on_device
 
 
 class DecodeWorker(Worker[ev.Event, ev.Action]):
@@ -77,8 +84,11 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         self._forwards: dict[ev.Generation, Any] = {}  # events of rooms that are pending
         self._counter = itertools.count(int.from_bytes(os.urandom(4), "big") >> 2)
         if store is not None:
-            self._copies = HostCopies(
-                "mixkv-unpack", self._copy, self._size_of, self._inlet.wake, store.rows.use_device
+            begin, wake = store.rows.use_device, self._inlet.wake
+            self._copies = (
+                HostCopies("mixkv-unpack", self._copy, self._size_of, wake, begin)
+                if store.device is None
+                else DeviceCopies(store.device, self._prepare, self._finish)
             )
         self._thread.start()
 
@@ -236,7 +246,32 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         rows = handle.rows(job.first_token, job.first_token + job.tokens)
         started = time.perf_counter()
         store.rows.unpack(rows, job.heads, slot)
-        size = job.tokens * store.rows.bytes_per_token(heads)
-        self._reporter.moved(size, time.perf_counter() - started)
-        handle.bytes += size
+        self._account(job, time.perf_counter() - started)
         return ev.Result.DONE, ""
+
+    def _prepare(self, job: ev.Job) -> DeviceJob:
+        handle, store = job.handle, self._store
+        assert isinstance(handle, ReceiveHandle)
+        assert store is not None
+        pages, first = handle.on(store.device), job.first_token - handle.opened.first_token
+        if isinstance(job, ev.Clear):
+            what = store.device.job(pages, first, job.end - job.first_token)
+            return DeviceJob(handle.gate, "clear", what)
+        what = store.device.job(pages, first, job.tokens, job.heads, job.slot, job.stamp)
+        return DeviceJob(handle.gate, "unpack", what)
+
+    def _finish(self, job: ev.Job, found: Any, seconds: float) -> tuple[ev.Result, str]:
+        if found is None:
+            return ev.Result.CLOSED, ""
+        if found == SlotCheck.OK:
+            if isinstance(job, ev.Unpack):
+                self._account(job, seconds)
+            return ev.Result.DONE, ""
+        stale = found in (SlotCheck.STALE, SlotCheck.DIFFERS)
+        return (ev.Result.STALE if stale else ev.Result.ERROR), repr(found)[:300]
+
+    def _account(self, job: ev.Unpack, seconds: float) -> None:
+        size = self._size_of(job)
+        self._reporter.moved(size, seconds)
+        assert isinstance(job.handle, ReceiveHandle)
+        job.handle.bytes += size

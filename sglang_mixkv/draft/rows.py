@@ -45,7 +45,7 @@ class DraftRows:
         if any(entry.shape[-2] != len(heads) or not entry.is_contiguous() for entry in entries):
             raise ValueError(f"draft rows of {tuple(entries[0].shape)}: expected heads {heads}")
         pools = [entry.view(torch.uint8) for entry in entries]
-        self.heads, self.device = heads, pools[0].device
+        self.entries, self.heads, self.device = entries, heads, pools[0].device
         self.head_bytes = tuple(pool.shape[-1] for pool in pools)
         self.num_rows = min(pool.shape[:-2].numel() for pool in pools)
         self._by_numpy = by_numpy and self.device.type == "cpu"

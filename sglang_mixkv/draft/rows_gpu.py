@@ -114,9 +114,16 @@ class Ticket:
             raise RuntimeError("a batch that is not done has no results")
         return self._results
 
+    def over(self) -> bool:
+        """Whether the batch has ended, asked by any thread: for a gate that closes. After an error
+        of the device nothing runs there any more."""
+        try:
+            return self._event.is_done()
+        except CudaError:
+            return True
+
     def wait(self) -> None:
-        """Block until the batch has ended, in any thread: for a gate that closes. After an error of
-        the device nothing runs there any more."""
+        """Block until the batch has ended, in any thread: for a gate that closes."""
         try:
             self._event.wait()
         except CudaError as error:
@@ -198,6 +205,8 @@ class GpuRows:
             ticket.wait()
             if not ticket.done() or ticket.results() != [expected]:
                 raise CudaError(f"expected {expected!r}, got {ticket.results()} {ticket.error}")
+
+    most, job = MOST, Job
 
     @property
     def can_start(self) -> bool:

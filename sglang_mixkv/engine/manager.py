@@ -80,7 +80,7 @@ class DraftManager:
         )
         self.prefill_channel = PrefillWorker(
             machine, draft.rows, staging, plane, self.local_ip, local.port(self), local.times,
-            local.notes,
+            local.notes, local.device(staging),
         )  # fmt: skip
         return local.row(self, self.prefill_channel.address, staging, plane)
 
@@ -91,7 +91,9 @@ class DraftManager:
         store = None
         if draft is not None:
             staging = local.staging(slots)
-            store = Store(draft.rows, staging, local.plane(staging, self.local_ip))
+            store = Store(
+                draft.rows, staging, local.plane(staging, self.local_ip), local.device(staging)
+            )
         machine = decode_machine.Machine(local.instance, slots, local.slot_bytes, local.times)
         self.decode_channel = DecodeWorker(
             machine, store, local.times, local.notes, self._forget_peer
@@ -169,7 +171,7 @@ class DraftManager:
         heads = f"{layout.heads.start}-{layout.heads.stop - 1} of {layout.facts.total_heads}"
         return (
             f"{whose} attention-TP rank {layout.rank} of {layout.tp}, draft heads {heads}, "
-            f"data plane {plane.name} ({plane.why})"
+            f"data plane {plane.name} ({plane.why}), {local.copying}"
         )
 
     def _stands_for_server(self) -> bool:

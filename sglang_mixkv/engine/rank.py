@@ -46,6 +46,7 @@ class RankContext:
         self.backend, self.mode = backend, mode
         self.times = times()
         self.instance = draw_instance()
+        self.copying = "copied on the host"
         self.notes = Notes(mode, self.config.stats_dir, metrics_for(mode))
 
     def slots(self) -> SlotPool:
@@ -59,6 +60,18 @@ class RankContext:
     def staging(self, slots: SlotPool) -> Staging:
         assert self.draft is not None
         return Staging(slots.count, self.slot_bytes, self.draft.rows.device, self.draft.mem_pool)
+
+    def device(self, staging: Staging) -> Any:
+        """GpuRows where kernels copy; None where a thread does. `copying` says so and why."""
+        assert self.draft is not None
+        if self.draft.rows.device.type != "cuda":
+            return None
+        from sglang_mixkv.draft.rows_gpu import gpu_rows
+
+        rows = self.draft.rows
+        found = gpu_rows(rows.entries, rows.heads, self.draft.page_size, staging)
+        self.copying = f"copied by torch ({found})" if isinstance(found, str) else "kernels"
+        return None if isinstance(found, str) else found
 
     def plane(self, staging: Staging, host: str) -> DataPlane:
         """Registered, so that its endpoint is valid."""

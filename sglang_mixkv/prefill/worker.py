@@ -17,7 +17,7 @@ import numpy as np
 import zmq
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.copies import HostCopies
+from sglang_mixkv.channel.copies import DeviceCopies, DeviceJob, HostCopies
 from sglang_mixkv.channel.data_plane import DataPlane
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Worker, is_done
@@ -25,6 +25,7 @@ from sglang_mixkv.channel.messages import Ack, Fail, Open
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.sockets import Poller, endpoint, new_context, new_socket
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.draft.slot_format import SlotCheck
 from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.machine import Machine
 
@@ -46,12 +47,19 @@ class Pages:
 
     def __init__(self, pages: Any, page_size: int, events: Sequence[Any] = ()) -> None:
         self._pages, self._size, self.events = pages, page_size, events
+        self._on_device: Any = None
 
     def rows(self, offset: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Row numbers of `count` tokens, `offset` tokens behind the first page's start."""
         tokens = np.arange(offset, offset + count)
         pages = np.asarray(self._pages, dtype=np.int64)
         return pages[tokens // self._size] * self._size + tokens % self._size
+
+    def on(self, device: Any) -> Any:
+        """The page numbers there, uploaded once for all segments of the chunk."""
+        if self._on_device is None:
+            self._on_device = device.pages(self._pages)
+        return self._on_device
 
 
 class SendHandle:
@@ -67,7 +75,8 @@ class SendHandle:
 
 
 class PrefillWorker(Worker[ev.Event, ev.Action]):
-    """`plane`: peers read the staging memory through it."""
+    """`plane`: peers read the staging memory through it. `device`: GpuRows of this pool and this
+    staging memory, or None where a thread copies."""
 
     name, tick, failed = "mixkv-prefill", ev.Tick(), ev.ActionFailed
 
@@ -81,6 +90,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
         port: int,
         times: Times,
         reporter: Reporter,
+        device: Any = None,
     ) -> None:
         self._slots, self._rows, self._staging, self._plane = machine.slots, rows, staging, plane
         self._context = new_context()
@@ -92,8 +102,11 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
         super().__init__(machine, self._poller, reporter, 2 * times.whole_wait)
         self._pending: deque[ev.AddChunk] = deque()
         self._lost: set[ev.Connection] = set()
-        self._copies = HostCopies(
-            "mixkv-pack", self._pack, self._size_of, self._inlet.wake, rows.use_device
+        self._device = device
+        self._copies = (
+            HostCopies("mixkv-pack", self._pack, self._size_of, self._inlet.wake, rows.use_device)
+            if device is None
+            else DeviceCopies(device, self._on_device, self._packed)
         )
         self._thread.start()
 
@@ -239,4 +252,22 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
             return repr(error)[:300], False
         finally:
             handle.gate.leave()
+        return "", False
+
+    def _on_device(self, job: ev.PackJob) -> DeviceJob:
+        handle = job.use
+        assert isinstance(handle, SendHandle)
+        pages = job.pages.on(self._device)
+        what = self._device.job(pages, job.offset, job.count, job.heads, job.slot, job.stamp)
+        return DeviceJob(handle.gate, "pack", what)
+
+    def _packed(self, job: ev.PackJob, found: Any, seconds: float) -> tuple[str, bool]:
+        if found is None:
+            return "", True
+        if found != SlotCheck.OK:
+            return repr(found)[:300], False
+        assert isinstance(job.use, SendHandle)
+        size = self._size_of(job)
+        self._reporter.moved(size, seconds)
+        job.use.bytes += size
         return "", False

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.engine import sides
+from sglang_mixkv.engine import rank as sides
 from sglang_mixkv.engine.manager import DraftManager
 
 from .test_response_counts import ADDRESS, Scene, published  # noqa: F401

@@ -15,8 +15,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rig import threads
 from rig.fake_cuda import FakeCuda
 
+from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft import cuda
 from sglang_mixkv.draft.cuda import CudaError
 from sglang_mixkv.draft.rows import DraftRows, Staging
@@ -426,3 +428,58 @@ def test_a_nics_writes_are_flushed_where_the_gpu_does_not_order_them(
 def test_a_gpu_that_can_neither_order_nor_flush_is_refused() -> None:
     with pytest.raises(CudaError, match="neither orders"):
         small(FakeCuda(attributes={cuda.RDMA_ORDERING: 0, cuda.RDMA_FLUSH_OPTIONS: 2}))
+
+
+# ---------------------------------------------------------------- the channel
+
+
+@pytest.fixture
+def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Both sides of the draft channel, whose copies are kernels that end late."""
+
+    def on_device(rows: DraftRows, staging: Staging) -> GpuRows:
+        fake = FakeCuda(late=3)
+        with fake.compiling():
+            return GpuRows(rows.entries, rows.heads, threads.PAGE, staging, fake.driver())
+
+    monkeypatch.setattr(threads._Side, "device", staticmethod(on_device))
+    with threads.Channel(Times(20)) as both:
+        yield both
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 64])
+def test_rows_are_in_place_behind_kernels(channel: Any, tokens: int) -> None:
+    assert channel.request(1, tokens) == ("warm", "")
+    assert channel.at_rest()
+
+
+def test_rooms_at_once_share_batches(channel: Any) -> None:
+    handles = [channel.open(number, 20) for number in range(1, 4)]
+    sent = [channel.prefill.send(number, 20) for number in range(1, 4)]
+    for one, handle in zip(sent, handles, strict=True):
+        assert channel.state(handle) == ("warm", "")
+        assert handle.bytes == one.bytes == 20 * threads.TOKEN_BYTES
+        channel.end(one, handle)
+    assert channel.at_rest()
+
+
+@pytest.mark.parametrize("offset", [0, 8, 64, -1], ids=["stamp", "sum", "payload", "last byte"])
+def test_a_slot_that_changed_is_not_used_by_kernels(channel: Any, offset: int) -> None:
+    channel.decode.plane.damage = [offset]
+    assert channel.request(1) == ("cold", "stale")
+    channel.decode.plane.damage = []
+    assert channel.request(2) == ("warm", "")
+
+
+def test_requests_that_end_while_kernels_run_lose_no_slot(channel: Any) -> None:
+    for number in range(1, 12):
+        handle, sent = channel.open(number, 64), channel.prefill.send(number, 64)
+        threads.wait_for(lambda handle=handle: handle.bytes or handle.state, number / 100)
+        channel.decode.channel.close(handle, "aborted")
+        rows = channel.decode.rows_of(handle).copy()
+        channel.prefill.channel.end(sent, "aborted")
+        assert (channel.decode.rows_of(handle) == rows).all(), "rows are written after the end"
+    assert threads.wait_for(lambda: not channel.decode.channel.left())
+    assert threads.wait_for(lambda: not channel.prefill.channel.left().get("jobs"))
+    assert not list(channel.prefill.channel._machine.check()), channel.prefill.channel.left()
+    assert channel.request(99) == ("warm", "")

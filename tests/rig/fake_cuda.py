@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from sglang_mixkv.draft import cuda, kernels
 
 UNKNOWN, NOT_READY, LAUNCH_FAILED, INVALID_CONTEXT = 999, 600, 719, 201
 ORDERED = {cuda.RDMA_SUPPORTED: 1, cuda.RDMA_FLUSH_OPTIONS: 1, cuda.RDMA_ORDERING: 100}
+INTERPRETING = threading.Lock()  # Triton's interpreter has one grid for all threads
 H100 = {cuda.MAJOR: 9, cuda.MINOR: 0, **ORDERED}
 
 
@@ -64,7 +66,8 @@ class FakeCuda:
     @staticmethod
     def _interpret(kernel: Any, constants: dict[str, int], grid: Any, values: list[int]) -> None:
         words = [np.ctypeslib.as_array(ctypes.c_int64.from_address(n)) for n in values[:3]]
-        kernel[grid](*map(torch.from_numpy, words), **constants)
+        with INTERPRETING:
+            kernel[grid](*map(torch.from_numpy, words), **constants)
 
     def _call(self, name: str, *arguments: Any) -> int:
         self.calls[name] += 1

@@ -113,7 +113,10 @@ class Reporter:
 
 
 class _Side:
-    """What both have. `memory`: the pool's rows, K and V beside each other."""
+    """What both have. `memory`: the pool's rows, K and V beside each other. `device`: makes
+    GpuRows of a pool and its staging; None: threads copy."""
+
+    device: Callable[[DraftRows, Staging], Any] | None = None
 
     def __init__(self, times: Times) -> None:
         self.memory = np.full((2, PAGES * PAGE, len(HEADS), 16), CANARY, np.uint8)
@@ -122,6 +125,8 @@ class _Side:
         self.slots, self.plane, self.notes = SlotPool(SLOTS, times), Reads(), Reporter()
         self.instance, self.closed = messages.draw_instance(), False
         self.plane.register(Memory(self.staging.address, self.staging.size), self.staging.address)
+        make = type(self).device
+        self.on_device = make(self.rows, self.staging) if make is not None else None
 
 
 class Prefill(_Side):
@@ -132,7 +137,15 @@ class Prefill(_Side):
             self.instance, HEADS, lambda _heads, _size: SEGMENT, self.slots, times
         )
         self.channel = PrefillWorker(
-            machine, self.rows, self.staging, self.plane, HOST, port, times, self.notes
+            machine,
+            self.rows,
+            self.staging,
+            self.plane,
+            HOST,
+            port,
+            times,
+            self.notes,
+            self.on_device,
         )
         facts = StagingFacts(
             self.plane.name, self.plane.endpoint, self.staging.address, SLOT_BYTES, SLOTS
@@ -170,7 +183,7 @@ class Decode(_Side):
         super().__init__(times)
         self.forgotten: list[bytes] = []
         machine = decode_machine.Machine(self.instance, self.slots, SLOT_BYTES, times)
-        store = Store(self.rows, self.staging, self.plane)
+        store = Store(self.rows, self.staging, self.plane, self.on_device)
         self.channel = DecodeWorker(machine, store, times, self.notes, self.forgotten.append)
 
     def close(self) -> None:

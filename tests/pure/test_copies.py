@@ -1,0 +1,176 @@
+"""Copies on a device, behind their requests' gates: what starts, what waits, what is skipped."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from sglang_mixkv.channel.copies import DeviceCopies, DeviceJob
+from sglang_mixkv.channel.gate import Gate
+
+
+class Batch:
+    """In flight until the test ends it."""
+
+    def __init__(self, kind: str, jobs: list[str]) -> None:
+        self.kind, self.jobs, self.end = kind, jobs, threading.Event()
+
+    def over(self) -> bool:
+        return self.end.is_set()
+
+    done = over
+
+    def wait(self) -> None:
+        assert self.end.wait(10)
+
+    def results(self) -> list[str]:
+        return [f"{job} ok" for job in self.jobs]
+
+
+class Device:
+    most = 3
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+        self.fails = False
+
+    @property
+    def can_start(self) -> bool:
+        return sum(not batch.over() for batch in self.batches) < 2
+
+    def _start(self, kind: str, jobs: list[str]) -> Batch:
+        if self.fails:
+            raise RuntimeError("no device")
+        self.batches.append(Batch(kind, jobs))
+        return self.batches[-1]
+
+    def start_unpack(self, jobs: list[str]) -> Batch:
+        return self._start("unpack", jobs)
+
+    def start_clear(self, jobs: list[str]) -> Batch:
+        return self._start("clear", jobs)
+
+
+class Copies:
+    """`job`: its name, and the name of its request; "!": it cannot be prepared."""
+
+    def __init__(self) -> None:
+        self.device, self.gates = Device(), {name: Gate() for name in "abc"}
+        self.copies = DeviceCopies(self.device, self.prepare, lambda job, found, seconds: found)
+
+    def prepare(self, job: str) -> DeviceJob:
+        if job.endswith("!"):
+            raise ValueError("outside the pool")
+        return DeviceJob(self.gates[job[0]], "clear" if "clear" in job else "unpack", job)
+
+    def start(self, *jobs: str) -> None:
+        self.copies.start(jobs)
+
+    def ended(self) -> dict[str, Any]:
+        return dict(self.copies.ended())
+
+    @property
+    def flying(self) -> list[tuple[str, list[str]]]:
+        return [(batch.kind, batch.jobs) for batch in self.device.batches if not batch.over()]
+
+
+def test_jobs_of_several_requests_are_one_batch_and_two_batches_fly() -> None:
+    test = Copies()
+    test.start("a1", "b1", "a2", "b2", "c1", "c2", "c3")
+    assert test.flying == [("unpack", ["a1", "b1", "a2"]), ("unpack", ["b2", "c1", "c2"])]
+    assert not test.copies.done
+    assert test.copies.polled
+    test.device.batches[0].end.set()
+    assert test.copies.done
+    assert test.ended() == {"a1": "a1 ok", "b1": "b1 ok", "a2": "a2 ok"}
+    assert test.flying[1] == ("unpack", ["c3"])
+    for batch in test.device.batches:
+        batch.end.set()
+    assert set(test.ended()) == {"b2", "c1", "c2", "c3"}
+    assert not test.copies.polled
+
+
+def test_a_batch_is_of_one_kind() -> None:
+    test = Copies()
+    test.start("a1", "b clear", "c1")
+    assert test.flying == [("unpack", ["a1"]), ("clear", ["b clear"])]
+
+
+def test_jobs_behind_a_closed_gate_are_skipped_and_the_others_start() -> None:
+    test = Copies()
+    test.gates["b"].close()
+    test.start("a1", "b1", "c1")
+    assert test.flying == [("unpack", ["a1", "c1"])]
+    assert test.ended() == {"b1": None}
+    test.gates["b"].close()
+    test.start("b2")
+    assert len(test.flying) == 1, "nothing is launched for closed gates alone"
+    assert test.ended() == {"b2": None}
+
+
+def test_a_gate_closes_behind_the_batch_in_flight_and_not_behind_others() -> None:
+    test = Copies()
+    test.start("a1", "b1")
+    assert not test.gates["a"].shut()
+    assert test.gates["c"].shut()
+    closing = threading.Thread(target=test.gates["b"].close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    test.device.batches[0].end.set()  # nobody asks for its end: the event alone says it
+    closing.join(10)
+    assert not closing.is_alive()
+    assert test.gates["a"].shut()
+
+
+def test_a_gate_that_is_closed_between_look_and_launch_waits_for_the_batch() -> None:
+    """They are one step: the close comes before both, or behind both."""
+    test = Copies()
+    real, closed, closing = test.device._start, threading.Event(), list[threading.Thread]()
+
+    def close() -> None:
+        test.gates["a"].close()
+        closed.set()
+
+    def start(kind: str, jobs: list[str]) -> Batch:
+        closing.append(threading.Thread(target=close))
+        closing[0].start()
+        assert not closed.wait(0.05), "it was closed before the device had the batch"
+        return real(kind, jobs)
+
+    test.device._start = start  # type: ignore[method-assign]
+    test.start("a1")
+    assert not closed.wait(0.05)
+    test.device.batches[0].end.set()
+    assert closed.wait(10)
+    closing[0].join()
+
+
+@pytest.mark.parametrize("fails", ["device", "job"])
+def test_what_cannot_be_started_fails_alone(fails: str) -> None:
+    test = Copies()
+    test.gates["b"].close()
+    test.device.fails = fails == "device"
+    test.start("a1", "b1", "c!" if fails == "job" else "c1")
+    found = test.ended()
+    assert found.pop("b1") is None
+    assert isinstance(found.pop("c!" if fails == "job" else "c1"), Exception)
+    assert len(found) == (fails == "device")
+    assert test.gates["c"].shut(), "no batch holds it"
+    test.device.fails = False
+    test.start("a2")
+    assert test.flying[-1] == ("unpack", ["a2"])
+
+
+def test_the_end_waits_for_what_is_in_flight() -> None:
+    test = Copies()
+    test.start("a1")
+    closing = threading.Thread(target=test.copies.close)
+    closing.start()
+    closing.join(0.05)
+    assert closing.is_alive()
+    test.device.batches[0].end.set()
+    closing.join(10)
+    assert not closing.is_alive()
