@@ -112,9 +112,14 @@ class Machine:
         room = self._uses.pop(event.use, None)
         if room is None:
             return
-        self._fail_parts(room, "aborted", event.reason or "the sender was cleared")
         for part in room.parts.values():
-            del self._parts[part.opened.generation]
+            generation = part.opened.generation
+            if not part.ended:
+                self._fail(part, "aborted", event.reason or "the sender was cleared")
+                self._waiting.note(
+                    room.number, part.reader, generation, part.connection, self._clock
+                )
+            del self._parts[generation]
         if self._current.get(room.number) is room:
             del self._current[room.number]
 

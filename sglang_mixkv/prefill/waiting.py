@@ -16,8 +16,9 @@ MAX_ALL = 1 << 17
 
 
 class _Record:
-    """What one reader did with one room number: it opened and `ended` so many requests, of which
-    `last` was the last one, and then opened `part`. `connection`: whose place it takes."""
+    """What one reader did with one room number: it opened and `ended` so many requests that are
+    not here yet, and then opened `part`. `last`: the last one that ended, on either side.
+    `connection`: whose place it takes."""
 
     __slots__ = ("connection", "ended", "last", "part", "since")
 
@@ -37,7 +38,7 @@ class Waiting:
         self._taken: Counter[Connection] = Counter()
 
     def __len__(self) -> int:
-        return len(self._records)
+        return sum(bool(record.ended or record.part) for record in self._records.values())
 
     @property
     def parts(self) -> int:
@@ -68,6 +69,14 @@ class Waiting:
         record.part, record.last = None, absent
         record.ended += 1
 
+    def note(
+        self, number: int, reader: bytes, generation: int, connection: Connection, now: float
+    ) -> None:
+        """A request that the reader had opened has ended here. Its own FAIL may be on its way, and
+        must not be taken for that of another request, whose OPEN was lost."""
+        if not self.is_full(connection):
+            self._touch(number, reader, connection, now).last = Absent(generation)
+
     def begin(self, number: int) -> tuple[dict[bytes, Absent], list[Part]]:
         """A request of this number is here: readers for which it has ended, and the parts of the
         others, the newest first. The caller puts back those that are for a later request."""
@@ -80,8 +89,6 @@ class Waiting:
             elif record.part is not None:
                 parts.append((record.since, record.part))
                 record.part = None
-            if not (record.ended or record.part):
-                self._remove(number, reader)
         parts.sort(key=lambda one: -one[0])
         return absent, [part for _, part in parts]
 

@@ -1,7 +1,7 @@
 """What memory holds here: a number for a row, which names its prompt, token and heads.
 
 A row of a prefill pool is `row(prompt, token)`. In a slot the heads that were packed join it. A
-decode pool has one cell per token and head. A slot is stamp, rows, stamp.
+decode pool has one cell per token and head. A slot is stamp, rows, sum.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ def unpacked(piece: int, heads: range) -> int:
     return piece >> 10 if same else SPOILED
 
 
-def checksum(pieces: list[int]) -> int:
-    return hash(tuple(pieces)) & ((1 << 62) - 1)
+def checksum(pieces: list[int], stamp: int) -> int:
+    return hash((stamp, *pieces)) & ((1 << 62) - 1)
 
 
 def new_slots(count: int) -> list[list[int]]:
     return [[EMPTY] * (TOKENS + 2) for _ in range(count)]
 
 
-def carries(slot: list[int], tokens: int, stamp: int, check: int | None) -> bool:
+def carries(slot: list[int], tokens: int, stamp: int) -> bool:
     """Whether the slot holds what a READY has announced, as far as a reader can see."""
-    if slot[0] != stamp or slot[tokens + 1] != stamp:
-        return False
-    return check is None or checksum(slot[1 : tokens + 1]) == check
+    return slot[0] == stamp and slot[tokens + 1] == checksum(slot[1 : tokens + 1], stamp)

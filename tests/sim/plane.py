@@ -1,4 +1,8 @@
-"""The data plane: reads from a prefill rank's slots to a decode rank's, and how they go wrong."""
+"""The data plane: reads from a prefill rank's slots to a decode rank's, and how they go wrong.
+
+A read is of several slots, and ends as a whole. Bytes may land until it has ended, however long
+that takes, and none afterwards.
+"""
 
 from __future__ import annotations
 
@@ -10,44 +14,41 @@ if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank
     from tests.sim.prefill import PrefillRank
 
-FAULTS = ("fail", "fail_late", "hang", "late", "slow")
+FAULTS = ("fail", "hang", "late", "slow")
 
 
 class Read:
-    """`valid`: the slot was the reader's all the time. `fate`: "" where nothing goes wrong."""
+    """`valid`: the remote slot was the reader's all the time, by range. `fate`: "" where nothing
+    goes wrong."""
 
     def __init__(
-        self, rank: DecodeRank, action: ev.StartRead, remote: PrefillRank | None, stamp: int
+        self, rank: DecodeRank, action: ev.StartRead, remote: PrefillRank | None, stamps: list[int]
     ) -> None:
-        self.rank, self.remote, self.stamp = rank, remote, stamp
+        self.rank, self.remote, self.stamps = rank, remote, stamps
         self.world, self.clock, self.rng = rank.world, rank.clock, rank.rng
-        self.number, self.pieces = action.read, action.tokens + 2
-        self.there, self.here = action.remote_slot, action.local_slot
+        self.number, self.ranges = action.read, action.ranges
+        self.pieces = [(n, i) for n, one in enumerate(self.ranges) for i in range(one.tokens + 2)]
+        self.rng.shuffle(self.pieces)
         self.copied = 0
-        self.valid = True
-        self.failed = self.given_up = False
+        self.valid = [True] * len(self.ranges)
         self.fate = rank.fate_of_read(action.peer)
 
     def start(self) -> None:
-        rng = self.rng
+        rng, late = self.rng, self.world.times.read
         match self.fate:
             case "fail":
-                self._fail(0.0)
-            case "fail_late" | "hang":
                 self._after(rng.random() * 0.01, self._stick)
+                self._after(0.01 + rng.random() * rng.choice((0.01, 2)), self._fail)
+            case "hang":
+                self._go(late + rng.choice((2, 35)) * rng.random())
+            case "stuck":
+                self._go(late + self.rank.stuck + rng.random())
             case "late":
-                self._go(4.8 + rng.random() * 4)
+                self._go(late - 0.2 + rng.random() * 4)
             case "slow":
-                self._go(rng.random() * 3)
+                self._go(rng.random() * (late - 0.5))
             case _:
                 self._go(rng.random() ** 4 * self.world.copying)
-
-    def give_up(self) -> None:
-        self.given_up = True
-        if self.fate == "hang":
-            self._after(self.rng.choice((2, 35)) * self.rng.random(), self._land)
-
-    # -- what goes on
 
     def _after(self, delay: float, call: object) -> None:
         self.clock.after(delay, self._step, call)
@@ -66,56 +67,38 @@ class Read:
         call()
 
     def _go(self, seconds: float) -> None:
-        self._after(seconds * self.rng.random(), self._first)
+        self._after(min(seconds * self.rng.random(), 0.02), self._stick)
         self._after(seconds, self._rest)
 
     def _copy(self, end: int) -> None:
-        self.valid = self.valid and self.remote.offers(self.there, self.stamp)
-        here, there = self.rank.memory[self.here], self.remote.memory[self.there]
-        here[self.copied : end] = there[self.copied : end]
+        for number, piece in self.pieces[self.copied : end]:
+            one = self.ranges[number]
+            offered = self.remote.offers(one.remote_slot, self.stamps[number])
+            self.valid[number] = self.valid[number] and offered
+            there = self.remote.memory[one.remote_slot]
+            self.rank.memory[one.local_slot][piece] = there[piece]
         self.copied = max(end, self.copied)
 
-    def _first(self) -> None:
+    def _stick(self) -> None:
         if not self.copied:
-            self._copy(self.rng.randint(1, self.pieces))
+            self._copy(self.rng.randint(0, len(self.pieces)))
 
     def _rest(self) -> None:
-        self._copy(self.pieces)
-        self._end(ev.ReadDone(self.number))
+        self._copy(len(self.pieces))
+        self._end()
 
-    def _stick(self) -> None:
-        self._copy(self.rng.randint(0, self.pieces - 1))
-        if self.fate == "fail_late":
-            self._fail(self.rng.random() * 6)
-
-    def _land(self) -> None:
-        self._copy(self.pieces)
-        self._end(ev.ReadSettled(self.number))
-
-    def _fail(self, settles: float) -> None:
-        self.failed = True
-        self._post(ev.ReadFailed(self.number, "injected"))
-        if settles:
-            self._after(settles, self._land)
-        else:
-            self._end(ev.ReadSettled(self.number))
+    def _fail(self) -> None:
+        self._end("injected")
 
     def _peer_is_dead(self) -> None:
-        """The read fails, or hangs until it is given up."""
-        if self.fate == "dead":
-            return
-        if not (self.failed or self.given_up) and self.rng.random() < 0.5:
-            self.fate = "hang"
-            return
-        self.fate = "dead"
-        if not self.failed:
-            self._post(ev.ReadFailed(self.number, "the peer is dead"))
-        self.clock.after(self.rng.random(), self._end, ev.ReadSettled(self.number))
+        """The read fails, sooner or later."""
+        if self.fate != "dead":
+            self.fate = "dead"
+            seconds = self.rng.random() * self.rng.choice((1, 30))
+            self.clock.after(seconds, self._end, "the peer is dead")
 
-    def _post(self, event: object) -> None:
-        self.rank.later("queue", 0.0, self.rank.handle, event)
-
-    def _end(self, event: object) -> None:
+    def _end(self, error: str = "") -> None:
         if self.rank.reads.get(self.number) is self:
             self.rank.read_ended(self)
-            self._post(event)
+            event = ev.ReadEnded(self.number, error)
+            self.rank.later("queue", 0.0, self.rank.handle, event)

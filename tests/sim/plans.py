@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.decode import servers
+from sglang_mixkv.decode import plan as plans
 from sglang_mixkv.decode.events import Source
 from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
@@ -39,7 +39,7 @@ def contacts(world: World, request: Request, rank: DecodeRank) -> range:
 
 def plan_for(
     world: World, request: Request, rank: DecodeRank, instances: tuple[bytes, ...]
-) -> servers.Plan:
+) -> plans.Plan:
     """The real plan, with the instances that the rank knows. Raises MixKVError where refused."""
     prefill = world.spec.servers[request.prefill[0]]
     plan = make_plan(world.spec.heads, prefill, rank.place.server, rank.place.tp_rank)
@@ -50,13 +50,13 @@ def plan_for(
         )
         for i, s in enumerate(plan.sources)
     )
-    return servers.Plan(sources, (), plan.version, plan.cold)
+    return plans.Plan(sources, (), plan.version, plan.cold)
 
 
-PLANS: dict[tuple, servers.Plan] = {}  # by all that they depend on
+PLANS: dict[tuple, plans.Plan] = {}  # by all that they depend on
 
 
-def make_plan(heads: int, prefill: Server, decode: Server, rank: int) -> servers.Plan:
+def make_plan(heads: int, prefill: Server, decode: Server, rank: int) -> plans.Plan:
     of = (prefill.tp, prefill.slots, prefill.tokens, prefill.plugin, prefill.drafter)
     key = (heads, of, decode.tp, decode.slots, decode.tokens, decode.drafter, rank)
     plan = PLANS.get(key)
@@ -65,13 +65,13 @@ def make_plan(heads: int, prefill: Server, decode: Server, rank: int) -> servers
     return plan
 
 
-def _make_plan(heads: int, prefill: Server, decode: Server, rank: int) -> servers.Plan:
+def _make_plan(heads: int, prefill: Server, decode: Server, rank: int) -> plans.Plan:
     rows = {}
     if prefill.plugin:
         rows = {("p", i): _row(heads, prefill, i) for i in range(prefill.tp)}
     indices = contacted(prefill.tp, decode.tp, rank)
-    found = [servers.Contact("p", i, True) for i in indices]
-    return servers.make_plan(found, rows, _row(heads, decode, rank), serve_mismatch=True)
+    found = [plans.Contact("p", i, True) for i in indices]
+    return plans.make_plan(found, rows, _row(heads, decode, rank), serve_mismatch=True)
 
 
 def _row(heads: int, server: Server, rank: int) -> Row:

@@ -12,19 +12,23 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tests.sim.world import World
 
+CAN_FAIL = ("Send", "StartRead", "Pack", "Copy")
 FINE, COARSE = 0.1, 1.0  # between ticks, where a deadline is near and where none is
 
 
 class Process:
-    """`stop_at`: where the next stop takes hold; "" for at once."""
+    """`now`: the machine's, of the event whose actions are executed."""
 
     tick: object
+    failed: Callable[..., object]
     machine: object
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.clock, self.rng, self.name = world, world.clock, world.clock.rng, name
         self.alive, self.stopped = True, False
         self.stopped_for = 0.0  # in all
+        self.now = 0.0
+        self._acts = False  # there will be a look at what the machine asks for
         self.unexecuted: list[object] = []
         self.errors: dict[str, int] = {}  # how many copies of a kind will fail
         self._sampled: tuple[object, float] | None = None
@@ -68,14 +72,29 @@ class Process:
         self._handle(event, self.clock.now)
 
     def _handle(self, event: object, now: float) -> None:
-        self.world.cover(self, event)
-        actions = self.machine.handle(event, now)
+        self.now = now
+        self.world.checks.event(self, event)
+        self.machine.handle(event, now)
         if self.world.log is not None:
-            self.world.note(self.name, event, actions)
-        self.world.check(self)
+            self.world.note(self.name, event)
+        self._want_tick()
+        if self._acts:
+            return
+        if self.rng.random() < self.world.spec.gathers:
+            self._acts = True
+            self.later("look", self.rng.random() * 0.0004, self._act)
+        else:
+            self._act()
+
+    def _act(self) -> None:
+        """At the end of a look, which may have taken several events."""
+        self._acts = False
+        actions = self.machine.actions()
+        if self.world.log is not None:
+            self.world.note_actions(self.name, actions)
+        self.world.checks.books(self)
         if actions:
             self._emit(actions)
-        self._want_tick()
 
     def _emit(self, actions: list[object]) -> None:
         if self._stop is not None and self._stop[0] == "emitted":
@@ -84,6 +103,15 @@ class Process:
             actions = actions[:cut]
             self._halt()
         for action in actions:
+            self.perform(action)
+
+    def perform(self, action: object) -> None:
+        """Some raise in place of being done."""
+        if self.errors.get("action") and type(action).__name__ in CAN_FAIL:
+            self.errors["action"] -= 1
+            self.world.checks.undone(self, action)
+            self.post(self.failed(action, "injected"))
+        else:
             self.execute(action)
 
     def execute(self, action: object) -> None:
@@ -120,7 +148,7 @@ class Process:
         sampled, self._sampled = self._sampled, None
         actions, self.unexecuted = self.unexecuted, []
         for action in actions:
-            self.execute(action)
+            self.perform(action)
         if sampled is not None:
             self._handle(*sampled)
         parked, self._parked = self._interleaved(self._parked), []

@@ -8,16 +8,13 @@ from tests.sim.shrink import shrink
 
 def summary(result: Result) -> str:
     each = 1000 * result.seconds / max(1, result.schedules)
-    transitions = len(result.coverage.counts)
-    return (
-        f"{result.schedules} schedules, {each:.2f} ms each, {transitions} transitions under faults"
-    )
+    return f"{result.schedules} schedules, {each:.2f} ms each"
 
 
-def describe(outcome: Outcome, large: bool, mutation: str = "") -> str:
+def describe(outcome: Outcome, large: bool) -> str:
     """The smallest schedule that fails like this one, and its log."""
     least = run_spec(shrink(outcome).spec, logged=True)
-    options = (" --large" if large else "") + (f" --mutation {mutation}" if mutation else "")
+    options = " --large" if large else ""
     return "\n".join(
         [
             f"{outcome.invariant}: {outcome.detail}",

@@ -87,7 +87,6 @@ def _simpler(request: Request) -> Iterator[Request]:
     yield replace(request, abort=None)
     yield replace(request, target_fails=-1)
     yield replace(request, forward=0.0)
-    yield replace(request, checksum=False)
     yield replace(request, optimistic=False)
     yield replace(request, prefill_delay=0.0)
     yield replace(request, decode_delay=0.0)

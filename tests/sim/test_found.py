@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
-from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.channel.messages import Ack, Announced, Fail, Open, Ready
+from sglang_mixkv.channel.slots import RoundRobin, SlotPool
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.channel.turns import Turns
 from sglang_mixkv.decode import events as dev
-from sglang_mixkv.decode import rooms as decode
+from sglang_mixkv.decode.machine import Machine as DecodeMachine
 from sglang_mixkv.prefill import events as pev
-from sglang_mixkv.prefill import rooms as prefill
+from sglang_mixkv.prefill.machine import Machine as PrefillMachine
 
 ONE, TWO, READER = b"prefill1", b"prefill2", b"decode01"
 
 
-def new_prefill(slots: int = 4) -> prefill.Rooms:
-    return prefill.Rooms(ONE, range(1), lambda heads, size: 4, SlotPool(slots, Times()), Times())
+class Driven:
+    """A machine that is asked for actions after each event. Copies are listed one by one."""
+
+    def __init__(self, machine: Any) -> None:
+        self.machine = machine
+
+    def handle(self, event: Any, now: float) -> list[Any]:
+        self.machine.handle(event, now)
+        found = []
+        for action in self.machine.actions():
+            found += action.jobs if isinstance(action, pev.Pack | dev.Copy) else (action,)
+        return found
 
 
-def new_decode(slots: int = 2) -> decode.Rooms:
-    return decode.Rooms(READER, SlotPool(slots, Times()), 1 << 10, Times())
+def new_prefill(slots: int = 4) -> Driven:
+    pool = SlotPool(slots, Times())
+    return Driven(PrefillMachine(ONE, range(1), lambda heads, size: 4, pool, Times()))
+
+
+def new_decode(slots: int = 2) -> Driven:
+    return Driven(DecodeMachine(READER, SlotPool(slots, Times()), 1 << 10, Times()))
 
 
 def open_(room: int, generation: int) -> pev.Received:
@@ -34,42 +50,13 @@ def opened(generation: int, peer: bytes = ONE) -> dev.OpenRoom:
 
 def ready(generation: int, segment: int, peer: bytes = ONE) -> dev.Received:
     stamp = 100 * generation + segment + 1
-    message = Ready(7, generation, segment, segment, stamp, 4 * segment, 4, last=False)
+    announced = Announced(segment, stamp, 4)
+    message = Ready(7, generation, segment, 4 * segment, (announced,), last=False)
     return dev.Received(peer, message)
 
 
 def of(kind: type, actions: list) -> list:
     return [action for action in actions if isinstance(action, kind)]
-
-
-def test_a_segment_does_not_wait_for_a_slot_until_prefill_uses_its_own_again() -> None:
-    """Both local slots are held by reads that hang; the other peer's segment came at 0.1 s, and
-    prefill gives its slot to another after 60 s."""
-    machine = new_decode(slots=2)
-    machine.handle(opened(1), 0.0)
-    machine.handle(opened(2, TWO), 0.0)
-    for segment in range(2):
-        assert of(dev.StartRead, machine.handle(ready(1, segment), 0.0))
-    assert not of(dev.StartRead, machine.handle(ready(2, 0, TWO), 0.1))
-    acked = []
-    for tenths in range(2, 650):
-        acked += of(dev.Send, machine.handle(dev.Tick(), tenths / 10))
-    actions = machine.handle(dev.ReadSettled(1), 65.0)
-    assert not of(dev.StartRead, actions)
-    assert Ack(0, 201) in [send.message for send in acked]
-
-
-def test_an_open_behind_a_fail_is_for_the_next_request_with_its_number() -> None:
-    """Decode aborts a request before it is on prefill, and opens the number's next one."""
-    machine = new_prefill()
-    machine.handle(open_(7, 1), 0.0)
-    machine.handle(pev.Received(b"c", Fail(7, 1, "closed")), 0.0)
-    machine.handle(pev.Begin(1, 7), 0.1)
-    machine.handle(open_(7, 2), 0.2)
-    assert not of(pev.Pack, machine.handle(pev.AddChunk(1, 0, 4, True, "first"), 0.3))
-    machine.handle(pev.Begin(2, 7), 0.4)
-    (pack,) = of(pev.Pack, machine.handle(pev.AddChunk(2, 0, 4, True, "second"), 0.5))
-    assert (pack.pages, pack.use) == ("second", 2)
 
 
 def test_a_room_whose_reader_ended_first_does_not_wait_for_it() -> None:
@@ -94,10 +81,10 @@ def test_each_request_that_a_reader_ended_may_still_come(late: float, lost: bool
         machine.handle(pev.Tick(), float(second))
     for use in (1, 2):
         machine.handle(pev.Begin(use, 7), late)
-        assert not of(pev.Pack, machine.handle(pev.AddChunk(use, 0, 4, True, use), late))
+        assert not of(pev.PackJob, machine.handle(pev.AddChunk(use, 0, 4, True, use), late))
         machine.handle(pev.End(use), late)
     machine.handle(pev.Begin(3, 7), late)
-    (pack,) = of(pev.Pack, machine.handle(pev.AddChunk(3, 0, 4, True, 3), late))
+    (pack,) = of(pev.PackJob, machine.handle(pev.AddChunk(3, 0, 4, True, 3), late))
     assert pack.use == 3
 
 
@@ -109,20 +96,10 @@ def test_all_readers_that_opened_have_ended_and_another_is_for_the_next_request(
     machine.handle(pev.Begin(1, 7), 0.2)
     opened = Open(1, 7, 9, ONE, b"decode02", 1, (0, 1), 0, 1 << 10)
     machine.handle(pev.Received(b"d", opened), 0.3)
-    assert not of(pev.Pack, machine.handle(pev.AddChunk(1, 0, 4, True, 1), 0.4))
+    assert not of(pev.PackJob, machine.handle(pev.AddChunk(1, 0, 4, True, 1), 0.4))
     machine.handle(pev.Begin(2, 7), 0.5)
-    (pack,) = of(pev.Pack, machine.handle(pev.AddChunk(2, 0, 4, True, 2), 0.6))
+    (pack,) = of(pev.PackJob, machine.handle(pev.AddChunk(2, 0, 4, True, 2), 0.6))
     assert pack.use == 2
-
-
-def test_a_reader_that_ended_first_is_forgotten() -> None:
-    machine = new_prefill()
-    machine.handle(open_(7, 1), 0.0)
-    machine.handle(pev.Received(b"c", Fail(7, 1, "closed")), 0.0)
-    for seconds in range(602):
-        assert list(machine.check()) == []
-        machine.handle(pev.Tick(), float(seconds))
-    assert machine.left() == {}
 
 
 def test_a_doubled_ready_is_not_acknowledged_while_the_first_is_read() -> None:
@@ -131,26 +108,18 @@ def test_a_doubled_ready_is_not_acknowledged_while_the_first_is_read() -> None:
     assert of(dev.StartRead, machine.handle(ready(1, 0), 0.0))
     machine.handle(dev.CloseRoom(1), 0.1)
     assert not of(dev.Send, machine.handle(ready(1, 0), 0.2))
-    acks = of(dev.Send, machine.handle(dev.ReadDone(1), 0.3))
-    assert [send.message for send in acks] == [Ack(0, 101)]
+    acks = of(dev.Send, machine.handle(dev.ReadEnded(1), 0.3))
+    assert [send.message for send in acks] == [Ack(((0, 101),))]
 
 
 def test_owners_take_turns_from_one_free_slot_to_the_next() -> None:
-    turns: Turns[str] = Turns()
-    for owner in "ab":
-        for number in range(3):
-            turns.add(owner, number, owner)
-    served = ""
+    turns, pool = RoundRobin[str](), SlotPool(4, Times())
+    for number in range(3):
+        for owner in "ab":
+            turns.add(owner, owner + str(number))
+    served, slot = "", None
     for _ in range(6):
-        free = [1]
-
-        def serve(item: str, free: list[int] = free) -> bool | None:
-            nonlocal served
-            if not free:
-                return None
-            free.pop()
-            served += item
-            return False
-
-        turns.serve(serve, free.__len__)
+        ((item, slot),) = turns.take(pool, 0.0, 1)
+        served += item[0]
+        pool.free(slot)
     assert served == "ababab"

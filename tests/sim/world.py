@@ -10,7 +10,6 @@ from sglang_mixkv.channel.times import Times
 from tests.sim import faults
 from tests.sim.checks import Checks
 from tests.sim.clock import Clock
-from tests.sim.coverage import Coverage
 from tests.sim.decode import DecodeRank
 from tests.sim.groups import DecodeGroup, Group, PrefillGroup
 from tests.sim.life import Life
@@ -40,14 +39,10 @@ class Place:
 class World:
     """`check_every`: machines are asked for their books after so many events."""
 
-    def __init__(
-        self, spec: Spec, coverage: Coverage | None = None, log: list[str] | None = None,
-        check_every: int = 1,
-    ) -> None:  # fmt: skip
+    def __init__(self, spec: Spec, log: list[str] | None = None, check_every: int = 1) -> None:
         self.spec, self.log, self.times = spec, log, Times()
         self.copying = spec.copying
         self.clock = Clock(spec.seed)
-        self.coverage = coverage
         self.notes: Counter[str] = Counter()
         self.checks = Checks(self, check_every)
         self._numbers = count(1)
@@ -109,13 +104,14 @@ class World:
             self.clock.after(request.abort[1], self._abort, request)
 
     def _follow(self, request: Request) -> None:
-        """It has the number of an earlier one. That must be begun on prefill, opened there by each
-        reader and closed on decode, or over on both sides."""
+        """It has the number of an earlier one. That must be closed on decode, and opened on prefill
+        by each reader, or over there. Before it is begun there, its readers must still live."""
         former = self.lives[request.after]
         receivers = self.groups[request.decode].receivers.get(request.after, ())
         senders = self.groups[request.prefill].senders.get(request.after, ())
         over = former.prefill_over and all(s.ended or not s.rank.alive for s in senders)
-        opened = former.prefill_begun and bool(receivers) and all(map(self._opened, receivers))
+        opened = bool(receivers) and all(map(self._opened, receivers))
+        opened = opened and (former.prefill_begun or all(r.rank.alive for r in receivers))
         closed = all(r.closed or not r.rank.alive for r in receivers)
         if former.outcome and closed and (over or opened):
             self.clock.after(self.clock.rng.random() * 0.002, self._arrive, request)
@@ -133,26 +129,20 @@ class World:
         return all((peer, receiver.generation) in self.opens_arrived for peer in peers)
 
     def _abort(self, request: Request) -> None:
-        side = request.abort[0]
+        side, _, told = request.abort
         other = "decode" if side == "prefill" else "prefill"
         self.groups[getattr(request, side)].fail(request, "aborted")
-        if self.clock.rng.random() < 0.8:
+        if told:
             group = self.groups[getattr(request, other)]
             self.clock.after(self.clock.rng.random() * 0.05, group.fail, request, "aborted")
 
-    # -- what processes ask for after each event
+    # -- the log
 
-    def check(self, process: Process) -> None:
-        self.checks.books(process)
-
-    def cover(self, process: Process, event: object) -> None:
-        self.checks.event(process, event)
-        if self.coverage is not None:
-            self.coverage.add(process.machine, event)
-
-    def note(self, name: str, event: object, actions: list[object]) -> None:
+    def note(self, name: str, event: object) -> None:
         self.log.append(f"{self.clock.now:10.4f} {name:6} {event!r}")
-        self.log.extend(f"{'':17} -> {action!r}" for action in actions)
+
+    def note_actions(self, name: str, actions: list[object]) -> None:
+        self.log.extend(f"{'':10} {name:6} -> {action!r}" for action in actions)
 
     def note_fault(self, text: str) -> None:
         if self.log is not None:
@@ -163,5 +153,3 @@ class World:
         if not self.clock.run(LIMIT):
             self.checks.never_at_rest()
         self.checks.at_the_end()
-        if self.coverage is not None:
-            self.coverage.flush(self.started)
