@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> int:
     seeds = range(args.seed, args.seed + args.schedules)
     cover = Cover(Result(), args.large, args.cover)
     result = cover.result = run_many(
-        seeds, args.large, args.seconds, check_every=args.check_every,
-        seen=cover.note if args.cover else None,
+        seeds, args.large, args.seconds, check_every=args.check_every, covered=bool(args.cover),
+        seen=cover.note,
     )  # fmt: skip
     if args.cover:
         cover.run()

@@ -50,7 +50,7 @@ class Packing:
             if chunk is None:
                 return False
             if part.token >= chunk.first + chunk.count:
-                if not part.packing:  # the last READY follows those before it
+                if part.offered == part.segments:  # the last READY follows those before it
                     found.append((part, part.cut(NO_SLOT, self._stamp(part), 0)[-1]))
                 return False
             if not self._slots.can_take(part.reader, now):
@@ -66,7 +66,6 @@ class Packing:
         limit = self._segment_tokens(len(opened.wanted), opened.slot_bytes)
         chunk, offset, ready = part.cut(slot, self._stamp(part), limit)
         self._job += 1
-        part.packing[self._job] = ready
         self._jobs[self._job] = part, ready
         return Pack(
             self._job, chunk.use, chunk.pages, offset, ready.count, opened.wanted, slot,
@@ -79,5 +78,4 @@ class Packing:
     def end(self, event: Packed) -> tuple[Part, Ready]:
         """The slot is the caller's."""
         part, ready = self._jobs.pop(event.job)
-        del part.packing[event.job]
         return part, msgspec.structs.replace(ready, checksum=event.checksum)

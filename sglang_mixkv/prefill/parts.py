@@ -74,6 +74,8 @@ class Part:
     """The reader's side. `room` is None until SGLang's sender is here.
 
     `token` is the first that is not cut into a segment yet, in chunk number `chunk` or behind it.
+    `segments` are cut, and the READYs of the first `offered` are sent; `packed`: READYs by segment
+    that wait for one before them.
     """
 
     def __init__(self, opened: Open, connection: Connection, now: float) -> None:
@@ -82,7 +84,8 @@ class Part:
         self.chunk = 0
         self.token = opened.first_token
         self.segments = 0
-        self.packing: dict[int, Ready] = {}  # by job
+        self.offered = 0
+        self.packed: dict[int, Ready] = {}
         self.complete = not opened.wanted
         self.over = False
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, draw, fail
+from sglang_mixkv.channel.messages import NO_SLOT, Ack, Fail, Open, Ready, draw, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.prefill import events as ev
@@ -63,7 +63,7 @@ class Rooms:
             if isinstance(started, ev.Pack):
                 self._out.append(started)
             else:
-                self._offer(*started)
+                self._announce(*started)
         actions, self._out = self._out, []
         return actions
 
@@ -225,6 +225,9 @@ class Rooms:
         """Nothing more is packed, or offered, for this reader."""
         if not part.ended:
             part.over = True
+            for ready in part.packed.values():
+                self.slots.free(ready.slot)
+            part.packed.clear()
             if part.room is not None:
                 self._settle(part.room)
 
@@ -247,17 +250,27 @@ class Rooms:
 
     def _packed(self, event: ev.Packed) -> None:
         part, ready = self._packing.end(event)
-        if part.over or event.error or event.closed:
-            self.slots.free(ready.slot)
-            if not part.over and not event.closed:  # an End follows, where the gate was closed
-                self._fail_part(part, "pack", event.error)
+        if not (part.over or event.error or event.closed):
+            self._announce(part, ready)
             return
-        self.slots.offer(ready.slot, ready.stamp, self._clock)
-        self._offer(part, ready)
+        self.slots.free(ready.slot)
+        if not part.over:
+            code = "aborted" if event.closed else "pack"
+            self._fail_part(part, code, event.error or "the sender was ended")
+
+    def _announce(self, part: Part, ready: Ready) -> None:
+        """READYs leave in the order of the part's segments, whichever copy ends first: decode takes
+        no other."""
+        part.packed[ready.segment] = ready
+        while part.offered in part.packed:
+            self._offer(part, part.packed.pop(part.offered))
 
     def _offer(self, part: Part, ready: Ready) -> None:
         assert part.room is not None
+        part.offered += 1
         part.room.progress = self._clock
+        if ready.slot != NO_SLOT:
+            self.slots.offer(ready.slot, ready.stamp, self._clock)
         self._send(part.connection, ready)
         if ready.last:
             part.complete = True
@@ -316,6 +329,7 @@ class Rooms:
         """What is wrong with the books, at any time."""
         yield from self.slots.check()
         used = len(self._packing) + self.slots.offered
+        used += sum(len(part.packed) for part in self._parts.values())
         if self.slots.free_slots + used != self.slots.count:
             yield f"slots: {self.slots.free_slots} free, {used} in use of {self.slots.count}"
         with_room = sum(len(room.parts) for room in self._uses.values())

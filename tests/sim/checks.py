@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from sglang_mixkv.channel.messages import NO_SLOT, Ack, Open, Ready
+from sglang_mixkv.channel.messages import NO_SLOT, Ack, Fail, Message, Open, Ready
 from sglang_mixkv.decode import events as dev
 from sglang_mixkv.prefill import events as pev
 from tests.sim import faults, memory
-from tests.sim.decode import DecodeRank
 
 if TYPE_CHECKING:
-    from tests.sim.decode import Receiver
+    from tests.sim.decode import DecodeRank, Receiver
     from tests.sim.network import Link
     from tests.sim.prefill import PrefillRank, Sender
     from tests.sim.process import Process
@@ -34,9 +33,14 @@ class Checks:
         self._ready: Counter[tuple[DecodeRank, int]] = Counter()  # READYs handled, by stamp
         self._acked: Counter[tuple[DecodeRank, int]] = Counter()
         self._progress: dict[tuple[PrefillRank, int], float] = {}  # of a room number
-        self._strikes: dict[tuple[DecodeRank, bytes], list[float]] = {}
-        self._warmed: dict[tuple[DecodeRank, bytes], float] = {}
-        self._probed: dict[tuple[DecodeRank, bytes], float] = {}  # when that room was opened
+        self._current: dict[tuple[PrefillRank, int], Sender] = {}  # by room number
+        self._opens: dict[bytes, list[int]] = {}  # generations, by connection
+        self._over: set[tuple[PrefillRank, int]] = set()  # generations that it knows to be over
+        self._opened: set[tuple[DecodeRank, bytes, int]] = set()  # peers and generations
+        self._closed: set[tuple[DecodeRank, bytes, int]] = set()  # last READY came, or FAIL went
+        self._lies: dict[Message, bool] = {}  # whether each violates the protocol
+        self._liars: set[bytes] = set()  # instances
+        self._false: set[int] = set()  # stamps of what they send
 
     # -- books
 
@@ -47,25 +51,85 @@ class Checks:
                 raise Finding("books", f"{process.name}: {wrong}")
 
     def event(self, process: Process, event: object) -> None:
-        if type(event) is dev.Received and type(event.message) is Ready:
-            if event.message.slot != NO_SLOT:
-                self._ready[process, event.message.stamp] += 1
-        elif type(event) is pev.Received and type(event.message) is Open:
-            self._progress[process, event.message.room] = self._running(process)
+        """Before the machine gets it."""
+        match event:
+            case dev.Received():
+                self._decode_gets(process, event.peer, event.message)
+            case dev.JobDone() if event.result is dev.Result.DONE:
+                process.job_of[event.job].progress = process.now
+            case pev.Received():
+                self._prefill_gets(process, event.connection, event.message)
+            case pev.ConnectionLost():
+                for generation in self._opens.pop(event.connection, ()):
+                    self.part_over(process, generation)
+            case pev.Begin():
+                former = self._current.get((process, event.room))
+                if former is not None:
+                    former.over = True
+                self._current[process, event.room] = process.senders[event.use]
+            case pev.End():
+                process.senders[event.use].over = True
 
-    def decode_sends(self, rank: DecodeRank, action: dev.Send) -> None:
-        if not isinstance(action.message, Ack):
-            return
-        key = rank, action.message.stamp
-        self._acked[key] += 1
-        if self._acked[key] > self._ready[key]:
-            raise Finding("acks", f"{rank.name} acknowledges a READY twice")
-        if any(read.stamp == key[1] for read in rank.reads.values()):
-            raise Finding("acks", f"{rank.name} acknowledges a slot that it still reads")
+    def _prefill_gets(self, rank: PrefillRank, connection: bytes, message: Message) -> None:
+        match message:
+            case Open():
+                self._progress[rank, message.room] = self._running(rank)
+                self._opens.setdefault(connection, []).append(message.generation)
+                self._over.discard((rank, message.generation))  # doubled, and forgotten by now
+            case Fail():
+                self.part_over(rank, message.generation)
+
+    def part_over(self, rank: PrefillRank, generation: int) -> None:
+        """One of both sides has failed it, or its connection is lost."""
+        self._over.add((rank, generation))
+
+    def lie(self, rank: PrefillRank, message: Message, violates: bool) -> None:
+        """`violates`: the protocol, in a way that its reader can see."""
+        self._lies[message] = violates
+        self._liars.add(rank.instance)
+
+    def _decode_gets(self, rank: DecodeRank, peer: bytes, message: Message) -> None:
+        receiver = rank.receivers.get(message.generation)
+        if self._lies.get(message) and receiver is not None and receiver.verdict is None:
+            receiver.lied_to = True
+        if type(message) is Ready:
+            if peer in self._liars:
+                self._false.add(message.stamp)
+            if message.slot != NO_SLOT:
+                self._ready[rank, message.stamp] += 1
+            if message.last:
+                self._closed.add((rank, peer, message.generation))
+
+    def decode_sends(self, rank: DecodeRank, peer: bytes, message: Message) -> None:
+        match message:
+            case Ack() if message.stamp not in self._false:
+                key = rank, message.stamp
+                self._acked[key] += 1
+                if self._acked[key] > self._ready[key]:
+                    raise Finding("acks", f"{rank.name} acknowledges a READY twice")
+                if any(read.stamp == message.stamp for read in rank.reads.values()):
+                    raise Finding("acks", f"{rank.name} acknowledges a slot that it still reads")
+            case Open() if message.wanted:
+                self._opened.add((rank, peer, message.generation))
+            case Fail():
+                self._closed.add((rank, peer, message.generation))
+                if message.code == "deadline":
+                    self._deadline(rank, rank.receivers[message.generation])
+
+    def _deadline(self, rank: DecodeRank, receiver: Receiver) -> None:
+        times, waited = self.world.times, rank.now - receiver.arrived_at
+        still = rank.now - receiver.progress
+        if still < times.shortest_wait - 0.01 and waited < times.whole_wait:
+            raise Finding("deadline", f"{rank.name} goes cold {still:.2f} s after progress")
 
     def ready_sent(self, rank: PrefillRank, link: Link | None, ready: Ready) -> None:
         """`link`: None where the reader has gone, and this rank does not know it yet."""
         self._progress[rank, ready.room] = self._running(rank)
+        slot, packed = rank.memory[ready.slot], rank.packed.get(ready.stamp)
+        if ready.count and not memory.carries(slot, ready.count, ready.stamp, ready.checksum):
+            raise Finding("slot", f"{rank.name} announces what is not in its slot")
+        if (rank, ready.generation) in self._over or (packed is not None and packed.over):
+            raise Finding("over", f"{rank.name} sends READY of a part that it knows to be over")
         if link is not None and link.peer != rank.instance:
             raise Finding("instance", f"{rank.name} serves a reader of its former instance")
         slots = rank.machine.slots
@@ -78,15 +142,30 @@ class Checks:
     def pool_written(self, rank: DecodeRank, receiver: Receiver, first: int, end: int) -> None:
         if receiver.closed or not receiver.owned:
             raise Finding("gate", f"{rank.name}: rows are written after the room was closed")
+        if receiver.verdict is not None:
+            raise Finding("verdict", f"{rank.name}: rows are written after the verdict")
         if first < receiver.request.first_token or end > receiver.end:
             raise Finding("prefix", f"{rank.name}: rows {first}..{end} are not the room's")
+
+    def copy_begun(self, rank: DecodeRank, receiver: Receiver, job: dev.Unpack | dev.Clear) -> None:
+        others = [copy for copy in receiver.copies.values() if copy is not job]
+        if any(type(copy) is dev.Clear for copy in (job, *others)) and others:
+            raise Finding("clear", f"{rank.name} clears rows while others are written")
+        first = receiver.cells[job.first_token] if type(job) is dev.Clear else []
+        right = memory.row(receiver.request.id, job.first_token)
+        if first and all(cell == right for cell in first):
+            raise Finding("clear", f"{rank.name} clears a row that is in place")
+
+    def pool_read(self, rank: PrefillRank, sender: Sender) -> None:
+        if sender.succeeded or sender.given_back:
+            raise Finding("pages", f"{rank.name} reads rows of a request that may be over")
 
     def read_begun(self, rank: DecodeRank, slot: int) -> None:
         if any(read.here == slot for read in rank.reads.values()):
             raise Finding("landing", f"{rank.name}: two reads may land in slot {slot}")
 
     def packs(self, rank: PrefillRank, sender: Sender) -> None:
-        if sender.settled:
+        if sender.settled or sender.over:
             raise Finding("settled", f"{rank.name} packs rows of a request that may be over")
 
     def used(self, rank: DecodeRank, job: dev.Unpack) -> None:
@@ -98,7 +177,11 @@ class Checks:
             raise Finding("verdict", f"{rank.name}: two verdicts")
         receiver.reason = verdict.reason
         self.rows(rank, receiver, verdict.state)
-        self._breaker(rank, receiver, verdict)
+        if verdict.state is dev.State.WARM and receiver.lied_to:
+            raise Finding("violation", f"{rank.name} is warm after a violation of the protocol")
+        struck = (receiver.only, receiver.generation) in rank.machine.breaker.struck
+        if verdict.reason in STRIKES and receiver.only and not struck:
+            raise Finding("breaker", f"{rank.name}: a wait in vain does not count against its peer")
         if receiver.arrived:
             took = self._running(rank) - receiver.arrived_at + receiver.slow_by
             if took > self.world.times.whole_wait + SLACK:
@@ -118,35 +201,11 @@ class Checks:
     def committed(self, rank: DecodeRank, receiver: Receiver) -> None:
         self.rows(rank, receiver, receiver.verdict)
 
-    # -- the breaker
-
     def opened(self, receiver: Receiver, plan: object) -> None:
         sources = plan.sources if plan is not None else ()
         receiver.peers = [source.peer for source in sources]
         wanted = [source.peer for source in sources if source.heads]
         receiver.only = wanted[0] if len(wanted) == 1 else None
-        strikes = self._strikes.get((receiver.rank, receiver.only), [])
-        receiver.tired = len(strikes) >= 3
-
-    def _breaker(self, rank: DecodeRank, receiver: Receiver, verdict: dev.Verdict) -> None:
-        """After three rooms in a row that waited in vain, two more within a second do. Of
-        rooms with several peers one alone is counted against, so they show nothing here; nor do
-        those without rows, and cold ones that a warm one may have come after."""
-        if receiver.only is None or receiver.request.first_token >= receiver.end:
-            return
-        key = rank, receiver.only
-        strikes = self._strikes.setdefault(key, [])
-        if verdict.state is dev.State.WARM:
-            strikes.clear()
-            self._warmed[key] = self.world.clock.now
-            return
-        if verdict.reason not in STRIKES or self._warmed.get(key, -1.0) >= receiver.opened_at:
-            return
-        strikes.append(self.world.clock.now)
-        if receiver.tired:
-            before, self._probed[key] = self._probed.get(key, -1.0), receiver.opened_at
-            if 0 <= receiver.opened_at - before < 0.6:
-                raise Finding("breaker", f"{rank.name} waits again for a peer that struck thrice")
 
     # -- SGLang's side
 
@@ -182,8 +241,11 @@ class Checks:
             self._at_rest(process)
         for (rank, stamp), count in self._ready.items():
             acked = self._acked[rank, stamp]
-            if rank.alive and not 1 <= acked <= count:
+            if rank.alive and not 1 <= acked <= count and stamp not in self._false:
                 raise Finding("acks", f"{rank.name}: a READY was acknowledged {acked} times")
+        for rank, peer, generation in self._opened - self._closed:
+            if rank.alive:
+                raise Finding("fail", f"{rank.name} never tells {peer} that {generation} is over")
         for life in self.world.lives.values():
             if life.begun is not None:
                 self._request(life)
@@ -194,7 +256,10 @@ class Checks:
             raise Finding("left", f"{process.name}: {left}")
         for wrong in machine.check():
             raise Finding("books", f"{process.name}: {wrong}")
-        slots = machine._reads.slots if isinstance(process, DecodeRank) else machine.slots
+        is_decode = process.place.server.side == "decode"
+        if is_decode and machine.breaker.probes:
+            raise Finding("breaker", f"{process.name}: a probe that is over holds back others")
+        slots = machine._reads.slots if is_decode else machine.slots
         if slots.free_slots != slots.count:
             raise Finding("left", f"{process.name}: {slots.free_slots} of {slots.count} free")
 
@@ -214,6 +279,7 @@ class Checks:
         request, world = life.request, self.world
         untouched = not faults.touched(world, request)
         beside = untouched or faults.beside_dead_readers(world, request)
+        beside = beside or faults.beside_hostile(world, request)
         own = request.abort is None and request.target_fails < 0 and request.after < 0
         roomy = faults.is_roomy(world, request)
         if not (own and roomy and (beside or request.late)):

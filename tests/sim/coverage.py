@@ -92,7 +92,7 @@ def _to_prefill(machine: object, event: pev.Received) -> str:
 def _part(part: object) -> str:
     if part is None:
         return "no part"
-    state = "ended" if part.ended else "packing" if part.packing else "waiting"
+    state = "ended" if part.ended else "packing" if part.offered < part.segments else "waiting"
     return state if part.room is not None else "early"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.gate import Gate
@@ -10,6 +9,8 @@ from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.rooms import Rooms
 from tests.sim import memory
+from tests.sim.breaker import Watched
+from tests.sim.copiers import Copiers, Gated
 from tests.sim.network import Link
 from tests.sim.plane import Read
 from tests.sim.process import Process
@@ -21,28 +22,27 @@ if TYPE_CHECKING:
 GOOD = (ev.State.WARM, ev.State.COLD)
 
 
-class Receiver:
+class Receiver(Gated):
     """SGLang's receiver of one request on one rank. `cells`: by token, then by head of this rank.
 
     `owned`: the pages are the request's. `closed`: its gate is. `targets`: prefill ranks whose part
-    of the target is still to come. `arrived`: stock's own Success.
+    of the target is still to come. `arrived`: stock's own Success. `progress`: when rows were last
+    known to be in place. `lied_to`: a peer has violated the protocol before the verdict.
     """
 
     def __init__(self, request: Request, rank: DecodeRank, generation: int, end: int) -> None:
+        super().__init__(Gate())
         self.request, self.rank, self.generation = request, rank, generation
         drafts = rank.place.server.drafter != "none"
         self.heads, self.end = rank.place.layout.heads if drafts else range(0), end
-        self.gate = Gate()
         row = [memory.EARLIER] * len(self.heads)
         shared = [memory.SHARED] * len(self.heads)
         first = request.first_token
         self.cells = [list(shared if token < first else row) for token in range(end)]
         self.owned, self.closed, self.arrived = True, False, False
-        self.closing: str | None = None
-        self.copying = False
+        self.closing = self.lied_to = False
         self.verdict: ev.State | None = None
-        self.opened_at = rank.clock.now
-        self.arrived_at = self.slow_by = 0.0
+        self.arrived_at = self.slow_by = self.progress = 0.0
         self.targets: set[object] = set()
         self.plan_cold = ""
 
@@ -61,25 +61,25 @@ class DecodeRank(Process):
         self.memory = memory.new_slots(slots.count)
         self.valid = [True] * slots.count  # by slot: what was read there was still offered
         self.machine = Rooms(instance, slots, place.slot_bytes, world.times)
+        self.machine.breaker = Watched()
         self.receivers: dict[int, Receiver] = {}  # by generation
         self.awaiting: set[int] = set()  # generations whose target is there, and no verdict
         self.reads: dict[int, Read] = {}
         self.links: dict[bytes, Link] = {}
-        self.read_faults: list[tuple[str, bytes | None, int]] = []  # fate, of this peer, so many
-        self._jobs: deque[ev.Unpack | ev.Clear] = deque()
-        self._copying = False
+        self.read_faults: list[list] = []  # fate, of this peer, so many
+        self.copiers = Copiers(self)
+        self.job_of: dict[int, Receiver] = {}
+        self.stuck = 0.0  # seconds that reads of the fate "stuck" hold their slots
         self._generation = 0
 
     def is_urgent(self) -> bool:
         return bool(self.awaiting or self.reads)
 
     def fate_of_read(self, peer: bytes) -> str:
-        for number, (fate, of, count) in enumerate(self.read_faults):
-            if of in (None, peer):
-                self.read_faults[number] = fate, of, count - 1
-                if count <= 1:
-                    del self.read_faults[number]
-                return fate
+        for entry in self.read_faults:
+            if entry[2] and entry[1] in (None, peer):
+                entry[2] -= 1
+                return entry[0]
         return ""
 
     # -- SGLang's side
@@ -123,32 +123,24 @@ class DecodeRank(Process):
         self.world.groups[self.place.group].poll(receiver.request)
 
     def close(self, receiver: Receiver, reason: str) -> None:
-        """Closing the gate waits for a copy that is under way; then pages may be given back."""
-        if receiver.closed or receiver.closing is not None:
-            return
-        if receiver.copying:
-            receiver.closing = reason
-        else:
-            self._close(receiver, reason)
+        if not receiver.closing:
+            receiver.closing = True
+            self.copiers.close(receiver, self._close, (receiver, reason))
 
     def _close(self, receiver: Receiver, reason: str) -> None:
-        self.close_gate(receiver)
-        receiver.closed, receiver.closing = True, None
+        receiver.closed = True
         self.awaiting.discard(receiver.generation)
         if self.place.server.plugin:
             self.post(ev.CloseRoom(receiver.generation, reason))
         if reason:
             receiver.owned = False
 
-    def close_gate(self, receiver: Receiver) -> None:
-        receiver.gate.close()
-
     # -- actions
 
     def execute(self, action: ev.Action) -> None:
         match action:
             case ev.Send():
-                self.world.checks.decode_sends(self, action)
+                self.world.checks.decode_sends(self, action.peer, action.message)
                 self.link(action.peer).to_prefill(action.message)
             case ev.StartRead():
                 self._start_read(action)
@@ -156,8 +148,8 @@ class DecodeRank(Process):
                 if action.read in self.reads:
                     self.reads[action.read].give_up()
             case ev.Unpack() | ev.Clear():
-                self._jobs.append(action)
-                self._next_job()
+                self.job_of[action.job] = self.receivers[action.generation]
+                self.copiers.put(action)
             case ev.Verdict():
                 self._decided(action)
             case ev.Forget():
@@ -190,74 +182,49 @@ class DecodeRank(Process):
         self.awaiting.discard(action.generation)
         self.world.groups[self.place.group].poll(receiver.request)
 
-    # -- the unpacking thread
+    # -- the unpacking threads
 
-    def _next_job(self) -> None:
-        if self._jobs and not self._copying:
-            self._copying = True
-            self.later("unpacker", self.rng.random() * 0.0004, self._job)
+    def owner_of(self, job: ev.Unpack | ev.Clear) -> Receiver:
+        return self.receivers[job.generation]
 
-    def _job(self) -> None:
-        job = self._jobs.popleft()
-        receiver = self.receivers[job.generation]
-        receiver.copying = receiver.gate.enter()
-        refused = self.refusal(job, receiver.copying)
-        if refused is not None:
-            self._leave(job, receiver, refused)
-            return
-        first, count = self.rows_of(job)
-        cut = self.rng.randint(0, count)
-        self._write(receiver, job, first, 0, cut)
-        delay = self.rng.random() ** 4 * self.world.copying
-        self.later("unpacker", delay, self._rest, job, receiver, first, cut, count)
-
-    def refusal(self, job: ev.Unpack | ev.Clear, open_: bool) -> ev.Result | None:
+    def refusal(self, job: ev.Unpack | ev.Clear, open_: bool) -> ev.JobDone | None:
         """Why nothing is written."""
-        if not open_:
-            return ev.Result.CLOSED
         kind = "clear" if isinstance(job, ev.Clear) else "unpack"
+        if not open_:
+            return ev.JobDone(job.job, ev.Result.CLOSED)
         if self.errors.get(kind):
             self.errors[kind] -= 1
-            return ev.Result.ERROR
+            return ev.JobDone(job.job, ev.Result.ERROR, "injected")
         if kind == "unpack":
             slot = self.memory[job.slot]
             if not memory.carries(slot, job.tokens, job.stamp, job.checksum):
-                return ev.Result.STALE
+                return ev.JobDone(job.job, ev.Result.STALE)
         return None
 
-    def rows_of(self, job: ev.Unpack | ev.Clear) -> tuple[int, int]:
+    def count(self, job: ev.Unpack | ev.Clear) -> int:
+        return job.tokens if isinstance(job, ev.Unpack) else job.end - job.first_token
+
+    def begin_copy(self, receiver: Receiver, job: ev.Unpack | ev.Clear) -> None:
+        self.world.checks.copy_begun(self, receiver, job)
+
+    def copy(self, receiver: Receiver, job: ev.Unpack | ev.Clear, first: int, end: int) -> None:
+        start, cells = job.first_token, receiver.cells
+        if first < end:
+            self.world.checks.pool_written(self, receiver, start + first, start + end)
         if isinstance(job, ev.Clear):
-            return job.first_token, job.end - job.first_token
-        return job.first_token, job.tokens
-
-    def _rest(self, job: object, receiver: Receiver, first: int, cut: int, count: int) -> None:
-        self._write(receiver, job, first, cut, count)
-        if isinstance(job, ev.Unpack):
-            self.world.checks.used(self, job)
-        self._leave(job, receiver, ev.Result.DONE)
-
-    def _leave(self, job: object, receiver: Receiver, result: ev.Result) -> None:
-        if receiver.copying:
-            receiver.copying = False
-            receiver.gate.leave()
-        if receiver.closing is not None:
-            self._close(receiver, receiver.closing)
-        self._copying = False
-        self.post(ev.JobDone(job.job, result, "injected" if result is ev.Result.ERROR else ""))
-        self._next_job()
-
-    def _write(
-        self, receiver: Receiver, job: ev.Unpack | ev.Clear, first: int, start: int, end: int
-    ) -> None:
-        if start < end:
-            self.world.checks.pool_written(self, receiver, first + start, first + end)
-        cells = receiver.cells
-        if isinstance(job, ev.Clear):
-            for token in range(first + start, first + end):
+            for token in range(start + first, start + end):
                 cells[token][:] = [memory.EMPTY] * len(receiver.heads)
             return
         slot, heads = self.memory[job.slot], job.heads
         left = heads.start - receiver.heads.start
-        for i in range(start, end):
+        for i in range(first, end):
             value = memory.unpacked(slot[1 + i], heads)
-            cells[first + i][left : left + len(heads)] = [value] * len(heads)
+            cells[start + i][left : left + len(heads)] = [value] * len(heads)
+
+    def end_copy(self, receiver: Receiver, job: ev.Unpack | ev.Clear) -> ev.JobDone:
+        if isinstance(job, ev.Unpack):
+            self.world.checks.used(self, job)
+        return ev.JobDone(job.job, ev.Result.DONE)
+
+    def left_gate(self, receiver: Receiver) -> None:
+        pass

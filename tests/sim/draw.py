@@ -11,10 +11,11 @@ from tests.sim.spec import Chunk, Fault, Request, Server, Spec, Where
 SCENES = (
     ("any",) * 14
     + ("dead_plane", "stopped", "stopped", "dead_readers", "unopened", "reuse", "waiting")
+    + ("waiting", "ended", "ended", "hostile")
 )  # fmt: skip
 KINDS = (
     ("stop",) * 5 + ("kill",) * 4 + ("break",) * 3 + ("reads",) * 4
-    + ("cut", "cut", "slow", "slow", "double", "double", "error")
+    + ("cut", "cut", "slow", "slow", "double", "double", "error", "hostile")
 )  # fmt: skip
 
 
@@ -26,6 +27,7 @@ class Draw:
         self.rng = random.Random(seed * 2 + large)
         self.most = 16 if large else 4
         self.scene = self.rng.choice(SCENES)
+        self.late_prefill = self.rng.random() < 0.5
 
     def spec(self) -> Spec:
         rng = self.rng
@@ -40,6 +42,7 @@ class Draw:
         return Spec(
             self.seed, heads, tuple(servers), tuple(requests), tuple(faults),
             rng.random() < 0.4, rng.choice((0.0005, 0.001) if self.large else (0.001, 0.004, 0.02)),
+            rng.randint(1, 3),
         )  # fmt: skip
 
     # -- servers
@@ -52,7 +55,7 @@ class Draw:
         if self.scene in ("stopped", "dead_readers"):
             decodes = max(2, decodes)
         total = [prefills, decodes]
-        if self.scene == "waiting":
+        if self.scene in ("waiting", "hostile"):
             total = [2, 1]
         if self.scene == "dead_readers":
             total = [1, decodes]
@@ -71,6 +74,8 @@ class Draw:
             slots = rng.choice((2, 8, 8)) if self.scene == "stopped" else 8
         if self.scene == "waiting":
             tp, slots = 1, 2 + 6 * (side == "prefill")
+        if self.scene == "hostile":
+            tp, groups = 1, 1
         if self.scene == "dead_readers":
             most = max(size for size in sizes if size <= 4)
             tp, groups = 1 if side == "prefill" else most if number == 1 else tp, 1
@@ -90,6 +95,8 @@ class Draw:
         count = rng.randint(5, 20) if self.large else rng.randint(1, 4)
         if self.scene in ("dead_plane", "waiting"):
             count = rng.randint(5, 8)
+        if self.scene == "ended":
+            count = 3
         found: list[Request] = []
         arrival = 0.0
         for number in range(count):
@@ -105,7 +112,8 @@ class Draw:
         self, number: int, servers: list[Server], arrival: float, earlier: list[Request]
     ) -> Request:
         rng = self.rng
-        again = rng.random() < (0.7 if self.scene == "reuse" else 0.1) and self.scene != "stopped"
+        chance = {"reuse": 0.7, "ended": 1.0, "stopped": 0.0}.get(self.scene, 0.1)
+        again = rng.random() < chance
         former = earlier[-1] if earlier and again else None
         prefill, decode = (
             (former.prefill, former.decode) if former else (self._group(servers, s, number)
@@ -120,10 +128,11 @@ class Draw:
         return Request(
             number, former.number if former else 1000 + number, prefill, decode, arrival, prompt,
             first, self._chunks(prompt - start, servers[prefill[0]].page),
-            prefill_delay=self._delay(), decode_delay=0.0 if former else self._delay(),
+            prefill_delay=self._prefill_delay(number),
+            decode_delay=0.0 if former else self._delay(),
             optimistic=rng.random() < 0.3, target=self._target(),
             forward=rng.choice((0, 0, rng.random() * 0.05)),
-            checksum=rng.random() < 0.3, abort=self._abort(),
+            checksum=rng.random() < 0.3, abort=self._abort(number),
             target_fails=0 if rng.random() < 0.03 else -1,
             after=former.id if former else -1,
         )  # fmt: skip
@@ -151,24 +160,37 @@ class Draw:
         return tuple(found)
 
     def _chunk(self, size: int) -> Chunk:
-        seconds = self.rng.choice((0.001, 0.01, 0.02, 0.3 if self.rng.random() < 0.2 else 0.005))
+        long = self.rng.random() < (0.7 if self.scene in ("reuse", "ended") else 0.2)
+        seconds = self.rng.choice((0.001, 0.01, 0.02, 0.3 if long else 0.005))
         return Chunk(size, bool(size) and self.rng.random() < 0.4, seconds * self.rng.random())
 
     def _delay(self) -> float:
         chance = self.rng.random()
         return self.rng.random() * (0.01 if chance < 0.85 else 0.3 if chance < 0.95 else 3)
 
+    def _prefill_delay(self, number: int) -> float:
+        if self.scene == "ended" and self.late_prefill:  # decode ends the first two before
+            return self.rng.uniform(0.1, 0.5) * (3 - number % 2)
+        return self._delay()
+
     def _target(self) -> float:
-        if self.scene in ("stopped", "waiting"):
+        if self.scene == "stopped":
             return self.rng.choice((0.01, 0.5, 70, 85))
+        if self.scene == "waiting":
+            return self.rng.uniform(60, 75)
         chance = self.rng.random()
         return self.rng.random() * (0.03 if chance < 0.85 else 1.0 if chance < 0.98 else 75)
 
-    def _abort(self) -> tuple[str, float] | None:
-        if self.rng.random() > (0.5 if self.scene == "reuse" else 0.12):
+    def _abort(self, number: int) -> tuple[str, float, bool] | None:
+        if self.scene == "ended":
+            when = 0.005 + self.rng.choice((0.05, 0.3)) * self.rng.random()
+            return ("decode", when, self.rng.random() < 0.2) if number < 2 else None
+        reuse = self.scene == "reuse"
+        if self.rng.random() > (0.5 if reuse else 0.12):
             return None
         span = self.rng.choice((0.005, 0.02, 0.1, 1.5))
-        return self.rng.choice(("prefill", "decode")), self.rng.random() * span
+        side = self.rng.choice(("prefill", "decode"))
+        return side, self.rng.random() * span, self.rng.random() < (0.4 if reuse else 0.8)
 
     def _late(self, requests: list[Request], faults: list[Fault]) -> list[Request]:
         """The last request again, long after all of it."""
@@ -201,7 +223,15 @@ class Draw:
                 mode = rng.choice(("hang", "fail"))
                 return [Fault("reads", 0.0, rank, 20.0, None, mode, 1000)]
             case "waiting":
-                return [Fault("reads", 0.0, rank, 80.0, first.prefill, "hang", 1000)]
+                stuck = rng.uniform(*rng.choice(((5, 25), (20, 30), (55, 68))))
+                other = (first.prefill[0] + 1, 0)
+                found = [Fault("reads", 0.0, rank, stuck, first.prefill, "stuck", 2)]
+                found.append(Fault("reads", 0.0, rank, 80.0, other, "slow", 4))
+                if rng.random() < 0.5:
+                    found.append(Fault("slow", 0.0, rank, 3.0, other))
+                return found
+            case "hostile":
+                return [Fault("hostile", 0.0, first.prefill, 0.0, None, "", rng.randint(1, 3))]
             case "stopped":
                 where = rng.choice((rank, rank, self._rank(servers[first.prefill[0]])))
                 seconds = max(r.arrival for r in requests) + rng.uniform(-0.02, 0.05)
@@ -211,7 +241,7 @@ class Draw:
                 kind = rng.choice(("kill", "stop"))
                 ranks = range(servers[rank[0]].tp if kind == "stop" else 1)
                 return [Fault(kind, 0.01 * rng.random(), (rank[0], r), 90.0) for r in ranks]
-            case "reuse" if rng.random() < 0.7:
+            case "reuse" | "ended" if rng.random() < 0.7:
                 return [Fault("slow", 0.0, rank, 3.0, self._rank(servers[first.prefill[0]]))]
             case "unopened":
                 peer = self._rank(servers[first.prefill[0]])
@@ -249,6 +279,8 @@ class Draw:
                 return Fault(kind, time, decode, rng.choice((0.1, 1, 8)) * rng.random(), prefill)
             case "double":
                 return Fault(kind, time, decode, 0.0, prefill, "", rng.randint(1, 8))
+            case "hostile":
+                return Fault(kind, time, prefill, 0.0, None, "", rng.randint(1, 3))
             case "reads":
                 mode = rng.choice(READ_FAULTS)
                 return Fault(kind, time, decode, 0.0, prefill, mode, rng.randint(1, 3))

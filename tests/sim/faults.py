@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.sim.decode import DecodeRank
+from tests.sim.hostile import LIES
 
 if TYPE_CHECKING:
+    from tests.sim.decode import DecodeRank
     from tests.sim.network import Link
     from tests.sim.spec import Fault, Request
     from tests.sim.world import World
@@ -107,9 +108,16 @@ def _double(world: World, fault: Fault) -> None:
 def _reads(world: World, fault: Fault) -> None:
     rank = world.places[fault.where].process
     peer = world.places[fault.peer].process.instance if fault.peer else None
-    entry = (fault.mode, peer, fault.count)
-    rank.read_faults.append(entry)
-    world.clock.after(fault.seconds or LASTS, rank.read_faults.clear)
+    if fault.mode == "stuck":
+        rank.stuck = fault.seconds
+    rank.read_faults.append(entry := [fault.mode, peer, fault.count])
+    world.clock.after(fault.seconds or LASTS, entry.__setitem__, 2, 0)
+
+
+def _hostile(world: World, fault: Fault) -> None:
+    rank = world.places[fault.where].process
+    rank.lies = [world.clock.rng.choice(LIES) for _ in range(fault.count)]
+    world.clock.after(LASTS, rank.lies.clear)
 
 
 def _error(world: World, fault: Fault) -> None:
@@ -120,7 +128,7 @@ def _error(world: World, fault: Fault) -> None:
 
 _KINDS = {
     "stop": _stop, "kill": _kill, "break": _break, "cut": _cut, "slow": _slow, "double": _double,
-    "reads": _reads, "error": _error,
+    "reads": _reads, "error": _error, "hostile": _hostile,
 }  # fmt: skip
 
 
@@ -149,6 +157,12 @@ def is_roomy(world: World, request: Request) -> bool:
         else:
             peers += server.groups * max(1, server.tp // decode.tp)
     return prefill.slots >= readers and decode.slots >= peers
+
+
+def beside_hostile(world: World, request: Request) -> bool:
+    """Other prefill servers do not keep to the protocol, and nothing else is wrong."""
+    faults = world.spec.faults
+    return all(f.kind == "hostile" and f.where[0] != request.prefill[0] for f in faults)
 
 
 def beside_dead_readers(world: World, request: Request) -> bool:

@@ -62,6 +62,10 @@ class PrefillGroup(Group):
         life = self.world.lives[request.id]
         if life.prefill_over:
             return
+        former = self.world.lives.get(request.after)
+        if former is not None and not (former.prefill_begun or former.prefill_over):
+            self.step(0.005, self.arrive, request)  # SGLang's queue keeps their order
+            return
         life.prefill_begun = True
         self.senders[request.id] = [rank.begin(request) for rank in self.ranks]
         self.step(WAITING, self._waited, request)
@@ -143,7 +147,8 @@ class PrefillGroup(Group):
 
     def poll(self, request: Request) -> None:
         """SGLang acts on the least of the ranks' states."""
-        if all(sender.done for sender in self.senders[request.id]):
+        polled = [sender.poll() for sender in self.senders[request.id]]
+        if all(polled):
             self.step(self._skew(), self._finish, request)
 
     def _finish(self, request: Request) -> None:
@@ -268,7 +273,8 @@ class DecodeGroup(Group):
         life.finished = self.clock.now
         for receiver in self.receivers.get(request.id, ()):
             receiver.rank.later("scheduler", self._skew(), receiver.rank.close, receiver, reason)
-        if self.rng.random() < 0.8 or by != "stock":
+        told = request.abort is None or request.abort[2]
+        if (told and self.rng.random() < 0.8) or by != "stock":
             group = self.world.groups[request.prefill]
             self.clock.after(self.rng.random() * 0.02, group.fail, request, "decode aborted it")
 

@@ -17,6 +17,7 @@ from sglang_mixkv.decode import events as dev
 from sglang_mixkv.decode import rooms as decode
 from sglang_mixkv.prefill import events as pev
 from sglang_mixkv.prefill import rooms as prefill
+from tests.sim.copiers import Copiers
 from tests.sim.decode import DecodeRank
 from tests.sim.mutating import Patch, mutation
 
@@ -265,7 +266,7 @@ def no_probe(patch: Patch) -> None:
 @mutation
 def gate_open_after_clear(patch: Patch) -> None:
     """SGLang's clear, abort and failure_exception leave the gate open."""
-    patch(DecodeRank, "close_gate", lambda self, receiver: None)
+    patch(Copiers, "close", lambda self, owner, call, args: call(*args))
 
 
 @mutation

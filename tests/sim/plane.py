@@ -33,12 +33,12 @@ class Read:
         match self.fate:
             case "fail":
                 self._fail(0.0)
-            case "fail_late" | "hang":
+            case "fail_late" | "hang" | "stuck":
                 self._after(rng.random() * 0.01, self._stick)
             case "late":
                 self._go(4.8 + rng.random() * 4)
             case "slow":
-                self._go(rng.random() * 3)
+                self._go(rng.random() * 4.5)
             case _:
                 self._go(rng.random() ** 4 * self.world.copying)
 
@@ -46,6 +46,8 @@ class Read:
         self.given_up = True
         if self.fate == "hang":
             self._after(self.rng.choice((2, 35)) * self.rng.random(), self._land)
+        elif self.fate == "stuck":
+            self._after(self.rank.stuck + self.rng.random(), self._land)
 
     # -- what goes on
 

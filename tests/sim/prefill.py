@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from typing import TYPE_CHECKING
 
-from sglang_mixkv.channel.messages import Ready
+from sglang_mixkv.channel.messages import Fail, Ready
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.prefill import events as ev
+from sglang_mixkv.prefill.outbox import Use
 from sglang_mixkv.prefill.rooms import Rooms
 from tests.sim import memory
+from tests.sim.copiers import Copiers, Gated
+from tests.sim.hostile import distorted
 from tests.sim.process import Process
 
 if TYPE_CHECKING:
+    from tests.sim.network import Link
     from tests.sim.spec import Request
     from tests.sim.world import Place, World
 
+NOT_BROKEN = threading.Event()
 
-class Sender:
+
+class Sender(Gated):
     """SGLang's sender of one request on one rank. `cells`: the request's rows in the pool.
 
-    `sent`: stock's own Success. `settled`: the machine's leave to report it.
+    `sent`: stock's own Success; `succeeded`: it was reported. `given_back`: the pages may be
+    another's. `over`: the machine knows that the request has ended, or lost its number to another.
     """
 
-    def __init__(self, request: Request, use: int, rank: PrefillRank) -> None:
-        self.request, self.use, self.rank = request, use, rank
+    def __init__(self, request: Request, number: int, rank: PrefillRank) -> None:
+        self.use = Use(number, NOT_BROKEN)
+        super().__init__(self.use.gate)
+        self.request, self.number, self.rank = request, number, rank
         self.cells = [memory.EARLIER] * memory.TOKENS
-        self.sent = self.settled = self.ended = False
+        self.sent = self.succeeded = self.ended = self.given_back = self.over = False
         self.sent_at = self.slow_by = 0.0
-        self.readers: set[int] = set()  # decode ranks whose metadata is here
 
     @property
-    def done(self) -> bool:
-        return self.sent and (self.settled or not self.rank.place.server.plugin)
+    def settled(self) -> bool:
+        return self.use.settled
+
+    def poll(self) -> bool:
+        """Whether Success is reported, as in the plugin's sender."""
+        if self.sent and not self.succeeded:
+            self.succeeded = not self.rank.place.server.plugin or self.use.release()
+        return self.succeeded
 
 
 class PrefillRank(Process):
@@ -50,8 +64,9 @@ class PrefillRank(Process):
         )
         self.senders: dict[int, Sender] = {}  # by use
         self.awaiting: set[int] = set()  # uses that are sent, and not settled
-        self._jobs: deque[ev.Pack] = deque()
-        self._packing = False
+        self.packed: dict[int, Sender] = {}  # whose rows, by stamp
+        self.lies: list[str] = []  # how the next READYs are distorted
+        self.copiers = Copiers(self)
 
     def _segment_tokens(self, heads: int, slot_bytes: int) -> int:
         return self.facts.tokens_in(min(slot_bytes, self.slot_bytes), heads)
@@ -67,14 +82,14 @@ class PrefillRank(Process):
 
     def begin(self, request: Request) -> Sender:
         sender = Sender(request, self.world.next_number(), self)
-        self.senders[sender.use] = sender
+        self.senders[sender.number] = sender
         if self.place.server.plugin:
-            self.post(ev.Begin(sender.use, request.number))
+            self.post(ev.Begin(sender.number, request.number))
         return sender
 
     def add_chunk(self, sender: Sender, first: int, count: int, last: bool, pending: bool) -> None:
         if self.place.server.plugin and not sender.ended:
-            self.post(ev.AddChunk(sender.use, first, count, last, (sender, first), pending))
+            self.post(ev.AddChunk(sender.number, first, count, last, (sender, first), pending))
 
     def write(self, sender: Sender, first: int, count: int) -> None:
         """The forward does, whatever the process's threads do."""
@@ -84,7 +99,7 @@ class PrefillRank(Process):
 
     def written(self, sender: Sender) -> None:
         if self.place.server.plugin and not sender.ended:
-            self.post(ev.ChunkWritten(sender.use))
+            self.post(ev.ChunkWritten(sender.number))
 
     def target_sent(self, sender: Sender) -> None:
         if sender.ended:
@@ -92,25 +107,32 @@ class PrefillRank(Process):
         sender.sent, sender.sent_at = True, self.clock.now
         sender.slow_by = self.stopped_for
         if self.place.server.plugin:
-            self.awaiting.add(sender.use)
-            self.post(ev.TargetSent(sender.use))
+            self.awaiting.add(sender.number)
+            self.post(ev.TargetSent(sender.number))
 
     def end(self, sender: Sender, reason: str) -> None:
-        """In the scheduler's thread. A request that failed is reported first; one that succeeded
-        gives its pages back first. Others write to them at once."""
+        """In the scheduler's thread. A request that failed is ended first, `Outbox.end`; one that
+        succeeded gives its pages back first."""
         if sender.ended:
             return
         sender.ended = True
-        self.awaiting.discard(sender.use)
-        self.later("scheduler", 0.0, self._give_back, sender, reason)
+        self.awaiting.discard(sender.number)
+        delay = self.rng.random() * (0.0005 if reason else 0.001)
+        if reason:
+            self.copiers.close(sender, self.later, ("scheduler", delay, self._end, sender, reason))
+            return
+        self._give_back(sender)
+        self.later("scheduler", delay, self.copiers.close, sender, self._end, (sender, reason))
 
-    def _give_back(self, sender: Sender, reason: str) -> None:
-        ended, plugin = ev.End(sender.use, reason), self.place.server.plugin
-        if plugin and reason:
-            self.post(ended)
+    def _end(self, sender: Sender, reason: str) -> None:
+        if self.place.server.plugin:
+            self.post(ev.End(sender.number, reason))
+        self._give_back(sender)
+
+    def _give_back(self, sender: Sender) -> None:
+        """Others write to the pages at once."""
+        sender.given_back = True
         sender.cells[:] = [memory.REUSED] * memory.TOKENS
-        if plugin and not reason:
-            self.later("scheduler", self.rng.random() * 0.001, self.post, ended)
 
     # -- actions
 
@@ -119,9 +141,9 @@ class PrefillRank(Process):
             case ev.Send():
                 self._send(action)
             case ev.Pack():
+                self.packed[action.stamp] = action.pages[0]
                 self.world.checks.packs(self, action.pages[0])
-                self._jobs.append(action)
-                self._next_job()
+                self.copiers.put(action)
             case ev.Settled():
                 self._settled(action)
             case ev.Note():
@@ -129,38 +151,55 @@ class PrefillRank(Process):
 
     def _send(self, action: ev.Send) -> None:
         link = self.world.connections.get(action.connection)
-        if isinstance(action.message, Ready):
-            self.world.checks.ready_sent(self, link, action.message)
+        match action.message:
+            case Ready():
+                self.world.checks.ready_sent(self, link, action.message)
+            case Fail():
+                self.world.checks.part_over(self, action.message.generation)
         if link is None:
             if self.rng.random() < 0.8:
                 delay = self.rng.choice((0.0, 0.0, 5.0)) * self.rng.random()
                 lost = ev.ConnectionLost(action.connection)
                 self.later(action.connection, delay, self.handle, lost)
             return
-        link.to_decode(action.message)
+        for message in self._said(link, action.message):
+            link.to_decode(message)
+
+    def _said(self, link: Link, message: Ready | Fail) -> list[Ready | Fail]:
+        if not self.lies or not isinstance(message, Ready):
+            return [message]
+        return distorted(self, link.reader, message, self.lies.pop())
 
     def _settled(self, action: ev.Settled) -> None:
         sender = self.senders[action.use]
         self.world.checks.settled(self, sender)
-        sender.settled = True
+        sender.use._settled = True
         self.awaiting.discard(action.use)
         self.world.groups[self.place.group].poll(sender.request)
 
-    def _next_job(self) -> None:
-        if self._jobs and not self._packing:
-            self._packing = True
-            self.later("packer", self.rng.random() * 0.0004, self._pack)
+    # -- the packing threads
 
-    def _pack(self) -> None:
-        job = self._jobs.popleft()
+    def owner_of(self, job: ev.Pack) -> Sender:
+        return job.pages[0]
+
+    def refusal(self, job: ev.Pack, open_: bool) -> ev.Packed | None:
+        return None if open_ else ev.Packed(job.job, closed=True)
+
+    def count(self, job: ev.Pack) -> int:
+        return job.count
+
+    def begin_copy(self, sender: Sender, job: ev.Pack) -> None:
         self.memory[job.slot][0] = job.stamp
-        cut = self.rng.randint(0, job.count)
-        self._copy(job, 0, cut)
-        delay = self.rng.random() ** 4 * self.world.copying
-        self.later("packer", delay, self._pack_rest, job, cut)
 
-    def _pack_rest(self, job: ev.Pack, cut: int) -> None:
-        self._copy(job, cut, job.count)
+    def copy(self, sender: Sender, job: ev.Pack, first: int, end: int) -> None:
+        if first < end:
+            self.world.checks.pool_read(self, sender)
+        token = job.pages[1] + job.offset
+        slot, heads, cells = self.memory[job.slot], job.heads, sender.cells
+        for i in range(first, end):
+            slot[1 + i] = memory.packed(cells[token + i], heads)
+
+    def end_copy(self, sender: Sender, job: ev.Pack) -> ev.Packed:
         slot = self.memory[job.slot]
         slot[job.count + 1] = job.stamp
         check = memory.checksum(slot[1 : job.count + 1]) if job.checksum else None
@@ -168,12 +207,9 @@ class PrefillRank(Process):
         if self.errors.get("pack"):
             self.errors["pack"] -= 1
             error = "the copy failed"
-        self._packing = False
-        self.post(ev.Packed(job.job, check, error))
-        self._next_job()
+        return ev.Packed(job.job, check, error)
 
-    def _copy(self, job: ev.Pack, first: int, end: int) -> None:
-        sender, token = job.pages
-        slot, heads, cells = self.memory[job.slot], job.heads, sender.cells
-        for i in range(first, end):
-            slot[1 + i] = memory.packed(cells[token + job.offset + i], heads)
+    def left_gate(self, sender: Sender) -> None:
+        """SGLang's next poll finds it idle."""
+        if sender.settled and sender.sent and not sender.ended:
+            self.world.groups[self.place.group].poll(sender.request)

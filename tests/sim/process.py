@@ -16,7 +16,7 @@ FINE, COARSE = 0.1, 1.0  # between ticks, where a deadline is near and where non
 
 
 class Process:
-    """`stop_at`: where the next stop takes hold; "" for at once."""
+    """`now`: the machine's, of the event whose actions are executed."""
 
     tick: object
     machine: object
@@ -25,6 +25,7 @@ class Process:
         self.world, self.clock, self.rng, self.name = world, world.clock, world.clock.rng, name
         self.alive, self.stopped = True, False
         self.stopped_for = 0.0  # in all
+        self.now = 0.0
         self.unexecuted: list[object] = []
         self.errors: dict[str, int] = {}  # how many copies of a kind will fail
         self._sampled: tuple[object, float] | None = None
@@ -68,11 +69,13 @@ class Process:
         self._handle(event, self.clock.now)
 
     def _handle(self, event: object, now: float) -> None:
+        self.now = now
         self.world.cover(self, event)
         actions = self.machine.handle(event, now)
         if self.world.log is not None:
             self.world.note(self.name, event, actions)
-        self.world.check(self)
+        if actions or event is not self.tick:
+            self.world.check(self)
         if actions:
             self._emit(actions)
         self._want_tick()

@@ -9,9 +9,8 @@ from tests.sim.shrink import shrink
 def summary(result: Result) -> str:
     each = 1000 * result.seconds / max(1, result.schedules)
     transitions = len(result.coverage.counts)
-    return (
-        f"{result.schedules} schedules, {each:.2f} ms each, {transitions} transitions under faults"
-    )
+    text = f"{result.schedules} schedules, {each:.2f} ms each"
+    return f"{text}, {transitions} transitions under faults" if transitions else text
 
 
 def describe(outcome: Outcome, large: bool, mutation: str = "") -> str:

@@ -37,7 +37,8 @@ class Request:
     """`number`: SGLang's. `after`: the request that had this number before; -1 for none.
 
     `optimistic`: the forward does not wait for decode. `forward`: how long an earlier one still
-    writes to decode's pages. `abort`: which side, and when. `target_fails`: on this prefill rank.
+    writes to decode's pages. `abort`: which side, when, and whether the other one hears of it.
+    `target_fails`: on this prefill rank.
     `late`: it comes long after all faults.
     """
 
@@ -55,7 +56,7 @@ class Request:
     target: float = 0.01
     forward: float = 0.0
     checksum: bool = False
-    abort: tuple[str, float] | None = None
+    abort: tuple[str, float, bool] | None = None
     target_fails: int = -1
     after: int = -1
     late: bool = False
@@ -79,6 +80,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Spec:
+    """`copying`: how long a copy takes at most. `copiers`: how many a rank makes at once."""
+
     seed: int
     heads: int
     servers: tuple[Server, ...]
@@ -86,6 +89,7 @@ class Spec:
     faults: tuple[Fault, ...]
     over_tcp: bool
     copying: float = 0.004
+    copiers: int = 1
 
     def lines(self) -> list[str]:
         """For people."""

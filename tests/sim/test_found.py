@@ -42,36 +42,6 @@ def of(kind: type, actions: list) -> list:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def test_a_segment_does_not_wait_for_a_slot_until_prefill_uses_its_own_again() -> None:
-    """Both local slots are held by reads that hang; the other peer's segment came at 0.1 s, and
-    prefill gives its slot to another after 60 s."""
-    machine = new_decode(slots=2)
-    machine.handle(opened(1), 0.0)
-    machine.handle(opened(2, TWO), 0.0)
-    for segment in range(2):
-        assert of(dev.StartRead, machine.handle(ready(1, segment), 0.0))
-    assert not of(dev.StartRead, machine.handle(ready(2, 0, TWO), 0.1))
-    acked = []
-    for tenths in range(2, 650):
-        acked += of(dev.Send, machine.handle(dev.Tick(), tenths / 10))
-    actions = machine.handle(dev.ReadSettled(1), 65.0)
-    assert not of(dev.StartRead, actions)
-    assert Ack(0, 201) in [send.message for send in acked]
-
-
-def test_an_open_behind_a_fail_is_for_the_next_request_with_its_number() -> None:
-    """Decode aborts a request before it is on prefill, and opens the number's next one."""
-    machine = new_prefill()
-    machine.handle(open_(7, 1), 0.0)
-    machine.handle(pev.Received(b"c", Fail(7, 1, "closed")), 0.0)
-    machine.handle(pev.Begin(1, 7), 0.1)
-    machine.handle(open_(7, 2), 0.2)
-    assert not of(pev.Pack, machine.handle(pev.AddChunk(1, 0, 4, True, "first"), 0.3))
-    machine.handle(pev.Begin(2, 7), 0.4)
-    (pack,) = of(pev.Pack, machine.handle(pev.AddChunk(2, 0, 4, True, "second"), 0.5))
-    assert (pack.pages, pack.use) == ("second", 2)
-
-
 def test_a_room_whose_reader_ended_first_does_not_wait_for_it() -> None:
     machine = new_prefill()
     machine.handle(open_(7, 1), 0.0)
@@ -113,16 +83,6 @@ def test_all_readers_that_opened_have_ended_and_another_is_for_the_next_request(
     machine.handle(pev.Begin(2, 7), 0.5)
     (pack,) = of(pev.Pack, machine.handle(pev.AddChunk(2, 0, 4, True, 2), 0.6))
     assert pack.use == 2
-
-
-def test_a_reader_that_ended_first_is_forgotten() -> None:
-    machine = new_prefill()
-    machine.handle(open_(7, 1), 0.0)
-    machine.handle(pev.Received(b"c", Fail(7, 1, "closed")), 0.0)
-    for seconds in range(602):
-        assert list(machine.check()) == []
-        machine.handle(pev.Tick(), float(seconds))
-    assert machine.left() == {}
 
 
 def test_a_doubled_ready_is_not_acknowledged_while_the_first_is_read() -> None:

@@ -109,13 +109,14 @@ class World:
             self.clock.after(request.abort[1], self._abort, request)
 
     def _follow(self, request: Request) -> None:
-        """It has the number of an earlier one. That must be begun on prefill, opened there by each
-        reader and closed on decode, or over on both sides."""
+        """It has the number of an earlier one. That must be closed on decode, and opened on prefill
+        by each reader, or over there. Before it is begun there, its readers must still live."""
         former = self.lives[request.after]
         receivers = self.groups[request.decode].receivers.get(request.after, ())
         senders = self.groups[request.prefill].senders.get(request.after, ())
         over = former.prefill_over and all(s.ended or not s.rank.alive for s in senders)
-        opened = former.prefill_begun and bool(receivers) and all(map(self._opened, receivers))
+        opened = bool(receivers) and all(map(self._opened, receivers))
+        opened = opened and (former.prefill_begun or all(r.rank.alive for r in receivers))
         closed = all(r.closed or not r.rank.alive for r in receivers)
         if former.outcome and closed and (over or opened):
             self.clock.after(self.clock.rng.random() * 0.002, self._arrive, request)
@@ -133,10 +134,10 @@ class World:
         return all((peer, receiver.generation) in self.opens_arrived for peer in peers)
 
     def _abort(self, request: Request) -> None:
-        side = request.abort[0]
+        side, _, told = request.abort
         other = "decode" if side == "prefill" else "prefill"
         self.groups[getattr(request, side)].fail(request, "aborted")
-        if self.clock.rng.random() < 0.8:
+        if told:
             group = self.groups[getattr(request, other)]
             self.clock.after(self.clock.rng.random() * 0.05, group.fail, request, "aborted")
 

@@ -89,8 +89,8 @@ class DecodeSide:
         if reader.down:
             after = self.receive(reader._replace(down=reader.down[1:]), view, reader.down[0])
             yield f"decode {reader.rank} gets {text(reader.down[0])}", after
-        if reader.copies:
-            yield self._copied(reader, view)
+        for n in range(len(reader.copies[: self.case.copiers])):
+            yield self._copied(reader, view, n)
         for n, read in enumerate(reader.reads):
             yield from self._read_ends(reader, view, n, read)
         for what, after, event in self._sglang(reader, view):
@@ -158,10 +158,10 @@ class DecodeSide:
                 after = after._replace(local=put(after.local, action.local_slot, read.content))
             yield name + "is done", self.handle(after, view, dv.ReadDone(action.read))
 
-    def _copied(self, reader: Reader, view: View) -> tuple[str, Reader]:
-        after, result = self._copy(reader, view, 0)
-        action = reader.copies[0][0]
-        after = after._replace(copies=reader.copies[1:])
+    def _copied(self, reader: Reader, view: View, n: int) -> tuple[str, Reader]:
+        after, result = self._copy(reader, view, n)
+        action = reader.copies[n][0]
+        after = after._replace(copies=reader.copies[:n] + reader.copies[n + 1 :])
         what = f"decode {reader.rank}: {type(action).__name__} {action.job}: {result}"
         return what, self.handle(after, view, dv.JobDone(action.job, result))
 

@@ -71,13 +71,13 @@ class PrefillSide:
         return front._replace(senders=put(front.senders, use, sender))
 
     def steps(self, front: Front, links: Any) -> Iterator[tuple[str, Moved]]:
-        if front.packs:
-            job = front.packs[0]
-            use = -1 if front.senders[job.use].ended else job.use
-            content = Content(job.stamp, use, job.pages + job.offset, job.count, job.heads.start)
-            slots = put(front.slots, job.slot, content)
-            after = front._replace(packs=front.packs[1:], slots=slots)
-            event = pv.Packed(job.job)
+        for n, job in enumerate(front.packs[: self.case.copiers]):
+            after = front._replace(packs=front.packs[:n] + front.packs[n + 1 :])
+            closed, first = front.senders[job.use].ended, job.pages + job.offset
+            if not closed:
+                content = Content(job.stamp, job.use, first, job.count, job.heads.start)
+                after = after._replace(slots=put(front.slots, job.slot, content))
+            event = pv.Packed(job.job, closed=closed)
             yield f"stamp {job.stamp} is packed", self.handle(after, links, event)
         for use, sender in enumerate(front.senders):
             for what, changed, event in self._sglang(use, sender):

@@ -19,13 +19,15 @@ FAULTS = (
 
 
 class Case(NamedTuple):
-    """`tokens` in a segment. `pending`: a forward may still write to the rows of reader 1."""
+    """`tokens` in a segment. `pending`: a forward may still write to the rows of reader 1.
+    `copiers`: so many copies of a rank are in flight, and any of them may end first."""
 
     chunks: Chunks = ((0, 2), (2, 1))
     tokens: int = 1
     slots: int = 2
     local_slots: int = 2
     pending: bool = False
+    copiers: int = 3
     faults: tuple[str, ...] = FAULTS
 
     @property
@@ -34,7 +36,7 @@ class Case(NamedTuple):
 
 
 class Content(NamedTuple):
-    """What a slot holds. `use` is -1 where the pages were given back while they were packed."""
+    """What a slot holds."""
 
     stamp: int
     use: int
