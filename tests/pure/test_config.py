@@ -182,6 +182,10 @@ REFUSED = [
     ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "prefill_complete"),
     ({"enable_hisparse": True}, "--enable-hisparse"),
     ({"enable_unified_memory": True}, "--enable-unified-memory"),
+    (
+        {"enable_memory_saver": True, "disaggregation_transfer_backend": "nixl"},
+        "--enable-memory-saver",
+    ),
     ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
     ({"kv_canary": "log"}, "--kv-canary"),
     ({"speculative_algorithm": "UNO"}, "it has no draft KV that could be moved"),
