@@ -31,7 +31,7 @@ class Sender(Gated):
     """
 
     def __init__(self, request: Request, number: int, rank: PrefillRank) -> None:
-        self.use = Use(number, NOT_BROKEN)
+        self.use = Use(number, NOT_BROKEN, float("inf"))
         super().__init__(self.use.gate)
         self.request, self.number, self.rank = request, number, rank
         self.cells = [memory.EARLIER] * memory.TOKENS
