@@ -23,7 +23,7 @@ import sys
 import time
 from pathlib import Path
 
-GRACE_S = float(os.environ.get("SGLANG_MIXKV_LEASH_GRACE_S", "15"))
+GRACE_S = float(os.environ.get("MIXKV_LEASH_GRACE_S", "15"))
 """Seconds between SIGTERM and SIGKILL."""
 
 _PR_SET_PDEATHSIG = 1

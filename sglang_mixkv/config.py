@@ -5,6 +5,9 @@ object as the attribute `_mixkv`: SGLang pickles ServerArgs with their attribute
 every process gets the same record. Where a launcher builds ServerArgs without SGLang's
 command line, its environment decides, and the record is made when they are resolved.
 
+Each setting has bounds, and text outside of them is refused here, before anything starts. So is a
+variable with the plugin's name that nobody reads, since it is a setting that was misspelt.
+
 This module is imported while ServerArgs are unpickled in child processes: it imports
 neither SGLang nor torch.
 """
@@ -12,12 +15,17 @@ neither SGLang nor torch.
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
+
+from sglang_mixkv.errors import MixKVError, refuse
 
 ATTRIBUTE = "_mixkv"
 ENABLE_ENV = "SGLANG_ENABLE_MIXKV"
@@ -25,93 +33,179 @@ ALLOW_UNTESTED_ENV = "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG"
 STATS_DIR_ENV = "SGLANG_MIXKV_STATS_DIR"
 PATIENCE_ENV = "SGLANG_MIXKV_PATIENCE"
 PORT_ENV = "SGLANG_MIXKV_PORT"
-UNREADABLE = "MIXKV-START-04"
-
-ON_MISMATCH = ("refuse", "cold")
-VERIFY = ("checksum", "off")
+PLANE_ENV = "SGLANG_MIXKV_DATA_PLANE"
+NIXL_PARAMS_ENV = "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
+API_KEY_ENV = "SGLANG_MIXKV_API_KEY"  # of servers with --api-key; commands read it, servers do not
 
 # SGLang's (EnvBool in environ.py), and on and off.
-_TRUE = {"1", "true", "yes", "y", "on"}
-_FALSE = {"", "0", "false", "no", "n", "off"}
+_TRUE = ("1", "true", "yes", "y", "on")
+_FALSE = ("0", "false", "no", "n", "off")
 
 
 class Config(msgspec.Struct, frozen=True):
     """What the operator asked of the plugin.
 
     `staging_mb`: MiB of a rank's staging buffer, taken at start. `on_draft_mismatch`: refuse or
-    cold. `verify`: checksum or off. `stats_dir`: folder into which each process writes its counts;
-    off when empty.
+    cold. `verify`: checksum or off. `patience`: a factor on the channel's times. `port`: of the
+    channel on GPU 0; any free one when 0. `data_plane`: mooncake or nixl; by the transfer backend
+    when empty. `stats_dir`: folder into which each process writes its counts; off when empty.
+    `nixl_params`: of NIXL's backend, SGLang's and the plugin's.
     """
 
     enabled: bool = False
-    allow_untested_sglang: bool = False
     staging_mb: int = 256
     on_draft_mismatch: str = "refuse"
     verify: str = "checksum"
+    allow_untested_sglang: bool = False
+    patience: float = 1.0
+    port: int = 0
+    data_plane: str = ""
     stats_dir: str = ""
+    nixl_params: dict[str, str] = {}
 
 
-def truth(name: str, environ: Mapping[str, str]) -> bool:
-    """A boolean environment variable; raises ValueError for text that is neither."""
-    text = environ.get(name, "").strip().lower()
-    if text in _TRUE | _FALSE:
-        return text in _TRUE
-    values = sorted(_TRUE | _FALSE - {""})
-    raise ValueError(f"[{UNREADABLE}] {name}={text!r}: expected one of {values}")
+class Bounds(NamedTuple):
+    """`read` raises ValueError for text that is not what `words` say."""
+
+    words: str
+    read: Callable[[str], Any]
+
+
+def _between(kind: type[int] | type[float], least: int | float, most: int | float) -> Bounds:
+    def read(text: str) -> int | float:
+        value = kind(text)
+        if not least <= value <= most:  # NaN is in no order
+            raise ValueError
+        return value
+
+    name = "a whole number" if kind is int else "a number"
+    return Bounds(f"{name} from {least} to {most}", read)
+
+
+def _one_of(*names: str) -> Bounds:
+    return Bounds(" or ".join(names), {name: name for name in names}.__getitem__)
+
+
+def _truth(text: str) -> bool:
+    if text.lower() not in (*_TRUE, *_FALSE):
+        raise ValueError
+    return text.lower() in _TRUE
+
+
+def _folder(text: str) -> str:
+    if not (os.path.isdir(text) and os.access(text, os.W_OK)):
+        raise ValueError
+    return text
+
+
+def _strings(text: str) -> dict[str, str]:
+    return msgspec.json.decode(text, type=dict[str, str])
+
+
+_TRUTH = Bounds("1 or 0", _truth)
 
 
 @dataclass(frozen=True)
-class Option:
-    """One setting: its flag, its environment variable, how text becomes a value."""
+class Setting:
+    """One setting: its variable, its flag if it has one, and what either may say. `otherwise`: what
+    a value outside of the bounds would do."""
 
-    flag: str
-    environ: str
     field: str
-    parse: Callable[[str], Any]
+    environ: str
+    bounds: Bounds
     help: str
-    choices: tuple[str, ...] | None = None
+    otherwise: str
+    flag: str = ""
 
     @property
     def attribute(self) -> str:
         return self.flag.removeprefix("--").replace("-", "_")
 
+    @property
+    def default(self) -> Any:
+        return getattr(Config(), self.field)
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value <= 0:
-        raise ValueError(f"expected a positive number, got {text}")
-    return value
+    def read(self, name: str, text: str) -> Any:
+        """`name`: of the flag or variable. MixKVError for text outside of the bounds."""
+        by_default = f": the default is {self.default}" if self.default else ""
+        return _read(name, text, self.bounds, self.otherwise, by_default)
 
 
-OPTIONS = (
-    Option(
-        "--mixkv-staging-mb",
-        "SGLANG_MIXKV_STAGING_MB",
-        "staging_mb",
-        _positive,
+def _read(name: str, text: str, bounds: Bounds, otherwise: str, by_default: str = "") -> Any:
+    try:
+        return bounds.read(text.strip())
+    except (ValueError, KeyError):
+        raise refuse(
+            "MIXKV-START-04", f"{name} to be {bounds.words}", repr(text), otherwise,
+            f"Correct it, or leave it out{by_default}",
+        ) from None  # fmt: skip
+
+
+# Most of --mixkv-staging-mb: what one reader may hold of it, a quarter, is 4 GiB then, or a prompt
+# of 131,072 tokens at 32 KiB each. Least of SGLANG_MIXKV_PATIENCE: the longest wait is one tick of
+# the channel's threads then; most: the whole wait is 300 s, which is how long SGLang waits for the
+# target. Most of SGLANG_MIXKV_PORT: more GPUs than a host has fit behind it.
+SETTINGS = (
+    Setting(
+        "enabled", ENABLE_ENV, _TRUTH,
+        "Transfer the drafter's KV by heads between prefill and decode servers of different "
+        "attention-TP sizes. Set it on both sides.",
+        "the server would run with the plugin, or without it, against the operator's will",
+        "--enable-mixkv",
+    ),
+    Setting(
+        "staging_mb", "SGLANG_MIXKV_STAGING_MB", _between(int, 1, 16384),
         "MiB of a rank's staging buffer for draft KV: registered memory of the KV's kind, outside "
         "--mem-fraction-static, in 64 slots. Taken at start.",
+        "its slots would hold no draft KV, or more of a GPU's memory than can be in flight",
+        "--mixkv-staging-mb",
     ),
-    Option(
-        "--mixkv-on-draft-mismatch",
-        "SGLANG_MIXKV_ON_DRAFT_MISMATCH",
-        "on_draft_mismatch",
-        str,
+    Setting(
+        "on_draft_mismatch", "SGLANG_MIXKV_ON_DRAFT_MISMATCH", _one_of("refuse", "cold"),
         "Set on decode. When only the drafters of both sides differ: refuse the prefill server, or "
         "serve its requests with the target's KV alone (cold: same output, lower accept length).",
-        ON_MISMATCH,
+        "nobody would have chosen between failed requests and slow ones",
+        "--mixkv-on-draft-mismatch",
     ),
-    Option(
-        "--mixkv-verify",
-        "SGLANG_MIXKV_VERIFY",
-        "verify",
-        str,
+    Setting(
+        "verify", "SGLANG_MIXKV_VERIFY", _one_of("checksum", "off"),
         "Set on decode. Compare a checksum of each segment of draft KV with prefill's; where they "
         "differ the drafter starts cold. Costs some two copies of these bytes on each side.",
-        VERIFY,
+        "draft KV would be compared, or not, against the operator's will",
+        "--mixkv-verify",
     ),
-)
-
+    Setting(
+        "allow_untested_sglang", ALLOW_UNTESTED_ENV, _TRUTH,
+        "Start with an SGLang that is refused. Each difference is logged.",
+        "an SGLang that was not tested would be started, or not, against the operator's will",
+    ),
+    Setting(
+        "patience", PATIENCE_ENV, _between(float, 0.1, 60),
+        "A factor on the channel's times.",
+        "draft KV would be given up before it can come, or be waited for longer than the target's",
+    ),
+    Setting(
+        "port", PORT_ENV, _between(int, 1024, 65000),
+        "On prefill: the channel of the rank on GPU n listens on this port plus n. By default on "
+        "any free port.",
+        "not every rank could listen on the port that is its own",
+    ),
+    Setting(
+        "data_plane", PLANE_ENV, _one_of("mooncake", "nixl"),
+        "What decode reads slots with, the same on both sides. By default by the transfer backend.",
+        "draft KV would be read in a way that nobody chose",
+    ),
+    Setting(
+        "stats_dir", STATS_DIR_ENV, Bounds("a folder that can be written to", _folder),
+        "Each process keeps a JSON file of its counters there.",
+        "the counters would be nowhere",
+    ),
+    Setting(
+        "nixl_params", NIXL_PARAMS_ENV, Bounds("a JSON object of strings", _strings),
+        "SGLang's own: parameters of NIXL's backend. The plugin's NIXL takes the same.",
+        "NIXL would not start, or with other parameters",
+    ),
+)  # fmt: skip
 
 REMOVED = (
     (
@@ -122,12 +216,62 @@ REMOVED = (
 )
 """Flag, environment variable, and what to do. Each stops the start of an opted-in server."""
 
+_OF_VARIABLE = {setting.environ: setting for setting in SETTINGS}
+_REMOVED = {variable: sentence for _, variable, sentence in REMOVED}
+_OWN = re.compile(r"SGLANG_\w*MIX_?KV")
+KNOWN = frozenset(filter(_OWN.match, (*_OF_VARIABLE, *_REMOVED, API_KEY_ENV)))
+"""All variables of the plugin's own, those that are refused in words of their own among them."""
 
-def _refuses(sentence: str) -> Callable[[str], Any]:
-    def parse(_: str) -> Any:
-        raise argparse.ArgumentTypeError(f"[{UNREADABLE}] it {sentence}")
 
-    return parse
+def variable(name: str, text: str) -> Any:
+    """The value of an environment variable; None where it is empty, and for those that no server
+    reads. MixKVError where it is outside of its bounds, or has the plugin's name in vain."""
+    if setting := _OF_VARIABLE.get(name):
+        return setting.read(name, text) if text.strip() else None
+    if sentence := _REMOVED.get(name):
+        _refuse_removed(name, sentence, text)
+    if _OWN.match(name) and name not in KNOWN and not _is_of_service(name, text):
+        raise refuse(
+            "MIXKV-START-04", "variables that the plugin reads", name,
+            "a setting would have no effect", f"Unset it{nearest(name, KNOWN)}",
+        )  # fmt: skip
+    return None
+
+
+def _is_of_service(name: str, text: str) -> bool:
+    """Whether Kubernetes made it, as it does for each Service of a pod's namespace: for one that is
+    called sglang-mixkv-router SGLANG_MIXKV_ROUTER_SERVICE_HOST, and six more."""
+    made = re.search(r"_SERVICE_(HOST|PORT)|_PORT_\d+_[A-Z]+", name)
+    return bool(made or re.match(r"(tcp|udp|sctp)://", text))
+
+
+def _refuse_removed(name: str, sentence: str, _text: str) -> NoReturn:
+    raise MixKVError("MIXKV-START-04", f"{name} {sentence}")
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a sentence about an unknown word."""
+    found = difflib.get_close_matches(word, known, 1)
+    return f"; the nearest that is known is {found[0]}" if found else ""
+
+
+def truth(name: str, environ: Mapping[str, str]) -> bool:
+    """A boolean variable, of SGLang's or the plugin's; MixKVError for text that is neither."""
+    text = environ.get(name, "")
+    otherwise = "the server would start otherwise than it was asked to"
+    return bool(text.strip() and _read(name, text, _TRUTH, otherwise))
+
+
+def _of_flag(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """For argparse, which shows no other error's text."""
+
+    def typed(text: str) -> Any:
+        try:
+            return read(text)
+        except MixKVError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return typed
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -135,58 +279,33 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     if any("--enable-mixkv" in action.option_strings for action in parser._actions):
         return
     group = parser.add_argument_group("sglang-mixkv")
-    group.add_argument(
-        "--enable-mixkv",
-        action="store_true",
-        default=None,
-        help="Transfer the drafter's KV by heads between prefill and decode servers of "
-        f"different attention-TP sizes. Set it on both sides. [env: {ENABLE_ENV}]",
-    )
-    defaults = Config()
-    for option in OPTIONS:
-        group.add_argument(
-            option.flag,
-            type=option.parse,
-            choices=option.choices,
-            default=None,
-            help=f"{option.help} [default: {getattr(defaults, option.field)}; "
-            f"env: {option.environ}]",
-        )
+    for setting in SETTINGS:
+        if setting.flag == "--enable-mixkv":
+            text = f"{setting.help} [env: {setting.environ}]"
+            group.add_argument(setting.flag, action="store_true", default=None, help=text)
+        elif setting.flag:
+            group.add_argument(
+                setting.flag, type=_of_flag(partial(setting.read, setting.flag)), default=None,
+                metavar="VALUE",
+                help=f"{setting.help} Expected: {setting.bounds.words} [default: "
+                f"{setting.default}; env: {setting.environ}]",
+            )  # fmt: skip
     for flag, _, sentence in REMOVED:
-        group.add_argument(flag, type=_refuses(sentence), help=argparse.SUPPRESS)
+        gone = _of_flag(partial(_refuse_removed, flag, sentence))
+        group.add_argument(flag, type=gone, help=argparse.SUPPRESS)
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:
-    """The record for these flags (None: a launcher without the plugin's flags)."""
-    for _, variable, sentence in REMOVED:
-        if variable in environ:
-            raise ValueError(f"[{UNREADABLE}] {variable} {sentence}")
-    enabled = getattr(flags, "enable_mixkv", None)
-    values = {option.field: _value(option, flags, environ) for option in OPTIONS}
-    return Config(
-        enabled=truth(ENABLE_ENV, environ) if enabled is None else bool(enabled),
-        allow_untested_sglang=truth(ALLOW_UNTESTED_ENV, environ),
-        stats_dir=environ.get(STATS_DIR_ENV, ""),
-        **values,
-    )
-
-
-def _value(option: Option, flags: argparse.Namespace | None, environ: Mapping[str, str]) -> Any:
-    """Flag over environment over default. Raises ValueError for unusable text."""
-    given = getattr(flags, option.attribute, None)
-    if given is not None:
-        return given
-    text = environ.get(option.environ, "").strip()
-    if not text:
-        return getattr(Config(), option.field)
-    if option.choices and text not in option.choices:
-        raise ValueError(
-            f"[{UNREADABLE}] {option.environ}={text!r}: expected one of {option.choices}"
-        )
-    try:
-        return option.parse(text)
-    except ValueError as error:
-        raise ValueError(f"[{UNREADABLE}] {option.environ}={text!r}: {error}") from None
+    """The record for these flags (None: a launcher without the plugin's flags). MixKVError for the
+    first variable that is refused."""
+    found = {name: variable(name, environ[name]) for name in sorted(environ)}
+    values = {}
+    for setting in SETTINGS:
+        given = getattr(flags, setting.attribute, None) if setting.flag else None
+        value = found.get(setting.environ) if given is None else given
+        if value is not None:
+            values[setting.field] = value
+    return Config(**values)
 
 
 def resolve_if_enabled(flags: argparse.Namespace | None) -> Config:

@@ -96,6 +96,16 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         lambda a: getattr(a, "kv_canary", "none") not in (None, "none") and has_drafter(a),
         "its rows beside the KV would be taken for heads; drop the flag",
     ),
+    # NixlKVManager (disaggregation/nixl/conn.py) has no deregister_buffer_to_engine, as Mooncake's
+    # has. Peers would go on to write into the memory that /release_memory_occupation gave back.
+    (
+        "--enable-memory-saver with --disaggregation-transfer-backend nixl",
+        lambda a: (
+            getattr(a, "enable_memory_saver", False) and a.disaggregation_transfer_backend == "nixl"
+        ),
+        "SGLang does not take the target's pool back from NIXL when its memory is released; use "
+        "mooncake, or drop the flag",
+    ),
     ("--enable-kv-cache-sharding", _get("enable_kv_cache_sharding"), "drop the flag"),
     (
         f"--speculative-algorithm other than {', '.join(SPECULATIVE[1:])}",

@@ -28,6 +28,9 @@ import torch
 import zmq
 from common import Record, alone
 from reads import plane_of, serve
+from sglang_mixkv.decode.copier import Entry
+from sglang_mixkv.decode.inbox import Inbox, Store
+from sglang_mixkv.prefill.outbox import Outbox, Pages
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import DataPlane, Memory
@@ -35,12 +38,9 @@ from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode import rooms as decode_rooms
-from sglang_mixkv.decode.copier import Entry
-from sglang_mixkv.decode.inbox import Inbox, Store
 from sglang_mixkv.draft.facts import StagingFacts
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.prefill import rooms as prefill_rooms
-from sglang_mixkv.prefill.outbox import Outbox, Pages
 
 HOST = "127.0.0.1"
 TIMES = Times(100)  # nothing here is late

@@ -8,11 +8,11 @@ from typing import Any
 from machines import HOSTILE, STRANGER, TOKENS, VICTIM, Rank, run, segment_tokens, sent, then
 from mutate import pack
 from parsers import BASE, DRAFT, MEMORY, SLOT_BYTES, SLOTS
+from sglang_mixkv.decode.rooms import Rooms
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.messages import Ack, Fail, Ready
 from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode.rooms import Rooms
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD
 
 ALONE, SHARED, LATE = 10, 11, 12  # generations; of LATE an earlier forward still runs

@@ -12,11 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+from sglang_mixkv.decode.parts import Room
+from sglang_mixkv.decode.servers import Contact, make_plan
 
 from sglang_mixkv.channel import data_plane, messages
 from sglang_mixkv.decode.events import OpenRoom
-from sglang_mixkv.decode.parts import Room
-from sglang_mixkv.decode.servers import Contact, make_plan
 from sglang_mixkv.draft import facts
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target

@@ -11,12 +11,12 @@ from unittest import mock
 from machines import HOSTILE, STRANGER, TOKENS, VICTIM, Rank, run, segment_tokens, sent, then
 from mutate import pack
 from parsers import SLOT_BYTES
+from sglang_mixkv.prefill.rooms import Rooms
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.messages import NO_SLOT, Ack, Fail, Open, Ready
 from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill import waiting
-from sglang_mixkv.prefill.rooms import Rooms
 
 PREFILL, ROOMS, MAX_WAITING = b"prefill_", (7, 8, 9), 4
 

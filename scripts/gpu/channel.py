@@ -8,6 +8,9 @@ from typing import Any
 import msgspec
 import torch
 from scene import SLOT, SLOTS
+from sglang_mixkv.decode.copier import Entry
+from sglang_mixkv.decode.inbox import Inbox, Store
+from sglang_mixkv.prefill.outbox import Outbox, Pages, Use
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.data_plane import DataPlane, Memory, Outcome, Peer, Read
@@ -15,14 +18,11 @@ from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode import rooms as decode_rooms
-from sglang_mixkv.decode.copier import Entry
-from sglang_mixkv.decode.inbox import Inbox, Store
 from sglang_mixkv.draft import rows as product
 from sglang_mixkv.draft.facts import StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.prefill import rooms as prefill_rooms
-from sglang_mixkv.prefill.outbox import Outbox, Pages, Use
 
 HOST = "127.0.0.1"
 TIMES = Times(20)  # nothing here is late

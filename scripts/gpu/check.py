@@ -135,7 +135,7 @@ class Check:
         return in_a_process([*self._argv, *chosen], env, self._folder, limit_s)
 
     def environment(self) -> dict[str, str]:
-        env = {"SGLANG_MIXKV_LEASH_GRACE_S": "5", **os.environ, "PYTHONUNBUFFERED": "1"}
+        env = {"MIXKV_LEASH_GRACE_S": "5", **os.environ, "PYTHONUNBUFFERED": "1"}
         before = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path]
         env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *self._paths, *before])
         env.pop("TRITON_INTERPRET", None)

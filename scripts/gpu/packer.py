@@ -72,9 +72,9 @@ class Packer:
     def __init__(self, options: argparse.Namespace, host: str, asked: list[Any]) -> None:
         import channel
         import scene
+        from sglang_mixkv.prefill.outbox import Pages
 
         from sglang_mixkv.draft.rows import DraftRows
-        from sglang_mixkv.prefill.outbox import Pages
 
         backend, dtype, self._tokens, seed = asked
         page = scene.LAYOUTS[LAYOUT]

@@ -26,10 +26,10 @@ import scene
 import streams
 import torch
 from parts import Found, Record, Wrong
+from sglang_mixkv.prefill.outbox import Pages
 
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.draft.slot_format import HEADER
-from sglang_mixkv.prefill.outbox import Pages
 
 DRAFTER = scene.DRAFTERS[0]
 PAGE, COUNT = 16, 32

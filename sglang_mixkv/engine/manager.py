@@ -16,7 +16,6 @@ from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_mixkv import __version__
-from sglang_mixkv.channel import planes
 from sglang_mixkv.decode import machine as decode_machine
 from sglang_mixkv.decode.links import Store
 from sglang_mixkv.decode.worker import DecodeWorker
@@ -167,7 +166,7 @@ class DraftManager:
         whose = f"sglang-mixkv {__version__} (SGLang {sglang_version()}): {local.mode}"
         if local.draft is None:
             return f"{whose} rank without draft KV of its own"
-        layout, plane = local.draft.layout, planes.choose(self.backend)
+        layout, plane = local.draft.layout, local.choice
         heads = f"{layout.heads.start}-{layout.heads.stop - 1} of {layout.facts.total_heads}"
         return (
             f"{whose} attention-TP rank {layout.rank} of {layout.tp}, draft heads {heads}, "

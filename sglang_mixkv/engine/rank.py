@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from sglang_mixkv.channel.data_plane import DataPlane, Memory
 from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, slot_bytes
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.config import PATIENCE_ENV, PORT_ENV, config_of
+from sglang_mixkv.config import config_of
 from sglang_mixkv.draft.facts import Row, StagingFacts
+from sglang_mixkv.draft.layout import DraftLayout
 from sglang_mixkv.draft.rows import Staging
 from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine import draft_pool, handover
@@ -24,12 +25,13 @@ from sglang_mixkv.engine.check import check_once
 from sglang_mixkv.engine.metrics import metrics_for
 from sglang_mixkv.engine.notes import Notes
 from sglang_mixkv.engine.releases import sglang_version
+from sglang_mixkv.errors import refuse
 
 
 class RankContext:
     """This rank before it knows its own address. `draft`: None without draft KV of its own.
 
-    Raises MixKVError for a drafter whose rows cannot be cut.
+    Raises MixKVError for a drafter whose rows cannot be cut, or do not fit a slot.
     """
 
     def __init__(self, kv_args: Any, server_args: Any, mode: str, backend: str) -> None:
@@ -41,10 +43,13 @@ class RankContext:
         self.draft = (
             draft_pool.of_pool(kv_args, pool) if pool is not None else draft_pool.of_args(kv_args)
         )
+        if self.draft is not None:
+            check_slots(self.draft.layout, self.slot_bytes)
         self.aux_item_lens = tuple(kv_args.aux_item_lens)
         self.ib_device = getattr(kv_args, "ib_device", None) or ""
         self.backend, self.mode = backend, mode
-        self.times = times()
+        self.choice = planes.choose(backend, self.config.data_plane)
+        self.times = times(self.config.patience)
         self.instance = draw_instance()
         self.copying = "copied on the host"
         self.notes = Notes(mode, self.config.stats_dir, metrics_for(mode))
@@ -75,7 +80,7 @@ class RankContext:
 
     def plane(self, staging: Staging, host: str) -> DataPlane:
         """Registered, so that its endpoint is valid."""
-        plane = planes.make(self.backend, host, self.ib_device)
+        plane = planes.make(self.choice.name, host, self.ib_device, self.config.nixl_params)
         spare = staging.address + 8  # behind the stamp of slot 0, where nothing is
         plane.register(Memory(staging.address, staging.size, _index(staging.device)), spare)
         return plane
@@ -115,17 +120,30 @@ class RankContext:
         )
 
     def port(self, manager: Any) -> int:
-        """SGLANG_MIXKV_PORT plus this rank's number on its node; 0: any free one."""
-        base = int(os.environ.get(PORT_ENV) or 0)
+        """The operator's port plus this rank's GPU on its node; 0: any free one."""
+        base = self.config.port
         return base and base + int(getattr(manager.kv_args, "gpu_id", 0) or 0)
 
 
-def times() -> Times:
+def times(patience: float) -> Times:
     """SGLang's own DeferredBootstrap knows a request that is not here yet for as long
     (disaggregation/common/conn.py, CommonKVManager.__init__)."""
     waiting = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
     bootstrap = envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()
-    return Times(float(os.environ.get(PATIENCE_ENV) or 1), float(waiting + bootstrap))
+    return Times(patience, float(waiting + bootstrap))
+
+
+def check_slots(layout: DraftLayout, size: int) -> None:
+    """What one rank sends another is less than a token of either's heads, so where this fits the
+    slots of both, every request can be served."""
+    heads = len(layout.heads)
+    if not layout.facts.tokens_in(size, heads):
+        fits = (mb for mb in itertools.count(1) if layout.facts.tokens_in(slot_bytes(mb), heads))
+        raise refuse(
+            "MIXKV-START-04", f"--mixkv-staging-mb to be {next(fits)} or more",
+            f"slots of {size} bytes for tokens of {layout.facts.bytes_per_token(heads)}",
+            "every request would start with a cold drafter", "Raise it on both sides",
+        )  # fmt: skip
 
 
 def forward_event(scheduler: Any) -> Any:

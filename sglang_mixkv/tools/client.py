@@ -12,10 +12,9 @@ from typing import Any
 
 import requests
 
-REQUEST_TIMEOUT_S = 180.0
-API_KEY_ENV = "SGLANG_MIXKV_API_KEY"
-"""Of servers that were started with `--api-key`."""
+from sglang_mixkv.config import API_KEY_ENV
 
+REQUEST_TIMEOUT_S = 180.0
 
 WHY = {
     "Connection refused": "nothing listens there. Is the server up, and is it that port?",

@@ -15,6 +15,7 @@ import msgspec
 
 from sglang_mixkv import config
 from sglang_mixkv.channel import planes
+from sglang_mixkv.refusals import BACKENDS
 from sglang_mixkv.tools import doctor_checks as checks
 from sglang_mixkv.tools import doctor_child as child
 from sglang_mixkv.tools import doctor_diff as diff
@@ -49,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             word = unknown.split()[0].partition("=")[0]
-            message += checks.nearest(word, self._option_string_actions)
+            message += config.nearest(word, self._option_string_actions)
         super().error(message)
 
 
@@ -66,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     where.add_argument("--peer", metavar="HOST:PORT", type=_address, help="read from a --listen")
     parser.add_argument(
-        "--backend", "--disaggregation-transfer-backend", choices=planes.NAMES,
+        "--backend", "--disaggregation-transfer-backend", choices=BACKENDS,
         help="the servers' transfer backend, which decides the data plane (default: mooncake, or "
         "nixl where that alone is installed)",
     )  # fmt: skip
@@ -109,7 +110,7 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from checks.versions()
     yield from checks.entry_point()
     yield from checks.configuration(args)
-    yield from checks.environment(flags=args)
+    yield from checks.environment()
     yield from checks.libraries()
     yield from rdma.findings(args.disaggregation_ib_device)
     if not args.no_seams:
@@ -123,10 +124,10 @@ def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
     only_nixl = checks.version_of(*checks.MOONCAKE) == "none" != checks.version_of("nixl")
     backend = args.backend or ("nixl" if only_nixl else "mooncake")
     try:
-        plane = planes.choose(backend)
+        settings = config.resolve(args)
+        plane = planes.choose(backend, settings.data_plane)
         yield Finding(SECTION, "chosen", f"{plane.name}: {plane.why}")
-        devices = ",".join(args.disaggregation_ib_device)
-        wire = Wire(backend, devices, config.resolve(args).staging_mb)
+        wire = Wire(backend, ",".join(args.disaggregation_ib_device), settings)
         found = child.result(wire, args.listen, args.peer)
     except (ReadFailed, OSError, ValueError) as error:
         yield Finding(SECTION, "read", "failed", str(error))

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import difflib
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 
 import msgspec
@@ -21,6 +20,7 @@ import msgspec
 from sglang_mixkv import __version__, config, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, is_newer
+from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools import simulated
 
 GROUP, ENTRY = "sglang.srt.plugins", "mixkv"
@@ -32,22 +32,6 @@ MOONCAKE = (
 )
 SEAMS_LIMIT_S = 300
 
-# Field of the configuration -> attribute of the parsed flags (may be empty), variable.
-SETTINGS = {
-    "enabled": ("enable_mixkv", config.ENABLE_ENV),
-    **{option.field: (option.attribute, option.environ) for option in config.OPTIONS},
-    "allow_untested_sglang": ("", config.ALLOW_UNTESTED_ENV),
-    "stats_dir": ("", config.STATS_DIR_ENV),
-}
-NUMBERS: dict[str, type] = {config.PATIENCE_ENV: float, config.PORT_ENV: int}
-VARIABLES = {
-    *(variable for _, variable in SETTINGS.values()), *NUMBERS,
-    *(variable for _, variable, _ in config.REMOVED),  # refused in words of its own
-    "SGLANG_MIXKV_DATA_PLANE", "SGLANG_MIXKV_API_KEY", "SGLANG_MIXKV_LEASH_GRACE_S",
-}  # fmt: skip
-"""All that the plugin reads; a test compares them with its source."""
-
-_OWN = re.compile(r"SGLANG_\w*MIX_?KV")
 _SHOWN = re.compile(
     r"(MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_\w*MIX_?KV|SGLANG_DISAGG|SGLANG_MOONCAKE|"
     r"(SGLANG_(PLUGINS|PLATFORM|RUST_SERVER|USE_CPU_ENGINE|HOST_IP|USE_HND_KVCACHE|"
@@ -80,12 +64,6 @@ def version_of(*names: str) -> str:
             continue
         return f"{found} ({name})" if len(names) > 1 else found
     return "none"
-
-
-def nearest(word: str, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown word."""
-    found = difflib.get_close_matches(word, known, 1)
-    return f"; the nearest that is known is {found[0]}" if found else ""
 
 
 def versions() -> Iterator[Finding]:
@@ -129,31 +107,28 @@ def configuration(
         yield Finding("configuration", "environment", "unusable", str(error))
         return
     defaults = []
-    for name, (attribute, variable) in SETTINGS.items():
-        value, origin = getattr(record, name), ""
-        if attribute and getattr(flags, attribute, None) is not None:
-            origin = f"flag --{attribute.replace('_', '-')}"
-        elif environ.get(variable, "").strip():
-            origin = f"environment, {variable}"
+    for setting in config.SETTINGS:
+        value, origin = getattr(record, setting.field), ""
+        if setting.flag and getattr(flags, setting.attribute, None) is not None:
+            origin = f"flag {setting.flag}"
+        elif environ.get(setting.environ, "").strip():
+            origin = f"environment, {setting.environ}"
         if origin:
-            yield Finding("configuration", name, f"{value!r} ({origin})")
+            yield Finding("configuration", setting.field, f"{value!r} ({origin})")
         else:
-            defaults.append(f"{name}={value}")
+            defaults.append(f"{setting.field}={value}")
     yield Finding("configuration", "defaults", ", ".join(defaults) or "none")
 
 
-def environment(
-    environ: Mapping[str, str] = os.environ, flags: argparse.Namespace | None = None
-) -> Iterator[Finding]:
-    """Variables that decide how servers of this shell, with a drafter and these flags, would
-    transfer KV; no secrets."""
+def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Variables that decide how servers of this shell, with a drafter, would transfer KV; no
+    secrets."""
     try:
-        config.resolve(flags, environ)
         refused = refusals.broken((), None, environ)
     except ValueError as error:  # text that is not a boolean
         refused = [str(error)]
     for name in sorted(filter(_SHOWN.match, environ)):
-        problem = next((text for text in refused if name in text.split("=")[0]), "")
+        problem = next((text for text in refused if name in text), "")
         problem = problem or _wrong(name, environ)
         value = without_secrets(name, environ[name])
         if name == refusals.STAGING_ENV:  # the doctor does not know the target
@@ -165,12 +140,10 @@ def _wrong(name: str, environ: Mapping[str, str]) -> str:
     """What is wrong with a variable that no rule refuses; empty when nothing is."""
     if name == simulated.VARIABLE and simulated.is_set(environ):
         return "servers of this shell make their accept length up: unset it to judge by one"
-    if _OWN.match(name) and name not in VARIABLES:
-        return f"the plugin reads no such variable{nearest(name, VARIABLES)}"
     try:
-        NUMBERS.get(name, str)(environ[name] or 0)
-    except ValueError:
-        return f"expected a number, got {environ[name]!r}: the server does not start"
+        config.variable(name, environ[name])
+    except MixKVError as error:
+        return f"{error}. Until then the server does not start"
     return ""
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import msgspec
 
+from sglang_mixkv.config import Config
+
 PROGRAM = "sglang_mixkv.tools.doctor_read"  # not imported here, where a package may be missing
 PREFIX = "mixkv-doctor "
 READ = 8
@@ -27,11 +29,12 @@ class ReadFailed(RuntimeError):
 
 
 class Wire(msgspec.Struct, frozen=True):
-    """What the flags of a server decide: SGLang's transfer backend, RDMA devices, staging."""
+    """What the flags and variables of a server decide: SGLang's transfer backend, RDMA devices, and
+    the plugin's settings."""
 
     backend: str = "mooncake"
     devices: str = ""
-    staging_mb: int = 256
+    config: Config = Config()
 
 
 class Children(ExitStack):

@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from sglang_mixkv.channel.planes import PLANE_ENV
+from sglang_mixkv.config import PLANE_ENV
 from sglang_mixkv.tools.doctor_checks import Finding
 
 FLAG = "--disaggregation-ib-device"

@@ -27,6 +27,7 @@ from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import Extent, Memory, Peer
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.sockets import endpoint
+from sglang_mixkv.config import PLANE_ENV
 from sglang_mixkv.tools import doctor_rdma as rdma
 from sglang_mixkv.tools.doctor_child import PREFIX, READ, ReadFailed, Wire
 
@@ -58,6 +59,10 @@ def pattern(number: int, size: int) -> Any:
     return (words + np.uint64(number + 1)).view(np.uint8)
 
 
+def chosen(wire: Wire) -> planes.Choice:
+    return planes.choose(wire.backend, wire.config.data_plane)
+
+
 class Side:
     """Staging memory, on the first GPU where there is one, registered with a data plane."""
 
@@ -71,9 +76,10 @@ class Side:
             torch.cuda.set_device(0)
         self._torch, self._rows = torch, rows
         self._device = torch.device("cuda:0" if on_gpu else "cpu")
-        self.slot_bytes = slot_bytes(wire.staging_mb)
+        self.slot_bytes = slot_bytes(wire.config.staging_mb)
         self._staging = rows.Staging(SLOTS, self.slot_bytes, self._device)
-        self.plane = planes.make(wire.backend, host, wire.devices)
+        name = chosen(wire).name
+        self.plane = planes.make(name, host, wire.devices, wire.config.nixl_params)
         memory = Memory(self._staging.address, self._staging.size, 0 if on_gpu else None)
         self.plane.register(memory, self._staging.address + 8)
         slots = f"{SLOTS} slots of {self.slot_bytes >> 10:,} KiB"
@@ -124,10 +130,10 @@ def serve(host: str, port: int, wire: Wire) -> dict[str, Any]:
 
 
 def _filled(ask: Ask, wire: Wire) -> Side:
-    name, why = planes.choose(wire.backend)
+    name, why = chosen(wire)
     if ask.plane != name:
         text = f"expected reads over {name} ({why}), got {ask.plane}"
-        raise ReadFailed(f"{text}: set {planes.PLANE_ENV} on both sides")
+        raise ReadFailed(f"{text}: set {PLANE_ENV} on both sides")
     side = Side(wire, ask.host)
     for number in range(READ):
         side.put(number, pattern(number, side.slot_bytes))
@@ -143,7 +149,7 @@ def read(host: str, port: int, wire: Wire) -> dict[str, Any]:
         raise ReadFailed(f"no connection to {host}:{port}: {error}") from None
     with _context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(endpoint(there, port))
-        ask = Ask(planes.choose(wire.backend).name, there)
+        ask = Ask(chosen(wire).name, there)
         dealer.send(msgspec.msgpack.encode(ask))
         side = Side(wire, here)
         if not dealer.poll(ANSWER_S * 1000):

@@ -6,7 +6,8 @@ from typing import Any
 
 import requests
 
-from sglang_mixkv.tools.client import API_KEY_ENV, session
+from sglang_mixkv.config import API_KEY_ENV
+from sglang_mixkv.tools.client import session
 from sglang_mixkv.tools.plan_line import unreadable
 
 TIMEOUT_S = 10

@@ -128,9 +128,8 @@ def test_every_variable_is_known() -> None:
     """To the scripts, to the plugin, or to LeaderWorkerSet, which sets these three."""
     listed = (SCRIPTS / "common.sh").read_text().split("\nfail()")[0]
     scripts = set(re.findall(r"\b[A-Z][A-Z_]+\b", listed))
-    own = {config.ENABLE_ENV, config.ALLOW_UNTESTED_ENV, config.STATS_DIR_ENV, config.PORT_ENV}
-    own |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}  # of the libraries by which ranks meet
-    known = scripts | own | {option.environ for option in config.OPTIONS}
+    libraries = {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}  # by which ranks meet
+    known = scripts | libraries | config.KNOWN
     given = {"LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"}
     routers = GROUP["mixkv-a-router"]["spec"]["template"]["spec"]["containers"]
     servers = [c for server in SERVERS for pod in pods(server) for c in pod["containers"]]

@@ -39,7 +39,7 @@ with Fleet() as fleet:
 
 @pytest.fixture(autouse=True)
 def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_MIXKV_LEASH_GRACE_S", "1")
+    monkeypatch.setenv("MIXKV_LEASH_GRACE_S", "1")
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 15) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_mixkv import config
 from sglang_mixkv.channel import mooncake, nixl, planes
 from sglang_mixkv.errors import MixKVError
 
@@ -18,13 +20,12 @@ def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """What is taken with such a backend and devices, without making an engine."""
     monkeypatch.setattr(nixl, "Nixl", lambda *_: "nixl")
     monkeypatch.setattr(mooncake, "Mooncake", lambda *_: "mooncake")
-    monkeypatch.delenv(planes.PLANE_ENV, raising=False)
 
-    def take(backend: str, devices: tuple[str, ...] = ()) -> object:
+    def take(backend: str, devices: tuple[str, ...] = (), asked: str = "") -> object:
         for device in devices:
             (tmp_path / device).mkdir()
         monkeypatch.setattr(planes, "RDMA_DEVICES", str(tmp_path))
-        return planes.make(backend, "127.0.0.1", "")
+        return planes.make(planes.choose(backend, asked).name, "127.0.0.1", "", {})
 
     return take
 
@@ -45,15 +46,8 @@ def test_another_nixl_backend_is_not_ucx(taken: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("name", ["nixl", "mooncake"])
-def test_the_operator_may_choose(taken: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setenv(planes.PLANE_ENV, name)
-    assert taken("nixl") == name
-
-
-def test_another_name_stops_the_start(taken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(planes.PLANE_ENV, "nixI")
-    with pytest.raises(MixKVError, match=r"MIXKV-START-04.*mooncake or nixl.*got nixI"):
-        taken("mooncake")
+def test_the_operator_may_choose(taken: Any, name: str) -> None:
+    assert taken("nixl", asked=name) == name
 
 
 def test_without_mooncake_it_does_not_start(taken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,9 +62,11 @@ def test_without_mooncake_it_does_not_start(taken: Any, monkeypatch: pytest.Monk
 def test_nixls_backend_is_sglangs(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.environ import envs
 
-    for name in (planes.NIXL_ENV, planes.NIXL_PARAMS_ENV):
+    for name in (planes.NIXL_ENV, config.NIXL_PARAMS_ENV):
         monkeypatch.delenv(name, raising=False)
     stock = envs.SGLANG_DISAGGREGATION_NIXL_BACKEND.get()
-    assert planes.nixl_backend("") == (stock, {})
-    assert envs.SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS.get() == "{}"
-    assert planes.nixl_backend("mlx5_0") == ("UCX", {"device_list": "mlx5_0"})
+    assert planes.nixl_backend("", {}) == (stock, {})
+    params = envs.SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS.get()
+    assert json.loads(params) == config.resolve(None, {}).nixl_params
+    found = planes.nixl_backend("mlx5_0", {"num_threads": "4"})
+    assert found == ("UCX", {"device_list": "mlx5_0", "num_threads": "4"})

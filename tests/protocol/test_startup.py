@@ -91,6 +91,31 @@ def test_single_server_does_not_start() -> None:
     assert "--disaggregation-mode null is not supported" in said
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("SGLANG_MIXKV_PATIENCE", "nan"),
+        ("SGLANG_MIXKV_PATIENT", "2"),
+        ("SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS", "{"),
+    ],
+)
+@pytest.mark.parametrize("opts_in", ["flag", "variable"])
+def test_a_setting_outside_of_its_bounds_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, opts_in: str
+) -> None:
+    monkeypatch.setenv(name, text)
+    assert in_fork(resolve).startswith("ok ")
+    if opts_in == "variable":
+        monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
+    said = in_fork(lambda: resolve(*["--enable-mixkv"] * (opts_in == "flag")))
+    assert "MIXKV-START-04" in said
+    assert name in said
+
+
+def test_a_flag_outside_of_its_bounds_does_not_start() -> None:
+    assert in_fork(lambda: resolve("--enable-mixkv", "--mixkv-staging-mb", "0")) == "2"
+
+
 GONE = Seam("sglang.srt.server_args:ServerArgs.gone", "a test")
 
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from sglang_mixkv.config import API_KEY_ENV
 from sglang_mixkv.tools import accept, pages
 from sglang_mixkv.tools.accept_figures import EARLY, FEWEST, Asked, Comparison, Verdict
 from sglang_mixkv.tools.accept_prompts import BadPrompts, read_prompts, token_ids, tokenize
-from sglang_mixkv.tools.client import API_KEY_ENV, Answer, Events, RequestFailed
+from sglang_mixkv.tools.client import Answer, Events, RequestFailed
 
 BOS = 1
 SENT = 'sglang:mixkv_sent_bytes_total{component="draft"}'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ from sglang_mixkv import refusals as startup
 from sglang_mixkv.config import Config, add_flags, config_of, resolve, truth
 from sglang_mixkv.engine import releases as compat
 from sglang_mixkv.engine.seams import Seam
+from sglang_mixkv.errors import MixKVError
 
 
 def parse(*argv: str) -> argparse.Namespace:
@@ -34,14 +36,120 @@ def test_booleans_are_read_as_sglang_reads_them(text: str, means: bool) -> None:
     assert truth("SGLANG_ENABLE_MIXKV", {"SGLANG_ENABLE_MIXKV": text}) == means
 
 
-def test_unclear_environment_is_an_error() -> None:
-    with pytest.raises(ValueError, match="expected one of"):
-        truth("SGLANG_ENABLE_MIXKV", {"SGLANG_ENABLE_MIXKV": "maybe"})
+FOLDER = tempfile.gettempdir()
+BOOLEANS: tuple[dict[str, object], tuple[str, ...]] = (
+    {"1": True, "Yes": True, " on ": True, "n": False, "OFF": False}, ("maybe", "2", "-1"),
+)  # fmt: skip
+VALUES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
+    "enabled": BOOLEANS,
+    "allow_untested_sglang": BOOLEANS,
+    "staging_mb": (
+        {"1": 1, " 64": 64, "16384": 16384}, ("0", "-1", "16385", "1.5", "1e3", "64MB", "nan"),
+    ),
+    "on_draft_mismatch": ({"refuse": "refuse", "cold": "cold"}, ("warm", "Cold")),
+    "verify": ({"checksum": "checksum", "off": "off"}, ("on", "0")),
+    "patience": (
+        {"0.1": 0.1, "1": 1.0, "6e1": 60.0},
+        ("0", "0.0001", "-1", "61", "nan", "inf", "-inf", "1 s"),
+    ),
+    "port": (
+        {"1024": 1024, "65000": 65000},
+        ("0", "80", "1023", "65001", "65536", "-1", "tcp://10.0.0.1:80"),
+    ),
+    "data_plane": ({"mooncake": "mooncake", "nixl": "nixl"}, ("nixI", "NIXL", "mori")),
+    "stats_dir": ({FOLDER: FOLDER}, ("/no/such/folder", "/etc/passwd")),
+    "nixl_params": (
+        {"{}": {}, '{"num_threads": "4"}': {"num_threads": "4"}},
+        ("{", "4", "[]", '{"num_threads": 4}', '{"a": null}', "a=b"),
+    ),
+}  # fmt: skip
+"""Of each setting: texts inside of its bounds and their values, and texts outside."""
+
+INSIDE = [(one, *pair) for one in config.SETTINGS for pair in VALUES[one.field][0].items()]
+OUTSIDE = [(one, text) for one in config.SETTINGS for text in VALUES[one.field][1]]
 
 
-def test_record_travels_with_the_arguments() -> None:
-    args = SimpleNamespace(_mixkv=Config(enabled=True))
-    assert config_of(pickle.loads(pickle.dumps(args))).enabled
+def name_of(value: object) -> str:
+    return value.field if isinstance(value, config.Setting) else repr(value)
+
+
+def test_every_setting_has_bounds_and_an_empty_text_means_its_default() -> None:
+    assert set(VALUES) == {one.field for one in config.SETTINGS} == set(Config.__struct_fields__)
+    assert resolve(None, {one.environ: " " for one in config.SETTINGS}) == Config()
+
+
+@pytest.mark.parametrize(("setting", "text", "value"), INSIDE, ids=name_of)
+def test_a_value_inside_of_its_bounds_is_taken(
+    setting: config.Setting, text: str, value: object
+) -> None:
+    assert getattr(resolve(None, {setting.environ: text}), setting.field) == value
+    if setting.flag and setting.field != "enabled":
+        assert getattr(resolve(parse(setting.flag, text), {}), setting.field) == value
+
+
+@pytest.mark.parametrize(("setting", "text"), OUTSIDE, ids=name_of)
+def test_a_value_outside_is_refused_with_its_name_and_what_is_expected(
+    setting: config.Setting, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = "[MIXKV-START-04] expected {} to be {}; got {!r}. Otherwise "
+    with pytest.raises(MixKVError) as refused:
+        resolve(None, {setting.environ: text})
+    assert str(refused.value).startswith(
+        expected.format(setting.environ, setting.bounds.words, text)
+    )
+    if setting.flag and setting.field != "enabled":
+        with pytest.raises(SystemExit):
+            parse(f"{setting.flag}={text}")
+        said = " ".join(capsys.readouterr().err.split())
+        assert expected.format(setting.flag, setting.bounds.words, text) in said
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("SGLANG_MIXKV_STAGING", "SGLANG_MIXKV_STAGING_MB"),
+        ("SGLANG_MIXKV_PATIENT", "SGLANG_MIXKV_PATIENCE"),
+        ("SGLANG_ENABLE_MIX_KV", "SGLANG_ENABLE_MIXKV"),
+    ],
+)
+def test_a_variable_that_is_misspelt_is_refused_with_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(MixKVError, match=f"MIXKV-START-04.* got {name}.* that is known is {meant}"):
+        resolve(None, {name: "1"})
+
+
+@pytest.mark.parametrize("service", ["SGLANG_MIXKV_ROUTER", "SGLANG_MIXKV"])
+def test_what_kubernetes_says_of_a_service_is_no_setting(service: str) -> None:
+    """But for one that is called sglang-mixkv, whose address has a setting's name."""
+    environ = {
+        f"{service}_SERVICE_HOST": "10.0.0.1",
+        f"{service}_SERVICE_PORT": "80",
+        f"{service}_SERVICE_PORT_HTTP": "80",
+        f"{service}_PORT": "tcp://10.0.0.1:80",
+        f"{service}_PORT_80_TCP": "tcp://10.0.0.1:80",
+        f"{service}_PORT_80_TCP_PROTO": "tcp",
+        f"{service}_PORT_80_TCP_PORT": "80",
+        f"{service}_PORT_80_TCP_ADDR": "10.0.0.1",
+    }
+    environ = {name: text for name, text in environ.items() if name != config.PORT_ENV}
+    assert resolve(None, {**environ, config.API_KEY_ENV: "key", "PATH": "/bin"}) == Config()
+
+
+def test_a_bad_variable_stops_nobody_who_has_not_opted_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(config.PATIENCE_ENV, "nan")
+    assert config_of(SimpleNamespace()) == Config()
+    monkeypatch.setenv(config.ENABLE_ENV, "1")
+    with pytest.raises(MixKVError, match=config.PATIENCE_ENV):
+        config_of(SimpleNamespace())
+
+
+def test_the_record_travels_with_the_arguments_and_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank does as the process that launched it, whatever its own environment."""
+    record = resolve(parse("--enable-mixkv"), {config.PATIENCE_ENV: "2", config.PORT_ENV: "28000"})
+    args = pickle.loads(pickle.dumps(SimpleNamespace(_mixkv=record)))
+    monkeypatch.setenv(config.PATIENCE_ENV, "nan")
+    monkeypatch.setenv(config.ENABLE_ENV, "0")
+    found = config_of(args)
+    assert (found, found.enabled, found.patience, found.port) == (record, True, 2.0, 28000)
 
 
 def arguments(**changed: object) -> SimpleNamespace:
@@ -74,6 +182,10 @@ REFUSED = [
     ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "prefill_complete"),
     ({"enable_hisparse": True}, "--enable-hisparse"),
     ({"enable_unified_memory": True}, "--enable-unified-memory"),
+    (
+        {"enable_memory_saver": True, "disaggregation_transfer_backend": "nixl"},
+        "--enable-memory-saver",
+    ),
     ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
     ({"kv_canary": "log"}, "--kv-canary"),
     ({"speculative_algorithm": "UNO"}, "it has no draft KV that could be moved"),
@@ -132,7 +244,7 @@ def test_a_removed_setting_stops_the_start_and_says_what_to_do(
 ) -> None:
     with pytest.raises(SystemExit):
         parse(flag, "packed")
-    assert "is no longer a setting" in capsys.readouterr().err
+    assert f"{flag} is no longer a setting" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(ValueError, match=f"{variable} is no longer a setting.*Remove it"):
         resolve(None, {variable: "auto"})
     assert not config_of(SimpleNamespace()).enabled  # who has not opted in is left alone

@@ -18,11 +18,12 @@ import pytest
 import zmq
 
 from sglang_mixkv.channel.data_plane import Outcome
+from sglang_mixkv.config import Config
 from sglang_mixkv.tools import doctor_child, doctor_read
 from sglang_mixkv.tools.doctor_child import READ, ReadFailed, Wire
 from sglang_mixkv.tools.doctor_read import Ask, Offer
 
-SMALL = Wire(staging_mb=8)
+SMALL = Wire(config=Config(staging_mb=8))
 SIZE = 4096
 ASK = Ask("mooncake", "127.0.0.1")
 

@@ -21,7 +21,7 @@ HEAVY = {"sglang", "torch", "triton", "mooncake", "nixl", "sgl_kernel"}
 # which parts ("": names of the package itself). The longest path that fits decides.
 RULES: dict[str, tuple[set[str], set[str]]] = {
     "errors.py": (set(), set()),
-    "config.py": ({"msgspec"}, set()),
+    "config.py": ({"msgspec"}, {"errors"}),
     "refusals.py": (set(), {"config"}),
     "series.py": (set(), {"errors"}),
     "kinds.py": (set(), {"", "series"}),

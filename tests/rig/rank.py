@@ -9,6 +9,7 @@ import socket
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 from rig import model
 from rig.host_cache import HostCache, pass_through
@@ -45,7 +46,7 @@ class Rank(Memory):
         from sglang.srt.runtime_context import get_parallel, publish
         from sglang.srt.server_args import ServerArgs
 
-        from sglang_mixkv.config import ATTRIBUTE, Config
+        from sglang_mixkv.config import ATTRIBUTE, resolve
 
         case = self.case
         args = ServerArgs(
@@ -69,7 +70,8 @@ class Rank(Memory):
         )
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
         enabled = enabled and (self.side, self.rank) not in case.special.stock_ranks
-        setattr(args, ATTRIBUTE, Config(enabled=enabled, **case.special.config))
+        config = msgspec.structs.replace(resolve(None), enabled=enabled, **case.special.config)
+        setattr(args, ATTRIBUTE, config)
         publish(args, role="tokenizer")
         get_parallel().override_permanently(
             tp_rank=tp_rank, pp_rank=self.stage, attn_tp_rank=self.attn_rank,

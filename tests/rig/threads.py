@@ -5,6 +5,7 @@ copies are the real ones. Reads alone are stood in for, by copies that a test ho
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -113,13 +114,17 @@ class Reporter:
 
 
 class _Side:
-    """What both have. `memory`: the pool's rows, K and V beside each other. `device`: makes
-    GpuRows of a pool and its staging; None: threads copy."""
+    """What both have. `memory`: the pool's rows, K and V beside each other, on pages of their own
+    that `take_away` unmaps, as SGLang's memory saver does. `device`: makes GpuRows of a pool and
+    its staging; None: threads copy."""
 
     device: Callable[[DraftRows, Staging], Any] | None = None
 
     def __init__(self, times: Times) -> None:
-        self.memory = np.full((2, PAGES * PAGE, len(HEADS), 16), CANARY, np.uint8)
+        self._mapped = mmap.mmap(-1, PAGES * PAGE * TOKEN_BYTES)
+        flat = np.frombuffer(self._mapped, np.uint8)
+        self.memory = flat.reshape(2, PAGES * PAGE, len(HEADS), 16)
+        self.memory[:] = CANARY
         self.rows = DraftRows([torch.from_numpy(entry) for entry in self.memory], HEADS)
         self.staging = Staging(SLOTS, SLOT_BYTES, torch.device("cpu"))
         self.slots, self.plane, self.notes = SlotPool(SLOTS, times), Reads(), Reporter()
@@ -127,6 +132,15 @@ class _Side:
         self.plane.register(Memory(self.staging.address, self.staging.size), self.staging.address)
         make = type(self).device
         self.on_device = make(self.rows, self.staging) if make is not None else None
+
+    def take_away(self) -> None:
+        """From now on the process dies of a byte that is read or written there."""
+        address, size = self.memory.ctypes.data, self.memory.nbytes
+        no_access = 0  # PROT_NONE
+        found = ctypes.CDLL(None).mprotect(
+            ctypes.c_void_p(address), ctypes.c_size_t(size), no_access
+        )
+        assert found == 0
 
 
 class Prefill(_Side):

@@ -36,8 +36,8 @@ class Checks:
         self._current: dict[tuple[PrefillRank, int], Sender] = {}  # by room number
         self._opens: dict[bytes, list[int]] = {}  # generations, by connection
         self._over: set[tuple[PrefillRank, int]] = set()  # generations whose part is, as it knows
-        self._wanted: set[tuple[DecodeRank, bytes, int]] = set()  # peer and generation of an OPEN
-        self._done: set[tuple[DecodeRank, bytes, int]] = set()  # that peer knows it, or will
+        self._opened: set[tuple[DecodeRank, bytes, int]] = set()  # peer and generation of an OPEN
+        self._closed: set[tuple[DecodeRank, bytes, int]] = set()  # that peer knows it, or will
         self._lies: dict[Message, bool] = {}
         self._liars: set[bytes] = set()  # instances
         self._false: set[int] = set()  # stamps of what they send
@@ -99,7 +99,7 @@ class Checks:
                 self._false.update(stamps)
             self._ready.update((rank, stamp) for stamp in stamps)
             if message.last:
-                self._done.add((rank, peer, message.generation))
+                self._closed.add((rank, peer, message.generation))
 
     def decode_sends(self, rank: DecodeRank, peer: bytes, message: Message) -> None:
         match message:
@@ -108,16 +108,16 @@ class Checks:
                     if stamp not in self._false:
                         self._acknowledged(rank, stamp)
             case Open() if message.wanted:
-                self._wanted.add((rank, peer, message.generation))
+                self._opened.add((rank, peer, message.generation))
             case Fail():
-                self._done.add((rank, peer, message.generation))
+                self._closed.add((rank, peer, message.generation))
                 if message.code == "deadline":
                     self._deadline(rank, rank.receivers[message.generation])
 
     def undone(self, process: Process, action: object) -> None:
         """It has raised: what it would have sent is lost."""
         if type(action) is dev.Send and type(action.message) is Fail:
-            self._done.add((process, action.peer, action.message.generation))
+            self._closed.add((process, action.peer, action.message.generation))
         elif type(action) is dev.Send and type(action.message) is Ack:
             self._false.update(stamp for _, stamp in action.message.slots)
 
@@ -256,9 +256,9 @@ class Checks:
             acked = self._acked[rank, stamp]
             if rank.alive and not 1 <= acked <= count and stamp not in self._false:
                 raise Finding("acks", f"{rank.name}: a READY was acknowledged {acked} times")
-        for rank, _, generation in self._wanted - self._done:
+        for rank, peer, generation in self._opened - self._closed:
             if rank.alive:
-                raise Finding("fail", f"{rank.name}: nobody was told that {generation} is over")
+                raise Finding("fail", f"{rank.name} never tells {peer} that {generation} is over")
         for life in self.world.lives.values():
             if life.begun is not None:
                 self._request(life)
@@ -281,7 +281,7 @@ class Checks:
         if not life.decode_over or not life.prefill_over:
             raise Finding("ends", f"request {request.id} never ends")
         refused = life.by == "refused" and not world.spec.servers[request.prefill[0]].plugin
-        clear_failed = any(fault.mode == "clear" for fault in world.spec.faults)
+        clear_failed = any(fault.mode in ("clear", "action") for fault in world.spec.faults)
         allowed = life.by == "stock" or refused or (life.by == "drafter" and clear_failed)
         if life.outcome == "failed" and not allowed:
             raise Finding("failed", f"request {request.id} by {life.by}: {life.reason}")

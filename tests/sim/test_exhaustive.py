@@ -32,16 +32,18 @@ def explore(case: Case, disturbances: int, one_in: int = 1) -> Report:
 
 
 @pytest.mark.parametrize(
-    "case", [ONE, TWO, MORE, MORE._replace(pending=True)], ids=["one", "two", "more", "pending"]
+    "case",
+    [ONE, TWO._replace(slots=4, local_slots=4), MORE, MORE._replace(pending=True)],
+    ids=["one", "two", "more", "pending"],
 )
 def test_undisturbed_requests_are_warm(case):
     explore(case, 0)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("slots", [2, 3, 4])
-def test_undisturbed_requests_of_three_segments_are_warm(slots):
-    explore(THREE._replace(slots=slots, local_slots=slots), 0)
+@pytest.mark.parametrize(("slots", "copiers"), [(2, 3), (3, 1), (4, 1)])
+def test_undisturbed_requests_of_three_segments_are_warm(slots, copiers):
+    explore(THREE._replace(slots=slots, local_slots=slots, copiers=copiers), 0)
 
 
 def test_one_disturbance():
