@@ -78,11 +78,12 @@ class Peer:
 
 class Read:
     """`error`: None while bytes may land, then "" where all are there, or why not. Asked for by the
-    thread that started it alone."""
+    thread that started it alone. `failed`: why it will have failed when it ends."""
 
     def __init__(self, peer: Peer, tag: Any = None) -> None:
         self.peer, self.tag = peer, tag
         self.handle: Any = None
+        self.failed = ""
         self.error: str | None = None
 
 
@@ -200,12 +201,13 @@ class DataPlane(ABC):
 
     @abstractmethod
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
-        """Set `read.handle`. What raises has begun nothing."""
+        """Set `read.handle`. What raises has begun what is in that, and nothing where it is empty
+        or None."""
 
     @abstractmethod
     def _check(self, read: Read) -> str | None:
-        """None while it runs, then "" or why it failed; not called again then. What raises has
-        ended."""
+        """None while any part of it runs, then "" or why it failed; not called again then. What
+        raises has ended."""
 
     @abstractmethod
     def _release(self, read: Read) -> None:
@@ -279,7 +281,9 @@ class DataPlane(ABC):
         try:
             self._post(read, extents)
         except Exception as error:
-            self._end(read, repr(error))
+            read.failed = repr(error)
+            if not read.handle:
+                self._end(read, "")
 
     def _has_ended(self, read: Read) -> bool:
         if read.error is None:
@@ -292,9 +296,9 @@ class DataPlane(ABC):
         return read.error is not None
 
     def _end(self, read: Read, error: str) -> None:
-        read.error = error
+        read.error = read.failed or error
         self._release(read)
         peer = read.peer
-        peer.connected = peer.connected and not error
+        peer.connected = peer.connected and not read.error
         peer.reads.discard(read)
         self._let_go(peer)

@@ -28,14 +28,6 @@ from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Rea
 from sglang_mixkv.errors import refuse
 
 
-class _Posted:
-    """Transfers of one read. `running`: Mooncake's numbers of those that have not ended."""
-
-    def __init__(self) -> None:
-        self.running: list[int] = []
-        self.error = ""
-
-
 class Mooncake(DataPlane):
     """`host`: this rank's address. `devices`: RDMA devices of its GPU, joined by commas, "" for
     Mooncake's choice. The transport is the one that SGLang's engine takes: MC_FORCE_TCP and
@@ -76,26 +68,25 @@ class Mooncake(DataPlane):
         """Transfers of one range each: `transfer_check_status` asks for the first range of a batch
         alone (mooncake-integration/transfer_engine/transfer_engine_py.cpp), and the call that asks
         for all of them waits."""
-        read.handle = posted = _Posted()
+        read.handle = []  # Mooncake's numbers of those that have not ended
         for local, remote, length in extents:
             number = self._engine.batch_transfer_async_read(
                 read.peer.link, [local], [remote], [length]
             )
             if not 0 < number < 1 << 63:  # a pointer, 0, or -1 as it may be unsigned
-                posted.error = f"Mooncake rejected a read from {read.peer.link}"
-                return
-            posted.running.append(number)
+                raise ConnectionError(f"Mooncake rejected a read from {read.peer.link}")
+            read.handle.append(number)
 
     def _check(self, read: Read) -> str | None:
-        posted, running = read.handle, []
-        for number in posted.running:
+        running = []
+        for number in read.handle:
             state = self._engine.transfer_check_status(number)
             if state == -1:
-                posted.error = "Mooncake reports a failure"
+                read.failed = "Mooncake reports a failure"
             elif state != 1:  # -2: longer than MC_SLICE_TIMEOUT, and still in flight
                 running.append(number)
-        posted.running = running
-        return None if running else posted.error
+        read.handle = running
+        return None if running else ""
 
     def _release(self, read: Read) -> None:
         read.handle = None  # Mooncake frees what has ended
