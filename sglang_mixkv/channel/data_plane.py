@@ -184,9 +184,9 @@ class DataPlane(ABC):
         while reads and time.monotonic() < until:
             reads = [read for read in reads if not self._has_ended(read)]
             time.sleep(POLL_S if reads else 0)
-        for read in reads:
-            self._release(read)
         self._peers.clear()
+        for read in reads:
+            self._end(read, "the plane was closed")
         self._close()
 
     # -- the backend's part
@@ -208,10 +208,6 @@ class DataPlane(ABC):
     def _check(self, read: Read) -> str | None:
         """None while any part of it runs, then "" or why it failed; not called again then. What
         raises has ended."""
-
-    @abstractmethod
-    def _release(self, read: Read) -> None:
-        """Release `read.handle`."""
 
     @abstractmethod
     def _drop(self, peer: Peer) -> None:
@@ -297,7 +293,7 @@ class DataPlane(ABC):
 
     def _end(self, read: Read, error: str) -> None:
         read.error = read.failed or error
-        self._release(read)
+        read.handle = None  # the backend releases it
         peer = read.peer
         peer.connected = peer.connected and not read.error
         peer.reads.discard(read)

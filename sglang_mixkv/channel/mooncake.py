@@ -88,9 +88,6 @@ class Mooncake(DataPlane):
         read.handle = running
         return None if running else ""
 
-    def _release(self, read: Read) -> None:
-        read.handle = None  # Mooncake frees what has ended
-
     def _drop(self, peer: Peer) -> None:
         peer.link = None  # Mooncake retains what it knows, some hundred bytes
 
