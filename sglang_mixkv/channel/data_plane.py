@@ -121,17 +121,19 @@ class DataPlane(ABC):
         """The peer, once a byte of it was read. Called again after a read that failed it mends
         what is broken, and returns the same peer. ConnectionError if that fails, ValueError for
         bytes that are no endpoint of this backend."""
+        self._sweep()
         with self._lock:
-            self._probes = [read for read in self._probes if not self._has_ended(read)]
-            known = self._peers.get(endpoint)
-            peer = known or Peer(endpoint, self._decode(endpoint))
-            self._peers[endpoint] = peer
+            peer = self._peers.get(endpoint)
+            first = peer is None
+            if peer is None:
+                peer = self._peers[endpoint] = Peer(endpoint, self._decode(endpoint))
         try:
             with peer.connecting:
-                self._connect(peer, time.monotonic() + seconds)
-        except ConnectionError:
-            peer.gone |= known is None
-            raise
+                try:
+                    self._connect(peer, time.monotonic() + seconds)
+                except ConnectionError:
+                    peer.gone |= first  # before another thread that waits here connects it
+                    raise
         finally:
             self._let_go(peer)
         return peer
@@ -231,7 +233,8 @@ class DataPlane(ABC):
         if peer.connected and not peer.gone:
             return
         while peer.reads and not peer.gone and time.monotonic() < until:
-            time.sleep(POLL_S)  # reads over its former connection end in the channel's thread
+            time.sleep(POLL_S)  # the other reads end in the channel's thread
+            self._sweep()
         if peer.gone or peer.reads:
             raise ConnectionError("reads over its former connection have not ended")
         try:
@@ -258,16 +261,24 @@ class DataPlane(ABC):
             time.sleep(POLL_S)
         return read.error == ""
 
+    def _sweep(self) -> None:
+        """Probes that a `connect` left running have nobody else to ask for their ends."""
+        with self._lock:
+            self._probes = [read for read in self._probes if not self._has_ended(read)]
+
     def _let_go(self, peer: Peer) -> None:
         """Of a peer that is gone, as soon as nothing of it is in flight."""
         if not peer.gone or peer.reads or not peer.connecting.acquire(blocking=False):
             return
         try:
-            self._drop(peer)
-        except Exception:
-            logger.warning("[MIXKV-MSG-02] %s: a peer stays", self.name, exc_info=True)
-        finally:
+            if self._peers.get(peer.key) is not peer:
+                return  # it was let go before: its endpoint may have another peer
+            try:
+                self._drop(peer)
+            except Exception:
+                logger.warning("[MIXKV-MSG-02] %s: a peer stays", self.name, exc_info=True)
             self._peers.pop(peer.key, None)
+        finally:
             peer.connecting.release()
 
     # -- reads

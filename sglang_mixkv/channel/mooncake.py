@@ -19,9 +19,10 @@ name, gets new queue pairs.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
@@ -46,7 +47,7 @@ class Mooncake(DataPlane):
         if code:
             raise _refused("a transfer engine starts", code)
         self._host = f"[{host}]" if ":" in host else host
-        self._names: Counter[str] = Counter()
+        self._names: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
     def _register(self, memory: Memory) -> bytes:
         code = self._engine.register_memory(memory.address, memory.size)
@@ -61,8 +62,7 @@ class Mooncake(DataPlane):
             raise ConnectionError(f"{session} does not answer, its probe returned {code}")
         if peer.link is None:
             host, _, port = session.rpartition(":")
-            peer.link = f"{host}:{'0' * self._names[session]}{port}"
-            self._names[session] += 1
+            peer.link = f"{host}:{'0' * next(self._names[session])}{port}"
 
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
         """Transfers of one range each: `transfer_check_status` asks for the first range of a batch
