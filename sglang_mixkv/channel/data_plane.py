@@ -78,11 +78,12 @@ class Peer:
 
 class Read:
     """`error`: None while bytes may land, then "" where all are there, or why not. Asked for by the
-    thread that started it alone."""
+    thread that started it alone. `failed`: why it will have failed when it ends."""
 
     def __init__(self, peer: Peer, tag: Any = None) -> None:
         self.peer, self.tag = peer, tag
         self.handle: Any = None
+        self.failed = ""
         self.error: str | None = None
 
 
@@ -120,17 +121,19 @@ class DataPlane(ABC):
         """The peer, once a byte of it was read. Called again after a read that failed it mends
         what is broken, and returns the same peer. ConnectionError if that fails, ValueError for
         bytes that are no endpoint of this backend."""
+        self._sweep()
         with self._lock:
-            self._probes = [read for read in self._probes if not self._has_ended(read)]
-            known = self._peers.get(endpoint)
-            peer = known or Peer(endpoint, self._decode(endpoint))
-            self._peers[endpoint] = peer
+            peer = self._peers.get(endpoint)
+            first = peer is None
+            if peer is None:
+                peer = self._peers[endpoint] = Peer(endpoint, self._decode(endpoint))
         try:
             with peer.connecting:
-                self._connect(peer, time.monotonic() + seconds)
-        except ConnectionError:
-            peer.gone |= known is None
-            raise
+                try:
+                    self._connect(peer, time.monotonic() + seconds)
+                except ConnectionError:
+                    peer.gone |= first  # before another thread that waits here connects it
+                    raise
         finally:
             self._let_go(peer)
         return peer
@@ -183,9 +186,9 @@ class DataPlane(ABC):
         while reads and time.monotonic() < until:
             reads = [read for read in reads if not self._has_ended(read)]
             time.sleep(POLL_S if reads else 0)
-        for read in reads:
-            self._release(read)
         self._peers.clear()
+        for read in reads:
+            self._end(read, "the plane was closed")
         self._close()
 
     # -- the backend's part
@@ -200,16 +203,13 @@ class DataPlane(ABC):
 
     @abstractmethod
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
-        """Set `read.handle`. What raises has begun nothing."""
+        """Set `read.handle`. What raises has begun what is in that, and nothing where it is empty
+        or None."""
 
     @abstractmethod
     def _check(self, read: Read) -> str | None:
-        """None while it runs, then "" or why it failed; not called again then. What raises has
-        ended."""
-
-    @abstractmethod
-    def _release(self, read: Read) -> None:
-        """Release `read.handle`."""
+        """None while any part of it runs, then "" or why it failed; not called again then. What
+        raises has ended."""
 
     @abstractmethod
     def _drop(self, peer: Peer) -> None:
@@ -233,7 +233,8 @@ class DataPlane(ABC):
         if peer.connected and not peer.gone:
             return
         while peer.reads and not peer.gone and time.monotonic() < until:
-            time.sleep(POLL_S)  # reads over its former connection end in the channel's thread
+            time.sleep(POLL_S)  # the other reads end in the channel's thread
+            self._sweep()
         if peer.gone or peer.reads:
             raise ConnectionError("reads over its former connection have not ended")
         try:
@@ -260,16 +261,24 @@ class DataPlane(ABC):
             time.sleep(POLL_S)
         return read.error == ""
 
+    def _sweep(self) -> None:
+        """Probes that a `connect` left running have nobody else to ask for their ends."""
+        with self._lock:
+            self._probes = [read for read in self._probes if not self._has_ended(read)]
+
     def _let_go(self, peer: Peer) -> None:
         """Of a peer that is gone, as soon as nothing of it is in flight."""
         if not peer.gone or peer.reads or not peer.connecting.acquire(blocking=False):
             return
         try:
-            self._drop(peer)
-        except Exception:
-            logger.warning("[MIXKV-MSG-02] %s: a peer stays", self.name, exc_info=True)
-        finally:
+            if self._peers.get(peer.key) is not peer:
+                return  # it was let go before: its endpoint may have another peer
+            try:
+                self._drop(peer)
+            except Exception:
+                logger.warning("[MIXKV-MSG-02] %s: a peer stays", self.name, exc_info=True)
             self._peers.pop(peer.key, None)
+        finally:
             peer.connecting.release()
 
     # -- reads
@@ -279,7 +288,9 @@ class DataPlane(ABC):
         try:
             self._post(read, extents)
         except Exception as error:
-            self._end(read, repr(error))
+            read.failed = repr(error)
+            if not read.handle:
+                self._end(read, "")
 
     def _has_ended(self, read: Read) -> bool:
         if read.error is None:
@@ -292,9 +303,9 @@ class DataPlane(ABC):
         return read.error is not None
 
     def _end(self, read: Read, error: str) -> None:
-        read.error = error
-        self._release(read)
+        read.error = read.failed or error
+        read.handle = None  # the backend releases it
         peer = read.peer
-        peer.connected = peer.connected and not error
+        peer.connected = peer.connected and not read.error
         peer.reads.discard(read)
         self._let_go(peer)

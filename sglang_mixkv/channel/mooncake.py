@@ -19,21 +19,14 @@ name, gets new queue pairs.
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
 from sglang_mixkv.errors import refuse
-
-
-class _Posted:
-    """Transfers of one read. `running`: Mooncake's numbers of those that have not ended."""
-
-    def __init__(self) -> None:
-        self.running: list[int] = []
-        self.error = ""
 
 
 class Mooncake(DataPlane):
@@ -54,7 +47,7 @@ class Mooncake(DataPlane):
         if code:
             raise _refused("a transfer engine starts", code)
         self._host = f"[{host}]" if ":" in host else host
-        self._names: Counter[str] = Counter()
+        self._names: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
     def _register(self, memory: Memory) -> bytes:
         code = self._engine.register_memory(memory.address, memory.size)
@@ -69,36 +62,31 @@ class Mooncake(DataPlane):
             raise ConnectionError(f"{session} does not answer, its probe returned {code}")
         if peer.link is None:
             host, _, port = session.rpartition(":")
-            peer.link = f"{host}:{'0' * self._names[session]}{port}"
-            self._names[session] += 1
+            peer.link = f"{host}:{'0' * next(self._names[session])}{port}"
 
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
         """Transfers of one range each: `transfer_check_status` asks for the first range of a batch
         alone (mooncake-integration/transfer_engine/transfer_engine_py.cpp), and the call that asks
         for all of them waits."""
-        read.handle = posted = _Posted()
+        read.handle = []  # Mooncake's numbers of those that have not ended
         for local, remote, length in extents:
             number = self._engine.batch_transfer_async_read(
                 read.peer.link, [local], [remote], [length]
             )
             if not 0 < number < 1 << 63:  # a pointer, 0, or -1 as it may be unsigned
-                posted.error = f"Mooncake rejected a read from {read.peer.link}"
-                return
-            posted.running.append(number)
+                raise ConnectionError(f"Mooncake rejected a read from {read.peer.link}")
+            read.handle.append(number)
 
     def _check(self, read: Read) -> str | None:
-        posted, running = read.handle, []
-        for number in posted.running:
+        running = []
+        for number in read.handle:
             state = self._engine.transfer_check_status(number)
             if state == -1:
-                posted.error = "Mooncake reports a failure"
+                read.failed = "Mooncake reports a failure"
             elif state != 1:  # -2: longer than MC_SLICE_TIMEOUT, and still in flight
                 running.append(number)
-        posted.running = running
-        return None if running else posted.error
-
-    def _release(self, read: Read) -> None:
-        read.handle = None  # Mooncake frees what has ended
+        read.handle = running
+        return None if running else ""
 
     def _drop(self, peer: Peer) -> None:
         peer.link = None  # Mooncake retains what it knows, some hundred bytes

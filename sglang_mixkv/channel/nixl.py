@@ -6,6 +6,11 @@ A read has ended when `check_xfer_state` returns DONE or ERR, or raises:
     nixlNotFoundError           at the start: the peer has not registered this, or was removed
     others                      the backend's failure
 
+A list of ranges is one handle: UCX's backend posts one read for each range and then a flush of the
+endpoint, and the handle runs until that flush has ended (nixlUcxBackendReqH::status). A range fails
+when its endpoint does, after which nothing lands over any of its lanes; so does a post that fails
+midway.
+
 A handle that is released while it runs does not end its read: over TCP all its bytes land later.
 So handles are held until the end, and a peer is removed from the agent when it has no reads, since
 `check_xfer_state` raises for a removed peer whatever its reads do. A connection that broke does not
@@ -69,19 +74,17 @@ class Nixl(DataPlane):
         agent, (kind, device) = self._agent, _place(read.peer.endpoint.memory)
         here = [(local, length, self._device) for local, _, length in extents]
         there = [(remote, length, device) for _, remote, length in extents]
-        read.handle = agent.initialize_xfer(
+        handle = agent.initialize_xfer(
             "READ", agent.get_xfer_descs(here, self._kind), agent.get_xfer_descs(there, kind),
             read.peer.link,
         )  # fmt: skip
-        if agent.transfer(read.handle) == "ERR":
+        if agent.transfer(handle) == "ERR":
             raise ConnectionError("NIXL rejected the read")
+        read.handle = handle  # its last reference releases it in NIXL
 
     def _check(self, read: Read) -> str | None:
         state = self._agent.check_xfer_state(read.handle)
         return {"DONE": "", "PROC": None}.get(state, f"NIXL reports {state}")
-
-    def _release(self, read: Read) -> None:
-        read.handle = None  # its end releases it in NIXL, and retains it there if that fails
 
     def _drop(self, peer: Peer) -> None:
         link, peer.link = peer.link, None

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import zmq
 
-from sglang_mixkv.channel.data_plane import Outcome
+from sglang_mixkv.channel.data_plane import Extent
 from sglang_mixkv.config import Config
 from sglang_mixkv.tools import doctor_child, doctor_read
 from sglang_mixkv.tools.doctor_child import READ, ReadFailed, Wire
@@ -37,23 +37,28 @@ def test_every_piece_of_a_pattern_occurs_once() -> None:
 
 
 class Copies:
-    """A plane that copies patterns at once, and a side whose memory is a dictionary."""
+    """A plane that copies patterns at once, and a side whose memory is a dictionary. `error`: how
+    its reads end, None if they do not."""
 
-    def __init__(self, outcome: Outcome | None = Outcome.DONE, bad: int = -1) -> None:
+    def __init__(self, error: str | None = "", bad: int = -1) -> None:
         self.plane, self.slot_bytes, self.facts = self, SIZE, {"memory": "host", "used": []}
-        self._outcome, self._bad, self._memory = outcome, bad, dict[int, Any]()
+        self._error, self._bad, self._memory = error, bad, dict[int, Any]()
+        self._tags: list[Any] = []
 
     def address(self, number: int) -> int:
         return number
 
-    def start(self, _peer: Any, local: int, remote: int, size: int) -> Any:
-        data = doctor_read.pattern(remote // SIZE, size)
-        data[17] ^= local == self._bad
-        self._memory[local] = data
-        return SimpleNamespace(why="the link went down")
+    def start(self, tag: Any, _peer: Any, extents: list[Extent]) -> None:
+        self._tags.append(tag)
+        for local, remote, size in extents:
+            data = doctor_read.pattern(remote // SIZE, size)
+            data[17] ^= local == self._bad
+            self._memory[local] = data
 
-    def outcome(self, _read: Any) -> Outcome | None:
-        return self._outcome
+    def ended(self) -> list[tuple[Any, str]]:
+        if self._error is None:
+            return []
+        return [(self._tags.pop(), self._error)]
 
     def get(self, number: int, size: int) -> Any:
         return self._memory[number][:size]
@@ -70,15 +75,15 @@ def test_a_wrong_byte_is_found(bad: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("outcome", "limit", "words"),
-    [(Outcome.FAILED, 1000, "the link went down"), (None, 0, "no end within 0 s")],
+    ("error", "limit", "words"),
+    [("the link went down", 1000, "failed: the link"), (None, 0, "did not end within 0 s")],
 )
 def test_a_read_that_fails_or_hangs(
-    outcome: Outcome | None, limit: float, words: str, monkeypatch: pytest.MonkeyPatch
+    error: str | None, limit: float, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor_read, "READ_S", limit)
     with pytest.raises(ReadFailed, match=words):
-        read_slots(Copies(outcome))
+        read_slots(Copies(error))
 
 
 # ---------------------------------------------------------------- the listener

@@ -88,9 +88,6 @@ class Reads(DataPlane):
                 (ctypes.c_uint8 * length).from_address(local)[offset % length] ^= 0xFF
         return ""
 
-    def _release(self, read: Read) -> None:
-        read.handle = None
-
     def _drop(self, peer: Peer) -> None:
         peer.link = None
 
