@@ -101,7 +101,8 @@ MUTATIONS = {
         "tests/pure/test_slots.py::test_the_slot_that_was_free_longest_is_taken",
     ),
     "a gate closes while rows are copied": Mutation(
-        "channel/gate.py", "        if self.shut():\n            return", "        self.shut(); return",
+        "channel/gate.py", "        if self.shut():\n            return",
+        "        self.shut(); return",
         THREADS + "a_gate_closes_behind_the_copy_under_way",
     ),
     # -- prefill

@@ -230,9 +230,7 @@ class DecodeRank(Process):
             return job.first_token, job.end - job.first_token
         return job.first_token, job.tokens
 
-    def _rest(
-        self, job: object, receiver: Receiver, first: int, cut: int, count: int
-    ) -> None:
+    def _rest(self, job: object, receiver: Receiver, first: int, cut: int, count: int) -> None:
         self._write(receiver, job, first, cut, count)
         if isinstance(job, ev.Unpack):
             self.world.checks.used(self, job)
