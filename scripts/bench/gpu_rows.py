@@ -1,16 +1,15 @@
-"""Batches of draft/rows_gpu.py on a GPU: python scripts/bench/gpu_rows.py [--quick] [--json FILE]
+"""Batches of draft/rows_gpu.py on a GPU: python scripts/bench/gpu_rows.py [--quick] >FILE
 
-us     microseconds of a slot of 4 MiB, from the start of its batch until its results are there:
-       alone, beside a thread that launches kernels as SGLang's scheduler does, and beside one of
-       pure Python
-share  the device's time for a copy of as many bytes, divided by its time for the batch
-
-Every byte is compared before anything is measured. It prints a line of JSON for each case.
+It compares every byte, and prints lines of JSON. `us`: microseconds of a slot of 4 MiB, from the
+start of its batch until its results are there: alone, beside a thread that launches kernels as
+SGLang's scheduler does, and beside one of pure Python. `share`: the device's time for a copy of as
+many bytes, divided by its time for the batch.
 """
 
 import json
 import threading
 from contextlib import contextmanager
+from functools import partial
 from itertools import product
 from statistics import median
 
@@ -55,8 +54,7 @@ class Scene:
                 raise SystemExit(rows)
             there = rows.pages(order)
             jobs = [Job(there, n * tokens, tokens, heads, n, n + 1) for n in range(slots)]
-            start = getattr(rows, f"start_{kind}")
-            self.starts[kind] = rows, lambda start=start, jobs=jobs: start(jobs)
+            self.starts[kind] = rows, partial(getattr(rows, f"start_{kind}"), jobs)
         for _, start in self.starts.values():
             ended(start())
         numbers = (order[:, None] * page + np.arange(page)).ravel()[: slots * tokens]
@@ -90,12 +88,9 @@ def beside(whom):
 
     def work():
         while whom != "alone" and not stop.is_set():
-            if whom == "python":
-                sum(range(20_000))
-                continue
-            for _ in range(200):
+            for _ in range(200 * (whom == "scheduler")):
                 data.add_(1)
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream().synchronize() if whom == "scheduler" else sum(range(20_000))
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -107,22 +102,18 @@ def beside(whom):
 def main():
     arguments = options((__doc__ or "").splitlines()[0]).parse_args()
     torch.cuda.set_device(0)
-    count, lines = range(repeats(arguments, 15)), []
+    print(json.dumps({"gpu": torch.cuda.get_device_name(0), "machine": machine()}))
+    count = range(repeats(arguments, 15))
     for name, slots in product(list(CASES)[: 1 if arguments.quick else None], BATCHES):
         scene = Scene(CASES[name], slots, torch.device("cuda", 0))
         for kind, (rows, start) in scene.starts.items():
             copy, batch = (median(on_device(rows, w) for _ in count) for w in (scene.copy, start))
-            us = {}
+            line = {"case": name, "slots": slots, "kind": kind, "share": copy / batch, "us": {}}
             for whom in ("alone", "scheduler", "python"):
                 with beside(whom):
-                    us[whom] = median(elapsed(lambda s=start: ended(s())) for _ in count)
-                us[whom] *= 1e6 / slots
-            line = {"case": name, "slots": slots, "kind": kind, "share": copy / batch, "us": us}
-            lines.append(line)
+                    seconds = median(elapsed(lambda s=start: ended(s())) for _ in count)
+                line["us"][whom] = seconds / slots * 1e6
             print(json.dumps(line), flush=True)
-    if arguments.json:
-        result = {"bench": "gpu_rows", "gpu": torch.cuda.get_device_name(0), "machine": machine()}
-        arguments.json.write_text(json.dumps(result | {"rows": lines}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

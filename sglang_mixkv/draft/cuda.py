@@ -127,12 +127,13 @@ class Driver:
 
     def needs_flush(self) -> bool:
         """Whether `flush` has to be called between the end of a NIC's write to this device and the
-        launch that reads it. CudaError where it has to and cannot."""
-        if not self._attribute(RDMA_SUPPORTED) or self._attribute(RDMA_ORDERING) >= TO_OWNER:
+        launch that reads it. CudaError where it would have to be, and cannot."""
+        if self._attribute(RDMA_ORDERING) >= TO_OWNER:
             return False
-        if not self._attribute(RDMA_FLUSH_OPTIONS) & FLUSH_BY_HOST:
+        can_flush = bool(self._attribute(RDMA_FLUSH_OPTIONS) & FLUSH_BY_HOST)
+        if self._attribute(RDMA_SUPPORTED) and not can_flush:
             raise CudaError("the device neither orders a NIC's writes nor lets the host flush them")
-        return True
+        return can_flush
 
     def flush(self) -> None:
         self.call("cuFlushGPUDirectRDMAWrites", 0, TO_OWNER)

@@ -136,11 +136,11 @@ class DraftRows:
 
     def _sum(self, words: Any) -> Any:
         """Of the payload's words by their weights, without the stamp."""
-        payload = words[HEADER // 8 :]
-        if len(self._weights) < len(payload):
+        payload, known = words[HEADER // 8 :], self._weights
+        if len(known) < len(payload):  # another thread may make some too
             made = weights(1 << len(payload).bit_length()).view(np.int64)
-            self._weights = self._array(torch.from_numpy(made).to(self.device))
-        by = self._weights[: len(payload)]
+            known = self._weights = self._array(torch.from_numpy(made).to(self.device))
+        by = known[: len(payload)]
         return np.dot(payload, by) if self._by_numpy else (payload * by).sum()
 
     def _array(self, tensor: Tensor) -> Any:

@@ -138,7 +138,7 @@ def test_it_is_imported_from_the_clean_environment(clean: Clean) -> None:
         "from sglang_mixkv import channel, decode, draft, prefill\n"
         "for room in (channel, decode, draft, prefill):\n"
         "    for found in pkgutil.iter_modules(room.__path__, room.__name__ + '.'):\n"
-        "        if found.name != 'sglang_mixkv.draft.rows':\n"  # torch
+        "        if found.name.split('.')[-1] not in ('rows', 'rows_gpu', 'kernels'):\n"  # torch
         "            importlib.import_module(found.name)\n"
         "import sglang_mixkv.config, sglang_mixkv.refusals\n"
         "try:\n    import sglang\nexcept ImportError:\n    print(sglang_mixkv.__file__)\n"

@@ -55,6 +55,18 @@ def test_kernels_copy_16_bytes_at_a_time_and_spill_nothing(capability: int, page
         assert kernel.asm["cubin"][:4] == b"\x7fELF"
 
 
+def test_kernels_compile_without_a_c_compiler(tmp_path: Path) -> None:
+    """Which Triton's launcher needs. The server may have none."""
+    code = "from sglang_mixkv.draft.kernels import compiled; print(*compiled(90, 1))"
+    env = {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "CC": "false",
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.split() == ["pack", "seal", "verify", "unpack", "clear"], done.stderr[-2000:]
+
+
 def test_prototypes_are_those_of_cuda_h() -> None:
     """Triton brings the header."""
     header = Path(triton.__file__).parent / "backends" / "nvidia" / "include" / "cuda.h"
