@@ -3,11 +3,12 @@
 A rank has one, over a transfer engine of its own beside SGLang's. Its lifetime:
 
     register(memory)            once; from then on `endpoint`, which travels in the rank's facts
-    connect(endpoint) -> peer   in a background thread, since it blocks
+    connect(endpoint) -> peer   in a background thread, since it blocks; once for each user of it
+    mend(peer)                  the same, after a read that failed
     start(peer, ...) -> read    in the channel's thread; then `outcome` until it is not None, or
                                 `give_up` when the reader has waited long enough
     settled(read)               until True: only then may the local slot be used again
-    forget(peer)                it is gone, or has started again
+    forget(peer)                a user has done with it
     close()
 
 `start`, `outcome`, `give_up`, `settled` and `forget` never block and never raise. Neither backend
@@ -64,12 +65,13 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 class Peer:
-    """A rank to read from. `link`: the backend's name of it. `reads`: those not settled."""
+    """A rank to read from. `link`: the backend's name of it. `reads`: those not settled. `users`:
+    how many have connected to it, and not forgotten it; it is `gone` without any."""
 
     def __init__(self, key: bytes, endpoint: Endpoint) -> None:
         self.key, self.endpoint = key, endpoint
         self.link: str | None = None
-        self.connected = self.gone = False
+        self.users, self.connected, self.gone = 0, False, False
         self.reads: set[Read] = set()
         self.connecting = threading.Lock()
 
@@ -109,23 +111,24 @@ class DataPlane(ABC):
         return self._endpoint
 
     def connect(self, endpoint: bytes, seconds: float = CONNECT_S) -> Peer:
-        """The peer, once a byte of it was read. Called again after a read that failed it mends
-        what is broken, and returns the same peer. ConnectionError if that fails, ValueError for
-        bytes that are no endpoint of this backend."""
-        self._sweep()
-        with self._lock:
-            known = self._peers.get(endpoint)
-            peer = known or Peer(endpoint, self._decode(endpoint))
-            self._peers[endpoint] = peer
+        """The peer, once a byte of it was read: the same one for all users of an endpoint, mended
+        where a read of it had failed. ConnectionError if that fails, ValueError for bytes that are
+        no endpoint of this backend."""
+        until = time.monotonic() + seconds
+        peer = self._take(endpoint, until)
         try:
-            with peer.connecting:
-                self._connect(peer, time.monotonic() + seconds)
-        except ConnectionError:
-            peer.gone |= known is None
+            self._connect(peer, until)
+        except BaseException:
+            self.forget(peer)
             raise
+        return peer
+
+    def mend(self, peer: Peer, seconds: float = CONNECT_S) -> None:
+        """Connect again what a read that failed has found broken. ConnectionError if that fails."""
+        try:
+            self._connect(peer, time.monotonic() + seconds)
         finally:
             self._let_go(peer)
-        return peer
 
     def start(self, peer: Peer, local: int, remote: int, length: int) -> Read:
         """`local`, `remote`: addresses. What fails at once is a read that FAILED."""
@@ -154,20 +157,24 @@ class DataPlane(ABC):
         return self._poll(read) is not None
 
     def forget(self, peer: Peer) -> None:
-        """New reads from it fail. What is held for it is released when its reads are settled; until
-        then this endpoint cannot be connected to again. Another one at its address can."""
-        peer.gone = True
+        """Without another user, new reads from it fail, and what is held for it is released when
+        its reads are settled. Until then this endpoint cannot be connected to again; another one
+        at its address can."""
+        with self._lock:
+            peer.users -= 1
+            peer.gone = peer.users < 1
         self._let_go(peer)
 
     def close(self) -> None:
         """End the engine and its threads, when nobody reads or connects any more. Nothing lands
         afterwards, settled or not. Reads in flight get 2 s to end: a peer is better off so."""
         until = time.monotonic() + CLOSE_S
-        while any(peer.reads for peer in self._peers.values()) and time.monotonic() < until:
+        peers = list(self._peers.values())
+        while any(peer.reads for peer in peers) and time.monotonic() < until:
             time.sleep(POLL_S)
-            for peer in list(self._peers.values()):
+            for peer in peers:
                 self._poll_all(peer)
-        reads = [read for peer in self._peers.values() for read in peer.reads]
+        reads = [read for peer in peers for read in list(peer.reads)]
         for read in reads:
             self._release(read)
         self._peers.clear()
@@ -215,9 +222,26 @@ class DataPlane(ABC):
             raise ValueError(f"an endpoint of {found.plane!r}, expected {self.name!r}")
         return found
 
+    def _take(self, endpoint: bytes, until: float) -> Peer:
+        """With one more user. One that is gone is waited for."""
+        while True:
+            self._sweep()
+            with self._lock:
+                peer = self._peers.get(endpoint) or Peer(endpoint, self._decode(endpoint))
+                if not peer.gone:
+                    peer.users += 1
+                    self._peers[endpoint] = peer
+                    return peer
+            if time.monotonic() > until:
+                raise ConnectionError("reads over its former connection have not ended")
+            time.sleep(POLL_S)
+
     def _connect(self, peer: Peer, until: float) -> None:
-        if peer.connected and not peer.gone:
-            return
+        with peer.connecting:
+            if not peer.connected or peer.gone:
+                self._connect_anew(peer, until)
+
+    def _connect_anew(self, peer: Peer, until: float) -> None:
         self._poll_all(peer)
         if peer.gone or peer.reads:
             raise ConnectionError("reads over its former connection have not ended")
@@ -243,7 +267,9 @@ class DataPlane(ABC):
 
     def _sweep(self) -> None:
         """Reads that a `connect` left running have nobody else to poll them."""
-        for peer in [peer for peer in list(self._peers.values()) if peer.gone]:
+        for peer in list(self._peers.values()):
+            if not peer.gone:
+                continue
             self._poll_all(peer)
             self._let_go(peer)
 
@@ -256,7 +282,9 @@ class DataPlane(ABC):
         except Exception:
             logger.warning("[MIXKV-MSG-02] %s: a peer stays", self.name, exc_info=True)
         finally:
-            self._peers.pop(peer.key, None)
+            with self._lock:
+                if self._peers.get(peer.key) is peer:
+                    del self._peers[peer.key]
             peer.connecting.release()
 
     # -- reads

@@ -20,6 +20,7 @@ name, gets new queue pairs.
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
 from typing import Any
 
@@ -45,7 +46,7 @@ class Mooncake(DataPlane):
         if code:
             raise _refused("a transfer engine starts", code)
         self._host = f"[{host}]" if ":" in host else host
-        self._names: Counter[str] = Counter()
+        self._naming, self._names = threading.Lock(), Counter[str]()
 
     def _register(self, memory: Memory) -> bytes:
         code = self._engine.register_memory(memory.address, memory.size)
@@ -60,8 +61,9 @@ class Mooncake(DataPlane):
             raise ConnectionError(f"{session} does not answer, its probe returned {code}")
         if peer.link is None:
             host, _, port = session.rpartition(":")
-            peer.link = f"{host}:{'0' * self._names[session]}{port}"
-            self._names[session] += 1
+            with self._naming:
+                peer.link = f"{host}:{'0' * self._names[session]}{port}"
+                self._names[session] += 1
 
     def _post(self, read: Read, local: int, remote: int, length: int) -> None:
         number = self._engine.batch_transfer_async_read(read.peer.link, [local], [remote], [length])

@@ -9,7 +9,11 @@ A read has ended when `check_xfer_state` returns DONE or ERR, or raises:
 A handle that is released while it runs does not end its read: over TCP all its bytes land later.
 So handles are held until the end, and a peer is removed from the agent when it has no reads, since
 `check_xfer_state` raises for a removed peer whatever its reads do. A connection that broke does not
-come back: `connect` removes and adds the peer.
+come back: `mend` removes and adds the peer.
+
+An agent is named by its own metadata, so two endpoints can name one agent: it is removed with the
+last of them. Metadata of another address under a name that is known is rejected by NIXL, whoever
+came first (SECURITY.md).
 
 UCX reads the host memory of a process on the same host in `transfer` itself, whether or not that
 process runs. Over RDMA the peer has no part in a read. Otherwise (TCP, or shared memory alone) it
@@ -21,6 +25,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +50,7 @@ class Nixl(DataPlane):
     ) -> None:  # fmt: skip
         super().__init__()
         self._kind, self._device, self._registered = "DRAM", 0, None
+        self._naming, self._named = threading.Lock(), Counter[str]()
         try:
             self._agent: Any = _new_agent(wait_us)
             self._agent.create_backend(backend, dict(parameters or {}))
@@ -61,9 +68,11 @@ class Nixl(DataPlane):
         return bytes(self._agent.get_agent_metadata())
 
     def _open(self, peer: Peer) -> None:
-        self._drop(peer)
-        name = self._agent.add_remote_agent(peer.endpoint.session)
-        peer.link = name.decode() if isinstance(name, bytes) else name
+        with self._naming:
+            self._remove(peer)
+            name = self._agent.add_remote_agent(peer.endpoint.session)
+            peer.link = name.decode() if isinstance(name, bytes) else name
+            self._named[peer.link] += 1
 
     def _post(self, read: Read, local: int, remote: int, length: int) -> None:
         agent, (kind, device) = self._agent, _place(read.peer.endpoint.memory)
@@ -79,8 +88,16 @@ class Nixl(DataPlane):
         read.handle = None  # its end releases it in NIXL, and retains it there if that fails
 
     def _drop(self, peer: Peer) -> None:
+        with self._naming:
+            self._remove(peer)
+
+    def _remove(self, peer: Peer) -> None:
         link, peer.link = peer.link, None
-        if link is not None:
+        if link is None:
+            return
+        self._named[link] -= 1
+        if not self._named[link]:
+            del self._named[link]
             self._agent.remove_remote_agent(link)
 
     def _close(self) -> None:

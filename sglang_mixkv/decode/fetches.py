@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_mixkv.channel.data_plane import DataPlane, Outcome
 from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode.peers import Link
 from sglang_mixkv.draft.facts import Row, StagingFacts
 
 if TYPE_CHECKING:
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
+MENDERS = 16  # a peer that is stopped holds one for a minute (channel/mooncake.py)
+
 Ended = ev.ReadDone | ev.ReadFailed | ev.ReadSettled
 
 
 class Fetches:
-    """`connect` may run in any thread; everything else is the channel thread's."""
+    """`connect` and `hang_up` may run in any thread; everything else is the channel thread's."""
 
     def __init__(self, plane: DataPlane, rows: DraftRows, staging: Staging) -> None:
         self._plane, self._rows, self._staging = plane, rows, staging
@@ -28,7 +31,7 @@ class Fetches:
         self._running: dict[int, tuple[ev.Peer, Any]] = {}
         self._failed: dict[int, Any] = {}  # and not settled
         self._mending: dict[ev.Peer, Any] = {}
-        self._background = ThreadPoolExecutor(1, "mixkv-mend")
+        self._background = ThreadPoolExecutor(MENDERS, "mixkv-mend")
 
     @property
     def busy(self) -> bool:
@@ -39,14 +42,20 @@ class Fetches:
         assert row.staging is not None
         return self._plane.connect(row.staging.endpoint)
 
-    def add(self, row: Row, link: Any) -> None:
-        assert row.staging is not None
-        self._peers[row.instance] = link, row.staging
+    def hang_up(self, memory: Any) -> None:
+        """What `connect` returned is not needed."""
+        self._plane.forget(memory)
+
+    def add(self, link: Link) -> None:
+        assert link.row.staging is not None
+        self.drop(link.peer)
+        self._peers[link.peer] = link.memory, link.row.staging
 
     def drop(self, peer: ev.Peer) -> None:
-        link, _ = self._peers.pop(peer, (None, None))
-        if link is not None:
-            self._plane.forget(link)
+        memory, _ = self._peers.pop(peer, (None, None))
+        self._mending.pop(peer, None)
+        if memory is not None:
+            self._plane.forget(memory)
 
     def start(self, read: ev.StartRead) -> Iterator[Ended]:
         known = self._peers.get(read.peer)
@@ -54,11 +63,11 @@ class Fetches:
             yield ev.ReadFailed(read.read, "the prefill rank is gone")
             yield ev.ReadSettled(read.read)
             return
-        link, there = known
+        memory, there = known
         local = self._staging.address + read.local_slot * self._staging.slot_bytes
         size = self._rows.packed_bytes(read.tokens, read.heads)
         remote = there.address(read.remote_slot)
-        self._running[read.read] = read.peer, self._plane.start(link, local, remote, size)
+        self._running[read.read] = read.peer, self._plane.start(memory, local, remote, size)
 
     def give_up(self, number: int) -> None:
         if number in self._running:
@@ -86,12 +95,11 @@ class Fetches:
         mending = self._mending.get(peer)
         known = self._peers.get(peer)
         if known is not None and (mending is None or mending.done()):
-            endpoint = known[1].endpoint
-            self._mending[peer] = self._background.submit(self._connect_again, endpoint)
+            self._mending[peer] = self._background.submit(self._connect_again, known[0])
 
-    def _connect_again(self, endpoint: bytes) -> None:
+    def _connect_again(self, memory: Any) -> None:
         try:
-            self._plane.connect(endpoint)
+            self._plane.mend(memory)
         except (ConnectionError, ValueError) as error:
             logger.warning("[MIXKV-MSG-02] a data plane's connection is not mended: %s", error)
 

@@ -1,7 +1,8 @@
 """A decode rank's channel thread: the sockets, the reads and the state machine are its own.
 
-SGLang's scheduler calls `open`, `target_arrived` and `close`, and reads `Entry.state`. A thread of
-the caller's calls `connect` for each prefill rank before its first room. The channel thread feeds
+SGLang's scheduler calls `open`, `target_arrived` and `close`, and reads `Entry.state`. Threads of
+the caller's call `dial` and `add` for each prefill rank before its first room, and `drop` once its
+server is gone. The channel thread feeds
 the machine, sends what it asks for, starts reads and looks after them, and asks the events that
 rooms wait for; rows are copied by another (copier.py). Neither decides anything, neither raises. If
 one of them could not go on, rooms are cleared in the scheduler's thread, and are cold.
@@ -25,7 +26,7 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.copier import Copier, Entry
 from sglang_mixkv.decode.fetches import Fetches
-from sglang_mixkv.decode.peers import Dealer, Peers
+from sglang_mixkv.decode.peers import Link, Peers
 from sglang_mixkv.decode.rooms import Rooms
 from sglang_mixkv.draft.facts import Row
 
@@ -45,15 +46,16 @@ class Store(NamedTuple):
     plane: DataPlane
 
 
-class _Connected(NamedTuple):
-    row: Row
-    dealer: Dealer
-    link: Any
+class _Drop(NamedTuple):
+    peer: ev.Peer
 
 
 class Inbox:
-    """`store`: None on a rank without a drafter, which opens rooms and reads nothing. `forget`:
-    takes a peer of which another instance is at the same address; it must not raise."""
+    """`store`: None on a rank without a drafter, which opens rooms and reads nothing.
+
+    `forget` takes a peer that was restarted, `lost` one that a message could not be sent to. Both
+    run in the channel thread, and must neither block nor raise.
+    """
 
     def __init__(
         self,
@@ -62,9 +64,10 @@ class Inbox:
         times: Times,
         notes: Notes,
         forget: Callable[[ev.Peer], None],
+        lost: Callable[[ev.Peer], None] = lambda _: None,
     ) -> None:
-        self._rooms, self._notes, self._forget = rooms, notes, forget
-        self._inlet: Inlet[ev.Event | _Connected] = Inlet()
+        self._rooms, self._notes, self._forget, self._lost = rooms, notes, forget, lost
+        self._inlet: Inlet[ev.Event | Link | _Drop] = Inlet()
         self._entries: dict[ev.Generation, Entry] = {}
         self._waiting: dict[ev.Generation, Any] = {}  # forward events
         self._counter = itertools.count(1)
@@ -79,17 +82,33 @@ class Inbox:
         self._thread = threading.Thread(target=self._run, name="mixkv-inbox", daemon=True)
         self._thread.start()
 
-    # -- a background thread of the caller's
+    # -- any thread
 
-    def connect(self, row: Row) -> None:
-        """To a prefill rank with a drafter. May block; raises where it cannot be reached."""
-        dealer = self._peers.dial(row)
+    def dial(self, row: Row, server: str = "") -> Link:
+        """To a prefill rank with a drafter, for `add` or `hang_up`. May block; raises where it
+        cannot be reached. `server`: whose row it is, by its bootstrap address."""
+        dealer = self._peers.dial(row.address)
         try:
-            link = self._fetches.connect(row) if self._fetches is not None else None
+            memory = self._fetches.connect(row) if self._fetches is not None else None
         except BaseException:
             dealer.close()
             raise
-        self._inlet.put(_Connected(row, dealer, link))
+        return Link(ev.peer_of(row.instance, server), row, dealer, memory)
+
+    def hang_up(self, link: Link) -> None:
+        """One that was not added."""
+        link.dealer.close()
+        if self._fetches is not None:
+            self._fetches.hang_up(link.memory)
+
+    def add(self, link: Link) -> None:
+        """Rooms that are opened from here on can name this peer, until it is dropped."""
+        self._inlet.put(link)
+
+    def drop(self, peer: ev.Peer) -> None:
+        """Its socket and what the data plane has of it. Rooms that still wait for rows of it are
+        cold: its server is gone, so that waiting for the deadline would gain nothing."""
+        self._inlet.put(_Drop(peer))
 
     def knows(self, peer: ev.Peer) -> bool:
         return peer in self._peers
@@ -163,10 +182,13 @@ class Inbox:
             while not self._stopping:
                 ready = looks.wait(bool(self._waiting) or self._is_reading)
                 for event in self._inlet.take(self._inlet.fileno() in ready):
-                    if isinstance(event, _Connected):
-                        self._add_peer(event)
-                    else:
-                        self._handle(event)
+                    match event:
+                        case Link():
+                            self._add_peer(event)
+                        case _Drop():
+                            self._drop_peer(event.peer)
+                        case _:
+                            self._handle(event)
                 self._look_after(ready)
                 if time.monotonic() - ticked >= TICK:
                     ticked = time.monotonic()
@@ -194,13 +216,16 @@ class Inbox:
             elif isinstance(message, Ready | Fail):
                 self._handle(ev.Received(peer, message))
 
-    def _add_peer(self, connected: _Connected) -> None:
-        for former in self._peers.add(connected.row, connected.dealer):
-            if self._fetches is not None:
-                self._fetches.drop(former)
-            self._handle(ev.PeerLost(former))
+    def _add_peer(self, link: Link) -> None:
+        self._peers.add(link.peer, link.dealer)
         if self._fetches is not None:
-            self._fetches.add(connected.row, connected.link)
+            self._fetches.add(link)
+
+    def _drop_peer(self, peer: ev.Peer) -> None:
+        self._peers.drop(peer)
+        if self._fetches is not None:
+            self._fetches.drop(peer)
+        self._handle(ev.PeerLost(peer, gone=True))
 
     def _handle(self, event: ev.Event) -> None:
         try:
@@ -223,13 +248,13 @@ class Inbox:
         match action:
             case ev.Send():
                 if not self._peers.send(action.peer, action.message):
-                    self._inlet.put(ev.PeerLost(action.peer))
+                    gone = action.peer not in self._peers
+                    self._inlet.put(ev.PeerLost(action.peer, gone))
+                    self._lost(action.peer)
             case ev.Verdict():
                 self._decide(action)
             case ev.Forget():
-                self._peers.drop(action.peer)
-                if self._fetches is not None:
-                    self._fetches.drop(action.peer)
+                self.drop(action.peer)
                 self._forget(action.peer)
             case ev.Note():
                 self._notes(action)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang_mixkv.channel.messages import NO_SLOT, Open, Ready
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode.events import OpenRoom, Source
+from sglang_mixkv.decode.events import OpenRoom, Source, instance_of
 
 
 class Part:
@@ -105,8 +105,8 @@ class Room:
         """The OPEN for one prefill rank, of this instance with slots of that size."""
         event, part = self.opened, self.parts.get(source.peer)
         return Open(
-            event.version, event.bootstrap_room, event.generation, source.peer, instance,
-            source.readers,
+            event.version, event.bootstrap_room, event.generation, instance_of(source.peer),
+            instance, source.readers,
             (part.source.heads.start, part.source.heads.stop) if part else (0, 0),
             event.first_token, slot_bytes, event.checksum, source.is_send_target,
             event.required_targets, len(self.parts),

@@ -335,7 +335,7 @@ def forget_a_stopped_peer(reader: Reader) -> None:
     late = reader.start(peer, GUARD, 0, 10)
     assert reader.plane.outcome(late) is Outcome.FAILED
     with pytest.raises(ConnectionError, match="have not ended"):
-        reader.connect()
+        reader.plane.connect(reader.peers[0].endpoint, 1)
     reader.peers[0].signal(signal.SIGCONT)
     watch_until_settled(reader, reads)
     again = reader.connect()

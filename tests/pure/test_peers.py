@@ -37,7 +37,7 @@ class Ranks:
         for number in range(count):
             port = self._socket.bind_to_random_port(f"tcp://{HOST}")
             row: Any = SimpleNamespace(instance=b"%d" % number, address=f"tcp://{HOST}:{port}")
-            self.peers.add(row, self.peers.dial(row))
+            self.peers.add(row.instance, self.peers.dial(row.address))
             assert self.peers.send(row.instance, Ack(0, 1))
             self._names[row.instance] = self._socket.recv_multipart()[0]
         self.look(0)

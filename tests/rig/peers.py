@@ -66,7 +66,7 @@ class DecodeRank(Decode):
             instance, address = self.processes[number // self.each].rows[number % self.each]
             if self.names.get(number) != instance:
                 self.names[number] = instance
-                self.inbox.connect(self._row(instance, address))
+                self.reach(self._row(instance, address))
         assert wait_for(lambda: all(map(self.inbox.knows, self.names.values())))
 
     def _row(self, instance: bytes, address: str) -> Any:

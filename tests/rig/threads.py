@@ -163,12 +163,24 @@ class Prefill(_Side):
 class Decode(_Side):
     """`forgotten`: instances that another one is in the place of."""
 
-    def __init__(self, times: Times) -> None:
+    def __init__(
+        self,
+        times: Times,
+        restarted: Callable[[bytes], None] | None = None,
+        lost: Callable[[bytes], None] = lambda _: None,
+    ) -> None:
         super().__init__(times)
         self.forgotten: list[bytes] = []
         rooms = decode_rooms.Rooms(self.instance, self.slots, SLOT_BYTES, times)
         store = Store(self.rows, self.staging, self.plane)
-        self.inbox = Inbox(rooms, store, times, self.notes, self.forgotten.append)
+        forget = restarted or self.forgotten.append
+        self.inbox = Inbox(rooms, store, times, self.notes, forget, lost)
+
+    def reach(self, row: Any, server: str = "") -> bytes:
+        """The peer, to which this rank is connected then."""
+        link = self.inbox.dial(row, server)
+        self.inbox.add(link)
+        return link.peer
 
     def close(self) -> None:
         if not self.closed:
@@ -204,7 +216,7 @@ class Channel:
         self.connect(self.prefill)
 
     def connect(self, prefill: Prefill) -> None:
-        self.decode.inbox.connect(prefill.row)
+        self.decode.reach(prefill.row)
         assert wait_for(lambda: self.decode.inbox.knows(prefill.instance))
 
     def open(self, room: int, tokens: int, **more: Any) -> Entry:
