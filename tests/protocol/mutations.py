@@ -101,7 +101,8 @@ MUTATIONS = {
         "tests/pure/test_slots.py::test_the_slot_that_was_free_longest_is_taken",
     ),
     "a gate closes while rows are copied": Mutation(
-        "channel/gate.py", "        if self.shut():\n            return", "        self.shut(); return",
+        "channel/gate.py", "        if self.shut():\n            return",
+        "        self.shut(); return",
         THREADS + "a_gate_closes_behind_the_copy_under_way",
     ),
     # -- prefill
@@ -162,16 +163,16 @@ MUTATIONS = {
         "pass", THREADS + "draft_kv_is_waited_for_from_the_targets_arrival_on",
     ),
     "an OPEN that could not be sent counts as sent": Mutation(
-        "decode/inbox.py", "self._inlet.put(ev.PeerLost(action.peer))", "pass",
+        "decode/inbox.py", "self._inlet.put(ev.PeerLost(action.peer, gone))", "pass",
         THREADS + "a_room_does_not_wait_for_a_prefill_rank_that_is_gone",
     ),
     "a prefill rank that was restarted is not forgotten": Mutation(
         "decode/inbox.py", "self._forget(action.peer)", "pass",
         THREADS + "a_rank_that_was_restarted_says_so_and_is_forgotten",
     ),
-    "rooms of a former instance wait for it": Mutation(
-        "decode/inbox.py", "self._handle(ev.PeerLost(former))", "pass",
-        THREADS + "rooms_of_a_former_instance_end_when_another_is_connected",
+    "rooms of a rank that is dropped wait for it": Mutation(
+        "decode/inbox.py", "self._handle(ev.PeerLost(peer, gone=True))", "pass",
+        THREADS + "rooms_of_a_rank_that_is_dropped_end_and_others_go_on",
     ),
     "the end of the copying thread is not noticed": Mutation(
         "decode/inbox.py", "self._copier.thread.is_alive()", "True",
@@ -296,25 +297,39 @@ MUTATIONS = {
         RING + "test_manager.py::test_a_server_that_sglang_gives_up_is_forgotten_first",
     ),
     # -- prefill servers
-    "the scheduler waits with each question to a server": Mutation(
-        "engine/prefill_servers.py", "0 if server.waited else FIRST_WAIT_S", "FIRST_WAIT_S",
-        SERVERS + "the_scheduler_waits_for_a_server_once",
+    "the scheduler waits for each new server": Mutation(
+        "engine/workers.py", "min(most, self._left / 2)", "most",
+        SERVERS + "the_scheduler_waits_for_all_new_servers_together_as_long_as_for_two",
+    ),
+    "servers that are hung take all threads": Mutation(
+        "engine/workers.py", "AT_ONCE // 2 if failed else AT_ONCE", "AT_ONCE",
+        SERVERS + "work_that_has_failed_before_leaves_threads_for_other_work",
+    ),
+    "one server's rows name another one's ranks": Mutation(
+        "decode/events.py", "return instance + server.encode()", "return instance",
+        SERVERS + "a_server_ends_nothing_of_another",
+    ),
+    "a server that was forgotten is connected to all the same": Mutation(
+        "engine/prefill_servers.py", "                gone = server.gone\n",
+        "                gone = False\n",
+        SERVERS + "nothing_is_left_of_a_server_that_is_given_up_while_it_is_connected_to",
     ),
     "a refused server is asked with each request": Mutation(
-        "engine/prefill_servers.py", "time.monotonic() - server.refused_at < AGAIN_S", "False",
+        "engine/prefill_servers.py", " and time.monotonic() < server.again", " and False",
         SERVERS + "a_refused_server_is_asked_again_but_not_with_each_request",
     ),
     "a server that was refused once is never asked again": Mutation(
-        "engine/prefill_servers.py", "        self._table.pop(address, None)\n", "",
+        "engine/prefill_servers.py",
+        "        self._table.pop(address, None)\n        self._refused", "        self._refused",
         SERVERS + "a_refused_server_is_asked_again_but_not_with_each_request",
     ),
     "an abort that came before its request is not sent again": Mutation(
         "engine/refused.py", "for delay in SENT_AFTER_S:", "for delay in SENT_AFTER_S[:1]:",
         SERVERS + "each_rank_of_a_refused_server_is_told_more_than_once",
     ),
-    "a refused server that is silent ends the thread": Mutation(
-        "engine/refused.py", "except Exception as error:", "except ZeroDivisionError as error:",
-        SERVERS + "a_server_that_does_not_answer_holds_up_nobody",
+    "an abort that cannot be sent ends the thread": Mutation(
+        "engine/refused.py", "except Exception:", "except ZeroDivisionError:",
+        SERVERS + "a_message_that_cannot_be_sent_does_not_end_the_thread",
     ),
     # -- pools
     "a retracted request drafts from another's rows": Mutation(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode.events import peer_of
 from sglang_mixkv.engine import sides
 from sglang_mixkv.engine.manager import DraftManager
 
@@ -21,9 +22,6 @@ class Known:
     def __init__(self) -> None:
         self.gone: list[str] = []
 
-    def address_of(self, instance: bytes) -> str | None:
-        return {b"restarted": ADDRESS}.get(instance)
-
     def forget(self, address: str) -> None:
         self.gone.append(address)
 
@@ -35,7 +33,6 @@ def manager_with_connections() -> Any:
     manager = scene.manager
     assert ADDRESS in manager.prefill_info_table
     assert manager.connection_pool
-    manager.prefill_info_table[OTHER] = object()
     manager.connection_pool[f"{OTHER}_0_0_0"] = []
     manager.servers = Known()
     return manager
@@ -44,17 +41,10 @@ def manager_with_connections() -> Any:
 def test_a_server_of_which_a_rank_was_restarted_is_asked_anew() -> None:
     """SGLang's heartbeats may not have noticed."""
     manager = manager_with_connections()
-    DraftManager._forget_peer(manager, b"restarted")
+    manager._forget_server = lambda address: DraftManager._forget_server(manager, address)
+    DraftManager._forget_peer(manager, peer_of(b"restarte", ADDRESS))
     assert manager.servers.gone == [ADDRESS]
-    assert list(manager.prefill_info_table) == [OTHER]
     assert list(manager.connection_pool) == [f"{OTHER}_0_0_0"]
-
-
-def test_a_rank_of_no_known_server_changes_nothing() -> None:
-    manager = manager_with_connections()
-    before = dict(manager.connection_pool)
-    DraftManager._forget_peer(manager, b"stranger")
-    assert (manager.servers.gone, manager.connection_pool) == ([], before)
 
 
 def test_a_server_that_sglang_gives_up_is_forgotten_first() -> None:

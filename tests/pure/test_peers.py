@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import select
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import zmq
+from rig.answers import silent
 from rig.peers import DecodeRank, PrefillRank
 from rig.threads import wait_for
 
@@ -99,6 +101,35 @@ def test_what_came_before_a_socket_was_registered_is_read() -> None:
         assert poller.poll(0) == []
         poller.close()
         router.close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://prefill.example:9100", "ipc:///tmp/a:1", "inproc://a:1", "tcp://127.0.0.1", "", "a:b"],
+)
+def test_what_no_prefill_rank_binds_is_not_connected_to(ranks: Ranks, address: str) -> None:
+    """All sockets wait while libzmq's thread looks up a name."""
+    with pytest.raises(ValueError, match="expected tcp://IP:PORT"):
+        ranks.peers.dial(address)
+
+
+def test_a_rank_that_stops_does_not_wait_for_those_that_do_not_answer(ranks: Ranks) -> None:
+    raised = list[Exception]()
+
+    def dial(address: str) -> None:
+        try:
+            ranks.peers.dial(address)
+        except Exception as error:
+            raised.append(error)
+
+    with silent() as address:
+        thread = threading.Thread(target=dial, args=(f"tcp://{address}",))
+        thread.start()
+        assert wait_for(lambda: ranks.peers._dials)
+        ranks.peers.close()
+        thread.join()
+        dial(f"tcp://{address}")
+    assert [type(error) for error in raised] == [TimeoutError, ConnectionError]
 
 
 def usage() -> tuple[float, int]:

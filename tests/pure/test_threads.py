@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 from rig.threads import CANARY, SEGMENT, SLOTS, TOKEN_BYTES, Channel, Event, Prefill, wait_for
 
+from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.copier import Copier
@@ -295,13 +297,19 @@ def test_a_rank_that_was_restarted_says_so_and_is_forgotten(channel: Channel) ->
     assert channel.request(2) == ("warm", "")
 
 
-def test_rooms_of_a_former_instance_end_when_another_is_connected(channel: Channel) -> None:
+def test_rooms_of_a_rank_that_is_dropped_end_and_others_go_on(channel: Channel) -> None:
+    """Another one at its address is another rank: it drops nothing."""
     former, entry = channel.prefill, channel.open(1, TOKENS)
-    former.close()
-    channel.prefill = Prefill(channel.times, former.port)
-    channel.connect(channel.prefill)
+    other = SimpleNamespace(**vars(former.row) | {"instance": draw_instance()})
+    channel.decode.reach(other)
+    assert channel.request(2) == ("warm", "")
+    channel.decode.inbox.drop(other.instance)
+    assert wait_for(lambda: not channel.decode.inbox.knows(other.instance))
+    assert channel.request(3) == ("warm", "")
+    channel.decode.inbox.drop(former.instance)
     assert channel.state(entry) == ("cold", "lost")
     assert not channel.decode.inbox.knows(former.instance)
-    assert wait_for(lambda: former.plane.endpoint not in channel.decode.plane._peers)
+    assert wait_for(lambda: not channel.decode.plane._peers)
     channel.decode.inbox.close(entry)
-    assert channel.request(2) == ("warm", "")
+    channel.connect(former)
+    assert channel.request(4) == ("warm", "")
