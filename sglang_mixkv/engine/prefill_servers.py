@@ -51,7 +51,8 @@ class _Server:
         self.rows: Rows | None = None
         self.info: Any = None  # SGLang's, until it may be seen
         self.reason: MixKVError | None = None
-        self.ranks, self.ranks_asked = Ranks(), -RANKS_S
+        self.ranks: Ranks = []  # of one that is refused, once they are known
+        self.ranks_asked = -RANKS_S
         self.peers: list[Peer] = []
         self.ready = self.gone = False
         self.pairings: dict[tuple[int, ...], Pairing] = {}  # by identity of SGLang's entries
@@ -119,8 +120,7 @@ class PrefillServers:
             if server.rows is None:
                 return False
         if server.info is None:
-            resolved = self._resolve(server.address)
-            server.info = self._table.pop(server.address, None) if resolved else None
+            server.info = self._sglangs(server.address)
             if server.info is None:
                 return False
         if not server.ready and not self._do(server, self._connect):
@@ -132,12 +132,25 @@ class PrefillServers:
             self._table[server.address] = server.info
         return True
 
+    def _sglangs(self, address: str) -> Any:
+        """Its own question is asked in this thread. Where page sizes or KV dtypes differ it raises,
+        which would end the scheduler."""
+        try:
+            resolved = self._resolve(address)
+        except Exception as error:
+            raise MixKVError("MIXKV-PAIR-03", f"SGLang refuses it: {error}") from error
+        return self._table.pop(address, None) if resolved else None
+
     def _refuse(self, server: _Server, error: MixKVError) -> bool:
+        now = time.monotonic()
         if server.reason is None or str(server.reason) != str(error):
             logger.error("sglang-mixkv refuses prefill server %s: %s", server.address, error)
         if error is not server.reason:
-            server.again = max(server.again, time.monotonic() + AGAIN_S)
+            server.again = max(server.again, now + AGAIN_S)
         server.reason, server.rows, server.info = error, None, None
+        if now - server.ranks_asked > RANKS_S:
+            server.ranks_asked = now
+            self._workers.start(lambda: self._ask_ranks(server), failed=True)
         with self._lock:
             self._hang_up(server)
             if not server.gone:
@@ -155,8 +168,8 @@ class PrefillServers:
 
     def notify_refused(self, address: str, receiver: Any) -> None:
         server = self._servers.get(address)
-        if server is not None and server.ranks:
-            self._refused_requests.add(server.ranks, receiver)
+        if server is not None:
+            self._refused_requests.add(lambda: server.ranks, receiver)
 
     def pairing(self, address: str, infos: Sequence[Any]) -> Pairing:
         """With the ranks of these `bootstrap_infos`. Raises MixKVError where they do not fit."""
@@ -237,25 +250,18 @@ class PrefillServers:
             return None
 
     def _fetch(self, server: _Server) -> Rows:
-        try:
-            rows = fetch(server.address)
-            judge(rows.values(), self._own, serve_mismatch=self._serve_mismatch)
-        except MixKVError:
-            self._ask_ranks(server)
-            raise
+        rows = fetch(server.address)
+        judge(rows.values(), self._own, serve_mismatch=self._serve_mismatch)
         return rows
 
     def _ask_ranks(self, server: _Server) -> None:
-        """Of one that is refused, for `notify_refused`."""
-        if time.monotonic() - server.ranks_asked > RANKS_S:
-            server.ranks, server.ranks_asked = ranks_of(server.address), time.monotonic()
+        server.ranks = ranks_of(server.address)
 
     def _connect(self, server: _Server) -> bool:
         for row in self._to_connect(server):
             try:
                 link = self._inbox.dial(row, server.address)
             except Exception as error:
-                self._ask_ranks(server)
                 raise MixKVError(
                     "MIXKV-MSG-02",
                     f"the draft channel of the prefill rank at {row.address} cannot be reached: "

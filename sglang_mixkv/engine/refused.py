@@ -18,6 +18,7 @@ import math
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from sglang_mixkv.engine.asking import Get, NotYet, ask
@@ -36,12 +37,13 @@ class RefusedRequests:
     """One thread, started with the first request. `add` never blocks, and nothing is raised."""
 
     def __init__(self) -> None:
-        self._new: queue.SimpleQueue[tuple[Ranks, Any] | None] = queue.SimpleQueue()
+        self._new: queue.SimpleQueue[tuple[Callable[[], Ranks], Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._class: Any = None
 
-    def add(self, ranks: Ranks, receiver: Any) -> None:
-        """`receiver`: of SGLang, which has failed; its copy sends the messages."""
+    def add(self, ranks: Callable[[], Ranks], receiver: Any) -> None:
+        """`ranks`: of the server, as far as they are known then. `receiver`: of SGLang, which has
+        failed; its copy sends the messages."""
         try:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="mixkv-refused", daemon=True)
@@ -55,7 +57,7 @@ class RefusedRequests:
         self._new.put(None)
 
     def _run(self) -> None:
-        waiting: list[tuple[float, int, Ranks, Any]] = []
+        waiting: list[tuple[float, int, Callable[[], Ranks], Any]] = []
         number = itertools.count()
         while True:
             wait_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
@@ -63,7 +65,7 @@ class RefusedRequests:
                 added = self._new.get(timeout=wait_s)
             except queue.Empty:
                 _, _, ranks, receiver = heapq.heappop(waiting)
-                self._notify(ranks, receiver)
+                self._notify(ranks(), receiver)
                 if not waiting:
                     self._hang_up()
                 continue

@@ -240,6 +240,20 @@ def test_a_refused_server_is_asked_again_but_not_with_each_request(
     assert len(site.reasons) == 5
 
 
+def test_a_server_that_sglang_refuses_does_not_end_the_scheduler(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang raises where page sizes differ."""
+
+    def differs(_: str) -> bool:
+        raise RuntimeError("Page size mismatch")
+
+    monkeypatch.setattr(site.servers, "_resolve", differs)
+    with publishing(row_of(prefill)) as address:
+        assert wait_for(lambda: site.servers.ensure(address))
+        assert "Page size mismatch" in str(site.servers.refusal(address))
+
+
 # ---------------------------------------------------------------- what another server publishes
 
 
@@ -488,6 +502,7 @@ def test_each_rank_of_a_refused_server_is_told_more_than_once(
     with serving(ranks) as address:
         assert wait_for(lambda: site.servers.ensure(address))
         assert site.servers.refusal(address)
+        assert wait_for(lambda: site.servers._servers[address].ranks)
         site.servers.notify_refused(address, receiver)
         assert wait_for(lambda: len(receiver.told) == 3)
     assert receiver.told == [[9000, 9010, 9001, 9011]] * 3
@@ -517,7 +532,7 @@ def test_a_message_that_cannot_be_sent_does_not_end_the_thread(
     monkeypatch.setattr(refused, "SENT_AFTER_S", (0.0,))
 
     made, receiver = RefusedRequests(), Receiver()
-    made.add([{}], Receiver())
-    made.add([{"rank_port": 1}], receiver)
+    made.add(lambda: [{}], Receiver())
+    made.add(lambda: [{"rank_port": 1}], receiver)
     assert wait_for(lambda: receiver.told)
     made.close()
