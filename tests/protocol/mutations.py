@@ -66,9 +66,17 @@ MUTATIONS = {
         "decode/peers.py", "zmq.IMMEDIATE, 1", "zmq.IMMEDIATE, 0",
         THREADS + "a_room_does_not_wait_for_a_prefill_rank_that_is_gone",
     ),
-    "a former instance keeps its socket": Mutation(
-        "decode/peers.py", "for peer in former:", "for peer in ():",
-        THREADS + "rooms_of_a_former_instance_end_when_another_is_connected",
+    "a rank that is dropped keeps its socket": Mutation(
+        "decode/inbox.py", "        self._peers.drop(peer)\n", "",
+        SERVERS + "nothing_is_left_of_servers_that_are_gone",
+    ),
+    "a rank that is dropped stays on the data plane": Mutation(
+        "decode/inbox.py", "self._fetches.drop(peer)", "pass",
+        SERVERS + "nothing_is_left_of_servers_that_are_gone",
+    ),
+    "a breaker outlives its prefill server": Mutation(
+        "decode/rooms.py", "self.breaker.forget(event.peer)", "pass",
+        ROOMS + "nothing_is_held_against_a_peer_that_is_gone",
     ),
     "a send hides what came before it": Mutation(
         "decode/peers.py", "self.poller.used(dealer)", "pass",

@@ -348,6 +348,28 @@ def test_a_peer_is_forgotten_when_its_reads_have_ended(way: str) -> None:
     run(way, forget_a_stopped_peer)
 
 
+def share_a_peer(reader: Reader) -> None:
+    """Two prefill servers may publish one rank, in part too: neither ends what the other has."""
+    first, second = reader.connect(), reader.connect()
+    assert first is second
+    reader.plane.forget(first)
+    reader.check_read(second)
+    same = msgspec.structs.replace(second.endpoint, instance=b"another one")
+    third = reader.plane.connect(msgspec.msgpack.encode(same), PATIENCE_S)
+    reader.check_read(third)
+    reader.plane.forget(third)
+    reader.check_read(second)
+    reader.plane.forget(second)
+    assert reader.outcome(reader.start(second, GUARD, 0, 10)) is Outcome.FAILED
+    assert not reader.plane._peers
+    reader.check_read(reader.connect())
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_a_peer_is_there_as_long_as_it_has_a_user(way: str) -> None:
+    run(way, share_a_peer)
+
+
 def serve_reads(_pipe: Any, plane: DataPlane, address: int, endpoint: bytes, remote: int) -> None:
     """Reads of another peer, begun and not waited for."""
     peer = plane.connect(endpoint, PATIENCE_S)
