@@ -16,12 +16,13 @@ import pytest
 import zmq
 from rig.answers import silent
 from rig.peers import DecodeRank, PrefillRank
-from rig.threads import wait_for
+from rig.threads import SOON_S, wait_for
 
 from sglang_mixkv.channel import sockets
 from sglang_mixkv.channel.messages import Ack, Fail, Message, encode
 from sglang_mixkv.channel.sockets import Poller, new_context
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import peers
 from sglang_mixkv.decode.peers import BATCH, Peers
 
 HOST, SOON_MS, MANY = "127.0.0.1", 10_000, 100
@@ -113,7 +114,10 @@ def test_what_no_prefill_rank_binds_is_not_connected_to(ranks: Ranks, address: s
         ranks.peers.dial(address)
 
 
-def test_a_rank_that_stops_does_not_wait_for_those_that_do_not_answer(ranks: Ranks) -> None:
+def test_a_rank_that_stops_does_not_wait_for_those_that_do_not_answer(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "CONNECT_S", 2 * SOON_S)
     raised = list[Exception]()
 
     def dial(address: str) -> None:
@@ -122,14 +126,16 @@ def test_a_rank_that_stops_does_not_wait_for_those_that_do_not_answer(ranks: Ran
         except Exception as error:
             raised.append(error)
 
+    began = time.monotonic()
     with silent() as address:
         thread = threading.Thread(target=dial, args=(f"tcp://{address}",))
         thread.start()
         assert wait_for(lambda: ranks.peers._dials)
         ranks.peers.close()
-        thread.join()
+        thread.join(SOON_S)
         dial(f"tcp://{address}")
     assert [type(error) for error in raised] == [TimeoutError, ConnectionError]
+    assert time.monotonic() - began < SOON_S
 
 
 def usage() -> tuple[float, int]:

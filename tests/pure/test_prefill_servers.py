@@ -478,6 +478,9 @@ class Receiver:
         self.closed.append(linger)
 
 
+asked_huge: list[str] = []
+
+
 def ranks(path: str) -> tuple[int, bytes]:
     """GET /route of a server of TP 2 and two stages that has no plugin."""
     if path == "/mixkv":
@@ -487,7 +490,8 @@ def ranks(path: str) -> tuple[int, bytes]:
     if "older" not in path:
         sizes["prefill_http_port"] = 30000
     if "huge" in path:
-        sizes["dp_size"] = 10**9
+        sizes["dp_size"] = 10**5
+        asked_huge.append(path)
     port = 9000 + 10 * query["target_pp_rank"] + query["target_tp_rank"]
     found = {"rank_ip": "127.0.0.1", "rank_port": port}
     return 200, json.dumps(sizes if query["target_tp_rank"] < 0 else found).encode()
@@ -516,6 +520,7 @@ def test_a_release_that_may_not_know_aborts_is_told_nothing() -> None:
         assert len(refused.ranks_of(address)) == 4
         for told_nothing in (f"{address}/older", f"{address}/huge", NOBODY):
             assert refused.ranks_of(told_nothing) == []
+    assert len(asked_huge) == 1
 
 
 def test_nothing_is_raised_for_a_refused_server_whose_ranks_are_not_known(site: Site) -> None:
