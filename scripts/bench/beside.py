@@ -212,7 +212,7 @@ def an_inbox_with_reads(backend: str, reads: int) -> Iterator[Callable[[], Pendi
         instance=messages.draw_instance(), address=f"tcp://{HOST}:{port}", staging=facts
     )
     inbox = an_inbox(Store(rows, staging, a_plane(backend, staging)))
-    inbox.connect(row)
+    inbox.add(inbox.dial(row))
     source = ev.Source(row.instance, range(1), 1, SLOTS, TOKENS)
 
     def announce() -> None:

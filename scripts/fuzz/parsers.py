@@ -20,7 +20,7 @@ from sglang_mixkv.decode.events import OpenRoom
 from sglang_mixkv.draft import facts
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
-from sglang_mixkv.engine import bootstrap, prefill_servers
+from sglang_mixkv.engine import asking, bootstrap
 from sglang_mixkv.errors import MixKVError
 
 BASE, SLOT_BYTES, SLOTS = 1 << 20, 4096, 8
@@ -58,7 +58,7 @@ def row(data: bytes) -> None:
         assert kept is None or len(kept) <= facts.MAX_ROW_BYTES
     for body in (data, b'{"rows":[%b]}' % data):
         with suppress(MixKVError):
-            rows = prefill_servers.read_rows(body)
+            rows = asking.read_rows(body)
             contacts = [Contact(*key, True) for key in rows]
             plan = make_plan(contacts, rows, OWN, serve_mismatch=True)
             _open(Room(OpenRoom(1, 7, plan.sources, 0, 16, version=plan.version), True, 0.0))

@@ -114,7 +114,7 @@ class Decode:
 
     def source(self, row: Row) -> ev.Source:
         """This prefill rank, connected."""
-        self.inbox.connect(row)  # type: ignore[arg-type]
+        self.inbox.add(self.inbox.dial(row))  # type: ignore[arg-type]
         size = min(row.staging.slot_bytes, self.staging.slot_bytes) - SLOT_OVERHEAD
         mine = self.rows.heads
         heads = range(max(row.heads[0], mine.start), min(row.heads[1], mine.stop))

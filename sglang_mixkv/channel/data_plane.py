@@ -3,10 +3,11 @@
 A rank has one, over a transfer engine of its own beside SGLang's. Its lifetime:
 
     register(memory)            once; from then on `endpoint`, which travels in the rank's facts
-    connect(endpoint) -> peer   in a background thread, since it blocks
+    connect(endpoint) -> peer   in a background thread, since it blocks; once for each user of it
+    mend(peer)                  the same, after a read that failed
     start(tag, peer, extents)   in the channel's thread: one transfer, of many slots
     ended() -> [(tag, error)]   in the channel's thread, again and again
-    forget(peer)                it is gone, or has started again
+    forget(peer)                a user has done with it
     close()
 
 `start`, `ended` and `forget` never block and never raise. Neither backend calls back, so whoever
@@ -66,12 +67,14 @@ class Extent(NamedTuple):
 
 
 class Peer:
-    """A rank to read from. `link`: the backend's name of it. `reads`: those in flight."""
+    """A rank to read from. `link`: the backend's name of it. `reads`: those in flight. `users`: how
+    many have connected to it, and not forgotten it; it is `gone` without any."""
 
     def __init__(self, key: bytes, endpoint: Endpoint) -> None:
         self.key, self.endpoint = key, endpoint
         self.link: str | None = None
         self.connected = self.gone = False
+        self.users = 0
         self.reads: set[Read] = set()
         self.connecting = threading.Lock()
 
@@ -118,25 +121,24 @@ class DataPlane(ABC):
         return bool(self._running)
 
     def connect(self, endpoint: bytes, seconds: float = CONNECT_S) -> Peer:
-        """The peer, once a byte of it was read. Called again after a read that failed it mends
-        what is broken, and returns the same peer. ConnectionError if that fails, ValueError for
-        bytes that are no endpoint of this backend."""
-        self._sweep()
-        with self._lock:
-            peer = self._peers.get(endpoint)
-            first = peer is None
-            if peer is None:
-                peer = self._peers[endpoint] = Peer(endpoint, self._decode(endpoint))
+        """The peer, once a byte of it was read: the same one for all users of an endpoint, mended
+        where a read of it had failed. ConnectionError if that fails, ValueError for bytes that are
+        no endpoint of this backend."""
+        until = time.monotonic() + seconds
+        peer = self._take(endpoint, until)
         try:
-            with peer.connecting:
-                try:
-                    self._connect(peer, time.monotonic() + seconds)
-                except ConnectionError:
-                    peer.gone |= first  # before another thread that waits here connects it
-                    raise
+            self._connect(peer, until)
+        except BaseException:
+            self.forget(peer)
+            raise
+        return peer
+
+    def mend(self, peer: Peer, seconds: float = CONNECT_S) -> None:
+        """Connect again what a read that failed has found broken. ConnectionError if that fails."""
+        try:
+            self._connect(peer, time.monotonic() + seconds)
         finally:
             self._let_go(peer)
-        return peer
 
     def start(self, tag: Any, peer: Peer, extents: Sequence[Extent]) -> None:
         """One transfer. What fails at once has ended with an error."""
@@ -174,9 +176,12 @@ class DataPlane(ABC):
         return found
 
     def forget(self, peer: Peer) -> None:
-        """New reads from it fail. What is held for it is released when its reads have ended; until
-        then this endpoint cannot be connected to again. Another one at its address can."""
-        peer.gone = True
+        """Without another user, new reads from it fail, and what is held for it is released when
+        its reads have ended. Until then this endpoint cannot be connected to again; another one at
+        its address can."""
+        with self._lock:
+            peer.users -= 1
+            peer.gone = peer.users < 1
         self._let_go(peer)
 
     def close(self) -> None:
@@ -229,9 +234,26 @@ class DataPlane(ABC):
             raise ValueError(f"an endpoint of {found.plane!r}, expected {self.name!r}")
         return found
 
+    def _take(self, endpoint: bytes, until: float) -> Peer:
+        """With one more user. One that is gone is waited for."""
+        while True:
+            self._sweep()
+            with self._lock:
+                peer = self._peers.get(endpoint) or Peer(endpoint, self._decode(endpoint))
+                if not peer.gone:
+                    peer.users += 1
+                    self._peers[endpoint] = peer
+                    return peer
+            if time.monotonic() > until:
+                raise ConnectionError("reads over its former connection have not ended")
+            time.sleep(POLL_S)
+
     def _connect(self, peer: Peer, until: float) -> None:
-        if peer.connected and not peer.gone:
-            return
+        with peer.connecting:
+            if not peer.connected or peer.gone:
+                self._connect_anew(peer, until)
+
+    def _connect_anew(self, peer: Peer, until: float) -> None:
         while peer.reads and not peer.gone and time.monotonic() < until:
             time.sleep(POLL_S)  # the other reads end in the channel's thread
             self._sweep()
@@ -277,7 +299,8 @@ class DataPlane(ABC):
                 self._drop(peer)
             except Exception:
                 logger.warning("[MIXKV-MSG-02] %s: a peer stays", self.name, exc_info=True)
-            self._peers.pop(peer.key, None)
+            with self._lock:
+                self._peers.pop(peer.key, None)
         finally:
             peer.connecting.release()
 

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -49,6 +51,7 @@ class Nixl(DataPlane):
     ) -> None:  # fmt: skip
         super().__init__()
         self._kind, self._device, self._registered = "DRAM", 0, None
+        self._naming, self._named = threading.Lock(), Counter[str]()
         try:
             self._agent: Any = _new_agent(wait_us)
             self._agent.create_backend(backend, dict(parameters or {}))
@@ -66,9 +69,12 @@ class Nixl(DataPlane):
         return bytes(self._agent.get_agent_metadata())
 
     def _open(self, peer: Peer) -> None:
-        self._drop(peer)
-        name = self._agent.add_remote_agent(peer.endpoint.session)
-        peer.link = name.decode() if isinstance(name, bytes) else name
+        """Two peers of one agent have one name, which is removed with the last of them."""
+        with self._naming:
+            self._remove(peer)
+            name = self._agent.add_remote_agent(peer.endpoint.session)
+            peer.link = name.decode() if isinstance(name, bytes) else name
+            self._named[peer.link] += 1
 
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
         agent, (kind, device) = self._agent, _place(read.peer.endpoint.memory)
@@ -87,8 +93,16 @@ class Nixl(DataPlane):
         return {"DONE": "", "PROC": None}.get(state, f"NIXL reports {state}")
 
     def _drop(self, peer: Peer) -> None:
+        with self._naming:
+            self._remove(peer)
+
+    def _remove(self, peer: Peer) -> None:
         link, peer.link = peer.link, None
-        if link is not None:
+        if link is None:
+            return
+        self._named[link] -= 1
+        if not self._named[link]:
+            del self._named[link]
             self._agent.remove_remote_agent(link)
 
     def _close(self) -> None:

@@ -47,6 +47,9 @@ class Breaker:
     def record_success(self, peer: bytes) -> None:
         self._states.pop(peer, None)
 
+    def forget(self, peer: bytes) -> None:
+        self._states.pop(peer, None)
+
     def record_failure(self, peer: bytes, generation: int, now: float) -> bool:
         """A room's KV did not come from this peer. True if that opens its breaker."""
         state = self._states.pop(peer, None) or _State()

@@ -1,9 +1,10 @@
 """What a decode rank's state machine is fed with, and what it asks for in return.
 
 A room is named by its *generation*: numbers of SGLang's come again, generations do not. A *peer*
-is a prefill rank, named by its instance. A *read* brings segments into slots of this rank; a *job*
-is one copy from a slot to the pool, or one clearing of rows. A *handle* is what the caller knows a
-room by (in a server its ReceiveHandle).
+is a prefill rank as one prefill server names it: what another server says of the same rank is
+another peer, so that no server can end what another one's facts began. A *read* brings segments
+into slots of this rank; a *job* is one copy from a slot to the pool, or one clearing of rows. A
+*handle* is what the caller knows a room by (in a server its ReceiveHandle).
 """
 
 from __future__ import annotations
@@ -18,6 +19,22 @@ from sglang_mixkv.channel.messages import PROTOCOL, Ack, Fail, Open, Ready
 
 Generation = int
 Peer = bytes
+
+_INSTANCE_BYTES = 8  # channel/messages.py
+
+
+def peer_of(instance: bytes, server: str) -> Peer:
+    """The rank of this instance, by the facts of the prefill server at this bootstrap address."""
+    return instance + server.encode()
+
+
+def instance_of(peer: Peer) -> bytes:
+    return peer[:_INSTANCE_BYTES]
+
+
+def server_of(peer: Peer) -> str:
+    """The server's bootstrap address."""
+    return peer[_INSTANCE_BYTES:].decode()
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -78,9 +95,10 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class PeerLost(msgspec.Struct, frozen=True):
-    """A message to this peer could not be sent, or it is connected no more."""
+    """A message to this peer could not be sent. `gone`: it is dropped, and will not come back."""
 
     peer: Peer
+    gone: bool = False
 
 
 class ReadEnded(msgspec.Struct, frozen=True):

@@ -4,7 +4,10 @@ connection, made and dropped together."""
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import logging
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"sglang.{__name__}")
 
 BATCH = 64  # messages of one peer between two looks at everything else
-CONNECT_S = 5.0
+CONNECT_S, STEP_MS = 5.0, 50
+MENDERS = 16  # a peer that is stopped holds one for a minute (channel/mooncake.py)
 
 Dealer = zmq.Socket[bytes]
 
@@ -50,42 +54,62 @@ class Link:
 
 
 class Links:
-    """`connect` may run in any thread; everything else is the channel thread's. `store`: None on a
-    rank without a drafter, which sends messages alone."""
+    """`dial` and `hang_up` may run in any thread; everything else is the channel thread's. `store`:
+    None on a rank without a drafter, which sends messages alone."""
 
     def __init__(self, store: Store | None, times: Times) -> None:
         self._store, self._times, self._context = store, times, new_context()
         self.poller = Poller()
         self._links: dict[ev.Peer, Link] = {}
         self._of_dealer: dict[Dealer, Link] = {}
-        self._mend = ThreadPoolExecutor(1, "mixkv-mend", self.use_device)
+        self._mend = ThreadPoolExecutor(MENDERS, "mixkv-mend", self.use_device)
+        self._lock, self._dials, self._closing = threading.Lock(), 0, False
 
     def use_device(self) -> None:
         if self._store is not None:
             self._store.rows.use_device()
 
-    def connect(self, peer: ev.Peer, row: Row) -> Link:
-        """May block; raises where the rank's socket or its memory cannot be reached."""
-        dealer = new_socket(self._context, zmq.DEALER, row.address, self._times)
+    def dial(self, row: Row, server: str = "") -> Link:
+        """A link for `add` or `hang_up`. May block; raises ValueError for what is no address that a
+        prefill rank binds, and OSError where the rank's socket or its memory cannot be reached.
+        `server`: whose row it is, by its bootstrap address."""
+        _check(row.address)
+        with self._lock:
+            if self._closing:
+                raise ConnectionError("this rank stops")
+            self._dials += 1
+        try:
+            return self._dial(row, server)
+        finally:
+            with self._lock:
+                self._dials -= 1
+
+    def _dial(self, row: Row, server: str) -> Link:
+        dealer, memory = new_socket(self._context, zmq.DEALER, row.address, self._times), None
         try:
             dealer.setsockopt(zmq.IMMEDIATE, 1)  # what cannot leave now is an error, not a queue
             dealer.connect(row.address)
-            if not dealer.poll(int(CONNECT_S * 1000), zmq.POLLOUT):
-                raise TimeoutError(f"no connection within {CONNECT_S:.0f} s")
-            memory = None
+            until = time.monotonic() + CONNECT_S
+            while not dealer.poll(STEP_MS, zmq.POLLOUT):
+                if self._closing or time.monotonic() > until:
+                    raise TimeoutError(f"no connection within {CONNECT_S:.0f} s")
             if self._store is not None:
                 assert row.staging is not None
                 self.use_device()
                 memory = self._store.plane.connect(row.staging.endpoint)
-            return Link(peer, row, dealer, memory)
         except BaseException:
             dealer.close()
             raise
+        return Link(ev.peer_of(row.instance, server), row, dealer, memory)
+
+    def hang_up(self, link: Link) -> None:
+        link.dealer.close()
+        if self._store is not None and link.memory is not None:
+            self._store.plane.forget(link.memory)
 
     def add(self, link: Link) -> None:
-        if link.peer in self._links:
-            link.dealer.close()
-            return
+        """In the place of an earlier one to the same peer."""
+        self.drop(link.peer)
         self._links[link.peer] = self._of_dealer[link.dealer] = link
         self.poller.register(link.dealer)
 
@@ -95,9 +119,7 @@ class Links:
             return
         self.poller.unregister(link.dealer)
         del self._of_dealer[link.dealer]
-        link.dealer.close()
-        if self._store is not None and link.memory is not None:
-            self._store.plane.forget(link.memory)
+        self.hang_up(link)
 
     def __contains__(self, peer: ev.Peer) -> bool:
         return peer in self._links
@@ -164,15 +186,32 @@ class Links:
 
     def _connect_again(self, link: Link) -> None:
         assert self._store is not None
-        assert link.row.staging is not None
         try:
-            self._store.plane.connect(link.row.staging.endpoint)
+            self._store.plane.mend(link.memory)
         except (ConnectionError, ValueError) as error:
             logger.warning("[MIXKV-MSG-02] a data plane's connection is not mended: %s", error)
 
     def close(self) -> None:
+        """A socket must not be closed while another thread waits for it."""
+        with self._lock:
+            self._closing = True
+        while self._dials:
+            time.sleep(STEP_MS / 1000)
         self._mend.shutdown(wait=True, cancel_futures=True)
         if self._store is not None:
             self._store.plane.close()
         self.poller.close()
         self._context.destroy(linger=0)
+
+
+def _check(address: str) -> None:
+    """A name would be looked up by libzmq's one I/O thread, which all other sockets wait for."""
+    scheme, _, rest = address.partition("://")
+    host, _, _port = rest.rpartition(":")
+    try:
+        ipaddress.ip_address(host.strip("[]"))
+        found = scheme == "tcp"
+    except ValueError:
+        found = False
+    if not found:
+        raise ValueError(f"expected tcp://IP:PORT, found {address[:100]!r}")

@@ -140,10 +140,15 @@ class Machine:
             self._go_cold(room, f"prefill_{code}", message.detail, [peer])
 
     def _peer_lost(self, event: ev.PeerLost) -> None:
+        """One that is gone is not read from any more either, and nothing is held against it."""
         for room in list(self._rooms.values()):
             part = room.parts.get(event.peer)
-            if part is not None and not part.last and room.wants:
-                self._go_cold(room, "lost", "the connection is", [event.peer], strike=True)
+            if part is None or not room.wants or (part.complete if event.gone else part.last):
+                continue
+            why = "its server was given up" if event.gone else "a message could not be sent"
+            self._go_cold(room, "lost", why, [event.peer], strike=not event.gone)
+        if event.gone:
+            self.breaker.forget(event.peer)
 
     # -- segments
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.decode.events import Source
+from sglang_mixkv.decode.events import Source, peer_of
 from sglang_mixkv.draft.facts import (
     NO_DRAFTER,
     Difference,
@@ -86,8 +86,10 @@ def make_plan(
     own: Row,
     *,
     serve_mismatch: bool,
+    server: str = "",
 ) -> Plan:
-    """Raises MixKVError where the pair is refused. `serve_mismatch`: other drafters are cold."""
+    """Raises MixKVError where the pair is refused. `serve_mismatch`: other drafters are cold.
+    `server`: its bootstrap address."""
     found = [(contact, _row_of(contact, rows)) for contact in contacts]
     _check_instances({contact[:2]: row.instance for contact, row in found})
     cold, known = judge((row for _, row in found), own, serve_mismatch=serve_mismatch)
@@ -98,7 +100,7 @@ def make_plan(
     if own.draft is not None and drafting and not cold:
         heads = routes([row.draft.heads for _, row in drafting if row.draft], own.draft.heads)
     sources = tuple(
-        _source(contact, row, own, of)
+        _source(contact, row, own, of, peer_of(row.instance, server))
         for (contact, row), of in zip(drafting, heads, strict=True)
     )  # fmt: skip
     answers = sum(bool(source.heads) for source in sources)
@@ -158,12 +160,10 @@ def _served_as(known: Iterable[Difference], serve_mismatch: bool) -> str:
     return cold
 
 
-def _source(contact: Contact, row: Row, own: Row, heads: range) -> Source:
+def _source(contact: Contact, row: Row, own: Row, heads: range, peer: bytes) -> Source:
     readers = readers_of(row.attn_tp, own.attn_tp)
     if row.staging is None or own.staging is None or own.draft is None:
-        return Source(row.instance, NO_HEADS, readers, is_send_target=contact.is_send_target)
+        return Source(peer, NO_HEADS, readers, is_send_target=contact.is_send_target)
     size = min(row.staging.slot_bytes, own.staging.slot_bytes)
     tokens = own.draft.facts.tokens_in(size, len(heads)) if heads else 0
-    return Source(
-        row.instance, heads, readers, row.staging.slots, tokens, contact.is_send_target
-    )  # fmt: skip
+    return Source(peer, heads, readers, row.staging.slots, tokens, contact.is_send_target)

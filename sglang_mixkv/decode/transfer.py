@@ -13,7 +13,7 @@ from enum import Enum
 
 from sglang_mixkv.channel.messages import Announced, Open, Ready
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode.events import OpenRoom, Peer, Source
+from sglang_mixkv.decode.events import OpenRoom, Peer, Source, instance_of
 
 
 class Stage(Enum):
@@ -56,6 +56,10 @@ class Part:
     @property
     def has_rows(self) -> bool:
         return self.announced > 0
+
+    @property
+    def complete(self) -> bool:
+        return self.last and len(self.placed) == self.announced
 
     @property
     def placed_to(self) -> int:
@@ -140,8 +144,8 @@ class Room:
         """The OPEN for one prefill rank, of this instance with slots of that size."""
         event, part = self.opened, self.parts.get(source.peer)
         return Open(
-            event.version, event.bootstrap_room, event.generation, source.peer, instance,
-            source.readers,
+            event.version, event.bootstrap_room, event.generation, instance_of(source.peer),
+            instance, source.readers,
             (part.source.heads.start, part.source.heads.stop) if part else (0, 0),
             event.first_token, slot_bytes, source.is_send_target, event.required_targets,
             len(self.parts),

@@ -1,10 +1,10 @@
 """A decode rank's channel: what SGLang's scheduler calls, the thread that owns the sockets, copies.
 
-SGLang's scheduler calls `open`, `target_arrived` and `close`, and reads `ReceiveHandle.state`. A
-thread of the caller's calls `connect` for each prefill rank before its first room. The channel
-thread feeds the machine, sends what it asks for, starts reads and copies and asks for their ends,
-and asks the events that rooms wait for. If it could not go on, rooms are cleared in the scheduler's
-thread, and are cold.
+SGLang's scheduler calls `open`, `target_arrived` and `close`, and reads `ReceiveHandle.state`.
+Threads of the caller's call `dial` and `add` for each prefill rank before its first room, and
+`drop` once its server is gone. The channel thread feeds the machine, sends what it asks for, starts
+reads and copies and asks for their ends, and asks the events that rooms wait for. If it could not
+go on, rooms are cleared in the scheduler's thread, and are cold.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.links import Link, Links, Store
 from sglang_mixkv.decode.machine import Machine
-from sglang_mixkv.draft.facts import Row
 from sglang_mixkv.draft.slot_format import SlotCheck
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -65,8 +64,11 @@ class ReceiveHandle:
 
 
 class DecodeWorker(Worker[ev.Event, ev.Action]):
-    """`store`: None on a rank without a drafter, which opens rooms and reads nothing. `forget`:
-    takes a peer of which another instance is at the same address; it must not raise."""
+    """`store`: None on a rank without a drafter, which opens rooms and reads nothing.
+
+    `forget` takes a peer that was restarted, `lost` one that a message could not be sent to. Both
+    run in the channel thread, and must neither block nor raise.
+    """
 
     name, tick, failed = "mixkv-decode", ev.Tick(), ev.ActionFailed
 
@@ -77,8 +79,11 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         times: Times,
         reporter: Reporter,
         forget: Callable[[ev.Peer], None],
+        lost: Callable[[ev.Peer], None] = lambda _: None,
     ) -> None:
-        self._store, self._forget, self._links = store, forget, Links(store, times)
+        self._store, self._forget, self._lost = store, forget, lost
+        self._links = Links(store, times)
+        self.dial, self.hang_up = self._links.dial, self._links.hang_up
         super().__init__(machine, self._links.poller, reporter, 2 * times.whole_wait)
         self._forwards: dict[ev.Generation, Any] = {}  # events of rooms that are pending
         self._counter = itertools.count(messages.draw() >> 33)  # 30 bits
@@ -91,11 +96,16 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
             )
         self._thread.start()
 
-    # -- a background thread of the caller's
+    # -- any thread
 
-    def connect(self, peer: ev.Peer, row: Row) -> None:
-        """To a prefill rank with a drafter. May block; raises where it cannot be reached."""
-        self._inlet.put(self._links.connect(peer, row))
+    def add(self, link: Link) -> None:
+        """Rooms that are opened from here on can name this peer, until it is dropped."""
+        self._inlet.put(link)
+
+    def drop(self, peer: ev.Peer) -> None:
+        """Its socket and what the data plane has of it. Rooms that still wait for rows of it are
+        cold: its server is gone, so that waiting for the deadline would gain nothing."""
+        self._inlet.put(ev.PeerLost(peer, gone=True))
 
     def knows(self, peer: ev.Peer) -> bool:
         return peer in self._links
@@ -194,6 +204,8 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         if isinstance(event, Link):
             self._links.add(event)
             return
+        if isinstance(event, ev.PeerLost) and event.gone:
+            self._links.drop(event.peer)
         if isinstance(event, ev.OpenRoom) and isinstance(event.handle, ReceiveHandle):
             if event.pending:
                 self._forwards[event.generation] = event.handle.event
@@ -205,7 +217,8 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         match action:
             case ev.Send(peer, message):
                 if not self._links.send(peer, message):
-                    self._inlet.put(ev.PeerLost(peer))
+                    self._inlet.put(ev.PeerLost(peer, gone=peer not in self._links))
+                    self._lost(peer)
             case ev.StartRead(read):
                 if not self._links.read(action):
                     self._inlet.put(ev.ReadEnded(read, "the prefill rank is gone"))
@@ -218,7 +231,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
                 self._reporter(ev.Note(state.value))
                 self._reporter.publish()
             case ev.Forget(peer):
-                self._links.drop(peer)
+                self.drop(peer)
                 self._forget(peer)
             case ev.Note():
                 self._reporter(action)

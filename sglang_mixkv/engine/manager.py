@@ -17,6 +17,7 @@ from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_mixkv import __version__
 from sglang_mixkv.decode import machine as decode_machine
+from sglang_mixkv.decode.events import server_of
 from sglang_mixkv.decode.links import Store
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.engine import draft_pool, early_sends
@@ -95,7 +96,7 @@ class DraftManager:
             )
         machine = decode_machine.Machine(local.instance, slots, local.slot_bytes, local.times)
         self.decode_channel = DecodeWorker(
-            machine, store, local.times, local.notes, self._forget_peer
+            machine, store, local.times, local.notes, self._forget_peer, self._check_peer
         )
         self.servers = PrefillServers(
             local.row(self, "", *((store.staging, store.plane) if store else (None, None))),
@@ -105,8 +106,9 @@ class DraftManager:
             _stand_in,
             serve_mismatch=local.config.on_draft_mismatch == "cold",
             refused=local.notes.refused,
+            forget=self._forget_server,
         )
-        local.notes.breaker, local.notes.name_of = machine.breaker, self.servers.name_of
+        local.notes.breaker, local.notes.name_of = machine.breaker, server_of
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """False until the server's facts are here and fit, and the channel's connections stand."""
@@ -115,17 +117,25 @@ class DraftManager:
         return self.servers.ensure(bootstrap_addr)
 
     def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
+        """From SGLang's heartbeat thread. It may be wrong: the next request asks anew."""
         if self.servers is not None:
             self.servers.forget(failed_bootstrap_addr)
         super()._handle_node_failure(failed_bootstrap_addr)  # type: ignore[misc]
 
     def _forget_peer(self, peer: bytes) -> None:
         """From the channel's thread: another instance is where this one was."""
-        address = self.servers.address_of(peer) if self.servers is not None else None
-        if address is None or self.servers is None:
+        self._forget_server(server_of(peer))
+
+    def _check_peer(self, peer: bytes) -> None:
+        """From the channel's thread: a message could not be sent."""
+        if self.servers is not None:
+            self.servers.check(server_of(peer))
+
+    def _forget_server(self, address: str) -> None:
+        """With what SGLang knows of it: its heartbeats have not noticed the restart."""
+        if self.servers is None:
             return
         self.servers.forget(address)
-        self.prefill_info_table.pop(address, None)
         with self.connection_lock:  # type: ignore[attr-defined]
             pool = self.connection_pool  # type: ignore[attr-defined]
             for key in [key for key in pool if key.startswith(f"{address}_")]:
@@ -151,10 +161,10 @@ class DraftManager:
     def close_channel(self) -> None:
         if self.prefill_channel is not None:
             self.prefill_channel.close()
-        if self.decode_channel is not None:
-            self.decode_channel.shut()
         if self.servers is not None:
             self.servers.close()
+        if self.decode_channel is not None:
+            self.decode_channel.shut()
 
     def check_integrity(self) -> list[str]:
         """What is wrong with an idle rank: ended threads, and anything left of a room."""

@@ -12,39 +12,44 @@ from __future__ import annotations
 import copy
 import heapq
 import itertools
+import json
 import logging
+import math
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
-import requests
-from sglang.srt.utils.network import NetworkAddress
+from sglang_mixkv.engine.asking import Get, NotYet, ask
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 SENT_AFTER_S = (0.2, 0.7, 2.0, 8.0)  # behind decode's own answer, which has the reason
+LINGER_MS = 1000  # for what was just sent
 MAX_WAITING = 4096
-ASK_S = 5.0  # for one answer
-KNOWN_S = 10.0  # a server's ranks are asked for anew after that
+MAX_RANKS = 4096
+
+Ranks = list[dict[str, Any]]
 
 
 class RefusedRequests:
     """One thread, started with the first request. `add` never blocks, and nothing is raised."""
 
     def __init__(self) -> None:
-        self._new: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._new: queue.SimpleQueue[tuple[Callable[[], Ranks], Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._ranks: dict[str, tuple[float, list[dict[str, Any]]]] = {}
+        self._class: Any = None
 
-    def add(self, address: str, receiver: Any) -> None:
-        """`receiver`: of SGLang, which has failed; its copy sends the messages."""
+    def add(self, ranks: Callable[[], Ranks], receiver: Any) -> None:
+        """`ranks`: of the server, as far as they are known then. `receiver`: of SGLang, which has
+        failed; its copy sends the messages."""
         try:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="mixkv-refused", daemon=True)
                 thread.start()
                 self._thread = thread
-            self._new.put((address, copy.copy(receiver)))
+            self._new.put((ranks, copy.copy(receiver)))
         except RuntimeError:  # no more threads: prefill waits for its timeout
             logger.exception("[MIXKV-SELF-01] sglang-mixkv: prefill is not notified of a refusal")
 
@@ -52,43 +57,52 @@ class RefusedRequests:
         self._new.put(None)
 
     def _run(self) -> None:
-        waiting: list[tuple[float, int, str, Any]] = []
+        waiting: list[tuple[float, int, Callable[[], Ranks], Any]] = []
         number = itertools.count()
         while True:
             wait_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
             try:
                 added = self._new.get(timeout=wait_s)
             except queue.Empty:
-                _, _, address, receiver = heapq.heappop(waiting)
-                self._notify(address, receiver)
+                _, _, ranks, receiver = heapq.heappop(waiting)
+                self._notify(ranks(), receiver)
+                if not waiting:
+                    self._hang_up()
                 continue
             if added is None:
+                self._hang_up()
                 return
             if len(waiting) < MAX_WAITING:  # beyond it, prefill waits for its timeout
                 for delay in SENT_AFTER_S:
                     heapq.heappush(waiting, (time.monotonic() + delay, next(number), *added))
 
-    def _notify(self, address: str, receiver: Any) -> None:
-        """`ensure_abort_notified` itself raises nothing."""
-        asked, ranks = self._ranks.get(address, (-KNOWN_S, []))
-        if time.monotonic() - asked > KNOWN_S:
-            known = _ranks_if_known(address)
-            for gone in set(map(_endpoint, ranks)) - set(map(_endpoint, known)):
-                receiver.disconnect_endpoint(gone)
-            ranks = known
-            self._ranks[address] = time.monotonic(), ranks
-        receiver.bootstrap_infos, receiver.abort_notified = ranks, False
-        receiver.ensure_abort_notified()
+    def _notify(self, ranks: Ranks, receiver: Any) -> None:
+        try:
+            receiver.__class__ = self._with_own_sockets(receiver)
+            receiver.bootstrap_infos, receiver.abort_notified = ranks, False
+            receiver.ensure_abort_notified()
+        except Exception:
+            logger.exception("[MIXKV-SELF-01] sglang-mixkv: prefill is not notified of a refusal")
+
+    def _with_own_sockets(self, receiver: Any) -> Any:
+        """SGLang's receivers share a socket for each endpoint, for good. A refused server's are
+        closed here when nothing is left to send, and it may have named another server's ranks."""
+        if self._class is None:
+            own: dict[str, Any] = {"_socket_cache": {}, "_socket_locks": {}}
+            self._class = type("RefusedReceiver", (type(receiver),), own)
+        return self._class
+
+    def _hang_up(self) -> None:
+        if self._class is not None:
+            for socket in self._class._socket_cache.values():
+                socket.close(linger=LINGER_MS)
+            self._class = None
 
 
-def _endpoint(rank: dict[str, Any]) -> str:
-    """As SGLang's receiver connects to it (CommonKVReceiver._connect_to_bootstrap_server)."""
-    return str(NetworkAddress(rank["rank_ip"], rank["rank_port"]).to_tcp())
-
-
-def _ranks_if_known(address: str) -> list[dict[str, Any]]:
+def ranks_of(address: str) -> Ranks:
+    """`rank_ip` and `rank_port` of all ranks of a prefill server; none where that is not known."""
     try:
-        return ranks_of(address)
+        return ask(address, _ranks)
     except Exception as error:
         logger.warning(
             "[MIXKV-MSG-02] sglang-mixkv: prefill server %s is refused, its ranks are not known: "
@@ -97,21 +111,21 @@ def _ranks_if_known(address: str) -> list[dict[str, Any]]:
         return []
 
 
-def ranks_of(address: str) -> list[dict[str, Any]]:
-    """`rank_ip` and `rank_port` of all ranks of a prefill server, as SGLang's bootstrap server has
-    them (common/conn.py _handle_route_get)."""
+async def _ranks(get: Get) -> Ranks:
+    """As SGLang's bootstrap server has them (common/conn.py _handle_route_get)."""
     names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
-    with requests.Session() as session:
 
-        def get(*ranks: int) -> dict[str, Any]:
-            query = dict(zip(names, ranks, strict=True))
-            answer = session.get(f"http://{address}/route", params=query, timeout=ASK_S)
-            answer.raise_for_status()
-            return dict(answer.json())
+    async def route(*ranks: int) -> dict[str, Any]:
+        status, body = await get("/route", dict(zip(names, ranks, strict=True)))
+        if status != 200:
+            raise NotYet(f"{status} {body[:512].decode(errors='replace')}")
+        return dict(json.loads(body))
 
-        sizes = get(-1, -1, -1, -1)
-        if "prefill_http_port" not in sizes:  # since 0.5.16, as ABORT over each backend
-            return []
-        counts = (sizes[f"{n}_size"] for n in ("dp", "attn_cp", "attn_tp", "pp"))
-        found = [get(*ranks) for ranks in itertools.product(*map(range, counts))]
+    sizes = await route(-1, -1, -1, -1)
+    if "prefill_http_port" not in sizes:  # since 0.5.16, as ABORT over each backend
+        return []
+    counts = [int(sizes[f"{name}_size"]) for name in ("dp", "attn_cp", "attn_tp", "pp")]
+    if min(counts) < 1 or math.prod(counts) > MAX_RANKS:
+        raise NotYet(f"{counts} ranks")
+    found = [await route(*ranks) for ranks in itertools.product(*map(range, counts))]
     return [{"rank_ip": str(r["rank_ip"]), "rank_port": int(r["rank_port"])} for r in found]

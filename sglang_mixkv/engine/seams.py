@@ -78,8 +78,6 @@ CALLED = (
     Seam(f"{_BOOTSTRAP}._is_ready", "no rows before all ranks have registered"),
     Seam(f"{_MANAGER}.record_failure", "why a request fails", ("bootstrap_room", "failure_reason")),
     Seam(f"{_MANAGER}.update_status", "a request fails", ("bootstrap_room", "status")),
-    Seam(f"{_RECEIVER}.disconnect_endpoint", "a rank of a refused server that is gone",
-         ("endpoint",)),
     Seam(f"{_RECEIVER}.ensure_abort_notified", "prefill is notified of a request that fails here"),
     Seam("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "checks at start",
          ("name",)),
@@ -95,7 +93,6 @@ CALLED = (
     Seam("sglang.srt.plugins.hook_registry:HookRegistry.register", "hooks",
          ("target", "hook", "hook_type")),
     Seam("sglang.srt.plugins.hook_registry:HookRegistry.apply_hooks", "a hook that comes later"),
-    Seam("sglang.srt.utils.network:NetworkAddress.to_tcp", "the endpoint of a rank that is gone"),
     *(Seam(f"{_CONTEXT}:{name}", "this process's configuration") for name in (
         "get_device", "get_disagg", "get_observability", "get_parallel", "get_server_args",
         "get_serving", "get_spec")),

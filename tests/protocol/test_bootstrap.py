@@ -14,7 +14,7 @@ from rig.rank import free_port, wait_for_port
 from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
-from sglang_mixkv.engine import prefill_servers
+from sglang_mixkv.engine import asking
 from sglang_mixkv.engine.bootstrap import KEY, PATH
 from sglang_mixkv.errors import MixKVError
 
@@ -73,14 +73,14 @@ def test_rows_come_as_they_were_put(server: Server) -> None:
     wanted = [row(0), row(1)]
     for rank, own in enumerate(wanted):
         server.put(rank, own)
-    found = prefill_servers.fetch(server.address)
+    found = asking.fetch(server.address)
     assert found == {("127.0.0.1", 9000 + rank): own for rank, own in enumerate(wanted)}
 
 
 def test_nothing_is_answered_before_all_ranks_have_registered(server: Server) -> None:
     server.put(0, row(0))
-    with pytest.raises(prefill_servers.NotYet, match="503"):
-        prefill_servers.fetch(server.address)
+    with pytest.raises(asking.NotYet, match="503"):
+        asking.fetch(server.address)
 
 
 def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
@@ -89,7 +89,7 @@ def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
     answer = requests.get(f"http://{server.address}{PATH}", timeout=5)
     assert answer.status_code == 409
     with pytest.raises(MixKVError, match=r"127\.0\.0\.1:9001.*every node") as refused:
-        prefill_servers.fetch(server.address)
+        asking.fetch(server.address)
     assert refused.value.code == "MIXKV-PAIR-01"
 
 
@@ -97,7 +97,7 @@ def test_a_rank_that_was_started_anew_takes_its_place(server: Server) -> None:
     for rank in (0, 1):
         server.put(rank, row(rank))
     server.put(1, row(1, instance=b"another_"))
-    found = prefill_servers.fetch(server.address)
+    found = asking.fetch(server.address)
     assert [one.instance for one in found.values()] == [b"instance", b"another_"]
 
 
@@ -109,27 +109,27 @@ def test_a_stock_server_is_refused() -> None:
     wait_for_port(port)
     try:
         with pytest.raises(MixKVError, match="does not run sglang-mixkv"):
-            prefill_servers.fetch(f"127.0.0.1:{port}")
+            asking.fetch(f"127.0.0.1:{port}")
     finally:
         stock.close()
 
 
 def test_nobody_there_is_asked_again_later() -> None:
-    with pytest.raises(prefill_servers.NotYet):
-        prefill_servers.fetch(f"127.0.0.1:{free_port()}")
+    with pytest.raises(asking.NotYet):
+        asking.fetch(f"127.0.0.1:{free_port()}")
 
 
 def test_a_later_build_that_still_reads_this_protocol_is_served() -> None:
     later = row(0, protocol=(2, 5))
     body = b'{"protocol":5,"rows":[%b]}' % msgspec.json.encode(later)
-    assert list(prefill_servers.read_rows(body).values()) == [later]
+    assert list(asking.read_rows(body).values()) == [later]
 
 
 @pytest.mark.parametrize("protocol", [(3, 5), (0, 1)])
 def test_a_build_without_a_protocol_in_common_is_refused(protocol: tuple[int, int]) -> None:
     body = b'{"protocol":5,"rows":[%b]}' % msgspec.json.encode(row(0, protocol=protocol))
     with pytest.raises(MixKVError, match="protocol in common"):
-        prefill_servers.read_rows(body)
+        asking.read_rows(body)
 
 
 @pytest.mark.parametrize("field", list(Row.__struct_fields__))
@@ -138,15 +138,15 @@ def test_a_row_that_lacks_a_field_is_refused_unless_it_has_a_default(field: str)
     del plain[field]
     body = json.dumps({"protocol": 2, "rows": [plain]}).encode()
     if field in ("topk", "draft", "staging"):
-        prefill_servers.read_rows(body)
+        asking.read_rows(body)
         return
     with pytest.raises(MixKVError, match="cannot be read"):
-        prefill_servers.read_rows(body)
+        asking.read_rows(body)
 
 
 def test_a_row_that_is_too_large_is_refused() -> None:
     large = row(0, staging=StagingFacts("nixl", bytes(32 << 10), 0, 1, 2), plugin="x" * 200)
     body = b'{"protocol":2,"rows":[%b]}' % msgspec.json.encode(large)
-    assert prefill_servers.read_rows(body)
+    assert asking.read_rows(body)
     with pytest.raises(MixKVError, match="cannot be read"):
-        prefill_servers.read_rows(body.replace(b"0.5.23", b"9" * (64 << 10)))
+        asking.read_rows(body.replace(b"0.5.23", b"9" * (64 << 10)))

@@ -335,7 +335,7 @@ def forget_a_stopped_peer(reader: Reader) -> None:
     late = reader.start(peer, GUARD, 0, 10)
     assert reader.plane.outcome(late) is Outcome.FAILED
     with pytest.raises(ConnectionError, match="have not ended"):
-        reader.connect()
+        reader.plane.connect(reader.peers[0].endpoint, 1)
     reader.peers[0].signal(signal.SIGCONT)
     watch_until_settled(reader, reads)
     again = reader.connect()
@@ -346,6 +346,28 @@ def forget_a_stopped_peer(reader: Reader) -> None:
 @pytest.mark.parametrize("way", WAITING)
 def test_a_peer_is_forgotten_when_its_reads_have_ended(way: str) -> None:
     run(way, forget_a_stopped_peer)
+
+
+def share_a_peer(reader: Reader) -> None:
+    """Two prefill servers may publish one rank, in part too: neither ends what the other has."""
+    first, second = reader.connect(), reader.connect()
+    assert first is second
+    reader.plane.forget(first)
+    reader.check_read(second)
+    same = msgspec.structs.replace(second.endpoint, instance=b"another one")
+    third = reader.plane.connect(msgspec.msgpack.encode(same), PATIENCE_S)
+    reader.check_read(third)
+    reader.plane.forget(third)
+    reader.check_read(second)
+    reader.plane.forget(second)
+    assert reader.outcome(reader.start(second, GUARD, 0, 10)) is Outcome.FAILED
+    assert not reader.plane._peers
+    reader.check_read(reader.connect())
+
+
+@pytest.mark.parametrize("way", ALL)
+def test_a_peer_is_there_as_long_as_it_has_a_user(way: str) -> None:
+    run(way, share_a_peer)
 
 
 def serve_reads(_pipe: Any, plane: DataPlane, address: int, endpoint: bytes, remote: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from sglang_mixkv.channel.slots import slot_bytes
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode.events import peer_of
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine import rank as sides
 from sglang_mixkv.engine.manager import DraftManager
@@ -24,9 +25,6 @@ class Known:
     def __init__(self) -> None:
         self.gone: list[str] = []
 
-    def address_of(self, instance: bytes) -> str | None:
-        return {b"restarted": ADDRESS}.get(instance)
-
     def forget(self, address: str) -> None:
         self.gone.append(address)
 
@@ -38,7 +36,6 @@ def manager_with_connections() -> Any:
     manager = scene.manager
     assert ADDRESS in manager.prefill_info_table
     assert manager.connection_pool
-    manager.prefill_info_table[OTHER] = object()
     manager.connection_pool[f"{OTHER}_0_0_0"] = []
     manager.servers = Known()
     return manager
@@ -47,17 +44,10 @@ def manager_with_connections() -> Any:
 def test_a_server_of_which_a_rank_was_restarted_is_asked_anew() -> None:
     """SGLang's heartbeats may not have noticed."""
     manager = manager_with_connections()
-    DraftManager._forget_peer(manager, b"restarted")
+    manager._forget_server = lambda address: DraftManager._forget_server(manager, address)
+    DraftManager._forget_peer(manager, peer_of(b"restarte", ADDRESS))
     assert manager.servers.gone == [ADDRESS]
-    assert list(manager.prefill_info_table) == [OTHER]
     assert list(manager.connection_pool) == [f"{OTHER}_0_0_0"]
-
-
-def test_a_rank_of_no_known_server_changes_nothing() -> None:
-    manager = manager_with_connections()
-    before = dict(manager.connection_pool)
-    DraftManager._forget_peer(manager, b"stranger")
-    assert (manager.servers.gone, manager.connection_pool) == ([], before)
 
 
 def test_a_server_that_sglang_gives_up_is_forgotten_first() -> None:

@@ -17,7 +17,7 @@ from rig.ring import Outcome, run
 from rig.special import Special
 
 from sglang_mixkv import plugin
-from sglang_mixkv.engine import draft_pool, handover, prefill_servers
+from sglang_mixkv.engine import draft_pool, handover
 from sglang_mixkv.engine.metrics import Metrics
 from sglang_mixkv.series import BREAKER_OPENED, COLD, DECODE, DROPPED, SLOTS
 
@@ -148,31 +148,6 @@ def test_series_that_fail_stand_still_and_raise_nothing(
     one.add(BREAKER_OPENED, ("a:1",))
     assert len(caplog.records) == 1
     assert "MIXKV-SELF-01" in caplog.text
-
-
-def test_a_restarted_prefill_rank_is_no_longer_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does its breaker, which stays open for ever, show at its server's address."""
-    found: dict[str, list[Any]] = {"a:1": [named(b"one"), named(b"two")], "b:2": [named(b"far")]}
-    monkeypatch.setattr(
-        prefill_servers, "fetch", lambda address: dict(enumerate(found[address]))
-    )  # fmt: skip
-    monkeypatch.setattr(prefill_servers, "judge", lambda *_, **__: None)
-    servers = prefill_servers.PrefillServers(
-        None, None, {}, lambda _: False, lambda: None, serve_mismatch=False, refused=print
-    )  # type: ignore[arg-type]
-    for address in found:
-        assert not servers.ensure(address)
-    assert [servers.name_of(name) for name in (b"one", b"two", b"far")] == ["a:1", "a:1", "b:2"]
-    servers.forget("a:1")
-    found["a:1"] = [named(b"new"), named(b"two")]
-    assert not servers.ensure("a:1")
-    names = (b"one", b"two", b"new", b"far")
-    assert [servers.name_of(name) for name in names] == ["", "a:1", "a:1", "b:2"]
-    servers.close()
-
-
-def named(instance: bytes) -> Any:
-    return SimpleNamespace(instance=instance)
 
 
 # ---------------------------------------------------------------- SGLang's queues

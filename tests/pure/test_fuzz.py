@@ -16,7 +16,7 @@ from sglang_mixkv.channel import data_plane, messages, slots
 from sglang_mixkv.decode import parts, servers
 from sglang_mixkv.prefill import packing, rooms, waiting
 
-prefill_servers = pytest.importorskip("sglang_mixkv.engine.prefill_servers")  # needs aiohttp
+asking = pytest.importorskip("sglang_mixkv.engine.asking")  # needs aiohttp
 
 FUZZ = Path(__file__).parents[2] / "scripts" / "fuzz"
 TARGETS = ("message", "row", "endpoint", "prefill", "decode")
@@ -48,7 +48,7 @@ def types_of_messages(patch: Patch) -> None:
 
 @guard("row", "RecursionError")
 def depth_of_answers(patch: Patch) -> None:
-    patch(prefill_servers, "RecursionError", ZeroDivisionError, raising=False)
+    patch(asking, "RecursionError", ZeroDivisionError, raising=False)
 
 
 @guard("row", "ZeroDivisionError")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import select
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,15 +14,17 @@ from typing import Any
 
 import pytest
 import zmq
+from rig.answers import silent
 from rig.peers import DecodeRank, PrefillRank
-from rig.threads import wait_for
+from rig.threads import SOON_S, wait_for
 
 from sglang_mixkv.channel.messages import Ack, Fail, Message, encode
 from sglang_mixkv.channel.sockets import Poller, new_context
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import links
 from sglang_mixkv.decode.links import BATCH, Links
 
-HOST, SOON_MS, MANY = "127.0.0.1", 10_000, 100
+PEER, HOST, SOON_MS, MANY = b"%08d" % 0, "127.0.0.1", 10_000, 100
 PATIENT = Times(100)  # nothing here is late
 
 
@@ -35,8 +38,8 @@ class Ranks:
         self._names: dict[bytes, bytes] = {}
         for number in range(count):
             port = self._socket.bind_to_random_port(f"tcp://{HOST}")
-            row: Any = SimpleNamespace(instance=b"%d" % number, address=f"tcp://{HOST}:{port}")
-            self.links.add(self.links.connect(row.instance, row))
+            row: Any = SimpleNamespace(instance=b"%08d" % number, address=f"tcp://{HOST}:{port}")
+            self.links.add(self.links.dial(row))
             assert self.links.send(row.instance, Ack(((0, 1),)))
             self._names[row.instance] = self._socket.recv_multipart()[0]
         self.look(0)
@@ -66,16 +69,16 @@ def is_named(ranks: Ranks, timeout_s: float = 0) -> bool:
 
 def test_a_message_that_came_before_a_send_is_read(ranks: Ranks) -> None:
     """The send makes the socket's FD silent."""
-    ranks.send(b"0", Fail(1, 2, "lost"))
+    ranks.send(PEER, Fail(1, 2, "lost"))
     assert is_named(ranks, 10)
     time.sleep(0.05)  # a send in the same millisecond may leave the FD alone
-    assert ranks.links.send(b"0", Ack(((0, 1),)))
+    assert ranks.links.send(PEER, Ack(((0, 1),)))
     assert not is_named(ranks)
-    assert ranks.look() == [(b"0", Fail(1, 2, "lost"))]
+    assert ranks.look() == [(PEER, Fail(1, 2, "lost"))]
 
 
 def test_more_messages_than_one_look_takes_need_no_further_signal(ranks: Ranks) -> None:
-    sent = [(b"0", Fail(number, 2, "lost")) for number in range(3 * BATCH)]
+    sent = [(PEER, Fail(number, 2, "lost")) for number in range(3 * BATCH)]
     for peer, message in sent:
         ranks.send(peer, message)
     assert is_named(ranks, 10)
@@ -97,6 +100,41 @@ def test_what_came_before_a_socket_was_registered_is_read() -> None:
         assert poller.poll(0) == []
         poller.close()
         router.close()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["tcp://prefill.example:9100", "ipc:///tmp/a:1", "inproc://a:1", "tcp://127.0.0.1", "", "a:b"],
+)
+def test_what_no_prefill_rank_binds_is_not_connected_to(ranks: Ranks, address: str) -> None:
+    """All sockets wait while libzmq's thread looks up a name."""
+    with pytest.raises(ValueError, match="expected tcp://IP:PORT"):
+        ranks.links.dial(SimpleNamespace(address=address))  # type: ignore[arg-type]
+
+
+def test_a_rank_that_stops_does_not_wait_for_those_that_do_not_answer(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "CONNECT_S", 2 * SOON_S)
+    raised = list[Exception]()
+
+    def dial(row: Any) -> None:
+        try:
+            ranks.links.dial(row)
+        except Exception as error:
+            raised.append(error)
+
+    began = time.monotonic()
+    with silent() as address:
+        row = SimpleNamespace(address=f"tcp://{address}", instance=PEER)
+        thread = threading.Thread(target=dial, args=(row,))
+        thread.start()
+        assert wait_for(lambda: ranks.links._dials)
+        ranks.links.close()
+        thread.join(SOON_S)
+        dial(row)
+    assert [type(error) for error in raised] == [TimeoutError, ConnectionError]
+    assert time.monotonic() - began < SOON_S
 
 
 def usage() -> tuple[float, int]:

@@ -13,6 +13,7 @@ from sglang_mixkv.channel.messages import Ack, Announced, Open, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode.breaker import STRIKES
 from sglang_mixkv.decode.machine import Machine as DecodeMachine
 from sglang_mixkv.prefill import events as pev
 from sglang_mixkv.prefill import machine as prefill_module
@@ -184,6 +185,28 @@ def test_a_late_read_is_not_used() -> None:
     actions = rooms.handle(dev.ReadEnded(read.read), TIMES.read + 0.1)
     assert of(dev.Unpack, actions) == []
     assert dev.Send(PREFILL, Ack(((0, 99),))) in actions
+
+
+def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
+    """Nor for it. Its last segment is announced and waits to be read."""
+    rooms = decode()
+    for generation in range(STRIKES):
+        rooms.handle(room(generation), 0.0)
+        rooms.handle(dev.PeerLost(PREFILL), 0.0)
+    assert rooms.machine.breaker.open_peers() == [PREFILL]
+    rooms = decode()
+    for generation in range(2 * STRIKES):
+        rooms.handle(room(generation), 0.0)
+        for segment in range(2 * (generation == STRIKES)):
+            rooms.handle(ready(segment, generation), 0.0)
+        actions = rooms.handle(dev.PeerLost(PREFILL, gone=True), 0.0)
+        assert [note.what for note in of(dev.Note, actions)] == ["cold_lost"]
+    assert not rooms.machine.breaker._states
+    rooms.handle(room(100), 0.0)
+    rooms.handle(dev.PeerLost(PREFILL), 0.0)
+    assert rooms.machine.breaker._states
+    rooms.handle(dev.PeerLost(PREFILL, gone=True), 0.0)
+    assert not rooms.machine.breaker._states
 
 
 def test_draft_kv_that_does_not_come_is_cleared_and_the_request_goes_on() -> None:

@@ -1,134 +1,543 @@
-"""What asking a prefill server costs SGLang's scheduler, and who is told that one is refused."""
+"""What hung, hostile and gone prefill servers cost a decode rank, and who is told of a refusal."""
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
+import os
+import random
+import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
+import msgspec
 import pytest
-from rig.answers import serving
-from rig.threads import wait_for
+from rig.answers import many, serving, silent
+from rig.servers import TOKENS, Site, publishing, row_of
+from rig.threads import Prefill, wait_for
 
-from sglang_mixkv.engine import prefill_servers, refused
-from sglang_mixkv.engine.prefill_servers import PrefillServers
+from sglang_mixkv.channel.data_plane import Endpoint
+from sglang_mixkv.channel.messages import draw_instance
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import peers
+from sglang_mixkv.engine import asking, prefill_servers, refused, workers
+from sglang_mixkv.engine.asking import NotYet, fetch
 from sglang_mixkv.engine.refused import RefusedRequests
+from sglang_mixkv.engine.workers import Workers
+from sglang_mixkv.errors import MixKVError
 
 NO_ROUTE, NOBODY = (404, b""), "127.0.0.1:1"
+OK = b"HTTP/1.1 200 OK\r\n\r\n"
+HUNG = 64
+FOR_EVER_S = 60.0
 
 
 @pytest.fixture
-def servers() -> Iterator[PrefillServers]:
-    """Of a rank that would refuse every server."""
-    nothing: Any = None
-    made = PrefillServers(
-        nothing, nothing, {}, lambda _: False, object,
-        serve_mismatch=False, refused=lambda _: None,
-    )  # fmt: skip
-    yield made
-    made.close()
+def site() -> Iterator[Site]:
+    with Site() as one:
+        yield one
 
 
-def seconds(what: Callable[[], Any]) -> float:
+@pytest.fixture
+def prefill() -> Iterator[Prefill]:
+    one = Prefill(Times())
+    yield one
+    one.close()
+
+
+# ---------------------------------------------------------------- servers that are silent
+
+
+@pytest.fixture(params=["no answer", "drips", "drips headers", "no channel", "no data plane"])
+def hung(
+    request: pytest.FixtureRequest, site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[str]]:
+    """As many servers that are hung for longer than the test takes."""
+    monkeypatch.setattr(asking, "ASK_S", FOR_EVER_S)
+    monkeypatch.setattr(peers, "CONNECT_S", FOR_EVER_S)
+    over = threading.Event()
+    with ExitStack() as stack:
+        if request.param == "no answer":
+            address = stack.enter_context(silent())
+        elif request.param == "drips":
+            address = stack.enter_context(silent(OK, b" "))
+        elif request.param == "drips headers":
+            address = stack.enter_context(silent(OK[:-2], b"x: y\r\n"))
+        elif request.param == "no channel":
+            port = stack.enter_context(silent())
+            row = row_of(prefill, address=f"tcp://{port}")
+            address = stack.enter_context(publishing(row, host=""))
+        else:
+            row = row_of(prefill, staging=elsewhere(prefill.row.staging))
+            address = stack.enter_context(publishing(row, host=""))
+            opened = site.decode.plane._open
+            monkeypatch.setattr(
+                site.decode.plane, "_open",
+                lambda peer: over.wait() if peer.endpoint.session else opened(peer),
+            )  # fmt: skip
+        yield many(address, HUNG)
+        over.set()
+
+
+def elsewhere(staging: Any) -> Any:
+    """At another endpoint of the data plane."""
+    found = msgspec.msgpack.decode(staging.endpoint, type=Endpoint)
+    other = msgspec.structs.replace(found, session=b"another", instance=draw_instance())
+    return msgspec.structs.replace(staging, endpoint=msgspec.msgpack.encode(other))
+
+
+def test_a_server_does_not_wait_for_those_that_are_hung(
+    site: Site, hung: list[str], prefill: Prefill
+) -> None:
+    for _ in range(3):
+        assert not any(map(site.servers.ensure, hung))
+        time.sleep(0.05)
+    with publishing(row_of(prefill)) as address:
+        assert site.is_ready(address)
+        assert site.request(address, prefill) == "warm"
+    assert not any(map(site.servers.ensure, hung)), "they are hung no longer"
+
+
+def test_the_scheduler_waits_for_all_new_servers_together_as_long_as_for_two(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, wait = list[float](), workers.wait
+
+    def noted(work: Any, seconds: float) -> None:
+        waits.append(max(0.0, seconds))
+        wait(work, seconds)
+
+    monkeypatch.setattr(workers, "wait", noted)
     began = time.monotonic()
-    what()
-    return time.monotonic() - began
+    with silent() as address:
+        for one in 2 * many(address, HUNG):
+            assert not site.servers.ensure(one)
+    later = workers.WAIT_SHARE * (time.monotonic() - began)
+    assert prefill_servers.FIRST_WAIT_S < sum(waits) <= workers.WAITS_S + later
+    assert max(waits) <= prefill_servers.FIRST_WAIT_S
 
 
-def test_the_scheduler_waits_for_a_server_once(servers: PrefillServers) -> None:
-    def slow(_: str) -> tuple[int, bytes]:
-        time.sleep(1.5)
-        return NO_ROUTE
+def test_a_new_server_is_ready_with_its_first_request(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang asks again after a second only. Here the scheduler is as patient as the machine is
+    busy."""
+    monkeypatch.setattr(prefill_servers, "FIRST_WAIT_S", 20.0)
+    monkeypatch.setattr(workers, "WAITS_S", 80.0)
+    with Site() as site, publishing(row_of(prefill)) as address:
+        assert site.servers.ensure(address)
+        assert site.request(address, prefill) == "warm"
 
-    with serving(slow) as address:
-        assert seconds(lambda: servers.ensure(address)) >= prefill_servers.FIRST_WAIT_S
-        again = min(seconds(lambda: servers.ensure(address)) for _ in range(3))
-        assert again < prefill_servers.FIRST_WAIT_S / 2
-        assert wait_for(lambda: servers.ensure(address))
+
+@pytest.mark.parametrize("begin", [b"", OK, OK[:-2]])
+def test_a_question_ends_in_time_whatever_comes(
+    begin: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asking, "ASK_S", 0.3)
+    drip = b"x: y\r\n" if begin else b""
+    with silent(begin, drip) as address, pytest.raises(NotYet, match="no answer within"):
+        fetch(address)
+
+
+def test_no_more_of_an_answer_is_read_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asking, "MAX_BODY", 1 << 20)
+    sent, block = list[int](), bytes(1 << 16)
+
+    def send_without_end(listener: socket.socket) -> None:
+        taken, _ = listener.accept()
+        with taken:
+            taken.sendall(OK)
+            try:
+                while sum(sent) < 1 << 30:
+                    taken.sendall(block)
+                    sent.append(len(block))
+            except OSError:
+                pass
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=send_without_end, args=(listener,))
+        thread.start()
+        with pytest.raises(MixKVError, match="an answer of more than 1 MiB") as error:
+            fetch(f"127.0.0.1:{listener.getsockname()[1]}")
+        thread.join()
+    assert error.value.code == "MIXKV-PAIR-02"
+    assert sum(sent) < 64 << 20, "more than the buffers of two sockets hold"
+
+
+def test_what_is_packed_is_not_unpacked() -> None:
+    """It could be any size then."""
+    packed = OK[:-2] + b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd"
+    with silent(packed) as address, pytest.raises(MixKVError, match="cannot be read"):
+        fetch(address)
+
+
+def test_work_that_has_failed_before_leaves_threads_for_other_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(workers, "AT_ONCE", 4)
+    over, some = threading.Event(), Workers()
+    again = [some.start(over.wait, failed=True) for _ in range(3)]
+    new = [some.start(over.wait, failed=False) for _ in range(3)]
+    assert [one is not None for one in again + new] == [True, True, False, True, True, False]
+    over.set()
+    assert all(one.result(20) for one in again + new if one is not None)
+    assert wait_for(lambda: some.start(over.wait, failed=True))
+    some.close()
+    assert some.start(over.wait, failed=False) is None
+
+
+def test_a_silent_server_is_asked_again_after_a_pause_as_long(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spans = list[tuple[float, float]]()
+
+    def timed(address: str) -> Any:
+        began = time.monotonic()
+        try:
+            return fetch(address)
+        finally:
+            spans.append((began, time.monotonic()))
+
+    monkeypatch.setattr(asking, "ASK_S", 0.3)
+    monkeypatch.setattr(prefill_servers, "fetch", timed)
+    with silent() as address:
+        assert wait_for(lambda: site.servers.ensure(address) or len(spans) == 3)
+    for (began, ended), (again, _) in itertools.pairwise(spans):
+        assert again - ended >= ended - began
 
 
 def test_a_refused_server_is_asked_again_but_not_with_each_request(
-    servers: PrefillServers, monkeypatch: pytest.MonkeyPatch
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
 
     def answer(path: str) -> tuple[int, bytes]:
-        asked.append(path)
+        asked.extend([path] * (path == "/mixkv"))
         return NO_ROUTE
 
     def refuse_one() -> None:
         """A request, from `try_ensure_parallel_info` to `receiver.init`."""
-        assert wait_for(lambda: servers.ensure(address))
-        assert "does not run sglang-mixkv" in str(servers.refusal(address))
+        assert wait_for(lambda: site.servers.ensure(address))
+        assert "does not run sglang-mixkv" in str(site.servers.refusal(address))
 
     with serving(answer) as address:
         monkeypatch.setattr(prefill_servers, "AGAIN_S", 1000)
         for _ in range(3):
             refuse_one()
         assert len(asked) == 1
+        site.servers.forget(address)
         monkeypatch.setattr(prefill_servers, "AGAIN_S", 0)
-        refuse_one()
-        assert len(asked) == 2
+        monkeypatch.setattr(prefill_servers, "PAUSE_S", 0)
+        for _ in range(2):
+            refuse_one()
+        assert len(asked) == 3
+    assert len(site.reasons) == 5
+
+
+def test_a_server_that_sglang_refuses_does_not_end_the_scheduler(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang raises where page sizes differ."""
+
+    def differs(_: str) -> bool:
+        raise RuntimeError("Page size mismatch")
+
+    monkeypatch.setattr(site.servers, "_resolve", differs)
+    with publishing(row_of(prefill)) as address:
+        assert wait_for(lambda: site.servers.ensure(address))
+        assert "Page size mismatch" in str(site.servers.refusal(address))
+
+
+# ---------------------------------------------------------------- what another server publishes
+
+
+def others_channel(real: Prefill, other: Prefill) -> Any:
+    return row_of(other, address=real.channel.address)
+
+
+def others_instance(real: Prefill, other: Prefill) -> Any:
+    return row_of(other, instance=real.instance)
+
+
+def others_memory(real: Prefill, other: Prefill) -> Any:
+    return row_of(other, staging=real.row.staging)
+
+
+def others_row(real: Prefill, _: Prefill) -> Any:
+    return row_of(real)
+
+
+@pytest.mark.parametrize("claim", [others_channel, others_instance, others_memory, others_row])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_server_ends_nothing_of_another(
+    site: Site, prefill: Prefill, claim: Callable[..., Any], first: bool
+) -> None:
+    """What it publishes is in part, or all, that of another one's rank, whoever comes first."""
+    other = Prefill(Times())
+    with publishing(row_of(prefill)) as real, publishing(claim(prefill, other)) as thief:
+        for address in (thief, real) if first else (real, thief):
+            assert site.is_ready(address)
+        for room in range(4):  # more than open a breaker
+            assert site.request(real, prefill) == "warm"
+            assert site.is_ready(thief)  # it may have been found to be another instance
+            entry = site.decode.open(100 + room, TOKENS, site.peer(thief))
+            site.decode.channel.target_arrived(entry)
+            assert wait_for(lambda entry=entry: entry.state is not None)
+            site.decode.channel.close(entry)
+        assert site.request(real, prefill) == "warm"
+        assert site.is_ready(thief)
+        site.servers.forget(thief)
+        assert wait_for(lambda: site.held()["sockets"] == 1)
+        assert site.request(real, prefill) == "warm"
+    other.close()
+
+
+# ---------------------------------------------------------------- what stays behind
+
+
+def test_nothing_is_left_of_servers_that_are_gone(site: Site) -> None:
+    with publishing(row_of(one := Prefill(Times()))) as address:  # what is made once
+        assert site.is_ready(address)
+        site.servers.forget(address)
+    one.close()
+    assert wait_for(lambda: not any(site.held().values()))
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(20):
+        one = Prefill(Times())
+        with publishing(row_of(one)) as address:
+            assert site.is_ready(address)
+            if number % 2:
+                assert site.request(address, one) == "warm"
+            peer = site.peer(address)
+            one.close()
+        entry = site.decode.open(100 + number, TOKENS, peer)
+        site.decode.channel.target_arrived(entry)
+        if number % 3:
+            assert wait_for(lambda entry=entry: entry.state is not None)
+        site.servers.forget(address)
+        assert wait_for(lambda entry=entry: entry.state is not None)
+        site.decode.channel.close(entry)
+        late = site.decode.open(200 + number, TOKENS, peer)  # planned before
+        assert wait_for(lambda late=late: late.state is not None)
+        assert late.reason == "lost"
+        site.decode.channel.close(late)
+    assert wait_for(lambda: not any(site.held().values())), site.held()
+    assert wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)
+    assert not site.table
+
+
+def test_nothing_is_left_of_a_server_that_is_given_up_while_it_is_connected_to(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dialling, go, dial = threading.Event(), threading.Event(), site.decode.channel.dial
+
+    def slow(*args: Any) -> Any:
+        link = dial(*args)
+        dialling.set()
+        go.wait()
+        return link
+
+    monkeypatch.setattr(site.decode.channel, "dial", slow)
+    with publishing(row_of(prefill)) as address:
+        assert not site.servers.ensure(address)
+        assert wait_for(lambda: site.servers.ensure(address) or dialling.is_set())
+        site.servers.forget(address)
+        go.set()
+        assert wait_for(lambda: not any(site.held().values()))
+        assert site.is_ready(address)
+        assert site.request(address, prefill) == "warm"
+
+
+def test_servers_that_nobody_asks_for_are_forgotten(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with silent() as address, publishing(row_of(prefill)) as real:
+        assert site.is_ready(real)
+        for one in many(address, 20):
+            site.servers.ensure(one)
+        assert site.held()["servers"] == 21
+        monkeypatch.setattr(prefill_servers, "KNOWN_S", 0.0)
+        time.sleep(0.01)
+        site.servers.ensure(NOBODY)
+        assert set(site.servers._servers) == {real, NOBODY}
+        assert site.request(real, prefill) == "warm"
+
+
+def test_a_server_that_was_given_up_in_error_is_connected_to_anew(
+    site: Site, prefill: Prefill
+) -> None:
+    """SGLang's heartbeats may fail though it lives. What waits for it is cold at once."""
+    with publishing(row_of(prefill)) as address:
+        assert site.is_ready(address)
+        entry = site.decode.open(100, TOKENS, site.peer(address))  # no target: no deadline
+        site.servers.forget(address)
+        assert wait_for(lambda: entry.state is not None)
+        assert entry.reason == "lost"
+        site.decode.channel.close(entry)
+        with pytest.raises(MixKVError, match="being resolved anew"):
+            site.peer(address)
+        assert site.is_ready(address)
+        assert site.request(address, prefill) == "warm"
+
+
+def test_a_rank_that_was_restarted_at_another_port_is_found(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server has answered all the time, so SGLang does not notice."""
+    monkeypatch.setattr(prefill_servers, "CHECK_S", 0.1)
+    other, rows = Prefill(Times()), [row_of(prefill)]
+
+    def answer(_: str) -> tuple[int, bytes]:
+        return 200, b'{"protocol":2,"rows":%b}' % msgspec.json.encode(rows)
+
+    with serving(answer) as address:
+        assert site.is_ready(address)
+        assert site.request(address, prefill) == "warm"
+        prefill.close()
+        peer = site.peer(address)
+
+        def is_noticed() -> bool:
+            entry = site.decode.open(100, TOKENS, peer)
+            wait_for(lambda: entry.state is not None, 0.3)
+            site.decode.channel.close(entry)
+            return address not in site.table
+
+        assert not wait_for(is_noticed, 2), "its facts are what they were"
+        rows[:] = [row_of(other)]
+        assert wait_for(is_noticed)
+        assert site.is_ready(address)
+        assert site.request(address, other) == "warm"
+    other.close()
+
+
+def test_servers_are_given_up_while_they_are_asked(site: Site, prefill: Prefill) -> None:
+    """In another thread, as SGLang's heartbeats do; nothing is raised, and nothing is left."""
+    wrong, over, interval = list[BaseException](), threading.Event(), sys.getswitchinterval()
+
+    def give_up() -> None:
+        try:
+            while not over.wait(random.uniform(0, 0.03)):
+                one = random.choice(addresses)
+                site.servers.check(one)
+                site.servers.forget(one)
+        except BaseException as error:
+            wrong.append(error)
+
+    with publishing(row_of(prefill), host="") as address:
+        addresses = many(address, 8)
+        thread = threading.Thread(target=give_up)
+        sys.setswitchinterval(1e-6)
+        try:
+            thread.start()
+            until, ready = time.monotonic() + 3, 0
+            while time.monotonic() < until:
+                ready += sum(map(site.servers.ensure, addresses))
+        finally:
+            over.set()
+            thread.join()
+            sys.setswitchinterval(interval)
+        for one in addresses:
+            site.servers.forget(one)
+        assert wrong == []
+        assert wait_for(lambda: not any(site.held().values())), site.held()
+        assert site.is_ready(address)
+        assert site.request(address, prefill) == "warm"
+        assert ready
+
+
+# ---------------------------------------------------------------- refused requests
 
 
 class Receiver:
-    """As far as SGLang's is asked to tell prefill of an abort."""
+    """As far as SGLang's is asked to tell prefill of an abort. Its sockets are in a dict of its
+    class, as SGLang's are."""
 
     abort_notified = True
     bootstrap_infos: Any = ()
+    _socket_cache: ClassVar[dict[str, Any]] = {"another": "server's"}
+    _socket_locks: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:
         self.told: list[list[int]] = []
+        self.closed: list[int] = []
 
     def ensure_abort_notified(self) -> None:
         assert not self.abort_notified
         self.told.append([info["rank_port"] for info in self.bootstrap_infos])
+        for info in self.bootstrap_infos:
+            self._socket_cache[str(info)] = self
+
+    def close(self, linger: int) -> None:
+        self.closed.append(linger)
+
+
+asked_huge: list[str] = []
 
 
 def ranks(path: str) -> tuple[int, bytes]:
-    """GET /route of a server of TP 2 and two stages."""
+    """GET /route of a server of TP 2 and two stages that has no plugin."""
+    if path == "/mixkv":
+        return NO_ROUTE
     query = {name: int(value) for name, (value,) in parse_qs(urlsplit(path).query).items()}
     sizes: dict[str, Any] = {"dp_size": 1, "attn_cp_size": 1, "attn_tp_size": 2, "pp_size": 2}
     if "older" not in path:
         sizes["prefill_http_port"] = 30000
+    if "huge" in path:
+        sizes["dp_size"] = 10**5
+        asked_huge.append(path)
     port = 9000 + 10 * query["target_pp_rank"] + query["target_tp_rank"]
     found = {"rank_ip": "127.0.0.1", "rank_port": port}
     return 200, json.dumps(sizes if query["target_tp_rank"] < 0 else found).encode()
 
 
-@pytest.fixture
-def refused_requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[RefusedRequests]:
-    monkeypatch.setattr(refused, "SENT_AFTER_S", (0.0, 0.05, 0.1))
-    made = RefusedRequests()
-    yield made
-    made.close()
-
-
 def test_each_rank_of_a_refused_server_is_told_more_than_once(
-    refused_requests: RefusedRequests,
+    site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An abort that comes before its request is ignored."""
+    monkeypatch.setattr(refused, "SENT_AFTER_S", (0.0, 0.05, 0.1))
     receiver = Receiver()
     with serving(ranks) as address:
-        refused_requests.add(address, receiver)
+        assert wait_for(lambda: site.servers.ensure(address))
+        assert site.servers.refusal(address)
+        assert wait_for(lambda: site.servers._servers[address].ranks)
+        site.servers.notify_refused(address, receiver)
         assert wait_for(lambda: len(receiver.told) == 3)
     assert receiver.told == [[9000, 9010, 9001, 9011]] * 3
     assert receiver.abort_notified, "a copy of it is what tells"
+    assert wait_for(lambda: len(receiver.closed) == 4), "sockets stay behind"
+    assert Receiver._socket_cache == {"another": "server's"}
 
 
 def test_a_release_that_may_not_know_aborts_is_told_nothing() -> None:
     with serving(ranks) as address:
         assert len(refused.ranks_of(address)) == 4
-        assert refused.ranks_of(f"{address}/older") == []
+        for told_nothing in (f"{address}/older", f"{address}/huge", NOBODY):
+            assert refused.ranks_of(told_nothing) == []
+    assert len(asked_huge) == 1
 
 
-def test_a_server_that_does_not_answer_holds_up_nobody(refused_requests: RefusedRequests) -> None:
-    receiver = Receiver()
-    with serving(ranks) as address:
-        refused_requests.add(NOBODY, Receiver())
-        assert wait_for(lambda: not refused_requests._new.qsize())
-        time.sleep(0.05)
-        refused_requests.add(address, receiver)
-        assert wait_for(lambda: len(receiver.told) == 3)
+def test_nothing_is_raised_for_a_refused_server_whose_ranks_are_not_known(site: Site) -> None:
+    with serving(lambda _: NO_ROUTE) as address:
+        assert wait_for(lambda: site.servers.ensure(address))
+        assert site.servers.refusal(address)
+        site.servers.notify_refused(address, Receiver())
+        site.servers.notify_refused(NOBODY, Receiver())
+
+
+def test_a_message_that_cannot_be_sent_does_not_end_the_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refused, "SENT_AFTER_S", (0.0,))
+
+    made, receiver = RefusedRequests(), Receiver()
+    made.add(lambda: [{}], Receiver())
+    made.add(lambda: [{"rank_port": 1}], receiver)
+    assert wait_for(lambda: receiver.told)
+    made.close()

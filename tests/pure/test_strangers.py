@@ -42,7 +42,7 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
                 instance=draw_instance(), address=process.stdout.readline().strip(),
                 staging=channel.prefill.row.staging,
             )  # fmt: skip
-            decode.connect(row.instance, row)
+            decode.add(decode.dial(row))
             assert wait_for(lambda: decode.knows(row.instance))
             warm = resources()
             cheated = channel.decode.open(2, 20, row.instance)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rig.threads import CANARY, SEGMENT, SLOTS, TOKEN_BYTES, Channel, Event, Pre
 
 from sglang_mixkv.channel import copies
 from sglang_mixkv.channel.gate import Gate
+from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.draft.rows import DraftRows
@@ -445,13 +447,19 @@ def test_a_rank_that_was_restarted_says_so_and_is_forgotten(channel: Channel) ->
     assert channel.request(2) == ("warm", "")
 
 
-def test_rooms_of_a_former_instance_end_when_another_is_connected(channel: Channel) -> None:
+def test_rooms_of_a_rank_that_is_dropped_end_and_others_go_on(channel: Channel) -> None:
+    """Another one at its address is another rank: it drops nothing."""
     former, handle = channel.prefill, channel.open(1, TOKENS)
-    former.close()
-    channel.prefill = Prefill(channel.times, former.port)
-    channel.connect(channel.prefill)
+    other = SimpleNamespace(**vars(former.row) | {"instance": draw_instance()})
+    channel.decode.reach(other)
+    assert channel.request(2) == ("warm", "")
+    channel.decode.channel.drop(other.instance)
+    assert wait_for(lambda: not channel.decode.channel.knows(other.instance))
+    assert channel.request(3) == ("warm", "")
+    channel.decode.channel.drop(former.instance)
     assert channel.state(handle) == ("cold", "lost")
     assert not channel.decode.channel.knows(former.instance)
-    assert wait_for(lambda: former.plane.endpoint not in channel.decode.plane._peers)
+    assert wait_for(lambda: not channel.decode.plane._peers)
     channel.decode.channel.close(handle)
-    assert channel.request(2) == ("warm", "")
+    channel.connect(former)
+    assert channel.request(4) == ("warm", "")

@@ -1,16 +1,21 @@
-"""An HTTP server of a test's own, in a thread."""
+"""HTTP servers of a test's own, in a thread: one that answers, and some that do not."""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+STEP_S = 0.05
+
 
 @contextmanager
-def serving(answer: Callable[[str], tuple[int, bytes]]) -> Iterator[str]:
-    """Its address. `answer`: of a path with its query, a status and a body; may block."""
+def serving(answer: Callable[[str], tuple[int, bytes]], host: str = "127.0.0.1") -> Iterator[str]:
+    """Its address. `answer`: of a path with its query, a status and a body; may block. `host`: ""
+    for all addresses of this machine."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -18,11 +23,12 @@ def serving(answer: Callable[[str], tuple[int, bytes]]) -> Iterator[str]:
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(OSError):  # nobody waits for it any more
+                self.wfile.write(body)
 
         def log_message(self, *_: object) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer((host, 0), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -32,3 +38,38 @@ def serving(answer: Callable[[str], tuple[int, bytes]]) -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def many(address: str, count: int) -> list[str]:
+    """As many addresses of a server that listens at all addresses of this machine."""
+    return [f"127.0.1.{number}:{address.rpartition(':')[2]}" for number in range(1, count + 1)]
+
+
+@contextmanager
+def silent(begin: bytes = b"", drip: bytes = b"") -> Iterator[str]:
+    """A server that takes each connection and its question, and sends `begin`, and `drip` again and
+    again, but no answer that ends. At all addresses of this machine."""
+    stop, listener = threading.Event(), socket.create_server(("", 0), backlog=256)
+
+    def run() -> None:
+        listener.setblocking(False)
+        taken: list[socket.socket] = []
+        while not stop.wait(STEP_S):
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    taken.append(listener.accept()[0])
+                    taken[-1].sendall(begin)
+            for one in taken if drip else ():
+                with contextlib.suppress(OSError):
+                    one.sendall(drip)
+        for one in taken:
+            one.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        stop.set()
+        thread.join()
+        listener.close()

@@ -65,7 +65,7 @@ class DecodeRank(Decode):
             instance, address = self.processes[number // self.each].rows[number % self.each]
             if self.names.get(number) != instance:
                 self.names[number] = instance
-                self.channel.connect(instance, self._row(instance, address))
+                self.reach(self._row(instance, address))
         assert wait_for(lambda: all(map(self.channel.knows, self.names.values())))
 
     def _row(self, instance: bytes, address: str) -> Any:

@@ -190,12 +190,24 @@ class Prefill(_Side):
 class Decode(_Side):
     """`forgotten`: instances that another one is in the place of."""
 
-    def __init__(self, times: Times) -> None:
+    def __init__(
+        self,
+        times: Times,
+        restarted: Callable[[bytes], None] | None = None,
+        lost: Callable[[bytes], None] = lambda _: None,
+    ) -> None:
         super().__init__(times)
         self.forgotten: list[bytes] = []
         machine = decode_machine.Machine(self.instance, self.slots, SLOT_BYTES, times)
         store = Store(self.rows, self.staging, self.plane, self.on_device)
-        self.channel = DecodeWorker(machine, store, times, self.notes, self.forgotten.append)
+        forget = restarted or self.forgotten.append
+        self.channel = DecodeWorker(machine, store, times, self.notes, forget, lost)
+
+    def reach(self, row: Any, server: str = "") -> bytes:
+        """The peer, to which this rank is connected then."""
+        link = self.channel.dial(row, server)
+        self.channel.add(link)
+        return link.peer
 
     def close(self) -> None:
         if not self.closed:
@@ -230,7 +242,7 @@ class Channel:
         self.connect(self.prefill)
 
     def connect(self, prefill: Prefill) -> None:
-        self.decode.channel.connect(prefill.instance, prefill.row)
+        self.decode.reach(prefill.row)
         assert wait_for(lambda: self.decode.channel.knows(prefill.instance))
 
     def open(self, room: int, tokens: int, **more: Any) -> ReceiveHandle:

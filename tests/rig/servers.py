@@ -1,0 +1,110 @@
+"""A decode rank and the prefill servers that it knows: HTTP, threads and sockets are real ones, and
+so are the ranks of both sides. SGLang's own table is stood in for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, Self
+
+import msgspec
+
+from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode.events import server_of
+from sglang_mixkv.draft.facts import Row, StagingFacts
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.draft.targets import Target
+from sglang_mixkv.engine.prefill_servers import PrefillServers
+
+from .answers import serving
+from .threads import HOST, Decode, Prefill, wait_for
+
+PORT = 9000  # of SGLang's own socket of a prefill rank, to which nothing is sent here
+TOKENS = 20
+
+
+def row(instance: bytes, address: str, staging: StagingFacts) -> Row:
+    draft = DraftLayout(DraftFacts("Llama", "EAGLE3", 4, (16, 16), "uint8"), 1, 0)
+    return Row(
+        PROTOCOL, "0.3.0", "0.5.23", instance, HOST, PORT, address, 1, 0, 0, (8, 8), "mooncake",
+        Target(0, 4, layer_ids=False, even=True), 1, draft, staging,
+    )  # fmt: skip
+
+
+def row_of(prefill: Prefill, **changes: Any) -> Row:
+    """What this rank publishes, or something else in part of it."""
+    own = row(prefill.instance, prefill.channel.address, prefill.row.staging)
+    return msgspec.structs.replace(own, **changes)
+
+
+class Site:
+    """`facts`: the row of the one rank of each server, by its address. `reasons`: why requests
+    were refused."""
+
+    def __init__(self) -> None:
+        self.times = Times()
+        self.decode = Decode(self.times, self._restarted, self._lost)
+        self.table: dict[str, Any] = {}
+        self.reasons: list[Any] = []
+        own = row(self.decode.instance, "", StagingFacts(self.decode.plane.name, b"", 0, 1, 2))
+        self.servers = PrefillServers(
+            own, self.decode.channel, self.table, self._resolve, object, serve_mismatch=False,
+            refused=self.reasons.append,
+        )  # fmt: skip
+        self._rooms = 0
+
+    def _resolve(self, address: str) -> bool:
+        self.table[address] = SimpleNamespace(target_tp_ranks=[0])
+        return True
+
+    def _restarted(self, peer: bytes) -> None:
+        self.servers.forget(server_of(peer))
+
+    def _lost(self, peer: bytes) -> None:
+        self.servers.check(server_of(peer))
+
+    def is_ready(self, address: str) -> bool:
+        return wait_for(lambda: self.servers.ensure(address)) and address in self.table
+
+    def peer(self, address: str) -> bytes:
+        """The one rank of a server that is ready."""
+        infos = [{"rank_ip": HOST, "rank_port": PORT, "is_dummy": False}]
+        (source,) = self.servers.pairing(address, infos).plan.sources
+        return source.peer
+
+    def request(self, address: str, prefill: Prefill) -> str:
+        """What becomes of one: warm, or why it is cold."""
+        self._rooms += 1
+        use = prefill.send(self._rooms, TOKENS)
+        entry = self.decode.open(self._rooms, TOKENS, self.peer(address))
+        self.decode.channel.target_arrived(entry)
+        assert wait_for(lambda: entry.state is not None)
+        prefill.channel.end(use)
+        self.decode.channel.close(entry)
+        return entry.reason or "warm"
+
+    def held(self) -> dict[str, int]:
+        """How much is held for prefill servers."""
+        channel: Any = self.decode.channel
+        return {
+            "servers": len(self.servers._servers), "sockets": len(channel._links._links),
+            "of the data plane": len(self.decode.plane._peers),
+            "breakers": len(channel._machine.breaker._states),
+        }  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.servers.close()
+        self.decode.close()
+
+
+@contextmanager
+def publishing(*rows: Row, host: str = HOST) -> Iterator[str]:
+    """A prefill server's address, and these rows are its answer to GET /mixkv."""
+    body = b'{"protocol":%d,"rows":%b}' % (PROTOCOL[1], msgspec.json.encode(rows))
+    with serving(lambda _: (200, body), host) as address:
+        yield address
