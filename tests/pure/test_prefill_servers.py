@@ -25,7 +25,7 @@ from rig.threads import Prefill, wait_for
 from sglang_mixkv.channel.data_plane import Endpoint
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import peers
+from sglang_mixkv.decode import links
 from sglang_mixkv.engine import asking, prefill_servers, refused, workers
 from sglang_mixkv.engine.asking import NotYet, fetch
 from sglang_mixkv.engine.refused import RefusedRequests
@@ -60,7 +60,7 @@ def hung(
 ) -> Iterator[list[str]]:
     """As many servers that are hung for longer than the test takes."""
     monkeypatch.setattr(asking, "ASK_S", FOR_EVER_S)
-    monkeypatch.setattr(peers, "CONNECT_S", FOR_EVER_S)
+    monkeypatch.setattr(links, "CONNECT_S", FOR_EVER_S)
     over = threading.Event()
     with ExitStack() as stack:
         if request.param == "no answer":

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from sglang_mixkv.decode.servers import Contact, Plan, make_plan
+from sglang_mixkv.decode.plan import Contact, Plan, make_plan
 
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.draft.facts import Row, StagingFacts
@@ -192,7 +192,7 @@ def test_a_server_of_another_protocol_is_refused(protocol):
 
 
 def test_a_pair_uses_the_newest_version_of_both(monkeypatch):
-    monkeypatch.setattr("sglang_mixkv.decode.servers.PROTOCOL", (2, 5))
+    monkeypatch.setattr("sglang_mixkv.decode.plan.PROTOCOL", (2, 5))
     rows = [row("p0", 2, 0, protocol=(1, 4)), row("p1", 2, 1, protocol=(3, 9))]
     assert plan(row(), *rows).version == 4
 
