@@ -33,7 +33,7 @@ SERVERS=" P2-D1 or P1-D2 or nixl-P2-D1 or nixl-P1-D2 or test_dynamo "
 # The rings set the environment of SGLang's CPU engine for their whole process; the others do without.
 NONE_SELECTED=5
 status=0
-for part in "tests/pure tests/docs tests/sim" "tests/protocol tests/e2e"; do
+for part in "tests/pure tests/docs tests/sim tests/gpu" "tests/protocol tests/e2e"; do
     # shellcheck disable=SC2086
     python -m pytest $part "$@" || { code=$?; [ "$code" = "$NONE_SELECTED" ] || status=$code; }
 done

@@ -75,12 +75,8 @@ TABLE: dict[str, str] = {
         "tests/e2e/test_launch.py::test_bench_against_a_running_deployment",
     r"bash scripts/fuzz/run\.sh FOLDER":
         "tests/docs/test_commands.py::test_a_long_script_runs",
-    r"bash scripts/gpu\.sh( --gpu 0 --peer-gpu 1 --only \S+ --limit-s 1800)?":
-        "tests/pure/test_gpu.py::test_each_part_lacks_a_gpu_and_runs_dry",
-    r"bash scripts/gpu\.sh --what-is-there":
-        "tests/pure/test_gpu.py::test_what_is_there_names_what_each_part_lacks",
-    r"(MC_FORCE_TCP=1 )?bash scripts/gpu\.sh (--listen|--only mooncake(,nixl)? --peer) \S+":
-        "tests/pure/test_gpu.py::test_another_host_reads_what_is_packed_here",
+    r"python -m pytest tests/gpu(/\S+)?( --(listen|peer) \S+)?( --figures \S+)?":
+        "tests/gpu/test_transfer.py::test_another_host_packs",
     r"bash scripts/faults/run\.sh": "tests/protocol/test_faults.py::test_fault",
     r"bash scripts/faults/run\.sh --soak": "tests/protocol/test_soak.py::test_soak",
     r"python scripts/faults/load\.py --kill":

@@ -96,13 +96,17 @@ class Reads(DataPlane):
 
 
 class Notes:
+    """`copying`: seconds of all copies."""
+
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self.copying = 0.0
 
     def __call__(self, note: Any) -> None:
         self.seen.append(note.what)
 
-    def moved(self, size: int, seconds: float) -> None: ...
+    def moved(self, size: int, seconds: float) -> None:
+        self.copying += seconds
 
     def ended(self, entry: Any, reason: str) -> None: ...
 
@@ -112,30 +116,42 @@ class Notes:
 
 
 class _Side:
-    """What both have. `memory`: the pool's rows, K and V beside each other."""
+    """What both have. `memory`: the pool's rows, K and V beside each other. `rows`, `staging` and
+    `plane` can be given, on a GPU for example; then `memory` is not what is transferred."""
 
-    def __init__(self, times: Times) -> None:
+    def __init__(
+        self, times: Times, rows: DraftRows | None = None, staging: Staging | None = None,
+        plane: Any = None,
+    ) -> None:  # fmt: skip
         self.memory = np.full((2, PAGES * PAGE, len(HEADS), 16), CANARY, np.uint8)
-        self.rows = DraftRows([torch.from_numpy(entry) for entry in self.memory], HEADS)
-        self.staging = Staging(SLOTS, SLOT_BYTES, torch.device("cpu"))
-        self.slots, self.plane, self.notes = SlotPool(SLOTS, times), Reads(), Notes()
-        self.instance, self.closed = messages.draw_instance(), False
-        self.plane.register(Memory(self.staging.address, self.staging.size), self.staging.address)
+        entries = [torch.from_numpy(entry) for entry in self.memory]
+        self.rows = rows or DraftRows(entries, HEADS)
+        self.staging = staging or Staging(SLOTS, SLOT_BYTES, torch.device("cpu"))
+        self.slots, self.plane = SlotPool(self.staging.count, times), plane or Reads()
+        self.instance, self.closed, self.notes = messages.draw_instance(), False, Notes()
+        memory = Memory(self.staging.address, self.staging.size, self.rows.device.index)
+        self.plane.register(memory, self.staging.address + 8)  # bytes of slot 0 without a meaning
+
+    def segment_tokens(self, heads: int, slot_bytes: int) -> int:
+        """Of a segment that fits a slot of either side."""
+        size = min(self.staging.slot_bytes, slot_bytes) - SLOT_OVERHEAD
+        return size // self.rows.bytes_per_token(heads)
 
 
 class Prefill(_Side):
-    def __init__(self, times: Times, port: int = 0) -> None:
-        super().__init__(times)
+    def __init__(self, times: Times, port: int = 0, host: str = HOST, **given: Any) -> None:
+        super().__init__(times, **given)
         self.memory[:] = np.random.default_rng(port).integers(0, 256, self.memory.shape)
         rooms = prefill_rooms.Rooms(
-            self.instance, HEADS, lambda _heads, _size: SEGMENT, self.slots, times
+            self.instance, self.rows.heads, self.segment_tokens, self.slots, times
         )
         self.outbox = Outbox(
-            rooms, self.rows, self.staging, self.plane, HOST, port, times, self.notes
+            rooms, self.rows, self.staging, self.plane, host, port, times, self.notes
         )
         facts = StagingFacts(
-            self.plane.name, self.plane.endpoint, self.staging.address, SLOT_BYTES, SLOTS
-        )
+            self.plane.name, self.plane.endpoint, self.staging.address, self.staging.slot_bytes,
+            self.staging.count,
+        )  # fmt: skip
         self.row: Any = SimpleNamespace(
             instance=self.instance, address=self.outbox.address, staging=facts
         )
@@ -153,20 +169,23 @@ class Prefill(_Side):
         """The last ones of its pool, the last one first."""
         return Pages(np.arange(PAGES)[::-1][: -(-tokens // PAGE)], PAGE, events)
 
-    def send(self, room: int, tokens: int, first: int = 0, events: Sequence[Event] = ()) -> Use:
+    def send(
+        self, room: int, tokens: int, first: int = 0, events: Sequence[Event] = (),
+        pages: Pages | None = None,
+    ) -> Use:  # fmt: skip
         """A request of one chunk."""
         use = self.outbox.begin(room)
-        self.outbox.add_chunk(use, first, tokens, True, self.pages(tokens, events))
+        self.outbox.add_chunk(use, first, tokens, True, pages or self.pages(tokens, events))
         return use
 
 
 class Decode(_Side):
     """`forgotten`: instances that another one is in the place of."""
 
-    def __init__(self, times: Times) -> None:
-        super().__init__(times)
+    def __init__(self, times: Times, **given: Any) -> None:
+        super().__init__(times, **given)
         self.forgotten: list[bytes] = []
-        rooms = decode_rooms.Rooms(self.instance, self.slots, SLOT_BYTES, times)
+        rooms = decode_rooms.Rooms(self.instance, self.slots, self.staging.slot_bytes, times)
         store = Store(self.rows, self.staging, self.plane)
         self.inbox = Inbox(rooms, store, times, self.notes, self.forgotten.append)
 
@@ -177,15 +196,19 @@ class Decode(_Side):
 
     def open(
         self, room: int, tokens: int, peer: bytes, first: int = 0, event: Any = None,
-        checksum: bool = False,
+        checksum: bool = False, source: ev.Source | None = None, pages: Any = None,
+        page: int = PAGE,
     ) -> Entry:  # fmt: skip
-        """Of tokens [first, first + tokens), in every second page of its pool."""
-        source = ev.Source(peer, HEADS, 1, SLOTS, SEGMENT)
+        """Of tokens [first, first + tokens), in every second page of its pool unless `pages` has
+        other ones."""
+        source = source or ev.Source(peer, HEADS, 1, SLOTS, SEGMENT)
+        if pages is None:
+            pages = np.arange(0, PAGES, 2)[: -(-tokens // PAGE)]
         opened = ev.OpenRoom(
             self.inbox.new_generation(), room, (source,), first, first + tokens,
             pending=event is not None, checksum=checksum,
         )  # fmt: skip
-        entry = Entry(opened, np.arange(0, PAGES, 2)[: -(-tokens // PAGE)], PAGE, event)
+        entry = Entry(opened, pages, page, event)
         self.inbox.open(entry)
         return entry
 
