@@ -64,15 +64,7 @@ TABLE: dict[str, str] = {
     r"python -m build --wheel": "tests/docs/test_package.py::test_the_commands_work",
     r"docker (build|compose) .*":
         "no image was built and no container started",
-    r"scripts/bench/run\.sh results/( --quick)?":
-        "tests/docs/test_commands.py::test_a_long_script_runs",
     r"source scripts/env\.sh": "tests/docs/test_commands.py::test_ci_runs_the_tests",
-    r"pip install -e '\.\[bench\]'": "tests/pure/test_bench_pd.py::test_table_markdown_and_plot",
-    r"python scripts/bench_pd\.py --demo .*":
-        "tests/e2e/test_bench_pd.py::test_demo_measures_mixkv_against_equal_sizes",
-    r"python scripts/bench_pd\.py --report": "tests/pure/test_bench_pd.py::test_report_again",
-    r"python scripts/bench_pd\.py --router .*":
-        "tests/e2e/test_launch.py::test_bench_against_a_running_deployment",
     r"bash scripts/fuzz/run\.sh FOLDER":
         "tests/docs/test_commands.py::test_a_long_script_runs",
     r"python -m pytest tests/gpu(/\S+)?( --(listen|peer) \S+)?( --figures \S+)?":
@@ -83,8 +75,13 @@ TABLE: dict[str, str] = {
         "tests/e2e/test_load.py::test_nobody_pays_for_another",
     r"python scripts/upstream\.py":
         "tests/protocol/test_upstream.py::test_each_mends_what_its_test_shows",
-    r"python scripts/bench/cost\.py .*":
-        "tests/e2e/test_bench.py::test_cost_fits_a_line_to_each_method",
+    r"python scripts/bench/cost\.py": "tests/e2e/test_bench.py::test_cost_fits_a_line_to_each_way",
+    r"python scripts/bench/scheduler\.py":
+        "tests/e2e/test_bench.py::test_every_call_of_the_scheduler_is_metered",
+    r"python scripts/bench/peers\.py": "tests/e2e/test_bench.py::test_peers_are_counted",
+    r"python scripts/bench/ttft\.py": "tests/e2e/test_bench.py::test_two_deployments_take_turns",
+    r"python -m sglang\.benchmark\.serving .*":
+        "tests/e2e/test_launch.py::test_sglangs_benchmark_runs_against_a_deployment",
     r"python scripts/simulate\.py --(seed|replay) .*":
         "tests/docs/test_commands.py::test_the_simulator_runs",
 }  # fmt: skip
@@ -312,7 +309,6 @@ def test_the_doctor_finds_this_machine_right(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "options", "result"),
     [
-        ("bench/run.sh", "--quick", "results.md"),
         ("fuzz/run.sh", "--runs 2000", "decode.log"),
     ],
 )
