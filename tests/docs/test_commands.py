@@ -73,8 +73,6 @@ TABLE: dict[str, str] = {
     r"bash scripts/faults/run\.sh --soak": "tests/protocol/test_soak.py::test_soak",
     r"python scripts/faults/load\.py --kill":
         "tests/e2e/test_load.py::test_nobody_pays_for_another",
-    r"python scripts/upstream\.py":
-        "tests/protocol/test_upstream.py::test_each_mends_what_its_test_shows",
     r"python scripts/bench/cost\.py": "tests/e2e/test_bench.py::test_cost_fits_a_line_to_each_way",
     r"python scripts/bench/scheduler\.py":
         "tests/e2e/test_bench.py::test_every_call_of_the_scheduler_is_metered",
