@@ -50,12 +50,10 @@ TABLE: dict[str, str] = {
         "tests/docs/test_commands.py::test_the_doctor_finds_this_machine_right",
     r"python -m sglang_mixkv doctor --(listen 18515|peer 10\.0\.0\.1:18515)":
         "tests/docs/test_commands.py::test_two_doctors",
-    r"python -m sglang_mixkv doctor --against FOLDER":
-        "tests/pure/test_doctor.py::test_another_sglang_is_compared",
-    r"python -m sglang_mixkv doctor --against FOLDER --diff > functions\.diff":
-        "tests/pure/test_doctor_diff.py::test_the_diff_of_the_functions_alone",
-    r"python -m sglang_mixkv doctor --against FOLDER --diff modules > modules\.diff":
-        "tests/pure/test_doctor_diff.py::test_the_diff_of_whole_modules",
+    r"PYTHONPATH=new python -m sglang_mixkv doctor --selftest":
+        "tests/pure/test_doctor.py::test_the_selftest_compares_the_sglang_on_the_path",
+    r"pip download .*|python -m zipfile .*|git diff --no-index .*":
+        "No test runs these commands",
     r"python -m sglang_mixkv plan .*": HERE,
     r"(\w+=\S+ )*scripts/launch/\w+\.sh --dry-run": HERE,
     r"(\w+=\S+ )*scripts/launch/(prefill|decode)\.sh --enable-metrics": PARSED,

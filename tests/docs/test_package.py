@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sglang_mixkv"
-LIGHT = ("msgspec", "numpy", "packaging", "pyzmq")
+LIGHT = ("msgspec", "numpy", "pyzmq")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 FOLDERS = (
     "sglang_mixkv", "mixkv_cpu", "mixkv_demo", "docker", "docs", "examples", "scripts", "tests",
