@@ -305,7 +305,7 @@ def test_the_doctor_finds_this_machine_right(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "options", "result"),
     [
-        ("fuzz/run.sh", "--runs 2000", "decode.log"),
+        ("fuzz/run.sh", "--runs 2000", "endpoint.log"),
     ],
 )
 def test_a_long_script_runs(script: str, options: str, result: str, tmp_path: Path) -> None:
