@@ -1,14 +1,12 @@
-"""What draft KV costs, a + b x bytes: the channel beside a bare read, in turns.
+"""What a transfer of draft KV costs, as a + b x bytes, beside a bare read of as many bytes.
 
-    channel          from prefill's `send` until the draft KV is in place on all decode ranks
-    channel, whole   from there until SGLang's poll says Success: the target's transfer beside it
-    unchecked        the channel with `--mixkv-verify off`, and as whole
-    bare             one read of as many bytes by one engine from one peer: Mooncake's
-                     transfer_sync_read, or a NIXL agent's, asked for its state without a rest
+    channel    from prefill's `send` until the draft KV is in place on all decode ranks
+    unchecked  the same with `--mixkv-verify off`: the difference is what the checksum costs
+    bare       one `transfer_sync_read` of as many bytes by one Mooncake engine from one peer
 
-The request is one chunk, and all ranks know it when `send` is called. The target has 24 bytes a
-token, the drafter 4 KiB (one layer of K and V, 8 heads of 256 bytes), over all its ranks. A line's
-intervals are those of samples drawn anew within each size.
+The ways take turns, over Mooncake's TCP. A request is one chunk, and all ranks know it when `send`
+is called. The drafter has 4 KiB a token over all its ranks: one layer of K and V, 8 heads of 256
+bytes. Intervals are those of lines through samples drawn anew within each size.
 """
 
 from __future__ import annotations
@@ -18,54 +16,34 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import rings
-from common import (
-    DRAWS,
-    Check,
-    Record,
-    Result,
-    Samples,
-    interleave,
-    interval,
-    line,
-    options,
-    ratio,
-    repeats,
-)  # fmt: skip
-from members import LIMIT_S, LOOK_S
-from reads import BARE, serve, truth
+from common import DRAWS, Parts, Record, interleave, line, options, show
 
 WAYS = ("channel", "unchecked")
 DIRECTIONS = ((2, 1), (1, 2))
-BACKENDS = ("mooncake", "nixl")
 TOKENS = tuple(64 << step for step in range(10))  # 0.25 to 128 MiB
-MOST_A_MS, MOST_B = 1.0, {"mooncake": 1.3, "nixl": 1.6}
-
-
-# ---------------------------------------------------------------- a bare read
 
 
 class BareRead:
-    """One engine that reads from one peer, each in a process of its own."""
+    """One engine that reads from another, each in a process of its own."""
 
-    def __init__(self, backend: str, size: int) -> None:
-        context = mp.get_context("fork")
-        ours, theirs = context.Pipe()
-        self._pipe, reader = context.Pipe()
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("spawn")
+        (there, server), (self._pipe, reader) = context.Pipe(), context.Pipe()
         self._processes = [
-            context.Process(target=serve, args=(theirs, backend, size), daemon=True),
-            context.Process(target=_read, args=(reader, ours, backend, size), daemon=True),
+            context.Process(target=_serve, args=(server, size), daemon=True),
+            context.Process(target=_read, args=(reader, there, size), daemon=True),
         ]
         for process in self._processes:
             process.start()
 
     def seconds(self, size: int) -> float:
         self._pipe.send(size)
-        if not self._pipe.poll(LIMIT_S):
+        if not self._pipe.poll(rings.LIMIT_S):
             raise TimeoutError("the bare read does not end")
         return float(self._pipe.recv())
 
@@ -75,109 +53,84 @@ class BareRead:
             process.join()
 
 
-def _read(pipe: Any, server: Any, backend: str, largest: int) -> None:
-    _, name, remote = server.recv()
-    memory, expected, parent = np.zeros(largest, np.uint8), truth(largest), os.getppid()
-    read = BARE[backend](memory, name, remote)
-    while True:
-        while not pipe.poll(LOOK_S):
-            if os.getppid() != parent:
-                os._exit(0)
-        size = pipe.recv()
+def _truth(size: int) -> np.ndarray[Any, Any]:
+    return np.frombuffer(np.random.default_rng(1).bytes(size), np.uint8)
+
+
+def _engine(memory: np.ndarray[Any, Any]) -> Any:
+    from mooncake.engine import TransferEngine
+
+    engine = TransferEngine()
+    assert engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", "") == 0
+    assert engine.register_memory(memory.ctypes.data, memory.nbytes) == 0
+    return engine
+
+
+def _commands(pipe: Any) -> Iterator[int]:
+    """What comes, as long as the parent lives."""
+    parent = os.getppid()
+    while os.getppid() == parent:
+        if pipe.poll(rings.LOOK_S):
+            yield pipe.recv()
+
+
+def _serve(pipe: Any, size: int) -> None:
+    memory = _truth(size).copy()
+    engine = _engine(memory)
+    pipe.send((f"127.0.0.1:{engine.get_rpc_port()}", memory.ctypes.data))
+    for _ in _commands(pipe):
+        pass
+
+
+def _read(pipe: Any, server: Any, largest: int) -> None:
+    memory, truth = np.zeros(largest, np.uint8), _truth(largest)
+    engine, (name, remote) = _engine(memory), server.recv()
+    for size in _commands(pipe):
         memory[:size] = 0
         start = time.perf_counter()
-        read(size, False)
+        assert engine.transfer_sync_read(name, memory.ctypes.data, remote, size) == 0
         seconds = time.perf_counter() - start
-        assert (memory[:size] == expected[:size]).all()
+        assert (memory[:size] == truth[:size]).all()
         pipe.send(seconds)
 
 
-@contextmanager
-def bare_read(backend: str, size: int) -> Iterator[BareRead]:
-    made = BareRead(backend, size)
-    try:
-        yield made
-    finally:
-        made.end()
-
-
-# ---------------------------------------------------------------- samples
-
-
-def over(ring: rings.Ring, tokens: int, layout: str) -> Callable[[Samples], None]:
-    """A request, as one sample: the whole of it, and until its draft KV was there."""
-
-    def once(samples: Samples) -> None:
-        found = ring.transfer(tokens, layout)
-        ring.clear()
-        samples.add(found["success"], draft=found["draft"])
-
-    return once
-
-
-def measure(
-    backend: str, sizes: tuple[int, int], tokens: tuple[int, ...], count: int
-) -> tuple[list[Record], list[Record]]:
-    """All cells of one backend and direction, and the lines through them."""
-    cells: list[Record] = []
-    lines: list[Record] = []
-    name = f"{sizes[0]} to {sizes[1]}"
-    with (
-        rings.rings(WAYS, *sizes, backend, max(tokens)) as made,
-        bare_read(backend, max(tokens) * rings.TOKEN_BYTES) as bare,
-    ):
+def measure(sizes: tuple[int, int], tokens: tuple[int, ...], count: int) -> Parts:
+    """The lines of one direction, and the medians that they go through. Bytes are compared first,
+    in each layout and size."""
+    found: Parts = {"lines": [], "medians": []}
+    bare = BareRead(max(tokens) * rings.TOKEN_BYTES)
+    with rings.rings(WAYS, *sizes, max(tokens)) as made:
         for layout in rings.LAYOUTS:
-            taken: dict[int, dict[str, Samples]] = {}
+            head = {"direction": f"{sizes[0]} to {sizes[1]}", "layout": layout}
+            taken: dict[int, dict[str, list[float]]] = {}
             for one in tokens:
-                print(backend, name, layout, one, file=sys.stderr)
-                taken[one] = cell(made, bare, one, layout, count)
-                cells += records(taken[one], one, backend=backend, direction=name, layout=layout)
-            head = {"backend": backend, "direction": name, "layout": layout}
-            lines += [{**head, **one} for one in fits(taken)]
-        for ring in made.values():
-            for layout in rings.LAYOUTS:
-                ring.check(max(tokens), layout)
-    return cells, lines
-
-
-def cell(
-    made: dict[str, rings.Ring], bare: BareRead, tokens: int, layout: str, count: int
-) -> dict[str, Samples]:
-    """Samples by method. Bytes are compared before."""
-    size = tokens * rings.TOKEN_BYTES
-    methods: dict[str, Callable[[Samples], None]] = {
-        way: over(ring, tokens, layout) for way, ring in made.items()
-    }
-    methods["bare"] = lambda samples: samples.add(bare.seconds(size))
-    for ring in made.values():
-        ring.check(tokens, layout)
-    interleave(methods, 2)
-    found = interleave(methods, count)
-    split: dict[str, Samples] = {}
-    for way in made:
-        both = found.pop(way)
-        split |= {way: Samples(both.parts["draft"]), f"{way}, whole": Samples(both.total)}
-    return {**split, **found}
-
-
-def records(taken: dict[str, Samples], tokens: int, **head: str) -> list[Record]:
-    """One a method; its ratio to the bare read, turn by turn, with its interval."""
-    found = []
-    for name, samples in taken.items():
-        record = {**head, "tokens": tokens, "bytes": tokens * rings.TOKEN_BYTES, "method": name}
-        low, high = interval(np.median, np.divide(samples.total, taken["bare"].total))
-        record |= Samples(samples.total).record() | {"ratio": ratio(samples, taken["bare"])}
-        found.append({**record, "ratio_low": low, "ratio_high": high})
+                print(*head.values(), one, file=sys.stderr)
+                size = one * rings.TOKEN_BYTES
+                for ring in made.values():
+                    ring.check(one, layout)
+                methods: dict[str, Callable[[], float]] = {
+                    way: partial(transfer, ring, one, layout) for way, ring in made.items()
+                }
+                methods["bare"] = partial(bare.seconds, size)
+                interleave(methods, 2)
+                taken[size] = interleave(methods, count)
+                medians = {f"{n} ms": np.median(t) * 1e3 for n, t in taken[size].items()}
+                found["medians"].append({**head, "MiB": size / 2**20, **medians})
+            found["lines"] += [{**head, **record} for record in fits(taken)]
+    bare.end()
     return found
 
 
-# ---------------------------------------------------------------- lines
+def transfer(ring: rings.Ring, tokens: int, layout: str) -> float:
+    draft, _ = ring.transfer(tokens, layout)
+    ring.clear()
+    return draft
 
 
-def fits(taken: dict[int, dict[str, Samples]]) -> list[Record]:
-    """The line of each method, its b as a ratio to a bare read's, and intervals."""
+def fits(taken: dict[int, dict[str, list[float]]]) -> list[Record]:
+    """Each method's line, with b as a multiple of a bare read's."""
     by_method = {
-        method: {n * rings.TOKEN_BYTES: np.array(t[method].total) for n, t in taken.items()}
+        method: {size: np.array(samples[method]) for size, samples in taken.items()}
         for method in next(iter(taken.values()))
     }
     rng, drawn = np.random.default_rng(1), {name: np.empty((DRAWS, 2)) for name in by_method}
@@ -185,47 +138,28 @@ def fits(taken: dict[int, dict[str, Samples]]) -> list[Record]:
         for name, seconds in by_method.items():
             again = {size: rng.choice(values, len(values)) for size, values in seconds.items()}
             drawn[name][draw] = line(again)
-    found = []
-    bare = line(by_method["bare"])[1]
+    found, bare = list[Record](), line(by_method["bare"])[1]
     for name, seconds in by_method.items():
         a, b = line(seconds)
         lows, highs = np.percentile(drawn[name], [2.5, 97.5], axis=0)
         least, most = np.percentile(drawn[name][:, 1] / drawn["bare"][:, 1], [2.5, 97.5])
         found.append(
-            {"method": name, "a_ms": a * 1e3, "a_low": lows[0] * 1e3, "a_high": highs[0] * 1e3,
-             "gb_s": 1e-9 / b, "gb_s_low": 1e-9 / highs[1], "gb_s_high": 1e-9 / lows[1],
-             "b_to_bare": b / bare, "b_low": float(least), "b_high": float(most)}
+            {"method": name, "a ms": a * 1e3, "a low": lows[0] * 1e3, "a high": highs[0] * 1e3,
+             "GB/s": 1e-9 / b, "b to bare": b / bare, "b low": least, "b high": most}
         )  # fmt: skip
     return found
 
 
-def checks(parts: dict[str, list[Record]]) -> list[Check]:
-    found = []
-    for one in parts["lines"]:
-        where = f"{one['backend']} {one['direction']}, {one['layout']}"
-        if one["method"] == "channel":
-            found.append(Check(f"{where}: a, ms", MOST_A_MS, one["a_ms"]))
-            found.append(
-                Check(f"{where}: b to a bare read's", MOST_B[one["backend"]], one["b_to_bare"])
-            )
-    return found
-
-
 def main() -> None:
-    parser = options((__doc__ or "").splitlines()[0])
-    parser.add_argument("--backends", default=",".join(BACKENDS), help="default mooncake,nixl")
-    arguments = parser.parse_args()
+    arguments = options(__doc__ or "").parse_args()
     tokens = TOKENS[:3] if arguments.quick else TOKENS
-    count = repeats(arguments, 15)
-    result = Result("cost", arguments.quick, {"lines": [], "cells": []})
+    count = arguments.repeats or (3 if arguments.quick else 15)
+    parts: Parts = {"lines": [], "medians": []}
     rings.load_sglang()
-    for backend in arguments.backends.split(","):
-        for sizes in DIRECTIONS:
-            cells, lines = measure(backend, sizes, tokens, count)
-            result.parts["cells"] += cells
-            result.parts["lines"] += lines
-    result.checks = checks(result.parts)
-    result.finish(arguments)
+    for sizes in DIRECTIONS:
+        for name, records in measure(sizes, tokens, count).items():
+            parts[name] += records
+    show(arguments, parts)
 
 
 if __name__ == "__main__":

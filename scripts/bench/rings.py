@@ -1,32 +1,44 @@
-"""Pairs of ranks for the benchmarks: one ring a way, asked for one request after the other.
+"""A ring of ranks for the benchmarks: each is a rank of tests/rig in a process of its own, and is
+asked for one request after the other.
 
     stock      SGLang alone
-    channel    with the draft channel
-    unchecked  with the draft channel, without its checksums
+    channel    with the plugin
+    unchecked  with the plugin and `--mixkv-verify off`
 
-Each rank has a process of its own (members.py). Rings of several ways stand side by side, so that
-their requests can take turns; one that is not asked sleeps. Times are seconds of CLOCK_MONOTONIC,
-which all processes share. The target is small: 24 bytes per token.
+Rings of several ways stand side by side, so that their requests can take turns; one that is not
+asked sleeps. The main thread of a rank calls SGLang's sender or receiver as SGLang's scheduler
+does. Times are seconds of CLOCK_MONOTONIC, which all processes share. The target is small: 24
+bytes per token.
 """
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import multiprocessing as mp
 import os
-from collections.abc import Iterator
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from members import LIMIT_S, PAGE, SIDES, Meter, load, model, rig, serve
-from rig.special import Shared, Special
+import numpy as np
 
-WAYS = ("stock", "channel")
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+load = importlib.import_module("rig.load")  # sets what SGLang's import reads
+model = importlib.import_module("rig.model")
+rig = importlib.import_module("rig.rank")
+special = importlib.import_module("rig.special")
+
+SIDES = ("prefill", "decode")
 LAYOUTS = ("runs", "random")
-PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"  # a cold drafter is no figure
-HEADS, HEAD_BYTES = 8, 256
+PAGE, HEADS, HEAD_BYTES = 64, 8, 256
 TOKEN_BYTES = 2 * HEADS * HEAD_BYTES  # of the whole drafter: K and V of one layer
-FIRST_ROOM = 10_000
+POLL_S, LIMIT_S, LOOK_S = 2e-4, 60.0, 2.0
+PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"  # a cold drafter is no figure
 
 
 def load_sglang() -> None:
@@ -35,22 +47,202 @@ def load_sglang() -> None:
     load.load_sglang()
 
 
-class Ring:
-    """All ranks of one way. `starts`: seconds that each rank's manager took, by side."""
+# ---------------------------------------------------------------- a rank
 
-    def __init__(self, way: str, prefill_tp: int, decode_tp: int, backend: str, most: int) -> None:
+
+class Member:
+    """A rank and its request. Each public method is a command of the ring's."""
+
+    def __init__(self, rank: Any) -> None:
+        self.rank, self.manager = rank, rank.manager
+        self.handle: Any = None
+        self.cpu: dict[str, float] = {}  # seconds of this thread, by call
+
+    def metered(self, name: str, call: Callable[[], Any], times: int = 1) -> Any:
+        """What the call returns. Its seconds are the mean of so many."""
+        start = time.thread_time()
+        for _ in range(times):
+            result = call()
+        self.cpu[name] = (time.thread_time() - start) / times
+        return result
+
+    def pages(self, side: str, tokens: int, layout: str) -> np.ndarray[Any, Any]:
+        """A request's pages on a side, among those that the largest request needs."""
+        count, most = (-(-n // PAGE) for n in (tokens, self.rank.case.requests[0].tokens))
+        if layout == "runs":
+            return np.arange(count, dtype=np.int32)
+        order = np.random.default_rng([tokens, side == "decode"]).permutation(most)
+        return order[:count].astype(np.int32)
+
+    def wait_for(self, what: Callable[[], Any]) -> None:
+        until = time.monotonic() + LIMIT_S
+        while not what():
+            if time.monotonic() > until:
+                raise TimeoutError(f"{self.rank.side} {self.rank.rank}: not within {LIMIT_S} s")
+            time.sleep(POLL_S)
+
+    def poll_until(self, *statuses: Any) -> None:
+        def reached() -> bool:
+            status = self.handle.poll()
+            if status == 0:  # KVPoll.Failed
+                raise RuntimeError(f"{self.rank.side} {self.rank.rank}: the request failed")
+            return status in statuses
+
+        self.wait_for(reached)
+
+    def target_came(self) -> bool:
+        """Whether SGLang's own transfer has succeeded."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        status = self.manager.request_status.get(self.handle.bootstrap_room)
+        return bool(status == KVPoll.Success)
+
+    def last_poll(self) -> None:
+        """The one that says Success."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        self.wait_for(lambda: self.metered("last poll", self.handle.poll) == KVPoll.Success)
+
+    def clear(self) -> dict[str, float]:
+        self.metered("clear", self.handle.clear)
+        return self.cpu
+
+
+class PrefillMember(Member):
+    def begin(self, room: int, tokens: int, layout: str, polls: int) -> None:
+        """Until decode's metadata is here."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        self.cpu, arguments = {}, (self.manager, self.rank.address(0), room, True)
+        self.handle = self.metered("made", lambda: self.rank.asked_class("sender")(*arguments))
+        self.chunk = self.pages("prefill", tokens, layout)
+        self.poll_until(KVPoll.WaitingForInput, KVPoll.Success)
+        self.metered("init", lambda: self.handle.init(len(self.chunk), 0))
+        if polls:
+            self.metered("poll", self.handle.poll, polls)
+
+    def send(self) -> float:
+        """When the chunk was handed over."""
+        now = time.monotonic()
+        self.metered("send", lambda: self.handle.send(self.chunk))
+        self.wait_for(self.target_came)
+        return now
+
+    def conclude(self) -> None:
+        self.last_poll()
+        self.metered("metric", self.handle.get_transfer_metric)
+
+
+class DecodeMember(Member):
+    @property
+    def entry(self) -> Any:
+        """What the plugin has of the request; None in stock."""
+        return getattr(self.handle, "entry", None)
+
+    def resolve(self) -> None:
+        self.wait_for(lambda: self.manager.try_ensure_parallel_info(self.rank.address(0)))
+
+    def open(self, room: int, tokens: int, layout: str, polls: int) -> None:
+        self.cpu, arguments = {}, (self.manager, self.rank.address(0), room)
+
+        def made() -> Any:
+            receiver = self.rank.asked_class("receiver")(*arguments)
+            receiver.init(0)
+            return receiver
+
+        self.handle, pages = self.metered("init", made), self.pages("decode", tokens, layout)
+        self.opened = (tokens, layout)
+        self.metered(
+            "send_metadata", lambda: self.handle.send_metadata(pages, 1, decode_prefix_len=0)
+        )
+        if polls:
+            self.metered("poll", self.handle.poll, polls)
+
+    def draft_came(self) -> bool:
+        return self.entry is None or self.entry.state is not None
+
+    def finish(self) -> tuple[float, float]:
+        """When the draft KV was in place, and when SGLang could go on."""
+        from sglang.srt.disaggregation.base.conn import KVPoll
+
+        self.wait_for(self.draft_came)
+        warm = time.monotonic()
+        self.poll_until(KVPoll.Success)
+        return warm, time.monotonic()
+
+    def conclude(self) -> None:
+        """One poll once everything is there, so that it waits for no other process."""
+        self.wait_for(lambda: self.target_came() and self.draft_came())
+        if self.entry is not None:
+            self.entry.request = request_of(self.handle.bootstrap_room)
+        self.last_poll()
+
+    def empty(self) -> None:
+        for name in ("target", "draft"):
+            for entry in self.rank.pools[name]:
+                entry.fill(0)
+
+    def wrong(self) -> int:
+        """Bytes of the request's pages that are not prefill's."""
+        if self.entry is not None and self.entry.reason:
+            raise RuntimeError(f"a cold drafter: {self.entry.reason}")
+        case, rank, found = self.rank.case, self.rank, 0
+        there, here = (self.pages(side, *self.opened) for side in SIDES)
+        for name in ("target", "draft"):
+            cache = case.cache(name)
+            rows = model.cut(cache, model.whole(case, name, cache, 0), rank.tp, rank.attn_rank)
+            for row, entry in zip(rows, rank.pools[name], strict=True):
+                found += int((row[there] != entry[here]).sum())
+        return found
+
+
+def request_of(room: int) -> Any:
+    """SGLang's request, as far as the plugin looks at it when its room ends."""
+    from sglang.srt.managers.schedule_batch import Req
+
+    request = Req.__new__(Req)
+    request.rid, request.finished_reason = str(room), None
+    request.spec_correct_drafts_histogram = []
+    return request
+
+
+def serve(case: Any, side: str, number: int, ports: list[int], pipe: Any, parent: int) -> None:
+    """One rank: it obeys commands until its parent ends it."""
+    try:
+        rank = rig.Rank(case, side, number, ports)
+        rank.start_manager()
+        member = (PrefillMember if side == "prefill" else DecodeMember)(rank)
+        pipe.send(None)
+        while True:
+            while not pipe.poll(LOOK_S):
+                if os.getppid() != parent:
+                    os._exit(0)
+            name, *args = pipe.recv()
+            pipe.send(getattr(member, name)(*args))
+    except BaseException:
+        pipe.send(RuntimeError(f"{side} {number}:\n{traceback.format_exc()}"))
+    os._exit(0)
+
+
+# ---------------------------------------------------------------- all ranks
+
+
+class Ring:
+    """All ranks of one way."""
+
+    def __init__(self, way: str, prefill_tp: int, decode_tp: int, most: int) -> None:
         plugin, context = way != "stock", mp.get_context("fork")
+        config = {"verify": "off"} if way == "unchecked" else {}
         case = model.Case(
             prefill_tp, decode_tp, target=model.Cache("mla", layers=1, k_bytes=24),
             draft=model.Cache("mha", heads=HEADS, k_bytes=HEAD_BYTES, v_bytes=HEAD_BYTES),
-            requests=(model.Request(most),), page_size=PAGE, shuffled=False, backend=backend,
+            requests=(model.Request(most),), page_size=PAGE, shuffled=False,
             prefill_mixkv=plugin, decode_mixkv=plugin,
-            shared=Shared([context.Event()]),
-            special=Special(config={"verify": "off"} if way == "unchecked" else {}),
+            shared=special.Shared([context.Event()]), special=special.Special(config=config),
         )  # fmt: skip
-        self._rooms, self._pipes, self._processes = itertools.count(FIRST_ROOM), {}, []
+        self._rooms, self._pipes, self._processes = itertools.count(10_000), {}, []
         ports = [rig.free_port()]
-        for side, count in (("prefill", prefill_tp), ("decode", decode_tp)):
+        for side, count in zip(SIDES, (prefill_tp, decode_tp), strict=True):
             for number in range(count):
                 here, there = context.Pipe()
                 arguments = (case, side, number, ports, there, os.getpid())
@@ -59,7 +251,8 @@ class Ring:
                 there.close()
                 self._processes.append(process)
                 self._pipes[side, number] = here
-        self.starts = {side: self.hear(side) for side in SIDES}
+        for side in SIDES:
+            self.hear(side)
         self.ask("decode", "resolve")
 
     def tell(self, side: str, name: str, *args: Any) -> None:
@@ -84,48 +277,35 @@ class Ring:
         self.tell(side, name, *args)
         return self.hear(side)
 
-    def open(self, tokens: int, layout: str, polls: int = 0) -> list[float]:
+    def open(self, tokens: int, layout: str, polls: int = 0) -> None:
         """A request that both sides know, and nothing of which is sent."""
         request = (next(self._rooms), tokens, layout, polls)
-        opened = self.ask("decode", "open", *request)
+        self.ask("decode", "open", *request)
         self.ask("prefill", "begin", *request)
-        return opened
 
-    def clear(self) -> tuple[Meter, Meter]:
-        """The first ranks' meters of the request."""
+    def clear(self) -> dict[str, dict[str, float]]:
+        """End the request: the seconds that each call took of the first ranks' threads, by side."""
         self.ask("prefill", "conclude")
         decode, *_ = self.ask("decode", "clear")
         prefill, *_ = self.ask("prefill", "clear")
-        return prefill, decode
+        return {"prefill": prefill, "decode": decode}
 
-    def calls(self, tokens: int, polls: int) -> tuple[Meter, Meter]:
-        """A request whose calls are metered, on the first prefill rank and the first decode rank:
-        `made`, `init`, `send`, `metric`; `init`, `send_metadata`; on both `poll` while it waits,
-        `last poll`, which follows when everything is there, and `clear`."""
+    def calls(self, tokens: int, polls: int) -> dict[str, dict[str, float]]:
+        """A request, and the seconds of its calls."""
         self.open(tokens, "random", polls)
         self.ask("prefill", "send")
         self.ask("decode", "conclude")
         return self.clear()
 
-    def awaited_poll(self, tokens: int, polls: int) -> float:
-        """Thread seconds of decode's poll after SGLang's transfer and before the draft KV."""
-        self.open(tokens, "random")
-        self.ask("decode", "await_draft", polls)
-        self.ask("prefill", "send")
-        self.ask("decode", "conclude")
-        return float(self.clear()[1].thread["awaited poll"])
-
-    def transfer(self, tokens: int, layout: str) -> dict[str, float]:
-        """Seconds from the first prefill rank's `send`: until the draft KV is in place on all
-        decode ranks (over the channel), and until SGLang's poll says Success on all of them."""
+    def transfer(self, tokens: int, layout: str) -> tuple[float, float]:
+        """Seconds from the first prefill rank's `send` until the draft KV is in place on all decode
+        ranks, and until SGLang's poll says Success on all of them."""
         self.open(tokens, layout)
         self.tell("decode", "finish")
         self.tell("prefill", "send")
-        sent, found = min(self.hear("prefill")), self.hear("decode")
-        return {
-            "draft": max(warm for warm, _ in found) - sent,
-            "success": max(success for _, success in found) - sent,
-        }
+        sent, ends = min(self.hear("prefill")), self.hear("decode")
+        draft, success = (max(one) - sent for one in zip(*ends, strict=True))
+        return draft, success
 
     def check(self, tokens: int, layout: str) -> None:
         """A request of which every byte is compared. RuntimeError at a wrong one."""
@@ -136,9 +316,6 @@ class Ring:
             raise RuntimeError(f"{wrong} wrong bytes")
         self.clear()
 
-    def sizes(self, side: str) -> list[dict[str, int]]:
-        return self.ask(side, "size")
-
     def end(self) -> None:
         for process in self._processes:
             process.kill()
@@ -148,13 +325,13 @@ class Ring:
 
 @contextmanager
 def rings(
-    ways: tuple[str, ...], prefill_tp: int, decode_tp: int, backend: str, most: int
+    ways: tuple[str, ...], prefill_tp: int, decode_tp: int, most: int
 ) -> Iterator[dict[str, Ring]]:
     """One ring a way, by way, for requests of up to `most` tokens."""
     made: dict[str, Ring] = {}
     try:
         for way in ways:
-            made[way] = Ring(way, prefill_tp, decode_tp, backend, most)
+            made[way] = Ring(way, prefill_tp, decode_tp, most)
         yield made
     finally:
         for ring in made.values():

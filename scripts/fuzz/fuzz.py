@@ -1,10 +1,11 @@
-"""The fuzzer behind run.sh.
+"""Fuzz what parses a peer's bytes.
 
     fuzz.py TARGET --runs N --folder FOLDER    libFuzzer, through atheris
     fuzz.py TARGET --runs N                    mutations of the seeds, without its guidance
 
-libFuzzer keeps what reaches new code in FOLDER/TARGET, and ends with status 77 and the input in a
-file at the first error, hang or excess of memory.
+An input is one document. Most mutations keep its structure. libFuzzer keeps what reaches new code
+in FOLDER/TARGET, and ends with status 77 and the input in a file at the first error, hang or excess
+of memory. What a peer can do to the state machines is a matter of tests/sim.
 """
 
 from __future__ import annotations
@@ -18,26 +19,58 @@ import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+TARGETS = ("message", "row", "endpoint")
 TIMEOUT_S, RSS_MB, MAX_LEN = 10, 2048, 16 << 10
-PARSERS, MACHINES = ("message", "row", "endpoint"), ("prefill", "decode")
+VALUES: tuple[Any, ...] = (
+    0, 1, -1, 7, 255, 1 << 16, 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, None, True,
+    0.5, "", "x" * 600, "\0", b"", b"another_", [], {},
+)  # fmt: skip
+DEEP = 3_000
+ODD = {  # what no encoder writes
+    msgspec.msgpack: (b"\x91" * DEEP + b"\x01", b"\xa1\xff", b"\xdd\x7f\xff\xff\xff", b"\xc1"),
+    msgspec.json: (b"[" * DEEP + b"]" * DEEP, b'"\xff"', b'"\\ud800"', b"9" * 400, b"NaN"),
+}
+Mutate = Callable[[bytes, int], bytes]  # libFuzzer's, of bytes; its second argument is a limit
 
-One = Callable[[bytes], None]
-Change = Callable[[bytes, Callable[[bytes, int], bytes], random.Random], bytes]
+
+def change(form: Any, data: bytes, change_bytes: Mutate, rng: random.Random) -> bytes:
+    """One value changed, or some bytes. `form`: msgspec's module of the format."""
+    try:
+        changed: bytes = form.encode(_changed(form.decode(data), form, rng))
+    except (ValueError, OverflowError, RecursionError, TypeError):
+        changed = data
+    return change_bytes(data, len(data) + 8) if changed == data or not rng.randrange(8) else changed
 
 
-def target(name: str) -> tuple[One, Change, list[bytes]]:
+def _changed(value: Any, form: Any, rng: random.Random) -> Any:
+    """`value` with one value inside it replaced, removed, added or doubled."""
+    if not isinstance(value, list | dict) or not value or not rng.randrange(12):
+        if isinstance(value, int) and rng.randrange(2):
+            return value + rng.choice((-1, 1, 8, value, -2 * value))
+        return msgspec.Raw(rng.choice(ODD[form])) if not rng.randrange(8) else rng.choice(VALUES)
+    key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+    kind = rng.randrange(12)
+    if kind == 0:
+        del value[key]
+    elif kind == 1 and isinstance(value, dict):
+        value["x"] = msgspec.Raw(rng.choice(ODD[form]))
+    elif kind == 1:
+        value.append(rng.choice((value[key], msgspec.Raw(rng.choice(ODD[form])))))
+    else:
+        value[key] = _changed(value[key], form, rng)
+    return value
+
+
+def target(name: str) -> tuple[Callable[[bytes], None], Any, list[bytes]]:
     """What takes an input, what mutates one, and the seeds. Imports what it fuzzes."""
     sys.path.insert(0, str(Path(__file__).parent))
-    mutate = importlib.import_module("mutate")
-    if name in MACHINES:
-        rank = importlib.import_module(f"{name}_rank")
-        return rank.target, partial(mutate.change_steps, rank.SEEDS), rank.SEEDS
     parsers = importlib.import_module("parsers")
     form = msgspec.json if name == "row" else msgspec.msgpack
-    return getattr(parsers, name), partial(mutate.change_document, form), parsers.SEEDS[name]
+    return getattr(parsers, name), partial(change, form), parsers.SEEDS[name]
 
 
 def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
@@ -45,7 +78,7 @@ def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
     import atheris
 
     with atheris.instrument_imports(include=["sglang_mixkv"]):
-        one, change, seeds = target(name)
+        one, mutated, seeds = target(name)
     corpus = folder / name
     corpus.mkdir(parents=True, exist_ok=True)
     for data in seeds:
@@ -56,7 +89,7 @@ def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
         # start over from a seed often enough.
         rng = random.Random(seed)
         start = data if rng.randrange(3) else rng.choice(seeds)
-        return change(start, atheris.Mutate, rng)[:max_size]
+        return mutated(start, atheris.Mutate, rng)[:max_size]
 
     flags = [
         f"-runs={runs}", f"-seed={seed}", f"-timeout={TIMEOUT_S}", f"-max_len={MAX_LEN}",
@@ -69,12 +102,12 @@ def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
 
 def unguided(name: str, seed: int, runs: int) -> tuple[bytes, str]:
     """The first finding, among the seeds and then their mutations: its input and traceback."""
-    one, change, seeds = target(name)
+    one, mutated, seeds = target(name)
     rng = random.Random(seed)
     for number in range(runs):
         data = seeds[number] if number < len(seeds) else rng.choice(seeds)
         for _ in range(rng.randrange(1, 7) if number >= len(seeds) else 0):
-            data = change(data, partial(any_bytes, rng), rng)
+            data = mutated(data, partial(any_bytes, rng), rng)
         try:
             one(data)
         except BaseException:
@@ -91,7 +124,7 @@ def any_bytes(rng: random.Random, data: bytes, max_size: int) -> bytes:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("target", choices=PARSERS + MACHINES)
+    parser.add_argument("target", choices=TARGETS)
     parser.add_argument("--runs", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="0: another one each time")
     parser.add_argument("--folder", type=Path, help="of the corpora, for libFuzzer")

@@ -1,8 +1,8 @@
 """The releases of SGLang that are served, and the check that the installed one is as expected.
 
 A release is an entry of RELEASES: its seams (seams.py), and what other releases serve and this one
-does not. `preflight` runs before an opted-in server starts. A release that is newer than all of
-RELEASES is taken for the newest of them, and starts where nothing that is compared differs.
+does not. `preflight` runs before an opted-in server starts. Any other release is refused, unless
+SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG is set; then it is taken for the newest of RELEASES.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
 from sglang_mixkv import __version__
 from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config
-from sglang_mixkv.engine import behaviour
-from sglang_mixkv.engine.seams import RESTATED, SEAMS, Seam
+from sglang_mixkv.engine.seams import SEAMS, Seam
 from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, has_drafter, with_drafter
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -101,19 +98,6 @@ def here() -> Release:
     return next((known for known in RELEASES if known.version == version), RELEASES[-1])
 
 
-def is_newer(version: str) -> bool:
-    """Whether a release comes after all that are known. None that cannot be read does."""
-    try:
-        return Version(version) > Version(SUPPORTED_SGLANG[-1])
-    except InvalidVersion:
-        return False
-
-
-def modules() -> tuple[str, ...]:
-    """SGLang's modules to read when a release is added: those of all seams, and RESTATED."""
-    return tuple(sorted({*RESTATED, *(seam.module for seam in SEAMS)}))
-
-
 def rules() -> tuple[Rule, ...]:
     """What is refused with the installed release."""
     return here().rules
@@ -159,67 +143,57 @@ def _is_replaced(path: str) -> bool:
     return not owner.startswith("sglang.")
 
 
-def seam_problems(*, replaced_is_fine: bool = False) -> Iterator[str]:
-    """Each seam that is not as expected. `replaced_is_fine`: a function that a test or tool has put
-    in the place of SGLang's is not compared."""
+def problems(*, replaced_is_fine: bool = False) -> Iterator[str]:
+    """Why the installed SGLang may not carry the plugin: its version, and each function that is not
+    as expected. `replaced_is_fine`: a function that a test or tool has put in the place of SGLang's
+    is not compared."""
+    if not _is_tested():
+        yield f"SGLang version: expected one of {SUPPORTED_SGLANG}, found {sglang_version()}"
     for seam in SEAMS:
         problem = seam_problem(seam)
         if problem and not (replaced_is_fine and _is_replaced(seam.path)):
             yield problem
 
 
-def problems(*, replaced_is_fine: bool = False) -> Iterator[str]:
-    """Why the installed SGLang may not carry the plugin: its version, where it is neither known nor
-    newer, its seams, and what its functions do."""
-    version = sglang_version()
-    if version not in SUPPORTED_SGLANG and not is_newer(version):
-        yield f"SGLang version: expected one of {SUPPORTED_SGLANG}, or a newer one; found {version}"
-    yield from seam_problems(replaced_is_fine=replaced_is_fine)
-    yield from behaviour.problems(
-        one for one in behaviour.BEHAVIOURS
-        if not (replaced_is_fine and _is_replaced(one.function))
-    )  # fmt: skip
+def _is_tested() -> bool:
+    return sglang_version() in SUPPORTED_SGLANG
 
 
 def preflight(config: Config, *, replaced_is_fine: bool = False, warns: bool = True) -> None:
     """Stop the process unless SGLang is as expected. SystemExit, since SGLang swallows less.
 
-    What the functions of a known release do is not compared: tests pin it. An untested release
-    goes on with a warning. `warns`: not in a process whose launcher has warned.
+    An untested release goes on with warnings where the variable allows it. `warns`: not in a
+    process whose launcher has warned.
     """
-    version = sglang_version()
-    tested = version in SUPPORTED_SGLANG
-    look = seam_problems if tested else problems
-    found = list(look(replaced_is_fine=replaced_is_fine))
+    found, tested = list(problems(replaced_is_fine=replaced_is_fine)), _is_tested()
     if found and (tested or not config.allow_untested_sglang):
         at_own_risk = f", set {ALLOW_UNTESTED_ENV}=1 to try this one at your own risk,"
         stop(
             "MIXKV-START-01",
-            f"the installed SGLang {version} does not fit this version of the plugin",
+            f"the installed SGLang {sglang_version()} does not fit this version of the plugin",
             found,
             "Install the SGLang and sglang-mixkv releases of one row of docs/compatibility.md"
             f"{'' if tested else at_own_risk} or start without --enable-mixkv",
         )
     if warns and not tested:
-        _warn(version, found)
+        _warn(found)
 
 
-def _warn(version: str, found: list[str]) -> None:
+def _warn(found: list[str]) -> None:
     """Say what was and was not compared in an untested release, and each difference."""
     logger.warning(
-        "[MIXKV-START-01] sglang-mixkv %s was not tested with SGLang %s, and takes it for %s. "
-        "Compared: the parameters of %d functions of SGLang, the source of %d; differences: %d. "
-        "Not compared: all else that the plugin relies on, and features that are new. Compare its "
-        "accept length with a single server's (python -m sglang_mixkv accept) before it serves",
+        "[MIXKV-START-01] sglang-mixkv %s was not tested with SGLang %s, and takes it for %s, "
+        "since %s=1 is set. It compared the parameters of %d functions of SGLang, and nothing of "
+        "what they do. Compare its accept length with a single server's (python -m sglang_mixkv "
+        "accept) before it serves",
         __version__,
-        version,
+        sglang_version(),
         SUPPORTED_SGLANG[-1],
+        ALLOW_UNTESTED_ENV,
         len(SEAMS),
-        len(behaviour.BEHAVIOURS),
-        len(found),
     )
     for problem in found:
-        logger.warning("[MIXKV-START-01] started by %s=1 with: %s", ALLOW_UNTESTED_ENV, problem)
+        logger.warning("[MIXKV-START-01] started with: %s", problem)
 
 
 def stop(code: str, headline: str, details: list[str], remedy: str) -> None:

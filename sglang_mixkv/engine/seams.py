@@ -24,10 +24,6 @@ class Seam(NamedTuple):
     why: str
     parameters: tuple[str, ...] = ()
 
-    @property
-    def module(self) -> str:
-        return self.path.partition(":")[0]
-
 
 # fmt: off
 HOOKED = (
@@ -106,24 +102,3 @@ RELIED_ON = (
 )
 # fmt: on
 SEAMS = (*HOOKED, *OVERRIDDEN, *CALLED, *RELIED_ON)
-
-# Modules of SGLang whose rules are restated here, or may be, and that need have no seam;
-# CONTRIBUTING.md says where.
-RESTATED = (
-    "sglang.srt.arg_groups.deepseek_v4_hook",
-    "sglang.srt.arg_groups.model_overrides.deepseek_v2",
-    "sglang.srt.arg_groups.model_overrides.deepseek_v4",
-    "sglang.srt.arg_groups.parallel_hook",
-    "sglang.srt.arg_groups.pd_disaggregation_hook",
-    "sglang.srt.arg_groups.pipeline",
-    "sglang.srt.arg_groups.speculative_hook",
-    "sglang.srt.arg_groups.validation_hook",
-    "sglang.srt.disaggregation.base.conn",
-    "sglang.srt.disaggregation.mooncake.conn",
-    "sglang.srt.disaggregation.nixl.conn",
-    "sglang.srt.environ",
-    "sglang.srt.layers.linear",
-    "sglang.srt.mem_cache.memory_pool",
-    "sglang.srt.models.llama_eagle3",
-    "sglang.srt.plugins",
-)

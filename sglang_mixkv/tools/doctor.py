@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,7 +17,6 @@ from sglang_mixkv.channel import planes
 from sglang_mixkv.refusals import BACKENDS
 from sglang_mixkv.tools import doctor_checks as checks
 from sglang_mixkv.tools import doctor_child as child
-from sglang_mixkv.tools import doctor_diff as diff
 from sglang_mixkv.tools import doctor_rdma as rdma
 from sglang_mixkv.tools.doctor_checks import Finding
 from sglang_mixkv.tools.doctor_child import READ, ReadFailed, Wire
@@ -77,20 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--selftest", action="store_true",
-        help="only compare SGLang with what the plugin relies on: functions, and what they do",
-    )  # fmt: skip
-    parser.add_argument(
-        "--against", metavar="FOLDER",
-        help="only compare the SGLang in this folder (pip install --no-deps --target FOLDER "
-        "sglang==...) with its release, or with the newest that is supported; and with the "
-        "installed SGLang the source of each function that the plugin relies on, where it is "
-        "defined and in the transfer backends' classes. Of modules whose rules the plugin "
-        "restates, which no function stands for, only lines added and removed are counted",
-    )  # fmt: skip
-    parser.add_argument(
-        "--diff", nargs="?", const=diff.FUNCTIONS, choices=diff.DIFFS,
-        help="with --against: print the unified diff of these functions instead; modules: of the "
-        "whole modules that they are in, and of those whose rules are restated",
+        help="only compare SGLang's functions with what the plugin relies on",
     )  # fmt: skip
     parser.add_argument(
         "--no-transfer", action="store_true", help="leave the reads out, and what they would use"
@@ -103,9 +88,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def findings(args: argparse.Namespace) -> Iterator[Finding]:
     """All checks, the quick ones first."""
-    if args.against or args.selftest:
-        yield from checks.seams(args.against or "")
-        yield from diff.findings(args.against) if args.against else ()
+    if args.selftest:
+        yield from checks.seams()
         return
     yield from checks.versions()
     yield from checks.entry_point()
@@ -169,13 +153,7 @@ def text(found: Iterable[Finding]) -> str:
 
 def main(argv: list[str]) -> int:
     """Check, print, and return the exit status."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    if args.diff:
-        if not args.against:
-            parser.error("--diff needs --against FOLDER")
-        sys.stdout.write(diff.whole(args.against, args.diff))
-        return 0
+    args = _parser().parse_args(argv)
     found = list(findings(args))
     wrong = any(finding.problem for finding in found)
     if args.json:

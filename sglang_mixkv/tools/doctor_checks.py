@@ -70,9 +70,7 @@ def versions() -> Iterator[Finding]:
     """The plugin, what it needs, and the host."""
     sglang, mooncake, nixl = version_of("sglang"), version_of(*MOONCAKE), version_of("nixl")
     advice = ""
-    if is_newer(sglang):
-        sglang += f", newer than {SUPPORTED_SGLANG[-1]}: starts where the seams are as expected"
-    elif sglang not in SUPPORTED_SGLANG:
+    if sglang not in SUPPORTED_SGLANG:
         advice = f"expected SGLang {' or '.join(SUPPORTED_SGLANG)}"
         advice += f": pip install sglang=={SUPPORTED_SGLANG[-1]}"
     missing = "neither Mooncake nor NIXL is installed: pip install mooncake-transfer-engine"
@@ -166,15 +164,11 @@ def libraries(load: Callable[[str], object] = ctypes.CDLL) -> Iterator[Finding]:
     yield Finding("libraries", "found", ", ".join(found) or "none")
 
 
-def seams(folder: str = "") -> Iterator[Finding]:
-    """All that the plugin relies on inside SGLang, compared in a child process. `folder`: of
-    another SGLang than the installed one."""
-    env = dict(os.environ)
-    if folder:
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), folder]))
+def seams() -> Iterator[Finding]:
+    """All functions of SGLang's that the plugin relies on, compared in a child process."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _SEAMS_PROGRAM], env=env,
+            [sys.executable, "-c", _SEAMS_PROGRAM],
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SEAMS_LIMIT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

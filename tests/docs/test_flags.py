@@ -29,14 +29,6 @@ def test_a_new_flag_makes_them_stale(
     assert new_row in script.tables()
 
 
-def test_a_removed_flag_is_in_no_table() -> None:
-    assert [flag for flag, *_ in config.REMOVED if flag in script.tables()] == []
-
-
-def test_six_plugin_flags_at_most() -> None:
-    assert sum(bool(setting.flag) for setting in config.SETTINGS) <= 6
-
-
 def test_no_document_names_a_flag_or_variable_that_is_none() -> None:
     """Everywhere in the docs, not in the tables alone."""
     flags = {setting.flag for setting in config.SETTINGS}

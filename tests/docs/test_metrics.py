@@ -25,7 +25,6 @@ from .pages import ROOT
 
 sys.path += [str(ROOT / "scripts" / name) for name in ("bench", "docs")]
 
-import cold
 import health
 
 DASHBOARD, ALERTS = ROOT / "docs" / "dashboard.json", ROOT / "docs" / "alerts.yml"
@@ -79,10 +78,8 @@ def test_the_page_has_every_alert() -> None:
 
 def test_the_page_and_its_pictures_show_what_was_measured() -> None:
     page, figures = PAGE.read_text(), ROOT / "docs" / "figures"
-    measured, seen = (json.loads((figures / f"{n}.json").read_text()) for n in ("cold", "health"))
-    assert cold.page(measured["parts"]) in page
-    drawn = {"cold": cold.draw(measured["parts"]), **health.pictures(seen)}
-    assert sorted(drawn) == ["cold", "health", "status"]
+    drawn = health.pictures(json.loads((figures / "health.json").read_text()))
+    assert sorted(drawn) == ["health", "status"]
     for name, picture in drawn.items():
         assert (figures / f"{name}.svg").read_text() == picture
         assert f"(figures/{name}.svg)" in page

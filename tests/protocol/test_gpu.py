@@ -1,13 +1,12 @@
-"""What scripts/gpu.sh builds of SGLang's own classes: pools, pages, and FlashInfer's kernels."""
+"""What tests/gpu builds of SGLang's own classes: pools, pages, and FlashInfer's kernels."""
 
 from __future__ import annotations
 
 import inspect
 
 import pytest
-from rig.gpu import load
-
-torch = pytest.importorskip("torch")
+import torch
+from gpu import pools, test_flashinfer
 
 
 @pytest.mark.parametrize("page", [1, 16, 64])
@@ -16,20 +15,18 @@ def test_pools_and_pages_are_sglangs(page: int) -> None:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
     layout = pytest.importorskip("sglang.srt.mem_cache.layout.paged_view")
-    scene, part = load("scene"), load("part_flashinfer")
     pool = MHATokenToKVPool(
-        size=4 * page, page_size=page, dtype=torch.bfloat16, head_num=8, head_dim=scene.HEAD,
+        size=4 * page, page_size=page, dtype=torch.bfloat16, head_num=8, head_dim=pools.HEAD,
         layer_num=2, device="cpu", enable_memory_saver=False,
     )  # fmt: skip
     theirs = [*pool.k_buffer, *pool.v_buffer]
-    made = scene.pool(2, 8, len(theirs[0]), "bf16", "cpu", 1)
+    made = pools.pool(2, 8, len(theirs[0]), "bf16", "cpu")
     for entry, mine in zip(theirs, made, strict=True):
         assert (entry.shape, entry.stride()) == (mine.shape, mine.stride())
         assert entry.storage_offset() == mine.storage_offset()
         entry.copy_(mine)
-        assert torch.equal(
-            part.as_pages(mine, page), layout.paged_kv_view(entry, page, 8, scene.HEAD)
-        )
+        paged = layout.paged_kv_view(entry, page, 8, pools.HEAD)
+        assert torch.equal(mine.view(-1, page, *mine.shape[1:]), paged)
 
 
 def test_flashinfer_is_called_as_sglang_calls_it() -> None:
@@ -37,9 +34,8 @@ def test_flashinfer_is_called_as_sglang_calls_it() -> None:
     decode = pytest.importorskip("flashinfer.decode")
     from sglang.srt.layers.attention import flashinfer_backend as backend
 
-    scene, part = load("scene"), load("part_flashinfer")
-    for dtype in scene.DTYPES.values():
-        assert backend.should_use_tensor_core(dtype, part.GROUP, 1)
+    for dtype in pools.DTYPES.values():
+        assert backend.should_use_tensor_core(dtype, test_flashinfer.GROUP, 1)
     assert 'self.decode_backend = "fa2"' in inspect.getsource(backend)
     wrapper = decode.BatchDecodeWithPagedKVCacheWrapper
     assert {"use_tensor_cores", "backend"} <= inspect.signature(wrapper).parameters.keys()

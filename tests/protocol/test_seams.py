@@ -20,10 +20,8 @@ import pytest
 
 import sglang_mixkv
 from sglang_mixkv.engine import releases
-from sglang_mixkv.engine.behaviour import BEHAVIOURS
 from sglang_mixkv.engine.classes import mixed
 from sglang_mixkv.engine.seams import OVERRIDDEN, SEAMS
-from sglang_mixkv.tools import sources
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
 SOURCES = [PACKAGE / "plugin.py", *sorted((PACKAGE / "engine").glob("*.py"))]
@@ -145,45 +143,6 @@ def test_there_are_few_seams() -> None:
     """Each is work with each release of SGLang."""
     assert len(OVERRIDDEN) <= 25
     assert len(SEAMS) <= 60
-
-
-def test_the_files_to_read_for_another_release_are_there() -> None:
-    """doctor --against would call one that is misspelt the same in both."""
-    installed = sources.installed()
-    assert installed is not None
-    assert [m for m in releases.modules() if not installed.lines(m)] == []
-
-
-@pytest.mark.parametrize("path", sorted({*LISTED, *(one.function for one in BEHAVIOURS)}))
-def test_the_source_to_read_for_another_release_is_what_runs(path: str) -> None:
-    """doctor --against finds it without an import, inherited or imported by name as it may be."""
-    installed = sources.installed()
-    assert installed is not None
-    found = sources.body(installed, path)
-    assert found is not None
-    running = inspect.unwrap(pkgutil.resolve_name(path))
-    assert "".join(found.lines).endswith(inspect.getsource(running))  # overloads come first
-
-
-def test_the_backends_methods_are_read_too() -> None:
-    """What the mixins call by super() is a backend's own method where it has one."""
-    installed = sources.installed()
-    assert installed is not None
-    from sglang.srt.disaggregation.mooncake import conn as mooncake
-    from sglang.srt.disaggregation.nixl import conn as nixl
-
-    for module in (mooncake, nixl):
-        own = {
-            f"{module.__name__}:{made.__qualname__}.{name}"
-            for made in vars(module).values()
-            if inspect.isclass(made) and made.__module__ == module.__name__
-            for seam in SEAMS
-            for owner, _, name in [seam.path.partition(":")[2].partition(".")]
-            if name in vars(made) and owner in {base.__name__ for base in made.__mro__}
-        }
-        paths = dict.fromkeys(LISTED)
-        found = {b.place for p in paths for b in sources.overrides(installed, p, module.__name__)}
-        assert found == own
 
 
 HOOKED = {

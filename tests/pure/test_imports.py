@@ -39,15 +39,13 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
         {"", "channel", "config", "decode", "draft", "engine", "errors", "kinds", "prefill",
          "refusals", "series", "stats"},
     ),
-    "engine/behaviour.py": (set(), set()),  # SGLang by name, as releases.py
-    "engine/releases.py": ({"packaging"},
-                           {"", "config", "engine.behaviour", "engine.seams", "refusals"}),
+    "engine/releases.py": (set(), {"", "config", "engine.seams", "refusals"}),  # SGLang by name
     "engine/seams.py": (set(), set()),
     "plugin.py": (set(), {"config", "engine", "refusals"}),
     "tools/": (
         {"msgspec", "numpy", "requests", "zmq"},
-        {"", "channel", "config", "draft", "engine.behaviour", "engine.releases", "engine.seams",
-         "errors", "kinds", "refusals", "series", "tools"},
+        {"", "channel", "config", "draft", "engine.releases", "errors", "kinds", "refusals",
+         "series", "tools"},
     ),
     "__main__.py": (set(), {"tools"}),
     "__init__.py": (set(), set()),

@@ -95,13 +95,17 @@ class Reads(DataPlane):
 
 
 class Reporter:
+    """`copying`: seconds of all copies."""
+
     def __init__(self) -> None:
         self.seen: list[str] = []
+        self.copying = 0.0
 
     def __call__(self, note: Any) -> None:
         self.seen.append(note.what)
 
-    def moved(self, size: int, seconds: float) -> None: ...
+    def moved(self, size: int, seconds: float) -> None:
+        self.copying += seconds
 
     def ended(self, entry: Any, reason: str) -> None: ...
 
@@ -111,24 +115,36 @@ class Reporter:
 
 
 class _Side:
+class _Side:
     """What both have. `memory`: the pool's rows, K and V beside each other, on pages of their own
     that `take_away` unmaps, as SGLang's memory saver does. `device`: makes GpuRows of a pool and
-    its staging; None: threads copy."""
+    its staging; None: threads copy. `rows`, `staging` and `plane` can be given, on a GPU for
+    example; then `memory` is not what is transferred."""
 
     device: Callable[[DraftRows, Staging], Any] | None = None
 
-    def __init__(self, times: Times) -> None:
+    def __init__(
+        self, times: Times, rows: DraftRows | None = None, staging: Staging | None = None,
+        plane: Any = None,
+    ) -> None:  # fmt: skip
         self._mapped = mmap.mmap(-1, PAGES * PAGE * TOKEN_BYTES)
         flat = np.frombuffer(self._mapped, np.uint8)
         self.memory = flat.reshape(2, PAGES * PAGE, len(HEADS), 16)
         self.memory[:] = CANARY
-        self.rows = DraftRows([torch.from_numpy(entry) for entry in self.memory], HEADS)
-        self.staging = Staging(SLOTS, SLOT_BYTES, torch.device("cpu"))
-        self.slots, self.plane, self.notes = SlotPool(SLOTS, times), Reads(), Reporter()
-        self.instance, self.closed = messages.draw_instance(), False
-        self.plane.register(Memory(self.staging.address, self.staging.size), self.staging.address)
+        entries = [torch.from_numpy(entry) for entry in self.memory]
+        self.rows = rows or DraftRows(entries, HEADS)
+        self.staging = staging or Staging(SLOTS, SLOT_BYTES, torch.device("cpu"))
+        self.slots, self.plane = SlotPool(self.staging.count, times), plane or Reads()
+        self.instance, self.closed, self.notes = messages.draw_instance(), False, Reporter()
+        memory = Memory(self.staging.address, self.staging.size, self.rows.device.index)
+        self.plane.register(memory, self.staging.address + 8)  # bytes of slot 0 without a meaning
         make = type(self).device
         self.on_device = make(self.rows, self.staging) if make is not None else None
+
+    def segment_tokens(self, heads: int, slot_bytes: int) -> int:
+        """Of a segment that fits a slot of either side."""
+        size = min(self.staging.slot_bytes, slot_bytes) - SLOT_OVERHEAD
+        return size // self.rows.bytes_per_token(heads)
 
     def take_away(self) -> None:
         """From now on the process dies of a byte that is read or written there."""
@@ -141,26 +157,20 @@ class _Side:
 
 
 class Prefill(_Side):
-    def __init__(self, times: Times, port: int = 0) -> None:
-        super().__init__(times)
+    def __init__(self, times: Times, port: int = 0, host: str = HOST, **given: Any) -> None:
+        super().__init__(times, **given)
         self.memory[:] = np.random.default_rng(port).integers(0, 256, self.memory.shape)
         machine = prefill_machine.Machine(
-            self.instance, HEADS, lambda _heads, _size: SEGMENT, self.slots, times
+            self.instance, self.rows.heads, self.segment_tokens, self.slots, times
         )
         self.channel = PrefillWorker(
-            machine,
-            self.rows,
-            self.staging,
-            self.plane,
-            HOST,
-            port,
-            times,
-            self.notes,
+            machine, self.rows, self.staging, self.plane, host, port, times, self.notes,
             self.on_device,
         )
         facts = StagingFacts(
-            self.plane.name, self.plane.endpoint, self.staging.address, SLOT_BYTES, SLOTS
-        )
+            self.plane.name, self.plane.endpoint, self.staging.address, self.staging.slot_bytes,
+            self.staging.count,
+        )  # fmt: skip
         self.row: Any = SimpleNamespace(
             instance=self.instance, address=self.channel.address, staging=facts
         )
@@ -179,11 +189,12 @@ class Prefill(_Side):
         return Pages(np.arange(PAGES)[::-1][: -(-tokens // PAGE)], PAGE, events)
 
     def send(
-        self, room: int, tokens: int, first: int = 0, events: Sequence[Event] = ()
-    ) -> SendHandle:
+        self, room: int, tokens: int, first: int = 0, events: Sequence[Event] = (),
+        pages: Pages | None = None,
+    ) -> SendHandle:  # fmt: skip
         """A request of one chunk."""
         handle = self.channel.begin(room)
-        self.channel.add_chunk(handle, first, tokens, True, self.pages(tokens, events))
+        self.channel.add_chunk(handle, first, tokens, True, pages or self.pages(tokens, events))
         return handle
 
 
@@ -191,14 +202,14 @@ class Decode(_Side):
     """`forgotten`: instances that another one is in the place of."""
 
     def __init__(
-        self,
-        times: Times,
-        restarted: Callable[[bytes], None] | None = None,
-        lost: Callable[[bytes], None] = lambda _: None,
-    ) -> None:
-        super().__init__(times)
+        self, times: Times, restarted: Callable[[bytes], None] | None = None,
+        lost: Callable[[bytes], None] = lambda _: None, **given: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(times, **given)
         self.forgotten: list[bytes] = []
-        machine = decode_machine.Machine(self.instance, self.slots, SLOT_BYTES, times)
+        machine = decode_machine.Machine(
+            self.instance, self.slots, self.staging.slot_bytes, times
+        )
         store = Store(self.rows, self.staging, self.plane, self.on_device)
         forget = restarted or self.forgotten.append
         self.channel = DecodeWorker(machine, store, times, self.notes, forget, lost)
@@ -215,11 +226,15 @@ class Decode(_Side):
             self.channel.shut()
 
     def open(
-        self, room: int, tokens: int, peer: bytes, first: int = 0, event: Any = None
-    ) -> ReceiveHandle:
-        """Of tokens [first, first + tokens), in every second page of its pool."""
-        source = ev.Source(peer, HEADS, 1, SLOTS, SEGMENT)
-        handle = ReceiveHandle(np.arange(0, PAGES, 2)[: -(-tokens // PAGE)], PAGE, event)
+        self, room: int, tokens: int, peer: bytes, first: int = 0, event: Any = None,
+        source: ev.Source | None = None, pages: Any = None, page: int = PAGE,
+    ) -> ReceiveHandle:  # fmt: skip
+        """Of tokens [first, first + tokens), in every second page of its pool unless `pages` has
+        other ones."""
+        source = source or ev.Source(peer, HEADS, 1, SLOTS, SEGMENT)
+        if pages is None:
+            pages = np.arange(0, PAGES, 2)[: -(-tokens // PAGE)]
+        handle = ReceiveHandle(pages, page, event)
         self.channel.open(
             handle, bootstrap_room=room, sources=(source,), first_token=first, end=first + tokens
         )

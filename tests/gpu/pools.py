@@ -16,35 +16,40 @@ class Drafter(NamedTuple):
     layers: int
     heads: int
 
+    def __str__(self) -> str:
+        return self.name
 
-DRAFTERS = (Drafter("EAGLE3", 1, 8), Drafter("DFLASH", 6, 8), Drafter("DSPARK", 5, 16))
-HEAD = 128
+
+EAGLE3, DFLASH, DSPARK = Drafter("EAGLE3", 1, 8), Drafter("DFLASH", 6, 8), Drafter("DSPARK", 5, 16)
+DRAFTERS = EAGLE3, DFLASH, DSPARK
+HEAD, STAMP = 128, 7
 SLOTS, SLOT = 64, {"cuda": 4 << 20, "cpu": 64 << 10}  # the product's, and small ones
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 LAYOUTS = {"run": 0, "pages of 64": 64, "pages of 16": 16, "pages of 1": 1}
 
 
-def pool(layers: int, heads: int, rows: int, dtype: str, device: Any, seed: int) -> list[Tensor]:
+def pool(
+    layers: int, heads: int, rows: int, dtype: str, device: Any, seed: int = 1
+) -> list[Tensor]:
     """K of each layer, then V: [rows, heads, head size]. As in MHATokenToKVPool, K and V of a layer
     are halves of one allocation (sglang/srt/mem_cache/memory_pool.py, _create_buffers_normal)."""
     random = torch.Generator(device).manual_seed(seed)
-    shape = (2, rows, heads, HEAD)
     drawn = {"dtype": torch.bfloat16, "device": device, "generator": random}
-    both = [torch.randn(shape, **drawn).to(DTYPES[dtype]) for _ in range(layers)]
-    return [halves[0] for halves in both] + [halves[1] for halves in both]
+    both = [torch.randn((2, rows, heads, HEAD), **drawn).to(DTYPES[dtype]) for _ in range(layers)]
+    return [halves[half] for half in (0, 1) for halves in both]
 
 
-def pages_of(tokens: int, page_size: int, seed: int) -> Ints:
-    """Page numbers of a request, in random order; its last page may be in part another's."""
-    return np.random.default_rng(seed).permutation(-(-tokens // page_size))
-
-
-def rows_of(tokens: int, page_size: int, seed: int) -> Ints:
-    """Rows of a request's tokens; of page size 0 a run."""
+def rows_of(tokens: int, page_size: int) -> Ints:
+    """Row numbers of a request's tokens, in pages in random order; of page size 0 they are a run.
+    The last page may be in part another's."""
     if not page_size:
         return np.arange(tokens)
-    pages = pages_of(tokens, page_size, seed)
+    pages = pages_of(tokens, page_size)
     return (pages[:, None] * page_size + np.arange(page_size)).ravel()[:tokens]
+
+
+def pages_of(tokens: int, page_size: int) -> Ints:
+    return np.random.default_rng(1).permutation(-(-tokens // page_size))
 
 
 def as_bytes(entries: list[Tensor]) -> list[Tensor]:
@@ -56,10 +61,8 @@ def wrong_bytes(found: list[Tensor], wanted: list[Tensor]) -> int:
     return sum(int((one != other).sum()) for one, other in pairs)
 
 
-def device_of(options: Any) -> torch.device:
-    """The device that the options name, which becomes the current one."""
-    if options.device == "cpu":
-        torch.set_num_threads(1)  # on busy cores torch's own wait for each other
-        return torch.device("cpu")
-    torch.cuda.set_device(options.gpu)
-    return torch.device("cuda", options.gpu)
+def settle() -> None:
+    """Wait until no GPU works, and give back memory that is free."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()

@@ -1,0 +1,137 @@
+"""Files that other programs read, and that no test can start: Kubernetes', compose's and GitHub's
+own schemas take them, and the commands in them make one pair of servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from collections.abc import Iterator
+from importlib import resources
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from check_jsonschema.builtin_schemas import get_builtin_schema
+
+from sglang_mixkv.tools import plan_server
+from sglang_mixkv.tools.plan_pair import make_plan
+
+from .pages import ROOT
+
+SCRIPTS, PAIR = ROOT / "scripts" / "launch", ROOT / "mixkv_demo" / "models" / "mla"
+ITEMS = [
+    item for path in sorted((ROOT / "examples" / "kubernetes").iterdir())
+    for item in yaml.safe_load_all(path.read_text())
+]  # fmt: skip
+OTHERS = ("LeaderWorkerSet", "PodMonitor", "DynamoGraphDeployment")
+"""Kinds that are not Kubernetes' own: the pods that they make are."""
+
+
+def of_kind(kind: str) -> list[dict[str, Any]]:
+    return [item for item in ITEMS if item["kind"] == kind]
+
+
+def templates(item: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Pod templates in an object."""
+    for key, value in item.items():
+        if key in ("leaderTemplate", "workerTemplate", "podTemplate"):
+            yield value
+        for one in value if isinstance(value, list) else [value]:
+            yield from templates(one) if isinstance(one, dict) else ()
+
+
+def validate(item: dict[str, Any]) -> None:
+    """Strictly: a field that Kubernetes does not know is refused."""
+    objects = [item]
+    if item["kind"] in OTHERS:
+        head: dict[str, Any] = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {}}
+        objects = [head | {"template": template} for template in templates(item["spec"])]
+    for one in objects:
+        kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item["kind"])
+def test_kubernetes_knows_every_field(item: dict[str, Any]) -> None:
+    validate(item)
+    for template in templates(item.get("spec", {})):
+        (container,) = template["spec"]["containers"]
+        container["envs"] = container.get("env", [])
+        with pytest.raises(kubernetes_validate.ValidationError):
+            validate(item)
+        del container["envs"]
+
+
+def test_compose_and_github_accept_theirs() -> None:
+    compose = resources.files("check_jsonschema") / "builtin_schemas/vendor/compose-spec.json"
+    jsonschema.validate(
+        yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text()),
+        json.loads(compose.read_text()),
+    )
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    as_read = yaml.safe_load(workflow.replace("\non:", '\n"on":'))  # YAML 1.1 reads `on` as true
+    jsonschema.validate(as_read, get_builtin_schema("vendor.github-workflows"))
+
+
+# ---------------------------------------------------------------- one pair of servers
+
+
+def environment(container: dict[str, Any]) -> dict[str, str]:
+    """What Kubernetes sets: ConfigMaps first, then the container's own."""
+    maps = {item["metadata"]["name"]: item["data"] for item in of_kind("ConfigMap")}
+    names = [source["configMapRef"]["name"] for source in container.get("envFrom", [])]
+    found = {key: value for name in names for key, value in maps[name].items()}
+    return found | {pair["name"]: pair["value"] for pair in container.get("env", [])}
+
+
+def printed(server: dict[str, Any], index: int) -> str:
+    """The command that this pod of a server runs, with the scripts of this repository."""
+    template = server["spec"]["leaderWorkerTemplate"]
+    (container,) = next(templates(template))["spec"]["containers"]
+    environ = {
+        **environment(container), "PATH": f"{SCRIPTS}:{os.environ['PATH']}",
+        "LWS_GROUP_SIZE": str(template["size"]), "LWS_WORKER_INDEX": str(index),
+        "LWS_LEADER_ADDRESS": "first.node",
+        "MODEL": str(PAIR / "target"), "DRAFT": str(PAIR / "drafter"), "LAUNCHER": "printf %s\\n",
+    }  # fmt: skip
+    done = subprocess.run(
+        container["command"], env=environ, text=True, capture_output=True, check=True
+    )
+    return shlex.join(["python", "-m", "sglang.launch_server", *done.stdout.split("\n")[:-1]])
+
+
+def test_the_commands_of_all_pods_are_one_pair() -> None:
+    """Each node of a server has its rank, and the plan finds nothing."""
+    first = {}
+    for server in of_kind("LeaderWorkerSet"):
+        nodes = server["spec"]["leaderWorkerTemplate"]["size"]
+        lines = [printed(server, index) for index in range(nodes)]
+        for index, line in enumerate(lines if nodes > 1 else []):
+            assert f"--node-rank {index}" in line
+            assert "--dist-init-addr first.node:5000" in line
+        role = lines[0].partition("--disaggregation-mode ")[2].split()[0]
+        first[role] = plan_server.read(role, lines[0])
+        assert first[role].enabled
+    assert make_plan(first["prefill"], first["decode"]).findings == ()
+
+
+def test_the_workers_of_dynamo_are_one_pair() -> None:
+    """They opt in by the variable alone, since Dynamo's parser knows no flags of plugins."""
+    servers = {}
+    (dynamo,) = of_kind("DynamoGraphDeployment")
+    for component in dynamo["spec"]["components"]:
+        (worker,) = component["podTemplate"]["spec"]["containers"]
+        if (role := component["type"]) != "frontend":
+            models = (f"--{n}={PAIR}/{m}" for n, m in (
+                ("model-path", "target"), ("speculative-draft-model-path", "drafter")))  # fmt: skip
+            variables = [f"{name}={value}" for name, value in environment(worker).items()]
+            line = [*variables, "dynamo.sglang", *worker["args"], *models]
+            servers[role] = plan_server.read(role, shlex.join(line))
+            assert servers[role].enabled
+    plan = make_plan(servers["prefill"], servers["decode"])
+    assert plan.findings == ()
+    assert plan.need is not None
+    assert plan.need.needed

@@ -1,0 +1,63 @@
+"""What only a GPU can show of the plugin: `python -m pytest tests/gpu`.
+
+Each test runs on a GPU, and in small on the CPU, which shows that the test itself works. Each has a
+control: the same check with the protective step removed has to fail. Nothing here needs SGLang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    add = parser.getgroup("gpu").addoption
+    add("--figures", type=Path, metavar="FILE", help="tests/gpu: write the figures here as JSON")
+    add("--peer-gpu", type=int, default=0, metavar="N", help="the GPU of the process that packs")
+    add("--peer", metavar="HOST:PORT", help="read from the host that runs --listen")
+    add("--listen", metavar="HOST:PORT", help="pack for --peer until interrupted; run no test")
+
+
+def pytest_cmdline_main(config: pytest.Config) -> int | None:
+    if address := config.getoption("--listen", None):
+        from .test_transfer import listen
+
+        listen(address, config.getoption("--peer-gpu"))
+    return 0 if address else None
+
+
+def no_cuda() -> str:
+    """Why no CUDA device can be used; "" where one can."""
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is built without CUDA"
+    return "" if torch.cuda.is_available() else "there is no NVIDIA GPU, or no driver"
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    if why := no_cuda():
+        pytest.skip(f"no CUDA device: {why}")
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture(params=["cuda", "cpu"])
+def device(request: pytest.FixtureRequest) -> Any:
+    torch.set_num_threads(1)
+    return torch.device("cpu") if request.param == "cpu" else request.getfixturevalue("cuda")
+
+
+@pytest.fixture(scope="session")
+def figures(pytestconfig: pytest.Config) -> Iterator[Callable[..., None]]:
+    """Takes a record of figures of the test that runs. The file is written whatever failed."""
+    found: list[dict[str, Any]] = []
+    yield lambda **record: found.append({"test": os.environ["PYTEST_CURRENT_TEST"], **record})
+    if file := pytestconfig.getoption("--figures", None):
+        gpu = "" if no_cuda() else torch.cuda.get_device_name()
+        machine = {"gpu": gpu, "torch": torch.__version__, "cuda": torch.version.cuda}
+        file.write_text(json.dumps({"machine": machine, "figures": found}, indent=1) + "\n")

@@ -1,0 +1,170 @@
+"""What the channel waits for, shown by the bytes that are wrong if it does not.
+
+    early_send      prefill's forward writes a chunk's rows late; the chunk has the event behind it
+    indices         the chunk's page numbers are still on their way from the GPU, with an event
+    forward         a finished request's forward writes decode's rows late; the room has the event
+                    behind it, and is unpacked when that is done
+    pack, unpack    their own copies are late; another stream reads what they wrote once they return
+
+The control runs without the wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rig.threads import Decode, Prefill
+
+from sglang_mixkv.draft import rows as product
+from sglang_mixkv.draft.rows import HEADER, DraftRows, Staging
+from sglang_mixkv.prefill.outbox import Pages
+
+from .channel import TIMES, fetch, given, serve
+from .pools import STAMP, as_bytes, pages_of, pool, rows_of, settle, wrong_bytes
+
+PAGE, COUNT, HEADS = 16, 32, range(8)
+TOKENS, SIZE = PAGE * COUNT, PAGE * COUNT * 2 * 8 * 256  # bytes
+CYCLES = 200_000_000  # of a GPU's clock: some 0.1 s
+NOTHING = "nothing was shown: bytes are right without the wait too"
+
+
+class HostLate:
+    """A model on the CPU of work in another stream that ends late: when its event is asked for the
+    third time, or when somebody waits for it."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work, self._asked, self.event = [work], 0, self
+
+    def query(self) -> bool:
+        self._asked += 1
+        if self._asked == 3:
+            self.finish()
+        return not self._work
+
+    def finish(self) -> None:
+        while self._work:
+            self._work.pop()()
+
+
+class CudaLate:
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._stream = torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(CYCLES)
+            work()
+        self.event, self.finish = self._stream.record_event(), self._stream.synchronize
+
+
+class Order:
+    """A prefill rank and a decode rank on one device, whose pages are in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._late = device, CudaLate if device.type == "cuda" else HostLate
+        self.truth, self.here, self.there = (new_pool(device, seed) for seed in (1, 2, 3))
+        stagings: list[Staging] = []
+        rows = [DraftRows(entries, HEADS, by_numpy=False) for entries in (self.there, self.here)]
+        self.prefill = Prefill(TIMES, **given(rows[0], stagings))
+        self.decode = Decode(TIMES, **given(rows[1], stagings))
+        self.decode.inbox.connect(self.prefill.row)
+        self._rooms, self._pages = count(1), pages_of(TOKENS, PAGE)
+
+    def wrong(self, claim: str, waits: bool) -> int:
+        """Bytes that are not the right ones, from the same start."""
+        write(self.there, self.truth)
+        write(self.here, new_pool(self.device, 2))
+        pages, forward = self._pages, None
+        if claim == "early_send":
+            write(self.there, new_pool(self.device, 3))
+            work: Any = partial(write, self.there, self.truth)
+        elif claim == "indices":
+            computed = torch.from_numpy(self._pages).to(self.device)
+            pages = torch.zeros(COUNT, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            work = partial(pages.copy_, computed, non_blocking=True)
+        else:
+            work = partial(write, self.here, new_pool(self.device, 5))
+        settle()
+        late = self._late(work)
+        if claim == "forward" and waits:
+            forward = late.event
+        events = [late.event] if claim != "forward" and waits else []
+        room = next(self._rooms)
+        packing = threading.Thread(
+            target=serve, args=(self.prefill, room, TOKENS, Pages(pages, PAGE, events))
+        )
+        packing.start()
+        fetch(self.decode, self.prefill.row, HEADS, room, TOKENS, PAGE, forward)
+        packing.join()
+        late.finish()
+        settle()
+        rows = torch.from_numpy(rows_of(TOKENS, PAGE)).to(self.device)
+        return wrong_bytes(self.here, [entry[rows] for entry in self.truth])
+
+
+def new_pool(device: torch.device, seed: int) -> list[torch.Tensor]:
+    return pool(1, len(HEADS), TOKENS, "bf16", device, seed)
+
+
+def write(entries: list[torch.Tensor], data: list[torch.Tensor]) -> None:
+    for entry, new in zip(entries, data, strict=True):
+        entry.copy_(new)
+
+
+@pytest.mark.parametrize("claim", ["early_send", "indices", "forward"])
+def test_the_channel_waits(device: torch.device, claim: str, figures: Callable[..., None]) -> None:
+    order = Order(device)
+    wrong, without = (order.wrong(claim, waits) for waits in (True, False))
+    order.decode.close()
+    order.prefill.close()
+    figures(bytes=SIZE, wrong=wrong, without_the_wait=without)
+    assert wrong == 0
+    assert without > SIZE // 2, NOTHING
+
+
+@contextmanager
+def unwaited(_: Any) -> Iterator[None]:
+    """own_stream without its wait."""
+    with torch.inference_mode(), torch.cuda.stream(torch.cuda.Stream(priority=-1)):
+        yield
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("copies", ["pack", "unpack"])
+def test_copies_have_ended_when_the_call_returns(
+    cuda: torch.device, copies: str, waits: bool, figures: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    source, target = new_pool(cuda, 1), new_pool(cuda, 2)
+    slot, reader = Staging(1, SIZE + 2 * HEADER, cuda).slot(0), torch.cuda.Stream()
+    if copies == "unpack":
+        DraftRows(source, HEADS).pack(np.arange(TOKENS), HEADS, slot, STAMP)
+    written = as_bytes(target) if copies == "unpack" else [slot[HEADER : HEADER + SIZE]]
+    seen, parts = torch.zeros(SIZE, dtype=torch.uint8, device=cuda), DraftRows._parts
+    settle()
+
+    def late(rows: DraftRows, *what: Any) -> Iterator[Any]:
+        for number, part in enumerate(parts(rows, *what)):
+            if not number:  # behind the upload of row numbers, which may wait for its stream
+                torch.cuda._sleep(CYCLES)
+            yield part
+
+    monkeypatch.setattr(DraftRows, "_parts", late)
+    if not waits:
+        monkeypatch.setattr(product, "own_stream", unwaited)
+    if copies == "pack":
+        DraftRows(source, HEADS).pack(np.arange(TOKENS), HEADS, slot, STAMP)
+    else:
+        DraftRows(target, HEADS).unpack(np.arange(TOKENS), HEADS, slot)
+    with torch.cuda.stream(reader):
+        torch.cat([entry.flatten() for entry in written], out=seen)
+    settle()
+    wrong = int((seen != torch.cat([entry.flatten() for entry in as_bytes(source)])).sum())
+    figures(bytes=SIZE, wrong=wrong)
+    assert (wrong == 0) == waits, "" if waits else NOTHING
