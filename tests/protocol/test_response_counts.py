@@ -225,7 +225,7 @@ def test_senders_hear_the_same(prefill_tp: int, decode_tp: int, expected: set[st
 
 
 def says_that_all_send(rank: Rank) -> None:
-    from sglang_mixkv.decode.parts import Room
+    from sglang_mixkv.decode.transfer import Room
 
     real = Room.message
 
