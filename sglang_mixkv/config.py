@@ -46,8 +46,8 @@ class Config(msgspec.Struct, frozen=True):
     """What the operator asked of the plugin.
 
     `staging_mb`: MiB of a rank's staging buffer, taken at start. `on_draft_mismatch`: refuse or
-    cold. `patience`: a factor on the channel's times. `port`: of the
-    channel on GPU 0; any free one when 0. `data_plane`: mooncake or nixl; by the transfer backend
+    cold. `patience`: a factor on the channel's times. `port`: of the channel on GPU 0; any free one
+    when 0. `data_plane`: mooncake or nixl; by the transfer backend
     when empty. `stats_dir`: folder into which each process writes its counts; off when empty.
     `nixl_params`: of NIXL's backend, SGLang's and the plugin's.
     """

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from rig.threads import Decode, Prefill, Reads, wait_for
+from sglang_mixkv.prefill.outbox import Pages
 
 from sglang_mixkv.channel.data_plane import Outcome, Read
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.prefill.outbox import Pages
 
 from .pools import SLOT, SLOTS
 

@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 import torch
 from rig.threads import Decode, Prefill
+from sglang_mixkv.prefill.outbox import Pages
 
 from sglang_mixkv.draft import rows as product
 from sglang_mixkv.draft.rows import HEADER, DraftRows, Staging
-from sglang_mixkv.prefill.outbox import Pages
 
 from .channel import TIMES, fetch, given, serve
 from .pools import STAMP, as_bytes, pages_of, pool, rows_of, settle, wrong_bytes

@@ -28,11 +28,11 @@ import numpy as np
 import pytest
 import torch
 from rig.threads import Decode, Prefill
+from sglang_mixkv.prefill.outbox import Pages
 
 from sglang_mixkv.channel.data_plane import Outcome
 from sglang_mixkv.draft.facts import StagingFacts
 from sglang_mixkv.draft.rows import DraftRows
-from sglang_mixkv.prefill.outbox import Pages
 
 from .channel import TIMES, fetch, given, serve
 from .pools import DFLASH, DTYPES, HEAD, pages_of, pool, rows_of, settle, wrong_bytes
