@@ -136,7 +136,7 @@ class DecodeMember(Member):
     @property
     def entry(self) -> Any:
         """What the plugin has of the request; None in stock."""
-        return getattr(self.handle, "entry", None)
+        return getattr(self.handle, "handle", None)
 
     def resolve(self) -> None:
         self.wait_for(lambda: self.manager.try_ensure_parallel_info(self.rank.address(0)))
