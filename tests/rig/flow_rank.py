@@ -243,9 +243,9 @@ class FlowRank(Rank):
         status, seconds = receiver.poll(), time.monotonic() - began
         if status not in (KVPoll.Success, KVPoll.Failed) and seconds < STUCK_S:
             return False
-        entry = getattr(receiver, "handle", None)
-        state = str(entry.state) if entry is not None and entry.state else ""
-        reason = entry.reason if entry is not None else ""
+        handle = getattr(receiver, "handle", None)
+        state = str(handle.state) if handle is not None and handle.state else ""
+        reason = handle.reason if handle is not None else ""
         name = {KVPoll.Success: "success", KVPoll.Failed: "failed"}.get(status, f"stuck: {status}")
         if status == KVPoll.Success:
             receiver.clear()

@@ -353,8 +353,7 @@ class Rank(Memory):
 
 def is_cold(receiver: Any) -> bool:
     """Whether the draft channel served this request without its drafter's KV, or a part of it."""
-    entry = getattr(receiver, "handle", None)
-    return entry is not None and entry.state is State.COLD
+    return getattr(getattr(receiver, "handle", None), "state", None) is State.COLD
 
 
 def strip_drafter(args: Any) -> None:
