@@ -46,8 +46,8 @@ class Config(msgspec.Struct, frozen=True):
     """What the operator asked of the plugin.
 
     `staging_mb`: MiB of a rank's staging buffer, taken at start. `on_draft_mismatch`: refuse or
-    cold. `verify`: checksum or off. `patience`: a factor on the channel's times. `port`: of the
-    channel on GPU 0; any free one when 0. `data_plane`: mooncake or nixl; by the transfer backend
+    cold. `patience`: a factor on the channel's times. `port`: of the channel on GPU 0; any free one
+    when 0. `data_plane`: mooncake or nixl; by the transfer backend
     when empty. `stats_dir`: folder into which each process writes its counts; off when empty.
     `nixl_params`: of NIXL's backend, SGLang's and the plugin's.
     """
@@ -55,7 +55,6 @@ class Config(msgspec.Struct, frozen=True):
     enabled: bool = False
     staging_mb: int = 256
     on_draft_mismatch: str = "refuse"
-    verify: str = "checksum"
     allow_untested_sglang: bool = False
     patience: float = 1.0
     port: int = 0
@@ -168,13 +167,6 @@ SETTINGS = (
         "--mixkv-on-draft-mismatch",
     ),
     Setting(
-        "verify", "SGLANG_MIXKV_VERIFY", _one_of("checksum", "off"),
-        "Set on decode. Compare a checksum of each segment of draft KV with prefill's; where they "
-        "differ the drafter starts cold. Costs some two copies of these bytes on each side.",
-        "draft KV would be compared, or not, against the operator's will",
-        "--mixkv-verify",
-    ),
-    Setting(
         "allow_untested_sglang", ALLOW_UNTESTED_ENV, _TRUTH,
         "Start with an SGLang that is refused. Each difference is logged.",
         "an SGLang that was not tested would be started, or not, against the operator's will",
@@ -212,6 +204,12 @@ REMOVED = (
         "--mixkv-draft-transfer",
         "SGLANG_MIXKV_DRAFT_TRANSFER",
         "is no longer a setting: draft KV is always packed into slots. Remove it",
+    ),
+    (
+        "--mixkv-verify",
+        "SGLANG_MIXKV_VERIFY",
+        "is no longer a setting: each segment of draft KV carries a sum, which decode compares "
+        "always. Remove it",
     ),
 )
 """Flag, environment variable, and what to do. Each stops the start of an opted-in server."""

@@ -1,7 +1,6 @@
 """What a transfer of draft KV costs, as a + b x bytes, beside a bare read of as many bytes.
 
     channel    from prefill's `send` until the draft KV is in place on all decode ranks
-    unchecked  the same with `--mixkv-verify off`: the difference is what the checksum costs
     bare       one `transfer_sync_read` of as many bytes by one Mooncake engine from one peer
 
 The ways take turns, over Mooncake's TCP. A request is one chunk, and all ranks know it when `send`
@@ -23,7 +22,7 @@ import numpy as np
 import rings
 from common import DRAWS, Parts, Record, interleave, line, options, show
 
-WAYS = ("channel", "unchecked")
+WAYS = ("channel",)
 DIRECTIONS = ((2, 1), (1, 2))
 TOKENS = tuple(64 << step for step in range(10))  # 0.25 to 128 MiB
 

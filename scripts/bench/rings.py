@@ -3,7 +3,6 @@ asked for one request after the other.
 
     stock      SGLang alone
     channel    with the plugin
-    unchecked  with the plugin and `--mixkv-verify off`
 
 Rings of several ways stand side by side, so that their requests can take turns; one that is not
 asked sleeps. The main thread of a rank calls SGLang's sender or receiver as SGLang's scheduler
@@ -232,13 +231,12 @@ class Ring:
 
     def __init__(self, way: str, prefill_tp: int, decode_tp: int, most: int) -> None:
         plugin, context = way != "stock", mp.get_context("fork")
-        config = {"verify": "off"} if way == "unchecked" else {}
         case = model.Case(
             prefill_tp, decode_tp, target=model.Cache("mla", layers=1, k_bytes=24),
             draft=model.Cache("mha", heads=HEADS, k_bytes=HEAD_BYTES, v_bytes=HEAD_BYTES),
             requests=(model.Request(most),), page_size=PAGE, shuffled=False,
             prefill_mixkv=plugin, decode_mixkv=plugin,
-            shared=special.Shared([context.Event()]), special=special.Special(config=config),
+            shared=special.Shared([context.Event()]),
         )  # fmt: skip
         self._rooms, self._pipes, self._processes = itertools.count(10_000), {}, []
         ports = [rig.free_port()]

@@ -19,7 +19,7 @@ import msgspec
 
 from sglang_mixkv import __version__, config, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, is_newer
+from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools import simulated
 

@@ -11,6 +11,7 @@ import pytest
 import requests
 from rig.rank import free_port, wait_for_port
 
+from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
@@ -24,7 +25,7 @@ FACTS = DraftFacts("Llama", "EAGLE3", 4, (16, 16), "bfloat16")
 def row(rank: int, **changes: Any) -> Row:
     staging = StagingFacts("mooncake", b"endpoint", 1 << 20, 1 << 20, 64)
     plain = Row(
-        (2, 2), "0.3.0", "0.5.23", b"instance", "127.0.0.1", 9000 + rank,
+        PROTOCOL, "0.3.0", "0.5.23", b"instance", "127.0.0.1", 9000 + rank,
         f"tcp://127.0.0.1:{9100 + rank}", 2, rank, 0, (8, 8, 16), "mooncake",
         Target(0, 4, layer_ids=False, even=True), 1, DraftLayout(FACTS, 2, rank), staging,
     )  # fmt: skip
@@ -120,12 +121,12 @@ def test_nobody_there_is_asked_again_later() -> None:
 
 
 def test_a_later_build_that_still_reads_this_protocol_is_served() -> None:
-    later = row(0, protocol=(2, 5))
+    later = row(0, protocol=(3, 5))
     body = b'{"protocol":5,"rows":[%b]}' % msgspec.json.encode(later)
     assert list(asking.read_rows(body).values()) == [later]
 
 
-@pytest.mark.parametrize("protocol", [(3, 5), (0, 1)])
+@pytest.mark.parametrize("protocol", [(4, 5), (0, 2)])
 def test_a_build_without_a_protocol_in_common_is_refused(protocol: tuple[int, int]) -> None:
     body = b'{"protocol":5,"rows":[%b]}' % msgspec.json.encode(row(0, protocol=protocol))
     with pytest.raises(MixKVError, match="protocol in common"):

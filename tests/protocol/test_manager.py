@@ -10,7 +10,7 @@ from sglang_mixkv.channel.slots import slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.events import peer_of
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
-from sglang_mixkv.engine import rank as sides
+from sglang_mixkv.engine import rank as ranks
 from sglang_mixkv.engine.manager import DraftManager
 from sglang_mixkv.errors import MixKVError
 
@@ -69,10 +69,10 @@ def test_a_server_that_sglang_gives_up_is_forgotten_first() -> None:
 
 def test_a_slot_that_holds_no_token_is_refused_with_what_would() -> None:
     facts = DraftFacts("Llama", "EAGLE3", 8, (256,) * 16, "bfloat16")  # 32 KiB a token
-    sides.check_slots(DraftLayout(facts, 1, 0), slot_bytes(2))
-    sides.check_slots(DraftLayout(facts, 2, 0), slot_bytes(1))
+    ranks.check_slots(DraftLayout(facts, 1, 0), slot_bytes(2))
+    ranks.check_slots(DraftLayout(facts, 2, 0), slot_bytes(1))
     with pytest.raises(MixKVError, match=r"MIXKV-START-04.*--mixkv-staging-mb to be 2 or more"):
-        sides.check_slots(DraftLayout(facts, 1, 0), slot_bytes(1))
+        ranks.check_slots(DraftLayout(facts, 1, 0), slot_bytes(1))
 
 
 def test_an_open_waits_as_long_as_sglang_lets_a_request_wait(
@@ -82,7 +82,7 @@ def test_an_open_waits_as_long_as_sglang_lets_a_request_wait(
     names = [f"SGLANG_DISAGGREGATION_{of}_TIMEOUT" for of in ("WAITING", "BOOTSTRAP")]
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    assert sides.times(1.0) == Times()
+    assert ranks.times(1.0) == Times()
     for name in names:
         monkeypatch.setenv(name, "600")
-    assert sides.times(2.0) == Times(2.0, 1200)
+    assert ranks.times(2.0) == Times(2.0, 1200)

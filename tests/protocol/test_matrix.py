@@ -216,8 +216,7 @@ def dsa(prefill_tp: int, decode_tp: int, index_k: str, **kwargs: object) -> Case
 @pytest.mark.parametrize("index_k", INDEX_K)
 def test_dsa_target(prefill_tp: int, decode_tp: int, stages: int, index_k: str) -> None:
     """Every byte of KV and of index keys, which some layers have and some do not."""
-    config = {"verify": "off"}
-    right(dsa(prefill_tp, decode_tp, index_k, prefill_pp=stages, special=Special(config=config)))
+    right(dsa(prefill_tp, decode_tp, index_k, prefill_pp=stages))
 
 
 @pytest.mark.sampled(3)

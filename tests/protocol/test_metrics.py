@@ -56,7 +56,7 @@ def no_packing(rank: Rank) -> None:
         raise RuntimeError("out of memory")
 
     watch(rank)
-    rank.manager.outbox._rows = SimpleNamespace(pack=pack)
+    rank.manager.prefill_channel._rows.pack = pack
 
 
 def measured(case: Case, prefill: Callable[[Rank], None] = watch, **special: Any) -> Outcome:

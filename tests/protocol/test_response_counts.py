@@ -14,7 +14,7 @@ from rig.rank import Rank
 from rig.ring import run
 from rig.special import Special
 
-from sglang_mixkv.decode import servers
+from sglang_mixkv.decode import plan as plans
 from sglang_mixkv.draft.facts import Row
 from sglang_mixkv.draft.layout import DraftLayout
 from sglang_mixkv.engine import receiver as module
@@ -87,10 +87,10 @@ class Scene:
     def refusal(self, address: str) -> None:
         return None
 
-    def pairing(self, address: str, infos: Any) -> servers.Pairing:
-        contacts = servers.contacts_of(infos)
-        plan = servers.make_plan(contacts, self.rows, self.own, serve_mismatch=False)
-        return servers.Pairing(infos, plan)
+    def pairing(self, address: str, infos: Any) -> plans.Pairing:
+        contacts = plans.contacts_of(infos)
+        plan = plans.make_plan(contacts, self.rows, self.own, serve_mismatch=False)
+        return plans.Pairing(infos, plan)
 
     def receiver(self, dp_rank: int) -> Any:
         from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
@@ -161,9 +161,9 @@ def one_answer_more(patch: pytest.MonkeyPatch) -> None:
 
 
 def all_send(patch: pytest.MonkeyPatch) -> None:
-    real = servers.contacts_of
+    real = plans.contacts_of
     patch.setattr(
-        servers,
+        plans,
         "contacts_of",
         lambda infos: tuple(c._replace(is_send_target=True) for c in real(infos)),
     )
@@ -171,9 +171,9 @@ def all_send(patch: pytest.MonkeyPatch) -> None:
 
 def the_others_send(patch: pytest.MonkeyPatch) -> None:
     """As many, but not those of SGLang."""
-    real = servers.contacts_of
+    real = plans.contacts_of
     patch.setattr(
-        servers, "contacts_of",
+        plans, "contacts_of",
         lambda infos: tuple(c._replace(is_send_target=not c.is_send_target) for c in real(infos)),
     )  # fmt: skip
 
@@ -225,7 +225,7 @@ def test_senders_hear_the_same(prefill_tp: int, decode_tp: int, expected: set[st
 
 
 def says_that_all_send(rank: Rank) -> None:
-    from sglang_mixkv.decode.parts import Room
+    from sglang_mixkv.decode.transfer import Room
 
     real = Room.message
 

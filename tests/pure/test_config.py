@@ -47,7 +47,6 @@ VALUES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         {"1": 1, " 64": 64, "16384": 16384}, ("0", "-1", "16385", "1.5", "1e3", "64MB", "nan"),
     ),
     "on_draft_mismatch": ({"refuse": "refuse", "cold": "cold"}, ("warm", "Cold")),
-    "verify": ({"checksum": "checksum", "off": "off"}, ("on", "0")),
     "patience": (
         {"0.1": 0.1, "1": 1.0, "6e1": 60.0},
         ("0", "0.0001", "-1", "61", "nan", "inf", "-inf", "1 s"),

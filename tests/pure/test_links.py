@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import select
-import threading
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path

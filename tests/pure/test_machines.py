@@ -47,7 +47,7 @@ def prefill(slots: int = 8) -> Driven:
 def opened(
     generation: int, reader: bytes = READER, readers: int = 1, room: int = ROOM
 ) -> pev.Received:
-    message = Open(2, room, generation, PREFILL, reader, readers, (0, 4), 0, 1 << 20)
+    message = Open(3, room, generation, PREFILL, reader, readers, (0, 4), 0, 1 << 20)
     return pev.Received(b"connection" + reader, message)
 
 

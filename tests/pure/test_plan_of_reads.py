@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from sglang_mixkv.decode.plan import Contact, Plan, make_plan
 
 from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.decode.plan import Contact, Plan, make_plan
 from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target

@@ -43,15 +43,19 @@ def behind(message: Ready) -> list[Any]:
     return [msgspec.structs.replace(message, first_token=message.first_token + 1)]
 
 
+def channel_of(rank: Rank) -> Any:
+    return rank.manager.decode_channel or rank.manager.prefill_channel
+
+
 def message_fault(kind: type, change: Change) -> Inject:
     """A rank's first message of this kind goes out as these instead."""
 
     def inject(rank: Rank) -> None:
-        channel, met = rank.manager.inbox or rank.manager.outbox, []
+        channel, met = channel_of(rank), []
         if rank.side == "decode":
-            peers = channel._peers
-            real = peers.send
-            peers.send = lambda peer, message: all(real(peer, m) for m in meddled(message))
+            links = channel._links
+            real = links.send
+            links.send = lambda peer, message: all(real(peer, m) for m in meddled(message))
         else:
             real = channel._send
 
@@ -74,11 +78,11 @@ def noise(rank: Rank) -> None:
     """Messages from elsewhere to this prefill rank's channel."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(rank.manager.outbox.address)
-    good = Open(2, 100, 5, rank.manager.local.instance, b"somebody", 1, (0, 1), 0, 1 << 20)
+    socket.connect(rank.manager.prefill_channel.address)
+    good = Open(3, 100, 5, rank.manager.local.instance, b"somebody", 1, (0, 1), 0, 1 << 20)
     frames = [
         b"", os.urandom(1), os.urandom(40), b"\x94" * 200, bytes(1 << 16),
-        *(msgspec.msgpack.encode(m) for m in (Ack(0, 1), Ack(1 << 20, 9), Fail(100, 7, "x"))),
+        *(msgspec.msgpack.encode(m) for m in (Ack(((0, 1), (1 << 20, 9))), Fail(100, 7, "x"))),
         *(msgspec.msgpack.encode(good)[:-cut] for cut in (1, 2, 9)),
         msgspec.msgpack.encode(msgspec.structs.replace(good, prefill=b"another_")),
         msgspec.msgpack.encode(msgspec.structs.replace(good, heads=(3, 90))),
@@ -115,21 +119,21 @@ def both(*injects: Inject) -> Inject:
 
 def read_from_nowhere(rank: Rank) -> None:
     """The first read is of memory that the peer does not have."""
-    plane, met = rank.manager.inbox._fetches._plane, []
+    plane, met = rank.manager.decode_channel._store.plane, []
     real = plane.start
 
-    def start(link: Any, local: int, remote: int, size: int) -> Any:
+    def start(tag: Any, peer: Any, extents: Any) -> Any:
         if not met:
             met.append(1)
-            remote += 1 << 44
-        return real(link, local, remote, size)
+            extents = [one._replace(remote=one.remote + (1 << 44)) for one in extents]
+        return real(tag, peer, extents)
 
     plane.start = start
 
 
 def overwritten(rank: Rank, offset: int) -> None:
     """A byte of the first slot that is read is another's by then. `offset` 0: of its stamp."""
-    staging, met = rank.manager.inbox._copier._staging, []
+    staging, met = rank.manager.decode_channel._store.staging, []
     real = staging.slot
 
     def slot(number: int) -> Any:
@@ -146,8 +150,8 @@ def thread_ends(name: str) -> Inject:
     """One of this rank's threads ends at its next piece of work."""
 
     def inject(rank: Rank) -> None:
-        channel = rank.manager.inbox or rank.manager.outbox
-        owner = channel._copier if name == "_copy" else channel
+        channel = channel_of(rank)
+        owner = channel._copies if name == "_do" else channel
 
         def end(*_: Any) -> None:
             raise SystemExit
@@ -226,21 +230,20 @@ def _rows() -> Iterator[Fault]:
         at_decode(both(raising("unpack"), raising("clear"))), words="could not be cleared",
         remains=GONE,
     )  # fmt: skip
-    for name, inject, cold, verify in (
-        ("a read fails", read_from_nowhere, "read", "checksum"),
-        ("a slot is overwritten", partial(overwritten, offset=0), "stale", "off"),
-        ("a slot is damaged", partial(overwritten, offset=HEADER), "stale", "checksum"),
+    for name, inject, cold in (
+        ("a read fails", read_from_nowhere, "read"),
+        ("a slot is overwritten", partial(overwritten, offset=0), "stale"),
+        ("a slot is damaged", partial(overwritten, offset=HEADER), "stale"),
     ):
-        config = {"verify": verify}
-        yield served(group, name, at_decode(inject, config=config), cold=cold, remains=GONE)
+        yield served(group, name, at_decode(inject), cold=cold, remains=GONE)
 
 
 def _threads() -> Iterator[Fault]:
     for name, meeting in (
         ("prefill's channel thread ends", at_prefill(thread_ends("_handle"))),
-        ("prefill's packing thread ends", at_prefill(thread_ends("_pack"))),
-        ("decode's channel thread ends", at_decode(thread_ends("_look_after"))),
-        ("decode's copying thread ends", at_decode(thread_ends("_copy"))),
+        ("prefill's packing thread ends", at_prefill(thread_ends("_do"))),
+        ("decode's channel thread ends", at_decode(thread_ends("_look"))),
+        ("decode's copying thread ends", at_decode(thread_ends("_do"))),
     ):
         ended = "has ended", " left"
         yield served("threads", name, meeting, remains=ended, stays_cold=True)

@@ -23,6 +23,8 @@ from rig.rank import Rank, left_behind, reason_of
 from rig.resources import SLACK, leaks, resources
 from rig.stages import Port, hold_in_decode, hold_in_prefill
 
+from sglang_mixkv.decode import events as ev
+
 STUCK_S = 60
 DROPPED_S = 5
 QUEUES = 16
@@ -75,13 +77,13 @@ class FlowRank(Rank):
     def start_manager(self) -> None:
         super().start_manager()
         stop = self.case.shared.stop
-        if (outbox := getattr(self.manager, "outbox", None)) is not None:
+        if (prefill := getattr(self.manager, "prefill_channel", None)) is not None:
             closed = self.case.shared.closed
-            outbox._query_events = Port(outbox, lambda: bool(closed[self.rank]))
+            prefill._look = Port(prefill, lambda: bool(closed[self.rank]))
             if self.flow.held[0] == "decode" or self.flow.held == (self.side, self.rank):
-                hold_in_prefill(outbox, stop, self._room_is_met)
-        if (inbox := getattr(self.manager, "inbox", None)) is not None:
-            hold_in_decode(inbox, stop, self._peer_is_met)
+                hold_in_prefill(prefill, stop, self._room_is_met)
+        if (decode := getattr(self.manager, "decode_channel", None)) is not None:
+            hold_in_decode(decode, stop, self._peer_is_met)
 
     def _room_is_met(self, room: int) -> bool:
         held = self.flow.held
@@ -91,9 +93,9 @@ class FlowRank(Rank):
         side, rank = self.flow.held
         if side == "decode":
             return self.rank == rank
-        row = self.manager.inbox._peers._rows.get(peer)
-        server = self.manager.servers.name_of(peer)
-        return row is not None and (server, row.attn_tp_rank) == (self.address(0), rank)
+        link = self.manager.decode_channel._links._links.get(peer)
+        met = self.address(0), rank
+        return link is not None and (ev.server_of(peer), link.row.attn_tp_rank) == met
 
     def _host_of(self, server: int) -> str:
         return self.flow.hosts.get(("prefill", 2 * server), (0, Rank.host))[1]

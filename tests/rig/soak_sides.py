@@ -51,9 +51,9 @@ class Troubles:
 
 class SoakPrefill(SoakRank):
     def inject(self) -> None:
-        troubles, outbox = Troubles(self), self.manager.outbox
+        troubles, channel = Troubles(self), self.manager.prefill_channel
         troubles.in_rows("pack")
-        outbox._send = troubles.doubled(outbox._send)
+        channel._send = troubles.doubled(channel._send)
 
     def _begin(
         self, number: int, pages: np.ndarray, row: np.ndarray, meeting: Meeting | None
@@ -94,19 +94,20 @@ class SoakDecode(SoakRank):
         self.compared = 0
         self.shadow = {name: [e.copy() for e in pool] for name, pool in self.pools.items()}
         self.shadow_aux = [aux.copy() for aux in self.aux]
-        troubles, inbox = Troubles(self), self.manager.inbox
+        troubles, channel = Troubles(self), self.manager.decode_channel
         troubles.in_rows("unpack")
-        peers, plane = inbox._peers, inbox._fetches._plane
-        send, start = troubles.doubled(peers.send), plane.start
+        links, plane = channel._links, channel._store.plane
+        send, start = troubles.doubled(links.send), plane.start
 
         def send_or_lose(peer: bytes, message: Any) -> Any:
             lost = isinstance(message, OpenMessage) and troubles.happens()
             return True if lost else send(peer, message)
 
-        def start_somewhere(link: Any, local: int, remote: int, size: int) -> Any:
-            return start(link, local, remote + (troubles.happens() << 44), size)
+        def start_somewhere(tag: Any, peer: Any, extents: Any) -> Any:
+            off = troubles.happens() << 44
+            return start(tag, peer, [one._replace(remote=one.remote + off) for one in extents])
 
-        peers.send, plane.start = send_or_lose, start_somewhere
+        links.send, plane.start = send_or_lose, start_somewhere
 
     def _begin(
         self, number: int, pages: np.ndarray, row: np.ndarray, meeting: Meeting | None

@@ -50,13 +50,14 @@ class Stop:
             time.sleep(0.0005)
 
 
-def hold_in_prefill(outbox: Any, stop: Stop, is_met: Callable[[int], bool]) -> None:
+def hold_in_prefill(channel: Any, stop: Stop, is_met: Callable[[int], bool]) -> None:
     """`is_met`: whether a room meets the fault."""
-    pack, send = outbox._pack, outbox._send
+    copies, send = channel._copies, channel._send
+    pack = copies._do
 
     def packs(job: Any) -> Any:
-        packed, room = pack(job), outbox._rooms._uses.get(job.use)
-        stop.at("packed", lambda: room is not None and is_met(room.bootstrap_room))
+        packed = pack(job)
+        stop.at("packed", lambda: is_met(job.use.room))
         return packed
 
     def sends(action: Any) -> None:
@@ -64,13 +65,13 @@ def hold_in_prefill(outbox: Any, stop: Stop, is_met: Callable[[int], bool]) -> N
         if isinstance(action.message, Ready):
             stop.at("ready", lambda: is_met(action.message.room))
 
-    outbox._pack, outbox._send = packs, sends
+    copies._do, channel._send = packs, sends
 
 
-def hold_in_decode(inbox: Any, stop: Stop, is_met: Callable[[bytes], bool]) -> None:
+def hold_in_decode(channel: Any, stop: Stop, is_met: Callable[[bytes], bool]) -> None:
     """`is_met`: whether rooms at a peer meet the fault."""
-    peers, fetches, copier = inbox._peers, inbox._fetches, inbox._copier
-    send, start, handle, copy = peers.send, fetches.start, inbox._handle, copier._copy
+    links, copies = channel._links, channel._copies
+    send, read, handle, copy = links.send, links.read, channel._handle, copies and copies._do
 
     def sends(peer: bytes, message: Any) -> bool:
         has_left: bool = send(peer, message)
@@ -78,42 +79,43 @@ def hold_in_decode(inbox: Any, stop: Stop, is_met: Callable[[bytes], bool]) -> N
             stop.at("opened", lambda: is_met(peer))
         return has_left
 
-    def starts(read: ev.StartRead) -> Any:
-        stop.at("reading", lambda: is_met(read.peer))
-        return start(read)
+    def reads(action: ev.StartRead) -> Any:
+        stop.at("reading", lambda: is_met(action.peer))
+        return read(action)
 
     def handles(event: Any) -> None:
-        if isinstance(event, ev.ReadDone):
-            stop.at("read", lambda: is_met(inbox._rooms._reads.get(event.read).peer))
+        if isinstance(event, ev.ReadEnded) and not event.error:
+            stop.at("read", lambda: is_met(channel._machine._segments._reads[event.read].peer))
         handle(event)
 
-    def copies(job: Any) -> Any:
-        entry = inbox._entries.get(job.generation)
-        if isinstance(job, ev.Unpack) and entry is not None:
-            sources = {source.heads: source.peer for source in entry.opened.sources}
+    def copied(job: Any) -> Any:
+        if isinstance(job, ev.Unpack):
+            sources = {source.heads: source.peer for source in job.handle.opened.sources}
             stop.at("copying", lambda: is_met(sources[job.heads]))
         return copy(job)
 
-    peers.send, fetches.start, inbox._handle, copier._copy = sends, starts, handles, copies
+    links.send, links.read, channel._handle = sends, reads, handles
+    if copies is not None:
+        copies._do = copied
 
 
 class Port:
-    """Before an outbox's thread asks its events: closes the channel's port, or opens it again."""
+    """At each look of prefill's channel thread: closes its port, or opens it again."""
 
-    def __init__(self, outbox: Any, is_closed: Callable[[], bool]) -> None:
-        self._outbox, self._real, self._is_closed = outbox, outbox._query_events, is_closed
+    def __init__(self, channel: Any, is_closed: Callable[[], bool]) -> None:
+        self._channel, self._real, self._is_closed = channel, channel._look, is_closed
         self._closed = False
 
-    def __call__(self) -> None:
-        address = self._outbox.address
+    def __call__(self, ready: list[Any]) -> Any:
+        address = self._channel.address
         if self._is_closed() and not self._closed:
             self._closed = True
-            self._outbox._socket.unbind(address)
+            self._channel._socket.unbind(address)
             disconnect(int(address.rpartition(":")[2]))
         elif self._closed and not self._is_closed():
             self._closed = False
-            self._outbox._socket.bind(address)
-        self._real()
+            self._channel._socket.bind(address)
+        return self._real(ready)
 
 
 def disconnect(port: int) -> None:

@@ -163,7 +163,14 @@ class Prefill(_Side):
             self.instance, self.rows.heads, self.segment_tokens, self.slots, times
         )
         self.channel = PrefillWorker(
-            machine, self.rows, self.staging, self.plane, host, port, times, self.notes,
+            machine,
+            self.rows,
+            self.staging,
+            self.plane,
+            host,
+            port,
+            times,
+            self.notes,
             self.on_device,
         )
         facts = StagingFacts(
@@ -206,9 +213,7 @@ class Decode(_Side):
     ) -> None:  # fmt: skip
         super().__init__(times, **given)
         self.forgotten: list[bytes] = []
-        machine = decode_machine.Machine(
-            self.instance, self.slots, self.staging.slot_bytes, times
-        )
+        machine = decode_machine.Machine(self.instance, self.slots, self.staging.slot_bytes, times)
         store = Store(self.rows, self.staging, self.plane, self.on_device)
         forget = restarted or self.forgotten.append
         self.channel = DecodeWorker(machine, store, times, self.notes, forget, lost)
