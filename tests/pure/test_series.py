@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_mixkv.decode.worker import ReceiveHandle
 
 from sglang_mixkv import kinds, series
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.breaker import STRIKES, Breaker
+from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.engine.notes import Notes
 from sglang_mixkv.engine.requests import Began, Requests
 from sglang_mixkv.errors import CODES, MixKVError
