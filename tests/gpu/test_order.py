@@ -139,6 +139,7 @@ def test_a_batch_has_ended_when_its_ticket_says_so(
     staging = Staging(1, SIZE + HEADER, cuda)
     first, second = (Kernels(entries, HEADS, PAGE, staging) for entries in (source, target))
     request, slot = Request(rows_of(TOKENS, PAGE), HEADS, [range(TOKENS)]), staging.slot(0)
+    settle()
     first.pack(request)
     copies, written, right = second, as_bytes(target), as_bytes(source)
     if kind == "pack":
@@ -179,6 +180,7 @@ def test_torchs_copies_have_ended_when_the_call_returns(
     source, target = new_pool(cuda, 1), new_pool(cuda, 2)
     slot, reader = Staging(1, SIZE + HEADER, cuda).slot(0), torch.cuda.Stream()
     packing = DraftRows(source, HEADS)
+    settle()
     packing.pack(np.arange(TOKENS), HEADS, slot, STAMP)  # a sum's first weights are waited for
     if copies == "pack":
         slot.zero_()

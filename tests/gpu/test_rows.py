@@ -41,9 +41,8 @@ def test_every_byte_is_right(
     for way, wanted in product(WAYS[device.type], (drafter.heads, 1)):
         settle()
         slots, slot_bytes = COUNT[device.type], SLOT[device.type]
-        step = (slot_bytes - HEADER) // (
-            2 * drafter.layers * wanted * HEAD * DTYPES[dtype].itemsize
-        )
+        per_token = 2 * drafter.layers * wanted * HEAD * DTYPES[dtype].itemsize
+        step = (slot_bytes - HEADER) // per_token
         cuts = [range(number * step, (number + 1) * step) for number in range(slots)]
         numbers, own = rows_of(slots * step, LAYOUTS[layout]), range(drafter.heads)
         heads = own[-wanted:]
@@ -54,6 +53,7 @@ def test_every_byte_is_right(
         entries = pool(drafter.layers, drafter.heads, held, dtype, device)
         staging, request = Staging(slots, slot_bytes, device), Request(numbers, heads, cuts)
         copies = way(entries, own, LAYOUTS[layout] or 64, staging)
+        settle()  # copies wait for no stream
         copies.pack(request)
         truth, host = payload(entries, numbers, heads.start), DraftRows(on_host(entries), own)
         for number, cut in enumerate(cuts):
@@ -67,17 +67,20 @@ def test_every_byte_is_right(
             entry.zero_()
         staging.slot(0)[0] ^= 1
         staging.slot(1)[HEADER] ^= 1
+        settle()
         expected = [SlotCheck.STALE, SlotCheck.DIFFERS] + [SlotCheck.OK] * (slots - 2)
         assert copies.unpack(request) == expected
         assert not payload(entries, numbers[: 2 * step], heads.start).any(), "wrong slots were used"
         staging.slot(0)[0] ^= 1
         staging.slot(1)[HEADER] ^= 1
+        settle()
         assert copies.unpack(request) == [SlotCheck.OK] * slots
         assert torch.equal(payload(entries, numbers, heads.start), truth)
         written = sum(int(entry.count_nonzero()) for entry in as_bytes(entries))
         assert written == int(truth.count_nonzero()), "other rows or heads were written"
         for entry in as_bytes(entries):
             entry.fill_(1)
+        settle()
         copies.clear(request, range(1, len(numbers)))
         for entry in as_bytes(entries):
             assert not entry[torch.from_numpy(numbers[1:]).to(device)].any()
