@@ -108,7 +108,7 @@ def endpoint(data: bytes) -> None:
     extents = [
         data_plane.Extent(BASE, remote, length)
         for length in (1, SLOT_BYTES, MEMORY.size)
-        for remote in (BASE - 1, BASE, BASE + MEMORY.size - length, BASE + MEMORY.size)
+        for remote in (BASE, BASE - 1, BASE + MEMORY.size - length, BASE + MEMORY.size)
     ]
     for some in (*([one] for one in extents), extents):
         plane.start("read", data_plane.Peer(data, found), some)
