@@ -49,7 +49,7 @@ NIC = 50e9  # bytes per second
 class AtOnce:
     """Copies that have ended when they are started, with this result."""
 
-    is_alive = True
+    is_alive, polled = True, False
 
     def __init__(self, result: Any) -> None:
         self._result, self.done = result, list[Any]()
@@ -101,8 +101,6 @@ class Plane(DataPlane):
     def _check(self, read: Read) -> str | None:
         return "" if self._pace is None or time.perf_counter() >= read.handle else None
 
-    def _release(self, read: Read) -> None: ...
-
     def _drop(self, peer: Peer) -> None: ...
 
     def _close(self) -> None: ...
@@ -147,7 +145,7 @@ class Pair:
         row: Any = SimpleNamespace(
             instance=self.instance, address=self.prefill.address, staging=facts
         )
-        self.decode.connect(self.instance, row)
+        self.decode.add(self.decode.dial(row))
         while not self.decode.knows(self.instance):
             time.sleep(1e-3)
         self._room = 0

@@ -1,13 +1,14 @@
-"""Batches of draft/rows_gpu.py on a GPU: python scripts/bench/gpu_rows.py [--quick] >FILE
+"""Batches of draft/rows_gpu.py on a GPU: python scripts/bench/gpu_rows.py [--quick] [--json FILE]
 
-It compares every byte, and prints lines of JSON. `us`: microseconds of a slot of 4 MiB, from the
-start of its batch until its results are there: alone, beside a thread that launches kernels as
-SGLang's scheduler does, and beside one of pure Python. `share`: the device's time for a copy of as
-many bytes, divided by its time for the batch.
+It compares every byte. Microseconds are of a slot of 4 MiB, from the start of its batch until its
+results are there: alone, beside a thread that launches kernels as SGLang's scheduler does, and
+beside one of pure Python. `share`: the device's time for a copy of as many bytes, divided by its
+time for the batch.
 """
 
-import json
+import sys
 import threading
+import time
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
@@ -15,7 +16,7 @@ from statistics import median
 
 import numpy as np
 import torch
-from common import elapsed, machine, options, repeats
+from common import options, show
 
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.draft.rows_gpu import Job, gpu_rows
@@ -99,21 +100,28 @@ def beside(whom):
     thread.join()
 
 
+def elapsed(start):
+    began = time.perf_counter()
+    ended(start())
+    return time.perf_counter() - began
+
+
 def main():
-    arguments = options((__doc__ or "").splitlines()[0]).parse_args()
+    arguments = options(__doc__ or "").parse_args()
     torch.cuda.set_device(0)
-    print(json.dumps({"gpu": torch.cuda.get_device_name(0), "machine": machine()}))
-    count = range(repeats(arguments, 15))
+    count, found = range(arguments.repeats or (3 if arguments.quick else 15)), []
     for name, slots in product(list(CASES)[: 1 if arguments.quick else None], BATCHES):
+        print(name, slots, file=sys.stderr)
         scene = Scene(CASES[name], slots, torch.device("cuda", 0))
         for kind, (rows, start) in scene.starts.items():
             copy, batch = (median(on_device(rows, w) for _ in count) for w in (scene.copy, start))
-            line = {"case": name, "slots": slots, "kind": kind, "share": copy / batch, "us": {}}
+            record = {"case": name, "slots": slots, "kind": kind, "share": copy / batch}
             for whom in ("alone", "scheduler", "python"):
                 with beside(whom):
-                    seconds = median(elapsed(lambda s=start: ended(s())) for _ in count)
-                line["us"][whom] = seconds / slots * 1e6
-            print(json.dumps(line), flush=True)
+                    seconds = median(elapsed(start) for _ in count)
+                record[f"{whom} us"] = seconds / slots * 1e6
+            found.append(record)
+    show(arguments, {f"rows on {torch.cuda.get_device_name(0)}": found})
 
 
 if __name__ == "__main__":

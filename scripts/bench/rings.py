@@ -134,8 +134,8 @@ class PrefillMember(Member):
 
 class DecodeMember(Member):
     @property
-    def entry(self) -> Any:
-        """What the plugin has of the request; None in stock."""
+    def draft(self) -> Any:
+        """What the plugin has of the request, its ReceiveHandle; None in stock."""
         return getattr(self.handle, "handle", None)
 
     def resolve(self) -> None:
@@ -158,7 +158,7 @@ class DecodeMember(Member):
             self.metered("poll", self.handle.poll, polls)
 
     def draft_came(self) -> bool:
-        return self.entry is None or self.entry.state is not None
+        return self.draft is None or self.draft.state is not None
 
     def finish(self) -> tuple[float, float]:
         """When the draft KV was in place, and when SGLang could go on."""
@@ -172,8 +172,8 @@ class DecodeMember(Member):
     def conclude(self) -> None:
         """One poll once everything is there, so that it waits for no other process."""
         self.wait_for(lambda: self.target_came() and self.draft_came())
-        if self.entry is not None:
-            self.entry.request = request_of(self.handle.bootstrap_room)
+        if self.draft is not None:
+            self.draft.request = request_of(self.handle.bootstrap_room)
         self.last_poll()
 
     def empty(self) -> None:
@@ -183,8 +183,8 @@ class DecodeMember(Member):
 
     def wrong(self) -> int:
         """Bytes of the request's pages that are not prefill's."""
-        if self.entry is not None and self.entry.reason:
-            raise RuntimeError(f"a cold drafter: {self.entry.reason}")
+        if self.draft is not None and self.draft.reason:
+            raise RuntimeError(f"a cold drafter: {self.draft.reason}")
         case, rank, found = self.rank.case, self.rank, 0
         there, here = (self.pages(side, *self.opened) for side in SIDES)
         for name in ("target", "draft"):

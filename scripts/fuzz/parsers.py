@@ -7,16 +7,15 @@ message can be sent again, rows make a plan or are refused, an endpoint is read 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
-from sglang_mixkv.decode.parts import Room
-from sglang_mixkv.decode.servers import Contact, make_plan
 
 from sglang_mixkv.channel import data_plane, messages
 from sglang_mixkv.decode.events import OpenRoom
+from sglang_mixkv.decode.plan import Contact, make_plan
+from sglang_mixkv.decode.transfer import Room
 from sglang_mixkv.draft import facts
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
@@ -74,22 +73,49 @@ def _open(room: Room) -> None:
     assert asked == read, "heads that nobody reads"
 
 
+class Posting(data_plane.DataPlane):
+    """It keeps what it would read."""
+
+    name = "nixl"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory, self.posted = MEMORY, list[data_plane.Extent]()
+
+    def _register(self, memory: data_plane.Memory) -> bytes:
+        return b""
+
+    def _open(self, peer: data_plane.Peer) -> None: ...
+
+    def _post(self, read: data_plane.Read, extents: Sequence[data_plane.Extent]) -> None:
+        self.posted += extents
+
+    def _check(self, read: data_plane.Read) -> str:
+        return ""
+
+    def _drop(self, peer: data_plane.Peer) -> None: ...
+
+    def _close(self) -> None: ...
+
+
 def endpoint(data: bytes) -> None:
-    """Reads at both ends of the memory that an honest endpoint has."""
-    posted: list[tuple[int, int]] = []
-    plane: Any = SimpleNamespace(
-        name="nixl", _memory=MEMORY, _begin=lambda read, local, *range_: posted.append(range_)
-    )
+    """Reads at both ends of the memory that an honest endpoint has, and one list of them all."""
+    plane = Posting()
     try:
-        found = data_plane.DataPlane._decode(plane, data)
+        found = plane._decode(data)
     except ValueError:
         return
-    for length in (1, SLOT_BYTES, MEMORY.size):
-        for remote in (BASE - 1, BASE, BASE + MEMORY.size - length, BASE + MEMORY.size):
-            data_plane.DataPlane.start(plane, data_plane.Peer(data, found), BASE, remote, length)
+    extents = [
+        data_plane.Extent(BASE, remote, length)
+        for length in (1, SLOT_BYTES, MEMORY.size)
+        for remote in (BASE, BASE - 1, BASE + MEMORY.size - length, BASE + MEMORY.size)
+    ]
+    for some in (*([one] for one in extents), extents):
+        plane.start("read", data_plane.Peer(data, found), some)
     begin, end = found.memory.address, found.memory.address + found.memory.size
-    for remote, length in posted:
+    for _, remote, length in plane.posted:
         assert begin <= remote <= remote + length <= end, "a read outside the peer's memory"
+    assert len(plane.ended()) == len(extents) + 1
 
 
 def answer(*names: bytes) -> bytes:
@@ -100,8 +126,9 @@ def answer(*names: bytes) -> bytes:
 
 WITHOUT = msgspec.structs.replace(OWN, draft=None, staging=None)
 SENT: list[messages.Message] = [
-    messages.Open(2, 7, 10, b"prefill_", b"reader_0", 2, (0, 4), 16, 1 << 20, True, True, 1, 1),
-    messages.Ready(7, 10, 3, 5, 99, 48, 16, True, 1234), messages.Ack(5, 99),
+    messages.Open(2, 7, 10, b"prefill_", b"reader_0", 2, (0, 4), 16, 1 << 20, True, 1, 1),
+    messages.Ready(7, 10, 3, 48, (messages.Announced(5, 99, 16),), True),
+    messages.Ack(((5, 99), (6, 100))),
     messages.Fail(7, 10, "closed", "a reason", b"reader_0"),
 ]  # fmt: skip
 SEEDS = {

@@ -48,7 +48,7 @@ def test_cost_notices_a_wrong_byte(tmp_path: Path) -> None:
         "import sys\n"
         f"sys.path.insert(0, {str(BENCH)!r})\n"
         "import rings\n"
-        "from sglang_mixkv.prefill.outbox import Pages\n"
+        "from sglang_mixkv.prefill.worker import Pages\n"
         "real = Pages.rows\n"
         "Pages.rows = lambda self, offset, count: real(self, offset, count) ^ 1\n"
         "rings.load_sglang()\n"

@@ -1,4 +1,5 @@
-"""The draft channel over pools of a device. Its threads and sockets are the product's."""
+"""The draft channel over pools of a device. Its threads and sockets are the product's, and on CUDA
+the kernels that copy."""
 
 from __future__ import annotations
 
@@ -7,13 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 from rig.threads import Decode, Prefill, Reads, wait_for
-from sglang_mixkv.prefill.outbox import Pages
 
-from sglang_mixkv.channel.data_plane import Outcome, Read
+from sglang_mixkv.channel.data_plane import Read
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.prefill.worker import Pages
 
+from .copies import kernels
 from .pools import SLOT, SLOTS
 
 TIMES, LIMIT_S = Times(20), 60.0  # nothing here is late
@@ -31,21 +33,27 @@ class Direct(Reads):
         slot, offset = divmod(address - one.address, one.slot_bytes)
         return one.slot(slot)[offset : offset + length]
 
-    def _check(self, read: Read) -> Outcome | None:
-        local, remote, length = read.handle
+    def _check(self, read: Read) -> str | None:
         on_gpu = self._stagings[0].device.type == "cuda"
         stream = torch.cuda.Stream() if on_gpu else None
         with torch.inference_mode(), torch.cuda.stream(stream):
-            self._at(local, length).copy_(self._at(remote, length))
+            for local, remote, length in read.handle:
+                self._at(local, length).copy_(self._at(remote, length))
         if stream is not None:
             stream.synchronize()
-        return Outcome.DONE
+        return ""
 
 
-def given(rows: DraftRows, stagings: list[Staging], plane: Any = None) -> dict[str, Any]:
-    """What a side over these rows is made of. Without a plane it reads among `stagings`."""
-    stagings.append(Staging(SLOTS, SLOT[rows.device.type], rows.device))
-    return {"rows": rows, "staging": stagings[-1], "plane": plane or Direct(stagings)}
+def given(rows: DraftRows, page: int, stagings: list[Staging], plane: Any = None) -> dict[str, Any]:
+    """What a side over these rows, in pages of so many, is made of. Without a plane it reads among
+    `stagings`."""
+    staging = Staging(SLOTS, SLOT[rows.device.type], rows.device)
+    stagings.append(staging)
+    on_cuda = rows.device.type == "cuda"
+    return {
+        "rows": rows, "staging": staging, "plane": plane or Direct(stagings),
+        "on_device": kernels(rows.entries, rows.heads, page, staging) if on_cuda else None,
+    }  # fmt: skip
 
 
 def fetch(
@@ -58,15 +66,15 @@ def fetch(
     size = decode.segment_tokens(len(heads), row.staging.slot_bytes)
     source = ev.Source(row.instance, heads, 1, row.staging.slots, size)
     more = {"source": source, "pages": np.arange(-(-tokens // page)), "page": page}
-    entry = decode.open(room, tokens, row.instance, event=event, **more)
-    assert wait_for(lambda: entry.state is not None, LIMIT_S), "the room is not decided"
-    state, reason = entry.state, entry.reason
-    decode.inbox.close(entry)
+    handle = decode.open(room, tokens, row.instance, event=event, **more)
+    assert wait_for(lambda: handle.state is not None, LIMIT_S), "the room is not decided"
+    state, reason = handle.state, handle.reason
+    decode.channel.close(handle)
     assert state is ev.State.WARM, f"{state}: {reason} {decode.notes.seen}"
 
 
 def serve(prefill: Prefill, room: int, tokens: int, pages: Pages) -> None:
     """The same request of prefill's, until all of it is packed and read."""
-    use = prefill.send(room, tokens, pages=pages)
-    assert wait_for(lambda: use.settled, LIMIT_S), "the request is not settled"
-    prefill.outbox.end(use)
+    handle = prefill.send(room, tokens, pages=pages)
+    assert wait_for(lambda: handle.settled, LIMIT_S), "the request is not settled"
+    prefill.channel.end(handle)

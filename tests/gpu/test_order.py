@@ -4,7 +4,8 @@
     indices         the chunk's page numbers are still on their way from the GPU, with an event
     forward         a finished request's forward writes decode's rows late; the room has the event
                     behind it, and is unpacked when that is done
-    pack, unpack    their own copies are late; another stream reads what they wrote once they return
+    pack, unpack    copies are late; another stream reads what they wrote once the kernels' ticket
+                    says that they have ended, or torch's call has returned
 
 The control runs without the wait.
 """
@@ -22,12 +23,14 @@ import numpy as np
 import pytest
 import torch
 from rig.threads import Decode, Prefill
-from sglang_mixkv.prefill.outbox import Pages
 
 from sglang_mixkv.draft import rows as product
-from sglang_mixkv.draft.rows import HEADER, DraftRows, Staging
+from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
+from sglang_mixkv.prefill.worker import Pages
 
 from .channel import TIMES, fetch, given, serve
+from .copies import Kernels, Request, ended
 from .pools import STAMP, as_bytes, pages_of, pool, rows_of, settle, wrong_bytes
 
 PAGE, COUNT, HEADS = 16, 32, range(8)
@@ -71,9 +74,9 @@ class Order:
         self.truth, self.here, self.there = (new_pool(device, seed) for seed in (1, 2, 3))
         stagings: list[Staging] = []
         rows = [DraftRows(entries, HEADS, by_numpy=False) for entries in (self.there, self.here)]
-        self.prefill = Prefill(TIMES, **given(rows[0], stagings))
-        self.decode = Decode(TIMES, **given(rows[1], stagings))
-        self.decode.inbox.connect(self.prefill.row)
+        self.prefill = Prefill(TIMES, **given(rows[0], PAGE, stagings))
+        self.decode = Decode(TIMES, **given(rows[1], PAGE, stagings))
+        self.decode.reach(self.prefill.row)
         self._rooms, self._pages = count(1), pages_of(TOKENS, PAGE)
 
     def wrong(self, claim: str, waits: bool) -> int:
@@ -128,6 +131,39 @@ def test_the_channel_waits(device: torch.device, claim: str, figures: Callable[.
     assert without > SIZE // 2, NOTHING
 
 
+@pytest.mark.parametrize("kind", ["pack", "unpack"])
+def test_a_batch_has_ended_when_its_ticket_says_so(
+    cuda: torch.device, kind: str, figures: Callable[..., None]
+) -> None:
+    source, target = new_pool(cuda, 1), new_pool(cuda, 2)
+    staging = Staging(1, SIZE + HEADER, cuda)
+    first, second = (Kernels(entries, HEADS, PAGE, staging) for entries in (source, target))
+    request, slot = Request(rows_of(TOKENS, PAGE), HEADS, [range(TOKENS)]), staging.slot(0)
+    settle()
+    first.pack(request)
+    copies, written, right = second, as_bytes(target), as_bytes(source)
+    if kind == "pack":
+        copies, written, right = first, [slot[HEADER:]], [slot[HEADER:].clone()]
+        slot.zero_()
+    settle()
+    reader = torch.cuda.Stream()
+
+    def wrong_now() -> int:
+        with torch.cuda.stream(reader):
+            return wrong_bytes(written, right)  # waits for this stream alone
+
+    wrong_now()  # from here on its kernels and its memory are there, for which CUDA may wait
+    with torch.cuda.stream(torch.cuda.ExternalStream(copies.rows.driver.stream)):
+        torch.cuda._sleep(CYCLES)
+    ticket = copies.start(kind, request)
+    without = wrong_now()
+    assert ended(ticket) == [SlotCheck.OK]
+    wrong = wrong_now()
+    figures(bytes=SIZE, wrong=wrong, without_the_wait=without)
+    assert wrong == 0
+    assert without > SIZE // 2, NOTHING
+
+
 @contextmanager
 def unwaited(_: Any) -> Iterator[None]:
     """own_stream without its wait."""
@@ -137,14 +173,17 @@ def unwaited(_: Any) -> Iterator[None]:
 
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("copies", ["pack", "unpack"])
-def test_copies_have_ended_when_the_call_returns(
+def test_torchs_copies_have_ended_when_the_call_returns(
     cuda: torch.device, copies: str, waits: bool, figures: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     source, target = new_pool(cuda, 1), new_pool(cuda, 2)
-    slot, reader = Staging(1, SIZE + 2 * HEADER, cuda).slot(0), torch.cuda.Stream()
-    if copies == "unpack":
-        DraftRows(source, HEADS).pack(np.arange(TOKENS), HEADS, slot, STAMP)
+    slot, reader = Staging(1, SIZE + HEADER, cuda).slot(0), torch.cuda.Stream()
+    packing = DraftRows(source, HEADS)
+    settle()
+    packing.pack(np.arange(TOKENS), HEADS, slot, STAMP)  # a sum's first weights are waited for
+    if copies == "pack":
+        slot.zero_()
     written = as_bytes(target) if copies == "unpack" else [slot[HEADER : HEADER + SIZE]]
     seen, parts = torch.zeros(SIZE, dtype=torch.uint8, device=cuda), DraftRows._parts
     settle()
@@ -159,7 +198,7 @@ def test_copies_have_ended_when_the_call_returns(
     if not waits:
         monkeypatch.setattr(product, "own_stream", unwaited)
     if copies == "pack":
-        DraftRows(source, HEADS).pack(np.arange(TOKENS), HEADS, slot, STAMP)
+        packing.pack(np.arange(TOKENS), HEADS, slot, STAMP)
     else:
         DraftRows(target, HEADS).unpack(np.arange(TOKENS), HEADS, slot)
     with torch.cuda.stream(reader):

@@ -1,4 +1,4 @@
-"""Every byte that is packed, unpacked, summed and cleared is right, in each layout of a pool."""
+"""Every byte that is packed, verified, unpacked and cleared is right, in each layout of a pool."""
 
 from __future__ import annotations
 
@@ -8,12 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang_mixkv.draft.rows import HEADER, DraftRows, Staging
+from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
-from .pools import DRAFTERS, DTYPES, LAYOUTS, STAMP, Drafter, Ints, as_bytes, pool, rows_of, settle
+from .copies import WAYS, Request
+from .pools import (
+    DRAFTERS,
+    DTYPES,
+    HEAD,
+    LAYOUTS,
+    SLOT,
+    STAMP,
+    Drafter,
+    Ints,
+    as_bytes,
+    pool,
+    rows_of,
+    settle,
+)
 
-TOKENS = {"cuda": (1 << 17, 1 << 10), "cpu": (40,)}
-MOST_SUMMED = 1 << 10  # tokens: about as many as a slot has
+COUNT = {"cuda": 64, "cpu": 3}  # slots: the most that a batch takes, and few
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -22,38 +36,55 @@ MOST_SUMMED = 1 << 10  # tokens: about as many as a slot has
 def test_every_byte_is_right(
     device: torch.device, drafter: Drafter, dtype: str, layout: str
 ) -> None:
-    """Of all heads, as between equal sizes, and of one, the narrowest row of any reader. The
-    control takes the rows in another order."""
-    for tokens, count in product(TOKENS[device.type], (drafter.heads, 1)):
+    """Of all heads, as between equal sizes, and of one, the narrowest row of any reader. Of the
+    slots one has another stamp, and one a wrong byte. The control takes rows in another order."""
+    for way, wanted in product(WAYS[device.type], (drafter.heads, 1)):
         settle()
-        numbers, heads = rows_of(tokens, LAYOUTS[layout]), range(drafter.heads)[-count:]
-        needed = 6 * 2 * drafter.layers * drafter.heads * 128 * DTYPES[dtype].itemsize * tokens
+        slots, slot_bytes = COUNT[device.type], SLOT[device.type]
+        per_token = 2 * drafter.layers * wanted * HEAD * DTYPES[dtype].itemsize
+        step = (slot_bytes - HEADER) // per_token
+        cuts = [range(number * step, (number + 1) * step) for number in range(slots)]
+        numbers, own = rows_of(slots * step, LAYOUTS[layout]), range(drafter.heads)
+        heads = own[-wanted:]
+        held = int(numbers.max()) + 64
+        needed = 4 * slots * slot_bytes * drafter.heads // wanted
         if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < needed:
             pytest.skip(f"less than {needed >> 30} GiB of GPU memory are free")
-        held = int(numbers.max()) + 64
         entries = pool(drafter.layers, drafter.heads, held, dtype, device)
-        rows = DraftRows(entries, range(drafter.heads), by_numpy=False)
-        slot = Staging(1, -(-rows.packed_bytes(tokens, count) // 64) * 64, device).slot(0)
-        assert rows.pack(numbers, heads, slot, STAMP) == tokens * rows.bytes_per_token(count)
-        truth = payload(entries, numbers, heads.start)
-        packed = slot[HEADER : HEADER + len(truth)]
-        assert torch.equal(packed, truth)
-        assert not torch.equal(packed, payload(entries, numbers[::-1].copy(), heads.start))
-        assert rows.stamps(slot, tokens, count) == (STAMP, STAMP)
-        if tokens <= MOST_SUMMED:
-            check_sum(rows, slot, tokens, count)
+        staging, request = Staging(slots, slot_bytes, device), Request(numbers, heads, cuts)
+        copies = way(entries, own, LAYOUTS[layout] or 64, staging)
+        settle()  # copies wait for no stream
+        copies.pack(request)
+        truth, host = payload(entries, numbers, heads.start), DraftRows(on_host(entries), own)
+        for number, cut in enumerate(cuts):
+            slot, right = staging.slot(number), payload(entries, request.rows(cut), heads.start)
+            assert torch.equal(slot[HEADER : HEADER + len(right)], right)
+            assert host.verify(slot.cpu(), step, wanted, STAMP + number) is SlotCheck.OK
+        if step > 1:
+            other = payload(entries, request.rows(cuts[0])[::-1].copy(), heads.start)
+            assert not torch.equal(staging.slot(0)[HEADER : HEADER + len(other)], other)
         for entry in as_bytes(entries):
             entry.zero_()
-        rows.unpack(numbers, heads, slot)
+        staging.slot(0)[0] ^= 1
+        staging.slot(1)[HEADER] ^= 1
+        settle()
+        expected = [SlotCheck.STALE, SlotCheck.DIFFERS] + [SlotCheck.OK] * (slots - 2)
+        assert copies.unpack(request) == expected
+        assert not payload(entries, numbers[: 2 * step], heads.start).any(), "wrong slots were used"
+        staging.slot(0)[0] ^= 1
+        staging.slot(1)[HEADER] ^= 1
+        settle()
+        assert copies.unpack(request) == [SlotCheck.OK] * slots
         assert torch.equal(payload(entries, numbers, heads.start), truth)
         written = sum(int(entry.count_nonzero()) for entry in as_bytes(entries))
         assert written == int(truth.count_nonzero()), "other rows or heads were written"
         for entry in as_bytes(entries):
             entry.fill_(1)
-        rows.clear(numbers[1:])
+        settle()
+        copies.clear(request, range(1, len(numbers)))
         for entry in as_bytes(entries):
             assert not entry[torch.from_numpy(numbers[1:]).to(device)].any()
-            assert int(entry.count_nonzero()) == (held - tokens + 1) * entry[0].numel()
+            assert int(entry.count_nonzero()) == (held - len(numbers) + 1) * entry[0].numel()
 
 
 def payload(entries: list[Tensor], numbers: Ints, first: int) -> Tensor:
@@ -62,12 +93,6 @@ def payload(entries: list[Tensor], numbers: Ints, first: int) -> Tensor:
     return torch.cat([entry[places][:, first:].flatten() for entry in as_bytes(entries)])
 
 
-def check_sum(rows: DraftRows, slot: Tensor, tokens: int, count: int) -> None:
-    """It is what the host finds, and another one where a byte changed."""
-    size = rows.head_bytes[0]
-    memory = [torch.zeros((1, len(rows.heads), size), dtype=torch.uint8) for _ in rows.head_bytes]
-    right = DraftRows(memory, rows.heads).checksum(slot.cpu(), tokens, count)
-    assert rows.checksum(slot, tokens, count) == right
-    slot[HEADER] ^= 1
-    assert rows.checksum(slot, tokens, count) != right
-    slot[HEADER] ^= 1
+def on_host(entries: list[Tensor]) -> list[Tensor]:
+    """A pool of one row, for sums."""
+    return [entry[:1].cpu() for entry in as_bytes(entries)]

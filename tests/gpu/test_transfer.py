@@ -28,11 +28,11 @@ import numpy as np
 import pytest
 import torch
 from rig.threads import Decode, Prefill
-from sglang_mixkv.prefill.outbox import Pages
 
-from sglang_mixkv.channel.data_plane import Outcome
+from sglang_mixkv.channel.data_plane import Extent
 from sglang_mixkv.draft.facts import StagingFacts
 from sglang_mixkv.draft.rows import DraftRows
+from sglang_mixkv.prefill.worker import Pages
 
 from .channel import TIMES, fetch, given, serve
 from .pools import DFLASH, DTYPES, HEAD, pages_of, pool, rows_of, settle, wrong_bytes
@@ -56,7 +56,7 @@ def side(there: Connection, asked: Any, entries: list[torch.Tensor], heads: rang
         from sglang_mixkv.channel.nixl import Nixl
 
         plane = Nixl()
-    return given(DraftRows(entries, heads), [], plane), host
+    return given(DraftRows(entries, heads), PAGE, [], plane), host
 
 
 def truth(asked: Any, device: torch.device) -> list[torch.Tensor]:
@@ -149,7 +149,7 @@ def test_slots_are_read_by_another_process(
         there.send_bytes(encode(asked))
         instance, address, facts = decode(there.recv_bytes(), type=tuple[bytes, str, StagingFacts])
         row: Any = SimpleNamespace(instance=instance, address=address, staging=facts)
-        reader.inbox.connect(row)
+        reader.reach(row)
         for room in range(1, TURNS[device.type] + 2):
             for entry in found:
                 entry.zero_()
@@ -161,10 +161,11 @@ def test_slots_are_read_by_another_process(
             packing = decode(there.recv_bytes())
             assert wrong_bytes(found, right) == 0
             peer, again = reader.plane.connect(facts.endpoint), time.perf_counter()
-            read = reader.plane.start(peer, staging.address, facts.base, length)
-            while (outcome := reader.plane.outcome(read)) is None:
+            whole_slots = [Extent(staging.address, facts.base, length)]
+            reader.plane.start("bare", peer, whole_slots)
+            while not (ended := reader.plane.ended()):
                 time.sleep(0)
-            assert outcome is Outcome.DONE, read.why
+            assert ended == [("bare", "")]
             bare = (time.perf_counter() - again) * size / length
             taken.append((middle - begin, bare))
         reader.close()

@@ -10,17 +10,17 @@ A, B = b"peer___a", b"peer___b"
 
 def opened(now: float = 0.0, peer: bytes = A) -> Breaker:
     breaker = Breaker()
-    assert [breaker.strike(peer, n, now) for n in (1, 2, 3)] == [False, False, True]
+    assert [breaker.record_failure(peer, n, now) for n in (1, 2, 3)] == [False, False, True]
     return breaker
 
 
 def test_three_strikes_open_it():
     breaker = Breaker()
-    breaker.strike(A, 1, 0.0)
-    breaker.strike(A, 2, 0.0)
+    breaker.record_failure(A, 1, 0.0)
+    breaker.record_failure(A, 2, 0.0)
     assert not breaker.blocked([A], 3, 0.0)
     assert breaker.open_peers() == []
-    assert breaker.strike(A, 3, 0.0)
+    assert breaker.record_failure(A, 3, 0.0)
     assert breaker.blocked([A], 4, 0.0)
     assert breaker.open_peers() == [A]
 
@@ -28,9 +28,9 @@ def test_three_strikes_open_it():
 def test_a_warm_room_between_them_starts_the_count_anew():
     breaker = Breaker()
     for generation in range(10):
-        assert not breaker.strike(A, generation, 0.0)
+        assert not breaker.record_failure(A, generation, 0.0)
         if generation % 2:
-            breaker.warm(A)
+            breaker.record_success(A)
     assert not breaker.blocked([A], 11, 0.0)
 
 
@@ -45,7 +45,7 @@ def test_after_a_wait_one_room_is_a_probe():
 def test_a_warm_probe_closes_it():
     breaker = opened()
     assert not breaker.blocked([A], 4, 1.0)
-    breaker.warm(A)
+    breaker.record_success(A)
     assert not breaker.blocked([A], 5, 1.0)
     assert not breaker.blocked([A], 6, 1.0)
     assert breaker.open_peers() == []
@@ -58,16 +58,16 @@ def test_waits_double_up_to_thirty_seconds():
         while breaker.blocked([A], generation, now):
             now += 0.5
         waits.append(now - began)
-        assert not breaker.strike(A, generation, now)  # it was open before
+        assert not breaker.record_failure(A, generation, now)  # it was open before
     assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
 
 
 def test_a_room_from_before_it_opened_changes_nothing():
     breaker = opened()
     assert not breaker.blocked([A], 4, 1.0)
-    assert not breaker.strike(A, 3, 1.0)
+    assert not breaker.record_failure(A, 3, 1.0)
     assert breaker.blocked([A], 5, 2.0)  # the probe still runs
-    breaker.strike(A, 4, 2.0)
+    breaker.record_failure(A, 4, 2.0)
     assert breaker.blocked([A], 5, 3.99)
     assert not breaker.blocked([A], 5, 4.0)
 
@@ -92,7 +92,7 @@ def test_a_blocked_room_is_nobody_s_probe():
     """A may be tried again, B may not: the room is cold, and A's next room is its probe."""
     breaker = opened()
     for generation in (4, 5, 6):
-        breaker.strike(B, generation, 10.0)
+        breaker.record_failure(B, generation, 10.0)
     assert breaker.blocked([A, B], 7, 10.0)
     assert not breaker.blocked([A], 8, 10.0)
 
@@ -100,7 +100,7 @@ def test_a_blocked_room_is_nobody_s_probe():
 def test_one_room_may_be_the_probe_of_several_peers():
     breaker = opened()
     for generation in (4, 5, 6):
-        breaker.strike(B, generation, 0.0)
+        breaker.record_failure(B, generation, 0.0)
     assert not breaker.blocked([A, B], 7, 1.0)
     breaker.withdraw(7)
     assert not breaker.blocked([A], 8, 1.0)
@@ -111,7 +111,7 @@ def test_the_number_of_peers_is_bounded(monkeypatch):
     monkeypatch.setattr(module, "MAX_PEERS", 3)
     breaker = opened()
     for n in range(3):
-        breaker.strike(b"peer_%03d" % n, 10 + n, 0.0)
+        breaker.record_failure(b"peer_%03d" % n, 10 + n, 0.0)
     assert not breaker.blocked([A], 20, 0.0)  # forgotten: it starts anew
     assert len(breaker._states) == 3
 
@@ -128,8 +128,8 @@ def test_a_room_costs_its_own_peers_alone_however_many_have_struck():
     assert not breaker.blocked([A], 4, 1.0)
     breaker.withdraw(4)
     assert not breaker.blocked([A], 5, 1.0)
-    breaker.strike(A, 5, 1.0)
+    breaker.record_failure(A, 5, 1.0)
     breaker.withdraw(5)
     assert not breaker._probes
-    breaker.warm(A)
+    breaker.record_success(A)
     assert not breaker._states

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from sglang_mixkv.channel import data_plane, messages
-from sglang_mixkv.decode import servers
+from sglang_mixkv.decode import plan
 
 asking = pytest.importorskip("sglang_mixkv.engine.asking")  # needs aiohttp
 
@@ -51,12 +51,12 @@ def depth_of_answers(patch: Patch) -> None:
 
 @guard("row", "ZeroDivisionError")
 def sizes_of_zero(patch: Patch) -> None:
-    patch(servers, "readers_of", lambda prefill, decode: max(1, decode // prefill))
+    patch(plan, "readers_of", lambda prefill, decode: max(1, decode // prefill))
 
 
 @guard("row", "heads that nobody reads")
 def instances_of_ranks(patch: Patch) -> None:
-    patch(servers, "_check_instances", lambda instances: None)
+    patch(plan, "_check_instances", lambda instances: None)
 
 
 @guard("endpoint", "RecursionError")

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_mixkv.decode.copier import Entry
 
 from sglang_mixkv import kinds, series
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.breaker import STRIKES, Breaker
+from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.engine.notes import Notes
 from sglang_mixkv.engine.requests import Began, Requests
 from sglang_mixkv.errors import CODES, MixKVError
@@ -28,7 +28,7 @@ PAGE, DOCUMENT = (DOCS / "troubleshooting.md").read_text(), (DOCS / "metrics.md"
 KIND = re.compile(r"[a-z_]+")
 
 # Who takes a kind, and which of its arguments that is.
-TAKES = {"Note": 0, "_note": 0, "_go_cold": 1, "_fail_part": 1, "_end_parts": 1}
+TAKES = {"Note": 0, "_note": 0, "_go_cold": 1, "_fail": 1, "_fail_parts": 1}
 
 
 def texts(node: ast.AST) -> set[str]:
@@ -91,7 +91,8 @@ def test_every_note_of_decode_has_a_place() -> None:
 
 
 def test_every_note_of_prefill_has_a_place() -> None:
-    codes = given(PREFILL, "_fail_part") | given(PREFILL, "_end_parts") | refusals()
+    codes = given(PREFILL, "_fail") | given(PREFILL, "_fail_parts") | refusals()
+    codes |= set_to(PREFILL, "why")
     assert codes == set(series.FAILS)
     notes = given(PREFILL, "_note") | given(PREFILL, "Note")
     assert notes | codes == set(kinds.PREFILL)
@@ -164,13 +165,12 @@ def notes(side: str = DECODE) -> tuple[Notes, Counter[tuple[str, Values]]]:
 
 def ended(
     one: Notes, state: ev.State | None, reason: str = "", closed: str = "", prefill: str = "a:1"
-) -> Entry:
-    opened = ev.OpenRoom(1, 1, (), 0, 0)
-    entry = Entry(opened, [], 1, None, prefill)
-    entry.state, entry.reason = state, reason
-    one.ended(entry, closed)
+) -> ReceiveHandle:
+    handle = ReceiveHandle([], 1, None, prefill)
+    handle.state, handle.reason = state, reason
+    one.ended(handle, closed)
     one.ticked()
-    return entry
+    return handle
 
 
 @pytest.mark.parametrize(
@@ -272,11 +272,11 @@ def test_gauges_follow_slots_and_breakers() -> None:
     one.slots.take("reader", 0.0)
     for peer in (b"one", b"gone"):
         for strike in range(STRIKES):
-            one.breaker.strike(peer, strike, 0.0)
+            one.breaker.record_failure(peer, strike, 0.0)
     look(one)
     assert (found["slots", ()], found["slots_used", ()]) == (4, 1)
     assert (found["breaker_open", ("a:1",)], found["breaker_open", ("b:2",)]) == (1, 0)
-    one.breaker.warm(b"one")
+    one.breaker.record_success(b"one")
     look(one)
     assert found["breaker_open", ("a:1",)] == 0
     assert ("breaker_open", ("other",)) not in found
@@ -305,10 +305,10 @@ class Req:
 
 
 def begun(one: Notes, request: Any, state: ev.State = ev.State.WARM, prefill: str = "a:1") -> None:
-    entry = Entry(ev.OpenRoom(1, 1, (), 0, 0), [], 1, None, prefill)
-    entry.request, entry.state = request, state
-    entry.reason = "deadline" if state is ev.State.COLD else ""
-    one.ended(entry, "")
+    handle = ReceiveHandle([], 1, None, prefill)
+    handle.request, handle.state = request, state
+    handle.reason = "deadline" if state is ev.State.COLD else ""
+    one.ended(handle, "")
 
 
 def test_accept_length_by_state_and_position() -> None:

@@ -117,14 +117,14 @@ class Reporter:
 class _Side:
     """What both have. `memory`: the pool's rows, K and V beside each other, on pages of their own
     that `take_away` unmaps, as SGLang's memory saver does. `device`: makes GpuRows of a pool and
-    its staging; None: threads copy. `rows`, `staging` and `plane` can be given, on a GPU for
-    example; then `memory` is not what is transferred."""
+    its staging; None: threads copy. `rows`, `staging`, `plane` and `on_device`, GpuRows of both,
+    can be given, on a GPU for example; then `memory` is not what is transferred."""
 
     device: Callable[[DraftRows, Staging], Any] | None = None
 
     def __init__(
         self, times: Times, rows: DraftRows | None = None, staging: Staging | None = None,
-        plane: Any = None,
+        plane: Any = None, on_device: Any = None,
     ) -> None:  # fmt: skip
         self._mapped = mmap.mmap(-1, PAGES * PAGE * TOKEN_BYTES)
         flat = np.frombuffer(self._mapped, np.uint8)
@@ -138,7 +138,7 @@ class _Side:
         memory = Memory(self.staging.address, self.staging.size, self.rows.device.index)
         self.plane.register(memory, self.staging.address + 8)  # bytes of slot 0 without a meaning
         make = type(self).device
-        self.on_device = make(self.rows, self.staging) if make is not None else None
+        self.on_device = make(self.rows, self.staging) if make is not None else on_device
 
     def segment_tokens(self, heads: int, slot_bytes: int) -> int:
         """Of a segment that fits a slot of either side."""

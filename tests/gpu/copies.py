@@ -1,0 +1,89 @@
+"""A request's rows through slots, in each of the product's ways: by torch, and on CUDA by its
+kernels."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.draft.rows_gpu import GpuRows, Job, Ticket, gpu_rows
+from sglang_mixkv.draft.slot_format import SlotCheck
+
+from .pools import STAMP, Ints
+
+
+class Request(NamedTuple):
+    """`numbers`: rows of its tokens. `cuts`: tokens of slot 0, of slot 1, and so on."""
+
+    numbers: Ints
+    heads: range
+    cuts: list[range]
+
+    def rows(self, cut: range) -> Ints:
+        return self.numbers[cut.start : cut.stop]
+
+
+class Torch:
+    def __init__(self, entries: list[Tensor], heads: range, page: int, staging: Staging) -> None:
+        self._rows, self._staging = DraftRows(entries, heads, by_numpy=False), staging
+
+    def pack(self, request: Request) -> None:
+        for number, cut in enumerate(request.cuts):
+            slot = self._staging.slot(number)
+            self._rows.pack(request.rows(cut), request.heads, slot, STAMP + number)
+
+    def unpack(self, request: Request) -> list[SlotCheck]:
+        """Of the slots that are right."""
+        found = []
+        for number, cut in enumerate(request.cuts):
+            slot, count = self._staging.slot(number), len(request.heads)
+            found.append(self._rows.verify(slot, len(cut), count, STAMP + number))
+            if found[-1] is SlotCheck.OK:
+                self._rows.unpack(request.rows(cut), request.heads, slot)
+        return found
+
+    def clear(self, request: Request, cut: range) -> None:
+        self._rows.clear(request.rows(cut))
+
+
+class Kernels:
+    def __init__(self, entries: list[Tensor], heads: range, page: int, staging: Staging) -> None:
+        self.rows, self._page = kernels(entries, heads, page, staging), page
+
+    def pack(self, request: Request) -> None:
+        assert set(ended(self.start("pack", request))) == {SlotCheck.OK}
+
+    def unpack(self, request: Request) -> list[SlotCheck]:
+        return ended(self.start("unpack", request))
+
+    def clear(self, request: Request, cut: range) -> None:
+        assert ended(self.start("clear", request._replace(cuts=[cut]))) == [SlotCheck.OK]
+
+    def start(self, kind: str, request: Request) -> Ticket:
+        """One batch."""
+        pages = self.rows.pages(request.numbers[:: self._page] // self._page)
+        jobs = [
+            Job(pages, cut.start, len(cut), request.heads, number, STAMP + number)
+            for number, cut in enumerate(request.cuts)
+        ]
+        ticket: Ticket = getattr(self.rows, f"start_{kind}")(jobs)
+        return ticket
+
+
+def ended(ticket: Ticket) -> list[SlotCheck]:
+    """It is asked as the channel's thread does."""
+    while not ticket.done():
+        pass
+    assert not ticket.error, ticket.error
+    return ticket.results()
+
+
+WAYS: dict[str, tuple[Any, ...]] = {"cpu": (Torch,), "cuda": (Torch, Kernels)}
+
+
+def kernels(entries: Any, heads: range, page: int, staging: Staging) -> GpuRows:
+    found = gpu_rows(entries, heads, page, staging)
+    assert isinstance(found, GpuRows), found
+    return found
