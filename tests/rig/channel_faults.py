@@ -38,6 +38,21 @@ def changed(**fields: Any) -> Change:
     return lambda message: [msgspec.structs.replace(message, **fields)]
 
 
+def announced(**fields: Any) -> Change:
+    """The first segment of a READY is announced otherwise."""
+
+    def change(message: Ready) -> list[Any]:
+        first, *rest = message.segments
+        segments = (msgspec.structs.replace(first, **fields), *rest)
+        return [msgspec.structs.replace(message, segments=segments)]
+
+    return change
+
+
+def forged(message: Ack) -> list[Any]:
+    return [Ack(tuple((slot, 1) for slot, _ in message.slots))]
+
+
 def behind(message: Ready) -> list[Any]:
     """It announces tokens behind those that follow."""
     return [msgspec.structs.replace(message, first_token=message.first_token + 1)]
@@ -191,17 +206,17 @@ OPENS: list[tuple[tuple[str, Change], str]] = [
 ACKS: list[tuple[tuple[str, Change], str]] = [
     (("lost", lost), ""),
     (("doubled", doubled), ""),
-    (with_another(stamp=1), ""),
+    (("with another stamp", forged), ""),
 ]
 READIES: list[tuple[tuple[str, Change], str]] = [
     (("lost", lost), "deadline"),
     (("doubled", doubled), ""),
     (("of tokens behind the next ones", behind), "protocol"),
     (with_another(generation=77), "deadline"),
-    (with_another(slot=1 << 19), "protocol"),
-    (with_another(count=0), "protocol"),
+    (("with another slot", announced(slot=1 << 19)), "protocol"),
+    (("with another count", announced(count=1 << 20)), "protocol"),
     (with_another(segment=3), "protocol"),
-    (with_another(stamp=1), "stale"),
+    (("with another stamp", announced(stamp=1)), "stale"),
 ]
 
 
