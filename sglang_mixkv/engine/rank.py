@@ -19,6 +19,7 @@ from sglang_mixkv.config import config_of
 from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import DraftLayout
 from sglang_mixkv.draft.rows import Staging
+from sglang_mixkv.draft.slot_format import SPARE
 from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine import draft_pool, handover
 from sglang_mixkv.engine.check import check_once
@@ -81,8 +82,8 @@ class RankContext:
     def plane(self, staging: Staging, host: str) -> DataPlane:
         """Registered, so that its endpoint is valid."""
         plane = planes.make(self.choice.name, host, self.ib_device, self.config.nixl_params)
-        spare = staging.address + 8  # behind the stamp of slot 0, where nothing is
-        plane.register(Memory(staging.address, staging.size, _index(staging.device)), spare)
+        memory = Memory(staging.address, staging.size, _index(staging.device))
+        plane.register(memory, staging.address + SPARE)  # of slot 0
         return plane
 
     def segment_tokens(self, heads: int, slot_bytes: int) -> int:

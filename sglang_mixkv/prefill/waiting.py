@@ -38,7 +38,7 @@ class Waiting:
         self._taken: Counter[Connection] = Counter()
 
     def __len__(self) -> int:
-        return sum(bool(record.ended or record.part) for record in self._records.values())
+        return sum(bool(record.ended or record.part) for record in list(self._records.values()))
 
     @property
     def parts(self) -> int:

@@ -8,9 +8,20 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
-from rig.threads import CANARY, SEGMENT, SLOTS, TOKEN_BYTES, Channel, Event, Prefill, wait_for
+from rig.threads import (
+    CANARY,
+    HEADS,
+    SEGMENT,
+    SLOTS,
+    TOKEN_BYTES,
+    Channel,
+    Event,
+    Prefill,
+    wait_for,
+)
 
 from sglang_mixkv.channel import copies
 from sglang_mixkv.channel.gate import Gate
@@ -18,6 +29,7 @@ from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.draft.rows import DraftRows
+from sglang_mixkv.draft.slot_format import SlotCheck
 
 TOKENS = 20  # three segments
 
@@ -133,6 +145,17 @@ def test_a_read_that_fails_has_its_connection_mended(channel: Channel) -> None:
     assert wait_for(lambda: channel.decode.plane.opened == 2)
     assert channel.request(2) == ("warm", "")
     assert channel.at_rest()
+
+
+def test_a_connection_leaves_a_slot_that_is_in_use_as_it_is(channel: Channel) -> None:
+    """It reads a byte into this rank's own memory, whatever that holds."""
+    decode, other = channel.decode, Prefill(channel.times)
+    other.staging.slot(0).fill_(0xFF)
+    decode.rows.pack(np.arange(4), HEADS, decode.staging.slot(0), 7)
+    decode.plane.connect(other.plane.endpoint)
+    other.close()
+    found = decode.rows.verify(decode.staging.slot(0), 4, len(HEADS), 7)
+    assert found is SlotCheck.OK
 
 
 @pytest.mark.parametrize("offset", [0, 8, 64, -1], ids=["stamp", "sum", "payload", "last byte"])

@@ -26,6 +26,7 @@ from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.draft.facts import StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD
 from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.draft.slot_format import SPARE
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import Pages, PrefillWorker, SendHandle
 
@@ -136,7 +137,7 @@ class _Side:
         self.slots, self.plane = SlotPool(self.staging.count, times), plane or Reads()
         self.instance, self.closed, self.notes = messages.draw_instance(), False, Reporter()
         memory = Memory(self.staging.address, self.staging.size, self.rows.device.index)
-        self.plane.register(memory, self.staging.address + 8)  # bytes of slot 0 without a meaning
+        self.plane.register(memory, self.staging.address + SPARE)  # of slot 0
         make = type(self).device
         self.on_device = make(self.rows, self.staging) if make is not None else on_device
 
