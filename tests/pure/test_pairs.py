@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,3 +54,27 @@ def test_every_choice_of_the_demo_is_a_pair_or_refused(capsys: pytest.CaptureFix
                 demo.parse(line)
             assert f"the {target} target has no {drafter} drafter" in capsys.readouterr().err
     assert demo.parse([]).drafter == "eagle3"
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "symbols"),
+    [("mla", "eagle3", 24), ("gqa", "eagle3", 24), ("mla", "dflash", 48)],
+)
+def test_what_trains_a_pair_knows_the_shipped_one(
+    target: str, kind: str, symbols: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its models read the checkpoints, and its damage to a KV head is what these drafters fear."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts" / "train_pair"))
+    train, drafters = (importlib.import_module(name) for name in ("train", "drafters"))
+    folder = train.SHIPPED / target / train.FOLDERS[kind]
+    config = SimpleNamespace(**json.loads((folder / "config.json").read_text()))
+    model = drafters.MODELS[kind](config)
+    train.load(model, folder)
+    path = train.SHIPPED / target / "target"
+    large = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        inputs = model.batch(large, 4, symbols, symbols, torch.Generator().manual_seed(5))
+        assert model.accept_length(large, inputs) > 3.7
+        assert model.accept_length(large, inputs, drafters.Damage(0)) < 1.5

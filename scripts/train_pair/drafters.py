@@ -1,0 +1,243 @@
+"""The drafters in plain PyTorch, which transformers does not have: EAGLE3 and DFLASH.
+
+Both look the next symbols up in their own KV of the prompt. `Damage` is what a wrong transfer
+leaves there. A forward pass gives, for each draft, logits and the right tokens, [entries,
+vocabulary] and [entries]. Shapes: B rows of T tokens. A `state_dict()` is the checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from task import MASK, sample
+from torch import Tensor, nn
+
+AUX_LAYERS = (2, 3, 4)  # the features are the residual stream at the input of these target layers
+STEPS = 3  # drafts of training and of serving
+Drafts = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """To one KV head of the prompt's entries. `shuffle`: 0 for zeros (never written); else another
+    entry's bytes, with this seed."""
+
+    head: int
+    shuffle: int = 0
+
+    def done_to(self, x: Tensor, prompt: Tensor) -> Tensor:
+        """x [B, T, kv_heads, head_dim], prompt [B, T] bool."""
+        keep = torch.ones(*x.shape[:3], 1)
+        keep[:, :, self.head] = 1.0 - prompt.float()[..., None]
+        if not self.shuffle:
+            return x * keep
+        generator = torch.Generator().manual_seed(self.shuffle)
+        return x * keep + x[:, torch.randperm(x.shape[1], generator=generator)] * (1 - keep)
+
+
+@torch.no_grad()
+def features_of(target: Any, ids: Tensor) -> Tensor:
+    """[B, T, 3 * hidden] of a model of transformers."""
+    states = target.model(ids, use_cache=False, output_hidden_states=True).hidden_states
+    return torch.cat([states[layer] for layer in AUX_LAYERS], -1)
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Attention(nn.Module):
+    """The projections of grouped-query attention with rotary positions. `normed`: Qwen3's norms of
+    each head."""
+
+    def __init__(self, config: Any, width: int, normed: bool) -> None:
+        super().__init__()
+        self.size, heads = config.head_dim, config.num_attention_heads
+        kv_heads, self.group = config.num_key_value_heads, heads // config.num_key_value_heads
+        self.q_proj = nn.Linear(width, heads * self.size, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads * self.size, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads * self.size, bias=False)
+        self.o_proj = nn.Linear(heads * self.size, config.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (norm(self.size) if normed else nn.Identity() for _ in range(2))
+
+    def q(self, x: Tensor, positions: Tensor) -> Tensor:
+        """[B, heads, T, head_dim]."""
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.size)))
+        return rotated(q, positions).transpose(1, 2)
+
+    def kv(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, kv_heads, head_dim] each."""
+        k, v = (project(x).unflatten(-1, (-1, self.size)) for project in (self.k_proj, self.v_proj))
+        return rotated(self.k_norm(k), positions), v
+
+    def per_query_head(self, x: Tensor) -> Tensor:
+        """[B, T, kv_heads, head_dim] -> [B, heads, T, head_dim]."""
+        return x.transpose(1, 2).repeat_interleave(self.group, 1)
+
+
+def norm(width: int) -> nn.RMSNorm:
+    return nn.RMSNorm(width, eps=1e-6)
+
+
+def rotated(x: Tensor, positions: Tensor) -> Tensor:
+    """Rotary embedding of (first half, second half) pairs, as Llama and Qwen have it."""
+    size = x.shape[-1]
+    frequencies = 10_000.0 ** (-torch.arange(0, size, 2).float() / size)
+    angles = (positions.float()[..., None] * frequencies)[..., None, :]
+    (a, b), cos, sin = x.chunk(2, -1), angles.cos(), angles.sin()
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+# ---------------------------------------------------------------- EAGLE3
+
+
+class Eagle3(nn.Module):
+    """One layer whose input is (embedding of the next token, features). Entry i holds the embedding
+    of token i + 1 and predicts token i + 2; three draft steps are unrolled."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.fc = nn.Linear(len(AUX_LAYERS) * width, width, bias=False)
+        layer = self.midlayer = nn.Module()
+        layer.input_layernorm, layer.hidden_norm = norm(width), norm(width)
+        layer.post_attention_layernorm, layer.mlp = norm(width), Mlp(config)
+        layer.self_attn = Attention(config, 2 * width, normed=False)
+        self.norm, self.lm_head = norm(width), nn.Linear(width, config.vocab_size, bias=False)
+
+    @torch.no_grad()
+    def batch(
+        self, target: Any, rows: int, shortest: int, longest: int, generator: torch.Generator
+    ) -> dict[str, Any]:
+        ids, answer = sample(rows, shortest, longest, generator)
+        following = F.pad(ids[:, 1:], (0, STEPS + 1))
+        in_answer = F.pad(answer, (0, STEPS + 1))
+        from_sep = answer | F.pad(answer[:, 1:], (0, 1))
+        spans = [slice(1 + step, 1 + step + ids.shape[1]) for step in range(STEPS)]
+        embedded = F.pad(target.get_input_embeddings()(ids[:, 1:]), (0, 0, 0, STEPS))
+        return {
+            "embeddings": embedded, "features": features_of(target, ids),
+            "prompt": answer.cumsum(1) == 0, "labels": [following[:, span] for span in spans],
+            "scored": [in_answer[:, span] & from_sep for span in spans],
+        }  # fmt: skip
+
+    def forward(self, inputs: dict[str, Any], damage: Damage | None = None) -> list[Tensor]:
+        """Logits [B, T, vocabulary] of each step."""
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        hidden, length = self.fc(inputs["features"]), inputs["features"].shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool).tril()
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        logits = []
+        for step in range(STEPS):
+            embedded = layer.input_layernorm(inputs["embeddings"][:, step : step + length])
+            x = torch.cat([embedded, layer.hidden_norm(hidden)], -1)
+            positions = torch.arange(length) + step
+            q, (k, v) = attention.q(x, positions), attention.kv(x, positions)
+            if step == 0 and damage is not None:
+                k, v = (damage.done_to(y, inputs["prompt"]) for y in (k, v))
+            keys.append(attention.per_query_head(k))
+            values.append(attention.per_query_head(v))
+            # over the entries before, of step 0, and over the entry's own later steps
+            scores = (q @ keys[0].mT).masked_fill(~causal, float("-inf"))
+            own = [(q * k).sum(-1, keepdim=True) for k in keys[1:]]
+            weights = (torch.cat([scores, *own], -1) * attention.size**-0.5).softmax(-1)
+            out = weights[..., :length] @ values[0]
+            for number, v in enumerate(values[1:]):
+                out = out + weights[..., length + number, None] * v
+            hidden = hidden + attention.o_proj(out.transpose(1, 2).flatten(2))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+            logits.append(self.lm_head(self.norm(hidden)))
+        return logits
+
+    def drafts(self, _: Any, inputs: dict[str, Any], damage: Damage | None = None) -> Drafts:
+        steps = zip(self(inputs, damage), inputs["labels"], inputs["scored"], strict=True)
+        return [(logits[scored], labels[scored]) for logits, labels, scored in steps]
+
+    def accept_length(self, _: Any, inputs: dict[str, Any], damage: Damage | None = None) -> float:
+        """1 + the mean number of leading right drafts, over all entries with labels of all."""
+        steps = zip(self(inputs, damage), inputs["labels"], inputs["scored"], strict=True)
+        right = torch.stack([(out.argmax(-1) == label) & scored for out, label, scored in steps])
+        return 1 + right.cumprod(0).sum(0)[inputs["scored"][-1]].float().mean().item()
+
+
+# ---------------------------------------------------------------- DFLASH
+
+
+class Dflash(nn.Module):
+    """Two Qwen3 layers that fill a block of masks at once. A token's KV is projected from the
+    target's features of it, in each layer from the same. The tokens of a block, of which the first
+    is known, see each other and all tokens before the block. DSPARK's dense drafter is the same,
+    with a head that adds what the token before says of the next."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        width, self.block = config.hidden_size, config.block_size
+        self.fc = nn.Linear(len(AUX_LAYERS) * width, width, bias=False)
+        self.hidden_norm, self.norm = norm(width), norm(width)
+        self.layers = nn.ModuleList(nn.Module() for _ in range(config.num_hidden_layers))
+        for layer in self.layers:
+            layer.self_attn, layer.mlp = Attention(config, width, normed=True), Mlp(config)
+            layer.input_layernorm, layer.post_attention_layernorm = norm(width), norm(width)
+
+    @torch.no_grad()
+    def batch(
+        self, target: Any, rows: int, _: int, symbols: int, generator: torch.Generator,
+        count: int = 8,
+    ) -> dict[str, Any]:  # fmt: skip
+        """So many blocks a row, each from <sep> or a symbol of the answer on."""
+        block, (ids, answer) = self.block, sample(rows, symbols, symbols, generator)
+        length = ids.shape[1]
+        first = torch.randint(symbols + 1, length - block + 1, (rows, count), generator=generator)
+        positions = (first[..., None] + torch.arange(block)).flatten(1)
+        tokens = torch.full((rows, count, block), MASK)
+        tokens[..., 0] = ids.gather(1, first)
+        before = torch.arange(length) < first.repeat_interleave(block, 1)[..., None]
+        own = torch.block_diag(*[torch.ones(block, block)] * count).bool().expand(rows, -1, -1)
+        return {
+            "features": features_of(target, ids), "positions": positions,
+            "embeddings": target.get_input_embeddings()(tokens.flatten(1)),
+            "visible": torch.cat([before, own], 2), "prompt": answer.cumsum(1) == 0,
+            "labels": ids.gather(1, positions).view(rows, count, block)[..., 1:],
+        }  # fmt: skip
+
+    def forward(self, inputs: dict[str, Any], damage: Damage | None = None) -> Tensor:
+        """Hidden states [B, blocks, drafts, hidden] of the masks, for the target's head."""
+        context = self.hidden_norm(self.fc(inputs["features"]))
+        x, positions = inputs["embeddings"], inputs["positions"]
+        for layer in self.layers:
+            attention, normed = layer.self_attn, layer.input_layernorm(x)
+            pair = attention.kv(context, torch.arange(context.shape[1]))
+            if damage is not None:
+                pair = tuple(damage.done_to(y, inputs["prompt"]) for y in pair)
+            both = zip(pair, attention.kv(normed, positions), strict=True)
+            k, v = (attention.per_query_head(torch.cat(parts, 1)) for parts in both)
+            mask = inputs["visible"][:, None]
+            out = F.scaled_dot_product_attention(attention.q(normed, positions), k, v, mask)
+            x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x).unflatten(1, (-1, self.block))[:, :, 1:]
+
+    def drafts(self, target: Any, inputs: dict[str, Any], damage: Damage | None = None) -> Drafts:
+        logits = target.lm_head(self(inputs, damage))
+        return [(logits.flatten(0, 2), inputs["labels"].flatten())]
+
+    def accept_length(
+        self, target: Any, inputs: dict[str, Any], damage: Damage | None = None
+    ) -> float:
+        """1 + the mean number of leading right drafts, over all blocks."""
+        right = target.lm_head(self(inputs, damage)).argmax(-1) == inputs["labels"]
+        return 1 + right.cumprod(-1).sum(-1).float().mean().item()
+
+
+MODELS: dict[str, type[Eagle3 | Dflash]] = {"eagle3": Eagle3, "dflash": Dflash}
