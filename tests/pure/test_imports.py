@@ -35,7 +35,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "prefill/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "prefill"}),
     "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors"}),
     "engine/": (
-        {"aiohttp", "msgspec", "requests", "sglang", "torch"},
+        {"aiohttp", "msgspec", "sglang", "torch"},
         {"", "channel", "config", "decode", "draft", "engine", "errors", "kinds", "prefill",
          "refusals", "series", "stats"},
     ),

@@ -120,7 +120,8 @@ def _hostile(world: World, fault: Fault) -> None:
 
 def _error(world: World, fault: Fault) -> None:
     errors = world.places[fault.where].process.errors
-    errors[fault.mode] = errors.get(fault.mode, 0) + fault.count
+    for kind in ("unpack", "clear") if fault.mode == "clear" else (fault.mode,):
+        errors[kind] = errors.get(kind, 0) + fault.count  # a room whose rows are cleared is cold
     world.clock.after(LASTS, errors.clear)
 
 
