@@ -171,11 +171,11 @@ def test_sglang_counts_accepted_drafts_in_one_list() -> None:
 
 
 def test_a_room_learns_its_request() -> None:
-    entry, request = SimpleNamespace(), object()
-    ours = SimpleNamespace(req=request, kv_receiver=SimpleNamespace(entry=entry))
+    handle, request = SimpleNamespace(), object()
+    ours = SimpleNamespace(req=request, kv_receiver=SimpleNamespace(handle=handle))
     others = [SimpleNamespace(req=object(), kv_receiver=r) for r in (object(), None)]
     handover.after_extend(None, [ours, *others])
-    assert entry.request is request
+    assert handle.request is request
 
 
 def draft_of(pages: int) -> Any:
