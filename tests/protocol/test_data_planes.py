@@ -16,24 +16,27 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
-from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Memory, Outcome, Peer, Read
+from sglang_mixkv.channel import planes
+from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory, Peer
 from sglang_mixkv.errors import MixKVError
 
 MIB = 1 << 20
-SIZE, GUARD, CANARY = 8 * MIB, 4096, 0xA5
+SIZE, GUARD, CANARY = 32 * MIB, 4096, 0xA5
+LIST = [(GUARD + i * MIB, i * MIB + 777, MIB) for i in range(24)]  # what takes a while
+ONE = (GUARD, 0, 10)
 PATIENCE_S = 20.0  # for what takes milliseconds on a machine that is not busy
+QUIET_S = 0.5  # for what must not happen
 FORK = mp.get_context("fork")
 ENV = {
     "MC_FORCE_TCP": "1",
@@ -44,17 +47,12 @@ ENV = {
     "MOONCAKE_PROTOCOL": "tcp",
 }
 ALL, WAITING = ("mooncake", "nixl", "nixl-tcp"), ("mooncake", "nixl-tcp")
-Body = Callable[["Reader"], None]
 
 
-def new_plane(way: str) -> DataPlane:
-    if way == "mooncake":
-        from sglang_mixkv.channel.mooncake import Mooncake
-
-        return Mooncake("127.0.0.1")
-    from sglang_mixkv.channel.nixl import Nixl
-
-    return Nixl()
+def new_plane(address: int) -> DataPlane:
+    plane = planes.make("", "127.0.0.1", "")
+    plane.register(Memory(address, SIZE), spare=address)
+    return plane
 
 
 @cache
@@ -77,10 +75,12 @@ class Served:
         self.pipe.send("begin")
         self.endpoint, self.address = self.pipe.recv()
 
-    def signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
-        if number == signal.SIGSTOP:
-            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+    def stop(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
+
+    def go_on(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         self.process.kill()
@@ -89,48 +89,90 @@ class Served:
 
 class Reader:
     """A plane over memory that holds CANARY, and peers whose memory is random. `later`: how many of
-    them have no plane yet."""
+    them have no plane yet. Reads are numbered; extents are offsets into both memories, and lengths.
+    `ends`: the errors of those that have ended. `then`: their bytes at that time."""
 
-    def __init__(self, way: str, seeds: int, later: int) -> None:
-        self.way, self.peers = way, [fork_peer(way, seed) for seed in range(1, seeds + later + 1)]
-        self.tasks = threads()
-        self.plane = new_plane(way)
+    def __init__(self, way: str, peers: int, later: int) -> None:
+        self.way = way
+        self.peers = [fork_peer(seed) for seed in range(1, peers + later + 1)]
         self.memory = np.full(SIZE, CANARY, np.uint8)
         self.address = self.memory.ctypes.data
-        self.plane.register(Memory(self.address, SIZE), spare=self.address)
-        for peer in self.peers[:seeds]:
+        self.plane = new_plane(self.address)
+        self.started: list[tuple[int, tuple[tuple[int, int, int], ...]]] = []
+        self.ends: dict[int, str] = {}
+        self.then: dict[int, list[np.ndarray]] = {}
+        for peer in self.peers[:peers]:
             peer.begin()
 
-    def connect(self, number: int = 0) -> Peer:
-        return self.plane.connect(self.peers[number].endpoint, PATIENCE_S)
+    def connect(self, of: int = 0, seconds: float = PATIENCE_S) -> Peer:
+        return self.plane.connect(self.peers[of].endpoint, seconds)
 
-    def start(self, peer: Peer, local: int, remote: int, length: int, of: int = 0) -> Read:
-        """Offsets into the memories; the call may take no longer than a copy."""
+    def start(self, peer: Peer, *extents: tuple[int, int, int], of: int = 0) -> int:
+        """It may take no longer than a copy."""
+        here, there, tag = self.address, self.peers[of].address, len(self.started)
+        self.started.append((of, extents))
         began = time.monotonic()
-        here, there = self.address + local, self.peers[of].address + remote
-        read = self.plane.start(peer, here, there, length)
+        self.plane.start(tag, peer, [Extent(here + to, there + at, n) for to, at, n in extents])
         assert time.monotonic() - began < 1, "start has blocked"
-        return read
+        return tag
 
-    def outcome(self, read: Read, within: float = PATIENCE_S) -> Outcome | None:
-        until = time.monotonic() + within
-        while (outcome := self.plane.outcome(read)) is None and time.monotonic() < until:
+    def look(self) -> None:
+        """Each read ends once. All its bytes are there then, if it says so."""
+        for tag, error in self.plane.ended():
+            assert tag not in self.ends
+            self.ends[tag], self.then[tag] = error, self.bytes_of(tag)
+            assert error or all(self.landed(tag)), "it has not ended"
+
+    def wait(self, *tags: int, seconds: float = PATIENCE_S) -> list[str | None]:
+        """Their errors, "" of those that were right, None of those that run."""
+        until = time.monotonic() + seconds
+        self.look()
+        while not self.ends.keys() >= set(tags) and time.monotonic() < until:
             time.sleep(2e-4)
-        return outcome
+            self.look()
+        return [self.ends.get(tag) for tag in tags]
 
-    def check_read(self, peer: Peer, of: int = 0, length: int = MIB) -> None:
+    def check_read(self, peer: Peer, of: int = 0) -> None:
         """A read that is right."""
-        self.memory[GUARD : GUARD + length] = 0
-        read = self.start(peer, GUARD, 12345, length, of)
-        assert self.outcome(read) is Outcome.DONE, read.why
-        assert self.holds(self.peers[of].seed, GUARD, 12345, length)
+        self.memory[GUARD : GUARD + 2 * MIB] = 0
+        tag = self.start(peer, (GUARD, 5, MIB), (GUARD + MIB, 99, MIB), of=of)
+        assert self.wait(tag) == [""]
 
-    def holds(self, seed: int, local: int, remote: int, length: int) -> bool:
-        found, expected = self.memory[local : local + length], pattern(seed)
-        return bool((found == expected[remote : remote + length]).all())
+    def check_nothing_lands(self, *tags: int) -> None:
+        """Of reads that have ended."""
+        time.sleep(QUIET_S)
+        for tag in tags:
+            assert all(map(np.array_equal, self.then[tag], self.bytes_of(tag))), "it had not ended"
+
+    def bytes_of(self, tag: int) -> list[np.ndarray]:
+        return [self.memory[to : to + length].copy() for to, _, length in self.started[tag][1]]
+
+    def landed(self, tag: int) -> list[bool]:
+        """Of each extent, whether it is there."""
+        of, extents = self.started[tag]
+        there = [pattern(self.peers[of].seed)[at : at + length] for _, at, length in extents]
+        return list(map(np.array_equal, self.bytes_of(tag), there))
 
     def untouched(self, start: int, end: int) -> bool:
         return bool((self.memory[start:end] == CANARY).all())
+
+    def stop_midway(self, peer: Peer) -> int:
+        """Stop the first peer when a part of a list has landed, and not all."""
+        begins = np.array([to + byte for to, _, _ in LIST for byte in range(8)])
+        for _ in range(100):
+            self.memory[:] = CANARY
+            tag = self.start(peer, *LIST)
+            while (self.memory[begins] == CANARY).all():
+                pass
+            self.peers[0].stop()
+            time.sleep(0.1)  # what was on its way
+            self.look()
+            if tag not in self.ends and set(self.landed(tag)) == {True, False}:
+                return tag
+            self.peers[0].go_on()
+            self.wait(tag)
+            assert self.connect() is peer
+        raise AssertionError("no list was stopped midway")
 
 
 def threads() -> int:
@@ -141,22 +183,22 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def fork_peer(way: str, seed: int) -> Served:
+def fork_peer(seed: int) -> Served:
     mine, theirs = FORK.Pipe()
-    process = FORK.Process(target=serve, args=(theirs, mine, way, seed), daemon=True)
+    process = FORK.Process(target=serve, args=(theirs, mine, seed), daemon=True)
     process.start()
     theirs.close()
     return Served(process, mine, seed)
 
 
-def serve(pipe: Any, other: Any, way: str, seed: int) -> None:
+def serve(pipe: Any, other: Any, seed: int) -> None:
     """A peer's life: what it is asked to do besides is a function of its own memory."""
     die_with_parent()
     other.close()
     pipe.recv()
-    memory, plane = pattern(seed).copy(), new_plane(way)
+    memory = pattern(seed).copy()
     address = memory.ctypes.data
-    plane.register(Memory(address, SIZE), spare=address)
+    plane = new_plane(address)
     pipe.send((plane.endpoint, address))
     with suppress(EOFError):
         while True:
@@ -164,28 +206,38 @@ def serve(pipe: Any, other: Any, way: str, seed: int) -> None:
             work(pipe, plane, address, *arguments)
 
 
-def run(way: str, body: Body, peers: int = 1, later: int = 0, **env: str) -> None:
-    """In a process of its own; what it raises is raised here."""
-    mine, theirs = FORK.Pipe()
-    process = FORK.Process(target=read_in_process, args=(theirs, way, body, peers, later, env))
-    process.start()
-    theirs.close()
-    try:
-        failure = mine.recv() if mine.poll(120 + 70 * later) else "the reader does not end"
-    except EOFError:
-        process.join()
-        failure = f"the reader died, exit code {process.exitcode}"
-    process.kill()
-    process.join()
-    assert not failure, failure
+def over(*ways: Any, peers: int = 1, later: int = 0, **env: str) -> Callable[..., Any]:
+    """A test whose body runs in the reader's process, over each way."""
+
+    def test_of(body: Callable[[Reader], None]) -> Any:
+        @pytest.mark.parametrize("way", ways)
+        def test(way: str) -> None:
+            mine, theirs = FORK.Pipe()
+            arguments = (theirs, way, body, peers, later, env)
+            process = FORK.Process(target=read_in_process, args=arguments)
+            process.start()
+            theirs.close()
+            try:
+                failure = mine.recv() if mine.poll(120 + 70 * later) else "the reader does not end"
+            except EOFError:
+                process.join()
+                failure = f"the reader died, exit code {process.exitcode}"
+            process.kill()
+            process.join()
+            assert not failure, failure
+
+        return test
+
+    return test_of
 
 
 def read_in_process(
-    pipe: Any, way: str, body: Body, peers: int, later: int, env: dict[str, str]
+    pipe: Any, way: str, body: Callable[[Reader], None], peers: int, later: int, env: dict[str, str]
 ) -> None:
     die_with_parent()
     os.environ.pop("MC_TCP_ENABLE_CONNECTION_POOL", None)
-    os.environ.update(ENV | env | ({"UCX_TLS": "tcp"} if way == "nixl-tcp" else {}))
+    name, _, tcp = way.partition("-")
+    os.environ.update(ENV | env | {planes.PLANE_ENV: name} | ({"UCX_TLS": tcp} if tcp else {}))
     reader = None
     try:
         reader = Reader(way, peers, later)
@@ -201,228 +253,175 @@ def read_in_process(
 # ---------------------------------------------------------------- bytes
 
 
-def read_many(reader: Reader) -> None:
-    """Of many sizes, at once, from two peers, at any offset, into places side by side."""
+@over(*ALL, peers=2)
+def test_bytes_are_right(reader: Reader) -> None:
+    """Of many lists at once, of mixed lengths, from two peers, at any offset, side by side."""
     peers = [reader.connect(0), reader.connect(1)]
     random = np.random.default_rng(0)
-    sizes = (1, 2, 7, 64, 4095, 4096, 65_537, MIB, MIB + 13)
-    for _ in range(4):
+    sizes = (1, 2, 7, 64, 4095, 4096, 65_537, MIB, MIB + 13) * 4
+    for most in (1, 2, 8, 36):
         reader.memory[:] = CANARY
-        reads: list[tuple[Read, int, int, int, int]] = []
-        local = GUARD
-        for number, length in enumerate(random.permutation(sizes * 2).tolist()):
-            of, remote = number % 2, int(random.integers(SIZE - length))
-            read = reader.start(peers[of], local, remote, length, of)
-            reads.append((read, local, remote, length, of))
+        local, gaps, tags, extents = GUARD, [(0, GUARD)], [], []
+        for length in random.permutation(sizes).tolist():
+            extents.append((local, int(random.integers(SIZE - length)), length))
+            gaps.append((local + length, local + length + GUARD))
             local += length + GUARD
-        end = 0
-        for read, local, remote, length, of in reads:
-            assert reader.outcome(read) is Outcome.DONE, read.why
-            assert reader.plane.settled(read)
-            assert reader.holds(of + 1, local, remote, length)
-            assert reader.untouched(end, local)
-            end = local + length
-        assert reader.untouched(end, SIZE)
+        while extents:
+            of, count = len(tags) % 2, int(random.integers(most)) + 1
+            tags.append(reader.start(peers[of], *extents[:count], of=of))
+            del extents[:count]
+        assert reader.plane.busy
+        assert reader.wait(*tags) == [""] * len(tags)
+        assert not reader.plane.busy
+        assert all(reader.untouched(*gap) for gap in [*gaps, (local, SIZE)])
     assert not any(peer.reads for peer in peers)
 
 
-@pytest.mark.parametrize("way", ALL)
-def test_bytes_are_right(way: str) -> None:
-    run(way, read_many, peers=2)
-
-
-def read_outside(reader: Reader) -> None:
-    peer, end = reader.connect(), reader.peers[0].address + SIZE
-    for local, remote, length in (
+@over(*ALL)
+def test_an_address_outside_the_memory_fails(reader: Reader) -> None:
+    peer = reader.connect()
+    for wrong in (
         (0, SIZE - 5, 10), (0, SIZE, 1), (0, -1, 10), (SIZE - 5, 0, 10), (-5, 0, 10), (0, 0, 0),
     ):  # fmt: skip
-        read = reader.start(peer, local, remote, length)
-        assert reader.plane.outcome(read) is Outcome.FAILED
-        assert reader.plane.settled(read)
+        for extents in ([wrong], [ONE, wrong], [wrong, ONE]):
+            assert reader.wait(reader.start(peer, *extents), seconds=0) != [None]
     assert peer.connected, "none of them went to the backend"
-    larger = msgspec.structs.replace(
+    assert all(reader.ends.values())
+    assert reader.untouched(1, SIZE)
+
+
+@over(*ALL)
+def test_a_list_of_which_a_part_fails_has_failed_once_all_of_it_has_ended(reader: Reader) -> None:
+    """By the peer's word, since it has less memory than its reader believes."""
+    peer = reader.connect()
+    peer.endpoint = msgspec.structs.replace(
         peer.endpoint, memory=Memory(reader.peers[0].address, 2 * SIZE)
     )
-    peer.endpoint = larger
-    read = reader.plane.start(peer, reader.address + GUARD, end - 5, 10)
-    assert reader.outcome(read) is Outcome.FAILED, "the peer did not look"
-    assert reader.untouched(1, SIZE)
-    reader.connect()
+    wrong = (GUARD + 30 * MIB, SIZE - 5, 10)
+    reader.peers[0].stop()
+    tags = [reader.start(peer, *LIST[:at], wrong, *LIST[at:]) for at in (0, 12, 24)]
+    reader.look()
+    assert not any(error == "" for error in reader.ends.values())
+    assert reader.way != "mooncake" or not reader.ends, "the peer has not looked"
+    reader.peers[0].go_on()
+    assert all(reader.wait(*tags))
+    reader.check_nothing_lands(*tags)
+    assert reader.untouched(GUARD + 30 * MIB, SIZE)
+    assert reader.way != "mooncake" or any(reader.landed(tags[0])), "this test shows nothing"
+    assert reader.connect() is peer
     reader.check_read(peer)
-
-
-@pytest.mark.parametrize("way", ALL)
-def test_an_address_outside_the_memory_fails(way: str) -> None:
-    run(way, read_outside)
 
 
 # ---------------------------------------------------------------- peers that die, stop, restart
 
 
-def lose_a_peer(reader: Reader) -> None:
+@over(*ALL, peers=2)
+def test_a_peer_that_dies_fails_its_own_reads(reader: Reader) -> None:
     lost, other = reader.connect(0), reader.connect(1)
-    reader.peers[0].signal(signal.SIGSTOP)
-    running = [reader.start(lost, GUARD + i * MIB, 0, MIB) for i in range(3)]
+    if reader.way in WAITING:
+        first = reader.stop_midway(lost)
+    else:
+        reader.peers[0].stop()
+        first = reader.start(lost, *LIST)
+    tags = [first, reader.start(lost, (30 * MIB, 0, MIB))]
     reader.peers[0].kill()
     began = time.monotonic()
-    outcomes = {reader.outcome(read) for read in running}
-    assert outcomes == {Outcome.DONE if reader.way == "nixl" else Outcome.FAILED}
-    assert all(reader.plane.settled(read) for read in running)
-    assert reader.outcome(reader.start(lost, GUARD, 0, MIB)) is Outcome.FAILED
+    ends = reader.wait(*tags)
+    assert all(ends) if reader.way in WAITING else ends == ["", ""]
+    assert all(reader.wait(reader.start(lost, ONE)))
     assert time.monotonic() - began < 5
     assert not lost.reads
+    reader.check_nothing_lands(first)
     reader.check_read(other, of=1)
     with pytest.raises(ConnectionError):
-        reader.plane.connect(reader.peers[0].endpoint, 1)
+        reader.connect(0, 1)
 
 
-@pytest.mark.parametrize("way", ALL)
-def test_a_peer_that_dies_fails_its_own_reads(way: str) -> None:
-    run(way, lose_a_peer, peers=2)
-
-
-def stop_a_peer(reader: Reader) -> None:
+@over(*WAITING, peers=2)
+def test_reads_of_a_stopped_peer_end_when_their_last_byte_has_landed(reader: Reader) -> None:
     stopped, other = reader.connect(0), reader.connect(1)
-    reader.peers[0].signal(signal.SIGSTOP)
-    reads = [reader.start(stopped, (2 + i) * MIB, i * MIB, MIB) for i in range(3)]
+    tags = [reader.stop_midway(stopped)]
+    tags += [reader.start(stopped, ((26 + i) * MIB, i * MIB, MIB)) for i in range(3)]
+    late = reader.bytes_of(tags[0])
     for _ in range(20):
-        reader.check_read(other, of=1)
-    for read in reads:
-        assert reader.plane.outcome(read) is None
-        reader.plane.give_up(read)
-        assert reader.plane.outcome(read) is Outcome.FAILED
-        assert not reader.plane.settled(read)
+        more = (29 * MIB, 0, MIB), (30 * MIB, 9, MIB)
+        assert reader.wait(reader.start(other, *more, of=1)) == [""]
     stopped.connected = False  # as if another read had failed
     with pytest.raises(ConnectionError, match="have not ended"):
-        reader.plane.connect(reader.peers[0].endpoint, 1)
-    assert not any(reader.plane.settled(read) for read in reads)
-    assert reader.untouched(2 * MIB, 5 * MIB)
-    reader.peers[0].signal(signal.SIGCONT)
-    watch_until_settled(reader, reads)
+        reader.connect(0, 1)
+    assert reader.wait(*tags, seconds=0) == [None] * 4
+    assert all(map(np.array_equal, late, reader.bytes_of(tags[0])))
+    reader.peers[0].go_on()
+    assert reader.wait(*tags) == [""] * 4
+    reader.check_nothing_lands(*tags)
     assert reader.connect(0) is stopped
     reader.check_read(stopped)
 
 
-def watch_until_settled(reader: Reader, reads: list[Read]) -> None:
-    """The bytes of reads that were given up do land, and none once a read is settled."""
-    until, found = time.monotonic() + PATIENCE_S, {}
-    while len(found) < len(reads) and time.monotonic() < until:
-        for number, read in enumerate(reads):
-            if number not in found and reader.plane.settled(read):
-                found[number] = reader.memory[(2 + number) * MIB : (3 + number) * MIB].copy()
-        time.sleep(2e-4)
-    assert len(found) == len(reads)
-    time.sleep(0.5)
-    for number, then in found.items():
-        assert (then == reader.memory[(2 + number) * MIB : (3 + number) * MIB]).all()
-        assert (then != CANARY).any(), "nothing has landed late: this test shows nothing"
-        assert reader.plane.outcome(reads[number]) is Outcome.FAILED
-
-
-@pytest.mark.parametrize("way", WAITING)
-def test_reads_of_a_stopped_peer_are_settled_when_they_end(way: str) -> None:
-    run(way, stop_a_peer, peers=2)
-
-
-def forget_a_stopped_peer(reader: Reader) -> None:
+@over(*WAITING)
+def test_a_peer_is_forgotten_when_its_reads_have_ended(reader: Reader) -> None:
     peer = reader.connect()
-    reader.peers[0].signal(signal.SIGSTOP)
-    reads = [reader.start(peer, (2 + i) * MIB, i * MIB, MIB) for i in range(3)]
-    for read in reads:
-        reader.plane.give_up(read)
+    tags = [reader.stop_midway(peer), reader.start(peer, (28 * MIB, 0, MIB))]
     reader.plane.forget(peer)
-    assert not any(reader.plane.settled(read) for read in reads)
-    late = reader.start(peer, GUARD, 0, 10)
-    assert reader.plane.outcome(late) is Outcome.FAILED
+    assert all(reader.wait(reader.start(peer, ONE), seconds=0))
     with pytest.raises(ConnectionError, match="have not ended"):
-        reader.plane.connect(reader.peers[0].endpoint, 1)
-    reader.peers[0].signal(signal.SIGCONT)
-    watch_until_settled(reader, reads)
+        reader.connect()
+    assert reader.wait(*tags, seconds=0) == [None, None]
+    reader.peers[0].go_on()
+    assert reader.wait(*tags) == ["", ""]
+    reader.check_nothing_lands(*tags)
     again = reader.connect()
     assert again is not peer
     reader.check_read(again)
 
 
-@pytest.mark.parametrize("way", WAITING)
-def test_a_peer_is_forgotten_when_its_reads_have_ended(way: str) -> None:
-    run(way, forget_a_stopped_peer)
-
-
-def share_a_peer(reader: Reader) -> None:
-    """Two prefill servers may publish one rank, in part too: neither ends what the other has."""
-    first, second = reader.connect(), reader.connect()
-    assert first is second
-    reader.plane.forget(first)
-    reader.check_read(second)
-    same = msgspec.structs.replace(second.endpoint, instance=b"another one")
-    third = reader.plane.connect(msgspec.msgpack.encode(same), PATIENCE_S)
-    reader.check_read(third)
-    reader.plane.forget(third)
-    reader.check_read(second)
-    reader.plane.forget(second)
-    assert reader.outcome(reader.start(second, GUARD, 0, 10)) is Outcome.FAILED
-    assert not reader.plane._peers
-    reader.check_read(reader.connect())
-
-
-@pytest.mark.parametrize("way", ALL)
-def test_a_peer_is_there_as_long_as_it_has_a_user(way: str) -> None:
-    run(way, share_a_peer)
-
-
-def serve_reads(_pipe: Any, plane: DataPlane, address: int, endpoint: bytes, remote: int) -> None:
+def serve_reads(pipe: Any, plane: DataPlane, address: int, endpoint: bytes, remote: int) -> None:
     """Reads of another peer, begun and not waited for."""
     peer = plane.connect(endpoint, PATIENCE_S)
-    _pipe.send("connected")
-    _pipe.recv()
+    pipe.send("connected")
+    pipe.recv()
     for i in range(6):
-        plane.start(peer, address + i * MIB, remote + i * MIB, MIB)
-    _pipe.send("begun")
-
-
-def lose_a_reader(reader: Reader) -> None:
-    """Of a peer that is stopped, so that it meets the reads when their reader is gone."""
-    server, victim = reader.peers
-    peer = reader.connect()
-    victim.pipe.send((serve_reads, server.endpoint, server.address))
-    assert victim.pipe.recv() == "connected"
-    server.signal(signal.SIGSTOP)
-    victim.pipe.send("go")
-    assert victim.pipe.recv() == "begun"
-    victim.kill()
-    time.sleep(0.2)
-    server.signal(signal.SIGCONT)
-    time.sleep(0.5)
-    assert server.process.is_alive()
-    reader.check_read(peer)
+        places = range(i * 4 * MIB, (i + 1) * 4 * MIB, MIB)
+        plane.start(i, peer, [Extent(address + at, remote + at, MIB) for at in places])
+    pipe.send("begun")
 
 
 ABORTS = pytest.mark.xfail(strict=True, reason="UCX aborts a peer that meets a dead reader's read")
 
 
-@pytest.mark.parametrize("way", ["mooncake", "nixl", pytest.param("nixl-tcp", marks=ABORTS)])
-def test_a_reader_that_dies_leaves_its_peer_alone(way: str) -> None:
-    run(way, lose_a_reader, peers=2)
+@over("mooncake", "nixl", pytest.param("nixl-tcp", marks=ABORTS), peers=2)
+def test_a_reader_that_dies_leaves_its_peer_alone(reader: Reader) -> None:
+    """Of a peer that is stopped, so that it meets the reads when their reader is gone."""
+    server, victim = reader.peers
+    peer = reader.connect()
+    victim.pipe.send((serve_reads, server.endpoint, server.address))
+    assert victim.pipe.recv() == "connected"
+    server.stop()
+    victim.pipe.send("go")
+    assert victim.pipe.recv() == "begun"
+    victim.kill()
+    time.sleep(0.2)
+    server.go_on()
+    time.sleep(QUIET_S)
+    assert server.process.is_alive()
+    reader.check_read(peer)
 
 
-def restart_a_peer(reader: Reader) -> None:
+@over(*ALL, peers=2)
+def test_a_peer_that_was_restarted(reader: Reader) -> None:
     old, new = reader.connect(0), reader.connect(1)
     reader.check_read(old)
     reader.peers[0].kill()
     reader.plane.forget(old)
-    assert reader.plane.outcome(reader.start(old, GUARD, 0, 10)) is Outcome.FAILED
+    assert all(reader.wait(reader.start(old, ONE), seconds=0))
     reader.check_read(new, of=1)
     with pytest.raises(ConnectionError):
-        reader.plane.connect(reader.peers[0].endpoint, 1)
+        reader.connect(0, 1)
     assert reader.connect(1) is new
 
 
-@pytest.mark.parametrize("way", ALL)
-def test_a_peer_that_was_restarted(way: str) -> None:
-    run(way, restart_a_peer, peers=2)
-
-
-def meet_another_instance(reader: Reader) -> None:
+@over("mooncake")
+def test_mooncake_names_each_instance_at_an_address(reader: Reader) -> None:
     """What Mooncake knows of a name it never asks for again."""
     first = reader.connect()
     other = msgspec.structs.replace(first.endpoint, instance=b"another one")
@@ -432,16 +431,14 @@ def meet_another_instance(reader: Reader) -> None:
         reader.check_read(peer)
 
 
-def test_mooncake_names_each_instance_at_an_address() -> None:
-    run("mooncake", meet_another_instance)
-
-
-def restart_at_the_same_ports(reader: Reader) -> None:
+@pytest.mark.full
+@over("mooncake", later=3, MC_MIN_RPC_PORT="17101", MC_MAX_RPC_PORT="17104")
+def test_mooncake_at_the_same_ports(reader: Reader) -> None:
     """Four ports for two processes, so that a peer's two are those of the last one, in the same
     order or the other: either can be known for something else."""
     peer, sessions = reader.connect(), set()
     for number in range(1, 4):
-        sessions.add(peer.endpoint.target)
+        sessions.add(peer.endpoint.session)
         reader.check_read(peer, of=number - 1)
         reader.peers[number - 1].kill()
         reader.plane.forget(peer)
@@ -453,25 +450,17 @@ def restart_at_the_same_ports(reader: Reader) -> None:
     assert len(sessions) < 3, "none of them was at an address of another"
 
 
-@pytest.mark.full
-def test_mooncake_at_the_same_ports() -> None:
-    ports = {"MC_MIN_RPC_PORT": "17101", "MC_MAX_RPC_PORT": "17104"}
-    run("mooncake", restart_at_the_same_ports, later=3, **ports)
-
-
-def cut_connections(reader: Reader) -> None:
-    """Mooncake has four to a peer, and meets those that broke one by one."""
+@over(*WAITING)
+def test_connect_mends_a_broken_connection(reader: Reader) -> None:
+    """Mooncake uses its four to a peer again, and meets those that broke one by one."""
     peer = reader.connect()
     for _ in range(2):
-        reads = [reader.start(peer, GUARD + i * MIB, 0, MIB) for i in range(6)]
-        assert {reader.outcome(read) for read in reads} == {Outcome.DONE}
+        assert reader.wait(reader.start(peer, *LIST)) == [""]
         assert shut_sockets() > 0
         time.sleep(0.2)
-        assert reader.outcome(reader.start(peer, GUARD, 0, 10)) is Outcome.FAILED
+        assert all(reader.wait(reader.start(peer, ONE)))
         assert reader.connect() is peer
-        reads = [reader.start(peer, GUARD + i * MIB, 0, MIB) for i in range(6)]
-        assert {reader.outcome(read) for read in reads} == {Outcome.DONE}
-        reader.check_read(peer)
+        assert reader.wait(reader.start(peer, *LIST)) == [""]
 
 
 def shut_sockets() -> int:
@@ -485,118 +474,67 @@ def shut_sockets() -> int:
     return count
 
 
-@pytest.mark.parametrize("way", WAITING)
-def test_connect_mends_a_broken_connection(way: str) -> None:
-    run(way, cut_connections)
-
-
 # ---------------------------------------------------------------- threads
 
 
-def connect_to_a_stopped_peer(reader: Reader) -> None:
+@over(*WAITING, peers=2)
+def test_connecting_to_a_stopped_peer_holds_up_nobody(reader: Reader) -> None:
     other = reader.connect(1)
-    reader.peers[0].signal(signal.SIGSTOP)
-    raised: list[BaseException | None] = []
-
-    def connect() -> None:
-        try:
-            reader.plane.connect(reader.peers[0].endpoint, 1)
-            raised.append(None)
-        except ConnectionError as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=connect)
-    thread.start()
-    until = time.monotonic() + 2
-    while time.monotonic() < until:
-        reader.check_read(other, of=1)
-    reader.peers[0].signal(signal.SIGCONT)
-    thread.join(PATIENCE_S)
-    assert len(raised) == 1
-    assert reader.way == "mooncake" or isinstance(raised[0], ConnectionError)
+    reader.peers[0].stop()
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(reader.connect, 0, 1)
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            reader.check_read(other, of=1)
+        reader.peers[0].go_on()
+        error = connecting.exception(PATIENCE_S)
+    assert isinstance(error, ConnectionError) or (reader.way == "mooncake" and error is None)
     until = time.monotonic() + PATIENCE_S
-    while raised[0] and reader.peers[0].endpoint in reader.plane._peers:
+    while error and reader.peers[0].endpoint in reader.plane._peers:
         assert time.monotonic() < until
         assert reader.connect(1) is other  # looks after what the other one left running
-    reader.connect(0)
     reader.check_read(reader.connect())
 
 
-@pytest.mark.parametrize("way", WAITING)
-def test_connecting_to_a_stopped_peer_holds_up_nobody(way: str) -> None:
-    run(way, connect_to_a_stopped_peer, peers=2)
-
-
-def start_while_connecting(reader: Reader) -> None:
-    peer = reader.connect()
-    with peer.connecting:
-        read = reader.start(peer, GUARD, 0, 10)
-    assert reader.plane.outcome(read) is Outcome.FAILED
-    reader.check_read(peer)
-
-
-def test_start_does_not_wait_for_connect() -> None:
-    run("mooncake", start_while_connecting)
-
-
-def close_twice(reader: Reader) -> None:
+@over(*ALL)
+def test_close_leaves_no_thread(reader: Reader) -> None:
     """A process's first engine may leave threads that all share."""
     reader.check_read(reader.connect())
     reader.plane.close()
-    counts = []
     for _ in range(2):
         before = threads()
-        reader.plane = new_plane(reader.way)
-        reader.plane.register(Memory(reader.address, SIZE), spare=reader.address)
+        reader.plane = new_plane(reader.address)
         assert threads() > before
         reader.check_read(reader.connect())
         reader.plane.close()
         until = time.monotonic() + PATIENCE_S
-        while threads() > before and time.monotonic() < until:
+        while threads() > before:
+            assert time.monotonic() < until
             time.sleep(0.01)
-        counts.append((threads(), before))
-    assert all(after <= before for after, before in counts), counts
 
 
-@pytest.mark.parametrize("way", ALL)
-def test_close_leaves_no_thread(way: str) -> None:
-    run(way, close_twice)
-
-
-def close_while_reads_run(reader: Reader) -> None:
+@over(*WAITING)
+def test_nothing_lands_after_close(reader: Reader) -> None:
     peer = reader.connect()
-    reader.peers[0].signal(signal.SIGSTOP)
-    reads = [reader.start(peer, (2 + i) * MIB, i * MIB, MIB) for i in range(3)]
+    tag = reader.stop_midway(peer)
     began = time.monotonic()
     reader.plane.close()
     assert time.monotonic() - began < 10
-    assert all(reader.plane.settled(read) for read in reads)
-    assert {reader.plane.outcome(read) for read in reads} == {Outcome.FAILED}
-    assert reader.plane.outcome(reader.start(peer, GUARD, 0, 10)) is Outcome.FAILED
-    reader.peers[0].signal(signal.SIGCONT)
-    time.sleep(1)
-    assert reader.untouched(2 * MIB, 5 * MIB)
+    assert all(reader.wait(tag, reader.start(peer, ONE), seconds=0))
+    reader.peers[0].go_on()
+    reader.check_nothing_lands(tag)
 
 
-@pytest.mark.parametrize("way", WAITING)
-def test_nothing_lands_after_close(way: str) -> None:
-    run(way, close_while_reads_run)
-
-
-def close_with_reads_in_flight(reader: Reader) -> None:
+@over(*ALL)
+def test_close_lets_reads_end(reader: Reader) -> None:
     peer = reader.connect()
-    reads = [reader.start(peer, GUARD + i * MIB, i * MIB, MIB) for i in range(6)]
+    tags = [reader.start(peer, *LIST[:12]), reader.start(peer, *LIST[12:])]
     reader.plane.close()
-    assert {reader.plane.outcome(read) for read in reads} == {Outcome.DONE}
-    assert all(reader.holds(1, GUARD + i * MIB, i * MIB, MIB) for i in range(6))
+    assert reader.wait(*tags, seconds=0) == ["", ""]
 
 
-@pytest.mark.parametrize("way", ALL)
-def test_close_lets_reads_end(way: str) -> None:
-    run(way, close_with_reads_in_flight)
-
-
-def idle(reader: Reader) -> None:
+@over(*ALL)
+def test_an_idle_plane_takes_no_core(reader: Reader) -> None:
     reader.check_read(reader.connect())
     time.sleep(0.2)
     before = time.process_time()
@@ -604,88 +542,22 @@ def idle(reader: Reader) -> None:
     assert time.process_time() - before < 0.1
 
 
-@pytest.mark.parametrize("way", ALL)
-def test_an_idle_plane_takes_no_core(way: str) -> None:
-    run(way, idle)
-
-
-def count_connections(reader: Reader) -> None:
-    """To a peer's ports, those that were closed of late included."""
-    peer = reader.connect()
-    for _ in range(40):
-        reader.check_read(peer, length=64)
-    assert len(connections_to(listening_ports(reader.peers[0].process.pid))) < 20
-
-
-def tcp_table() -> list[list[str]]:
-    """Of the kernel: number, local address, remote address, state, ..., inode."""
-    tables = [Path("/proc/net", name).read_text().splitlines() for name in ("tcp", "tcp6")]
-    return [line.split() for table in tables for line in table[1:]]
-
-
-def port_of(address: str) -> int:
-    return int(address.rpartition(":")[2], 16)
-
-
-def listening_ports(pid: int) -> set[int]:
-    held = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
-    return {
-        port_of(row[1]) for row in tcp_table() if row[3] == "0A" and f"socket:[{row[9]}]" in held
-    }
-
-
-def connections_to(ports: set[int]) -> list[list[str]]:
-    return [row for row in tcp_table() if port_of(row[2]) in ports]
-
-
-def test_mooncake_connects_once_and_not_for_each_read() -> None:
-    run("mooncake", count_connections)
-
-
 # ---------------------------------------------------------------- beside SGLang's
 
 
-@contextmanager
-def stock_writes(way: str, other: Any) -> Iterator[Callable[[], None]]:
-    """SGLang's own engine or agent of this process, and one write of it to a peer's, checked."""
-    source = np.full(MIB, 7, np.uint8)
+def stock(way: str, memory: np.ndarray) -> tuple[Any, Callable[[Any, int], None]]:
+    """SGLang's own engine or agent of this process: its name, and a write to another one's."""
     if way == "mooncake":
-        engine = stock_mooncake(source)
-        yield lambda: check_code(engine.transfer_sync(other[0], source.ctypes.data, other[1], MIB))
-        return
-    agent = stock_agent(source)
-    name = agent.add_remote_agent(other[0])
+        from sglang.srt.distributed.device_communicators import mooncake_transfer_engine
 
-    def write() -> None:
-        here = agent.get_xfer_descs([(source.ctypes.data, MIB, 0)], "DRAM")
-        there = agent.get_xfer_descs([(other[1], MIB, 0)], "DRAM")
-        handle = agent.initialize_xfer("WRITE", here, there, name)
-        state = agent.transfer(handle)
-        while state == "PROC":
-            time.sleep(1e-4)
-            state = agent.check_xfer_state(handle)
-        assert state == "DONE"
-        agent.release_xfer_handle(handle)
+        engine = mooncake_transfer_engine.init_mooncake_transfer_engine("127.0.0.1", 0, None)
+        engine.register(memory.ctypes.data, memory.nbytes)
 
-    yield write
+        def write(other: Any, address: int) -> None:
+            assert engine.transfer_sync(other, memory.ctypes.data, address, MIB) == 0
 
-
-def check_code(code: int) -> None:
-    assert code == 0
-
-
-def stock_mooncake(memory: np.ndarray) -> Any:
-    from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
-        init_mooncake_transfer_engine,
-    )
-
-    engine = init_mooncake_transfer_engine("127.0.0.1", 0, None)
-    engine.register(memory.ctypes.data, memory.nbytes)
-    return engine
-
-
-def stock_agent(memory: np.ndarray) -> Any:
-    """As NixlKVManager.__init__ makes it on a prefill rank."""
+        return engine.get_session_id(), write
+    # As NixlKVManager.__init__ makes it on a prefill rank.
     from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t, nixlBind
 
     assert nixlBind.nixlAgentConfig.__module__ == nixlBind.__name__, "not the plane's"
@@ -695,82 +567,78 @@ def stock_agent(memory: np.ndarray) -> Any:
     agent = nixl_agent(f"stock {os.getpid()}", config)
     agent.create_backend("UCX", {"num_threads": "8"})
     agent.register_memory([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
-    return agent
+    add = cache(agent.add_remote_agent)
+
+    def write_and_wait(other: Any, address: int) -> None:
+        here = agent.get_xfer_descs([(memory.ctypes.data, MIB, 0)], "DRAM")
+        there = agent.get_xfer_descs([(address, MIB, 0)], "DRAM")
+        handle = agent.initialize_xfer("WRITE", here, there, add(other))
+        state = agent.transfer(handle)
+        while state == "PROC":
+            time.sleep(1e-4)
+            state = agent.check_xfer_state(handle)
+        assert state == "DONE"
+        agent.release_xfer_handle(handle)
+
+    return agent.get_agent_metadata(), write_and_wait
 
 
 def serve_beside(pipe: Any, _plane: DataPlane, _address: int, way: str) -> None:
     memory = np.zeros(MIB, np.uint8)
-    stock = stock_mooncake(memory) if way == "mooncake" else stock_agent(memory)
-    name = stock.get_session_id() if way == "mooncake" else stock.get_agent_metadata()
-    pipe.send((name, memory.ctypes.data))
+    own = stock(way, memory)
+    pipe.send((own[0], memory.ctypes.data))
     pipe.recv()
     pipe.send(bool((memory == 7).all()))
 
 
-def work_beside(reader: Reader) -> None:
-    pipe, failed = reader.peers[0].pipe, []
+@over(*ALL)
+def test_beside_sglangs_own_engine(reader: Reader) -> None:
+    pipe = reader.peers[0].pipe
     pipe.send((serve_beside, reader.way))
-    stop = threading.Event()
-    with stock_writes(reader.way, pipe.recv()) as write:
-        peer = reader.connect()
+    other = pipe.recv()
+    _, write = stock(reader.way, np.full(MIB, 7, np.uint8))
+    peer, stop = reader.connect(), threading.Event()
 
-        def keep_writing() -> None:
-            try:
-                while not stop.is_set():
-                    write()
-            except BaseException:
-                failed.append(traceback.format_exc())
+    def keep_writing() -> None:
+        while not stop.is_set():
+            write(*other)
 
-        thread = threading.Thread(target=keep_writing)
-        thread.start()
+    with ThreadPoolExecutor(1) as pool:
+        writing = pool.submit(keep_writing)
         for _ in range(20):
             reader.check_read(peer)
         stop.set()
-        thread.join()
-        reader.plane.close()
-        write()
-    assert not failed
+        writing.result()
+    reader.plane.close()
+    write(*other)
     pipe.send("written")
     assert pipe.recv()
-
-
-@pytest.mark.parametrize("way", ALL)
-def test_beside_sglangs_own_engine(way: str) -> None:
-    run(way, work_beside)
 
 
 # ---------------------------------------------------------------- refused
 
 
-def refuse_memory(reader: Reader) -> None:
+@over("mooncake")
+def test_memory_that_mooncake_does_not_take(reader: Reader) -> None:
     with pytest.raises(MixKVError, match="MIXKV-START-06"):
         reader.plane.register(Memory(reader.address, SIZE), spare=reader.address)
 
 
-def test_memory_that_mooncake_does_not_take() -> None:
-    run("mooncake", refuse_memory)
-
-
-def refuse_backend(reader: Reader) -> None:
+@over("nixl")
+def test_a_backend_that_nixl_does_not_have(reader: Reader) -> None:
     from sglang_mixkv.channel.nixl import Nixl
 
     with pytest.raises(MixKVError, match="MIXKV-START-06"):
         Nixl("no such backend")
     with pytest.raises(MixKVError, match="MIXKV-START-06"):
-        new_plane("nixl").register(Memory(reader.address, SIZE, device=0))
+        Nixl().register(Memory(reader.address, SIZE, device=0))
 
 
-def test_a_backend_that_nixl_does_not_have() -> None:
-    run("nixl", refuse_backend)
-
-
-def refuse_endpoints(reader: Reader) -> None:
+@over(*ALL)
+def test_bytes_that_are_no_endpoint(reader: Reader) -> None:
     found = msgspec.msgpack.decode(reader.peers[0].endpoint, type=Endpoint)
-    for wrong in (
-        b"",
-        b"nonsense",
-        msgspec.msgpack.encode(msgspec.structs.replace(found, plane="x")),
-    ):
+    other = msgspec.msgpack.encode(msgspec.structs.replace(found, plane="x"))
+    for wrong in (b"", b"nonsense", other):
         with pytest.raises(ValueError, match=r"xpected|truncated"):
             reader.plane.connect(wrong)
     gone = msgspec.structs.replace(found, session=b"127.0.0.1:1")
@@ -778,89 +646,3 @@ def refuse_endpoints(reader: Reader) -> None:
         reader.plane.connect(msgspec.msgpack.encode(gone), 1)
     assert not reader.plane._peers
     reader.check_read(reader.connect())
-
-
-@pytest.mark.parametrize("way", ALL)
-def test_bytes_that_are_no_endpoint(way: str) -> None:
-    run(way, refuse_endpoints)
-
-
-# ---------------------------------------------------------------- without a backend
-
-
-class Slow(DataPlane):
-    """Its reads end when `end` is set. `_check` takes a while, and notices a second caller."""
-
-    name = "slow"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.end, self.checking, self.wrong = False, 0, 0
-
-    def _register(self, memory: Memory) -> bytes:
-        return b""
-
-    def _open(self, peer: Peer) -> None:
-        peer.link = "somebody"
-
-    def _post(self, read: Read, local: int, remote: int, length: int) -> None:
-        read.handle = object()
-
-    def _check(self, read: Read) -> Outcome | None:
-        self.checking += 1
-        self.wrong += self.checking > 1 or read.handle is None
-        time.sleep(1e-3)
-        self.checking -= 1
-        return Outcome.DONE if self.end else None
-
-    def _release(self, read: Read) -> None:
-        read.handle = None
-
-    def _drop(self, peer: Peer) -> None:
-        raise RuntimeError("forget must not raise")
-
-    def _close(self) -> None:
-        pass
-
-
-def test_a_read_is_looked_at_by_one_thread_at_a_time() -> None:
-    """`connect` asks for the ends of reads that the channel's thread asks for as well. Mooncake
-    frees what has ended."""
-    plane = Slow()
-    plane.register(Memory(0, 100), spare=0)
-    peer = Peer(b"", Endpoint("slow", b"", Memory(0, 100), b""))
-    read = plane.start(peer, 0, 0, 10)
-    both = [
-        threading.Thread(target=lambda: [plane.settled(read) for _ in range(50)]) for _ in range(2)
-    ]
-    for thread in both:
-        thread.start()
-    time.sleep(0.02)
-    plane.end = True
-    for thread in both:
-        thread.join()
-    assert plane.settled(read)
-    assert plane.wrong == 0
-
-
-def test_forget_does_not_raise() -> None:
-    plane = Slow()
-    plane.register(Memory(0, 100), spare=0)
-    peer = plane._peers[b"x"] = Peer(b"x", Endpoint("slow", b"", Memory(0, 100), b""))
-    plane.forget(peer)
-    assert not plane._peers
-
-
-@pytest.mark.parametrize("number", [0, (1 << 64) - 1])
-def test_a_read_that_mooncake_rejects(number: int) -> None:
-    """-1 as Mooncake's binding returns it, in its releases with and without a sign."""
-    from sglang_mixkv.channel.mooncake import Mooncake
-
-    plane = object.__new__(Mooncake)
-    DataPlane.__init__(plane)
-    plane._memory = Memory(0, 100)
-    plane._engine = SimpleNamespace(batch_transfer_async_read=lambda *_: number)
-    peer = Peer(b"", Endpoint("mooncake", b"", Memory(0, 100), b""))
-    read = plane.start(peer, 0, 0, 10)
-    assert (plane.outcome(read), plane.settled(read)) == (Outcome.FAILED, True)
-    assert "rejected" in read.why
