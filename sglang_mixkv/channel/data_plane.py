@@ -284,9 +284,13 @@ class DataPlane(ABC):
         return read.error == ""
 
     def _sweep(self) -> None:
-        """Probes that a `connect` left running have nobody else to ask for their ends."""
+        """Probes that a `connect` left running have nobody else to ask for their ends. They are one
+        thread's while it asks: what ends may let go of its peer, which takes the lock."""
         with self._lock:
-            self._probes = [read for read in self._probes if not self._has_ended(read)]
+            probes, self._probes = self._probes, []
+        running = [read for read in probes if not self._has_ended(read)]
+        with self._lock:
+            self._probes += running
 
     def _let_go(self, peer: Peer) -> None:
         """Of a peer that is gone, as soon as nothing of it is in flight."""

@@ -182,7 +182,10 @@ class Links:
             yield ev.ReadEnded(number, error)
             link = self._links.get(peer)
             if error and link is not None and (link.mending is None or link.mending.done()):
-                link.mending = self._mend.submit(self._connect_again, link)
+                try:
+                    link.mending = self._mend.submit(self._connect_again, link)
+                except RuntimeError as error:  # no thread can be started: at the next failure then
+                    logger.warning("[MIXKV-MSG-02] a connection is not mended: %s", error)
 
     def _connect_again(self, link: Link) -> None:
         assert self._store is not None

@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -63,6 +63,12 @@ class ReceiveHandle:
         return self._on_device
 
 
+class Drop(NamedTuple):
+    """What `DecodeWorker.drop` asks of the channel thread."""
+
+    peer: ev.Peer
+
+
 class DecodeWorker(Worker[ev.Event, ev.Action]):
     """`store`: None on a rank without a drafter, which opens rooms and reads nothing.
 
@@ -105,7 +111,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
     def drop(self, peer: ev.Peer) -> None:
         """Its socket and what the data plane has of it. Rooms that still wait for rows of it are
         cold: its server is gone, so that waiting for the deadline would gain nothing."""
-        self._inlet.put(ev.PeerLost(peer, gone=True))
+        self._inlet.put(Drop(peer))
 
     def knows(self, peer: ev.Peer) -> bool:
         return peer in self._links
@@ -200,12 +206,13 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         for job, (result, detail) in self._copies.ended():
             yield ev.Copied(job.job, result, detail)
 
-    def _handle(self, event: ev.Event | Link) -> None:
+    def _handle(self, event: ev.Event | Link | Drop) -> None:
         if isinstance(event, Link):
             self._links.add(event)
             return
-        if isinstance(event, ev.PeerLost) and event.gone:
+        if isinstance(event, Drop):  # that a message had no link drops none: it may be there again
             self._links.drop(event.peer)
+            event = ev.PeerLost(event.peer, gone=True)
         if isinstance(event, ev.OpenRoom) and isinstance(event.handle, ReceiveHandle):
             if event.pending:
                 self._forwards[event.generation] = event.handle.event

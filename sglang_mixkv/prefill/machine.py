@@ -139,11 +139,8 @@ class Machine:
     def _opened(self, connection: ev.Connection, opened: Open) -> None:
         number, reader, generation = opened.room, opened.reader, opened.generation
         why = refusal(opened, self._instance, self._heads, self._packing.fits)
-        if not why and self._waiting.is_full(connection):
-            why = "full", "too many of its rooms wait for requests"
         if why:
-            self._out.append(ev.Note(why[0], reader, why[1]))
-            self._out.append(ev.Send(connection, fail(number, generation, *why)))
+            self._refuse(connection, opened, *why)
             return
         room = self._current.get(number)
         in_room = room.generation(reader) if room is not None else -1
@@ -154,11 +151,19 @@ class Machine:
         for part in (former, self._waiting.part(number, reader)):
             if part is not None:  # it has begun another request with this number
                 self._ended_by_reader(part)
-        part = self._parts[generation] = Part(opened, connection)
+        part = Part(opened, connection)
         if room is not None and in_room < 0 and not room.settled and room.missing > 0:
+            self._parts[generation] = part
             self._join(room, part)
+        elif self._waiting.is_full(connection):
+            self._refuse(connection, opened, "full", "too many of its rooms wait for requests")
         else:
+            self._parts[generation] = part
             self._waiting.open(part, self._clock)
+
+    def _refuse(self, connection: ev.Connection, opened: Open, code: str, detail: str) -> None:
+        self._out.append(ev.Note(code, opened.reader, detail))
+        self._out.append(ev.Send(connection, fail(opened.room, opened.generation, code, detail)))
 
     def _join(self, room: Room, part: Part) -> None:
         room.join(part, self._clock)

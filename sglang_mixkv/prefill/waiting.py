@@ -89,6 +89,8 @@ class Waiting:
             elif record.part is not None:
                 parts.append((record.since, record.part))
                 record.part = None
+                if record.last is NOBODY:  # else a room a request would be kept for 600 s
+                    self._remove(number, reader)
         parts.sort(key=lambda one: -one[0])
         return absent, [part for _, part in parts]
 

@@ -67,6 +67,19 @@ def test_start_does_not_wait_for_connect() -> None:
     assert plane.read(peer) == [("it", "")]
 
 
+def test_a_peer_that_could_not_be_connected_to_holds_up_nobody() -> None:
+    """The probe that was left running ends when nobody has the peer any more."""
+    plane = Scripted()
+    plane.end = False
+    with pytest.raises(ConnectionError):
+        plane.connect(plane.here, 0)
+    plane.end = True
+    again = threading.Thread(target=plane.connect, args=(plane.here,), daemon=True)
+    again.start()
+    again.join(5)
+    assert not again.is_alive()
+
+
 def test_a_read_is_looked_at_by_one_thread_at_a_time() -> None:
     """All that connect ask for the ends of probes that another one left running."""
     plane = Scripted()

@@ -75,6 +75,22 @@ def test_a_lost_open_is_not_mistaken_for_the_next_requests() -> None:
     assert pack.use == 1
 
 
+def test_a_request_that_came_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its OPEN came first, as it does mostly; and one that comes later needs no place."""
+    monkeypatch.setattr(waiting, "MAX_WAITING", 1)
+    rooms = prefill()
+    for room in range(3):
+        assert of(pev.Send, rooms.handle(opened(10 + room, room=room), 0.0)) == []
+        rooms.handle(pev.Begin(room, room), 0.0)
+    assert of(pev.Send, rooms.handle(opened(20, room=9), 0.0)) == []
+    rooms.handle(pev.Begin(3, 3), 0.0)
+    late = replace(opened(22, room=3).message, reader=READER)
+    connection = b"connection" + READER
+    assert of(pev.Send, rooms.handle(pev.Received(connection, late), 0.0)) == []
+    refused = of(pev.Send, rooms.handle(opened(23, room=4), 0.0))
+    assert [one.message.code for one in refused] == ["full"]
+
+
 def test_a_generation_names_one_part() -> None:
     """Readers draw theirs apart; the second of two that are equal is not served."""
     rooms = prefill()

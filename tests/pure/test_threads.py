@@ -147,6 +147,42 @@ def test_a_read_that_fails_has_its_connection_mended(channel: Channel) -> None:
     assert channel.at_rest()
 
 
+def test_a_failure_without_a_thread_to_mend_it_ends_nothing(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    channel.decode.plane.broken = 1
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        assert channel.request(1) == ("cold", "read")
+    assert not channel.decode.channel.broken
+
+
+def test_a_link_that_is_made_while_a_message_fails_stays(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a room whose link was dropped; the server is the same one, and is connected to anew."""
+    decode, peer = channel.decode.channel, channel.prefill.instance
+    link, send = decode.dial(channel.prefill.row), decode._links.send
+    first = channel.open(1, 20)
+
+    def sends(to: bytes, message: Any) -> bool:
+        left = send(to, message)
+        if not left:
+            decode.add(link)
+        return left
+
+    monkeypatch.setattr(decode._links, "send", sends)
+    decode.drop(peer)
+    assert channel.state(first) == ("cold", "lost")
+    assert wait_for(lambda: decode.knows(peer))
+    monkeypatch.undo()
+    decode.close(first)
+    assert channel.request(2) == ("warm", "")
+
+
 def test_a_connection_leaves_a_slot_that_is_in_use_as_it_is(channel: Channel) -> None:
     """It reads a byte into this rank's own memory, whatever that holds."""
     decode, other = channel.decode, Prefill(channel.times)

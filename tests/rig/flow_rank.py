@@ -49,8 +49,8 @@ class FlowRank(Rank):
         namespace, self.host = self.flow.hosts.get((side, rank), (0, self.host))
         self.server_host = self._host_of(server) if side == "prefill" else self.host
         os.environ["SGLANG_HOST_IP"] = self.host
-        if side == "prefill":
-            os.environ["SGLANG_MIXKV_PORT"] = str(case.shared.channel_ports[rank])
+        if side == "prefill" and (port := case.shared.channel_ports[rank]):
+            os.environ["SGLANG_MIXKV_PORT"] = str(port)
         if namespace:
             enter(namespace)
         if self.flow.decodes > 1:
