@@ -29,6 +29,7 @@ import pytest
 
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory, Peer
+from sglang_mixkv.config import PLANE_ENV
 from sglang_mixkv.errors import MixKVError
 
 MIB = 1 << 20
@@ -50,7 +51,7 @@ ALL, WAITING = ("mooncake", "nixl", "nixl-tcp"), ("mooncake", "nixl-tcp")
 
 
 def new_plane(address: int) -> DataPlane:
-    plane = planes.make("", "127.0.0.1", "")
+    plane = planes.make(os.environ[PLANE_ENV], "127.0.0.1", "", {})
     plane.register(Memory(address, SIZE), spare=address)
     return plane
 
@@ -237,7 +238,7 @@ def read_in_process(
     die_with_parent()
     os.environ.pop("MC_TCP_ENABLE_CONNECTION_POOL", None)
     name, _, tcp = way.partition("-")
-    os.environ.update(ENV | env | {planes.PLANE_ENV: name} | ({"UCX_TLS": tcp} if tcp else {}))
+    os.environ.update(ENV | env | {PLANE_ENV: name} | ({"UCX_TLS": tcp} if tcp else {}))
     reader = None
     try:
         reader = Reader(way, peers, later)
