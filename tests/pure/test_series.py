@@ -28,7 +28,7 @@ PAGE, DOCUMENT = (DOCS / "troubleshooting.md").read_text(), (DOCS / "metrics.md"
 KIND = re.compile(r"[a-z_]+")
 
 # Who takes a kind, and which of its arguments that is.
-TAKES = {"Note": 0, "_note": 0, "_go_cold": 1, "_fail": 1, "_fail_parts": 1}
+TAKES = {"Note": 0, "_note": 0, "_go_cold": 1, "_fail": 1, "_fail_parts": 1, "_refuse": 2}
 
 
 def texts(node: ast.AST) -> set[str]:
@@ -91,8 +91,8 @@ def test_every_note_of_decode_has_a_place() -> None:
 
 
 def test_every_note_of_prefill_has_a_place() -> None:
-    codes = given(PREFILL, "_fail") | given(PREFILL, "_fail_parts") | refusals()
-    codes |= set_to(PREFILL, "why")
+    codes = given(PREFILL, "_fail") | given(PREFILL, "_fail_parts") | given(PREFILL, "_refuse")
+    codes |= refusals() | set_to(PREFILL, "why")
     assert codes == set(series.FAILS)
     notes = given(PREFILL, "_note") | given(PREFILL, "Note")
     assert notes | codes == set(kinds.PREFILL)

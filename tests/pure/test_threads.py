@@ -166,12 +166,12 @@ def test_a_link_that_is_made_while_a_message_fails_stays(
     """Of a room whose link was dropped; the server is the same one, and is connected to anew."""
     decode, peer = channel.decode.channel, channel.prefill.instance
     link, send = decode.dial(channel.prefill.row), decode._links.send
-    first = channel.open(1, 20)
+    first, links = channel.open(1, 20), [link]
 
     def sends(to: bytes, message: Any) -> bool:
         left = send(to, message)
-        if not left:
-            decode.add(link)
+        if not left and links:
+            decode.add(links.pop())
         return left
 
     monkeypatch.setattr(decode._links, "send", sends)
