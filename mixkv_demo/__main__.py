@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from mixkv_demo import report
+from mixkv_demo import one_gpu, report
 from mixkv_demo.launch import DEVICES, Topology
 from mixkv_demo.pair import DRAFTERS, PAIRS, TARGETS, pair_name, prompts
 from mixkv_demo.processes import Fleet, ServerDied
@@ -216,6 +216,9 @@ def main(argv: list[str] | None = None) -> int:
     good as the single server's."""
     options = parse(argv)
     console = Console(highlight=False, stderr=options.serve is not None)
+    if options.device == "cuda":
+        for reason in one_gpu.setup(one_gpu.cards()).reasons:
+            console.print(reason)
     try:
         return (_serve if options.serve else _compare)(options, console)
     except (ServerDied, TimeoutError) as error:

@@ -10,26 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import mixkv_cpu
+from mixkv_demo import one_gpu
 from mixkv_demo.pair import model_flags
 from mixkv_demo.ports import free_port
 from sglang_mixkv.config import ENABLE_ENV, PATIENCE_ENV, STATS_DIR_ENV
 
 HOST = "127.0.0.1"
 DEVICES = ("cpu", "cuda")
-
-CUDA_FLAGS: tuple[str, ...] = (
-    *("--device", "cuda"),
-    *("--attention-backend", "triton"),
-    "--cuda-graph-backend-decode=disabled",
-    "--cuda-graph-backend-prefill=disabled",
-    "--skip-server-warmup",
-    *("--max-total-tokens", "8192"),
-    *("--mem-fraction-static", "0.5"),
-    *("--dtype", "bfloat16"),
-)
-"""Flags of every server on GPUs. The small pair has heads that only Triton's attention takes, and
-several servers may share a GPU."""
-
 
 PATIENCE = "5"
 """On a CPU engine, servers share few cores: no drafter is to be cold for want of one."""
@@ -114,8 +101,10 @@ def server(
     address = ("--host", HOST, "--port", str(port))
     models = model_flags(pair, speculative)
     command = (sys.executable, "-m", "sglang.launch_server", *address, *models)
-    engine_env = mixkv_cpu.LOOPBACK_ENV if device == "cuda" else mixkv_cpu.launch_env(ranks(flags))
-    engine_flags = CUDA_FLAGS if device == "cuda" else mixkv_cpu.LAUNCH_FLAGS
+    engine_env, engine_flags = mixkv_cpu.launch_env(ranks(flags)), mixkv_cpu.LAUNCH_FLAGS
+    if device == "cuda":
+        gpu = one_gpu.setup(one_gpu.cards())
+        engine_env, engine_flags = {**mixkv_cpu.LOOPBACK_ENV, **gpu.env}, gpu.flags
     env = {**local_env(), **engine_env, **(extra_env or {})}
     return Launch(name, (*command, *engine_flags, *_idle_flags(flags), *flags), env, port)
 

@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # The demo on a bare machine: set up what is missing, run it. Options are passed on (--help).
 set -euo pipefail
+case "$*" in
+    *"--device cuda"* | *"--device=cuda"*) export MIXKV_DEVICE=cuda ;;
+esac
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 exec python -m mixkv_demo "$@"

@@ -2,7 +2,8 @@
 # Sourced by the other scripts: makes .venv/ at the repository's root ready, and activates it.
 # With PYTHON=python3.12 (a name or a path) it is .venv-3.12/ instead, beside the first one; with
 # MIXKV_SGLANG=0.5.22 it is .venv-0.5.22/, with that release of SGLang in the place of the newest
-# supported one; with both .venv-0.5.22-3.12/.
+# supported one; with both .venv-0.5.22-3.12/. MIXKV_DEVICE=cuda makes .venv-cuda/, whose transport
+# reads GPU memory.
 #
 # The first time this installs the engine, the CPU transport, the demo's and the tests'
 # dependencies, and the system libraries that Mooncake needs. Later it only looks whether
@@ -10,7 +11,7 @@
 # wherever uv and pip are configured to look; without uv, SGLang 0.5.22 needs NVIDIA's index.
 
 MIXKV_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-MIXKV_EXTRAS="cpu,nixl,demo,test"
+MIXKV_EXTRAS="${MIXKV_DEVICE:-cpu},nixl,demo,test"
 MIXKV_WHAT=(-e "${MIXKV_ROOT}[sglang,${MIXKV_EXTRAS}]")
 if [ -n "${MIXKV_SGLANG:-}" ]; then
     MIXKV_WHAT=(-e "${MIXKV_ROOT}[${MIXKV_EXTRAS}]" "sglang==$MIXKV_SGLANG")
@@ -66,7 +67,7 @@ mixkv_python() {
 
 # Where the environment goes: one of its own for each version that MIXKV_SGLANG and PYTHON ask for.
 mixkv_venv() {
-    local venv="$MIXKV_ROOT/.venv${MIXKV_SGLANG:+-$MIXKV_SGLANG}" python
+    local venv="$MIXKV_ROOT/.venv${MIXKV_DEVICE:+-$MIXKV_DEVICE}${MIXKV_SGLANG:+-$MIXKV_SGLANG}" python
     if [ -z "${PYTHON:-}" ]; then
         echo "$venv"
         return

@@ -1,0 +1,77 @@
+"""What the demo's servers need on GPUs: all ranks on one card where there is only one, so that it
+shows TP 2 -> TP 1 as well.
+
+NCCL refuses two ranks on one device. There gloo takes its place, through host memory. That costs
+time in each layer, and changes nothing of what is transferred between servers. SGLang finds the
+plugin in `support.py` where `site/` is on the path; nothing else imports it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+SITE = Path(__file__).parent / "site"
+"""The folder on PYTHONPATH with the entry point."""
+SHARED_ENV, NO_DUAL_GEMM_ENV = "MIXKV_DEMO_ONE_GPU", "MIXKV_DEMO_NO_DUAL_GEMM"
+
+CUDA_FLAGS: tuple[str, ...] = (
+    *("--device", "cuda"),
+    *("--attention-backend", "triton"),
+    "--cuda-graph-backend-decode=disabled",
+    "--cuda-graph-backend-prefill=disabled",
+    "--skip-server-warmup",
+    *("--max-total-tokens", "8192"),
+    *("--dtype", "bfloat16"),
+)
+"""Flags of every server on GPUs."""
+
+
+class Setup(NamedTuple):
+    """Flags and variables of the demo's servers on this machine's GPUs, and why, in sentences."""
+
+    flags: tuple[str, ...]
+    env: dict[str, str]
+    reasons: tuple[str, ...]
+
+
+def cards() -> int:
+    """How many GPUs a server may use; found without a CUDA context in this process."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([one for one in visible.split(",") if one.strip()])
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    except OSError:
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def setup(count: int, has: frozenset[str] | None = None) -> Setup:
+    """`count`: of GPUs. `has`: which of the optional packages are installed, None to look."""
+    if has is None:
+        has = frozenset(name for name in ("flashinfer", "cutlass") if find_spec(name))
+    path = os.environ.get("PYTHONPATH", "")
+    flags, env = [*CUDA_FLAGS], {"PYTHONPATH": os.pathsep.join(filter(None, [str(SITE), path]))}
+    reasons = ["Attention is Triton's, since the small pair's heads fit no other backend."]
+    if "flashinfer" not in has:
+        flags += ["--sampling-backend", "pytorch"]
+        reasons.append("Sampling is PyTorch's, since FlashInfer is not installed.")
+    if "cutlass" not in has:
+        env[NO_DUAL_GEMM_ENV] = "1"
+        reasons.append("The drafter's MLP has no fused dual GEMM, since CUTLASS is not installed.")
+    if count > 1:
+        flags += ["--mem-fraction-static", "0.5"]
+        return Setup(tuple(flags), env, tuple(reasons))
+    flags += [
+        "--disable-custom-all-reduce",  # it maps memory of other ranks' cards
+        "--no-enable-tp-lm-head-all-to-all",  # an operator that asks for NCCL
+        "--mem-fraction-static", "0.2",  # of each of a pair's three ranks
+    ]  # fmt: skip
+    # SGLang's own variable makes each rank see one card, its device 0; the plugin says which.
+    env |= {SHARED_ENV: "1", "SGLANG_ONE_VISIBLE_DEVICE_PER_PROCESS": "1"}
+    reasons.append("All ranks share one GPU, so gloo stands in for NCCL, and layers take longer.")
+    return Setup(tuple(flags), env, tuple(reasons))

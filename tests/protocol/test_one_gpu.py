@@ -1,0 +1,86 @@
+"""The demo on one GPU (mixkv_demo/one_gpu), as far as it shows without one: SGLang's own
+GroupCoordinator over its collectives, with tensors in host memory, and the flags it chooses."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rig.rank import free_port
+from sglang.srt.distributed import parallel_state as state
+
+from mixkv_demo import one_gpu
+from mixkv_demo.one_gpu.support import BACKEND, NO_OTHERS, OneGpuGroup
+
+ANSWER_S = 300
+
+
+def _rank(rank: int, port: int, pipe: Any) -> None:
+    dist.Backend.register_backend(BACKEND, OneGpuGroup, devices=["cpu", "cuda"])
+    address = f"tcp://127.0.0.1:{port}"
+    state.init_distributed_environment(2, rank, address, rank, backend=BACKEND)
+    group = state.init_model_parallel_group([[0, 1]], rank, BACKEND, group_name="tp", **NO_OTHERS)
+    mine = torch.arange(8, dtype=torch.bfloat16).view(4, 2) + 100 * rank
+    half = torch.empty(2, 2, dtype=torch.bfloat16)
+    dist.reduce_scatter_tensor(half, mine, group=group.device_group)  # SGLang's is CUDA's alone
+    swapped = torch.empty(4, 2, dtype=torch.float8_e4m3fn)
+    dist.all_to_all_single(swapped, mine.to(swapped.dtype), group=group.device_group)
+    held = group.broadcast_tensor_dict({"held": mine} if rank == 0 else None, src=0)
+    found = {
+        "all_reduce": group.all_reduce(mine.clone()), "all_gather": group.all_gather(mine, dim=0),
+        "broadcast": group.broadcast(mine.clone(), src=1), "dict": held["held"],
+        "reduce_scatter": half, "all_to_all": swapped,
+    }  # fmt: skip
+    if rank == 0:
+        group.send(mine, 1)
+    else:
+        found["received"] = group.recv(mine.shape, mine.dtype, 0)
+    group.barrier()
+    pipe.send({name: tensor.float().tolist() for name, tensor in found.items()})
+    dist.destroy_process_group()
+
+
+def test_collectives() -> None:
+    context, port = mp.get_context("fork"), free_port()
+    pipes, ranks = [], []
+    for rank in range(2):
+        here, there = context.Pipe()
+        ranks.append(context.Process(target=_rank, args=(rank, port, there)))
+        ranks[-1].start()
+        pipes.append(here)
+    found = [pipe.recv() if pipe.poll(ANSWER_S) else {} for pipe in pipes]
+    for one in ranks:
+        one.join(20)
+        one.kill()
+    mine = [[[2.0 * row + 100 * r, 2.0 * row + 1 + 100 * r] for row in range(4)] for r in (0, 1)]
+    total = [[a[0] + b[0], a[1] + b[1]] for a, b in zip(*mine, strict=True)]
+    as_fp8 = torch.tensor(mine).to(torch.float8_e4m3fn).float()
+    for rank, one in enumerate(found):
+        half = slice(2 * rank, 2 * rank + 2)
+        assert one["all_reduce"] == total
+        assert one["all_gather"] == mine[0] + mine[1]
+        assert (one["broadcast"], one["dict"]) == (mine[1], mine[0])
+        assert one["reduce_scatter"] == total[half]
+        assert one["all_to_all"] == as_fp8[:, half].reshape(4, 2).tolist()
+    assert found[1]["received"] == mine[0]
+
+
+def test_what_is_missing_is_chosen_otherwise_and_said() -> None:
+    everything = frozenset({"flashinfer", "cutlass"})
+    alone, two = one_gpu.setup(1, frozenset()), one_gpu.setup(2, everything)
+    assert one_gpu.SHARED_ENV in alone.env
+    assert one_gpu.NO_DUAL_GEMM_ENV in alone.env
+    assert ("--sampling-backend" in alone.flags, len(alone.reasons)) == (True, 4)
+    assert not {one_gpu.SHARED_ENV, one_gpu.NO_DUAL_GEMM_ENV} & set(two.env)
+    assert ("--sampling-backend" in two.flags, len(two.reasons)) == (False, 1)
+
+
+@pytest.mark.parametrize(("visible", "count"), [("", 0), ("3", 1), ("0,1", 2)])
+def test_cards_that_a_server_may_use(
+    visible: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert one_gpu.cards() == count
