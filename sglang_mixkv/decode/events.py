@@ -54,7 +54,7 @@ class Source(msgspec.Struct, frozen=True):
 
 class OpenRoom(msgspec.Struct, frozen=True):
     """SGLang has sent a request's metadata. Rows of tokens [first_token, end) are this room's;
-    the prompt ends there or earlier, within the last page.
+    the prompt ends there or earlier, within the last page, of `page_size` tokens.
 
     `cold`: a reason why nothing is fetched. `pending`: an earlier forward may still write these
     rows; ForwardDone follows. `required_targets`: SGLang's required_prefill_response_num.
@@ -70,6 +70,13 @@ class OpenRoom(msgspec.Struct, frozen=True):
     version: int = PROTOCOL[1]
     required_targets: int = 0
     handle: Hashable = None
+    page_size: int = 1
+
+    @property
+    def least_end(self) -> int:
+        """Where the prompt ends at the earliest: how many tokens there are is not in SGLang's
+        metadata, and its pages are."""
+        return max(self.first_token, self.end - self.page_size + 1)
 
 
 class ForwardDone(msgspec.Struct, frozen=True):

@@ -120,7 +120,7 @@ class Machine:
         if ready.segment < part.announced:
             self._note("doubled", f"segment {ready.segment}", peer)
             return  # the first copy's ACK is this one's
-        if violation := part.violation(ready, room.opened.end):
+        if violation := part.violation(ready, room.opened):
             self._segments.acknowledge(peer, ready.segments)
             self._go_cold(room, "protocol", violation, [peer])
             return

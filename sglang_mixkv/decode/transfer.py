@@ -69,8 +69,9 @@ class Part:
             segment, token = segment + 1, self.placed[segment]
         return token
 
-    def violation(self, ready: Ready, end: int) -> str:
-        """Why this READY cannot be what a prefill rank sends next; "" if it can."""
+    def violation(self, ready: Ready, opened: OpenRoom) -> str:
+        """Why this READY cannot be what a prefill rank sends next; "" if it can. One that ends the
+        prompt early would leave another request's rows in a warm room."""
         slots, limit, until = self.source.slots, self.source.segment_tokens, ready.first_token
         if self.last:
             return f"segment {ready.segment} behind the last one"
@@ -82,8 +83,10 @@ class Part:
             until += one.count
             if one.slot >= slots or one.count > limit:
                 return f"{one.count} tokens in slot {one.slot}; there are {slots}, of {limit} each"
-        if ready.first_token != self.token or until > end:
-            return f"tokens {ready.first_token}..{until} in the place of {self.token}..{end}"
+        if ready.first_token != self.token or until > opened.end:
+            return f"tokens {ready.first_token}..{until} in the place of {self.token}..{opened.end}"
+        if ready.last and until < opened.least_end:
+            return f"the prompt's end at {until}, expected {opened.least_end}..{opened.end}"
         return ""
 
     def accept(self, ready: Ready, room: Room, now: float) -> list[Segment]:

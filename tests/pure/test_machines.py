@@ -192,6 +192,17 @@ def test_a_thread_that_stood_still_drops_what_it_was_sent_before() -> None:
     assert [note.what for note in of(dev.Note, actions)] == ["cold_stalled"]
 
 
+@pytest.mark.parametrize(("page_size", "warm"), [(1, False), (8, False), (9, True)])
+def test_a_prompt_that_ends_before_its_last_page_is_refused(page_size: int, warm: bool) -> None:
+    """Rows behind that end would be another request's, in a warm room."""
+    rooms = decode()
+    rooms.handle(room(page_size=page_size), 0.0)
+    message = Ready(ROOM, 10, 0, 0, (Announced(0, 99, 8),), last=True)
+    actions = rooms.handle(dev.Received(PREFILL, message), 0.0)
+    assert bool(of(dev.StartRead, actions)) is warm
+    assert bool(of(dev.Clear, actions)) is not warm
+
+
 def test_a_late_read_is_not_used() -> None:
     rooms = decode()
     rooms.handle(room(), 0.0)

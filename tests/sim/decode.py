@@ -97,7 +97,7 @@ class DecodeRank(Process):
             self.post(
                 ev.OpenRoom(
                     generation, request.number, plan.sources, request.first_token, end, plan.cold,
-                    bool(forward), handle=generation,
+                    bool(forward), handle=generation, page_size=self.place.server.page,
                 )
             )  # fmt: skip
         return receiver
