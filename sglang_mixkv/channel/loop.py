@@ -114,16 +114,13 @@ class Worker(ABC, Generic[Event, Action]):
             while not self._stopping:
                 polled = self._copies is not None and self._copies.polled
                 ready = self._poll.wait(polled or self._outstanding())
-                for event in self._inlet.take(ready):
-                    self._handle(event)
-                for event in self._look(ready):
-                    self._handle(event)
+                self._take(self._inlet.take(ready))
+                self._take(self._look(ready))
                 if self._copies is not None and self._copies.done:
-                    for event in self._copied():
-                        self._handle(event)
+                    self._take(self._copied())
                 if time.monotonic() - ticked >= TICK:
                     ticked = time.monotonic()
-                    self._handle(self.tick)
+                    self._take([self.tick])
                     self._reporter.ticked()
                 self._act()
         except Exception:
@@ -131,11 +128,20 @@ class Worker(ABC, Generic[Event, Action]):
         finally:
             self._broken.set()
 
+    def _take(self, events: Iterable[Event]) -> None:
+        """What raises is the loss of one event, or of the rest of one look; it ends no channel."""
+        found, event = iter(events), None
+        while True:
+            try:
+                for event in found:
+                    self._handle(event)
+                return
+            except Exception:
+                logger.exception("[MIXKV-SELF-01] the draft channel failed over %r", type(event))
+                time.sleep(TICK)  # what fails again and again takes no core, and fills no log
+
     def _handle(self, event: Event) -> None:
-        try:
-            self._machine.handle(event, time.monotonic())
-        except Exception:
-            logger.exception("[MIXKV-SELF-01] the draft channel failed over %r", type(event))
+        self._machine.handle(event, time.monotonic())
 
     def _act(self) -> None:
         """Small copies are made at once, and what follows from them too."""
@@ -149,8 +155,7 @@ class Worker(ABC, Generic[Event, Action]):
                     self._inlet.put(self.failed(action, repr(error)[:300]))
             if self._copies is None or not self._copies.done:
                 return
-            for event in self._copied():
-                self._handle(event)
+            self._take(self._copied())
 
 
 def is_done(event: Any) -> bool:

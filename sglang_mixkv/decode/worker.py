@@ -163,8 +163,11 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         return self.broken or (since is not None and time.monotonic() - since > self._slowest)
 
     def clear_now(self, handle: ReceiveHandle) -> None:
-        """In the caller's thread: the whole room, cold. Nothing else writes to it from here on."""
+        """In the caller's thread: the whole room, cold. Nothing else writes to it from here on. It
+        does nothing while an earlier forward may still write these rows: the caller polls again."""
         opened = handle.opened
+        if handle.event is not None and not is_done(handle.event):
+            return
         logger.error(
             "[MIXKV-SELF-01] room %s is cleared by SGLang's scheduler, since the draft channel did "
             "not decide it; its drafter is cold", opened.bootstrap_room,
