@@ -64,7 +64,8 @@ class Times(msgspec.Struct, frozen=True):
     @property
     def slot_aside(self) -> float:
         """When a slot without its ACK is used again: later than anything that may still read it,
-        which is delivery + unread + stall + read."""
+        which is delivery + unread + stall + read. The last three are decode's, by the smaller
+        patience of both sides."""
         return 60.0 * self.patience
 
     @property

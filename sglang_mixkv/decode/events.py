@@ -42,6 +42,7 @@ class Source(msgspec.Struct, frozen=True):
 
     `heads`: to read from it, may be none. `readers`: how many decode ranks open it. `slots`: how
     many it has. `segment_tokens`: how many tokens fit the smaller of its slots and this rank's.
+    `patience`: its own, by which it uses a slot again that was not acknowledged.
     """
 
     peer: Peer
@@ -50,6 +51,7 @@ class Source(msgspec.Struct, frozen=True):
     slots: int = 0
     segment_tokens: int = 0
     is_send_target: bool = True
+    patience: float = float("inf")
 
 
 class OpenRoom(msgspec.Struct, frozen=True):

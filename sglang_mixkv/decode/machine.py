@@ -26,6 +26,7 @@ from sglang_mixkv.decode.segments import Read, Segments
 from sglang_mixkv.decode.transfer import Room, Stage
 
 PREFILL_CODES = ("aborted", "pack", "slow", "heads", "full", "restarted")
+TICKS = 0.5  # seconds within which a thread that runs has ticked; no room's stall is shorter
 
 
 class Machine:
@@ -37,13 +38,13 @@ class Machine:
         self._segments = Segments(slots)
         self._rooms: dict[ev.Generation, Room] = {}
         self._out: list[ev.Action] = []
-        self._clock, self._stall, self._read = float("-inf"), times.stall, times.read
+        self._clock = float("-inf")
 
     def handle(self, event: ev.Event, now: float) -> None:
         stood_still, self._clock = now - self._clock, now
-        if stood_still > self._stall:
+        if stood_still > TICKS:
             for room in list(self._rooms.values()):
-                if room.wants:
+                if room.wants and stood_still > room.limits.stall:
                     detail = f"this rank stood still for {stood_still:.1f} s"
                     self._go_cold(room, "stalled", detail)
         _HANDLERS[type(event)](self, event)
@@ -61,7 +62,7 @@ class Machine:
         cold = event.cold
         if wanted and not cold and self.breaker.blocked(wanted, event.generation, self._clock):
             cold = "breaker"
-        room = Room(event, not cold, self._clock)
+        room = Room(event, not cold, self._times, self._clock)
         self._rooms[event.generation] = room
         for source in event.sources:
             message = room.message(source, self._instance, self._slot_bytes)
@@ -154,7 +155,7 @@ class Machine:
 
     def _read_ended(self, event: ev.ReadEnded) -> None:
         read = self._segments.end_read(event.read)
-        if event.error or self._clock - read.since > self._read:
+        if event.error or self._clock > read.until:
             self._read_failed(read, event.error or "it took too long")
         for segment in read.segments:
             room = segment.room
@@ -259,12 +260,12 @@ class Machine:
                     self._copied(ev.Copied(job.job, ev.Result.ERROR, event.detail))
 
     def _tick(self, event: ev.Tick) -> None:
-        for read in self._segments.overdue(self._clock - self._read):
+        for read in self._segments.overdue(self._clock):
             self._read_failed(read, "it took too long")
         for room in list(self._rooms.values()):
             waiting = room.of_stage(Stage.WAITING)
             # prefill uses a slot again after `slot_aside`, whether it was read or not
-            if waiting and self._clock - waiting[0].since >= self._times.unread:
+            if waiting and self._clock - waiting[0].since >= room.limits.unread:
                 self._go_cold(room, "slots", "no slot was free to read it", [waiting[0].peer])
             elif room.wants and self._clock >= room.deadline(self._times):
                 self._go_cold(room, "deadline", "its KV did not come", room.missing(), strike=True)

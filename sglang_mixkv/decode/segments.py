@@ -25,10 +25,12 @@ from sglang_mixkv.decode.transfer import Part, Room, Segment, Stage
 
 
 class Read:
-    """One transfer of the data plane: segments of one part. `failed`: none of them is used."""
+    """One transfer of the data plane: segments of one part. `until`: it may take so long. `failed`:
+    none of them is used."""
 
     def __init__(self, segments: Sequence[Segment], now: float) -> None:
-        self.segments, self.since, self.failed = segments, now, False
+        self.segments, self.failed = segments, False
+        self.until = now + segments[0].room.limits.read
         self.peer: Peer = segments[0].peer
 
 
@@ -36,7 +38,7 @@ class Segments:
     def __init__(self, slots: SlotPool) -> None:
         self._slots, self._list = slots, list_of(slots.count)
         self._turns: RoundRobin[Segment] = RoundRobin()
-        self._reads: dict[int, Read] = {}  # the longest first
+        self._reads: dict[int, Read] = {}
         self._copying: dict[int, Segment | Room] = {}  # a room: its rows are cleared
         self._jobs: list[Job] = []  # not asked for yet
         self._acks: dict[Peer, list[Announced]] = {}
@@ -89,9 +91,9 @@ class Segments:
         self.acknowledge(read.peer, [segment.announced for segment in read.segments])
         return read
 
-    def overdue(self, limit: float) -> list[Read]:
-        """Reads that began at this time or before, and have not failed yet."""
-        return [one for one in self._reads.values() if one.since <= limit and not one.failed]
+    def overdue(self, now: float) -> list[Read]:
+        """Reads that take too long, and have not failed yet."""
+        return [one for one in self._reads.values() if one.until <= now and not one.failed]
 
     def not_read(self, peer: Peer, announced: Iterable[Announced]) -> list[Announced]:
         """Those of which no read is under way."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from msgspec.structs import replace
+
 from sglang_mixkv.channel.messages import Announced, Open, Ready
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.events import OpenRoom, Peer, Source, instance_of
@@ -105,11 +107,14 @@ class Room:
 
     Times are the machine's clock: `first_ready`; `arrived`, the target's; `progress`, the last.
     `wants`: segments are still to be read and copied. `copying`: copies under way. `cold`: why it
-    is cold, once it is. `known`: peers that have answered, and so have the OPEN.
+    is cold, once it is. `known`: peers that have answered, and so have the OPEN. `limits`: times in
+    which this rank is done with a prefill rank's slot, by the smaller patience of both.
     """
 
-    def __init__(self, opened: OpenRoom, heads: bool, now: float) -> None:
+    def __init__(self, opened: OpenRoom, heads: bool, times: Times, now: float) -> None:
         self.opened = opened
+        patience = min([times.patience, *(source.patience for source in opened.sources)])
+        self.limits = times if patience == times.patience else replace(times, patience=patience)
         self.generation = opened.generation
         self.pending = opened.pending
         sources = [source for source in opened.sources if source.heads] if heads else []

@@ -192,6 +192,28 @@ def test_a_thread_that_stood_still_drops_what_it_was_sent_before() -> None:
     assert [note.what for note in of(dev.Note, actions)] == ["cold_stalled"]
 
 
+def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
+    """`slot_aside` is its own: whatever this rank does with a slot ends by the smaller patience."""
+    half = replace(room(), sources=(replace(room().sources[0], patience=0.5),))
+    rooms = decode()
+    rooms.handle(half, 0.0)
+    rooms.handle(dev.Tick(), TIMES.stall / 2)
+    assert rooms.machine._rooms[10].wants
+    rooms.handle(dev.Tick(), TIMES.stall + 0.1)
+    assert rooms.machine._rooms[10].cold == "stalled"
+    for slots, limit, reason in ((8, TIMES.read / 2, "read"), (0, TIMES.unread / 2, "slots")):
+        rooms = decode()
+        for _ in range(8 if not slots else 0):
+            rooms.machine.slots._free.popleft()
+        rooms.handle(half, 0.0)
+        rooms.handle(ready(), 0.0)
+        for tick in range(1, 101):
+            rooms.handle(dev.Tick(), tick * (limit - 0.01) / 100)
+        assert rooms.machine._rooms[10].wants
+        rooms.handle(dev.Tick(), limit)
+        assert rooms.machine._rooms[10].cold == reason
+
+
 @pytest.mark.parametrize(("page_size", "warm"), [(1, False), (8, False), (9, True)])
 def test_a_prompt_that_ends_before_its_last_page_is_refused(page_size: int, warm: bool) -> None:
     """Rows behind that end would be another request's, in a warm room."""
