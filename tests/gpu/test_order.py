@@ -188,11 +188,10 @@ def test_torchs_copies_have_ended_when_the_call_returns(
     seen, parts = torch.zeros(SIZE, dtype=torch.uint8, device=cuda), DraftRows._parts
     settle()
 
-    def late(rows: DraftRows, *what: Any) -> Iterator[Any]:
-        for number, part in enumerate(parts(rows, *what)):
-            if not number:  # behind the upload of row numbers, which may wait for its stream
-                torch.cuda._sleep(CYCLES)
-            yield part
+    def late(rows: DraftRows, *what: Any) -> Any:
+        found = parts(rows, *what)  # it uploads row numbers, which may wait for its stream
+        torch.cuda._sleep(CYCLES)
+        return found
 
     monkeypatch.setattr(DraftRows, "_parts", late)
     if not waits:
