@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from enum import Enum
 
-from msgspec.structs import replace
-
 from sglang_mixkv.channel.messages import Announced, Open, Ready
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.events import OpenRoom, Peer, Source, instance_of
@@ -114,7 +112,7 @@ class Room:
     def __init__(self, opened: OpenRoom, heads: bool, times: Times, now: float) -> None:
         self.opened = opened
         patience = min([times.patience, *(source.patience for source in opened.sources)])
-        self.limits = times if patience == times.patience else replace(times, patience=patience)
+        self.limits = times if patience == times.patience else Times(patience)
         self.generation = opened.generation
         self.pending = opened.pending
         sources = [source for source in opened.sources if source.heads] if heads else []
