@@ -72,7 +72,7 @@ def test_a_lost_open_is_not_mistaken_for_the_next_requests() -> None:
     rooms.handle(pev.End(0), 0.6)
     rooms.handle(pev.Begin(1, ROOM), 0.7)
     (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 0.8))
-    assert pack.use == 1
+    assert pack.handle == 1
 
 
 def test_a_request_that_came_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,7 +357,7 @@ def test_readers_that_one_connection_invents_leave_room_for_others(
     assert of(pev.Send, rooms.handle(opened(10, room=ROOM + 2), 0.0)) == []
     rooms.handle(pev.Begin(1, ROOM + 2), 0.0)
     (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 0.0))
-    assert pack.use == 1
+    assert pack.handle == 1
 
 
 def test_an_end_is_known_over_the_next_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,7 @@ def test_no_job_passes_a_closed_gate(channel: Channel) -> None:
     for job in (
         ev.Clear(1, handle, 0, SEGMENT), ev.Unpack(2, handle, 0, SEGMENT, range(4), 0, 0)
     ):  # fmt: skip
-        assert worker._copy(job) == (ev.Result.CLOSED, "")
+        assert worker._copy(job) == ev.Copied(job.job, ev.Result.CLOSED)
     assert (channel.decode.memory == CANARY).all()
     worker.close(handle)
 
