@@ -45,9 +45,6 @@ class Memory(msgspec.Struct, frozen=True):
     size: int
     device: int | None = None
 
-    def holds(self, address: int, length: int) -> bool:
-        return length > 0 and self.address <= address <= self.address + self.size - length
-
 
 class Endpoint(msgspec.Struct, frozen=True):
     """`session`: Mooncake's session, NIXL's metadata. `instance`: of the plane; ports recur."""
@@ -156,8 +153,13 @@ class DataPlane(ABC):
 
     def _are_inside(self, peer: Peer, extents: Sequence[Extent]) -> bool:
         here, there = self._memory, peer.endpoint.memory
+        if here is None:
+            return False
         for local, remote, length in extents:
-            if here is None or not (here.holds(local, length) and there.holds(remote, length)):
+            at, there_at = local - here.address, remote - there.address
+            if length <= 0 or at < 0 or at + length > here.size:
+                return False
+            if there_at < 0 or there_at + length > there.size:
                 return False
         return True
 

@@ -74,12 +74,6 @@ class OpenRoom(msgspec.Struct, frozen=True):
     handle: Hashable = None
     page_size: int = 1
 
-    @property
-    def least_end(self) -> int:
-        """Where the prompt ends at the earliest: how many tokens there are is not in SGLang's
-        metadata, and its pages are."""
-        return max(self.first_token, self.end - self.page_size + 1)
-
 
 class ForwardDone(msgspec.Struct, frozen=True):
     generation: Generation

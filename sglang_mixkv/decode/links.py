@@ -159,15 +159,12 @@ class Links:
         link, store = self._links.get(action.peer), self._store
         if link is None or link.row.staging is None or store is None:
             return False
-        here, there = store.staging, link.row.staging
-        extents = [
-            Extent(
-                here.address + one.local_slot * here.slot_bytes,
-                there.address(one.remote_slot),
-                store.rows.packed_bytes(one.tokens, action.heads),
-            )
-            for one in action.ranges
-        ]  # fmt: skip
+        here, there, extents = store.staging, link.row.staging, []
+        for one in action.ranges:
+            local = here.address + one.local_slot * here.slot_bytes
+            remote = there.base + one.remote_slot * there.slot_bytes
+            size = store.rows.packed_bytes(one.tokens, action.heads)
+            extents.append(Extent(local, remote, size))
         store.plane.start((action.read, action.peer), link.memory, extents)
         return True
 

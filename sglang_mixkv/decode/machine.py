@@ -51,9 +51,8 @@ class Machine:
 
     def actions(self) -> list[ev.Action]:
         """In the order in which they must be done."""
-        self._out.extend(self._segments.actions(self._clock))
         actions, self._out = self._out, []
-        return actions
+        return actions + self._segments.actions(self._clock)
 
     # -- SGLang's side
 
@@ -180,7 +179,7 @@ class Machine:
             self._cleared(room, event)
             return
         if event.result is ev.Result.DONE:
-            segment.part.placed[segment.number] = segment.first + segment.announced.count
+            segment.part.place(segment)
             room.progress = self._clock
             self._finish(room)
         elif event.result is not ev.Result.CLOSED and room.wants:
@@ -191,7 +190,7 @@ class Machine:
     def _finish(self, room: Room) -> None:
         if room.wants and room.complete:
             for peer, part in room.parts.items():
-                if part.has_rows:  # one without says nothing of reads
+                if part.announced:  # one without says nothing of reads
                     self.breaker.record_success(peer)
             self.breaker.withdraw(room.generation)
             self._decide(room, ev.State.WARM)

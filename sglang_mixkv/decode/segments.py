@@ -10,17 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
-from sglang_mixkv.decode.events import (
-    Action,
-    Clear,
-    Copy,
-    Job,
-    Peer,
-    Range,
-    Send,
-    StartRead,
-    Unpack,
-)
+from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.transfer import Part, Room, Segment, Stage
 
 
@@ -30,8 +20,7 @@ class Read:
 
     def __init__(self, segments: Sequence[Segment], now: float) -> None:
         self.segments, self.failed = segments, False
-        self.until = now + segments[0].room.limits.read
-        self.peer: Peer = segments[0].peer
+        self.peer, self.until = segments[0].peer, now + segments[0].room.limits.read
 
 
 class Segments:
@@ -40,8 +29,8 @@ class Segments:
         self._turns: RoundRobin[Segment] = RoundRobin()
         self._reads: dict[int, Read] = {}
         self._copying: dict[int, Segment | Room] = {}  # a room: its rows are cleared
-        self._jobs: list[Job] = []  # not asked for yet
-        self._acks: dict[Peer, list[Announced]] = {}
+        self._jobs: list[ev.Job] = []  # not asked for yet
+        self._acks: dict[ev.Peer, list[tuple[int, int]]] = {}
         self._number = 0
 
     def add(self, segment: Segment) -> None:
@@ -58,32 +47,38 @@ class Segments:
         else:
             self._slots.free(segment.slot)
 
-    def acknowledge(self, peer: Peer, announced: Iterable[Announced]) -> None:
-        self._acks.setdefault(peer, []).extend(announced)
+    def acknowledge(self, peer: ev.Peer, announced: Iterable[Announced]) -> None:
+        acks = self._acks.setdefault(peer, [])
+        for one in announced:
+            acks.append((one.slot, one.stamp))
 
-    def actions(self, now: float) -> Iterator[Action]:
+    def actions(self, now: float) -> list[ev.Action]:
         """ACKs, reads of as many waiting segments as there are slots for, and copies."""
-        acks, self._acks = self._acks, {}
-        for peer, announced in acks.items():
-            slots = [(one.slot, one.stamp) for one in announced]
+        found: list[ev.Action] = []
+        for peer, slots in self._acks.items():
             for first in range(0, len(slots), MAX_LIST):
-                yield Send(peer, Ack(tuple(slots[first : first + MAX_LIST])))
+                found.append(ev.Send(peer, Ack(tuple(slots[first : first + MAX_LIST]))))
+        self._acks = {}
         parts: dict[Part, list[Segment]] = {}
         for segment, slot in self._turns.take(self._slots, now, self._slots.count):
             segment.slot, segment.stage = slot, Stage.READING
             parts.setdefault(segment.part, []).append(segment)
-        for part, segments in parts.items():
+        for segments in parts.values():
             for first in range(0, len(segments), self._list):
-                yield self._read(part, segments[first : first + self._list], now)
+                found.append(self._read(segments[first : first + self._list], now))
         if self._jobs:
-            jobs, self._jobs = tuple(self._jobs), []
-            yield Copy(jobs)
+            found.append(ev.Copy(tuple(self._jobs)))
+            self._jobs = []
+        return found
 
-    def _read(self, part: Part, segments: list[Segment], now: float) -> StartRead:
+    def _read(self, segments: list[Segment], now: float) -> ev.StartRead:
         self._number += 1
-        self._reads[self._number] = Read(segments, now)
-        ranges = [Range(s.announced.slot, s.slot, s.announced.count) for s in segments]
-        return StartRead(self._number, part.source.peer, tuple(ranges), len(part.source.heads))
+        read = self._reads[self._number] = Read(segments, now)
+        ranges = []
+        for one in segments:
+            ranges.append(ev.Range(one.announced.slot, one.slot, one.announced.count))
+        heads = len(segments[0].part.source.heads)
+        return ev.StartRead(self._number, read.peer, tuple(ranges), heads)
 
     def end_read(self, number: int) -> Read:
         """Its segments are acknowledged."""
@@ -95,7 +90,7 @@ class Segments:
         """Reads that take too long, and have not failed yet."""
         return [one for one in self._reads.values() if one.until <= now and not one.failed]
 
-    def not_read(self, peer: Peer, announced: Iterable[Announced]) -> list[Announced]:
+    def not_read(self, peer: ev.Peer, announced: Iterable[Announced]) -> list[Announced]:
         """Those of which no read is under way."""
         reads = [read for read in self._reads.values() if read.peer == peer]
         stamps = {segment.announced.stamp for read in reads for segment in read.segments}
@@ -104,17 +99,15 @@ class Segments:
     def copy(self, segment: Segment) -> None:
         """From its slot to the pool."""
         segment.stage = Stage.COPYING
-        one, room = segment.announced, segment.room
-        job = self._begin(segment, room)
-        self._jobs.append(
-            Unpack(job, room.opened.handle, segment.first, one.count, segment.part.source.heads,
-                   segment.slot, one.stamp)
-        )  # fmt: skip
+        one, heads = segment.announced, segment.part.source.heads
+        job, handle = self._begin(segment, segment.room), segment.room.opened.handle
+        unpack = ev.Unpack(job, handle, segment.first, one.count, heads, segment.slot, one.stamp)
+        self._jobs.append(unpack)
 
     def clear(self, room: Room) -> None:
         """The rows that are not in place."""
         job = self._begin(room, room)
-        self._jobs.append(Clear(job, room.opened.handle, room.placed_to, room.opened.end))
+        self._jobs.append(ev.Clear(job, room.opened.handle, room.placed_to, room.opened.end))
 
     def _begin(self, what: Segment | Room, room: Room) -> int:
         self._number += 1

@@ -43,23 +43,19 @@ class Part:
 
     `announced`, `token`: number and first token of the segment that it may announce next. `last`:
     it has announced all. `placed`: segments whose rows are in the pool, by number; the value is the
-    token behind them.
+    token behind them. `complete`: all are.
     """
 
     def __init__(self, source: Source, first_token: int) -> None:
         self.source = source
         self.announced, self.token = 0, first_token
-        self.last = False
+        self.last = self.complete = False
         self.placed: dict[int, int] = {}
         self._first_token = first_token
 
-    @property
-    def has_rows(self) -> bool:
-        return self.announced > 0
-
-    @property
-    def complete(self) -> bool:
-        return self.last and len(self.placed) == self.announced
+    def place(self, segment: Segment) -> None:
+        self.placed[segment.number] = segment.first + segment.announced.count
+        self.complete = self.last and len(self.placed) == self.announced
 
     @property
     def placed_to(self) -> int:
@@ -85,8 +81,8 @@ class Part:
                 return f"{one.count} tokens in slot {one.slot}; there are {slots}, of {limit} each"
         if ready.first_token != self.token or until > opened.end:
             return f"tokens {ready.first_token}..{until} in the place of {self.token}..{opened.end}"
-        if ready.last and until < opened.least_end:
-            return f"the prompt's end at {until}, expected {opened.least_end}..{opened.end}"
+        if ready.last and until <= opened.end - opened.page_size:
+            return f"the prompt's end at {until}, expected in the last page, before {opened.end}"
         return ""
 
     def accept(self, ready: Ready, room: Room, now: float) -> list[Segment]:
@@ -96,6 +92,7 @@ class Part:
             self.announced += 1
             self.token += one.count
         self.last = ready.last
+        self.complete = self.last and len(self.placed) == self.announced
         return found
 
 
@@ -128,8 +125,8 @@ class Room:
 
     @property
     def complete(self) -> bool:
-        for part in self.parts.values():
-            if not part.last or len(part.placed) != part.announced:
+        for part in self.parts.values():  # noqa: SIM110, a generator would cost more calls
+            if not part.complete:
                 return False
         return True
 
@@ -140,8 +137,7 @@ class Room:
 
     def missing(self) -> list[Peer]:
         """Peers whose rows are not all in place."""
-        parts = self.parts.items()
-        return [peer for peer, p in parts if not p.last or len(p.placed) != p.announced]
+        return [peer for peer, part in self.parts.items() if not part.complete]
 
     def of_stage(self, stage: Stage) -> list[Segment]:
         return [segment for segment in self.segments if segment.stage is stage]
