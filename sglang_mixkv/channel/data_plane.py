@@ -337,4 +337,5 @@ class DataPlane(ABC):
         peer = read.peer
         peer.connected = peer.connected and not read.error
         peer.reads.discard(read)
-        self._let_go(peer)
+        if peer.gone:
+            self._let_go(peer)

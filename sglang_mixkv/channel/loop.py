@@ -120,8 +120,9 @@ class Worker(ABC, Generic[Event, Action]):
                 logger.exception("[MIXKV-SELF-01] the draft channel failed over %r", type(event))
                 time.sleep(TICK)  # what fails again and again takes no core, and fills no log
 
+    @abstractmethod
     def _handle(self, event: Event) -> None:
-        self._machine.handle(event, time.monotonic())
+        """Give it to the machine."""
 
     def _act(self) -> None:
         """Small copies are made at once, and what follows from them too."""

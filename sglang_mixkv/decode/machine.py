@@ -78,7 +78,8 @@ class Machine:
         room.pending = False
         for segment in room.of_stage(Stage.HELD):
             self._segments.copy(segment)
-        self._clear(room)
+        if room.cold:
+            self._clear(room)
 
     def _target_arrived(self, event: ev.TargetArrived) -> None:
         room = self._rooms.get(event.generation)
@@ -185,7 +186,8 @@ class Machine:
         elif event.result is not ev.Result.CLOSED and room.wants:
             reason = "stale" if event.result is ev.Result.STALE else "unpack"
             self._go_cold(room, reason, event.detail, [segment.peer])
-        self._clear(room)
+        if room.cold:
+            self._clear(room)
 
     def _finish(self, room: Room) -> None:
         if room.wants and room.complete:
@@ -226,7 +228,7 @@ class Machine:
 
     def _clear(self, room: Room) -> None:
         """Once nothing else writes to the rows of a cold room."""
-        if not room.cold or room.pending or room.copying or room.decided or room.closed:
+        if room.pending or room.copying or room.decided or room.closed:
             return
         if room.placed_to >= room.opened.end:
             self._decide(room, ev.State.COLD)

@@ -204,7 +204,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
                 self._forwards[event.generation] = event.handle.event
         elif isinstance(event, ev.CloseRoom):
             self._forwards.pop(event.generation, None)
-        super()._handle(event)
+        self._machine.handle(event, time.monotonic())
 
     def _do(self, action: ev.Action) -> None:
         match action:
@@ -246,10 +246,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
             rows.clear(handle.rows(first, job.end))
             return SlotCheck.OK
         slot = self._store.staging.slot(job.slot)
-        found = rows.verify(slot, job.tokens, len(job.heads), job.stamp)
-        if found is SlotCheck.OK:
-            rows.unpack(handle.rows(first, first + job.tokens), job.heads, slot)
-        return found
+        return rows.unpack(handle.rows(first, first + job.tokens), job.heads, slot, job.stamp)
 
     def _prepare(self, job: ev.Job) -> DeviceJob:
         assert self._store is not None

@@ -89,8 +89,8 @@ class DraftRows:
         first, added = signed(stamp), signed(stamp * SEED & MASK)
         payload = len(rows) * self._per_head * len(heads)
         with own_stream(self.device):
-            places, parts = self._parts(rows, heads, slot)
             words = self._words(slot, len(rows), len(heads))
+            places, parts = self._parts(rows, heads, slot)
             if payload % 8:
                 words[-1:] = 0
             for entry, packed in parts:
@@ -104,12 +104,15 @@ class DraftRows:
             words[:1] = first
         return payload
 
-    def unpack(self, rows: Ints, heads: range, slot: Tensor) -> None:
-        """Put a segment into these rows. The caller must have verified the slot."""
+    def unpack(self, rows: Ints, heads: range, slot: Tensor, stamp: int) -> SlotCheck:
+        """Put a segment into these rows, where the slot holds the one of this stamp."""
         with own_stream(self.device):
+            words = self._words(slot, len(rows), len(heads))
             places, parts = self._parts(rows, heads, slot)
-            for entry, packed in parts:
+            found = self._check(words, stamp)
+            for entry, packed in parts if found is SlotCheck.OK else ():
                 entry[places] = packed
+        return found
 
     def clear(self, rows: Ints) -> None:
         """Zeros in all heads of these rows."""
@@ -121,11 +124,13 @@ class DraftRows:
     def verify(self, slot: Tensor, tokens: int, heads: int, stamp: int) -> SlotCheck:
         """Whether a slot holds the segment of this stamp, of so many tokens and heads."""
         with own_stream(self.device):
-            words = self._words(slot, tokens, heads)
-            found, total = words[:2].tolist()
-            if found & MASK != stamp:
-                return SlotCheck.STALE
-            same = (int(self._sum(words)) + stamp * SEED - total) & MASK == 0
+            return self._check(self._words(slot, tokens, heads), stamp)
+
+    def _check(self, words: Any, stamp: int) -> SlotCheck:
+        found, total = words[:2].tolist()
+        if found & MASK != stamp:
+            return SlotCheck.STALE
+        same = (int(self._sum(words)) + stamp * SEED - total) & MASK == 0
         return SlotCheck.OK if same else SlotCheck.DIFFERS
 
     def _sum(self, words: Any) -> Any:
@@ -156,8 +161,6 @@ class DraftRows:
         rows = rows.astype(np.int64, copy=False)
         if len(rows) and rows.view(np.uint64).max() >= self.num_rows:  # negative ones are large
             raise ValueError(f"rows {rows.min()} to {rows.max()}: the pool has {self.num_rows}")
-        if slot is not None and self.packed_bytes(len(rows), len(heads)) > slot.numel():
-            raise ValueError(f"{len(rows)} tokens of {heads}: more than a slot of {slot.numel()}")
         size = math.gcd(first, last, len(self.heads))
         starts = rows[:, None] * (len(self.heads) // size)
         items = (starts + np.arange(first // size, last // size)).ravel()

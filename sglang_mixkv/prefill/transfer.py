@@ -4,7 +4,7 @@ segments of a part on their way into slots."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from sglang_mixkv.channel.messages import Announced, Open, Ready
@@ -228,14 +228,16 @@ class Packing:
         self._announcing[part] = None
         return None
 
-    def announce(self, now: float) -> Iterator[tuple[Part, Ready]]:
+    def announce(self, now: float) -> list[tuple[Part, Ready]]:
         """The READYs that can leave. Their slots are offered."""
-        announcing, self._announcing = self._announcing, {}
-        for part in announcing:
+        found = []
+        for part in self._announcing:
             while not (part.complete or part.over) and (ready := part.ready(self._list)):
                 for one in ready.segments:
                     self._slots.offer(one.slot, one.stamp, now)
-                yield part, ready
+                found.append((part, ready))
+        self._announcing = {}
+        return found
 
     def drop(self, part: Part) -> None:
         """Nothing more is packed for it, or announced."""

@@ -172,7 +172,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
             self._pending.append(event)
         elif isinstance(event, ev.ConnectionLost):
             self._lost.discard(event.connection)
-        super()._handle(event)
+        self._machine.handle(event, time.monotonic())
 
     def _do(self, action: ev.Action) -> None:
         match action:

@@ -38,10 +38,8 @@ class Torch:
         """Of the slots that are right."""
         found = []
         for number, cut in enumerate(request.cuts):
-            slot, count = self._staging.slot(number), len(request.heads)
-            found.append(self._rows.verify(slot, len(cut), count, STAMP + number))
-            if found[-1] is SlotCheck.OK:
-                self._rows.unpack(request.rows(cut), request.heads, slot)
+            slot, rows = self._staging.slot(number), request.rows(cut)
+            found.append(self._rows.unpack(rows, request.heads, slot, STAMP + number))
         return found
 
     def clear(self, request: Request, cut: range) -> None:

@@ -139,7 +139,7 @@ def test_outputs_are_the_single_servers(
             if heads := range(max(mine.start, first), min(mine.stop, stop)):
                 settle()  # copies wait for no stream, and these rows are torch's default one's
                 source.draft.pack(source.rows[request], heads, slot, STAMP)
-                target.draft.unpack(target.rows[request], heads, slot)
+                target.draft.unpack(target.rows[request], heads, slot, STAMP)
     for target, page in product(targets, (1, PAGE)):
         heads = target.draft.heads
         of_heads = [entry[:, heads.start : heads.stop].contiguous() for entry in single.pool]

@@ -199,7 +199,7 @@ def test_torchs_copies_have_ended_when_the_call_returns(
     if copies == "pack":
         packing.pack(np.arange(TOKENS), HEADS, slot, STAMP)
     else:
-        DraftRows(target, HEADS).unpack(np.arange(TOKENS), HEADS, slot)
+        DraftRows(target, HEADS).unpack(np.arange(TOKENS), HEADS, slot, STAMP)
     with torch.cuda.stream(reader):
         torch.cat([entry.flatten() for entry in written], out=seen)
     settle()

@@ -178,7 +178,7 @@ def test_segments_get_into_their_rows_unless_their_slots_are_wrong(
         side.beside.slot(slot)[:] = memory
         if expected[-1] is OK:
             numbers = side.numbers(batch.rooms[room][1], first, tokens)
-            side.draft.unpack(numbers, heads, memory)
+            side.draft.unpack(numbers, heads, memory, stamp)
     side.beside._memory.copy_(side.staging._memory)
     assert ended(side.rows.start_unpack(jobs)) == expected
     assert side.same()

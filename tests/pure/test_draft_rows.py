@@ -169,7 +169,10 @@ def test_a_segment_gets_into_its_rows_and_nowhere_else(by_numpy: bool, case: Seg
     payload = packed_by_loops(source, case.rows(0), case.on(case.source))
     expected = unpacked_by_loops(target, case.rows(1), case.on(case.target), payload)
     packed = slot.clone()
-    here.unpack(case.rows(1), case.heads, slot)
+    before = [entry.copy() for entry in bytes_of(target)]
+    assert here.unpack(case.rows(1), case.heads, slot, STAMP + 1) is SlotCheck.STALE
+    assert all(map(np.array_equal, bytes_of(target), before)), "a wrong slot was used"
+    assert here.unpack(case.rows(1), case.heads, slot, STAMP) is SlotCheck.OK
     assert all(map(np.array_equal, bytes_of(target), expected))
     assert torch.equal(slot, packed)
 
@@ -285,7 +288,7 @@ def test_what_lies_outside_touches_no_byte(by_numpy: bool, case: tuple) -> None:
     with pytest.raises(ValueError, match=r"expected|rows|slot"):
         draft.pack(rows, heads, slot, STAMP)
     with pytest.raises(ValueError, match=r"expected|rows|slot"):
-        draft.unpack(rows, heads, slot)
+        draft.unpack(rows, heads, slot, STAMP)
     if rows is not ROWS:
         with pytest.raises(ValueError, match="rows"):
             draft.clear(rows)
