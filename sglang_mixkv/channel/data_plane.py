@@ -55,6 +55,17 @@ class Endpoint(msgspec.Struct, frozen=True):
     instance: bytes
 
 
+def decode(endpoint: bytes, plane: str) -> Endpoint:
+    """Raises ValueError for bytes that are no endpoint of this plane."""
+    try:
+        found = msgspec.msgpack.decode(endpoint, type=Endpoint)
+    except RecursionError as error:
+        raise ValueError("an endpoint that is nested too deeply") from error
+    if found.plane != plane:
+        raise ValueError(f"an endpoint of {found.plane!r}, expected {plane!r}")
+    return found
+
+
 class Extent(NamedTuple):
     """Bytes to read. `local`, `remote`: addresses."""
 
@@ -227,21 +238,12 @@ class DataPlane(ABC):
 
     # -- peers
 
-    def _decode(self, endpoint: bytes) -> Endpoint:
-        try:
-            found = msgspec.msgpack.decode(endpoint, type=Endpoint)
-        except RecursionError as error:
-            raise ValueError("an endpoint that is nested too deeply") from error
-        if found.plane != self.name:
-            raise ValueError(f"an endpoint of {found.plane!r}, expected {self.name!r}")
-        return found
-
     def _take(self, endpoint: bytes, until: float) -> Peer:
         """With one more user. One that is gone is waited for."""
         while True:
             self._sweep()
             with self._lock:
-                peer = self._peers.get(endpoint) or Peer(endpoint, self._decode(endpoint))
+                peer = self._peers.get(endpoint) or Peer(endpoint, decode(endpoint, self.name))
                 if not peer.gone:
                     peer.users += 1
                     self._peers[endpoint] = peer
@@ -252,24 +254,22 @@ class DataPlane(ABC):
 
     def _connect(self, peer: Peer, until: float) -> None:
         with peer.connecting:
-            if not peer.connected or peer.gone:
-                self._connect_anew(peer, until)
-
-    def _connect_anew(self, peer: Peer, until: float) -> None:
-        while peer.reads and not peer.gone and time.monotonic() < until:
-            time.sleep(POLL_S)  # the other reads end in the channel's thread
-            self._sweep()
-        if peer.gone or peer.reads:
-            raise ConnectionError("reads over its former connection have not ended")
-        try:
-            self._open(peer)
-        except Exception as error:
-            raise ConnectionError(f"{self.name}: {error}") from error
-        while not self._answers(peer, until):
-            if time.monotonic() > until:
-                raise ConnectionError(f"{self.name}: the peer's memory could not be read")
-            time.sleep(POLL_S)
-        peer.connected = True
+            if peer.connected and not peer.gone:
+                return
+            while peer.reads and not peer.gone and time.monotonic() < until:
+                time.sleep(POLL_S)  # the other reads end in the channel's thread
+                self._sweep()
+            if peer.gone or peer.reads:
+                raise ConnectionError("reads over its former connection have not ended")
+            try:
+                self._open(peer)
+            except Exception as error:
+                raise ConnectionError(f"{self.name}: {error}") from error
+            while not self._answers(peer, until):
+                if time.monotonic() > until:
+                    raise ConnectionError(f"{self.name}: the peer's memory could not be read")
+                time.sleep(POLL_S)
+            peer.connected = True
 
     def _answers(self, peer: Peer, until: float) -> bool:
         """Whether a byte of its memory can be read. It may fail first, once for each socket that

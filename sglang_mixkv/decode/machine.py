@@ -98,7 +98,7 @@ class Machine:
             if event.reason or (part is not None and not part.last and not room.cold):
                 self._fail(room, source.peer, "closed", event.reason)
         room.wants, room.closed = False, True
-        self._drop(room)
+        self._segments.drop(room)
 
     # -- peers
 
@@ -218,13 +218,8 @@ class Machine:
         for peer, part in room.parts.items():
             if not part.last:
                 self._fail(room, peer, reason, detail)
-        self._drop(room)
+        self._segments.drop(room)
         self._clear(room)
-
-    def _drop(self, room: Room) -> None:
-        """Segments of a room that wants them no more."""
-        for segment in room.of_stage(Stage.WAITING) + room.of_stage(Stage.HELD):
-            self._segments.remove(segment)
 
     def _clear(self, room: Room) -> None:
         """Once nothing else writes to the rows of a cold room."""

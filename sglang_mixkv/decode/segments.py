@@ -47,6 +47,11 @@ class Segments:
         else:
             self._slots.free(segment.slot)
 
+    def drop(self, room: Room) -> None:
+        """What waits of a room that wants it no more."""
+        for segment in room.of_stage(Stage.WAITING) + room.of_stage(Stage.HELD):
+            self.remove(segment)
+
     def acknowledge(self, peer: ev.Peer, announced: Iterable[Announced]) -> None:
         acks = self._acks.setdefault(peer, [])
         for one in announced:

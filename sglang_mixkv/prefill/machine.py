@@ -91,14 +91,13 @@ class Machine:
                 self._waiting.open(part, self._clock)
         self._settle(room)
 
-    def _add_chunk(self, event: ev.AddChunk) -> None:
-        if (room := self._uses.get(event.use)) is not None:
+    def _chunk(self, event: ev.AddChunk | ev.ChunkWritten) -> None:
+        room = self._uses.get(event.use)
+        if room is None:
+            return
+        if isinstance(event, ev.AddChunk):
             room.chunks.append(event)
-            self._written(event.use, 0)
-
-    def _written(self, use: ev.Use, chunks: int) -> None:
-        room = self._uses.get(use)
-        if room is not None and room.note_written(chunks):
+        if room.note_written(isinstance(event, ev.ChunkWritten)):
             for part in room.parts.values():
                 self._packing.add(part)
 
@@ -293,8 +292,8 @@ class Machine:
 
 _HANDLERS: dict[type, Callable[..., None]] = {
     ev.Begin: Machine._begin,
-    ev.AddChunk: Machine._add_chunk,
-    ev.ChunkWritten: lambda machine, event: machine._written(event.use, 1),
+    ev.AddChunk: Machine._chunk,
+    ev.ChunkWritten: Machine._chunk,
     ev.TargetSent: Machine._target_sent,
     ev.End: Machine._end,
     ev.Received: Machine._received,

@@ -55,11 +55,11 @@ class Room:
             return part.opened.generation
         return self.absent.get(reader, NOBODY).generation
 
-    def note_written(self, chunks: int) -> bool:
-        """Mark `chunks` more pending chunks as written, and all others that follow them. Whether
+    def note_written(self, pending: bool) -> bool:
+        """Mark the next pending chunk as written, if one is, and all others that follow. Whether
         there is more to pack."""
         before = self.written
-        self.written += chunks
+        self.written += pending
         while self.written < len(self.chunks) and not self.chunks[self.written].pending:
             self.written += 1
         return self.written > before
