@@ -69,15 +69,12 @@ class AtOnce:
 class NoRows:
     """Sizes, and no bytes."""
 
-    heads = HEADS
+    heads, bytes_per_head = HEADS, TOKEN // len(HEADS)
 
     def use_device(self) -> None: ...
 
-    def bytes_per_token(self, heads: int) -> int:
-        return TOKEN * heads // len(HEADS)
-
     def packed_bytes(self, tokens: int, heads: int) -> int:
-        return 64 + tokens * self.bytes_per_token(heads)
+        return 64 + tokens * heads * self.bytes_per_head
 
 
 class Plane(DataPlane):

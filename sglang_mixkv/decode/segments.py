@@ -64,13 +64,14 @@ class Segments:
             for first in range(0, len(slots), MAX_LIST):
                 found.append(ev.Send(peer, Ack(tuple(slots[first : first + MAX_LIST]))))
         self._acks = {}
-        parts: dict[Part, list[Segment]] = {}
-        for segment, slot in self._turns.take(self._slots, now, self._slots.count):
-            segment.slot, segment.stage = slot, Stage.READING
-            parts.setdefault(segment.part, []).append(segment)
-        for segments in parts.values():
-            for first in range(0, len(segments), self._list):
-                found.append(self._read(segments[first : first + self._list], now))
+        if self._turns.owners:
+            parts: dict[Part, list[Segment]] = {}
+            for segment, slot in self._turns.take(self._slots, now, self._slots.count):
+                segment.slot, segment.stage = slot, Stage.READING
+                parts.setdefault(segment.part, []).append(segment)
+            for segments in parts.values():
+                for first in range(0, len(segments), self._list):
+                    found.append(self._read(segments[first : first + self._list], now))
         if self._jobs:
             found.append(ev.Copy(tuple(self._jobs)))
             self._jobs = []
@@ -88,7 +89,9 @@ class Segments:
     def end_read(self, number: int) -> Read:
         """Its segments are acknowledged."""
         read = self._reads.pop(number)
-        self.acknowledge(read.peer, [segment.announced for segment in read.segments])
+        acks = self._acks.setdefault(read.peer, [])
+        for segment in read.segments:
+            acks.append((segment.announced.slot, segment.announced.stamp))
         return read
 
     def overdue(self, now: float) -> list[Read]:

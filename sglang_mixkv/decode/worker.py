@@ -235,8 +235,8 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         assert self._store is not None
         rows = self._store.rows
         if isinstance(job, ev.Clear):
-            return (job.end - job.first_token) * rows.bytes_per_token(len(rows.heads))
-        return job.tokens * rows.bytes_per_token(len(job.heads))
+            return (job.end - job.first_token) * len(rows.heads) * rows.bytes_per_head
+        return job.tokens * len(job.heads) * rows.bytes_per_head
 
     def _run_on_host(self, job: ev.Job) -> SlotCheck:
         assert self._store is not None

@@ -34,8 +34,9 @@ class DraftRows:
     """The draft pool of one rank. `entries`: [rows, heads, head size] of any type, contiguous, as
     SGLang's pool has them in `k_buffer` and then `v_buffer`; `heads`: those on this rank.
 
-    Everywhere `rows` are tokens' numbers in the pool, none twice, `heads` a range of global
-    numbers, and `slot` is one of a Staging on the pool's device. ValueError where one of them lies
+    `bytes_per_head`: of one token, in all entries. Everywhere `rows` are tokens' numbers in the
+    pool, none twice, `heads` a range of global numbers, and `slot` is one of a Staging on the
+    pool's device. ValueError where one of them lies
     outside, before a byte is touched. When a call returns, its bytes are there for any stream.
     Calls may come from several threads, for rows and slots that differ.
     """
@@ -52,7 +53,7 @@ class DraftRows:
         self._int64: Any = np.int64 if self._by_numpy else torch.int64
         self._pools = [self._array(pool.view(-1)) for pool in pools]
         self._word = WORDS[math.gcd(8, *self.head_bytes, *(pool.data_ptr() for pool in pools))]
-        self._per_head, self._weights = sum(self.head_bytes), self._array(torch.empty(0))
+        self.bytes_per_head, self._weights = sum(self.head_bytes), self._array(torch.empty(0))
 
     @classmethod
     def at(
@@ -73,12 +74,9 @@ class DraftRows:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def bytes_per_token(self, heads: int) -> int:
-        return self._per_head * heads
-
     def packed_bytes(self, tokens: int, heads: int) -> int:
         """What a reader has to read of a slot: the header and the padded payload."""
-        return HEADER + -(-tokens * self._per_head * heads // 8) * 8
+        return HEADER + -(-tokens * self.bytes_per_head * heads // 8) * 8
 
     def pack(self, rows: Ints, heads: range, slot: Tensor, stamp: int) -> int:
         """Fill a slot; the bytes of its payload. `stamp`: 64 bits.
@@ -87,7 +85,7 @@ class DraftRows:
         former stamp and sum, and the sum differs.
         """
         first, added = signed(stamp), signed(stamp * SEED & MASK)
-        payload = len(rows) * self._per_head * len(heads)
+        payload = len(rows) * self.bytes_per_head * len(heads)
         with own_stream(self.device):
             words = self._words(slot, len(rows), len(heads))
             places, parts = self._parts(rows, heads, slot)

@@ -64,13 +64,14 @@ class Machine:
 
     def actions(self) -> list[ev.Action]:
         """In the order in which they must be done."""
-        for part, ready in self._packing.announce(self._clock):
+        packing = self._packing
+        for part, ready in packing.announce(self._clock) if packing.announcing else ():
             assert part.room is not None
             part.room.progress = self._clock
             self._out.append(ev.Send(part.connection, ready))
             if ready.last:
                 self._settle(part.room)
-        if jobs := self._packing.start(self._clock):
+        if packing.turns.owners and (jobs := packing.start(self._clock)):
             self._out.append(ev.Pack(jobs))
         actions, self._out = self._out, []
         return actions

@@ -200,7 +200,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
     # -- copies
 
     def _size_of(self, job: ev.PackJob) -> int:
-        return job.count * self._rows.bytes_per_token(len(job.heads))
+        return job.count * len(job.heads) * self._rows.bytes_per_head
 
     def _run_on_host(self, job: ev.PackJob) -> SlotCheck:
         rows, slot = job.pages.rows(job.offset, job.count), self._staging.slot(job.slot)

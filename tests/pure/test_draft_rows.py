@@ -246,7 +246,7 @@ def test_every_changed_byte_shows(by_numpy: bool) -> None:
 def test_words_that_change_places_show(by_numpy: bool) -> None:
     draft = draft_of(by_numpy)
     words = (slot := packed_slot(draft))[HEADER:].view(torch.int64)
-    for one, other in itertools.combinations(range(5 * draft.bytes_per_token(3) // 8), 2):
+    for one, other in itertools.combinations(range(5 * draft.bytes_per_head * 3 // 8), 2):
         words[[one, other]] = words[[other, one]]
         assert draft.verify(slot, 5, 3, STAMP) is SlotCheck.DIFFERS, (one, other)
         words[[one, other]] = words[[other, one]]
@@ -339,7 +339,7 @@ def test_kv_args_by_hand_name_host_memory() -> None:
     items = [16 * 3 * entry.shape[2] for entry in entries]
     draft = DraftRows.at(ptrs, lens, items, 16, range(3, 6))
     assert (draft.head_bytes, draft.num_rows) == ((6, 6, 2, 2), 64)
-    assert draft.bytes_per_token(2) == 32
+    assert 2 * draft.bytes_per_head == 32
     slot, rows = canary_slot(1024), tokens_of(np.array([2, 0]), 16, 20)
     draft.pack(rows, range(4, 6), slot, STAMP)
     payload = packed_by_loops(entries, rows, range(1, 3))

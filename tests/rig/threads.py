@@ -144,7 +144,7 @@ class _Side:
     def segment_tokens(self, heads: int, slot_bytes: int) -> int:
         """Of a segment that fits a slot of either side."""
         size = min(self.staging.slot_bytes, slot_bytes) - SLOT_OVERHEAD
-        return size // self.rows.bytes_per_token(heads)
+        return size // (self.rows.bytes_per_head * heads)
 
     def take_away(self) -> None:
         """From now on the process dies of a byte that is read or written there."""
