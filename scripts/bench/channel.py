@@ -36,8 +36,10 @@ from sglang_mixkv.decode.links import Store  # noqa: E402
 from sglang_mixkv.decode.machine import Machine as DecodeMachine  # noqa: E402
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle  # noqa: E402
 from sglang_mixkv.draft.facts import StagingFacts  # noqa: E402
+from sglang_mixkv.draft.layout import Pages  # noqa: E402
+from sglang_mixkv.draft.slot_format import SlotCheck  # noqa: E402
 from sglang_mixkv.prefill.machine import Machine as PrefillMachine  # noqa: E402
-from sglang_mixkv.prefill.worker import Pages, PrefillWorker  # noqa: E402
+from sglang_mixkv.prefill.worker import PrefillWorker  # noqa: E402
 
 HOST, HEADS, TIMES = "127.0.0.1", range(64), Times(100)
 SLOT = slot_bytes(256)
@@ -47,15 +49,15 @@ NIC = 50e9  # bytes per second
 
 
 class AtOnce:
-    """Copies that have ended when they are started, with this result."""
+    """Copies that have ended when they are started. `end`: makes the event of a job's end."""
 
     is_alive, polled = True, False
 
-    def __init__(self, result: Any) -> None:
-        self._result, self.done = result, list[Any]()
+    def __init__(self, end: Any) -> None:
+        self._end, self.done = end, list[Any]()
 
     def start(self, jobs: tuple[Any, ...]) -> None:
-        self.done += [(job, self._result) for job in jobs]
+        self.done += [self._end(job, SlotCheck.OK, 0.0) for job in jobs]
 
     def ended(self) -> list[Any]:
         found, self.done = self.done, []
@@ -67,15 +69,12 @@ class AtOnce:
 class NoRows:
     """Sizes, and no bytes."""
 
-    heads = HEADS
+    heads, bytes_per_head = HEADS, TOKEN // len(HEADS)
 
     def use_device(self) -> None: ...
 
-    def bytes_per_token(self, heads: int) -> int:
-        return TOKEN * heads // len(HEADS)
-
     def packed_bytes(self, tokens: int, heads: int) -> int:
-        return 64 + tokens * self.bytes_per_token(heads)
+        return 64 + tokens * heads * self.bytes_per_head
 
 
 class Plane(DataPlane):
@@ -137,10 +136,10 @@ class Pair:
         machine2 = DecodeMachine(messages.draw_instance(), SlotPool(SLOTS, TIMES), SLOT, TIMES)
         store = Store(rows, staging, planes[1])
         self.decode = DecodeWorker(machine2, store, TIMES, Quiet(), lambda _: None)
-        for worker, result in ((self.prefill, ("", False)), (self.decode, (ev.Result.DONE, ""))):
+        for worker in (self.prefill, self.decode):
             assert worker._copies is not None
             worker._copies.close()
-            worker._copies = AtOnce(result)
+            worker._copies = AtOnce(worker._copied)
         facts = StagingFacts("bench", planes[0].endpoint, staging.address, SLOT, SLOTS)
         row: Any = SimpleNamespace(
             instance=self.instance, address=self.prefill.address, staging=facts

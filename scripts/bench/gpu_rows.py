@@ -19,7 +19,7 @@ import torch
 from common import options, show
 
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.draft.rows_gpu import Job, gpu_rows
+from sglang_mixkv.draft.rows_gpu import gpu_rows
 from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 SLOT, BATCHES = 4 << 20, (1, 8, 16)
@@ -54,7 +54,7 @@ class Scene:
             if isinstance(rows, str):
                 raise SystemExit(rows)
             there = rows.pages(order)
-            jobs = [Job(there, n * tokens, tokens, heads, n, n + 1) for n in range(slots)]
+            jobs = [rows.job(there, n * tokens, tokens, heads, n, n + 1) for n in range(slots)]
             self.starts[kind] = rows, partial(getattr(rows, f"start_{kind}"), jobs)
         for _, start in self.starts.values():
             ended(start())

@@ -13,6 +13,7 @@ from contextlib import suppress
 import msgspec
 
 from sglang_mixkv.channel import data_plane, messages
+from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.events import OpenRoom
 from sglang_mixkv.decode.plan import Contact, make_plan
 from sglang_mixkv.decode.transfer import Room
@@ -60,7 +61,9 @@ def row(data: bytes) -> None:
             rows = asking.read_rows(body)
             contacts = [Contact(*key, True) for key in rows]
             plan = make_plan(contacts, rows, OWN, serve_mismatch=True)
-            _open(Room(OpenRoom(1, 7, plan.sources, 0, 16, version=plan.version), True, 0.0))
+            _open(
+                Room(OpenRoom(1, 7, plan.sources, 0, 16, version=plan.version), True, Times(), 0.0)
+            )
             assert plan.cold or plan.required_draft_responses
 
 

@@ -1,4 +1,9 @@
-"""Copies between a pool and slots, started and asked for as reads are. None waits in `start`."""
+"""Copies between a pool and slots, started and asked for as reads are. None waits in `start`.
+
+Both classes have the same methods. `done`: true where a job has ended. `polled`: whether something
+is in flight whose end wakes nobody. `ended`: the machine's events of the jobs that have ended since
+it was asked last, in any order.
+"""
 
 from __future__ import annotations
 
@@ -8,69 +13,44 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from sglang_mixkv.channel.gate import Gate, start_behind
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-Job = TypeVar("Job")
-Result = TypeVar("Result")
-
 AT_ONCE = 256 << 10
 """Bytes of a host copy that `start` makes itself: some 30 us, less than a hand-over to a thread."""
 
 
-class Copies(Protocol):
-    def start(self, jobs: Sequence[Any]) -> None: ...
-
-    @property
-    def done(self) -> object:
-        """True where a job has ended."""
-
-    @property
-    def polled(self) -> bool:
-        """Whether something is in flight whose end wakes nobody."""
-
-    def ended(self) -> list[tuple[Any, Any]]:
-        """Jobs that have ended since it was asked last, in any order, and their results."""
-
-    @property
-    def is_alive(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-
-class HostCopies(Generic[Job, Result]):
+class HostCopies:
     """One thread copies, since a copy in host memory takes a core for as long as it lasts.
 
-    `run`: makes one copy, through its request's gate; it raises nothing. `size`: bytes of a job.
-    `wake`: called from the thread once a job has ended.
+    `run`: makes one copy, through its request's gate, and the event of its end; it raises nothing.
+    `size`: bytes of a job. `wake`: called from the thread once a job has ended. `begin`: once, in
+    the thread.
     """
 
+    polled = False
+
     def __init__(
-        self,
-        name: str,
-        run: Callable[[Job], Result],
-        size: Callable[[Job], int],
-        wake: Callable[[], None],
-        begin: Callable[[], None],
-    ) -> None:
+        self, name: str, run: Callable[[Any], Any], size: Callable[[Any], int],
+        wake: Callable[[], None], begin: Callable[[], None],
+    ) -> None:  # fmt: skip
         self._do, self._size, self._wake, self._begin = run, size, wake, begin
-        self._work: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.done: deque[tuple[Job, Result]] = deque()
-        self.polled = False
+        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.done: deque[Any] = deque()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def start(self, jobs: Sequence[Job]) -> None:
+    def start(self, jobs: Sequence[Any]) -> None:
         for job in jobs:
             if self._size(job) <= AT_ONCE:
-                self.done.append((job, self._do(job)))
+                self.done.append(self._do(job))
             else:
                 self._work.put(job)
 
-    def ended(self) -> list[tuple[Job, Result]]:
+    def ended(self) -> list[Any]:
         found = []
         while self.done:
             found.append(self.done.popleft())
@@ -87,7 +67,7 @@ class HostCopies(Generic[Job, Result]):
     def _run(self) -> None:
         self._begin()
         while (job := self._work.get()) is not None:
-            self.done.append((job, self._do(job)))
+            self.done.append(self._do(job))
             self._wake()
 
 
@@ -104,8 +84,8 @@ class DeviceCopies:
     """Copies on a GPU (draft/rows_gpu.py), started and asked for by the channel's thread.
 
     `device`: GpuRows. `prepare`: the job as the device takes it; may raise, and the job fails.
-    `finish`: the result of a job from what the device has found, None where its gate was closed,
-    or an exception; and its share of its batch's seconds.
+    `finish`: the event of a job's end, from what the device has found, None where its gate was
+    closed, or an exception; and its share of its batch's seconds.
     """
 
     is_alive = True
@@ -119,7 +99,7 @@ class DeviceCopies:
         self._device, self._prepare, self._finish = device, prepare, finish
         self._waiting: deque[tuple[Any, DeviceJob]] = deque()
         self._flying: deque[tuple[Any, list[tuple[Any, DeviceJob]], float]] = deque()
-        self._ended: list[tuple[Any, Any]] = []
+        self._ended: list[Any] = []
 
     @property
     def polled(self) -> bool:
@@ -138,7 +118,7 @@ class DeviceCopies:
                 self._end(job, error, 0.0)
         self._launch()
 
-    def ended(self) -> list[tuple[Any, Any]]:
+    def ended(self) -> list[Any]:
         while self._flying and self._flying[0][0].done():
             ticket, batch, began = self._flying.popleft()
             seconds = (time.perf_counter() - began) / len(batch)
@@ -150,7 +130,7 @@ class DeviceCopies:
         return found
 
     def _end(self, job: Any, found: Any, seconds: float) -> None:
-        self._ended.append((job, self._finish(job, found, seconds)))
+        self._ended.append(self._finish(job, found, seconds))
 
     def _launch(self) -> None:
         """Batches of one kind, as long as the device takes some."""

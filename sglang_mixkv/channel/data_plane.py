@@ -45,9 +45,6 @@ class Memory(msgspec.Struct, frozen=True):
     size: int
     device: int | None = None
 
-    def holds(self, address: int, length: int) -> bool:
-        return length > 0 and self.address <= address <= self.address + self.size - length
-
 
 class Endpoint(msgspec.Struct, frozen=True):
     """`session`: Mooncake's session, NIXL's metadata. `instance`: of the plane; ports recur."""
@@ -56,6 +53,17 @@ class Endpoint(msgspec.Struct, frozen=True):
     session: bytes
     memory: Memory
     instance: bytes
+
+
+def decode(endpoint: bytes, plane: str) -> Endpoint:
+    """Raises ValueError for bytes that are no endpoint of this plane."""
+    try:
+        found = msgspec.msgpack.decode(endpoint, type=Endpoint)
+    except RecursionError as error:
+        raise ValueError("an endpoint that is nested too deeply") from error
+    if found.plane != plane:
+        raise ValueError(f"an endpoint of {found.plane!r}, expected {plane!r}")
+    return found
 
 
 class Extent(NamedTuple):
@@ -156,8 +164,13 @@ class DataPlane(ABC):
 
     def _are_inside(self, peer: Peer, extents: Sequence[Extent]) -> bool:
         here, there = self._memory, peer.endpoint.memory
+        if here is None:
+            return False
         for local, remote, length in extents:
-            if here is None or not (here.holds(local, length) and there.holds(remote, length)):
+            at, there_at = local - here.address, remote - there.address
+            if length <= 0 or at < 0 or at + length > here.size:
+                return False
+            if there_at < 0 or there_at + length > there.size:
                 return False
         return True
 
@@ -225,21 +238,12 @@ class DataPlane(ABC):
 
     # -- peers
 
-    def _decode(self, endpoint: bytes) -> Endpoint:
-        try:
-            found = msgspec.msgpack.decode(endpoint, type=Endpoint)
-        except RecursionError as error:
-            raise ValueError("an endpoint that is nested too deeply") from error
-        if found.plane != self.name:
-            raise ValueError(f"an endpoint of {found.plane!r}, expected {self.name!r}")
-        return found
-
     def _take(self, endpoint: bytes, until: float) -> Peer:
         """With one more user. One that is gone is waited for."""
         while True:
             self._sweep()
             with self._lock:
-                peer = self._peers.get(endpoint) or Peer(endpoint, self._decode(endpoint))
+                peer = self._peers.get(endpoint) or Peer(endpoint, decode(endpoint, self.name))
                 if not peer.gone:
                     peer.users += 1
                     self._peers[endpoint] = peer
@@ -250,24 +254,22 @@ class DataPlane(ABC):
 
     def _connect(self, peer: Peer, until: float) -> None:
         with peer.connecting:
-            if not peer.connected or peer.gone:
-                self._connect_anew(peer, until)
-
-    def _connect_anew(self, peer: Peer, until: float) -> None:
-        while peer.reads and not peer.gone and time.monotonic() < until:
-            time.sleep(POLL_S)  # the other reads end in the channel's thread
-            self._sweep()
-        if peer.gone or peer.reads:
-            raise ConnectionError("reads over its former connection have not ended")
-        try:
-            self._open(peer)
-        except Exception as error:
-            raise ConnectionError(f"{self.name}: {error}") from error
-        while not self._answers(peer, until):
-            if time.monotonic() > until:
-                raise ConnectionError(f"{self.name}: the peer's memory could not be read")
-            time.sleep(POLL_S)
-        peer.connected = True
+            if peer.connected and not peer.gone:
+                return
+            while peer.reads and not peer.gone and time.monotonic() < until:
+                time.sleep(POLL_S)  # the other reads end in the channel's thread
+                self._sweep()
+            if peer.gone or peer.reads:
+                raise ConnectionError("reads over its former connection have not ended")
+            try:
+                self._open(peer)
+            except Exception as error:
+                raise ConnectionError(f"{self.name}: {error}") from error
+            while not self._answers(peer, until):
+                if time.monotonic() > until:
+                    raise ConnectionError(f"{self.name}: the peer's memory could not be read")
+                time.sleep(POLL_S)
+            peer.connected = True
 
     def _answers(self, peer: Peer, until: float) -> bool:
         """Whether a byte of its memory can be read. It may fail first, once for each socket that
@@ -335,4 +337,5 @@ class DataPlane(ABC):
         peer = read.peer
         peer.connected = peer.connected and not read.error
         peer.reads.discard(read)
-        self._let_go(peer)
+        if peer.gone:
+            self._let_go(peer)

@@ -15,9 +15,9 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-from sglang_mixkv.channel.copies import Copies
+from sglang_mixkv.channel.copies import DeviceCopies, DeviceJob, HostCopies
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.sockets import AdaptivePoll, Inlet, Poller
 
@@ -29,39 +29,23 @@ Event = TypeVar("Event")
 Action = TypeVar("Action")
 
 
-class Machine(Protocol):
-    """A state machine without I/O. Times are seconds of one clock."""
-
-    def handle(self, event: Any, now: float) -> None: ...
-
-    def actions(self) -> list[Any]:
-        """What is to be done, in this order. Asked after each batch of events."""
-
-    def left(self) -> dict[str, int]: ...
-
-
 class Worker(ABC, Generic[Event, Action]):
-    """`tick`: the machine's event that time has passed. `failed`: makes its event that an action
-    raised."""
+    """`machine`: a state machine without I/O; its `actions` are asked for after each batch of
+    events, and done in their order. `tick`: its event that time has passed. `failed`: makes its
+    event that an action raised."""
 
     name: str
     tick: Any
     failed: Any
 
-    def __init__(
-        self,
-        machine: Machine,
-        poller: Poller,
-        reporter: Reporter,
-        slowest: float,
-    ) -> None:
+    def __init__(self, machine: Any, poller: Poller, reporter: Reporter, slowest: float) -> None:
         """`slowest`: seconds after SGLang's own transfer in which the channel has come to an end
         with a request; then SGLang's scheduler does it."""
         self._machine, self._reporter, self._slowest = machine, reporter, slowest
         self._poll = AdaptivePoll(poller, TICK)
         self._inlet: Inlet[Any] = Inlet()
         poller.register(self._inlet.fileno())
-        self._copies: Copies | None = None
+        self._copies: HostCopies | DeviceCopies | None = None
         self._broken, self._stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
@@ -101,10 +85,6 @@ class Worker(ABC, Generic[Event, Action]):
         """What has come. `ready`: sockets with messages."""
 
     @abstractmethod
-    def _copied(self) -> Iterable[Event]:
-        """Copies that have ended."""
-
-    @abstractmethod
     def _do(self, action: Action) -> None: ...
 
     def _run(self) -> None:
@@ -114,16 +94,13 @@ class Worker(ABC, Generic[Event, Action]):
             while not self._stopping:
                 polled = self._copies is not None and self._copies.polled
                 ready = self._poll.wait(polled or self._outstanding())
-                for event in self._inlet.take(ready):
-                    self._handle(event)
-                for event in self._look(ready):
-                    self._handle(event)
+                self._take(self._inlet.take(ready))
+                self._take(self._look(ready))
                 if self._copies is not None and self._copies.done:
-                    for event in self._copied():
-                        self._handle(event)
+                    self._take(self._copies.ended())
                 if time.monotonic() - ticked >= TICK:
                     ticked = time.monotonic()
-                    self._handle(self.tick)
+                    self._take([self.tick])
                     self._reporter.ticked()
                 self._act()
         except Exception:
@@ -131,11 +108,21 @@ class Worker(ABC, Generic[Event, Action]):
         finally:
             self._broken.set()
 
+    def _take(self, events: Iterable[Event]) -> None:
+        """What raises is the loss of one event, or of the rest of one look; it ends no channel."""
+        found, event = iter(events), None
+        while True:
+            try:
+                for event in found:
+                    self._handle(event)
+                return
+            except Exception:
+                logger.exception("[MIXKV-SELF-01] the draft channel failed over %r", type(event))
+                time.sleep(TICK)  # what fails again and again takes no core, and fills no log
+
+    @abstractmethod
     def _handle(self, event: Event) -> None:
-        try:
-            self._machine.handle(event, time.monotonic())
-        except Exception:
-            logger.exception("[MIXKV-SELF-01] the draft channel failed over %r", type(event))
+        """Give it to the machine."""
 
     def _act(self) -> None:
         """Small copies are made at once, and what follows from them too."""
@@ -149,8 +136,52 @@ class Worker(ABC, Generic[Event, Action]):
                     self._inlet.put(self.failed(action, repr(error)[:300]))
             if self._copies is None or not self._copies.done:
                 return
-            for event in self._copied():
-                self._handle(event)
+            self._take(self._copies.ended())
+
+    # -- copies, of jobs that name the `handle` of their request
+
+    def _start_copies(self, name: str, rows: Any, device: Any) -> None:
+        """`device`: GpuRows, or None where a thread copies."""
+        self._copies = (
+            HostCopies(name, self._copy, self._size_of, self._inlet.wake, rows.use_device)
+            if device is None
+            else DeviceCopies(device, self._prepare, self._copied)
+        )
+
+    @abstractmethod
+    def _size_of(self, job: Any) -> int:
+        """Bytes."""
+
+    @abstractmethod
+    def _run_on_host(self, job: Any) -> Any:
+        """What was found, a SlotCheck."""
+
+    @abstractmethod
+    def _prepare(self, job: Any) -> DeviceJob:
+        """The job as the device takes it. What raises fails this job alone."""
+
+    @abstractmethod
+    def _copied(self, job: Any, found: Any, seconds: float) -> Event:
+        """Its end. `found`: a SlotCheck, None where its gate was closed, or an exception."""
+
+    def _copy(self, job: Any) -> Event:
+        """In host memory, through the gate of its request."""
+        gate, started = job.handle.gate, time.perf_counter()
+        if not gate.enter():
+            return self._copied(job, None, 0.0)
+        try:
+            found = self._run_on_host(job)
+            return self._copied(job, found, time.perf_counter() - started)
+        except Exception as error:
+            logger.exception("[MIXKV-SELF-01] draft KV could not be copied")
+            return self._copied(job, error, 0.0)
+        finally:
+            gate.leave()
+
+    def _account(self, job: Any, seconds: float) -> None:
+        size = self._size_of(job)
+        self._reporter.moved(size, seconds)
+        job.handle.bytes += size
 
 
 def is_done(event: Any) -> bool:

@@ -140,25 +140,26 @@ class SlotPool:
 
 class RoundRobin(Generic[T]):
     """Items of several owners that wait for slots: owners take turns, and so do an owner's items.
-    Items are told apart by `==`, and an item that is added twice waits once."""
+    Items are told apart by `==`, and an item that is added twice waits once. `owners`: those with
+    an item, and their items."""
 
     def __init__(self) -> None:
-        self._queues: dict[Hashable, dict[T, None]] = {}  # who waits longest is first
+        self.owners: dict[Hashable, dict[T, None]] = {}  # who waits longest is first
 
     def add(self, owner: Hashable, item: T) -> None:
-        self._queues.setdefault(owner, {})[item] = None
+        self.owners.setdefault(owner, {})[item] = None
 
     def remove(self, owner: Hashable, item: T) -> None:
-        queue = self._queues.get(owner, {})
+        queue = self.owners.get(owner, {})
         queue.pop(item, None)
         if not queue:
-            self._queues.pop(owner, None)
+            self.owners.pop(owner, None)
 
     def take(self, slots: SlotPool, now: float, most: int) -> Iterator[tuple[T, int]]:
         """`most` items with a slot each, or as many as there are slots for. Each leaves; the caller
         adds it again, behind its owner's others, where it wants another slot. An owner that has to
         wait is asked once, and nobody is while no slot is free."""
-        owners = list(self._queues)
+        owners = list(self.owners)
         while owners:
             again = []
             for owner in owners:
@@ -168,15 +169,15 @@ class RoundRobin(Generic[T]):
                 if slot is None:
                     continue
                 most -= 1
-                queue = self._queues.pop(owner)
+                queue = self.owners.pop(owner)
                 item = next(iter(queue))
                 del queue[item]
                 if queue:
-                    self._queues[owner] = queue  # behind the other owners
+                    self.owners[owner] = queue  # behind the other owners
                 yield item, slot
-                if owner in self._queues:
+                if owner in self.owners:
                     again.append(owner)
             owners = again
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(map(len, self.owners.values()))

@@ -6,68 +6,36 @@ They are short because a cold drafter is cheap and waiting is not: without its K
 
 from __future__ import annotations
 
-import msgspec
 
-
-class Times(msgspec.Struct, frozen=True):
+class Times:
     """`timeouts`: how long a request may wait by SGLang's own, on both sides together."""
 
-    patience: float = 1.0
-    timeouts: float = 600.0
+    def __init__(self, patience: float = 1.0, timeouts: float = 600.0) -> None:
+        self.patience = patience
 
-    @property
-    def shortest_wait(self) -> float:
-        """Decode, after the target's arrival: how long draft KV may make no progress, at least."""
-        return 0.3 * self.patience
+        # Decode, after the target's arrival. Draft KV may make no progress for three times what the
+        # target took, within these two; and a request waits so long at all.
+        self.shortest_wait, self.longest_wait = 0.3 * patience, 1.0 * patience
+        self.whole_wait = 5.0 * patience
 
-    @property
-    def longest_wait(self) -> float:
-        """The same, at most; between the two it is three times what the target took."""
-        return 1.0 * self.patience
+        # Prefill, after the target was sent: how long packing may make no progress.
+        self.packing = 1.0 * patience
 
-    @property
-    def whole_wait(self) -> float:
-        """Decode, after the target's arrival: how long a request waits for draft KV at all."""
-        return 5.0 * self.patience
+        # A slot without its ACK for so long slows its reader down: one other slot at a time.
+        self.late_ack = 1.0 * patience
 
-    @property
-    def packing(self) -> float:
-        """Prefill, after the target was sent: how long packing may make no progress."""
-        return 1.0 * self.patience
+        # TCP_USER_TIMEOUT of the channel's sockets: the peer's kernel has a message within it, or
+        # never gets it.
+        self.delivery = 5.0 * patience
 
-    @property
-    def late_ack(self) -> float:
-        """A slot without its ACK for so long slows its reader down: one other slot at a time."""
-        return 1.0 * self.patience
+        # Decode: how long an announced segment may wait for a slot of its own, how long one read
+        # may take, and after what a thread that did not run no longer trusts what it was sent.
+        self.unread, self.read, self.stall = 30.0 * patience, 5.0 * patience, 5.0 * patience
 
-    @property
-    def read(self) -> float:
-        """How long one read may take, by the reader's clock."""
-        return 5.0 * self.patience
+        # When a slot without its ACK is used again: later than anything that may still read it,
+        # which is delivery + unread + stall + read. The last three are decode's, by the smaller
+        # patience of both sides.
+        self.slot_aside = 60.0 * patience
 
-    @property
-    def stall(self) -> float:
-        """A thread that did not run for so long no longer trusts what it was sent before."""
-        return 5.0 * self.patience
-
-    @property
-    def delivery(self) -> float:
-        """TCP_USER_TIMEOUT of the channel's sockets: the peer's kernel has a message within it or
-        never gets it."""
-        return 5.0 * self.patience
-
-    @property
-    def unread(self) -> float:
-        """How long an announced segment may wait for a slot of the reader's own."""
-        return 30.0 * self.patience
-
-    @property
-    def slot_aside(self) -> float:
-        """When a slot without its ACK is used again: later than anything that may still read it,
-        which is delivery + unread + stall + read."""
-        return 60.0 * self.patience
-
-    @property
-    def early_room(self) -> float:
-        """How long an OPEN waits for its request."""
-        return self.timeouts
+        # How long an OPEN waits for its request.
+        self.early_room = timeouts

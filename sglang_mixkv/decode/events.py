@@ -42,6 +42,7 @@ class Source(msgspec.Struct, frozen=True):
 
     `heads`: to read from it, may be none. `readers`: how many decode ranks open it. `slots`: how
     many it has. `segment_tokens`: how many tokens fit the smaller of its slots and this rank's.
+    `patience`: its own, by which it uses a slot again that was not acknowledged.
     """
 
     peer: Peer
@@ -50,11 +51,12 @@ class Source(msgspec.Struct, frozen=True):
     slots: int = 0
     segment_tokens: int = 0
     is_send_target: bool = True
+    patience: float = float("inf")
 
 
 class OpenRoom(msgspec.Struct, frozen=True):
     """SGLang has sent a request's metadata. Rows of tokens [first_token, end) are this room's;
-    the prompt ends there or earlier, within the last page.
+    the prompt ends there or earlier, within the last page, of `page_size` tokens.
 
     `cold`: a reason why nothing is fetched. `pending`: an earlier forward may still write these
     rows; ForwardDone follows. `required_targets`: SGLang's required_prefill_response_num.
@@ -70,6 +72,7 @@ class OpenRoom(msgspec.Struct, frozen=True):
     version: int = PROTOCOL[1]
     required_targets: int = 0
     handle: Hashable = None
+    page_size: int = 1
 
 
 class ForwardDone(msgspec.Struct, frozen=True):

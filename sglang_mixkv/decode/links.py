@@ -9,7 +9,6 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import zmq
@@ -29,7 +28,6 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 BATCH = 64  # messages of one peer between two looks at everything else
 CONNECT_S, STEP_MS = 5.0, 50
-MENDERS = 16  # a peer that is stopped holds one for a minute (channel/mooncake.py)
 
 Dealer = zmq.Socket[bytes]
 
@@ -45,12 +43,12 @@ class Store(NamedTuple):
 
 
 class Link:
-    """`memory`: the data plane's peer, None on a rank without a drafter. `mending`: the attempt to
-    connect it again that was made last."""
+    """`memory`: the data plane's peer, None on a rank without a drafter. `mending`: the thread that
+    connects it again, or was the last to."""
 
     def __init__(self, peer: ev.Peer, row: Row, dealer: Dealer, memory: Any) -> None:
         self.peer, self.row, self.dealer, self.memory = peer, row, dealer, memory
-        self.mending: Future[None] | None = None
+        self.mending: threading.Thread | None = None
 
 
 class Links:
@@ -62,7 +60,7 @@ class Links:
         self.poller = Poller()
         self._links: dict[ev.Peer, Link] = {}
         self._of_dealer: dict[Dealer, Link] = {}
-        self._mend = ThreadPoolExecutor(MENDERS, "mixkv-mend", self.use_device)
+        self._menders: set[threading.Thread] = set()
         self._lock, self._dials, self._closing = threading.Lock(), 0, False
 
     def use_device(self) -> None:
@@ -161,15 +159,12 @@ class Links:
         link, store = self._links.get(action.peer), self._store
         if link is None or link.row.staging is None or store is None:
             return False
-        here, there = store.staging, link.row.staging
-        extents = [
-            Extent(
-                here.address + one.local_slot * here.slot_bytes,
-                there.address(one.remote_slot),
-                store.rows.packed_bytes(one.tokens, action.heads),
-            )
-            for one in action.ranges
-        ]  # fmt: skip
+        here, there, extents = store.staging, link.row.staging, []
+        for one in action.ranges:
+            local = here.address + one.local_slot * here.slot_bytes
+            remote = there.base + one.remote_slot * there.slot_bytes
+            size = store.rows.packed_bytes(one.tokens, action.heads)
+            extents.append(Extent(local, remote, size))
         store.plane.start((action.read, action.peer), link.memory, extents)
         return True
 
@@ -181,18 +176,30 @@ class Links:
         for (number, peer), error in self._store.plane.ended():
             yield ev.ReadEnded(number, error)
             link = self._links.get(peer)
-            if error and link is not None and (link.mending is None or link.mending.done()):
-                try:
-                    link.mending = self._mend.submit(self._connect_again, link)
-                except RuntimeError as error:  # no thread can be started: at the next failure then
-                    logger.warning("[MIXKV-MSG-02] a connection is not mended: %s", error)
+            if error and link is not None and link.mending not in self._menders:
+                self._mend(link)
+
+    def _mend(self, link: Link) -> None:
+        """In a thread of the link's own, since a peer that is stopped holds it for a minute
+        (channel/mooncake.py), and no other peer has to wait for that."""
+        link.mending = threading.Thread(target=self._connect_again, args=(link,), name="mixkv-mend")
+        link.mending.daemon = True
+        self._menders.add(link.mending)
+        try:
+            link.mending.start()
+        except RuntimeError as error:  # no thread can be started: at the next failure then
+            self._menders.discard(link.mending)
+            logger.warning("[MIXKV-MSG-02] a connection is not mended: %s", error)
 
     def _connect_again(self, link: Link) -> None:
         assert self._store is not None
         try:
+            self.use_device()
             self._store.plane.mend(link.memory)
         except (ConnectionError, ValueError) as error:
             logger.warning("[MIXKV-MSG-02] a data plane's connection is not mended: %s", error)
+        finally:
+            self._menders.discard(threading.current_thread())
 
     def close(self) -> None:
         """A socket must not be closed while another thread waits for it."""
@@ -200,7 +207,8 @@ class Links:
             self._closing = True
         while self._dials:
             time.sleep(STEP_MS / 1000)
-        self._mend.shutdown(wait=True, cancel_futures=True)
+        for mender in list(self._menders):
+            mender.join()
         if self._store is not None:
             self._store.plane.close()
         self.poller.close()

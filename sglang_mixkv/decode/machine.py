@@ -26,6 +26,7 @@ from sglang_mixkv.decode.segments import Read, Segments
 from sglang_mixkv.decode.transfer import Room, Stage
 
 PREFILL_CODES = ("aborted", "pack", "slow", "heads", "full", "restarted")
+TICKS = 0.5  # seconds within which a thread that runs has ticked; no room's stall is shorter
 
 
 class Machine:
@@ -37,22 +38,21 @@ class Machine:
         self._segments = Segments(slots)
         self._rooms: dict[ev.Generation, Room] = {}
         self._out: list[ev.Action] = []
-        self._clock, self._stall, self._read = float("-inf"), times.stall, times.read
+        self._clock = float("-inf")
 
     def handle(self, event: ev.Event, now: float) -> None:
         stood_still, self._clock = now - self._clock, now
-        if stood_still > self._stall:
+        if stood_still > TICKS:
             for room in list(self._rooms.values()):
-                if room.wants:
+                if room.wants and stood_still > room.limits.stall:
                     detail = f"this rank stood still for {stood_still:.1f} s"
                     self._go_cold(room, "stalled", detail)
         _HANDLERS[type(event)](self, event)
 
     def actions(self) -> list[ev.Action]:
         """In the order in which they must be done."""
-        self._out.extend(self._segments.actions(self._clock))
         actions, self._out = self._out, []
-        return actions
+        return actions + self._segments.actions(self._clock)
 
     # -- SGLang's side
 
@@ -61,7 +61,7 @@ class Machine:
         cold = event.cold
         if wanted and not cold and self.breaker.blocked(wanted, event.generation, self._clock):
             cold = "breaker"
-        room = Room(event, not cold, self._clock)
+        room = Room(event, not cold, self._times, self._clock)
         self._rooms[event.generation] = room
         for source in event.sources:
             message = room.message(source, self._instance, self._slot_bytes)
@@ -78,7 +78,8 @@ class Machine:
         room.pending = False
         for segment in room.of_stage(Stage.HELD):
             self._segments.copy(segment)
-        self._clear(room)
+        if room.cold:
+            self._clear(room)
 
     def _target_arrived(self, event: ev.TargetArrived) -> None:
         room = self._rooms.get(event.generation)
@@ -97,7 +98,7 @@ class Machine:
             if event.reason or (part is not None and not part.last and not room.cold):
                 self._fail(room, source.peer, "closed", event.reason)
         room.wants, room.closed = False, True
-        self._drop(room)
+        self._segments.drop(room)
 
     # -- peers
 
@@ -120,7 +121,7 @@ class Machine:
         if ready.segment < part.announced:
             self._note("doubled", f"segment {ready.segment}", peer)
             return  # the first copy's ACK is this one's
-        if violation := part.violation(ready, room.opened.end):
+        if violation := part.violation(ready, room.opened):
             self._segments.acknowledge(peer, ready.segments)
             self._go_cold(room, "protocol", violation, [peer])
             return
@@ -154,7 +155,7 @@ class Machine:
 
     def _read_ended(self, event: ev.ReadEnded) -> None:
         read = self._segments.end_read(event.read)
-        if event.error or self._clock - read.since > self._read:
+        if event.error or self._clock > read.until:
             self._read_failed(read, event.error or "it took too long")
         for segment in read.segments:
             room = segment.room
@@ -179,18 +180,19 @@ class Machine:
             self._cleared(room, event)
             return
         if event.result is ev.Result.DONE:
-            segment.part.placed[segment.number] = segment.first + segment.announced.count
+            segment.part.place(segment)
             room.progress = self._clock
             self._finish(room)
         elif event.result is not ev.Result.CLOSED and room.wants:
             reason = "stale" if event.result is ev.Result.STALE else "unpack"
             self._go_cold(room, reason, event.detail, [segment.peer])
-        self._clear(room)
+        if room.cold:
+            self._clear(room)
 
     def _finish(self, room: Room) -> None:
         if room.wants and room.complete:
             for peer, part in room.parts.items():
-                if part.has_rows:  # one without says nothing of reads
+                if part.announced:  # one without says nothing of reads
                     self.breaker.record_success(peer)
             self.breaker.withdraw(room.generation)
             self._decide(room, ev.State.WARM)
@@ -216,17 +218,12 @@ class Machine:
         for peer, part in room.parts.items():
             if not part.last:
                 self._fail(room, peer, reason, detail)
-        self._drop(room)
+        self._segments.drop(room)
         self._clear(room)
-
-    def _drop(self, room: Room) -> None:
-        """Segments of a room that wants them no more."""
-        for segment in room.of_stage(Stage.WAITING) + room.of_stage(Stage.HELD):
-            self._segments.remove(segment)
 
     def _clear(self, room: Room) -> None:
         """Once nothing else writes to the rows of a cold room."""
-        if not room.cold or room.pending or room.copying or room.decided or room.closed:
+        if room.pending or room.copying or room.decided or room.closed:
             return
         if room.placed_to >= room.opened.end:
             self._decide(room, ev.State.COLD)
@@ -259,12 +256,12 @@ class Machine:
                     self._copied(ev.Copied(job.job, ev.Result.ERROR, event.detail))
 
     def _tick(self, event: ev.Tick) -> None:
-        for read in self._segments.overdue(self._clock - self._read):
+        for read in self._segments.overdue(self._clock):
             self._read_failed(read, "it took too long")
         for room in list(self._rooms.values()):
             waiting = room.of_stage(Stage.WAITING)
             # prefill uses a slot again after `slot_aside`, whether it was read or not
-            if waiting and self._clock - waiting[0].since >= self._times.unread:
+            if waiting and self._clock - waiting[0].since >= room.limits.unread:
                 self._go_cold(room, "slots", "no slot was free to read it", [waiting[0].peer])
             elif room.wants and self._clock >= room.deadline(self._times):
                 self._go_cold(room, "deadline", "its KV did not come", room.missing(), strike=True)

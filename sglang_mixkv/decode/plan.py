@@ -166,4 +166,5 @@ def _source(contact: Contact, row: Row, own: Row, heads: range, peer: bytes) -> 
         return Source(peer, NO_HEADS, readers, is_send_target=contact.is_send_target)
     size = min(row.staging.slot_bytes, own.staging.slot_bytes)
     tokens = own.draft.facts.tokens_in(size, len(heads)) if heads else 0
-    return Source(peer, heads, readers, row.staging.slots, tokens, contact.is_send_target)
+    slots, sends = row.staging.slots, contact.is_send_target
+    return Source(peer, heads, readers, slots, tokens, sends, row.patience)

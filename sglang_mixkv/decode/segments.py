@@ -10,36 +10,27 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
-from sglang_mixkv.decode.events import (
-    Action,
-    Clear,
-    Copy,
-    Job,
-    Peer,
-    Range,
-    Send,
-    StartRead,
-    Unpack,
-)
+from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.transfer import Part, Room, Segment, Stage
 
 
 class Read:
-    """One transfer of the data plane: segments of one part. `failed`: none of them is used."""
+    """One transfer of the data plane: segments of one part. `until`: it may take so long. `failed`:
+    none of them is used."""
 
     def __init__(self, segments: Sequence[Segment], now: float) -> None:
-        self.segments, self.since, self.failed = segments, now, False
-        self.peer: Peer = segments[0].peer
+        self.segments, self.failed = segments, False
+        self.peer, self.until = segments[0].peer, now + segments[0].room.limits.read
 
 
 class Segments:
     def __init__(self, slots: SlotPool) -> None:
         self._slots, self._list = slots, list_of(slots.count)
         self._turns: RoundRobin[Segment] = RoundRobin()
-        self._reads: dict[int, Read] = {}  # the longest first
+        self._reads: dict[int, Read] = {}
         self._copying: dict[int, Segment | Room] = {}  # a room: its rows are cleared
-        self._jobs: list[Job] = []  # not asked for yet
-        self._acks: dict[Peer, list[Announced]] = {}
+        self._jobs: list[ev.Job] = []  # not asked for yet
+        self._acks: dict[ev.Peer, list[tuple[int, int]]] = {}
         self._number = 0
 
     def add(self, segment: Segment) -> None:
@@ -56,44 +47,58 @@ class Segments:
         else:
             self._slots.free(segment.slot)
 
-    def acknowledge(self, peer: Peer, announced: Iterable[Announced]) -> None:
-        self._acks.setdefault(peer, []).extend(announced)
+    def drop(self, room: Room) -> None:
+        """What waits of a room that wants it no more."""
+        for segment in room.of_stage(Stage.WAITING) + room.of_stage(Stage.HELD):
+            self.remove(segment)
 
-    def actions(self, now: float) -> Iterator[Action]:
+    def acknowledge(self, peer: ev.Peer, announced: Iterable[Announced]) -> None:
+        acks = self._acks.setdefault(peer, [])
+        for one in announced:
+            acks.append((one.slot, one.stamp))
+
+    def actions(self, now: float) -> list[ev.Action]:
         """ACKs, reads of as many waiting segments as there are slots for, and copies."""
-        acks, self._acks = self._acks, {}
-        for peer, announced in acks.items():
-            slots = [(one.slot, one.stamp) for one in announced]
+        found: list[ev.Action] = []
+        for peer, slots in self._acks.items():
             for first in range(0, len(slots), MAX_LIST):
-                yield Send(peer, Ack(tuple(slots[first : first + MAX_LIST])))
-        parts: dict[Part, list[Segment]] = {}
-        for segment, slot in self._turns.take(self._slots, now, self._slots.count):
-            segment.slot, segment.stage = slot, Stage.READING
-            parts.setdefault(segment.part, []).append(segment)
-        for part, segments in parts.items():
-            for first in range(0, len(segments), self._list):
-                yield self._read(part, segments[first : first + self._list], now)
+                found.append(ev.Send(peer, Ack(tuple(slots[first : first + MAX_LIST]))))
+        self._acks = {}
+        if self._turns.owners:
+            parts: dict[Part, list[Segment]] = {}
+            for segment, slot in self._turns.take(self._slots, now, self._slots.count):
+                segment.slot, segment.stage = slot, Stage.READING
+                parts.setdefault(segment.part, []).append(segment)
+            for segments in parts.values():
+                for first in range(0, len(segments), self._list):
+                    found.append(self._read(segments[first : first + self._list], now))
         if self._jobs:
-            jobs, self._jobs = tuple(self._jobs), []
-            yield Copy(jobs)
+            found.append(ev.Copy(tuple(self._jobs)))
+            self._jobs = []
+        return found
 
-    def _read(self, part: Part, segments: list[Segment], now: float) -> StartRead:
+    def _read(self, segments: list[Segment], now: float) -> ev.StartRead:
         self._number += 1
-        self._reads[self._number] = Read(segments, now)
-        ranges = [Range(s.announced.slot, s.slot, s.announced.count) for s in segments]
-        return StartRead(self._number, part.source.peer, tuple(ranges), len(part.source.heads))
+        read = self._reads[self._number] = Read(segments, now)
+        ranges = []
+        for one in segments:
+            ranges.append(ev.Range(one.announced.slot, one.slot, one.announced.count))
+        heads = len(segments[0].part.source.heads)
+        return ev.StartRead(self._number, read.peer, tuple(ranges), heads)
 
     def end_read(self, number: int) -> Read:
         """Its segments are acknowledged."""
         read = self._reads.pop(number)
-        self.acknowledge(read.peer, [segment.announced for segment in read.segments])
+        acks = self._acks.setdefault(read.peer, [])
+        for segment in read.segments:
+            acks.append((segment.announced.slot, segment.announced.stamp))
         return read
 
-    def overdue(self, limit: float) -> list[Read]:
-        """Reads that began at this time or before, and have not failed yet."""
-        return [one for one in self._reads.values() if one.since <= limit and not one.failed]
+    def overdue(self, now: float) -> list[Read]:
+        """Reads that take too long, and have not failed yet."""
+        return [one for one in self._reads.values() if one.until <= now and not one.failed]
 
-    def not_read(self, peer: Peer, announced: Iterable[Announced]) -> list[Announced]:
+    def not_read(self, peer: ev.Peer, announced: Iterable[Announced]) -> list[Announced]:
         """Those of which no read is under way."""
         reads = [read for read in self._reads.values() if read.peer == peer]
         stamps = {segment.announced.stamp for read in reads for segment in read.segments}
@@ -102,17 +107,15 @@ class Segments:
     def copy(self, segment: Segment) -> None:
         """From its slot to the pool."""
         segment.stage = Stage.COPYING
-        one, room = segment.announced, segment.room
-        job = self._begin(segment, room)
-        self._jobs.append(
-            Unpack(job, room.opened.handle, segment.first, one.count, segment.part.source.heads,
-                   segment.slot, one.stamp)
-        )  # fmt: skip
+        one, heads = segment.announced, segment.part.source.heads
+        job, handle = self._begin(segment, segment.room), segment.room.opened.handle
+        unpack = ev.Unpack(job, handle, segment.first, one.count, heads, segment.slot, one.stamp)
+        self._jobs.append(unpack)
 
     def clear(self, room: Room) -> None:
         """The rows that are not in place."""
         job = self._begin(room, room)
-        self._jobs.append(Clear(job, room.opened.handle, room.placed_to, room.opened.end))
+        self._jobs.append(ev.Clear(job, room.opened.handle, room.placed_to, room.opened.end))
 
     def _begin(self, what: Segment | Room, room: Room) -> int:
         self._number += 1

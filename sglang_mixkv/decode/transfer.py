@@ -43,23 +43,19 @@ class Part:
 
     `announced`, `token`: number and first token of the segment that it may announce next. `last`:
     it has announced all. `placed`: segments whose rows are in the pool, by number; the value is the
-    token behind them.
+    token behind them. `complete`: all are.
     """
 
     def __init__(self, source: Source, first_token: int) -> None:
         self.source = source
         self.announced, self.token = 0, first_token
-        self.last = False
+        self.last = self.complete = False
         self.placed: dict[int, int] = {}
         self._first_token = first_token
 
-    @property
-    def has_rows(self) -> bool:
-        return self.announced > 0
-
-    @property
-    def complete(self) -> bool:
-        return self.last and len(self.placed) == self.announced
+    def place(self, segment: Segment) -> None:
+        self.placed[segment.number] = segment.first + segment.announced.count
+        self.complete = self.last and len(self.placed) == self.announced
 
     @property
     def placed_to(self) -> int:
@@ -69,8 +65,9 @@ class Part:
             segment, token = segment + 1, self.placed[segment]
         return token
 
-    def violation(self, ready: Ready, end: int) -> str:
-        """Why this READY cannot be what a prefill rank sends next; "" if it can."""
+    def violation(self, ready: Ready, opened: OpenRoom) -> str:
+        """Why this READY cannot be what a prefill rank sends next; "" if it can. One that ends the
+        prompt early would leave another request's rows in a warm room."""
         slots, limit, until = self.source.slots, self.source.segment_tokens, ready.first_token
         if self.last:
             return f"segment {ready.segment} behind the last one"
@@ -82,8 +79,10 @@ class Part:
             until += one.count
             if one.slot >= slots or one.count > limit:
                 return f"{one.count} tokens in slot {one.slot}; there are {slots}, of {limit} each"
-        if ready.first_token != self.token or until > end:
-            return f"tokens {ready.first_token}..{until} in the place of {self.token}..{end}"
+        if ready.first_token != self.token or until > opened.end:
+            return f"tokens {ready.first_token}..{until} in the place of {self.token}..{opened.end}"
+        if ready.last and until <= opened.end - opened.page_size:
+            return f"the prompt's end at {until}, expected in the last page, before {opened.end}"
         return ""
 
     def accept(self, ready: Ready, room: Room, now: float) -> list[Segment]:
@@ -93,6 +92,7 @@ class Part:
             self.announced += 1
             self.token += one.count
         self.last = ready.last
+        self.complete = self.last and len(self.placed) == self.announced
         return found
 
 
@@ -102,11 +102,14 @@ class Room:
 
     Times are the machine's clock: `first_ready`; `arrived`, the target's; `progress`, the last.
     `wants`: segments are still to be read and copied. `copying`: copies under way. `cold`: why it
-    is cold, once it is. `known`: peers that have answered, and so have the OPEN.
+    is cold, once it is. `known`: peers that have answered, and so have the OPEN. `limits`: times in
+    which this rank is done with a prefill rank's slot, by the smaller patience of both.
     """
 
-    def __init__(self, opened: OpenRoom, heads: bool, now: float) -> None:
+    def __init__(self, opened: OpenRoom, heads: bool, times: Times, now: float) -> None:
         self.opened = opened
+        patience = min([times.patience, *(source.patience for source in opened.sources)])
+        self.limits = times if patience == times.patience else Times(patience)
         self.generation = opened.generation
         self.pending = opened.pending
         sources = [source for source in opened.sources if source.heads] if heads else []
@@ -122,8 +125,8 @@ class Room:
 
     @property
     def complete(self) -> bool:
-        for part in self.parts.values():
-            if not part.last or len(part.placed) != part.announced:
+        for part in self.parts.values():  # noqa: SIM110, a generator would cost more calls
+            if not part.complete:
                 return False
         return True
 
@@ -134,8 +137,7 @@ class Room:
 
     def missing(self) -> list[Peer]:
         """Peers whose rows are not all in place."""
-        parts = self.parts.items()
-        return [peer for peer, p in parts if not p.last or len(p.placed) != p.announced]
+        return [peer for peer, part in self.parts.items() if not part.complete]
 
     def of_stage(self, stage: Stage) -> list[Segment]:
         return [segment for segment in self.segments if segment.stage is stage]

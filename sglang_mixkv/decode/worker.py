@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.copies import DeviceCopies, DeviceJob, HostCopies
+from sglang_mixkv.channel.copies import DeviceJob
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Worker, is_done
 from sglang_mixkv.channel.messages import Fail, Ready
@@ -27,6 +27,7 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.links import Link, Links, Store
 from sglang_mixkv.decode.machine import Machine
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.slot_format import SlotCheck
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -42,8 +43,7 @@ class ReceiveHandle:
 
     def __init__(self, pages: Any, page_size: int, event: Any, prefill: str = "") -> None:
         self.event, self.gate, self.prefill = event, Gate(), prefill
-        self._pages, self._size = np.asarray(pages, dtype=np.int64), page_size
-        self._on_device: Any = None
+        self.pages = Pages(np.asarray(pages, dtype=np.int64), page_size)
         self.opened: ev.OpenRoom
         self.state: ev.State | None = None
         self.reason = ""
@@ -53,14 +53,7 @@ class ReceiveHandle:
 
     def rows(self, first: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Row numbers of tokens [first, end) of the prompt."""
-        tokens = np.arange(first, end) - self.opened.first_token
-        return self._pages[tokens // self._size] * self._size + tokens % self._size
-
-    def on(self, device: Any) -> Any:
-        """The page numbers there, uploaded once for all segments of the room."""
-        if self._on_device is None:
-            self._on_device = device.pages(self._pages)
-        return self._on_device
+        return self.pages.rows(first - self.opened.first_token, end - first)
 
 
 class Drop(NamedTuple):
@@ -94,12 +87,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         self._forwards: dict[ev.Generation, Any] = {}  # events of rooms that are pending
         self._counter = itertools.count(messages.draw() >> 33)  # 30 bits
         if store is not None:
-            begin, wake = store.rows.use_device, self._inlet.wake
-            self._copies = (
-                HostCopies("mixkv-unpack", self._copy, self._size_of, wake, begin)
-                if store.device is None
-                else DeviceCopies(store.device, self._prepare, self._finish)
-            )
+            self._start_copies("mixkv-unpack", store.rows, store.device)
         self._thread.start()
 
     # -- any thread
@@ -163,8 +151,11 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         return self.broken or (since is not None and time.monotonic() - since > self._slowest)
 
     def clear_now(self, handle: ReceiveHandle) -> None:
-        """In the caller's thread: the whole room, cold. Nothing else writes to it from here on."""
+        """In the caller's thread: the whole room, cold. Nothing else writes to it from here on. It
+        does nothing while an earlier forward may still write these rows: the caller polls again."""
         opened = handle.opened
+        if handle.event is not None and not is_done(handle.event):
+            return
         logger.error(
             "[MIXKV-SELF-01] room %s is cleared by SGLang's scheduler, since the draft channel did "
             "not decide it; its drafter is cold", opened.bootstrap_room,
@@ -201,11 +192,6 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
             elif isinstance(message, Ready | Fail):
                 yield ev.Received(peer, message)
 
-    def _copied(self) -> Iterator[ev.Copied]:
-        assert self._copies is not None
-        for job, (result, detail) in self._copies.ended():
-            yield ev.Copied(job.job, result, detail)
-
     def _handle(self, event: ev.Event | Link | Drop) -> None:
         if isinstance(event, Link):
             self._links.add(event)
@@ -218,7 +204,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
                 self._forwards[event.generation] = event.handle.event
         elif isinstance(event, ev.CloseRoom):
             self._forwards.pop(event.generation, None)
-        super()._handle(event)
+        self._machine.handle(event, time.monotonic())
 
     def _do(self, action: ev.Action) -> None:
         match action:
@@ -247,62 +233,39 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
 
     def _size_of(self, job: ev.Job) -> int:
         assert self._store is not None
-        tokens = job.tokens if isinstance(job, ev.Unpack) else job.end - job.first_token
-        heads = job.heads if isinstance(job, ev.Unpack) else self._store.rows.heads
-        return tokens * self._store.rows.bytes_per_token(len(heads))
+        rows = self._store.rows
+        if isinstance(job, ev.Clear):
+            return (job.end - job.first_token) * len(rows.heads) * rows.bytes_per_head
+        return job.tokens * len(job.heads) * rows.bytes_per_head
 
-    def _copy(self, job: ev.Job) -> tuple[ev.Result, str]:
-        """Through the room's gate."""
-        handle = job.handle
-        assert isinstance(handle, ReceiveHandle)
+    def _run_on_host(self, job: ev.Job) -> SlotCheck:
         assert self._store is not None
-        if not handle.gate.enter():
-            return ev.Result.CLOSED, ""
-        try:
-            if isinstance(job, ev.Clear):
-                self._store.rows.clear(handle.rows(job.first_token, job.end))
-                return ev.Result.DONE, ""
-            return self._unpack(job, handle, self._store)
-        except Exception as error:
-            logger.exception("[MIXKV-SELF-01] draft KV could not be copied")
-            return ev.Result.ERROR, repr(error)[:300]
-        finally:
-            handle.gate.leave()
-
-    def _unpack(self, job: ev.Unpack, handle: ReceiveHandle, store: Store) -> tuple[ev.Result, str]:
-        slot, heads = store.staging.slot(job.slot), len(job.heads)
-        found = store.rows.verify(slot, job.tokens, heads, job.stamp)
-        if found is not SlotCheck.OK:
-            return ev.Result.STALE, f"the slot's check says {found.name}"
-        rows = handle.rows(job.first_token, job.first_token + job.tokens)
-        started = time.perf_counter()
-        store.rows.unpack(rows, job.heads, slot)
-        self._account(job, time.perf_counter() - started)
-        return ev.Result.DONE, ""
+        assert isinstance(job.handle, ReceiveHandle)
+        handle, rows, first = job.handle, self._store.rows, job.first_token
+        if isinstance(job, ev.Clear):
+            rows.clear(handle.rows(first, job.end))
+            return SlotCheck.OK
+        slot = self._store.staging.slot(job.slot)
+        return rows.unpack(handle.rows(first, first + job.tokens), job.heads, slot, job.stamp)
 
     def _prepare(self, job: ev.Job) -> DeviceJob:
-        handle, store = job.handle, self._store
-        assert isinstance(handle, ReceiveHandle)
-        assert store is not None
-        pages, first = handle.on(store.device), job.first_token - handle.opened.first_token
+        assert self._store is not None
+        assert isinstance(job.handle, ReceiveHandle)
+        handle, device = job.handle, self._store.device
+        pages, first = handle.pages.on(device), job.first_token - handle.opened.first_token
         if isinstance(job, ev.Clear):
-            what = store.device.job(pages, first, job.end - job.first_token)
+            what = device.job(pages, first, job.end - job.first_token)
             return DeviceJob(handle.gate, "clear", what)
-        what = store.device.job(pages, first, job.tokens, job.heads, job.slot, job.stamp)
+        what = device.job(pages, first, job.tokens, job.heads, job.slot, job.stamp)
         return DeviceJob(handle.gate, "unpack", what)
 
-    def _finish(self, job: ev.Job, found: Any, seconds: float) -> tuple[ev.Result, str]:
+    def _copied(self, job: ev.Job, found: Any, seconds: float) -> ev.Copied:
         if found is None:
-            return ev.Result.CLOSED, ""
+            return ev.Copied(job.job, ev.Result.CLOSED)
         if found == SlotCheck.OK:
             if isinstance(job, ev.Unpack):
                 self._account(job, seconds)
-            return ev.Result.DONE, ""
+            return ev.Copied(job.job, ev.Result.DONE)
         stale = found in (SlotCheck.STALE, SlotCheck.DIFFERS)
-        return (ev.Result.STALE if stale else ev.Result.ERROR), repr(found)[:300]
-
-    def _account(self, job: ev.Unpack, seconds: float) -> None:
-        size = self._size_of(job)
-        self._reporter.moved(size, seconds)
-        assert isinstance(job.handle, ReceiveHandle)
-        job.handle.bytes += size
+        result = ev.Result.STALE if stale else ev.Result.ERROR
+        return ev.Copied(job.job, result, repr(found)[:300])

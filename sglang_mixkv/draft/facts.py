@@ -50,7 +50,7 @@ class Row(msgspec.Struct, frozen=True):
     `rank_ip`, `rank_port`: SGLang's own key of the rank (PrefillRankInfo). `address`: where the
     channel's socket listens, or "" on a rank without one. `aux_item_lens`: bytes of each metadata
     row. `backend`: SGLang's, which moves the target. `draft`, `staging`: None on a rank without
-    draft KV of its own.
+    draft KV of its own. `patience`: SGLANG_MIXKV_PATIENCE, by which its slots are used again.
     """
 
     protocol: tuple[Rank, Rank]
@@ -69,6 +69,7 @@ class Row(msgspec.Struct, frozen=True):
     topk: Rank = 0
     draft: DraftLayout | None = None
     staging: StagingFacts | None = None
+    patience: Annotated[float, Meta(ge=0.1, le=60)] = 1.0
 
 
 class _Versioned(msgspec.Struct):

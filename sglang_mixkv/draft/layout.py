@@ -12,9 +12,11 @@ them; with fewer, each head is on tp/total neighbouring ranks.
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from sglang_mixkv.draft.slot_format import HEADER
 from sglang_mixkv.errors import refuse
@@ -81,3 +83,28 @@ class DraftLayout(msgspec.Struct, frozen=True):
     def heads(self) -> range:
         """Global numbers of the KV heads on this rank."""
         return heads_on_rank(self.facts.total_heads, self.tp, self.rank)
+
+
+class Pages:
+    """Where a chunk's tokens are, or a room's: `pages` of `page_size` tokens, in the draft pool's
+    numbers.
+
+    `events`: things with `query() -> bool`. Once all are true, the pages can be read and the KV is
+    in them.
+    """
+
+    def __init__(self, pages: Any, page_size: int, events: Sequence[Any] = ()) -> None:
+        self._pages, self._size, self.events = pages, page_size, events
+        self._on_device: Any = None
+
+    def rows(self, offset: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Row numbers of `count` tokens, `offset` tokens behind the first page's start."""
+        tokens = np.arange(offset, offset + count)
+        pages = np.asarray(self._pages, dtype=np.int64)
+        return pages[tokens // self._size] * self._size + tokens % self._size
+
+    def on(self, device: Any) -> Any:
+        """The page numbers there, uploaded once for all segments."""
+        if self._on_device is None:
+            self._on_device = device.pages(self._pages)
+        return self._on_device

@@ -14,7 +14,7 @@ import ctypes
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,9 @@ class DraftRows:
     """The draft pool of one rank. `entries`: [rows, heads, head size] of any type, contiguous, as
     SGLang's pool has them in `k_buffer` and then `v_buffer`; `heads`: those on this rank.
 
-    Everywhere `rows` are tokens' numbers in the pool, none twice, `heads` a range of global
-    numbers, and `slot` is one of a Staging on the pool's device. ValueError where one of them lies
+    `bytes_per_head`: of one token, in all entries. Everywhere `rows` are tokens' numbers in the
+    pool, none twice, `heads` a range of global numbers, and `slot` is one of a Staging on the
+    pool's device. ValueError where one of them lies
     outside, before a byte is touched. When a call returns, its bytes are there for any stream.
     Calls may come from several threads, for rows and slots that differ.
     """
@@ -52,7 +53,7 @@ class DraftRows:
         self._int64: Any = np.int64 if self._by_numpy else torch.int64
         self._pools = [self._array(pool.view(-1)) for pool in pools]
         self._word = WORDS[math.gcd(8, *self.head_bytes, *(pool.data_ptr() for pool in pools))]
-        self._weights = self._array(torch.empty(0))
+        self.bytes_per_head, self._weights = sum(self.head_bytes), self._array(torch.empty(0))
 
     @classmethod
     def at(
@@ -73,12 +74,9 @@ class DraftRows:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
-    def bytes_per_token(self, heads: int) -> int:
-        return sum(self.head_bytes) * heads
-
     def packed_bytes(self, tokens: int, heads: int) -> int:
         """What a reader has to read of a slot: the header and the padded payload."""
-        return HEADER + -(-tokens * self.bytes_per_token(heads) // 8) * 8
+        return HEADER + -(-tokens * self.bytes_per_head * heads // 8) * 8
 
     def pack(self, rows: Ints, heads: range, slot: Tensor, stamp: int) -> int:
         """Fill a slot; the bytes of its payload. `stamp`: 64 bits.
@@ -87,13 +85,13 @@ class DraftRows:
         former stamp and sum, and the sum differs.
         """
         first, added = signed(stamp), signed(stamp * SEED & MASK)
-        size, items = self._items(rows, heads)
-        words = self._words(slot, len(rows), len(heads))
-        payload = len(rows) * self.bytes_per_token(len(heads))
+        payload = len(rows) * self.bytes_per_head * len(heads)
         with own_stream(self.device):
+            words = self._words(slot, len(rows), len(heads))
+            places, parts = self._parts(rows, heads, slot)
             if payload % 8:
                 words[-1:] = 0
-            for entry, places, packed in self._parts(size, items, slot):
+            for entry, packed in parts:
                 if self._by_numpy:  # in modes other than "clip" through a temporary
                     np.take(entry, places, out=packed, mode="clip")
                 else:
@@ -104,35 +102,34 @@ class DraftRows:
             words[:1] = first
         return payload
 
-    def unpack(self, rows: Ints, heads: range, slot: Tensor) -> None:
-        """Put a segment into these rows. The caller must have verified the slot."""
-        size, items = self._items(rows, heads)
-        self._words(slot, len(rows), len(heads))
+    def unpack(self, rows: Ints, heads: range, slot: Tensor, stamp: int) -> SlotCheck:
+        """Put a segment into these rows, where the slot holds the one of this stamp."""
         with own_stream(self.device):
-            for entry, places, packed in self._parts(size, items, slot):
+            words = self._words(slot, len(rows), len(heads))
+            places, parts = self._parts(rows, heads, slot)
+            found = self._check(words, stamp)
+            for entry, packed in parts if found is SlotCheck.OK else ():
                 entry[places] = packed
+        return found
 
     def clear(self, rows: Ints) -> None:
         """Zeros in all heads of these rows."""
-        size, items = self._items(rows, self.heads)
         with own_stream(self.device):
-            for entry, places, _ in self._parts(size, items, None):
+            places, parts = self._parts(rows, self.heads, None)
+            for entry, _ in parts:
                 entry[places] = np.void(entry.itemsize) if self._by_numpy else 0
 
     def verify(self, slot: Tensor, tokens: int, heads: int, stamp: int) -> SlotCheck:
         """Whether a slot holds the segment of this stamp, of so many tokens and heads."""
-        words = self._words(slot, tokens, heads)
         with own_stream(self.device):
-            found, total = words[:2].tolist()
-            if found & MASK != stamp:
-                return SlotCheck.STALE
-            same = (int(self._sum(words)) + stamp * SEED - total) & MASK == 0
-        return SlotCheck.OK if same else SlotCheck.DIFFERS
+            return self._check(self._words(slot, tokens, heads), stamp)
 
-    def checksum(self, slot: Tensor) -> int:
-        """The sum that a slot carries: 64 bits."""
-        with own_stream(self.device):
-            return int(self._array(slot)[8:16].view(self._int64)[0]) & MASK
+    def _check(self, words: Any, stamp: int) -> SlotCheck:
+        found, total = words[:2].tolist()
+        if found & MASK != stamp:
+            return SlotCheck.STALE
+        same = (int(self._sum(words)) + stamp * SEED - total) & MASK == 0
+        return SlotCheck.OK if same else SlotCheck.DIFFERS
 
     def _sum(self, words: Any) -> Any:
         """Of the payload's words by their weights, without the stamp."""
@@ -147,8 +144,15 @@ class DraftRows:
         """As numpy's where numpy copies: both are sliced and assigned alike."""
         return tensor.numpy() if self._by_numpy else tensor
 
-    def _items(self, rows: Ints, heads: range) -> tuple[int, Ints]:
-        """Heads of an item, and the items of these rows in the order of the payload."""
+    def _words(self, slot: Tensor, tokens: int, heads: int) -> Any:
+        size = self.packed_bytes(tokens, heads)
+        if size > slot.numel():
+            raise ValueError(f"{tokens} tokens of {heads} heads: {size} bytes of a smaller slot")
+        return self._array(slot)[:size].view(self._int64)
+
+    def _parts(self, rows: Ints, heads: range, slot: Tensor | None) -> tuple[Any, list[Any]]:
+        """Which items of an entry these rows are, in the order of the payload; and of each entry
+        all items, and those in the slot."""
         first, last = heads.start - self.heads.start, heads.stop - self.heads.start
         if heads.step != 1 or not 0 <= first < last <= len(self.heads):
             raise ValueError(f"{heads}: expected some of {self.heads}")
@@ -157,28 +161,18 @@ class DraftRows:
             raise ValueError(f"rows {rows.min()} to {rows.max()}: the pool has {self.num_rows}")
         size = math.gcd(first, last, len(self.heads))
         starts = rows[:, None] * (len(self.heads) // size)
-        return size, (starts + np.arange(first // size, last // size)).ravel()
-
-    def _words(self, slot: Tensor, tokens: int, heads: int) -> Any:
-        size = self.packed_bytes(tokens, heads)
-        if size > slot.numel():
-            raise ValueError(f"{tokens} tokens of {heads} heads: {size} bytes of a smaller slot")
-        return self._array(slot)[:size].view(self._int64)
-
-    def _parts(self, size: int, items: Ints, slot: Tensor | None) -> Iterator[tuple[Any, Any, Any]]:
-        """By entry: all its items, which of them, and those in the slot."""
-        places = self._array(torch.from_numpy(items).to(self.device, non_blocking=True))
-        end, memory = HEADER, None if slot is None else self._array(slot)
-        for pool, width in zip(self._pools, self.head_bytes, strict=True):
-            start, end = end, end + len(places) * size * width
-            part = pool[:0] if memory is None else memory[start:end]
-            yield self._by_item(pool, size * width), places, self._by_item(part, size * width)
-
-    def _by_item(self, memory: Any, size: int) -> Any:
-        """Bytes as items of `size` bytes."""
-        if self._by_numpy:
-            return memory.view(f"V{size}")
-        return memory.view(self._word).view(-1, size // self._word.itemsize)
+        items = (starts + np.arange(first // size, last // size)).ravel()
+        end, parts = HEADER, list[Any]()
+        memory = self._pools[0][:HEADER] if slot is None else self._array(slot)
+        for pool, head_bytes in zip(self._pools, self.head_bytes, strict=True):
+            start, end, width = end, end + len(items) * size * head_bytes, size * head_bytes
+            if self._by_numpy:
+                parts.append((pool.view(f"V{width}"), memory[start:end].view(f"V{width}")))
+            else:
+                shape = -1, width // self._word.itemsize
+                both = pool.view(self._word), memory[start:end].view(self._word)
+                parts.append(tuple(one.view(shape) for one in both))
+        return self._array(torch.from_numpy(items).to(self.device, non_blocking=True)), parts
 
 
 class Staging:
@@ -200,16 +194,17 @@ class Staging:
         return self._memory[number * self.slot_bytes : (number + 1) * self.slot_bytes]
 
 
-@contextmanager
-def own_stream(device: torch.device) -> Iterator[None]:
+def own_stream(device: torch.device) -> AbstractContextManager[None]:
     """On a GPU: on this thread's own stream, and all that was started there is done at the end.
 
     Torch deals out few streams again and again, SGLang's among them: of those with priority SGLang
     has none. One GPU a process.
     """
-    if device.type == "cpu":
-        yield
-        return
+    return nullcontext() if device.type == "cpu" else _own_stream(device)
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
     if not hasattr(_own, "stream"):
         _own.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     with torch.inference_mode(), torch.cuda.stream(_own.stream):

@@ -75,15 +75,16 @@ class Pages:
 
 
 class Job(NamedTuple):
-    """A segment: `tokens` tokens, from token `first` of `pages` on, in a slot. `heads`: a range of
-    global numbers. Clearing takes no heads and no slot: it clears all heads."""
+    """A segment that `GpuRows.job` has checked: `tokens` tokens, from token `first` of `pages` on,
+    of `width` heads from the rank's head `head` on, in the slot at this address in units."""
 
+    address: int
     pages: Pages
     first: int
     tokens: int
-    heads: range = range(0)
-    slot: int = 0
-    stamp: int = 0
+    head: int
+    width: int
+    stamp: int
 
 
 class Ticket:
@@ -156,8 +157,8 @@ class GpuRows:
     """The draft pool of one rank, `entries` and `heads` as DraftRows has them, in pages of
     `page_size` tokens; and its `staging`. One thread uses it. The constructor blocks.
 
-    ValueError where a job lies outside, before anything is started. CudaError where a batch could
-    not be started; nothing of it runs any more then.
+    ValueError where a job lies outside, which is found before it is in a batch: one bad job fails
+    no other. CudaError where a batch could not be started; nothing of it runs any more then.
     """
 
     def __init__(
@@ -197,16 +198,35 @@ class GpuRows:
         """Run each kernel, which CUDA may load at its first launch only. No row is written."""
         pages, heads = self.pages(np.zeros(1)), self._heads[:1]
         for start, job, expected in (
-            (self.start_pack, Job(pages, 0, 1, heads, stamp=1), SlotCheck.OK),
-            (self.start_unpack, Job(pages, 0, 1, heads, stamp=2), SlotCheck.STALE),
-            (self.start_clear, Job(pages, 0, 0), SlotCheck.OK),
+            (self.start_pack, self.job(pages, 0, 1, heads, stamp=1), SlotCheck.OK),
+            (self.start_unpack, self.job(pages, 0, 1, heads, stamp=2), SlotCheck.STALE),
+            (self.start_clear, self.job(pages, 0, 0), SlotCheck.OK),
         ):
             ticket = start([job])
             ticket.wait()
             if not ticket.done() or ticket.results() != [expected]:
                 raise CudaError(f"expected {expected!r}, got {ticket.results()} {ticket.error}")
 
-    most, job = MOST, Job
+    most = MOST
+
+    def job(
+        self, pages: Pages, first: int, tokens: int, heads: range | None = None, slot: int = 0,
+        stamp: int = 0,
+    ) -> Job:  # fmt: skip
+        """`heads`: a range of global numbers. Clearing names neither heads nor a slot: it clears
+        all heads. ValueError where it lies outside."""
+        own, staging = self._heads, self._staging
+        wanted = own if heads is None else heads
+        head, width = wanted.start - own.start, len(wanted)
+        if wanted.step != 1 or not 0 <= head < head + width <= len(own):
+            raise ValueError(f"{heads}: expected some of {own}")
+        if min(first, tokens) < 0 or first + tokens > pages.tokens:
+            raise ValueError(f"{tokens} rows from {first} on: the pages have {pages.tokens}")
+        size = HEADER + tokens * width * self._in_all * UNIT
+        if not 0 <= slot < staging.count or (heads is not None and size > staging.slot_bytes):
+            raise ValueError(f"{tokens} tokens of {width} heads do not fit slot {slot}")
+        address = (staging.address + slot * staging.slot_bytes) // UNIT
+        return Job(address, pages, first, tokens, head, width, stamp)
 
     @property
     def can_start(self) -> bool:
@@ -247,14 +267,13 @@ class GpuRows:
 
     def start_clear(self, jobs: Sequence[Job]) -> Ticket:
         """Zeros in all heads of these rows."""
-        whole = [job._replace(heads=self._heads, slot=0, stamp=0) for job in jobs]
-        return self._start(whole, "clear")
+        return self._start(jobs, "clear")
 
     def _start(self, jobs: Sequence[Job], *names: str) -> Ticket:
         if not self._free or not 0 < len(jobs) <= MOST:
             raise ValueError(f"{len(jobs)} jobs, and {len(self._free)} of {IN_FLIGHT} batches free")
         place, driver = self._free[-1], self.driver
-        grids = self._fill(place, jobs, in_slots=names != ("clear",))
+        grids = self._fill(place, jobs)
         self._free.pop()
         try:
             driver.bind()
@@ -270,24 +289,14 @@ class GpuRows:
             self._free.append(place)
             raise
 
-    def _fill(self, place: _Place, jobs: Sequence[Job], in_slots: bool) -> dict[str, Any]:
+    def _fill(self, place: _Place, jobs: Sequence[Job]) -> dict[str, Any]:
         """Write the jobs to the host's memory. The grid of each kernel."""
-        own, staging, most = self._heads, self._staging, self._staging.slot_bytes - HEADER
         tiles = blocks = 1
-        for number, (pages, first, tokens, heads, slot, stamp) in enumerate(jobs):
-            head, width = heads.start - own.start, len(heads)
-            if heads.step != 1 or not 0 <= head < head + width <= len(own):
-                raise ValueError(f"{heads}: expected some of {own}")
-            if min(first, tokens) < 0 or first + tokens > pages.tokens:
-                raise ValueError(f"{tokens} rows from {first} on: the pages have {pages.tokens}")
-            units = tokens * width * self._in_all
-            if in_slots and (not 0 <= slot < staging.count or units * UNIT > most):
-                raise ValueError(f"{tokens} tokens of {width} heads do not fit slot {slot}")
-            address = (staging.address + slot * staging.slot_bytes) // UNIT
-            job = address, pages.address, first, tokens, head, width, stamp, 0
-            JOB.pack_into(place.host, number * JOB.size, *job)
+        for number, (address, pages, first, tokens, head, width, stamp) in enumerate(jobs):
+            line = address, pages.address, first, tokens, head, width, stamp, 0
+            JOB.pack_into(place.host, number * JOB.size, *line)
             tiles = max(tiles, -(-tokens // TOKENS) * -(-2 * width * self._widest // COLUMN))
-            blocks = max(blocks, -(-2 * units // BLOCK))
+            blocks = max(blocks, -(-2 * tokens * width * self._in_all // BLOCK))
         place.forget()
         move, count = (tiles, self._entries, len(jobs)), len(jobs)
         return {

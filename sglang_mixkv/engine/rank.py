@@ -118,6 +118,7 @@ class RankContext:
             topk=get_spec().speculative_eagle_topk or 0,
             draft=self.draft.layout if self.draft else None,
             staging=facts,
+            patience=self.config.patience,
         )
 
     def port(self, manager: Any) -> int:

@@ -117,6 +117,7 @@ class DraftReceiver:
             cold=plan.cold,
             version=plan.version,
             required_targets=self.required_target_responses,
+            page_size=page_size,
         )
         self.handle = handle
 

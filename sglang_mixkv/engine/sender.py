@@ -7,8 +7,9 @@ from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.engine.rank import forward_event
-from sglang_mixkv.prefill.worker import Pages, PrefillWorker, SendHandle
+from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
 logger = logging.getLogger(f"sglang.{__name__}")
 

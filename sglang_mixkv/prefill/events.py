@@ -101,7 +101,7 @@ class PackJob(msgspec.Struct, frozen=True):
     """Copy `count` tokens, `offset` tokens into the chunk, of these heads into the slot."""
 
     job: int
-    use: Use
+    handle: Use
     pages: Any
     offset: int
     count: int

@@ -64,13 +64,14 @@ class Machine:
 
     def actions(self) -> list[ev.Action]:
         """In the order in which they must be done."""
-        for part, ready in self._packing.announce(self._clock):
+        packing = self._packing
+        for part, ready in packing.announce(self._clock) if packing.announcing else ():
             assert part.room is not None
             part.room.progress = self._clock
             self._out.append(ev.Send(part.connection, ready))
             if ready.last:
                 self._settle(part.room)
-        if jobs := self._packing.start(self._clock):
+        if packing.turns.owners and (jobs := packing.start(self._clock)):
             self._out.append(ev.Pack(jobs))
         actions, self._out = self._out, []
         return actions
@@ -91,14 +92,13 @@ class Machine:
                 self._waiting.open(part, self._clock)
         self._settle(room)
 
-    def _add_chunk(self, event: ev.AddChunk) -> None:
-        if (room := self._uses.get(event.use)) is not None:
+    def _chunk(self, event: ev.AddChunk | ev.ChunkWritten) -> None:
+        room = self._uses.get(event.use)
+        if room is None:
+            return
+        if isinstance(event, ev.AddChunk):
             room.chunks.append(event)
-            self._written(event.use, 0)
-
-    def _written(self, use: ev.Use, chunks: int) -> None:
-        room = self._uses.get(use)
-        if room is not None and room.note_written(chunks):
+        if room.note_written(isinstance(event, ev.ChunkWritten)):
             for part in room.parts.values():
                 self._packing.add(part)
 
@@ -293,8 +293,8 @@ class Machine:
 
 _HANDLERS: dict[type, Callable[..., None]] = {
     ev.Begin: Machine._begin,
-    ev.AddChunk: Machine._add_chunk,
-    ev.ChunkWritten: lambda machine, event: machine._written(event.use, 1),
+    ev.AddChunk: Machine._chunk,
+    ev.ChunkWritten: Machine._chunk,
     ev.TargetSent: Machine._target_sent,
     ev.End: Machine._end,
     ev.Received: Machine._received,

@@ -4,7 +4,7 @@ segments of a part on their way into slots."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 from sglang_mixkv.channel.messages import Announced, Open, Ready
@@ -55,11 +55,11 @@ class Room:
             return part.opened.generation
         return self.absent.get(reader, NOBODY).generation
 
-    def note_written(self, chunks: int) -> bool:
-        """Mark `chunks` more pending chunks as written, and all others that follow them. Whether
+    def note_written(self, pending: bool) -> bool:
+        """Mark the next pending chunk as written, if one is, and all others that follow. Whether
         there is more to pack."""
         before = self.written
-        self.written += chunks
+        self.written += pending
         while self.written < len(self.chunks) and not self.chunks[self.written].pending:
             self.written += 1
         return self.written > before
@@ -170,7 +170,7 @@ class Part:
 
 class Packing:
     """Segments on their way into slots. Parts with something to pack wait for slots, and readers
-    take turns.
+    take turns. `announcing`: parts with a segment that was packed, or at their end.
 
     `segment_tokens`: how many tokens of so many heads fit a slot here and one of so many bytes.
     `draw_stamp`: unlike any earlier number, and not to be guessed.
@@ -183,8 +183,8 @@ class Packing:
         draw_stamp: Callable[[], int],
     ) -> None:
         self._segment_tokens, self._slots, self._draw = segment_tokens, slots, draw_stamp
-        self._turns: RoundRobin[Part] = RoundRobin()
-        self._announcing: dict[Part, None] = {}
+        self.turns: RoundRobin[Part] = RoundRobin()
+        self.announcing: dict[Part, None] = {}
         self._jobs: dict[int, Segment] = {}
         self._job, self._list = 0, list_of(slots.count)
 
@@ -197,20 +197,20 @@ class Packing:
     def add(self, part: Part) -> None:
         """It has more to pack, or is at its end."""
         if part.advance():
-            self._turns.add(part.reader, part)
+            self.turns.add(part.reader, part)
         elif part.all_cut:
-            self._announcing[part] = None
+            self.announcing[part] = None
 
     def start(self, now: float) -> tuple[PackJob, ...]:
         jobs = []
-        for part, slot in self._turns.take(self._slots, now, MAX_IN_FLIGHT - len(self._jobs)):
+        for part, slot in self.turns.take(self._slots, now, MAX_IN_FLIGHT - len(self._jobs)):
             limit = self._segment_tokens(len(part.wanted), part.opened.slot_bytes)
             self._job += 1
             segment, job = part.cut(self._job, slot, self._stamp(part), limit)
             self._jobs[self._job] = segment
             jobs.append(job)
             if part.advance():
-                self._turns.add(part.reader, part)
+                self.turns.add(part.reader, part)
         return tuple(jobs)
 
     def _stamp(self, _part: Part) -> int:
@@ -225,21 +225,23 @@ class Packing:
             self._slots.free(segment.slot)
             return part if event.error and not part.over else None
         segment.packed = True
-        self._announcing[part] = None
+        self.announcing[part] = None
         return None
 
-    def announce(self, now: float) -> Iterator[tuple[Part, Ready]]:
+    def announce(self, now: float) -> list[tuple[Part, Ready]]:
         """The READYs that can leave. Their slots are offered."""
-        announcing, self._announcing = self._announcing, {}
-        for part in announcing:
+        found = []
+        for part in self.announcing:
             while not (part.complete or part.over) and (ready := part.ready(self._list)):
                 for one in ready.segments:
                     self._slots.offer(one.slot, one.stamp, now)
-                yield part, ready
+                found.append((part, ready))
+        self.announcing = {}
+        return found
 
     def drop(self, part: Part) -> None:
         """Nothing more is packed for it, or announced."""
-        self._turns.remove(part.reader, part)
+        self.turns.remove(part.reader, part)
         for segment in part.packing:
             if segment.packed:
                 self._slots.free(segment.slot)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import zmq
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.copies import DeviceCopies, DeviceJob, HostCopies
+from sglang_mixkv.channel.copies import DeviceJob
 from sglang_mixkv.channel.data_plane import DataPlane
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Worker, is_done
@@ -25,6 +24,7 @@ from sglang_mixkv.channel.messages import Ack, Fail, Open
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.sockets import Poller, endpoint, new_context, new_socket
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.slot_format import SlotCheck
 from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.machine import Machine
@@ -36,30 +36,6 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 BATCH = 64  # messages taken between two looks at the queue
 DRAIN = 2.0  # a rank that stops waits so long for slots that nobody has read
-
-
-class Pages:
-    """Where a chunk's tokens are: `pages` of `page_size` tokens, in the draft pool's numbers.
-
-    `events`: things with `query() -> bool`. Once all are true, the pages can be read and the KV is
-    in them.
-    """
-
-    def __init__(self, pages: Any, page_size: int, events: Sequence[Any] = ()) -> None:
-        self._pages, self._size, self.events = pages, page_size, events
-        self._on_device: Any = None
-
-    def rows(self, offset: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Row numbers of `count` tokens, `offset` tokens behind the first page's start."""
-        tokens = np.arange(offset, offset + count)
-        pages = np.asarray(self._pages, dtype=np.int64)
-        return pages[tokens // self._size] * self._size + tokens % self._size
-
-    def on(self, device: Any) -> Any:
-        """The page numbers there, uploaded once for all segments of the chunk."""
-        if self._on_device is None:
-            self._on_device = device.pages(self._pages)
-        return self._on_device
 
 
 class SendHandle:
@@ -103,11 +79,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
         self._pending: deque[ev.AddChunk] = deque()
         self._lost: set[ev.Connection] = set()
         self._device = device
-        self._copies = (
-            HostCopies("mixkv-pack", self._pack, self._size_of, self._inlet.wake, rows.use_device)
-            if device is None
-            else DeviceCopies(device, self._on_device, self._packed)
-        )
+        self._start_copies("mixkv-pack", rows, device)
         self._thread.start()
 
     def _bind(self, host: str, port: int) -> int:
@@ -182,11 +154,6 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
         if self._socket in ready:
             yield from self._received()
 
-    def _copied(self) -> Iterator[ev.Packed]:
-        assert self._copies is not None
-        for job, (error, closed) in self._copies.ended():
-            yield ev.Packed(job.job, error, closed)
-
     def _received(self) -> Iterator[ev.Event]:
         for _ in range(BATCH):
             try:
@@ -205,7 +172,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
             self._pending.append(event)
         elif isinstance(event, ev.ConnectionLost):
             self._lost.discard(event.connection)
-        super()._handle(event)
+        self._machine.handle(event, time.monotonic())
 
     def _do(self, action: ev.Action) -> None:
         match action:
@@ -233,41 +200,23 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
     # -- copies
 
     def _size_of(self, job: ev.PackJob) -> int:
-        return job.count * self._rows.bytes_per_token(len(job.heads))
+        return job.count * len(job.heads) * self._rows.bytes_per_head
 
-    def _pack(self, job: ev.PackJob) -> tuple[str, bool]:
-        """Fill a slot. An error, and whether the gate was closed."""
-        handle = job.use
-        assert isinstance(handle, SendHandle)
-        if not handle.gate.enter():
-            return "", True
-        try:
-            rows, slot = job.pages.rows(job.offset, job.count), self._staging.slot(job.slot)
-            started = time.perf_counter()
-            size = self._rows.pack(rows, job.heads, slot, job.stamp)
-            self._reporter.moved(size, time.perf_counter() - started)
-            handle.bytes += size
-        except Exception as error:
-            logger.exception("[MIXKV-SELF-01] draft KV could not be packed")
-            return repr(error)[:300], False
-        finally:
-            handle.gate.leave()
-        return "", False
+    def _run_on_host(self, job: ev.PackJob) -> SlotCheck:
+        rows, slot = job.pages.rows(job.offset, job.count), self._staging.slot(job.slot)
+        self._rows.pack(rows, job.heads, slot, job.stamp)
+        return SlotCheck.OK
 
-    def _on_device(self, job: ev.PackJob) -> DeviceJob:
-        handle = job.use
-        assert isinstance(handle, SendHandle)
-        pages = job.pages.on(self._device)
+    def _prepare(self, job: ev.PackJob) -> DeviceJob:
+        assert isinstance(job.handle, SendHandle)
+        pages, gate = job.pages.on(self._device), job.handle.gate
         what = self._device.job(pages, job.offset, job.count, job.heads, job.slot, job.stamp)
-        return DeviceJob(handle.gate, "pack", what)
+        return DeviceJob(gate, "pack", what)
 
-    def _packed(self, job: ev.PackJob, found: Any, seconds: float) -> tuple[str, bool]:
+    def _copied(self, job: ev.PackJob, found: Any, seconds: float) -> ev.Packed:
         if found is None:
-            return "", True
+            return ev.Packed(job.job, closed=True)
         if found != SlotCheck.OK:
-            return repr(found)[:300], False
-        assert isinstance(job.use, SendHandle)
-        size = self._size_of(job)
-        self._reporter.moved(size, seconds)
-        job.use.bytes += size
-        return "", False
+            return ev.Packed(job.job, repr(found)[:300])
+        self._account(job, seconds)
+        return ev.Packed(job.job)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.draft.rows_gpu import GpuRows, Job, Ticket, gpu_rows
+from sglang_mixkv.draft.rows_gpu import GpuRows, Pages, Ticket, gpu_rows
 from sglang_mixkv.draft.slot_format import SlotCheck
 
 from .pools import STAMP, Ints
@@ -38,10 +38,8 @@ class Torch:
         """Of the slots that are right."""
         found = []
         for number, cut in enumerate(request.cuts):
-            slot, count = self._staging.slot(number), len(request.heads)
-            found.append(self._rows.verify(slot, len(cut), count, STAMP + number))
-            if found[-1] is SlotCheck.OK:
-                self._rows.unpack(request.rows(cut), request.heads, slot)
+            slot, rows = self._staging.slot(number), request.rows(cut)
+            found.append(self._rows.unpack(rows, request.heads, slot, STAMP + number))
         return found
 
     def clear(self, request: Request, cut: range) -> None:
@@ -59,17 +57,21 @@ class Kernels:
         return ended(self.start("unpack", request))
 
     def clear(self, request: Request, cut: range) -> None:
-        assert ended(self.start("clear", request._replace(cuts=[cut]))) == [SlotCheck.OK]
+        job = self.rows.job(self._pages(request), cut.start, len(cut))
+        assert ended(self.rows.start_clear([job])) == [SlotCheck.OK]
 
     def start(self, kind: str, request: Request) -> Ticket:
         """One batch."""
-        pages = self.rows.pages(request.numbers[:: self._page] // self._page)
+        pages = self._pages(request)
         jobs = [
-            Job(pages, cut.start, len(cut), request.heads, number, STAMP + number)
+            self.rows.job(pages, cut.start, len(cut), request.heads, number, STAMP + number)
             for number, cut in enumerate(request.cuts)
         ]
         ticket: Ticket = getattr(self.rows, f"start_{kind}")(jobs)
         return ticket
+
+    def _pages(self, request: Request) -> Pages:
+        return self.rows.pages(request.numbers[:: self._page] // self._page)
 
 
 def ended(ticket: Ticket) -> list[SlotCheck]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from sglang_mixkv.draft.rows import DraftRows, Staging
 
-from .pools import DRAFTERS, DTYPES, HEAD, STAMP, Drafter, as_bytes, pool
+from .pools import DRAFTERS, DTYPES, HEAD, STAMP, Drafter, as_bytes, pool, settle
 
 PAGE, PREFILL_PAGE = 16, 64
 TOKENS = {"cuda": (1, 130, 1000), "cpu": (1, 40, 70)}  # of the requests of one batch
@@ -137,8 +137,9 @@ def test_outputs_are_the_single_servers(
         for target in targets:
             first, stop = target.draft.heads.start, target.draft.heads.stop
             if heads := range(max(mine.start, first), min(mine.stop, stop)):
+                settle()  # copies wait for no stream, and these rows are torch's default one's
                 source.draft.pack(source.rows[request], heads, slot, STAMP)
-                target.draft.unpack(target.rows[request], heads, slot)
+                target.draft.unpack(target.rows[request], heads, slot, STAMP)
     for target, page in product(targets, (1, PAGE)):
         heads = target.draft.heads
         of_heads = [entry[:, heads.start : heads.stop].contiguous() for entry in single.pool]

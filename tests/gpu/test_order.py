@@ -25,9 +25,9 @@ import torch
 from rig.threads import Decode, Prefill
 
 from sglang_mixkv.draft import rows as product
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
-from sglang_mixkv.prefill.worker import Pages
 
 from .channel import TIMES, fetch, given, serve
 from .copies import Kernels, Request, ended
@@ -188,11 +188,10 @@ def test_torchs_copies_have_ended_when_the_call_returns(
     seen, parts = torch.zeros(SIZE, dtype=torch.uint8, device=cuda), DraftRows._parts
     settle()
 
-    def late(rows: DraftRows, *what: Any) -> Iterator[Any]:
-        for number, part in enumerate(parts(rows, *what)):
-            if not number:  # behind the upload of row numbers, which may wait for its stream
-                torch.cuda._sleep(CYCLES)
-            yield part
+    def late(rows: DraftRows, *what: Any) -> Any:
+        found = parts(rows, *what)  # it uploads row numbers, which may wait for its stream
+        torch.cuda._sleep(CYCLES)
+        return found
 
     monkeypatch.setattr(DraftRows, "_parts", late)
     if not waits:
@@ -200,7 +199,7 @@ def test_torchs_copies_have_ended_when_the_call_returns(
     if copies == "pack":
         packing.pack(np.arange(TOKENS), HEADS, slot, STAMP)
     else:
-        DraftRows(target, HEADS).unpack(np.arange(TOKENS), HEADS, slot)
+        DraftRows(target, HEADS).unpack(np.arange(TOKENS), HEADS, slot, STAMP)
     with torch.cuda.stream(reader):
         torch.cat([entry.flatten() for entry in written], out=seen)
     settle()

@@ -31,8 +31,8 @@ from rig.threads import Decode, Prefill
 
 from sglang_mixkv.channel.data_plane import Extent
 from sglang_mixkv.draft.facts import StagingFacts
+from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows
-from sglang_mixkv.prefill.worker import Pages
 
 from .channel import TIMES, fetch, given, serve
 from .pools import DFLASH, DTYPES, HEAD, pages_of, pool, rows_of, settle, wrong_bytes

@@ -61,7 +61,7 @@ def made_of(
     get_parallel().override_permanently(attn_tp_size=tp, attn_tp_rank=0)
     kv_args = SimpleNamespace()
     made = draft_pool.of_pool(kv_args, pool(cache, tp))
-    return made.layout, made.page_size, made.rows.bytes_per_token(1), vars(kv_args)
+    return made.layout, made.page_size, made.rows.bytes_per_head, vars(kv_args)
 
 
 def found(

@@ -91,7 +91,7 @@ class Batch:
 
     def jobs(self, side: Side, which: int) -> list[Job]:
         pages = [side.rows.pages(room[which]) for room in self.rooms]
-        return [Job(pages[room], *rest) for room, *rest in self.segments]
+        return [side.rows.job(pages[room], *rest) for room, *rest in self.segments]
 
 
 @st.composite
@@ -178,7 +178,7 @@ def test_segments_get_into_their_rows_unless_their_slots_are_wrong(
         side.beside.slot(slot)[:] = memory
         if expected[-1] is OK:
             numbers = side.numbers(batch.rooms[room][1], first, tokens)
-            side.draft.unpack(numbers, heads, memory)
+            side.draft.unpack(numbers, heads, memory, stamp)
     side.beside._memory.copy_(side.staging._memory)
     assert ended(side.rows.start_unpack(jobs)) == expected
     assert side.same()
@@ -188,7 +188,8 @@ def test_segments_get_into_their_rows_unless_their_slots_are_wrong(
 @given(batch=batches())
 def test_cleared_rows_are_zeros_and_no_others(batch: Batch) -> None:
     side = batch.target
-    ticket = side.rows.start_clear(batch.jobs(side, 1))
+    jobs = [side.rows.job(*one[1:4]) for one in batch.jobs(side, 1)]
+    ticket = side.rows.start_clear(jobs)
     for room, first, tokens, *_ in batch.segments:
         side.draft.clear(side.numbers(batch.rooms[room][1], first, tokens))
     assert ended(ticket) == [OK] * len(batch.segments)
@@ -204,7 +205,7 @@ def test_a_flipped_bit_in_any_byte_shows() -> None:
     """A slot for each byte."""
     side = small(slots=MOST)
     pages = side.rows.pages([1])
-    jobs = [Job(pages, slot % 16, 1, range(4, 5), slot, 7) for slot in range(MOST)]
+    jobs = [side.rows.job(pages, slot % 16, 1, range(4, 5), slot, 7) for slot in range(MOST)]
     assert ended(side.rows.start_pack(jobs)) == [OK] * MOST
     places = [*range(16), *range(HEADER, HEADER + 48)]
     for slot, place in enumerate(places):
@@ -220,7 +221,7 @@ def test_a_flipped_bit_in_any_byte_shows() -> None:
 
 
 def eight(side: Side, pages: Any, stamp: int = 1) -> list[Job]:
-    return [Job(pages, 2 * n, 2, range(4, 6), n, stamp + n) for n in range(8)]
+    return [side.rows.job(pages, 2 * n, 2, range(4, 6), n, stamp + n) for n in range(8)]
 
 
 def test_a_batch_of_eight_is_six_calls_and_compiles_nothing() -> None:
@@ -228,14 +229,18 @@ def test_a_batch_of_eight_is_six_calls_and_compiles_nothing() -> None:
     pages, tickets = side.rows.pages([3]), []
     assert len(side.cuda.compiled) == 5
     for start in (side.rows.start_pack, side.rows.start_unpack):
-        for jobs in (eight(side, pages), eight(side, pages)[:1], [Job(pages, 5, 11, range(5, 6))]):
+        for jobs in (
+            eight(side, pages),
+            eight(side, pages)[:1],
+            [side.rows.job(pages, 5, 11, range(5, 6))],
+        ):
             side.cuda.calls.clear()
             tickets.append(start(jobs))
             assert side.cuda.calls == BATCH_OF_8
             assert not tickets[-1].done()
             assert tickets[-1].done()
             assert side.cuda.calls - BATCH_OF_8 == Counter(cuEventQuery=2)
-    assert ended(side.rows.start_clear([Job(pages, 0, 3)])) == [OK]
+    assert ended(side.rows.start_clear([side.rows.job(pages, 0, 3)])) == [OK]
     assert len(side.cuda.compiled) == 5
 
 
@@ -266,7 +271,9 @@ def test_two_batches_are_in_flight_and_share_no_memory() -> None:
     tickets = []
     for number in range(2):
         pages = side.rows.pages([number + 1])
-        tickets.append(side.rows.start_pack([Job(pages, 1, 9, range(4, 6), number, 7 + number)]))
+        tickets.append(
+            side.rows.start_pack([side.rows.job(pages, 1, 9, range(4, 6), number, 7 + number)])
+        )
         side.draft.pack(
             np.arange(9) + 17 + 16 * number, range(4, 6), side.beside.slot(number), 7 + number
         )
@@ -274,7 +281,7 @@ def test_two_batches_are_in_flight_and_share_no_memory() -> None:
     side.rows.pages([5])  # would take the first one's memory, if nobody held that
     assert not side.rows.can_start
     with pytest.raises(ValueError, match="0 of 2 batches free"):
-        side.rows.start_clear([Job(side.rows.pages([0]), 0, 1)])
+        side.rows.start_clear([side.rows.job(side.rows.pages([0]), 0, 1)])
     assert ended(tickets[1]) == ended(tickets[0]) == [OK]
     assert side.rows.can_start
     assert side.same()
@@ -283,7 +290,7 @@ def test_two_batches_are_in_flight_and_share_no_memory() -> None:
 def test_memory_of_pages_is_used_again_once_nobody_holds_them() -> None:
     side = small(FakeCuda(late=3))
     one = side.rows.pages([1])
-    address, ticket = one.address, side.rows.start_clear([Job(one, 0, 16)])
+    address, ticket = one.address, side.rows.start_clear([side.rows.job(one, 0, 16)])
     del one
     assert side.rows.pages([2]).address != address
     assert ended(ticket) == [OK]
@@ -293,7 +300,7 @@ def test_memory_of_pages_is_used_again_once_nobody_holds_them() -> None:
     assert len(side.rows._free_pages[256]) <= 3
     many = side.rows.pages(np.zeros(1 << 19))
     assert many.tokens == 16 << 19
-    assert ended(side.rows.start_clear([Job(many, (16 << 19) - 3, 3)])) == [OK]
+    assert ended(side.rows.start_clear([side.rows.job(many, (16 << 19) - 3, 3)])) == [OK]
 
 
 def test_an_event_stands_for_its_batch_alone() -> None:
@@ -314,7 +321,7 @@ def test_an_event_stands_for_its_batch_alone() -> None:
 
 def test_whoever_waits_sees_all_of_the_batch() -> None:
     side = small(FakeCuda(late=99))
-    ticket = side.rows.start_clear([Job(side.rows.pages([0, 1]), 0, 32)])
+    ticket = side.rows.start_clear([side.rows.job(side.rows.pages([0, 1]), 0, 32)])
     with pytest.raises(RuntimeError, match="not done"):
         ticket.results()
     ticket.wait()
@@ -342,7 +349,7 @@ def test_a_batch_that_cannot_start_leaves_nothing_behind(call: str) -> None:
 
 def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
     side = small()
-    ticket = side.rows.start_clear([Job(side.rows.pages([1]), 0, 3)])
+    ticket = side.rows.start_clear([side.rows.job(side.rows.pages([1]), 0, 3)])
     side.cuda.broken = True
     ticket.wait()
     assert ended(ticket) == [ERROR]
@@ -379,16 +386,13 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("wrong", OUTSIDE.values(), ids=OUTSIDE)
-def test_what_lies_outside_starts_nothing(wrong: dict[str, Any]) -> None:
+def test_a_job_that_lies_outside_is_none(wrong: dict[str, Any]) -> None:
     side = small()
     more = {"pages": side.rows.pages(wrong["pages"])} if "pages" in wrong else {}
-    job = Job(side.rows.pages([1]), 0, 2, range(4, 6), 0, 1)
-    side.cuda.calls.clear()
-    for start in (side.rows.start_pack, side.rows.start_unpack):
-        with pytest.raises(ValueError, match=r"expected|pages|fit"):
-            start([job, job._replace(**wrong | more)])
-    assert not side.cuda.calls
-    assert ended(side.rows.start_pack([job])) == [OK]
+    right = {"first": 0, "tokens": 2, "heads": range(4, 6), "slot": 0, "stamp": 1}
+    job = {"pages": side.rows.pages([1]), **right, **wrong, **more}
+    with pytest.raises(ValueError, match=r"expected|pages|fit"):
+        side.rows.job(**job)
 
 
 def test_pages_outside_the_pool_are_refused() -> None:
@@ -397,7 +401,7 @@ def test_pages_outside_the_pool_are_refused() -> None:
         with pytest.raises(ValueError, match="the pool has 8"):
             side.rows.pages(numbers)
     assert side.rows.pages([]).tokens == 0
-    for jobs in ([], [Job(side.rows.pages([1]), 0, 1)] * (MOST + 1)):
+    for jobs in ([], [side.rows.job(side.rows.pages([1]), 0, 1)] * (MOST + 1)):
         with pytest.raises(ValueError, match="jobs"):
             side.rows.start_clear(jobs)
 

@@ -58,7 +58,7 @@ class Copies:
 
     def __init__(self) -> None:
         self.device, self.gates = Device(), {name: Gate() for name in "abc"}
-        self.copies = DeviceCopies(self.device, self.prepare, lambda job, found, seconds: found)
+        self.copies = DeviceCopies(self.device, self.prepare, lambda job, found, _: (job, found))
 
     def prepare(self, job: str) -> DeviceJob:
         if job.endswith("!"):

@@ -72,7 +72,7 @@ def test_a_lost_open_is_not_mistaken_for_the_next_requests() -> None:
     rooms.handle(pev.End(0), 0.6)
     rooms.handle(pev.Begin(1, ROOM), 0.7)
     (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 0.8))
-    assert pack.use == 1
+    assert pack.handle == 1
 
 
 def test_a_request_that_came_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +190,45 @@ def test_a_thread_that_stood_still_drops_what_it_was_sent_before() -> None:
     assert of(dev.StartRead, actions) == []
     assert dev.Send(PREFILL, Ack(((0, 99),))) in actions
     assert [note.what for note in of(dev.Note, actions)] == ["cold_stalled"]
+
+
+def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
+    """`slot_aside` is its own: whatever this rank does with a slot ends by the smaller patience."""
+    half = replace(room(), sources=(replace(room().sources[0], patience=0.5),))
+    rooms = decode()
+    rooms.handle(half, 0.0)
+    rooms.handle(dev.Tick(), TIMES.stall / 2)
+    assert rooms.machine._rooms[10].wants
+    rooms.handle(dev.Tick(), TIMES.stall + 0.1)
+    assert rooms.machine._rooms[10].cold == "stalled"
+    for slots, limit, reason in ((8, TIMES.read / 2, "read"), (0, TIMES.unread / 2, "slots")):
+        rooms = decode()
+        for _ in range(8 if not slots else 0):
+            rooms.machine.slots._free.popleft()
+        rooms.handle(half, 0.0)
+        rooms.handle(ready(), 0.0)
+        for tick in range(1, 101):
+            rooms.handle(dev.Tick(), tick * (limit - 0.01) / 100)
+        assert rooms.machine._rooms[10].wants
+        rooms.handle(dev.Tick(), limit)
+        assert rooms.machine._rooms[10].cold == reason
+
+
+@pytest.mark.parametrize(
+    ("page_size", "tokens", "warm"),
+    [(1, 8, False), (8, 8, False), (9, 8, True), (1, 0, False), (16, 0, False)],
+)
+def test_a_prompt_that_ends_before_its_last_page_is_refused(
+    page_size: int, tokens: int, warm: bool
+) -> None:
+    """Rows behind that end would be another request's, in a warm room."""
+    rooms = decode()
+    rooms.handle(room(page_size=page_size), 0.0)
+    announced = (Announced(0, 99, tokens),) if tokens else ()
+    message = Ready(ROOM, 10, 0, 0, announced, last=True)
+    actions = rooms.handle(dev.Received(PREFILL, message), 0.0)
+    assert bool(of(dev.StartRead, actions)) is warm
+    assert bool(of(dev.Clear, actions)) is not warm
 
 
 def test_a_late_read_is_not_used() -> None:
@@ -324,7 +363,7 @@ def test_readers_that_one_connection_invents_leave_room_for_others(
     assert of(pev.Send, rooms.handle(opened(10, room=ROOM + 2), 0.0)) == []
     rooms.handle(pev.Begin(1, ROOM + 2), 0.0)
     (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 0.0))
-    assert pack.use == 1
+    assert pack.handle == 1
 
 
 def test_an_end_is_known_over_the_next_connection(monkeypatch: pytest.MonkeyPatch) -> None:

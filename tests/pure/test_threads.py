@@ -28,16 +28,19 @@ from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode.links import Link
 from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.draft.slot_format import SlotCheck
 
 TOKENS = 20  # three segments
 
 
-class ShortReads(Times, frozen=True):
+class ShortReads(Times):
     """Whatever else takes its time on a busy machine."""
 
-    read = property(lambda self: 0.3)
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = 0.3
 
 
 @pytest.fixture
@@ -160,6 +163,31 @@ def test_a_failure_without_a_thread_to_mend_it_ends_nothing(
     assert not channel.decode.channel.broken
 
 
+def test_stopped_peers_keep_nobody_elses_connection_from_being_mended(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane, go_on, held = channel.decode.plane, threading.Event(), list[Any]()
+    links = channel.decode.channel._links
+    healthy, real = links._links[channel.prefill.instance].memory, plane.mend
+
+    def mend(peer: Any) -> None:
+        if peer is not healthy:
+            held.append(peer)
+            go_on.wait(20)
+        else:
+            real(peer)
+
+    monkeypatch.setattr(plane, "mend", mend)
+    for number in range(64):
+        links._mend(Link(b"%08d" % number, None, None, number))
+    assert wait_for(lambda: len(held) == 64)
+    plane.broken = 1
+    assert channel.request(1) == ("cold", "read")
+    assert wait_for(lambda: plane.opened == 2)
+    assert channel.request(2) == ("warm", "")
+    go_on.set()
+
+
 def test_a_link_that_is_made_while_a_message_fails_stays(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,7 +265,7 @@ def test_no_job_passes_a_closed_gate(channel: Channel) -> None:
     for job in (
         ev.Clear(1, handle, 0, SEGMENT), ev.Unpack(2, handle, 0, SEGMENT, range(4), 0, 0)
     ):  # fmt: skip
-        assert worker._copy(job) == (ev.Result.CLOSED, "")
+        assert worker._copy(job) == ev.Copied(job.job, ev.Result.CLOSED)
     assert (channel.decode.memory == CANARY).all()
     worker.close(handle)
 
@@ -450,6 +478,45 @@ def test_rooms_of_a_decode_rank_whose_thread_has_ended_are_cleared(
     worker.clear_now(handle)
     assert channel.state(handle) == ("cold", "broken")
     assert not channel.decode.rows_of(handle).any()
+
+
+def test_nothing_is_cleared_while_an_earlier_forward_runs(channel: Channel) -> None:
+    """It would write to the rows afterwards."""
+    worker, forward = channel.decode.channel, Event()
+    handle = channel.open(1, SEGMENT, event=forward)
+    worker.clear_now(handle)
+    assert handle.state is None
+    assert (channel.decode.rows_of(handle) == CANARY).all()
+    forward.done = True
+    worker.clear_now(handle)
+    assert channel.state(handle) == ("cold", "broken")
+    worker.close(handle)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_event_or_a_look_that_raises_ends_no_channel(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    worker = getattr(channel, side).channel
+    once, look, handle = ["_look", "_handle"], worker._look, worker._handle
+
+    def looks(ready: Any) -> Iterator[Any]:
+        if "_look" in once:
+            once.remove("_look")
+            raising()
+        yield from look(ready)
+
+    def handles(event: Any) -> None:
+        if "_handle" in once:
+            once.remove("_handle")
+            raising()
+        handle(event)
+
+    monkeypatch.setattr(worker, "_look", looks)
+    monkeypatch.setattr(worker, "_handle", handles)
+    assert wait_for(lambda: not once)
+    assert channel.request(1) == ("warm", "")
+    assert not worker.broken
 
 
 # ---------------------------------------------------------------- sockets

@@ -57,7 +57,7 @@ def hold_in_prefill(channel: Any, stop: Stop, is_met: Callable[[int], bool]) -> 
 
     def packs(job: Any) -> Any:
         packed = pack(job)
-        stop.at("packed", lambda: is_met(job.use.room))
+        stop.at("packed", lambda: is_met(job.handle.room))
         return packed
 
     def sends(action: Any) -> None:

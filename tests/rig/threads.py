@@ -24,11 +24,11 @@ from sglang_mixkv.decode import machine as decode_machine
 from sglang_mixkv.decode.links import Store
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.draft.facts import StagingFacts
-from sglang_mixkv.draft.layout import SLOT_OVERHEAD
+from sglang_mixkv.draft.layout import SLOT_OVERHEAD, Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.draft.slot_format import SPARE
 from sglang_mixkv.prefill import machine as prefill_machine
-from sglang_mixkv.prefill.worker import Pages, PrefillWorker, SendHandle
+from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
 HOST, HEADS, PAGE, PAGES = "127.0.0.1", range(4), 4, 32
 TOKEN_BYTES = 2 * len(HEADS) * 16  # K and V of one layer
@@ -144,7 +144,7 @@ class _Side:
     def segment_tokens(self, heads: int, slot_bytes: int) -> int:
         """Of a segment that fits a slot of either side."""
         size = min(self.staging.slot_bytes, slot_bytes) - SLOT_OVERHEAD
-        return size // self.rows.bytes_per_token(heads)
+        return size // (self.rows.bytes_per_head * heads)
 
     def take_away(self) -> None:
         """From now on the process dies of a byte that is read or written there."""

@@ -129,7 +129,7 @@ class Checks:
             raise Finding("acks", f"{rank.name} acknowledges a slot that it still reads")
 
     def _deadline(self, rank: DecodeRank, receiver: Receiver) -> None:
-        times, waited = self.world.times, rank.now - receiver.arrived_at
+        times, waited = rank.place.times, rank.now - receiver.arrived_at
         still = rank.now - receiver.progress
         if still < times.shortest_wait - 0.01 and waited < times.whole_wait:
             raise Finding("deadline", f"{rank.name} goes cold {still:.2f} s after progress")
@@ -197,7 +197,7 @@ class Checks:
             raise Finding("breaker", f"{rank.name}: a wait in vain does not count against its peer")
         if receiver.arrived:
             took = self._running(rank) - receiver.arrived_at + receiver.slow_by
-            if took > self.world.times.whole_wait + SLACK:
+            if took > rank.place.times.whole_wait + SLACK:
                 raise Finding("late verdict", f"{rank.name}: {took:.2f} s after the target")
 
     def rows(self, rank: DecodeRank, receiver: Receiver, state: dev.State) -> None:
@@ -235,7 +235,7 @@ class Checks:
         since = self._progress.get((rank, sender.request.number), 0.0)
         since = max(since, sender.sent_at - sender.slow_by)
         took = self._running(rank) - since
-        if took > self.world.times.packing + SLACK:
+        if took > rank.place.times.packing + SLACK:
             raise Finding("late settled", f"{rank.name}: {took:.2f} s without progress")
 
     def _running(self, process: Process) -> float:

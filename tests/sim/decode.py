@@ -57,10 +57,10 @@ class DecodeRank(Process):
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
         super().__init__(world, f"D{place.server.number}.{place.rank}")
         self.place, self.instance = place, instance
-        slots = SlotPool(place.server.slots, world.times)
+        slots = SlotPool(place.server.slots, place.times)
         self.memory = memory.new_slots(slots.count)
         self.valid = [True] * slots.count  # by slot: what was read there was still offered
-        self.machine = Machine(instance, slots, place.slot_bytes, world.times)
+        self.machine = Machine(instance, slots, place.slot_bytes, place.times)
         self.machine.breaker = Watched()
         self.receivers: dict[int, Receiver] = {}  # by generation
         self.awaiting: set[int] = set()  # generations whose target is there, and no verdict
@@ -97,7 +97,7 @@ class DecodeRank(Process):
             self.post(
                 ev.OpenRoom(
                     generation, request.number, plan.sources, request.first_token, end, plan.cold,
-                    bool(forward), handle=generation,
+                    bool(forward), handle=generation, page_size=self.place.server.page,
                 )
             )  # fmt: skip
         return receiver

@@ -13,6 +13,7 @@ SCENES = (
     + ("dead_plane", "stopped", "stopped", "dead_readers", "unopened", "reuse", "waiting")
     + ("waiting", "ended", "ended", "hostile")
 )  # fmt: skip
+PATIENCE = (1.0,) * 6 + (2.0, 3.0)  # not less, or what takes its time is cold without a fault
 KINDS = (
     ("stop",) * 5 + ("kill",) * 4 + ("break",) * 3 + ("reads",) * 4
     + ("cut", "cut", "slow", "slow", "double", "double", "error", "hostile")
@@ -85,7 +86,7 @@ class Draw:
             drafter = "same"
         return Server(
             number, side, tp, groups, slots, rng.randint(2, 6), rng.choice((1, 1, 2, 4, 8)),
-            plugin or self.scene != "any", drafter,
+            plugin or self.scene != "any", drafter, rng.choice(PATIENCE),
         )  # fmt: skip
 
     # -- requests
@@ -195,9 +196,9 @@ class Draw:
     def _late(self, requests: list[Request], faults: list[Fault]) -> list[Request]:
         """The last request again, long after all of it."""
         end = max([f.time + f.seconds for f in faults] + [r.arrival for r in requests])
-        last = requests[-1]
+        last, end = requests[-1], end + 170 * max(PATIENCE)
         late = replace(
-            last, id=len(requests), number=2000, arrival=end + 170, after=-1, abort=None,
+            last, id=len(requests), number=2000, arrival=end, after=-1, abort=None,
             target_fails=-1, late=True, target=0.01, prefill_delay=0.0, decode_delay=0.0,
         )  # fmt: skip
         return [*requests, late]

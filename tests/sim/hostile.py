@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from tests.sim.prefill import PrefillRank
 
 CODES = ("aborted", "restarted", "full", "closed", "zzz", "_")
-LIES = ("segment", "tokens", "count", "slot", "empty", "behind", "fail", "doubled", "stranger")
+LIES = (
+    "segment", "tokens", "count", "slot", "empty", "early", "behind", "fail", "doubled", "stranger"
+)  # fmt: skip
 
 
 def distorted(rank: PrefillRank, reader: DecodeRank, ready: Ready, lie: str) -> list[Ready | Fail]:
@@ -37,6 +39,8 @@ def distorted(rank: PrefillRank, reader: DecodeRank, ready: Ready, lie: str) -> 
             wrong = replace(ready, segments=tuple(segments))
         case "empty" if not ready.last:
             wrong = replace(ready, segments=())
+        case "early" if ready.first_token + ready.count <= _last_page(reader, ready):
+            wrong = replace(ready, last=True)
         case "behind" if ready.last:
             more = Announced(0, rank.world.next_stamp(), 1)
             wrong = replace(ready, segment=ready.segment + len(segments), segments=(more,))
@@ -57,3 +61,9 @@ def distorted(rank: PrefillRank, reader: DecodeRank, ready: Ready, lie: str) -> 
             return [ready]
     rank.world.checks.lie(rank, wrong, True)
     return [ready, wrong] if lie == "behind" else [wrong, ready] if lie == "fail" else [wrong]
+
+
+def _last_page(reader: DecodeRank, ready: Ready) -> int:
+    """Where the last page of its request begins on decode."""
+    receiver = reader.receivers[ready.generation]
+    return receiver.end - reader.place.server.page

@@ -34,7 +34,7 @@ class Read:
         self.fate = rank.fate_of_read(action.peer)
 
     def start(self) -> None:
-        rng, late = self.rng, self.world.times.read
+        rng, late = self.rng, self.rank.place.times.read
         match self.fate:
             case "fail":
                 self._after(rng.random() * 0.01, self._stick)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.decode import plan as plans
-from sglang_mixkv.decode.events import Source
 from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
@@ -45,10 +46,7 @@ def plan_for(
     plan = make_plan(world.spec.heads, prefill, rank.place.server, rank.place.tp_rank)
     indices = contacts(world, request, rank)
     sources = tuple(
-        Source(
-            instances[indices[i]], s.heads, s.readers, s.slots, s.segment_tokens, s.is_send_target
-        )
-        for i, s in enumerate(plan.sources)
+        replace(source, peer=instances[indices[i]]) for i, source in enumerate(plan.sources)
     )
     return plans.Plan(sources, (), plan.version, plan.cold)
 
@@ -57,7 +55,14 @@ PLANS: dict[tuple, plans.Plan] = {}  # by all that they depend on
 
 
 def make_plan(heads: int, prefill: Server, decode: Server, rank: int) -> plans.Plan:
-    of = (prefill.tp, prefill.slots, prefill.tokens, prefill.plugin, prefill.drafter)
+    of = (
+        prefill.tp,
+        prefill.slots,
+        prefill.tokens,
+        prefill.plugin,
+        prefill.drafter,
+        prefill.patience,
+    )
     key = (heads, of, decode.tp, decode.slots, decode.tokens, decode.drafter, rank)
     plan = PLANS.get(key)
     if plan is None:
@@ -81,5 +86,5 @@ def _row(heads: int, server: Server, rank: int) -> Row:
         "mooncake", Target(0, 1, layer_ids=False, even=True),
         topk=1 if server.drafter == "other" else 0,
         draft=None if server.drafter == "none" else layout_of(heads, server.tp, rank),
-        staging=StagingFacts("mooncake", b"", 0, size, server.slots),
+        staging=StagingFacts("mooncake", b"", 0, size, server.slots), patience=server.patience,
     )  # fmt: skip

@@ -54,11 +54,11 @@ class PrefillRank(Process):
         super().__init__(world, f"P{place.server.number}.{place.rank}")
         self.place, self.instance = place, instance
         layout, self.facts = place.layout, place.layout.facts
-        slots = SlotPool(place.server.slots, world.times)
+        slots = SlotPool(place.server.slots, place.times)
         self.memory = memory.new_slots(slots.count)
         self.slot_bytes = place.slot_bytes
         self.machine = Machine(
-            instance, layout.heads, self._segment_tokens, slots, world.times, world.next_stamp
+            instance, layout.heads, self._segment_tokens, slots, place.times, world.next_stamp
         )
         self.senders: dict[int, Sender] = {}  # by use
         self.awaiting: set[int] = set()  # uses that are sent, and not settled

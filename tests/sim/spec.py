@@ -10,7 +10,7 @@ Where = tuple[int, int]  # server, and a group or a rank of it
 @dataclass(frozen=True)
 class Server:
     """`groups` DP groups of `tp` ranks. `tokens`: how many fit a slot, of all heads of a rank.
-    `drafter`: "same", "none", or "other"."""
+    `drafter`: "same", "none", or "other". `patience`: a factor on its times."""
 
     number: int
     side: str
@@ -21,6 +21,7 @@ class Server:
     page: int
     plugin: bool = True
     drafter: str = "same"
+    patience: float = 1.0
 
 
 @dataclass(frozen=True)

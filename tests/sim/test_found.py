@@ -85,7 +85,7 @@ def test_each_request_that_a_reader_ended_may_still_come(late: float, lost: bool
         machine.handle(pev.End(use), late)
     machine.handle(pev.Begin(3, 7), late)
     (pack,) = of(pev.PackJob, machine.handle(pev.AddChunk(3, 0, 4, True, 3), late))
-    assert pack.use == 3
+    assert pack.handle == 3
 
 
 def test_all_readers_that_opened_have_ended_and_another_is_for_the_next_request() -> None:
@@ -99,7 +99,7 @@ def test_all_readers_that_opened_have_ended_and_another_is_for_the_next_request(
     assert not of(pev.PackJob, machine.handle(pev.AddChunk(1, 0, 4, True, 1), 0.4))
     machine.handle(pev.Begin(2, 7), 0.5)
     (pack,) = of(pev.PackJob, machine.handle(pev.AddChunk(2, 0, 4, True, 2), 0.6))
-    assert pack.use == 2
+    assert pack.handle == 2
 
 
 def test_a_doubled_ready_is_not_acknowledged_while_the_first_is_read() -> None:

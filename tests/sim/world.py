@@ -33,6 +33,7 @@ class Place:
         self.group = server.number, rank // server.tp
         self.layout = layout_of(heads, server.tp, self.tp_rank)
         self.slot_bytes = slot_bytes(heads, server.tp, server.tokens)
+        self.times = Times(server.patience)
         self.process: Process | None = None
 
 

@@ -115,7 +115,7 @@ class DecodeSide:
                 peer, range(rank, rank + 1), 2, self.case.slots, self.case.tokens
             )  # fmt: skip
             event = dv.OpenRoom(
-                generation, ROOM, (source,), 0, end, pending=pending, handle=generation
+                generation, ROOM, (source,), 0, end, pending=pending, handle=generation, page_size=2
             )
             after = reader._replace(pool=(OLD,) * end).sit(peer=peer, pending=pending)
             yield "opens", after, event

@@ -20,8 +20,11 @@ AGES = {"sent": 1, "progress": 1, "first_ready": 0, "arrived": 3, "_offered": 4}
 
 
 class Steps(Times):
-    shortest_wait = longest_wait = packing = late_ack = read = stall = 1.0  # type: ignore
-    whole_wait, slot_aside, early_room = 3.0, 4.0, 5.0  # type: ignore
+    def __init__(self) -> None:
+        super().__init__()
+        self.shortest_wait = self.longest_wait = self.packing = self.late_ack = 1.0
+        self.read = self.stall = 1.0
+        self.whole_wait, self.slot_aside, self.early_room = 3.0, 4.0, 5.0
 
 
 class Packing(transfer.Packing):
@@ -37,7 +40,7 @@ class Prefill(prefill.Machine):
         self._packing.__class__ = Packing
 
 
-_CONSTANT = ("_clock", "_seen", "_times", "_out", "_draw", "_segment_tokens")
+_CONSTANT = ("_clock", "_seen", "_times", "limits", "_out", "_draw", "_segment_tokens")
 _COUNTERS = ("_job", "_number")  # the numbers in use are in the fingerprint, the next one is not
 _UNORDERED = {"_owner", "_held"}
 

@@ -74,9 +74,9 @@ class PrefillSide:
     def steps(self, front: Front, links: Any) -> Iterator[tuple[str, Moved]]:
         for n, job in enumerate(front.packs[: self.case.copiers]):
             after = front._replace(packs=front.packs[:n] + front.packs[n + 1 :])
-            closed, first = front.senders[job.use].ended, job.pages + job.offset
+            closed, first = front.senders[job.handle].ended, job.pages + job.offset
             if not closed:
-                content = Content(job.stamp, job.use, first, job.count, job.heads.start)
+                content = Content(job.stamp, job.handle, first, job.count, job.heads.start)
                 after = after._replace(slots=put(front.slots, job.slot, content))
             event = pv.Packed(job.job, closed=closed)
             yield f"stamp {job.stamp} is packed", self.handle(after, links, event)
