@@ -50,23 +50,6 @@ def test_a_server_of_which_a_rank_was_restarted_is_asked_anew() -> None:
     assert list(manager.connection_pool) == [f"{OTHER}_0_0_0"]
 
 
-def test_a_server_that_sglang_gives_up_is_forgotten_first() -> None:
-    """It drops its own table, and the next request asks both."""
-    seen: list[list[str]] = []
-
-    class Stock:
-        def _handle_node_failure(self, address: str) -> None:
-            seen.append([*made.servers.gone, address])
-
-    class Manager(DraftManager, Stock):
-        def __init__(self) -> None:
-            self.servers: Any = Known()
-
-    made = Manager()
-    made._handle_node_failure(ADDRESS)
-    assert seen == [[ADDRESS, ADDRESS]]
-
-
 def test_a_slot_that_holds_no_token_is_refused_with_what_would() -> None:
     facts = DraftFacts("Llama", "EAGLE3", 8, (256,) * 16, "bfloat16")  # 32 KiB a token
     ranks.check_slots(DraftLayout(facts, 1, 0), slot_bytes(2))

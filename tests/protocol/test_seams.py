@@ -165,7 +165,7 @@ def test_an_unlisted_use_is_found() -> None:
     source = (
         "from sglang.srt.disaggregation.utils import is_mla_backend\n"
         "def f(self, receiver):\n"
-        "    self.kv_mgr.teardown()\n"
+        "    self.kv_mgr.update_status()\n"
         "    receiver.failure_exception()\n"
         "    super().ensure_abort_notified()\n"
         "    is_mla_backend(1)\n"
@@ -173,7 +173,7 @@ def test_an_unlisted_use_is_found() -> None:
     )
     found = set(called(source, "sglang_mixkv.engine.receiver")) - {None}
     assert {re.split("[.:]", seam)[-1] for seam in found} == {
-        "teardown", "failure_exception", "ensure_abort_notified", "is_mla_backend",
+        "update_status", "failure_exception", "ensure_abort_notified", "is_mla_backend",
     }  # fmt: skip
 
 
