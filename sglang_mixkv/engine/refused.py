@@ -26,8 +26,8 @@ MAX_WAITING = 4096  # beyond it, prefill waits for its timeout
 
 
 class RefusedRequests:
-    """A task for each request, in a thread that starts with the first one and ends with the process.
-    It is its own, since SGLang's send may block. `add` never blocks, and nothing is raised."""
+    """A task for each request, in a thread that starts with the first one and ends with the
+    process: SGLang's send may block. `add` never blocks, and nothing is raised."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
