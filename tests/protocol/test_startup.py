@@ -19,7 +19,6 @@ from rig import forks
 
 import mixkv_demo
 from sglang_mixkv import plugin
-from sglang_mixkv.config import config_of
 from sglang_mixkv.engine import releases
 from sglang_mixkv.engine.seams import Seam
 
@@ -52,30 +51,6 @@ def in_fork(what: Callable[[], Any]) -> str:
 @pytest.fixture
 def opted_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
-
-
-@pytest.mark.parametrize("way", ["flag", "variable", "file", ""])
-def test_each_way_opts_in_and_the_record_survives_pickling(
-    way: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file = tmp_path / "server.yaml"
-    file.write_text("enable-mixkv: true\n")
-    given = {"flag": ["--enable-mixkv"], "file": ["--config", str(file)]}.get(way, [])
-    if way == "variable":
-        monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
-    said = in_fork(lambda: config_of(pickle.loads(pickle.dumps(resolve(*given)))).enabled)
-    assert said == f"ok {bool(way)}"
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ("--disaggregation-transfer-backend ascend", "backend other than mooncake and nixl"),
-        ("--disaggregation-mode null", "--disaggregation-mode null"),
-    ],
-)
-def test_an_unsupported_combination_does_not_start(flags: str, words: str) -> None:
-    assert f"{words} is not supported" in in_fork(lambda: resolve("--enable-mixkv", *flags.split()))
 
 
 @pytest.mark.parametrize(
@@ -116,13 +91,6 @@ def test_a_flag_outside_of_its_bounds_does_not_start() -> None:
 GONE = Seam("sglang.srt.server_args:ServerArgs.gone", "a test")
 
 
-def test_changed_seam_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "SEAMS", (*releases.SEAMS, GONE))
-    said = in_fork(lambda: resolve("--enable-mixkv"))
-    assert "ServerArgs.gone" in said
-    assert "does not start" in said
-
-
 @pytest.mark.parametrize("metrics", [True, False])
 def test_the_folder_of_metrics_is_set_before_the_seams_are_looked_at(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, metrics: bool
@@ -157,10 +125,6 @@ def test_hook_that_was_not_applied_does_not_start(
 
     monkeypatch.setattr(HookRegistry, "_patched", HookRegistry._patched - {path})
     assert path in in_fork(lambda: resolve("--enable-mixkv"))
-
-
-def test_seams_of_the_installed_engine_are_as_listed() -> None:
-    assert releases.problems() == []
 
 
 # ------------------------------------------------------ a release of SGLang that is not known
@@ -226,12 +190,14 @@ def test_the_variable_starts_it_and_each_difference_is_a_warning(
     assert GONE.path in said
 
 
-def test_the_variable_is_not_for_a_known_release(
-    launch: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("allowed", ["0", "1"])
+def test_a_changed_seam_of_a_known_release_does_not_start(
+    launch: Callable[[], str], monkeypatch: pytest.MonkeyPatch, allowed: str
 ) -> None:
-    monkeypatch.setenv("SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG", "1")
+    monkeypatch.setenv("SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG", allowed)
     monkeypatch.setattr(releases, "SEAMS", (*releases.SEAMS, GONE))
     said = launch()
+    assert said.startswith(CODE)
     assert GONE.path in said
     assert "ALLOW_UNTESTED" not in said
 
@@ -323,19 +289,17 @@ def attach(**arguments: Any) -> tuple[bool, str]:
     return answer.success, answer.message
 
 
-NOT_ENABLED = str((False, "Hierarchical cache is not enabled."))
-
-
-@pytest.mark.usefixtures("opted_in")
-def test_no_storage_is_attached_to_a_running_server_with_a_drafter() -> None:
-    said = in_fork(lambda: attach(speculative_algorithm="EAGLE3"))
-    assert said.startswith("ok (False, ")
-    assert "[MIXKV-START-03] --hicache-storage-backend with a drafter is not supported" in said
-    assert in_fork(attach) == f"ok {NOT_ENABLED}"
-
-
-def test_not_opted_in_storage_is_sglangs_affair() -> None:
-    assert in_fork(lambda: attach(speculative_algorithm="EAGLE3")) == f"ok {NOT_ENABLED}"
+@pytest.mark.parametrize("drafter", ["EAGLE3", None])
+@pytest.mark.parametrize("opts_in", ["1", "0"])
+def test_no_storage_is_attached_to_a_running_server_with_a_drafter(
+    opts_in: str, drafter: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_ENABLE_MIXKV", opts_in)
+    said = in_fork(lambda: attach(speculative_algorithm=drafter))
+    if opts_in == "1" and drafter:
+        assert "[MIXKV-START-03] --hicache-storage-backend with a drafter is not supported" in said
+    else:  # SGLang's own answer
+        assert said == "ok (False, 'Hierarchical cache is not enabled.')"
 
 
 KINDS = ("kvargs", "manager", "sender", "receiver", "bootstrap_server")
@@ -348,29 +312,6 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     monkeypatch.setattr(releases, "preflight", lambda *args, **kwargs: calls.append(args))
     return calls
-
-
-EMBEDDER = """
-from sglang.srt.runtime_context import publish
-from sglang.srt.server_args import ServerArgs
-given = dict(model_path="MODEL", device="cpu", attention_backend="torch_native")
-server_args = ServerArgs(**given, disable_overlap_schedule=True, disaggregation_mode="prefill",
-                         disaggregation_transfer_backend="ascend")
-server_args.resolve_once()
-from sglang.srt.plugins import load_plugins
-load_plugins()
-publish(server_args, role="scheduler")
-from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
-get_kv_class(TransferBackend.MORI, KVClassType.KVARGS)
-"""
-
-
-@pytest.mark.full
-@pytest.mark.usefixtures("opted_in")
-def test_an_embedder_that_resolved_before_plugins_were_loaded_stops() -> None:
-    script = EMBEDDER.replace("MODEL", str(MODELS / "target"))
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (ended.returncode, OTHER in ended.stderr) == (1, True), ended.stderr[-2000:]
 
 
 @pytest.mark.usefixtures("opted_in")
