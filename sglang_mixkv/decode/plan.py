@@ -102,13 +102,7 @@ def make_plan(
     """Raises MixKVError where the pair is refused. `serve_mismatch`: other drafters are cold.
     `server`: its bootstrap address."""
     found = [(contact, _row_of(contact, rows)) for contact in contacts]
-    instances = {contact[:2]: row.instance for contact, row in found}
-    if len(set(instances.values())) < len(instances):
-        raise refuse(
-            "MIXKV-PAIR-04", "an instance for each prefill rank, which names it",
-            "one that two ranks share", "heads of one of them would never be read",
-            "Restart the prefill server",
-        )  # fmt: skip
+    _check_instances({contact[:2]: row.instance for contact, row in found})
     cold, known = judge((row for _, row in found), own, serve_mismatch=serve_mismatch)
     version = _version(row for _, row in found)
     stage = max((row.pp_rank for _, row in found if row.draft is not None), default=None)
@@ -134,6 +128,15 @@ def _row_of(contact: Contact, rows: Mapping[tuple[str, int], Row]) -> Row:
             "Start prefill with --enable-mixkv on every node",
         )  # fmt: skip
     return row
+
+
+def _check_instances(instances: Mapping[tuple[str, int], bytes]) -> None:
+    if len(set(instances.values())) < len(instances):
+        raise refuse(
+            "MIXKV-PAIR-04", "an instance for each prefill rank, which names it",
+            "one that two ranks share", "heads of one of them would never be read",
+            "Restart the prefill server",
+        )  # fmt: skip
 
 
 def _version(rows: Iterable[Row]) -> int:
