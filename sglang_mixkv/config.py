@@ -6,7 +6,7 @@ every process gets the same record. Where a launcher builds ServerArgs without S
 command line, its environment decides, and the record is made when they are resolved.
 
 Each setting has bounds, and text outside of them is refused here, before anything starts. So is a
-variable with the plugin's name that nobody reads, since it is a setting that was misspelt.
+variable with the plugin's name that nobody reads: a setting that was misspelt, or is gone.
 
 This module is imported while ServerArgs are unpickled in child processes: it imports
 neither SGLang nor torch.
@@ -20,8 +20,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -129,6 +128,13 @@ class Setting:
         by_default = f": the default is {self.default}" if self.default else ""
         return _read(name, text, self.bounds, self.otherwise, by_default)
 
+    def read_flag(self, text: str) -> Any:
+        """For argparse, which shows no other error's text."""
+        try:
+            return self.read(self.flag, text)
+        except MixKVError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
 
 def _read(name: str, text: str, bounds: Bounds, otherwise: str, by_default: str = "") -> Any:
     try:
@@ -199,26 +205,10 @@ SETTINGS = (
     ),
 )  # fmt: skip
 
-REMOVED = (
-    (
-        "--mixkv-draft-transfer",
-        "SGLANG_MIXKV_DRAFT_TRANSFER",
-        "is no longer a setting: draft KV is always packed into slots. Remove it",
-    ),
-    (
-        "--mixkv-verify",
-        "SGLANG_MIXKV_VERIFY",
-        "is no longer a setting: each segment of draft KV carries a sum, which decode compares "
-        "always. Remove it",
-    ),
-)
-"""Flag, environment variable, and what to do. Each stops the start of an opted-in server."""
-
 _OF_VARIABLE = {setting.environ: setting for setting in SETTINGS}
-_REMOVED = {variable: sentence for _, variable, sentence in REMOVED}
 _OWN = re.compile(r"SGLANG_\w*MIX_?KV")
-KNOWN = frozenset(filter(_OWN.match, (*_OF_VARIABLE, *_REMOVED, API_KEY_ENV)))
-"""All variables of the plugin's own, those that are refused in words of their own among them."""
+KNOWN = frozenset(filter(_OWN.match, (*_OF_VARIABLE, API_KEY_ENV)))
+"""All variables of the plugin's own."""
 
 
 def variable(name: str, text: str) -> Any:
@@ -226,8 +216,6 @@ def variable(name: str, text: str) -> Any:
     reads. MixKVError where it is outside of its bounds, or has the plugin's name in vain."""
     if setting := _OF_VARIABLE.get(name):
         return setting.read(name, text) if text.strip() else None
-    if sentence := _REMOVED.get(name):
-        _refuse_removed(name, sentence, text)
     if _OWN.match(name) and name not in KNOWN and not _is_of_service(name, text):
         raise refuse(
             "MIXKV-START-04", "variables that the plugin reads", name,
@@ -243,13 +231,9 @@ def _is_of_service(name: str, text: str) -> bool:
     return bool(made or re.match(r"(tcp|udp|sctp)://", text))
 
 
-def _refuse_removed(name: str, sentence: str, _text: str) -> NoReturn:
-    raise MixKVError("MIXKV-START-04", f"{name} {sentence}")
-
-
 def nearest(word: str, known: Iterable[str]) -> str:
     """The end of a sentence about an unknown word."""
-    found = difflib.get_close_matches(word, known, 1)
+    found = difflib.get_close_matches(word, known, 1, 0.85)
     return f"; the nearest that is known is {found[0]}" if found else ""
 
 
@@ -258,18 +242,6 @@ def truth(name: str, environ: Mapping[str, str]) -> bool:
     text = environ.get(name, "")
     otherwise = "the server would start otherwise than it was asked to"
     return bool(text.strip() and _read(name, text, _TRUTH, otherwise))
-
-
-def _of_flag(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """For argparse, which shows no other error's text."""
-
-    def typed(text: str) -> Any:
-        try:
-            return read(text)
-        except MixKVError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return typed
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -283,14 +255,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(setting.flag, action="store_true", default=None, help=text)
         elif setting.flag:
             group.add_argument(
-                setting.flag, type=_of_flag(partial(setting.read, setting.flag)), default=None,
-                metavar="VALUE",
+                setting.flag, type=setting.read_flag, default=None, metavar="VALUE",
                 help=f"{setting.help} Expected: {setting.bounds.words} [default: "
                 f"{setting.default}; env: {setting.environ}]",
             )  # fmt: skip
-    for flag, _, sentence in REMOVED:
-        gone = _of_flag(partial(_refuse_removed, flag, sentence))
-        group.add_argument(flag, type=gone, help=argparse.SUPPRESS)
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:
@@ -308,9 +276,13 @@ def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.en
 
 def resolve_if_enabled(flags: argparse.Namespace | None) -> Config:
     """As `resolve` for a process that opted in; of another's environment nothing else is read that
-    could stop it."""
-    asked = getattr(flags, "enable_mixkv", None) or truth(ENABLE_ENV, os.environ)
-    return resolve(flags) if asked else Config()
+    could stop it. What is refused ends the process with the words alone, as all refusals at start
+    do."""
+    try:
+        asked = getattr(flags, "enable_mixkv", None) or truth(ENABLE_ENV, os.environ)
+        return resolve(flags) if asked else Config()
+    except MixKVError as error:
+        raise SystemExit(str(error)) from None
 
 
 def config_of(server_args: Any) -> Config:

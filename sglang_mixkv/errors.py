@@ -6,8 +6,6 @@ means, and what to do. Two texts share a code where the operator would do the sa
 
 from __future__ import annotations
 
-import re
-
 CODES = {
     "MIXKV-START-01": "the installed SGLang was not tested, or is not as expected",
     "MIXKV-START-02": "the plugin was not loaded, or SGLang did not apply its hooks",
@@ -41,8 +39,6 @@ _REASON_OF = {
     "MIXKV-MSG-01": "malformed",
 }
 
-_CODE = re.compile(r"MIXKV-[A-Z]+-\d\d")
-
 
 class MixKVError(ValueError):
     """Something does not fit. The text begins with its code, and says expected, got,
@@ -67,8 +63,3 @@ def refuse(code: str, expected: str, got: str, consequence: str, remedy: str) ->
     """The error with all four parts."""
     text = f"expected {expected}; got {got}. Otherwise {consequence}. {remedy}."
     return MixKVError(code, text)
-
-
-def codes_in(text: str) -> set[str]:
-    """The codes that a text carries: its own, and those of what caused it."""
-    return set(_CODE.findall(text))

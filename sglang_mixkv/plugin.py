@@ -1,17 +1,5 @@
 """The entry point that SGLang calls in every process, and the hooks that it registers.
 
-    ServerArgs.add_cli_args               (after)    the plugin's flags on every parser
-    ServerArgs.from_cli_args              (around)   flags and environment -> one record
-    "handle_other_validations"            (wrapped)  checks at start, when all is resolved; the
-                                                     record where no command line made one
-    disaggregation.utils.get_kv_class     (around)   SGLang's classes, with our mixins
-    _init_kv_manager of both queues       (around)   SGLang sees no draft pool; we get it
-    DecodeTransferQueue.extend            (after)    a room learns its request, for the metrics
-    DecodePreallocQueue                   (after)    draft rows of a retracted request
-        .resume_retracted_reqs
-    Scheduler                             (around)   a running server gets no storage tier; hooked
-        .attach_hicache_storage_wrapped              in an opted-in scheduler's process alone
-
 Not opted in, each hook hands through what SGLang computed. Opted in, a missing or changed
 seam stops the server (`releases.preflight`). SGLang logs and swallows a plugin's exceptions,
 so failures here end the process with SystemExit if the plugin was asked for.
@@ -39,8 +27,8 @@ by SGLang without a stop.
 from __future__ import annotations
 
 import argparse
+import functools
 import logging
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -50,16 +38,15 @@ logger = logging.getLogger(f"sglang.{__name__}")
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
-SCHEDULER = "sglang.srt.managers.scheduler"
-ATTACH_STORAGE = f"{SCHEDULER}.Scheduler.attach_hicache_storage_wrapped"
+SCHEDULER, ATTACH_STORAGE = "sglang.srt.managers.scheduler", "attach_hicache_storage_wrapped"
 VALIDATION = "handle_other_validations"
-INIT_MANAGER = (
-    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager",
-    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager",
-)
-EXTEND_TRANSFERS = "sglang.srt.disaggregation.decode.DecodeTransferQueue.extend"
-RESUME_RETRACTED = "sglang.srt.disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs"
-OF_QUEUES = (*INIT_MANAGER, EXTEND_TRANSFERS, RESUME_RETRACTED)
+OF_QUEUES = {
+    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager": "around_init",
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": "around_init",
+    "sglang.srt.disaggregation.decode.DecodeTransferQueue.extend": "around_extend",
+    "sglang.srt.disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs": "around_resume",
+}
+"""The function of `engine/handover.py` around each."""
 
 
 def register() -> None:
@@ -67,19 +54,14 @@ def register() -> None:
     try:
         _register()
     except Exception as error:
-        if not _asked_for():
+        from sglang_mixkv.config import resolve_if_enabled
+
+        if "--enable-mixkv" not in sys.argv and not resolve_if_enabled(None).enabled:
             raise
         from sglang_mixkv.engine.releases import stop
 
         remedy = "Report this with the message above"
         stop("MIXKV-START-02", "the plugin failed to load", [repr(error)], remedy)
-
-
-def _asked_for() -> bool:
-    """Whether this process can tell that the operator opted in."""
-    from sglang_mixkv.config import ENABLE_ENV, truth
-
-    return "--enable-mixkv" in sys.argv or truth(ENABLE_ENV, os.environ)
 
 
 def _register() -> None:
@@ -89,33 +71,17 @@ def _register() -> None:
     HookRegistry.register(ADD_CLI_ARGS, _add_flags, HookType.AFTER)
     HookRegistry.register(FROM_CLI_ARGS, _attach_config, HookType.AROUND)
     HookRegistry.register(GET_KV_CLASS, _kv_class, HookType.AROUND)
-    for path in INIT_MANAGER:
-        HookRegistry.register(path, _hide_draft_pool, HookType.AROUND)
-    HookRegistry.register(EXTEND_TRANSFERS, _note_requests, HookType.AFTER)
-    HookRegistry.register(RESUME_RETRACTED, _note_retracted, HookType.AFTER)
+    for path, name in OF_QUEUES.items():
+        HookRegistry.register(path, functools.partial(_of_queue, name), HookType.AROUND)
     register_resolution_hook(VALIDATION)(_validate)
 
 
-def _hide_draft_pool(original: Callable[[Any], Any], queue: Any) -> Any:
+def _of_queue(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _is_enabled(_published()):
-        return original(queue)
+        return original(*args, **kwargs)
     from sglang_mixkv.engine import handover
 
-    return handover.around_init(original, queue)
-
-
-def _note_requests(_result: Any, queue: Any, decode_reqs: Any) -> None:
-    if _is_enabled(_published()):
-        from sglang_mixkv.engine import handover
-
-        handover.after_extend(queue, decode_reqs)
-
-
-def _note_retracted(resumed: Any, queue: Any, *_args: Any, **_kwargs: Any) -> None:
-    if _is_enabled(_published()):
-        from sglang_mixkv.engine import handover
-
-        handover.after_resume(resumed, queue)
+    return getattr(handover, name)(original, *args, **kwargs)
 
 
 def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
@@ -125,6 +91,7 @@ def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
 
 
 def _attach_config(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    """Flags and environment become one record."""
     from sglang_mixkv.config import ATTRIBUTE, resolve_if_enabled
 
     server_args = original(cls, args)
@@ -151,10 +118,12 @@ def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
 
 
 def _stop_unless_live(*paths: str) -> None:
-    """Stop this process where SGLang did not apply one of these hooks."""
+    """Stop this process where SGLang did not wrap one of these with its hook."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
     from sglang_mixkv.engine import releases
 
-    dead = [path for path in paths if not is_live(path)]
+    dead = [path for path in paths if path not in HookRegistry._patched]
     if dead:
         releases.stop(
             "MIXKV-START-02",
@@ -164,37 +133,17 @@ def _stop_unless_live(*paths: str) -> None:
         )
 
 
-def is_live(path: str) -> bool:
-    """Whether SGLang has wrapped this target with one of our hooks in this process."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    return path in HookRegistry._patched
-
-
 def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """SGLang's schedulers ask with each request: what was checked once is only looked up."""
+    """SGLang's classes, with our mixins. Its schedulers ask with each request: what was checked or
+    made once is only looked up."""
     server_args = _published()
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)
+    _check(server_args, transfer_backend.value, class_type.value)
     guard_storage()
-    handed_out, key = _handed_out(server_args), (transfer_backend, class_type)
-    if key not in handed_out:
-        _check(server_args, transfer_backend.value, class_type.value)
-        from sglang_mixkv.engine.classes import mixed
+    from sglang_mixkv.engine.classes import mixed
 
-        handed_out[key] = mixed(original, transfer_backend, class_type)
-    return handed_out[key]
-
-
-_of_arguments: tuple[Any, dict[Any, Any]] = (None, {})
-
-
-def _handed_out(server_args: Any) -> dict[Any, Any]:
-    """The classes that were handed out with these ServerArgs; before any are published, none."""
-    global _of_arguments
-    if server_args is None or server_args is not _of_arguments[0]:
-        _of_arguments = (server_args, {})
-    return _of_arguments[1]
+    return mixed(original, transfer_backend, class_type)
 
 
 def _check(server_args: Any, backend: str, kind: str) -> None:
@@ -209,41 +158,40 @@ def _check(server_args: Any, backend: str, kind: str) -> None:
     if backend == "fake" or backend in refusals.BACKENDS:
         return
     if server_args is not None or kind == "manager":
-        check.stop_if([refusals.text_of(refusals.OTHER_BACKEND)])
-    logger.warning(
-        "[MIXKV-START-03] sglang-mixkv is enabled, but the %s of the %s backend is SGLang's own",
-        kind,
-        backend,
-    )
+        check.stop_if([str(refusals.OTHER_BACKEND)])
+    own = "[MIXKV-START-03] sglang-mixkv is enabled, but the %s of the %s backend is SGLang's own"
+    logger.warning(own, kind, backend)
 
 
 def guard_storage() -> None:
     """From now on, ask before a storage tier is attached. A scheduler asks for KV classes before
     it binds what it does on requests."""
-    if SCHEDULER not in sys.modules or is_live(ATTACH_STORAGE):
+    scheduler = getattr(sys.modules.get(SCHEDULER), "Scheduler", None)
+    original = getattr(scheduler, ATTACH_STORAGE, None)
+    if original is None or hasattr(original, "mixkv_asks_first"):
         return
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(ATTACH_STORAGE, _attach_storage, HookType.AROUND)
-    HookRegistry.apply_hooks()
-    _stop_unless_live(ATTACH_STORAGE)
+    @functools.wraps(original)
+    def guarded(scheduler: Any, recv_req: Any) -> Any:
+        return _attach_storage(original, scheduler, recv_req)
+
+    setattr(guarded, "mixkv_asks_first", True)  # noqa: B010
+    setattr(scheduler, ATTACH_STORAGE, guarded)
 
 
 def _attach_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
     """`PUT /hicache/storage-backend` is answered with the reason, where the start would be."""
-    server_args = _published()
-    if not _is_enabled(server_args):
-        return original(scheduler, recv_req)
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
 
-    from sglang_mixkv import refusals
+    from sglang_mixkv.refusals import STORAGE, has_drafter
 
-    reason = refusals.storage_refusal(resolved_view(server_args))
-    if reason is None:
+    server_args = _published()
+    if not _is_enabled(server_args) or not has_drafter(resolved_view(server_args)):
         return original(scheduler, recv_req)
-    logger.warning("[MIXKV-START-03] sglang-mixkv: no storage tier is attached: %s", reason)
-    return AttachHiCacheStorageReqOutput(success=False, message=f"[MIXKV-START-03] {reason}")
+    reason = f"[MIXKV-START-03] {STORAGE}"
+    logger.warning("%s; sglang-mixkv attaches no storage tier", reason)
+    return AttachHiCacheStorageReqOutput(success=False, message=reason)
 
 
 def _published() -> Any:

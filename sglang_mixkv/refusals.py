@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_mixkv.config import truth
 
@@ -19,29 +19,38 @@ SPECULATIVE = ("NONE", "EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM", "DFLAS
 DEVICES = ("cuda", "cpu")
 BACKENDS = ("mooncake", "nixl")
 
-Rule = tuple[str, Callable[[Any], bool], str]
+
+class Rule(NamedTuple):
+    """`name`: of what is refused, on the command line. `applies`: to resolved server arguments.
+    `remedy`: what to do instead."""
+
+    name: str
+    applies: Callable[[Any], Any]
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.name} is not supported: {self.remedy}"
 
 
-def _get(name: str) -> Callable[[Any], Any]:
-    return lambda args: getattr(args, name, None)
+def _flag(flag: str, remedy: str, *, drafter: bool = False) -> Rule:
+    """A flag that is refused when it is given; `drafter`: with a drafter alone."""
+    attribute = flag.removeprefix("--").replace("-", "_")
+    if not drafter:
+        return Rule(flag, lambda a: getattr(a, attribute, None), remedy)
+    name = f"{flag} with a drafter"
+    return Rule(name, lambda a: getattr(a, attribute, None) and has_drafter(a), remedy)
 
 
 def has_drafter(args: Any) -> bool:
-    algorithm = (args.speculative_algorithm or "NONE").upper()
-    return algorithm not in ("NONE", "NGRAM")
+    return (args.speculative_algorithm or "NONE").upper() not in ("NONE", "NGRAM")
 
 
-def with_drafter(name: str) -> Callable[[Any], bool]:
-    return lambda args: bool(getattr(args, name, False)) and has_drafter(args)
-
-
-# What it is called on the command line, when it applies, what to do instead.
-SINGLE_SERVER: Rule = (
+SINGLE_SERVER = Rule(
     "--disaggregation-mode null",
     lambda a: a.disaggregation_mode not in ("prefill", "decode"),
     "give --disaggregation-mode prefill or decode, or drop --enable-mixkv",
 )
-OTHER_BACKEND: Rule = (
+OTHER_BACKEND = Rule(
     "--disaggregation-transfer-backend other than mooncake and nixl",
     lambda a: a.disaggregation_transfer_backend not in BACKENDS,
     "use mooncake or nixl on both sides; mori and ascend are not supported",
@@ -62,43 +71,43 @@ OTHER_BACKEND: Rule = (
 # External linker: a drafter's pages are stored under the TP rank without the TP size
 # (_storage_suffix in storage/mooncake_store/mooncake_direct_linker.py, shared by
 # storage/umbp/), so a server of another TP size reads other heads; a `dynamic` linker is unknown.
-STORAGE: Rule = (
-    "--hicache-storage-backend with a drafter",
-    lambda a: bool(getattr(a, "hicache_storage_backend", None)) and has_drafter(a),
+STORAGE = _flag(
+    "--hicache-storage-backend",
     "a prefix that comes back from storage may have the draft KV of another rank's heads; the host "
     "tier alone (--enable-hierarchical-cache) is served. With an MLA drafter start both sides "
     "without --enable-mixkv",
+    drafter=True,
 )
+_LACKS = "a prefix that comes back from {} lacks its draft KV; drop the flag"
 ARGUMENT_RULES: tuple[Rule, ...] = (
     SINGLE_SERVER,
     OTHER_BACKEND,
-    (
+    Rule(
         "--device other than cuda and cpu",
         lambda a: (getattr(a, "device", None) or "cuda").partition(":")[0] not in DEVICES,
         "KV in its memory would be read and written as host memory; use --device cuda, or start "
         "both sides without --enable-mixkv",
     ),
-    ("--use-ray", _get("use_ray"), "start without Ray"),
-    ("--enable-pd-role-switch", _get("enable_pd_role_switch"), "drop the flag"),
-    (
+    _flag("--use-ray", "start without Ray"),
+    _flag("--enable-pd-role-switch", "drop the flag"),
+    Rule(
         "--disaggregation-decode-allocation-policy prefill_complete",
         lambda a: getattr(a, "disaggregation_decode_allocation_policy", "") == "prefill_complete",
         "use the default policy, early",
     ),
-    ("--enable-hisparse", _get("enable_hisparse"), "drop the flag"),
-    (
+    _flag("--enable-hisparse", "drop the flag"),
+    _flag(
         "--enable-unified-memory",
-        _get("enable_unified_memory"),
         "KV fused into shared pages has no regions that could be cut by heads; drop the flag",
     ),
-    (
+    Rule(
         "--kv-canary with a drafter",
         lambda a: getattr(a, "kv_canary", "none") not in (None, "none") and has_drafter(a),
         "its rows beside the KV would be taken for heads; drop the flag",
     ),
     # NixlKVManager (disaggregation/nixl/conn.py) has no deregister_buffer_to_engine, as Mooncake's
     # has. Peers would go on to write into the memory that /release_memory_occupation gave back.
-    (
+    Rule(
         "--enable-memory-saver with --disaggregation-transfer-backend nixl",
         lambda a: (
             getattr(a, "enable_memory_saver", False) and a.disaggregation_transfer_backend == "nixl"
@@ -106,42 +115,34 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         "SGLang does not take the target's pool back from NIXL when its memory is released; use "
         "mooncake, or drop the flag",
     ),
-    ("--enable-kv-cache-sharding", _get("enable_kv_cache_sharding"), "drop the flag"),
-    (
+    _flag("--enable-kv-cache-sharding", "drop the flag"),
+    Rule(
         f"--speculative-algorithm other than {', '.join(SPECULATIVE[1:])}",
         lambda a: (a.speculative_algorithm or "NONE").upper() not in SPECULATIVE,
         "it has no draft KV that could be moved (UNO, FROZEN_KV_MTP), or is not known; use one of "
         "those, or start both sides without --enable-mixkv",
     ),
-    ("--enable-multi-layer-eagle", _get("enable_multi_layer_eagle"), "drop the flag"),
-    (
+    _flag("--enable-multi-layer-eagle", "drop the flag"),
+    Rule(
         "--decoupled-spec-role",
         lambda a: getattr(a, "decoupled_spec_role", "null") != "null",
         "draft in the same server",
     ),
     STORAGE,
-    (
-        "--enable-lmcache with a drafter",
-        with_drafter("enable_lmcache"),
-        "a prefix that comes back from LMCache lacks its draft KV; drop the flag",
-    ),
-    (
-        "--enable-flexkv with a drafter",
-        with_drafter("enable_flexkv"),
-        "a prefix that comes back from FlexKV lacks its draft KV; drop the flag",
-    ),
-    (
+    _flag("--enable-lmcache", _LACKS.format("LMCache"), drafter=True),
+    _flag("--enable-flexkv", _LACKS.format("FlexKV"), drafter=True),
+    Rule(
         "--radix-cache-backend flexkv with a drafter",
         lambda a: getattr(a, "radix_cache_backend", None) == "flexkv" and has_drafter(a),
-        "a prefix that comes back from FlexKV lacks its draft KV; drop the flag",
+        _LACKS.format("FlexKV"),
     ),
-    (
-        "--enable-unified-cache-external-linker with a drafter",
-        with_drafter("enable_unified_cache_external_linker"),
+    _flag(
+        "--enable-unified-cache-external-linker",
         "a prefix that comes back from the external store may have the draft KV of other heads, "
         "or none; drop the flag",
+        drafter=True,
     ),
-    (
+    Rule(
         "attention context parallelism (--attn-cp-size above 1) with a drafter",
         lambda a: (getattr(a, "attn_cp_size", 1) or 1) > 1 and has_drafter(a),
         "use tensor or DP attention on the prefill side",
@@ -160,26 +161,6 @@ STAGING = (
 )
 
 
-def _environment_rules(environ: Mapping[str, str], is_mla: Callable[[], bool]) -> list[str]:
-    found = []
-    if truth("SGLANG_RUST_SERVER", environ):
-        found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")
-    if truth(STAGING_ENV, environ) and is_mla():
-        found.append(STAGING)
-    return found
-
-
-def storage_refusal(args: Any) -> str | None:
-    """Why a server may not attach a storage tier while it runs; None where it may."""
-    return text_of(STORAGE) if has_drafter(args) else None
-
-
-def text_of(rule: Rule) -> str:
-    """The sentence for a server that breaks this rule."""
-    name, _, remedy = rule
-    return f"{name} is not supported: {remedy}"
-
-
 def broken(
     rules: tuple[Rule, ...],
     args: Any,
@@ -190,8 +171,12 @@ def broken(
 
     `is_mla`: whether the target has latent rows for KV heads; asked where it matters alone, since
     it may have to read the model's configuration."""
-    found = [text_of(rule) for rule in rules if rule[1](args)]
-    return found + _environment_rules(environ, is_mla)
+    found = [str(rule) for rule in rules if rule.applies(args)]
+    if truth("SGLANG_RUST_SERVER", environ):
+        found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")
+    if truth(STAGING_ENV, environ) and is_mla():
+        found.append(STAGING)
+    return found
 
 
 _metrics_folder: tempfile.TemporaryDirectory[str] | None = None

@@ -55,6 +55,6 @@ def _nixl_backend() -> str:
 def nixl_backend(devices: str, params: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """As NixlKVManager makes its agent (disaggregation/nixl/conn.py)."""
     backend, params = _nixl_backend(), dict(params)
-    if devices and backend == "UCX":
-        params.setdefault("device_list", devices)
+    if devices and backend == "UCX" and not os.environ.get("UCX_NET_DEVICES"):
+        params.setdefault("device_list", ", ".join(map(str.strip, devices.split(","))))
     return backend, params

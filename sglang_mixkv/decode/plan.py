@@ -77,7 +77,18 @@ def judge(
     known = {str(d): d for row in rows for d in differences(row, own)}
     if any(row.draft is not None for row in rows):  # earlier stages have no drafter: no difference
         known = {k: d for k, d in known.items() if d.what != NO_DRAFTER}
-    return _served_as(known.values(), serve_mismatch), tuple(known.values())
+    cold = ""
+    for text, difference in known.items():
+        if difference.severity is Severity.REFUSED:
+            raise MixKVError("MIXKV-PAIR-03", text)
+        if difference.severity is Severity.COLD:
+            cold = cold or "no_drafter"
+        elif serve_mismatch:
+            cold = "mismatch"
+        else:
+            hint = "Or serve with a cold drafter: --mixkv-on-draft-mismatch cold."
+            raise MixKVError("MIXKV-PAIR-03", f"{text} {hint}")
+    return cold, tuple(known.values())
 
 
 def make_plan(
@@ -111,53 +122,32 @@ def _row_of(contact: Contact, rows: Mapping[tuple[str, int], Row]) -> Row:
     row = rows.get((contact.rank_ip, contact.rank_port))
     if row is None:
         raise refuse(
-            "MIXKV-PAIR-01",
-            "sglang-mixkv in every process of the prefill server",
+            "MIXKV-PAIR-01", "sglang-mixkv in every process of the prefill server",
             f"none in the rank at {contact.rank_ip}:{contact.rank_port}",
             "its draft KV would stay away, or land in the target's pages",
             "Start prefill with --enable-mixkv on every node",
-        )
+        )  # fmt: skip
     return row
 
 
 def _check_instances(instances: Mapping[tuple[str, int], bytes]) -> None:
     if len(set(instances.values())) < len(instances):
         raise refuse(
-            "MIXKV-PAIR-04",
-            "an instance for each prefill rank, which names it",
-            "one that two ranks share",
-            "heads of one of them would never be read",
+            "MIXKV-PAIR-04", "an instance for each prefill rank, which names it",
+            "one that two ranks share", "heads of one of them would never be read",
             "Restart the prefill server",
-        )
+        )  # fmt: skip
 
 
 def _version(rows: Iterable[Row]) -> int:
     versions = [common_version(row.protocol, PROTOCOL) for row in rows]
     if None in versions or not versions:
         raise refuse(
-            "MIXKV-PAIR-02",
-            f"a prefill server with a protocol of {PROTOCOL[0]} to {PROTOCOL[1]}",
-            "another one",
-            "neither side could read the other's messages",
+            "MIXKV-PAIR-02", f"a prefill server with a protocol of {PROTOCOL[0]} to {PROTOCOL[1]}",
+            "another one", "neither side could read the other's messages",
             "Install releases of sglang-mixkv that have a protocol in common",
-        )
+        )  # fmt: skip
     return min(version for version in versions if version is not None)
-
-
-def _served_as(known: Iterable[Difference], serve_mismatch: bool) -> str:
-    """Why rooms are cold; "" for warm. Raises for what is not served."""
-    cold = ""
-    for difference in known:
-        if difference.severity is Severity.REFUSED:
-            raise MixKVError("MIXKV-PAIR-03", str(difference))
-        if difference.severity is Severity.MISMATCH:
-            if not serve_mismatch:
-                hint = "Or serve with a cold drafter: --mixkv-on-draft-mismatch cold."
-                raise MixKVError("MIXKV-PAIR-03", f"{difference} {hint}")
-            cold = "mismatch"
-        else:
-            cold = cold or "no_drafter"
-    return cold
 
 
 def _source(contact: Contact, row: Row, own: Row, heads: range, peer: bytes) -> Source:

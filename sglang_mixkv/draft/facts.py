@@ -16,7 +16,6 @@ slots, weights and model names (two names can hold one model).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -24,6 +23,8 @@ from msgspec import Meta
 
 from sglang_mixkv.channel.messages import PROTOCOL, Instance
 from sglang_mixkv.draft.layout import DraftLayout, Name, Rank
+from sglang_mixkv.draft.targets import Difference as Difference
+from sglang_mixkv.draft.targets import Severity as Severity
 from sglang_mixkv.draft.targets import Side, Target, unmixed, unmoved
 
 MAX_ROW_BYTES = 64 << 10
@@ -95,27 +96,6 @@ def common_version(left: tuple[int, int], right: tuple[int, int]) -> int | None:
     return newest if newest >= max(left[0], right[0]) else None
 
 
-class Severity(StrEnum):
-    REFUSED = "refused"
-    MISMATCH = "mismatch"
-    COLD = "cold"
-
-
-class Difference(msgspec.Struct, frozen=True):
-    severity: Severity
-    what: str
-    prefill: str
-    decode: str
-    consequence: str
-    remedy: str
-
-    def __str__(self) -> str:
-        return (
-            f"{self.what}: prefill has {self.prefill}, decode has {self.decode}; "
-            f"{self.consequence}. {self.remedy}."
-        )
-
-
 NO_DRAFTER = "drafter with KV heads"
 _SAME_DRAFTER = "Start both sides with the same drafter and draft KV dtype"
 # field of DraftFacts, its name in words, what a difference would cause
@@ -142,11 +122,9 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
             "the target could not be sent",
             "Set --disaggregation-transfer-backend alike on both sides",
         )  # fmt: skip
-    for found in unmixed(prefill.engine, decode.engine, decode.backend):
-        yield Difference(Severity.REFUSED, *found)
+    yield from unmixed(prefill.engine, decode.engine, decode.backend)
     sides = Side(prefill.target, prefill.attn_tp), Side(decode.target, decode.attn_tp)
-    for found in unmoved(*sides, prefill.backend):
-        yield Difference(Severity.REFUSED, *found)
+    yield from unmoved(*sides, prefill.backend)
 
 
 def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:
@@ -157,15 +135,12 @@ def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:
     longer = len(here) != len(there) or any(p > d for p, d in zip(there, here, strict=True))
     yield Difference(
         Severity.REFUSED if longer else Severity.COLD,
-        "bytes of the metadata rows",
-        str(list(there)),
-        str(list(here)),
-        "metadata of other requests would be overwritten"
-        if longer
+        "bytes of the metadata rows", str(list(there)), str(list(here)),
+        "metadata of other requests would be overwritten" if longer
         else "the drafter starts without its hidden state",
         "Enable speculation, --disaggregation-enable-kv-checksum and sampling masks on both sides "
         "or on neither",
-    )
+    )  # fmt: skip
 
 
 def _draft(prefill: Row, decode: Row) -> Iterator[Difference]:
@@ -174,37 +149,23 @@ def _draft(prefill: Row, decode: Row) -> Iterator[Difference]:
         return
     if there is None:
         yield Difference(
-            Severity.COLD,
-            NO_DRAFTER,
-            "none",
-            here.facts.architecture,
+            Severity.COLD, NO_DRAFTER, "none", here.facts.architecture,
             "its KV cannot be fetched",
             "Start prefill with the same --speculative-draft-model-path",
-        )
+        )  # fmt: skip
         return
-    for field, what, consequence in _COMPARED:
-        left, right = getattr(there.facts, field), getattr(here.facts, field)
+    compared = [
+        (what, getattr(there.facts, field), getattr(here.facts, field), consequence, _SAME_DRAFTER)
+        for field, what, consequence in _COMPARED
+    ]
+    planes = [row.staging.data_plane if row.staging else "none" for row in (prefill, decode)]
+    compared += [
+        ("--speculative-eagle-topk", prefill.topk, decode.topk,
+         "the top-k rows that travel with each request differ", "Set it alike on both sides"),
+        ("data plane", planes[0], planes[1], "draft KV could not be read",
+         "Set SGLANG_MIXKV_DATA_PLANE alike on both sides"),
+    ]  # fmt: skip
+    for what, left, right, consequence, remedy in compared:
         if left != right:
-            yield _mismatch(what, left, right, consequence, _SAME_DRAFTER)
-    if prefill.topk != decode.topk:
-        yield _mismatch(
-            "--speculative-eagle-topk", prefill.topk, decode.topk,
-            "the top-k rows that travel with each request differ", "Set it alike on both sides",
-        )  # fmt: skip
-    yield from _planes(prefill, decode)
-
-
-def _planes(prefill: Row, decode: Row) -> Iterator[Difference]:
-    left = prefill.staging.data_plane if prefill.staging else "none"
-    right = decode.staging.data_plane if decode.staging else "none"
-    if left != right:
-        yield _mismatch(
-            "data plane", left, right, "draft KV could not be read",
-            "Set SGLANG_MIXKV_DATA_PLANE alike on both sides",
-        )  # fmt: skip
-
-
-def _mismatch(
-    what: str, prefill: object, decode: object, consequence: str, remedy: str
-) -> Difference:
-    return Difference(Severity.MISMATCH, what, str(prefill), str(decode), consequence, remedy)
+            mismatch = Severity.MISMATCH
+            yield Difference(mismatch, what, str(left), str(right), consequence, remedy)

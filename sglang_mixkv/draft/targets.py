@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from enum import StrEnum
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -46,15 +48,30 @@ class Side(NamedTuple):
     tp: int
 
 
-class Unmoved(NamedTuple):
+class Severity(StrEnum):
+    REFUSED = "refused"
+    MISMATCH = "mismatch"
+    COLD = "cold"
+
+
+class Difference(msgspec.Struct, frozen=True):
     """`prefill`, `decode`: what they have."""
 
+    severity: Severity
     what: str
     prefill: str
     decode: str
     consequence: str
     remedy: str
 
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: prefill has {self.prefill}, decode has {self.decode}; "
+            f"{self.consequence}. {self.remedy}."
+        )
+
+
+_refused = partial(Difference, Severity.REFUSED)
 
 MIXES = {
     "mooncake": {("0.5.21", "0.5.22"), ("0.5.21", "0.5.23"), ("0.5.22", "0.5.23")},
@@ -70,7 +87,7 @@ _EQUAL_TP = "Give both sides the same attention-TP size"
 _MOONCAKE = "Use --disaggregation-transfer-backend mooncake on both sides"
 
 
-def unmixed(prefill: str, decode: str, backend: str) -> Iterator[Unmoved]:
+def unmixed(prefill: str, decode: str, backend: str) -> Iterator[Difference]:
     """What keeps these two releases of SGLang from serving requests together. Builds of one release
     (0.5.23+cu130, 0.5.23.post1) are alike."""
     prefill, decode = (_RELEASE.sub(r"\1", version) for version in (prefill, decode))
@@ -78,32 +95,32 @@ def unmixed(prefill: str, decode: str, backend: str) -> Iterator[Unmoved]:
         return
     newer = {new for old, new in MIXES.get(backend, ()) if old == prefill}
     others = f", or {' or '.join(sorted(newer))} on decode" if newer else ""
-    yield Unmoved(
+    yield _refused(
         f"SGLang's release over {backend}", prefill, decode,
         "requests would wait in vain: SGLang itself does not serve this mix, or was not seen to",
         f"Install {decode} on prefill{others}",
     )  # fmt: skip
 
 
-def unmoved(prefill: Side, decode: Side, backend: str) -> Iterator[Unmoved]:
+def unmoved(prefill: Side, decode: Side, backend: str) -> Iterator[Difference]:
     """What keeps SGLang's `backend` from moving the target from one rank to the other."""
     source, wanted = prefill.target, decode.target
     tps = f"attention TP {prefill.tp}", f"attention TP {decode.tp}"
     unequal = prefill.tp != decode.tp
     if unequal and source.dcp > 1:
-        yield Unmoved(
+        yield _refused(
             "target with DCP on prefill at unequal TP", *tps, "its tokens would go to wrong ranks",
             f"{_EQUAL_TP}, or --dcp-size 1 on prefill",
         )  # fmt: skip
     if source.is_mla or wanted.is_mla:
         return
     if unequal and not source.even:  # send_kvcache_slice, _init_hetero_tp_prep_handle
-        yield Unmoved(
+        yield _refused(
             "target with K and V of different widths at unequal TP", *tps,
             "V would be cut at K's width", _EQUAL_TP,
         )  # fmt: skip
     if backend == "nixl" and source.heads < prefill.tp < decode.tp:  # _init_hetero_tp_prep_handle
-        yield Unmoved(
+        yield _refused(
             f"target with {source.heads} KV heads over NIXL", *tps,
             "the thread that registers decode ranks would end", f"{_EQUAL_TP}. Or: {_MOONCAKE}",
         )  # fmt: skip
@@ -111,10 +128,10 @@ def unmoved(prefill: Side, decode: Side, backend: str) -> Iterator[Unmoved]:
         yield from _stages(source, wanted, backend, unequal)
 
 
-def _stages(source: Target, wanted: Target, backend: str, unequal: bool) -> Iterator[Unmoved]:
+def _stages(source: Target, wanted: Target, backend: str, unequal: bool) -> Iterator[Difference]:
     guesses = not source.layer_ids or (backend == "nixl" and unequal)  # get_mha_kv_ptrs_with_pp
     if guesses and source.all_entries != wanted.all_entries:
-        yield Unmoved(
+        yield _refused(
             "pipeline stages of different lengths",
             f"{source.entries} buffers on one of {source.stages} stages",
             f"{wanted.entries} on one of {wanted.stages}",
@@ -122,7 +139,7 @@ def _stages(source: Target, wanted: Target, backend: str, unequal: bool) -> Iter
             "Set SGLANG_PP_LAYER_PARTITION so that all prefill stages have as many layers",
         )
     elif backend == "nixl" and not source.layer_ids and not unequal:  # build_transfer_entry_pairs
-        yield Unmoved(
+        yield _refused(
             "pipeline stages of a target with KV heads over NIXL",
             f"{source.stages} stages", f"{wanted.stages}",
             "the thread that registers decode ranks would end", f"{_MOONCAKE}, or --pp-size 1",

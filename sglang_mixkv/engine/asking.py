@@ -8,6 +8,9 @@ not used, since the channel's own connections are direct as well.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
+import math
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeVar
 
@@ -20,18 +23,16 @@ from sglang_mixkv.errors import MixKVError
 
 ASK_S = 5.0
 MAX_BODY = 4 << 20  # rows of 256 ranks, of 16 KiB each: some ten times what they have
+MAX_RANKS = 4096
 
 T = TypeVar("T")
 Rows = dict[tuple[str, int], Row]
+Ranks = list[dict[str, Any]]
 Get = Callable[[str, Mapping[str, Any]], Awaitable[tuple[int, bytes]]]
 
 
 class NotYet(Exception):
     """The server cannot answer now."""
-
-
-class TooLong(Exception):
-    """An answer that no honest server gives."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -40,11 +41,10 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def fetch(address: str) -> Rows:
-    """All rows of a prefill server. MixKVError where it does not fit, NotYet where it is silent."""
-    try:
-        status, body = ask(address, lambda get: get(PATH, {}))
-    except TooLong as error:
-        raise _unreadable(error) from None
+    """All rows of a prefill server. MixKVError where it does not fit, NotYet where it is silent.
+    Blocks for ASK_S at most, and for as long as the lookup of a name takes: that holds the caller's
+    thread, rather than more and more threads of nobody's."""
+    status, body = asyncio.run(_ask(address, lambda get: get(PATH, {})))
     if status == 200:
         return read_rows(body)
     text = body[:512].decode(errors="replace")
@@ -73,7 +73,7 @@ def read_rows(body: bytes) -> Rows:
     return {(row.rank_ip, row.rank_port): row for row in rows}
 
 
-def _unreadable(error: Exception) -> MixKVError:
+def _unreadable(error: object) -> MixKVError:
     return MixKVError(
         "MIXKV-PAIR-02",
         f"its facts cannot be read: {error}. Install releases of sglang-mixkv that have a "
@@ -81,30 +81,54 @@ def _unreadable(error: Exception) -> MixKVError:
     )
 
 
-def ask(address: str, question: Callable[[Get], Awaitable[T]]) -> T:
+async def ranks_of(address: str) -> Ranks:
+    """`rank_ip` and `rank_port` of all ranks of a prefill server, as SGLang's bootstrap server has
+    them (common/conn.py _handle_route_get)."""
+    return await _ask(address, _ranks)
+
+
+async def _ranks(get: Get) -> Ranks:
+    names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+
+    async def route(*ranks: int) -> dict[str, Any]:
+        status, body = await get("/route", dict(zip(names, ranks, strict=True)))
+        if status != 200:
+            raise NotYet(f"{status} {body[:512].decode(errors='replace')}")
+        return dict(json.loads(body))
+
+    sizes = await route(-1, -1, -1, -1)
+    if "prefill_http_port" not in sizes:  # since 0.5.16, as ABORT over each backend
+        return []
+    counts = [int(sizes[f"{name}_size"]) for name in ("dp", "attn_cp", "attn_tp", "pp")]
+    if min(counts) < 1 or math.prod(counts) > MAX_RANKS:
+        raise NotYet(f"{counts} ranks")
+    found = [await route(*ranks) for ranks in itertools.product(*map(range, counts))]
+    return [{"rank_ip": str(r["rank_ip"]), "rank_port": int(r["rank_port"])} for r in found]
+
+
+async def _ask(address: str, question: Callable[[Get], Awaitable[T]]) -> T:
     """What `question` returns. It is given `get(path, query)`, which returns status and body, and
-    may raise NotYet itself. Blocks for ASK_S at most, and for as long as the lookup of a name
-    takes: that holds the caller's thread, rather than more and more threads of nobody's."""
+    may raise NotYet itself."""
+    plain = {"Accept-Encoding": "identity"}  # what is packed has any size when it is unpacked
+
+    async def get(path: str, query: Mapping[str, Any]) -> tuple[int, bytes]:
+        url, body = f"http://{address}{path}", bytearray()
+        async with session.get(url, params=query, allow_redirects=False) as answer:
+            async for part in answer.content.iter_any():
+                body += part
+                if len(body) > MAX_BODY:  # no honest server gives it
+                    raise _unreadable(f"an answer of more than {MAX_BODY >> 20} MiB")
+            return answer.status, bytes(body)
+
     try:
-        return asyncio.run(_run(address, question))
+        async with (
+            aiohttp.ClientSession(headers=plain, auto_decompress=False) as session,
+            asyncio.timeout(ASK_S),
+        ):
+            return await question(get)
+    except MixKVError:
+        raise
     except TimeoutError:
         raise NotYet(f"no answer within {ASK_S:.0f} s") from None
     except (aiohttp.ClientError, OSError, ValueError) as error:
         raise NotYet(f"{type(error).__name__}: {error}") from error
-
-
-async def _run(address: str, question: Callable[[Get], Awaitable[T]]) -> T:
-    plain = {"Accept-Encoding": "identity"}  # what is packed has any size when it is unpacked
-    async with aiohttp.ClientSession(headers=plain, auto_decompress=False) as session:
-
-        async def get(path: str, query: Mapping[str, Any]) -> tuple[int, bytes]:
-            url, body = f"http://{address}{path}", bytearray()
-            async with session.get(url, params=query, allow_redirects=False) as answer:
-                async for part in answer.content.iter_any():
-                    body += part
-                    if len(body) > MAX_BODY:
-                        raise TooLong(f"an answer of more than {MAX_BODY >> 20} MiB")
-                return answer.status, bytes(body)
-
-        async with asyncio.timeout(ASK_S):
-            return await question(get)

@@ -19,11 +19,10 @@ class DraftBootstrapServer:
     """Mixed into CommonKVBootstrapServer. `mixkv_rows`: each rank's address, and its row as
     JSON, None without the plugin."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        self.mixkv_rows: dict[tuple[int, ...], tuple[str, bytes | None]] = {}
-        super().__init__(*args, **kwargs)
+    mixkv_rows: dict[tuple[int, ...], tuple[str, bytes | None]]
 
     def _setup_routes(self) -> None:
+        self.mixkv_rows = {}
         super()._setup_routes()  # type: ignore[misc]
         self.app.router.add_get(PATH, self._handle_rows)  # type: ignore[attr-defined]
 

@@ -10,8 +10,8 @@ import os
 from functools import partial
 from typing import Any
 
-from sglang.srt.arg_groups.model_override_base import use_mla_backend
 from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.server_args import ServerArgs
 
 from sglang_mixkv import refusals
@@ -22,12 +22,8 @@ from sglang_mixkv.engine import releases
 def stop_if(unsupported: list[str]) -> None:
     """Stop the process where something is unsupported."""
     if unsupported:
-        releases.stop(
-            "MIXKV-START-03",
-            "this combination is not supported",
-            unsupported,
-            "Change it, or drop the flag",
-        )
+        headline, remedy = "this combination is not supported", "Change it, or drop the flag"
+        releases.stop("MIXKV-START-03", headline, unsupported, remedy)
 
 
 def stop_if_refused(server_args: Any, rules: tuple[refusals.Rule, ...]) -> None:
@@ -39,7 +35,8 @@ def stop_if_refused(server_args: Any, rules: tuple[refusals.Rule, ...]) -> None:
 def has_mla_target(server_args: Any) -> bool:
     """By the model's configuration; False where that cannot be read (arguments made by hand)."""
     try:
-        return bool(use_mla_backend(server_args))
+        model = ModelConfig.from_server_args(server_args)
+        return bool(model.attention_arch == AttentionArch.MLA)
     except Exception:  # of SGLang, transformers or the model's own code
         return False
 
@@ -57,8 +54,7 @@ def check_once(server_args: Any, config: Config) -> None:
     global _checked
     if server_args is _checked:
         return
-    launcher_warned = hasattr(server_args, ATTRIBUTE)
-    releases.preflight(config, replaced_is_fine=True, warns=not launcher_warned)
+    releases.preflight(config, warns=not hasattr(server_args, ATTRIBUTE))  # else its launcher has
     if isinstance(server_args, ServerArgs):
         asked = tuple(rule for rule in releases.rules() if rule is not refusals.SINGLE_SERVER)
         stop_if_refused(server_args, asked)

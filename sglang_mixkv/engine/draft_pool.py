@@ -40,7 +40,7 @@ class Draft(NamedTuple):
 def of_pool(kv_args: Any, pool: Any) -> Draft:
     """Raises MixKVError for a pool whose rows cannot be cut, or of which this would be a part."""
     _check_pool(pool)
-    spec, parallel = get_spec(), get_parallel()
+    spec = get_spec()
     config = ModelConfig.from_server_args(
         get_server_args(),
         model_path=spec.speculative_draft_model_path,
@@ -56,8 +56,7 @@ def of_pool(kv_args: Any, pool: Any) -> Draft:
         dtype=str(pool.dtype).removeprefix("torch."),
         cache_layout=pool.kv_cache_layout,
     )
-    layout = DraftLayout(facts, parallel.attn_tp_size, parallel.attn_tp_rank)
-    _check_heads(layout, pool.head_num)
+    layout = _layout(facts, pool.head_num)
     ptrs, lens, items = pool.get_contiguous_buf_infos()
     kv_args.draft_kv_data_ptrs, kv_args.draft_kv_data_lens = ptrs, lens
     kv_args.draft_kv_item_lens = items
@@ -73,20 +72,18 @@ def of_args(kv_args: Any) -> Draft | None:
     if not len(ptrs):
         _check_appended(kv_args)
         return None
-    parallel, spec = get_parallel(), get_spec()
-    page_size = kv_args.page_size * (parallel.attn_dcp_size or 1)
+    page_size = kv_args.page_size * (get_parallel().attn_dcp_size or 1)
     heads, items = kv_args.draft_kv_head_num, tuple(kv_args.draft_kv_item_lens)
     if any(item % (page_size * heads) for item in items):
         raise _not_cut(f"pages of {items} bytes, of {page_size} tokens x {heads} heads")
     facts = DraftFacts(
         architecture=getattr(kv_args, "draft_architecture", ""),
-        algorithm=spec.speculative_algorithm or "",
+        algorithm=get_spec().speculative_algorithm or "",
         total_heads=kv_args.draft_total_kv_head_num,
         head_bytes=tuple(item // (page_size * heads) for item in items),
         dtype=getattr(kv_args, "draft_kv_dtype", ""),
     )
-    layout = DraftLayout(facts, parallel.attn_tp_size, parallel.attn_tp_rank)
-    _check_heads(layout, heads)
+    layout = _layout(facts, heads)
     rows = DraftRows.at(ptrs, kv_args.draft_kv_data_lens, items, page_size, layout.heads)
     return Draft(layout, rows, page_size)
 
@@ -131,12 +128,15 @@ def _check_pool(pool: Any) -> None:
         raise _not_cut(f"{name} with layout {getattr(pool, 'kv_cache_layout', None)}")
 
 
-def _check_heads(layout: DraftLayout, found: int) -> None:
+def _layout(facts: DraftFacts, found: int) -> DraftLayout:
+    parallel = get_parallel()
+    layout = DraftLayout(facts, parallel.attn_tp_size, parallel.attn_tp_rank)
     if found != len(layout.heads):
         raise _not_cut(
             f"a pool of {found} heads where rank {layout.rank} of {layout.tp} should have "
             f"{len(layout.heads)} of {layout.facts.total_heads}"
         )
+    return layout
 
 
 def _not_whole(got: str) -> MixKVError:

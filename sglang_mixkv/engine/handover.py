@@ -34,28 +34,39 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
     whole = getattr(pool, "full_kv_pool", pool)
     hidden = whole if has_heads(whole) else None
     _thread.handed = Handed(hidden, getattr(queue, "scheduler", None))
-    try:
-        if hidden is None:
-            return original(queue)
+    if hidden is not None:
         queue.draft_token_to_kv_pool = None
-        try:
-            return original(queue)
-        finally:
-            queue.draft_token_to_kv_pool = pool
+    try:
+        return original(queue)
     finally:
+        queue.draft_token_to_kv_pool = pool
         del _thread.handed
 
 
+def around_extend(original: Callable[..., Any], queue: Any, decode_reqs: Any) -> Any:
+    """Around DecodeTransferQueue.extend."""
+    found = original(queue, decode_reqs)
+    after_extend(queue, decode_reqs)
+    return found
+
+
 def after_extend(_queue: Any, decode_reqs: Any) -> None:
-    """After DecodeTransferQueue.extend: each room learns its request."""
+    """Each room learns its request."""
     for one in decode_reqs:
         handle = getattr(getattr(one, "kv_receiver", None), "handle", None)
         if handle is not None:
             handle.request = getattr(one, "req", None)
 
 
+def around_resume(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around DecodePreallocQueue.resume_retracted_reqs."""
+    resumed = original(queue, *args, **kwargs)
+    after_resume(resumed, queue)
+    return resumed
+
+
 def after_resume(resumed: Any, queue: Any) -> None:
-    """After DecodePreallocQueue.resume_retracted_reqs: these requests have new rows."""
+    """These requests have new rows."""
     retracted = getattr(queue.kv_manager, "retracted", None)
     if retracted is not None:
         for request in resumed or ():
@@ -63,10 +74,6 @@ def after_resume(resumed: Any, queue: Any) -> None:
 
 
 def has_heads(pool: Any) -> bool:
-    """Whether its rows are K and V heads, and nothing else of it travels as SGLang's state."""
-    if pool is None:
-        return False
-    from sglang.srt.disaggregation.utils import is_mla_backend
-
-    index_keys = getattr(pool, "index_k_with_scale_buffer", None)
-    return not is_mla_backend(pool) and hasattr(pool, "k_buffer") and not index_keys
+    """Whether its rows are K and V heads (pools of latent rows have one `kv_buffer`), and nothing
+    else of it travels as SGLang's state."""
+    return hasattr(pool, "k_buffer") and not getattr(pool, "index_k_with_scale_buffer", None)

@@ -116,12 +116,6 @@ class DraftManager:
             return bool(super().try_ensure_parallel_info(bootstrap_addr))  # type: ignore[misc]
         return self.servers.ensure(bootstrap_addr)
 
-    def _handle_node_failure(self, failed_bootstrap_addr: str) -> None:
-        """From SGLang's heartbeat thread. It may be wrong: the next request asks anew."""
-        if self.servers is not None:
-            self.servers.forget(failed_bootstrap_addr)
-        super()._handle_node_failure(failed_bootstrap_addr)  # type: ignore[misc]
-
     def _forget_peer(self, peer: bytes) -> None:
         """From the channel's thread: another instance is where this one was."""
         self._forget_server(server_of(peer))
@@ -133,8 +127,7 @@ class DraftManager:
 
     def _forget_server(self, address: str) -> None:
         """With what SGLang knows of it: its heartbeats have not noticed the restart."""
-        if self.servers is None:
-            return
+        assert self.servers is not None
         self.servers.forget(address)
         with self.connection_lock:  # type: ignore[attr-defined]
             pool = self.connection_pool  # type: ignore[attr-defined]
@@ -153,18 +146,6 @@ class DraftManager:
             logger.exception("[MIXKV-SELF-01] draft rows of a resumed request are not cleared")
 
     # -- both
-
-    def teardown(self) -> None:
-        super().teardown()  # type: ignore[misc]
-        self.close_channel()
-
-    def close_channel(self) -> None:
-        if self.prefill_channel is not None:
-            self.prefill_channel.close()
-        if self.servers is not None:
-            self.servers.close()
-        if self.decode_channel is not None:
-            self.decode_channel.shut()
 
     def check_integrity(self) -> list[str]:
         """What is wrong with an idle rank: ended threads, and anything left of a room."""

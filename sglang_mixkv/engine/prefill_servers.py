@@ -8,7 +8,7 @@ refused gets a stand-in in SGLang's table, so that its requests reach `receiver.
 at once, with the reason.
 
 Any address that a request names is asked, so a server may be hung, or hostile. Each is asked and
-connected to in a thread of its own (workers.py), and after a failure not before as long a pause.
+connected to in a thread of its own, and after a failure not before as long a pause.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, wait
 from typing import Any
 
 from sglang_mixkv.decode.events import Peer
@@ -24,35 +25,75 @@ from sglang_mixkv.decode.plan import Pairing, contacts_of, judge, make_plan
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.facts import Row
 from sglang_mixkv.engine.asking import Rows, fetch
-from sglang_mixkv.engine.refused import Ranks, RefusedRequests, ranks_of
-from sglang_mixkv.engine.workers import Patience, Work, Workers
+from sglang_mixkv.engine.refused import RefusedRequests
 from sglang_mixkv.errors import MixKVError
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-FIRST_WAIT_S = 0.2  # the scheduler waits so long for a new server at most, over all its calls
+WAITS_S, WAIT_SHARE = 0.4, 0.05  # the scheduler's, for new servers: at once; of its time
+QUICK_S = 0.2  # the scheduler waits for servers whose last answer took no longer
+AT_ONCE, SLOW_AT_ONCE = 128, 64  # threads
 AGAIN_S, PAUSE_S = 1.0, 4.0  # before a server is asked again: if it was refused; at most
 CHECK_S = 5.0  # between two looks at the facts of a server that is ready
 KNOWN_S = 60.0  # a server that is not ready is forgotten if nobody has asked for it since
-RANKS_S = 10.0  # the ranks of a refused server are asked for anew after that
+
+
+class Threads:
+    """One for each piece of work: a server that is hung holds its own thread, and nobody else's.
+    Slow servers have threads of their own, so that a new one need not wait for them."""
+
+    def __init__(self) -> None:
+        self._free = threading.Semaphore(AT_ONCE), threading.Semaphore(SLOW_AT_ONCE)
+
+    def start(self, do: Callable[[], Any], *, slow: bool) -> Future[Any] | None:
+        """None where no thread is left for it."""
+        work, free = Future[Any](), self._free[slow]
+
+        def run() -> None:
+            try:
+                work.set_result(do())
+            except BaseException as error:
+                work.set_exception(error)
+            finally:
+                free.release()
+
+        if not free.acquire(blocking=False):
+            return None
+        try:
+            threading.Thread(target=run, name="mixkv-ask", daemon=True).start()
+        except RuntimeError:  # the process has no more
+            free.release()
+            return None
+        return work
+
+
+class Patience:
+    """Of a thread that must not stand still: WAITS_S at once, and WAIT_SHARE of its time in the
+    long run. One that is waited for gets half of what is left, so that there is always some."""
+
+    def __init__(self) -> None:
+        self._left, self._seen = WAITS_S, time.monotonic()
+
+    def wait(self, work: Future[Any]) -> None:
+        began = time.monotonic()
+        self._left = min(WAITS_S, self._left + WAIT_SHARE * (began - self._seen))
+        wait([work], self._left / 2)
+        self._seen = time.monotonic()
+        self._left -= self._seen - began
 
 
 class _Server:
-    """Fields are the scheduler's, but `peers`, `ready` and `gone`, which change under the lock.
-    `work`: what a thread does for it now, or `check` for one that is ready."""
+    """Fields are the scheduler's, but `took`, and `peers`, `ready` and `gone`, which change under
+    the lock. `work`: what a thread does for it now. `took`: seconds that the last work did."""
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self.asked = self.again = 0.0
-        self.patience = FIRST_WAIT_S
-        self.work: Work | None = None
-        self.failed = False  # once at least
+        self.asked = self.again = self.took = 0.0
+        self.work: Future[Any] | None = None
         self.silent = ""  # why it could not answer last
         self.rows: Rows | None = None
         self.info: Any = None  # SGLang's, until it may be seen
         self.reason: MixKVError | None = None
-        self.ranks: Ranks = []  # of one that is refused, once they are known
-        self.ranks_asked = -RANKS_S
         self.peers: list[Peer] = []
         self.ready = self.gone = False
         self.pairings: dict[tuple[int, ...], Pairing] = {}  # by identity of SGLang's entries
@@ -63,7 +104,8 @@ class PrefillServers:
     `table`. `forget`: takes a server whose ranks were restarted unnoticed, and calls `forget` here.
 
     The scheduler's thread calls `ensure`, `refusal`, `pairing` and `notify_refused`. `forget` and
-    `check` may be called in any thread; they do not block.
+    `check` may be called in any thread; they do not block. A server that SGLang takes from `table`,
+    as its heartbeats do, is asked and connected to anew.
     """
 
     def __init__(
@@ -82,9 +124,10 @@ class PrefillServers:
         self._stand_in, self._serve_mismatch = stand_in, serve_mismatch
         self._refused, self._forget = refused, forget or self.forget
         self._lock = threading.Lock()
-        self._servers: dict[str, _Server] = {}  # those asked for last are the last
-        self._workers, self._patience = Workers(), Patience()
+        self._servers: dict[str, _Server] = {}
+        self._threads, self._patience = Threads(), Patience()
         self._refused_requests = RefusedRequests()
+        self.notify_refused = self._refused_requests.add
 
     # -- the scheduler's thread
 
@@ -101,15 +144,12 @@ class PrefillServers:
     def _find(self, address: str) -> _Server:
         now = time.monotonic()
         with self._lock:
-            server = self._servers.pop(address, None) or _Server(address)
-            self._servers[address] = server
+            for one in list(self._servers.values()):
+                over = one.ready or one.asked < now - KNOWN_S
+                if over and one.address not in self._table:
+                    self._drop(self._servers.pop(one.address))
+            server = self._servers.setdefault(address, _Server(address))
             server.asked = now
-            while (oldest := next(iter(self._servers.values()))).asked < now - KNOWN_S:
-                del self._servers[oldest.address]
-                if oldest.address in self._table:
-                    self._servers[oldest.address], oldest.asked = oldest, now
-                else:
-                    self._drop(oldest)
         return server
 
     def _step(self, server: _Server) -> bool:
@@ -123,7 +163,7 @@ class PrefillServers:
             server.info = self._sglangs(server.address)
             if server.info is None:
                 return False
-        if not server.ready and not self._do(server, self._connect):
+        if not self._do(server, self._connect):
             return False
         with self._lock:
             if server.gone:
@@ -141,16 +181,36 @@ class PrefillServers:
             raise MixKVError("MIXKV-PAIR-03", f"SGLang refuses it: {error}") from error
         return self._table.pop(address, None) if resolved else None
 
+    def _do(self, server: _Server, step: Callable[[_Server], Any]) -> Any:
+        """What `step` returns or raises, in a thread of its own; None until then. The scheduler
+        waits a moment for a new server, so that its first request loses no second."""
+        if server.work is None and time.monotonic() >= server.again:
+            slow = server.took > QUICK_S
+            server.work = self._threads.start(lambda: _timed(server, step), slow=slow)
+            if server.work is not None and not slow:
+                self._patience.wait(server.work)
+        if server.work is None or not server.work.done():
+            return None
+        done, server.work = server.work, None
+        if done.exception() is not None:
+            server.again = time.monotonic() + min(server.took, PAUSE_S)
+        try:
+            return done.result()
+        except MixKVError:
+            raise
+        except Exception as error:  # NotYet, or what nobody expects: the scheduler goes on
+            server.reason = None
+            if str(error) != server.silent:
+                server.silent, address = str(error), server.address
+                logger.warning("[MIXKV-MSG-02] sglang-mixkv: no facts of %s: %s", address, error)
+            return None
+
     def _refuse(self, server: _Server, error: MixKVError) -> bool:
-        now = time.monotonic()
-        if server.reason is None or str(server.reason) != str(error):
-            logger.error("sglang-mixkv refuses prefill server %s: %s", server.address, error)
         if error is not server.reason:
-            server.again = max(server.again, now + AGAIN_S)
+            if str(error) != str(server.reason):
+                logger.error("sglang-mixkv refuses prefill server %s: %s", server.address, error)
+            server.again = max(server.again, time.monotonic() + AGAIN_S)
         server.reason, server.rows, server.info = error, None, None
-        if now - server.ranks_asked > RANKS_S:
-            server.ranks_asked = now
-            self._workers.start(lambda: self._ask_ranks(server), failed=True)
         with self._lock:
             self._hang_up(server)
             if not server.gone:
@@ -166,11 +226,6 @@ class PrefillServers:
         self._refused(server.reason)
         return f"prefill server {address} is refused: {server.reason}"
 
-    def notify_refused(self, address: str, receiver: Any) -> None:
-        server = self._servers.get(address)
-        if server is not None:
-            self._refused_requests.add(lambda: server.ranks, receiver)
-
     def pairing(self, address: str, infos: Sequence[Any]) -> Pairing:
         """With the ranks of these `bootstrap_infos`. Raises MixKVError where they do not fit."""
         server = self._servers.get(address)
@@ -179,9 +234,10 @@ class PrefillServers:
         key = tuple(map(id, infos))
         found = server.pairings.get(key)
         if found is None:
-            rows: Mapping[tuple[str, int], Row] = server.rows or {}
             mismatch, contacts = self._serve_mismatch, contacts_of(infos)
-            plan = make_plan(contacts, rows, self._own, serve_mismatch=mismatch, server=address)
+            plan = make_plan(
+                contacts, server.rows or {}, self._own, serve_mismatch=mismatch, server=address
+            )
             found = server.pairings[key] = Pairing(infos, plan)
             for difference in plan.differences:
                 logger.warning("[MIXKV-PAIR-06] prefill server %s: %s", address, difference)
@@ -190,7 +246,7 @@ class PrefillServers:
     # -- any thread
 
     def forget(self, address: str) -> None:
-        """It has failed, or was restarted: the next request asks anew, and connects anew."""
+        """It was restarted: the next request asks anew, and connects anew."""
         with self._lock:
             self._table.pop(address, None)
             server = self._servers.pop(address, None)
@@ -203,15 +259,7 @@ class PrefillServers:
             server, now = self._servers.get(address), time.monotonic()
             if server is not None and server.ready and now >= server.again:
                 server.again = now + CHECK_S
-                self._workers.start(lambda: self._look_again(server), failed=True)
-
-    def close(self) -> None:
-        self._refused_requests.close()
-        self._workers.close()
-        with self._lock:
-            for server in self._servers.values():
-                self._drop(server)
-            self._servers.clear()
+                self._threads.start(lambda: self._look_again(server), slow=True)
 
     def _drop(self, server: _Server) -> None:
         """The caller has the lock."""
@@ -223,42 +271,23 @@ class PrefillServers:
         while server.peers:
             self._channel.drop(server.peers.pop())
 
-    # -- work
-
-    def _do(self, server: _Server, work: Callable[[_Server], Any]) -> Any:
-        """What `work` returns or raises, in a thread of its own; None until then. The scheduler
-        waits a moment for a new server, so that its first request loses no second."""
-        if server.work is None and time.monotonic() >= server.again:
-            server.work = self._workers.start(lambda: work(server), failed=server.failed)
-        if server.work is None:
-            return None
-        server.patience -= self._patience.wait(server.work, max(0.0, server.patience))
-        if not server.work.done():
-            return None
-        done, server.work = server.work, None
-        if done.exception() is not None:
-            server.failed, server.again = True, time.monotonic() + min(done.took, PAUSE_S)
-        try:
-            return done.result()
-        except MixKVError:
-            raise
-        except Exception as error:  # NotYet, or what nobody expects: the scheduler goes on
-            server.reason = None
-            if str(error) != server.silent:
-                server.silent, address = str(error), server.address
-                logger.warning("[MIXKV-MSG-02] sglang-mixkv: no facts of %s: %s", address, error)
-            return None
+    # -- work of threads
 
     def _fetch(self, server: _Server) -> Rows:
         rows = fetch(server.address)
         judge(rows.values(), self._own, serve_mismatch=self._serve_mismatch)
         return rows
 
-    def _ask_ranks(self, server: _Server) -> None:
-        server.ranks = ranks_of(server.address)
+    def _look_again(self, server: _Server) -> None:
+        try:
+            rows: Rows | None = fetch(server.address)
+        except MixKVError:
+            rows = None
+        if rows != server.rows and not server.gone:
+            self._forget(server.address)
 
     def _connect(self, server: _Server) -> bool:
-        for row in self._to_connect(server):
+        for row in _to_connect(server):
             try:
                 link = self._channel.dial(row, server.address)
             except Exception as error:
@@ -268,29 +297,29 @@ class PrefillServers:
                     f"{error!r}. Open that port from decode to prefill; SGLANG_MIXKV_PORT fixes it",
                 ) from error
             with self._lock:
-                gone = server.gone
-                if not gone:
+                if not server.gone:
                     server.peers.append(link.peer)
                     self._channel.add(link)
-            if gone:
-                self._channel.hang_up(link)
-                break
+                    continue
+            self._channel.hang_up(link)
+            break
         return True
 
-    def _to_connect(self, server: _Server) -> Iterable[Row]:
-        """Rows of the ranks of the drafter's stage that this rank's requests can contact."""
-        rows = (server.rows or {}).values()
-        stage = max((row.pp_rank for row in rows if row.draft), default=None)
-        ranks = set(server.info.target_tp_ranks)
-        return {
-            row.instance: row for row in rows
-            if row.pp_rank == stage and row.attn_tp_rank in ranks and row.address
-        }.values()  # fmt: skip
 
-    def _look_again(self, server: _Server) -> None:
-        try:
-            rows: Rows | None = fetch(server.address)
-        except MixKVError:
-            rows = None
-        if rows != server.rows and not server.gone:
-            self._forget(server.address)
+def _timed(server: _Server, step: Callable[[_Server], Any]) -> Any:
+    began = time.monotonic()
+    try:
+        return step(server)
+    finally:
+        server.took = time.monotonic() - began
+
+
+def _to_connect(server: _Server) -> Iterable[Row]:
+    """Rows of the ranks of the drafter's stage that this rank's requests can contact."""
+    rows = (server.rows or {}).values()
+    stage = max((row.pp_rank for row in rows if row.draft), default=None)
+    ranks = set(server.info.target_tp_ranks)
+    return {
+        row.instance: row for row in rows
+        if row.pp_rank == stage and row.attn_tp_rank in ranks and row.address
+    }.values()  # fmt: skip

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 import torch
+from sglang.srt.distributed.device_communicators.mooncake_transfer_engine import (
+    get_ib_devices_for_gpu,
+)
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_device, get_spec
+from sglang.srt.runtime_context import get_spec
 
 from sglang_mixkv import __version__
 from sglang_mixkv.channel import planes
@@ -47,7 +51,7 @@ class RankContext:
         if self.draft is not None:
             check_slots(self.draft.layout, self.slot_bytes)
         self.aux_item_lens = tuple(kv_args.aux_item_lens)
-        self.ib_device = getattr(kv_args, "ib_device", None) or ""
+        self.kv_args = kv_args
         self.backend, self.mode = backend, mode
         self.choice = planes.choose(backend, self.config.data_plane)
         self.times = times(self.config.patience)
@@ -81,7 +85,8 @@ class RankContext:
 
     def plane(self, staging: Staging, host: str) -> DataPlane:
         """Registered, so that its endpoint is valid."""
-        plane = planes.make(self.choice.name, host, self.ib_device, self.config.nixl_params)
+        devices = rdma_devices(self.kv_args)
+        plane = planes.make(self.choice.name, host, devices, self.config.nixl_params)
         memory = Memory(staging.address, staging.size, _index(staging.device))
         plane.register(memory, staging.address + SPARE)  # of slot 0
         return plane
@@ -127,6 +132,16 @@ class RankContext:
         return base and base + int(getattr(manager.kv_args, "gpu_id", 0) or 0)
 
 
+def rdma_devices(kv_args: Any) -> str:
+    """Of this rank's GPU, joined by commas: --disaggregation-ib-device may name them for each GPU,
+    as JSON or in a file. Without RDMA SGLang does not look at it (MooncakeTransferEngine.__init__).
+    """
+    if os.environ.get("MC_FORCE_TCP") == "1":
+        return ""
+    given = getattr(kv_args, "ib_device", None)
+    return get_ib_devices_for_gpu(given, int(getattr(kv_args, "gpu_id", 0) or 0)) or ""
+
+
 def times(patience: float) -> Times:
     """SGLang's own DeferredBootstrap knows a request that is not here yet for as long
     (disaggregation/common/conn.py, CommonKVManager.__init__)."""
@@ -151,7 +166,7 @@ def check_slots(layout: DraftLayout, size: int) -> None:
 def forward_event(scheduler: Any) -> Any:
     """An event behind all that is queued on SGLang's forward stream; None without a GPU."""
     stream = getattr(scheduler, "forward_stream", None)
-    if stream is None or get_device().device != "cuda":
+    if not isinstance(stream, torch.cuda.Stream):
         return None
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(stream)

@@ -53,7 +53,6 @@ class DraftReceiver:
             self._take(servers.pairing(self.bootstrap_addr, self.bootstrap_infos))
         except MixKVError as error:
             self._fail(str(error))
-            self.ensure_abort_notified()  # type: ignore[attr-defined]
 
     def _take(self, pairing: Pairing) -> None:
         """Raises MixKVError where SGLang counts this request's answers otherwise."""
@@ -134,17 +133,12 @@ class DraftReceiver:
             return KVPoll.Transferring
         if handle.state is ev.State.FAILED:
             self._fail(f"[MIXKV-SELF-01] draft rows could not be cleared: {handle.reason}")
-            self.ensure_abort_notified()  # type: ignore[attr-defined]
             return KVPoll.Failed
         return status
 
     def clear(self) -> None:
         self._close("")
         super().clear()  # type: ignore[misc]
-
-    def abort(self) -> None:
-        self._close("aborted on decode")
-        super().abort()  # type: ignore[misc]
 
     def failure_exception(self) -> None:
         self._close("failed on decode")
@@ -155,7 +149,8 @@ class DraftReceiver:
             self.kv_mgr.decode_channel.close(self.handle, reason)
 
     def _fail(self, reason: str) -> None:
+        """SGLang's poll returns `conclude_state`. Prefill is notified where its ranks are known."""
         logger.error("sglang-mixkv fails room %s: %s", self.bootstrap_room, reason)
         self.kv_mgr.record_failure(self.bootstrap_room, f"sglang-mixkv: {reason}")
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Failed)
         self.conclude_state = KVPoll.Failed
+        self.ensure_abort_notified()  # type: ignore[attr-defined]

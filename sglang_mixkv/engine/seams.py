@@ -47,15 +47,11 @@ OVERRIDDEN = (
          ("url", "payload")),
     Seam(f"{_MANAGER}.try_ensure_parallel_info", "waits for the facts and connections of prefill",
          ("bootstrap_addr",)),
-    Seam(f"{_MANAGER}._handle_node_failure", "a server that failed is asked anew",
-         ("failed_bootstrap_addr",)),
-    Seam("sglang.srt.disaggregation.base.conn:BaseKVManager.teardown", "ends the channel"),
     Seam(f"{_SENDER}.init", "begins a room", ("num_kv_indices",)),
     Seam(f"{_SENDER}.send", "hands a chunk to the channel, too", ("kv_indices",)),
     Seam(f"{_SENDER}.poll", "Success once everything is packed"),
     Seam(f"{_SENDER}.failure_exception", "ends a room"),
     Seam(f"{_SENDER}.pop_decode_prefix_len", "the number of the first token that is sent"),
-    Seam(f"{_SENDER}.get_transfer_metric", "adds the drafter's bytes"),
     Seam(f"{_SENDER}.clear", "ends a room"),
     Seam(f"{_SENDER}.abort", "ends a room"),
     Seam(f"{_RECEIVER}.init", "refuses a prefill server before its metadata", ("prefill_dp_rank",)),
@@ -64,8 +60,6 @@ OVERRIDDEN = (
     Seam(f"{_RECEIVER}.poll", "Success once draft KV is in place, or cleared"),
     Seam(f"{_RECEIVER}.failure_exception", "ends a room"),
     Seam(f"{_RECEIVER}.clear", "ends a room"),
-    Seam(f"{_RECEIVER}.abort", "ends a room"),
-    Seam(f"{_BOOTSTRAP}.__init__", "the rows of prefill ranks"),
     Seam(f"{_BOOTSTRAP}._setup_routes", "GET /mixkv"),
     Seam(f"{_BOOTSTRAP}._handle_route_put", "takes a rank's row out of its registration",
          ("request",)),
@@ -73,32 +67,21 @@ OVERRIDDEN = (
 CALLED = (
     Seam(f"{_BOOTSTRAP}._is_ready", "no rows before all ranks have registered"),
     Seam(f"{_MANAGER}.record_failure", "why a request fails", ("bootstrap_room", "failure_reason")),
-    Seam(f"{_MANAGER}.update_status", "a request fails", ("bootstrap_room", "status")),
     Seam(f"{_RECEIVER}.ensure_abort_notified", "prefill is notified of a request that fails here"),
     Seam("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "checks at start",
          ("name",)),
-    Seam("sglang.srt.arg_groups.model_override_base:use_mla_backend", "whether a target has heads",
-         ("server_args",)),
+    Seam("sglang.srt.distributed.device_communicators.mooncake_transfer_engine:"
+         "get_ib_devices_for_gpu", "RDMA devices of this GPU", ("ib_device_str", "gpu_id")),
     Seam("sglang.srt.arg_groups.overrides:resolved_view", "what flags became", ("server_args",)),
-    Seam("sglang.srt.configs.model_config:ModelConfig.from_server_args", "the drafter's KV heads",
+    Seam("sglang.srt.configs.model_config:ModelConfig.from_server_args", "KV heads of a model",
          ("server_args", "model_path", "model_revision", "is_draft_model")),
-    Seam("sglang.srt.disaggregation.utils:is_mla_backend", "which pools have heads",
-         ("target_kv_pool",)),
     Seam("sglang.srt.disaggregation.utils:DisaggregationMode.to_engine_type", "a metrics label",
          ("mode",)),
     Seam("sglang.srt.plugins.hook_registry:HookRegistry.register", "hooks",
          ("target", "hook", "hook_type")),
-    Seam("sglang.srt.plugins.hook_registry:HookRegistry.apply_hooks", "a hook that comes later"),
     *(Seam(f"{_CONTEXT}:{name}", "this process's configuration") for name in (
-        "get_device", "get_disagg", "get_observability", "get_parallel", "get_server_args",
+        "get_disagg", "get_observability", "get_parallel", "get_server_args",
         "get_serving", "get_spec")),
 )
-RELIED_ON = (
-    Seam("sglang.srt.speculative.base_spec_worker:BaseSpecWorker._build_hicache_draft_plan",
-         "a prefix that comes back from the host brings its draft KV"),
-    Seam("sglang.srt.mem_cache.kv_cache_builder:maybe_register_hicache_draft",
-         "a prefix that comes back from the host brings its draft KV",
-         ("tree_cache", "draft_plan")),
-)
 # fmt: on
-SEAMS = (*HOOKED, *OVERRIDDEN, *CALLED, *RELIED_ON)
+SEAMS = (*HOOKED, *OVERRIDDEN, *CALLED)

@@ -103,12 +103,6 @@ class DraftSender:
         sent = sum(self.is_send_target), sum(one.is_send_target for one in opened)
         return [] if sent[0] == sent[1] else ["{} decode ranks get target KV, not {}".format(*sent)]
 
-    def get_transfer_metric(self) -> Any:
-        metric = super().get_transfer_metric()  # type: ignore[misc]
-        if self.handle is not None and metric.transfer_total_bytes is not None:
-            metric.transfer_total_bytes += self.handle.bytes
-        return metric
-
     def clear(self) -> None:
         self._end("")
         super().clear()  # type: ignore[misc]

@@ -42,6 +42,10 @@ BEHAVIOURS = [
     (f"{SRT}.decode:DecodePreallocQueue.resume_retracted_reqs",
      r"self\.req_to_token_pool.*return resumed_reqs",
      "resumed requests are returned, with rows in the queue's table"),
+    ("sglang.srt.speculative.base_spec_worker:BaseSpecWorker._build_hicache_draft_plan", r"return",
+     "the host cache knows the drafter's pool"),
+    ("sglang.srt.mem_cache.kv_cache_builder:maybe_register_hicache_draft", r"draft_plan",
+     "a prefix that comes back from the host brings its draft KV"),
 ]  # fmt: skip
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.slots import slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.events import peer_of
@@ -50,23 +55,6 @@ def test_a_server_of_which_a_rank_was_restarted_is_asked_anew() -> None:
     assert list(manager.connection_pool) == [f"{OTHER}_0_0_0"]
 
 
-def test_a_server_that_sglang_gives_up_is_forgotten_first() -> None:
-    """It drops its own table, and the next request asks both."""
-    seen: list[list[str]] = []
-
-    class Stock:
-        def _handle_node_failure(self, address: str) -> None:
-            seen.append([*made.servers.gone, address])
-
-    class Manager(DraftManager, Stock):
-        def __init__(self) -> None:
-            self.servers: Any = Known()
-
-    made = Manager()
-    made._handle_node_failure(ADDRESS)
-    assert seen == [[ADDRESS, ADDRESS]]
-
-
 def test_a_slot_that_holds_no_token_is_refused_with_what_would() -> None:
     facts = DraftFacts("Llama", "EAGLE3", 8, (256,) * 16, "bfloat16")  # 32 KiB a token
     ranks.check_slots(DraftLayout(facts, 1, 0), slot_bytes(2))
@@ -86,3 +74,38 @@ def test_an_open_waits_as_long_as_sglang_lets_a_request_wait(
     for name in names:
         monkeypatch.setenv(name, "600")
     assert ranks.times(2.0) == Times(2.0, 1200)
+
+
+OF_GPUS = json.dumps({"0": "mlx5_0", "1": "mlx5_2,mlx5_3"})
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [(OF_GPUS, "mlx5_2,mlx5_3"), ("FILE", "mlx5_2,mlx5_3"), ("mlx5_0,mlx5_1", "mlx5_0,mlx5_1"),
+     (None, "")],
+)  # fmt: skip
+def test_the_data_plane_has_the_rdma_devices_of_its_gpu_as_sglang_has(
+    given: str | None, taken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its NIXL joins them so, too (nixl/conn.py _resolve_ucx_device_list)."""
+    monkeypatch.delenv("MC_FORCE_TCP", raising=False)
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    monkeypatch.delenv(planes.NIXL_ENV, raising=False)
+    if given == "FILE":
+        given = str(tmp_path / "devices.json")
+        Path(given).write_text(OF_GPUS)
+    made = MagicMock()
+    monkeypatch.setattr(planes, "make", made)
+    rank = ranks.RankContext.__new__(ranks.RankContext)
+    rank.kv_args = SimpleNamespace(ib_device=given, gpu_id=1)
+    rank.choice, rank.config = SimpleNamespace(name="nixl"), SimpleNamespace(nixl_params={})
+    rank.plane(MagicMock(), "127.0.0.1")
+    (_, _, devices, params), _ = made.call_args
+    assert devices == taken
+    _, found = planes.nixl_backend(devices, params)
+    assert found == ({"device_list": taken.replace(",", ", ")} if taken else {})
+    monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_9:1")  # SGLang leaves the choice to it
+    assert planes.nixl_backend(devices, params) == ("UCX", {})
+    monkeypatch.setenv("MC_FORCE_TCP", "1")
+    rank.kv_args.gpu_id = 7  # SGLang does not look at it without RDMA
+    assert ranks.rdma_devices(rank.kv_args) == ""

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from sglang_mixkv import config
-from sglang_mixkv import refusals as startup
-from sglang_mixkv.config import Config, add_flags, config_of, resolve, truth
-from sglang_mixkv.engine import releases as compat
+from sglang_mixkv import config, refusals
+from sglang_mixkv.config import Config, add_flags, config_of, resolve
+from sglang_mixkv.engine import releases
 from sglang_mixkv.engine.seams import Seam
 from sglang_mixkv.errors import MixKVError
 
@@ -31,14 +30,9 @@ def test_flag_over_environment_over_default() -> None:
     assert resolve(None, {"SGLANG_ENABLE_MIXKV": "true"}).enabled
 
 
-@pytest.mark.parametrize(("text", "means"), [("y", True), ("yes", True), ("n", False), ("", False)])
-def test_booleans_are_read_as_sglang_reads_them(text: str, means: bool) -> None:
-    assert truth("SGLANG_ENABLE_MIXKV", {"SGLANG_ENABLE_MIXKV": text}) == means
-
-
 FOLDER = tempfile.gettempdir()
 BOOLEANS: tuple[dict[str, object], tuple[str, ...]] = (
-    {"1": True, "Yes": True, " on ": True, "n": False, "OFF": False}, ("maybe", "2", "-1"),
+    {"1": True, "Yes": True, " on ": True, "y": True, "n": False, "OFF": False}, ("maybe", "-1"),
 )  # fmt: skip
 VALUES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "enabled": BOOLEANS,
@@ -116,6 +110,16 @@ def test_a_variable_that_is_misspelt_is_refused_with_the_nearest(name: str, mean
         resolve(None, {name: "1"})
 
 
+@pytest.mark.parametrize("name", ["DRAFT_TRANSFER", "VERIFY"])
+def test_a_setting_of_an_older_release_is_refused(name: str) -> None:
+    with pytest.raises(
+        MixKVError, match=rf"MIXKV-START-04.* got SGLANG_MIXKV_{name}\..*Unset it\.$"
+    ):
+        resolve(None, {f"SGLANG_MIXKV_{name}": "1"})
+    with pytest.raises(SystemExit):
+        parse(f"--mixkv-{name.lower().replace('_', '-')}=1")
+
+
 @pytest.mark.parametrize("service", ["SGLANG_MIXKV_ROUTER", "SGLANG_MIXKV"])
 def test_what_kubernetes_says_of_a_service_is_no_setting(service: str) -> None:
     """But for one that is called sglang-mixkv, whose address has a setting's name."""
@@ -137,7 +141,7 @@ def test_a_bad_variable_stops_nobody_who_has_not_opted_in(monkeypatch: pytest.Mo
     monkeypatch.setenv(config.PATIENCE_ENV, "nan")
     assert config_of(SimpleNamespace()) == Config()
     monkeypatch.setenv(config.ENABLE_ENV, "1")
-    with pytest.raises(MixKVError, match=config.PATIENCE_ENV):
+    with pytest.raises(SystemExit, match=rf"^\[MIXKV-START-04\] expected {config.PATIENCE_ENV}"):
         config_of(SimpleNamespace())
 
 
@@ -164,13 +168,8 @@ def arguments(**changed: object) -> SimpleNamespace:
     return SimpleNamespace(**base | changed)
 
 
-def refused(args: SimpleNamespace, environ: dict[str, str]) -> list[str]:
-    return startup.broken(startup.ARGUMENT_RULES, args, environ)
-
-
-@pytest.mark.parametrize("algorithm", [None, "none", "EAGLE3", "NGRAM", "DFLASH", "dspark"])
-def test_supported_combination_is_not_refused(algorithm: str | None) -> None:
-    assert refused(arguments(speculative_algorithm=algorithm), {}) == []
+def refused(args: SimpleNamespace, **environ: str) -> list[str]:
+    return refusals.broken(refusals.ARGUMENT_RULES, args, environ)
 
 
 REFUSED = [
@@ -186,12 +185,14 @@ REFUSED = [
         "--enable-memory-saver",
     ),
     ({"enable_kv_cache_sharding": True}, "--enable-kv-cache-sharding"),
-    ({"kv_canary": "log"}, "--kv-canary"),
     ({"speculative_algorithm": "UNO"}, "it has no draft KV that could be moved"),
     ({"speculative_algorithm": "FROZEN_KV_MTP"}, "it has no draft KV that could be moved"),
     ({"enable_multi_layer_eagle": True}, "--enable-multi-layer-eagle"),
     ({"decoupled_spec_role": "drafter"}, "--decoupled-spec-role"),
-    ({"device": "npu"}, "--device"),
+    *(({"device": name}, "--device other") for name in ("npu", "xpu", "musa", "mps", "npu:0")),
+]
+WITH_A_DRAFTER = [
+    ({"kv_canary": "log"}, "--kv-canary"),
     ({"hicache_storage_backend": "file"}, "--hicache-storage-backend"),
     ({"enable_lmcache": True}, "--enable-lmcache"),
     ({"enable_flexkv": True}, "--enable-flexkv"),
@@ -201,79 +202,62 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("changed", "name"), REFUSED)
+@pytest.mark.parametrize(("changed", "name"), [*REFUSED, *WITH_A_DRAFTER])
 def test_each_unsupported_choice_is_refused_by_name(changed: dict, name: str) -> None:
-    (refusal,) = refused(arguments(**changed), {})
+    (refusal,) = refused(arguments(**changed))
     assert name in refusal
 
 
-def test_an_unsupported_variable_is_refused_by_name() -> None:
-    (refusal,) = refused(arguments(), {"SGLANG_RUST_SERVER": "1"})
-    assert "SGLANG_RUST_SERVER" in refusal
+def test_every_rule_is_tested() -> None:
+    hit = {refused(arguments(**changed))[0] for changed, _ in (*REFUSED, *WITH_A_DRAFTER)}
+    assert len(hit) == len(refusals.ARGUMENT_RULES)
 
 
-@pytest.mark.parametrize(
-    "name", ["SGLANG_DISAGG_STAGING_BUFFER", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL"]
-)
-def test_what_concerns_the_targets_kv_alone_is_served(name: str) -> None:
-    assert refused(arguments(), {name: "1"}) == []
-
-
-@pytest.mark.parametrize(("value", "is_mla"), [("1", True), ("1", False), ("0", True)])
-def test_sglangs_staging_buffer_is_refused_with_an_mla_target(value: str, is_mla: bool) -> None:
-    environ = {startup.STAGING_ENV: value}
-    found = startup.broken((), arguments(), environ, lambda: is_mla)
-    assert found == ([startup.STAGING] if is_mla and value == "1" else [])
-
-
-@pytest.mark.parametrize("changed", [{"dcp_size": 2}, {"disaggregation_enable_kv_checksum": True}])
-@pytest.mark.parametrize("backend", startup.BACKENDS)
-def test_context_parallelism_and_sglangs_checksums_are_served(
-    backend: str, changed: dict[str, object]
-) -> None:
-    assert refused(arguments(disaggregation_transfer_backend=backend, **changed), {}) == []
-
-
-REMOVED = [(flag, variable) for flag, variable, _ in config.REMOVED]
-
-
-@pytest.mark.parametrize(("flag", "variable"), REMOVED)
-def test_a_removed_setting_stops_the_start_and_says_what_to_do(
-    flag: str, variable: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        parse(flag, "packed")
-    assert f"{flag} is no longer a setting" in " ".join(capsys.readouterr().err.split())
-    with pytest.raises(ValueError, match=f"{variable} is no longer a setting.*Remove it"):
-        resolve(None, {variable: "auto"})
-    assert not config_of(SimpleNamespace()).enabled  # who has not opted in is left alone
-
-
-def test_every_rule_has_a_test() -> None:
-    hit = {refused(arguments(**changed), {})[0] for changed, _ in REFUSED}
-    assert len(hit) == len(startup.ARGUMENT_RULES)
-
-
-@pytest.mark.parametrize("changed", [changed for changed, _ in REFUSED[-6:]])
 @pytest.mark.parametrize("algorithm", [None, "NGRAM"])
-def test_without_a_drafter_caches_are_left_to_sglang(changed: dict, algorithm: str | None) -> None:
-    assert refused(arguments(speculative_algorithm=algorithm, **changed), {}) == []
+@pytest.mark.parametrize("changed", [changed for changed, _ in WITH_A_DRAFTER])
+def test_without_a_drafter_these_are_left_to_sglang(changed: dict, algorithm: str | None) -> None:
+    assert refused(arguments(speculative_algorithm=algorithm, **changed)) == []
 
 
-@pytest.mark.parametrize("device", [None, "cuda", "cuda:1", "cpu"])
-def test_a_supported_or_unset_device_is_not_refused(device: str | None) -> None:
-    assert refused(arguments(device=device), {}) == []
+HOST_CACHE = {"enable_hierarchical_cache": True, "disaggregation_decode_enable_radix_cache": True}
 
 
-@pytest.mark.parametrize("device", ["npu", "xpu", "hpu", "musa", "mps", "npu:0"])
-def test_any_other_device_is_refused(device: str) -> None:
-    (refusal,) = refused(arguments(device=device), {})
-    assert "--device other than cuda and cpu" in refusal
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "dspark", "none"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"disaggregation_mode": "prefill", **HOST_CACHE},
+        {"disaggregation_mode": "decode", **HOST_CACHE},
+        *({"disaggregation_transfer_backend": name} for name in refusals.BACKENDS),
+        {"dcp_size": 2},
+        {"disaggregation_enable_kv_checksum": True},
+        *({"device": device} for device in (None, "cuda", "cuda:1", "cpu")),
+    ],
+    ids=str,
+)
+def test_what_is_supported_is_not_refused(changed: dict, algorithm: str) -> None:
+    assert refused(arguments(speculative_algorithm=algorithm, **changed)) == []
+
+
+@pytest.mark.parametrize("is_mla", [True, False])
+@pytest.mark.parametrize(
+    ("environ", "count"),
+    [({"SGLANG_RUST_SERVER": "1"}, (1, 1)), ({refusals.STAGING_ENV: "1"}, (0, 1)),
+     ({refusals.STAGING_ENV: "0"}, (0, 0)), ({"SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "1"}, (0, 0))],
+)  # fmt: skip
+def test_a_variable_is_refused_by_name(
+    environ: dict[str, str], count: tuple[int, int], is_mla: bool
+) -> None:
+    """SGLang's staging buffer with an MLA target alone."""
+    found = refusals.broken((), arguments(), environ, lambda: is_mla)
+    assert len(found) == count[is_mla]
+    assert all(text.startswith(f"{next(iter(environ))}=1 ") for text in found)
 
 
 def test_a_missing_seam_and_a_missing_parameter_are_named() -> None:
     def problem(name: str, *parameters: str) -> str | None:
-        return compat.seam_problem(Seam(f"sglang_mixkv.config:{name}", "", parameters))
+        return releases.seam_problem(Seam(f"sglang_mixkv.config:{name}", "", parameters))
 
     assert "found none" in str(problem("gone"))
     assert "expected parameters ['other']; found ('name', 'environ')" in str(
@@ -282,71 +266,41 @@ def test_a_missing_seam_and_a_missing_parameter_are_named() -> None:
     assert problem("truth", "name") is None  # SGLang may have more
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "NEXTN", "STANDALONE", "DFLASH", "DSPARK"])
-@pytest.mark.parametrize("mode", ["prefill", "decode"])
-def test_the_host_cache_is_served_with_a_drafter(mode: str, algorithm: str) -> None:
-    chosen = {"disaggregation_mode": mode, "disaggregation_decode_enable_radix_cache": True}
-    args = arguments(enable_hierarchical_cache=True, speculative_algorithm=algorithm, **chosen)
-    assert refused(args, {}) == []
-
-
-def test_storage_is_refused_at_run_time_where_it_is_at_start() -> None:
-    args = arguments(hicache_storage_backend="file")
-    assert startup.storage_refusal(arguments()) == refused(args, {})[0]
-    assert startup.storage_refusal(arguments(speculative_algorithm="NGRAM")) is None
-
-
 UNSERVED = {
-    "Decode's radix cache with a drafter": {"disaggregation_decode_enable_radix_cache": True},
-    "Hierarchical cache on decode with a drafter": {
-        "enable_hierarchical_cache": True, "speculative_algorithm": "DSPARK",
-        "disaggregation_decode_enable_radix_cache": True,
-    },
-    "`--dcp-size` above 1 with a drafter": {"dcp_size": 2},
-}  # fmt: skip
+    releases.RADIX_CACHE: {"disaggregation_decode_enable_radix_cache": True},
+    releases.HOST_CACHE_ON_DECODE: {**HOST_CACHE, "speculative_algorithm": "DSPARK"},
+    releases.DCP: {"dcp_size": 2},
+}
 
 
-@pytest.mark.parametrize("feature", UNSERVED)
+@pytest.mark.parametrize("rule", UNSERVED, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("release", [*releases.UNSERVED, "99.0"])
 def test_what_a_release_does_not_serve_is_refused_there(
-    feature: str, monkeypatch: pytest.MonkeyPatch
+    release: str, rule: refusals.Rule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for release in compat.RELEASES:
-        monkeypatch.setattr(compat, "sglang_version", lambda version=release.version: version)
-        host_receive = {"disaggregation_decode_host_receive_threshold": release.no_host_receive}
-        args = arguments(**UNSERVED[feature], **host_receive)
-        found = startup.broken(compat.rules(), args, {})
-        assert len(found) == (feature in release.unserved), release.version
-        assert startup.broken(compat.rules(), arguments(**host_receive), {}) == []
+    """An untested one is taken for the newest."""
+    monkeypatch.setattr(releases, "sglang_version", lambda: release)
+    refused_there = releases.UNSERVED.get(release, releases.UNSERVED["0.5.23"])
+    off, on = (0, 1) if release == "0.5.21" else (1, 0.9)
 
+    def broken(threshold: float, **changed: object) -> list[str]:
+        changed["disaggregation_decode_host_receive_threshold"] = threshold
+        return refusals.broken(releases.rules(), arguments(**changed), {})
 
-@pytest.mark.parametrize(("version", "on"), [("0.5.21", 1), ("0.5.22", 0.9), ("0.5.23", 0)])
-def test_host_receive_is_refused_where_it_is_on(
-    version: str, on: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """0.5.21 has it on above 0, later releases below 1."""
-    monkeypatch.setattr(compat, "sglang_version", lambda: version)
-    args = arguments(disaggregation_decode_host_receive_threshold=on)
-    (text,) = startup.broken(compat.rules(), args, {})
+    assert broken(off) == []
+    assert broken(off, **UNSERVED[rule]) == [str(rule)] * (rule in refused_there)
+    (text,) = broken(on)
     assert text.startswith("--disaggregation-decode-host-receive-threshold other than")
-
-
-def test_each_release_serves_all_or_says_what_not() -> None:
-    everything = {feature for release in compat.RELEASES for feature in release.unserved}
-    assert everything == set(UNSERVED)
+    assert set(refused_there[1:]) <= set(UNSERVED)
 
 
 def test_the_version_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The release is asked for with each request."""
     read: list[str] = []
-    monkeypatch.setattr("importlib.metadata.version", lambda name: read.append(name) or "0.5.23")
-    compat.sglang_version.cache_clear()
+    monkeypatch.setattr("importlib.metadata.version", lambda name: read.append(name) or "0.5.22")
+    releases.sglang_version.cache_clear()
     try:
-        assert {compat.here().version for _ in range(3)} == {"0.5.23"}
+        assert {releases.sglang_version() for _ in range(3)} == {"0.5.22"}
     finally:
-        compat.sglang_version.cache_clear()
+        releases.sglang_version.cache_clear()
     assert read == ["sglang"]
-
-
-def test_an_untested_release_has_the_rules_of_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "sglang_version", lambda: "99.0")
-    assert compat.here() is compat.RELEASES[-1]

@@ -1,4 +1,4 @@
-"""What hung, hostile and gone prefill servers cost a decode rank, and who is told of a refusal."""
+"""What hung, hostile and gone prefill servers cost a decode rank, and who is notified."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import random
-import socket
 import sys
 import threading
 import time
@@ -26,10 +25,10 @@ from sglang_mixkv.channel.data_plane import Endpoint
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import links
-from sglang_mixkv.engine import asking, prefill_servers, refused, workers
+from sglang_mixkv.engine import asking, prefill_servers, refused
 from sglang_mixkv.engine.asking import NotYet, fetch
+from sglang_mixkv.engine.prefill_servers import Threads
 from sglang_mixkv.engine.refused import RefusedRequests
-from sglang_mixkv.engine.workers import Workers
 from sglang_mixkv.errors import MixKVError
 
 NO_ROUTE, NOBODY = (404, b""), "127.0.0.1:1"
@@ -107,20 +106,20 @@ def test_a_server_does_not_wait_for_those_that_are_hung(
 def test_the_scheduler_waits_for_all_new_servers_together_as_long_as_for_two(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    waits, wait = list[float](), workers.wait
+    waits, wait = list[float](), prefill_servers.wait
 
     def noted(work: Any, seconds: float) -> None:
         waits.append(max(0.0, seconds))
         wait(work, seconds)
 
-    monkeypatch.setattr(workers, "wait", noted)
+    monkeypatch.setattr(prefill_servers, "wait", noted)
     began = time.monotonic()
     with silent() as address:
         for one in 2 * many(address, HUNG):
             assert not site.servers.ensure(one)
-    later = workers.WAIT_SHARE * (time.monotonic() - began)
-    assert prefill_servers.FIRST_WAIT_S < sum(waits) <= workers.WAITS_S + later
-    assert max(waits) <= prefill_servers.FIRST_WAIT_S
+    later = prefill_servers.WAIT_SHARE * (time.monotonic() - began)
+    assert prefill_servers.WAITS_S / 2 < sum(waits) <= prefill_servers.WAITS_S + later
+    assert max(waits) <= prefill_servers.WAITS_S / 2
 
 
 def test_a_new_server_is_ready_with_its_first_request(
@@ -128,8 +127,7 @@ def test_a_new_server_is_ready_with_its_first_request(
 ) -> None:
     """SGLang asks again after a second only. Here the scheduler is as patient as the machine is
     busy."""
-    monkeypatch.setattr(prefill_servers, "FIRST_WAIT_S", 20.0)
-    monkeypatch.setattr(workers, "WAITS_S", 80.0)
+    monkeypatch.setattr(prefill_servers, "WAITS_S", 80.0)
     with Site() as site, publishing(row_of(prefill)) as address:
         assert site.servers.ensure(address)
         assert site.request(address, prefill) == "warm"
@@ -147,27 +145,9 @@ def test_a_question_ends_in_time_whatever_comes(
 
 def test_no_more_of_an_answer_is_read_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asking, "MAX_BODY", 1 << 20)
-    sent, block = list[int](), bytes(1 << 16)
-
-    def send_without_end(listener: socket.socket) -> None:
-        taken, _ = listener.accept()
-        with taken:
-            taken.sendall(OK)
-            try:
-                while sum(sent) < 1 << 30:
-                    taken.sendall(block)
-                    sent.append(len(block))
-            except OSError:
-                pass
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=send_without_end, args=(listener,))
-        thread.start()
-        with pytest.raises(MixKVError, match="an answer of more than 1 MiB") as error:
-            fetch(f"127.0.0.1:{listener.getsockname()[1]}")
-        thread.join()
-    assert error.value.code == "MIXKV-PAIR-02"
-    assert sum(sent) < 64 << 20, "more than the buffers of two sockets hold"
+    with silent(OK, bytes(1 << 19)) as address, pytest.raises(MixKVError, match="than 1 MiB") as no:
+        fetch(address)
+    assert no.value.code == "MIXKV-PAIR-02"
 
 
 def test_what_is_packed_is_not_unpacked() -> None:
@@ -177,19 +157,15 @@ def test_what_is_packed_is_not_unpacked() -> None:
         fetch(address)
 
 
-def test_work_that_has_failed_before_leaves_threads_for_other_work(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(workers, "AT_ONCE", 4)
-    over, some = threading.Event(), Workers()
-    again = [some.start(over.wait, failed=True) for _ in range(3)]
-    new = [some.start(over.wait, failed=False) for _ in range(3)]
-    assert [one is not None for one in again + new] == [True, True, False, True, True, False]
+def test_slow_servers_leave_threads_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_servers, "AT_ONCE", 2)
+    monkeypatch.setattr(prefill_servers, "SLOW_AT_ONCE", 1)
+    over, some = threading.Event(), Threads()
+    found = [some.start(over.wait, slow=slow) for slow in (True, True, False, False, False)]
+    assert [one is not None for one in found] == [True, False, True, True, False]
     over.set()
-    assert all(one.result(20) for one in again + new if one is not None)
-    assert wait_for(lambda: some.start(over.wait, failed=True))
-    some.close()
-    assert some.start(over.wait, failed=False) is None
+    assert all(one.result(20) for one in found if one is not None)
+    assert wait_for(lambda: some.start(over.wait, slow=True))
 
 
 def test_a_silent_server_is_asked_again_after_a_pause_as_long(
@@ -370,14 +346,20 @@ def test_servers_that_nobody_asks_for_are_forgotten(
         assert site.request(real, prefill) == "warm"
 
 
+@pytest.mark.parametrize("by", ["the plugin", "SGLang"])
 def test_a_server_that_was_given_up_in_error_is_connected_to_anew(
-    site: Site, prefill: Prefill
+    site: Site, prefill: Prefill, by: str
 ) -> None:
-    """SGLang's heartbeats may fail though it lives. What waits for it is cold at once."""
+    """SGLang's heartbeats may fail though it lives: it leaves SGLang's table. What waits for it is
+    cold."""
     with publishing(row_of(prefill)) as address:
         assert site.is_ready(address)
         entry = site.decode.open(100, TOKENS, site.peer(address))  # no target: no deadline
-        site.servers.forget(address)
+        if by == "SGLang":
+            del site.table[address]
+            site.servers.ensure(NOBODY)
+        else:
+            site.servers.forget(address)
         assert wait_for(lambda: entry.state is not None)
         assert entry.reason == "lost"
         site.decode.channel.close(entry)
@@ -478,9 +460,6 @@ class Receiver:
         self.closed.append(linger)
 
 
-asked_huge: list[str] = []
-
-
 def ranks(path: str) -> tuple[int, bytes]:
     """GET /route of a server of TP 2 and two stages that has no plugin."""
     if path == "/mixkv":
@@ -491,53 +470,62 @@ def ranks(path: str) -> tuple[int, bytes]:
         sizes["prefill_http_port"] = 30000
     if "huge" in path:
         sizes["dp_size"] = 10**5
-        asked_huge.append(path)
     port = 9000 + 10 * query["target_pp_rank"] + query["target_tp_rank"]
     found = {"rank_ip": "127.0.0.1", "rank_port": port}
     return 200, json.dumps(sizes if query["target_tp_rank"] < 0 else found).encode()
 
 
-def test_each_rank_of_a_refused_server_is_told_more_than_once(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An abort that comes before its request is ignored."""
+@pytest.fixture
+def notified(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RefusedRequests, Receiver]]:
+    """What notifies prefill soon after it is asked to, and a receiver whose copy it takes."""
     monkeypatch.setattr(refused, "SENT_AFTER_S", (0.0, 0.05, 0.1))
-    receiver = Receiver()
-    with serving(ranks) as address:
-        assert wait_for(lambda: site.servers.ensure(address))
-        assert site.servers.refusal(address)
-        assert wait_for(lambda: site.servers._servers[address].ranks)
-        site.servers.notify_refused(address, receiver)
-        assert wait_for(lambda: len(receiver.told) == 3)
-    assert receiver.told == [[9000, 9010, 9001, 9011]] * 3
-    assert receiver.abort_notified, "a copy of it is what tells"
-    assert wait_for(lambda: len(receiver.closed) == 4), "sockets stay behind"
+    monkeypatch.setattr(Receiver, "_socket_cache", {"another": "server's"})
+    yield RefusedRequests(), Receiver()
     assert Receiver._socket_cache == {"another": "server's"}
 
 
-def test_a_release_that_may_not_know_aborts_is_told_nothing() -> None:
+def test_each_rank_of_a_refused_server_is_notified_more_than_once(
+    site: Site, notified: tuple[RefusedRequests, Receiver]
+) -> None:
+    """An abort that comes before its request is ignored."""
+    _, receiver = notified
     with serving(ranks) as address:
-        assert len(refused.ranks_of(address)) == 4
-        for told_nothing in (f"{address}/older", f"{address}/huge", NOBODY):
-            assert refused.ranks_of(told_nothing) == []
-    assert len(asked_huge) == 1
-
-
-def test_nothing_is_raised_for_a_refused_server_whose_ranks_are_not_known(site: Site) -> None:
-    with serving(lambda _: NO_ROUTE) as address:
         assert wait_for(lambda: site.servers.ensure(address))
         assert site.servers.refusal(address)
-        site.servers.notify_refused(address, Receiver())
-        site.servers.notify_refused(NOBODY, Receiver())
+        site.servers.notify_refused(address, receiver)
+        assert wait_for(lambda: len(receiver.told) == 3)
+    assert receiver.told == [[9000, 9010, 9001, 9011]] * 3
+    assert receiver.abort_notified, "a copy of it is what notifies"
+    assert wait_for(lambda: len(receiver.closed) == 4), "sockets stay behind"
 
 
-def test_a_message_that_cannot_be_sent_does_not_end_the_thread(
-    monkeypatch: pytest.MonkeyPatch,
+def test_its_ranks_are_asked_for_once_and_one_failure_ends_nothing(
+    notified: tuple[RefusedRequests, Receiver],
 ) -> None:
-    monkeypatch.setattr(refused, "SENT_AFTER_S", (0.0,))
+    requests, receiver = notified
+    asked = list[str]()
 
-    made, receiver = RefusedRequests(), Receiver()
-    made.add(lambda: [{}], Receiver())
-    made.add(lambda: [{"rank_port": 1}], receiver)
-    assert wait_for(lambda: receiver.told)
-    made.close()
+    def answer(path: str) -> tuple[int, bytes]:
+        asked.append(path)
+        return ranks(path)
+
+    broken = Receiver()
+    del broken.told  # so it raises
+    with serving(answer) as address:
+        for one in (broken, receiver):
+            requests.add(address, one)
+        assert wait_for(lambda: len(receiver.told) == 3)
+    assert len(asked) == 5
+
+
+@pytest.mark.parametrize("path", ["/older", "/huge", None])
+def test_a_server_of_unknown_ranks_or_that_may_not_know_aborts_is_sent_nothing(
+    path: str | None, notified: tuple[RefusedRequests, Receiver]
+) -> None:
+    requests, receiver = notified
+    other = Receiver()
+    with serving(ranks) as address:
+        requests.add(NOBODY if path is None else f"{address}{path}", receiver)
+        requests.add(address, other)
+        assert wait_for(lambda: len(other.told) == 3)
+    assert receiver.told == []

@@ -98,7 +98,8 @@ class Site:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.servers.close()
+        for address in list(self.servers._servers):
+            self.servers.forget(address)
         self.decode.close()
 
 
