@@ -30,7 +30,6 @@ from sglang_mixkv.errors import MixKVError, refuse
 ATTRIBUTE = "_mixkv"
 ENABLE_ENV = "SGLANG_ENABLE_MIXKV"
 ALLOW_UNTESTED_ENV = "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG"
-STATS_DIR_ENV = "SGLANG_MIXKV_STATS_DIR"
 PATIENCE_ENV = "SGLANG_MIXKV_PATIENCE"
 PORT_ENV = "SGLANG_MIXKV_PORT"
 PLANE_ENV = "SGLANG_MIXKV_DATA_PLANE"
@@ -47,9 +46,8 @@ class Config(msgspec.Struct, frozen=True):
 
     `staging_mb`: MiB of a rank's staging buffer, taken at start. `on_draft_mismatch`: refuse or
     cold. `patience`: a factor on the channel's times. `port`: of the channel on GPU 0; any free one
-    when 0. `data_plane`: mooncake or nixl; by the transfer backend
-    when empty. `stats_dir`: folder into which each process writes its counts; off when empty.
-    `nixl_params`: of NIXL's backend, SGLang's and the plugin's.
+    when 0. `data_plane`: mooncake or nixl; by the transfer backend when empty. `nixl_params`: of
+    NIXL's backend, SGLang's and the plugin's.
     """
 
     enabled: bool = False
@@ -59,7 +57,6 @@ class Config(msgspec.Struct, frozen=True):
     patience: float = 1.0
     port: int = 0
     data_plane: str = ""
-    stats_dir: str = ""
     nixl_params: dict[str, str] = {}
 
 
@@ -89,12 +86,6 @@ def _truth(text: str) -> bool:
     if text.lower() not in (*_TRUE, *_FALSE):
         raise ValueError
     return text.lower() in _TRUE
-
-
-def _folder(text: str) -> str:
-    if not (os.path.isdir(text) and os.access(text, os.W_OK)):
-        raise ValueError
-    return text
 
 
 def _strings(text: str) -> dict[str, str]:
@@ -188,11 +179,6 @@ SETTINGS = (
         "draft KV would be read in a way that nobody chose",
     ),
     Setting(
-        "stats_dir", STATS_DIR_ENV, Bounds("a folder that can be written to", _folder),
-        "Each process keeps a JSON file of its counters there.",
-        "the counters would be nowhere",
-    ),
-    Setting(
         "nixl_params", NIXL_PARAMS_ENV, Bounds("a JSON object of strings", _strings),
         "SGLang's own: parameters of NIXL's backend. The plugin's NIXL takes the same.",
         "NIXL would not start, or with other parameters",
@@ -211,8 +197,14 @@ REMOVED = (
         "is no longer a setting: each segment of draft KV carries a sum, which decode compares "
         "always. Remove it",
     ),
+    (
+        "",
+        "SGLANG_MIXKV_STATS_DIR",
+        "is no longer a setting: the counters are at /metrics with --enable-metrics. Remove it",
+    ),
 )
-"""Flag, environment variable, and what to do. Each stops the start of an opted-in server."""
+"""Flag, "" for none; environment variable; and what to do. Each stops the start of an opted-in
+server."""
 
 _OF_VARIABLE = {setting.environ: setting for setting in SETTINGS}
 _REMOVED = {variable: sentence for _, variable, sentence in REMOVED}
@@ -289,8 +281,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 f"{setting.default}; env: {setting.environ}]",
             )  # fmt: skip
     for flag, _, sentence in REMOVED:
-        gone = _of_flag(partial(_refuse_removed, flag, sentence))
-        group.add_argument(flag, type=gone, help=argparse.SUPPRESS)
+        if flag:
+            gone = _of_flag(partial(_refuse_removed, flag, sentence))
+            group.add_argument(flag, type=gone, help=argparse.SUPPRESS)
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import pickle
-import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -36,7 +35,6 @@ def test_booleans_are_read_as_sglang_reads_them(text: str, means: bool) -> None:
     assert truth("SGLANG_ENABLE_MIXKV", {"SGLANG_ENABLE_MIXKV": text}) == means
 
 
-FOLDER = tempfile.gettempdir()
 BOOLEANS: tuple[dict[str, object], tuple[str, ...]] = (
     {"1": True, "Yes": True, " on ": True, "n": False, "OFF": False}, ("maybe", "2", "-1"),
 )  # fmt: skip
@@ -56,7 +54,6 @@ VALUES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         ("0", "80", "1023", "65001", "65536", "-1", "tcp://10.0.0.1:80"),
     ),
     "data_plane": ({"mooncake": "mooncake", "nixl": "nixl"}, ("nixI", "NIXL", "mori")),
-    "stats_dir": ({FOLDER: FOLDER}, ("/no/such/folder", "/etc/passwd")),
     "nixl_params": (
         {"{}": {}, '{"num_threads": "4"}': {"num_threads": "4"}},
         ("{", "4", "[]", '{"num_threads": 4}', '{"a": null}', "a=b"),
@@ -241,9 +238,10 @@ REMOVED = [(flag, variable) for flag, variable, _ in config.REMOVED]
 def test_a_removed_setting_stops_the_start_and_says_what_to_do(
     flag: str, variable: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit):
-        parse(flag, "packed")
-    assert f"{flag} is no longer a setting" in " ".join(capsys.readouterr().err.split())
+    if flag:
+        with pytest.raises(SystemExit):
+            parse(flag, "packed")
+        assert f"{flag} is no longer a setting" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(ValueError, match=f"{variable} is no longer a setting.*Remove it"):
         resolve(None, {variable: "auto"})
     assert not config_of(SimpleNamespace()).enabled  # who has not opted in is left alone
