@@ -24,9 +24,6 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 Array = np.ndarray[Any, np.dtype[Any]]
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="needs promtool (scripts/prometheus.sh)"
-)
 
 STEP = 5  # minutes
 HOUR = 60 // STEP
@@ -35,6 +32,7 @@ LENGTH = 44 * HOUR
 FALL = 36 * HOUR  # when a server falls that does
 FALLS = ((3.9, 1.0), (3.0, 2.2))
 DRAFTS = 7
+GROUP = 4  # prefill servers of a decode server
 ACCEPTED = np.array([0.60, 0.72, 0.86, 0.76])  # by kind of prompt: the next draft is right
 SHARES = np.array([0.3, 0.3, 0.2, 0.2])
 POOLS = ((0.8, 1), (1.2, 1), (1.2, 20), (1.6, 5))
@@ -169,11 +167,11 @@ def against_past(shown: Counted) -> Array:
     return falls(0.85, length, expected, requests, past(requests))
 
 
-def against_others(shown: Counted, group: int) -> Array:
-    """`group`: servers of one decode server, one after the other."""
+def against_others(shown: Counted) -> Array:
+    """GROUP servers of one decode server, one after the other."""
     requests, rounds, tokens = map(increase, shown)
     others = [
-        np.repeat(one.reshape(-1, group, LENGTH).sum(1), group, axis=0) - one
+        np.repeat(one.reshape(-1, GROUP, LENGTH).sum(1), GROUP, axis=0) - one
         for one in (requests, rounds, tokens)
     ]
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -194,7 +192,7 @@ def test_healthy_servers_fire_nothing() -> None:
     for seed in range(5):
         found = shown(seed, 2000)
         alone += against_past(found).any(1).sum()
-        others += against_others(found, 4).any(1).sum()
+        others += against_others(found).any(1).sum()
     print(f"false alarms of 10,000 servers: {alone} against their past, {others} against others")
     assert alone <= 4
     assert others == 0
@@ -230,9 +228,9 @@ def test_a_fall_is_found(
 def test_what_was_wrong_from_the_start_is_found_beside_others() -> None:
     """One in four, at 200 requests an hour."""
     found = servers(3, 400, per_hour=200)
-    wrong = np.arange(400) % 4 == 1
+    wrong = np.arange(400) % GROUP == 1
     found.rounds[wrong] = found.tokens[wrong]
-    suspect = against_others(counters(np.random.default_rng(3), found), 4)
+    suspect = against_others(counters(np.random.default_rng(3), found))
     half, most = np.quantile(suspect[wrong].argmax(1) * STEP, (0.5, 0.95), method="higher")
     print(f"against others: half in {half}, 95 % in {most} minutes")
     assert suspect[wrong].any(1).all()
@@ -243,21 +241,16 @@ def test_what_was_wrong_from_the_start_is_found_beside_others() -> None:
 # ---------------------------------------------------------------- the shipped rule is this formula
 
 
-def series(name: str, row: Array, **labels: str) -> dict[str, str]:
-    inner = ",".join(f'{key}="{value}"' for key, value in {"model_name": "m", **labels}.items())
-    values = " ".join(f"{value:.6f}" for value in np.concatenate([[0], row]))
-    return {"series": f'sglang:mixkv_{name}_total{{state="warm",{inner}}}', "values": values}
-
-
-def page(found: Counted, group: int) -> list[dict[str, str]]:
-    """Decode servers of `group` prefill servers each. Two TP ranks count the same requests."""
+def page(found: Counted) -> Iterator[dict[str, str]]:
+    """Decode servers of GROUP prefill servers each. Two TP ranks count the same requests."""
     names = ("finished_requests", "verify_rounds", "accepted_tokens")
-    return [
-        series(name, row, prefill=f"p{number}", instance=f"d{number // group}", tp_rank=str(rank))
-        for name, rows in zip(names, found, strict=True)
-        for number, row in enumerate(rows)
-        for rank in range(2)
-    ]
+    for name, rows in zip(names, found, strict=True):
+        for number, row in enumerate(rows):
+            values = " ".join(f"{value:.6f}" for value in np.concatenate([[0], row]))
+            at = f'state="warm",model_name="m",prefill="p{number}",instance="d{number // GROUP}"'
+            for rank in range(2):
+                labels = f'{at},tp_rank="{rank}"'
+                yield {"series": f"sglang:mixkv_{name}_total{{{labels}}}", "values": values}
 
 
 def verdicts(firing: Array, against: str) -> Iterator[dict[str, Any]]:
@@ -267,48 +260,36 @@ def verdicts(firing: Array, against: str) -> Iterator[dict[str, Any]]:
     for number, row in enumerate(firing):
         mine = f'{alarm},prefill="p{number}"}}'
         first = int(row.argmax()) if row.any() else LENGTH
-        yield {
-            "expr": f"count by (prefill) (count_over_time({mine}[2d]))",
-            "eval_time": f"{STEP * (first - 1)}m", "exp_samples": [],
-        }  # fmt: skip
+        silent = f"count by (prefill) (count_over_time({mine}[2d]))"
+        yield {"expr": silent, "eval_time": f"{STEP * (first - 1)}m", "exp_samples": []}
         if first < LENGTH:
-            yield {
-                "expr": f"count by (prefill) ({mine})", "eval_time": f"{STEP * (first + 2)}m",
-                "exp_samples": [{"labels": f'{{prefill="p{number}"}}', "value": 1}],
-            }  # fmt: skip
+            one = {"labels": f'{{prefill="p{number}"}}', "value": 1}
+            at = f"{STEP * (first + 2)}m"
+            yield {"expr": f"count by (prefill) ({mine})", "eval_time": at, "exp_samples": [one]}
 
 
-def agrees(found: Counted, firing: Array, against: str, group: int, file: Path) -> None:
-    assert 2 <= firing.any(1).sum() <= len(firing) - 3, "both kinds have to be there"
+@pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="needs promtool (scripts/prometheus.sh)"
+)
+def test_promtool_finds_the_same_servers(tmp_path: Path) -> None:
+    """Some that fall, some that are wrong from the start, and none that are healthy."""
+    kinds = [(fall, rate) for fall in (None, *FALLS) for rate in (60, 200, 600, 1800)]
+    parts = [shown(n, 1, per_hour=rate, fall=fall) for n, (fall, rate) in enumerate(kinds)]
+    for seed, rate in enumerate((150, 900)):
+        wrong = servers(seed, GROUP, per_hour=rate)
+        wrong.rounds[1] = wrong.tokens[1]
+        parts.append(counters(np.random.default_rng(seed), wrong))
+    found = Counted(*map(np.concatenate, zip(*parts, strict=True)))
+    past, others = against_past(found), against_others(found)
+    for firing in (past, others):
+        assert 2 <= firing.any(1).sum() <= len(firing) - 3, "both kinds have to be there"
     test = {
-        "interval": f"{STEP}m", "input_series": page(found, group),
-        "promql_expr_test": [*verdicts(firing, against)],
+        "interval": f"{STEP}m", "input_series": [*page(found)],
+        "promql_expr_test": [*verdicts(past, "past"), *verdicts(others, "others")],
     }  # fmt: skip
     rules = {"rule_files": [str(ROOT / "docs" / "alerts.yml")], "evaluation_interval": f"{STEP}m"}
+    file = tmp_path / "test.yml"
     file.write_text(yaml.safe_dump({**rules, "tests": [test]}))
     command = ["promtool", "test", "rules", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def together(*parts: Counted) -> Counted:
-    return Counted(*map(np.concatenate, zip(*parts, strict=True)))
-
-
-@needs_promtool
-def test_promtool_finds_the_same_falls(tmp_path: Path) -> None:
-    """And none of healthy servers; with little traffic and with much."""
-    kinds = [(fall, rate) for fall in (None, *FALLS) for rate in (60, 600, 1800)]
-    parts = [
-        shown(number, 1, per_hour=rate, fall=fall) for number, (fall, rate) in enumerate(kinds)
-    ]
-    found = together(*parts)
-    agrees(found, against_past(found), "past", 1, tmp_path / "test.yml")
-
-
-@needs_promtool
-def test_promtool_finds_the_same_servers_beside_others(tmp_path: Path) -> None:
-    found = together(*(servers(number, 4, per_hour=rate) for number, rate in enumerate((150, 900))))
-    found.rounds[1::4] = found.tokens[1::4]
-    found = counters(np.random.default_rng(0), found)
-    agrees(found, against_others(found, 4), "others", 4, tmp_path / "test.yml")
