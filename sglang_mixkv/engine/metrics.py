@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from sglang_mixkv.channel.slots import SlotPool
@@ -93,17 +94,16 @@ class Reporter:
     def ended(self, handle: ReceiveHandle, reason: str) -> None:
         """Only notes it, since the scheduler waits: the channel's thread counts it, unless that has
         ended."""
-        self._note_end(handle.request, Began(handle.prefill, *_outcome(handle, reason)))
+        if self._made:
+            began = Began(handle.prefill, *_outcome(handle, reason))
+            self._ended.append((handle.request, began))
         if handle.reason == "broken":
             self.ticked()
 
     def retracted(self, request: Any) -> None:
         """SGLang has resumed a request that it had retracted, from its own backup."""
-        self._note_end(request, None)
-
-    def _note_end(self, request: Any, began: Began | None) -> None:
         if self._made:
-            self._ended.append((request, began))
+            self._ended.append((request, None))
 
     def ticked(self) -> None:
         if not self._made:
@@ -176,8 +176,8 @@ class Reporter:
     def _record(self, name: str, *values: str, amount: float = 1) -> None:
         """Add to a counter, or set a gauge."""
         try:
-            if self._made:
-                one = self._made[name].labels(*self._labels, *values)
+            if made := self._made:
+                one = made[name].labels(*self._labels, *values)
                 one.inc(amount) if name.endswith("_total") else one.set(amount)
         except Exception:
             self._stop()
@@ -194,14 +194,12 @@ def _make(side: str, labels: Mapping[str, str], registry: Any) -> dict[str, Any]
     from prometheus_client import REGISTRY, Counter, Gauge
 
     made: dict[str, Any] = {}
+    gauge = partial(Gauge, multiprocess_mode="mostrecent")
     for one in SERIES:
         if side in one.sides:
-            further: dict[str, Any] = {"registry": registry or REGISTRY}
-            if not one.name.endswith("_total"):
-                further["multiprocess_mode"] = "mostrecent"
-            kind = Counter if one.name.endswith("_total") else Gauge
-            names = [*labels, *one.labels]
-            made[one.name] = kind(PREFIX + one.name, one.help, names, **further)
+            kind = Counter if one.name.endswith("_total") else gauge
+            names, where = [*labels, *one.labels], registry or REGISTRY
+            made[one.name] = kind(PREFIX + one.name, one.help, names, registry=where)
             for values in one.known:
                 made[one.name].labels(*labels.values(), *values)
     return made
