@@ -13,10 +13,11 @@ import mixkv_cpu
 from mixkv_demo import one_gpu
 from mixkv_demo.pair import model_flags
 from mixkv_demo.ports import free_port
-from sglang_mixkv.config import ENABLE_ENV, PATIENCE_ENV, STATS_DIR_ENV
+from sglang_mixkv.config import ENABLE_ENV, PATIENCE_ENV
 
 HOST = "127.0.0.1"
 DEVICES = ("cpu", "cuda")
+METRICS = "--enable-metrics"
 
 PATIENCE = "5"
 """On a CPU engine, servers share few cores: no drafter is to be cold for want of one."""
@@ -75,7 +76,6 @@ def local_env() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "TORCHDYNAMO_DISABLE": "1",
         ENABLE_ENV: "0",
-        STATS_DIR_ENV: "",
     }
 
 
@@ -117,20 +117,20 @@ def _disaggregation(mode: str, backend: str, bootstrap_port: int) -> tuple[str, 
     )
 
 
-def prefill_and_decode(pair: str, topology: Topology, stats: str) -> tuple[Launch, Launch, int]:
-    """Both servers of a disaggregated pair, and the prefill's bootstrap port.
-
-    ``stats``: the folder into which opted-in servers count their bytes.
-    """
+def prefill_and_decode(pair: str, topology: Topology) -> tuple[Launch, Launch, int]:
+    """Both servers of a disaggregated pair, with pages of metrics, and the prefill's bootstrap
+    port."""
     bootstrap, spawn = free_port(), str(int(topology.spawn))
     patience = os.environ.get(PATIENCE_ENV, PATIENCE)
-    env = {STATS_DIR_ENV: stats, PATIENCE_ENV: patience, mixkv_cpu.SPAWN_ENV: spawn, **topology.env}
+    env = {PATIENCE_ENV: patience, mixkv_cpu.SPAWN_ENV: spawn, **topology.env}
     backend, device = topology.backend, topology.device
     prefill_flags = (
-        *_disaggregation("prefill", backend, bootstrap), *topology.prefill, *topology.mixkv_prefill,
+        *_disaggregation("prefill", backend, bootstrap), METRICS,
+        *topology.prefill, *topology.mixkv_prefill,
     )  # fmt: skip
     decode_flags = (
-        *_disaggregation("decode", backend, bootstrap), *topology.decode, *topology.mixkv_decode,
+        *_disaggregation("decode", backend, bootstrap), METRICS,
+        *topology.decode, *topology.mixkv_decode,
     )  # fmt: skip
     speculative = topology.speculative
     prefill = server("prefill", pair, prefill_flags, env, speculative, device)

@@ -9,14 +9,13 @@ Both builders return when a first request has been served: it pays for what the 
 
 from __future__ import annotations
 
-import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import requests
@@ -25,6 +24,7 @@ from mixkv_demo import launch
 from mixkv_demo.launch import Launch, Topology
 from mixkv_demo.pair import ask, prompts, request_body
 from mixkv_demo.processes import Fleet, ServerProcess
+from sglang_mixkv.tools import pages
 from sglang_mixkv.tools.client import Answer, RequestFailed, post
 
 START_TIMEOUT_S = 900.0
@@ -55,17 +55,6 @@ class DraftBytes:
         return DraftBytes(self.sent - before.sent, self.needed - before.needed)
 
 
-def read_stats(folder: Path) -> DraftBytes | None:
-    """The sum over all ranks' counters; None where nobody counted."""
-    records = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    if not records:
-        return None
-    return DraftBytes(
-        sent=sum(record.get("draft_bytes_sent", 0) for record in records),
-        needed=sum(record.get("draft_bytes_needed", 0) for record in records),
-    )
-
-
 @dataclass(frozen=True)
 class Deployment:
     """Running servers, and where to send requests. ``servers``: those that run models;
@@ -73,7 +62,6 @@ class Deployment:
 
     fleet: Fleet
     url: str
-    stats: Path
     servers: tuple[Launch, ...] = ()
     routers: tuple[Launch, ...] = ()
 
@@ -94,15 +82,32 @@ class Deployment:
         """The result of a blocking call; ServerDied as soon as a server ends meanwhile."""
         return _watched(self.fleet, call)
 
-    def draft_bytes(self) -> DraftBytes | None:
-        """The counters once they rest: servers write them after the request's end."""
-        last = read_stats(self.stats)
+    def counters(self) -> Counter[tuple[str, ...]]:
+        """The plugin's series over all ranks of all servers, once they rest: a request's are
+        counted after its end."""
+        last = totals(self.servers)
         while True:
             time.sleep(POLL_S)
-            now = read_stats(self.stats)
+            now = totals(self.servers)
             if now == last:
                 return now
             last = now
+
+    def draft_bytes(self) -> DraftBytes | None:
+        """None where nobody counts."""
+        found = self.counters()
+        if ("sent_bytes_total", "draft") not in found:
+            return None
+        sent, needed = (found[f"{name}_bytes_total", "draft"] for name in ("sent", "needed"))
+        return DraftBytes(int(sent), int(needed))
+
+
+def totals(servers: Sequence[Launch]) -> Counter[tuple[str, ...]]:
+    """The plugin's series of all pages together, by name and labels (`pages.totals`)."""
+    found: Counter[tuple[str, ...]] = Counter()
+    for server in servers:
+        found.update(pages.totals(pages.fetch(f"{server.url}/metrics") or "", without="prefill"))
+    return found
 
 
 def _watched(fleet: Fleet, call: Callable[[], T]) -> T:
@@ -197,20 +202,18 @@ def single(
 ) -> Deployment:
     """One server that does prefill and decode: the reference."""
     server = launch.server("server", pair, flags, device=device)
-    stats = fleet.folder("stats")
     bring_up(fleet, [server], progress)
-    return Deployment(fleet, server.url, stats, (server,))
+    return Deployment(fleet, server.url, (server,))
 
 
 def disaggregated(
     fleet: Fleet, pair: str, topology: Topology, progress: Progress = silent
 ) -> Deployment:
     """Prefill and decode behind the router, all started together."""
-    stats = fleet.folder("stats")
-    prefill, decode, bootstrap = launch.prefill_and_decode(pair, topology, str(stats))
+    prefill, decode, bootstrap = launch.prefill_and_decode(pair, topology)
     router = launch.router(prefill, decode, bootstrap)
     bring_up(fleet, [prefill, decode, router], progress)
-    return Deployment(fleet, router.url, stats, (prefill, decode), (router,))
+    return Deployment(fleet, router.url, (prefill, decode), (router,))
 
 
 @dataclass(frozen=True)
@@ -219,7 +222,6 @@ class OneCold:
     bootstrap port."""
 
     fleet: Fleet
-    stats: Path
     decode: Launch
     warm: tuple[Launch, int]
     cold: tuple[Launch, int]
@@ -231,7 +233,7 @@ class OneCold:
         router = replace(launch.router(first, self.decode, port, *others), name=name)
         bring_up(self.fleet, [router], silent)
         servers = (*(one for one, _ in prefills), self.decode)
-        return Deployment(self.fleet, router.url, self.stats, servers, (router,))
+        return Deployment(self.fleet, router.url, servers, (router,))
 
 
 def one_cold(
@@ -242,10 +244,9 @@ def one_cold(
 ) -> OneCold:
     """Both prefill servers and decode, all started together, without a router. `change`: of the
     one that drafts."""
-    stats = fleet.folder("stats")
-    warm, decode, port = launch.prefill_and_decode(pair, topology, str(stats))
-    cold, _, other_port = launch.prefill_and_decode(pair, topology, str(stats))
+    warm, decode, port = launch.prefill_and_decode(pair, topology)
+    cold, _, other_port = launch.prefill_and_decode(pair, topology)
     cold = replace(launch.without_drafter(cold), name="cold")
     warm = change(warm)
     start(fleet, [warm, cold, decode])
-    return OneCold(fleet, stats, decode, (warm, port), (cold, other_port))
+    return OneCold(fleet, decode, (warm, port), (cold, other_port))

@@ -20,7 +20,8 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
@@ -29,7 +30,6 @@ from sglang_mixkv.errors import MixKVError, refuse
 ATTRIBUTE = "_mixkv"
 ENABLE_ENV = "SGLANG_ENABLE_MIXKV"
 ALLOW_UNTESTED_ENV = "SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG"
-STATS_DIR_ENV = "SGLANG_MIXKV_STATS_DIR"
 PATIENCE_ENV = "SGLANG_MIXKV_PATIENCE"
 PORT_ENV = "SGLANG_MIXKV_PORT"
 PLANE_ENV = "SGLANG_MIXKV_DATA_PLANE"
@@ -46,9 +46,8 @@ class Config(msgspec.Struct, frozen=True):
 
     `staging_mb`: MiB of a rank's staging buffer, taken at start. `on_draft_mismatch`: refuse or
     cold. `patience`: a factor on the channel's times. `port`: of the channel on GPU 0; any free one
-    when 0. `data_plane`: mooncake or nixl; by the transfer backend
-    when empty. `stats_dir`: folder into which each process writes its counts; off when empty.
-    `nixl_params`: of NIXL's backend, SGLang's and the plugin's.
+    when 0. `data_plane`: mooncake or nixl; by the transfer backend when empty. `nixl_params`: of
+    NIXL's backend, SGLang's and the plugin's.
     """
 
     enabled: bool = False
@@ -58,7 +57,6 @@ class Config(msgspec.Struct, frozen=True):
     patience: float = 1.0
     port: int = 0
     data_plane: str = ""
-    stats_dir: str = ""
     nixl_params: dict[str, str] = {}
 
 
@@ -88,12 +86,6 @@ def _truth(text: str) -> bool:
     if text.lower() not in (*_TRUE, *_FALSE):
         raise ValueError
     return text.lower() in _TRUE
-
-
-def _folder(text: str) -> str:
-    if not (os.path.isdir(text) and os.access(text, os.W_OK)):
-        raise ValueError
-    return text
 
 
 def _strings(text: str) -> dict[str, str]:
@@ -194,21 +186,31 @@ SETTINGS = (
         "draft KV would be read in a way that nobody chose",
     ),
     Setting(
-        "stats_dir", STATS_DIR_ENV, Bounds("a folder that can be written to", _folder),
-        "Each process keeps a JSON file of its counters there.",
-        "the counters would be nowhere",
-    ),
-    Setting(
         "nixl_params", NIXL_PARAMS_ENV, Bounds("a JSON object of strings", _strings),
         "SGLang's own: parameters of NIXL's backend. The plugin's NIXL takes the same.",
         "NIXL would not start, or with other parameters",
     ),
 )  # fmt: skip
 
+_ALWAYS = "is no longer a setting: draft KV is always packed into slots. Remove it"
+_SUMS = (
+    "is no longer a setting: each segment of draft KV carries a sum, which decode compares always. "
+    "Remove it"
+)
+REMOVED = {
+    "--mixkv-draft-transfer": _ALWAYS,
+    "SGLANG_MIXKV_DRAFT_TRANSFER": _ALWAYS,
+    "--mixkv-verify": _SUMS,
+    "SGLANG_MIXKV_VERIFY": _SUMS,
+    "SGLANG_MIXKV_STATS_DIR": "is no longer a setting: the counters are at /metrics with "
+    "--enable-metrics. Remove it",
+}
+"""Flags and variables. Each stops the start of an opted-in server, and says what to do."""
+
 _OF_VARIABLE = {setting.environ: setting for setting in SETTINGS}
 _OWN = re.compile(r"SGLANG_\w*MIX_?KV")
-KNOWN = frozenset(filter(_OWN.match, (*_OF_VARIABLE, API_KEY_ENV)))
-"""All variables of the plugin's own."""
+KNOWN = frozenset(filter(_OWN.match, (*_OF_VARIABLE, *REMOVED, API_KEY_ENV)))
+"""All variables of the plugin's own, those that are refused in words of their own among them."""
 
 
 def variable(name: str, text: str) -> Any:
@@ -216,6 +218,8 @@ def variable(name: str, text: str) -> Any:
     reads. MixKVError where it is outside of its bounds, or has the plugin's name in vain."""
     if setting := _OF_VARIABLE.get(name):
         return setting.read(name, text) if text.strip() else None
+    if name in REMOVED:
+        raise MixKVError("MIXKV-START-04", f"{name} {REMOVED[name]}")
     if _OWN.match(name) and name not in KNOWN and not _is_of_service(name, text):
         raise refuse(
             "MIXKV-START-04", "variables that the plugin reads", name,
@@ -259,6 +263,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 help=f"{setting.help} Expected: {setting.bounds.words} [default: "
                 f"{setting.default}; env: {setting.environ}]",
             )  # fmt: skip
+    for name in REMOVED:
+        if name.startswith("--"):
+            group.add_argument(name, type=partial(_refuse_removed, name), help=argparse.SUPPRESS)
+
+
+def _refuse_removed(flag: str, _value: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(f"{flag} {REMOVED[flag]}")
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:

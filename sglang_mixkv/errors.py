@@ -19,7 +19,6 @@ CODES = {
     "MIXKV-PAIR-04": "there is no route between servers of these sizes",
     "MIXKV-PAIR-05": "SGLang and the plugin count the ranks of a request differently",
     "MIXKV-PAIR-06": "requests are served without draft KV, and their drafters start cold",
-    "MIXKV-PAIR-08": "warm drafters of a prefill server accept less than they should",
     "MIXKV-MSG-01": "a message of another process cannot be read",
     "MIXKV-MSG-02": "a peer takes no messages, or does not answer",
     "MIXKV-SELF-01": "something unexpected inside the plugin",

@@ -1,153 +1,192 @@
-"""The draft channel's Prometheus series.
+"""The plugin's Prometheus series, and what each note of a state machine is counted as.
 
-Label values that are known beforehand exist from the rank's start, at 0. A prefill address appears
-with its first room, and where requests finish with the first of a state and reason; a position
-with its first draft.
+This module imports neither SGLang nor prometheus_client: `python -m sglang_mixkv status` reads the
+same tables beside a server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from sglang_mixkv.errors import REASONS
 
 PREFILL, DECODE = "prefill", "decode"
-BOTH = (PREFILL, DECODE)
+PREFIX = "sglang:mixkv_"
 Values = tuple[str, ...]
 
-MAX_PREFILLS = 64  # addresses with series of their own; those that come later are OTHER
-MAX_POSITIONS = 32  # of a draft; positions behind are not counted
 OTHER = "other"
+STATES = ("warm", "cold", "retracted")
+"""How the drafter of a request that decode has finished began."""
 
-COLD = (
-    "deadline", "breaker", "lost", "read", "slots", "stalled", "stale", "unpack", "protocol",
-    "broken", "mismatch", "no_drafter", "prefill_aborted", "prefill_pack", "prefill_slow",
-    "prefill_heads", "prefill_full", "prefill_restarted", "prefill_other", OTHER,
-)  # fmt: skip
+
+# ---------------------------------------------------------------- notes
+
+
+class Kind(NamedTuple):
+    """What a note is counted as, and what the log says of a peer's first. `series`: "" where the
+    room is counted when SGLang ends it. `happened` and `remedy` make a sentence with the peer in
+    front; a kind without them is not logged. `logged`: False where the log says it already, with
+    the facts that differ, the reasons before, or a traceback."""
+
+    happened: str = ""
+    remedy: str = ""
+    series: str = ""
+    values: Values = ()
+    code: str = "MIXKV-PAIR-06"
+    consequence: str = "the drafter starts cold: output right, fewer drafts accepted"
+    logged: bool = True
+
+
+NETWORK = "Look at the network between the two, and at their load"
+REPORT = "Report it with both logs"
+MEMORY = "Raise --mixkv-staging-mb"
+SAME_DRAFTER = "Give both sides the same drafter"
+TRACEBACK = "See the traceback above"
+_FAIL, _DROPPED = "fails_sent_total", "messages_dropped_total"
+
+NOTES = {
+    # on decode: why a room is cold
+    "cold_deadline": Kind("draft KV did not come in time", NETWORK),
+    "cold_lost": Kind(
+        "the channel's connection is lost", "Is it up? Its port (SGLANG_MIXKV_PORT) must be open"
+    ),
+    "cold_read": Kind("its staging buffer could not be read", NETWORK),
+    "cold_slots": Kind("no slot of this rank was free", MEMORY),
+    "cold_stalled": Kind("this process stood still", "Look at the load of this host"),
+    "cold_stale": Kind("the slot no longer held what was announced", REPORT),
+    "cold_unpack": Kind("draft KV could not be unpacked", TRACEBACK),
+    "cold_protocol": Kind("an announcement that does not fit", REPORT),
+    "cold_prefill_pack": Kind("prefill could not pack", "See prefill's log"),
+    "cold_prefill_slow": Kind("prefill gave up packing", "Look at prefill's load, and its log"),
+    "cold_prefill_heads": Kind("prefill does not serve these heads", MEMORY + " on prefill"),
+    "cold_prefill_full": Kind("too many rooms without a request", "See prefill's log"),
+    "cold_prefill_restarted": Kind("it was started anew", "Nothing: it is resolved again"),
+    "cold_prefill_other": Kind("prefill refused for a reason of a later release", REPORT),
+    "cold_no_drafter": Kind("one side has none", SAME_DRAFTER, logged=False),
+    "cold_mismatch": Kind("the two sides' differ", SAME_DRAFTER, logged=False),
+    "cold_breaker": Kind(
+        "three requests in a row had no draft KV", "The other reasons say why", logged=False
+    ),
+    "cold_prefill_aborted": Kind(
+        "prefill aborted them", "Nothing: their clients went away", logged=False
+    ),
+    "cold_broken": Kind("a thread of the plugin has ended", "See decode's log", logged=False),
+    # on decode: anything else
+    "breaker_opened": Kind(
+        "three requests in a row without draft KV", NETWORK, "breaker_opened_total",
+        consequence="its requests start cold at once, but for a probe after 1, 2, ... 30 s",
+    ),
+    "not_cleared": Kind(
+        "draft rows could not be cleared", TRACEBACK,
+        code="MIXKV-SELF-01", consequence="the request fails",
+    ),
+    "doubled": Kind(series=_DROPPED),
+    # on prefill: codes of FAIL
+    "aborted": Kind("", "", _FAIL, ("aborted",)),
+    "pack": Kind("draft KV could not be packed", TRACEBACK, _FAIL, ("pack",)),
+    "slow": Kind(
+        "packing made no progress for 1 s", MEMORY + ", or lower the load", _FAIL, ("slow",)
+    ),
+    "heads": Kind("heads that cannot be served", MEMORY, _FAIL, ("heads",)),
+    "full": Kind("a decode rank has too many rooms without a request", REPORT, _FAIL, ("full",)),
+    "restarted": Kind("", "", _FAIL, ("restarted",)),
+    # on prefill: anything else
+    "unopened": Kind(
+        "a decode rank did not open the request",
+        "Start decode with --enable-mixkv; if it is, the channel's port must be open",
+        "unopened_rooms_total",
+    ),
+    "early": Kind(series="unrequested_rooms_total"),
+    "expired": Kind(
+        "a slot that nobody acknowledged", NETWORK, "expired_slots_total",
+        code="MIXKV-MSG-02", consequence="it was set aside for 60 s",
+    ),
+    "unknown_ack": Kind(series=_DROPPED),
+    # on both
+    "unreadable": Kind(
+        "a message that cannot be read", "Install the same release on both sides", _DROPPED,
+        code="MIXKV-MSG-01", consequence="it is dropped",
+    ),
+}  # fmt: skip
+"""By the note's `what`."""
+
+COLD = (*(what[5:] for what in NOTES if what.startswith("cold_")), OTHER)
 """Why a decode rank's room is cold: all reasons that its code has, and one for any other."""
 
-FAILS = ("aborted", "pack", "slow", "heads", "full", "restarted")
+FAILS = tuple(what for what, kind in NOTES.items() if kind.series == _FAIL)
 """Codes of the FAIL messages that a prefill rank sends."""
 
-OUTCOMES = (("warm", ""), *(("cold", reason) for reason in COLD), ("failed", ""), ("closed", ""))
-STATES = ("warm", "cold", "retracted")
-DRAFT = ("prefill", "state", "reason")
-"""Labels of how a request's drafter began. Positions have no `prefill`: 32 times as many series."""
+
+# ---------------------------------------------------------------- series
 
 
-@dataclass(frozen=True)
-class Family:
-    """One metric. `values`: of its labels, those that exist from the start."""
+class Series(NamedTuple):
+    """One metric, by its name behind PREFIX; those that end in _total are counters, the others
+    gauges. `known`: values of its labels that exist from the rank's start, at 0. The others appear
+    when they are counted first."""
 
     name: str
+    sides: Values
     help: str
-    sides: Values = BOTH
     labels: Values = ()
-    values: tuple[Values, ...] = ((),)
-
-    @property
-    def kind(self) -> str:
-        return "counter" if self.name.endswith("_total") else "gauge"
+    known: tuple[Values, ...] = ((),)
 
 
-def _each(values: Values) -> tuple[Values, ...]:
-    return tuple((value,) for value in values)
+_BOTH = (PREFILL, DECODE)
+_DRAFT = ("prefill", "state", "reason")
+"""Labels of how a request's drafter began. Positions have no `prefill`: 32 times as many series."""
 
-
-ROOMS = Family(
-    "sglang:mixkv_rooms_total",
-    "Requests on this rank, by how their drafter began; `closed`: they ended first.",
-    (DECODE,), ("state", "reason"), OUTCOMES,
+SERIES = (
+    Series(
+        "rooms_total", (DECODE,),
+        "Requests on this rank, by how their drafter began; `closed`: they ended first.",
+        ("state", "reason"),
+        (("warm", ""), *(("cold", reason) for reason in COLD), ("failed", ""), ("closed", "")),
+    ),
+    Series(
+        "prefill_rooms_total", (DECODE,), "The same by prefill server, its bootstrap address.",
+        _DRAFT, (),
+    ),
+    Series(
+        "finished_requests_total", (DECODE,),
+        "Requests that have ended after their transfer, each once.", _DRAFT, (),
+    ),
+    Series("verify_rounds_total", (DECODE,), "Their verify rounds.", _DRAFT, ()),
+    Series(
+        "accepted_tokens_total", (DECODE,),
+        "Tokens of these rounds: accepted drafts, and one more each.", _DRAFT, (),
+    ),
+    Series(
+        "accepted_drafts_total", (DECODE,),
+        "Rounds that accepted the draft at this position.", ("state", "position"), (),
+    ),
+    Series(
+        "breaker_open", (DECODE,),
+        "1 while the breaker of one of the server's ranks is open.", ("prefill",), (),
+    ),
+    Series("breaker_opened_total", (DECODE,), "How often one opened.", ("prefill",), ()),
+    Series(
+        "peers_refused_total", (DECODE,),
+        "Requests that failed since their prefill server is refused.", ("reason",),
+        tuple((reason,) for reason in REASONS),
+    ),
+    Series(
+        "needed_bytes_total", (DECODE,), "KV bytes put in place.", ("component",), (("draft",),)
+    ),
+    Series("sent_bytes_total", (PREFILL,), "KV bytes packed.", ("component",), (("draft",),)),
+    Series(
+        "unopened_rooms_total", (PREFILL,),
+        "Requests that a decode rank did not open on the channel.",
+    ),
+    Series("unrequested_rooms_total", (PREFILL,), "Rooms opened for which no request came."),
+    Series(
+        "fails_sent_total", (PREFILL,),
+        "Rooms refused or given up, which go cold on decode.", ("code",),
+        tuple((code,) for code in FAILS),
+    ),
+    Series("expired_slots_total", (PREFILL,), "Slots set aside for 60 s, as no ACK came."),
+    Series("copy_seconds_total", _BOTH, "Seconds spent packing or unpacking."),
+    Series("slots", _BOTH, "Slots of the staging buffer."),
+    Series("slots_used", _BOTH, "Those in use."),
+    Series("messages_dropped_total", _BOTH, "Messages that were unreadable, doubled or too late."),
 )  # fmt: skip
-PREFILL_ROOMS = Family(
-    "sglang:mixkv_prefill_rooms_total",
-    "The same by prefill server, its bootstrap address.",
-    (DECODE,), DRAFT, (),
-)  # fmt: skip
-FINISHED = Family(
-    "sglang:mixkv_finished_requests_total",
-    "Requests that have ended after their transfer, each once.",
-    (DECODE,), DRAFT, (),
-)  # fmt: skip
-VERIFY_ROUNDS = Family(
-    "sglang:mixkv_verify_rounds_total",
-    "Their verify rounds.",
-    (DECODE,), DRAFT, (),
-)  # fmt: skip
-ACCEPTED_TOKENS = Family(
-    "sglang:mixkv_accepted_tokens_total",
-    "Tokens of these rounds: accepted drafts, and one more each.",
-    (DECODE,), DRAFT, (),
-)  # fmt: skip
-ACCEPTED_DRAFTS = Family(
-    "sglang:mixkv_accepted_drafts_total",
-    "Rounds that accepted the draft at this position.",
-    (DECODE,), ("state", "position"), (),
-)  # fmt: skip
-SUSPECT = Family(
-    "sglang:mixkv_draft_suspect",
-    "1 while warm requests of this server accept less than they should.",
-    (DECODE,), ("prefill", "against"), (),
-)  # fmt: skip
-BREAKER_OPEN = Family(
-    "sglang:mixkv_breaker_open",
-    "1 while the breaker of one of the server's ranks is open.",
-    (DECODE,), ("prefill",), (),
-)  # fmt: skip
-BREAKER_OPENED = Family(
-    "sglang:mixkv_breaker_opened_total",
-    "How often one opened.",
-    (DECODE,), ("prefill",), (),
-)  # fmt: skip
-REFUSED = Family(
-    "sglang:mixkv_peers_refused_total",
-    "Requests that failed since their prefill server is refused.",
-    (DECODE,), ("reason",), _each(REASONS),
-)  # fmt: skip
-NEEDED_BYTES = Family(
-    "sglang:mixkv_needed_bytes_total",
-    "KV bytes put in place.",
-    (DECODE,), ("component",), (("draft",),),
-)  # fmt: skip
-SENT_BYTES = Family(
-    "sglang:mixkv_sent_bytes_total",
-    "KV bytes packed.",
-    (PREFILL,), ("component",), (("draft",),),
-)  # fmt: skip
-UNOPENED = Family(
-    "sglang:mixkv_unopened_rooms_total",
-    "Requests that a decode rank did not open on the channel.",
-    (PREFILL,),
-)  # fmt: skip
-UNREQUESTED = Family(
-    "sglang:mixkv_unrequested_rooms_total",
-    "Rooms opened for which no request came.",
-    (PREFILL,),
-)  # fmt: skip
-FAILS_SENT = Family(
-    "sglang:mixkv_fails_sent_total",
-    "Rooms refused or given up, which go cold on decode.",
-    (PREFILL,), ("code",), _each(FAILS),
-)  # fmt: skip
-EXPIRED_SLOTS = Family(
-    "sglang:mixkv_expired_slots_total",
-    "Slots set aside for 60 s, as no ACK came.",
-    (PREFILL,),
-)  # fmt: skip
-COPY_SECONDS = Family("sglang:mixkv_copy_seconds_total", "Seconds spent packing or unpacking.")
-SLOTS = Family("sglang:mixkv_slots", "Slots of the staging buffer.")
-SLOTS_USED = Family("sglang:mixkv_slots_used", "Those in use.")
-DROPPED = Family(
-    "sglang:mixkv_messages_dropped_total", "Messages that were unreadable, doubled or too late."
-)
-
-FAMILIES = (
-    ROOMS, PREFILL_ROOMS, FINISHED, VERIFY_ROUNDS, ACCEPTED_TOKENS, ACCEPTED_DRAFTS, SUSPECT,
-    BREAKER_OPEN, BREAKER_OPENED, REFUSED, NEEDED_BYTES, SENT_BYTES, UNOPENED, UNREQUESTED,
-    FAILS_SENT, EXPIRED_SLOTS, COPY_SECONDS, SLOTS, SLOTS_USED, DROPPED,
-)  # fmt: skip
-
-
-def of_side(side: str) -> Iterator[Family]:
-    return (family for family in FAMILIES if side in family.sides)

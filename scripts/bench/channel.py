@@ -114,8 +114,6 @@ class Quiet:
 
     def ticked(self) -> None: ...
 
-    def publish(self) -> None: ...
-
 
 class Pair:
     """A prefill rank and a decode rank."""

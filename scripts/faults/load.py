@@ -37,8 +37,7 @@ AT_ONCE = (16, 32, 48)
 ENABLE = ("--enable-mixkv",)
 Told = tuple[Counter[str], Counter[str]]
 HUNG_UP = "aborted: aborted on prefill"  # a room of a request whose client has
-WARM, COLD = "channel_warm", "channel_cold"
-ABORTED = "channel_cold_prefill_aborted"
+WARM, COLD, ABORTED = "warm", "cold", "cold_prefill_aborted"
 COLD_SHARE = 0.001
 TELLS = 2.0
 """With a shorter accept length the drafter hardly knows these prompts: wrong draft KV would not

@@ -91,7 +91,6 @@ class Machine:
         if room is None:
             return
         if not room.decided:
-            self._note("closed", event.reason)
             self.breaker.withdraw(event.generation)
         for source in room.opened.sources:
             part = room.parts.get(source.peer)

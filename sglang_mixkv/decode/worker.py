@@ -221,8 +221,6 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
             case ev.Verdict(ReceiveHandle() as handle, state, reason):
                 if handle.state is None:
                     handle.reason, handle.state = reason, state
-                self._reporter(ev.Note(state.value))
-                self._reporter.publish()
             case ev.Forget(peer):
                 self.drop(peer)
                 self._forget(peer)

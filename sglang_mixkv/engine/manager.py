@@ -80,7 +80,7 @@ class DraftManager:
         )
         self.prefill_channel = PrefillWorker(
             machine, draft.rows, staging, plane, self.local_ip, local.port(self), local.times,
-            local.notes, local.device(staging),
+            local.reporter, local.device(staging),
         )  # fmt: skip
         return local.row(self, self.prefill_channel.address, staging, plane)
 
@@ -96,7 +96,7 @@ class DraftManager:
             )
         machine = decode_machine.Machine(local.instance, slots, local.slot_bytes, local.times)
         self.decode_channel = DecodeWorker(
-            machine, store, local.times, local.notes, self._forget_peer, self._check_peer
+            machine, store, local.times, local.reporter, self._forget_peer, self._check_peer
         )
         self.servers = PrefillServers(
             local.row(self, "", *((store.staging, store.plane) if store else (None, None))),
@@ -105,10 +105,10 @@ class DraftManager:
             super().try_ensure_parallel_info,  # type: ignore[misc]
             _stand_in,
             serve_mismatch=local.config.on_draft_mismatch == "cold",
-            refused=local.notes.refused,
+            refused=local.reporter.refused,
             forget=self._forget_server,
         )
-        local.notes.breaker, local.notes.name_of = machine.breaker, server_of
+        local.reporter.breaker, local.reporter.name_of = machine.breaker, server_of
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """False until the server's facts are here and fit, and the channel's connections stand."""
@@ -139,7 +139,7 @@ class DraftManager:
         another request's, where the backup has none of them."""
         try:
             assert self.local is not None
-            self.local.notes.requests.retract(request)
+            self.local.reporter.retracted(request)
             if self.local.handed.pool is not None and draft_is_left_out():
                 clear_retracted(self.local.handed.pool, table, request)
         except Exception:

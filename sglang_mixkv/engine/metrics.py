@@ -1,87 +1,238 @@
-"""The plugin's series at SGLang's own /metrics, made only with SGLang's --enable-metrics.
+"""What a rank counts and logs: series at SGLang's own /metrics, and one line per peer and note.
 
-prometheus_client looks at PROMETHEUS_MULTIPROC_DIR when it is imported, which SGLang sets before it
-starts the schedulers: it is imported as late as SGLang does (observability/metrics_collector.py).
+How well decode drafts is counted by how each request's drafter began. SGLang counts a request's
+verify rounds by accepted drafts in a list of the request, Req.spec_correct_drafts_histogram, which
+is final once the request has finished, or is gone.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
 
-from sglang.srt.disaggregation.utils import DisaggregationMode
-from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
-
-from sglang_mixkv.series import Family, Values, of_side
+from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.decode.breaker import Breaker
+from sglang_mixkv.decode.events import State
+from sglang_mixkv.decode.worker import ReceiveHandle
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.series import COLD, NOTES, OTHER, PREFILL, PREFIX, SERIES, STATES, Kind
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
+LOOK_S = 1.0
+MAX_LOGGED = 1024  # pairs of peer and note; beyond them nothing new is logged
+MAX_PREFILLS = 64  # addresses with series of their own; those that come later are OTHER
+MAX_POSITIONS = 32  # of a draft; positions behind are not counted
+MAX_WATCHED = 65536  # requests
 
-class Metrics:
-    """Called from several threads. `add` and `set` never raise: after a first failure, which is
-    logged, the series stand still."""
 
-    def __init__(self, side: str, common: Mapping[str, str]) -> None:
-        self._common = dict(common)
-        self._families = {family: self._make(family) for family in of_side(side)}
-        self._series: dict[tuple[Family, Values], Any] = {}
-        for family in self._families:
-            for values in family.values:
-                self._get(family, values)
+class Began(NamedTuple):
+    """How a request's drafter began. `prefill`: its server's bootstrap address. `reason`: of a cold
+    one, else ""."""
 
-    def _make(self, family: Family) -> Any:
-        import prometheus_client
+    prefill: str
+    state: str
+    reason: str = ""
 
-        names = [*self._common, *family.labels]
-        if family.kind == "counter":
-            return prometheus_client.Counter(family.name, family.help, names)
-        mode: Any = "mostrecent"
-        return prometheus_client.Gauge(family.name, family.help, names, multiprocess_mode=mode)
 
-    def _get(self, family: Family, values: Values) -> Any:
-        key = family, values
-        if key not in self._series:
-            own = dict(zip(family.labels, values, strict=True))
-            self._series[key] = self._families[family].labels(**self._common, **own)
-        return self._series[key]
+class Reporter:
+    """Counts and logs what a rank's channel reports (channel/reporter.py). Several threads call it.
+    None of its methods raises: after a first failure, which is logged, metrics are no longer
+    updated.
 
-    def add(self, family: Family, values: Values = (), amount: float = 1) -> None:
-        """A family of the other side is left out."""
+    `labels`: of all its series; None where there are none. `slots` and `breaker` are this rank's,
+    once it has them. `name_of` gives the bootstrap address of a prefill rank's server, "" where it
+    is not known.
+    """
+
+    slots: SlotPool | None = None
+    breaker: Breaker | None = None
+
+    def __init__(self, side: str, labels: Mapping[str, str] | None, registry: Any = None) -> None:
+        self.name_of: Callable[[bytes], str] = lambda _: ""
+        self._side, self._labels = side, tuple((labels or {}).values())
+        self._ended: deque[tuple[Any, Began | None]] = deque(maxlen=MAX_WATCHED)
+        self._watched: dict[str, tuple[weakref.ref[Any], list[int], Began]] = {}
+        self._prefills: set[str] = set()
+        self._logged: set[tuple[str, bytes]] = set()
+        self._looked = 0.0
+        self._made = {} if labels is None else _make(side, labels, registry)
+
+    def __call__(self, note: Any) -> None:
+        kind = NOTES.get(note.what, Kind())
+        peer = getattr(note, "peer", b"") or getattr(note, "reader", b"")
+        if note.what == "breaker_opened":
+            self._record(kind.series, self._known(self.name_of(peer)))
+        elif kind.series:
+            self._record(kind.series, *kind.values)
+        is_new = (note.what, peer) not in self._logged and len(self._logged) < MAX_LOGGED
+        if kind.happened and kind.logged and is_new:
+            self._logged.add((note.what, peer))
+            other = "decode" if self._side == PREFILL else "prefill"
+            whom = self.name_of(peer) or (f"rank {peer.hex()[:8]}" if peer else "rank")
+            logger.warning(
+                "[%s] draft channel, %s %s: %s (%s); %s. %s. From now on counted, not logged",
+                kind.code, other, whom, kind.happened, note.detail or "no detail",
+                kind.consequence, kind.remedy,
+            )  # fmt: skip
+
+    def moved(self, size: int, seconds: float) -> None:
+        name = "sent_bytes_total" if self._side == PREFILL else "needed_bytes_total"
+        self._record(name, "draft", amount=size)
+        self._record("copy_seconds_total", amount=seconds)
+
+    def refused(self, error: MixKVError) -> None:
+        """A request fails since its prefill server is refused."""
+        self._record("peers_refused_total", error.reason)
+
+    def ended(self, handle: ReceiveHandle, reason: str) -> None:
+        """Only notes it, since the scheduler waits: the channel's thread counts it, unless that has
+        ended."""
+        if self._made:
+            began = Began(handle.prefill, *_outcome(handle, reason))
+            self._ended.append((handle.request, began))
+        if handle.reason == "broken":
+            self.ticked()
+
+    def retracted(self, request: Any) -> None:
+        """SGLang has resumed a request that it had retracted, from its own backup."""
+        if self._made:
+            self._ended.append((request, None))
+
+    def ticked(self) -> None:
+        if not self._made:
+            return
         try:
-            if family in self._families:
-                self._get(family, values).inc(amount)
+            self._count_ended()
+            if time.monotonic() - self._looked >= LOOK_S:
+                self._looked = time.monotonic()
+                self.look()
         except Exception:
             self._stop()
 
-    def set(self, family: Family, values: Values, value: float) -> None:
+    def _count_ended(self) -> None:
+        with suppress(IndexError):  # there are no more
+            while True:
+                request, began = self._ended.popleft()
+                if began is not None:
+                    _, *outcome = began
+                    self._record("rooms_total", *outcome)
+                    self._record("prefill_rooms_total", self._known(began.prefill), *outcome)
+                self._watch(request, began)
+
+    def _watch(self, request: Any, began: Began | None) -> None:
+        """A request that begins twice was retracted and prefilled again."""
+        rid = getattr(request, "rid", "")
+        if rid in self._watched:
+            alive, histogram, first = self._watched[rid]
+            self._watched[rid] = alive, histogram, Began(first.prefill, "retracted")
+        elif began is not None and began.state in STATES and len(self._watched) < MAX_WATCHED:
+            drafts = getattr(request, "spec_correct_drafts_histogram", None)
+            if drafts is not None:
+                self._watched[rid] = weakref.ref(request), drafts, began
+
+    def look(self) -> None:
+        """Count rooms and requests that have ended, and set the gauges. The channel's thread owns
+        slots and breaker."""
+        self._count_ended()
+        for rid, (alive, histogram, began) in list(self._watched.items()):
+            if (request := alive()) is None or request.finished():
+                del self._watched[rid]
+                self._count_drafts(began, histogram)
+        if self.slots is not None:
+            self._record("slots", amount=self.slots.count)
+            self._record("slots_used", amount=self.slots.count - self.slots.free_slots)
+        if self.breaker is not None:
+            names = map(self.name_of, self.breaker.open_peers())
+            is_open = {self._known(name) for name in names if name}  # "": it was restarted
+            for prefill in list(self._prefills):
+                self._record("breaker_open", prefill, amount=prefill in is_open)
+
+    def _count_drafts(self, began: Began, histogram: list[int]) -> None:
+        rounds = sum(histogram)
+        tokens = rounds + sum(number * count for number, count in enumerate(histogram))
+        values = began._replace(prefill=self._known(began.prefill))
+        self._record("finished_requests_total", *values)
+        self._record("verify_rounds_total", *values, amount=rounds)
+        self._record("accepted_tokens_total", *values, amount=tokens)
+        for position in range(1, min(len(histogram), MAX_POSITIONS + 1)):
+            right = sum(histogram[position:])
+            self._record("accepted_drafts_total", began.state, str(position), amount=right)
+
+    def _known(self, prefill: str) -> str:
+        """The value of the label `prefill`."""
+        is_new = prefill not in self._prefills
+        if not prefill or (is_new and len(self._prefills) >= MAX_PREFILLS):
+            prefill = OTHER
+        self._prefills.add(prefill)
+        return prefill
+
+    def _record(self, name: str, *values: str, amount: float = 1) -> None:
+        """Add to a counter, or set a gauge."""
         try:
-            if family in self._families:
-                self._get(family, values).set(value)
+            if made := self._made:
+                one = made[name].labels(*self._labels, *values)
+                one.inc(amount) if name.endswith("_total") else one.set(amount)
         except Exception:
             self._stop()
 
     def _stop(self) -> None:
-        self._families = {}
-        logger.exception(
-            "[MIXKV-SELF-01] sglang-mixkv: its series at /metrics stand still from now on"
-        )
+        self._made = {}
+        logger.exception("[MIXKV-SELF-01] sglang-mixkv: metrics are no longer updated")
 
 
-def metrics_for(side: str) -> Metrics | None:
-    """This rank's series; None where SGLang's metrics are off, or (with a log line) fail."""
+def _make(side: str, labels: Mapping[str, str], registry: Any) -> dict[str, Any]:
+    """The series of one side, by name. prometheus_client looks at PROMETHEUS_MULTIPROC_DIR when it
+    is imported, which SGLang sets before it starts the schedulers: it is imported as late as SGLang
+    does (observability/metrics_collector.py)."""
+    from prometheus_client import REGISTRY, Counter, Gauge
+
+    made: dict[str, Any] = {}
+    gauge = partial(Gauge, multiprocess_mode="mostrecent")
+    for one in SERIES:
+        if side in one.sides:
+            kind = Counter if one.name.endswith("_total") else gauge
+            names, where = [*labels, *one.labels], registry or REGISTRY
+            made[one.name] = kind(PREFIX + one.name, one.help, names, registry=where)
+            for values in one.known:
+                made[one.name].labels(*labels.values(), *values)
+    return made
+
+
+def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
+    """State and reason of the series rooms_total."""
+    if handle.state is State.FAILED:
+        return "failed", ""
+    if reason or handle.state is None:
+        return "closed", ""
+    if handle.state is State.WARM:
+        return "warm", ""
+    return "cold", handle.reason if handle.reason in COLD else OTHER
+
+
+def reporter(side: str) -> Reporter:
+    """This rank's. It has no series where SGLang's metrics are off, or (with a log line) fail."""
+    from sglang.srt.runtime_context import get_observability
+
     try:
-        return Metrics(side, labels(side)) if get_observability().enable_metrics else None
+        return Reporter(side, _labels(side) if get_observability().enable_metrics else None)
     except Exception:
-        logger.exception(
-            "[MIXKV-SELF-01] sglang-mixkv could not make its series; /metrics lacks them"
-        )
-        return None
+        logger.exception("[MIXKV-SELF-01] sglang-mixkv has no series at /metrics")
+        return Reporter(side, None)
 
 
-def labels(side: str) -> dict[str, str]:
+def _labels(side: str) -> dict[str, str]:
     """The labels of SGLang's own scheduler series on this rank (SchedulerMetricsCollector.
     init_new), so that both join; without `priority`, which is a request's."""
+    from sglang.srt.disaggregation.utils import DisaggregationMode
+    from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
+
     parallel = get_parallel()
     found = {
         "model_name": get_serving().served_model_name,

@@ -27,8 +27,7 @@ from sglang_mixkv.draft.slot_format import SPARE
 from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine import draft_pool, handover
 from sglang_mixkv.engine.check import check_once
-from sglang_mixkv.engine.metrics import metrics_for
-from sglang_mixkv.engine.notes import Notes
+from sglang_mixkv.engine.metrics import reporter
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import refuse
 
@@ -57,11 +56,11 @@ class RankContext:
         self.times = times(self.config.patience)
         self.instance = draw_instance()
         self.copying = "copied on the host"
-        self.notes = Notes(mode, self.config.stats_dir, metrics_for(mode))
+        self.reporter = reporter(mode)
 
     def slots(self) -> SlotPool:
-        self.notes.slots = SlotPool(SLOTS, self.times)
-        return self.notes.slots
+        self.reporter.slots = SlotPool(SLOTS, self.times)
+        return self.reporter.slots
 
     @property
     def slot_bytes(self) -> int:

@@ -183,7 +183,6 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
                 self._send(action)
             case ev.Settled(SendHandle() as handle, opened):
                 handle.opened, handle.settled = opened, True
-                self._reporter.publish()
             case ev.Note():
                 self._reporter(action)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sglang_mixkv.series import PREFIX, SERIES
 from sglang_mixkv.tools.client import RequestFailed, get
 
 STAGES = "sglang_per_stage_req_latency_seconds"
@@ -99,6 +100,18 @@ def samples(text: str) -> Iterator[tuple[Sample, float]]:
 
     for one in (s for family in text_string_to_metric_families(text) for s in family.samples):
         yield Sample(one.name.replace(":", "_", 1), tuple(sorted(one.labels.items()))), one.value
+
+
+def totals(text: str, without: str = "") -> Counter[tuple[str, ...]]:
+    """The plugin's series of a page, summed over ranks, by their names behind the prefix and the
+    values of their own labels, but for the label `without` and empty values. Raises ValueError."""
+    own = {PREFIX.replace(":", "_") + one.name: one for one in SERIES}
+    found: Counter[tuple[str, ...]] = Counter()
+    for sample, value in samples(text):
+        if one := own.get(sample.name):
+            labels = (sample.label(name) for name in one.labels if name != without)
+            found[one.name, *filter(None, labels)] += value  # type: ignore[assignment]
+    return found
 
 
 def read(pages: Iterable[str]) -> Transfers:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from sglang_mixkv import refusals
-from sglang_mixkv.config import ATTRIBUTE, STATS_DIR_ENV, Config, resolve, truth
+from sglang_mixkv.config import ATTRIBUTE, Config, resolve, truth
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine.releases import rules, sglang_version
@@ -144,7 +144,7 @@ def _read(
     from sglang.srt.server_args import ServerArgs
 
     args, notes = parse(flags, info and _known(info)), []
-    config = resolve(args, {**environ, STATS_DIR_ENV: ""})  # a folder of the server's host
+    config = resolve(args, environ)
     enabled = config.enabled or (False if info is None else None)
     if enabled is None:
         notes.append(f"{role}: /server_info does not show whether SGLANG_ENABLE_MIXKV is set")

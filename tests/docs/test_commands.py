@@ -45,7 +45,7 @@ TABLE: dict[str, str] = {
         "tests/protocol/test_launch_lines.py::test_the_router_accepts_the_line",
     r"python -m sglang_mixkv accept .*": "tests/pure/test_accept.py::test_within_the_gate",
     r"python -m sglang_mixkv status .*":
-        "tests/pure/test_status.py::test_a_real_pair_whose_draft_kv_is_wrong",
+        "tests/pure/test_status.py::test_the_exit_status_and_figures_for_scripts",
     r"python -m sglang_mixkv doctor --enable-mixkv":
         "tests/docs/test_commands.py::test_the_doctor_finds_this_machine_right",
     r"python -m sglang_mixkv doctor --(listen 18515|peer 10\.0\.0\.1:18515)":

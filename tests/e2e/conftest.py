@@ -7,7 +7,6 @@ the figures of every pair that ran are printed.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -133,30 +132,35 @@ class Measured:
     deployment: Deployment
     answers: list[Answer]
     reference: Answers
-    counts: Counter[str]
+    counts: Counts
 
-    def now(self) -> Counter[str]:
+    def now(self) -> Counts:
         return counts(self.deployment)
 
-    def since(self, before: Counter[str]) -> Counter[str]:
+    def since(self, before: Counts) -> Counts:
         now = self.now()
         now.subtract(before)
         return now
 
 
-def counts(deployment: Deployment) -> Counter[str]:
-    """The counters of all processes together, once they rest."""
-    deployment.draft_bytes()
-    found: Counter[str] = Counter()
-    for path in deployment.stats.glob("*.json"):
-        found.update(json.loads(path.read_text()))
-    return found
+Counts = Counter[tuple[str, ...]]
+"""The plugin's series of all servers: name and values of labels -> value."""
+SENT, NEEDED = ("sent_bytes_total", "draft"), ("needed_bytes_total", "draft")
+WARM = ("rooms_total", "warm")
 
 
-def warm_share(counted: Counter[str]) -> float:
+def counts(deployment: Deployment) -> Counts:
+    return deployment.counters()
+
+
+def cold(counted: Counts) -> float:
+    """Rooms of all decode ranks, for any reason."""
+    return sum(number for at, number in counted.items() if at[:2] == ("rooms_total", "cold"))
+
+
+def warm_share(counted: Counts) -> float:
     """Of the rooms of all decode ranks."""
-    warm = counted["channel_warm"]
-    return warm / max(1, warm + counted["channel_cold"])
+    return counted[WARM] / max(1, counted[WARM] + cold(counted))
 
 
 Change = Callable[[Launch], Launch]
@@ -175,12 +179,11 @@ def pair_with(
     decode: Change = unchanged,
 ) -> Deployment:
     """As `disaggregated`, with servers other than the topology says."""
-    stats = fleet.folder("stats")
-    *servers, port = launch.prefill_and_decode(pair, topology, str(stats))
+    *servers, port = launch.prefill_and_decode(pair, topology)
     servers = [prefill(servers[0]), decode(servers[1])]
     router = launch.router(*servers, port)
     bring_up(fleet, [*servers, router], silent)
-    return Deployment(fleet, router.url, stats, tuple(servers), (router,))
+    return Deployment(fleet, router.url, tuple(servers), (router,))
 
 
 FIGURES: list[str] = []

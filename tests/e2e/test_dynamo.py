@@ -27,23 +27,25 @@ from mixkv_demo.ports import free_port
 from mixkv_demo.processes import Fleet, ServerProcess
 from mixkv_demo.servers import Deployment, start
 from sglang_mixkv.config import ENABLE_ENV
-from sglang_mixkv.tools import pages
 from sglang_mixkv.tools.client import Answer, RequestFailed, accept_length, stream
 
 from .conftest import (
     COLLAPSED,
     ENABLE,
+    NEEDED,
     PAGES,
+    SENT,
     START_TIMEOUT,
     TP1,
     TP2,
     TP2_DP2_OLDER,
     Reference,
+    cold,
     counts,
     record,
     warm_share,
 )
-from .test_metrics import REST_S, series
+from .test_metrics import finished
 from .test_pairs import same
 
 pytestmark = START_TIMEOUT
@@ -133,11 +135,12 @@ def in_a_file(flags: Flags, home: Path) -> Flags:
 def worker(
     server: Launch, home: Path, enabled: dict[str, str], form: Callable[[Flags, Path], Flags]
 ) -> Launch:
-    """The same server, as a worker of Dynamo's."""
+    """The same server, as a worker of Dynamo's, whose own page is at DYN_SYSTEM_PORT."""
     flags = server.argv[server.argv.index("--host") + 4 :]
-    flags = form((*flags, "--served-model-name", "tiny", "--enable-metrics"), home)
+    flags = form((*flags, "--served-model-name", "tiny"), home)
     changed = with_dynamo(server, home, "dynamo.sglang", flags)
-    return replace(changed, env={**changed.env, **enabled})
+    port = int(changed.env["DYN_SYSTEM_PORT"])
+    return replace(changed, env={**changed.env, **enabled}, port=port)
 
 
 @contextmanager
@@ -152,8 +155,8 @@ def dynamo(
     of_frontend: Flags = (),
 ) -> Iterator[Workers]:
     with Fleet() as fleet:
-        stats, home = fleet.folder("stats"), fleet.folder("home")
-        first, second, _ = launch.prefill_and_decode("mla", topology, str(stats))
+        home = fleet.folder("home")
+        first, second, _ = launch.prefill_and_decode("mla", topology)
         first = first if drafting_prefill else without_drafter(first)
         launches = {
             "frontend": frontend(home, of_frontend),
@@ -162,7 +165,7 @@ def dynamo(
         }
         started = {n: fleet.start(n, one.argv, one.env) for n, one in launches.items()}
         servers = (launches["prefill"], launches["decode"])
-        deployment = Deployment(fleet, launches["frontend"].url, stats, servers)
+        deployment = Deployment(fleet, launches["frontend"].url, servers)
         workers = Workers(deployment, started, launches)
         if serves:
             workers.wait()
@@ -181,11 +184,11 @@ def frontend(home: Path, further: Flags = ()) -> Launch:
 def single(enabled: dict[str, str], *, serves: bool = True) -> Iterator[Workers]:
     """A frontend and one worker that does prefill and decode."""
     with Fleet() as fleet:
-        stats, home = fleet.folder("stats"), fleet.folder("home")
+        home = fleet.folder("home")
         server = launch.server("server", "mla", ())
         launches = {"frontend": frontend(home), "server": worker(server, home, enabled, as_given)}
         started = {n: fleet.start(n, one.argv, one.env) for n, one in launches.items()}
-        deployment = Deployment(fleet, launches["frontend"].url, stats, (launches["server"],))
+        deployment = Deployment(fleet, launches["frontend"].url, (launches["server"],))
         workers = Workers(deployment, started, launches)
         if serves:
             workers.wait()
@@ -196,8 +199,8 @@ def single(enabled: dict[str, str], *, serves: bool = True) -> Iterator[Workers]
 def beside_servers(topology: Topology) -> Iterator[Workers]:
     """A frontend, and SGLang's own servers with a sidecar of Dynamo's each."""
     with Fleet() as fleet:
-        stats, home = fleet.folder("stats"), fleet.folder("home")
-        *servers, _ = launch.prefill_and_decode("mla", topology, str(stats))
+        home = fleet.folder("home")
+        *servers, _ = launch.prefill_and_decode("mla", topology)
         launches, started = {"frontend": frontend(home)}, {}
         for server in servers:
             port = str(free_port())
@@ -211,17 +214,9 @@ def beside_servers(topology: Topology) -> Iterator[Workers]:
         for name in launches.keys() - started.keys():
             started[name] = fleet.start(name, launches[name].argv, launches[name].env)
         url = launches["frontend"].url
-        workers = Workers(Deployment(fleet, url, stats, tuple(servers)), started, launches)
+        workers = Workers(Deployment(fleet, url, tuple(servers)), started, launches)
         workers.wait()
         yield workers
-
-
-def finished(workers: Workers) -> int:
-    """Warm requests on the page that the decode worker itself has."""
-    port = workers.launches["decode"].env["DYN_SYSTEM_PORT"]
-    text = pages.fetch(f"http://{launch.HOST}:{port}/metrics")
-    assert text is not None
-    return series(text)["finished_requests_total", "warm"]
 
 
 def check(
@@ -230,19 +225,13 @@ def check(
     expected = reference("mla", ()).fixed
     with started or dynamo(topology) as workers:
         before = counts(workers.deployment)
-        shown = finished(workers) if started is None else 0
         answers = workers.answers()
-        counted = counts(workers.deployment)
-        deadline = time.monotonic() + REST_S
-        while started is None and finished(workers) < shown + len(answers):
-            assert time.monotonic() < deadline, finished(workers)
-            time.sleep(0.5)
+        counted = finished(workers.deployment, before, len(answers))
         banners = [BANNER in workers.log(side) for side in ("prefill", "decode")]
-    counted.subtract(before)
     record(f"Dynamo {DYNAMO}, {name}", answers, expected, warm_share(counted))
     same(answers, expected)
     assert warm_share(counted) == 1
-    assert counted["draft_bytes_sent"] == counted["draft_bytes_needed"] > 0
+    assert counted[SENT] == counted[NEEDED] > 0
     assert banners == [True, True]
 
 
@@ -332,7 +321,7 @@ def test_a_prefill_worker_without_a_drafter(reference: Reference) -> None:
     counted.subtract(before)
     record(f"Dynamo {DYNAMO}, nixl 2 -> 1, decode alone drafts", answers, expected)
     assert [a.tokens for a in answers] == [a.tokens for a in expected]
-    assert counted["channel_cold"] == len(answers)
+    assert cold(counted) == len(answers)
 
 
 @pytest.mark.full

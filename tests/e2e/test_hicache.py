@@ -112,7 +112,7 @@ def test_a_single_server_and_its_control(copied: bool, reference: Reference) -> 
     server = server if copied else run_by(server, WITHOUT_DRAFT)
     with Fleet() as fleet:
         bring_up(fleet, [server], silent)
-        deployment = Deployment(fleet, server.url, fleet.folder("stats"), (server,))
+        deployment = Deployment(fleet, server.url, (server,))
         cold, again = one_by_one(deployment), one_by_one(deployment)
     record(f"single, host, draft copied: {copied}", again, expected)
     same(cold, expected)

@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from mixkv_demo.pair import model_flags, prompts
 from mixkv_demo.ports import free_port
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import Deployment, bring_up
-from sglang_mixkv.config import ENABLE_ENV, STATS_DIR_ENV
+from sglang_mixkv.config import ENABLE_ENV
 from sglang_mixkv.tools.client import accept_length
 
 from .conftest import START_TIMEOUT, Reference
@@ -58,8 +58,7 @@ CASES = [
 class Started:
     """A running pair: one deployment for each router before it."""
 
-    stats: Path
-    by_router: dict[str, Deployment] = field(default_factory=dict)
+    by_router: dict[str, Deployment]
 
 
 def script(name: str, arguments: tuple[str, ...], **variables: str) -> launch.Launch:
@@ -99,8 +98,8 @@ def started(
     yaml = tmp_path_factory.mktemp("config") / "mixkv.yaml"
     yaml.write_text("enable-mixkv: true\nmixkv-staging-mb: 32\n")
     with Fleet() as fleet:
-        stats, bootstrap = fleet.folder("stats"), str(free_port())
-        shared = {STATS_DIR_ENV: str(stats), "BOOTSTRAP_PORT": bootstrap}
+        bootstrap = str(free_port())
+        shared = {"BOOTSTRAP_PORT": bootstrap}
         prefill, decode = (
             server(name, getattr(case, name), shared, yaml if case.yaml == name else None)
             for name in ("prefill", "decode")
@@ -108,8 +107,8 @@ def started(
         first, second = (router(name, prefill, decode, bootstrap) for name in ROUTERS)
         bring_up(fleet, [prefill, decode, first], servers.silent)
         bring_up(fleet, [second], servers.silent)
-        deployments = {r.name: Deployment(fleet, r.url, stats) for r in (first, second)}
-        yield Started(stats, deployments)
+        pair = (prefill, decode)
+        yield Started({r.name: Deployment(fleet, r.url, pair) for r in (first, second)})
 
 
 @pytest.mark.parametrize("name", ROUTERS)

@@ -43,7 +43,7 @@ def test_nobody_pays_for_another(
     pair: tuple[str, str], backend: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Which the script decides: cold drafters, too, are somebody's trouble."""
-    assert load(tmp_path, pair, backend, *flags)["round 1"]["rooms"]["channel_warm"] > 0
+    assert load(tmp_path, pair, backend, *flags)["round 1"]["rooms"]["warm"] > 0
 
 
 def test_memory_stays_flat(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,13 +15,18 @@ from sglang_mixkv.tools.client import Answer, accept_length
 from . import staging_on_cpu
 from .conftest import (
     CHUNKS,
+    NEEDED,
     PAGES,
+    SENT,
     START_TIMEOUT,
     TP1,
     TP2,
+    WARM,
     Case,
+    Counts,
     Measured,
     Reference,
+    cold,
     counts,
     pair_with,
     record,
@@ -38,9 +42,9 @@ def same(answers: list[Answer], reference: list[Answer]) -> None:
     assert accept_length(answers) == pytest.approx(accept_length(reference), rel=0.02)
 
 
-def all_arrived(counted: Counter[str]) -> None:
+def all_arrived(counted: Counts) -> None:
     """No draft byte is missing or sent twice, and no rank has been cold."""
-    assert counted["draft_bytes_sent"] == counted["draft_bytes_needed"] > 0
+    assert counted[SENT] == counted[NEEDED] > 0
     assert warm_share(counted) == 1, counted
 
 
@@ -65,8 +69,7 @@ def test_repeated_prompts(pd: Measured) -> None:
     assert all(cached) or not pd.case.prefill_ranks_share
     if pd.case.prefill_evicts:
         assert [a.host_tokens for a in answers] == [a.cached_tokens for a in answers]
-    needed = "draft_bytes_needed"
-    assert (counted[needed] < pd.counts[needed] / 2) == pd.case.decode_caches
+    assert (counted[NEEDED] < pd.counts[NEEDED] / 2) == pd.case.decode_caches
 
 
 def test_eight_requests_at_once_with_cached_prefixes(pd: Measured) -> None:
@@ -127,5 +130,5 @@ def test_a_pair_that_drafts_on_decode_alone(pair: str, reference: Reference) -> 
     record(case.name, answers, expected, warm_share(counted))
     assert [a.tokens for a in answers] == [a.tokens for a in expected]
     assert 1 < accept_length(answers) < 0.9 * accept_length(expected)
-    assert counted["channel_cold_no_drafter"] == counted["channel_cold"] == len(answers)
-    assert counted["channel_warm"] == counted["draft_bytes_sent"] == 0
+    assert counted["rooms_total", "cold", "no_drafter"] == cold(counted) == len(answers)
+    assert counted[WARM] == counted[SENT] == 0

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pytest
 
@@ -45,20 +44,22 @@ class Servers:
     fitting: list[Prefill]
     stock: Prefill
     decode: Launch
-    stats: Path
+
+    @property
+    def all(self) -> tuple[Launch, ...]:
+        return (*(one for one, _ in (*self.fitting, self.stock)), self.decode)
 
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[Servers]:
     with Fleet() as fleet:
-        stats = fleet.folder("stats")
         prefills = []
         for number, flags in enumerate((ENABLE, ENABLE, ())):
             topology = Topology(TP1, TP2, flags, ENABLE)
-            prefill, decode, port = launch.prefill_and_decode("mla", topology, str(stats))
+            prefill, decode, port = launch.prefill_and_decode("mla", topology)
             prefills.append((replace(prefill, name=f"prefill {number}"), port))
         start(fleet, [*(one for one, _ in prefills), decode])
-        yield Servers(prefills[:2], prefills[2], decode, stats)
+        yield Servers(prefills[:2], prefills[2], decode)
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def router(
     with Fleet() as fleet:
         entry = Launch(name, argv, launch.local_env(), port)
         bring_up(fleet, [entry], silent)
-        yield Deployment(fleet, entry.url, servers.stats)
+        yield Deployment(fleet, entry.url, servers.all)
 
 
 @pytest.mark.parametrize(("name", "policy"), CASES)

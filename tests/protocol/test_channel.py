@@ -60,8 +60,8 @@ def case(name: str, **special: Any) -> Case:
 def warm(outcome: Outcome, ranks: int, requests: int) -> None:
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
-    assert outcome.total("channel_warm") == ranks * requests
-    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
+    assert outcome.total("rooms_total", "warm") == ranks * requests
+    assert outcome.total("sent_bytes_total") == outcome.total("needed_bytes_total")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -71,7 +71,7 @@ def test_every_byte(name: str) -> None:
     shares = one.decode_dp  # each request is on the ranks of one of them
     warm(outcome, one.decode_tp * one.decode_dp // shares, len(one.requests))
     with_heads = one.draft is not None and not one.draft.is_mla
-    assert (outcome.total("draft_bytes_sent") > 0) == with_heads
+    assert (outcome.total("sent_bytes_total") > 0) == with_heads
 
 
 COLD: dict[str, dict[str, Any]] = {
@@ -89,8 +89,9 @@ def test_a_side_without_a_drafter_is_served(name: str, lack: str) -> None:
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
     cold = one.decode_tp * len(one.requests) if lack.endswith("prefill") else 0
-    assert outcome.total("channel_cold") == outcome.total("channel_cold_no_drafter") == cold
-    assert outcome.total("draft_bytes_sent") == 0
+    assert outcome.total("rooms_total", "cold", "no_drafter") == cold
+    assert outcome.total("rooms_total", "cold") == cold
+    assert outcome.total("sent_bytes_total") == 0
 
 
 @pytest.mark.mooncake_only

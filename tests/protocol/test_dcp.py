@@ -24,9 +24,9 @@ def right(case: Case) -> Outcome:
     outcome = run(case)
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
-    sent = outcome.total("draft_bytes_sent")
-    assert sent == outcome.total("draft_bytes_needed") == draft_bytes(case)
-    assert outcome.total("channel_warm") == case.decode_tp * len(case.requests)
+    sent = outcome.total("sent_bytes_total")
+    assert sent == outcome.total("needed_bytes_total") == draft_bytes(case)
+    assert outcome.total("rooms_total", "warm") == case.decode_tp * len(case.requests)
     return outcome
 
 

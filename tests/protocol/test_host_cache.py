@@ -43,8 +43,8 @@ def test_every_byte_that_came_back_from_the_host(
     outcome = run(case)
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
-    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
-    assert draft.is_mla or outcome.total("draft_bytes_sent") > 0  # SGLang moves that itself
+    assert outcome.total("sent_bytes_total") == outcome.total("needed_bytes_total")
+    assert draft.is_mla or outcome.total("sent_bytes_total") > 0  # SGLang moves that itself
 
 
 @pytest.mark.mooncake_only

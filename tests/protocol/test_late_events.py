@@ -75,7 +75,7 @@ def test_an_early_chunk_waits_for_the_forward_that_writes_it() -> None:
     """prefill.py maybe_send_cached_prefix_chunk."""
     outcome = run(Case(2, 1, requests=REQUESTS, special=Special(send=early)))
     assert outcome.wrong == []
-    assert outcome.total("channel_warm") == len(REQUESTS)
+    assert outcome.total("rooms_total", "warm") == len(REQUESTS)
 
 
 @pytest.mark.mooncake_only
@@ -83,7 +83,7 @@ def test_page_numbers_are_read_once_they_are_there() -> None:
     """prefill.py _send_kv_chunk, with supports_host_tensor_indices."""
     outcome = run(Case(2, 1, requests=REQUESTS, special=Special(send=indices)))
     assert outcome.wrong == []
-    assert outcome.total("channel_warm") == len(REQUESTS)
+    assert outcome.total("rooms_total", "warm") == len(REQUESTS)
 
 
 def a_forward_under_way(rank: Rank) -> None:
@@ -111,7 +111,7 @@ def test_a_stages_chunk_waits_for_its_forward() -> None:
         )
     )  # fmt: skip
     assert outcome.wrong == []
-    assert outcome.total("channel_warm") == len(REQUESTS)
+    assert outcome.total("rooms_total", "warm") == len(REQUESTS)
 
 
 def an_earlier_forward(rank: Rank) -> None:

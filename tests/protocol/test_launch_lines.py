@@ -110,7 +110,7 @@ def test_sglang_accepts_what_the_demo_starts(device: str) -> None:
     ServerArgs.add_cli_args(parser)
     plugin = ("--enable-mixkv",)
     topology = Topology(mixkv_prefill=plugin, mixkv_decode=plugin, device=device)
-    *servers, _ = prefill_and_decode("mla", topology, "")
+    *servers, _ = prefill_and_decode("mla", topology)
     for server in servers:
         server_args = ServerArgs.from_cli_args(parser.parse_args(list(server.argv[3:])))
         assert server_args.device == device

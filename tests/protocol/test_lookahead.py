@@ -35,9 +35,9 @@ def test_rows_are_those_of_the_prompt(
     outcome = run(case)
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
-    assert outcome.total("channel_warm") == decode_tp * len(requests)
-    sent = outcome.total("draft_bytes_sent")
-    assert sent == outcome.total("draft_bytes_needed") == draft_bytes(case)
+    assert outcome.total("rooms_total", "warm") == decode_tp * len(requests)
+    sent = outcome.total("sent_bytes_total")
+    assert sent == outcome.total("needed_bytes_total") == draft_bytes(case)
 
 
 def test_a_prompt_that_decode_has_whole_needs_nothing() -> None:
@@ -46,4 +46,4 @@ def test_a_prompt_that_decode_has_whole_needs_nothing() -> None:
     outcome = run(Case(2, 1, requests=requests))
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
-    assert outcome.total("channel_warm") == len(requests)
+    assert outcome.total("rooms_total", "warm") == len(requests)

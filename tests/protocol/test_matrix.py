@@ -32,9 +32,9 @@ def right(case: Case) -> Outcome:
     outcome = run(case)
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
-    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
-    assert outcome.total("draft_bytes_sent") == draft_bytes(case)
-    assert outcome.total("channel_warm") == case.decode_tp * len(case.requests)
+    assert outcome.total("sent_bytes_total") == outcome.total("needed_bytes_total")
+    assert outcome.total("sent_bytes_total") == draft_bytes(case)
+    assert outcome.total("rooms_total", "warm") == case.decode_tp * len(case.requests)
     return outcome
 
 
@@ -43,7 +43,7 @@ def right(case: Case) -> Outcome:
 def test_every_byte(prefill_tp: int, decode_tp: int, draft: str) -> None:
     seed = prefill_tp * 100 + decode_tp
     outcome = right(Case(prefill_tp, decode_tp, draft=DRAFTS[draft], requests=REQUESTS, seed=seed))
-    assert (outcome.total("draft_bytes_sent") > 0) == (draft != "mla")  # SGLang moves that itself
+    assert (outcome.total("sent_bytes_total") > 0) == (draft != "mla")  # SGLang moves that itself
 
 
 @pytest.mark.sampled(3)
@@ -122,7 +122,7 @@ def test_drafter_without_kv_entries(prefill_tp: int, decode_tp: int) -> None:
     special = Special(draft_is_state=True)
     case = Case(prefill_tp, decode_tp, draft=None, algorithm="DSPARK", special=special)
     outcome = right(replace(case, requests=REQUESTS))
-    assert outcome.total("draft_bytes_needed") == 0
+    assert outcome.total("needed_bytes_total") == 0
 
 
 @pytest.mark.sampled(3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -18,136 +17,73 @@ from rig.special import Special
 
 from sglang_mixkv import plugin
 from sglang_mixkv.engine import draft_pool, handover
-from sglang_mixkv.engine.metrics import Metrics
-from sglang_mixkv.series import BREAKER_OPENED, COLD, DECODE, DROPPED, SLOTS
+from sglang_mixkv.series import COLD
 
 REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1))
-PREFIX = "sglang:mixkv_"
-OWN = ("component", "prefill", "state", "reason", "code")
-
-
-def series() -> dict[str, float]:
-    """Name{values of its own labels} -> value, in this process; addresses without their ports."""
-    from prometheus_client import REGISTRY
-
-    found = {}
-    for sample in (s for metric in REGISTRY.collect() for s in metric.samples):
-        if sample.name.startswith(PREFIX) and not sample.name.endswith("_created"):
-            own = [sample.labels[name].partition(":")[0] for name in OWN if name in sample.labels]
-            found[sample.name.removeprefix(PREFIX) + f"{{{','.join(own)}}}"] = sample.value
-    return found
-
-
-def watch(rank: Rank) -> None:
-    """The snapshot of this rank has its series; gauges are as at the last look."""
-    notes = rank.plugin
-    snapshot = notes.stats.snapshot
-
-    def looked() -> dict[str, float]:
-        notes._count_rooms()
-        notes._look()
-        return {**snapshot(), **series()}
-
-    notes.stats.snapshot = looked
 
 
 def no_packing(rank: Rank) -> None:
     def pack(*_: Any) -> int:
         raise RuntimeError("out of memory")
 
-    watch(rank)
     rank.manager.prefill_channel._rows.pack = pack
 
 
-def measured(case: Case, prefill: Callable[[Rank], None] = watch, **special: Any) -> Outcome:
-    sides = {"prefill": case.prefill_tp, "decode": case.decode_tp}
-    faults = {(side, rank): watch for side, tp in sides.items() for rank in range(tp)}
-    faults |= {("prefill", rank): prefill for rank in range(case.prefill_tp)}
-    special = Special(metrics=True, faults=faults, **special)
-    outcome = run(replace(case, special=special))
+def measured(case: Case, **special: Any) -> Outcome:
+    outcome = run(replace(case, special=Special(**special)))
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
     return outcome
 
 
-def states(outcome: Outcome) -> dict[str, int]:
+def states(outcome: Outcome) -> dict[tuple[str, ...], float]:
     """Rooms by state and reason, over all decode ranks; and all of them by prefill server."""
-    names = {name for r in outcome.decode for name in r.stats if name.startswith("rooms_total")}
-    found = {name.removeprefix("rooms_total"): outcome.total(name) for name in names}
-    found = {name: count for name, count in found.items() if count}
-    for name, count in found.items():
-        assert outcome.total(f"prefill_rooms_total{{127.0.0.1,{name[1:]}") == count
+    names = {at for r in outcome.decode for at in r.counted if at[0] == "rooms_total"}
+    found = {at[1:]: count for at in names if (count := outcome.total(*at))}
+    for at, count in found.items():
+        assert outcome.total("prefill_rooms_total", *at) == count
     return found
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
 def test_warm_rooms_and_their_bytes(prefill_tp: int, decode_tp: int) -> None:
     outcome = measured(Case(prefill_tp, decode_tp, requests=REQUESTS))
-    assert states(outcome) == {"{warm,}": decode_tp * len(REQUESTS)}
-    needed = outcome.total("needed_bytes_total{draft}")
-    assert needed == outcome.total("sent_bytes_total{draft}") == outcome.total("draft_bytes_sent")
-    assert needed > 0
+    assert states(outcome) == {("warm",): decode_tp * len(REQUESTS)}
+    needed = outcome.total("needed_bytes_total", "draft")
+    assert needed == outcome.total("sent_bytes_total", "draft") > 0
     for report in outcome.prefill + outcome.decode:
-        assert report.stats["copy_seconds_total{}"] > 0
-        assert report.stats["slots{}"] >= report.stats["slots_used{}"]
+        assert report.counted["copy_seconds_total",] > 0
+        assert report.counted["slots",] >= report.counted["slots_used",]
     for report in outcome.decode:
-        assert report.stats["slots{}"] > report.stats["slots_used{}"] == 0
-        assert {f"rooms_total{{cold,{reason}}}" for reason in COLD} <= set(report.stats)
-        assert report.stats["breaker_open{127.0.0.1}"] == 0
+        assert report.counted["slots",] > report.counted["slots_used",] == 0
+        assert {("rooms_total", "cold", reason) for reason in COLD} <= set(report.counted)
+        assert report.counted["breaker_open",] == 0
 
 
 def test_a_prefill_without_a_drafter_makes_every_room_cold() -> None:
     case = Case(2, 1, requests=REQUESTS)
     outcome = measured(case, draft_on={"prefill": False})
-    assert states(outcome) == {"{cold,no_drafter}": len(REQUESTS)}
+    assert states(outcome) == {("cold", "no_drafter"): len(REQUESTS)}
 
 
 def test_prefill_that_cannot_pack_is_seen_on_both_sides() -> None:
-    outcome = measured(Case(1, 1, requests=REQUESTS), no_packing)
-    assert states(outcome) == {"{cold,prefill_pack}": len(REQUESTS)}
-    assert outcome.total("fails_sent_total{pack}") == len(REQUESTS)
+    outcome = measured(Case(1, 1, requests=REQUESTS), faults={("prefill", 0): no_packing})
+    assert states(outcome) == {("cold", "prefill_pack"): len(REQUESTS)}
+    assert outcome.total("fails_sent_total", "pack") == len(REQUESTS)
 
 
 def test_rooms_that_a_stock_decode_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
-    special = Special(metrics=True, faults={("prefill", 0): watch}, draft_stays=True)
+    special = Special(draft_stays=True)
     outcome = run(Case(1, 1, requests=REQUESTS, decode_mixkv=False, special=special))
     assert outcome.wrong == []
-    assert outcome.total("unopened_rooms_total{}") == len(REQUESTS)
+    assert outcome.total("unopened_rooms_total") == len(REQUESTS)
 
 
 def test_without_enable_metrics_no_series_is_made() -> None:
-    special = Special(faults={("prefill", 0): watch, ("decode", 0): watch})
-    outcome = run(Case(1, 1, requests=REQUESTS, special=special))
-    assert not [name for r in outcome.prefill + outcome.decode for name in r.stats if "{" in name]
-    assert outcome.total("channel_warm") == len(REQUESTS)
-
-
-def test_series_that_fail_stand_still_and_raise_nothing(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import prometheus_client
-
-    class Full:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            pass
-
-        def labels(self, **_: str) -> Full:
-            return self
-
-        def inc(self, _: float) -> None:
-            raise OSError(28, "No space left on device")
-
-        set = inc
-
-    monkeypatch.setattr(prometheus_client, "Counter", Full)
-    monkeypatch.setattr(prometheus_client, "Gauge", Full)
-    one = Metrics(DECODE, {})
-    one.add(DROPPED)
-    one.set(SLOTS, (), 1)
-    one.add(BREAKER_OPENED, ("a:1",))
-    assert len(caplog.records) == 1
-    assert "MIXKV-SELF-01" in caplog.text
+    outcome = measured(Case(1, 1, requests=REQUESTS), metrics=False)
+    assert not any(report.counted for report in outcome.prefill + outcome.decode)
+    assert not any(report.cold for report in outcome.decode)
 
 
 # ---------------------------------------------------------------- SGLang's queues
@@ -204,10 +140,8 @@ def test_rows_that_a_backup_leaves_out_are_zeroed(
     )  # fmt: skip
     pool, marked = draft_of(4), []
     manager = module.DraftManager.__new__(module.DraftManager)
-    requests = SimpleNamespace(retract=marked.append)
-    manager.local = SimpleNamespace(
-        handed=SimpleNamespace(pool=pool), notes=SimpleNamespace(requests=requests)
-    )
+    reporter = SimpleNamespace(retracted=marked.append)
+    manager.local = SimpleNamespace(handed=SimpleNamespace(pool=pool), reporter=reporter)
     rows = [5, 9, 4, 12, 7]
     table = torch.zeros((3, 8), dtype=torch.int32)
     table[1, : len(rows)] = torch.tensor(rows)

@@ -73,7 +73,7 @@ def test_a_stock_prefill_is_refused(prefill_tp: int, decode_tp: int) -> None:
     """It would write the drafter's rows into the target's pages."""
     words = "it does not run sglang-mixkv"
     outcome = refused_by_decode(words, prefill_tp, decode_tp, prefill_mixkv=False)
-    assert all(report.stats["refused_no_plugin"] for report in outcome.decode)
+    assert all(report.counted["peers_refused_total", "no_plugin"] for report in outcome.decode)
 
 
 def test_a_prefill_with_one_stock_rank_is_refused() -> None:
@@ -89,7 +89,7 @@ def test_a_stock_decode_gets_its_target_and_is_counted(prefill_tp: int, decode_t
     outcome = run(case)
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
-    assert outcome.total("channel_unopened") == prefill_tp * len(REQUESTS)
+    assert outcome.total("unopened_rooms_total") == prefill_tp * len(REQUESTS)
     assert [len(report.reasons) for report in outcome.prefill] == [1] * prefill_tp
 
 
@@ -97,7 +97,7 @@ def test_a_decode_with_one_stock_rank_is_counted() -> None:
     special = Special(stock_ranks=[("decode", 1)], draft_stays=True)
     outcome = run(Case(1, 2, requests=REQUESTS, special=special))
     assert outcome.statuses == {"success"}
-    assert outcome.total("channel_unopened") == len(REQUESTS)
+    assert outcome.total("unopened_rooms_total") == len(REQUESTS)
 
 
 # ---------------------------------------------------------------- release 0.2

@@ -109,5 +109,5 @@ def test_random_case(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "MIXKV-PAIR-03" in outcome.reasons
         return
     assert outcome.statuses == {"success"}, outcome.reasons
-    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
-    assert outcome.total("draft_bytes_sent") == draft_bytes(case)
+    assert outcome.total("sent_bytes_total") == outcome.total("needed_bytes_total")
+    assert outcome.total("sent_bytes_total") == draft_bytes(case)

@@ -49,5 +49,5 @@ def test_every_byte_of_the_pair(
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}, outcome.reasons
     moved = draft_bytes(case) if plan.prefill.draft is not None else 0
-    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed") == moved
+    assert outcome.total("sent_bytes_total") == outcome.total("needed_bytes_total") == moved
     assert (moved > 0) == bool(plan.reads)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import pickle
-import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +29,6 @@ def test_flag_over_environment_over_default() -> None:
     assert resolve(None, {"SGLANG_ENABLE_MIXKV": "true"}).enabled
 
 
-FOLDER = tempfile.gettempdir()
 BOOLEANS: tuple[dict[str, object], tuple[str, ...]] = (
     {"1": True, "Yes": True, " on ": True, "y": True, "n": False, "OFF": False}, ("maybe", "-1"),
 )  # fmt: skip
@@ -50,7 +48,6 @@ VALUES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
         ("0", "80", "1023", "65001", "65536", "-1", "tcp://10.0.0.1:80"),
     ),
     "data_plane": ({"mooncake": "mooncake", "nixl": "nixl"}, ("nixI", "NIXL", "mori")),
-    "stats_dir": ({FOLDER: FOLDER}, ("/no/such/folder", "/etc/passwd")),
     "nixl_params": (
         {"{}": {}, '{"num_threads": "4"}': {"num_threads": "4"}},
         ("{", "4", "[]", '{"num_threads": 4}', '{"a": null}', "a=b"),
@@ -108,16 +105,6 @@ def test_a_value_outside_is_refused_with_its_name_and_what_is_expected(
 def test_a_variable_that_is_misspelt_is_refused_with_the_nearest(name: str, meant: str) -> None:
     with pytest.raises(MixKVError, match=f"MIXKV-START-04.* got {name}.* that is known is {meant}"):
         resolve(None, {name: "1"})
-
-
-@pytest.mark.parametrize("name", ["DRAFT_TRANSFER", "VERIFY"])
-def test_a_setting_of_an_older_release_is_refused(name: str) -> None:
-    with pytest.raises(
-        MixKVError, match=rf"MIXKV-START-04.* got SGLANG_MIXKV_{name}\..*Unset it\.$"
-    ):
-        resolve(None, {f"SGLANG_MIXKV_{name}": "1"})
-    with pytest.raises(SystemExit):
-        parse(f"--mixkv-{name.lower().replace('_', '-')}=1")
 
 
 @pytest.mark.parametrize("service", ["SGLANG_MIXKV_ROUTER", "SGLANG_MIXKV"])
@@ -304,3 +291,17 @@ def test_the_version_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         releases.sglang_version.cache_clear()
     assert read == ["sglang"]
+
+
+@pytest.mark.parametrize("name", config.REMOVED)
+def test_a_removed_setting_stops_the_start_and_says_what_to_do(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name.startswith("--"):
+        with pytest.raises(SystemExit):
+            parse(name, "packed")
+        assert f"{name} is no longer a setting" in " ".join(capsys.readouterr().err.split())
+    else:
+        with pytest.raises(MixKVError, match=f"{name} is no longer a setting.*Remove it"):
+            resolve(None, {name: "auto"})
+        assert not config_of(SimpleNamespace()).enabled  # who has not opted in is left alone

@@ -24,8 +24,6 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "config.py": ({"msgspec"}, {"errors"}),
     "refusals.py": (set(), {"config"}),
     "series.py": (set(), {"errors"}),
-    "kinds.py": (set(), {"", "series"}),
-    "stats.py": (set(), {"errors"}),
     "draft/": ({"msgspec", "numpy"}, {"channel.messages", "draft", "errors"}),
     "draft/rows.py": ({"numpy", "torch"}, {"draft.slot_format"}),
     "draft/cuda.py": (set(), set()),
@@ -36,16 +34,16 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors"}),
     "engine/": (
         {"aiohttp", "msgspec", "sglang", "torch"},
-        {"", "channel", "config", "decode", "draft", "engine", "errors", "kinds", "prefill",
-         "refusals", "series", "stats"},
+        {"", "channel", "config", "decode", "draft", "engine", "errors", "prefill", "refusals",
+         "series"},
     ),
     "engine/releases.py": (set(), {"", "config", "engine.seams", "refusals"}),  # SGLang by name
     "engine/seams.py": (set(), set()),
     "plugin.py": (set(), {"config", "engine", "refusals"}),
     "tools/": (
         {"msgspec", "numpy", "requests", "zmq"},
-        {"", "channel", "config", "draft", "engine.releases", "errors", "kinds", "refusals",
-         "series", "tools"},
+        {"", "channel", "config", "draft", "engine.releases", "errors", "refusals", "series",
+         "tools"},
     ),
     "__main__.py": (set(), {"tools"}),
     "__init__.py": (set(), set()),
@@ -53,7 +51,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "mixkv_cpu/kernels/": ({"torch"}, set()),
     "mixkv_cpu/site/": ({"mixkv_cpu", "torch"}, set()),
     "mixkv_demo/": ({"mixkv_cpu", "mixkv_demo", "requests", "rich"},
-                    {"__main__", "config", "tools.client"}),
+                    {"__main__", "config", "tools.client", "tools.pages"}),
 }  # fmt: skip
 
 # What may be imported inside a function, since the module itself has to load without it.
@@ -63,12 +61,11 @@ LAZY = {
     "channel/mooncake.py": {"mooncake"},
     "channel/nixl.py": {"nixl"},
     "engine/handover.py": {"sglang"},
-    "engine/metrics.py": {"prometheus_client"},
+    "engine/metrics.py": {"prometheus_client", "sglang"},
     "tools/doctor_read.py": {"sglang_mixkv.draft.rows", "torch"},
     "tools/pages.py": {"prometheus_client"},
     "tools/plan_gpu.py": {"sglang", "torch"},
     "tools/plan_line.py": {"sglang", "yaml"},
-    "tools/status.py": {"rich"},
     "tools/plan_server.py": {"huggingface_hub", "sglang"},
 }
 

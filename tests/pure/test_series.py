@@ -1,8 +1,7 @@
-"""What the state machines report, and where an operator sees it."""
+"""What a channel reports, and where an operator sees it."""
 
 from __future__ import annotations
 
-import ast
 import logging
 import re
 from collections import Counter
@@ -10,449 +9,279 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
-from sglang_mixkv import kinds, series
+from sglang_mixkv import series
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.breaker import STRIKES, Breaker
 from sglang_mixkv.decode.worker import ReceiveHandle
-from sglang_mixkv.engine.notes import Notes
-from sglang_mixkv.engine.requests import Began, Requests
+from sglang_mixkv.engine import metrics
 from sglang_mixkv.errors import CODES, MixKVError
-from sglang_mixkv.series import DECODE, FAMILIES, PREFILL, Family, Values, of_side
+from sglang_mixkv.series import COLD, DECODE, NOTES, OTHER, PREFILL, SERIES
+from sglang_mixkv.tools.pages import totals
 
 PACKAGE = Path(series.__file__).parent
 DOCS = PACKAGE.parent / "docs"
-PAGE, DOCUMENT = (DOCS / "troubleshooting.md").read_text(), (DOCS / "metrics.md").read_text()
-KIND = re.compile(r"[a-z_]+")
-
-# Who takes a kind, and which of its arguments that is.
-TAKES = {"Note": 0, "_note": 0, "_go_cold": 1, "_fail": 1, "_fail_parts": 1, "_refuse": 2}
 
 
-def texts(node: ast.AST) -> set[str]:
-    """The words in an expression."""
-    found = {n.value for n in ast.walk(node) if isinstance(n, ast.Constant)}
-    return {text for text in found if isinstance(text, str) and KIND.fullmatch(text)}
+class Rank(metrics.Reporter):
+    """A rank's reporter, and a page of its series alone."""
 
+    def __init__(self, side: str = DECODE) -> None:
+        self._registry = CollectorRegistry()
+        super().__init__(side, {"tp_rank": "0"}, self._registry)
 
-def given(side: str, function: str) -> set[str]:
-    """Words that the code of one side hands to this function as a kind."""
-    found: set[str] = set()
-    for path in (PACKAGE / side).glob("*.py"):
-        for call in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)):
-            name = ast.unparse(call.func).rpartition(".")[2]
-            if name == function and len(call.args) > TAKES[name]:
-                found |= texts(call.args[TAKES[name]])
-    return found
+    def page(self) -> Counter[tuple[str, ...]]:
+        """Name, and values of labels that are not empty -> value, where that is not 0."""
+        return +totals(generate_latest(self._registry).decode())
 
+    def of(self, name: str) -> dict[tuple[str, ...], float]:
+        return {at[1:]: value for at, value in self.page().items() if at[0] == name}
 
-def set_to(side: str, *names: str) -> set[str]:
-    """Words that end up in variables or attributes of these names."""
-    found: set[str] = set()
-    for path in (PACKAGE / side).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            targets = getattr(node, "targets", [])
-            written = {ast.unparse(t).rpartition(".")[2] for t in targets}
-            pairs = [t for t in targets if isinstance(t, ast.Tuple)]
-            written |= {ast.unparse(e).rpartition(".")[2] for t in pairs for e in t.elts}
-            if written & set(names):
-                found |= texts(node.value)
-    return found
+    def end(
+        self, state: ev.State | None, reason: str = "", closed: str = "", prefill: str = "a:1",
+        request: Any = None,
+    ) -> None:  # fmt: skip
+        """SGLang ends a room; `closed` says why its request has failed."""
+        handle = ReceiveHandle([], 1, None, prefill)
+        handle.state, handle.reason, handle.request = state, reason, request
+        self.ended(handle, closed)
 
-
-def refusals() -> set[str]:
-    """Codes that prefill's state machine refuses an OPEN with."""
-    found: set[str] = set()
-    for path in (PACKAGE / PREFILL).glob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
-                found |= texts(node.value.elts[0])
-    return found
-
-
-def reasons() -> set[str]:
-    """Why a room is cold, by the code of decode."""
-    codes = set_to(DECODE, "PREFILL_CODES", "code")
-    found = given(DECODE, "_go_cold") | set_to(DECODE, "cold", "reason")
-    return (found | {f"prefill_{code}" for code in codes}) - {"prefill_"}
-
-
-def test_every_reason_of_the_code_is_a_label_and_the_other_way_round() -> None:
-    assert reasons() == set(series.COLD) - {series.OTHER}
-
-
-def test_every_note_of_decode_has_a_place() -> None:
-    notes = (given(DECODE, "_note") | given(DECODE, "Note")) - {"cold_"}
-    notes |= {state.value for state in ev.State}
-    notes |= {f"cold_{reason}" for reason in reasons() - {"broken"}}  # its machine is gone
-    assert notes == set(kinds.DECODE)
-
-
-def test_every_note_of_prefill_has_a_place() -> None:
-    codes = given(PREFILL, "_fail") | given(PREFILL, "_fail_parts") | given(PREFILL, "_refuse")
-    codes |= refusals() | set_to(PREFILL, "why")
-    assert codes == set(series.FAILS)
-    notes = given(PREFILL, "_note") | given(PREFILL, "Note")
-    assert notes | codes == set(kinds.PREFILL)
-
-
-@pytest.mark.parametrize("side", kinds.OF_SIDE)
-def test_every_kind_is_seen(side: str) -> None:
-    """A series, or a room that is counted at its end; and a log line says all that helps."""
-    families = set(of_side(side))
-    for what, kind in kinds.OF_SIDE[side].items():
-        assert kind.family is None or kind.family in families
-        at_the_end = what in ("warm", "cold", "failed", "closed", "not_cleared")
-        assert kind.family is not None or at_the_end or what.startswith("cold_")
-        assert bool(kind.happened) == bool(kind.remedy)
-        assert kind.code in CODES
-        named = kind.family is not None and "prefill" in kind.family.labels
-        if kind.family is not None and not named and kind.family.labels:
-            assert kind.values in kind.family.values
-
-
-def test_the_troubleshooting_page_has_a_remedy_for_every_reason() -> None:
-    lines = [line for line in PAGE.splitlines() if line.startswith("| `")]
-    listed = [reason for line in lines for reason in re.findall("`([a-z_]+)`", line.split("|")[1])]
-    assert Counter(listed) == Counter(set(series.COLD) - {series.OTHER})
-
-
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_the_document_has_every_series(family: Family) -> None:
-    (line,) = (x for x in DOCUMENT.splitlines() if x.startswith(f"| `{family.name}` |"))
-    labels = ", ".join(f"`{label}`" for label in family.labels)
-    cells = [f"`{family.name}`", ", ".join(family.sides), labels, family.help]
-    assert line == f"| {' | '.join(cells)} |"
-
-
-# ---------------------------------------------------------------- series
-
-
-def test_names_are_one_familys_and_follow_prometheus() -> None:
-    names = [family.name for family in FAMILIES]
-    assert len(names) == len(set(names))
-    for family in FAMILIES:
-        assert all(len(values) == len(family.labels) for values in family.values)
-        assert re.fullmatch(r"sglang:mixkv_[a-z_]+", family.name)
-
-
-def test_few_series_exist_from_the_start() -> None:
-    for side in (PREFILL, DECODE):
-        assert sum(len(family.values) for family in of_side(side)) <= 48
-    assert list(of_side("null")) == []
-
-
-class Recorded:
-    """In the place of prometheus_client."""
-
-    def __init__(self) -> None:
-        self.found: Counter[tuple[str, Values]] = Counter()
-
-    def add(self, family: Family, values: Values = (), amount: float = 1) -> None:
-        assert len(values) == len(family.labels)
-        self.found[family.name.removeprefix("sglang:mixkv_"), values] += amount
-
-    def set(self, family: Family, values: Values, value: float) -> None:
-        self.found[family.name.removeprefix("sglang:mixkv_"), values] = int(value)
-
-
-def notes(side: str = DECODE) -> tuple[Notes, Counter[tuple[str, Values]]]:
-    recorded = Recorded()
-    return Notes(side, "", recorded), recorded.found
-
-
-def ended(
-    one: Notes, state: ev.State | None, reason: str = "", closed: str = "", prefill: str = "a:1"
-) -> ReceiveHandle:
-    handle = ReceiveHandle([], 1, None, prefill)
-    handle.state, handle.reason = state, reason
-    one.ended(handle, closed)
-    one.ticked()
-    return handle
-
-
-@pytest.mark.parametrize(
-    ("state", "reason", "closed", "expected"),
-    [
-        (ev.State.WARM, "", "", ("warm", "")),
-        (ev.State.COLD, "deadline", "", ("cold", "deadline")),
-        (ev.State.COLD, "of a later release", "", ("cold", "other")),
-        (ev.State.COLD, "prefill_aborted", "failed on decode", ("closed", "")),
-        (ev.State.WARM, "", "aborted on decode", ("closed", "")),
-        (None, "", "", ("closed", "")),
-        (ev.State.FAILED, "RuntimeError('a')", "failed on decode", ("failed", "")),
-    ],
-)
-def test_a_room_is_counted_once_at_its_end(
-    state: ev.State | None, reason: str, closed: str, expected: Values
-) -> None:
-    """A client that hangs up makes no request cold."""
-    one, found = notes()
-    ended(one, state, reason, closed)
-    assert found == {("rooms_total", expected): 1, ("prefill_rooms_total", ("a:1", *expected)): 1}
-    assert expected in series.ROOMS.values
-
-
-def test_rooms_of_a_channel_that_has_ended_are_counted() -> None:
-    """By the scheduler's thread, with what the channel's had left."""
-    one, found = notes()
-    one.ticked = lambda: None  # type: ignore[method-assign]
-    ended(one, ev.State.WARM)
-    assert found == {}
-    ended(one, ev.State.COLD, "broken")
-    rooms = {values: n for (name, values), n in found.items() if name == "rooms_total"}
-    assert rooms == {("warm", ""): 1, ("cold", "broken"): 1}
-
-
-def test_prefill_addresses_are_bounded() -> None:
-    one, found = notes()
-    for number in range(series.MAX_PREFILLS + 5):
-        ended(one, ev.State.WARM, prefill=f"host:{number}")
-    ended(one, ev.State.WARM, prefill="host:0")
-    shown = {values[0] for name, values in found if name == "prefill_rooms_total"}
-    assert len(shown) == series.MAX_PREFILLS + 1
-    assert found["prefill_rooms_total", ("other", "warm", "")] == 5
-    assert found["prefill_rooms_total", ("host:0", "warm", "")] == 2
-
-
-def test_a_note_is_counted_each_time_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    one, found = notes()
-    one.name_of = {b"peer": "a:1"}.get  # type: ignore[assignment]
-    with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            one(ev.Note("breaker_opened", b"peer", "its KV did not come"))
-            one(ev.Note("cold_deadline", b"peer", "its KV did not come"))
-            one(ev.Note("doubled", b"peer"))
-    assert found["breaker_opened_total", ("a:1",)] == 3
-    assert found["messages_dropped_total", ()] == 3
-    assert one.stats.snapshot()["channel_cold_deadline"] == 3
-    _, line = caplog.messages
-    for part in ("[MIXKV-PAIR-06]", "prefill a:1", "did not come in time", "output right", "Look"):
-        assert part in line
-
-
-def test_a_new_kind_costs_no_more_than_its_series() -> None:
-    one, found = notes()
-    one(ev.Note("of_a_later_release", b"peer"))
-    assert one.stats.snapshot() == {"channel_of_a_later_release": 1}
-    assert found == {}
-
-
-def test_prefill_counts_what_it_refuses_and_misses() -> None:
-    one, found = notes(PREFILL)
-    for what in ("unopened", "early", "expired", "slow", "restarted"):
-        one(ev.Note(what))
-    one.moved(100, 0.5)
-    assert found == {
-        ("unopened_rooms_total", ()): 1,
-        ("unrequested_rooms_total", ()): 1,
-        ("expired_slots_total", ()): 1,
-        ("fails_sent_total", ("slow",)): 1,
-        ("fails_sent_total", ("restarted",)): 1,
-        ("sent_bytes_total", ("draft",)): 100,
-        ("copy_seconds_total", ()): 0.5,
-    }
-
-
-def test_a_refusal_is_counted_under_its_reason() -> None:
-    one, found = notes()
-    one.refused(MixKVError("MIXKV-PAIR-01", "stock"))
-    assert found == {("peers_refused_total", ("no_plugin",)): 1}
-
-
-def test_gauges_follow_slots_and_breakers() -> None:
-    one, found = notes()
-    one.slots, one.breaker = SlotPool(4, Times()), Breaker()
-    names = {b"one": "a:1", b"two": "b:2", b"gone": ""}
-    one.name_of = names.__getitem__
-    for address in ("a:1", "b:2"):
-        ended(one, ev.State.WARM, prefill=address)
-    one.slots.take("reader", 0.0)
-    for peer in (b"one", b"gone"):
-        for strike in range(STRIKES):
-            one.breaker.record_failure(peer, strike, 0.0)
-    look(one)
-    assert (found["slots", ()], found["slots_used", ()]) == (4, 1)
-    assert (found["breaker_open", ("a:1",)], found["breaker_open", ("b:2",)]) == (1, 0)
-    one.breaker.record_success(b"one")
-    look(one)
-    assert found["breaker_open", ("a:1",)] == 0
-    assert ("breaker_open", ("other",)) not in found
-
-
-def look(one: Notes) -> None:
-    one._looked = -1e9
-    one.ticked()
-
-
-# ---------------------------------------------------------------- finished requests
-
-
-WARM = ("a:1", "warm", "")
+    def look_now(self) -> None:
+        self._looked = -1e9
+        self.ticked()
 
 
 class Req:
     """What is read of SGLang's."""
 
-    def __init__(self, rid: str) -> None:
-        self.rid, self.spec_correct_drafts_histogram = rid, list[int]()
-        self.done = False
+    def __init__(self, rid: str, histogram: list[int] | None = None) -> None:
+        self.rid, self.spec_correct_drafts_histogram = rid, histogram or list[int]()
+        self.done = histogram is not None
 
     def finished(self) -> bool:
         return self.done
 
 
-def begun(one: Notes, request: Any, state: ev.State = ev.State.WARM, prefill: str = "a:1") -> None:
-    handle = ReceiveHandle([], 1, None, prefill)
-    handle.request, handle.state = request, state
-    handle.reason = "deadline" if state is ev.State.COLD else ""
-    one.ended(handle, "")
+# ---------------------------------------------------------------- the table
+
+
+def written(side: str, pattern: str) -> set[str]:
+    """Words in the source of one side that this pattern's group matches."""
+    text = "".join(path.read_text() for path in (PACKAGE / side).glob("*.py"))
+    return {
+        word for found in re.findall(pattern, text) for word in re.findall('"([a-z_]+)"', found)
+    }
+
+
+def test_what_the_state_machines_report_is_in_the_table_and_the_other_way_round() -> None:
+    """Codes of FAIL that decode knows are reasons, too. Some names are set before they are used."""
+    notes = written(DECODE, r'ote\(("[a-z_]+[a-z]")')
+    notes |= {f"cold_{reason}" for reason in written(DECODE, r'_go_cold\(room, ("[a-z]+")')}
+    notes |= written(PREFILL, r'(?:Note|_refuse|_fail|_fail_parts)\(((?:[\w.]+, )?"[a-z_]+")')
+    assert len(notes) > 12
+    assert notes - set(NOTES) == set()
+    anything = written(DECODE, '("[a-z_]+")') | written(PREFILL, '("[a-z_]+")')
+    used = {what for what in NOTES if {what, re.sub("^cold_(prefill_)?", "", what)} & anything}
+    assert used == set(NOTES)
+
+
+def test_every_note_is_seen() -> None:
+    """In a series, or as a room that is counted at its end; and a log line says all that helps."""
+    known = {one.name: one for one in SERIES}
+    for what, kind in NOTES.items():
+        assert kind.series in known or what.startswith("cold_") or what == "not_cleared"
+        assert bool(kind.happened) == bool(kind.remedy)
+        assert kind.code in CODES
+        assert not kind.values or kind.values in known[kind.series].known
+
+
+def test_the_documents_have_every_series_and_a_remedy_for_every_reason() -> None:
+    page, remedies = (DOCS / f"{name}.md" for name in ("metrics", "troubleshooting"))
+    for one in SERIES:
+        labels = ", ".join(f"`{label}`" for label in one.labels)
+        cells = [f"`{series.PREFIX}{one.name}`", ", ".join(one.sides), labels, one.help]
+        assert f"| {' | '.join(cells)} |\n" in page.read_text()
+    rows = [line.split("|")[1] for line in remedies.read_text().splitlines() if line[:3] == "| `"]
+    listed = [reason for row in rows for reason in re.findall("`([a-z_]+)`", row)]
+    assert Counter(listed) == Counter(set(COLD) - {OTHER})
+
+
+# ---------------------------------------------------------------- rooms and notes
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "closed", "expected"),
+    [
+        (ev.State.WARM, "", "", ("warm",)),
+        (ev.State.COLD, "deadline", "", ("cold", "deadline")),
+        (ev.State.COLD, "of a later release", "", ("cold", "other")),
+        (ev.State.COLD, "prefill_aborted", "failed on decode", ("closed",)),
+        (ev.State.WARM, "", "aborted on decode", ("closed",)),
+        (None, "", "", ("closed",)),
+        (ev.State.FAILED, "RuntimeError('a')", "failed on decode", ("failed",)),
+    ],
+)
+def test_a_room_is_counted_once_at_its_end(
+    state: ev.State | None, reason: str, closed: str, expected: tuple[str, ...]
+) -> None:
+    """A client that hangs up makes no request cold."""
+    one = Rank()
+    one.end(state, reason, closed)
+    one.ticked()
+    one.ticked()
+    assert one.of("rooms_total") == {expected: 1}
+    assert one.of("prefill_rooms_total") == {("a:1", *expected): 1}
+
+
+def test_rooms_of_a_channel_that_has_ended_are_counted() -> None:
+    """By the scheduler's thread, with what the channel's had left."""
+    one = Rank()
+    one.end(ev.State.WARM)
+    assert one.of("rooms_total") == {}
+    one.end(ev.State.COLD, "broken")
+    assert one.of("rooms_total") == {("warm",): 1, ("cold", "broken"): 1}
+
+
+def test_a_note_is_counted_each_time_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    one = Rank()
+    one.name_of = {b"peer": "a:1"}.get  # type: ignore[assignment]
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            for what in ("breaker_opened", "cold_deadline", "doubled", "cold_breaker", "later"):
+                one(ev.Note(what, b"peer", "its KV did not come"))
+    assert one.page() == {("breaker_opened_total", "a:1"): 3, ("messages_dropped_total",): 3}
+    _, line = caplog.messages
+    for part in ("[MIXKV-PAIR-06]", "prefill a:1", "did not come in time", "output right", "Look"):
+        assert part in line
+
+
+def test_prefill_counts_what_it_refuses_and_misses() -> None:
+    one = Rank(PREFILL)
+    for what in ("unopened", "early", "expired", "slow", "restarted"):
+        one(ev.Note(what))
+    one.moved(100, 0.5)
+    assert one.page() == {
+        ("unopened_rooms_total",): 1, ("unrequested_rooms_total",): 1, ("expired_slots_total",): 1,
+        ("fails_sent_total", "slow"): 1, ("fails_sent_total", "restarted"): 1,
+        ("sent_bytes_total", "draft"): 100, ("copy_seconds_total",): 0.5,
+    }  # fmt: skip
+
+
+def test_a_refusal_is_counted_under_its_reason() -> None:
+    one = Rank()
+    one.refused(MixKVError("MIXKV-PAIR-01", "stock"))
+    assert one.page() == {("peers_refused_total", "no_plugin"): 1}
+
+
+def test_gauges_follow_slots_and_breakers() -> None:
+    one = Rank()
+    one.slots, one.breaker = SlotPool(4, Times()), Breaker()
+    one.name_of = {b"one": "a:1", b"two": "b:2", b"gone": ""}.__getitem__
+    for address in ("a:1", "b:2"):
+        one.end(ev.State.WARM, prefill=address)
+    one.slots.take("reader", 0.0)
+    for peer in (b"one", b"gone"):
+        for strike in range(STRIKES):
+            one.breaker.record_failure(peer, strike, 0.0)
+    one.look_now()
+    assert (one.of("slots"), one.of("slots_used")) == ({(): 4}, {(): 1})
+    assert one.of("breaker_open") == {("a:1",): 1}
+    one.breaker.record_success(b"one")
+    one.look_now()
+    assert one.of("breaker_open") == {}
+
+
+# ---------------------------------------------------------------- finished requests
 
 
 def test_accept_length_by_state_and_position() -> None:
-    one, found = notes()
+    one = Rank()
     warm, cold = Req("warm"), Req("cold")
-    begun(one, warm)
-    begun(one, cold, ev.State.COLD)
-    look(one)
+    one.end(ev.State.WARM, request=warm)
+    one.end(ev.State.COLD, "deadline", request=cold)
+    one.look_now()
     warm.spec_correct_drafts_histogram += [1, 2, 3]
     cold.spec_correct_drafts_histogram += [4, 1]
-    look(one)
-    assert found["finished_requests_total", WARM] == 0
+    one.look_now()
+    assert one.of("finished_requests_total") == {}
     warm.done = cold.done = True
-    look(one)
-    look(one)
-    assert found["finished_requests_total", WARM] == 1
-    assert found["verify_rounds_total", WARM] == 6
-    assert found["accepted_tokens_total", WARM] == 6 + 2 + 6
-    drafts = [found["accepted_drafts_total", ("warm", str(position))] for position in (1, 2, 3)]
-    assert drafts == [5, 3, 0]
-    assert found["accepted_tokens_total", ("a:1", "cold", "deadline")] == 5 + 1
-    assert len(one.requests) == 0
-
-
-def test_finished_requests_of_many_prefills_share_the_rooms_labels() -> None:
-    one, found = notes()
-    for number in range(series.MAX_PREFILLS + 3):
-        request = Req(str(number))
-        begun(one, request, prefill=f"host:{number}")
-        request.spec_correct_drafts_histogram += [0, 1]
-        request.done = True
-    look(one)
-    shown = {values[0] for name, values in found if name == "verify_rounds_total"}
-    assert len(shown) == series.MAX_PREFILLS + 1
-    assert found["finished_requests_total", ("other", "warm", "")] == 3
-
-
-def test_a_server_whose_warm_requests_accept_less_is_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """In a gauge, which exists from the first verdict on, and once in the log."""
-    one, found = notes()
-    finished(one, 720, [0, 0, 9], "a:1", "b:2")
-    assert found["draft_suspect", ("a:1", "past")] == 0
-    assert {values for name, values in found if name == "draft_suspect"} == {
-        ("a:1", "past"), ("b:2", "past")
-    }  # fmt: skip
-    with caplog.at_level(logging.WARNING):
-        finished(one, 200, [9, 1], "a:1")
-    assert found["draft_suspect", ("a:1", "past")] == 1
-    assert found["draft_suspect", ("b:2", "past")] == 0
-    (line,) = caplog.messages
-    for part in ("[MIXKV-PAIR-08]", "prefill a:1", "a fifth less", "where 3.00 are", "accept`"):
-        assert part in line
-    finished(one, 400, [0, 0, 9], "a:1")
-    assert found["draft_suspect", ("a:1", "past")] == 0
-    finished(one, 200, [9, 1], "a:1")
-    assert found["draft_suspect", ("a:1", "past")] == 1
-    assert len(caplog.messages) == 1
-
-
-def test_what_is_no_servers_own_is_not_judged(caplog: pytest.LogCaptureFixture) -> None:
-    """Requests of further servers, without a verify round, or retracted."""
-    one, found = notes()
-    one._prefills = {f"host:{n}" for n in range(series.MAX_PREFILLS)}
-    finished(one, 9, [0, 9], "beyond:1")
-    finished(one, 9, [], "host:1")
-    retracted = Req("again")
-    for _ in range(2):
-        begun(one, retracted, prefill="host:1")
-    retracted.spec_correct_drafts_histogram += [9]
-    retracted.done = True
-    look(one)
-    assert found["finished_requests_total", ("host:1", "retracted", "")] == 1
-    assert one._health._servers == {}
-    assert caplog.messages == []
-
-
-def finished(one: Notes, number: int, histogram: list[int], *prefills: str) -> None:
-    for prefill in prefills:
-        for each in range(number):
-            request = Req(f"{prefill}-{each}")
-            begun(one, request, prefill=prefill)
-            request.spec_correct_drafts_histogram += histogram
-            request.done = True
-            look(one)
+    one.look_now()
+    one.look_now()
+    first, second = ("a:1", "warm"), ("a:1", "cold", "deadline")
+    assert one.of("finished_requests_total") == {first: 1, second: 1}
+    assert one.of("verify_rounds_total") == {first: 6, second: 5}
+    assert one.of("accepted_tokens_total") == {first: 6 + 2 + 6, second: 5 + 1}
+    right = {("warm", "1"): 5, ("warm", "2"): 3, ("cold", "1"): 1}
+    assert one.of("accepted_drafts_total") == right
 
 
 def test_a_request_is_not_kept_alive_and_counts_when_it_is_gone() -> None:
-    counted: list[tuple[Began, list[int]]] = []
-    requests = Requests(lambda began, histogram: counted.append((began, histogram)))
-    request = Req("a")
-    requests.begin(request, "a:1", WARM[1:])
+    one, request = Rank(), Req("a")
+    one.end(ev.State.WARM, request=request)
     request.spec_correct_drafts_histogram += [0, 7]
-    requests.settle()
-    assert counted == []
+    one.look_now()
+    assert one.of("verify_rounds_total") == {}
     del request
-    requests.settle()
-    assert counted == [(WARM, [0, 7])]
+    one.look_now()
+    assert one.of("verify_rounds_total") == {("a:1", "warm"): 7}
 
 
 def test_a_retracted_request_is_neither_warm_nor_cold() -> None:
-    """Resumed from SGLang's backup, or prefilled again."""
-    counted: list[Began] = []
-    requests = Requests(lambda began, histogram: counted.append(began))
-    resumed, again, plain = Req("resumed"), Req("again"), Req("plain")
-    for request in (resumed, again, plain):
-        requests.begin(request, "a:1", WARM[1:])
-    requests.retract(resumed)
-    requests.begin(again, "b:2", ("cold", "lost"))
-    for request in (resumed, again, plain):
+    """Resumed from SGLang's backup, or prefilled again. One that never began is not counted, nor
+    one of a release that has no such list."""
+    one = Rank()
+    requests = resumed, again, _, unlisted = [Req(name) for name in ("resumed", "again", "", "-")]
+    del unlisted.spec_correct_drafts_histogram
+    for request in requests:
+        one.end(ev.State.WARM, request=request)
+    one.retracted(resumed)
+    one.retracted(Req("stranger"))
+    one.end(ev.State.COLD, "lost", prefill="b:2", request=again)
+    for request in requests:
         request.done = True
-    requests.settle()
-    assert counted == [("a:1", "retracted", "")] * 2 + [WARM]
+    one.look_now()
+    assert one.of("finished_requests_total") == {("a:1", "retracted"): 2, ("a:1", "warm"): 1}
+    assert not one._watched
 
 
-def test_a_retracted_request_of_which_nothing_is_known_is_not_counted() -> None:
-    counted: list[Began] = []
-    requests = Requests(lambda began, histogram: counted.append(began))
-    requests.retract(Req("stranger"))
-    requests.settle()
-    assert counted == []
-    assert len(requests) == 0
+# ---------------------------------------------------------------- bounds and trouble
 
 
-def test_a_release_without_the_histogram_has_no_accept_lengths() -> None:
-    one, found = notes()
-    request = Req("a")
-    del request.spec_correct_drafts_histogram
-    begun(one, request)
-    assert len(one.requests) == 0
-    request.done = True
-    look(one)
-    assert found["finished_requests_total", WARM] == 0
-    assert found["rooms_total", ("warm", "")] == 1
+def test_prefill_addresses_are_bounded() -> None:
+    one = Rank()
+    for number in range(metrics.MAX_PREFILLS + 5):
+        one.end(ev.State.WARM, prefill=f"host:{number}", request=Req(str(number), [0, 1]))
+    one.end(ev.State.WARM, prefill="host:0")
+    one.look_now()
+    for name in ("prefill_rooms_total", "verify_rounds_total"):
+        assert len(one.of(name)) == metrics.MAX_PREFILLS + 1
+    rooms = one.of("prefill_rooms_total")
+    assert (rooms["other", "warm"], rooms["host:0", "warm"]) == (5, 2)
+    assert one.of("finished_requests_total")["other", "warm"] == 5
 
 
-def test_trouble_in_the_books_never_reaches_the_channels_thread(
-    caplog: pytest.LogCaptureFixture,
+def test_few_series_exist_from_the_start() -> None:
+    for side in (PREFILL, DECODE):
+        page = totals(generate_latest(Rank(side)._registry).decode())
+        assert 5 < len(page) <= 48
+
+
+@pytest.mark.parametrize("trouble", ["request", "client"])
+def test_trouble_never_reaches_sglangs_threads(
+    trouble: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, _ = notes()
-    request = Req("a")
-    request.finished = lambda: 1 / 0  # type: ignore[assignment, return-value]
-    begun(one, request)
-    look(one)
-    assert "MIXKV-SELF-01" in caplog.text
-    one.ticked()
+    """The first is logged; after it metrics stand still."""
+    one, request = Rank(), Req("a")
+    if trouble == "request":
+        request.finished = lambda: 1 / 0  # type: ignore[assignment, return-value]
+    else:
+        one._made = dict.fromkeys(one._made)
+    for _ in range(3):
+        one.end(ev.State.WARM, request=request)
+        one.look_now()
+        one.moved(1, 1.0)
+    (line,) = caplog.messages
+    assert "MIXKV-SELF-01" in line

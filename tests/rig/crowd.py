@@ -32,7 +32,7 @@ from mixkv_demo import launch
 from mixkv_demo.launch import Launch, Topology
 from mixkv_demo.pair import BOS, PAIRS, SEP, SYMBOLS, request_body
 from mixkv_demo.processes import Fleet, ServerDied
-from mixkv_demo.servers import bring_up, silent, start
+from mixkv_demo.servers import bring_up, silent, start, totals
 from sglang_mixkv.tools.client import (
     REQUEST_TIMEOUT_S,
     Answer,
@@ -160,10 +160,8 @@ class Servers:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             self.fleet = stack.enter_context(Fleet())
-            self._states, self._stats = self.fleet.folder("states"), self.fleet.folder("stats")
-            prefill, decode, port = launch.prefill_and_decode(
-                self._pair, self._topology, str(self._stats)
-            )  # fmt: skip
+            self._states = self.fleet.folder("states")
+            prefill, decode, port = launch.prefill_and_decode(self._pair, self._topology)
             self._launches = {one.name: self._watched(one) for one in (prefill, decode)}
             router = launch.router(prefill, decode, port)
             processes = bring_up(self.fleet, [*self._launches.values(), router], silent)
@@ -242,11 +240,12 @@ class Servers:
     # -- what is held
 
     def rooms(self) -> Counter[str]:
-        """What the draft channel's rooms were, over all ranks since their start."""
+        """What the draft channel's rooms were, over all ranks since their start: by state, and cold
+        ones by reason."""
         found: Counter[str] = Counter()
-        for path in self._stats.glob("*.json"):
-            counts = json.loads(path.read_text())
-            found.update({k: n for k, n in counts.items() if k.startswith("channel_")})
+        for (name, *labels), number in totals([*self._launches.values()]).items():
+            if name == "rooms_total":
+                found.update(dict.fromkeys({labels[0], "_".join(labels)}, int(number)))
         return found
 
     def fails(self) -> Counter[str]:

@@ -83,11 +83,11 @@ def problems(fault: Fault, outcome: Outcome) -> list[str]:
 
 def _drafters(fault: Fault, outcome: Outcome) -> Iterator[str]:
     """What is wrong with how warm drafters start."""
-    if fault.cold and not outcome.total(f"channel_cold_{fault.cold}"):
+    if fault.cold and not outcome.total("rooms_total", "cold", fault.cold):
         yield f"no request is cold for {fault.cold!r}"
     cold = [report for report in outcome.decode if report.cold]
     if fault.ends == "success" and cold and not (fault.cold or fault.stays_cold):
-        yield f"a request is cold: {[report.stats for report in cold]}"
+        yield f"a request is cold: {[report.counted for report in cold]}"
     if not fault.stays_cold and any(max(report.cold) == len(report.status) - 1 for report in cold):
         yield "the last request is cold, too"
 

@@ -54,7 +54,6 @@ def _main(
         case.shared.ready[ranks_of(case).index((side, rank))] = 1
         one.run()
         one.look_at_what_is_left()
-        report.stats = one.plugin.stats.snapshot() if one.plugin is not None else {}
     except BaseException:
         report.error = traceback.format_exc()
         case.shared.over.set()

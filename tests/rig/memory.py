@@ -3,6 +3,7 @@ decode, and every byte of them compared at the end."""
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +18,14 @@ AUX_LENS = (32, 8, 8, 8, 8, 8, 8, 16, 24, 16)
 @dataclass
 class RankReport:
     """What one rank says at the end. `wrong`: byte differences, in words. `cold`: requests that
-    were served without their draft KV, or a part of it."""
+    were served without their draft KV, or a part of it. `counted`: the plugin's series."""
 
     side: str
     rank: int
     status: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    stats: dict[str, int] = field(default_factory=dict)
+    counted: Counter[tuple[str, ...]] = field(default_factory=Counter)
     cold: set[int] = field(default_factory=set)
     error: str = ""
 

@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import socket
 import time
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ from rig.releases import Releases
 from rig.watched_server import tables
 
 from sglang_mixkv.decode.events import State
+from sglang_mixkv.tools.pages import totals
 
 LIMIT_S = 60
 NOT_YET = object()
@@ -183,9 +185,18 @@ class Rank(Memory):
 
     @property
     def plugin(self) -> Any:
-        """The plugin's side of this rank; None where SGLang runs alone."""
+        """The plugin's reporter of this rank; None where SGLang runs alone."""
         local = getattr(self.manager, "local", None)
-        return local.notes if local is not None else None
+        return local.reporter if local is not None else None
+
+    def counted(self) -> Counter[tuple[str, ...]]:
+        """The plugin's series of this process; nothing where SGLang runs alone."""
+        from prometheus_client import REGISTRY, generate_latest
+
+        if self.plugin is None:
+            return Counter()
+        self.plugin.look()
+        return totals(generate_latest(REGISTRY).decode(), without="prefill")
 
     # -- requests
 

@@ -47,8 +47,10 @@ class Outcome:
     def reasons(self) -> str:
         return "\n".join(reason for r in self.prefill + self.decode for reason in r.reasons)
 
-    def total(self, key: str) -> int:
-        return sum(r.stats.get(key, 0) for r in self.prefill + self.decode)
+    def total(self, *key: str) -> float:
+        """Of the series with this name and these first labels, over all ranks."""
+        found = [one for r in self.prefill + self.decode for one in r.counted.items()]
+        return sum(value for at, value in found if at[: len(key)] == key)
 
 
 class Stages:
@@ -76,7 +78,7 @@ def _rank_main(
         if not life:
             inject_faults(one)
         one.run_prefill() if side == "prefill" else one.run_decode()
-        report.stats = one.plugin.stats.snapshot() if one.plugin is not None else {}
+        report.counted = one.counted()
         report.wrong += left_behind(one.manager)
     except BaseException:
         report.error = traceback.format_exc()

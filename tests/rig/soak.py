@@ -65,7 +65,6 @@ def _rank_main(
         if side == "decode":
             one.compare_idle()
         report.resources.append(resources())
-        report.stats = one.plugin.stats.snapshot()
     except BaseException:
         report.error = traceback.format_exc()
         case.shared.idle.abort()

@@ -26,7 +26,7 @@ class Special:
     lockstep: bool = False  # no rank begins a round before all have ended the last
     config: Mapping[str, Any] = field(default_factory=dict)  # of the plugin
     stock_ranks: Collection[Key] = ()  # that have not opted in
-    metrics: bool = False
+    metrics: bool = True
     host_cache: Any = None  # prefill's (host_cache.py)
     draft_args: Mapping[str, str] = field(default_factory=dict)  # by side (Memory.draft_args)
     draft_on: Mapping[str, bool] = field(default_factory=dict)  # by side

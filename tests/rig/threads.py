@@ -112,8 +112,6 @@ class Reporter:
 
     def ticked(self) -> None: ...
 
-    def publish(self) -> None: ...
-
 
 class _Side:
     """What both have. `memory`: the pool's rows, K and V beside each other, on pages of their own

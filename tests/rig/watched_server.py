@@ -61,16 +61,16 @@ def tables(manager: Any) -> list[str]:
 def count_fails() -> None:
     """A Note tells why, and is counted by its code alone."""
     from sglang_mixkv import series
-    from sglang_mixkv.engine.notes import Notes
+    from sglang_mixkv.engine.metrics import Reporter
 
-    real = Notes.__call__
+    real = Reporter.__call__
 
-    def noted(self: Notes, note: Any) -> None:
+    def noted(self: Reporter, note: Any) -> None:
         real(self, note)
         if note.what in series.FAILS:
             FAILS[f"{note.what}: {note.detail}"] += 1
 
-    Notes.__call__ = noted  # type: ignore[method-assign]
+    Reporter.__call__ = noted  # type: ignore[method-assign]
 
 
 def plugin_bytes() -> int:
