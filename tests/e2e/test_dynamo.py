@@ -219,8 +219,7 @@ def beside_servers(topology: Topology) -> Iterator[Workers]:
 def finished(workers: Workers) -> int:
     """Warm requests on the page that the decode worker itself has."""
     port = workers.launches["decode"].env["DYN_SYSTEM_PORT"]
-    text = pages.fetch(f"http://{launch.HOST}:{port}/metrics")
-    assert text is not None
+    text = pages.page(f"http://{launch.HOST}:{port}/metrics")
     return series(text)["finished_requests_total", "warm"]
 
 
