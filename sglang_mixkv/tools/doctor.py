@@ -99,17 +99,14 @@ def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
 
 def text(found: Iterable[Finding]) -> str:
     """The report: aligned lines, problems marked, a last line with the verdict."""
-    found = list(found)
-    sections = max(len(one.section) for one in found)
-    names = max(len(one.name) for one in found)
-    lines, section = [], ""
+    lines, section, wrong = [], "", 0
     for one in found:
+        title, section = "" if one.section == section else one.section, one.section
         mark = "!!" if one.problem else "  "
-        title = "" if one.section == section else one.section
-        section = one.section
-        lines.append(f"{mark} {title:<{sections}}  {one.name:<{names}}  {one.value}".rstrip())
-        lines += [f"      {one.problem}"] * bool(one.problem)
-    wrong = sum(bool(one.problem) for one in found)
+        lines.append(f"{mark} {title:<13}  {one.name:<13}  {one.value}".rstrip())
+        if one.problem:
+            lines.append(f"      {one.problem}")
+            wrong += 1
     verdict = "nothing is wrong" if not wrong else f"{wrong} problem{'s' * (wrong > 1)}, marked !!"
     return "\n".join([*lines, "", verdict])
 

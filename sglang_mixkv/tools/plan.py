@@ -14,10 +14,10 @@ from textwrap import fill
 
 import msgspec
 
+from sglang_mixkv.tools import table
 from sglang_mixkv.tools.plan_line import GPUS
 from sglang_mixkv.tools.plan_pair import Plan, Read, make_plan, model_text
 from sglang_mixkv.tools.plan_server import Server, read
-from sglang_mixkv.tools.table import table
 
 ROLES = ("prefill", "decode")
 WIDTH = 100

@@ -23,10 +23,10 @@ from textwrap import fill
 from typing import Any
 
 from sglang_mixkv.series import PREFILL
+from sglang_mixkv.tools import table
 from sglang_mixkv.tools.status_figures import Drafts, Pair, Server, pairs, servers
 from sglang_mixkv.tools.status_look import Look, look
 from sglang_mixkv.tools.status_wrong import Wrong, wrong
-from sglang_mixkv.tools.table import table
 
 SECONDS, TIMEOUT_S, WIDTH = 2.0, 5.0, 100
 STATES = ("warm", "cold", "retracted")

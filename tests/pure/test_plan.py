@@ -29,7 +29,7 @@ from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 from sglang_mixkv.tools import plan as tool
 from sglang_mixkv.tools import plan_line
 from sglang_mixkv.tools.plan_need import need_of
-from sglang_mixkv.tools.plan_pair import Plan, contacted, make_plan, most_tokens
+from sglang_mixkv.tools.plan_pair import Plan, contacted, make_plan
 from sglang_mixkv.tools.plan_server import Model, Server, read
 
 MODELS = Path(mixkv_demo.__file__).parent / "models" / "mla"
@@ -98,7 +98,6 @@ def test_the_share_is_what_stocks_copy_leaves_wrong(heads: int, page: int, backe
 
 
 WIDE = msgspec.structs.replace(GQA, kv_heads=4, head_bytes=(512,) * 8)
-HYBRID = msgspec.structs.replace(MLA, hybrid=True)
 
 
 @pytest.mark.parametrize(
@@ -108,17 +107,13 @@ HYBRID = msgspec.structs.replace(MLA, hybrid=True)
         ((2, 1), 8, {"target": WIDE}, False, "cut by heads"),
         ((8, 1), 8, {"target": WIDE}, True, "of another length"),
         ((2, 1), 4, {"target": GQA}, True, "of another length"),
-        ((2, 1), 0, {}, False, "MLA"),
-        ((1, 2), 8, {"dcp_size": 2}, True, "cuts no heads"),
-        ((1, 2), 8, {"dcp_size": 2, "target": HYBRID}, False, "cuts the drafter's heads itself"),
-        ((2, 1), 8, {"dcp_size": 2, "target": HYBRID}, True, "needs SGLang sends 4"),
         ((2, 2), 8, {"dcp_size": 2}, False, "both sides have attention TP 2"),
-        ((2, 1), 8, {"draft": None}, False, "on prefill and decode"),
     ],
 )
 def test_whether_it_is_needed(
     sizes: tuple[int, int], heads: int, changes: dict[str, Any], needed: bool, reason: str
 ) -> None:
+    """Beside a target with KV heads; beside others: test_recipes.py."""
     plan = make_plan(*pair(*sizes, heads, **changes))
     assert plan.need is not None
     assert plan.need.needed == needed
@@ -131,14 +126,12 @@ def test_whether_it_is_needed(
 # ---------------------------------------------------------------- figures
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
-def test_each_head_is_read_once_from_a_rank_that_sglang_asks(heads: int) -> None:
+def test_ranks_are_read_that_sglang_asks() -> None:
+    """Which heads of theirs: test_routes.py."""
     from sglang.srt.disaggregation.common.conn import CommonKVManager
 
     for theirs, ours in SIZES:
-        reads = make_plan(*pair(theirs, ours, heads)).reads
         for rank in range(ours):
-            own = [one for one in reads if one.decode_rank == rank]
             manager = SimpleNamespace(
                 is_mla_backend=True, attn_tp_size=ours, attn_cp_size=1, attn_cp_rank=0, pp_size=1,
                 pp_rank=0, kv_args=SimpleNamespace(engine_rank=rank), is_hybrid_mla_backend=False,
@@ -149,10 +142,7 @@ def test_each_head_is_read_once_from_a_rank_that_sglang_asks(heads: int) -> None
                 enable_dsa_cache_layer_split=False,
             )  # fmt: skip
             CommonKVManager._resolve_rank_mapping(manager, info)
-            assert [one.prefill_rank for one in own] == info.target_tp_ranks
-            assert [h for one in own for h in one.heads] == [*heads_on_rank(heads, ours, rank)]
-            for one in own:
-                assert set(one.heads) <= set(heads_on_rank(heads, theirs, one.prefill_rank))
+            assert [*contacted(theirs, ours, rank)] == info.target_tp_ranks
 
 
 def test_figures_of_an_eagle3_drafter_of_8_heads() -> None:
@@ -169,13 +159,6 @@ def test_figures_of_an_eagle3_drafter_of_8_heads() -> None:
     prefill, decode = pair(2, 1, 8)
     small = msgspec.structs.replace(decode, config=Config(staging_mb=64))
     assert make_plan(prefill, small).slot_bytes == (1 << 20) + 4096
-
-
-@pytest.mark.parametrize("sizes", [(1, 8), (8, 1)])
-def test_ranks_share_the_slots_of_the_one_that_they_meet(sizes: tuple[int, int]) -> None:
-    """Of 64 slots the last 16 are kept for a reader, or a source, that has none."""
-    (one, *_) = make_plan(*pair(*sizes, 8)).reads
-    assert one.tokens_at_once == most_tokens(48 // 8, one.tokens_per_slot, 8192)
 
 
 # ---------------------------------------------------------------- findings
