@@ -175,11 +175,6 @@ def accept_length(answers: list[Answer]) -> float:
     return sum(len(answer.tokens) for answer in answers) / rounds if rounds else 0.0
 
 
-def longest_draft(answers: list[Answer]) -> int:
-    """Tokens of the longest draft in a round, as the servers say, or as were right."""
-    return max((max(a.drafted, len(a.rounds_by_right_drafts) - 1) for a in answers), default=0)
-
-
 def acceptance_by_position(answers: list[Answer], steps: int) -> list[float]:
     """For i = 1 .. steps: the share of verify rounds with at least i right drafts."""
     histograms = [answer.rounds_by_right_drafts for answer in answers]

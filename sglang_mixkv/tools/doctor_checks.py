@@ -28,7 +28,6 @@ MOONCAKE = (
     "mooncake-transfer-engine-cuda13",
     "mooncake-transfer-engine-non-cuda",
 )
-SIMULATED_ENV = "SGLANG_SIMULATE_ACC_LEN"
 DEVICES_FLAG = "--disaggregation-ib-device"
 DEVICES, VERBS = Path("/sys/class/infiniband"), Path("/sys/class/infiniband_verbs")
 FILES = Path("/proc/self/fd")
@@ -89,8 +88,7 @@ def entry_point(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Whether SGLang will find the plugin, and whether its own variable leaves it out."""
     found = [point.value for point in metadata.entry_points(group=GROUP) if point.name == ENTRY]
     missing = "" if found else "SGLang will not load the plugin: reinstall sglang-mixkv"
-    twice = "two installations of sglang-mixkv: uninstall one" if len(set(found)) > 1 else ""
-    yield Finding("plugin", "entry point", ", ".join(found) or "not found", missing or twice)
+    yield Finding("plugin", "entry point", ", ".join(found) or "not found", missing)
     allowed = {name.strip() for name in environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
     if allowed and ENTRY not in allowed:
         remedy = f"SGLANG_PLUGINS leaves out {ENTRY}: add it, or unset the variable"
@@ -133,8 +131,6 @@ def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 
 def _wrong(name: str, value: str) -> str:
     """What is wrong with a variable that no rule refuses; empty when nothing is."""
-    if name == SIMULATED_ENV and re.match(r"[\d.]*[1-9]", value):
-        return "servers of this shell make their accept length up: unset it to judge by one"
     try:
         config.variable(name, value)
     except MixKVError as error:

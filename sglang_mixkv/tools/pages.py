@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from sglang_mixkv.tools.client import request
 
-TIMEOUT_S = 30.0
-
 Ranks = dict[tuple[str, ...], Counter[str]]
 
 
@@ -68,6 +66,6 @@ def add_rooms(ranks: Ranks, server: tuple[str, ...], sample: Sample, value: floa
         counts[sample.label("reason") or "warm"] += int(value)
 
 
-def page(url: str, timeout: float = TIMEOUT_S) -> str:
+def page(url: str, timeout: float = 30.0) -> str:
     """Raises RequestFailed, which says why there is none."""
     return request("GET", url, timeout).text
