@@ -69,7 +69,10 @@ def is_chance(early: int, number: int) -> bool:
     servers do, too, where two tokens are as likely. More than a tenth of them is taken for chance
     only as long as that is likelier than one in a thousand; in whole numbers, since the ways to
     choose them are beyond a float."""
-    ways = sum(math.comb(number, k) * 9 ** (number - k) for k in range(early, number + 1))
+    ways = term = math.comb(number, early) * 9 ** (number - early)
+    for k in range(early, number):
+        term = term * (number - k) // (9 * (k + 1))
+        ways += term
     return 1000 * ways >= 10**number
 
 
