@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from mixkv_demo.servers import DraftBytes
-from sglang_mixkv.tools.client import Answer, accept_length, acceptance_by_position, longest_draft
+from sglang_mixkv.tools.client import Answer, accept_length, acceptance_by_position
 
 TOLERANCE = 0.02
 """How far the accept length with mixkv may be from the single server's, as a share of it."""
@@ -41,6 +41,11 @@ def _outputs(answers: Sequence[Answer | None]) -> list[tuple[int, ...] | None]:
     return [answer.tokens if answer else None for answer in answers]
 
 
+def _longest_draft(answers: list[Answer]) -> int:
+    """Tokens of the longest draft in a round, as the servers say, or as were right."""
+    return max((max(a.drafted, len(a.rounds_by_right_drafts) - 1) for a in answers), default=0)
+
+
 def summarise(
     name: str,
     answers: Sequence[Answer | None],
@@ -55,7 +60,7 @@ def summarise(
         name=name,
         accept_length=round(accept_length(good), 4),
         acceptance_by_position=[
-            round(share, 4) for share in acceptance_by_position(good, longest_draft(good))
+            round(share, 4) for share in acceptance_by_position(good, _longest_draft(good))
         ],
         output_identical=None not in answers and _outputs(answers) == _outputs(reference),
         failed=answers.count(None),

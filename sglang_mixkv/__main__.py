@@ -12,48 +12,29 @@ import signal
 import sys
 from collections.abc import Callable
 
-COMMANDS: dict[str, tuple[str, str]] = {
-    "plan": (
-        "tools.plan",
-        "whether two launch lines need the plugin, who reads what, and what would be refused",
-    ),
-    "doctor": (
-        "tools.doctor",
-        "versions, seams, configuration, a real read: what to paste into an issue",
-    ),
-    "status": (
-        "tools.status",
-        "running servers on one screen: drafters, transfers, what is wrong and what to do",
-    ),
-    "accept": (
-        "tools.accept",
-        "acceptance of your own pair of servers against a single one, on your prompts",
-    ),
+COMMANDS = {
+    "plan": "whether two launch lines need the plugin, who reads what, and what would be refused",
+    "doctor": "versions, seams, configuration, a real read: what to paste into an issue",
+    "status": "running servers on one screen: drafters, transfers, what is wrong and what to do",
+    "accept": "acceptance of your own pair of servers against a single one, on your prompts",
 }
-"""Name -> the tool's module in this package, and its line in the help text."""
+"""Module in `tools` -> its line in the help text."""
 
-DEMO = "the demo is in the repository, not in the package: run `bash scripts/demo.sh` in a clone"
-
-
-def usage() -> str:
-    """The help text: one line per command."""
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
-    return "\n".join(["usage: python -m sglang_mixkv COMMAND [options]", "", "commands:", *lines])
+USAGE = "usage: python -m sglang_mixkv COMMAND [options]\n\ncommands:\n" + "\n".join(
+    f"  {name:<8}{text}" for name, text in COMMANDS.items()
+)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Dispatch to one tool; 2 for a command that does not exist."""
     args = sys.argv[1:] if argv is None else argv
-    if args and args[0] in COMMANDS:
-        tool = importlib.import_module(f"sglang_mixkv.{COMMANDS[args[0]][0]}")
-        return int(tool.main(args[1:]))
-    if args and args[0] in ("-h", "--help"):
-        print(usage())  # noqa: T201
+    command = args[0] if args else ""
+    if command in COMMANDS:
+        return int(importlib.import_module(f"sglang_mixkv.tools.{command}").main(args[1:]))
+    if command in ("-h", "--help"):
+        print(USAGE)  # noqa: T201
         return 0
-    wrong = f"unknown command: {args[0]}" if args else "no command given"
-    text = DEMO if args[:1] == ["demo"] else f"{wrong}\n\n{usage()}"
-    print(text, file=sys.stderr)  # noqa: T201
+    print(f"unknown command: {command or 'none'}\n\n{USAGE}", file=sys.stderr)  # noqa: T201
     return 2
 
 

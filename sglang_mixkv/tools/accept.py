@@ -5,10 +5,9 @@
 
 The same token ids go to both, greedy. A baseline is the file that an earlier run wrote with
 `--json`: its prompts, and what the single server answered then. Side by side: accept length,
-acceptance by position, time to the first token, and whether the outputs agree; with `--metrics`
-also the transfer's share of that time, the bytes sent, and the share of warm drafters. The accept
-length's loss is judged by what so many prompts can tell, with 95 % confidence, and on each of
-decode's DP ranks.
+acceptance by position, time to the first token, and whether the outputs agree. The accept length's
+loss is judged by what so many prompts can tell, with 95 % confidence, and on each of decode's DP
+ranks.
 
 Exit status: 0 within `--gate`; 1 the accept length is lower, or the output is another one; 2
 nothing can be judged: too few prompts, a request that failed, a server that does not answer or not
@@ -22,99 +21,169 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sglang_mixkv.tools import simulated
-from sglang_mixkv.tools.accept_baseline import (
-    BadBaseline,
-    Baseline,
-    SingleServer,
-    Yardstick,
-    body,
-)
-from sglang_mixkv.tools.accept_figures import Asked, Comparison, Side, Verdict
-from sglang_mixkv.tools.accept_prompts import BadPrompts, read_prompts
-from sglang_mixkv.tools.accept_wire import NothingToJudge, Wire, look
-from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S, RequestFailed, stream
+import msgspec
+
+from sglang_mixkv.tools.accept_figures import Asked, Comparison, Verdict
+from sglang_mixkv.tools.client import RequestFailed, request, stream
 
 MAX_NEW_TOKENS = 128
-GATE = 0.05
 LEAST = 1.1
 """An accept length of a drafter that is of use; below it there is nothing to lose."""
 
 NOT_JUDGED = 2
-EXIT = {
-    Verdict.WITHIN: 0,
-    Verdict.BELOW: 1,
-    Verdict.OTHER_OUTPUT: 1,
-    Verdict.UNDECIDED: NOT_JUDGED,
-}
+EXIT = {Verdict.WITHIN: 0, Verdict.BELOW: 1, Verdict.OTHER_OUTPUT: 1, Verdict.UNDECIDED: NOT_JUDGED}
+
+CHAT = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
+"""What a row of a chat may have besides its messages, and /tokenize takes."""
+
+SIMULATED_TOKEN, SIMULATED_TOKENS = 100, 16
+"""What SGLang answers with SGLANG_SIMULATE_ACC_LEN, a knob for benchmarks that accepts so many
+drafts a round whatever they are (speculative/spec_utils.py): each verified token is the same. Fewer
+in a row can be an answer."""
 
 
-@dataclass
-class Trial:
-    """The two sides, and what became of the prompts: `asked` of both, or `failed`."""
+# ---------------------------------------------------------------- prompts
 
-    single: Yardstick
-    pair: str
-    timeout: float
-    asked: list[Asked] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
 
-    def run(self, prompts: Sequence[Any], at_once: int) -> None:
-        """The first prompt goes alone: raises RequestFailed where a deployment does not answer
-        it."""
-        self.asked.append(self._ask(prompts[0]))
-        with ThreadPoolExecutor(at_once) as pool:
-            for found in pool.map(self._try, prompts[1:]):
-                if isinstance(found, Asked):
-                    self.asked.append(found)
-                else:
-                    self.failed.append(found)
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """One prompt a line: plain text, or JSON with `text`, `input_ids`, `messages` of a chat, or
+    `turns`, as in SPEED-Bench (sglang/benchmark/datasets/speed_bench.py), whose first is taken.
+    Raises ValueError, OSError."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    found = [_prompt(f"{path}, line {n}", ln) for n, ln in enumerate(lines, 1) if ln.strip()]
+    if not found:
+        raise ValueError(f"{path} has no prompts: one a line, text or JSON")
+    return found
 
-    def _try(self, prompt: Any) -> Asked | str:
+
+def _prompt(where: str, line: str) -> dict[str, Any]:
+    if not line.lstrip().startswith("{"):
+        return {"text": line.rstrip("\r")}
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: {error}") from None
+    if not any(row.get(kind) for kind in ("input_ids", "text", "messages", "turns")):
+        raise ValueError(f"{where}: expected input_ids, text, messages or turns, got {[*row]}")
+    return dict(row)
+
+
+def token_ids(url: str, prompt: dict[str, Any]) -> list[int]:
+    """A prompt as the server's own tokenizer and chat template have it. Raises RequestFailed.
+
+    Each is tokenized once, so that both deployments get the same ids. A text that starts with the
+    model's BOS already gets no second one: a double BOS costs about 5 % of acceptance and hides the
+    difference looked for."""
+    if prompt.get("input_ids"):
+        return list(prompt["input_ids"])
+    if not prompt.get("text"):
+        chat = prompt.get("messages") or [{"role": "user", "content": prompt["turns"][0]}]
+        return _tokens(url, {"messages": chat} | {k: prompt[k] for k in CHAT if prompt.get(k)})
+    plain, full = (
+        _tokens(url, {"prompt": prompt["text"], "add_special_tokens": special})
+        for special in (False, True)
+    )
+    spare = len(full) - len(plain)  # a tokenizer may add tokens on both sides
+    front = next((n for n in range(spare + 1) if full[n : n + len(plain)] == plain), 0)
+    return full[front:] if plain[:front] == full[:front] else full
+
+
+def _tokens(url: str, what: dict[str, Any]) -> list[int]:
+    """SGLang's /tokenize (entrypoints/http_server.py)."""
+    return list(request("POST", f"{url}/tokenize", json=what).json()["tokens"])
+
+
+# ---------------------------------------------------------------- a run
+
+
+class Baseline(msgspec.Struct):
+    """What is read of a file of `--json`."""
+
+    max_new_tokens: int
+    each: list[Asked]
+
+
+def read_baseline(path: Path) -> Baseline:
+    """Raises ValueError, OSError."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=Baseline)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: expected what accept wrote with --json, got something else ({error}). "
+            "Record it again with this release: --single, --pair, --prompts, --json"
+        ) from None
+    if not found.each:
+        raise ValueError(f"{path} has no prompts: its run failed. Record it again")
+    return found
+
+
+def judge(args: argparse.Namespace) -> int:
+    """The exit status. Raises ValueError, RequestFailed, OSError."""
+    prompts: Sequence[Any]
+    if args.baseline:
+        baseline = read_baseline(args.baseline)
+        prompts, number = baseline.each, baseline.max_new_tokens
+    else:
+        prompts, number = read_prompts(args.prompts), args.max_new_tokens or MAX_NEW_TOKENS
+    if args.json:
+        args.json.open("a").close()  # an OSError before the work, not after it
+    sampling = {"max_new_tokens": number, "temperature": 0}
+
+    def ask(prompt: Any) -> Asked:
+        if isinstance(prompt, Asked):
+            ids, single = prompt.input_ids, prompt.single
+        else:
+            ids = tuple(token_ids(args.single, prompt))
+            single = stream(args.single, {"input_ids": ids, "sampling_params": sampling})
+        return Asked(
+            ids, single, stream(args.pair, {"input_ids": ids, "sampling_params": sampling})
+        )
+
+    asked, failed = run(ask, prompts, args.at_once)
+    compared = Comparison(asked, args.gate)
+    names = str(args.baseline or args.single), args.pair
+    return report(compared, list(no_yardstick(names, compared)), failed, number, args.json)
+
+
+def run(
+    ask: Callable[[Any], Asked], prompts: Sequence[Any], at_once: int
+) -> tuple[list[Asked], list[str]]:
+    """What was asked of both sides, and why the others failed. The first prompt goes alone: raises
+    RequestFailed where a deployment does not answer it."""
+
+    def tried(prompt: Any) -> Asked | str:
         try:
-            return self._ask(prompt)
+            return ask(prompt)
         except RequestFailed as error:
             return str(error)
 
-    def _ask(self, prompt: Any) -> Asked:
-        ids, single = self.single.ask(prompt)
-        pair = stream(self.pair, body(ids, self.single.max_new_tokens), self.timeout)
-        return Asked(tuple(ids), single, pair)
+    asked, failed = [ask(prompts[0])], list[str]()
+    with ThreadPoolExecutor(at_once) as pool:
+        for found in pool.map(tried, prompts[1:]):
+            if isinstance(found, Asked):
+                asked.append(found)
+            else:
+                failed.append(found)
+    return asked, failed
 
-    def no_yardstick(self, compared: Comparison) -> Iterator[str]:
-        """Why these answers say nothing of the pair's drafter."""
-        one = self.single.name, compared.single, self.single.made_up
-        for name, side, made_up in (
-            one, (self.pair, compared.pair, partial(simulated.reason, self.pair))
-        ):  # fmt: skip
-            yield from filter(None, [made_up([answer.tokens for answer in side.answers])])
-            yield from self._why_not(name, side)
-        length = compared.single.accept_length
-        if 0 < length < LEAST:
+
+def no_yardstick(names: tuple[str, str], compared: Comparison) -> Iterator[str]:
+    """Why these answers say nothing of the pair's drafter. `names`: of the single server and of the
+    pair."""
+    sides = compared.single, compared.pair
+    for name, side in zip(names, sides, strict=True):
+        outputs = [answer.tokens for answer in side.answers]
+        if any(len(o) > SIMULATED_TOKENS and set(o[1:]) == {SIMULATED_TOKEN} for o in outputs):
             yield (
-                f"{self.single.name} accepts {length:.3f} tokens a round: its own drafter drafts "
-                "nothing that a pair could lose. Give it the right drafter"
+                f"{name} makes its accept length up: an output is token {SIMULATED_TOKEN} and "
+                "nothing else. SGLANG_SIMULATE_ACC_LEN accepts drafts whatever they are, so a "
+                "broken drafter would look right. Restart its servers without the variable."
             )
-        drafted = [{a.drafted for a in s.answers} - {0} for s in (compared.single, compared.pair)]
-        if all(drafted) and drafted[0] != drafted[1]:
-            yield (
-                f"{self.single.name} and {self.pair} draft {drafted[0]} and {drafted[1]} tokens a "
-                "round. Give both the same speculative flags"
-            )
-
-    def failures(self) -> Iterator[str]:
-        if self.failed:
-            number = len(self.failed) + len(self.asked)
-            yield f"{len(self.failed)} of {number} prompts failed, the first: {self.failed[0]}"
-
-    def _why_not(self, name: str, side: Side) -> Iterator[str]:
         silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in side.answers)
         if silent or not side.accept_length:
             yield (
@@ -122,43 +191,36 @@ class Trial:
                 f"{silent or len(side.answers)} of {len(side.answers)} answers. Start all its "
                 "servers with the same speculative flags"
             )
+    if 0 < compared.single.accept_length < LEAST:
+        yield (
+            f"{names[0]} accepts {compared.single.accept_length:.3f} tokens a round: its own "
+            "drafter drafts nothing that a pair could lose. Give it the right drafter"
+        )
+    drafted = [{a.drafted for a in side.answers} - {0} for side in sides]
+    if all(drafted) and drafted[0] != drafted[1]:
+        yield (
+            f"{' and '.join(names)} draft {drafted[0]} and {drafted[1]} tokens a round. Give both "
+            "the same speculative flags"
+        )
 
 
-def judge(args: argparse.Namespace) -> int:
-    """The exit status. Raises NothingToJudge, BadPrompts, BadBaseline, RequestFailed, OSError."""
-    single, prompts = yardstick(args)
-    if args.json:
-        args.json.open("a").close()  # an OSError before the work, not after it
-    trial = Trial(single, args.pair, args.timeout)
-    before = look(args.metrics)
-    trial.run(prompts, args.at_once)
-    compared = Comparison(trial.asked, args.gate)
-    wire = Wire(look(args.metrics) - before, compared.pair.first_token_s)
-    return report(trial, compared, wire, args.json)
-
-
-def yardstick(args: argparse.Namespace) -> tuple[Yardstick, Sequence[Any]]:
-    """And its prompts."""
-    if args.baseline:
-        baseline = Baseline(args.baseline)
-        return baseline, baseline.each
-    tokens = args.max_new_tokens or MAX_NEW_TOKENS
-    return SingleServer(args.single, tokens, args.timeout), read_prompts(args.prompts)
-
-
-def report(trial: Trial, compared: Comparison, wire: Wire, out: Path | None) -> int:
+def report(
+    compared: Comparison, why_not: list[str], failed: list[str], number: int, out: Path | None
+) -> int:
     """Tell everything, and the exit status. A loss stays one where prompts failed."""
-    no_yardstick, failures = list(trial.no_yardstick(compared)), list(trial.failures())
-    why_not, verdict = [*no_yardstick, *failures], compared.verdict
-    if no_yardstick or (failures and verdict is Verdict.WITHIN):
+    verdict = compared.verdict
+    if why_not or (failed and verdict is Verdict.WITHIN):
         verdict = Verdict.UNDECIDED
+    if failed:
+        count = len(failed) + len(compared.asked)
+        why_not.append(f"{len(failed)} of {count} prompts failed, the first: {failed[0]}")
     if out is not None:
         head = {
-            "verdict": verdict.value, "not_judged": why_not, "failed": trial.failed,
-            "max_new_tokens": trial.single.max_new_tokens,
+            "verdict": verdict.value, "not_judged": why_not, "failed": failed,
+            "max_new_tokens": number,
         }  # fmt: skip
-        out.write_text(json.dumps(head | compared.figures() | wire.figures(), indent=1))
-    print("\n".join([*compared.table(), *wire.table()]))
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(head | compared.figures())))
+    print("\n".join(compared.table()))
     if why_not:
         print("\n".join(why_not), file=sys.stderr)
     if verdict is not Verdict.UNDECIDED or not why_not:
@@ -169,71 +231,38 @@ def report(trial: Trial, compared: Comparison, wire: Wire, out: Path | None) -> 
 # ---------------------------------------------------------------- the command line
 
 
-def positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"expected 1 or more, got {text}")
-    return number
-
-
-def seconds(text: str) -> float:
-    if not (number := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
-    return number
-
-
-def share(text: str) -> float:
-    if not 0 <= (number := float(text)) < 1:
-        raise argparse.ArgumentTypeError(f"expected a share from 0 to 1, got {text}")
-    return number
-
-
-def address(text: str) -> str:
-    return text.rstrip("/")
-
-
-def parser() -> argparse.ArgumentParser:
+def parse(argv: list[str]) -> argparse.Namespace:
+    """SystemExit for flags that do not go together."""
     made = argparse.ArgumentParser(
         prog="python -m sglang_mixkv accept",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = made.add_argument
-    one = made.add_mutually_exclusive_group(required=True)
-    one.add_argument("--single", type=address, help="a single server with the same models")
+    add, one = made.add_argument, made.add_mutually_exclusive_group(required=True)
+    one.add_argument(
+        "--single", type=lambda url: url.rstrip("/"), help="a single server with the same models"
+    )
     one.add_argument(
         "--baseline", type=Path, metavar="FIGURES",
         help="an earlier run's --json file in place of --single and --prompts",
     )  # fmt: skip
-    add("--pair", type=address, required=True, help="the router before the pair")
+    add(
+        "--pair", type=lambda url: url.rstrip("/"), required=True, help="the router before the pair"
+    )
     add("--prompts", type=Path, help="one prompt a line, text or JSON; with --single")
     add(
-        "--max-new-tokens", type=positive,
+        "--max-new-tokens", type=int,
         help=f"of an answer (default {MAX_NEW_TOKENS}); of a baseline its own",
     )  # fmt: skip
-    add("--at-once", type=positive, default=1, help="prompts in flight (default %(default)s)")
+    add("--at-once", type=int, default=1, help="prompts in flight (default %(default)s)")
     add(
-        "--timeout", type=seconds, default=REQUEST_TIMEOUT_S,
-        help="seconds without a token (default %(default)s)",
-    )  # fmt: skip
-    add(
-        "--gate", type=share, default=GATE,
+        "--gate", type=float, default=0.05,
         help="share of accept length that may be lost (default %(default)s)",
     )  # fmt: skip
-    add(
-        "--metrics",
-        nargs="+",
-        default=[],
-        metavar="URL",
-        help="/metrics of the pair's servers",
-    )
     add("--json", type=Path, help="write the figures to this file; later a baseline")
-    return made
-
-
-def parse(argv: list[str]) -> argparse.Namespace:
-    """SystemExit for flags that do not go together."""
-    made = parser()
     args = made.parse_args(argv)
+    if not 0 <= args.gate < 1 or min(args.at_once, args.max_new_tokens or 1) < 1:
+        made.error("expected --gate from 0 to 1, --at-once and --max-new-tokens of 1 or more")
     if args.single and not args.prompts:
         made.error("--single needs --prompts")
     if args.baseline and (args.prompts or args.max_new_tokens):
@@ -245,6 +274,6 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     try:
         return judge(args)
-    except (NothingToJudge, BadPrompts, BadBaseline, RequestFailed, OSError) as error:
+    except (ValueError, RequestFailed, OSError) as error:
         print(error, file=sys.stderr)
         return NOT_JUDGED

@@ -9,23 +9,19 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from sglang_mixkv.tools.client import Answer, acceptance_by_position, longest_draft
+from sglang_mixkv.tools.client import Answer, acceptance_by_position
 
 FEWEST = 8
 """Prompts that a verdict needs: of fewer, how much prompts differ is not known."""
 
-EARLY, TIES, CHANCE = 8, 0.1, 1e-3
-"""Outputs of right servers part too, where two tokens are as likely. More than a tenth of them
-within so many tokens is taken for chance only as long as that is likelier than one in a
-thousand."""
-
+EARLY = 8
 RESAMPLES, TAIL = 2000, 0.025
 
 
@@ -36,36 +32,7 @@ class Verdict(Enum):
     UNDECIDED = "undecided"
 
 
-@dataclass(frozen=True)
-class Side:
-    """All answers of one deployment."""
-
-    answers: tuple[Answer, ...]
-
-    @cached_property
-    def counts(self) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Tokens that verify rounds yielded, and rounds, of each answer."""
-        histograms = [answer.rounds_by_right_drafts for answer in self.answers]
-        rounds = [sum(h) for h in histograms]
-        right = [sum(n * count for n, count in enumerate(h)) for h in histograms]
-        return np.array([(r + n, n) for r, n in zip(right, rounds, strict=True)], float)
-
-    @property
-    def accept_length(self) -> float:
-        """0 without a verify round."""
-        tokens, rounds = self.counts.sum(axis=0)
-        return float(tokens / rounds) if rounds else 0.0
-
-    @property
-    def first_token_s(self) -> float:
-        return statistics.fmean(answer.first_token_s for answer in self.answers)
-
-    def by_position(self, drafts: int) -> list[float]:
-        return acceptance_by_position(list(self.answers), drafts)
-
-
-@dataclass(frozen=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True):
     """One prompt and its two answers."""
 
     input_ids: tuple[int, ...]
@@ -81,52 +48,48 @@ class Asked:
         places = (n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b)
         return next(places, min(len(one), len(two)))
 
-    def row(self) -> dict[str, Any]:
-        sides = {"single": self.single, "pair": self.pair}
-        return {
-            "prompt_tokens": len(self.input_ids),
-            "input_ids": self.input_ids,
-            "differs_at": self.differs_at,
-            **{
-                name: {
-                    "tokens": len(answer.tokens),
-                    "output_ids": answer.tokens,
-                    "drafted": answer.drafted,
-                    "verify_rounds": answer.verify_rounds,
-                    "rounds_by_right_drafts": answer.rounds_by_right_drafts,
-                    "first_token_s": answer.first_token_s,
-                    "cached_tokens": answer.cached_tokens,
-                    "dp_rank": answer.dp_rank,
-                }
-                for name, answer in sides.items()
-            },
-        }
+
+class Side:
+    """All answers of one deployment. `counts`: of each, the tokens that verify rounds yielded, and
+    the rounds. `accept_length`: 0 without a verify round."""
+
+    def __init__(self, answers: list[Answer]) -> None:
+        self.answers = answers
+        rows = [a.rounds_by_right_drafts for a in answers]
+        yielded = [sum((right + 1) * n for right, n in enumerate(row)) for row in rows]
+        self.counts = np.array([*zip(yielded, map(sum, rows), strict=True)], float)
+        tokens, rounds = self.counts.sum(axis=0)
+        self.accept_length = float(tokens / rounds) if rounds else 0.0
+        self.first_token_s = statistics.fmean(answer.first_token_s for answer in answers)
+        self.positions = max(0, max(map(len, rows)) - 1)
 
 
-def _chance(some: int, number: int) -> float:
-    """Of exactly so many of this number of prompts, by ties; in logarithms, since the number of
-    ways to choose them is beyond a float."""
-    ways = math.lgamma(number + 1) - math.lgamma(some + 1) - math.lgamma(number - some + 1)
-    return math.exp(ways + some * math.log(TIES) + (number - some) * math.log(1 - TIES))
+def is_chance(early: int, number: int) -> bool:
+    """Whether so many of this number of outputs may differ within EARLY tokens. Outputs of right
+    servers do, too, where two tokens are as likely. More than a tenth of them is taken for chance
+    only as long as that is likelier than one in a thousand; in whole numbers, since the ways to
+    choose them are beyond a float."""
+    ways = term = math.comb(number, early) * 9 ** (number - early)
+    for k in range(early, number):
+        term = term * (number - k) // (9 * (k + 1))
+        ways += term
+    return 1000 * ways >= 10**number
 
 
 class Comparison:
     """Of some prompts. `gate`: the share of accept length that the pair may lose. `tail`: the
-    probability on either side of the interval."""
+    probability on either side of the interval. `ratio`: the pair's accept length to the single
+    server's; None where one has no rounds."""
 
     def __init__(self, asked: Sequence[Asked], gate: float, tail: float = TAIL) -> None:
         self.asked, self.gate, self._tail = asked, gate, tail
-        self.single = Side(tuple(one.single for one in asked))
-        self.pair = Side(tuple(one.pair for one in asked))
-
-    @property
-    def ratio(self) -> float | None:
-        """The pair's accept length to the single server's; None where one has no rounds."""
+        self.single = Side([one.single for one in asked])
+        self.pair = Side([one.pair for one in asked])
         one, two = self.single.accept_length, self.pair.accept_length
-        return two / one if one and two else None
+        self.ratio = two / one if one and two else None
+        self.interval = self._interval()
 
-    @cached_property
-    def interval(self) -> tuple[float, float] | None:
+    def _interval(self) -> tuple[float, float] | None:
         """Where the ratio lies, by resampling prompts: rounds of one prompt hang together. None
         where the prompts are too few."""
         number = len(self.asked)
@@ -141,17 +104,6 @@ class Comparison:
             return None
         low, high = np.quantile(ratios, (self._tail, 1 - self._tail))
         return float(low), float(high)
-
-    @property
-    def would_decide(self) -> int:
-        """About how many prompts as these would: the interval has to keep off the gate."""
-        number, fewest = len(self.asked), FEWEST * max(1, len(self.by_dp_rank))
-        if self.interval is None or self.ratio is None:
-            return max(fewest, 2 * number)
-        low, high = self.interval
-        distance = abs(self.ratio - (1 - self.gate))
-        need = number * ((high - low) / 2 / distance) ** 2 if distance else math.inf
-        return max(fewest, number + 1, math.ceil(min(need, 10_000)))
 
     @cached_property
     def by_dp_rank(self) -> dict[int, Comparison]:
@@ -173,8 +125,7 @@ class Comparison:
         """Whether outputs do too soon, too often."""
         number = len(self.asked)
         early = sum(a.differs_at is not None and a.differs_at < EARLY for a in self.asked)
-        by_chance = sum(_chance(k, number) for k in range(early, number + 1))
-        return number >= FEWEST and by_chance < CHANCE
+        return number >= FEWEST and not is_chance(early, number)
 
     @property
     def is_below(self) -> bool:
@@ -196,6 +147,8 @@ class Comparison:
         known = all(one.interval is not None for one in ranks)
         return Verdict.WITHIN if known and self.is_within else Verdict.UNDECIDED
 
+    # -- in words
+
     def words(self) -> str:
         """The verdict's."""
         verdict = self.verdict
@@ -205,19 +158,16 @@ class Comparison:
                 "model or other flags, or the target's KV is wrong"
             )
         if verdict is Verdict.UNDECIDED:
-            return f"too few prompts to decide: send some {self.would_decide}"
+            number = max(2 * len(self.asked), FEWEST * len(self.by_dp_rank))
+            return f"too few prompts to decide: send {number} or more"
         side = "within" if verdict is Verdict.WITHIN else "OUTSIDE"
         return f"accept length {side} the gate of {self.gate:.0%}"
 
-    # -- in words
-
-    @property
-    def drafts(self) -> int:
-        """Positions worth showing: those that a round got right, and one more. A tree's drafts
-        are more than its depth."""
-        answers = [*self.single.answers, *self.pair.answers]
-        right = max((len(a.rounds_by_right_drafts) for a in answers), default=0)
-        return min(longest_draft(answers), right)
+    def _sides(self) -> Iterator[tuple[str, Side, list[float]]]:
+        """Each with its acceptance by position, as far as a round of either got."""
+        steps = max(self.single.positions, self.pair.positions)
+        for name, side in (("single", self.single), ("pair", self.pair)):
+            yield name, side, acceptance_by_position(side.answers, steps)
 
     def figures(self) -> dict[str, Any]:
         return {
@@ -226,23 +176,23 @@ class Comparison:
             **{
                 name: {
                     "accept_length": side.accept_length,
-                    "by_position": side.by_position(self.drafts),
+                    "by_position": by_position,
                     "verify_rounds": int(side.counts[:, 1].sum()),
                     "first_token_s": side.first_token_s,
                 }
-                for name, side in (("single", self.single), ("pair", self.pair))
+                for name, side, by_position in self._sides()
             },
             "ratio": self.ratio,
             "interval": self.interval,
             "by_dp_rank": {rank: one.ratio for rank, one in self.by_dp_rank.items()},
             "gate": self.gate,
-            "each": [a.row() for a in self.asked],
+            "each": self.asked,
         }
 
     def table(self) -> Iterator[str]:
         yield f"{'':>8}  accept length  first token  by position"
-        for name, side in (("single", self.single), ("pair", self.pair)):
-            shares = "  ".join(f"{share:6.1%}" for share in side.by_position(self.drafts))
+        for name, side, by_position in self._sides():
+            shares = "  ".join(f"{share:6.1%}" for share in by_position)
             first = f"{side.first_token_s * 1e3:8.0f} ms"
             yield f"{name:>8}  {side.accept_length:13.3f}  {first}  {shares}"
         places = [a.differs_at for a in self.asked if a.differs_at is not None]

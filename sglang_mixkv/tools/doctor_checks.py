@@ -6,14 +6,14 @@ A finding with a `problem` makes the doctor's exit status 1; one without is info
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 
 import msgspec
 
@@ -21,15 +21,16 @@ from sglang_mixkv import __version__, config, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.tools import simulated
 
 GROUP, ENTRY = "sglang.srt.plugins", "mixkv"
-LIBRARIES = ("libibverbs.so.1", "librdmacm.so.1", "libnuma.so.1")
 MOONCAKE = (
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-cuda13",
     "mooncake-transfer-engine-non-cuda",
 )
+DEVICES_FLAG = "--disaggregation-ib-device"
+DEVICES, VERBS = Path("/sys/class/infiniband"), Path("/sys/class/infiniband_verbs")
+FILES = Path("/proc/self/fd")
 SEAMS_LIMIT_S = 300
 
 _SHOWN = re.compile(
@@ -87,8 +88,7 @@ def entry_point(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Whether SGLang will find the plugin, and whether its own variable leaves it out."""
     found = [point.value for point in metadata.entry_points(group=GROUP) if point.name == ENTRY]
     missing = "" if found else "SGLang will not load the plugin: reinstall sglang-mixkv"
-    twice = "two installations of sglang-mixkv: uninstall one" if len(set(found)) > 1 else ""
-    yield Finding("plugin", "entry point", ", ".join(found) or "not found", missing or twice)
+    yield Finding("plugin", "entry point", ", ".join(found) or "not found", missing)
     allowed = {name.strip() for name in environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
     if allowed and ENTRY not in allowed:
         remedy = f"SGLANG_PLUGINS leaves out {ENTRY}: add it, or unset the variable"
@@ -98,24 +98,18 @@ def entry_point(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 def configuration(
     flags: argparse.Namespace, environ: Mapping[str, str] = os.environ
 ) -> Iterator[Finding]:
-    """Each setting that a flag or the environment decided, then the defaults."""
+    """What flags and variables make of the settings; those that are not the default first."""
     try:
-        record = config.resolve(flags, environ)
+        record = msgspec.structs.asdict(config.resolve(flags, environ))
     except ValueError as error:
         yield Finding("configuration", "environment", "unusable", str(error))
         return
-    defaults = []
-    for setting in config.SETTINGS:
-        value, origin = getattr(record, setting.field), ""
-        if setting.flag and getattr(flags, setting.attribute, None) is not None:
-            origin = f"flag {setting.flag}"
-        elif environ.get(setting.environ, "").strip():
-            origin = f"environment, {setting.environ}"
-        if origin:
-            yield Finding("configuration", setting.field, f"{value!r} ({origin})")
-        else:
-            defaults.append(f"{setting.field}={value}")
-    yield Finding("configuration", "defaults", ", ".join(defaults) or "none")
+    defaults = msgspec.structs.asdict(config.Config())
+    chosen = {name: value for name, value in record.items() if value != defaults[name]}
+    for name, value in chosen.items():
+        yield Finding("configuration", name, str(value))
+    rest = (f"{name}={value}" for name, value in record.items() if name not in chosen)
+    yield Finding("configuration", "defaults", ", ".join(rest) or "none")
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
@@ -127,65 +121,103 @@ def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         refused = [str(error)]
     for name in sorted(filter(_SHOWN.match, environ)):
         problem = next((text for text in refused if name in text), "")
-        problem = problem or _wrong(name, environ)
-        value = without_secrets(name, environ[name])
+        problem = problem or _wrong(name, environ[name])
+        value = "(set, not shown)" if _SECRET.search(name) else environ[name]
+        value = _USERINFO.sub("//***@", value)  # the report is pasted into public places
         if name == refusals.STAGING_ENV:  # the doctor does not know the target
             value += " (unset it with an MLA target: SGLang ends such a server)"
         yield Finding("environment", name, value, problem)
 
 
-def _wrong(name: str, environ: Mapping[str, str]) -> str:
+def _wrong(name: str, value: str) -> str:
     """What is wrong with a variable that no rule refuses; empty when nothing is."""
-    if name == simulated.VARIABLE and simulated.is_set(environ):
-        return "servers of this shell make their accept length up: unset it to judge by one"
     try:
-        config.variable(name, environ[name])
+        config.variable(name, value)
     except MixKVError as error:
         return f"{error}. Until then the server does not start"
     return ""
 
 
-def without_secrets(name: str, value: str) -> str:
-    """A variable's value as it may be pasted into a public place."""
-    return "(set, not shown)" if _SECRET.search(name) else _USERINFO.sub("//***@", value)
-
-
-def libraries(load: Callable[[str], object] = ctypes.CDLL) -> Iterator[Finding]:
-    """The system libraries that Mooncake is linked against."""
-    found = []
-    for name in LIBRARIES:
-        try:
-            load(name)
-            found.append(name)
-        except OSError as error:
-            package = name.partition(".")[0] + "1"
-            problem = f"{error}. Install it (Debian: apt-get install {package})"
-            yield Finding("libraries", name, "missing", problem)
-    yield Finding("libraries", "found", ", ".join(found) or "none")
-
-
-def seams() -> Iterator[Finding]:
-    """All functions of SGLang's that the plugin relies on, compared in a child process."""
+def seams(program: str = _SEAMS_PROGRAM) -> Iterator[Finding]:
+    """All functions of SGLang's that the plugin relies on, compared in a child process, which an
+    import of SGLang may end."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _SEAMS_PROGRAM],
+            [sys.executable, "-c", program],
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SEAMS_LIMIT_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         yield Finding("seams", "checked", "no", f"no end after {SEAMS_LIMIT_S} s")
         return
-    yield from seam_findings(done.stdout, done.stderr, done.returncode)
-
-
-def seam_findings(out: str, err: str, status: int) -> Iterator[Finding]:
-    """Findings from what the child process printed."""
-    lines = out.splitlines()
+    lines = done.stdout.splitlines()
     problems = [line.removeprefix("seam:") for line in lines if line.startswith("seam:")]
     if "done:" not in lines:
-        last = (err.strip().splitlines() or ["no message"])[-1]
-        yield Finding("seams", "checked", "no", f"the check ended with status {status}: {last}")
-        return
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        problem = f"the check ended with status {done.returncode}: {last}"
+        yield Finding("seams", "checked", "no", problem)
+    elif not problems:
+        yield Finding("seams", "checked", "all as expected")
     for problem in problems:
         yield Finding("seams", problem.partition(": ")[0], "differs", problem)
-    if not problems:
-        yield Finding("seams", "checked", "all as expected")
+
+
+# ---------------------------------------------------------------- RDMA devices
+# Mooncake and UCX do not report their transport, and take TCP without a word where they can open no
+# device. But a process has a file open for each device that it uses. That shows of a server too:
+# `ls -l /proc/PID/fd | grep uverbs`.
+
+
+def _text(path: Path) -> str:
+    """Of a state, which reads `4: ACTIVE`, the word."""
+    try:
+        return path.read_text().strip().rpartition(": ")[2]
+    except OSError:
+        return "unknown"
+
+
+def devices() -> dict[str, str]:
+    """The kernel's devices, and the state of their ports."""
+    return {
+        device.name: ", ".join(
+            f"port {port.name} {_text(port / 'state')} ({_text(port / 'link_layer')})"
+            for port in sorted(device.glob("ports/*"))
+        )
+        for device in (sorted(DEVICES.iterdir()) if DEVICES.is_dir() else ())
+    }
+
+
+def devices_in_use() -> list[str]:
+    """The devices that this process has open."""
+    files = (os.readlink(file) for file in FILES.iterdir() if file.is_symlink())
+    verbs = {os.path.basename(file) for file in files if "/infiniband/uverbs" in file}
+    return sorted(_text(VERBS / name / "ibdev") for name in verbs)
+
+
+def rdma(names: str) -> Iterator[Finding]:
+    """The devices, and whether those that the servers are to use are there."""
+    here = devices()
+    for name, ports in (here or {"devices": "none"}).items():
+        yield Finding("RDMA", name, ports)
+    wanted = filter(None, names.replace(" ", "").split(","))
+    if wrong := [name for name in wanted if " ACTIVE " not in here.get(name, "")]:
+        known = ", ".join(here) or "it has none"
+        problem = f"expected devices of this host ({known}) with an active port: name others"
+        yield Finding("RDMA", DEVICES_FLAG, ",".join(wrong), problem)
+
+
+def transport(plane: str, used: Sequence[str], environ: Mapping[str, str] = os.environ) -> Finding:
+    """What the reads of this plane went over. `used`: the devices that it had open, of which NIXL
+    may have used none."""
+    here, mooncake = devices(), plane == "mooncake"
+    value, problem = "TCP" if mooncake else "no RDMA device", ""
+    if used:
+        value = f"{'RDMA' if mooncake else 'NIXL'} over {', '.join(used)}"
+    elif mooncake and "MC_FORCE_TCP" in environ:
+        value = "TCP: MC_FORCE_TCP is set"
+    elif here or (mooncake and environ.get("MOONCAKE_PROTOCOL") == "rdma"):
+        otherwise = "MC_FORCE_TCP=1 if TCP is meant" if mooncake else f"{config.PLANE_ENV}=mooncake"
+        problem = (
+            "expected RDMA: load the device's driver, bring a port up, give this container "
+            f"/dev/infiniband and ibverbs-providers (Debian's name), or set {otherwise}"
+        )
+    return Finding("data plane", "transport", value, problem)

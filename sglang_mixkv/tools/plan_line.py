@@ -1,17 +1,23 @@
-"""A launch line: variables in front, the command, and flags, which SGLang's own parser reads."""
+"""A launch line, read by SGLang's own parser, in an environment like that of its server."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
+import logging
+import os
 import re
 import shlex
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from sglang_mixkv.config import add_flags
+from sglang_mixkv.config import add_flags, nearest
 from sglang_mixkv.errors import MixKVError
+
+GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}
+"""Compute capabilities."""
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 
@@ -40,17 +46,16 @@ def split(line: str) -> tuple[dict[str, str], list[str]]:
     return environ, [*model, *words[first:]]
 
 
-def parse(flags: Sequence[str], known: Mapping[str, Any] | None = None) -> argparse.Namespace:
-    """What these flags set; `known` stands in for SGLang's defaults.
-
-    Raises MixKVError with all words that SGLang does not know.
-    """
+def parse(flags: Sequence[str]) -> argparse.Namespace:
+    """What these flags set. Raises MixKVError with all words that SGLang does not know."""
     parser, words = _parser(), list(flags)
     if "--config" in words:
         words = _with_config(parser, words)
-    args, unknown = parser.parse_known_args(words, argparse.Namespace(**(known or {})))
+    args, unknown = parser.parse_known_args(words)
     if unknown:
-        raise unreadable("; ".join(_complaints(parser, unknown)))
+        flag = unknown[0].partition("=")[0]
+        hint = nearest(flag, parser._option_string_actions)
+        raise unreadable(f"SGLang does not know {' '.join(unknown)}{hint}")
     return args
 
 
@@ -76,11 +81,55 @@ def _with_config(parser: argparse.ArgumentParser, words: list[str]) -> list[str]
         raise unreadable(f"--config: {error}") from None
 
 
-def _complaints(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> Iterator[str]:
-    for before, word in zip(["", *unknown], unknown, strict=False):
-        flag = word.partition("=")[0]
-        if word.startswith("-"):
-            near = difflib.get_close_matches(flag, parser._option_string_actions, 1)
-            yield f"unknown flag {flag}" + (f", the nearest is {near[0]}" if near else "")
-        elif not before.startswith("-"):  # else its value
-            yield f"unexpected word {word!r}"
+@contextmanager
+def alone(environ: Mapping[str, str]) -> Iterator[None]:
+    """The line's variables alone decide. SGLang logs nothing and downloads nothing."""
+    saved, level = dict(os.environ), logging.root.manager.disable
+    for name in filter(lambda name: name.startswith("SGLANG_"), saved):
+        del os.environ[name]
+    os.environ.update(environ, HF_HUB_OFFLINE="1")
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
+        os.environ.clear()
+        os.environ.update(saved)
+
+
+def has_device() -> bool:
+    """Whether SGLang finds a device on this host."""
+    from sglang.srt.utils import get_device
+
+    try:
+        get_device()
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextmanager
+def as_on(gpu: str) -> Iterator[None]:
+    """Answers what SGLang asks of a GPU while it resolves a line, as such a GPU would: it decides
+    attention backends and types of KV. Without an answer SGLang ends early for targets with DSA or
+    linear attention."""
+    import torch
+    from sglang.srt.runtime_context import override_platform
+
+    capability, is_hopper = GPUS[gpu], gpu == "hopper"
+    facts = {
+        "is_cuda": True, "device_capability": capability,
+        "device_sm": 10 * capability[0] + capability[1],
+        "is_sm90": is_hopper, "is_hopper_with_cuda_12_3": is_hopper,
+        "is_sm100": not is_hopper, "is_sm100_or_sm110": not is_hopper,
+        "is_blackwell": not is_hopper,
+    }  # fmt: skip
+    asked = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = lambda device=None: capability
+    try:
+        with override_platform(**facts):
+            yield
+    finally:
+        torch.cuda.get_device_capability = asked

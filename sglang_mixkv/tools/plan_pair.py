@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -19,9 +18,7 @@ from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_need import Need, need_of
 from sglang_mixkv.tools.plan_server import Model, Server
 
-SCHEMA = 2
-RANKS = ("prefill_rank", "decode_rank", "all")
-PROMPTS = (1 << 10, 1 << 13, 1 << 15, 1 << 17)
+SCHEMA = 3
 
 
 class Read(msgspec.Struct, frozen=True):
@@ -34,16 +31,6 @@ class Read(msgspec.Struct, frozen=True):
     bytes_per_token: int
     tokens_per_slot: int
     tokens_at_once: int
-
-
-class Prompt(msgspec.Struct, frozen=True):
-    """What one decode rank reads of it. `messages`: each OPEN, READY and ACK."""
-
-    tokens: int
-    bytes: int
-    segments: int
-    messages: int
-    at_once: bool
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -60,7 +47,6 @@ class Plan(msgspec.Struct, frozen=True):
     slots: int
     slot_bytes: int
     reads: tuple[Read, ...]
-    prompts: tuple[Prompt, ...]
     findings: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -74,13 +60,15 @@ def make_plan(prefill: Server, decode: Server) -> Plan:
     reads, draft_bytes = list[Read](), dict[str, int]()
     if facts is not None and facts == prefill.facts and not no_route:
         reads = list(_reads(facts, *sizes, size, prefill.chunk))
-        held = [len(heads_on_rank(facts.total_heads, tp, 0)) for tp in sizes]
-        for name, heads in zip(RANKS, (*held, facts.total_heads), strict=True):
-            draft_bytes[name] = facts.bytes_per_token(heads)
+        held, needed = (len(heads_on_rank(facts.total_heads, tp, 0)) for tp in sizes)
+        draft_bytes = {
+            "prefill_rank": facts.bytes_per_token(held),
+            "decode_rank": facts.bytes_per_token(needed),
+            "all": facts.bytes_per_token(facts.total_heads),
+        }
     return Plan(
         SCHEMA, __version__, sglang_version(), need, prefill, decode, draft_bytes, SLOTS,
         size, tuple(reads),
-        tuple(_prompt(tokens, reads, prefill.chunk) for tokens in PROMPTS if reads),
         (*_findings(prefill, decode, need), *no_route),
         tuple(dict.fromkeys(_notes(prefill, decode))),
     )  # fmt: skip
@@ -113,30 +101,65 @@ def _reads(
             yield Read(rank, other, tuple(heads), size, tokens, at_once)
 
 
-def segments_of(tokens: int, per_slot: int, chunk: int) -> int:
-    """How many slots a prompt fills. Each of prefill's chunks begins a new one; 0: one chunk."""
-    whole, rest = divmod(tokens, chunk or tokens)
-    return whole * -(-(chunk or tokens) // per_slot) + -(-rest // per_slot)
-
-
 def most_tokens(slots: int, per_slot: int, chunk: int) -> int:
-    """The longest prompt of so many segments."""
+    """The longest prompt that fits. Each of prefill's chunks begins a new slot; 0: one chunk."""
     if not per_slot or not chunk:
         return slots * per_slot
     whole, rest = divmod(slots, -(-chunk // per_slot))
     return whole * chunk + rest * per_slot
 
 
-def _prompt(tokens: int, reads: Sequence[Read], chunk: int) -> Prompt:
-    opened = [read for read in reads if read.decode_rank == 0]  # all decode ranks are alike
-    sources = [read for read in opened if read.heads]
-    segments = sum(segments_of(tokens, read.tokens_per_slot, chunk) for read in sources)
-    size = tokens * sum(read.bytes_per_token for read in sources)
-    at_once = all(tokens <= read.tokens_at_once for read in sources)
-    return Prompt(tokens, size, segments, len(opened) + 2 * segments, at_once)
-
-
 # ---------------------------------------------------------------- what goes wrong
+
+
+def _no_route(sizes: tuple[int, int], facts: DraftFacts | None) -> Iterator[str]:
+    """Sizes that do not divide, and heads that do not on either side."""
+    if not all(sizes):
+        yield (
+            "[MIXKV-PAIR-04] a TP size is no multiple of its DP-attention and CP sizes. Change "
+            "--tp-size or --attn-dp-size."
+        )
+        return
+    try:
+        readers_of(*sizes)
+        if facts is not None:
+            for tp in sizes:
+                heads_on_rank(facts.total_heads, tp, 0)
+    except MixKVError as error:
+        yield str(error)
+
+
+# SGLang compares the first two when a pair meets (common/conn.py, try_ensure_parallel_info).
+_ALIKE = {
+    "page_size": "SGLang refuses the pair",
+    "kv_cache_dtype": "SGLang refuses the pair",
+    "disaggregation_enable_kv_checksum": "metadata rows differ",
+}
+
+
+def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
+    """SGLang's own refusals, the plugin's where it is asked for or needed, and the pair's."""
+    for server in (prefill, decode):
+        yield from server.stock
+        if server.enabled or (need is not None and need.needed):
+            yield from server.refused
+    if prefill.enabled != decode.enabled:
+        yield "[MIXKV-PAIR-01] --enable-mixkv: on one side only. Set it on both, or on neither."
+    for name, why in _ALIKE.items():
+        flag = f"--{name.replace('_', '-')}"
+        yield from _differ(flag, getattr(prefill, name), getattr(decode, name), why)
+    if decode.pp_size != 1:
+        why = "SGLang takes 1 or prefill's on decode"
+        yield from _differ("--pp-size", prefill.pp_size, decode.pp_size, why)
+    yield from _models(prefill, decode)
+    is_cold = decode.config.on_draft_mismatch == "cold"
+    served = {Severity.COLD, Severity.MISMATCH} if is_cold else {Severity.COLD}
+    topks = [side.speculative_eagle_topk or 0 for side in (prefill, decode)]
+    if not all(topks):
+        topks = [0, 0]  # SGLang did not resolve a line so far, or speculates on one side alone
+    for found in differences(_row(prefill, topks[0]), _row(decode, topks[1])):
+        if found.severity not in served:
+            yield f"[MIXKV-PAIR-03] {found}"
 
 
 def _row(server: Server, topk: int) -> Row:
@@ -149,66 +172,13 @@ def _row(server: Server, topk: int) -> Row:
     )  # fmt: skip
 
 
-def _no_route(sizes: tuple[int, int], facts: DraftFacts | None) -> Iterator[str]:
-    """Sizes that do not divide, and heads that do not on either side."""
-    if not all(sizes):
-        yield (
-            "[MIXKV-PAIR-04] a TP size is no multiple of its DP-attention and CP sizes. Change "
-            "--tp-size or --attn-dp-size."
-        )
-        return
-    checks: list[Callable[[], object]] = [partial(readers_of, *sizes)]
-    if facts is not None:
-        checks += [partial(heads_on_rank, facts.total_heads, tp, 0) for tp in sizes]
-    for check in checks:
-        try:
-            check()
-        except MixKVError as error:
-            yield str(error)
-
-
-# SGLang compares the first two when a pair meets (common/conn.py, try_ensure_parallel_info).
-_ALIKE = (
-    ("page_size", "07", "SGLang refuses the pair"),
-    ("kv_cache_dtype", "07", "SGLang refuses the pair"),
-    ("disaggregation_enable_kv_checksum", "03", "metadata rows differ"),
-)
-
-
-def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
-    """SGLang's own refusals, the plugin's where it is asked for or needed, and the pair's."""
-    for server in (prefill, decode):
-        yield from server.stock
-        if server.enabled is not False or (need is not None and need.needed):
-            yield from server.refused
-    if {prefill.enabled, decode.enabled} == {True, False}:
-        yield "[MIXKV-PAIR-01] --enable-mixkv: on one side only. Set it on both, or on neither."
-    for name, code, why in _ALIKE:
-        here, there = getattr(prefill, name), getattr(decode, name)
-        if here != there:
-            yield _differ(code, f"--{name.replace('_', '-')}", here, there, why)
-    if decode.pp_size not in (1, prefill.pp_size):
-        why = "SGLang takes 1 or prefill's on decode"
-        yield _differ("07", "--pp-size", prefill.pp_size, decode.pp_size, why)
-    yield from _models(prefill, decode)
-    is_cold = decode.config.on_draft_mismatch == "cold"
-    served = {Severity.COLD, Severity.MISMATCH} if is_cold else {Severity.COLD}
-    topks = [side.speculative_eagle_topk or 0 for side in (prefill, decode)]
-    if not all(topks):
-        topks = [0, 0]  # SGLang did not resolve a line so far, or speculates on one side alone
-    for found in differences(_row(prefill, topks[0]), _row(decode, topks[1])):
-        if found.severity not in served:
-            yield f"[MIXKV-PAIR-03] {found}"
-
-
 def _models(prefill: Server, decode: Server) -> Iterator[str]:
     """What nothing compares."""
     here, there = (model_text(side.target) for side in (prefill, decode))
-    if here != there:
-        yield _differ("03", "target", here, there, "its KV would be in wrong rows")
+    yield from _differ("target", here, there, "its KV would be in wrong rows")
     here, there = (model_text(side.draft) for side in (prefill, decode))
     if prefill.draft and here != there and (prefill.facts is None or decode.facts is None):
-        yield _differ("03", "drafter", here, there, "its KV cannot be moved")
+        yield from _differ("drafter", here, there, "its KV cannot be moved")
     elif decode.draft and not decode.draft.kv_heads and decode.target.kv_heads:
         yield (
             "[MIXKV-START-05] an MLA drafter beside a target with KV heads: SGLang would pair its "
@@ -216,11 +186,12 @@ def _models(prefill: Server, decode: Server) -> Iterator[str]:
         )
 
 
-def _differ(code: str, what: str, prefill: object, decode: object, why: str) -> str:
-    difference = Difference(
-        Severity.REFUSED, what, str(prefill), str(decode), why, "Give both sides the same"
-    )
-    return f"[MIXKV-PAIR-{code}] {difference}"
+def _differ(what: str, prefill: object, decode: object, why: str) -> Iterator[str]:
+    if prefill != decode:
+        found = Difference(
+            Severity.REFUSED, what, str(prefill), str(decode), why, "Give both sides the same"
+        )
+        yield f"[MIXKV-PAIR-03] {found}"
 
 
 def model_text(model: Model | None) -> str:
@@ -231,8 +202,7 @@ def model_text(model: Model | None) -> str:
 
 
 def _notes(prefill: Server, decode: Server) -> Iterator[str]:
-    for server in (prefill, decode):
-        yield from server.notes
+    yield from (*prefill.notes, *decode.notes)
     for what, here, there in (
         ("target", prefill.target, decode.target),
         ("drafter", prefill.draft, decode.draft),
@@ -247,4 +217,3 @@ def _notes(prefill: Server, decode: Server) -> Iterator[str]:
             "speculation on decode alone: each request's drafter starts cold, so fewer drafts are "
             "accepted; give prefill the same --speculative flags"
         )
-    yield "not seen from here: variables of the two hosts, their releases, the network"

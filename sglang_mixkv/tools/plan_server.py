@@ -1,4 +1,4 @@
-"""One server as SGLang resolves its launch line, or as its /server_info describes it.
+"""One server as SGLang resolves its launch line.
 
 SGLang's own parser, resolution, checks and model configuration run here, without a GPU and without
 weights: the installed release decides what a flag means and what does not start.
@@ -7,24 +7,21 @@ weights: the installed release decides what a flag means and what does not start
 from __future__ import annotations
 
 import argparse
-import logging
-import os
 import traceback
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from sglang_mixkv import refusals
-from sglang_mixkv.config import ATTRIBUTE, Config, resolve, truth
+from sglang_mixkv.config import ATTRIBUTE, Config, resolve
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine.releases import rules, sglang_version
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.tools import plan_gpu
+from sglang_mixkv.tools import plan_line
 from sglang_mixkv.tools.plan_line import parse, split, unreadable
 
 NO_GPU = (
@@ -64,12 +61,12 @@ class Flags(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Server(Flags, frozen=True, kw_only=True):
-    """`enabled`: opted in; None where that cannot be seen. `attention_tp`: 0 where TP does not
-    split. `stage`: the target of the first pipeline stage. `stock`: why SGLang itself does not
-    start it; `refused`: why the plugin does not."""
+    """`enabled`: opted in. `attention_tp`: 0 where TP does not split. `stage`: the target of the
+    first pipeline stage. `stock`: why SGLang itself does not start it; `refused`: why the plugin
+    does not."""
 
     role: str
-    enabled: bool | None
+    enabled: bool
     config: Config
     attention_tp: int
     target: Model
@@ -96,105 +93,49 @@ class Server(Flags, frozen=True, kw_only=True):
         )  # fmt: skip
 
 
-def read(
-    role: str, line: str | None, url: str | None = None, *, gpu: str = next(iter(plan_gpu.GPUS))
-) -> Server:
-    """Raises MixKVError or ValueError for what cannot be read, ImportError without SGLang. `url`:
-    of a running server; the line's flags win over what it answers. `gpu`: a name of plan_gpu.GPUS,
-    for a host without one."""
+def read(role: str, line: str, *, gpu: str = next(iter(plan_line.GPUS))) -> Server:
+    """Raises MixKVError or ValueError for what cannot be read, ImportError without SGLang. `gpu`: a
+    name of GPUS, for a host without one."""
     try:
-        if line is None and url is None:
-            raise unreadable(f"give --{role}, --{role}-url, or both")
-        environ, flags = split(line or "")
-        info = None
-        if url is not None:
-            from sglang_mixkv.tools.plan_url import server_info  # requests, which lines do without
-
-            info = server_info(url)
-        with _alone(environ):
-            return _read(role, flags, environ, info, gpu)
+        environ, flags = split(line)
+        with plan_line.alone(environ):
+            return _read(role, parse(flags), environ, gpu)
     except MixKVError as error:
         raise error.about(role) from None
     except ValueError as error:  # SGLang's
         raise ValueError(f"{role}: {error}") from None
 
 
-@contextmanager
-def _alone(environ: Mapping[str, str]) -> Iterator[None]:
-    """The line's variables alone decide. SGLang logs nothing and downloads nothing."""
-    saved, level = dict(os.environ), logging.root.manager.disable
-    for name in filter(lambda name: name.startswith("SGLANG_"), saved):
-        del os.environ[name]
-    os.environ.update(environ, HF_HUB_OFFLINE="1")
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(level)
-        os.environ.clear()
-        os.environ.update(saved)
-
-
-def _read(
-    role: str, flags: list[str], environ: dict[str, str], info: dict[str, Any] | None, gpu: str
-) -> Server:
+def _read(role: str, args: argparse.Namespace, environ: dict[str, str], gpu: str) -> Server:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import ServerArgs
 
-    args, notes = parse(flags, info and _known(info)), []
     config = resolve(args, environ)
-    enabled = config.enabled or (False if info is None else None)
-    if enabled is None:
-        notes.append(f"{role}: /server_info does not show whether SGLANG_ENABLE_MIXKV is set")
     _check_models(args)
     if args.disaggregation_mode in (None, "null"):
         args.disaggregation_mode = role
-    is_there = plan_gpu.is_there()
-    if not is_there:
+    has_device = plan_line.has_device()
+    if not has_device:
         args.device = args.device or "cuda"
-        notes += [NO_GPU.format(gpu=gpu.title())] if info is None else []
     server_args = ServerArgs.from_cli_args(args)
     setattr(server_args, ATTRIBUTE, Config())  # `refused` has what the plugin's hook would raise
-    with nullcontext() if is_there or args.device != "cuda" else plan_gpu.as_on(gpu):
-        stock = tuple(_not_started(role, server_args)) if info is None else ()
+    with nullcontext() if has_device or args.device != "cuda" else plan_line.as_on(gpu):
+        stock = tuple(_not_started(role, server_args))
     view = resolving_view(server_args)
     target = _model(server_args, view, is_draft=False)
-    if truth(refusals.STAGING_ENV, environ) and not target.kv_heads:  # with the plugin or without
-        stock += (f"[MIXKV-START-03] {role}: {refusals.STAGING}",)
     values: dict[str, Any] = {n: getattr(view, n, None) for n in Flags.__struct_fields__}
     if values["attn_dp_size"] is None:  # no flag of its own up to SGLang 0.5.21
         values["attn_dp_size"] = view.dp_size if view.enable_dp_attention else 1
     parts = values["attn_dp_size"] * view.attn_cp_size
     return Server(
         **values,
-        role=role, enabled=enabled, config=config, stock=stock, notes=tuple(notes),
+        role=role, enabled=config.enabled, config=config, stock=stock,
         attention_tp=view.tp_size // parts if parts and not view.tp_size % parts else 0,
         target=target, stage=_stage(target, view),
         draft=_model(server_args, view, is_draft=True) if refusals.has_drafter(view) else None,
-        refused=tuple(_refused(role, view, environ)),
+        refused=tuple(_refused(role, view, environ, target)),
+        notes=() if has_device else (NO_GPU.format(gpu=gpu.title()),),
     )  # fmt: skip
-
-
-def _stage(target: Model, view: Any) -> Target:
-    from sglang.srt.distributed.utils import get_pp_indices
-
-    first, end = get_pp_indices(target.layers, 0, view.pp_size)
-    return Target(
-        target.kv_heads, 2 * (end - first), target.hybrid, len(set(target.head_bytes)) <= 1,
-        view.pp_size, view.dcp_size,
-    )  # fmt: skip
-
-
-def _known(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Resolved values in the place of SGLang's defaults, and the plugin's flags of its command."""
-    try:
-        launched = vars(parse(split(info.get("launch_command") or "")[1]))
-    except MixKVError:  # SGLang joins the words of its command without quotes
-        launched = {}
-    known = {name: info[name] for name in vars(parse([])) if name in info}
-    return known | {name: value for name, value in launched.items() if "mixkv" in name}
 
 
 def _check_models(args: argparse.Namespace) -> None:
@@ -211,7 +152,7 @@ def _check_models(args: argparse.Namespace) -> None:
                 continue
         raise unreadable(
             f"{flag} {path}: neither a folder nor in the Hub's cache here, and the plan downloads "
-            f"nothing. Give {flag} FOLDER, beside a URL as well"
+            f"nothing. Give {flag} FOLDER"
         )
 
 
@@ -223,6 +164,26 @@ def _not_started(role: str, server_args: Any) -> Iterator[str]:
     except Exception as error:
         text = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
         yield f"{role}: SGLang {sglang_version()} does not start it: {' '.join(text.split())}"
+
+
+def _refused(role: str, view: Any, environ: Mapping[str, str], target: Model) -> Iterator[str]:
+    for reason in refusals.broken(rules(), view, environ, is_mla=lambda: not target.kv_heads):
+        yield f"[MIXKV-START-03] {role}: {reason}"
+    if view.disaggregation_mode != role:
+        yield (
+            f"[MIXKV-START-03] {role}: expected --disaggregation-mode {role}; got "
+            f"{view.disaggregation_mode}. Are the two launch lines swapped?"
+        )
+
+
+def _stage(target: Model, view: Any) -> Target:
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    first, end = get_pp_indices(target.layers, 0, view.pp_size)
+    return Target(
+        target.kv_heads, 2 * (end - first), target.hybrid, len(set(target.head_bytes)) <= 1,
+        view.pp_size, view.dcp_size,
+    )  # fmt: skip
 
 
 def _model(server_args: Any, view: Any, *, is_draft: bool) -> Model:
@@ -263,13 +224,3 @@ def _kv_dtype(view: Any, config: Any, is_draft: bool) -> Any:
         speculative_draft_attention_backend=view.speculative_draft_attention_backend,
         speculative_draft_kv_cache_dtype=view.speculative_draft_kv_cache_dtype,
     )[1]  # fmt: skip
-
-
-def _refused(role: str, view: Any, environ: Mapping[str, str]) -> Iterator[str]:
-    for reason in refusals.broken(rules(), view, environ):
-        yield f"[MIXKV-START-03] {role}: {reason}"
-    if view.disaggregation_mode != role:
-        yield (
-            f"[MIXKV-START-03] {role}: expected --disaggregation-mode {role}; got "
-            f"{view.disaggregation_mode}. Are the two launch lines swapped?"
-        )

@@ -22,8 +22,8 @@ from textwrap import TextWrapper
 from typing import Any, NamedTuple
 
 from sglang_mixkv.series import MEMORY, NOTES, PREFILL, REPORT, STATES, Kind
+from sglang_mixkv.tools import table
 from sglang_mixkv.tools.status_pages import Drafts, Look, Page, Pair, Server, look, pairs, servers
-from sglang_mixkv.tools.table import table
 
 SECONDS, TIMEOUT_S, WIDTH = 2.0, 5.0, 100
 COLD_SHARE = 0.01  # of requests; as the alert MixKVColdDrafters

@@ -50,8 +50,8 @@ TABLE: dict[str, str] = {
         "tests/docs/test_commands.py::test_the_doctor_finds_this_machine_right",
     r"python -m sglang_mixkv doctor --(listen 18515|peer 10\.0\.0\.1:18515)":
         "tests/docs/test_commands.py::test_two_doctors",
-    r"PYTHONPATH=new python -m sglang_mixkv doctor --selftest":
-        "tests/pure/test_doctor.py::test_the_selftest_compares_the_sglang_on_the_path",
+    r"PYTHONPATH=new python -m sglang_mixkv doctor --no-transfer":
+        "tests/pure/test_doctor.py::test_the_sglang_on_the_path_is_compared",
     r"pip download .*|python -m zipfile .*|git diff --no-index .*":
         "No test runs these commands",
     r"python -m sglang_mixkv plan .*": HERE,
@@ -206,7 +206,7 @@ def test_a_python_that_this_machine_lacks_is_an_error() -> None:
 
 def test_the_flags_of_accept_are_its_own() -> None:
     for line in {c for _, c in every_command() if " accept " in c}:
-        assert accept.parser().parse_args(words(line, READER)[4:]).gate == 0.05
+        assert accept.parse(words(line, READER)[4:]).gate == 0.05
 
 
 def test_the_simulator_runs(tmp_path: Path) -> None:

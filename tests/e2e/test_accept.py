@@ -16,7 +16,7 @@ from mixkv_demo.pair import BOS, SEP, prompts
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import disaggregated, single
 from sglang_mixkv.tools import accept
-from sglang_mixkv.tools.accept_prompts import tokenize
+from sglang_mixkv.tools.accept import token_ids
 
 from .conftest import COLLAPSED, ENABLE, FIGURES, START_TIMEOUT, TP1, TP2
 
@@ -40,15 +40,12 @@ def write_prompts(pair: str, path: Path) -> Path:
 
 
 def run_harness(
-    pair: str, single_url: str, topology: Topology, folder: Path
+    pair: str, of_single: list[str], topology: Topology, figures: Path
 ) -> tuple[int, dict[str, object]]:
     """Exit status and figures of `python -m sglang_mixkv accept` against this pair."""
-    figures, file = folder / "figures.json", write_prompts(pair, folder / "prompts")
     with Fleet() as fleet:
         url = disaggregated(fleet, pair, topology).url
-        status = accept.main(
-            ["--single", single_url, "--pair", url, "--prompts", str(file), "--json", str(figures)]
-        )
+        status = accept.main([*of_single, "--pair", url, "--json", str(figures)])
     return status, json.loads(figures.read_text())
 
 
@@ -58,11 +55,14 @@ def test_the_harness_tells_a_right_pair_from_a_broken_one(
 ) -> None:
     with Fleet() as fleet:
         url = single(fleet, pair).url
-        assert tokenize(url, "bas")[0] == BOS
-        assert tokenize(url, "<bos> bas") == tokenize(url, "bas")
-        assert tokenize(url, "bas")[-1] == SEP
-        broken, stock = run_harness(pair, url, Topology(TP2, TP1), tmp_path)
-        right, mixkv = run_harness(pair, url, Topology(TP2, TP1, ENABLE, ENABLE), tmp_path)
+        ids = token_ids(url, {"text": "bas"})
+        assert (ids[0], ids[-1]) == (BOS, SEP)
+        assert token_ids(url, {"text": "<bos> bas"}) == ids
+        file, figures = write_prompts(pair, tmp_path / "prompts"), tmp_path / "figures.json"
+        of_single = ["--single", url, "--prompts", str(file)]
+        broken, stock = run_harness(pair, of_single, Topology(TP2, TP1), figures)
+    topology = Topology(TP2, TP1, ENABLE, ENABLE)
+    right, mixkv = run_harness(pair, ["--baseline", str(figures)], topology, tmp_path / "again")
     FIGURES.extend(f"{pair}: {line}" for line in capsys.readouterr().out.splitlines())
     assert (broken, right) == (1, 0)
     assert mixkv["single"]["accept_length"] > GOOD

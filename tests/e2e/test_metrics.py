@@ -11,7 +11,6 @@ from mixkv_demo.launch import without_drafter
 from mixkv_demo.pair import prompts
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import Deployment, totals
-from sglang_mixkv.tools import pages
 from sglang_mixkv.tools.client import Answer, acceptance_by_position
 
 from .conftest import NEEDED, START_TIMEOUT, TP1, TP2, Case, Counts, pair_with, unchanged
@@ -55,7 +54,6 @@ def test_accept_length_by_state(state: str) -> None:
         before = finished(deployment, Counter(), 1)  # the first request is only to get through
         answers = [deployment.ask(prompt) for prompt in prompts()]
         found = finished(deployment, before, len(answers))
-        page = pages.fetch(f"{deployment.servers[-1].url}/metrics")
     reason = ("no_drafter",) if state == "cold" else ()
     for name in ("rooms_total", "prefill_rooms_total", "finished_requests_total"):
         assert found[(name, state, *reason)] == len(answers)
@@ -63,5 +61,3 @@ def test_accept_length_by_state(state: str) -> None:
     expected = drafted(answers, state, *reason)
     names = {name for name, *_ in expected}
     assert +Counter({key: n for key, n in found.items() if key[0] in names}) == +expected
-    assert page is not None
-    assert pages.read([page]).rooms.warm_share == (state == "warm")

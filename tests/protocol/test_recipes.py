@@ -13,7 +13,7 @@ from rig.recipes import RECIPES, Recipe, plan_of, write_models
 from rig.ring import run
 
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
-from sglang_mixkv.tools import plan_gpu
+from sglang_mixkv.tools import plan_line
 
 pytestmark = pytest.mark.skipif(
     sglang_version() != SUPPORTED_SGLANG[-1], reason="another release has other flags and defaults"
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Their folder. Neither a GPU here nor the CPU engine counts."""
-    monkeypatch.setattr(plan_gpu, "is_there", lambda: False)
+    monkeypatch.setattr(plan_line, "has_device", lambda: False)
     write_models(tmp_path)
     return tmp_path
 

@@ -1,26 +1,100 @@
-"""The doctor's command line, its report, and an SGLang that it is to compare."""
+"""The doctor's checks, its command line and its report."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-import subprocess
+import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sglang_mixkv import config
 from sglang_mixkv.config import Config
-from sglang_mixkv.tools import doctor, doctor_child
+from sglang_mixkv.tools import doctor, doctor_read
 from sglang_mixkv.tools import doctor_checks as checks
-from sglang_mixkv.tools import doctor_rdma as rdma
-from sglang_mixkv.tools.doctor_child import READ, ReadFailed, Wire
+from sglang_mixkv.tools.doctor_checks import Finding
+from sglang_mixkv.tools.doctor_read import READ, ReadFailed, Result, Wire
 
-# ---------------------------------------------------------------- another SGLang
+UP, DOWN = "4: ACTIVE", "1: DOWN"
+RDMA_WANTED = "expected RDMA: .*MC_FORCE_TCP=1"
 
 
-def test_the_selftest_compares_the_sglang_on_the_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def problems(found: Any) -> list[str]:
+    return [finding.problem for finding in found if finding.problem]
+
+
+# ---------------------------------------------------------------- one host
+
+
+def test_every_setting_is_reported() -> None:
+    parser = argparse.ArgumentParser()
+    config.add_flags(parser)
+    flags = parser.parse_args(["--enable-mixkv"])
+    found = {f.name: f.value for f in checks.configuration(flags, {"SGLANG_MIXKV_PORT": "2000"})}
+    defaults = {text.partition("=")[0] for text in found.pop("defaults").split(", ")}
+    assert found == {"enabled": "True", "port": "2000"}
+    assert defaults == set(Config.__struct_fields__) - set(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("SGLANG_MIXKV_STAGING", "64", "the nearest that is known is SGLANG_MIXKV_STAGING_MB"),
+        ("SGLANG_MIXKV_PATIENCE", "long", "to be a number from 0.1 to 60; got 'long'"),
+        ("SGLANG_MIXKV_PATIENCE", "0.5", ""),
+        ("SGLANG_MIXKV_PORT", "", ""),
+        ("SGLANG_RUST_SERVER", "1", "SGLANG_RUST_SERVER=1 is not"),
+        ("SGLANG_RUST_SERVER", "perhaps", "perhaps"),
+        ("SGLANG_DISAGG_STAGING_BUFFER", "1", ""),
+        ("MC_FORCE_TCP", "1", ""),
+    ],
+)
+def test_a_variable_is_shown_with_what_is_wrong(name: str, value: str, words: str) -> None:
+    (found,) = checks.environment({name: value, "HOME": "/home/somebody"})
+    assert (found.name, found.value.split(" (unset it with an MLA")[0]) == (name, value)
+    assert (words in found.problem) == bool(found.problem or not words)
+
+
+def test_no_secret_is_shown() -> None:
+    environ = {"MC_ACCESS_KEY": "hush", "MOONCAKE_MASTER": "http://user:hush@host:1/"}
+    values = [finding.value for finding in checks.environment(environ)]
+    assert values == ["(set, not shown)", "http://***@host:1/"]
+
+
+def test_an_installation_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "leaves out mixkv" in "".join(
+        problems(checks.entry_point({"SGLANG_PLUGINS": "one, two"}))
+    )
+    assert problems(checks.entry_point({"SGLANG_PLUGINS": "one, mixkv"})) == []
+    monkeypatch.setattr(metadata, "entry_points", lambda group: ())
+    assert "will not load" in problems(checks.entry_point({}))[0]
+    monkeypatch.setattr(checks, "version_of", lambda *names: "none")
+    sglang, transport = problems(checks.versions())
+    assert "expected SGLang 0.5.21 or 0.5.22 or 0.5.23" in sglang
+    assert "neither Mooncake nor NIXL is installed" in transport
+
+
+@pytest.mark.parametrize(
+    ("program", "names", "words"),
+    [
+        ("print('INFO something\\ndone:')", ["checked"], ""),
+        ("print('seam:a.b:C.d: expected\\nseam:e:f: found\\ndone:')", ["a.b:C.d", "e:f"], "found"),
+        ("import nothing", ["checked"], "ended with status 1: ModuleNotFoundError"),
+    ],
+)
+def test_seams_that_differ(program: str, names: list[str], words: str) -> None:
+    found = [*checks.seams(program)]
+    assert [finding.name for finding in found] == names
+    assert words in found[-1].problem
+    assert len(problems(found)) == (len(names) if words else 0)
+
+
+def test_the_sglang_on_the_path_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that lies unpacked in a folder, not the installed one."""
     info, package = tmp_path / "sglang-0.5.20.dist-info", tmp_path / "sglang"
@@ -30,33 +104,93 @@ def test_the_selftest_compares_the_sglang_on_the_path(
     (package / "__init__.py").touch()
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     monkeypatch.setenv("PYTHONPATH", path)
-    assert doctor.main(["--selftest"]) == 1
-    report = capsys.readouterr().out
+    report = "\n".join(problems(checks.seams()))
     assert "found 0.5.20" in report
     assert "sglang.srt.disaggregation.utils:get_kv_class: expected it with parameters" in report
 
 
-# ---------------------------------------------------------------- the command line
+# ---------------------------------------------------------------- RDMA devices
 
 
-DEVICES = "expected device names as in mlx5_0,mlx5_1, or JSON"
-ADDRESS = "expected HOST:PORT, as in 10.0.0.1:18515 or [fd00::1]:18515, got "
-PORT = "expected a port from 0 (any that is free) to 65535, got '65536'"
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A host with a device of this state, none without."""
+    monkeypatch.setattr(checks, "DEVICES", tmp_path / "devices")
+
+    def made(state: str = "") -> None:
+        if state:
+            port = tmp_path / "devices" / "mlx5_0" / "ports" / "1"
+            port.mkdir(parents=True)
+            (port / "state").write_text(f"{state}\n")
+            (port / "link_layer").write_text("Ethernet\n")
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("state", "plane", "environ", "value", "problem"),
+    [
+        ("", "mooncake", {}, "TCP", ""),
+        ("", "nixl", {"MOONCAKE_PROTOCOL": "rdma"}, "no RDMA device", ""),
+        ("", "mooncake", {"MOONCAKE_PROTOCOL": "rdma"}, "TCP", RDMA_WANTED),
+        (UP, "mooncake", {}, "TCP", RDMA_WANTED),
+        (UP, "nixl", {"MC_FORCE_TCP": "1"}, "no RDMA device", "SGLANG_MIXKV_DATA_PLANE=mooncake"),
+        (UP, "mooncake", {"MC_FORCE_TCP": "0"}, "TCP: MC_FORCE_TCP is set", ""),
+        (DOWN, "mooncake", {}, "TCP", RDMA_WANTED),
+    ],
+)
+def test_a_transport_that_was_not_meant_is_a_problem(
+    host: Any, state: str, plane: str, environ: dict[str, str], value: str, problem: str
+) -> None:
+    host(state)
+    found = checks.transport(plane, [], environ)
+    assert (found.value, bool(found.problem)) == (value, bool(problem))
+    assert re.search(problem, found.problem)
+    over = checks.transport(plane, ["mlx5_0"], environ)
+    name = "RDMA" if plane == "mooncake" else "NIXL"
+    assert (over.value, over.problem) == (f"{name} over mlx5_0", "")
+
+
+def test_the_devices_that_a_process_has_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, verbs = tmp_path / "fd", tmp_path / "verbs"
+    (verbs / "uverbs1").mkdir(parents=True)
+    (verbs / "uverbs1" / "ibdev").write_text("mlx5_1\n")
+    files.mkdir()
+    monkeypatch.setattr(checks, "FILES", files)
+    monkeypatch.setattr(checks, "VERBS", verbs)
+    for number, target in enumerate(["/dev/null", "socket:[1]", "/dev/infiniband/rdma_cm"]):
+        (files / str(number)).symlink_to(target)
+    assert checks.devices_in_use() == []
+    for number in (7, 8):
+        (files / str(number)).symlink_to("/dev/infiniband/uverbs1")
+    assert checks.devices_in_use() == ["mlx5_1"]
+
+
+@pytest.mark.parametrize(
+    ("state", "wrong"), [(UP, "mlx5_7"), (DOWN, "mlx5_0,mlx5_7"), ("", "mlx5_0,mlx5_7")]
+)
+def test_a_device_that_is_named_has_to_be_active(host: Any, state: str, wrong: str) -> None:
+    host(state)
+    device, named = checks.rdma("mlx5_0, mlx5_7")
+    assert device.value == (f"port 1 {state[3:]} (Ethernet)" if state else "none")
+    assert (device.problem, named.value) == ("", wrong)
+    assert "with an active port" in named.problem
+
+
+# ---------------------------------------------------------------- the command
 
 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        *((["--disaggregation-ib-device", text], DEVICES)
-          for text in ("", ",", '{"x": "a"}', "{", '{"0": 1}', "{}", "none.json")),
-        *((["--peer", text], f"{ADDRESS}{text!r}")
+        *((["--peer", text], f"as in 10.0.0.1:18515 or [fd00::1]:18515, got {text!r}")
           for text in ("10.0.0.1", "fd00::1", "[fd00::1]", ":80", "host:", "host:65536")),
-        (["--listen", "65536"], PORT),
         (["--listen", "1", "--peer", "host:1"], "not allowed with argument"),
-        (["--backend", "mori"], "invalid choice: 'mori'"),
+        (["--disaggregation-transfer-backend", "mori"], "invalid choice: 'mori'"),
         (["--mixkv-staging-mb", "0"], "--mixkv-staging-mb"),
-        (["--enable-mixkw"], "--enable-mixkw; the nearest that is known is --enable-mixkv"),
-        (["--enable-mixkv", "selftest"], "unrecognized arguments: selftest"),
+        (["--enable-mixkw"], "--enable-mixkw"),
     ],
 )  # fmt: skip
 def test_unusable_words_end_it_with_status_2(
@@ -69,63 +203,24 @@ def test_unusable_words_end_it_with_status_2(
     assert (out, error in err) == ("", True)
 
 
-@pytest.mark.parametrize(
-    ("text", "address"),
-    [("[::1]:80", ("::1", 80)), ("10.0.0.1:80", ("10.0.0.1", 80)), ("host:0", ("host", 0))],
-)
-def test_an_address(text: str, address: tuple[str, int]) -> None:
-    assert doctor._parser().parse_args(["--peer", text]).peer == address
-
-
-def test_help_starts_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(subprocess, "Popen", None)
-    with pytest.raises(SystemExit) as caught:
-        doctor.main(["--enable-mixkv", "--help"])
-    assert caught.value.code == 0
-    assert "--listen" in capsys.readouterr().out
-
-
-# ---------------------------------------------------------------- the report
-
-
-READS = {
-    "bytes": READ << 22, "seconds": 0.01, "wrong": {}, "right": READ, "used": [],
-    "memory": "host, 64 slots of 4,096 KiB",
-}  # fmt: skip
-
-
 @pytest.fixture
-def device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Once it is made, it is an active device of the host, the only one."""
-    monkeypatch.setattr(rdma, "DEVICES", tmp_path)
-    return tmp_path / "mlx5_0" / "ports" / "1" / "state"
-
-
-def activate(device: Path) -> None:
-    device.parent.mkdir(parents=True)
-    device.write_text("4: ACTIVE\n")
-
-
-@pytest.fixture
-def run(device: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+def run(host: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """The doctor's status and text with such a read, or such a failure of it, on a host that is
     right. `asked`: what it would have read, with whom."""
-    for name in ("versions", "entry_point", "libraries"):
+    for name in ("versions", "entry_point"):
         monkeypatch.setattr(checks, name, list)
     for name in {*filter(checks._SHOWN.match, os.environ)}:
         monkeypatch.delenv(name)
     asked: list[Any] = []
 
-    def ran(*words: str, fails: Exception | None = None, **changed: Any) -> tuple[int, str]:
+    def ran(*words: str, fails: str = "", wrong: Any = ()) -> tuple[int, str]:
         def result(*whom: Any) -> Any:
             asked[:] = whom
             if fails:
-                raise fails
-            return {**READS, **changed}
+                raise ReadFailed(fails)
+            return Result("host, 64 slots", [], dict(wrong), READ << 22, 0.01)
 
-        monkeypatch.setattr(doctor_child, "result", result)
+        monkeypatch.setattr(doctor_read, "result", result)
         status = doctor.main(["--no-seams", *words])
         return status, capsys.readouterr().out
 
@@ -133,75 +228,56 @@ def run(device: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     return ran
 
 
-def test_what_is_read_and_with_whom(run: Any) -> None:
-    status, text = run("--backend", "mooncake", "--mixkv-staging-mb", "64")
+def test_what_is_read_and_with_whom(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, text = run("--mixkv-staging-mb", "64")
     assert (status, text.splitlines()[-1]) == (0, "nothing is wrong")
     assert "32 MiB between two processes here in 10.0 ms, 3,355 MB/s" in text
     assert run.asked == [Wire("mooncake", "", Config(staging_mb=64)), None, None]
-    assert "from 10.0.0.1 in" in run("--peer", "10.0.0.1:80")[1]
-    assert run.asked[1:] == [None, ("10.0.0.1", 80)]
-    status, text = run("--listen", "0")
-    assert (status, "8 of 8 slots right" in text, run.asked[1:]) == (0, True, [0, None])
-
-
-def test_the_plane_and_why(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "from fd00::1 in" in run("--peer", "[fd00::1]:80")[1]
+    assert run.asked[1:] == [None, ("fd00::1", 80)]
+    status, text = run("--listen", "80")
+    assert (status, "8 of 8 slots right" in text, run.asked[1:]) == (0, True, [80, None])
     flag = ("--disaggregation-transfer-backend", "nixl")
     assert "mooncake: NIXL's UCX is not safe without an RDMA device" in run(*flag)[1]
     monkeypatch.setenv("SGLANG_MIXKV_DATA_PLANE", "nixl")
     assert "nixl: SGLANG_MIXKV_DATA_PLANE is set" in run(*flag)[1]
-    monkeypatch.setenv("SGLANG_MIXKV_DATA_PLANE", "nixI")
-    status, text = run(*flag)
-    assert (status, "expected SGLANG_MIXKV_DATA_PLANE to be mooncake or nixl" in text) == (1, True)
 
 
 @pytest.mark.parametrize(
     ("words", "changed", "problem"),
     [
-        ((), {"wrong": {"3": 17, "5": 0}}, "byte 17 of slot 3, byte 0 of slot 5 arrived wrong"),
-        (("--listen", "1"), {"right": 7}, "bytes arrived wrong; see the other side"),
-        ((), {"fails": ReadFailed("no route")}, "no route"),
+        ((), {"wrong": {3: 17, 5: 0}}, "byte 17 of slot 3, byte 0 of slot 5 arrived wrong"),
+        (("--listen", "1"), {"wrong": {3: 17}}, "byte 17 of slot 3 arrived wrong"),
+        ((), {"fails": "no route"}, "no route"),
     ],
 )
 def test_a_read_that_is_wrong(run: Any, words: Any, changed: Any, problem: str) -> None:
     status, text = run(*words, **changed)
     assert (status, text.splitlines()[-1]) == (1, "1 problem, marked !!")
-    marked = [line for line in text.splitlines() if line.startswith("!!")]
-    assert len(marked) == 1
+    assert [line[:2] for line in text.splitlines()].count("!!") == 1
     assert f"\n      {problem}\n" in text
+    status, text = run(*words, "--json", **changed)
+    found = json.loads(text)
+    assert (status, found["ok"], found["schema"]) == (1, False, doctor.SCHEMA)
+    assert [one["problem"] for one in found["findings"] if one["problem"]] == [problem]
 
 
-def test_all_that_is_wrong_at_once(run: Any, device: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    activate(device)
+def test_all_that_is_wrong_at_once(run: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    host(UP)
     monkeypatch.setenv("SGLANG_MIXKV_STAGING", "64")
     monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "perhaps")
+    monkeypatch.setattr(checks, "seams", lambda: [Finding("seams", "a", "differs", "a differs")])
     status, text = run("--disaggregation-ib-device", "mlx5_7", "--enable-mixkv")
-    assert status == 1
+    assert (status, "seams" in text) == (1, False)
     for words in ("nearest that is known", "perhaps", "name others"):
         assert words in text
-    assert text.endswith(f"{sum(line.startswith('!!') for line in text.splitlines())} problems, "
-                         "marked !!\n")  # fmt: skip
+    marked = [line[:2] for line in text.splitlines()].count("!!")
+    assert text.endswith(f"{marked} problems, marked !!\n")
 
 
-def test_without_a_transfer_no_device_is_asked_for(run: Any, device: Path) -> None:
+def test_without_a_transfer_no_device_is_asked_for(run: Any, host: Any) -> None:
     """An image's build, or a pod's init container, has not the devices that the server gets."""
-    activate(device)
+    host(UP)
     assert run()[0] == 1
     status, text = run("--no-transfer")
     assert (status, "mlx5_0" in text, "data plane" in text) == (0, True, False)
-
-
-def test_a_selftest_compares_sglang_alone(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = "utils:f: expected that it is so"
-    found = list(checks.seam_findings(f"seam:{problem}\ndone:", "", 0))
-    monkeypatch.setattr(checks, "seams", lambda: found)
-    status, text = run("--selftest")
-    assert (status, text.split("\n")[0].split()) == (1, ["!!", "seams", "utils:f", "differs"])
-    assert len(text.splitlines()) == 4
-
-
-def test_json(run: Any) -> None:
-    status, text = run("--json", wrong={"0": 7})
-    found = json.loads(text)
-    assert (status, set(found), found["ok"]) == (1, {"schema", "ok", "findings"}, False)
-    assert set(found["findings"][0]) == {"section", "name", "value", "problem"}
-    assert json.loads(run("--json")[1])["ok"] is True

@@ -64,8 +64,7 @@ LAZY = {
     "engine/metrics.py": {"prometheus_client", "sglang"},
     "tools/doctor_read.py": {"sglang_mixkv.draft.rows", "torch"},
     "tools/pages.py": {"prometheus_client"},
-    "tools/plan_gpu.py": {"sglang", "torch"},
-    "tools/plan_line.py": {"sglang", "yaml"},
+    "tools/plan_line.py": {"sglang", "torch", "yaml"},
     "tools/plan_server.py": {"huggingface_hub", "sglang"},
 }
 
@@ -189,12 +188,12 @@ def importers(package: str) -> set[str]:
 def test_one_folder_imports_sglang_and_two_files_torch() -> None:
     """Beside the entry point's hooks, a process of the doctor's, and the plan, which asks SGLang's
     parser; read off the source."""
-    plan = {"tools/plan_gpu.py", "tools/plan_line.py", "tools/plan_server.py"}
+    plan = {"tools/plan_line.py", "tools/plan_server.py"}
     outside = {file for file in importers("sglang") if not file.startswith("engine/")}
     assert outside == {"plugin.py", *plan}
     of_torch = {file for file in importers("torch") if not file.startswith("engine/")}
     rows = {"draft/rows.py", "draft/rows_gpu.py"}
-    assert of_torch == {*rows, "tools/doctor_read.py", "tools/plan_gpu.py"}
+    assert of_torch == {*rows, "tools/doctor_read.py", "tools/plan_line.py"}
     assert importers("triton") == {"draft/kernels.py"}
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mixkv_demo.pair import model_path
-from sglang_mixkv.tools import plan_gpu
+from sglang_mixkv.tools import plan_line
 from sglang_mixkv.tools.plan_pair import make_plan
 from sglang_mixkv.tools.plan_server import read
 
@@ -138,7 +138,7 @@ def test_the_lines_of_block_drafters_are_planned(
 ) -> None:  # fmt: skip
     import sglang.srt.model_loader  # noqa: F401  # with this process's variables, not a line's
 
-    monkeypatch.setattr(plan_gpu, "is_there", lambda: False)  # nor the CPU engine of other tests
+    monkeypatch.setattr(plan_line, "has_device", lambda: False)  # nor the CPU engine of other tests
     variables, *changes = SHAPES[shape]
     text = (ROOT / "docs" / "deploy.md").read_text()
     for name, change in zip(("target", "drafter"), changes, strict=True):

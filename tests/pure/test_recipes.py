@@ -12,7 +12,7 @@ import pytest
 from rig.recipes import RECIPES, Recipe, plan_of, write_models
 
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
-from sglang_mixkv.tools import plan_gpu
+from sglang_mixkv.tools import plan_line
 
 pytestmark = pytest.mark.skipif(
     sglang_version() != SUPPORTED_SGLANG[-1], reason="another release has other flags and defaults"
@@ -32,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a host with a GPU, too, a line is resolved for the one that it names."""
-    monkeypatch.setattr(plan_gpu, "is_there", lambda: False)
+    monkeypatch.setattr(plan_line, "has_device", lambda: False)
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
