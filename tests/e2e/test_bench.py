@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from .conftest import START_TIMEOUT
-
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 
@@ -87,11 +85,3 @@ def test_peers_are_counted(tmp_path: Path) -> None:
     assert [(r["side"], r["peers"]) for r in found] == [
         ("decode", 1), ("decode", 20), ("prefill", 1), ("prefill", 20),
     ]  # fmt: skip
-
-
-@pytest.mark.full
-@START_TIMEOUT
-def test_two_deployments_take_turns(tmp_path: Path) -> None:
-    stock, channel, difference = quick("ttft", tmp_path)["ttft"]
-    assert stock["accept length"] == pytest.approx(channel["accept length"], rel=0.05)
-    assert difference["mean ms"] == pytest.approx(channel["mean ms"] - stock["mean ms"])
