@@ -371,26 +371,22 @@ class DecodeRank(TrafficRank):
         one.handle = self.kv_class["receiver"](self.manager, address, room)
         one.handle.init(0)
         self.stages[one.number] = BEGUN
-        self._publish_metadata(one)
-
-    def _publish_metadata(self, one: Request) -> None:
-        """Unless the request has failed, or its fault is that this is late or never happens."""
-        if one.handle.conclude_state is not None:
-            return
-        if one.meets("metadata: late") and one.age < one.meeting.part:
-            return
-        if one.meets("abort before metadata", self.rank):
-            one.handle.abort()
-            return
-        one.published = True
-        one.handle.send_metadata(one.pages, one.row, None, decode_prefix_len=0)
+        self._go_on(one, False)
 
     def _go_on(self, one: Request, _: bool) -> None:
-        if not one.published:
-            self._publish_metadata(one)
-        met = one.meets("abort after metadata", self.rank) and one.age > one.meeting.part / 20
-        if one.published and (met or one.meets("abort storm")):
-            one.handle.abort()
+        """Publish the metadata, unless the request has failed, or its fault is that this is late or
+        never happens; then abort where that is its fault."""
+        late = one.meets("metadata: late") and one.age < one.meeting.part
+        if one.published:
+            met = one.meets("abort after metadata", self.rank) and one.age > one.meeting.part / 20
+            if met or one.meets("abort storm"):
+                one.handle.abort()
+        elif one.handle.conclude_state is None and not late:
+            if one.meets("abort before metadata", self.rank):
+                one.handle.abort()
+            else:
+                one.published = True
+                one.handle.send_metadata(one.pages, one.row, None, decode_prefix_len=0)
 
     def _compare(self, one: Request, state: Any) -> None:
         """The request's own pages and row are the truth's. Of a cold drafter each token's row is
