@@ -121,9 +121,9 @@ def measure(sizes: tuple[int, int], tokens: tuple[int, ...], count: int) -> Part
 
 
 def transfer(ring: rings.Ring, tokens: int, layout: str) -> float:
-    draft, _ = ring.transfer(tokens, layout)
+    seconds = ring.transfer(tokens, layout)
     ring.clear()
-    return draft
+    return seconds
 
 
 def fits(taken: dict[int, dict[str, list[float]]]) -> list[Record]:

@@ -36,6 +36,7 @@ SIDES = ("prefill", "decode")
 LAYOUTS = ("runs", "random")
 PAGE, HEADS, HEAD_BYTES = 64, 8, 256
 TOKEN_BYTES = 2 * HEADS * HEAD_BYTES  # of the whole drafter: K and V of one layer
+WAITING, SUCCESS = 2, 4  # of SGLang's KVPoll: WaitingForInput and Success
 POLL_S, LIMIT_S, LOOK_S = 2e-4, 60.0, 2.0
 PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"  # a cold drafter is no figure
 
@@ -80,27 +81,13 @@ class Member:
                 raise TimeoutError(f"{self.rank.side} {self.rank.rank}: not within {LIMIT_S} s")
             time.sleep(POLL_S)
 
-    def poll_until(self, *statuses: Any) -> None:
-        def reached() -> bool:
-            status = self.handle.poll()
-            if status == 0:  # KVPoll.Failed
-                raise RuntimeError(f"{self.rank.side} {self.rank.rank}: the request failed")
-            return status in statuses
-
-        self.wait_for(reached)
-
     def target_came(self) -> bool:
         """Whether SGLang's own transfer has succeeded."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        status = self.manager.request_status.get(self.handle.bootstrap_room)
-        return bool(status == KVPoll.Success)
+        return bool(self.manager.request_status.get(self.handle.bootstrap_room) == SUCCESS)
 
     def last_poll(self) -> None:
         """The one that says Success."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
-        self.wait_for(lambda: self.metered("last poll", self.handle.poll) == KVPoll.Success)
+        self.wait_for(lambda: self.metered("last poll", self.handle.poll) == SUCCESS)
 
     def clear(self) -> dict[str, float]:
         self.metered("clear", self.handle.clear)
@@ -110,12 +97,10 @@ class Member:
 class PrefillMember(Member):
     def begin(self, room: int, tokens: int, layout: str, polls: int) -> None:
         """Until decode's metadata is here."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
         self.cpu, arguments = {}, (self.manager, self.rank.address(0), room, True)
         self.handle = self.metered("made", lambda: self.rank.asked_class("sender")(*arguments))
         self.chunk = self.pages("prefill", tokens, layout)
-        self.poll_until(KVPoll.WaitingForInput, KVPoll.Success)
+        self.wait_for(lambda: self.handle.poll() in (WAITING, SUCCESS))
         self.metered("init", lambda: self.handle.init(len(self.chunk), 0))
         if polls:
             self.metered("poll", self.handle.poll, polls)
@@ -160,14 +145,10 @@ class DecodeMember(Member):
     def draft_came(self) -> bool:
         return self.draft is None or self.draft.state is not None
 
-    def finish(self) -> tuple[float, float]:
-        """When the draft KV was in place, and when SGLang could go on."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
-
+    def finish(self) -> float:
+        """When the draft KV was in place."""
         self.wait_for(self.draft_came)
-        warm = time.monotonic()
-        self.poll_until(KVPoll.Success)
-        return warm, time.monotonic()
+        return time.monotonic()
 
     def conclude(self) -> None:
         """One poll once everything is there, so that it waits for no other process."""
@@ -295,24 +276,21 @@ class Ring:
         self.ask("decode", "conclude")
         return self.clear()
 
-    def transfer(self, tokens: int, layout: str) -> tuple[float, float]:
+    def transfer(self, tokens: int, layout: str) -> float:
         """Seconds from the first prefill rank's `send` until the draft KV is in place on all decode
-        ranks, and until SGLang's poll says Success on all of them."""
+        ranks."""
         self.open(tokens, layout)
         self.tell("decode", "finish")
         self.tell("prefill", "send")
-        sent, ends = min(self.hear("prefill")), self.hear("decode")
-        draft, success = (max(one) - sent for one in zip(*ends, strict=True))
-        return draft, success
+        return max(self.hear("decode")) - min(self.hear("prefill"))
 
     def check(self, tokens: int, layout: str) -> None:
         """A request of which every byte is compared. RuntimeError at a wrong one."""
         self.ask("decode", "empty")
         self.transfer(tokens, layout)
-        wrong = sum(self.ask("decode", "wrong"))
-        if wrong:
-            raise RuntimeError(f"{wrong} wrong bytes")
         self.clear()
+        if wrong := sum(self.ask("decode", "wrong")):
+            raise RuntimeError(f"{wrong} wrong bytes")
 
     def end(self) -> None:
         for process in self._processes:

@@ -76,7 +76,6 @@ TABLE: dict[str, str] = {
     r"python scripts/bench/scheduler\.py":
         "tests/e2e/test_bench.py::test_every_call_of_the_scheduler_is_metered",
     r"python scripts/bench/peers\.py": "tests/e2e/test_bench.py::test_peers_are_counted",
-    r"python scripts/bench/ttft\.py": "tests/e2e/test_bench.py::test_two_deployments_take_turns",
     r"python -m sglang\.benchmark\.serving .*":
         "tests/e2e/test_launch.py::test_sglangs_benchmark_runs_against_a_deployment",
     r"python scripts/simulate\.py --(seed|replay) .*":

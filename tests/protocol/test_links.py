@@ -13,12 +13,10 @@ from typing import Any
 
 import pytest
 from rig.evidence import kind
-from rig.flow import TIMEOUTS, Ring, run
-from rig.flow_case import Flow
-from rig.flow_result import failed, nobody_waited, states, untouched
 from rig.netns import Network, why_not
 from rig.special import Key
 from rig.stages import STAGES
+from rig.traffic import TIMEOUTS, Ring, Traffic, failed, nobody_waited, run, states, untouched
 
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.breaker import LONGEST_WAIT
@@ -62,11 +60,11 @@ def hosts(network: Network) -> dict[Key, tuple[int, str]]:
     }
 
 
-def flow(network: Network, seconds: float = 10, **more: Any) -> Flow:
+def flow(network: Network, seconds: float = 10, **more: Any) -> Traffic:
     """Long enough for what lasts so long, and for the probe after it."""
     tail = 20 * (min(seconds, LONGEST_WAIT) + 6)
     most = 2 * (AT + 20 * (seconds + 5) + tail)
-    return Flow(
+    return Traffic(
         int(most), int(tail), prefills=2, every=0.05, hosts=hosts(network), **more
     )  # fmt: skip
 

@@ -11,11 +11,22 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rig.flow import TIMEOUTS, Act, Ring, run
-from rig.flow_case import Flow
-from rig.flow_result import SLACK, Result, failed, nobody_waited, states, typical, untouched
 from rig.special import Key
 from rig.stages import STAGES
+from rig.traffic import (
+    SLACK,
+    TIMEOUTS,
+    Act,
+    Result,
+    Ring,
+    Traffic,
+    failed,
+    nobody_waited,
+    run,
+    states,
+    typical,
+    untouched,
+)
 
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.breaker import LONGEST_WAIT
@@ -52,14 +63,14 @@ def full(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.full)
 
 
-def flow(rank: Key, seconds: float = 10, every: float = 0.05, **more: Any) -> Flow:
+def flow(rank: Key, seconds: float = 10, every: float = 0.05, **more: Any) -> Traffic:
     """Requests to what the rank belongs to, and to others: long enough for what lasts so long, and
     for the probe after it."""
     tail = int(20 * (min(seconds, LONGEST_WAIT) + 6))
     most = int(2 * (AT + 20 * (seconds + 5) + tail))
     sides = {"decodes": 2} if rank[0] == "decode" else {"prefills": 2}
     touched = rank if rank[0] == "decode" else ("prefill", 0)
-    return Flow(most, tail, touched=touched, every=every, **sides, **more)
+    return Traffic(most, tail, touched=touched, every=every, **sides, **more)
 
 
 def stopped(rank: Key, seconds: float) -> Act:
@@ -214,7 +225,8 @@ def test_at_each_stage(end: str, rank: Key) -> None:
 def test_the_second_hundred_lose_no_time() -> None:
     """The breaker: three requests wait in vain, and after them probes alone."""
     acts = {100: lambda ring: ring.stop(DRAFT_ONLY), 300: lambda ring: ring.go_on(DRAFT_ONLY)}
-    result = run(Flow(300, at_once=1), acts, f"{NAMES[DRAFT_ONLY]}: stopped, one request at once")
+    what = f"{NAMES[DRAFT_ONLY]}: stopped, one request at once"
+    result = run(Traffic(300, at_once=1), acts, what)
     assert result.found() == []
     assert failed(result.ended) == []
     nobody_waited(result.ended, BOUND)

@@ -56,10 +56,8 @@ TIMEOUTS = {
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",
 }
 
-SGLANG_S = 180.0
-"""More than the longest of them."""
 SETTLED_S = 330.0
-"""More than both together, for which prefill knows a room whose request never came."""
+"""More than the last two together, for which prefill knows a room whose request never came."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,6 @@ class Part:
     ended: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     answers: list[tuple[Answer, Answer]] = field(default_factory=list)
-    seconds: float = 0.0
 
     def note(self, prompt: Prompt, result: Answer | Exception, known: Known) -> None:
         if isinstance(result, HungUp):
@@ -188,7 +185,7 @@ class Servers:
         any more."""
         part, prompts = Part(crowd), crowd.prompts(self._pair)
         known.learn(prompts)
-        over, begin = threading.Event(), time.monotonic()
+        over = threading.Event()
 
         def one(prompt: Prompt, patience: float | None) -> Answer | Exception:
             if over.is_set():
@@ -205,7 +202,6 @@ class Servers:
                 if until is not None and number == until[0]:
                     over.set()
                     until[1]()
-        part.seconds = time.monotonic() - begin
         for prompt, result in zip(prompts, got, strict=True):
             part.note(prompt, result, known)
         return part
@@ -297,16 +293,6 @@ class Servers:
             ]
             if (fresh and not found) or time.monotonic() > deadline:
                 return found if fresh else [*found, "a rank does not say what it holds"]
-            time.sleep(watched_server.EVERY_S)
-
-    def tables(self) -> list[str]:
-        """What SGLang's own tables hold, once its time-outs are over."""
-        deadline = time.monotonic() + SGLANG_S
-        while True:
-            states = self._states_of_ranks()
-            found = [f"rank {pid}: {left}" for pid, s in states.items() for left in s["tables"]]
-            if not found or time.monotonic() > deadline:
-                return found
             time.sleep(watched_server.EVERY_S)
 
     def _states_of_ranks(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ REACHED_S, HELD_S = 30, 20
 
 
 class Stop:
-    """Of all processes of a flow. Without a lock, so that ranks may be killed in it."""
+    """Of all processes of one traffic. Without a lock, so that ranks may be killed in it."""
 
     def __init__(self, context: Any) -> None:
         self._stage, self._held = context.RawValue("b", -1), context.RawValue("b", 0)

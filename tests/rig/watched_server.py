@@ -3,7 +3,6 @@
     idle     SGLang knows of no open request; its own check of pages and request slots has then
              run, which ends a server that leaks
     left     what `check_integrity` finds; nothing without the plugin
-    tables   what SGLang's tables of rooms hold
     fails    how often prefill told a reader that it gets no draft KV, by code and detail
     asked, bytes
              what code of the plugin has allocated in Python and not given back, of when the file
@@ -45,7 +44,6 @@ def state(scheduler: Any) -> dict[str, Any]:
         "at": time.time(),
         "idle": bool(scheduler.is_fully_idle()),
         "left": getattr(manager, "check_integrity", list)(),
-        "tables": tables(manager),
         "fails": dict(FAILS),
     }
 
