@@ -23,70 +23,23 @@ from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
 from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.draft.slot_format import HEADER
 
-Change = Callable[[Any], list[Any]]
-
-
-def lost(_message: Any) -> list[Any]:
-    return []
-
-
-def doubled(message: Any) -> list[Any]:
-    return [message, message]
-
-
-def changed(**fields: Any) -> Change:
-    return lambda message: [msgspec.structs.replace(message, **fields)]
-
-
-def announced(**fields: Any) -> Change:
-    """The first segment of a READY is announced otherwise."""
-
-    def change(message: Ready) -> list[Any]:
-        first, *rest = message.segments
-        segments = (msgspec.structs.replace(first, **fields), *rest)
-        return [msgspec.structs.replace(message, segments=segments)]
-
-    return change
-
-
-def forged(message: Ack) -> list[Any]:
-    return [Ack(tuple((slot, 1) for slot, _ in message.slots))]
-
-
-def behind(message: Ready) -> list[Any]:
-    """It announces tokens behind those that follow."""
-    return [msgspec.structs.replace(message, first_token=message.first_token + 1)]
-
 
 def channel_of(rank: Rank) -> Any:
     return rank.manager.decode_channel or rank.manager.prefill_channel
 
 
-def message_fault(kind: type, change: Change) -> Inject:
-    """A rank's first message of this kind goes out as these instead."""
+def lost_ready(rank: Rank) -> None:
+    """A rank's first READY does not go out."""
+    channel, met = channel_of(rank), []
+    real = channel._send
 
-    def inject(rank: Rank) -> None:
-        channel, met = channel_of(rank), []
-        if rank.side == "decode":
-            links = channel._links
-            real = links.send
-            links.send = lambda peer, message: all(real(peer, m) for m in meddled(message))
-        else:
-            real = channel._send
-
-            def send(action: Any) -> None:
-                for message in meddled(action.message):
-                    real(msgspec.structs.replace(action, message=message))
-
-            channel._send = send
-
-        def meddled(message: Any) -> list[Any]:
-            if not isinstance(message, kind) or met:
-                return [message]
+    def send(action: Any) -> None:
+        if isinstance(action.message, Ready) and not met:
             met.append(1)
-            return change(message)
+        else:
+            real(action)
 
-    return inject
+    channel._send = send
 
 
 def noise(rank: Rank) -> None:
@@ -107,16 +60,16 @@ def noise(rank: Rank) -> None:
         socket.send_multipart([frame, frame])
 
 
-def raising(name: str, times: int = 1) -> Inject:
-    """This rank's first calls of this function over rows raise."""
+def raising(name: str) -> Inject:
+    """This rank's first call of this function over rows raises."""
 
     def inject(rank: Rank) -> None:
-        real, left = getattr(DraftRows, name), [times]
+        real, met = getattr(DraftRows, name), []
 
         def broken(self: DraftRows, *args: Any) -> Any:
-            left[0] -= 1
-            if left[0] < 0:
+            if met:
                 return real(self, *args)
+            met.append(1)
             raise MemoryError(f"no memory to {name}")
 
         setattr(DraftRows, name, broken)
@@ -132,22 +85,8 @@ def both(*injects: Inject) -> Inject:
     return inject
 
 
-def read_from_nowhere(rank: Rank) -> None:
-    """The first read is of memory that the peer does not have."""
-    plane, met = rank.manager.decode_channel._store.plane, []
-    real = plane.start
-
-    def start(tag: Any, peer: Any, extents: Any) -> Any:
-        if not met:
-            met.append(1)
-            extents = [one._replace(remote=one.remote + (1 << 44)) for one in extents]
-        return real(tag, peer, extents)
-
-    plane.start = start
-
-
-def overwritten(rank: Rank, offset: int) -> None:
-    """A byte of the first slot that is read is another's by then. `offset` 0: of its stamp."""
+def damaged(rank: Rank) -> None:
+    """A byte of the first slot that is read is another's by then."""
     staging, met = rank.manager.decode_channel._store.staging, []
     real = staging.slot
 
@@ -155,25 +94,19 @@ def overwritten(rank: Rank, offset: int) -> None:
         found = real(number)
         if not met:
             met.append(1)
-            found.view(-1)[offset] ^= 0xFF
+            found.view(-1)[HEADER] ^= 0xFF
         return found
 
     staging.slot = slot
 
 
-def thread_ends(name: str) -> Inject:
-    """One of this rank's threads ends at its next piece of work."""
+def thread_ends(rank: Rank) -> None:
+    """This rank's channel thread ends at its next piece of work."""
 
-    def inject(rank: Rank) -> None:
-        channel = channel_of(rank)
-        owner = channel._copies if name == "_do" else channel
+    def end(*_: Any) -> None:
+        raise SystemExit
 
-        def end(*_: Any) -> None:
-            raise SystemExit
-
-        setattr(owner, name, end)
-
-    return inject
+    setattr(channel_of(rank), "_look" if rank.side == "decode" else "_handle", end)
 
 
 # ---------------------------------------------------------------- the list
@@ -192,76 +125,25 @@ def served(group: str, name: str, case: Callable[[], Any], **more: Any) -> Fault
     return Fault(group, name, case, "success", **more)
 
 
-def with_another(**fields: Any) -> tuple[str, Change]:
-    return f"with another {', '.join(fields)}", changed(**fields)
-
-
-OPENS: list[tuple[tuple[str, Change], str]] = [
-    (("lost", lost), "deadline"),
-    (("doubled", doubled), ""),
-    (with_another(readers=2), ""),
-    (with_another(prefill=b"another_"), "prefill_restarted"),
-    (with_another(heads=(0, 9)), "prefill_heads"),
-]
-ACKS: list[tuple[tuple[str, Change], str]] = [
-    (("lost", lost), ""),
-    (("doubled", doubled), ""),
-    (("with another stamp", forged), ""),
-]
-READIES: list[tuple[tuple[str, Change], str]] = [
-    (("lost", lost), "deadline"),
-    (("doubled", doubled), ""),
-    (("of tokens behind the next ones", behind), "protocol"),
-    (with_another(generation=77), "deadline"),
-    (("with another slot", announced(slot=1 << 19)), "protocol"),
-    (("with another count", announced(count=1 << 20)), "protocol"),
-    (with_another(segment=3), "protocol"),
-    (("with another stamp", announced(stamp=1)), "stale"),
-]
-
-
-def _messages() -> Iterator[Fault]:
-    group = "messages of the channel"
-    for kind, at, changes in (
-        (Open, at_decode, OPENS), (Ack, at_decode, ACKS), (Ready, at_prefill, READIES),
-    ):  # fmt: skip
-        for (name, change), cold in changes:
-            yield served(
-                group, f"{kind.__name__.upper()} {name}", at(message_fault(kind, change)),
-                cold=cold, remains=GONE,
-            )  # fmt: skip
-    yield served(group, "random messages", at_prefill(noise), remains=GONE)
-
-
-def _rows() -> Iterator[Fault]:
-    group = "rows and slots"
-    for name, inject, cold in (
-        ("packing raises", at_prefill(raising("pack")), "prefill_pack"),
-        ("unpacking raises", at_decode(raising("unpack")), "unpack"),
-    ):
-        yield served(group, name, inject, cold=cold, remains=GONE)
+def _channels() -> Iterator[Fault]:
+    """One of each kind, in SGLang's managers; the others: tests/sim, pure/test_threads.py."""
+    yield served("messages", "READY lost", at_prefill(lost_ready), cold="deadline", remains=GONE)
+    yield served("messages", "random messages", at_prefill(noise), remains=GONE)
+    yield served(
+        "rows", "packing raises", at_prefill(raising("pack")), cold="prefill_pack", remains=GONE
+    )
     yield Fault(
-        group, "unpacking and clearing raise",
+        "rows", "unpacking and clearing raise",
         at_decode(both(raising("unpack"), raising("clear"))), words="could not be cleared",
         remains=GONE,
     )  # fmt: skip
-    for name, inject, cold in (
-        ("a read fails", read_from_nowhere, "read"),
-        ("a slot is overwritten", partial(overwritten, offset=0), "stale"),
-        ("a slot is damaged", partial(overwritten, offset=HEADER), "stale"),
-    ):
-        yield served(group, name, at_decode(inject), cold=cold, remains=GONE)
-
-
-def _threads() -> Iterator[Fault]:
-    for name, meeting in (
-        ("prefill's channel thread ends", at_prefill(thread_ends("_handle"))),
-        ("prefill's packing thread ends", at_prefill(thread_ends("_do"))),
-        ("decode's channel thread ends", at_decode(thread_ends("_look"))),
-        ("decode's copying thread ends", at_decode(thread_ends("_do"))),
-    ):
+    yield served("rows", "a slot is damaged", at_decode(damaged), cold="stale", remains=GONE)
+    for side, at in (("prefill", at_prefill), ("decode", at_decode)):
         ended = "has ended", " left"
-        yield served("threads", name, meeting, remains=ended, stays_cold=True)
+        yield served(
+            "threads", f"{side}'s channel thread ends", at(thread_ends), remains=ended,
+            stays_cold=True,
+        )  # fmt: skip
 
 
 def killed() -> Any:
@@ -280,4 +162,4 @@ def _sglangs() -> Iterator[Fault]:
         yield fault
 
 
-FAULTS: list[Fault] = [*_sglangs(), *_messages(), *_rows(), *_threads()]
+FAULTS: list[Fault] = [*_sglangs(), *_channels()]
