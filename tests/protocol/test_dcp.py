@@ -3,9 +3,6 @@ cut by heads."""
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
 import pytest
 from rig.model import Cache, Case, Request, draft_bytes
 from rig.ring import Outcome, run
@@ -30,60 +27,31 @@ def right(case: Case) -> Outcome:
     return outcome
 
 
-SIZES = [(d, n) for d, n in itertools.product((2, 4, 8), (2, 4, 8)) if d % n == 0]
-FROM_ONE = [
-    (p, d, n, heads, hybrid)
-    for (d, n), p, heads, hybrid in itertools.product(SIZES, (1, 2, 4, 8), (1, 4, 8), (0, 1))
-]
-EQUAL = [
-    (d, n, heads, hybrid) for (d, n), heads, hybrid in itertools.product(SIZES, (1, 4, 8), (0, 1))
-]
-# By default: each way of the heads, each N, pure and hybrid.
-SAMPLE = {
-    (2, 2, 2, 4, 0), (1, 2, 2, 4, 0), (4, 2, 2, 4, 1), (2, 4, 4, 8, 1), (8, 2, 2, 1, 0),
-    (1, 8, 8, 4, 1), (2, 2, 2, 1), (4, 4, 4, 0),
-}  # fmt: skip
-
-
-def sampled(cases: list[tuple[int, ...]]) -> list[Any]:
-    full = pytest.mark.full
-    return [pytest.param(*c, marks=() if c in SAMPLE else full) for c in cases]
-
-
-@pytest.mark.parametrize(("prefill_tp", "decode_tp", "dcp", "heads", "hybrid"), sampled(FROM_ONE))
+@pytest.mark.transports(2)
+@pytest.mark.parametrize("prefill_tp", [1, 2, 4, 8])
+@pytest.mark.parametrize(("decode_tp", "dcp"), [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)])
+@pytest.mark.parametrize("heads", [1, 4, 8])
+@pytest.mark.parametrize("hybrid", [False, True])
 def test_from_a_server_without_it(
-    prefill_tp: int, decode_tp: int, dcp: int, heads: int, hybrid: int
+    prefill_tp: int, decode_tp: int, dcp: int, heads: int, hybrid: bool
 ) -> None:
     right(
         Case(
-            prefill_tp, decode_tp, dcp=dcp, hybrid=bool(hybrid), requests=REQUESTS,
+            prefill_tp, decode_tp, dcp=dcp, hybrid=hybrid, requests=REQUESTS,
             draft=Cache("mha", heads=heads, k_bytes=4, v_bytes=6), seed=heads,
         )
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("tp", "dcp", "heads", "hybrid"), sampled(EQUAL))
-def test_between_equal_servers(tp: int, dcp: int, heads: int, hybrid: int) -> None:
+@pytest.mark.transports(1)
+@pytest.mark.parametrize(("tp", "dcp"), [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)])
+@pytest.mark.parametrize("heads", [1, 4, 8])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_between_equal_servers(tp: int, dcp: int, heads: int, hybrid: bool) -> None:
     right(
         Case(
-            tp, tp, prefill_dcp=dcp, dcp=dcp, hybrid=bool(hybrid), requests=REQUESTS,
+            tp, tp, prefill_dcp=dcp, dcp=dcp, hybrid=hybrid, requests=REQUESTS,
             draft=Cache("mha", heads=heads),
-        )
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp", "prefill_dcp", "dcp", "heads"),
-    [(1, 2, 1, 2, 4), (4, 2, 1, 2, 8), (2, 4, 1, 4, 1), (2, 2, 2, 2, 4)],
-)
-@pytest.mark.parametrize("hybrid", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_over_nixl(
-    prefill_tp: int, decode_tp: int, prefill_dcp: int, dcp: int, heads: int, hybrid: bool
-) -> None:
-    right(
-        Case(
-            prefill_tp, decode_tp, prefill_dcp=prefill_dcp, dcp=dcp, hybrid=hybrid,
-            draft=Cache("mha", heads=heads), requests=REQUESTS, backend="nixl",
         )
     )  # fmt: skip
 

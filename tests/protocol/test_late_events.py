@@ -19,7 +19,7 @@ from rig.rank import Rank, send, tokens_in
 from rig.ring import run
 from rig.special import Special
 
-pytestmark = pytest.mark.transports(every=2)
+pytestmark = pytest.mark.transports(1)
 
 DELAY_S, FORWARD_S = 0.05, 0.4
 REQUESTS = (Request(23, chunk_pages=2), Request(8))

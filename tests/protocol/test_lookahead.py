@@ -16,7 +16,7 @@ from rig.rank import Rank
 from rig.ring import run
 from rig.special import Special
 
-pytestmark = pytest.mark.transports(every=2)
+pytestmark = pytest.mark.transports(1)
 
 EDGES = (8, 7)  # tokens: ends on a page's boundary, and one token before
 SURPLUS = {

@@ -13,7 +13,7 @@ import pytest
 from rig.model import Cache, Case, Request, draft_bytes
 from rig.ring import run
 
-pytestmark = pytest.mark.transports(every=4)
+pytestmark = pytest.mark.transports(1)
 
 SAMPLE, WIDE = 12, 400
 SIZES = (1, 2, 4, 8)

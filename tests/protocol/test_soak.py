@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rig.soak import Soak, run
 
-pytestmark = pytest.mark.transports(every=1)
+pytestmark = pytest.mark.transports
 
 DIRECTIONS = [(2, 1), (1, 2)]
 

@@ -124,7 +124,7 @@ def abort_at_once(rank: Rank) -> None:
     cls.init = aborting
 
 
-@pytest.mark.transports(every=1)
+@pytest.mark.transports
 def test_metadata_of_a_request_that_has_hung_up_stay_in_sglangs_tables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -118,11 +118,7 @@ def _skip_what_0_5_21_does_not_move(case: Case) -> None:
 def run(case: Case) -> Outcome:
     """Run one case; every rank's process has ended when this returns."""
     _skip_what_0_5_21_does_not_move(case)
-    skip_unserved(
-        case.algorithm,
-        dcp_size=case.dcp,
-        disaggregation_decode_enable_radix_cache=case.decode_radix,
-    )
+    skip_unserved(case.algorithm, dcp_size=case.dcp, disaggregation_decode_enable_radix_cache=False)
     context = mp.get_context("fork")
     ports = [free_port() for _ in range(case.prefills)]
     shared = Shared(
@@ -173,8 +169,9 @@ class Servers:
         there.close()
         self._pipes[key] = here
 
-    def reports(self, limit_s: float = LIMIT_S) -> dict[Key, RankReport]:
-        """All reports. Decode ranks compare only after every prefill rank has reported."""
+    def reports(self, limit_s: float = 3 * LIMIT_S) -> dict[Key, RankReport]:
+        """All reports. Decode ranks compare only after every prefill rank has reported. Ranks give
+        up before `limit_s` without a report is over, so that they can say what did not come."""
         found: dict[Key, RankReport] = {}
         restart = {self._case.special.restart}
         while len(found) < len(self._keys):
@@ -191,7 +188,7 @@ class Servers:
                     restart.remove(key[0])
                     self._restart(key[0])
                     continue
-                found[key] = report or RankReport(*key, error=f"{key} did not report")
+                found[key] = report or self._without_report(key)
         return {key: found[key] for key in self._keys}
 
     def _take(self, key: Key) -> RankReport | None:
@@ -200,6 +197,13 @@ class Servers:
             return self._pipes[key].recv()
         except EOFError:
             return None
+
+    def _without_report(self, key: Key) -> RankReport:
+        process = self._processes[key]
+        process.join(1)
+        code = process.exitcode
+        how = "still runs" if code is None else f"ended with exit code {code}"
+        return RankReport(*key, error=f"{key} did not report: its process {how}")
 
     def _restart(self, side: str) -> None:
         """A server of which one process ends is ended by SGLang; an operator starts it anew."""

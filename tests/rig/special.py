@@ -27,7 +27,6 @@ class Special:
     config: Mapping[str, Any] = field(default_factory=dict)  # of the plugin
     stock_ranks: Collection[Key] = ()  # that have not opted in
     metrics: bool = False
-    host_cache: Any = None  # prefill's (host_cache.py)
     draft_args: Mapping[str, str] = field(default_factory=dict)  # by side (Memory.draft_args)
     draft_on: Mapping[str, bool] = field(default_factory=dict)  # by side
     draft_is_state: bool = False  # a drafter whose KV is SGLang's state alone
