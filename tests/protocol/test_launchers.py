@@ -1,7 +1,7 @@
 """Each way to start SGLang opts in whole or not at all: the launcher, then what a rank is given.
 
 What a launcher does up to the start of its schedulers is real (rig/launchers.py). Refusals that
-need no launcher are in test_startup.py; whole servers in tests/e2e/test_launch.py.
+need no launcher are in test_startup.py; whole servers in tests/e2e.
 """
 
 from __future__ import annotations

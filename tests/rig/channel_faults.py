@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -146,20 +144,4 @@ def _channels() -> Iterator[Fault]:
         )  # fmt: skip
 
 
-def killed() -> Any:
-    """The next request comes once the server has been started again."""
-    send = partial(faults.die_when_sending, 1)
-    return case(chunked=True, send=send, restart="prefill", pause=10)
-
-
-def _sglangs() -> Iterator[Fault]:
-    """A request whose target is there is served, whatever became of its drafter's sender."""
-    for fault in faults.SGLANGS:
-        if fault.name.startswith("draft-only sender stalls"):
-            fault = replace(fault, ends="success", words="", cold="deadline")
-        if "(draft-only sender)" in fault.name:
-            fault = replace(fault, ends="success", words="", cold="deadline", case=killed)
-        yield fault
-
-
-FAULTS: list[Fault] = [*_sglangs(), *_channels()]
+FAULTS: list[Fault] = [*faults.SGLANGS, *_channels()]

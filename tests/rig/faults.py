@@ -1,15 +1,12 @@
 """SGLang's own faults that are tried on the protocol ring.
 
-The first request meets the fault. The second one is clean, follows on servers that nobody
-restarted by hand, and must be right to the last byte, as must every byte of every decode
-buffer that is not the failed request's own.
+The first request meets the fault. The second one is clean, follows on the same servers, and must
+be right to the last byte, as must every byte of every decode buffer that is not the failed
+request's own. Ranks that are killed or stopped: tests/protocol/test_processes.py.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -93,7 +90,7 @@ def _drafters(fault: Fault, outcome: Outcome) -> Iterator[str]:
 
 
 def _endings(fault: Fault, report: RankReport) -> Iterator[str]:
-    """What is wrong with how a rank's requests ended; a restarted rank knows only the last."""
+    """What is wrong with how a rank's requests ended."""
     *before, last = report.status or ["nothing"]
     allowed = {"success", "failed"}
     if report.side == "decode" and fault.ends != "either":
@@ -104,20 +101,7 @@ def _endings(fault: Fault, report: RankReport) -> Iterator[str]:
         yield f"the last request ended with {last}"
 
 
-# ---------------------------------------------------------------- peers
-
-
-def die_when_sending(prefill_rank: int, rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
-    """SIGKILL in the middle of a request: its first chunk has left, the others never will."""
-    send(rank, sender, chunk, state)
-    if rank.rank == prefill_rank and not rank.life and sender.curr_idx == 1:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hold_the_rest(rank: Rank, sender: Any, chunk: Any, state: Any) -> Any:
-    """Chunks of the first request leave half a second apart."""
-    return send_after(0.5 if sender.curr_idx else 0.0, rank, sender, chunk, state)
+# ---------------------------------------------------------------- the bootstrap server
 
 
 def send_after(delay: float, rank: Rank, sender: Any, chunk: Any, state: Any) -> Any:
@@ -128,32 +112,6 @@ def send_after(delay: float, rank: Rank, sender: Any, chunk: Any, state: Any) ->
     send(rank, sender, chunk, state)
     sender.sent_at = time.monotonic()
     return None
-
-
-def die_when_receiving(rank: Rank) -> None:
-    """SIGKILL once a byte of the first request has arrived, and its registration everywhere.
-
-    Over NIXL a prefill rank that reads the registration of a process that has gone loses its
-    bootstrap thread, and all later requests (NixlKVManager._start_bootstrap_thread)."""
-    entries = rank.pools["target"]
-    before = [entry.copy() for entry in entries]
-
-    def watch() -> None:
-        while all((old == new).all() for old, new in zip(before, entries, strict=True)):
-            time.sleep(0.001)
-        time.sleep(REGISTERED_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def stall_when_sending(prefill_rank: int, rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
-    """SIGSTOP in the middle of a request, SIGCONT after STALL_S."""
-    send(rank, sender, chunk, state)
-    first = sender.bootstrap_room == rank.rooms()[0]
-    if first and rank.rank == prefill_rank and sender.curr_idx == 1:
-        subprocess.Popen(["sh", "-c", f"sleep {STALL_S}; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def bootstrap_away(rank: Rank) -> None:
@@ -265,40 +223,17 @@ def _prefill_fault(rank: int, inject: Inject, **special: Any) -> Callable[[], Ca
     return lambda: case(faults={("prefill", rank): inject}, **special)
 
 
-def _kills() -> Iterator[Fault]:
-    group = "kills and stalls"
+def _sglangs() -> Iterator[Fault]:
+    group = "bootstrap server away, then back"
     yield Fault(
-        group, "decode killed while receiving, restarted",
-        lambda: case(chunked=True, faults={("decode", 0): die_when_receiving}, send=hold_the_rest,
-                     restart="decode"),
-    )  # fmt: skip
-    for rank, name in enumerate(("target's", "draft-only")):
-        yield Fault(
-            group, f"prefill killed while sending ({name} sender), restarted",
-            lambda rank=rank: case(chunked=True, send=partial(die_when_sending, rank),
-                                   restart="prefill"),
-            words="Lost connection",
-        )  # fmt: skip
-    for rank, name in enumerate(("target's", "draft-only")):
-        yield Fault(
-            group, f"{name} sender stalls",
-            lambda rank=rank: case(
-                chunked=True, send=partial(stall_when_sending, rank), lockstep=True
-            ),
-            words="" if rank == 0 else "timed out",
-        )  # fmt: skip
-    yield Fault(
-        group, "bootstrap server away, then back, before a request",
+        group, "before a request",
         _prefill_fault(0, bootstrap_away, before={("decode", 0): start_when_away}),
         ends="success",
     )  # fmt: skip
     yield Fault(
-        group, "bootstrap server away, then back, during a transfer",
+        group, "during a transfer",
         lambda: case(chunked=True, send=send_around_bootstrap_away), words="Lost connection",
     )  # fmt: skip
-
-
-def _aborts() -> Iterator[Fault]:
     group, words = "aborts and rooms", "Aborted by AbortReq"
     yield Fault(
         group, "decode aborts before its metadata",
@@ -330,7 +265,6 @@ def _aborts() -> Iterator[Fault]:
 
 
 SGLANGS: list[Fault] = [
-    replace(fault, stocks=True, remains=(*fault.remains, *GONE))
-    for fault in (*_kills(), *_aborts())
+    replace(fault, stocks=True, remains=(*fault.remains, *GONE)) for fault in _sglangs()
 ]
 """Faults of SGLang's own, beside which the channel has to be right."""

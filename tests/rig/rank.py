@@ -186,11 +186,7 @@ class Rank(Memory):
 
     def numbers(self) -> list[int]:
         """This rank's requests, in the order in which they are concluded."""
-        return [n for group in self.rounds() for n in group if self.mine(n)]
-
-    def rounds(self) -> tuple[tuple[int, ...], ...]:
-        """A restarted rank knows nothing of the first round."""
-        return self.case.all_rounds()[self.life :]
+        return [n for group in self.case.all_rounds() for n in group if self.mine(n)]
 
     def conclude(self, number: int, handle: Any, deadline: float) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
@@ -213,7 +209,7 @@ class Rank(Memory):
 
     def run_prefill(self) -> None:
         tables = model.page_tables(self.case, "prefill")
-        for group in self.rounds():
+        for group in self.case.all_rounds():
             numbers = [n for n in group if self.mine(n)]
             deadline = time.monotonic() + LIMIT_S / 2
             senders = {n: self._sender(n, tables) for n in numbers}
@@ -221,13 +217,6 @@ class Rank(Memory):
             for number, sender in senders.items():
                 self.conclude(number, sender, deadline)
             time.sleep(self.case.special.pause)
-            self._lockstep()
-
-    def _lockstep(self) -> None:
-        """Wait for all ranks of both sides, where a case asks for it: SGLang's ranks are in
-        lockstep, so a request does not start on one while another still concludes the last."""
-        if self.case.special.lockstep:
-            self.case.shared.ranks.wait(LIMIT_S)
 
     def _sender(self, number: int, tables: list[np.ndarray]) -> Any:
         kind = self.kv_class["sender"]
@@ -285,7 +274,7 @@ class Rank(Memory):
         aux_before = [a.copy() for a in self.aux]
         state_before = {key: slots.copy() for key, slots in self.state.items()}
         tables = model.page_tables(case, "decode")
-        for group in self.rounds():
+        for group in self.case.all_rounds():
             deadline = time.monotonic() + LIMIT_S / 2
             receivers = {n: self._receiver(n, deadline) for n in group if self.mine(n)}
             for number, receiver in receivers.items():
@@ -300,7 +289,6 @@ class Rank(Memory):
             for number, receiver in receivers.items():
                 self.conclude(number, receiver, deadline)
             self.releases.wait(self.case.special.pause)
-            self._lockstep()
         self.releases.wait()
         self.case.shared.all_sent.wait(LIMIT_S)
         done = [

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,8 +25,6 @@ from rig.special import Key, Shared
 from rig.unserved import skip_unserved
 
 from sglang_mixkv.engine.releases import sglang_version
-
-RESTART_S = 4  # a server that is started anew is away for longer than a heartbeat
 
 
 @dataclass
@@ -73,8 +70,7 @@ def _rank_main(
         one = Rank(case, side, rank, ports, life)
         report = one.report
         one.start_manager()
-        if not life:
-            inject_faults(one)
+        inject_faults(one)
         one.run_prefill() if side == "prefill" else one.run_decode()
         report.stats = one.plugin.stats.snapshot() if one.plugin is not None else {}
         report.wrong += left_behind(one.manager)
@@ -129,7 +125,6 @@ def run(case: Case) -> Outcome:
             for key in ranks_of(case)
             if key[0] == "prefill" and key in case.special.faults
         },
-        ranks=context.Barrier(len(ranks_of(case))),
         away=context.Event(),
         pp_groups={
             i: Stages(context.Queue(), case.prefill_pp)
@@ -173,7 +168,6 @@ class Servers:
         """All reports. Decode ranks compare only after every prefill rank has reported. Ranks give
         up before `limit_s` without a report is over, so that they can say what did not come."""
         found: dict[Key, RankReport] = {}
-        restart = {self._case.special.restart}
         while len(found) < len(self._keys):
             if all(key in found for key in self._keys if key[0] == "prefill"):
                 self._case.shared.all_sent.set()
@@ -181,13 +175,7 @@ class Servers:
             ready = wait(list(waiting), limit_s)
             for pipe in ready or waiting:
                 key = waiting[pipe]
-                if self._pipes[key] is not pipe:
-                    continue  # restarted meanwhile
                 report = self._take(key) if ready else None
-                if report is None and ready and key[0] in restart:
-                    restart.remove(key[0])
-                    self._restart(key[0])
-                    continue
                 found[key] = report or self._without_report(key)
         return {key: found[key] for key in self._keys}
 
@@ -204,19 +192,6 @@ class Servers:
         code = process.exitcode
         how = "still runs" if code is None else f"ended with exit code {code}"
         return RankReport(*key, error=f"{key} did not report: its process {how}")
-
-    def _restart(self, side: str) -> None:
-        """A server of which one process ends is ended by SGLang; an operator starts it anew."""
-        keys = [key for key in self._keys if key[0] == side]
-        for key in keys:
-            self._processes[key].kill()
-            self._processes[key].join()
-        if side == "prefill":
-            for up in self._case.shared.bootstrap_up:
-                up.clear()
-        time.sleep(RESTART_S)
-        for key in keys:
-            self._start(key, 1)
 
     def end(self) -> None:
         self._go.set()
