@@ -105,16 +105,16 @@ def full(*args: object, **kwargs: object) -> object:
 
 
 CASES = [
-    Case("P2-D1", (*TP2, *HOST_CACHE, *CHUNKS), (*TP1, *PAGES)),
+    Case("P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES)),
     Case("nixl-dflash-P1-D2", TP1, TP2, "mla-dflash", backend="nixl", spawn=True),
-    Case("P2-D2dp", TP2, TP2_DP2),
+    Case("P2-D2dp-host", (*TP2, *HOST_CACHE), (*TP2_DP2, *PAGES)),
     full("P1-D2", TP1, TP2, patience="1"),
     full("nixl-P2-D1", TP2, TP1, backend="nixl"),
     full("nixl-P1-D2", TP1, TP2, backend="nixl"),
     full("P2dp-D1", TP2_DP2_OLDER, TP1),
     full("dspark-P1pp2-D2", TP1_PP2, TP2, "mla-dspark"),
     full("gqa-P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES), "gqa"),
-    full("P1-D2-host-by-page", (*TP1, *HOST_CACHE, *BY_PAGE), (*TP2, *PAGES)),
+    full("nixl-P1-D2-host", (*TP1, *HOST_CACHE, *BY_PAGE), (*TP2, *PAGES), backend="nixl"),
     full("P2-D1-decode-host", (*TP2, *PAGES), (*TP1, *DECODE_HOST)),
     full("P2-D1-decode-cache", (*TP2, *PAGES), (*TP1, *PAGES, *DECODE_CACHE)),
     full("P1-D2-window-decode-cache", TP1, (*TP2, *DECODE_CACHE), shared=WINDOW),

@@ -4,8 +4,8 @@ cut by heads."""
 from __future__ import annotations
 
 import pytest
-from rig.model import Cache, Case, Request, draft_bytes
-from rig.ring import Outcome, run
+from rig.model import Cache, Case, Request
+from rig.ring import right, run
 
 # The prefix of one of decode's pages; chunks that end inside of them.
 REQUESTS = (
@@ -14,17 +14,6 @@ REQUESTS = (
     Request(1),
     Request(29, prefix_pages=1, chunk_pages=3),
 )
-
-
-def right(case: Case) -> Outcome:
-    """Every byte in its place, and none sent for nothing."""
-    outcome = run(case)
-    assert outcome.wrong == []
-    assert outcome.statuses == {"success"}
-    sent = outcome.total("draft_bytes_sent")
-    assert sent == outcome.total("draft_bytes_needed") == draft_bytes(case)
-    assert outcome.total("channel_warm") == case.decode_tp * len(case.requests)
-    return outcome
 
 
 @pytest.mark.transports(2)

@@ -7,8 +7,7 @@ import threading
 import time
 
 import pytest
-from rig import channel_faults
-from rig.faults import TIMEOUTS, Fault, problems
+from rig.faults import FAULTS, TIMEOUTS, Fault, problems
 from rig.model import Case, Request
 from rig.rank import Rank
 from rig.ring import run
@@ -24,7 +23,7 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, seconds)
 
 
-@pytest.mark.parametrize("fault", channel_faults.FAULTS, ids=str)
+@pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_fault(fault: Fault) -> None:
     assert problems(fault, run(fault.case())) == []
 

@@ -11,9 +11,9 @@ import itertools
 from typing import Any
 
 import pytest
-from rig.model import Case, Request, draft_bytes, surplus_pages
+from rig.model import Case, Request, surplus_pages
 from rig.rank import Rank
-from rig.ring import run
+from rig.ring import right
 from rig.special import Special
 
 pytestmark = pytest.mark.transports(1)
@@ -54,19 +54,9 @@ def test_rows_are_those_of_the_prompt(
     requests = tuple(itertools.starmap(Request, itertools.product(EDGES, (0, 2), chunks)))
     faults = {("decode", rank): stock_writes_its_surplus for rank in range(decode_tp)}
     special = Special(surplus=SURPLUS[surplus], faults=faults)
-    case = Case(prefill_tp, decode_tp, requests=requests, special=special)
-    outcome = run(case)
-    assert outcome.wrong == []
-    assert outcome.statuses == {"success"}
-    assert outcome.total("channel_warm") == decode_tp * len(requests)
-    sent = outcome.total("draft_bytes_sent")
-    assert sent == outcome.total("draft_bytes_needed") == draft_bytes(case)
+    right(Case(prefill_tp, decode_tp, requests=requests, special=special))
 
 
 def test_a_prompt_that_decode_has_whole_needs_nothing() -> None:
     """SGLang's last chunk has no page then (decode.py, a prefix as long as the prompt)."""
-    requests = (Request(0, prefix_pages=2), Request(8))
-    outcome = run(Case(2, 1, requests=requests))
-    assert outcome.wrong == []
-    assert outcome.statuses == {"success"}
-    assert outcome.total("channel_warm") == len(requests)
+    right(Case(2, 1, requests=(Request(0, prefix_pages=2), Request(8))))

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rig.model import Cache, Case, Request, draft_bytes
-from rig.ring import Outcome, run
+from rig.model import Cache, Case, Request
+from rig.ring import right, run
 from rig.special import Special
 
 pytestmark = pytest.mark.transports(2, tcp=True)
@@ -30,17 +30,6 @@ REQUESTS = (
     Request(12, prefix_pages=2),
 )
 SHAPES = [(1, 2), (2, 1), (2, 2)]
-
-
-def right(case: Case) -> Outcome:
-    """Run a case that must be right to the last byte, and with no byte sent for nothing."""
-    outcome = run(case)
-    assert outcome.wrong == []
-    assert outcome.statuses == {"success"}
-    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
-    assert outcome.total("draft_bytes_sent") == draft_bytes(case)
-    assert outcome.total("channel_warm") == case.decode_tp * len(case.requests)
-    return outcome
 
 
 def with_drafter(draft: str) -> dict[str, Any]:

@@ -1,24 +1,33 @@
-"""SGLang's own faults that are tried on the protocol ring.
+"""Faults of SGLang's own and of the draft channel that are tried on the protocol ring.
 
 The first request meets the fault. The second one is clean, follows on the same servers, and must
 be right to the last byte, as must every byte of every decode buffer that is not the failed
-request's own. Ranks that are killed or stopped: tests/protocol/test_processes.py.
+request's own. A drafter's trouble ends no request: the one that met it is served, cold where rows
+did not come. What ends a request are faults of SGLang's own transfer, and a decode rank that cannot
+even clear its rows. Ranks that are killed or stopped: tests/protocol/test_processes.py.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
+import zmq
 from rig.memory import RankReport
 from rig.model import Case, Request
 from rig.rank import NOT_YET, Rank, send
 from rig.ring import Outcome
-from rig.special import Inject, Special
+from rig.special import Inject, Key, Special
+
+from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
+from sglang_mixkv.draft.rows import DraftRows
+from sglang_mixkv.draft.slot_format import HEADER
 
 # The prefill's is longer: a rank that is done early opens its next room at once, and waits
 # there while another rank's request still ends by the decode side's timeout (and its ABORT).
@@ -212,59 +221,149 @@ def storm() -> Case:
     )  # fmt: skip
 
 
+# ---------------------------------------------------------------- the draft channel
+
+
+def channel_of(rank: Rank) -> Any:
+    return rank.manager.decode_channel or rank.manager.prefill_channel
+
+
+def lost_ready(rank: Rank) -> None:
+    """A rank's first READY does not go out."""
+    channel, met = channel_of(rank), []
+    real = channel._send
+
+    def send(action: Any) -> None:
+        if isinstance(action.message, Ready) and not met:
+            met.append(1)
+        else:
+            real(action)
+
+    channel._send = send
+
+
+def noise(rank: Rank) -> None:
+    """Messages from elsewhere to this prefill rank's channel."""
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.connect(rank.manager.prefill_channel.address)
+    good = Open(3, 100, 5, rank.manager.local.instance, b"somebody", 1, (0, 1), 0, 1 << 20)
+    frames = [
+        b"", os.urandom(1), os.urandom(40), b"\x94" * 200, bytes(1 << 16),
+        *(msgspec.msgpack.encode(m) for m in (Ack(((0, 1), (1 << 20, 9))), Fail(100, 7, "x"))),
+        *(msgspec.msgpack.encode(good)[:-cut] for cut in (1, 2, 9)),
+        msgspec.msgpack.encode(msgspec.structs.replace(good, prefill=b"another_")),
+        msgspec.msgpack.encode(msgspec.structs.replace(good, heads=(3, 90))),
+    ]  # fmt: skip
+    for frame in frames:
+        socket.send(frame)
+        socket.send_multipart([frame, frame])
+
+
+def raising(*names: str) -> Inject:
+    """This rank's first call of each of these functions over rows raises."""
+
+    def broken(name: str) -> Callable[..., Any]:
+        real, met = getattr(DraftRows, name), []
+
+        def once(self: DraftRows, *args: Any) -> Any:
+            if met:
+                return real(self, *args)
+            met.append(1)
+            raise MemoryError(f"no memory to {name}")
+
+        return once
+
+    def inject(rank: Rank) -> None:
+        for name in names:
+            setattr(DraftRows, name, broken(name))
+
+    return inject
+
+
+def damaged(rank: Rank) -> None:
+    """A byte of the first slot that is read is another's by then."""
+    staging, met = rank.manager.decode_channel._store.staging, []
+    real = staging.slot
+
+    def slot(number: int) -> Any:
+        found = real(number)
+        if not met:
+            met.append(1)
+            found.view(-1)[HEADER] ^= 0xFF
+        return found
+
+    staging.slot = slot
+
+
+def thread_ends(rank: Rank) -> None:
+    """This rank's channel thread ends at its next piece of work."""
+
+    def end(*_: Any) -> None:
+        raise SystemExit
+
+    setattr(channel_of(rank), "_look" if rank.side == "decode" else "_handle", end)
+
+
 # ---------------------------------------------------------------- the list
 
 
-def _decode_fault(inject: Inject, **special: Any) -> Callable[[], Case]:
-    return lambda: case(faults={("decode", 0): inject}, **special)
+DECODE, TARGET, DRAFT_ONLY = ("decode", 0), ("prefill", 0), ("prefill", 1)
+"""Ranks: of prefill's two, one sends an MLA target."""
 
 
-def _prefill_fault(rank: int, inject: Inject, **special: Any) -> Callable[[], Case]:
-    return lambda: case(faults={("prefill", rank): inject}, **special)
+def at(rank: Key, inject: Inject, **special: Any) -> Callable[[], Case]:
+    return lambda: case(faults={rank: inject}, **special)
 
 
-def _sglangs() -> Iterator[Fault]:
-    group = "bootstrap server away, then back"
-    yield Fault(
-        group, "before a request",
-        _prefill_fault(0, bootstrap_away, before={("decode", 0): start_when_away}),
-        ends="success",
-    )  # fmt: skip
-    yield Fault(
-        group, "during a transfer",
+def aborting(name: str, what: Callable[[], Case], ends: str = "failed", **more: Any) -> Fault:
+    more = {"words": "borted by", "stocks": True, "remains": GONE, **more}
+    return Fault("aborts and rooms", name, what, ends, **more)
+
+
+def prefill_aborting(after_chunks: int) -> Callable[[], Case]:
+    return lambda: case(chunked=True, send=partial(prefill_aborts, after_chunks))
+
+
+def of_channel(name: str, what: Callable[[], Case], **more: Any) -> Fault:
+    more = {"ends": "success", "remains": GONE, **more}
+    return Fault("the draft channel", name, what, **more)
+
+
+BROKEN = {"remains": ("has ended", " left"), "stays_cold": True}
+FAULTS: list[Fault] = [
+    Fault(
+        "bootstrap server away, then back", "before a request",
+        at(TARGET, bootstrap_away, before={DECODE: start_when_away}),
+        ends="success", stocks=True, remains=GONE,
+    ),
+    Fault(
+        "bootstrap server away, then back", "during a transfer",
         lambda: case(chunked=True, send=send_around_bootstrap_away), words="Lost connection",
-    )  # fmt: skip
-    group, words = "aborts and rooms", "Aborted by AbortReq"
-    yield Fault(
-        group, "decode aborts before its metadata",
-        _decode_fault(abort_before_metadata), words=words,
-    )  # fmt: skip
-    for delay in (0.0, 0.01):
-        yield Fault(
-            group, f"decode aborts {delay * 1e3:g} ms after its metadata",
-            _decode_fault(abort_after(delay)), words=words,
-        )  # fmt: skip
-    for chunks, name in (
-        (0, "before the first chunk"), (1, "between chunks"), (3, "after the last"),
-    ):  # fmt: skip
-        yield Fault(
-            group, f"prefill aborts {name}",
-            lambda chunks=chunks: case(chunked=True, send=partial(prefill_aborts, chunks)),
-            ends="either" if chunks == 3 else "failed", words="borted by",
-        )  # fmt: skip
-    yield Fault(group, "abort storm", storm, "either", words)
-    yield Fault(
-        group, "the same room number again",
-        lambda: case(rooms=[100, 100], pause=1), ends="success",
-    )  # fmt: skip
-    yield Fault(
-        group, "the same room number after an abort",
-        _decode_fault(abort_after(0.002), rooms=[100, 100], pause=4), words=words,
+        stocks=True, remains=GONE,
+    ),
+    aborting("decode aborts before its metadata", at(DECODE, abort_before_metadata)),
+    aborting("decode aborts at once after its metadata", at(DECODE, abort_after(0.0))),
+    aborting("decode aborts 10 ms after its metadata", at(DECODE, abort_after(0.01))),
+    aborting("prefill aborts before the first chunk", prefill_aborting(0)),
+    aborting("prefill aborts between chunks", prefill_aborting(1)),
+    aborting("prefill aborts after the last", prefill_aborting(3), "either"),
+    aborting("storm", storm, "either"),
+    aborting("the same room number again", lambda: case(rooms=[100, 100], pause=1), "success"),
+    aborting(
+        "the same room number after an abort",
+        at(DECODE, abort_after(0.002), rooms=[100, 100], pause=4),
         stays_cold=True,  # an OPEN that comes when its request has ended here waits for the next
-    )  # fmt: skip
-
-
-SGLANGS: list[Fault] = [
-    replace(fault, stocks=True, remains=(*fault.remains, *GONE)) for fault in _sglangs()
-]
-"""Faults of SGLang's own, beside which the channel has to be right."""
+    ),
+    # One of each kind, in SGLang's managers; the others: tests/sim, tests/pure/test_threads.py.
+    of_channel("READY lost", at(DRAFT_ONLY, lost_ready), cold="deadline"),
+    of_channel("random messages", at(DRAFT_ONLY, noise)),
+    of_channel("packing raises", at(DRAFT_ONLY, raising("pack")), cold="prefill_pack"),
+    of_channel(
+        "unpacking and clearing raise", at(DECODE, raising("unpack", "clear")), ends="failed",
+        words="could not be cleared",
+    ),
+    of_channel("a slot is damaged", at(DECODE, damaged), cold="stale"),
+    of_channel("prefill's thread ends", at(DRAFT_ONLY, thread_ends), **BROKEN),
+    of_channel("decode's thread ends", at(DECODE, thread_ends), **BROKEN),
+]  # fmt: skip

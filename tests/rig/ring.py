@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from rig.memory import RankReport
-from rig.model import Case
+from rig.model import Case, draft_bytes
 from rig.rank import LIMIT_S, Rank, free_port, left_behind
 from rig.special import Key, Shared
 from rig.unserved import skip_unserved
@@ -140,6 +140,17 @@ def run(case: Case) -> Outcome:
         [report for (side, _), report in reports.items() if side == "prefill"],
         [report for (side, _), report in reports.items() if side == "decode"],
     )
+
+
+def right(case: Case) -> Outcome:
+    """Run a case that must be right to the last byte, and with no byte sent for nothing."""
+    outcome = run(case)
+    assert outcome.wrong == [], case
+    assert outcome.statuses == {"success"}, outcome.reasons
+    assert outcome.total("draft_bytes_sent") == outcome.total("draft_bytes_needed")
+    assert outcome.total("draft_bytes_sent") == draft_bytes(case)
+    assert outcome.total("channel_warm") == case.decode_tp * len(case.requests)
+    return outcome
 
 
 class Servers:
