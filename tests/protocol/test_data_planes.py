@@ -331,8 +331,11 @@ def test_a_peer_that_dies_fails_its_own_reads(reader: Reader) -> None:
     assert not lost.reads
     reader.check_nothing_lands(first)
     reader.check_read(other, of=1)
+    reader.plane.forget(lost)  # as of one that was restarted
+    assert all(reader.wait(reader.start(lost, ONE), seconds=0))
     with pytest.raises(ConnectionError):
         reader.connect(0, 1)
+    assert reader.connect(1) is other
 
 
 @over(*WAITING, peers=2)
@@ -403,19 +406,6 @@ def test_a_reader_that_dies_leaves_its_peer_alone(reader: Reader) -> None:
     time.sleep(QUIET_S)
     assert server.process.is_alive()
     reader.check_read(peer)
-
-
-@over(*ALL, peers=2)
-def test_a_peer_that_was_restarted(reader: Reader) -> None:
-    old, new = reader.connect(0), reader.connect(1)
-    reader.check_read(old)
-    reader.peers[0].kill()
-    reader.plane.forget(old)
-    assert all(reader.wait(reader.start(old, ONE), seconds=0))
-    reader.check_read(new, of=1)
-    with pytest.raises(ConnectionError):
-        reader.connect(0, 1)
-    assert reader.connect(1) is new
 
 
 @over("mooncake")

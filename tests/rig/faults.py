@@ -4,30 +4,24 @@ The first request meets the fault. The second one is clean, follows on the same 
 be right to the last byte, as must every byte of every decode buffer that is not the failed
 request's own. A drafter's trouble ends no request: the one that met it is served, cold where rows
 did not come. What ends a request are faults of SGLang's own transfer, and a decode rank that cannot
-even clear its rows. Ranks that are killed or stopped: tests/protocol/test_processes.py.
+even clear its rows. Ranks and bootstrap servers that go away: tests/protocol/test_processes.py.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import msgspec
-import zmq
 from rig.memory import RankReport
 from rig.model import Case, Request
-from rig.rank import NOT_YET, Rank, send
+from rig.rank import Rank, send
 from rig.ring import Outcome
 from rig.special import Inject, Key, Special
 
-from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
 from sglang_mixkv.draft.rows import DraftRows
-from sglang_mixkv.draft.slot_format import HEADER
 
 # The prefill's is longer: a rank that is done early opens its next room at once, and waits
 # there while another rank's request still ends by the decode side's timeout (and its ABORT).
@@ -42,7 +36,6 @@ TIMEOUTS = {
 }
 TWO_ROUNDS = {"requests": (Request(12), Request(9)), "rounds": ((0,), (1,))}
 CHUNKED = {"requests": (Request(12, chunk_pages=1), Request(9)), "rounds": ((0,), (1,))}
-STALL_S = 6
 REGISTERED_S = 0.3  # what one prefill rank has read, the others have read by then
 GONE = "waiting left", "parts left"  # a room that no request came for is known for a minute
 
@@ -110,57 +103,6 @@ def _endings(fault: Fault, report: RankReport) -> Iterator[str]:
         yield f"the last request ended with {last}"
 
 
-# ---------------------------------------------------------------- the bootstrap server
-
-
-def send_after(delay: float, rank: Rank, sender: Any, chunk: Any, state: Any) -> Any:
-    """Send a chunk of the first request so long after the one before."""
-    first = sender.bootstrap_room == rank.rooms()[0]
-    if first and time.monotonic() < getattr(sender, "sent_at", 0.0) + delay:
-        return NOT_YET
-    send(rank, sender, chunk, state)
-    sender.sent_at = time.monotonic()
-    return None
-
-
-def bootstrap_away(rank: Rank) -> None:
-    """The bootstrap server's port closes, and opens again with the same table."""
-    old = rank.bootstrap
-    while not old._is_ready():  # a rank that registers into a closed port is never found
-        time.sleep(0.01)
-    table = {name: value for name, value in vars(old).items() if name not in OF_THE_SERVER}
-
-    class Back(rank.kv_class["bootstrap_server"]):
-        def run(self) -> None:
-            vars(self).update(table)
-            super().run()
-
-    def back() -> None:
-        time.sleep(STALL_S)
-        rank.bootstrap = Back("127.0.0.1", rank.ports[0])
-
-    old.close()
-    rank.case.shared.away.set()
-    threading.Thread(target=back, daemon=True).start()
-
-
-def start_when_away(rank: Rank) -> None:
-    """This rank's manager is made once the bootstrap server has gone."""
-    rank.case.shared.away.wait()
-
-
-OF_THE_SERVER = ("app", "thread", "lock", "_loop", "_runner", "_background_tasks")
-
-
-def send_around_bootstrap_away(rank: Rank, sender: Any, chunk: Any, state: Any) -> Any:
-    """The bootstrap server goes after the first chunk; the last one comes when it is back."""
-    last = sender.curr_idx == 2
-    sent = send_after(STALL_S + 1 if last else 0.0, rank, sender, chunk, state)
-    if sender.bootstrap_room == rank.rooms()[0] and sender.curr_idx == 1 and rank.rank == 0:
-        bootstrap_away(rank)
-    return sent
-
-
 # ---------------------------------------------------------------- aborts
 
 
@@ -210,54 +152,11 @@ def prefill_aborts(after_chunks: int, rank: Rank, sender: Any, chunk: Any, state
         sender.abort()
 
 
-STORM = tuple(Request(12 + i % 5) for i in range(24))
-
-
-def storm() -> Case:
-    """24 rooms at once, 23 of them aborted, then a clean one."""
-    return Case(
-        2, 1, requests=(*STORM, Request(9)), rounds=(tuple(range(24)), (24,)),
-        special=Special(faults={("decode", 0): abort_after(0.0, count=23)}),
-    )  # fmt: skip
-
-
 # ---------------------------------------------------------------- the draft channel
 
 
 def channel_of(rank: Rank) -> Any:
     return rank.manager.decode_channel or rank.manager.prefill_channel
-
-
-def lost_ready(rank: Rank) -> None:
-    """A rank's first READY does not go out."""
-    channel, met = channel_of(rank), []
-    real = channel._send
-
-    def send(action: Any) -> None:
-        if isinstance(action.message, Ready) and not met:
-            met.append(1)
-        else:
-            real(action)
-
-    channel._send = send
-
-
-def noise(rank: Rank) -> None:
-    """Messages from elsewhere to this prefill rank's channel."""
-    socket = zmq.Context.instance().socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.connect(rank.manager.prefill_channel.address)
-    good = Open(3, 100, 5, rank.manager.local.instance, b"somebody", 1, (0, 1), 0, 1 << 20)
-    frames = [
-        b"", os.urandom(1), os.urandom(40), b"\x94" * 200, bytes(1 << 16),
-        *(msgspec.msgpack.encode(m) for m in (Ack(((0, 1), (1 << 20, 9))), Fail(100, 7, "x"))),
-        *(msgspec.msgpack.encode(good)[:-cut] for cut in (1, 2, 9)),
-        msgspec.msgpack.encode(msgspec.structs.replace(good, prefill=b"another_")),
-        msgspec.msgpack.encode(msgspec.structs.replace(good, heads=(3, 90))),
-    ]  # fmt: skip
-    for frame in frames:
-        socket.send(frame)
-        socket.send_multipart([frame, frame])
 
 
 def raising(*names: str) -> Inject:
@@ -281,21 +180,6 @@ def raising(*names: str) -> Inject:
     return inject
 
 
-def damaged(rank: Rank) -> None:
-    """A byte of the first slot that is read is another's by then."""
-    staging, met = rank.manager.decode_channel._store.staging, []
-    real = staging.slot
-
-    def slot(number: int) -> Any:
-        found = real(number)
-        if not met:
-            met.append(1)
-            found.view(-1)[HEADER] ^= 0xFF
-        return found
-
-    staging.slot = slot
-
-
 def thread_ends(rank: Rank) -> None:
     """This rank's channel thread ends at its next piece of work."""
 
@@ -308,7 +192,7 @@ def thread_ends(rank: Rank) -> None:
 # ---------------------------------------------------------------- the list
 
 
-DECODE, TARGET, DRAFT_ONLY = ("decode", 0), ("prefill", 0), ("prefill", 1)
+DECODE, DRAFT_ONLY = ("decode", 0), ("prefill", 1)
 """Ranks: of prefill's two, one sends an MLA target."""
 
 
@@ -332,38 +216,24 @@ def of_channel(name: str, what: Callable[[], Case], **more: Any) -> Fault:
 
 BROKEN = {"remains": ("has ended", " left"), "stays_cold": True}
 FAULTS: list[Fault] = [
-    Fault(
-        "bootstrap server away, then back", "before a request",
-        at(TARGET, bootstrap_away, before={DECODE: start_when_away}),
-        ends="success", stocks=True, remains=GONE,
-    ),
-    Fault(
-        "bootstrap server away, then back", "during a transfer",
-        lambda: case(chunked=True, send=send_around_bootstrap_away), words="Lost connection",
-        stocks=True, remains=GONE,
-    ),
     aborting("decode aborts before its metadata", at(DECODE, abort_before_metadata)),
     aborting("decode aborts at once after its metadata", at(DECODE, abort_after(0.0))),
     aborting("decode aborts 10 ms after its metadata", at(DECODE, abort_after(0.01))),
     aborting("prefill aborts before the first chunk", prefill_aborting(0)),
     aborting("prefill aborts between chunks", prefill_aborting(1)),
     aborting("prefill aborts after the last", prefill_aborting(3), "either"),
-    aborting("storm", storm, "either"),
     aborting("the same room number again", lambda: case(rooms=[100, 100], pause=1), "success"),
     aborting(
         "the same room number after an abort",
         at(DECODE, abort_after(0.002), rooms=[100, 100], pause=4),
         stays_cold=True,  # an OPEN that comes when its request has ended here waits for the next
     ),
-    # One of each kind, in SGLang's managers; the others: tests/sim, tests/pure/test_threads.py.
-    of_channel("READY lost", at(DRAFT_ONLY, lost_ready), cold="deadline"),
-    of_channel("random messages", at(DRAFT_ONLY, noise)),
+    # What SGLang's managers do about them; the others: tests/sim, tests/pure/test_threads.py.
     of_channel("packing raises", at(DRAFT_ONLY, raising("pack")), cold="prefill_pack"),
     of_channel(
         "unpacking and clearing raise", at(DECODE, raising("unpack", "clear")), ends="failed",
         words="could not be cleared",
     ),
-    of_channel("a slot is damaged", at(DECODE, damaged), cold="stale"),
     of_channel("prefill's thread ends", at(DRAFT_ONLY, thread_ends), **BROKEN),
     of_channel("decode's thread ends", at(DECODE, thread_ends), **BROKEN),
 ]  # fmt: skip

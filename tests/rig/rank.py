@@ -21,7 +21,6 @@ from sglang_mixkv.decode.events import State
 
 LIMIT_S = 60
 """The longest wait of a rank for another; the requests of a round end within half of it."""
-NOT_YET = object()
 
 
 class Rank(Memory):
@@ -245,9 +244,7 @@ class Rank(Memory):
                 elif chunks and status >= KVPoll.WaitingForInput:
                     chunk = chunks.pop(0)
                     state = None if chunks else self.state_indices(number)
-                    hand_over = self.case.special.send or send
-                    if hand_over(self, senders[number], chunk, state) is NOT_YET:
-                        chunks.insert(0, chunk)
+                    (self.case.special.send or send)(self, senders[number], chunk, state)
             time.sleep(0.0005)
 
     def state_indices(self, number: int) -> list[np.ndarray] | None:
@@ -346,8 +343,8 @@ def stock_class(rank: Rank, kind: str) -> Any:
     return next(c for c in rank.kv_class[kind].__mro__ if c.__module__.startswith("sglang."))
 
 
-def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> Any:
-    """Hand one chunk to a sender, as SGLang's scheduler does; NOT_YET: offer it again."""
+def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
+    """Hand one chunk to a sender, as SGLang's scheduler does."""
     sender.send(chunk, state, num_kv_tokens=tokens_in(rank, sender, chunk))
 
 

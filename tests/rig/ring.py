@@ -125,7 +125,6 @@ def run(case: Case) -> Outcome:
             for key in ranks_of(case)
             if key[0] == "prefill" and key in case.special.faults
         },
-        away=context.Event(),
         pp_groups={
             i: Stages(context.Queue(), case.prefill_pp)
             for i in range(case.prefills * case.prefill_tp * case.prefill_dp)

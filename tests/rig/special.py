@@ -34,11 +34,9 @@ class Special:
 
 @dataclass
 class Shared:
-    """`away`: set once a bootstrap server has gone. `injected`: of each prefill rank with a fault.
-    `pp_groups`: by rank of a stage."""
+    """`injected`: of each prefill rank with a fault. `pp_groups`: by rank of a stage."""
 
     bootstrap_up: Sequence[Any] = ()  # by prefill server
-    away: Any = None
     all_sent: Any = None
     injected: Mapping[Key, Any] = field(default_factory=dict)
     pp_groups: Mapping[int, Any] = field(default_factory=dict)
