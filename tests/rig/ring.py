@@ -26,6 +26,10 @@ from rig.unserved import skip_unserved
 
 from sglang_mixkv.engine.releases import sglang_version
 
+REPORT_S = 3 * LIMIT_S
+"""The longest time without a report. It is longer than a rank waits for others, so that the rank
+can say what did not come."""
+
 
 @dataclass
 class Outcome:
@@ -77,7 +81,7 @@ def _rank_main(
     except BaseException:
         report.error = traceback.format_exc()
     pipe.send(report)
-    go.wait(LIMIT_S)
+    go.wait(REPORT_S)
     os._exit(0)
 
 
@@ -174,9 +178,8 @@ class Servers:
         there.close()
         self._pipes[key] = here
 
-    def reports(self, limit_s: float = 3 * LIMIT_S) -> dict[Key, RankReport]:
-        """All reports. Decode ranks compare only after every prefill rank has reported. Ranks give
-        up before `limit_s` without a report is over, so that they can say what did not come."""
+    def reports(self, limit_s: float = REPORT_S) -> dict[Key, RankReport]:
+        """All reports. Decode ranks compare only after every prefill rank has reported."""
         found: dict[Key, RankReport] = {}
         while len(found) < len(self._keys):
             if all(key in found for key in self._keys if key[0] == "prefill"):
