@@ -161,7 +161,7 @@ def test_with_the_variable_alone_a_plugin_that_is_left_out_cannot_speak(
 ) -> None:
     """No code of it runs: the peer refuses the pair, and the scripts and the doctor say it before.
 
-    test_one_sided.py, tests/pure/test_launch_scripts.py, tests/pure/test_doctor.py.
+    test_routers.py, tests/pure/test_launch_scripts.py, tests/pure/test_doctor.py.
     """
     environ = {**ENV, "SGLANG_PLUGINS": "other"}
     launched = unplugged.call(dynamo, FLAGS, **environ)
