@@ -27,7 +27,7 @@ PART="test_seams or are_as_listed or another_sglang or (test_targets and hybrid)
 PART="$PART or test_page_sizes or P2-D1 or test_plan or test_early_sends"
 PART="$PART or test_peers"
 RING="$PART or test_matrix or test_faults or test_stock"
-RING="$RING or test_bootstrap or test_dcp"
+RING="$RING or test_bootstrap"
 SERVERS=" P2-D1 or P1-D2 or nixl-P2-D1 or nixl-P1-D2 or test_dynamo "
 
 # The rings set the environment of SGLang's CPU engine for their whole process; the others do without.
