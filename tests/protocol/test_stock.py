@@ -73,7 +73,7 @@ def test_scatter_is_wrong_at_low_page_numbers() -> None:
 
 
 def test_context_parallelism_with_a_hybrid_target_is_wrong_without_an_error() -> None:
-    """P > D: of two prefill ranks one sends nothing. test_matrix.py: with the plugin it is right."""
+    """P > D: of two prefill ranks one sends nothing. With the plugin: test_matrix.py."""
     outcome = run(stock(4, 2, dcp=2, hybrid=True, requests=(Request(8),)))
     assert outcome.statuses == {"success"}
     assert outcome.wrong
