@@ -23,11 +23,11 @@ cd "$MIXKV_ROOT"
 
 OLDEST=0.5.21
 OLDER="0.5.21 0.5.22"
-PART="test_seams or are_as_listed or another_sglang or test_hybrid_target or test_dtypes"
+PART="test_seams or are_as_listed or another_sglang or (test_targets and hybrid) or test_dtypes"
 PART="$PART or test_page_sizes or P2-D1 or test_plan or test_early_sends"
 PART="$PART or test_peers"
-RING="$PART or test_matrix or test_channel or test_faults or test_stock or test_one_sided"
-RING="$RING or test_bootstrap or test_dcp or test_host_cache"
+RING="$PART or test_matrix or test_faults or test_stock"
+RING="$RING or test_bootstrap"
 SERVERS=" P2-D1 or P1-D2 or nixl-P2-D1 or nixl-P1-D2 or test_dynamo "
 
 # The rings set the environment of SGLang's CPU engine for their whole process; the others do without.

@@ -47,6 +47,11 @@ HOST_CACHE = (
     "--max-total-tokens", "640",
 )  # fmt: skip
 """A pool that is smaller than the prompts together: one that comes again was evicted."""
+BY_PAGE = ("--hicache-mem-layout", "page_first_direct")
+# Decode keeps room for what a request may still generate.
+DECODE_HOST = (
+    *HOST_CACHE, *DECODE_CACHE, "--max-total-tokens", "1024", "--num-reserved-decode-tokens", "256",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,14 +106,16 @@ def full(*args: object, **kwargs: object) -> object:
 CASES = [
     Case("P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES)),
     Case("nixl-dflash-P1-D2", TP1, TP2, "mla-dflash", backend="nixl", spawn=True),
-    Case("P2-D2dp", TP2, TP2_DP2),
+    Case("P2-host-D1", (*TP2, *HOST_CACHE), (*TP1, *PAGES)),
+    full("P2-D2dp", TP2, TP2_DP2),
     full("P1-D2", TP1, TP2, patience="1"),
     full("nixl-P2-D1", TP2, TP1, backend="nixl"),
     full("nixl-P1-D2", TP1, TP2, backend="nixl"),
     full("P2dp-D1", TP2_DP2_OLDER, TP1),
     full("dspark-P1pp2-D2", TP1_PP2, TP2, "mla-dspark"),
     full("gqa-P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES), "gqa"),
-    full("P2-D1-host", (*TP2, *HOST_CACHE), (*TP1, *PAGES)),
+    full("P1-host-D2", (*TP1, *HOST_CACHE, *BY_PAGE), (*TP2, *PAGES)),
+    full("P2-host-of-D1", (*TP2, *PAGES), (*TP1, *DECODE_HOST)),
     full("P2-D1-decode-cache", (*TP2, *PAGES), (*TP1, *PAGES, *DECODE_CACHE)),
     full("P1-D2-window-decode-cache", TP1, (*TP2, *DECODE_CACHE), shared=WINDOW),
     full("gqa-P1-D2-decode-cache", TP1, (*TP2, *DECODE_CACHE), "gqa"),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ import pytest
 
 from mixkv_cpu import SPAWN_ENV
 from mixkv_demo import launch
-from mixkv_demo.launch import Launch, Topology, without_drafter
+from mixkv_demo.launch import Launch, Topology
 from mixkv_demo.pair import prompts, request_body
 from mixkv_demo.ports import free_port
 from mixkv_demo.processes import Fleet, ServerProcess
@@ -40,7 +39,6 @@ from .conftest import (
     TP2,
     TP2_DP2_OLDER,
     Reference,
-    cold,
     counts,
     record,
     warm_share,
@@ -146,29 +144,23 @@ def worker(
 @contextmanager
 def dynamo(
     topology: Topology,
-    prefill: dict[str, str] = OPTED_IN,
-    decode: dict[str, str] = OPTED_IN,
-    *,
-    drafting_prefill: bool = True,
-    serves: bool = True,
+    enabled: dict[str, str] = OPTED_IN,
     form: Callable[[Flags, Path], Flags] = as_given,
     of_frontend: Flags = (),
 ) -> Iterator[Workers]:
     with Fleet() as fleet:
         home = fleet.folder("home")
         first, second, _ = launch.prefill_and_decode("mla", topology)
-        first = first if drafting_prefill else without_drafter(first)
         launches = {
             "frontend": frontend(home, of_frontend),
-            "prefill": worker(first, home, prefill, form),
-            "decode": worker(second, home, decode, form),
+            "prefill": worker(first, home, enabled, form),
+            "decode": worker(second, home, enabled, form),
         }
         started = {n: fleet.start(n, one.argv, one.env) for n, one in launches.items()}
         servers = (launches["prefill"], launches["decode"])
         deployment = Deployment(fleet, launches["frontend"].url, servers)
         workers = Workers(deployment, started, launches)
-        if serves:
-            workers.wait()
+        workers.wait()
         yield workers
 
 
@@ -178,21 +170,6 @@ def frontend(home: Path, further: Flags = ()) -> Launch:
     return with_dynamo(
         Launch("frontend", (), launch.local_env(), port), home, "dynamo.frontend", flags
     )
-
-
-@contextmanager
-def single(enabled: dict[str, str], *, serves: bool = True) -> Iterator[Workers]:
-    """A frontend and one worker that does prefill and decode."""
-    with Fleet() as fleet:
-        home = fleet.folder("home")
-        server = launch.server("server", "mla", ())
-        launches = {"frontend": frontend(home), "server": worker(server, home, enabled, as_given)}
-        started = {n: fleet.start(n, one.argv, one.env) for n, one in launches.items()}
-        deployment = Deployment(fleet, launches["frontend"].url, (launches["server"],))
-        workers = Workers(deployment, started, launches)
-        if serves:
-            workers.wait()
-        yield workers
 
 
 @contextmanager
@@ -239,10 +216,11 @@ def test_a_pair_of_workers(reference: Reference) -> None:
     check(Topology(TP2, TP1, backend="nixl"), "nixl 2 -> 1", reference)
 
 
+@pytest.mark.full
 def test_without_the_plugin_the_drafter_is_lost(reference: Reference) -> None:
     """The control."""
     expected = reference("mla", ()).fixed
-    with dynamo(Topology(TP2, TP1, backend="nixl"), STOCK, STOCK) as workers:
+    with dynamo(Topology(TP2, TP1, backend="nixl"), STOCK) as workers:
         answers = workers.answers()
         assert BANNER not in workers.log("decode")
     record(f"Dynamo {DYNAMO}, nixl 2 -> 1, stock", answers, expected)
@@ -274,62 +252,3 @@ def test_settings_in_a_file_and_the_kv_router(reference: Reference) -> None:
 def test_sidecars_beside_the_servers(reference: Reference) -> None:
     topology = Topology(TP2, TP1, ENABLE, ENABLE, backend="nixl")
     check(topology, "nixl 2 -> 1, sidecars", reference, beside_servers(topology))
-
-
-@pytest.mark.full
-def test_one_worker_without_disaggregation(reference: Reference) -> None:
-    """Not opted in, SGLang is untouched."""
-    expected = reference("mla", ()).fixed
-    with single(STOCK) as workers:
-        answers = workers.answers()
-    record(f"Dynamo {DYNAMO}, aggregated", answers, expected)
-    same(answers, expected)
-
-
-@pytest.mark.full
-def test_one_worker_that_opts_in_does_not_start() -> None:
-    with single(OPTED_IN, serves=False) as workers:
-        process, deadline = workers.processes["server"], time.monotonic() + STARTED_S
-        while "MIXKV-START-03" not in workers.log("server"):
-            assert time.monotonic() < deadline, workers.log("server")
-            time.sleep(1)
-        assert process.process.wait(STARTED_S) != 0
-
-
-@pytest.mark.full
-def test_a_worker_that_is_killed_and_started_again(reference: Reference) -> None:
-    expected = reference("mla", ()).fixed
-    with dynamo(Topology(TP2, TP1, backend="nixl")) as workers:
-        fleet, again = workers.deployment.fleet, workers.launches["prefill"]
-        fleet.signal(workers.processes["prefill"], signal.SIGKILL)
-        fresh = {**again.env, "DYN_SYSTEM_PORT": str(free_port())}
-        fleet.start("prefill again", again.argv, fresh)
-        workers.wait()
-        answers = workers.answers()
-    record(f"Dynamo {DYNAMO}, nixl 2 -> 1, prefill restarted", answers, expected)
-    same(answers, expected)
-
-
-@pytest.mark.full
-def test_a_prefill_worker_without_a_drafter(reference: Reference) -> None:
-    """Drafting on decode alone: served cold."""
-    expected = reference("mla", ()).fixed
-    with dynamo(Topology(TP2, TP1, backend="nixl"), drafting_prefill=False) as workers:
-        before = counts(workers.deployment)
-        answers = workers.answers()
-        counted = counts(workers.deployment)
-    counted.subtract(before)
-    record(f"Dynamo {DYNAMO}, nixl 2 -> 1, decode alone drafts", answers, expected)
-    assert [a.tokens for a in answers] == [a.tokens for a in expected]
-    assert cold(counted) == len(answers)
-
-
-@pytest.mark.full
-def test_a_worker_that_is_not_opted_in_is_refused() -> None:
-    with dynamo(Topology(TP2, TP1, backend="nixl"), prefill=STOCK, serves=False) as workers:
-        deadline = time.monotonic() + STARTED_S
-        while "MIXKV-PAIR-01" not in workers.log("decode"):
-            assert time.monotonic() < deadline, workers.log("decode")
-            with pytest.raises(RequestFailed):
-                workers.ask(prompts()[0])
-            time.sleep(2)

@@ -79,16 +79,10 @@ def test_leaving_the_context_ends_the_whole_tree(tmp_path: Path) -> None:
         start_stubborn(fleet, tmp_path)
         pids = ids(tmp_path)
         assert not any(map(gone, pids))
-    assert all(map(gone, pids))
-    assert not fleet.root.exists()
-
-
-def test_servers_share_the_session_of_who_starts_them(tmp_path: Path) -> None:
-    with Fleet() as fleet:
-        start_stubborn(fleet, tmp_path)
-        pids = ids(tmp_path)
         assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}
         assert os.getpgrp() not in map(os.getpgid, pids)  # Ctrl-C is their starter's alone
+    assert all(map(gone, pids))
+    assert not fleet.root.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -103,21 +97,21 @@ def test_a_killed_starter_leaves_nothing(tmp_path: Path, number: signal.Signals)
     assert eventually(lambda: not root.exists())
 
 
-def test_a_server_that_dies_is_noticed_with_its_last_words() -> None:
-    script = "print('out of cheese'); raise SystemExit(7)"
+@pytest.mark.parametrize(
+    ("printed", "words"),
+    [
+        ("'out of cheese'", r"out of cheese"),
+        ("'x.OperatorError: no cheese\\n' + 'dump\\n' * 99",
+         r"its last error:\nx\.OperatorError: no cheese\n"),
+    ],
+    ids=["last words", "error that much follows"],
+)  # fmt: skip
+def test_a_server_that_dies_is_noticed(printed: str, words: str) -> None:
+    script = f"print({printed}); raise SystemExit(7)"
     with Fleet() as fleet:
         server = fleet.start("brief", [sys.executable, "-c", script], {})
         assert server.process.wait(15) == 7
-        with pytest.raises(ServerDied, match=r"(?s)brief ended with status 7.*out of cheese"):
-            fleet.check()
-
-
-def test_the_error_that_ended_a_server_is_told_though_much_follows_it() -> None:
-    script = "print('x.OperatorError: no cheese\\n' + 'dump\\n' * 99); raise SystemExit(7)"
-    with Fleet() as fleet:
-        server = fleet.start("brief", [sys.executable, "-c", script], {})
-        assert server.process.wait(15) == 7
-        with pytest.raises(ServerDied, match=r"(?s)its last error:\nx\.OperatorError: no cheese\n"):
+        with pytest.raises(ServerDied, match=rf"(?s)brief ended with status 7.*{words}"):
             fleet.check()
 
 

@@ -115,7 +115,8 @@ def test_a_gqa_target_through_sglangs_staging_buffer(case: Case, reference: Refe
     assert staged >= len(answers)
 
 
-@pytest.mark.parametrize("pair", ["mla-dflash", pytest.param("mla", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("pair", ["mla-dflash", "mla"])
 def test_a_pair_that_drafts_on_decode_alone(pair: str, reference: Reference) -> None:
     """The drafter is cold, the output is the single server's."""
     case = Case(f"{pair}-P2-D1, decode alone drafts", TP2, TP1, pair)

@@ -1,10 +1,9 @@
 """Every test of the ring needs SGLang, with the plugin loaded.
 
 The tests of a module with the mark `transports` run over Mooncake and over NIXL; with tcp=True also
-over NIXL where UCX has TCP alone, and neither shared memory nor CMA. Of a function's cases over
-NIXL the first runs by default, and each one after so many more; over its TCP the first; the rest
-with --full. Of the cases of a function with the mark `sampled` a part runs over Mooncake, too:
-those that their names' checksums pick, so that no parameter decides.
+over NIXL where UCX has TCP alone, and neither shared memory nor CMA. With the mark's number, which
+is 1 or 2, a function's cases run by default so that each value of each parameter, or each pair of
+values of two parameters, is in one of them; the transport is a parameter. The rest needs --full.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from hashlib import sha256
+from itertools import combinations
 
 import pytest
 from rig import model
@@ -61,21 +61,31 @@ def transports(item: pytest.Item) -> pytest.Mark | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    seen: dict[tuple[str, str], int] = defaultdict(int)
+    functions: dict[tuple[str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
-        mark, call = item.get_closest_marker("transports"), getattr(item, "callspec", None)
-        name = None if call is None else call.params.get("backend")
-        if name not in ("nixl", TCP) and _left_out(item):
+        mark = item.get_closest_marker("transports")
+        if mark is not None and mark.args and "full" not in item.keywords:
+            functions[item.nodeid.partition("[")[0], mark.args[0]].append(item)
+    for (_, strength), cases in functions.items():
+        for item in set(cases) - covering(cases, strength):
             item.add_marker(pytest.mark.full)
-        if mark is None or name not in ("nixl", TCP):
-            continue
-        kind = item.nodeid.partition("[")[0], name
-        sampled = seen[kind] == 0 if name == TCP else seen[kind] % mark.kwargs["every"] == 0
-        if not sampled:
-            item.add_marker(pytest.mark.full)
-        seen[kind] += 1
 
 
-def _left_out(item: pytest.Item) -> bool:
-    sampled = item.get_closest_marker("sampled")
-    return sampled is not None and sha256(item.name.encode()).digest()[0] % sampled.args[0] > 0
+def covering(cases: list[pytest.Item], strength: int) -> set[pytest.Item]:
+    """Each time the case with the most combinations of values that no other one has. Of equals
+    their names' checksums pick, so that no parameter's order decides."""
+    ordered = sorted(cases, key=lambda case: sha256(case.name.encode()).digest())
+    missing = {case: combinations_of(case, strength) for case in ordered}
+    chosen = set[pytest.Item]()
+    while missing:
+        best = max(missing, key=lambda case: len(missing[case]))
+        chosen.add(best)
+        met = missing[best]
+        missing = {case: left - met for case, left in missing.items() if left - met}
+    return chosen
+
+
+def combinations_of(case: pytest.Item, strength: int) -> set[tuple[tuple[str, str], ...]]:
+    call = getattr(case, "callspec", None)
+    values = sorted((name, repr(value)) for name, value in call.params.items()) if call else []
+    return {*combinations(values, min(strength, len(values)))}

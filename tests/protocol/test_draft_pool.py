@@ -103,51 +103,39 @@ def test_beside_context_parallelism_its_pages_are_larger(tmp_path: Path) -> None
     assert page_size == 2 * CASE.page_size
 
 
-def with_heads(tmp_path: Path, change: Callable[[Any], None]) -> Any:
-    def changed(cache: Cache, tp: int) -> Any:
+def changed(**attributes: Any) -> Callable[[Cache, int], Any]:
+    """A plain pool with these attributes."""
+
+    def build(cache: Cache, tp: int) -> Any:
         pool = plain_pool(cache, tp)
-        change(pool)
+        vars(pool).update(attributes)
         return pool
 
-    return found(tmp_path, Cache("mha", heads=4), build=changed)
+    return build
 
 
-def scaled(pool: Any) -> None:
-    pool.k_scale_buffer = [pool.k_buffer[0]]
+def windowed(_cache: Cache, _tp: int) -> Any:
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-
-def in_another_layout(pool: Any) -> None:
-    pool.kv_cache_layout = "hnd"
-
-
-def of_other_heads(pool: Any) -> None:
-    pool.head_num = 4
+    return SWAKVPool.__new__(SWAKVPool)
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("build", "reason"),
     [
-        (scaled, "have block scales beside them"),
-        (in_another_layout, "SGLANG_USE_HND_KVCACHE"),
-        (of_other_heads, "a pool of 4 heads where rank 0 of 2 should have 2 of 4"),
+        (changed(k_scale_buffer=[None]), "have block scales beside them"),
+        (changed(kv_cache_layout="hnd"), "SGLANG_USE_HND_KVCACHE"),
+        (changed(head_num=4), "a pool of 4 heads where rank 0 of 2 should have 2 of 4"),
+        (windowed, "its sliding-window layers have pages of their own"),
     ],
+    ids=["scales", "another layout", "other heads", "window"],
 )
 def test_a_pool_that_cannot_be_cut_does_not_start(
-    tmp_path: Path, change: Callable[[Any], None], reason: str
+    tmp_path: Path, build: Callable[[Cache, int], Any], reason: str
 ) -> None:
-    answer = with_heads(tmp_path, change)
+    answer = found(tmp_path, Cache("mha", heads=4), build=build)
     assert answer.startswith("MixKVError: [MIXKV-START-05]")
     assert reason in answer
-
-
-def test_a_pool_with_a_sliding_window_group_does_not_start(tmp_path: Path) -> None:
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-
-    def windowed(_cache: Cache, _tp: int) -> Any:
-        return SWAKVPool.__new__(SWAKVPool)
-
-    answer = found(tmp_path, Cache("mha", heads=4), build=windowed)
-    assert "its sliding-window layers have pages of their own" in answer
 
 
 # ---------------------------------------------------------------- which pools are hidden
@@ -175,39 +163,42 @@ def hidden(pool: Any) -> bool:
     return handed.pool is not None
 
 
-def test_a_pool_of_heads_is_hidden() -> None:
-    assert hidden(plain_pool(Cache("mha", heads=4), 2))
+def of_heads() -> Any:
+    return plain_pool(Cache("mha", heads=4), 2)
 
 
-def test_a_pool_of_heads_inside_a_hybrid_one_is_hidden() -> None:
-    assert hidden(SimpleNamespace(full_kv_pool=plain_pool(Cache("mha", heads=4), 2)))
+def of_mla(cache: Cache) -> Any:
+    return sglang_pool(Case(4, 1, page_size=64), cache, 2, 0, cache.layers)
 
 
-@pytest.mark.parametrize("cache", [Cache("mla"), Cache("mla", k_bytes=24, index_k=(True,))])
-def test_an_mla_pool_is_left_to_sglang(cache: Cache) -> None:
-    """Also with index keys, which travel as SGLang's state."""
+@pytest.mark.parametrize(
+    ("pool", "is_hidden"),
+    [
+        (of_heads, True),
+        (lambda: SimpleNamespace(full_kv_pool=of_heads()), True),  # inside a hybrid one
+        (lambda: of_mla(Cache("mla")), False),
+        (lambda: of_mla(Cache("mla", k_bytes=24, index_k=(True,))), False),  # keys are state
+        (lambda: None, False),
+        (lambda: SimpleNamespace(windows=[128]), False),  # DeepSeek-V4's: without heads
+    ],
+    ids=["heads", "hybrid", "mla", "index keys", "none", "windows"],
+)
+@forks.in_own_process
+def test_a_pool_of_heads_is_hidden_and_others_are_left_to_sglang(
+    pool: Callable[[], Any], is_hidden: bool
+) -> None:
+    from sglang.srt.runtime_context import publish
+    from sglang.srt.server_args import ServerArgs
 
-    def is_hidden() -> bool:
-        from sglang.srt.runtime_context import publish
-        from sglang.srt.server_args import ServerArgs
-
-        publish(ServerArgs(model_path="dummy"), role="tokenizer")
-        return hidden(sglang_pool(Case(4, 1, page_size=64), cache, 2, 0, cache.layers))
-
-    assert in_fork(is_hidden) is False
-
-
-@pytest.mark.parametrize("pool", [None, SimpleNamespace(windows=[128])])
-def test_a_drafter_without_kv_entries_is_left_to_sglang(pool: Any) -> None:
-    """DeepSeek-V4's: windows without heads, sent as state."""
-    assert not hidden(pool)
+    publish(ServerArgs(model_path="dummy"), role="tokenizer")
+    assert hidden(pool()) == is_hidden
 
 
 def test_the_pool_is_back_where_sglang_fails() -> None:
     def fails(_queue: Queue) -> None:
         raise ZeroDivisionError
 
-    queue = Queue(pool := plain_pool(Cache("mha", heads=4), 2))
+    queue = Queue(pool := of_heads())
     with pytest.raises(ZeroDivisionError):
         handover.around_init(fails, queue)
     assert queue.draft_token_to_kv_pool is pool

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from rig.model import Cache, Case, Request, page_tables
 from rig.rank import Rank, send, tokens_in
-from rig.ring import run
+from rig.ring import right, run
 from rig.special import Special
 
-pytestmark = pytest.mark.transports(every=2)
+pytestmark = pytest.mark.transports(1)
 
 DELAY_S, FORWARD_S = 0.05, 0.4
 REQUESTS = (Request(23, chunk_pages=2), Request(8))
@@ -73,17 +73,13 @@ def indices(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
 
 def test_an_early_chunk_waits_for_the_forward_that_writes_it() -> None:
     """prefill.py maybe_send_cached_prefix_chunk."""
-    outcome = run(Case(2, 1, requests=REQUESTS, special=Special(send=early)))
-    assert outcome.wrong == []
-    assert outcome.total("rooms_total", "warm") == len(REQUESTS)
+    right(Case(2, 1, requests=REQUESTS, special=Special(send=early)))
 
 
 @pytest.mark.mooncake_only
 def test_page_numbers_are_read_once_they_are_there() -> None:
     """prefill.py _send_kv_chunk, with supports_host_tensor_indices."""
-    outcome = run(Case(2, 1, requests=REQUESTS, special=Special(send=indices)))
-    assert outcome.wrong == []
-    assert outcome.total("rooms_total", "warm") == len(REQUESTS)
+    right(Case(2, 1, requests=REQUESTS, special=Special(send=indices)))
 
 
 def a_forward_under_way(rank: Rank) -> None:
@@ -104,14 +100,8 @@ def a_forward_under_way(rank: Rank) -> None:
 def test_a_stages_chunk_waits_for_its_forward() -> None:
     faults = {("prefill", number): a_forward_under_way for number in range(2)}
     target = Cache("mla", layers=4, k_bytes=24)
-    outcome = run(
-        Case(
-            1, 1, prefill_pp=2, target=target, requests=REQUESTS,
-            special=Special(faults=faults),
-        )
-    )  # fmt: skip
-    assert outcome.wrong == []
-    assert outcome.total("rooms_total", "warm") == len(REQUESTS)
+    special = Special(faults=faults)
+    right(Case(1, 1, prefill_pp=2, target=target, requests=REQUESTS, special=special))
 
 
 def an_earlier_forward(rank: Rank) -> None:

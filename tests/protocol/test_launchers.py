@@ -1,7 +1,7 @@
 """Each way to start SGLang opts in whole or not at all: the launcher, then what a rank is given.
 
 What a launcher does up to the start of its schedulers is real (rig/launchers.py). Refusals that
-need no launcher are in test_startup.py; whole servers in tests/e2e/test_launch.py.
+need no launcher are in test_startup.py; whole servers in tests/e2e.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def test_with_the_variable_alone_a_plugin_that_is_left_out_cannot_speak(
 ) -> None:
     """No code of it runs: the peer refuses the pair, and the scripts and the doctor say it before.
 
-    test_one_sided.py, tests/pure/test_launch_scripts.py, tests/pure/test_doctor.py.
+    test_routers.py, tests/pure/test_launch_scripts.py, tests/pure/test_doctor.py.
     """
     environ = {**ENV, "SGLANG_PLUGINS": "other"}
     launched = unplugged.call(dynamo, FLAGS, **environ)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from rig.model import Case, Request, draft_bytes
-from rig.ring import run
+from rig.model import Case, Request
+from rig.ring import right
 from rig.special import Special
 
-pytestmark = pytest.mark.transports(every=2)
+pytestmark = pytest.mark.transports(1)
 
 EDGES = (8, 7)  # tokens: ends on a page's boundary, and one token before
 
@@ -31,19 +31,9 @@ def test_rows_are_those_of_the_prompt(
     chunks = (0,) if (backend, surplus) == ("nixl", 2) else (0, 1)
     requests = tuple(itertools.starmap(Request, itertools.product(EDGES, (0, 2), chunks)))
     special = Special(surplus={"prefill": surplus})
-    case = Case(prefill_tp, decode_tp, requests=requests, special=special)
-    outcome = run(case)
-    assert outcome.wrong == []
-    assert outcome.statuses == {"success"}
-    assert outcome.total("rooms_total", "warm") == decode_tp * len(requests)
-    sent = outcome.total("sent_bytes_total")
-    assert sent == outcome.total("needed_bytes_total") == draft_bytes(case)
+    right(Case(prefill_tp, decode_tp, requests=requests, special=special))
 
 
 def test_a_prompt_that_decode_has_whole_needs_nothing() -> None:
     """SGLang's last chunk has no page then (decode.py, a prefix as long as the prompt)."""
-    requests = (Request(0, prefix_pages=2), Request(8))
-    outcome = run(Case(2, 1, requests=requests))
-    assert outcome.wrong == []
-    assert outcome.statuses == {"success"}
-    assert outcome.total("rooms_total", "warm") == len(requests)
+    right(Case(2, 1, requests=(Request(0, prefix_pages=2), Request(8))))

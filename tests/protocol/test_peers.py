@@ -1,5 +1,5 @@
 """Peers without the channel: stock ones, and those of release 0.2, of which the answer to GET
-/mixkv and a decode rank's messages are recorded in fixtures/.
+/mixkv is recorded in fixtures/.
 
     prefill    decode    what a request gets
     stock      ours      refused by decode, in words, before any message of SGLang's
@@ -27,10 +27,9 @@ from sglang_mixkv.errors import MixKVError
 
 from .test_bootstrap import Server, row, server  # noqa: F401
 
-pytestmark = pytest.mark.transports(every=3)
+pytestmark = pytest.mark.transports(2)
 
-RECORDED = json.loads((Path(__file__).parent / "fixtures" / "release_0_2.json").read_text())
-ANSWER: bytes = RECORDED["answer"].encode()
+ANSWER = (Path(__file__).parent / "fixtures" / "release_0_2.json").read_bytes()
 PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 REQUESTS = (Request(23, chunk_pages=2), Request(8), Request(12, prefix_pages=2))
 
@@ -54,8 +53,11 @@ def is_silent(rank: Rank) -> None:
 def refused_by_decode(
     words: str, prefill_tp: int, decode_tp: int, stock_ranks: Any = (), **case: Any
 ) -> Outcome:
-    """Every request, in these words, and nothing was sent."""
-    faults = {("decode", rank): is_silent for rank in range(decode_tp)}
+    """Every request, in these words, and nothing was sent. Decode refuses at once, and repeats
+    prefill's ABORT for 8 s, which a rank that is not up would never get: a decode rank waits for
+    all ranks that have an entry here."""
+    faults: Any = {("decode", rank): is_silent for rank in range(decode_tp)}
+    faults |= {("prefill", rank): lambda _: None for rank in range(prefill_tp)}
     special = Special(faults=faults, failed_rooms_stay_clean=True, stock_ranks=stock_ranks)
     outcome = run(Case(prefill_tp, decode_tp, requests=REQUESTS, special=special, **case))
     assert outcome.wrong == []
@@ -131,22 +133,3 @@ def test_a_decode_of_release_0_2_reads_another_protocol(server: Server) -> None:
     answer = requests.get(f"http://{server.address}{PATH}", timeout=5).json()
     assert isinstance(answer["protocol"], int)
     assert answer["protocol"] != json.loads(ANSWER)["protocol"]
-
-
-@pytest.mark.parametrize("message", ["_register_kv_args", "send_metadata"])
-def test_messages_of_a_decode_of_release_0_2_are_sglangs(message: str, backend: str) -> None:
-    """Should one come all the same, SGLang's thread goes on: what follows its own frames is not
-    read."""
-    if backend == "nixl":
-        from sglang.srt.disaggregation.nixl import conn
-    else:
-        from sglang.srt.disaggregation.mooncake import conn
-    frames = [bytes.fromhex(frame) for frame in RECORDED[backend][message]]
-    frames = frames[1:] if backend == "nixl" else frames  # the guard, which its thread takes off
-    registers = message == "_register_kv_args"
-    read = (conn.KVArgsRegisterInfo if registers else conn.TransferInfo).from_zmq
-    found = read(frames)
-    assert found.endpoint == "127.0.0.1"
-    if registers:
-        assert frames[-1].startswith(b"MIXKV")
-        assert repr(read(frames[:-1])) == repr(found)

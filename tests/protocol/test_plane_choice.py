@@ -12,8 +12,6 @@ from sglang_mixkv import config
 from sglang_mixkv.channel import mooncake, nixl, planes
 from sglang_mixkv.errors import MixKVError
 
-pytestmark = pytest.mark.mooncake_only
-
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
@@ -30,24 +28,27 @@ def taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return take
 
 
-def test_a_reader_over_ucx_without_rdma_could_end_its_peer(taken: Any) -> None:
-    """tests/protocol/test_data_planes.py test_a_reader_that_dies_leaves_its_peer_alone"""
-    assert taken("nixl") == "mooncake"
-
-
-def test_with_rdma_each_backend_has_its_own(taken: Any) -> None:
-    assert taken("nixl", ("mlx5_0",)) == "nixl"
-    assert taken("mooncake") == "mooncake"
+@pytest.mark.parametrize(
+    ("backend", "devices", "asked", "plane"),
+    [
+        ("mooncake", (), "", "mooncake"),
+        # A reader over UCX could end its peer: test_data_planes.py
+        # test_a_reader_that_dies_leaves_its_peer_alone.
+        ("nixl", (), "", "mooncake"),
+        ("nixl", ("mlx5_0",), "", "nixl"),
+        ("nixl", (), "nixl", "nixl"),
+        ("nixl", ("mlx5_0",), "mooncake", "mooncake"),
+    ],
+)
+def test_each_backend_has_its_own_or_what_the_operator_asks_for(
+    taken: Any, backend: str, devices: tuple[str, ...], asked: str, plane: str
+) -> None:
+    assert taken(backend, devices, asked) == plane
 
 
 def test_another_nixl_backend_is_not_ucx(taken: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_DISAGGREGATION_NIXL_BACKEND", "LIBFABRIC")
     assert taken("nixl") == "nixl"
-
-
-@pytest.mark.parametrize("name", ["nixl", "mooncake"])
-def test_the_operator_may_choose(taken: Any, name: str) -> None:
-    assert taken("nixl", asked=name) == name
 
 
 def test_without_mooncake_it_does_not_start(taken: Any, monkeypatch: pytest.MonkeyPatch) -> None:

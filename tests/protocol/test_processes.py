@@ -108,7 +108,7 @@ def by_sglang_alone(result: Result) -> None:
     assert [one for one in failed(result.ended) if "sglang-mixkv" in one.reason] == []
 
 
-@pytest.mark.transports(every=3)
+@pytest.mark.transports(1)
 @pytest.mark.parametrize("end", ["killed", "stopped", "its port closed"])
 def test_a_rank_that_sends_draft_kv_alone(end: str, backend: str) -> None:
     """It dies, or it goes on later. No request fails; B's notice nothing."""
@@ -242,7 +242,7 @@ def test_the_second_hundred_lose_no_time() -> None:
     assert len(waited) <= 3 + 4
 
 
-@pytest.mark.transports(every=1)
+@pytest.mark.transports
 @pytest.mark.parametrize("same_ports", [False, full(True)], ids=["other ports", "the same ports"])
 def test_a_server_is_restarted(same_ports: bool, backend: str) -> None:
     """Requests fail that it had, by SGLang's own word; later ones are served, and warm."""

@@ -10,10 +10,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from rig.model import Cache, Case, Request, draft_bytes
-from rig.ring import run
+from rig.model import Cache, Case, Request
+from rig.ring import right, run
 
-pytestmark = pytest.mark.transports(every=4)
+pytestmark = pytest.mark.transports(1)
 
 SAMPLE, WIDE = 12, 400
 SIZES = (1, 2, 4, 8)
@@ -102,12 +102,9 @@ def test_random_case(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = random_case(number)
     if is_refused(case):
         monkeypatch.setenv("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "3")
-    outcome = run(case)
-    assert outcome.wrong == [], case
-    if is_refused(case):
+        outcome = run(case)
+        assert outcome.wrong == [], case
         assert outcome.statuses == {"failed"}
         assert "MIXKV-PAIR-03" in outcome.reasons
-        return
-    assert outcome.statuses == {"success"}, outcome.reasons
-    assert outcome.total("sent_bytes_total") == outcome.total("needed_bytes_total")
-    assert outcome.total("sent_bytes_total") == draft_bytes(case)
+    else:
+        right(case)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from rig.traffic import Traffic, judge, run_beside
 
-pytestmark = pytest.mark.transports(every=1)
+pytestmark = pytest.mark.transports
 
 DIRECTIONS = [(2, 1), (1, 2)]
 TIMEOUTS = {

@@ -31,9 +31,26 @@ def test_classes_are_sglangs_own() -> None:
     assert found[KVClassType.BOOTSTRAP_SERVER] is conn.MooncakeKVBootstrapServer
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4])
-def test_equal_tp_is_right(tp: int) -> None:
-    outcome = run(stock(tp, tp))
+DSA = Cache("mla", layers=4, k_bytes=24, index_k=(True, False, True, False))
+OF_DSA = {"target": DSA, "page_size": 64, "requests": (Request(150, chunk_pages=1), Request(64))}
+RIGHT: dict[str, Case] = {
+    "equal TP": stock(2, 2),
+    "heads replicated on both sides": stock(4, 2, draft=Cache("mha", heads=1)),
+    "one head of two": stock(4, 2, draft=Cache("mha", heads=2)),
+    "DCP at equal TP": stock(2, 2, dcp=2, requests=(Request(23, chunk_pages=1), Request(8))),
+    # Index keys are the same on every rank: they come from the one that sends the target.
+    "DSA": stock(2, 2, **OF_DSA),
+    "DSA with its MTP layer, stages": stock(
+        2, 2, prefill_pp=2, draft=Cache("mla", k_bytes=24, index_k=(True,)), **OF_DSA
+    ),
+    "DSA without a drafter, P > D": stock(2, 1, draft=None, **OF_DSA),
+    "DSA without a drafter, P < D": stock(1, 2, draft=None, **OF_DSA),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_needs_no_plugin_is_right(name: str) -> None:
+    outcome = run(RIGHT[name])
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
 
@@ -55,17 +72,8 @@ def test_scatter_is_wrong_at_low_page_numbers() -> None:
     assert any("draft entry" in wrong for wrong in outcome.wrong)
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-def test_heads_replicated_on_both_sides_are_right(heads: int) -> None:
-    assert run(stock(4, 2, draft=Cache("mha", heads=heads))).wrong == []
-
-
-def test_context_parallelism_at_equal_tp_is_right() -> None:
-    assert run(stock(2, 2, dcp=2, requests=(Request(23, chunk_pages=1), Request(8)))).wrong == []
-
-
 def test_context_parallelism_with_a_hybrid_target_is_wrong_without_an_error() -> None:
-    """P > D: of two prefill ranks one sends nothing. With the plugin it is right (test_dcp.py)."""
+    """P > D: of two prefill ranks one sends nothing. With the plugin: test_matrix.py."""
     outcome = run(stock(4, 2, dcp=2, hybrid=True, requests=(Request(8),)))
     assert outcome.statuses == {"success"}
     assert outcome.wrong
@@ -80,33 +88,6 @@ def test_context_parallelism_at_unequal_tp_ends_the_transfer_thread(
     outcome = run(stock(1, 2, dcp=2, requests=(Request(8),)))
     assert "success" not in outcome.statuses
     assert any("has ended" in wrong for wrong in outcome.wrong)
-
-
-DSA = Cache("mla", layers=4, k_bytes=24, index_k=(True, False, True, False))
-MTP = Cache("mla", k_bytes=24, index_k=(True,))
-
-
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("draft", [Cache("mha", heads=4), MTP], ids=["mha", "mtp"])
-def test_dsa_at_equal_tp_is_right(tp: int, stages: int, draft: Cache) -> None:
-    """As with the plugin in test_matrix.py, layers without index keys included."""
-    requests = (Request(150, chunk_pages=1), Request(64))
-    outcome = run(
-        stock(
-            tp, tp, target=DSA, draft=draft, page_size=64, prefill_pp=stages, requests=requests
-        )
-    )  # fmt: skip
-    assert outcome.wrong == []
-    assert outcome.statuses == {"success"}
-
-
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
-def test_dsa_without_drafter_is_right(prefill_tp: int, decode_tp: int) -> None:
-    """Index keys are the same on every rank: they come from the one that sends the target."""
-    outcome = run(stock(prefill_tp, decode_tp, target=DSA, draft=None, page_size=64))
-    assert outcome.wrong == []
-    assert outcome.statuses == {"success"}
 
 
 def abort_at_once(rank: Rank) -> None:
@@ -124,7 +105,7 @@ def abort_at_once(rank: Rank) -> None:
     cls.init = aborting
 
 
-@pytest.mark.transports(every=1)
+@pytest.mark.transports
 def test_metadata_of_a_request_that_has_hung_up_stay_in_sglangs_tables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -1,7 +1,4 @@
-"""Launch lines that people use (rig/recipes.py): what the plan says of each pair.
-
-Their bytes: tests/protocol/test_recipes.py.
-"""
+"""Launch lines that people use (rig/recipes.py): what the plan says of each pair."""
 
 from __future__ import annotations
 

@@ -1,27 +1,27 @@
-"""SGLang's own faults that are tried on the protocol ring.
+"""Faults of SGLang's own and of the draft channel that are tried on the protocol ring.
 
-The first request meets the fault. The second one is clean, follows on servers that nobody
-restarted by hand, and must be right to the last byte, as must every byte of every decode
-buffer that is not the failed request's own.
+The first request meets the fault. The second one is clean, follows on the same servers, and must
+be right to the last byte, as must every byte of every decode buffer that is not the failed
+request's own. A drafter's trouble ends no request: the one that met it is served, cold where rows
+did not come. What ends a request are faults of SGLang's own transfer, and a decode rank that cannot
+even clear its rows. Ranks and bootstrap servers that go away: tests/protocol/test_processes.py.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rig.memory import RankReport
 from rig.model import Case, Request
-from rig.rank import NOT_YET, Rank, send
+from rig.rank import Rank, send
 from rig.ring import Outcome
-from rig.special import Inject, Special
+from rig.special import Inject, Key, Special
+
+from sglang_mixkv.draft.rows import DraftRows
 
 # The prefill's is longer: a rank that is done early opens its next room at once, and waits
 # there while another rank's request still ends by the decode side's timeout (and its ABORT).
@@ -36,7 +36,6 @@ TIMEOUTS = {
 }
 TWO_ROUNDS = {"requests": (Request(12), Request(9)), "rounds": ((0,), (1,))}
 CHUNKED = {"requests": (Request(12, chunk_pages=1), Request(9)), "rounds": ((0,), (1,))}
-STALL_S = 6
 REGISTERED_S = 0.3  # what one prefill rank has read, the others have read by then
 GONE = "waiting left", "parts left"  # a room that no request came for is known for a minute
 
@@ -93,7 +92,7 @@ def _drafters(fault: Fault, outcome: Outcome) -> Iterator[str]:
 
 
 def _endings(fault: Fault, report: RankReport) -> Iterator[str]:
-    """What is wrong with how a rank's requests ended; a restarted rank knows only the last."""
+    """What is wrong with how a rank's requests ended."""
     *before, last = report.status or ["nothing"]
     allowed = {"success", "failed"}
     if report.side == "decode" and fault.ends != "either":
@@ -102,96 +101,6 @@ def _endings(fault: Fault, report: RankReport) -> Iterator[str]:
         yield f"a request that met the fault ended with {before}, not {allowed}"
     if last != "success":
         yield f"the last request ended with {last}"
-
-
-# ---------------------------------------------------------------- peers
-
-
-def die_when_sending(prefill_rank: int, rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
-    """SIGKILL in the middle of a request: its first chunk has left, the others never will."""
-    send(rank, sender, chunk, state)
-    if rank.rank == prefill_rank and not rank.life and sender.curr_idx == 1:
-        time.sleep(0.3)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def hold_the_rest(rank: Rank, sender: Any, chunk: Any, state: Any) -> Any:
-    """Chunks of the first request leave half a second apart."""
-    return send_after(0.5 if sender.curr_idx else 0.0, rank, sender, chunk, state)
-
-
-def send_after(delay: float, rank: Rank, sender: Any, chunk: Any, state: Any) -> Any:
-    """Send a chunk of the first request so long after the one before."""
-    first = sender.bootstrap_room == rank.rooms()[0]
-    if first and time.monotonic() < getattr(sender, "sent_at", 0.0) + delay:
-        return NOT_YET
-    send(rank, sender, chunk, state)
-    sender.sent_at = time.monotonic()
-    return None
-
-
-def die_when_receiving(rank: Rank) -> None:
-    """SIGKILL once a byte of the first request has arrived, and its registration everywhere.
-
-    Over NIXL a prefill rank that reads the registration of a process that has gone loses its
-    bootstrap thread, and all later requests (NixlKVManager._start_bootstrap_thread)."""
-    entries = rank.pools["target"]
-    before = [entry.copy() for entry in entries]
-
-    def watch() -> None:
-        while all((old == new).all() for old, new in zip(before, entries, strict=True)):
-            time.sleep(0.001)
-        time.sleep(REGISTERED_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def stall_when_sending(prefill_rank: int, rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
-    """SIGSTOP in the middle of a request, SIGCONT after STALL_S."""
-    send(rank, sender, chunk, state)
-    first = sender.bootstrap_room == rank.rooms()[0]
-    if first and rank.rank == prefill_rank and sender.curr_idx == 1:
-        subprocess.Popen(["sh", "-c", f"sleep {STALL_S}; kill -CONT {os.getpid()}"])
-        os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def bootstrap_away(rank: Rank) -> None:
-    """The bootstrap server's port closes, and opens again with the same table."""
-    old = rank.bootstrap
-    while not old._is_ready():  # a rank that registers into a closed port is never found
-        time.sleep(0.01)
-    table = {name: value for name, value in vars(old).items() if name not in OF_THE_SERVER}
-
-    class Back(rank.kv_class["bootstrap_server"]):
-        def run(self) -> None:
-            vars(self).update(table)
-            super().run()
-
-    def back() -> None:
-        time.sleep(STALL_S)
-        rank.bootstrap = Back("127.0.0.1", rank.ports[0])
-
-    old.close()
-    rank.case.shared.away.set()
-    threading.Thread(target=back, daemon=True).start()
-
-
-def start_when_away(rank: Rank) -> None:
-    """This rank's manager is made once the bootstrap server has gone."""
-    rank.case.shared.away.wait()
-
-
-OF_THE_SERVER = ("app", "thread", "lock", "_loop", "_runner", "_background_tasks")
-
-
-def send_around_bootstrap_away(rank: Rank, sender: Any, chunk: Any, state: Any) -> Any:
-    """The bootstrap server goes after the first chunk; the last one comes when it is back."""
-    last = sender.curr_idx == 2
-    sent = send_after(STALL_S + 1 if last else 0.0, rank, sender, chunk, state)
-    if sender.bootstrap_room == rank.rooms()[0] and sender.curr_idx == 1 and rank.rank == 0:
-        bootstrap_away(rank)
-    return sent
 
 
 # ---------------------------------------------------------------- aborts
@@ -243,94 +152,88 @@ def prefill_aborts(after_chunks: int, rank: Rank, sender: Any, chunk: Any, state
         sender.abort()
 
 
-STORM = tuple(Request(12 + i % 5) for i in range(24))
+# ---------------------------------------------------------------- the draft channel
 
 
-def storm() -> Case:
-    """24 rooms at once, 23 of them aborted, then a clean one."""
-    return Case(
-        2, 1, requests=(*STORM, Request(9)), rounds=(tuple(range(24)), (24,)),
-        special=Special(faults={("decode", 0): abort_after(0.0, count=23)}),
-    )  # fmt: skip
+def channel_of(rank: Rank) -> Any:
+    return rank.manager.decode_channel or rank.manager.prefill_channel
+
+
+def raising(*names: str) -> Inject:
+    """This rank's first call of each of these functions over rows raises."""
+
+    def broken(name: str) -> Callable[..., Any]:
+        real, met = getattr(DraftRows, name), []
+
+        def once(self: DraftRows, *args: Any) -> Any:
+            if met:
+                return real(self, *args)
+            met.append(1)
+            raise MemoryError(f"no memory to {name}")
+
+        return once
+
+    def inject(rank: Rank) -> None:
+        for name in names:
+            setattr(DraftRows, name, broken(name))
+
+    return inject
+
+
+def thread_ends(rank: Rank) -> None:
+    """This rank's channel thread ends at its next piece of work."""
+
+    def end(*_: Any) -> None:
+        raise SystemExit
+
+    setattr(channel_of(rank), "_look" if rank.side == "decode" else "_handle", end)
 
 
 # ---------------------------------------------------------------- the list
 
 
-def _decode_fault(inject: Inject, **special: Any) -> Callable[[], Case]:
-    return lambda: case(faults={("decode", 0): inject}, **special)
+DECODE, DRAFT_ONLY = ("decode", 0), ("prefill", 1)
+"""Ranks: of prefill's two, one sends an MLA target."""
 
 
-def _prefill_fault(rank: int, inject: Inject, **special: Any) -> Callable[[], Case]:
-    return lambda: case(faults={("prefill", rank): inject}, **special)
+def at(rank: Key, inject: Inject, **special: Any) -> Callable[[], Case]:
+    return lambda: case(faults={rank: inject}, **special)
 
 
-def _kills() -> Iterator[Fault]:
-    group = "kills and stalls"
-    yield Fault(
-        group, "decode killed while receiving, restarted",
-        lambda: case(chunked=True, faults={("decode", 0): die_when_receiving}, send=hold_the_rest,
-                     restart="decode"),
-    )  # fmt: skip
-    for rank, name in enumerate(("target's", "draft-only")):
-        yield Fault(
-            group, f"prefill killed while sending ({name} sender), restarted",
-            lambda rank=rank: case(chunked=True, send=partial(die_when_sending, rank),
-                                   restart="prefill"),
-            words="Lost connection",
-        )  # fmt: skip
-    for rank, name in enumerate(("target's", "draft-only")):
-        yield Fault(
-            group, f"{name} sender stalls",
-            lambda rank=rank: case(
-                chunked=True, send=partial(stall_when_sending, rank), lockstep=True
-            ),
-            words="" if rank == 0 else "timed out",
-        )  # fmt: skip
-    yield Fault(
-        group, "bootstrap server away, then back, before a request",
-        _prefill_fault(0, bootstrap_away, before={("decode", 0): start_when_away}),
-        ends="success",
-    )  # fmt: skip
-    yield Fault(
-        group, "bootstrap server away, then back, during a transfer",
-        lambda: case(chunked=True, send=send_around_bootstrap_away), words="Lost connection",
-    )  # fmt: skip
+def aborting(name: str, what: Callable[[], Case], ends: str = "failed", **more: Any) -> Fault:
+    more = {"words": "borted by", "stocks": True, "remains": GONE, **more}
+    return Fault("aborts and rooms", name, what, ends, **more)
 
 
-def _aborts() -> Iterator[Fault]:
-    group, words = "aborts and rooms", "Aborted by AbortReq"
-    yield Fault(
-        group, "decode aborts before its metadata",
-        _decode_fault(abort_before_metadata), words=words,
-    )  # fmt: skip
-    for delay in (0.0, 0.002, 0.01, 0.1):
-        yield Fault(
-            group, f"decode aborts {delay * 1e3:g} ms after its metadata",
-            _decode_fault(abort_after(delay)), words=words,
-        )  # fmt: skip
-    for chunks, name in (
-        (0, "before the first chunk"), (1, "between chunks"), (3, "after the last"),
-    ):  # fmt: skip
-        yield Fault(
-            group, f"prefill aborts {name}",
-            lambda chunks=chunks: case(chunked=True, send=partial(prefill_aborts, chunks)),
-            ends="either" if chunks == 3 else "failed", words="borted by",
-        )  # fmt: skip
-    yield Fault(group, "abort storm", storm, "either", words)
-    yield Fault(
-        group, "the same room number again",
-        lambda: case(rooms=[100, 100], pause=1), ends="success",
-    )  # fmt: skip
-    yield Fault(
-        group, "the same room number after an abort",
-        _decode_fault(abort_after(0.002), rooms=[100, 100], pause=4), words=words,
+def prefill_aborting(after_chunks: int) -> Callable[[], Case]:
+    return lambda: case(chunked=True, send=partial(prefill_aborts, after_chunks))
+
+
+def of_channel(name: str, what: Callable[[], Case], **more: Any) -> Fault:
+    more = {"ends": "success", "remains": GONE, **more}
+    return Fault("the draft channel", name, what, **more)
+
+
+BROKEN = {"remains": ("has ended", " left"), "stays_cold": True}
+FAULTS: list[Fault] = [
+    aborting("decode aborts before its metadata", at(DECODE, abort_before_metadata)),
+    aborting("decode aborts at once after its metadata", at(DECODE, abort_after(0.0))),
+    aborting("decode aborts 10 ms after its metadata", at(DECODE, abort_after(0.01))),
+    aborting("prefill aborts before the first chunk", prefill_aborting(0)),
+    aborting("prefill aborts between chunks", prefill_aborting(1)),
+    aborting("prefill aborts after the last", prefill_aborting(3), "either"),
+    aborting("the same room number again", lambda: case(rooms=[100, 100], pause=1), "success"),
+    aborting(
+        "the same room number after an abort",
+        at(DECODE, abort_after(0.002), rooms=[100, 100], pause=4),
         stays_cold=True,  # an OPEN that comes when its request has ended here waits for the next
-    )  # fmt: skip
-
-
-SGLANGS: list[Fault] = [
-    replace(fault, stocks=True, remains=(*fault.remains, *GONE))
-    for fault in (*_kills(), *_aborts())
-]
-"""Faults of SGLang's own, beside which the channel has to be right."""
+    ),
+    # What SGLang's managers do about them; the others: tests/sim, tests/pure/test_threads.py.
+    of_channel("packing raises", at(DRAFT_ONLY, raising("pack")), cold="prefill_pack"),
+    of_channel(
+        "unpacking and clearing raise", at(DECODE, raising("unpack", "clear")), ends="failed",
+        words="could not be cleared",
+    ),
+    of_channel("prefill's thread ends", at(DRAFT_ONLY, thread_ends), **BROKEN),
+    of_channel("decode's thread ends", at(DECODE, thread_ends), **BROKEN),
+]  # fmt: skip

@@ -62,8 +62,7 @@ class Memory:
 
     def draft_args(self, side: str = "") -> str:
         """How this side's (or that) KV args have the drafter: `channel`, in lists of its own;
-        `appended`, as SGLang does it; `hidden`: its pool is not seen; `stripped`: appended, and
-        cut out of them again."""
+        `appended`, as SGLang does it; `hidden`: its pool is not seen."""
         side = side or self.side
         opted_in = getattr(self.case, f"{side}_mixkv")
         way = "channel" if opted_in else "appended"
@@ -234,19 +233,6 @@ class Memory:
         if name == "window":
             return model.window_start(self.case, number)
         return 0
-
-    def _check_shared_prefixes(self, tables: list[np.ndarray], done: list[int]) -> None:
-        """What the drafter reads of a prefix that another request left is that one's truth."""
-        for number in done:
-            request = self.case.requests[number]
-            if request.prefix_of is None:
-                continue
-            pages = [tables[request.prefix_of][: request.prefix_pages], tables[number]]
-            rows = [self._rows("draft", n) for n in (request.prefix_of, number)]
-            for index, (theirs, own) in enumerate(zip(*rows, strict=True)):
-                want = np.concatenate([theirs[: request.prefix_pages], own])
-                got = self.pools["draft"][index][np.concatenate(pages)]
-                self._differ(f"request {number} draft entry {index}", want, got)
 
     def _aux_sender(self, number: int) -> int:
         """The prefill process whose aux rows this rank must get: stock's target_tp_ranks[0]."""

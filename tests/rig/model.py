@@ -45,12 +45,11 @@ class Cache:
 @dataclass(frozen=True)
 class Request:
     """`tokens` to transfer beyond a decode-side prefix of `prefix_pages`, in chunks of
-    `chunk_pages` (0: one chunk). `prefix_of`: the request whose first pages are the prefix."""
+    `chunk_pages` (0: one chunk)."""
 
     tokens: int
     prefix_pages: int = 0
     chunk_pages: int = 0
-    prefix_of: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,6 @@ class Case:
     shuffled: bool = True
     hybrid: bool = False  # pools publish layer ids, and there is linear-attention state
     target_window: int = 0  # the target has one more layer, with this window, in an SWAKVPool
-    decode_radix: bool = False
-    compares: bool = False  # --disaggregation-enable-kv-checksum on both sides
     backend: str = field(default_factory=lambda: BACKEND)
     prefill_mixkv: bool = True
     decode_mixkv: bool = True

@@ -25,7 +25,7 @@ from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.draft.facts import StagingFacts
 from sglang_mixkv.draft.rows import Staging
 
-from .stand_ins import SEGMENTS, STAMP, PrefillRanks, Readers
+from .stand_ins import STAMP, PrefillRanks, Readers
 from .threads import HEADS, SEGMENT, SLOT_BYTES, Decode, Prefill, wait_for
 
 PAUSE_S, LIMIT_S = 3e-4, 90.0
@@ -78,13 +78,13 @@ class DecodeRank(Decode):
         """Those that are not known to be other instances yet, of peers that are."""
         return [peer for peer in peers if self.names[peer] not in self.forgotten]
 
-    def run(self, peers: list[int], window: int, segments: int = 1) -> list[float | None]:
+    def run(self, peers: list[int], window: int) -> list[float | None]:
         """A room each, so many at a time: seconds to the first READY; None of one that is cold."""
         found, waiting = list[float | None](), deque(peers)
         begun: deque[tuple[float, ReceiveHandle]] = deque()
         while waiting or begun:
             while waiting and len(begun) < window:
-                begun.append((time.perf_counter(), self._begin(waiting.popleft(), segments)))
+                begun.append((time.perf_counter(), self._begin(waiting.popleft())))
             if begun[0][1].state is None:
                 time.sleep(PAUSE_S)
                 continue
@@ -94,9 +94,8 @@ class DecodeRank(Decode):
             found.append(ready - since if handle.state is ev.State.WARM else None)
         return found
 
-    def _begin(self, peer: int, segments: int) -> ReceiveHandle:
-        room = next(self._numbers) * SEGMENTS + segments
-        handle = self.open(room, segments * SEGMENT, self.names[peer])
+    def _begin(self, peer: int) -> ReceiveHandle:
+        handle = self.open(next(self._numbers), SEGMENT, self.names[peer])
         self.channel.target_arrived(handle)
         return handle
 
@@ -126,9 +125,7 @@ class PrefillRank(Prefill):
                 process.connect(some, self.channel.address, self.instance)
         self.count += count
 
-    def run(
-        self, peers: list[int], window: int, segments: int = 1, acknowledge: bool = True
-    ) -> list[float | None]:
+    def run(self, peers: list[int], window: int) -> list[float | None]:
         """A room each, so many at a time: seconds from OPEN to the first READY."""
         found: list[float | None] = []
         for first in range(0, len(peers), window):
@@ -136,10 +133,10 @@ class PrefillRank(Prefill):
             handles, rooms = [], dict[int, list[tuple[int, int]]]()
             for process, reader in places:
                 room = next(self._numbers)
-                handles.append(self.send(room, segments * SEGMENT))
+                handles.append(self.send(room, SEGMENT))
                 rooms.setdefault(process, []).append((reader, room))
             for process, some in rooms.items():
-                self.processes[process].open(some, acknowledge)
+                self.processes[process].open(some)
             taken = {process: iter(self.processes[process].take(LIMIT_S)) for process in rooms}
             found += [next(taken[process]) for process, _ in places]
             for handle in handles:

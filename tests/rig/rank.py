@@ -13,7 +13,6 @@ from typing import Any
 import msgspec
 import numpy as np
 from rig import model
-from rig.host_cache import HostCache, pass_through
 from rig.memory import Memory
 from rig.model import Case
 from rig.releases import Releases
@@ -23,7 +22,7 @@ from sglang_mixkv.decode.events import State
 from sglang_mixkv.tools.pages import totals
 
 LIMIT_S = 60
-NOT_YET = object()
+"""The longest wait of a rank for another; the requests of a round end within half of it."""
 
 
 class Rank(Memory):
@@ -36,13 +35,6 @@ class Rank(Memory):
         self.ports, self.life = ports, life
         self._publish(self.tp_rank)
         self.allocate()
-        if self._host_cache is not None:
-            pass_through(self, self._host_cache)
-
-    @property
-    def _host_cache(self) -> HostCache | None:
-        """SGLang's hierarchical cache of this rank, where a case has one."""
-        return self.case.special.host_cache if self.side == "prefill" else None
 
     def _publish(self, tp_rank: int) -> None:
         from sglang.srt.runtime_context import get_parallel, publish
@@ -64,11 +56,8 @@ class Rank(Memory):
             disaggregation_transfer_backend=case.backend,
             device="cpu",
             disaggregation_bootstrap_port=self.ports[self.server],
-            disaggregation_decode_enable_radix_cache=case.decode_radix and self.side == "decode",
-            disaggregation_enable_kv_checksum=case.compares,
             enable_metrics=case.special.metrics,
             speculative_algorithm=case.algorithm if self._speculates() else None,
-            **(self._host_cache.flags() if self._host_cache is not None else {}),
         )
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
         enabled = enabled and (self.side, self.rank) not in case.special.stock_ranks
@@ -131,8 +120,6 @@ class Rank(Memory):
             self._describe_draft(args)
         if self.side == "decode" and case.backend == "nixl" and case.special.draft_args:
             args.kv_data_mem_kinds = ["VRAM"] * len(args.kv_data_ptrs)
-        if self.draft_args() == "stripped":
-            strip_drafter(args)
         if apart is not None:
             infos = apart.get_contiguous_buf_infos()
             args.draft_kv_data_ptrs, args.draft_kv_data_lens, args.draft_kv_item_lens = infos
@@ -209,16 +196,11 @@ class Rank(Memory):
 
     def numbers(self) -> list[int]:
         """This rank's requests, in the order in which they are concluded."""
-        return [n for group in self.rounds() for n in group if self.mine(n)]
+        return [n for group in self.case.all_rounds() for n in group if self.mine(n)]
 
-    def rounds(self) -> tuple[tuple[int, ...], ...]:
-        """A restarted rank knows nothing of the first round."""
-        return self.case.all_rounds()[self.life :]
-
-    def conclude(self, number: int, handle: Any) -> None:
+    def conclude(self, number: int, handle: Any, deadline: float) -> None:
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        deadline = time.monotonic() + LIMIT_S / 2
         status = handle.poll()
         while status not in (KVPoll.Success, KVPoll.Failed) and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -237,20 +219,14 @@ class Rank(Memory):
 
     def run_prefill(self) -> None:
         tables = model.page_tables(self.case, "prefill")
-        for group in self.rounds():
+        for group in self.case.all_rounds():
             numbers = [n for n in group if self.mine(n)]
+            deadline = time.monotonic() + LIMIT_S / 2
             senders = {n: self._sender(n, tables) for n in numbers}
-            self._send_all(senders, {n: self._chunks(n, tables) for n in numbers})
+            self._send_all(senders, {n: self._chunks(n, tables) for n in numbers}, deadline)
             for number, sender in senders.items():
-                self.conclude(number, sender)
+                self.conclude(number, sender, deadline)
             time.sleep(self.case.special.pause)
-            self._lockstep()
-
-    def _lockstep(self) -> None:
-        """Wait for all ranks of both sides, where a case asks for it: SGLang's ranks are in
-        lockstep, so a request does not start on one while another still concludes the last."""
-        if self.case.special.lockstep:
-            self.case.shared.ranks.wait(LIMIT_S)
 
     def _sender(self, number: int, tables: list[np.ndarray]) -> Any:
         kind = self.kv_class["sender"]
@@ -265,11 +241,12 @@ class Rank(Memory):
         sender.ring_number = number
         return sender
 
-    def _send_all(self, senders: dict[int, Any], pending: dict[int, list[np.ndarray]]) -> None:
+    def _send_all(
+        self, senders: dict[int, Any], pending: dict[int, list[np.ndarray]], deadline: float
+    ) -> None:
         """Send the chunks of several requests in turns, as a scheduler interleaves them."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        deadline = time.monotonic() + LIMIT_S / 2
         while any(pending.values()) and time.monotonic() < deadline:
             for number, chunks in pending.items():
                 status = senders[number].poll()
@@ -278,9 +255,7 @@ class Rank(Memory):
                 elif chunks and status >= KVPoll.WaitingForInput:
                     chunk = chunks.pop(0)
                     state = None if chunks else self.state_indices(number)
-                    hand_over = self.case.special.send or send
-                    if hand_over(self, senders[number], chunk, state) is NOT_YET:
-                        chunks.insert(0, chunk)
+                    (self.case.special.send or send)(self, senders[number], chunk, state)
             time.sleep(0.0005)
 
     def state_indices(self, number: int) -> list[np.ndarray] | None:
@@ -307,8 +282,9 @@ class Rank(Memory):
         aux_before = [a.copy() for a in self.aux]
         state_before = {key: slots.copy() for key, slots in self.state.items()}
         tables = model.page_tables(case, "decode")
-        for group in self.rounds():
-            receivers = {n: self._receiver(n) for n in group if self.mine(n)}
+        for group in self.case.all_rounds():
+            deadline = time.monotonic() + LIMIT_S / 2
+            receivers = {n: self._receiver(n, deadline) for n in group if self.mine(n)}
             for number, receiver in receivers.items():
                 if receiver.conclude_state is None:
                     prefix = case.requests[number].prefix_pages * case.page_size * self.dcp
@@ -319,9 +295,8 @@ class Rank(Memory):
                         self.state_indices(number), decode_prefix_len=prefix,
                     )  # fmt: skip
             for number, receiver in receivers.items():
-                self.conclude(number, receiver)
+                self.conclude(number, receiver, deadline)
             self.releases.wait(self.case.special.pause)
-            self._lockstep()
         self.releases.wait()
         self.case.shared.all_sent.wait(LIMIT_S)
         done = [
@@ -329,7 +304,6 @@ class Rank(Memory):
         ]
         self._excuse_failed(before, aux_before, done)
         self.compare(before, aux_before, done)
-        self._check_shared_prefixes(tables, done)
         self._write_state(state_before, {number: number + 1 for number in done})
         for key, want in state_before.items():
             for number in set(self.numbers()) - set(done):  # a failed request's slot
@@ -350,9 +324,8 @@ class Rank(Memory):
             for want, got in zip(aux_before, self.aux, strict=True):
                 want[number + 1] = got[number + 1]
 
-    def _receiver(self, number: int) -> Any:
+    def _receiver(self, number: int, deadline: float) -> Any:
         address = self.address(number)
-        deadline = time.monotonic() + LIMIT_S / 2
         while not self.manager.try_ensure_parallel_info(address):
             if time.monotonic() > deadline:
                 raise TimeoutError("prefill facts never came")
@@ -365,15 +338,6 @@ class Rank(Memory):
 def is_cold(receiver: Any) -> bool:
     """Whether the draft channel served this request without its drafter's KV, or a part of it."""
     return getattr(getattr(receiver, "handle", None), "state", None) is State.COLD
-
-
-def strip_drafter(args: Any) -> None:
-    """Cut the drafter's entries, which are the last, out of KV args, in place."""
-    end = len(args.kv_data_ptrs) - args.num_draft_entries
-    lists = ("kv_data_ptrs", "kv_data_lens", "kv_item_lens", "kv_layer_ids", "kv_data_mem_kinds")
-    for name in lists:
-        del getattr(args, name, [])[end:]
-    args.num_draft_entries = 0
 
 
 def start_mooncake(host: str) -> None:
@@ -390,8 +354,8 @@ def stock_class(rank: Rank, kind: str) -> Any:
     return next(c for c in rank.kv_class[kind].__mro__ if c.__module__.startswith("sglang."))
 
 
-def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> Any:
-    """Hand one chunk to a sender, as SGLang's scheduler does; NOT_YET: offer it again."""
+def send(rank: Rank, sender: Any, chunk: np.ndarray, state: Any) -> None:
+    """Hand one chunk to a sender, as SGLang's scheduler does."""
     sender.send(chunk, state, num_kv_tokens=tokens_in(rank, sender, chunk))
 
 

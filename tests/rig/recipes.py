@@ -1,25 +1,18 @@
 """Pairs of launch lines that people use, after public recipes, with what the plan says of them.
 
 Of a model a line needs config.json alone: sizes are those of the public models where they decide
-what is moved (layers, heads, widths), and of the small pairs of mixkv_demo elsewhere. `case` makes
-a case of the ring of a plan, so that a line and its case are one.
+what is moved (layers, heads, widths), and of the small pairs of mixkv_demo elsewhere.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rig.host_cache import HostCache
-from rig.model import Cache, Case, Request
-from rig.special import Special
-
 import mixkv_demo
-from sglang_mixkv.tools.plan_line import split
 from sglang_mixkv.tools.plan_pair import Plan, make_plan
 from sglang_mixkv.tools.plan_server import read
 
@@ -99,8 +92,7 @@ class Recipe:
     """`prefill`, `decode`: what follows `python -m sglang.launch_server --disaggregation-mode ...`,
     with variables in front. `gpu`: one of the plan's. `needs`: whether the plugin is needed, and
     `why`, a part of the plan's reason. `share`: of the draft KV, what is wrong without it. `found`:
-    a pattern for each finding. `ring`: fields of the case that the plan does not know. `not_run`:
-    why the ring cannot. `sampled`: in the ring by default."""
+    a pattern for each finding."""
 
     name: str
     prefill: str
@@ -110,10 +102,6 @@ class Recipe:
     share: float | None = 0.0
     found: tuple[str, ...] = ()
     gpu: str = "hopper"
-    ring: Mapping[str, Any] = field(default_factory=dict)
-    host_cache: bool = False
-    not_run: str = ""
-    sampled: bool = False
 
     def line(self, role: str, folder: Path) -> str:
         """The whole launch line, with the models in this folder."""
@@ -122,49 +110,6 @@ class Recipe:
         flags = [str(folder / word) if word in CONFIGS else word for word in words[count:]]
         command = ["python", "-m", "sglang.launch_server", "--disaggregation-mode", role]
         return shlex.join([*words[:count], *command, *flags])
-
-    def variables(self) -> dict[str, str]:
-        """SGLang's of both lines, which are one machine in the ring; the network is another."""
-        both = split(self.prefill)[0] | split(self.decode)[0]
-        return {name: value for name, value in both.items() if name.startswith("SGLANG_")}
-
-    def case(self, plan: Plan) -> Case:
-        """This pair in the ring: ranks, heads, layers of the drafter, pages, stages and kinds of
-        pools as in the plan. Rows are narrow, and of the target's layers there are a few."""
-        prefill, decode = plan.prefill, plan.decode
-        draft, page = decode.draft, decode.page_size or 1
-        special = Special(
-            draft_on={side.role: side.draft is not None for side in (prefill, decode)},
-            draft_stays=prefill.draft is None,
-            host_cache=HostCache("layer_first") if self.host_cache else None,
-        )
-        layers = prefill.pp_size if prefill.pp_size > 1 else 6
-        of_target, of_draft = (
-            "fp8" if name.startswith(("fp8", "float8")) else "bf16"
-            for name in (decode.kv_cache_dtype, draft.dtype if draft else "")
-        )
-        fields: dict[str, Any] = {
-            "target": Cache("mla", layers=layers, k_bytes=24, dtype=of_target),
-            "draft": None if draft is None else Cache(
-                "mha" if draft.kv_heads else "mla", layers=draft.layers, heads=draft.kv_heads or 1,
-                k_bytes=4 if draft.kv_heads else 24, v_bytes=4, dtype=of_draft,
-            ),
-            **self.ring,
-        }  # fmt: skip
-        return Case(
-            prefill.attention_tp, decode.attention_tp,
-            prefill_dp=prefill.attn_dp_size, decode_dp=decode.attn_dp_size,
-            prefill_pp=prefill.pp_size, prefill_dcp=prefill.dcp_size, dcp=decode.dcp_size,
-            hybrid=decode.target.hybrid, page_size=page, special=special,
-            algorithm=decode.speculative_algorithm or "",
-            backend=decode.disaggregation_transfer_backend,
-            # Edges of pages, of decode's own under DCP, and a request for each of a few DP ranks.
-            requests=(
-                Request(2 * page + 1, chunk_pages=1), Request(page), Request(1),
-                Request(3 * page - 1, prefix_pages=1, chunk_pages=2),
-            ),
-            **fields,
-        )  # fmt: skip
 
 
 def plan_of(recipe: Recipe, folder: Path) -> Plan:
@@ -208,8 +153,6 @@ MTP = (
     "--speculative-algorithm EAGLE --speculative-num-steps 2 --speculative-eagle-topk 1 "
     "--speculative-num-draft-tokens 3"
 )
-DSA = {"target": Cache("mla", layers=4, k_bytes=24, index_k=(True, False, True, False))}
-DSA_AND_MTP = {**DSA, "draft": Cache("mla", k_bytes=24, index_k=(True,))}
 FROM_ONE = "fills it from one prefill rank, which holds"
 
 RECIPES = (
@@ -217,12 +160,9 @@ RECIPES = (
     _pair("k3 pp16 to tp16, nixl", f"{K3} {NIXL}", "--tp-size 1 --pp-size 16", "--tp-size 16",
           needs=True, why="does not send it rows of 16: requests fail", share=None),
     _pair("k3 pp8 to tp8, mooncake", K3, "--tp-size 1 --pp-size 8", "--tp-size 8",
-          needs=True, why="over other rows and beyond the pool", share=1.0, sampled=True),
+          needs=True, why="over other rows and beyond the pool", share=1.0),
     # DCP on decode: SGLang cuts the heads itself from prefill ranks that hold as many.
     _pair("k3 pp8 to dcp8", K3, "--tp-size 1 --pp-size 8", "--tp-size 8 --dcp-size 8",
-          needs=False, why="SGLang cuts the drafter's heads itself", gpu="blackwell"),
-    _pair("k3 pp8 to dcp8, nixl", f"{K3} {NIXL}", "--tp-size 1 --pp-size 8",
-          "--tp-size 8 --dcp-size 8",
           needs=False, why="SGLang cuts the drafter's heads itself", gpu="blackwell"),
     _pair("k3 tp16 to dcp8", K3, "--tp-size 16", "--tp-size 8 --dcp-size 8",
           needs=True, why="of 2 KV heads that a decode rank needs SGLang sends 1", share=0.5,
@@ -231,20 +171,17 @@ RECIPES = (
     _pair("k3 tp8 to dcp8, host cache, nvlink", NVLINK,
           "--tp-size 8 --enable-hierarchical-cache --hicache-size 100 --disable-overlap-schedule",
           "--tp-size 8 --dcp-size 8",
-          needs=False, why="both sides have attention TP 8", gpu="blackwell",
-          host_cache=True, sampled=True),
+          needs=False, why="both sides have attention TP 8", gpu="blackwell"),
     _pair("k3 with a storage tier", K3,
           "--tp-size 8 --enable-hierarchical-cache --hicache-storage-backend mooncake",
           "--tp-size 16",
           needs=True, why="over other rows and beyond the pool", share=1.0,
-          found=("hicache-storage-backend with a drafter is not",),
-          not_run="the plugin refuses it at start"),
+          found=("hicache-storage-backend with a drafter is not",)),
     _pair("k3 with a staging buffer", f"SGLANG_DISAGG_STAGING_BUFFER=1 {K3}", "--tp-size 8",
           "--tp-size 16",
           needs=True, why="over other rows and beyond the pool", share=1.0,
           found=(r"prefill: SGLANG_DISAGG_STAGING_BUFFER=1 with an MLA target .* unset it",
-                 r"decode: SGLANG_DISAGG_STAGING_BUFFER=1 with an MLA target .* unset it"),
-          not_run="the plugin refuses it at start"),
+                 r"decode: SGLANG_DISAGG_STAGING_BUFFER=1 with an MLA target .* unset it")),
     # Kimi-K2.5 with DFLASH, and both spellings of DP-attention.
     _pair("k2.5 dflash tp8 to attn-dp8", K25, "--tp-size 8",
           "--tp-size 8 --attn-dp-size 8 --enable-dp-lm-head",
@@ -254,26 +191,21 @@ RECIPES = (
           needs=True, why=FROM_ONE, share=1 - 1 / (8 * 64)),
     _pair("k2.5 dflash with a pipeline", K25, "--tp-size 1 --pp-size 8", "--tp-size 8",
           needs=True, why="over other rows", share=1.0,
-          found=("prefill: SGLang .* does not start it: .*only supports pp_size == 1",),
-          not_run="SGLang starts DFLASH in one stage alone"),
+          found=("prefill: SGLang .* does not start it: .*only supports pp_size == 1",)),
     _pair("k2.5 dflash to dcp8", K25, "--tp-size 1", "--tp-size 8 --dcp-size 8",
           needs=True, why="SGLang cuts no heads beside this target", share=None),
     # DeepSeek-V3.x: an EAGLE3 head, and DFLASH beside DSA.
     _pair("v3.1 eagle3 tp8 to dp16", f"{V31} {EAGLE3}", "--tp 8",
           "--tp 16 --dp 16 --enable-dp-attention",
           needs=True, why=FROM_ONE, share=1.0),
-    _pair("v3.1 eagle3 tp8 to dp2", f"{V31} {EAGLE3}", "--tp 8", "--tp 8 --attn-dp-size 2",
-          needs=True, why=FROM_ONE, share=1.0, sampled=True),
     _pair("v3.1 eagle3 tp8 to tp16, nixl", f"{V31} {EAGLE3} {NIXL}", "--tp 8", "--tp 16",
           needs=False, why="no rank holds more than one"),
     _pair("v3.2 dflash tp4 to tp8", f"{V32} {DFLASH}", "--tp 4", "--tp 8",
-          needs=True, why="over other rows", share=1.0, ring=DSA),
-    _pair("v3.2 dflash tp8 to tp4, nixl", f"{V32} {DFLASH} {NIXL}", "--tp 8", "--tp 4",
-          needs=True, why=FROM_ONE, share=1 - 1 / (2 * 64), ring=DSA),
+          needs=True, why="over other rows", share=1.0),
     # GLM-5: speculation on decode alone, with the MTP layer of the target.
     _pair("glm-5 drafts on decode alone", f"{GLM} {ON}", "--tp 4",
           f"--tp 16 --dp 16 --enable-dp-attention --enable-dp-lm-head {MTP}",
-          needs=False, why="no draft KV is moved without a drafter on prefill", ring=DSA_AND_MTP),
+          needs=False, why="no draft KV is moved without a drafter on prefill"),
     _pair("glm-5 drafts on both sides", f"{GLM} {MTP} {ON}", "--tp 4", "--tp 8",
-          needs=False, why="the drafter is MLA", ring=DSA_AND_MTP),
+          needs=False, why="the drafter is MLA"),
 )  # fmt: skip

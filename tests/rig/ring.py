@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,14 +19,16 @@ from typing import Any
 
 import pytest
 from rig.memory import RankReport
-from rig.model import Case
+from rig.model import Case, draft_bytes
 from rig.rank import LIMIT_S, Rank, free_port, left_behind
 from rig.special import Key, Shared
 from rig.unserved import skip_unserved
 
 from sglang_mixkv.engine.releases import sglang_version
 
-RESTART_S = 4  # a server that is started anew is away for longer than a heartbeat
+REPORT_S = 3 * LIMIT_S
+"""The longest time without a report. It is longer than a rank waits for others, so that the rank
+can say what did not come."""
 
 
 @dataclass
@@ -75,15 +76,14 @@ def _rank_main(
         one = Rank(case, side, rank, ports, life)
         report = one.report
         one.start_manager()
-        if not life:
-            inject_faults(one)
+        inject_faults(one)
         one.run_prefill() if side == "prefill" else one.run_decode()
         report.counted = one.counted()
         report.wrong += left_behind(one.manager)
     except BaseException:
         report.error = traceback.format_exc()
     pipe.send(report)
-    go.wait(LIMIT_S)
+    go.wait(REPORT_S)
     os._exit(0)
 
 
@@ -120,11 +120,7 @@ def _skip_what_0_5_21_does_not_move(case: Case) -> None:
 def run(case: Case) -> Outcome:
     """Run one case; every rank's process has ended when this returns."""
     _skip_what_0_5_21_does_not_move(case)
-    skip_unserved(
-        case.algorithm,
-        dcp_size=case.dcp,
-        disaggregation_decode_enable_radix_cache=case.decode_radix,
-    )
+    skip_unserved(case.algorithm, dcp_size=case.dcp, disaggregation_decode_enable_radix_cache=False)
     context = mp.get_context("fork")
     ports = [free_port() for _ in range(case.prefills)]
     shared = Shared(
@@ -135,8 +131,6 @@ def run(case: Case) -> Outcome:
             for key in ranks_of(case)
             if key[0] == "prefill" and key in case.special.faults
         },
-        ranks=context.Barrier(len(ranks_of(case))),
-        away=context.Event(),
         pp_groups={
             i: Stages(context.Queue(), case.prefill_pp)
             for i in range(case.prefills * case.prefill_tp * case.prefill_dp)
@@ -151,6 +145,17 @@ def run(case: Case) -> Outcome:
         [report for (side, _), report in reports.items() if side == "prefill"],
         [report for (side, _), report in reports.items() if side == "decode"],
     )
+
+
+def right(case: Case) -> Outcome:
+    """Run a case that must be right to the last byte, and with no byte sent for nothing."""
+    outcome = run(case)
+    assert outcome.wrong == [], case
+    assert outcome.statuses == {"success"}, outcome.reasons
+    assert outcome.total("sent_bytes_total") == outcome.total("needed_bytes_total")
+    assert outcome.total("sent_bytes_total") == draft_bytes(case)
+    assert outcome.total("rooms_total", "warm") == case.decode_tp * len(case.requests)
+    return outcome
 
 
 class Servers:
@@ -175,10 +180,9 @@ class Servers:
         there.close()
         self._pipes[key] = here
 
-    def reports(self, limit_s: float = LIMIT_S) -> dict[Key, RankReport]:
+    def reports(self, limit_s: float = REPORT_S) -> dict[Key, RankReport]:
         """All reports. Decode ranks compare only after every prefill rank has reported."""
         found: dict[Key, RankReport] = {}
-        restart = {self._case.special.restart}
         while len(found) < len(self._keys):
             if all(key in found for key in self._keys if key[0] == "prefill"):
                 self._case.shared.all_sent.set()
@@ -186,14 +190,8 @@ class Servers:
             ready = wait(list(waiting), limit_s)
             for pipe in ready or waiting:
                 key = waiting[pipe]
-                if self._pipes[key] is not pipe:
-                    continue  # restarted meanwhile
                 report = self._take(key) if ready else None
-                if report is None and ready and key[0] in restart:
-                    restart.remove(key[0])
-                    self._restart(key[0])
-                    continue
-                found[key] = report or RankReport(*key, error=f"{key} did not report")
+                found[key] = report or self._without_report(key)
         return {key: found[key] for key in self._keys}
 
     def _take(self, key: Key) -> RankReport | None:
@@ -203,18 +201,12 @@ class Servers:
         except EOFError:
             return None
 
-    def _restart(self, side: str) -> None:
-        """A server of which one process ends is ended by SGLang; an operator starts it anew."""
-        keys = [key for key in self._keys if key[0] == side]
-        for key in keys:
-            self._processes[key].kill()
-            self._processes[key].join()
-        if side == "prefill":
-            for up in self._case.shared.bootstrap_up:
-                up.clear()
-        time.sleep(RESTART_S)
-        for key in keys:
-            self._start(key, 1)
+    def _without_report(self, key: Key) -> RankReport:
+        process = self._processes[key]
+        process.join(1)
+        code = process.exitcode
+        how = "still runs" if code is None else f"ended with exit code {code}"
+        return RankReport(*key, error=f"{key} did not report: its process {how}")
 
     def end(self) -> None:
         self._go.set()

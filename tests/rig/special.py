@@ -13,21 +13,16 @@ Inject = Callable[[Any], None]
 @dataclass
 class Special:
     """`faults`, `before`: called in a rank's process with the Rank, once its manager runs, and
-    before it is made. A rank that ends early takes its server with it where `restart` names its
-    side: all ranks of the side are killed, as SGLang does, and started anew with `life` 1, for the
-    rounds from the second on."""
+    before it is made."""
 
     faults: Mapping[Key, Inject] = field(default_factory=dict)
     before: Mapping[Key, Inject] = field(default_factory=dict)
-    restart: str = ""
     send: Callable[..., Any] | None = None  # hands a chunk to SGLang's sender
     rooms: Sequence[int] = ()  # the requests' numbers
     pause: float = 0.0  # seconds between rounds
-    lockstep: bool = False  # no rank begins a round before all have ended the last
     config: Mapping[str, Any] = field(default_factory=dict)  # of the plugin
     stock_ranks: Collection[Key] = ()  # that have not opted in
     metrics: bool = True
-    host_cache: Any = None  # prefill's (host_cache.py)
     draft_args: Mapping[str, str] = field(default_factory=dict)  # by side (Memory.draft_args)
     draft_on: Mapping[str, bool] = field(default_factory=dict)  # by side
     draft_is_state: bool = False  # a drafter whose KV is SGLang's state alone
@@ -39,12 +34,9 @@ class Special:
 
 @dataclass
 class Shared:
-    """`away`: set once a bootstrap server has gone. `injected`: of each prefill rank with a fault.
-    `pp_groups`: by rank of a stage."""
+    """`injected`: of each prefill rank with a fault. `pp_groups`: by rank of a stage."""
 
     bootstrap_up: Sequence[Any] = ()  # by prefill server
-    away: Any = None
     all_sent: Any = None
-    ranks: Any = None  # a barrier
     injected: Mapping[Key, Any] = field(default_factory=dict)
     pp_groups: Mapping[int, Any] = field(default_factory=dict)

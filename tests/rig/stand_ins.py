@@ -1,7 +1,5 @@
 """Processes that stand in for many ranks each, on the channel's control plane: real sockets, and
-messages as a rank sends them, without rooms, rows or SGLang.
-
-A room's number modulo SEGMENTS is how many segments it has, each of `SEGMENT` tokens.
+messages as a rank sends them, without rows or SGLang. Each room has one segment of SEGMENT tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from sglang_mixkv.channel.times import Times
 
 from .threads import HEADS, HOST, SEGMENT, SLOT_BYTES, SOON_S
 
-SEGMENTS, STAMP = 16, 99
+STAMP = 99
 Socket = zmq.Socket[bytes]
 
 
@@ -90,10 +88,10 @@ class Readers(_Process):
         self._pipe.send(command)
         self.take()
 
-    def open(self, rooms: list[tuple[int, int]], acknowledge: bool = True) -> None:
+    def open(self, rooms: list[tuple[int, int]]) -> None:
         """Of so many readers, by number, these rooms. `take` then gives the seconds from each
-        room's OPEN to its first READY, once all are read."""
-        self._pipe.send((rooms, acknowledge))
+        room's OPEN to its READY, once all are read."""
+        self._pipe.send((rooms,))
 
 
 def _frames(socket: Socket) -> Iterator[list[bytes]]:
@@ -146,20 +144,15 @@ def _bind(socket: Socket, address: str) -> None:
 def _answer(socket: Socket, instance: bytes) -> None:
     for name, frame in _frames(socket):
         message = messages.decode(frame)
-        for reply in _replies(message, instance) if isinstance(message, Open) else ():
-            socket.send_multipart([name, messages.encode(reply)])
+        if isinstance(message, Open):
+            socket.send_multipart([name, messages.encode(_reply(message, instance))])
 
 
-def _replies(opened: Open, instance: bytes) -> Iterator[Message]:
+def _reply(opened: Open, instance: bytes) -> Message:
+    room = opened.room, opened.generation
     if opened.prefill != instance:
-        yield fail(opened.room, opened.generation, "restarted")
-        return
-    segments = opened.room % SEGMENTS
-    for number in range(segments):
-        yield Ready(
-            opened.room, opened.generation, number, opened.first_token + number * SEGMENT,
-            (Announced(0, STAMP, SEGMENT),), number == segments - 1,
-        )  # fmt: skip
+        return fail(*room, "restarted")
+    return Ready(*room, 0, opened.first_token, (Announced(0, STAMP, SEGMENT),), True)
 
 
 # ---------------------------------------------------------------- decode
@@ -173,7 +166,6 @@ class _Reading:
         self._address, self._prefill = "", b""
         self.readers: dict[Socket, bytes] = {}
         self._numbers = itertools.count(1)
-        self._acknowledge = True
         self._left: set[int] = set()  # generations that are not read
         self._opened: dict[int, float] = {}  # when, by generation
         self._seconds: dict[int, float] = {}
@@ -183,8 +175,7 @@ class _Reading:
             case int(count), str(address), bytes(prefill):
                 self._address, self._prefill = address, prefill
                 self._connect(count)
-            case list(rooms), bool(acknowledge):
-                self._acknowledge = acknowledge
+            case (list(rooms),):
                 self._open_all(rooms)
             case _:
                 former = list(self.readers)
@@ -222,12 +213,10 @@ class _Reading:
             ready = messages.decode(frame)
             assert isinstance(ready, Ready), ready
             since = time.perf_counter() - self._opened.get(ready.generation, 0)
-            self._seconds.setdefault(ready.generation, since)
-            if self._acknowledge and ready.segments:
-                slots = tuple((one.slot, one.stamp) for one in ready.segments)
-                socket.send(messages.encode(Ack(slots)))
-            if ready.last:
-                self._left.discard(ready.generation)
+            self._seconds[ready.generation] = since
+            slots = tuple((one.slot, one.stamp) for one in ready.segments)
+            socket.send(messages.encode(Ack(slots)))
+            self._left.discard(ready.generation)
         if self._opened and not self._left:
             self._pipe.send([self._seconds[generation] for generation in self._opened])
             self._opened = {}
