@@ -270,7 +270,7 @@ class Checks:
         for wrong in machine.check():
             raise Finding("books", f"{process.name}: {wrong}")
         is_decode = process.place.server.side == "decode"
-        if is_decode and machine.breaker.probes:
+        if is_decode and machine.breaker._probes:
             raise Finding("breaker", f"{process.name}: a probe that is over holds back others")
         slots = machine.slots
         if slots.free_slots != slots.count:

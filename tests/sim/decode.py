@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.machine import Machine
 from tests.sim import memory
-from tests.sim.breaker import Watched
-from tests.sim.copiers import Copiers, Gated
-from tests.sim.network import Link
-from tests.sim.plane import Read
-from tests.sim.process import Process
+from tests.sim.network import Link, Read
+from tests.sim.process import Copiers, Gated, Process
 
 if TYPE_CHECKING:
     from tests.sim.spec import Request
@@ -49,6 +47,18 @@ class Receiver(Gated):
     @property
     def done(self) -> bool:
         return self.arrived and (self.verdict in GOOD or not self.rank.place.server.plugin)
+
+
+class Watched(Breaker):
+    """It remembers which rooms counted against a peer: peer and generation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.struck: set[tuple[bytes, int]] = set()
+
+    def record_failure(self, peer: bytes, generation: int, now: float) -> bool:
+        self.struck.add((peer, generation))
+        return super().record_failure(peer, generation, now)
 
 
 class DecodeRank(Process):
