@@ -7,6 +7,6 @@ breakers and messages, in a simulated world of networks, memory, processes and S
     prefill, decode    one rank each: a machine and the executor of its actions
     network            connections between ranks, and reads
     sglang             plans, and the life of a request on each side
-    faults, checks     what goes wrong; what must hold all the same
+    faults, hostile    what goes wrong; checks: what must hold all the same
     runner             many schedules, replay, and a failing one cut down
 """

@@ -10,7 +10,7 @@ from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.machine import Machine
 from sglang_mixkv.prefill.worker import SendHandle
 from tests.sim import memory
-from tests.sim.faults import distorted
+from tests.sim.hostile import distorted
 from tests.sim.process import Copiers, Gated, Process
 
 if TYPE_CHECKING:

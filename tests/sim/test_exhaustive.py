@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from sglang_mixkv.decode.machine import Machine as Decode
-from tests.sim.exhaustive.search import Report, World, search
-from tests.sim.exhaustive.values import FAULTS, Case, Prefill
+from tests.sim.exhaustive.machine import Prefill
+from tests.sim.exhaustive.search import Report, search
+from tests.sim.exhaustive.values import FAULTS, Case
+from tests.sim.exhaustive.world import World
 
 ONE = Case(chunks=((0, 1),))  # one segment for each reader
 TWO = Case(chunks=((0, 2),))

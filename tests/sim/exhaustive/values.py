@@ -1,21 +1,12 @@
-"""What worlds are made of: values, each equal to its like. A state machine is its fingerprint."""
+"""What worlds are made of: values, each equal to its like."""
 
 from __future__ import annotations
 
-import pickle
-from collections import deque
-from collections.abc import Hashable
-from enum import Enum
 from typing import Any, NamedTuple
 
-import msgspec
-
 from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready
-from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dv
 from sglang_mixkv.prefill import events as pv
-from sglang_mixkv.prefill import machine as prefill
-from sglang_mixkv.prefill import transfer
 
 ROOM, INSTANCES = 7, (b"prefill0", b"prefill1")
 Chunks = tuple[tuple[int, int], ...]  # first token, tokens
@@ -176,88 +167,3 @@ def put(items: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
 def require(condition: object, what: str) -> None:
     if not condition:
         raise Violation(what)
-
-
-AGES = {"sent": 1, "progress": 1, "first_ready": 0, "arrived": 3, "_offered": 4}
-"""Seconds by field: ages beyond these are alike, as `Steps` has it. Others: 5."""
-
-
-class Steps(Times):
-    shortest_wait = longest_wait = packing = late_ack = read = stall = 1.0  # type: ignore
-    whole_wait, slot_aside, early_room = 3.0, 4.0, 5.0  # type: ignore
-
-
-class Packing(transfer.Packing):
-    """Its stamps follow from what they mark, so that equal worlds look equal."""
-
-    def _stamp(self, part: Any) -> int:
-        return part.opened.generation * 10 + part.announced + len(part.packing)
-
-
-class Prefill(prefill.Machine):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._packing.__class__ = Packing
-
-
-_CONSTANT = ("_clock", "_seen", "_times", "_out", "_draw", "_segment_tokens")
-_COUNTERS = ("_job", "_number")  # the numbers in use are in the fingerprint, the next one is not
-_UNORDERED = {"_owner", "_held"}
-
-
-def freeze(value: Any, now: float, seen: dict[int, int], name: str = "") -> Hashable:
-    """A value that two objects share if they act alike from `now` on."""
-    if value is None or isinstance(value, int | str | bytes | range | msgspec.Struct):
-        return value
-    if isinstance(value, float):
-        return min(AGES.get(name, 5), round(now - value))
-    if isinstance(value, tuple | list | deque):
-        return tuple(freeze(item, now, seen, name) for item in value)
-    if isinstance(value, set):
-        return tuple(sorted(value))
-    if isinstance(value, dict):
-        return tuple(
-            (freeze(k, now, seen, name), freeze(v, now, seen, name)) for k, v in value.items()
-        )
-    if isinstance(value, Enum):
-        return value.value
-    if id(value) in seen:
-        return "the same as", seen[id(value)]
-    seen[id(value)] = len(seen)
-    names = getattr(value, "__slots__", None) or vars(value)
-    fields = {k: getattr(value, k) for k in names if k not in _CONSTANT + _COUNTERS}
-    for unordered in _UNORDERED & fields.keys():
-        fields[unordered] = dict(sorted(fields[unordered].items()))
-    return type(value).__name__, *(freeze(v, now, seen, k) for k, v in fields.items())
-
-
-class Machine:
-    """All states of a machine that were met, by number, and its answers."""
-
-    def __init__(self) -> None:
-        self._states: list[bytes] = []
-        self._numbers: dict[Hashable, int] = {}
-        self._answers: dict[Hashable, tuple[int, list[Any]]] = {}
-        self.left: list[dict[str, int]] = []
-
-    def number(self, machine: Any, now: float) -> int:
-        clock = machine._clock if isinstance(machine, Prefill) else now
-        key = freeze(machine, clock, {})
-        if key not in self._numbers:
-            require(not (wrong := list(machine.check())), f"check(): {wrong}")
-            self._numbers[key] = len(self._states)
-            self._states.append(pickle.dumps((machine, now), 5))
-            self.left.append(machine.left())
-        return self._numbers[key]
-
-    def handle(self, number: int, event: Any, seconds: float = 0.0) -> tuple[int, list[Any]]:
-        key = number, event, seconds
-        if key not in self._answers:
-            machine, now = pickle.loads(self._states[number])
-            try:
-                machine.handle(event, now + seconds)
-                actions = machine.actions()
-            except Exception as error:
-                raise Violation(f"{type(error).__name__} in {event}: {error}") from error
-            self._answers[key] = self.number(machine, now + seconds), actions
-        return self._answers[key]
