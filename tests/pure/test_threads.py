@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 import zmq
 from rig.threads import (
-    CANARY,
     HEADS,
     SEGMENT,
     SLOTS,
     TOKEN_BYTES,
     Channel,
-    Event,
     Prefill,
     wait_for,
 )
@@ -27,7 +25,6 @@ from sglang_mixkv.channel import copies
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode import events as ev
 from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.draft.slot_format import SlotCheck
 
@@ -63,34 +60,6 @@ def test_every_row_is_in_place(channel: Channel, tokens: int, first: int) -> Non
     assert channel.at_rest()
 
 
-def test_a_chunk_is_packed_once_all_of_its_events_are_done(channel: Channel) -> None:
-    written, filled = Event(), Event()
-    written.done = True
-    truth = channel.prefill.memory.copy()
-    channel.prefill.memory[:] = 0
-    handle = channel.open(1, TOKENS)
-    sent = channel.prefill.send(1, TOKENS, events=(written, filled))
-    assert not wait_for(lambda: channel.prefill.slots.free_slots < SLOTS, 0.3)
-    channel.prefill.memory[:] = truth
-    filled.done = True
-    assert channel.state(handle) == ("warm", "")
-    assert channel.same(handle)
-    channel.end(sent, handle)
-
-
-def test_rows_are_written_once_an_earlier_forward_is_done(channel: Channel) -> None:
-    forward = Event()
-    handle = channel.open(1, SEGMENT, event=forward)
-    sent = channel.prefill.send(1, SEGMENT)
-    assert wait_for(lambda: sent.settled and not channel.prefill.slots.offered)  # it was read
-    time.sleep(0.2)
-    assert (channel.decode.rows_of(handle) == CANARY).all()
-    forward.done = True
-    assert channel.state(handle) == ("warm", "")
-    channel.end(sent, handle)
-    assert channel.at_rest()
-
-
 def test_draft_kv_is_waited_for_from_the_targets_arrival_on(channel: Channel) -> None:
     handle = channel.open(1, TOKENS)
     assert not wait_for(lambda: handle.state, 3 * channel.times.shortest_wait)
@@ -112,18 +81,6 @@ def test_a_prefill_rank_that_ends_waits_for_what_it_has_offered(channel: Channel
 
 
 # ---------------------------------------------------------------- reads
-
-
-def test_a_read_holds_the_slots_of_both_sides_until_it_has_ended(channel: Channel) -> None:
-    channel.decode.plane.held = True
-    handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
-    assert wait_for(lambda: channel.decode.slots.free_slots < SLOTS)
-    assert not wait_for(lambda: not channel.prefill.slots.offered, 0.3)
-    assert channel.decode.slots.free_slots == SLOTS - 1
-    channel.decode.plane.held = False
-    assert channel.state(handle) == ("warm", "")
-    channel.end(sent, handle)
-    assert channel.at_rest()
 
 
 def test_so_does_a_read_that_was_given_up() -> None:
@@ -205,43 +162,6 @@ def test_a_slot_that_changed_under_a_read_is_not_used(channel: Channel, offset: 
 # ---------------------------------------------------------------- the gate
 
 
-def test_a_gate_closes_behind_the_copy_under_way(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copying, go_on = threading.Event(), threading.Event()
-    real = channel.decode.rows.unpack
-
-    def unpack(*args: Any) -> None:
-        copying.set()
-        go_on.wait(10)
-        real(*args)
-
-    monkeypatch.setattr(channel.decode.rows, "unpack", unpack)
-    handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
-    assert copying.wait(10)
-    closing = threading.Thread(target=channel.decode.channel.close, args=(handle, "aborted"))
-    closing.start()
-    closing.join(0.2)
-    assert closing.is_alive()
-    go_on.set()
-    closing.join(10)
-    channel.decode.memory[:] = CANARY  # its pages are another request's from now on
-    channel.prefill.channel.end(sent, "aborted")
-    assert channel.at_rest()
-    assert (channel.decode.memory == CANARY).all()
-
-
-def test_no_job_passes_a_closed_gate(channel: Channel) -> None:
-    handle, worker = channel.open(1, SEGMENT), channel.decode.channel
-    handle.gate.close()
-    for job in (
-        ev.Clear(1, handle, 0, SEGMENT), ev.Unpack(2, handle, 0, SEGMENT, range(4), 0, 0)
-    ):  # fmt: skip
-        assert worker._copy(job) == (ev.Result.CLOSED, "")
-    assert (channel.decode.memory == CANARY).all()
-    worker.close(handle)
-
-
 def test_a_copy_enters_before_its_gate_closes_or_never() -> None:
     """Whether the gate is open is looked at, and the copy counted, in one step: a close between the
     two would return while the copy begins."""
@@ -280,39 +200,6 @@ def test_a_gate_waits_for_each_copy_in_flight() -> None:
     closing.join(10)
     assert not closing.is_alive()
     assert gate.shut()
-
-
-def test_a_use_ends_behind_the_pack_under_way(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And those that are queued behind it are skipped. Success waits for it as well, where the
-    reader that it is for has gone."""
-    packing, go_on = threading.Event(), threading.Event()
-    real, packed = channel.prefill.rows.pack, list[int]()
-
-    def pack(rows: Any, *more: Any) -> int:
-        packing.set()
-        go_on.wait(10)
-        packed.append(len(rows))
-        return real(rows, *more)
-
-    monkeypatch.setattr(channel.prefill.rows, "pack", pack)
-    worker = channel.prefill.channel
-    handle, sent = channel.open(1, 2 * SEGMENT), channel.prefill.send(1, 2 * SEGMENT)
-    assert packing.wait(10)
-    channel.decode.channel.close(handle, "aborted")
-    worker.release(sent)
-    assert wait_for(lambda: sent.settled)
-    assert not worker.release(sent)
-    ending = threading.Thread(target=worker.end, args=(sent,))
-    ending.start()
-    ending.join(0.2)
-    assert ending.is_alive()
-    go_on.set()
-    ending.join(10)
-    assert worker.release(sent)
-    assert channel.at_rest()
-    assert packed == [SEGMENT]
 
 
 # ---------------------------------------------------------------- what raises, what ends
@@ -465,16 +352,6 @@ def test_what_is_no_message_is_counted_and_nothing_more(channel: Channel) -> Non
     assert channel.request(1) == ("warm", "")
 
 
-def test_a_use_does_not_wait_for_a_reader_that_is_gone(channel: Channel) -> None:
-    handle = channel.open(1, TOKENS)
-    assert wait_for(lambda: channel.prefill.channel.left().get("waiting"))
-    channel.decode.close()
-    sent = channel.prefill.send(1, TOKENS)
-    assert wait_for(lambda: channel.prefill.channel.release(sent), 20)
-    channel.prefill.channel.end(sent)
-    assert handle.state is None
-
-
 def opening(channel: Channel, peer: bytes, until: Callable[[], object]) -> bool:
     """Room after room: what was sent while its connection ended is lost."""
 
@@ -485,12 +362,6 @@ def opening(channel: Channel, peer: bytes, until: Callable[[], object]) -> bool:
         return bool(until())
 
     return wait_for(found, 10)
-
-
-def test_a_room_does_not_wait_for_a_prefill_rank_that_is_gone(channel: Channel) -> None:
-    channel.prefill.close()
-    seen = channel.decode.notes.seen
-    assert opening(channel, channel.prefill.instance, lambda: "cold_lost" in seen)
 
 
 def test_a_rank_that_was_restarted_says_so_and_is_forgotten(channel: Channel) -> None:
