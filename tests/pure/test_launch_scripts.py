@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -12,13 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mixkv_demo.pair import model_path
-from sglang_mixkv.tools import plan_gpu
-from sglang_mixkv.tools.plan_pair import make_plan
-from sglang_mixkv.tools.plan_server import read
-
 ROOT = Path(__file__).parents[2]
-SHIPPED = model_path("mla").parent
 LAUNCH = ROOT / "scripts" / "launch"
 MODELS = {"MODEL": "/models/target", "DRAFT": "/models/drafter"}
 SPECULATION = (
@@ -86,59 +79,6 @@ BLOCK = "--speculative-draft-model-path /models/drafter"
 def test_block_drafters_have_flags_of_their_own(variables: dict[str, str], expected: str) -> None:
     command = " ".join(printed("decode.sh", **{**MODELS, **variables}))
     assert command.endswith(f" mooncake --speculative-algorithm {expected} --enable-mixkv")
-
-
-SHAPES = {
-    # Kimi-K3: 24 of 93 layers are MLA; its DSPARK head has 5 layers of 16 KV heads of 64.
-    "K3": (
-        {"SPEC_ALGORITHM": "DSPARK", "SPEC_BLOCK": "7", "PAGE_SIZE": "64"},
-        {"num_hidden_layers": 93, "linear_attn_config": {"full_attn_layers": [*range(24)]}},
-        {"architectures": ["Qwen3DSparkModel"], "num_hidden_layers": 5, "head_dim": 64,
-         "num_key_value_heads": 16, "num_attention_heads": 96, "hidden_size": 6144},
-    ),
-    # Kimi-K2.5: 61 MLA layers; its DFLASH head has 6 layers of 8 KV heads.
-    "K2": (
-        {"SPEC_ALGORITHM": "DFLASH", "SPEC_BLOCK": "8", "PAGE_SIZE": "64"},
-        {"num_hidden_layers": 61},
-        {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 6, "head_dim": 128,
-         "num_key_value_heads": 8, "num_attention_heads": 64},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("shape", "prefill", "decode", "draft_heads"),
-    [
-        ("K3", {"TP": "1", "PP": "8"}, {"TP": "8"}, [2] * 8),
-        ("K2", {"TP": "8"}, {"TP": "8", "DP": "8"}, [8]),
-    ],
-)
-def test_the_documented_lines_of_block_drafters_are_planned(
-    tmp_path: Path, shape: str, prefill: dict[str, str], decode: dict[str, str],
-    draft_heads: list[int], monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    import sglang.srt.model_loader  # noqa: F401  # with this process's variables, not a line's
-
-    monkeypatch.setattr(plan_gpu, "is_there", lambda: False)  # nor the CPU engine of other tests
-    variables, *changes = SHAPES[shape]
-    text = (ROOT / "docs" / "deploy.md").read_text()
-    for name, change in zip(("target", "drafter"), changes, strict=True):
-        config = json.loads((SHIPPED / name / "config.json").read_text())
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config | change))
-    models = {"MODEL": str(tmp_path / "target"), "DRAFT": str(tmp_path / "drafter")}
-    servers = []
-    for role, own in (("prefill", prefill), ("decode", decode)):
-        shown = {**variables, **own}.items()
-        line = [f"{k}={v}" for k, v in shown if k != "PAGE_SIZE"]
-        assert " ".join([*line, f"{role}.sh"]) in text
-        servers.append(read(role, shlex.join(printed(f"{role}.sh", **models, **dict(shown)))))
-    plan = make_plan(*servers)
-    assert plan.findings == ()
-    heads = [0] * len(draft_heads)
-    for one in plan.reads:
-        heads[one.decode_rank] += len(one.heads)
-    assert heads == draft_heads
 
 
 def test_router_names_every_server() -> None:
