@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from unittest import mock
 
@@ -341,49 +341,25 @@ def test_staging_is_equal_slots_side_by_side() -> None:
             staging.slot(number)
 
 
-class GPU:
-    """torch.cuda's streams, as far as they are asked for: what happened, in order."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.streams = 0
-
-    def new_stream(self, device: torch.device, priority: int) -> mock.Mock:
-        self.streams += 1
-        name = f"stream {self.streams}"
-        self.log.append(f"{name} of {device}, priority {priority}")
-        return mock.Mock(synchronize=lambda: self.log.append(f"wait for {name}"), label=name)
-
-    @contextmanager
-    def on(self, stream: mock.Mock) -> Iterator[None]:
-        self.log.append(f"on {stream.label}")
-        yield
-        self.log.append(f"off {stream.label}")
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> GPU:
-    gpu = GPU()
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_on_a_gpu_is_waited_for_on_the_threads_own_stream(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda, device = mock.MagicMock(), torch.device("cuda", 1)
     monkeypatch.setattr(rows_module, "_own", threading.local())
-    monkeypatch.setattr(torch.cuda, "Stream", gpu.new_stream)
-    monkeypatch.setattr(torch.cuda, "stream", gpu.on)
-    return gpu
-
-
-def test_work_on_a_gpu_is_waited_for_on_the_threads_own_stream(gpu: GPU) -> None:
-    device = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "Stream", cuda.Stream)
+    monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
+    cuda.stream.return_value.__exit__.return_value = False
+    cuda.work.side_effect = RuntimeError("out of memory") if fails else None
     for _ in range(2):
-        with own_stream(device):
+        error = pytest.raises(RuntimeError) if fails else nullcontext()
+        with error, own_stream(device):
             assert torch.is_inference_mode_enabled()
-            gpu.log.append("work")
-    once = ["on stream 1", "work", "wait for stream 1", "off stream 1"]
-    assert gpu.log == ["stream 1 of cuda:1, priority -1", *once, *once]
-
-
-def test_failed_work_is_waited_for_too(gpu: GPU) -> None:
-    with pytest.raises(RuntimeError, match="out of memory"), own_stream(torch.device("cuda", 0)):
-        raise RuntimeError("out of memory")
-    assert "wait for stream 1" in gpu.log
+            cuda.work()
+    once = ["stream", "stream().__enter__", "work", "Stream().synchronize", "stream().__exit__"]
+    assert [name for name, *_ in cuda.mock_calls] == ["Stream", *once, *once]
+    cuda.Stream.assert_called_once_with(device, priority=-1)
+    cuda.stream.assert_called_with(cuda.Stream())
 
 
 def test_staging_lies_in_the_pool_that_the_kv_lies_in(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zmq
 from rig.threads import (
+    CANARY,
     HEADS,
     SEGMENT,
     SLOTS,
@@ -25,6 +26,7 @@ from sglang_mixkv.channel import copies
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import events as ev
 from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.draft.slot_format import SlotCheck
 
@@ -160,6 +162,17 @@ def test_a_slot_that_changed_under_a_read_is_not_used(channel: Channel, offset: 
 
 
 # ---------------------------------------------------------------- the gate
+
+
+def test_no_job_passes_a_closed_gate(channel: Channel) -> None:
+    handle, worker = channel.open(1, SEGMENT), channel.decode.channel
+    handle.gate.close()
+    for job in (
+        ev.Clear(1, handle, 0, SEGMENT), ev.Unpack(2, handle, 0, SEGMENT, range(4), 0, 0)
+    ):  # fmt: skip
+        assert worker._copy(job) == (ev.Result.CLOSED, "")
+    assert (channel.decode.memory == CANARY).all()
+    worker.close(handle)
 
 
 def test_a_copy_enters_before_its_gate_closes_or_never() -> None:
