@@ -98,6 +98,20 @@ def test_success_waits_for_packing_and_for_nothing_else() -> None:
     assert rooms.left()["offered"] == 1
 
 
+def test_a_slot_rests_while_its_rank_does() -> None:
+    """A stopped process sends its READY when it goes on: time that it stood still is no time."""
+    rooms = prefill()
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
+    (pack,) = of(pev.PackJob, rooms.handle(opened(10), 0.0))
+    rooms.handle(pev.Packed(pack.job), 0.0)
+    rooms.handle(pev.Tick(), 1000.0)
+    assert rooms.left()["offered"] == 1
+    for second in range(1001, 1061):
+        rooms.handle(pev.Tick(), second)
+    assert "offered" not in rooms.left()
+
+
 def decode() -> Driven:
     return Driven(DecodeMachine(READER, SlotPool(8, TIMES), 1 << 20, TIMES))
 
@@ -111,6 +125,15 @@ def ready(segment: int = 0, generation: int = 10, count: int = 8) -> dev.Receive
     announced = Announced(segment, 99, count)
     message = Ready(ROOM, generation, segment, 8 * segment, (announced,), segment == 1)
     return dev.Received(PREFILL, message)
+
+
+def test_a_thread_that_stood_still_drops_what_it_was_sent_before() -> None:
+    rooms = decode()
+    rooms.handle(room(), 0.0)
+    actions = rooms.handle(ready(), TIMES.stall + 0.1)
+    assert of(dev.StartRead, actions) == []
+    assert dev.Send(PREFILL, Ack(((0, 99),))) in actions
+    assert [note.what for note in of(dev.Note, actions)] == ["cold_stalled"]
 
 
 def test_a_late_read_is_not_used() -> None:
