@@ -1,5 +1,5 @@
 """Attention of the CPU engine against plain loops. Its other kernels: the pairs' accept lengths in
-tests/e2e, and the bytes of tests/protocol/test_host_cache.py."""
+tests/e2e, which has a host cache too."""
 
 from __future__ import annotations
 

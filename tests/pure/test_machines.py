@@ -58,6 +58,21 @@ def uses_of(actions: list[Any]) -> list[Any]:
     return [action.use for action in of(pev.Settled, actions)]
 
 
+def test_a_lost_open_is_not_mistaken_for_the_next_requests() -> None:
+    rooms = prefill()
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    rooms.handle(opened(11, OTHER, readers=2), 0.0)
+    rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
+    gone = fail(ROOM, 10, "closed", reader=READER)  # its OPEN never came
+    rooms.handle(pev.Received(b"new", gone), 0.3)
+    actions = rooms.handle(opened(20), 0.5)
+    assert of(pev.PackJob, actions) == []
+    rooms.handle(pev.End(0), 0.6)
+    rooms.handle(pev.Begin(1, ROOM), 0.7)
+    (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 0.8))
+    assert pack.use == 1
+
+
 def test_a_request_that_came_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its OPEN came first, as it does mostly; and one that comes later needs no place."""
     monkeypatch.setattr(waiting, "MAX_WAITING", 1)
@@ -96,6 +111,25 @@ def test_success_waits_for_packing_and_for_nothing_else() -> None:
     assert uses_of(rooms.handle(pev.TargetSent(0), 0.0)) == []
     assert uses_of(rooms.handle(pev.Packed(pack.job), 0.1)) == [0]
     assert rooms.left()["offered"] == 1
+
+
+def test_a_lost_open_may_have_told_of_more_readers() -> None:
+    """They have the time of SGLang's transfer."""
+    rooms = prefill()
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    gone = pev.Received(b"new", fail(ROOM, 10, "closed", reader=READER))
+    assert uses_of(rooms.handle(gone, 0.0)) == []
+    rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
+    (pack,) = of(pev.PackJob, rooms.handle(opened(11, OTHER, readers=2), 0.1))
+    (settled,) = of(pev.Settled, rooms.handle(pev.Packed(pack.job), 0.2))
+    assert settled.opened == (opened(11, OTHER, readers=2).message,)
+
+
+def test_a_room_whose_open_was_lost_does_not_wait_for_it() -> None:
+    rooms = prefill()
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    rooms.handle(pev.Received(b"new", fail(ROOM, 10, "closed", reader=READER)), 0.0)
+    assert uses_of(rooms.handle(pev.TargetSent(0), 0.1)) == [0]
 
 
 def test_a_slot_rests_while_its_rank_does() -> None:

@@ -218,19 +218,23 @@ def test_a_gate_waits_for_each_copy_in_flight() -> None:
 # ---------------------------------------------------------------- what raises, what ends
 
 
-ACTIONS = {
-    "Send": ("cold", "lost"), "StartRead": ("cold", "read"), "Copy": ("cold", "unpack"),
-    "Verdict": ("warm", ""), "Note": ("warm", ""),
-}  # fmt: skip
+ACTIONS = [
+    ("decode", "Send", ("cold", "lost")), ("decode", "StartRead", ("cold", "read")),
+    ("decode", "Copy", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
+    ("decode", "Note", ("warm", "")),
+    ("prefill", "Send", ("cold", "deadline")), ("prefill", "Pack", ("cold", "prefill_pack")),
+    ("prefill", "Settled", ("warm", "")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ACTIONS)
-def test_an_action_of_decode_that_raises_loses_no_other(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(("side", "name", "found"), ACTIONS)
+def test_an_action_that_raises_loses_no_other(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str, name: str, found: tuple[str, str]
 ) -> None:
-    """The room is decided, with the scheduler's help where its verdict itself was lost."""
-    worker, once = channel.decode.channel, [name]
-    monkeypatch.setattr(worker, "_slowest", 0.3)
+    """The room is decided, with the scheduler's help where its verdict itself was lost, and both
+    sides get their slots back: one whose READY was lost after a while."""
+    once, prefill, decode = [name], channel.prefill.channel, channel.decode.channel
+    worker: Any = getattr(channel, side).channel
     real = worker._do
 
     def do(action: Any) -> None:
@@ -240,43 +244,19 @@ def test_an_action_of_decode_that_raises_loses_no_other(
         real(action)
 
     monkeypatch.setattr(worker, "_do", do)
+    monkeypatch.setattr(worker, "_slowest", 0.3)
     handle, sent = channel.open(1, TOKENS), channel.prefill.send(1, TOKENS)
-    worker.target_arrived(handle)
+    prefill.release(sent)
+    decode.target_arrived(handle)
     if name == "Verdict":
-        assert wait_for(lambda: worker.is_lost(handle))
-        worker.clear_now(handle)
-        assert channel.state(handle) == ("cold", "broken")
-    else:
-        assert channel.state(handle) == ACTIONS[name]
+        assert wait_for(lambda: decode.is_lost(handle))
+        decode.clear_now(handle)
+    assert channel.state(handle) == found
+    assert wait_for(lambda: prefill.release(sent))
     assert not once or name == "Note"
     channel.end(sent, handle)
     assert channel.request(2) == ("warm", "")
-    assert channel.at_rest()
-
-
-@pytest.mark.parametrize("name", ["Send", "Pack", "Settled"])
-def test_an_action_of_prefill_that_raises_loses_no_other(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    worker, once = channel.prefill.channel, [name]
-    real = worker._do
-
-    def do(action: Any) -> None:
-        if type(action).__name__ in once:
-            once.clear()
-            raise MemoryError("once")
-        real(action)
-
-    monkeypatch.setattr(worker, "_do", do)
-    monkeypatch.setattr(worker, "_slowest", 0.3)
-    handle, sent = channel.open(1, TOKENS), channel.prefill.send(1, TOKENS)
-    worker.release(sent)
-    channel.decode.channel.target_arrived(handle)
-    assert channel.state(handle)[0] == ("warm" if name == "Settled" else "cold")
-    assert wait_for(lambda: worker.release(sent))
-    channel.end(sent, handle)
-    assert channel.request(2) == ("warm", "")
-    assert wait_for(lambda: not worker.check())  # a slot whose READY was lost is free after a while
+    assert wait_for(lambda: not prefill.check())
 
 
 def test_each_thread_of_the_channel_sets_its_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
