@@ -18,7 +18,6 @@ LASTS = 10.0  # seconds that a fault waits for what it befalls
 
 def begin(world: World, fault: Fault) -> None:
     world.note_fault(str(fault))
-    world.started.add(fault.kind)
     _KINDS[fault.kind](world, fault)
 
 

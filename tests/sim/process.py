@@ -11,11 +11,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang_mixkv.channel.gate import Gate
+from sglang_mixkv.channel.slots import SlotPool
+from tests.sim import memory
 
 if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank
     from tests.sim.prefill import PrefillRank
-    from tests.sim.world import World
+    from tests.sim.world import Place, World
 
 
 CAN_FAIL = ("Send", "StartRead", "Pack", "Copy")
@@ -23,14 +25,22 @@ FINE, COARSE = 0.1, 1.0  # between ticks, where a deadline is near and where non
 
 
 class Process:
-    """`now`: the machine's, of the event whose actions are executed."""
+    """`now`: the machine's, of the event whose actions are executed. `awaiting`: requests that
+    wait for the drafter alone: on prefill those that were sent and are not settled, on decode those
+    whose target is there."""
 
     tick: object
     failed: Callable[..., object]
     machine: object
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.clock, self.rng, self.name = world, world.clock, world.clock.rng, name
+    def __init__(self, world: World, place: Place, instance: bytes) -> None:
+        self.world, self.clock, self.rng = world, world.clock, world.clock.rng
+        self.place, self.instance = place, instance
+        self.name = f"{place.server.side[0].upper()}{place.server.number}.{place.rank}"
+        self.slots = SlotPool(place.server.slots, world.times)
+        self.memory = memory.new_slots(self.slots.count)
+        self.awaiting: set[int] = set()
+        self.copiers = Copiers(self)
         self.alive, self.stopped = True, False
         self.stopped_for = 0.0  # in all
         self.now = 0.0
@@ -123,6 +133,12 @@ class Process:
     def execute(self, action: object) -> None:
         raise NotImplementedError
 
+    # -- the threads that copy, of which a side may have nothing to say
+
+    def begin_copy(self, owner: Gated, job: Any) -> None: ...
+
+    def left_gate(self, owner: Gated) -> None: ...
+
     # -- stops
 
     def stop(self, where: str, seconds: float) -> None:
@@ -184,7 +200,7 @@ class Process:
 
     def is_urgent(self) -> bool:
         """Whether a deadline of some tenths of a second may run."""
-        raise NotImplementedError
+        return bool(self.awaiting)
 
     def _want_tick(self) -> None:
         """Where nothing is under way a tick would do nothing, and is left out."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
@@ -89,7 +88,6 @@ class World:
         self.spec, self.log, self.times = spec, log, Times()
         self.copying = spec.copying
         self.clock = Clock(spec.seed)
-        self.notes: Counter[str] = Counter()
         self.checks = Checks(self, check_every)
         self._numbers = count(1)
         self.connections: dict[bytes, Link] = {}
@@ -100,7 +98,6 @@ class World:
         self.groups: dict[tuple[int, int], Group] = {}
         self.lives = {request.id: Life(request) for request in spec.requests}
         self.untouched: list[Life] = []  # requests that no fault has had to do with
-        self.started: set[str] = set()  # kinds of faults that have begun
         self._build()
 
     def _build(self) -> None:
