@@ -181,6 +181,16 @@ def test_a_late_read_is_not_used() -> None:
     assert dev.Send(PREFILL, Ack(((0, 99),))) in actions
 
 
+def test_a_doubled_ready_is_not_acknowledged_while_the_first_is_read() -> None:
+    rooms = decode()
+    rooms.handle(room(), 0.0)
+    (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
+    rooms.handle(dev.CloseRoom(10), 0.1)
+    assert not of(dev.Send, rooms.handle(ready(), 0.2))
+    acks = of(dev.Send, rooms.handle(dev.ReadEnded(read.read), 0.3))
+    assert [send.message for send in acks] == [Ack(((0, 99),))]
+
+
 def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
     """Nor for it. Its last segment is announced and waits to be read."""
     rooms = decode()
