@@ -18,6 +18,7 @@ from rig.threads import (
     SLOTS,
     TOKEN_BYTES,
     Channel,
+    Event,
     Prefill,
     wait_for,
 )
@@ -60,6 +61,21 @@ def test_every_row_is_in_place(channel: Channel, tokens: int, first: int) -> Non
     assert sent.settled
     channel.end(sent, handle)
     assert channel.at_rest()
+
+
+def test_a_chunk_is_packed_once_all_of_its_events_are_done(channel: Channel) -> None:
+    written, filled = Event(), Event()
+    written.done = True
+    truth = channel.prefill.memory.copy()
+    channel.prefill.memory[:] = 0
+    handle = channel.open(1, TOKENS)
+    sent = channel.prefill.send(1, TOKENS, events=(written, filled))
+    assert not wait_for(lambda: channel.prefill.slots.free_slots < SLOTS, 0.3)
+    channel.prefill.memory[:] = truth
+    filled.done = True
+    assert channel.state(handle) == ("warm", "")
+    assert channel.same(handle)
+    channel.end(sent, handle)
 
 
 def test_draft_kv_is_waited_for_from_the_targets_arrival_on(channel: Channel) -> None:
