@@ -15,8 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from tests.sim.draw import Draw
-from tests.sim.report import describe, summary
-from tests.sim.runner import Outcome, run_many, run_spec
+from tests.sim.runner import Outcome, describe, run_many, run_spec, summary
 
 
 def arguments() -> argparse.Namespace:

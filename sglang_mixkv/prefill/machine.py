@@ -194,6 +194,8 @@ class Machine:
         before = self._waiting.generation(number, reader)
         if failed.generation <= max(in_room, before):
             return  # doubled
+        if (part := self._waiting.part(number, reader)) is not None:
+            self._ended_by_reader(part)  # its own FAIL was lost
         if room is not None and in_room < 0 and not room.settled:
             if len(room.absent) < MAX_WAITING:
                 room.absent[reader] = absent

@@ -110,21 +110,6 @@ def test_jobs_behind_a_closed_gate_are_skipped_and_the_others_start() -> None:
     assert test.ended() == {"b2": None}
 
 
-def test_a_gate_closes_behind_the_batch_in_flight_and_not_behind_others() -> None:
-    test = Copies()
-    test.start("a1", "b1")
-    assert not test.gates["a"].shut()
-    assert test.gates["c"].shut()
-    closing = threading.Thread(target=test.gates["b"].close)
-    closing.start()
-    closing.join(0.05)
-    assert closing.is_alive()
-    test.device.batches[0].end.set()  # nobody asks for its end: the event alone says it
-    closing.join(10)
-    assert not closing.is_alive()
-    assert test.gates["a"].shut()
-
-
 def test_a_gate_that_is_closed_between_look_and_launch_waits_for_the_batch() -> None:
     """They are one step: the close comes before both, or behind both."""
     test = Copies()

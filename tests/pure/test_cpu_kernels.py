@@ -1,4 +1,5 @@
-"""The PyTorch kernels of the CPU engine, each against plain loops."""
+"""Attention of the CPU engine against plain loops. Its other kernels: the pairs' accept lengths in
+tests/e2e, which has a host cache too."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mixkv_cpu.kernels import attention, cache, host_cache, speculative
+from mixkv_cpu.kernels import attention
 
 SCALE = 0.3
 POOL = 40
@@ -140,163 +141,3 @@ def test_a_prompt_without_prefix_may_have_other_heads_than_the_cache() -> None:
         *(torch.tensor([3]), torch.tensor([0]), 3, SCALE, 0.0, False, 0, None, None, None, True),
     )
     torch.testing.assert_close(out, reference(q, k, v, torch.arange(3)))
-
-
-def test_attention_refuses_what_it_would_ignore() -> None:
-    with pytest.raises(NotImplementedError, match="sinks"):
-        attention._refuse(cross_attention=False, sinks=torch.ones(1), kv_scale=False)
-
-
-def test_req_to_token_is_written_and_read() -> None:
-    table, rows = torch.zeros(5, 12, dtype=torch.int32), torch.tensor([3, 1, 4])
-    start, end = torch.tensor([2, 0, 7]), torch.tensor([5, 0, 9])
-    slots = torch.tensor([11, 12, 13, 21, 22])
-    cache.assign_req_to_token_pool_cpu(rows, table, start, end, slots, 12)
-    want = torch.zeros(5, 12, dtype=torch.int32)
-    want[3, 2:5], want[4, 7:9] = torch.tensor([11, 12, 13]).int(), torch.tensor([21, 22]).int()
-    assert torch.equal(table, want)
-    read = torch.full((6,), -1)
-    cache.assign_extend_cache_locs_cpu(rows, table, start, end, read, 12)
-    assert read.tolist() == [11, 12, 13, 21, 22, -1]
-
-
-def test_draft_slots_follow_the_committed_tokens() -> None:
-    table, out = torch.arange(24).view(2, 12).int(), torch.zeros(6, dtype=torch.long)
-    lengths = torch.tensor([4, 1])
-    cache.assign_draft_cache_locs_contiguous_cpu(
-        torch.tensor([1, 0]), table, lengths, out, 12, 1, 3
-    )
-    assert out.tolist() == [16, 17, 18, 1, 2, 3]
-
-
-def test_moving_slots_reads_all_before_it_writes() -> None:
-    buffers = [torch.randn(8, 2, 4), torch.randn(8, 3)]
-    want = [x.clone() for x in buffers]
-    for x in want:
-        x[[1, 2, 5]] = x[[2, 3, 1]]
-    pointers = torch.tensor([x.data_ptr() for x in buffers], dtype=torch.uint64)
-    sizes = torch.tensor([x[0].numel() * x.element_size() for x in buffers])
-    cache.copy_all_layer_kv_cache_cpu(
-        pointers, sizes, torch.tensor([1, 2, 5]), torch.tensor([2, 3, 1])
-    )
-    assert all(torch.equal(x, y) for x, y in zip(buffers, want, strict=True))
-
-
-def test_the_draft_table_has_the_requests_rows() -> None:
-    table = torch.arange(30).view(3, 10).int()
-    rows = attention.build_draft_decode_metadata_cpu(
-        table, torch.tensor([2, 0]), torch.tensor([3, 3]), 1, 3, 10
-    )
-    assert torch.equal(rows, table[[2, 0]])
-    with pytest.raises(NotImplementedError, match="topk 2"):
-        attention.build_draft_decode_metadata_cpu(table, torch.tensor([0]), rows[:1, 0], 2, 3, 10)
-
-
-def build_chain(mode: int, lengths: Tensor, n: int, topk: int = 1) -> tuple[Tensor, ...]:
-    """positions, mask and the three retrive tensors of a batch."""
-    bs = len(lengths)
-    prefix = int(lengths.sum()) if mode == speculative.FULL_MASK else 0
-    mask = torch.ones(n * (prefix + bs * n), dtype=torch.bool)
-    positions, retrive = torch.empty(bs * n, dtype=torch.long), torch.full((3, bs, n), -1)
-    none = torch.empty(0)
-    speculative.build_tree_kernel_efficient_cpu(
-        none, none, lengths, mask, positions, *retrive, topk, 3, n, mode
-    )
-    return positions, mask, *retrive
-
-
-@pytest.mark.parametrize("mode", [0, 1], ids=["full mask", "drafts only"])
-def test_the_draft_tree_is_a_chain(mode: int) -> None:
-    positions, mask, index, following, sibling = build_chain(mode, torch.tensor([3, 5]), 4)
-    assert positions.tolist() == [3, 4, 5, 6, 5, 6, 7, 8]
-    assert index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert following.tolist() == [[1, 2, 3, -1]] * 2
-    assert (sibling == -1).all()
-    prefixes = (3, 5) if mode == speculative.FULL_MASK else (0, 0)
-    want = [
-        column <= prefix + row
-        for prefix in prefixes
-        for row in range(4)
-        for column in range(prefix + 4)
-    ]
-    assert mask.tolist() == want
-
-
-def test_real_trees_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match="topk 2"):
-        build_chain(1, torch.tensor([3]), 4, topk=2)
-
-
-@pytest.mark.parametrize("right", [0, 1, 2, 3])
-def test_greedy_verify_accepts_up_to_the_first_wrong_draft(right: int) -> None:
-    lengths, n = torch.tensor([3, 5]), 4
-    chain = build_chain(1, lengths, n)[2:]
-    target = torch.tensor([[10, 11, 12, 13], [20, 21, 22, 23]])
-    candidates = torch.tensor([[1, 10, 11, 12], [2, 20, 99, 22]])
-    if right < 3:
-        candidates[0, right + 1] = 99
-    predicts, index = torch.full((8,), -7), torch.full((2, 4), -1, dtype=torch.int32)
-    accepted = torch.zeros(2, dtype=torch.int32)
-    speculative.verify_tree_greedy_cpu(
-        predicts, index, accepted, candidates, *chain, target.flatten()
-    )
-    assert accepted.tolist() == [right, 1]
-    assert index.tolist() == [[*range(right + 1)] + [-1] * (3 - right), [4, 5, -1, -1]]
-    assert predicts[: right + 1].tolist() == [10, 11, 12, 13][: right + 1]
-    assert predicts[4:6].tolist() == [20, 21]
-    assert (predicts[right + 1 : 4] == -7).all()
-
-
-def test_bonus_tokens_and_accepted_slots() -> None:
-    bonus = torch.zeros(2, dtype=torch.int32)
-    tokens, lengths = torch.tensor([[5, 6, 7], [8, 9, 4]]), torch.tensor([2, 3])
-    speculative.fill_bonus_tokens_cpu(tokens, lengths, bonus, 3)
-    assert bonus.tolist() == [6, 4]
-    out = torch.full((4,), -1)
-    index, slots = torch.tensor([[0, 1, -1], [3, -1, -1]]), torch.tensor([30, 31, 32, 33])
-    speculative.fill_accept_out_cache_loc_cpu(index, slots, out)
-    assert out.tolist() == [30, 31, 33, -1]
-
-
-@pytest.mark.parametrize(
-    ("select", "want"), [(None, [1, 2, 90, 4, 91]), (torch.tensor([1, 4]), [1, 90, 2, 4, 91])]
-)
-def test_rotating_tokens(select: Tensor | None, want: list[int]) -> None:
-    tokens = torch.arange(5)
-    spans = (torch.tensor([0, 3]), torch.tensor([3, 2]))
-    speculative.rotate_input_ids_cpu(tokens, *spans, torch.tensor([90, 91]), select)
-    assert tokens.tolist() == want
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("layout", ["layer_first", "page_first_direct"])
-@pytest.mark.parametrize("groups", [1, 2], ids=["mla", "mha"])
-def test_rows_come_back_from_the_host(groups: int, layout: str, dtype: torch.dtype) -> None:
-    """All layers of some pages to the host, and layer by layer to other pages of another pool."""
-    layers, pages, size, row = 3, 6, 4, (2, 5)
-    rows = torch.randn(groups * layers, pages * size, *row).to(dtype)
-    source, destination = list(rows), list(torch.zeros_like(rows))
-    host = torch.zeros(groups, layers, pages * size, *row, dtype=dtype)
-    if layout == "page_first_direct":
-        host = torch.zeros(groups, pages, layers, size, *row, dtype=dtype)
-    old, kept, new = (
-        torch.cat([torch.arange(size) + page * size for page in chosen])
-        for chosen in ((4, 0), (1, 5), (2, 3))
-    )
-    if layout == "layer_first":
-        host_layers = list(host.flatten(0, 1))
-        host_cache.transfer_kv_direct(source, host_layers, old, kept, size)
-        for layer in range(groups * layers):
-            one = slice(layer, layer + 1)
-            host_cache.transfer_kv_direct(host_layers[one], destination[one], kept, new, size)
-    else:
-        host_cache.transfer_kv_all_layer_direct_lf_pf(source, list(host), old, kept, size)
-        for layer in range(layers):
-            host_cache.transfer_kv_per_layer_direct_pf_lf(
-                list(host), destination[layer::layers], kept, new, layer, size
-            )
-    for before, after in zip(source, destination, strict=True):
-        for here, there in zip(old.tolist(), new.tolist(), strict=True):
-            assert torch.equal(before[here].float(), after[there].float())
-        others = sorted(set(range(pages * size)) - set(new.tolist()))
-        assert not after.float()[others].any()

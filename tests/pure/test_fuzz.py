@@ -6,8 +6,8 @@ import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,50 +23,22 @@ RUNS, UNTIL_FOUND = 1_500, 20_000
 sys.path.insert(0, str(FUZZ))
 fuzz = importlib.import_module("fuzz")
 
-Patch = Callable[..., None]  # pytest's `monkeypatch.setattr`
-GUARDS: dict[Callable[[Patch], None], tuple[str, str]] = {}
-
-
-def guard(target: str, found: str) -> Callable[[Callable[[Patch], None]], None]:
-    def keep(without: Callable[[Patch], None]) -> None:
-        GUARDS[without] = target, found
-
-    return keep
-
-
-@guard("message", "RecursionError")
-def depth_of_messages(patch: Patch) -> None:
-    patch(messages, "decode", messages._decoder.decode)
-
-
-@guard("message", "AssertionError")
-def types_of_messages(patch: Patch) -> None:
-    patch(messages, "_decoder", msgspec.msgpack.Decoder())
-
-
-@guard("row", "RecursionError")
-def depth_of_answers(patch: Patch) -> None:
-    patch(asking, "RecursionError", ZeroDivisionError, raising=False)
-
-
-@guard("row", "ZeroDivisionError")
-def sizes_of_zero(patch: Patch) -> None:
-    patch(plan, "readers_of", lambda prefill, decode: max(1, decode // prefill))
-
-
-@guard("row", "heads that nobody reads")
-def instances_of_ranks(patch: Patch) -> None:
-    patch(plan, "_check_instances", lambda instances: None)
-
-
-@guard("endpoint", "RecursionError")
-def depth_of_endpoints(patch: Patch) -> None:
-    patch(data_plane, "RecursionError", ZeroDivisionError, raising=False)
-
-
-@guard("endpoint", "outside the peer's memory")
-def memory_of_a_peer(patch: Patch) -> None:
-    patch(data_plane.Memory, "holds", lambda self, address, length: True)
+NO_ERROR = {"name": "RecursionError", "value": ZeroDivisionError, "raising": False}
+GUARDS: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
+    "depth of messages": ("message", "RecursionError", messages,
+                          {"name": "decode", "value": messages._decoder.decode}),
+    "types of messages": ("message", "AssertionError", messages,
+                          {"name": "_decoder", "value": msgspec.msgpack.Decoder()}),
+    "depth of answers": ("row", "RecursionError", asking, NO_ERROR),
+    "sizes of zero": ("row", "ZeroDivisionError", plan,
+                      {"name": "readers_of", "value": lambda p, d: max(1, d // p)}),
+    "instances of ranks": ("row", "heads that nobody reads", plan,
+                           {"name": "_check_instances", "value": lambda instances: None}),
+    "depth of endpoints": ("endpoint", "RecursionError", data_plane, NO_ERROR),
+    "memory of a peer": ("endpoint", "outside the peer's memory", data_plane.Memory,
+                         {"name": "holds", "value": lambda self, address, length: True}),
+}  # fmt: skip
+"""Of each guard the target, what is found without it, and what is put in its place."""
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
@@ -74,12 +46,10 @@ def test_a_short_run_finds_nothing(target: str) -> None:
     assert fuzz.unguided(target, 1, RUNS) == (b"", "")
 
 
-@pytest.mark.parametrize("without", GUARDS, ids=lambda without: without.__name__)
-def test_without_a_guard_it_is_found(
-    without: Callable[[Patch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, found = GUARDS[without]
-    without(monkeypatch.setattr)
+@pytest.mark.parametrize("guard", GUARDS)
+def test_without_a_guard_it_is_found(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, found, owner, change = GUARDS[guard]
+    monkeypatch.setattr(owner, **change)
     _, trace = fuzz.unguided(target, 1, UNTIL_FOUND)
     assert re.search(found, trace.strip().rpartition("\n")[2]), trace
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from typing import Any
 
 import pytest
@@ -115,15 +113,6 @@ def test_success_waits_for_packing_and_for_nothing_else() -> None:
     assert rooms.left()["offered"] == 1
 
 
-def test_packing_that_ends_before_sglangs_transfer_is_settled_then() -> None:
-    rooms = prefill()
-    rooms.handle(pev.Begin(0, ROOM), 0.0)
-    rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
-    (pack,) = of(pev.PackJob, rooms.handle(opened(10), 0.0))
-    assert uses_of(rooms.handle(pev.Packed(pack.job), 0.1)) == [0]
-    assert uses_of(rooms.handle(pev.TargetSent(0), 0.2)) == []
-
-
 def test_a_lost_open_may_have_told_of_more_readers() -> None:
     """They have the time of SGLang's transfer."""
     rooms = prefill()
@@ -141,17 +130,6 @@ def test_a_room_whose_open_was_lost_does_not_wait_for_it() -> None:
     rooms.handle(pev.Begin(0, ROOM), 0.0)
     rooms.handle(pev.Received(b"new", fail(ROOM, 10, "closed", reader=READER)), 0.0)
     assert uses_of(rooms.handle(pev.TargetSent(0), 0.1)) == [0]
-
-
-def test_nobody_opens_and_the_request_goes_on() -> None:
-    rooms = prefill()
-    rooms.handle(pev.Begin(0, ROOM), 0.0)
-    rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
-    rooms.handle(pev.TargetSent(0), 0.0)
-    assert rooms.handle(pev.Tick(), TIMES.packing * 0.9) == []
-    actions = rooms.handle(pev.Tick(), TIMES.packing)
-    assert uses_of(actions) == [0]
-    assert [note.what for note in of(pev.Note, actions)] == ["unopened"]
 
 
 def test_a_slot_rests_while_its_rank_does() -> None:
@@ -242,6 +220,16 @@ def test_a_late_read_is_not_used() -> None:
     assert dev.Send(PREFILL, Ack(((0, 99),))) in actions
 
 
+def test_a_doubled_ready_is_not_acknowledged_while_the_first_is_read() -> None:
+    rooms = decode()
+    rooms.handle(room(), 0.0)
+    (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
+    rooms.handle(dev.CloseRoom(10), 0.1)
+    assert not of(dev.Send, rooms.handle(ready(), 0.2))
+    acks = of(dev.Send, rooms.handle(dev.ReadEnded(read.read), 0.3))
+    assert [send.message for send in acks] == [Ack(((0, 99),))]
+
+
 def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
     """Nor for it. Its last segment is announced and waits to be read."""
     rooms = decode()
@@ -262,36 +250,6 @@ def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
     assert rooms.machine.breaker._states
     rooms.handle(dev.PeerLost(PREFILL, gone=True), 0.0)
     assert not rooms.machine.breaker._states
-
-
-def test_draft_kv_that_does_not_come_is_cleared_and_the_request_goes_on() -> None:
-    rooms = decode()
-    rooms.handle(room(), 0.0)
-    rooms.handle(dev.TargetArrived(10), 0.0)
-    assert rooms.handle(dev.Tick(), TIMES.shortest_wait * 0.9) == []
-    (clear,) = of(dev.Clear, rooms.handle(dev.Tick(), TIMES.shortest_wait))
-    assert (clear.first_token, clear.end) == (0, 16)
-    (verdict,) = of(dev.Verdict, rooms.handle(dev.Copied(clear.job, dev.Result.DONE), 0.4))
-    assert verdict.state is dev.State.COLD
-
-
-def test_rows_that_are_in_place_are_not_cleared() -> None:
-    rooms = decode()
-    rooms.handle(room(), 0.0)
-    (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
-    (unpack,) = of(dev.Unpack, rooms.handle(dev.ReadEnded(read.read), 0.0))
-    rooms.handle(dev.Copied(unpack.job, dev.Result.DONE), 0.0)
-    rooms.handle(dev.TargetArrived(10), 0.0)
-    (clear,) = of(dev.Clear, rooms.handle(dev.Tick(), TIMES.longest_wait))
-    assert (clear.first_token, clear.end) == (8, 16)
-
-
-def test_a_forward_that_still_runs_is_waited_for() -> None:
-    rooms = decode()
-    rooms.handle(room(pending=True), 0.0)
-    (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
-    assert of(dev.Unpack, rooms.handle(dev.ReadEnded(read.read), 0.0)) == []
-    assert of(dev.Unpack, rooms.handle(dev.ForwardDone(10), 0.1))
 
 
 def wait_in_vain(rooms: Driven, generation: int, now: float) -> float:
@@ -419,19 +377,6 @@ def test_segments_of_a_part_are_announced_in_their_order() -> None:
     assert list(rooms.check()) == []
 
 
-def test_a_part_that_fails_frees_the_slots_of_what_was_packed_behind_it() -> None:
-    rooms = prefill(slots=16)
-    rooms.handle(pev.Begin(0, ROOM), 0.0)
-    rooms.handle(opened(10), 0.0)
-    packs = of(pev.PackJob, rooms.handle(pev.AddChunk(0, 0, 30, last=True), 0.0))
-    rooms.handle(pev.Packed(packs[1].job), 0.1)
-    (send,) = of(pev.Send, rooms.handle(pev.Packed(packs[0].job, error="no memory"), 0.2))
-    assert send.message.code == "pack"
-    rooms.handle(pev.Packed(packs[2].job), 0.3)
-    assert rooms.machine.slots.free_slots == 16
-    assert list(rooms.check()) == []
-
-
 def test_segments_of_one_message_are_read_together_and_copied_in_any_order() -> None:
     rooms = Driven(DecodeMachine(READER, SlotPool(16, TIMES), 1 << 20, TIMES))
     source = dev.Source(PREFILL, range(4), 1, slots=16, segment_tokens=10)
@@ -453,25 +398,44 @@ def test_segments_of_one_message_are_read_together_and_copied_in_any_order() -> 
     assert (rooms.left(), list(rooms.check())) == ({}, [])
 
 
-def test_what_invented_readers_leave_slows_nobody_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that a request or a tick does looks at all of it."""
-    monkeypatch.setattr(waiting, "MAX_ALL", 1 << 15)
+# ---------------------------------------------------------------- numbers that come again
+
+
+def test_a_room_whose_reader_ended_first_does_not_wait_for_it() -> None:
     rooms = prefill()
+    rooms.handle(opened(1), 0.0)
+    rooms.handle(pev.Received(b"c", fail(ROOM, 1, "closed")), 0.0)
+    assert uses_of(rooms.handle(pev.Begin(1, ROOM), 0.1)) == [1]
 
-    def seconds() -> float:
-        began = time.monotonic()
-        for number in range(200):
-            rooms.handle(opened(next(generations), room=1 << 30), 0.0)
-            rooms.handle(pev.Begin(number, 1 << 30), 0.0)
-            rooms.handle(pev.End(number, ""), 0.0)
-            rooms.handle(pev.Tick(), 0.0)
-        return time.monotonic() - began
 
-    generations = itertools.count(1 << 40)
-    before = min(seconds() for _ in range(3))
-    for number in range(waiting.MAX_ALL // 2 - 1):
-        reader = number.to_bytes(8, "big")
-        rooms.handle(opened(1000 + number, reader, room=1000 + number), 0.0)
-        gone = fail(1 << 20 | number, 1 << 20 | number, "closed", reader=reader)
-        rooms.handle(pev.Received(b"c" + reader, gone), 0.0)
-    assert min(seconds() for _ in range(3)) < 8 * before  # not some fifty times
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("late", [0.1, 300.0])
+def test_each_request_that_a_reader_ended_may_still_come(late: float, lost: bool) -> None:
+    """Its OPEN of the same number is for the request behind all of them, however late they are."""
+    rooms = prefill()
+    for generation in (1, 2):
+        if not lost:
+            rooms.handle(opened(generation), 0.0)
+        reader = READER if lost else None
+        rooms.handle(pev.Received(b"c", fail(ROOM, generation, "closed", reader=reader)), 0.0)
+    rooms.handle(opened(3), 0.0)
+    for second in range(int(late)):
+        rooms.handle(pev.Tick(), float(second))
+    for use, packs in ((1, 0), (2, 0), (3, 1)):
+        rooms.handle(pev.Begin(use, ROOM), late)
+        actions = rooms.handle(pev.AddChunk(use, 0, 8, True, use), late)
+        assert len(of(pev.PackJob, actions)) == packs
+        rooms.handle(pev.End(use), late)
+
+
+def test_all_readers_that_opened_have_ended_and_another_is_for_the_next_request() -> None:
+    """A decode server was started again, and uses the number of its former life."""
+    rooms = prefill()
+    rooms.handle(opened(1), 0.0)
+    rooms.handle(pev.ConnectionLost(b"connection" + READER), 0.1)
+    rooms.handle(pev.Begin(1, ROOM), 0.2)
+    rooms.handle(opened(9, OTHER), 0.3)
+    assert not of(pev.PackJob, rooms.handle(pev.AddChunk(1, 0, 8, True), 0.4))
+    rooms.handle(pev.Begin(2, ROOM), 0.5)
+    (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(2, 0, 8, True), 0.6))
+    assert pack.handle == 2

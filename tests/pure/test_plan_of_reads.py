@@ -15,6 +15,10 @@ from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.errors import MixKVError
 
 FACTS = DraftFacts("LlamaEagle3", "EAGLE3", 4, (100, 156), "bfloat16")
+FP8, FEWER, ODD = (
+    msgspec.structs.replace(FACTS, **changed)
+    for changed in ({"dtype": "fp8_e4m3"}, {"total_heads": 2}, {"total_heads": 6})
+)
 SLOT = SLOT_OVERHEAD + 1024  # four tokens of one head
 AUX = (64, 128)
 
@@ -38,6 +42,11 @@ def row(
     return msgspec.structs.replace(made, **changed)
 
 
+def prefill(tp: int, ranks: Any = None, **more: Any) -> list[Row]:
+    """Rows of all ranks, or of these."""
+    return [row(f"p{rank}", tp, rank, **more) for rank in ranks or range(tp)]
+
+
 def plan(own: Row, *rows: Row, targets: tuple[bool, ...] = (), cold: bool = False) -> Plan:
     """With these rows' ranks as the contacts, in order."""
     contacts = [Contact("10.0.0.1", n, targets[n] if targets else True) for n, _ in enumerate(rows)]
@@ -45,150 +54,50 @@ def plan(own: Row, *rows: Row, targets: tuple[bool, ...] = (), cold: bool = Fals
     return make_plan(contacts, table, own, serve_mismatch=cold)
 
 
-def refused(code: str, own: Row, *rows: Row, cold: bool = False) -> str:
-    with pytest.raises(MixKVError, match=code) as caught:
-        plan(own, *rows, cold=cold)
-    return str(caught.value)
-
-
 def heads(made: Plan) -> list[list[int]]:
     return [list(source.heads) for source in made.sources]
 
 
-def test_equal_sides_read_all_heads_from_one_rank():
-    made = plan(row(), row("prefill"))
-    assert heads(made) == [[0, 1, 2, 3]]
+SMALL = SLOT_OVERHEAD + 512
+
+
+@pytest.mark.parametrize(
+    ("own", "rows", "read", "readers", "tokens"),
+    [
+        (row(), prefill(1), [[0, 1, 2, 3]], 1, [1]),
+        (row(), prefill(4), [[0], [1], [2], [3]], 1, [4] * 4),
+        (row("own", 4, 2), prefill(2, [1]), [[2]], 2, [4]),
+        (row(), prefill(8), [[0], [], [1], [], [2], [], [3], []], 1, [4, 0] * 4),
+        (row(), prefill(4, slot_bytes=SMALL), [[0], [1], [2], [3]], 1, [2] * 4),
+        (row(slot_bytes=SMALL), prefill(4), [[0], [1], [2], [3]], 1, [2] * 4),
+        (row(facts=None), prefill(2), [[], []], 1, [0, 0]),
+    ],
+    ids=["equal", "more prefill ranks", "more decode ranks", "replicated heads",
+         "small slots there", "small slots here", "no drafter here"],
+)  # fmt: skip
+def test_each_head_is_read_in_segments_that_fit_both_sides(own, rows, read, readers, tokens):
+    """A rank from which nothing is read is opened all the same."""
+    made = plan(own, *rows)
+    assert heads(made) == read
     assert (made.cold, made.differences, made.version) == ("", (), PROTOCOL[1])
-    source = made.sources[0]
-    assert (source.peer, source.readers, source.slots) == (b"prefill ", 1, 16)
-    assert source.segment_tokens == 1
-    assert made.rows[0].instance == b"prefill "
-
-
-def test_more_prefill_ranks_each_give_their_heads():
-    made = plan(row(), *[row(f"p{rank}", 4, rank) for rank in range(4)])
-    assert heads(made) == [[0], [1], [2], [3]]
-    assert [source.segment_tokens for source in made.sources] == [4] * 4
-    assert [source.readers for source in made.sources] == [1] * 4
-
-
-def test_more_decode_ranks_share_one_prefill_rank():
-    made = plan(row("own", 4, 2), row("p", 2, 1))
-    assert heads(made) == [[2]]
-    assert made.sources[0].readers == 2
-
-
-def test_a_rank_with_replicated_heads_is_opened_with_none():
-    made = plan(row(), *[row(f"p{rank}", 8, rank) for rank in range(8)])
-    assert heads(made) == [[0], [], [1], [], [2], [], [3], []]
-    assert [source.segment_tokens for source in made.sources] == [4, 0] * 4
-
-
-def test_the_smaller_slot_limits_a_segment():
-    small = SLOT_OVERHEAD + 512
-    prefill = [row(f"p{rank}", 4, rank, slot_bytes=small) for rank in range(4)]
-    assert plan(row(), *prefill).sources[0].segment_tokens == 2
-    prefill = [row(f"p{rank}", 4, rank) for rank in range(4)]
-    assert plan(row(slot_bytes=small), *prefill).sources[0].segment_tokens == 2
+    assert {(source.readers, source.slots) for source in made.sources} <= {(readers, 16), (1, 0)}
+    assert [source.segment_tokens for source in made.sources] == tokens
+    assert [source.peer for source in made.sources] == [one.instance for one in rows]
+    assert list(made.rows) == rows
 
 
 def test_who_sends_the_target_is_sglang_s_choice():
-    made = plan(row(), row("p0", 2, 0), row("p1", 2, 1), targets=(True, False))
+    made = plan(row(), *prefill(2), targets=(True, False))
     assert [source.is_send_target for source in made.sources] == [True, False]
-    assert heads(made) == [[0, 1], [2, 3]]
 
 
-def test_only_the_last_stage_has_a_drafter():
-    stages = [row("first", stage=0, facts=None), row("last", stage=1)]
+@pytest.mark.parametrize("first", [None, FACTS])
+def test_of_several_stages_the_last_with_a_drafter_is_read(first):
+    stages = [row("first", stage=0, facts=first), row("last", stage=1)]
     for rows in (stages, stages[::-1]):
         made = plan(row(), *rows)
         assert [source.peer for source in made.sources] == [b"last    "]
-        assert heads(made) == [[0, 1, 2, 3]]
-        assert (made.cold, made.differences) == ("", ())
-
-
-def test_of_several_stages_with_a_drafter_the_last_is_read():
-    made = plan(row(), row("first", stage=0), row("last", stage=1))
-    assert [source.peer for source in made.sources] == [b"last    "]
-
-
-def test_two_ranks_of_one_instance_are_refused():
-    """They would be one peer, and the room warm without the first one's heads."""
-    assert "an instance" in refused("MIXKV-PAIR-04", row(), row("p", 2, 0), row("p", 2, 1))
-
-
-def test_a_contact_without_a_row_is_refused():
-    contacts = [Contact("10.0.0.1", 0, True), Contact("10.0.0.9", 77, True)]
-    with pytest.raises(MixKVError, match="MIXKV-PAIR-01") as caught:
-        make_plan(contacts, {("10.0.0.1", 0): row("p")}, row(), serve_mismatch=True)
-    assert "10.0.0.9:77" in str(caught.value)
-
-
-def test_a_prefill_without_a_drafter_is_served_cold():
-    made = plan(row(), row("p", facts=None))
-    assert (made.sources, made.cold) == ((), "no_drafter")
-    assert len(made.differences) == 1
-
-
-def test_a_decode_without_a_drafter_opens_all_ranks_and_reads_nothing():
-    made = plan(row(facts=None), row("p0", 2, 0), row("p1", 2, 1))
-    assert heads(made) == [[], []]
-    assert made.cold == ""
-
-
-def test_neither_side_has_a_drafter():
-    made = plan(row(facts=None), row("p", facts=None))
-    assert (made.sources, made.cold, made.differences) == ((), "", ())
-
-
-def test_another_drafter_is_refused_with_the_way_to_serve_it():
-    other = msgspec.structs.replace(FACTS, dtype="fp8_e4m3")
-    text = refused("MIXKV-PAIR-03", row(), row("p", facts=other))
-    assert "--mixkv-on-draft-mismatch cold" in text
-    assert "fp8_e4m3" in text
-
-
-def test_another_drafter_is_cold_where_the_operator_asked_for_it():
-    other = msgspec.structs.replace(FACTS, total_heads=2)
-    made = plan(row(), row("p", facts=other), cold=True)
-    assert (made.cold, heads(made)) == ("mismatch", [[]])
-    assert len(made.differences) == 1
-    assert plan(row(), row("p"), cold=True).cold == ""
-
-
-def test_heads_that_no_contact_has_are_refused():
-    refused("MIXKV-PAIR-04", row(), row("p0", 2, 0))
-
-
-def test_tp_sizes_without_a_route_are_refused():
-    facts = msgspec.structs.replace(FACTS, total_heads=6)
-    refused("MIXKV-PAIR-04", row("own", 2, 0, facts=facts), row("p0", 3, 0, facts=facts))
-
-
-@pytest.mark.parametrize("cold", [False, True])
-def test_longer_metadata_rows_on_prefill_are_refused_always(cold):
-    longer = row("p", aux_item_lens=(64, 129))
-    text = refused("MIXKV-PAIR-03", row(), longer, cold=cold)
-    assert "overwritten" in text
-    refused("MIXKV-PAIR-03", row(facts=None), longer, cold=cold)
-
-
-@pytest.mark.parametrize("prefill_facts", [FACTS, None])
-def test_shorter_metadata_rows_on_prefill_are_cold(prefill_facts):
-    made = plan(row(), row("p", facts=prefill_facts, aux_item_lens=(64, 1)))
-    assert made.cold
-    assert not any(heads(made))
-
-
-def test_longer_metadata_rows_of_an_earlier_stage_are_refused():
-    first = row("first", facts=None, aux_item_lens=(999, 999))
-    refused("MIXKV-PAIR-03", row(), first, row("last", stage=1))
-
-
-@pytest.mark.parametrize("protocol", [(PROTOCOL[1] + 1, PROTOCOL[1] + 2), (0, PROTOCOL[0] - 1)])
-def test_a_server_of_another_protocol_is_refused(protocol):
-    refused("MIXKV-PAIR-02", row(), row("p", protocol=protocol))
-    refused("MIXKV-PAIR-02", row(), row("p0", 2, 0), row("p1", 2, 1, protocol=protocol))
+        assert (heads(made), made.cold, made.differences) == ([[0, 1, 2, 3]], "", ())
 
 
 def test_a_pair_uses_the_newest_version_of_both(monkeypatch):
@@ -197,11 +106,64 @@ def test_a_pair_uses_the_newest_version_of_both(monkeypatch):
     assert plan(row(), *rows).version == 4
 
 
-def test_no_contacts_are_refused():
-    refused("MIXKV-PAIR-02", row())
+SHORTER = (64, 1)
 
 
-def test_a_difference_of_many_ranks_is_named_once():
-    other = msgspec.structs.replace(FACTS, dtype="fp8_e4m3")
-    rows = [row(f"p{rank}", 4, rank, facts=other) for rank in range(4)]
-    assert len(plan(row(), *rows, cold=True).differences) == 1
+@pytest.mark.parametrize(
+    ("own", "rows", "cold", "differences"),
+    [
+        (row(), prefill(1, facts=None), "no_drafter", 1),
+        (row(facts=None), prefill(1, facts=None), "", 0),
+        (row(), prefill(1, facts=FEWER), "mismatch", 1),
+        (row(), prefill(4, facts=FP8), "mismatch", 1),
+        (row(), prefill(1, aux_item_lens=SHORTER), "no_drafter", 1),
+        (row(), prefill(1, facts=None, aux_item_lens=SHORTER), "no_drafter", 2),
+        (row(), prefill(1, facts=FP8, aux_item_lens=SHORTER), "mismatch", 2),
+    ],
+    ids=["no drafter there", "no drafter at all", "fewer heads", "another dtype",
+         "shorter metadata", "shorter metadata, no drafter", "shorter metadata, another dtype"],
+)  # fmt: skip
+def test_what_differs_is_cold_and_named_once(own, rows, cold, differences):
+    """Another drafter only where the operator asked for it."""
+    for asked in (True,) if cold == "mismatch" else (False, True):
+        made = plan(own, *rows, cold=asked)
+        assert (made.cold, len(made.differences)) == (cold, differences)
+        assert not any(heads(made))
+
+
+LONGER, NEWER, OLDER = (64, 129), (PROTOCOL[1] + 1, PROTOCOL[1] + 2), (0, PROTOCOL[0] - 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "own", "rows"),
+    [
+        ("02", "", row(), []),
+        ("02", "", row(), prefill(1, protocol=NEWER)),
+        ("02", "", row(), [row("p0", 2, 0), row("p1", 2, 1, protocol=OLDER)]),
+        ("03", "overwritten", row(), prefill(1, aux_item_lens=LONGER)),
+        ("03", "overwritten", row(facts=None), prefill(1, aux_item_lens=LONGER)),
+        ("03", "overwritten", row(),
+         [row("p", facts=None, aux_item_lens=LONGER), row("last", stage=1)]),
+        ("04", "an instance", row(), [row("p", 2, 0), row("p", 2, 1)]),
+        ("04", "", row(), prefill(2, [0])),
+        ("04", "", row("own", 2, 0, facts=ODD), prefill(3, [0], facts=ODD)),
+    ],
+    ids=["no contacts", "another protocol", "of one rank", "longer metadata",
+         "longer metadata, no drafter here", "longer metadata of an earlier stage",
+         "two ranks of one instance", "heads that no contact has", "sizes without a route"],
+)  # fmt: skip
+def test_what_would_do_harm_is_refused_always(code, words, own, rows):
+    for cold in (False, True):
+        with pytest.raises(MixKVError, match=f"(?s)MIXKV-PAIR-{code}.*{words}"):
+            plan(own, *rows, cold=cold)
+
+
+def test_another_drafter_is_refused_with_the_way_to_serve_it():
+    with pytest.raises(MixKVError, match=r"(?s)PAIR-03.*fp8_e4m3.*--mixkv-on-draft-mismatch cold"):
+        plan(row(), row("p", facts=FP8))
+
+
+def test_a_contact_without_a_row_is_refused():
+    contacts = [Contact("10.0.0.1", 0, True), Contact("10.0.0.9", 77, True)]
+    with pytest.raises(MixKVError, match=r"(?s)MIXKV-PAIR-01.*10\.0\.0\.9:77"):
+        make_plan(contacts, {("10.0.0.1", 0): row("p")}, row(), serve_mismatch=True)

@@ -81,19 +81,6 @@ def test_a_chunk_is_packed_once_all_of_its_events_are_done(channel: Channel) -> 
     channel.end(sent, handle)
 
 
-def test_rows_are_written_once_an_earlier_forward_is_done(channel: Channel) -> None:
-    forward = Event()
-    handle = channel.open(1, SEGMENT, event=forward)
-    sent = channel.prefill.send(1, SEGMENT)
-    assert wait_for(lambda: sent.settled and not channel.prefill.slots.offered)  # it was read
-    time.sleep(0.2)
-    assert (channel.decode.rows_of(handle) == CANARY).all()
-    forward.done = True
-    assert channel.state(handle) == ("warm", "")
-    channel.end(sent, handle)
-    assert channel.at_rest()
-
-
 def test_draft_kv_is_waited_for_from_the_targets_arrival_on(channel: Channel) -> None:
     handle = channel.open(1, TOKENS)
     assert not wait_for(lambda: handle.state, 3 * channel.times.shortest_wait)
@@ -115,18 +102,6 @@ def test_a_prefill_rank_that_ends_waits_for_what_it_has_offered(channel: Channel
 
 
 # ---------------------------------------------------------------- reads
-
-
-def test_a_read_holds_the_slots_of_both_sides_until_it_has_ended(channel: Channel) -> None:
-    channel.decode.plane.held = True
-    handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
-    assert wait_for(lambda: channel.decode.slots.free_slots < SLOTS)
-    assert not wait_for(lambda: not channel.prefill.slots.offered, 0.3)
-    assert channel.decode.slots.free_slots == SLOTS - 1
-    channel.decode.plane.held = False
-    assert channel.state(handle) == ("warm", "")
-    channel.end(sent, handle)
-    assert channel.at_rest()
 
 
 def test_so_does_a_read_that_was_given_up() -> None:
@@ -233,32 +208,6 @@ def test_a_slot_that_changed_under_a_read_is_not_used(channel: Channel, offset: 
 # ---------------------------------------------------------------- the gate
 
 
-def test_a_gate_closes_behind_the_copy_under_way(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copying, go_on = threading.Event(), threading.Event()
-    real = channel.decode.rows.unpack
-
-    def unpack(*args: Any) -> None:
-        copying.set()
-        go_on.wait(10)
-        real(*args)
-
-    monkeypatch.setattr(channel.decode.rows, "unpack", unpack)
-    handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
-    assert copying.wait(10)
-    closing = threading.Thread(target=channel.decode.channel.close, args=(handle, "aborted"))
-    closing.start()
-    closing.join(0.2)
-    assert closing.is_alive()
-    go_on.set()
-    closing.join(10)
-    channel.decode.memory[:] = CANARY  # its pages are another request's from now on
-    channel.prefill.channel.end(sent, "aborted")
-    assert channel.at_rest()
-    assert (channel.decode.memory == CANARY).all()
-
-
 def test_no_job_passes_a_closed_gate(channel: Channel) -> None:
     handle, worker = channel.open(1, SEGMENT), channel.decode.channel
     handle.gate.close()
@@ -310,55 +259,26 @@ def test_a_gate_waits_for_each_copy_in_flight() -> None:
     assert gate.shut()
 
 
-def test_a_use_ends_behind_the_pack_under_way(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And those that are queued behind it are skipped. Success waits for it as well, where the
-    reader that it is for has gone."""
-    packing, go_on = threading.Event(), threading.Event()
-    real, packed = channel.prefill.rows.pack, list[int]()
-
-    def pack(rows: Any, *more: Any) -> int:
-        packing.set()
-        go_on.wait(10)
-        packed.append(len(rows))
-        return real(rows, *more)
-
-    monkeypatch.setattr(channel.prefill.rows, "pack", pack)
-    worker = channel.prefill.channel
-    handle, sent = channel.open(1, 2 * SEGMENT), channel.prefill.send(1, 2 * SEGMENT)
-    assert packing.wait(10)
-    channel.decode.channel.close(handle, "aborted")
-    worker.release(sent)
-    assert wait_for(lambda: sent.settled)
-    assert not worker.release(sent)
-    ending = threading.Thread(target=worker.end, args=(sent,))
-    ending.start()
-    ending.join(0.2)
-    assert ending.is_alive()
-    go_on.set()
-    ending.join(10)
-    assert worker.release(sent)
-    assert channel.at_rest()
-    assert packed == [SEGMENT]
-
-
 # ---------------------------------------------------------------- what raises, what ends
 
 
-ACTIONS = {
-    "Send": ("cold", "lost"), "StartRead": ("cold", "read"), "Copy": ("cold", "unpack"),
-    "Verdict": ("warm", ""), "Note": ("warm", ""),
-}  # fmt: skip
+ACTIONS = [
+    ("decode", "Send", ("cold", "lost")), ("decode", "StartRead", ("cold", "read")),
+    ("decode", "Copy", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
+    ("decode", "Note", ("warm", "")),
+    ("prefill", "Send", ("cold", "deadline")), ("prefill", "Pack", ("cold", "prefill_pack")),
+    ("prefill", "Settled", ("warm", "")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ACTIONS)
-def test_an_action_of_decode_that_raises_loses_no_other(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch, name: str
+@pytest.mark.parametrize(("side", "name", "found"), ACTIONS)
+def test_an_action_that_raises_loses_no_other(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str, name: str, found: tuple[str, str]
 ) -> None:
-    """The room is decided, with the scheduler's help where its verdict itself was lost."""
-    worker, once = channel.decode.channel, [name]
-    monkeypatch.setattr(worker, "_slowest", 0.3)
+    """The room is decided, with the scheduler's help where its verdict itself was lost, and both
+    sides get their slots back: one whose READY was lost after a while."""
+    once, prefill, decode = [name], channel.prefill.channel, channel.decode.channel
+    worker: Any = getattr(channel, side).channel
     real = worker._do
 
     def do(action: Any) -> None:
@@ -368,43 +288,19 @@ def test_an_action_of_decode_that_raises_loses_no_other(
         real(action)
 
     monkeypatch.setattr(worker, "_do", do)
+    monkeypatch.setattr(worker, "_slowest", 0.3)
     handle, sent = channel.open(1, TOKENS), channel.prefill.send(1, TOKENS)
-    worker.target_arrived(handle)
+    prefill.release(sent)
+    decode.target_arrived(handle)
     if name == "Verdict":
-        assert wait_for(lambda: worker.is_lost(handle))
-        worker.clear_now(handle)
-        assert channel.state(handle) == ("cold", "broken")
-    else:
-        assert channel.state(handle) == ACTIONS[name]
+        assert wait_for(lambda: decode.is_lost(handle))
+        decode.clear_now(handle)
+    assert channel.state(handle) == found
+    assert wait_for(lambda: prefill.release(sent))
     assert not once or name == "Note"
     channel.end(sent, handle)
     assert channel.request(2) == ("warm", "")
-    assert channel.at_rest()
-
-
-@pytest.mark.parametrize("name", ["Send", "Pack", "Settled"])
-def test_an_action_of_prefill_that_raises_loses_no_other(
-    channel: Channel, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    worker, once = channel.prefill.channel, [name]
-    real = worker._do
-
-    def do(action: Any) -> None:
-        if type(action).__name__ in once:
-            once.clear()
-            raise MemoryError("once")
-        real(action)
-
-    monkeypatch.setattr(worker, "_do", do)
-    monkeypatch.setattr(worker, "_slowest", 0.3)
-    handle, sent = channel.open(1, TOKENS), channel.prefill.send(1, TOKENS)
-    worker.release(sent)
-    channel.decode.channel.target_arrived(handle)
-    assert channel.state(handle)[0] == ("warm" if name == "Settled" else "cold")
-    assert wait_for(lambda: worker.release(sent))
-    channel.end(sent, handle)
-    assert channel.request(2) == ("warm", "")
-    assert wait_for(lambda: not worker.check())  # a slot whose READY was lost is free after a while
+    assert wait_for(lambda: not prefill.check())
 
 
 def test_each_thread_of_the_channel_sets_its_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,16 +428,6 @@ def test_what_is_no_message_is_counted_and_nothing_more(channel: Channel) -> Non
     assert channel.request(1) == ("warm", "")
 
 
-def test_a_use_does_not_wait_for_a_reader_that_is_gone(channel: Channel) -> None:
-    handle = channel.open(1, TOKENS)
-    assert wait_for(lambda: channel.prefill.channel.left().get("waiting"))
-    channel.decode.close()
-    sent = channel.prefill.send(1, TOKENS)
-    assert wait_for(lambda: channel.prefill.channel.release(sent), 20)
-    channel.prefill.channel.end(sent)
-    assert handle.state is None
-
-
 def opening(channel: Channel, peer: bytes, until: Callable[[], object]) -> bool:
     """Room after room: what was sent while its connection ended is lost."""
 
@@ -552,12 +438,6 @@ def opening(channel: Channel, peer: bytes, until: Callable[[], object]) -> bool:
         return bool(until())
 
     return wait_for(found, 10)
-
-
-def test_a_room_does_not_wait_for_a_prefill_rank_that_is_gone(channel: Channel) -> None:
-    channel.prefill.close()
-    seen = channel.decode.notes.seen
-    assert opening(channel, channel.prefill.instance, lambda: "cold_lost" in seen)
 
 
 def test_a_rank_that_was_restarted_says_so_and_is_forgotten(channel: Channel) -> None:

@@ -145,7 +145,7 @@ class Checks:
             raise Finding("over", f"{rank.name} sends READY of a part that it knows to be over")
         if link is not None and link.peer != rank.instance:
             raise Finding("instance", f"{rank.name} serves a reader of its former instance")
-        slots = rank.machine.slots
+        slots = rank.slots
         most = max(slots._held.values(), default=0)
         if most > max(2, slots.count // 4):
             raise Finding("quota", f"{rank.name}: one reader holds {most} of {slots.count} slots")
@@ -270,9 +270,9 @@ class Checks:
         for wrong in machine.check():
             raise Finding("books", f"{process.name}: {wrong}")
         is_decode = process.place.server.side == "decode"
-        if is_decode and machine.breaker.probes:
+        if is_decode and machine.breaker._probes:
             raise Finding("breaker", f"{process.name}: a probe that is over holds back others")
-        slots = machine.slots
+        slots = process.slots
         if slots.free_slots != slots.count:
             raise Finding("left", f"{process.name}: {slots.free_slots} of {slots.count} free")
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.gate import Gate
-from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.decode import events as ev
+from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.machine import Machine
 from tests.sim import memory
-from tests.sim.breaker import Watched
-from tests.sim.copiers import Copiers, Gated
-from tests.sim.network import Link
-from tests.sim.plane import Read
-from tests.sim.process import Process
+from tests.sim.network import Link, Read
+from tests.sim.process import Gated, Process
 
 if TYPE_CHECKING:
     from tests.sim.spec import Request
@@ -51,29 +48,36 @@ class Receiver(Gated):
         return self.arrived and (self.verdict in GOOD or not self.rank.place.server.plugin)
 
 
+class Watched(Breaker):
+    """It remembers which rooms counted against a peer: peer and generation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.struck: set[tuple[bytes, int]] = set()
+
+    def record_failure(self, peer: bytes, generation: int, now: float) -> bool:
+        self.struck.add((peer, generation))
+        return super().record_failure(peer, generation, now)
+
+
 class DecodeRank(Process):
     tick, failed = ev.Tick(), ev.ActionFailed
 
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
-        super().__init__(world, f"D{place.server.number}.{place.rank}")
-        self.place, self.instance = place, instance
-        slots = SlotPool(place.server.slots, place.times)
-        self.memory = memory.new_slots(slots.count)
-        self.valid = [True] * slots.count  # by slot: what was read there was still offered
-        self.machine = Machine(instance, slots, place.slot_bytes, place.times)
+        super().__init__(world, place, instance)
+        self.valid = [True] * self.slots.count  # by slot: what was read there was still offered
+        self.machine = Machine(instance, self.slots, place.slot_bytes, place.times)
         self.machine.breaker = Watched()
         self.receivers: dict[int, Receiver] = {}  # by generation
-        self.awaiting: set[int] = set()  # generations whose target is there, and no verdict
         self.reads: dict[int, Read] = {}
         self.links: dict[bytes, Link] = {}
         self.read_faults: list[list] = []  # fate, of this peer, so many
-        self.copiers = Copiers(self)
         self.job_of: dict[int, Receiver] = {}
         self.stuck = 0.0  # seconds that reads of the fate "stuck" hold their slots
         self._generation = 0
 
     def is_urgent(self) -> bool:
-        return bool(self.awaiting or self.reads)
+        return bool(self.reads) or super().is_urgent()
 
     def fate_of_read(self, peer: bytes) -> str:
         for entry in self.read_faults:
@@ -152,8 +156,6 @@ class DecodeRank(Process):
                 self._decided(action)
             case ev.Forget():
                 self.world.groups[self.place.group].forget(action.peer, self)
-            case ev.Note():
-                self.world.notes[action.what] += 1
 
     def link(self, peer: bytes) -> Link:
         link = self.links.get(peer)
@@ -226,6 +228,3 @@ class DecodeRank(Process):
         if isinstance(job, ev.Unpack):
             self.world.checks.used(self, job)
         return ev.Copied(job.job, ev.Result.DONE)
-
-    def left_gate(self, receiver: Receiver) -> None:
-        pass

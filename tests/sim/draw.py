@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from tests.sim.plane import FAULTS as READ_FAULTS
+from tests.sim.network import READ_FAULTS
 from tests.sim.spec import Chunk, Fault, Request, Server, Spec, Where
 
 SCENES = (

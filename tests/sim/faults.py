@@ -1,4 +1,4 @@
-"""What goes wrong."""
+"""What goes wrong, and which requests it has nothing to do with."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from tests.sim.spec import Fault, Request
     from tests.sim.world import World
 
+
 LASTS = 10.0  # seconds that a fault waits for what it befalls
 
 
 def begin(world: World, fault: Fault) -> None:
     world.note_fault(str(fault))
-    world.started.add(fault.kind)
     _KINDS[fault.kind](world, fault)
 
 

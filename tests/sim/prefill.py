@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.messages import Fail, Ready
-from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.machine import Machine
 from sglang_mixkv.prefill.worker import SendHandle
 from tests.sim import memory
-from tests.sim.copiers import Copiers, Gated
 from tests.sim.hostile import distorted
-from tests.sim.process import Process
+from tests.sim.process import Gated, Process
 
 if TYPE_CHECKING:
     from tests.sim.network import Link
@@ -51,30 +49,21 @@ class PrefillRank(Process):
     tick, failed = ev.Tick(), ev.ActionFailed
 
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
-        super().__init__(world, f"P{place.server.number}.{place.rank}")
-        self.place, self.instance = place, instance
-        layout, self.facts = place.layout, place.layout.facts
-        slots = SlotPool(place.server.slots, place.times)
-        self.memory = memory.new_slots(slots.count)
-        self.slot_bytes = place.slot_bytes
+        super().__init__(world, place, instance)
         self.machine = Machine(
-            instance, layout.heads, self._segment_tokens, slots, place.times, world.next_stamp
-        )
+            instance, place.layout.heads, self._segment_tokens, self.slots, place.times,
+            world.next_stamp,
+        )  # fmt: skip
         self.senders: dict[int, Sender] = {}  # by use
-        self.awaiting: set[int] = set()  # uses that are sent, and not settled
         self.packed: dict[int, Sender] = {}  # whose rows, by stamp
         self.lies: list[str] = []  # how the next READYs are distorted
-        self.copiers = Copiers(self)
 
     def _segment_tokens(self, heads: int, slot_bytes: int) -> int:
-        return self.facts.tokens_in(min(slot_bytes, self.slot_bytes), heads)
-
-    def is_urgent(self) -> bool:
-        return bool(self.awaiting)
+        return self.place.layout.facts.tokens_in(min(slot_bytes, self.place.slot_bytes), heads)
 
     def offers(self, slot: int, stamp: int) -> bool:
         """Whether the slot is a reader's, under this stamp."""
-        return self.alive and self.machine.slots._offered.get(slot, (0, None))[1] == stamp
+        return self.alive and self.slots._offered.get(slot, (0, None))[1] == stamp
 
     # -- SGLang's side
 
@@ -86,8 +75,8 @@ class PrefillRank(Process):
         return sender
 
     def add_chunk(self, sender: Sender, first: int, count: int, last: bool, pending: bool) -> None:
-        if self.place.server.plugin and not sender.ended:
-            self.post(ev.AddChunk(sender.number, first, count, last, (sender, first), pending))
+        event = ev.AddChunk(sender.number, first, count, last, (sender, first), pending)
+        self._tell(sender, event)
 
     def write(self, sender: Sender, first: int, count: int) -> None:
         """The forward does, whatever the process's threads do."""
@@ -96,8 +85,11 @@ class PrefillRank(Process):
                 sender.cells[token] = memory.row(sender.request.id, token)
 
     def written(self, sender: Sender) -> None:
+        self._tell(sender, ev.ChunkWritten(sender.number))
+
+    def _tell(self, sender: Sender, event: ev.Event) -> None:
         if self.place.server.plugin and not sender.ended:
-            self.post(ev.ChunkWritten(sender.number))
+            self.post(event)
 
     def target_sent(self, sender: Sender) -> None:
         if sender.ended:
@@ -145,8 +137,6 @@ class PrefillRank(Process):
                     self.copiers.put(job)
             case ev.Settled():
                 self._settled(action)
-            case ev.Note():
-                self.world.notes[action.what] += 1
 
     def _send(self, action: ev.Send) -> None:
         link = self.world.connections.get(action.connection)
@@ -186,9 +176,6 @@ class PrefillRank(Process):
 
     def count(self, job: ev.PackJob) -> int:
         return job.count
-
-    def begin_copy(self, sender: Sender, job: ev.PackJob) -> None:
-        pass
 
     def copy(self, sender: Sender, job: ev.PackJob, first: int, end: int) -> None:
         if first < end:

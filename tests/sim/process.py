@@ -1,4 +1,4 @@
-"""A process: the channel thread with its machine, other threads, and what stops all of them.
+"""A process: the channel thread with its machine, threads that copy, and what stops all of them.
 
 Events from inside the process come over one queue, in the order in which they were put there. So
 an End is handled before the Packed of a copy that ran after it.
@@ -6,25 +6,41 @@ an End is handled before the Packed of a copy that ran after it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from sglang_mixkv.channel.gate import Gate
+from sglang_mixkv.channel.slots import SlotPool
+from tests.sim import memory
 
 if TYPE_CHECKING:
-    from tests.sim.world import World
+    from tests.sim.decode import DecodeRank
+    from tests.sim.prefill import PrefillRank
+    from tests.sim.world import Place, World
+
 
 CAN_FAIL = ("Send", "StartRead", "Pack", "Copy")
 FINE, COARSE = 0.1, 1.0  # between ticks, where a deadline is near and where none is
 
 
 class Process:
-    """`now`: the machine's, of the event whose actions are executed."""
+    """`now`: the machine's, of the event whose actions are executed. `awaiting`: requests that
+    wait for the drafter alone: on prefill those that were sent and are not settled, on decode those
+    whose target is there."""
 
     tick: object
     failed: Callable[..., object]
     machine: object
 
-    def __init__(self, world: World, name: str) -> None:
-        self.world, self.clock, self.rng, self.name = world, world.clock, world.clock.rng, name
+    def __init__(self, world: World, place: Place, instance: bytes) -> None:
+        self.world, self.clock, self.rng = world, world.clock, world.clock.rng
+        self.place, self.instance = place, instance
+        self.name = f"{place.server.side[0].upper()}{place.server.number}.{place.rank}"
+        self.slots = SlotPool(place.server.slots, place.times)
+        self.memory = memory.new_slots(self.slots.count)
+        self.awaiting: set[int] = set()
+        self.copiers = Copiers(self)
         self.alive, self.stopped = True, False
         self.stopped_for = 0.0  # in all
         self.now = 0.0
@@ -117,6 +133,12 @@ class Process:
     def execute(self, action: object) -> None:
         raise NotImplementedError
 
+    # -- the threads that copy, of which a side may have nothing to say
+
+    def begin_copy(self, owner: Gated, job: Any) -> None: ...
+
+    def left_gate(self, owner: Gated) -> None: ...
+
     # -- stops
 
     def stop(self, where: str, seconds: float) -> None:
@@ -178,7 +200,7 @@ class Process:
 
     def is_urgent(self) -> bool:
         """Whether a deadline of some tenths of a second may run."""
-        raise NotImplementedError
+        return bool(self.awaiting)
 
     def _want_tick(self) -> None:
         """Where nothing is under way a tick would do nothing, and is left out."""
@@ -196,3 +218,70 @@ class Process:
         self._tick_time = None
         if self.machine.left():
             self.handle(self.tick)
+
+
+class Gated:
+    """A request on one rank. `copies`: those in flight, by job. `then`: what SGLang's scheduler,
+    which waits in `Gate.close`, does when that returns."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+        self.copies: dict[int, Any] = {}
+        self.then: tuple[Callable, tuple] | None = None
+
+
+class Copiers:
+    """Each copy passes the gate of its request, and is made in two pieces."""
+
+    def __init__(self, rank: PrefillRank | DecodeRank) -> None:
+        self._rank = rank
+        self._idle = deque(("copier", number) for number in range(rank.world.spec.copiers))
+        self._jobs: deque[Any] = deque()
+
+    def put(self, job: Any) -> None:
+        self._jobs.append(job)
+        if self._idle:
+            self._next(self._idle.popleft())
+
+    def _next(self, thread: object) -> None:
+        self._rank.later(thread, self._rank.rng.random() * 0.0004, self._begin, thread)
+
+    def _begin(self, thread: object) -> None:
+        if not self._jobs:  # another thread was quicker
+            self._idle.append(thread)
+            return
+        job, rank = self._jobs.popleft(), self._rank
+        owner = rank.owner_of(job)
+        entered = owner.gate.enter()
+        refused = rank.refusal(job, entered)
+        if entered:
+            owner.copies[job.job] = job
+        if refused is not None:
+            self._end(thread, owner, job, refused)
+            return
+        rank.begin_copy(owner, job)
+        cut = rank.rng.randint(0, rank.count(job))
+        rank.copy(owner, job, 0, cut)
+        delay = rank.rng.random() ** 4 * rank.world.copying
+        rank.later(thread, delay, self._rest, thread, owner, job, cut)
+
+    def _rest(self, thread: object, owner: Gated, job: Any, cut: int) -> None:
+        self._rank.copy(owner, job, cut, self._rank.count(job))
+        self._end(thread, owner, job, self._rank.end_copy(owner, job))
+
+    def _end(self, thread: object, owner: Gated, job: Any, event: object) -> None:
+        if owner.copies.pop(job.job, None) is not None:
+            owner.gate.leave()
+        if owner.then is not None:
+            self.close(owner, *owner.then)
+        self._rank.left_gate(owner)
+        self._rank.post(event)
+        self._next(thread)
+
+    def close(self, owner: Gated, call: Callable, args: tuple) -> None:
+        """`Gate.close`, which waits for the copies in flight, and what follows it."""
+        if owner.gate.shut():
+            owner.then = None
+            call(*args)
+        else:
+            owner.then = call, args

@@ -91,31 +91,6 @@ class AcknowledgesDoubled(Decode):
         super()._ready(peer, room, ready)
 
 
-class FreesOffered(Prefill):
-    """Slots of a part that is over, though its reader may still read them."""
-
-    def _over(self, part: Any) -> None:
-        super()._over(part)
-        for slot in list(self.slots._offered):
-            if self.slots._owner[slot] == part.reader:
-                self.slots.free(slot)
-
-
-class JoinsAny(Prefill):
-    """An OPEN joins whatever room has its number, in the place of the reader's earlier one."""
-
-    def _opened(self, connection: Any, opened: Any) -> None:
-        super()._opened(connection, opened)
-        waiting, room = self._waiting, self._current.get(opened.room)
-        part = waiting.part(opened.room, opened.reader)
-        if part is not None and room is not None and part.opened == opened:
-            waiting._remove(opened.room, opened.reader)
-            replaced = room.parts.pop(opened.reader, None)
-            if replaced is not None:
-                del self._parts[replaced.opened.generation]
-            self._join(room, part)
-
-
 class NeverGivesUp(Prefill):
     """A room whose readers have not all opened it is never settled."""
 
@@ -128,8 +103,6 @@ class NeverGivesUp(Prefill):
     [
         (TWO, 0, {"decode": AcknowledgesEarly}, "used again"),
         (TWO._replace(faults=("double",)), 1, {"decode": AcknowledgesDoubled}, "used again"),
-        (TWO._replace(faults=("break",)), 1, {"prefill": FreesOffered}, "used again"),
-        (ONE._replace(faults=("again",)), 1, {"prefill": JoinsAny}, "row 0 of reader"),
         (ONE._replace(faults=("die",)), 1, {"prefill": NeverGivesUp}, "never settles"),
     ],
     ids=lambda value: next(iter(value.values())).__name__ if isinstance(value, dict) else "",

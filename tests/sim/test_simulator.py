@@ -13,9 +13,7 @@ import pytest
 
 from sglang_mixkv.decode.machine import Machine as Decode
 from tests.sim.draw import Draw
-from tests.sim.report import describe, summary
-from tests.sim.runner import Result, run_many, run_spec
-from tests.sim.shrink import shrink
+from tests.sim.runner import Result, describe, run_many, run_spec, shrink, summary
 
 FRESH = int(time.time()) * 1000  # the first seed of today's run
 FEW = 2  # faults that a cut-down schedule may have at most

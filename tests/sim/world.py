@@ -1,25 +1,70 @@
-"""A cluster: built from a schedule, run to its end, checked."""
+"""A cluster on a virtual clock: built from a schedule, run to its end, checked."""
 
 from __future__ import annotations
 
-from collections import Counter
+import random
+from collections.abc import Callable
+from heapq import heappop, heappush
 from itertools import count
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.times import Times
 from tests.sim import faults
 from tests.sim.checks import Checks
-from tests.sim.clock import Clock
 from tests.sim.decode import DecodeRank
-from tests.sim.groups import DecodeGroup, Group, PrefillGroup
-from tests.sim.life import Life
-from tests.sim.plans import layout_of, slot_bytes
 from tests.sim.prefill import PrefillRank
 from tests.sim.process import Process
+from tests.sim.sglang import DecodeGroup, Group, PrefillGroup, layout_of, slot_bytes
+from tests.sim.spec import Request
 
 if TYPE_CHECKING:
     from tests.sim.network import Link
-    from tests.sim.spec import Request, Server, Spec
+    from tests.sim.spec import Server, Spec
+
+
+class Clock:
+    """Calls in the order of their time, and of their making where that is equal."""
+
+    def __init__(self, seed: int) -> None:
+        self.now = 0.0
+        self.rng = random.Random(seed)
+        self._heap: list[tuple] = []
+        self._made = 0
+
+    def at(self, when: float, call: Callable, *args: object) -> None:
+        self._made += 1
+        heappush(self._heap, (when, self._made, call, args))
+
+    def after(self, delay: float, call: Callable, *args: object) -> None:
+        self._made += 1
+        heappush(self._heap, (self.now + delay, self._made, call, args))
+
+    def run(self, limit: float) -> bool:
+        """True once nothing is left to do; False where that was not before `limit`."""
+        heap = self._heap
+        while heap:
+            if heap[0][0] > limit:
+                return False
+            self.now, _, call, args = heappop(heap)
+            call(*args)
+        return True
+
+
+class Life:
+    """What became of a request. `reason`: why it failed; `by`: who failed it."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.begun: float | None = None
+        self.outcome = self.reason = self.by = ""
+        self.finished: float | None = None
+        self.prefill_over = self.prefill_begun = self.written = self.target_begun = False
+        self.metadata: int | None = None  # SGLang's messages that are still to come, once sent
+
+    @property
+    def decode_over(self) -> bool:
+        return bool(self.outcome)
+
 
 LIMIT = 5000.0  # seconds; a world that is not at rest by then never will be
 
@@ -44,7 +89,6 @@ class World:
         self.spec, self.log, self.times = spec, log, Times()
         self.copying = spec.copying
         self.clock = Clock(spec.seed)
-        self.notes: Counter[str] = Counter()
         self.checks = Checks(self, check_every)
         self._numbers = count(1)
         self.connections: dict[bytes, Link] = {}
@@ -55,7 +99,6 @@ class World:
         self.groups: dict[tuple[int, int], Group] = {}
         self.lives = {request.id: Life(request) for request in spec.requests}
         self.untouched: list[Life] = []  # requests that no fault has had to do with
-        self.started: set[str] = set()  # kinds of faults that have begun
         self._build()
 
     def _build(self) -> None:
