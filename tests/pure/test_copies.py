@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -126,8 +127,16 @@ def test_a_gate_closes_behind_the_batch_in_flight_and_not_behind_others() -> Non
 
 
 def test_a_gate_that_is_closed_between_look_and_launch_waits_for_the_batch() -> None:
-    """They are one step: the close comes before both, or behind both."""
+    """They are one step: the close comes before both, or behind both. So is that the gate knows of
+    the batch: who waits for its lock comes before all that is done after it."""
+
+    class Unlocked(threading.Condition):
+        def __exit__(self, *args: Any) -> None:
+            super().__exit__(*args)
+            time.sleep(0.05)
+
     test = Copies()
+    test.gates["a"]._changed = Unlocked(threading.Lock())
     real, closed, closing = test.device._start, threading.Event(), list[threading.Thread]()
 
     def close() -> None:

@@ -440,6 +440,18 @@ def test_each_thread_has_a_stream_of_its_own(gpu: GPU) -> None:
     assert gpu.streams == 2
 
 
+def test_a_thread_takes_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it works on device 0, which is another rank's."""
+    taken = list[object]()
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    rows = DraftRows([torch.zeros(1, 1, 8, dtype=torch.uint8)], range(1))
+    rows.use_device()
+    assert taken == []
+    rows.device = torch.device("cuda", 3)
+    rows.use_device()
+    assert taken == [rows.device]
+
+
 def test_failed_work_is_waited_for_too(gpu: GPU) -> None:
     with pytest.raises(RuntimeError, match="out of memory"), own_stream(torch.device("cuda", 0)):
         raise RuntimeError("out of memory")
