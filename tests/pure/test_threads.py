@@ -450,6 +450,7 @@ def test_rooms_of_a_decode_rank_whose_thread_has_ended_are_cleared(
     worker.clear_now(handle)
     assert channel.state(handle) == ("cold", "broken")
     assert not channel.decode.rows_of(handle).any()
+    assert not handle.gate.enter(), "the thread that is left would write to them"
 
 
 # ---------------------------------------------------------------- sockets
