@@ -75,6 +75,22 @@ def test_a_lost_open_is_not_mistaken_for_the_next_requests() -> None:
     assert pack.use == 1
 
 
+def test_what_is_late_of_an_earlier_request_does_not_touch_the_next() -> None:
+    """The FAIL of one that has ended here as well, whose reader had no answer yet; its OPEN."""
+    rooms = prefill()
+    gone = pev.Received(b"connection" + READER, fail(ROOM, 10, "closed", reader=READER))
+    rooms.handle(pev.Begin(1, ROOM), 0.0)
+    rooms.handle(opened(10), 0.0)
+    rooms.handle(pev.End(1), 0.1)
+    rooms.handle(gone, 0.2)
+    rooms.handle(opened(20), 0.3)
+    rooms.handle(opened(10), 0.4)
+    rooms.handle(pev.Begin(2, ROOM), 0.5)
+    (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(2, 0, 8, last=True), 0.5))
+    (send,) = of(pev.Send, rooms.handle(pev.Packed(pack.job), 0.6))
+    assert (pack.use, send.message.generation) == (2, 20)
+
+
 def test_a_request_that_came_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its OPEN came first, as it does mostly; and one that comes later needs no place."""
     monkeypatch.setattr(waiting, "MAX_WAITING", 1)

@@ -177,6 +177,10 @@ def test_what_is_packed_is_not_unpacked() -> None:
         fetch(address)
 
 
+def raising() -> None:
+    raise NotYet("silent")
+
+
 def test_work_that_has_failed_before_leaves_threads_for_other_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -188,8 +192,38 @@ def test_work_that_has_failed_before_leaves_threads_for_other_work(
     over.set()
     assert all(one.result(20) for one in again + new if one is not None)
     assert wait_for(lambda: some.start(over.wait, failed=True))
+    for _ in range(2 * workers.AT_ONCE):  # what raises gives its place back as well
+        assert wait_for(lambda: some.start(raising, failed=False))
     some.close()
     assert some.start(over.wait, failed=False) is None
+
+
+def test_servers_that_are_hung_when_they_are_asked_again_leave_a_thread_for_a_new_one(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "AT_ONCE", 2)
+    monkeypatch.setattr(prefill_servers, "PAUSE_S", 0.0)
+    over, asked = threading.Event(), list[str]()
+
+    def hangs(address: str) -> Any:
+        asked.append(address)
+        if address not in hung:
+            return fetch(address)
+        if asked.count(address) > 1:
+            over.wait()
+        raise NotYet("silent")
+
+    monkeypatch.setattr(prefill_servers, "fetch", hangs)
+    hung = many(NOBODY, 2)
+    with publishing(row_of(prefill)) as real:
+        try:
+            assert wait_for(lambda: any(map(site.servers.ensure, hung)) or len(asked) > 2)
+            for _ in range(20):
+                assert not any(map(site.servers.ensure, hung))
+                time.sleep(0.01)
+            assert site.is_ready(real)
+        finally:
+            over.set()
 
 
 def test_a_silent_server_is_asked_again_after_a_pause_as_long(
