@@ -241,14 +241,16 @@ def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
     assert not rooms.machine.breaker._states
 
 
-def test_draft_kv_that_does_not_come_is_cleared_and_the_request_goes_on() -> None:
-    rooms = decode()
+@pytest.mark.parametrize("arrived", [0.0, 4.0])
+def test_draft_kv_that_does_not_come_is_cleared_and_the_request_goes_on(arrived: float) -> None:
+    """The clock starts with the target, however long that took."""
+    rooms, late = decode(), arrived + TIMES.shortest_wait
     rooms.handle(room(), 0.0)
-    rooms.handle(dev.TargetArrived(10), 0.0)
-    assert rooms.handle(dev.Tick(), TIMES.shortest_wait * 0.9) == []
-    (clear,) = of(dev.Clear, rooms.handle(dev.Tick(), TIMES.shortest_wait))
+    rooms.handle(dev.TargetArrived(10), arrived)
+    assert rooms.handle(dev.Tick(), late - 0.01) == []
+    (clear,) = of(dev.Clear, rooms.handle(dev.Tick(), late))
     assert (clear.first_token, clear.end) == (0, 16)
-    (verdict,) = of(dev.Verdict, rooms.handle(dev.Copied(clear.job, dev.Result.DONE), 0.4))
+    (verdict,) = of(dev.Verdict, rooms.handle(dev.Copied(clear.job, dev.Result.DONE), late + 0.1))
     assert verdict.state is dev.State.COLD
 
 

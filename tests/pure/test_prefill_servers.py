@@ -19,7 +19,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import pytest
 from rig.answers import many, serving, silent
-from rig.servers import TOKENS, Site, publishing, row_of
+from rig.servers import PORT, TOKENS, Site, publishing, row_of
 from rig.threads import Prefill, wait_for
 
 from sglang_mixkv.channel.data_plane import Endpoint
@@ -387,6 +387,17 @@ def test_nothing_is_left_of_a_server_that_is_given_up_while_it_is_connected_to(
         assert wait_for(lambda: not any(site.held().values()))
         assert site.is_ready(address)
         assert site.request(address, prefill) == "warm"
+
+
+def test_nothing_is_held_of_a_server_one_of_whose_ranks_cannot_be_reached(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "CONNECT_S", 0.1)
+    other = row_of(prefill, instance=draw_instance(), address=f"tcp://{NOBODY}", rank_port=PORT + 1)
+    with publishing(row_of(prefill), other) as address:
+        assert wait_for(lambda: site.servers.ensure(address))
+        assert "cannot be reached" in str(site.servers.refusal(address))
+        assert wait_for(lambda: not site.held()["sockets"] + site.held()["of the data plane"])
 
 
 def test_servers_that_nobody_asks_for_are_forgotten(

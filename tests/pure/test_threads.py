@@ -183,6 +183,14 @@ def test_a_link_that_is_made_while_a_message_fails_stays(
     assert channel.request(2) == ("warm", "")
 
 
+def test_a_link_in_the_place_of_another_ends_that(channel: Channel) -> None:
+    channel.connect(channel.prefill)
+    assert channel.request(1) == ("warm", "")
+    channel.decode.channel.drop(channel.prefill.instance)
+    assert wait_for(lambda: not channel.decode.channel.knows(channel.prefill.instance))
+    assert wait_for(lambda: not channel.decode.plane._peers)
+
+
 def test_a_connection_leaves_a_slot_that_is_in_use_as_it_is(channel: Channel) -> None:
     """It reads a byte into this rank's own memory, whatever that holds."""
     decode, other = channel.decode, Prefill(channel.times)
