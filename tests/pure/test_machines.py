@@ -254,6 +254,19 @@ def test_draft_kv_that_does_not_come_is_cleared_and_the_request_goes_on(arrived:
     assert verdict.state is dev.State.COLD
 
 
+def test_each_step_of_a_segment_is_progress() -> None:
+    """Announced, read, in place: the room waits anew."""
+    rooms, step = decode(), 0.9 * TIMES.shortest_wait
+    rooms.handle(room(), 0.0)
+    rooms.handle(dev.TargetArrived(10), 0.0)
+    (read,) = of(dev.StartRead, rooms.handle(ready(), step))
+    assert rooms.handle(dev.Tick(), 2 * step) == []
+    (unpack,) = of(dev.Unpack, rooms.handle(dev.ReadEnded(read.read), 2 * step))
+    assert rooms.handle(dev.Tick(), 3 * step) == []
+    rooms.handle(dev.Copied(unpack.job, dev.Result.DONE), 3 * step)
+    assert rooms.handle(dev.Tick(), 4 * step) == []
+
+
 def test_rows_that_are_in_place_are_not_cleared() -> None:
     rooms = decode()
     rooms.handle(room(), 0.0)
