@@ -32,7 +32,7 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 WAITS_S, WAIT_SHARE = 0.4, 0.05  # the scheduler's, for new servers: at once; of its time
 QUICK_S = 0.2  # the scheduler waits for servers whose last answer took no longer
-AT_ONCE, SLOW_AT_ONCE = 128, 64  # threads
+AT_ONCE, SLOW_AT_ONCE = 256, 64  # threads
 AGAIN_S, PAUSE_S = 1.0, 4.0  # before a server is asked again: if it was refused; at most
 CHECK_S = 5.0  # between two looks at the facts of a server that is ready
 KNOWN_S = 60.0  # a server that is not ready is forgotten if nobody has asked for it since

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -111,8 +112,16 @@ def test_jobs_behind_a_closed_gate_are_skipped_and_the_others_start() -> None:
 
 
 def test_a_gate_that_is_closed_between_look_and_launch_waits_for_the_batch() -> None:
-    """They are one step: the close comes before both, or behind both."""
+    """They are one step: the close comes before both, or behind both. So is that the gate knows of
+    the batch: who waits for its lock comes before all that is done after it."""
+
+    class Unlocked(threading.Condition):
+        def __exit__(self, *args: Any) -> None:
+            super().__exit__(*args)
+            time.sleep(0.05)
+
     test = Copies()
+    test.gates["a"]._changed = Unlocked(threading.Lock())
     real, closed, closing = test.device._start, threading.Event(), list[threading.Thread]()
 
     def close() -> None:

@@ -106,6 +106,19 @@ def test_a_peer_that_was_forgotten_takes_no_other_along() -> None:
     assert plane.connect(plane.here) is peer is not former
 
 
+def test_a_peer_that_is_forgotten_is_released_behind_its_reads() -> None:
+    """Its bytes may still land."""
+    plane, dropped = Scripted(), list[Peer]()
+    plane._drop = dropped.append  # type: ignore[method-assign]
+    peer, plane.end = plane.connect(plane.here), False
+    assert plane.read(peer) == []
+    plane.forget(peer)
+    assert (plane.ended(), dropped) == ([], [])
+    plane.end = True
+    assert plane.ended() == [("it", "")]
+    assert dropped == [peer]
+
+
 class Handed:
     """A lock that the next one has before the former one goes on."""
 

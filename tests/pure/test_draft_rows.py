@@ -378,3 +378,15 @@ def test_staging_lies_in_the_pool_that_the_kv_lies_in(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "zeros", lambda *a, **k: log.append("zeros") or zeros(*a, **k))
     Staging(1, 64, CPU, pool="pool")
     assert log == ["pool", "zeros", "left"]
+
+
+def test_a_thread_takes_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it works on device 0, which is another rank's."""
+    taken = list[object]()
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    rows = DraftRows([torch.zeros(1, 1, 8, dtype=torch.uint8)], range(1))
+    rows.use_device()
+    assert taken == []
+    rows.device = torch.device("cuda", 3)
+    rows.use_device()
+    assert taken == [rows.device]

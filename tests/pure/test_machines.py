@@ -73,6 +73,22 @@ def test_a_lost_open_is_not_mistaken_for_the_next_requests() -> None:
     assert pack.handle == 1
 
 
+def test_what_is_late_of_an_earlier_request_does_not_touch_the_next() -> None:
+    """The FAIL of one that has ended here as well, whose reader had no answer yet; its OPEN."""
+    rooms = prefill()
+    gone = pev.Received(b"connection" + READER, fail(ROOM, 10, "closed", reader=READER))
+    rooms.handle(pev.Begin(1, ROOM), 0.0)
+    rooms.handle(opened(10), 0.0)
+    rooms.handle(pev.End(1), 0.1)
+    rooms.handle(gone, 0.2)
+    rooms.handle(opened(20), 0.3)
+    rooms.handle(opened(10), 0.4)
+    rooms.handle(pev.Begin(2, ROOM), 0.5)
+    (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(2, 0, 8, last=True), 0.5))
+    (send,) = of(pev.Send, rooms.handle(pev.Packed(pack.job), 0.6))
+    assert (pack.handle, send.message.generation) == (2, 20)
+
+
 def test_a_request_that_came_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its OPEN came first, as it does mostly; and one that comes later needs no place."""
     monkeypatch.setattr(waiting, "MAX_WAITING", 1)
@@ -250,6 +266,51 @@ def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
     assert rooms.machine.breaker._states
     rooms.handle(dev.PeerLost(PREFILL, gone=True), 0.0)
     assert not rooms.machine.breaker._states
+
+
+@pytest.mark.parametrize("arrived", [0.0, 4.0])
+def test_draft_kv_that_does_not_come_is_cleared_and_the_request_goes_on(arrived: float) -> None:
+    """The clock starts with the target, however long that took."""
+    rooms, late = decode(), arrived + TIMES.shortest_wait
+    rooms.handle(room(), 0.0)
+    rooms.handle(dev.TargetArrived(10), arrived)
+    assert rooms.handle(dev.Tick(), late - 0.01) == []
+    (clear,) = of(dev.Clear, rooms.handle(dev.Tick(), late))
+    assert (clear.first_token, clear.end) == (0, 16)
+    (verdict,) = of(dev.Verdict, rooms.handle(dev.Copied(clear.job, dev.Result.DONE), late + 0.1))
+    assert verdict.state is dev.State.COLD
+
+
+def test_each_step_of_a_segment_is_progress() -> None:
+    """Announced, read, in place: the room waits anew."""
+    rooms, step = decode(), 0.9 * TIMES.shortest_wait
+    rooms.handle(room(), 0.0)
+    rooms.handle(dev.TargetArrived(10), 0.0)
+    (read,) = of(dev.StartRead, rooms.handle(ready(), step))
+    assert rooms.handle(dev.Tick(), 2 * step) == []
+    (unpack,) = of(dev.Unpack, rooms.handle(dev.ReadEnded(read.read), 2 * step))
+    assert rooms.handle(dev.Tick(), 3 * step) == []
+    rooms.handle(dev.Copied(unpack.job, dev.Result.DONE), 3 * step)
+    assert rooms.handle(dev.Tick(), 4 * step) == []
+
+
+def test_rows_that_are_in_place_are_not_cleared() -> None:
+    rooms = decode()
+    rooms.handle(room(), 0.0)
+    (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
+    (unpack,) = of(dev.Unpack, rooms.handle(dev.ReadEnded(read.read), 0.0))
+    rooms.handle(dev.Copied(unpack.job, dev.Result.DONE), 0.0)
+    rooms.handle(dev.TargetArrived(10), 0.0)
+    (clear,) = of(dev.Clear, rooms.handle(dev.Tick(), TIMES.longest_wait))
+    assert (clear.first_token, clear.end) == (8, 16)
+
+
+def test_a_forward_that_still_runs_is_waited_for() -> None:
+    rooms = decode()
+    rooms.handle(room(pending=True), 0.0)
+    (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
+    assert of(dev.Unpack, rooms.handle(dev.ReadEnded(read.read), 0.0)) == []
+    assert of(dev.Unpack, rooms.handle(dev.ForwardDone(10), 0.1))
 
 
 def wait_in_vain(rooms: Driven, generation: int, now: float) -> float:

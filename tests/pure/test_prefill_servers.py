@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import pytest
 from rig.answers import many, serving, silent
-from rig.servers import TOKENS, Site, publishing, row_of
+from rig.servers import PORT, TOKENS, Site, publishing, row_of
 from rig.threads import Prefill, wait_for
 
 from sglang_mixkv.channel.data_plane import Endpoint
@@ -157,6 +157,10 @@ def test_what_is_packed_is_not_unpacked() -> None:
         fetch(address)
 
 
+def raising() -> None:
+    raise NotYet("silent")
+
+
 def test_slow_servers_leave_threads_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_servers, "AT_ONCE", 2)
     monkeypatch.setattr(prefill_servers, "SLOW_AT_ONCE", 1)
@@ -166,6 +170,37 @@ def test_slow_servers_leave_threads_for_others(monkeypatch: pytest.MonkeyPatch) 
     over.set()
     assert all(one.result(20) for one in found if one is not None)
     assert wait_for(lambda: some.start(over.wait, slow=True))
+    for _ in range(3):  # what raises gives its place back as well
+        assert wait_for(lambda: some.start(raising, slow=True))
+
+
+def test_servers_that_are_hung_when_they_are_asked_again_leave_a_thread_for_a_new_one(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill_servers, "AT_ONCE", 2)
+    monkeypatch.setattr(prefill_servers, "SLOW_AT_ONCE", 1)
+    monkeypatch.setattr(prefill_servers, "PAUSE_S", 0.0)
+    over, asked = threading.Event(), list[str]()
+
+    def hangs(address: str) -> Any:
+        asked.append(address)
+        if address not in hung:
+            return fetch(address)
+        if asked.count(address) > 1:
+            over.wait()
+        raise NotYet("silent")
+
+    monkeypatch.setattr(prefill_servers, "fetch", hangs)
+    hung = many(NOBODY, 2)
+    with publishing(row_of(prefill)) as real:
+        try:
+            assert wait_for(lambda: any(map(site.servers.ensure, hung)) or len(asked) > 2)
+            for _ in range(20):
+                assert not any(map(site.servers.ensure, hung))
+                time.sleep(0.01)
+            assert site.is_ready(real)
+        finally:
+            over.set()
 
 
 def test_a_silent_server_is_asked_again_after_a_pause_as_long(
@@ -329,6 +364,17 @@ def test_nothing_is_left_of_a_server_that_is_given_up_while_it_is_connected_to(
         assert wait_for(lambda: not any(site.held().values()))
         assert site.is_ready(address)
         assert site.request(address, prefill) == "warm"
+
+
+def test_nothing_is_held_of_a_server_one_of_whose_ranks_cannot_be_reached(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "CONNECT_S", 0.1)
+    other = row_of(prefill, instance=draw_instance(), address=f"tcp://{NOBODY}", rank_port=PORT + 1)
+    with publishing(row_of(prefill), other) as address:
+        assert wait_for(lambda: site.servers.ensure(address))
+        assert "cannot be reached" in str(site.servers.refusal(address))
+        assert wait_for(lambda: not site.held()["sockets"] + site.held()["of the data plane"])
 
 
 def test_servers_that_nobody_asks_for_are_forgotten(

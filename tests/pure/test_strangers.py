@@ -95,3 +95,6 @@ def test_answers_that_a_peer_does_not_take_end_its_connection_once(
         assert wait_for(lambda: channel.prefill.notes.seen.count("restarted") == 200)
         assert wait_for(lambda: lost)
         assert len(lost) < 100
+        again = len(lost)
+        deaf.send(encode(refused))
+        assert wait_for(lambda: len(lost) > again), "a later loss is one of its own"

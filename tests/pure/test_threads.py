@@ -186,6 +186,14 @@ def test_a_link_that_is_made_while_a_message_fails_stays(
     assert channel.request(2) == ("warm", "")
 
 
+def test_a_link_in_the_place_of_another_ends_that(channel: Channel) -> None:
+    channel.connect(channel.prefill)
+    assert channel.request(1) == ("warm", "")
+    channel.decode.channel.drop(channel.prefill.instance)
+    assert wait_for(lambda: not channel.decode.channel.knows(channel.prefill.instance))
+    assert wait_for(lambda: not channel.decode.plane._peers)
+
+
 def test_a_connection_leaves_a_slot_that_is_in_use_as_it_is(channel: Channel) -> None:
     """It reads a byte into this rank's own memory, whatever that holds."""
     decode, other = channel.decode, Prefill(channel.times)
@@ -374,6 +382,7 @@ def test_rooms_of_a_decode_rank_whose_thread_has_ended_are_cleared(
     worker.clear_now(handle)
     assert channel.state(handle) == ("cold", "broken")
     assert not channel.decode.rows_of(handle).any()
+    assert not handle.gate.enter(), "the thread that is left would write to them"
 
 
 def test_nothing_is_cleared_while_an_earlier_forward_runs(channel: Channel) -> None:
