@@ -274,7 +274,7 @@ ACTIONS = [
     ("decode", "Send", ("cold", "lost")), ("decode", "StartRead", ("cold", "read")),
     ("decode", "Copy", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
     ("decode", "Note", ("warm", "")),
-    ("prefill", "Send", ("cold", "deadline")), ("prefill", "Pack", ("cold", "prefill_pack")),
+    ("prefill", "Send", ("cold", "deadline or protocol")), ("prefill", "Pack", ("cold", "prefill_pack")),
     ("prefill", "Settled", ("warm", "")),
 ]  # fmt: skip
 
@@ -284,7 +284,8 @@ def test_an_action_that_raises_loses_no_other(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str, name: str, found: tuple[str, str]
 ) -> None:
     """The room is decided, with the scheduler's help where its verdict itself was lost, and both
-    sides get their slots back: one whose READY was lost after a while."""
+    sides get their slots back: one whose READY was lost after a while, or with the next READY,
+    which breaks the order."""
     once, prefill, decode = [name], channel.prefill.channel, channel.decode.channel
     worker: Any = getattr(channel, side).channel
     real = worker._do
@@ -303,7 +304,8 @@ def test_an_action_that_raises_loses_no_other(
     if name == "Verdict":
         assert wait_for(lambda: decode.is_lost(handle))
         decode.clear_now(handle)
-    assert channel.state(handle) == found
+    state, reason = channel.state(handle)
+    assert (state, reason in found[1]) == (found[0], True)
     assert wait_for(lambda: prefill.release(sent))
     assert not once or name == "Note"
     channel.end(sent, handle)
