@@ -206,7 +206,12 @@ def test_servers_that_are_hung_when_they_are_asked_again_leave_a_thread_for_a_ne
 def test_a_silent_server_is_asked_again_after_a_pause_as_long(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spans = list[tuple[float, float]]()
+    """The scheduler does not wait for it a second time."""
+    spans, waits, wait = list[tuple[float, float]](), list[float](), prefill_servers.wait
+
+    def noted(work: Any, seconds: float) -> None:
+        waits.append(seconds)
+        wait(work, seconds)
 
     def timed(address: str) -> Any:
         began = time.monotonic()
@@ -217,10 +222,12 @@ def test_a_silent_server_is_asked_again_after_a_pause_as_long(
 
     monkeypatch.setattr(asking, "ASK_S", 0.3)
     monkeypatch.setattr(prefill_servers, "fetch", timed)
+    monkeypatch.setattr(prefill_servers, "wait", noted)
     with silent() as address:
         assert wait_for(lambda: site.servers.ensure(address) or len(spans) == 3)
     for (began, ended), (again, _) in itertools.pairwise(spans):
         assert again - ended >= ended - began
+    assert len(waits) == 1
 
 
 def test_a_refused_server_is_asked_again_but_not_with_each_request(
