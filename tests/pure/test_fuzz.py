@@ -66,7 +66,7 @@ def depth_of_endpoints(patch: Patch) -> None:
 
 @guard("endpoint", "outside the peer's memory")
 def memory_of_a_peer(patch: Patch) -> None:
-    patch(data_plane.Memory, "holds", lambda self, address, length: True)
+    patch(data_plane.DataPlane, "_are_inside", lambda self, peer, extents: True)
 
 
 @pytest.mark.parametrize("target", fuzz.TARGETS)
