@@ -105,7 +105,7 @@ def endpoint(data: bytes) -> None:
     """Reads at both ends of the memory that an honest endpoint has, and one list of them all."""
     plane = Posting()
     try:
-        found = plane._decode(data)
+        found = data_plane.decode(data, plane.name)
     except ValueError:
         return
     extents = [

@@ -125,18 +125,6 @@ class SlotPool:
             late += self._owner[slot] == owner
         return late
 
-    def check(self) -> list[str]:
-        """What is wrong with the books; empty when each slot is free or held, once."""
-        held, free = set(self._owner), set(self._free)
-        wrong = []
-        if len(self._free) != len(free) or held & free or held | free != set(range(self.count)):
-            wrong.append(f"slots: {len(self._free)} free and {len(held)} held of {self.count}")
-        if self._held != Counter(self._owner.values()):
-            wrong.append("slots: the owners' counts are wrong")
-        if not set(self._offered) <= held:
-            wrong.append("slots: one is offered that nobody holds")
-        return wrong
-
 
 class RoundRobin(Generic[T]):
     """Items of several owners that wait for slots: owners take turns, and so do an owner's items.

@@ -15,7 +15,7 @@ again meanwhile (docs/protocol.md, "When a slot is used again").
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from sglang_mixkv.channel.messages import Fail, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
@@ -279,10 +279,6 @@ class Machine:
         """How much of what a rank at rest has none of."""
         found = {"rooms": len(self._rooms), **self._segments.left()}
         return {name: count for name, count in found.items() if count}
-
-    def check(self) -> Iterator[str]:
-        """What is wrong with the books, at any time."""
-        yield from self._segments.check(self._rooms.values())
 
 
 _HANDLERS: dict[type, Callable[..., None]] = {

@@ -6,7 +6,7 @@ Its local slot is free once it is in place, or cannot be any more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
@@ -136,12 +136,3 @@ class Segments:
     def left(self) -> dict[str, int]:
         reads = len(self._turns) + len(self._reads)
         return {"reads": reads, "jobs": len(self._copying)}
-
-    def check(self, rooms: Iterable[Room]) -> Iterator[str]:
-        """What is wrong with the books, at any time."""
-        yield from self._slots.check()
-        held = sum(len(room.of_stage(Stage.HELD)) for room in rooms)
-        copying = sum(isinstance(one, Segment) for one in self._copying.values())
-        used = sum(len(read.segments) for read in self._reads.values()) + copying + held
-        if self._slots.free_slots + used != self._slots.count:
-            yield f"slots: {self._slots.free_slots} free, {used} in use of {self._slots.count}"

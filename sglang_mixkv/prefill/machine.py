@@ -16,7 +16,7 @@ on. Prefill never fails a request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from sglang_mixkv.channel.messages import Ack, Fail, Open, draw, fail
 from sglang_mixkv.channel.slots import SlotPool
@@ -280,17 +280,6 @@ class Machine:
             "offered": self.slots.offered, "parts": len(self._parts),
         }  # fmt: skip
         return {name: count for name, count in found.items() if count}
-
-    def check(self) -> Iterator[str]:
-        """What is wrong with the books, at any time."""
-        yield from self.slots.check()
-        packed = sum(one.packed for part in self._parts.values() for one in part.packing)
-        used = len(self._packing) + packed + self.slots.offered
-        if self.slots.free_slots + used != self.slots.count:
-            yield f"slots: {self.slots.free_slots} free, {used} in use of {self.slots.count}"
-        with_room = sum(len(room.parts) for room in self._uses.values())
-        if with_room + self._waiting.parts != len(self._parts):
-            yield f"{len(self._parts)} parts, {with_room} in rooms, {self._waiting.parts} waiting"
 
 
 _HANDLERS: dict[type, Callable[..., None]] = {

@@ -40,10 +40,6 @@ class Waiting:
     def __len__(self) -> int:
         return sum(bool(record.ended or record.part) for record in list(self._records.values()))
 
-    @property
-    def parts(self) -> int:
-        return sum(record.part is not None for record in self._records.values())
-
     def is_full(self, connection: Connection) -> bool:
         return self._taken[connection] >= MAX_WAITING or len(self._records) >= MAX_ALL
 

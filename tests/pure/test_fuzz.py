@@ -35,8 +35,8 @@ GUARDS: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
     "instances of ranks": ("row", "heads that nobody reads", plan,
                            {"name": "_check_instances", "value": lambda instances: None}),
     "depth of endpoints": ("endpoint", "RecursionError", data_plane, NO_ERROR),
-    "memory of a peer": ("endpoint", "outside the peer's memory", data_plane.Memory,
-                         {"name": "holds", "value": lambda self, address, length: True}),
+    "memory of a peer": ("endpoint", "outside the peer's memory", data_plane.DataPlane,
+                         {"name": "_are_inside", "value": lambda self, peer, extents: True}),
 }  # fmt: skip
 """Of each guard the target, what is found without it, and what is put in its place."""
 

@@ -52,12 +52,14 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "mixkv_cpu/site/": ({"mixkv_cpu", "torch"}, set()),
     "mixkv_demo/": ({"mixkv_cpu", "mixkv_demo", "requests", "rich"},
                     {"__main__", "config", "tools.client", "tools.pages"}),
+    "mixkv_demo/one_gpu/": ({"mixkv_demo", "torch"}, set()),
 }  # fmt: skip
 
 # What may be imported inside a function, since the module itself has to load without it.
 LAZY = {
     "plugin.py": {"sglang"},
     "mixkv_cpu/support.py": {"nixl", "sgl_kernel", "sglang"},
+    "mixkv_demo/one_gpu/support.py": {"sglang"},
     "channel/mooncake.py": {"mooncake"},
     "channel/nixl.py": {"nixl"},
     "engine/handover.py": {"sglang"},

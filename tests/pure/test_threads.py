@@ -274,8 +274,8 @@ ACTIONS = [
     ("decode", "Send", ("cold", "lost")), ("decode", "StartRead", ("cold", "read")),
     ("decode", "Copy", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
     ("decode", "Note", ("warm", "")),
-    ("prefill", "Send", ("cold", "deadline or protocol")), ("prefill", "Pack", ("cold", "prefill_pack")),
-    ("prefill", "Settled", ("warm", "")),
+    ("prefill", "Send", ("cold", "deadline or protocol")),
+    ("prefill", "Pack", ("cold", "prefill_pack")), ("prefill", "Settled", ("warm", "")),
 ]  # fmt: skip
 
 

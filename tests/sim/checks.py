@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready
 from sglang_mixkv.decode import events as dev
 from sglang_mixkv.prefill import events as pev
+from tests.rig.books import wrong_books
 from tests.sim import faults, memory
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Checks:
     def books(self, process: Process) -> None:
         self._turn += 1
         if self._turn % self._every == 0:
-            for wrong in process.machine.check():
+            for wrong in wrong_books(process.machine):
                 raise Finding("books", f"{process.name}: {wrong}")
 
     def event(self, process: Process, event: object) -> None:
@@ -267,7 +268,7 @@ class Checks:
         machine = process.machine
         if left := machine.left():
             raise Finding("left", f"{process.name}: {left}")
-        for wrong in machine.check():
+        for wrong in wrong_books(machine):
             raise Finding("books", f"{process.name}: {wrong}")
         is_decode = process.place.server.side == "decode"
         if is_decode and machine.breaker._probes:

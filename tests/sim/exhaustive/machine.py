@@ -13,6 +13,7 @@ import msgspec
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.prefill import machine as prefill
 from sglang_mixkv.prefill import transfer
+from tests.rig.books import wrong_books
 from tests.sim.exhaustive.values import Violation, require
 
 AGES = {"sent": 1, "progress": 1, "first_ready": 0, "arrived": 3, "_offered": 4}
@@ -84,7 +85,7 @@ class Machine:
         clock = machine._clock if isinstance(machine, Prefill) else now
         key = freeze(machine, clock, {})
         if key not in self._numbers:
-            require(not (wrong := list(machine.check())), f"check(): {wrong}")
+            require(not (wrong := wrong_books(machine)), f"books: {wrong}")
             self._numbers[key] = len(self._states)
             self._states.append(pickle.dumps((machine, now), 5))
             self.left.append(machine.left())

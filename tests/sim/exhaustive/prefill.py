@@ -53,8 +53,8 @@ class PrefillSide:
         return front, tuple(map(tuple, outs))
 
     def _begin_packing(self, front: Front, action: pv.PackJob) -> Front:
-        late = action.pages == self.case.prompts[action.use][-1][0]
-        require(front.senders[action.use].written or not late, f"is not written yet: {action}")
+        late = action.pages == self.case.prompts[action.handle][-1][0]
+        require(front.senders[action.handle].written or not late, f"is not written yet: {action}")
         slots = put(front.slots, action.slot, None)
         return front._replace(packs=(*front.packs, action), slots=slots)
 

@@ -1,0 +1,51 @@
+"""What is wrong with the books of a state machine, or of its slots, at any time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.decode.machine import Machine as Decode
+from sglang_mixkv.decode.segments import Segment
+from sglang_mixkv.decode.transfer import Stage
+
+
+def wrong_books(machine: Any) -> list[str]:
+    of_side = _decode if isinstance(machine, Decode) else _prefill
+    return [*wrong_slots(machine.slots), *of_side(machine)]
+
+
+def wrong_slots(pool: SlotPool) -> Iterator[str]:
+    """Each slot is free or held, once."""
+    held, free = set(pool._owner), set(pool._free)
+    if len(pool._free) != len(free) or held & free or held | free != set(range(pool.count)):
+        yield f"slots: {len(pool._free)} free and {len(held)} held of {pool.count}"
+    if pool._held != Counter(pool._owner.values()):
+        yield "slots: the owners' counts are wrong"
+    if not set(pool._offered) <= held:
+        yield "slots: one is offered that nobody holds"
+
+
+def _prefill(machine: Any) -> Iterator[str]:
+    parts, waiting = machine._parts.values(), machine._waiting._records.values()
+    packed = sum(one.packed for part in parts for one in part.packing)
+    yield from _used(machine.slots, len(machine._packing) + packed + machine.slots.offered)
+    with_room = sum(len(room.parts) for room in machine._uses.values())
+    without = sum(record.part is not None for record in waiting)
+    if with_room + without != len(parts):
+        yield f"{len(parts)} parts, {with_room} in rooms, {without} waiting"
+
+
+def _decode(machine: Any) -> Iterator[str]:
+    segments = machine._segments
+    held = sum(len(room.of_stage(Stage.HELD)) for room in machine._rooms.values())
+    copying = sum(isinstance(one, Segment) for one in segments._copying.values())
+    reading = sum(len(read.segments) for read in segments._reads.values())
+    yield from _used(machine.slots, reading + copying + held)
+
+
+def _used(slots: SlotPool, used: int) -> Iterator[str]:
+    if slots.free_slots + used != slots.count:
+        yield f"slots: {slots.free_slots} free, {used} in use of {slots.count}"
