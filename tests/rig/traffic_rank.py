@@ -290,14 +290,16 @@ class PrefillRank(TrafficRank):
             time.sleep(PAUSE_S[self.side])
 
     def _begin(self, one: Request) -> None:
-        for name, of in self.memory.items():
-            for entry, rows in zip(of, self._rows(name, one.number), strict=True):
-                entry[one.where(name)] = rows
+        """The sender comes first, as soon as decode has begun: SGLang loses a status that arrives
+        while it is made (update_status, disaggregation/common/conn.py)."""
         one.handle = self.kv_class["sender"](
             self.manager, self.address(one.number), self.case.room(one.number),
             req_has_disagg_prefill_dp_rank=True,
         )  # fmt: skip
         one.handle.init(len(one.pages), one.row)
+        for name, of in self.memory.items():
+            for entry, rows in zip(of, self._rows(name, one.number), strict=True):
+                entry[one.where(name)] = rows
         step = self.case.requests[one.number].chunk_pages or len(one.pages)
         one.chunks = [one.pages[at : at + step] for at in range(0, len(one.pages), step)]
 
