@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pkgutil
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,6 @@ from rig.rank import Rank
 from rig.ring import Outcome, run
 from rig.special import Special
 
-from sglang_mixkv import plugin
 from sglang_mixkv.engine import draft_pool, handover
 from sglang_mixkv.series import COLD
 
@@ -87,11 +85,6 @@ def test_without_enable_metrics_no_series_is_made() -> None:
 
 
 # ---------------------------------------------------------------- SGLang's queues
-
-
-def test_the_hooks_fit_sglang() -> None:
-    extend = pkgutil.resolve_name(plugin.EXTEND_TRANSFERS)
-    assert list(inspect.signature(extend).parameters) == ["self", "decode_reqs"]
 
 
 def test_sglang_counts_accepted_drafts_in_one_list() -> None:
