@@ -255,7 +255,7 @@ class Channel:
     leave behind."""
 
     def __init__(self, times: Times | None = None) -> None:
-        self.times = times or Times()
+        self.times, self._before = times or Times(), set(threading.enumerate())
         self.prefill, self.decode = Prefill(self.times), Decode(self.times)
         self.connect(self.prefill)
 
@@ -302,7 +302,8 @@ class Channel:
     def __exit__(self, *_: Any) -> None:
         self.decode.close()
         self.prefill.close()
-        assert not [t.name for t in threading.enumerate() if t.name.startswith("mixkv-")]
+        here = set(threading.enumerate()) - self._before
+        assert not [t.name for t in here if t.name.startswith("mixkv-")]
 
     def at_rest(self) -> bool:
         """Whether nothing is left of any room, and every slot is free."""
