@@ -470,16 +470,18 @@ def test_a_room_whose_reader_ended_first_does_not_wait_for_it() -> None:
     assert uses_of(rooms.handle(pev.Begin(1, ROOM), 0.1)) == [1]
 
 
-@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("lost", [(), ("OPEN 1", "OPEN 2"), ("FAIL 1", "OPEN 2")])
 @pytest.mark.parametrize("late", [0.1, 300.0])
-def test_each_request_that_a_reader_ended_may_still_come(late: float, lost: bool) -> None:
+def test_each_request_that_a_reader_ended_may_still_come(late: float, lost: tuple[str]) -> None:
     """Its OPEN of the same number is for the request behind all of them, however late they are."""
     rooms = prefill()
     for generation in (1, 2):
-        if not lost:
+        if f"OPEN {generation}" not in lost:
             rooms.handle(opened(generation), 0.0)
-        reader = READER if lost else None
-        rooms.handle(pev.Received(b"c", fail(ROOM, generation, "closed", reader=reader)), 0.0)
+        if f"FAIL {generation}" not in lost:
+            reader = READER if lost else None  # it has no answer yet
+            failed = fail(ROOM, generation, "closed", reader=reader)
+            rooms.handle(pev.Received(b"c", failed), 0.0)
     rooms.handle(opened(3), 0.0)
     for second in range(int(late)):
         rooms.handle(pev.Tick(), float(second))
@@ -488,6 +490,7 @@ def test_each_request_that_a_reader_ended_may_still_come(late: float, lost: bool
         actions = rooms.handle(pev.AddChunk(use, 0, 8, True, use), late)
         assert len(of(pev.PackJob, actions)) == packs
         rooms.handle(pev.End(use), late)
+    assert wrong_books(rooms.machine) == []
 
 
 def test_all_readers_that_opened_have_ended_and_another_is_for_the_next_request() -> None:
