@@ -57,7 +57,12 @@ class Checks:
             case dev.Received():
                 self._decode_gets(process, event.peer, event.message)
             case dev.Copied() if event.result is dev.Result.DONE:
-                process.job_of[event.job].progress = process.now
+                receiver = process.job_of[event.job]
+                room = process.machine._rooms.get(receiver.generation)
+                if (
+                    room is not None and not room.cold
+                ):  # what comes later of one look is no progress
+                    receiver.progress = process.now
             case pev.Received():
                 self._prefill_gets(process, event.connection, event.message)
             case pev.ConnectionLost():
