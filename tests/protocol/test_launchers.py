@@ -183,11 +183,10 @@ def engines_own_metrics(arguments: list[str]) -> list[str]:
     assert get_server_args().enable_metrics
     from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
-    from sglang_mixkv import series
-    from sglang_mixkv.engine.metrics import Metrics
+    from sglang_mixkv.engine.metrics import Reporter
 
     names = ("model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank")
-    Metrics("prefill", dict.fromkeys(names, "0")).add(series.SENT_BYTES, ("draft",), 5)
+    Reporter("prefill", dict.fromkeys(names, "0")).moved(5, 0.0)
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
     lines = generate_latest(registry).decode().splitlines()

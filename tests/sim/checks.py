@@ -61,7 +61,7 @@ class Checks:
                 room = process.machine._rooms.get(receiver.generation)
                 if (
                     room is not None and not room.cold
-                ):  # what comes later of one look is no progress
+                ):  # behind the decision it is none
                     receiver.progress = process.now
             case pev.Received():
                 self._prefill_gets(process, event.connection, event.message)
