@@ -40,6 +40,7 @@ class FakeCuda:
         self.events: dict[int, int] = {}  # recorded ones: how often each was asked
         self.destroyed = 0
         self._queue: deque[Callable[[], None] | int] = deque()
+        self._running = threading.Lock()
         self._handles, self._memory = itertools.count(1 << 40), list[Any]()
         for name, arguments in cuda.PROTOTYPES.items():
             call = ctypes.PYFUNCTYPE(ctypes.c_int, *arguments)(partial(self._call, name))
@@ -80,10 +81,12 @@ class FakeCuda:
             return UNKNOWN
 
     def _run_to(self, event: int | None) -> int:
-        while not self.broken and self._queue and (event is None or event in self._queue):
-            work = self._queue.popleft()
-            if callable(work):
-                work()
+        """By one thread at a time: another one would find an event whose kernel still runs."""
+        with self._running:
+            while not self.broken and self._queue and (event is None or event in self._queue):
+                work = self._queue.popleft()
+                if callable(work):
+                    work()
         return LAUNCH_FAILED if self.broken else 0
 
     # -- libcuda's functions
