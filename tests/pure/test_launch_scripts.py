@@ -159,10 +159,3 @@ def test_compose_uses_the_scripts_and_their_variables() -> None:
     assert (
         services["decode"]["environment"]["PORT"] in services["decode"]["healthcheck"]["test"][-1]
     )
-
-
-def test_the_image_keeps_the_engine() -> None:
-    text = (ROOT / "docker" / "Dockerfile").read_text()
-    installs = [line for line in text.splitlines() if "pip install" in line and line[0] != "#"]
-    assert installs
-    assert all("--no-deps" in line for line in installs)

@@ -396,15 +396,6 @@ def test_exit_statuses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert capsys.readouterr().err.count("Run the plan in the servers' image.") == 1
 
 
-def test_neither_sglang_torch_nor_requests_is_imported_before_a_line_is_read() -> None:
-    program = (
-        "import sys, sglang_mixkv.tools.plan, sglang_mixkv.tools.doctor\n"
-        "print(sorted({'sglang', 'torch', 'mooncake', 'requests', 'zmq'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True)
-    assert done.stdout == "[]\n", done.stderr
-
-
 @pytest.mark.parametrize("words", [["--help"], ["doctor", "--no-seams", "--no-transfer"]])
 def test_a_tool_ends_quietly_when_its_reader_has_gone(words: list[str]) -> None:
     """With the status that a shell gives one that SIGPIPE ended."""
