@@ -18,7 +18,7 @@ from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.breaker import STRIKES, Breaker
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.engine import metrics
-from sglang_mixkv.errors import CODES, MixKVError
+from sglang_mixkv.errors import CODES
 from sglang_mixkv.series import COLD, DECODE, NOTES, OTHER, PREFILL, SERIES
 from sglang_mixkv.tools.pages import totals
 
@@ -136,15 +136,6 @@ def test_a_room_is_counted_once_at_its_end(
     assert one.of("prefill_rooms_total") == {("a:1", *expected): 1}
 
 
-def test_rooms_of_a_channel_that_has_ended_are_counted() -> None:
-    """By the scheduler's thread, with what the channel's had left."""
-    one = Rank()
-    one.end(ev.State.WARM)
-    assert one.of("rooms_total") == {}
-    one.end(ev.State.COLD, "broken")
-    assert one.of("rooms_total") == {("warm",): 1, ("cold", "broken"): 1}
-
-
 def test_a_note_is_counted_each_time_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     one = Rank()
     one.name_of = {b"peer": "a:1"}.get  # type: ignore[assignment]
@@ -168,12 +159,6 @@ def test_prefill_counts_what_it_refuses_and_misses() -> None:
         ("fails_sent_total", "slow"): 1, ("fails_sent_total", "restarted"): 1,
         ("sent_bytes_total", "draft"): 100, ("copy_seconds_total",): 0.5,
     }  # fmt: skip
-
-
-def test_a_refusal_is_counted_under_its_reason() -> None:
-    one = Rank()
-    one.refused(MixKVError("MIXKV-PAIR-01", "stock"))
-    assert one.page() == {("peers_refused_total", "no_plugin"): 1}
 
 
 def test_gauges_follow_slots_and_breakers() -> None:
