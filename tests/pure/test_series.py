@@ -18,7 +18,7 @@ from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.breaker import STRIKES, Breaker
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.engine import metrics
-from sglang_mixkv.errors import CODES
+from sglang_mixkv.errors import CODES, MixKVError
 from sglang_mixkv.series import COLD, DECODE, NOTES, OTHER, PREFILL, SERIES
 from sglang_mixkv.tools.pages import totals
 
@@ -117,6 +117,7 @@ def test_the_documents_have_every_series_and_a_remedy_for_every_reason() -> None
     [
         (ev.State.WARM, "", "", ("warm",)),
         (ev.State.COLD, "deadline", "", ("cold", "deadline")),
+        (ev.State.COLD, "broken", "", ("cold", "broken")),
         (ev.State.COLD, "of a later release", "", ("cold", "other")),
         (ev.State.COLD, "prefill_aborted", "failed on decode", ("closed",)),
         (ev.State.WARM, "", "aborted on decode", ("closed",)),
@@ -130,8 +131,10 @@ def test_a_room_is_counted_once_at_its_end(
     """A client that hangs up makes no request cold."""
     one = Rank()
     one.end(state, reason, closed)
-    one.ticked()
-    one.ticked()
+    counted = {expected: 1} if reason == "broken" else {}  # the channel's thread has ended
+    assert one.of("rooms_total") == counted
+    for _ in range(2):
+        one.ticked()
     assert one.of("rooms_total") == {expected: 1}
     assert one.of("prefill_rooms_total") == {("a:1", *expected): 1}
 
@@ -143,7 +146,11 @@ def test_a_note_is_counted_each_time_and_logged_once(caplog: pytest.LogCaptureFi
         for _ in range(3):
             for what in ("breaker_opened", "cold_deadline", "doubled", "cold_breaker", "later"):
                 one(ev.Note(what, b"peer", "its KV did not come"))
-    assert one.page() == {("breaker_opened_total", "a:1"): 3, ("messages_dropped_total",): 3}
+    one.refused(MixKVError("MIXKV-PAIR-01", "stock"))
+    assert one.page() == {
+        ("breaker_opened_total", "a:1"): 3, ("messages_dropped_total",): 3,
+        ("peers_refused_total", "no_plugin"): 1,
+    }  # fmt: skip
     _, line = caplog.messages
     for part in ("[MIXKV-PAIR-06]", "prefill a:1", "did not come in time", "output right", "Look"):
         assert part in line
