@@ -129,6 +129,20 @@ def test_a_lost_open_may_have_told_of_more_readers() -> None:
     assert settled.opened == (opened(11, OTHER, readers=2).message,)
 
 
+def test_a_slot_rests_while_its_rank_does() -> None:
+    """A stopped process sends its READY when it goes on: time that it stood still is no time."""
+    rooms = prefill()
+    rooms.handle(pev.Begin(0, ROOM), 0.0)
+    rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
+    (pack,) = of(pev.PackJob, rooms.handle(opened(10), 0.0))
+    rooms.handle(pev.Packed(pack.job), 0.0)
+    rooms.handle(pev.Tick(), 1000.0)
+    assert rooms.left()["offered"] == 1
+    for second in range(1001, 1061):
+        rooms.handle(pev.Tick(), second)
+    assert "offered" not in rooms.left()
+
+
 def decode() -> Driven:
     return Driven(DecodeMachine(READER, SlotPool(8, TIMES), 1 << 20, TIMES))
 
@@ -190,6 +204,17 @@ def test_a_prompt_that_ends_before_its_last_page_is_refused(
     actions = rooms.handle(dev.Received(PREFILL, message), 0.0)
     assert bool(of(dev.StartRead, actions)) is warm
     assert bool(of(dev.Clear, actions)) is not warm
+
+
+def test_a_late_read_is_not_used() -> None:
+    rooms = decode()
+    rooms.handle(room(), 0.0)
+    (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
+    for tick in range(1, 60):
+        rooms.handle(dev.Tick(), tick * TIMES.read / 59)
+    actions = rooms.handle(dev.ReadEnded(read.read), TIMES.read + 0.1)
+    assert of(dev.Unpack, actions) == []
+    assert dev.Send(PREFILL, Ack(((0, 99),))) in actions
 
 
 def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
