@@ -186,7 +186,6 @@ def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> P
         ({"attention_tp": 3}, {"attention_tp": 1}, "number of KV heads that divides"),
         ({"disaggregation_transfer_backend": "nixl"}, {}, "transfer backend: prefill has nixl"),
         ({"speculative_eagle_topk": 4}, {}, "--speculative-eagle-topk: prefill has 4"),
-        ({"speculative_algorithm": "EAGLE"}, {}, "speculative algorithm: prefill has EAGLE"),
         ({"draft": eagle3(4)}, {}, "KV heads of the drafter: prefill has 4, decode has 8"),
         ({}, {"draft": None}, "decode has none; its KV cannot be moved"),
         ({"draft": LATENT}, {}, r"drafter: prefill has DeepseekV3ForCausalLMNextN \(MLA"),
