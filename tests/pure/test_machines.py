@@ -407,36 +407,3 @@ def test_a_room_whose_reader_has_ended_does_not_wait_for_it(lost: bool) -> None:
     rooms.handle(pev.Received(b"c", fail(ROOM, 1, "closed", reader=reader)), 0.0)
     actions = rooms.handle(pev.Begin(1, ROOM), 0.1) + rooms.handle(pev.TargetSent(1), 0.1)
     assert uses_of(actions) == [1]
-
-
-@pytest.mark.parametrize("lost", [False, True])
-@pytest.mark.parametrize("late", [0.1, 300.0])
-def test_each_request_that_a_reader_ended_may_still_come(late: float, lost: bool) -> None:
-    """Its OPEN of the same number is for the request behind all of them, however late they are."""
-    rooms = prefill()
-    for generation in (1, 2):
-        if not lost:
-            rooms.handle(opened(generation), 0.0)
-        reader = READER if lost else None
-        rooms.handle(pev.Received(b"c", fail(ROOM, generation, "closed", reader=reader)), 0.0)
-    rooms.handle(opened(3), 0.0)
-    for second in range(int(late)):
-        rooms.handle(pev.Tick(), float(second))
-    for use, packs in ((1, 0), (2, 0), (3, 1)):
-        rooms.handle(pev.Begin(use, ROOM), late)
-        actions = rooms.handle(pev.AddChunk(use, 0, 8, True, use), late)
-        assert len(of(pev.PackJob, actions)) == packs
-        rooms.handle(pev.End(use), late)
-
-
-def test_all_readers_that_opened_have_ended_and_another_is_for_the_next_request() -> None:
-    """A decode server was started again, and uses the number of its former life."""
-    rooms = prefill()
-    rooms.handle(opened(1), 0.0)
-    rooms.handle(pev.ConnectionLost(b"connection" + READER), 0.1)
-    rooms.handle(pev.Begin(1, ROOM), 0.2)
-    rooms.handle(opened(9, OTHER), 0.3)
-    assert not of(pev.PackJob, rooms.handle(pev.AddChunk(1, 0, 8, True), 0.4))
-    rooms.handle(pev.Begin(2, ROOM), 0.5)
-    (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(2, 0, 8, True), 0.6))
-    assert pack.handle == 2
