@@ -88,19 +88,19 @@ def test_the_slot_that_was_free_longest_is_taken():
     assert [pool.take(owner, 0.0) for owner in "abcd"] == [1, 2, 3, 0]
 
 
-@pytest.mark.parametrize("damage", ["free twice", "lost", "offered", "count"])
+DAMAGE = {
+    "free twice": lambda pool: pool._free.append(3), "lost": lambda pool: pool._free.pop(),
+    "offered": lambda pool: pool._offered.update({3: (0.0, 1)}),
+    "count": lambda pool: pool._held.update("a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_check_names_wrong_books(damage):
     pool = SlotPool(4, TIMES)
-    slot = pool.take("a", 0.0)
-    if damage == "free twice":
-        pool._free.append(3)
-    elif damage == "lost":
-        pool._free.pop()
-    elif damage == "offered":
-        pool._offered[3] = 0.0, 1
-    else:
-        pool._held["a"] += 1
-    assert len(list(wrong_slots(pool))) == 1, (damage, slot)
+    pool.take("a", 0.0)
+    DAMAGE[damage](pool)
+    assert len(list(wrong_slots(pool))) == 1
 
 
 # ---------------------------------------------------------------- who gets them
