@@ -68,26 +68,6 @@ class Req:
 # ---------------------------------------------------------------- the table
 
 
-def written(side: str, pattern: str) -> set[str]:
-    """Words in the source of one side that this pattern's group matches."""
-    text = "".join(path.read_text() for path in (PACKAGE / side).glob("*.py"))
-    return {
-        word for found in re.findall(pattern, text) for word in re.findall('"([a-z_]+)"', found)
-    }
-
-
-def test_what_the_state_machines_report_is_in_the_table_and_the_other_way_round() -> None:
-    """Codes of FAIL that decode knows are reasons, too. Some names are set before they are used."""
-    notes = written(DECODE, r'ote\(("[a-z_]+[a-z]")')
-    notes |= {f"cold_{reason}" for reason in written(DECODE, r'_go_cold\(room, ("[a-z]+")')}
-    notes |= written(PREFILL, r'(?:Note|_refuse|_fail|_fail_parts)\(((?:[\w.]+, )?"[a-z_]+")')
-    assert len(notes) > 12
-    assert notes - set(NOTES) == set()
-    anything = written(DECODE, '("[a-z_]+")') | written(PREFILL, '("[a-z_]+")')
-    used = {what for what in NOTES if {what, re.sub("^cold_(prefill_)?", "", what)} & anything}
-    assert used == set(NOTES)
-
-
 def test_every_note_is_seen() -> None:
     """In a series, or as a room that is counted at its end; and a log line says all that helps."""
     known = {one.name: one for one in SERIES}
