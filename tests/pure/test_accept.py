@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from rig.answers import serving
 
 from sglang_mixkv.config import API_KEY_ENV
 from sglang_mixkv.tools import accept
@@ -20,85 +20,67 @@ BOS, DEAD = 1, "http://127.0.0.1:9"
 Capture = pytest.CaptureFixture[str]
 
 
-class Stub(BaseHTTPRequestHandler):
-    """Tokenizes words by their length, `<s>` as BOS, 9 behind a chat; answers with the server's
-    histogram, in three events."""
+@dataclass
+class Stub:
+    """Tokenizes words by their length, `<s>` as BOS, 9 behind a chat; answers with its histogram,
+    in three events. `asked`: which prompts."""
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.server.key and self.headers["Authorization"] != f"Bearer {self.server.key}":
-            self.answer(b"Unauthorized", 401)
-        elif self.path == "/tokenize":
-            self.answer(json.dumps(self.tokenize(body)).encode())
-        elif body["input_ids"] in self.server.refused:
-            self.answer(b"no room", 503)
-        else:
-            self.answer(b"".join(self.events(body)))
+    url: str = ""
+    asked: list = field(default_factory=list)
+    histogram: list = field(default_factory=lambda: [0, 0, 0, 10])
+    tail: list = field(default_factory=list)
+    refused: list = field(default_factory=list)
+    drafted: int = 0
+    key: str | None = None
+    broken_rank: int | None = None
+    fixed: bool = False
+    new_only: bool = False
+    other_from: int = 10**6
 
-    def answer(self, data: bytes, status: int = 200) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+    def answer(self, path: str, body: dict, authorization: str) -> tuple[int, bytes]:
+        if self.key and authorization != f"Bearer {self.key}":
+            return 401, b"Unauthorized"
+        if path == "/tokenize":
+            return 200, json.dumps({"tokens": self.tokens(body)}).encode()
+        if body["input_ids"] in self.refused:
+            return 503, b"no room"
+        lines = [*map(json.dumps, self.events(body)), "[DONE]"]
+        return 200, "".join(f"data: {line}\n\n" for line in lines).encode()
 
-    def tokenize(self, body: dict) -> dict:
+    def tokens(self, body: dict) -> list[int]:
         if "messages" in body:
             assert "add_generation_prompt" not in body  # some chat formats refuse it
             words = [len(m["content"]) for m in body["messages"]]
-            return {"tokens": [BOS, *words, *[9] * (1 + len(body.get("tools", ())))]}
-        words = body["prompt"].split()
-        ids = [BOS if word == "<s>" else 10 + len(word) for word in words]
-        return {"tokens": [BOS, *ids, *self.server.tail] if body["add_special_tokens"] else ids}
+            return [BOS, *words, *[9] * (1 + len(body.get("tools", ())))]
+        ids = [BOS if word == "<s>" else 10 + len(word) for word in body["prompt"].split()]
+        return [BOS, *ids, *self.tail] if body["add_special_tokens"] else ids
 
-    def events(self, body: dict) -> Iterator[bytes]:
-        number = len(self.server.asked)
-        self.server.asked.append(body["input_ids"])
-        is_broken = number % 2 == self.server.broken_rank
-        histogram = [10, 0, 0, 0] if is_broken else self.server.histogram
+    def events(self, body: dict) -> Iterator[dict]:
+        number = len(self.asked)
+        self.asked.append(body["input_ids"])
+        histogram = [10, 0, 0, 0] if number % 2 == self.broken_rank else self.histogram
         rounds = sum(histogram)
         tokens = rounds + sum(i * n for i, n in enumerate(histogram)) or 3
-        output = [7] + [100] * tokens if self.server.fixed else list(range(tokens))
-        output[self.server.other_from :] = [5] * len(output[self.server.other_from :])
+        output = [7] + [100] * tokens if self.fixed else list(range(tokens))
+        output[self.other_from :] = [5] * len(output[self.other_from :])
         info = {
             "spec_verify_ct": rounds, "spec_correct_drafts_histogram": histogram,
-            "spec_num_proposed_drafts": rounds * self.server.drafted, "dp_rank": number % 2,
+            "spec_num_proposed_drafts": rounds * self.drafted, "dp_rank": number % 2,
         }  # fmt: skip
         for begin, end in ((0, 1), (1, 2), (2, len(output))):
-            own = output[begin if self.server.new_only else 0 : end]
+            own = output[begin if self.new_only else 0 : end]
             reason = {"type": "stop"} if end == len(output) else None
             about = {**info, "completion_tokens": end, "finish_reason": reason}
-            event = {"output_ids": own, "meta_info": about}
-            yield b"data: " + json.dumps(event).encode() + b"\n\n"
-        yield b"data: [DONE]\n\n"
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-class StubServer(ThreadingHTTPServer):
-    """What it was asked, and how it answers."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Stub)
-        self.asked, self.histogram, self.tail, self.refused = [], [0, 0, 0, 10], [], []
-        self.drafted, self.key, self.broken_rank = 0, None, None
-        self.fixed = self.new_only = False
-        self.other_from = 10**6
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+            yield {"output_ids": own, "meta_info": about}
 
 
 @pytest.fixture
-def servers() -> Iterator[tuple[StubServer, StubServer]]:
+def servers() -> Iterator[tuple[Stub, Stub]]:
     """The single server, the pair."""
-    made = StubServer(), StubServer()
-    threads = [threading.Thread(target=one.serve_forever) for one in made]
-    for thread in threads:
-        thread.start()
-    yield made
-    for one, thread in zip(made, threads, strict=True):
-        one.shutdown()
-        thread.join()
-        one.server_close()
+    made = Stub(), Stub()
+    with serving(made[0].answer) as single, serving(made[1].answer) as pair:
+        made[0].url, made[1].url = f"http://{single}", f"http://{pair}"
+        yield made
 
 
 def run(servers: tuple, tmp_path: Path, *flags: str, prompts: int = 2 * FEWEST) -> tuple[int, dict]:
@@ -270,7 +252,7 @@ def test_chance_differs_now_and_then(differ: int, number: int, other: bool) -> N
 # ---------------------------------------------------------------- a recorded baseline
 
 
-def against(pair: StubServer, baseline: Path, *flags: str) -> tuple[int, dict]:
+def against(pair: Stub, baseline: Path, *flags: str) -> tuple[int, dict]:
     out = baseline.with_name("again.json")
     argv = [f"--baseline={baseline}", f"--pair={pair.url}", f"--json={out}", *flags]
     code = accept.main(argv)

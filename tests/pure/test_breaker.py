@@ -17,7 +17,7 @@ def opened(*peers: bytes) -> Breaker:
     return breaker
 
 
-def test_three_strikes_in_a_row_open_it():
+def test_three_strikes_in_a_row_open_it_and_a_warm_probe_closes_it():
     breaker = Breaker()
     for generation in range(10):
         assert not breaker.record_failure(A, generation, 0.0)
@@ -26,9 +26,12 @@ def test_three_strikes_in_a_row_open_it():
     assert not breaker.blocked([A], 11, 0.0)
     breaker = opened(A)
     assert breaker.open_peers() == [A]
-    assert breaker.blocked([B, A], 4, 0.0)
-    assert not breaker.blocked([B], 4, 0.0)
-    assert not breaker.blocked([], 4, 0.0)
+    assert [breaker.blocked(peers, 4, 0.0) for peers in ([B, A], [B], [])] == [True, False, False]
+    assert not breaker.blocked([A], 4, 1.0)
+    breaker.record_success(A)
+    assert not breaker.blocked([A], 5, 1.0)
+    assert not breaker.blocked([A], 6, 1.0)
+    assert breaker.open_peers() == []
 
 
 def test_after_a_wait_that_doubles_up_to_thirty_seconds_one_room_is_a_probe():
@@ -38,50 +41,25 @@ def test_after_a_wait_that_doubles_up_to_thirty_seconds_one_room_is_a_probe():
         while breaker.blocked([A], generation, now):
             now += 0.5
         waits.append(now - began)
+        assert not breaker.record_failure(A, 3, now)  # a room from before it opened
         assert breaker.blocked([A], 100 + generation, now + 100)  # while the probe runs
         assert not breaker.record_failure(A, generation, now)  # it was open before
     assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
 
 
-def test_a_warm_probe_closes_it():
-    breaker = opened(A)
-    assert not breaker.blocked([A], 4, 1.0)
-    breaker.record_success(A)
-    assert not breaker.blocked([A], 5, 1.0)
-    assert not breaker.blocked([A], 6, 1.0)
-    assert breaker.open_peers() == []
-
-
-def test_a_room_from_before_it_opened_changes_nothing():
-    breaker = opened(A)
-    assert not breaker.blocked([A], 4, 1.0)
-    assert not breaker.record_failure(A, 3, 1.0)
-    assert breaker.blocked([A], 5, 2.0)  # the probe still runs
-    breaker.record_failure(A, 4, 2.0)
-    assert breaker.blocked([A], 5, 3.99)
-    assert not breaker.blocked([A], 5, 4.0)
-    breaker.withdraw(4)
-    assert breaker.blocked([A], 6, 4.0)
-
-
 def test_a_withdrawn_probe_lets_another_one_try():
-    """A room may be the probe of several peers."""
+    """A room may be the probe of several peers. One that any of its peers blocks is no probe."""
     breaker = opened(A, B)
     assert not breaker.blocked([A, B], 4, 1.0)
     breaker.withdraw(99)
     assert breaker.blocked([A], 5, 1.0)
     breaker.withdraw(4)
-    assert not breaker.blocked([A], 5, 1.0)
-    assert not breaker.blocked([B], 6, 1.0)
-
-
-def test_a_blocked_room_is_nobody_s_probe():
-    """A may be tried again, B may not: the room is cold, and A's next room is its probe."""
-    breaker = opened(A)
-    for generation in (4, 5, 6):
-        breaker.record_failure(B, generation, 10.0)
-    assert breaker.blocked([A, B], 7, 10.0)
-    assert not breaker.blocked([A], 8, 10.0)
+    assert not breaker.blocked([B], 5, 1.0)
+    assert breaker.blocked([A, B], 6, 1.0)
+    breaker.record_failure(B, 5, 1.0)
+    breaker.withdraw(4)  # which is over
+    assert breaker.blocked([A, B], 7, 2.0)
+    assert not breaker.blocked([A], 8, 2.0)
 
 
 def test_the_number_of_peers_is_bounded(monkeypatch: pytest.MonkeyPatch):

@@ -20,34 +20,18 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def softmax_average(q: Tensor, keys: Tensor, values: Tensor, cap: float) -> Tensor:
-    """One query head over the keys that it may see: q [D], keys [m, D], values [m, Dv]."""
-    scores = [float(q @ key) * SCALE for key in keys]
-    if cap:
-        scores = [cap * math.tanh(score / cap) for score in scores]
-    weights = [math.exp(score - max(scores)) for score in scores]
-    weighted = [w * value for w, value in zip(weights, values, strict=True)]
-    return sum(weighted) / sum(weights)
-
-
 def reference(
     q: Tensor, k: Tensor, v: Tensor, slots: Tensor, window: int = 0, cap: float = 0.0
 ) -> Tensor:
     """The last len(q) positions of one request, whose keys and values lie at ``slots``."""
-    group, out = q.shape[1] // k.shape[1], []
-    for i in range(len(q)):
-        stop = len(slots) - len(q) + i + 1
-        seen = slots[max(0, stop - window) if window else 0 : stop]
-        heads = range(q.shape[1])
-        out.append(
-            torch.stack(
-                [
-                    softmax_average(q[i, h], k[seen, h // group], v[seen, h // group], cap)
-                    for h in heads
-                ]
-            )
-        )
-    return torch.stack(out)
+    keys, values = (x[slots].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * SCALE
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    at = torch.arange(len(slots))
+    behind = at[-len(q) :, None] - at
+    hidden = (behind < 0) | ((behind >= window) & (window > 0))
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), values)
 
 
 class Cache:
@@ -116,28 +100,3 @@ def test_extend_attention(heads, kv_heads, width, value_width, mla, window, cap,
     parts = zip(q.split(new), range(3), strict=True)
     want = torch.cat([reference(x, kv.k, kv.v, kv.slots(i), window, cap) for x, i in parts])
     torch.testing.assert_close(out, want)
-
-
-def test_rows_that_dp_attention_pads_become_zero() -> None:
-    kv, q = Cache(4, 8, 8), torch.randn(7, 4, 8)
-    out, rows = torch.full((7, 4, 8), float("nan")), torch.cat([kv.rows, torch.tensor([0, 0])])
-    spans = (torch.tensor(kv.lengths), torch.tensor([1, 2, 1]), torch.tensor([0, 1, 3]), 2)
-    attention.extend_attention_cpu(
-        *(q, None, None, out, kv.k, kv.v, 1.0, 1.0, kv.req_to_token, rows, *spans),
-        *(SCALE, 0.0, False, 0, None, None, None, True),
-    )
-    parts = zip(q[:4].split((1, 2, 1)), range(3), strict=True)
-    want = torch.cat([reference(x, kv.k, kv.v, kv.slots(i)) for x, i in parts])
-    torch.testing.assert_close(out, torch.cat([want, torch.zeros(3, 4, 8)]))
-
-
-def test_a_prompt_without_prefix_may_have_other_heads_than_the_cache() -> None:
-    """MLA computes fresh prompts with full heads; the cache holds latents of another width."""
-    latents, q = torch.randn(POOL, 1, 12), torch.randn(3, 4, 8)
-    k, v, out = torch.randn(3, 4, 8), torch.randn(3, 4, 6), torch.empty(3, 4, 6)
-    table = (torch.arange(POOL).int()[None], torch.tensor([0]), torch.tensor([3]))
-    attention.extend_attention_cpu(
-        *(q, k, v, out, latents, latents[..., :9], 1.0, 1.0, *table),
-        *(torch.tensor([3]), torch.tensor([0]), 3, SCALE, 0.0, False, 0, None, None, None, True),
-    )
-    torch.testing.assert_close(out, reference(q, k, v, torch.arange(3)))

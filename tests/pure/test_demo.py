@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-from unittest import mock
 
 import pytest
 from rich.console import Console
 
-from mixkv_demo import __main__ as demo
 from mixkv_demo import report
-from sglang_mixkv.tools.client import Answer, NoAnswer, RequestFailed
+from sglang_mixkv.tools.client import Answer
 
 RIGHT, OTHER = Answer((1, 2, 3, 4), 1, (), 1.0), Answer((1, 2, 3, 9), 1, (), 1.0)
 
@@ -31,13 +29,3 @@ def test_requests_may_fail_with_stock_alone(name: str, answer: Answer | None, fo
     shown = io.StringIO()
     Console(file=shown).print(report.table(runs, "title"))
     assert ("1 failed" in shown.getvalue()) == (answer is None)
-
-
-@pytest.mark.parametrize(("error", "asked"), [(RequestFailed("500"), 8), (NoAnswer("late"), 2)])
-def test_servers_without_an_answer_are_not_asked_again(error: RequestFailed, asked: int) -> None:
-    deployment = mock.Mock()
-    deployment.ask.side_effect = [RIGHT, error, *[RIGHT] * 6]
-    one = demo.Demo(demo.parse([]), Console(file=io.StringIO()))
-    answers = one._ask_all("stock", deployment)
-    assert deployment.ask.call_count == asked
-    assert answers == [RIGHT, None, *[RIGHT if asked == 8 else None] * 6]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import select
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -157,26 +156,6 @@ def test_a_peer_takes_little_memory_and_few_descriptors(kind: Any, descriptors: 
         kib, after = usage()[0] - kib, usage()[1]
         assert (after - before) / (MANY - 1) == descriptors
         assert kib / (MANY - 1) < 128
-    finally:
-        rank.close()
-
-
-@pytest.mark.parametrize("kind", [DecodeRank, PrefillRank])
-def test_peers_that_stop_or_restart_cost_the_others_nothing(kind: Any) -> None:
-    rank = kind(20, 10, Times())
-    former, others = list(range(10)), list(range(10, 20))
-    try:
-        rank.connect(20)
-        assert None not in rank.run(former + others, 8)
-        rank.processes[0].signal(signal.SIGSTOP)
-        assert None not in rank.run(others * 5, 8)
-        rank.processes[0].signal(signal.SIGCONT)
-        rank.processes[0].restart()
-        while kind is DecodeRank and (unknown := rank.gone(former)):
-            rank.run(unknown, 8)
-        rank.connect(0)
-        assert None not in rank.run(others * 5, 8)
-        assert wait_for(lambda: None not in rank.run(former, 8))
     finally:
         rank.close()
 

@@ -4,34 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-from mixkv_demo import __main__ as demo
-from mixkv_demo import pair
-
-
-@pytest.mark.parametrize("name", pair.PAIRS)
-def test_prompts_are_the_pairs_own(name: str) -> None:
-    known = {len(prompt) - 2 for prompt in pair.prompts(pair=name)}
-    assert known == ({48} if name in ("mla-dflash", "mla-dspark") else {24, 48, 96, 160, 200})
-    for prompt, cousin in zip(pair.prompts(pair=name), pair.cousins(name), strict=True):
-        assert sorted(cousin) == sorted(prompt)
-        assert cousin[: len(prompt) // 2] == prompt[: len(prompt) // 2]
-        assert cousin != prompt
-
-
-def test_every_choice_of_the_demo_is_a_pair_or_refused() -> None:
-    for target, drafter in product(pair.TARGETS, pair.DRAFTERS):
-        line = ["--pair", target, "--drafter", drafter]
-        if pair.pair_name(target, drafter) in pair.PAIRS:
-            assert demo.parse(line).drafter == drafter
-        else:
-            with pytest.raises(SystemExit):
-                demo.parse(line)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,11 @@ def hung(
             row = row_of(prefill, address=f"tcp://{port}")
             address = stack.enter_context(publishing(row, host=""))
         else:
-            row = row_of(prefill, staging=elsewhere(prefill.row.staging))
+            staging = prefill.row.staging
+            here = msgspec.msgpack.decode(staging.endpoint, type=Endpoint)
+            other = msgspec.structs.replace(here, session=b"another", instance=draw_instance())
+            endpoint = msgspec.msgpack.encode(other)
+            row = row_of(prefill, staging=msgspec.structs.replace(staging, endpoint=endpoint))
             address = stack.enter_context(publishing(row, host=""))
             opened = site.decode.plane._open
             monkeypatch.setattr(
@@ -82,13 +86,6 @@ def hung(
             )  # fmt: skip
         yield many(address, HUNG)
         over.set()
-
-
-def elsewhere(staging: Any) -> Any:
-    """At another endpoint of the data plane."""
-    found = msgspec.msgpack.decode(staging.endpoint, type=Endpoint)
-    other = msgspec.structs.replace(found, session=b"another", instance=draw_instance())
-    return msgspec.structs.replace(staging, endpoint=msgspec.msgpack.encode(other))
 
 
 def test_a_server_does_not_wait_for_those_that_are_hung(
@@ -157,14 +154,14 @@ def test_what_is_packed_is_not_unpacked() -> None:
         fetch(address)
 
 
-def raising() -> None:
-    raise NotYet("silent")
-
-
 def test_slow_servers_leave_threads_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_servers, "AT_ONCE", 2)
     monkeypatch.setattr(prefill_servers, "SLOW_AT_ONCE", 1)
     over, some = threading.Event(), Threads()
+
+    def raising() -> None:
+        raise NotYet("silent")
+
     found = [some.start(over.wait, slow=slow) for slow in (True, True, False, False, False)]
     assert [one is not None for one in found] == [True, False, True, True, False]
     over.set()
@@ -231,8 +228,9 @@ def test_a_silent_server_is_asked_again_after_a_pause_as_long(
 
 
 def test_a_refused_server_is_asked_again_but_not_with_each_request(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor does one end the scheduler that SGLang refuses by raising, where page sizes differ."""
     asked: list[str] = []
 
     def answer(path: str) -> tuple[int, bytes]:
@@ -243,6 +241,9 @@ def test_a_refused_server_is_asked_again_but_not_with_each_request(
         """A request, from `try_ensure_parallel_info` to `receiver.init`."""
         assert wait_for(lambda: site.servers.ensure(address))
         assert "does not run sglang-mixkv" in str(site.servers.refusal(address))
+
+    def differs(_: str) -> bool:
+        raise RuntimeError("Page size mismatch")
 
     with serving(answer) as address:
         monkeypatch.setattr(prefill_servers, "AGAIN_S", 1000)
@@ -256,16 +257,6 @@ def test_a_refused_server_is_asked_again_but_not_with_each_request(
             refuse_one()
         assert len(asked) == 3
     assert len(site.reasons) == 5
-
-
-def test_a_server_that_sglang_refuses_does_not_end_the_scheduler(
-    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SGLang raises where page sizes differ."""
-
-    def differs(_: str) -> bool:
-        raise RuntimeError("Page size mismatch")
-
     monkeypatch.setattr(site.servers, "_resolve", differs)
     with publishing(row_of(prefill)) as address:
         assert wait_for(lambda: site.servers.ensure(address))
@@ -540,35 +531,26 @@ def notified(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RefusedRequests,
 def test_each_rank_of_a_refused_server_is_notified_more_than_once(
     site: Site, notified: tuple[RefusedRequests, Receiver]
 ) -> None:
-    """An abort that comes before its request is ignored."""
+    """An abort that comes before its request is ignored. The ranks are asked for once, and one
+    receiver that raises ends nothing."""
     _, receiver = notified
-    with serving(ranks) as address:
-        assert wait_for(lambda: site.servers.ensure(address))
-        assert site.servers.refusal(address)
-        site.servers.notify_refused(address, receiver)
-        assert wait_for(lambda: len(receiver.told) == 3)
-    assert receiver.told == [[9000, 9010, 9001, 9011]] * 3
-    assert receiver.abort_notified, "a copy of it is what notifies"
-    assert wait_for(lambda: len(receiver.closed) == 4), "sockets stay behind"
-
-
-def test_its_ranks_are_asked_for_once_and_one_failure_ends_nothing(
-    notified: tuple[RefusedRequests, Receiver],
-) -> None:
-    requests, receiver = notified
-    asked = list[str]()
+    asked, broken = list[str](), Receiver()
+    del broken.told  # so it raises
 
     def answer(path: str) -> tuple[int, bytes]:
         asked.append(path)
         return ranks(path)
 
-    broken = Receiver()
-    del broken.told  # so it raises
     with serving(answer) as address:
+        assert wait_for(lambda: site.servers.ensure(address))
+        assert site.servers.refusal(address)
         for one in (broken, receiver):
-            requests.add(address, one)
+            site.servers.notify_refused(address, one)
         assert wait_for(lambda: len(receiver.told) == 3)
-    assert len(asked) == 5
+    assert len([path for path in asked if path != "/mixkv"]) == 5
+    assert receiver.told == [[9000, 9010, 9001, 9011]] * 3
+    assert receiver.abort_notified, "a copy of it is what notifies"
+    assert wait_for(lambda: len(receiver.closed) == 4), "sockets stay behind"
 
 
 @pytest.mark.parametrize("path", ["/older", "/huge", None])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from rig.answers import serving
 
 from sglang_mixkv import series
 from sglang_mixkv.tools import status
@@ -113,11 +112,6 @@ def test_of_the_ranks_the_one_with_most_colds_counts() -> None:
     assert (pair.warm_share, pair.rooms) == (0.9, {"warm": 90, "lost": 10})
 
 
-def test_each_prefill_server_has_a_line() -> None:
-    found = status_of(rooms(warm=5) + rooms(prefill=TWO, warm=3, lost=2))
-    assert [(pair.prefill, pair.warm_share) for pair in found.pairs] == [(ONE, 1), (TWO, 0.6)]
-
-
 def test_new_counts_what_happens_between_the_looks() -> None:
     first, now = look(rooms(warm=1, lost=99)), look(rooms(warm=9, lost=99))
     assert status.status(first, now).wrong
@@ -185,25 +179,17 @@ def test_tp_ranks_count_the_same_requests() -> None:
 # ---------------------------------------------------------------- the command
 
 
-SERVED = {"/decode": DECODE, "/cold": DECODE + rooms(prefill=TWO, lost=1), "/html": "<html>"}
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200 if self.path in SERVED else 404)
-        self.end_headers()
-        self.wfile.write(SERVED.get(self.path, "").encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
+SERVED = {
+    "/decode": DECODE.encode(),
+    "/cold": (DECODE + rooms(prefill=TWO, lost=1)).encode(),
+    "/html": b"<html>",
+}
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
+    with serving(lambda path: (200 if path in SERVED else 404, SERVED.get(path, b""))) as address:
+        yield f"http://{address}"
 
 
 def test_the_exit_status_and_figures_for_scripts(

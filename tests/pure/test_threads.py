@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,6 @@ from rig.threads import (
 
 from sglang_mixkv.channel import copies
 from sglang_mixkv.channel.gate import Gate
-from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.links import Link
@@ -64,30 +62,6 @@ def test_every_row_is_in_place(channel: Channel, tokens: int, first: int) -> Non
     assert sent.settled
     channel.end(sent, handle)
     assert channel.at_rest()
-
-
-def test_a_chunk_is_packed_once_all_of_its_events_are_done(channel: Channel) -> None:
-    written, filled = Event(), Event()
-    written.done = True
-    truth = channel.prefill.memory.copy()
-    channel.prefill.memory[:] = 0
-    handle = channel.open(1, TOKENS)
-    sent = channel.prefill.send(1, TOKENS, events=(written, filled))
-    assert not wait_for(lambda: channel.prefill.slots.free_slots < SLOTS, 0.3)
-    channel.prefill.memory[:] = truth
-    filled.done = True
-    assert channel.state(handle) == ("warm", "")
-    assert channel.same(handle)
-    channel.end(sent, handle)
-
-
-def test_draft_kv_is_waited_for_from_the_targets_arrival_on(channel: Channel) -> None:
-    handle = channel.open(1, TOKENS)
-    assert not wait_for(lambda: handle.state, 3 * channel.times.shortest_wait)
-    channel.decode.channel.target_arrived(handle)
-    assert channel.state(handle) == ("cold", "deadline")
-    assert not channel.decode.rows_of(handle).any()
-    channel.decode.channel.close(handle)
 
 
 def test_a_prefill_rank_that_ends_waits_for_what_it_has_offered(channel: Channel) -> None:
@@ -437,46 +411,3 @@ def test_what_is_no_message_is_counted_and_nothing_more(channel: Channel) -> Non
             stranger.send(frame)
         assert wait_for(lambda: channel.prefill.notes.seen.count("unreadable") == 3)
     assert channel.request(1) == ("warm", "")
-
-
-def opening(channel: Channel, peer: bytes, until: Callable[[], object]) -> bool:
-    """Room after room: what was sent while its connection ended is lost."""
-
-    def found() -> bool:
-        handle = channel.decode.open(1, TOKENS, peer)
-        wait_for(lambda: handle.state is not None, 0.3)
-        channel.decode.channel.close(handle)
-        return bool(until())
-
-    return wait_for(found, 10)
-
-
-def test_a_rank_that_was_restarted_says_so_and_is_forgotten(channel: Channel) -> None:
-    """The socket connects again, and reaches another instance at the same address."""
-    former = channel.prefill
-    former.close()
-    channel.prefill = Prefill(channel.times, former.port)
-    assert opening(channel, former.instance, lambda: channel.decode.forgotten)
-    assert set(channel.decode.forgotten) == {former.instance}
-    assert not channel.decode.channel.knows(former.instance)
-    assert wait_for(lambda: former.plane.endpoint not in channel.decode.plane._peers)
-    channel.connect(channel.prefill)
-    assert channel.request(2) == ("warm", "")
-
-
-def test_rooms_of_a_rank_that_is_dropped_end_and_others_go_on(channel: Channel) -> None:
-    """Another one at its address is another rank: it drops nothing."""
-    former, handle = channel.prefill, channel.open(1, TOKENS)
-    other = SimpleNamespace(**vars(former.row) | {"instance": draw_instance()})
-    channel.decode.reach(other)
-    assert channel.request(2) == ("warm", "")
-    channel.decode.channel.drop(other.instance)
-    assert wait_for(lambda: not channel.decode.channel.knows(other.instance))
-    assert channel.request(3) == ("warm", "")
-    channel.decode.channel.drop(former.instance)
-    assert channel.state(handle) == ("cold", "lost")
-    assert not channel.decode.channel.knows(former.instance)
-    assert wait_for(lambda: not channel.decode.plane._peers)
-    channel.decode.channel.close(handle)
-    channel.connect(former)
-    assert channel.request(4) == ("warm", "")

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 STEP_S = 0.05
 
 
 @contextmanager
-def serving(answer: Callable[[str], tuple[int, bytes]], host: str = "127.0.0.1") -> Iterator[str]:
-    """Its address. `answer`: of a path with its query, a status and a body; may block. `host`: ""
-    for all addresses of this machine."""
+def serving(answer: Callable[..., tuple[int, bytes]], host: str = "127.0.0.1") -> Iterator[str]:
+    """Its address. `answer`: of a path with its query, a status and a body; may block. A POST's
+    JSON, and its Authorization, are further arguments. `host`: "" for all addresses of this
+    machine."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, body = answer(self.path)
+        def do_POST(self) -> None:
+            text = self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET(json.loads(text), self.headers["Authorization"])
+
+        def do_GET(self, *sent: Any) -> None:
+            status, body = answer(self.path, *sent)
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

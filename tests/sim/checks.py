@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready
 from sglang_mixkv.decode import events as dev
 from sglang_mixkv.prefill import events as pev
+from sglang_mixkv.series import NOTES
 from tests.rig.books import wrong_books
 from tests.sim import faults, memory
 
@@ -126,6 +127,10 @@ class Checks:
             self._closed.add((process, action.peer, action.message.generation))
         elif type(action) is dev.Send and type(action.message) is Ack:
             self._false.update(stamp for _, stamp in action.message.slots)
+
+    def noted(self, process: Process, what: str) -> None:
+        if what not in NOTES:
+            raise Finding("note", f"{process.name}: {what} has no series and no words")
 
     def _acknowledged(self, rank: DecodeRank, stamp: int) -> None:
         self._acked[rank, stamp] += 1

@@ -123,6 +123,8 @@ class Process:
 
     def perform(self, action: object) -> None:
         """Some raise in place of being done."""
+        if type(action).__name__ == "Note":
+            self.world.checks.noted(self, action.what)
         if self.errors.get("action") and type(action).__name__ in CAN_FAIL:
             self.errors["action"] -= 1
             self.world.checks.undone(self, action)

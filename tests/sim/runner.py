@@ -6,11 +6,10 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from tests.sim.checks import Finding
 from tests.sim.draw import Draw
-from tests.sim.spec import Chunk, Spec
+from tests.sim.spec import Spec
 from tests.sim.world import World
 
 
@@ -97,64 +96,31 @@ def run_many(
     return result
 
 
-# A failing schedule is cut down: whatever it fails without is left out.
+# A failing schedule is cut down: requests and faults that it fails without are left out.
 TRIES = 3  # other orders of events that each smaller schedule is given
 MOST = 600  # runs in all
 
 
 def shrink(outcome: Outcome) -> Outcome:
     """The smallest that was found of those that break the same invariant."""
-    runs = 0
-    smaller = True
-    while smaller:
-        smaller = False
-        for candidate in _smaller(outcome.spec):
-            for shift in range(TRIES):
-                runs += 1
-                if runs > MOST:
-                    return outcome
-                tried = run_spec(replace(candidate, seed=candidate.seed + shift))
-                if tried.invariant == outcome.invariant:
-                    outcome, smaller = tried, True
-                    break
-            if smaller:
+    runs, smaller = 0, iter(_smaller(outcome.spec))
+    while (candidate := next(smaller, None)) is not None and runs < MOST:
+        for shift in range(TRIES):
+            runs += 1
+            tried = run_spec(replace(candidate, seed=candidate.seed + shift))
+            if tried.invariant == outcome.invariant:
+                outcome, smaller = tried, iter(_smaller(tried.spec))
                 break
     return outcome
 
 
 def _smaller(spec: Spec) -> Iterator[Spec]:
-    """Where a rank that a fault needs is left out, the world crashes, and is not one like it."""
-    for n, gone in enumerate(spec.requests):
-        rest = spec.requests[:n] + spec.requests[n + 1 :]
-        rest = tuple(replace(r, after=-1) if r.after == gone.id else r for r in rest)
-        yield replace(spec, requests=rest)
-    for n in range(len(spec.faults)):
-        yield replace(spec, faults=spec.faults[:n] + spec.faults[n + 1 :])
-    for n, server in enumerate(spec.servers):
-        for changed in ({"tp": 1}, {"tp": max(1, server.tp // 2)}, {"groups": 1}):
-            yield from _changed(spec, "servers", n, changed)
-    for n, request in enumerate(spec.requests):
-        rows = sum(chunk.count for chunk in request.chunks)
-        for chunk in (Chunk(rows, False, 0.001), Chunk(rows, request.chunks[0].pending, 0.01)):
-            yield from _changed(spec, "requests", n, {"chunks": (chunk,)})
-        for name, value in SIMPLER.items():
-            yield from _changed(spec, "requests", n, {name: value})
-    for n, fault in enumerate(spec.faults):
-        yield from _changed(spec, "faults", n, {"count": min(1, fault.count)})
-
-
-SIMPLER = {
-    "abort": None, "target_fails": -1, "forward": 0.0, "optimistic": False, "prefill_delay": 0.0,
-    "decode_delay": 0.0, "target": 0.01,
-}  # fmt: skip
-
-
-def _changed(spec: Spec, items: str, n: int, changed: dict[str, Any]) -> Iterator[Spec]:
-    """With these fields of one of its items, if that differs."""
-    of = getattr(spec, items)
-    simpler = (*of[:n], replace(of[n], **changed), *of[n + 1 :])
-    if simpler != of:
-        yield replace(spec, **{items: simpler})
+    for gone in spec.requests:
+        rest = [one for one in spec.requests if one is not gone]
+        rest = [replace(one, after=-1) if one.after == gone.id else one for one in rest]
+        yield replace(spec, requests=tuple(rest))
+    for gone in spec.faults:
+        yield replace(spec, faults=tuple(one for one in spec.faults if one is not gone))
 
 
 def summary(result: Result) -> str:
