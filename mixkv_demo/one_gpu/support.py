@@ -72,6 +72,14 @@ class OneGpuGroup(_Group):  # type: ignore[misc]
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta | None = None) -> None:
         super().__init__(rank, size)
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout or timedelta(minutes=30))
+        self._name = ""
+
+    # torch forgets a name that it gives to a group written in Python, and asks for it at the end.
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
 
     def getBackendName(self) -> str:
         return BACKEND

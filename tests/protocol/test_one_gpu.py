@@ -39,6 +39,7 @@ def _rank(rank: int, port: int, pipe: Any) -> None:
     else:
         found["received"] = group.recv(mine.shape, mine.dtype, 0)
     group.barrier()
+    group.destroy()
     pipe.send({name: tensor.float().tolist() for name, tensor in found.items()})
     dist.destroy_process_group()
 
