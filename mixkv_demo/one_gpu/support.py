@@ -30,6 +30,7 @@ DEFAULT_BACKEND = "sglang.srt.distributed.parallel_state.get_default_distributed
 MODEL_GROUP = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
 REINDEX = "sglang.srt.platforms.cuda.CudaDeviceMixin.reindex_device_id"
 DUAL_GEMM = "sglang.srt.layers.dual_gemm.DualGemm._select_mode"
+HOOKED = (DEFAULT_BACKEND, MODEL_GROUP, REINDEX, DUAL_GEMM)
 NO_OTHERS = dict.fromkeys(
     ("use_pynccl", "use_custom_allreduce", "use_mscclpp", "use_torch_symm_mem_allreduce"), False
 )
