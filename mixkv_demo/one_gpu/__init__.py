@@ -67,7 +67,9 @@ def setup(count: int, has: frozenset[str] | None = None) -> Setup:
         flags += ["--mem-fraction-static", "0.5"]
         return Setup(tuple(flags), env, tuple(reasons))
     flags += [
-        "--disable-custom-all-reduce",  # it maps memory of other ranks' cards
+        # Both map memory of other ranks' cards. The second is on by default for DeepSeek on Hopper.
+        "--disable-custom-all-reduce",
+        "--enforce-disable-flashinfer-allreduce-fusion",
         "--no-enable-tp-lm-head-all-to-all",  # an operator that asks for NCCL
         "--mem-fraction-static", "0.2",  # of each of a pair's three ranks
     ]  # fmt: skip

@@ -30,6 +30,7 @@ DEFAULT_BACKEND = "sglang.srt.distributed.parallel_state.get_default_distributed
 MODEL_GROUP = "sglang.srt.distributed.parallel_state.init_model_parallel_group"
 REINDEX = "sglang.srt.platforms.cuda.CudaDeviceMixin.reindex_device_id"
 DUAL_GEMM = "sglang.srt.layers.dual_gemm.DualGemm._select_mode"
+HOOKED = (DEFAULT_BACKEND, MODEL_GROUP, REINDEX, DUAL_GEMM)
 NO_OTHERS = dict.fromkeys(
     ("use_pynccl", "use_custom_allreduce", "use_mscclpp", "use_torch_symm_mem_allreduce"), False
 )
@@ -72,6 +73,14 @@ class OneGpuGroup(_Group):  # type: ignore[misc]
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta | None = None) -> None:
         super().__init__(rank, size)
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout or timedelta(minutes=30))
+        self._name = ""
+
+    # torch forgets a name that it gives to a group written in Python, and asks for it at the end.
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupName(self) -> str:
+        return self._name
 
     def getBackendName(self) -> str:
         return BACKEND

@@ -1,7 +1,8 @@
 """What only a GPU can show of the plugin: `python -m pytest tests/gpu`.
 
 Each test runs on a GPU, and in small on the CPU, which shows that the test itself works. Each has a
-control: the same check with the protective step removed has to fail. Nothing here needs SGLang.
+control: the same check with the protective step removed has to fail. Only test_engine.py needs
+SGLang; there one row runs on the CPU engine, with --full.
 """
 
 from __future__ import annotations

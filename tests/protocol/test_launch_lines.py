@@ -1,7 +1,7 @@
 """Launch lines in the documents that need a cluster: SGLang's own parsers take them.
 
 The lines of README.md, those that docs/deploy.md shows as printed, one for each of its topologies,
-made by the launch scripts, those of docs/gpu.md, and those of the demo.
+made by the launch scripts, those of docs/gpu.md, and those of the demo and of tests/gpu.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from docs.pages import ROOT, bash, blocks, words
+from gpu import test_engine
 
 from mixkv_cpu import CPU_ENGINE_ENV
 from mixkv_demo.launch import DEVICES, Topology, prefill_and_decode
@@ -90,6 +91,22 @@ def test_sglang_accepts_what_the_demo_starts(device: str) -> None:
         assert server_args.device == device
         assert server_args.disaggregation_mode == server.name
         assert (CPU_ENGINE_ENV in server.env) is (device == "cpu")
+
+
+@pytest.mark.parametrize("cards", ["0", "0,1"])
+def test_sglang_accepts_what_tests_on_gpus_start(
+    cards: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cards)
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    ServerArgs.add_cli_args(parser)
+    for case in test_engine.CASES:
+        for server in case.servers("cuda")[:2]:
+            server_args = ServerArgs.from_cli_args(parser.parse_args(list(server.argv[3:])))
+            decodes_with_graphs = server_args.cuda_graph_backend_decode != "disabled"
+            assert decodes_with_graphs is (server.name == "decode" and "graphs" in case.name)
 
 
 @pytest.mark.parametrize("line", lines("sglang_router"))

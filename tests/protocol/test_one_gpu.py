@@ -4,6 +4,7 @@ GroupCoordinator over its collectives, with tensors in host memory, and the flag
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 from typing import Any
 
 import pytest
@@ -11,8 +12,11 @@ import torch
 import torch.distributed as dist
 from rig.rank import free_port
 from sglang.srt.distributed import parallel_state as state
+from sglang.srt.platforms.cuda import CudaSRTPlatform
+from sglang.srt.plugins.hook_registry import HookRegistry
 
 from mixkv_demo import one_gpu
+from mixkv_demo.one_gpu import support
 from mixkv_demo.one_gpu.support import BACKEND, NO_OTHERS, OneGpuGroup
 
 ANSWER_S = 300
@@ -39,6 +43,7 @@ def _rank(rank: int, port: int, pipe: Any) -> None:
     else:
         found["received"] = group.recv(mine.shape, mine.dtype, 0)
     group.barrier()
+    group.destroy()
     pipe.send({name: tensor.float().tolist() for name, tensor in found.items()})
     dist.destroy_process_group()
 
@@ -66,6 +71,32 @@ def test_collectives() -> None:
         assert one["reduce_scatter"] == total[half]
         assert one["all_to_all"] == as_fp8[:, half].reshape(4, 2).tolist()
     assert found[1]["received"] == mine[0]
+
+
+def _hooked(pipe: Any) -> None:
+    support.install()
+    HookRegistry.apply_hooks()  # only logs what it cannot apply
+    with CudaSRTPlatform().reindex_device_id(1) as number:
+        seen = (number, os.environ["CUDA_VISIBLE_DEVICES"])
+    pipe.send((seen, HookRegistry._patched & {*support.HOOKED}))
+
+
+@pytest.mark.parametrize(("visible", "card"), [(None, "0"), ("3", "3")])
+def test_rank_1_gets_the_card_too(
+    visible: str | None, card: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(one_gpu.SHARED_ENV, "1")
+    monkeypatch.setenv(one_gpu.NO_DUAL_GEMM_ENV, "1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    context = mp.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=_hooked, args=(there,))
+    process.start()
+    assert here.poll(ANSWER_S)
+    assert here.recv() == ((0, card), {*support.HOOKED})
+    process.join(20)
 
 
 def test_what_is_missing_is_chosen_otherwise_and_said() -> None:
