@@ -49,7 +49,7 @@ class DraftManager:
         self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False, **more: Any
     ) -> None:
         self.local = RankContext(args, server_args, mode.value, self.backend)
-        draft_pool.check_beside(args, is_mla_backend)
+        draft_pool.check_appended(args, is_mla_backend)
         self.kv_status_msg_carries_reason = True  # prefill's reason reaches decode over Mooncake
         super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
         if mode == DisaggregationMode.DECODE:

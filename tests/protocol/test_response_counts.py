@@ -133,14 +133,13 @@ def test_counts_are_sglangs(topology: str) -> None:
             one = scene.receiver(dp_rank)
             assert one.conclude_state is None, scene.manager.failures
             stock = one.required_prefill_response_num
-            assert one.required_target_responses == sum(one.is_send_target) == stock
+            assert sum(one.plan.is_send_target) == stock
             assert scene.manager.required_prefill_response_num_table == {ROOM: stock}
-            assert one.is_send_target == tuple(not i["is_dummy"] for i in one.bootstrap_infos)
             needed, answers = held_by(decode_tp, rank), 0
             for prefill_rank in scene.manager.prefill_info_table[ADDRESS].target_tp_ranks:
                 answers += bool(needed & held_by(prefill_tp, prefill_rank))
                 needed -= held_by(prefill_tp, prefill_rank)
-            assert one.required_draft_responses == answers > 0
+            assert sum(bool(source.heads) for source in one.plan.sources) == answers > 0
             assert needed == set()
 
 
