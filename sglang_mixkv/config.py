@@ -97,14 +97,12 @@ _TRUTH = Bounds("1 or 0", _truth)
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: its variable, its flag if it has one, and what either may say. `otherwise`: what
-    a value outside of the bounds would do."""
+    """One setting: its variable, its flag if it has one, and what either may say."""
 
     field: str
     environ: str
     bounds: Bounds
     help: str
-    otherwise: str
     flag: str = ""
 
     @property
@@ -118,7 +116,7 @@ class Setting:
     def read(self, name: str, text: str) -> Any:
         """`name`: of the flag or variable. MixKVError for text outside of the bounds."""
         by_default = f": the default is {self.default}" if self.default else ""
-        return _read(name, text, self.bounds, self.otherwise, by_default)
+        return _read(name, text, self.bounds, by_default)
 
     def read_flag(self, text: str) -> Any:
         """For argparse, which shows no other error's text."""
@@ -128,12 +126,13 @@ class Setting:
             raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _read(name: str, text: str, bounds: Bounds, otherwise: str, by_default: str = "") -> Any:
+def _read(name: str, text: str, bounds: Bounds, by_default: str = "") -> Any:
     try:
         return bounds.read(text.strip())
     except (ValueError, KeyError):
         raise refuse(
-            "MIXKV-START-04", f"{name} to be {bounds.words}", repr(text), otherwise,
+            "MIXKV-START-04", f"{name} to be {bounds.words}", repr(text),
+            "the server would run otherwise than it was asked to",
             f"Correct it, or leave it out{by_default}",
         ) from None  # fmt: skip
 
@@ -147,48 +146,40 @@ SETTINGS = (
         "enabled", ENABLE_ENV, _TRUTH,
         "Transfer the drafter's KV by heads between prefill and decode servers of different "
         "attention-TP sizes. Set it on both sides.",
-        "the server would run with the plugin, or without it, against the operator's will",
         "--enable-mixkv",
     ),
     Setting(
         "staging_mb", "SGLANG_MIXKV_STAGING_MB", _between(int, 1, 16384),
         "MiB of a rank's staging buffer for draft KV: registered memory of the KV's kind, outside "
         "--mem-fraction-static, in 64 slots. Taken at start.",
-        "its slots would hold no draft KV, or more of a GPU's memory than can be in flight",
         "--mixkv-staging-mb",
     ),
     Setting(
         "on_draft_mismatch", "SGLANG_MIXKV_ON_DRAFT_MISMATCH", _one_of("refuse", "cold"),
         "Set on decode. When only the drafters of both sides differ: refuse the prefill server, or "
         "serve its requests with the target's KV alone (cold: same output, lower accept length).",
-        "nobody would have chosen between failed requests and slow ones",
         "--mixkv-on-draft-mismatch",
     ),
     Setting(
         "allow_untested_sglang", ALLOW_UNTESTED_ENV, _TRUTH,
         "Start with an SGLang that is refused. Each difference is logged.",
-        "an SGLang that was not tested would be started, or not, against the operator's will",
     ),
     Setting(
         "patience", PATIENCE_ENV, _between(float, 0.1, 60),
         "A factor on the channel's times.",
-        "draft KV would be given up before it can come, or be waited for longer than the target's",
     ),
     Setting(
         "port", PORT_ENV, _between(int, 1024, 65000),
         "On prefill: the channel of the rank on GPU n listens on this port plus n. By default on "
         "any free port.",
-        "not every rank could listen on the port that is its own",
     ),
     Setting(
         "data_plane", PLANE_ENV, _one_of("mooncake", "nixl"),
         "What decode reads slots with, the same on both sides. By default by the transfer backend.",
-        "draft KV would be read in a way that nobody chose",
     ),
     Setting(
         "nixl_params", NIXL_PARAMS_ENV, Bounds("a JSON object of strings", _strings),
         "SGLang's own: parameters of NIXL's backend. The plugin's NIXL takes the same.",
-        "NIXL would not start, or with other parameters",
     ),
 )  # fmt: skip
 
@@ -244,8 +235,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def truth(name: str, environ: Mapping[str, str]) -> bool:
     """A boolean variable, of SGLang's or the plugin's; MixKVError for text that is neither."""
     text = environ.get(name, "")
-    otherwise = "the server would start otherwise than it was asked to"
-    return bool(text.strip() and _read(name, text, _TRUTH, otherwise))
+    return bool(text.strip() and _read(name, text, _TRUTH))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

@@ -1,12 +1,12 @@
 """The entry point that SGLang calls in every process, and the hooks that it registers.
 
-Not opted in, each hook hands through what SGLang computed. Opted in, a missing or changed
-seam stops the server (`releases.preflight`). SGLang logs and swallows a plugin's exceptions,
-so failures here end the process with SystemExit if the plugin was asked for.
+Not opted in, each hook hands through what SGLang computed. Opted in, an unknown release or a
+changed seam stops the server (`releases.preflight`). SGLang logs and swallows a plugin's
+exceptions, so failures here end the process with SystemExit if the plugin was asked for.
 
 An opted-in process never goes on as stock without a word. SGLang's launcher is checked while it
 resolves its arguments. A process that hands out KV classes checks itself as well, once for its
-ServerArgs (`engine/check.py`), since the launcher may have resolved them before plugins were
+ServerArgs (`releases.check_once`), since the launcher may have resolved them before plugins were
 loaded. The contract with whoever builds ServerArgs and KV args by hand (a test, another tool):
 
     opted in by                    SGLANG_ENABLE_MIXKV=1, or the record in ServerArgs._mixkv
@@ -16,8 +16,7 @@ loaded. The contract with whoever builds ServerArgs and KV args by hand (a test,
     ServerArgs resolved by hand    served: a device that is not set means host memory, the
                                    role is the manager's, speculation may be in get_spec() alone
     a stand-in for ServerArgs      served: only the installed SGLang is checked
-    another transfer backend       stopped when a manager is asked for, or ServerArgs are
-                                   published; else SGLang's class, and a warning
+    another transfer backend       stopped when a class is asked for
     the fake backend               SGLang's class: warm-up requests of a supported server use it
 
 Top-level imports stay in the standard library: a plugin that cannot be imported is skipped
@@ -28,17 +27,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any
 
-logger = logging.getLogger(f"sglang.{__name__}")
-
 ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
-SCHEDULER, ATTACH_STORAGE = "sglang.srt.managers.scheduler", "attach_hicache_storage_wrapped"
 VALIDATION = "handle_other_validations"
 OF_QUEUES = {
     "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager": "around_init",
@@ -108,13 +103,11 @@ def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
     if not config.enabled:
         return
     setattr(server_args, ATTRIBUTE, config)  # ranks do as this process, whatever their environment
-    from sglang_mixkv import refusals
-    from sglang_mixkv.engine import check, releases
+    from sglang_mixkv.engine import releases
 
-    refusals.set_metrics_folder(server_args)
-    releases.preflight(config)
+    releases.preflight(config, functions=False)
     _stop_unless_live(ADD_CLI_ARGS, FROM_CLI_ARGS, GET_KV_CLASS, *OF_QUEUES)
-    check.stop_if_refused(server_args, releases.rules())
+    releases.stop_if_refused(server_args, releases.rules())
 
 
 def _stop_unless_live(*paths: str) -> None:
@@ -139,59 +132,22 @@ def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: A
     server_args = _published()
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)
-    _check(server_args, transfer_backend.value, class_type.value)
-    guard_storage()
+    _check(server_args, transfer_backend.value)
     from sglang_mixkv.engine.classes import mixed
 
     return mixed(original, transfer_backend, class_type)
 
 
-def _check(server_args: Any, backend: str, kind: str) -> None:
+def _check(server_args: Any, backend: str) -> None:
     """Stop this process rather than hand out a class that would go on as stock."""
     from sglang_mixkv import refusals
-    from sglang_mixkv.config import config_of
-    from sglang_mixkv.engine import check
+    from sglang_mixkv.engine import releases
 
     _stop_unless_live(*OF_QUEUES)
     if server_args is not None:
-        check.check_once(server_args, config_of(server_args))
-    if backend == "fake" or backend in refusals.BACKENDS:
-        return
-    if server_args is not None or kind == "manager":
-        check.stop_if([str(refusals.OTHER_BACKEND)])
-    own = "[MIXKV-START-03] sglang-mixkv is enabled, but the %s of the %s backend is SGLang's own"
-    logger.warning(own, kind, backend)
-
-
-def guard_storage() -> None:
-    """From now on, ask before a storage tier is attached. A scheduler asks for KV classes before
-    it binds what it does on requests."""
-    scheduler = getattr(sys.modules.get(SCHEDULER), "Scheduler", None)
-    original = getattr(scheduler, ATTACH_STORAGE, None)
-    if original is None or hasattr(original, "mixkv_asks_first"):
-        return
-
-    @functools.wraps(original)
-    def guarded(scheduler: Any, recv_req: Any) -> Any:
-        return _attach_storage(original, scheduler, recv_req)
-
-    setattr(guarded, "mixkv_asks_first", True)  # noqa: B010
-    setattr(scheduler, ATTACH_STORAGE, guarded)
-
-
-def _attach_storage(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """`PUT /hicache/storage-backend` is answered with the reason, where the start would be."""
-    from sglang.srt.arg_groups.overrides import resolved_view
-    from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
-
-    from sglang_mixkv.refusals import STORAGE, has_drafter
-
-    server_args = _published()
-    if not _is_enabled(server_args) or not has_drafter(resolved_view(server_args)):
-        return original(scheduler, recv_req)
-    reason = f"[MIXKV-START-03] {STORAGE}"
-    logger.warning("%s; sglang-mixkv attaches no storage tier", reason)
-    return AttachHiCacheStorageReqOutput(success=False, message=reason)
+        releases.check_once(server_args)
+    if backend not in ("fake", *refusals.BACKENDS):
+        releases.stop_if([str(refusals.OTHER_BACKEND)])
 
 
 def _published() -> Any:

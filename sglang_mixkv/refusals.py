@@ -7,8 +7,6 @@ later.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -150,47 +148,9 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
 )
 
 
-# SGLang itself raises beside a pool of latent rows alone, once the weights are loaded (the queues'
-# constructors in srt/disaggregation/prefill.py and decode.py). A hybrid pool with such rows passes
-# that check: prefill serves without staging, and decode ends for want of K and V buffers
-# (DecodeStagingHandler.create in common/staging_handler.py).
-STAGING_ENV = "SGLANG_DISAGG_STAGING_BUFFER"
-STAGING = (
-    f"{STAGING_ENV}=1 with an MLA target is not supported: unset it. SGLang stages KV heads, which "
-    "such a target has none of, and ends the server after it has loaded the weights"
-)
-
-
-def broken(
-    rules: tuple[Rule, ...],
-    args: Any,
-    environ: Mapping[str, str],
-    is_mla: Callable[[], bool] = lambda: False,
-) -> list[str]:
-    """What is unsupported of resolved server arguments, by these rules, and of the environment.
-
-    `is_mla`: whether the target has latent rows for KV heads; asked where it matters alone, since
-    it may have to read the model's configuration."""
+def broken(rules: tuple[Rule, ...], args: Any, environ: Mapping[str, str]) -> list[str]:
+    """What is unsupported of resolved server arguments, by these rules, and of the environment."""
     found = [str(rule) for rule in rules if rule.applies(args)]
     if truth("SGLANG_RUST_SERVER", environ):
         found.append("SGLANG_RUST_SERVER=1 is not supported: unset it")
-    if truth(STAGING_ENV, environ) and is_mla():
-        found.append(STAGING)
     return found
-
-
-_metrics_folder: tempfile.TemporaryDirectory[str] | None = None
-
-
-def set_metrics_folder(args: Any) -> None:
-    """Set PROMETHEUS_MULTIPROC_DIR now; SGLang does, but after its arguments are resolved.
-
-    prometheus_client decides for good when it is imported whether values go to that folder, and
-    the check of the seams imports it (mooncake/conn.py has a counter): the API process would
-    leave its own series out of /metrics. SGLang goes on as if the operator had set it (sglang:
-    utils/common.py set_prometheus_multiproc_dir).
-    """
-    global _metrics_folder
-    if getattr(args, "enable_metrics", False) and "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
-        _metrics_folder = tempfile.TemporaryDirectory()
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = _metrics_folder.name

@@ -15,7 +15,7 @@ import msgspec
 from sglang_mixkv.channel import data_plane, messages
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.events import OpenRoom
-from sglang_mixkv.decode.plan import Contact, make_plan
+from sglang_mixkv.decode.plan import judge, make_plan
 from sglang_mixkv.decode.transfer import Room
 from sglang_mixkv.draft import facts
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
@@ -59,12 +59,13 @@ def row(data: bytes) -> None:
     for body in (data, b'{"rows":[%b]}' % data):
         with suppress(MixKVError):
             rows = asking.read_rows(body)
-            contacts = [Contact(*key, True) for key in rows]
-            plan = make_plan(contacts, rows, OWN, serve_mismatch=True)
+            infos = [{"rank_ip": ip, "rank_port": port, "is_dummy": False} for ip, port in rows]
+            cold, _ = judge(rows.values(), OWN, serve_mismatch=True)
+            plan = make_plan(infos, rows, OWN, cold)
             _open(
                 Room(OpenRoom(1, 7, plan.sources, 0, 16, version=plan.version), True, Times(), 0.0)
             )
-            assert plan.cold or plan.required_draft_responses
+            assert plan.cold or any(source.heads for source in plan.sources)
 
 
 def _open(room: Room) -> None:

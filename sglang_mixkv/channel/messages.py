@@ -50,7 +50,7 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_f
     `heads`: first and end, global numbers; equal where none are wanted.
     `first_token`: where in the prompt the wanted rows begin: the decode side's cached prefix.
     `slot_bytes`: of the reader's own slots; no segment may be larger.
-    The last three say what SGLang's own side of the request looks like, for check_integrity().
+    The last three describe SGLang's own side of the request; prefill does nothing with them.
     """
 
     version: Small

@@ -25,7 +25,7 @@ from sglang_mixkv.channel.messages import PROTOCOL, Instance
 from sglang_mixkv.draft.layout import DraftLayout, Name, Rank
 from sglang_mixkv.draft.targets import Difference as Difference
 from sglang_mixkv.draft.targets import Severity as Severity
-from sglang_mixkv.draft.targets import Side, Target, unmixed, unmoved
+from sglang_mixkv.draft.targets import Target, unmixed, unmoved
 
 MAX_ROW_BYTES = 64 << 10
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -123,8 +123,8 @@ def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
             "Set --disaggregation-transfer-backend alike on both sides",
         )  # fmt: skip
     yield from unmixed(prefill.engine, decode.engine, decode.backend)
-    sides = Side(prefill.target, prefill.attn_tp), Side(decode.target, decode.attn_tp)
-    yield from unmoved(*sides, prefill.backend)
+    sizes = prefill.target, prefill.attn_tp, decode.target, decode.attn_tp
+    yield from unmoved(*sizes, prefill.backend)
 
 
 def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:

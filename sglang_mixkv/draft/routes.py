@@ -22,12 +22,6 @@ from sglang_mixkv.errors import refuse
 NO_HEADS = range(0)
 
 
-def overlap(left: range, right: range) -> range:
-    """The common part of two ranges of step 1; NO_HEADS where they do not meet."""
-    start, stop = max(left.start, right.start), min(left.stop, right.stop)
-    return range(start, stop) if start < stop else NO_HEADS
-
-
 def routes(held: Sequence[range], needed: range) -> tuple[range, ...]:
     """For each contacted prefill rank, in order, the heads to read from it.
 
@@ -36,9 +30,9 @@ def routes(held: Sequence[range], needed: range) -> tuple[range, ...]:
     """
     covered, table = needed.start, []
     for heads in held:
-        fresh = overlap(heads, range(covered, needed.stop))
+        fresh = range(max(heads.start, covered), min(heads.stop, needed.stop))
         covered = fresh.stop if fresh else covered
-        table.append(fresh)
+        table.append(fresh or NO_HEADS)
     if sum(map(len, table)) != len(needed):
         raise refuse(
             "MIXKV-PAIR-04",

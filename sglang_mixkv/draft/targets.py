@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -41,11 +41,6 @@ class Target(msgspec.Struct, frozen=True):
     def all_entries(self) -> int:
         """Of all stages, if they are alike."""
         return self.entries * self.stages
-
-
-class Side(NamedTuple):
-    target: Target
-    tp: int
 
 
 class Severity(StrEnum):
@@ -102,11 +97,12 @@ def unmixed(prefill: str, decode: str, backend: str) -> Iterator[Difference]:
     )  # fmt: skip
 
 
-def unmoved(prefill: Side, decode: Side, backend: str) -> Iterator[Difference]:
-    """What keeps SGLang's `backend` from moving the target from one rank to the other."""
-    source, wanted = prefill.target, decode.target
-    tps = f"attention TP {prefill.tp}", f"attention TP {decode.tp}"
-    unequal = prefill.tp != decode.tp
+def unmoved(
+    source: Target, source_tp: int, wanted: Target, wanted_tp: int, backend: str
+) -> Iterator[Difference]:
+    """What keeps SGLang's `backend` from moving the target from prefill's ranks to decode's."""
+    tps = f"attention TP {source_tp}", f"attention TP {wanted_tp}"
+    unequal = source_tp != wanted_tp
     if unequal and source.dcp > 1:
         yield _refused(
             "target with DCP on prefill at unequal TP", *tps, "its tokens would go to wrong ranks",
@@ -119,7 +115,7 @@ def unmoved(prefill: Side, decode: Side, backend: str) -> Iterator[Difference]:
             "target with K and V of different widths at unequal TP", *tps,
             "V would be cut at K's width", _EQUAL_TP,
         )  # fmt: skip
-    if backend == "nixl" and source.heads < prefill.tp < decode.tp:  # _init_hetero_tp_prep_handle
+    if backend == "nixl" and source.heads < source_tp < wanted_tp:  # _init_hetero_tp_prep_handle
         yield _refused(
             f"target with {source.heads} KV heads over NIXL", *tps,
             "the thread that registers decode ranks would end", f"{_EQUAL_TP}. Or: {_MOONCAKE}",

@@ -36,8 +36,7 @@ class NotYet(Exception):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    protocol: int = 0
-    rows: tuple[msgspec.Raw, ...] | None = None
+    rows: tuple[msgspec.Raw, ...]
 
 
 def fetch(address: str) -> Rows:
@@ -64,10 +63,8 @@ def fetch(address: str) -> Rows:
 def read_rows(body: bytes) -> Rows:
     """Raises MixKVError for bytes that are no rows of a protocol that this build reads."""
     try:
-        found = msgspec.json.decode(body, type=_Answer)
-        if found.rows is None:
-            raise ValueError(f"protocol {found.protocol}, that of sglang-mixkv 0.1 and 0.2")
-        rows = [read_row(bytes(row)) for row in found.rows]
+        answer = msgspec.json.decode(body, type=_Answer)
+        rows = [read_row(bytes(row)) for row in answer.rows]
     except (ValueError, RecursionError) as error:
         raise _unreadable(error) from None
     return {(row.rank_ip, row.rank_port): row for row in rows}

@@ -37,7 +37,7 @@ class Draft(NamedTuple):
     mem_pool: Any = None
 
 
-def of_pool(kv_args: Any, pool: Any) -> Draft:
+def of_pool(pool: Any) -> Draft:
     """Raises MixKVError for a pool whose rows cannot be cut, or of which this would be a part."""
     _check_pool(pool)
     spec = get_spec()
@@ -57,20 +57,15 @@ def of_pool(kv_args: Any, pool: Any) -> Draft:
         cache_layout=pool.kv_cache_layout,
     )
     layout = _layout(facts, pool.head_num)
-    ptrs, lens, items = pool.get_contiguous_buf_infos()
-    kv_args.draft_kv_data_ptrs, kv_args.draft_kv_data_lens = ptrs, lens
-    kv_args.draft_kv_item_lens = items
-    kv_args.draft_kv_head_num = pool.head_num
-    kv_args.draft_total_kv_head_num = facts.total_heads
     rows = DraftRows([e.view(torch.uint8) for e in entries], layout.heads)
-    return Draft(layout, rows, pool.page_size, _mem_pool(pool))
+    custom = getattr(pool, "maybe_get_custom_mem_pool", lambda: None)
+    return Draft(layout, rows, pool.page_size, custom())
 
 
 def of_args(kv_args: Any) -> Draft | None:
     """None without an MHA drafter in the three lists."""
     ptrs = getattr(kv_args, "draft_kv_data_ptrs", ())
     if not len(ptrs):
-        _check_appended(kv_args)
         return None
     page_size = kv_args.page_size * (get_parallel().attn_dcp_size or 1)
     heads, items = kv_args.draft_kv_head_num, tuple(kv_args.draft_kv_item_lens)
@@ -88,33 +83,20 @@ def of_args(kv_args: Any) -> Draft | None:
     return Draft(layout, rows, page_size)
 
 
-def _check_appended(kv_args: Any) -> None:
-    """A drafter with heads among the target's entries is what the channel exists to prevent."""
-    count = getattr(kv_args, "num_draft_entries", 0)
-    if count and not getattr(kv_args, "is_draft_mla_backend", True):
-        raise refuse(
-            "MIXKV-START-05",
-            "KV args with the target alone in kv_data_*, and a drafter's K and V heads in "
-            "draft_kv_data_ptrs, draft_kv_data_lens and draft_kv_item_lens",
-            f"{count} draft entries behind the target's",
-            "SGLang would send heads to wrong places",
-            "See engine/draft_pool.py for what KV args have to name",
-        )
-
-
-def check_beside(kv_args: Any, is_mla: bool) -> None:
-    """A drafter without KV heads stays in SGLang's lists. Of a target with heads these are K and V
-    in halves (disaggregation/common/conn.py, get_mha_kv_ptrs_with_pp), and are cut by heads.
-    """
+def check_appended(kv_args: Any, is_mla: bool) -> None:
+    """A drafter without KV heads stays in SGLang's lists, behind an MLA target. Of a target with
+    heads these are K and V in halves (disaggregation/common/conn.py, get_mha_kv_ptrs_with_pp), and
+    are cut by heads. A drafter with heads among them is what the channel exists to prevent."""
     latent = is_mla or getattr(kv_args, "is_hybrid_mla_backend", False)
     count = getattr(kv_args, "num_draft_entries", 0)
-    if count and not latent:
+    if count and not (latent and getattr(kv_args, "is_draft_mla_backend", True)):
         raise refuse(
             "MIXKV-START-05",
-            "an MLA target, or a drafter with KV heads",
-            f"a target with KV heads, and {count} entries of an MLA drafter",
+            "a drafter with KV heads apart from the target's entries, or an MLA drafter behind an "
+            "MLA target's",
+            f"{count} entries of a drafter behind those of {'an MLA' if latent else 'a'} target",
             "SGLang would pair the drafter's entries with others, or end requests",
-            "Use a drafter with KV heads",
+            "Use a drafter with KV heads; docs of KV args: engine/draft_pool.py",
         )
 
 
@@ -157,11 +139,6 @@ def _not_cut(got: str) -> MixKVError:
         "heads would be cut at wrong offsets",
         "Unset SGLANG_USE_HND_KVCACHE, or use another attention backend",
     )
-
-
-def _mem_pool(pool: Any) -> Any:
-    get = getattr(pool, "maybe_get_custom_mem_pool", None)
-    return get() if get is not None else None
 
 
 def draft_is_left_out() -> bool:

@@ -9,22 +9,16 @@ for it up to 0.5.21. The target's own KV could then leave before it is written.
 from __future__ import annotations
 
 import os
-import re
 
 from sglang_mixkv.engine.releases import sglang_version
 
 VARIABLE = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
-MOONCAKE_WAITS = (0, 5, 22)
 
 
 def switch_off(backend: str) -> bool:
     """Whether this process had to be switched off. An operator's own setting stays."""
-    if VARIABLE in os.environ or _waits(backend, sglang_version()):
+    waits = backend == "mooncake" and not sglang_version().startswith("0.5.21")
+    if VARIABLE in os.environ or waits:
         return False
     os.environ[VARIABLE] = "0"
     return True
-
-
-def _waits(backend: str, release: str) -> bool:
-    number = tuple(map(int, re.findall(r"\d+", release)[:3]))
-    return backend == "mooncake" and number >= MOONCAKE_WAITS

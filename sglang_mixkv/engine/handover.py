@@ -8,9 +8,14 @@ KV heads are hidden; an MLA drafter's rows are the same on every rank, and SGLan
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+from sglang_mixkv.refusals import STORAGE
+
+logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class Handed(NamedTuple):
@@ -34,6 +39,8 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
     whole = getattr(pool, "full_kv_pool", pool)
     hidden = whole if has_heads(whole) else None
     _thread.handed = Handed(hidden, getattr(queue, "scheduler", None))
+    if pool is not None and _thread.handed.scheduler is not None:
+        _thread.handed.scheduler.attach_hicache_storage_wrapped = _attach_no_storage
     if hidden is not None:
         queue.draft_token_to_kv_pool = None
     try:
@@ -43,34 +50,34 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
         del _thread.handed
 
 
+def _attach_no_storage(_: Any) -> Any:
+    """In the place of the scheduler's own: `PUT /hicache/storage-backend` is answered as the start
+    with that flag would be. The scheduler binds what it does on requests after its queues."""
+    from sglang.srt.managers.io_struct import AttachHiCacheStorageReqOutput
+
+    reason = f"[MIXKV-START-03] {STORAGE}"
+    logger.warning("%s; sglang-mixkv attaches no storage tier", reason)
+    return AttachHiCacheStorageReqOutput(success=False, message=reason)
+
+
 def around_extend(original: Callable[..., Any], queue: Any, decode_reqs: Any) -> Any:
-    """Around DecodeTransferQueue.extend."""
+    """Around DecodeTransferQueue.extend: each room learns its request."""
     found = original(queue, decode_reqs)
-    after_extend(queue, decode_reqs)
-    return found
-
-
-def after_extend(_queue: Any, decode_reqs: Any) -> None:
-    """Each room learns its request."""
     for one in decode_reqs:
         handle = getattr(getattr(one, "kv_receiver", None), "handle", None)
         if handle is not None:
             handle.request = getattr(one, "req", None)
+    return found
 
 
 def around_resume(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around DecodePreallocQueue.resume_retracted_reqs."""
+    """Around DecodePreallocQueue.resume_retracted_reqs: these requests have new rows."""
     resumed = original(queue, *args, **kwargs)
-    after_resume(resumed, queue)
-    return resumed
-
-
-def after_resume(resumed: Any, queue: Any) -> None:
-    """These requests have new rows."""
     retracted = getattr(queue.kv_manager, "retracted", None)
     if retracted is not None:
         for request in resumed or ():
             retracted(queue.req_to_token_pool, request)
+    return resumed
 
 
 def has_heads(pool: Any) -> bool:

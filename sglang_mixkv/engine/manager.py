@@ -8,7 +8,6 @@ Either may be None: a prefill rank without draft KV has no channel.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from typing import Any
 
 import msgspec
@@ -50,8 +49,7 @@ class DraftManager:
         self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False, **more: Any
     ) -> None:
         self.local = RankContext(args, server_args, mode.value, self.backend)
-        draft_pool.check_beside(args, is_mla_backend)
-        self.miscounts: deque[str] = deque(maxlen=8)  # requests that SGLang counts otherwise
+        draft_pool.check_appended(args, is_mla_backend)
         self.kv_status_msg_carries_reason = True  # prefill's reason reaches decode over Mooncake
         super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
         if mode == DisaggregationMode.DECODE:
@@ -150,8 +148,7 @@ class DraftManager:
     def check_integrity(self) -> list[str]:
         """What is wrong with an idle rank: ended threads, and anything left of a room."""
         channels = (self.prefill_channel, self.decode_channel)
-        checks = (line for one in channels if one is not None for line in one.check())
-        return [*self.miscounts, *checks]
+        return [line for one in channels if one is not None for line in one.check()]
 
     def _banner(self, local: RankContext) -> str:
         whose = f"sglang-mixkv {__version__} (SGLang {sglang_version()}): {local.mode}"

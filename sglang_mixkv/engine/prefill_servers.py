@@ -21,7 +21,7 @@ from concurrent.futures import Future, wait
 from typing import Any
 
 from sglang_mixkv.decode.events import Peer
-from sglang_mixkv.decode.plan import Pairing, contacts_of, judge, make_plan
+from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.facts import Row
 from sglang_mixkv.engine.asking import Rows, fetch
@@ -83,8 +83,9 @@ class Patience:
 
 
 class _Server:
-    """Fields are the scheduler's, but `took`, and `peers`, `ready` and `gone`, which change under
-    the lock. `work`: what a thread does for it now. `took`: seconds that the last work did."""
+    """Fields are the scheduler's, but `took` and `cold`, which its thread sets, and `peers`,
+    `ready` and `gone`, which change under the lock. `work`: what a thread does for it now. `took`:
+    seconds that the last work did."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -92,18 +93,19 @@ class _Server:
         self.work: Future[Any] | None = None
         self.silent = ""  # why it could not answer last
         self.rows: Rows | None = None
+        self.cold = ""  # why all of its requests are
         self.info: Any = None  # SGLang's, until it may be seen
         self.reason: MixKVError | None = None
         self.peers: list[Peer] = []
         self.ready = self.gone = False
-        self.pairings: dict[tuple[int, ...], Pairing] = {}  # by identity of SGLang's entries
+        self.plans: dict[tuple[int, ...], Plan] = {}  # by identity of SGLang's entries
 
 
 class PrefillServers:
     """`own`: this rank's row. `resolve`: SGLang's own question; it puts a PrefillServerInfo into
     `table`. `forget`: takes a server whose ranks were restarted unnoticed, and calls `forget` here.
 
-    The scheduler's thread calls `ensure`, `refusal`, `pairing` and `notify_refused`. `forget` and
+    The scheduler's thread calls `ensure`, `refusal`, `plan` and `notify_refused`. `forget` and
     `check` may be called in any thread; they do not block. A server that SGLang takes from `table`,
     as its heartbeats do, is asked and connected to anew.
     """
@@ -226,21 +228,16 @@ class PrefillServers:
         self._refused(server.reason)
         return f"prefill server {address} is refused: {server.reason}"
 
-    def pairing(self, address: str, infos: Sequence[Any]) -> Pairing:
-        """With the ranks of these `bootstrap_infos`. Raises MixKVError where they do not fit."""
+    def plan(self, address: str, infos: Sequence[Any]) -> Plan:
+        """For the ranks of these `bootstrap_infos`. Raises MixKVError where they do not fit."""
         server = self._servers.get(address)
         if server is None or not server.ready:
             raise MixKVError("MIXKV-PAIR-03", f"prefill server {address} is being resolved anew.")
         key = tuple(map(id, infos))
-        found = server.pairings.get(key)
+        found = server.plans.get(key)
         if found is None:
-            mismatch, contacts = self._serve_mismatch, contacts_of(infos)
-            plan = make_plan(
-                contacts, server.rows or {}, self._own, serve_mismatch=mismatch, server=address
-            )
-            found = server.pairings[key] = Pairing(infos, plan)
-            for difference in plan.differences:
-                logger.warning("[MIXKV-PAIR-06] prefill server %s: %s", address, difference)
+            rows = server.rows or {}
+            found = server.plans[key] = make_plan(infos, rows, self._own, server.cold, address)
         return found
 
     # -- any thread
@@ -275,7 +272,9 @@ class PrefillServers:
 
     def _fetch(self, server: _Server) -> Rows:
         rows = fetch(server.address)
-        judge(rows.values(), self._own, serve_mismatch=self._serve_mismatch)
+        server.cold, served = judge(rows.values(), self._own, serve_mismatch=self._serve_mismatch)
+        for difference in served:
+            logger.warning("[MIXKV-PAIR-06] prefill server %s: %s", server.address, difference)
         return rows
 
     def _look_again(self, server: _Server) -> None:

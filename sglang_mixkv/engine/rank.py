@@ -26,9 +26,8 @@ from sglang_mixkv.draft.rows import Staging
 from sglang_mixkv.draft.slot_format import SPARE
 from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine import draft_pool, handover
-from sglang_mixkv.engine.check import check_once
 from sglang_mixkv.engine.metrics import reporter
-from sglang_mixkv.engine.releases import sglang_version
+from sglang_mixkv.engine.releases import check_once, sglang_version
 from sglang_mixkv.errors import refuse
 
 
@@ -41,12 +40,10 @@ class RankContext:
     def __init__(self, kv_args: Any, server_args: Any, mode: str, backend: str) -> None:
         self.config = config_of(server_args)
         if self.config.enabled:
-            check_once(server_args, self.config)
+            check_once(server_args)
         self.handed = handover.take()
         pool = self.handed.pool
-        self.draft = (
-            draft_pool.of_pool(kv_args, pool) if pool is not None else draft_pool.of_args(kv_args)
-        )
+        self.draft = draft_pool.of_pool(pool) if pool is not None else draft_pool.of_args(kv_args)
         if self.draft is not None:
             check_slots(self.draft.layout, self.slot_bytes)
         self.aux_item_lens = tuple(kv_args.aux_item_lens)

@@ -8,7 +8,7 @@ from typing import Any
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode.plan import Pairing, Plan
+from sglang_mixkv.decode.plan import Plan
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.engine.rank import forward_event
@@ -19,9 +19,7 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 class DraftReceiver:
     """Mixed into CommonKVReceiver. `handle`: None before send_metadata, and for a request that
-    needs no room. `is_send_target`: of each rank in `bootstrap_infos`, whether target KV comes from
-    it; `required_target_responses`: from how many; `required_draft_responses`: from how many draft
-    heads are read.
+    needs no room.
 
     Of SGLang's statuses Success is changed to Transferring while draft KV is awaited, and to
     Failed where rows could not even be cleared. `init` fails requests to a refused server.
@@ -29,9 +27,6 @@ class DraftReceiver:
 
     handle: ReceiveHandle | None = None
     plan: Plan | None = None
-    is_send_target: tuple[bool, ...] = ()
-    required_target_responses = 0
-    required_draft_responses = 0
     kv_mgr: Any  # a DraftManager (manager.py)
     bootstrap_room: int
     bootstrap_addr: str
@@ -50,45 +45,22 @@ class DraftReceiver:
         if servers is None or self.conclude_state is not None or not self.bootstrap_infos:
             return
         try:
-            self._take(servers.pairing(self.bootstrap_addr, self.bootstrap_infos))
+            self._take(servers.plan(self.bootstrap_addr, self.bootstrap_infos))
         except MixKVError as error:
             self._fail(str(error))
 
-    def _take(self, pairing: Pairing) -> None:
+    def _take(self, plan: Plan) -> None:
         """Raises MixKVError where SGLang counts this request's answers otherwise."""
-        self.plan = pairing.plan
-        self.is_send_target = pairing.is_send_target
-        self.required_target_responses = pairing.required_target_responses
-        self.required_draft_responses = pairing.plan.required_draft_responses
-        same = self.required_target_responses == self.required_prefill_response_num
-        if same and pairing.checked:
-            return
-        found = self.check_integrity()
-        pairing.checked = not found
-        if found:
+        self.plan, sending = plan, sum(plan.is_send_target)
+        if sending != self.required_prefill_response_num:
             raise refuse(
                 "MIXKV-PAIR-05",
                 "the target from as many prefill ranks as SGLang waits for",
-                "; ".join(found),
+                f"{sending} ranks that send it, and "
+                f"required_prefill_response_num {self.required_prefill_response_num}",
                 "the request would end before its KV is there, or never",
                 "Report this with the flags of both servers",
             )
-
-    def check_integrity(self) -> list[str]:
-        """Where the ranks that this request is answered by are not those of SGLang."""
-        stock, plan = self.required_prefill_response_num, self.plan
-        found = []
-        if self.required_target_responses != stock:
-            found.append(
-                f"{self.required_target_responses} ranks that send it, and "
-                f"required_prefill_response_num {stock}"
-            )
-        ranks = self.bootstrap_infos
-        is_dummy = {(i["rank_ip"], int(i["rank_port"])): i["is_dummy"] for i in ranks}
-        for row, source in zip(plan.rows, plan.sources, strict=True) if plan is not None else ():
-            if source.is_send_target == is_dummy[row.rank_ip, row.rank_port]:
-                found.append(f"is_send_target equal to is_dummy for {row.rank_ip}:{row.rank_port}")
-        return found
 
     def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
         super().send_metadata(kv_indices, *args, **kwargs)  # type: ignore[misc]
@@ -115,7 +87,7 @@ class DraftReceiver:
             end=first + len(pages) * page_size if local.draft else first,
             cold=plan.cold,
             version=plan.version,
-            required_targets=self.required_target_responses,
+            required_targets=sum(plan.is_send_target),
             page_size=page_size,
         )
         self.handle = handle

@@ -1,7 +1,10 @@
 """The releases of SGLang that are served, and the check that the installed one is as expected.
 
 `preflight` runs before an opted-in server starts. A release that is not in the table is refused,
-unless SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG is set; then it is taken for the newest one.
+unless SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG is set; then it is taken for the newest one. SGLang's
+launcher is checked while it resolves its arguments (`plugin.py`), and each process that uses the
+plugin's classes by `check_once`, which also looks at SGLang's functions. The launcher does not:
+that imports prometheus_client, before SGLang has set PROMETHEUS_MULTIPROC_DIR.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ from functools import cache
 from typing import Any
 
 from sglang_mixkv import __version__
-from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config
+from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config, config_of
 from sglang_mixkv.engine.seams import SEAMS, Seam
-from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, has_drafter
+from sglang_mixkv.refusals import ARGUMENT_RULES, SINGLE_SERVER, Rule, broken, has_drafter
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -30,25 +33,9 @@ def _host_receive(off: float) -> Rule:
 
 
 RADIX_CACHE = Rule(
-    "--disaggregation-decode-enable-radix-cache and a drafter other than DSPARK",
-    lambda a: (
-        getattr(a, "disaggregation_decode_enable_radix_cache", False)
-        and has_drafter(a)
-        and a.speculative_algorithm.upper() != "DSPARK"
-    ),
-    "SGLang itself refuses it before 0.5.23; drop the flag",
-)
-# Up to 0.5.21 a prefix that the host cannot bring back ends a request whose room is still open
-# (DecodeTransferQueue.pop_transferred releases the pages without failure_exception).
-HOST_CACHE_ON_DECODE = Rule(
-    "--enable-hierarchical-cache on decode and a drafter with SGLang 0.5.21",
-    lambda a: (
-        getattr(a, "enable_hierarchical_cache", False)
-        and getattr(a, "disaggregation_decode_enable_radix_cache", False)
-        and has_drafter(a)
-    ),
-    "a request that fails there gives its pages back while draft KV may still come; drop the flag "
-    "on decode, or use SGLang 0.5.22 or newer",
+    "--disaggregation-decode-enable-radix-cache and a drafter with SGLang before 0.5.23",
+    lambda a: getattr(a, "disaggregation_decode_enable_radix_cache", False) and has_drafter(a),
+    "SGLang itself serves it there with DSPARK alone; use SGLang 0.5.23, or drop the flag",
 )
 DCP = Rule(
     "--dcp-size above 1 and a drafter with SGLang before 0.5.23",
@@ -57,7 +44,7 @@ DCP = Rule(
 )
 
 UNSERVED: dict[str, tuple[Rule, ...]] = {
-    "0.5.21": (_host_receive(0), RADIX_CACHE, DCP, HOST_CACHE_ON_DECODE),
+    "0.5.21": (_host_receive(0), RADIX_CACHE, DCP),
     "0.5.22": (_host_receive(1), RADIX_CACHE, DCP),
     "0.5.23": (_host_receive(1),),
 }
@@ -103,22 +90,19 @@ def seam_problem(seam: Seam) -> str | None:
     return None
 
 
-def problems() -> list[str]:
+def problems(*, functions: bool = True) -> list[str]:
     """Why the installed SGLang may not carry the plugin: its version, and each function that is not
     as expected."""
-    version, found = sglang_version(), [seam_problem(seam) for seam in SEAMS]
+    version, found = sglang_version(), [seam_problem(seam) for seam in SEAMS if functions]
     if version not in UNSERVED:
         found.insert(0, f"SGLang version: expected one of {SUPPORTED_SGLANG}, found {version}")
     return [problem for problem in found if problem]
 
 
-def preflight(config: Config, *, warns: bool = True) -> None:
-    """Stop the process unless SGLang is as expected. SystemExit, since SGLang swallows less.
-
-    An untested release goes on with warnings where the variable allows it. `warns`: not in a
-    process whose launcher has warned.
-    """
-    found, version = problems(), sglang_version()
+def preflight(config: Config, *, functions: bool = True) -> None:
+    """Stop the process unless SGLang is as expected. SystemExit, since SGLang swallows less. An
+    untested release goes on with warnings where the variable allows it."""
+    found, version = problems(functions=functions), sglang_version()
     tested = version in UNSERVED
     if found and (tested or not config.allow_untested_sglang):
         at_own_risk = f", set {ALLOW_UNTESTED_ENV}=1 to try this one at your own risk,"
@@ -129,16 +113,12 @@ def preflight(config: Config, *, warns: bool = True) -> None:
             "Install the SGLang and sglang-mixkv releases of one row of docs/compatibility.md"
             f"{'' if tested else at_own_risk} or start without --enable-mixkv",
         )
-    if found and warns:
+    for problem in found:
         logger.warning(
-            "[MIXKV-START-01] sglang-mixkv %s was not tested with SGLang %s, and takes it for %s, "
-            "since %s=1 is set. It compared the parameters of %d functions of SGLang, and nothing "
-            "of what they do. Compare its accept length with a single server's (python -m "
-            "sglang_mixkv accept) before it serves",
-            __version__, version, SUPPORTED_SGLANG[-1], ALLOW_UNTESTED_ENV, len(SEAMS),
+            "[MIXKV-START-01] sglang-mixkv %s takes this SGLang for %s, since %s=1 is set: %s. "
+            "Compare its accept length with a single server's (python -m sglang_mixkv accept) "
+            "before it serves", __version__, SUPPORTED_SGLANG[-1], ALLOW_UNTESTED_ENV, problem,
         )  # fmt: skip
-        for problem in found:
-            logger.warning("[MIXKV-START-01] started with: %s", problem)
 
 
 def stop(code: str, headline: str, details: list[str], remedy: str) -> None:
@@ -149,3 +129,38 @@ def stop(code: str, headline: str, details: list[str], remedy: str) -> None:
         "server does not start, since it would silently transfer the drafter's KV wrongly.\n"
         f"{lines}\n{remedy}."
     )
+
+
+def stop_if(unsupported: list[str]) -> None:
+    """Stop the process where something is unsupported."""
+    if unsupported:
+        headline, remedy = "this combination is not supported", "Change it, or drop the flag"
+        stop("MIXKV-START-03", headline, unsupported, remedy)
+
+
+def stop_if_refused(server_args: Any, refused: tuple[Rule, ...]) -> None:
+    """Stop the process where these rules, or the environment, refuse resolved arguments."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
+    stop_if(broken(refused, resolved_view(server_args), os.environ))
+
+
+_checked: Any = None
+"""The ServerArgs that this process was last checked for."""
+
+
+def check_once(server_args: Any) -> None:
+    """Stop an opted-in process that SGLang's launcher did not check. Once per ServerArgs.
+
+    Who asks for KV classes transfers KV, so `--disaggregation-mode` is not looked at: the
+    manager is given its role. Of a stand-in for ServerArgs only SGLang itself is checked.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    global _checked
+    if server_args is _checked:
+        return
+    preflight(config_of(server_args))
+    if isinstance(server_args, ServerArgs):
+        stop_if_refused(server_args, tuple(rule for rule in rules() if rule is not SINGLE_SERVER))
+    _checked = server_args

@@ -38,7 +38,7 @@ HOOKED = (
          ("decode_reqs",)),
     Seam(f"{_DECODE}:DecodePreallocQueue.resume_retracted_reqs", "these have new draft rows"),
     Seam("sglang.srt.managers.scheduler:Scheduler.attach_hicache_storage_wrapped",
-         "no storage tier is attached while the server runs", ("recv_req",)),
+         "replaced on a scheduler with a drafter: no storage tier", ("recv_req",)),
 )
 OVERRIDDEN = (
     Seam(f"{_MANAGER}.__init__", "makes this rank's side of the channel",

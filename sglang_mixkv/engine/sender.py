@@ -15,17 +15,10 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class DraftSender:
-    """Mixed into CommonKVSender. `handle`: None on a rank without draft KV, or before init.
-    `is_send_target`: of each decode rank, whether this one sends it target KV. The two counts are
-    what decode ranks say: from how many prefill ranks they get target KV, and draft KV.
-
-    Of SGLang's statuses only Success is changed, to Transferring, while draft KV is packed.
-    """
+    """Mixed into CommonKVSender. `handle`: None on a rank without draft KV, or before init. Of
+    SGLang's statuses only Success is changed, to Transferring, while draft KV is packed."""
 
     handle: SendHandle | None = None
-    is_send_target: tuple[bool, ...] = ()
-    required_target_responses = 0
-    required_draft_responses = 0
     kv_mgr: Any  # a DraftManager (manager.py)
     bootstrap_room: int
     _first: int | None = None
@@ -47,9 +40,6 @@ class DraftSender:
         if self.handle is None:
             super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
             return
-        if not self._sent:
-            infos = getattr(self.kv_mgr, "transfer_infos", {}).get(self.bootstrap_room) or {}
-            self.is_send_target = tuple(not _is_dummy(info) for info in list(infos.values()))
         early = getattr(self, "_early_send_wait_event", None)  # stock's send takes it away
         first = self._next_token()
         super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
@@ -81,27 +71,8 @@ class DraftSender:
         status = super().poll()  # type: ignore[misc]
         if self.handle is None or status != KVPoll.Success:
             return status
-        if not self.kv_mgr.prefill_channel.release(self.handle):
-            return KVPoll.Transferring
-        if not self.required_target_responses:
-            self._count(self.handle)
-        return status
-
-    def _count(self, handle: SendHandle) -> None:
-        for opened in handle.opened:
-            self.required_target_responses = opened.required_target_responses
-            self.required_draft_responses = opened.required_draft_responses
-        for line in self.check_integrity():
-            self.kv_mgr.miscounts.append(f"room {self.bootstrap_room}: {line}")
-            logger.error("[MIXKV-PAIR-05] room %s: %s", self.bootstrap_room, line)
-
-    def check_integrity(self) -> list[str]:
-        """Where SGLang's metadata and the decode ranks' OPENs differ, once all have opened."""
-        opened = self.handle.opened if self.handle is not None else ()
-        if len(opened) != len(self.is_send_target):
-            return []
-        sent = sum(self.is_send_target), sum(one.is_send_target for one in opened)
-        return [] if sent[0] == sent[1] else ["{} decode ranks get target KV, not {}".format(*sent)]
+        released = self.kv_mgr.prefill_channel.release(self.handle)
+        return status if released else KVPoll.Transferring
 
     def clear(self) -> None:
         self._end("")
@@ -118,8 +89,3 @@ class DraftSender:
     def _end(self, reason: str) -> None:
         if self.handle is not None:
             self.kv_mgr.prefill_channel.end(self.handle, reason)
-
-
-def _is_dummy(info: Any) -> bool:
-    found = getattr(info, "is_dummy", False)
-    return bool(found() if callable(found) else found)

@@ -122,11 +122,9 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """The sender may report SGLang's Success: nothing will read the use's pages any more.
-    `opened`: the OPENs of its readers that have come, in no order."""
+    """The sender may report SGLang's Success: nothing will read the use's pages any more."""
 
     use: Use
-    opened: tuple[Open, ...]
 
 
 class Note(msgspec.Struct, frozen=True):

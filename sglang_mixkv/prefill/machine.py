@@ -232,8 +232,7 @@ class Machine:
     def _settle(self, room: Room, given_up: bool = False) -> None:
         if not room.settled and (given_up or room.all_ended):
             room.settled = True
-            opened = [part.opened for part in room.parts.values()]
-            self._out.append(ev.Settled(room.use, tuple(opened)))
+            self._out.append(ev.Settled(room.use))
 
     # -- packing
 

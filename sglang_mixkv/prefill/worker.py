@@ -40,12 +40,11 @@ DRAIN = 2.0  # a rank that stops waits so long for slots that nobody has read
 
 class SendHandle:
     """One sender's request, between the scheduler and the channel. Its pages are read while `gate`
-    is open. `settled`, `opened`: the channel's word; `bytes`: of draft KV that were packed."""
+    is open. `settled`: the channel's word; `bytes`: of draft KV that were packed."""
 
     def __init__(self, room: int) -> None:
         self.room, self.gate = room, Gate()
-        self.settled, self.opened = False, tuple[Open, ...]()
-        self.bytes = 0
+        self.settled, self.bytes = False, 0
         self.sent: float | None = None  # when SGLang's own transfer had succeeded
         self.ended = False
 
@@ -181,8 +180,8 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
                 self._copies.start(jobs)
             case ev.Send():
                 self._send(action)
-            case ev.Settled(SendHandle() as handle, opened):
-                handle.opened, handle.settled = opened, True
+            case ev.Settled(SendHandle() as handle):
+                handle.settled = True
             case ev.Note():
                 self._reporter(action)
 

@@ -124,8 +124,6 @@ def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         problem = problem or _wrong(name, environ[name])
         value = "(set, not shown)" if _SECRET.search(name) else environ[name]
         value = _USERINFO.sub("//***@", value)  # the report is pasted into public places
-        if name == refusals.STAGING_ENV:  # the doctor does not know the target
-            value += " (unset it with an MLA target: SGLang ends such a server)"
         yield Finding("environment", name, value, problem)
 
 

@@ -133,7 +133,7 @@ def _read(role: str, args: argparse.Namespace, environ: dict[str, str], gpu: str
         attention_tp=view.tp_size // parts if parts and not view.tp_size % parts else 0,
         target=target, stage=_stage(target, view),
         draft=_model(server_args, view, is_draft=True) if refusals.has_drafter(view) else None,
-        refused=tuple(_refused(role, view, environ, target)),
+        refused=tuple(_refused(role, view, environ)),
         notes=() if has_device else (NO_GPU.format(gpu=gpu.title()),),
     )  # fmt: skip
 
@@ -166,8 +166,8 @@ def _not_started(role: str, server_args: Any) -> Iterator[str]:
         yield f"{role}: SGLang {sglang_version()} does not start it: {' '.join(text.split())}"
 
 
-def _refused(role: str, view: Any, environ: Mapping[str, str], target: Model) -> Iterator[str]:
-    for reason in refusals.broken(rules(), view, environ, is_mla=lambda: not target.kv_heads):
+def _refused(role: str, view: Any, environ: Mapping[str, str]) -> Iterator[str]:
+    for reason in refusals.broken(rules(), view, environ):
         yield f"[MIXKV-START-03] {role}: {reason}"
     if view.disaggregation_mode != role:
         yield (

@@ -46,6 +46,10 @@ BEHAVIOURS = [
      "the host cache knows the drafter's pool"),
     ("sglang.srt.mem_cache.kv_cache_builder:maybe_register_hicache_draft", r"draft_plan",
      "a prefix that comes back from the host brings its draft KV"),
+    ("sglang.srt.managers.scheduler:Scheduler",
+     r"self\.init_disaggregation\(\).*self\.init_request_dispatcher\(\).*"
+     r"def init_request_dispatcher.*self\.attach_hicache_storage_wrapped",
+     "a scheduler binds what attaches storage after its queues are made"),
 ]  # fmt: skip
 
 

@@ -59,9 +59,8 @@ def made_of(
     publish(args, role="tokenizer")
     get_context().override("test", speculative_algorithm=algorithm)
     get_parallel().override_permanently(attn_tp_size=tp, attn_tp_rank=0)
-    kv_args = SimpleNamespace()
-    made = draft_pool.of_pool(kv_args, pool(cache, tp))
-    return made.layout, made.page_size, made.rows.bytes_per_head, vars(kv_args)
+    made = draft_pool.of_pool(pool(cache, tp))
+    return made.layout, made.page_size, made.rows.bytes_per_head
 
 
 def found(
@@ -76,14 +75,12 @@ def found(
 def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) -> None:
     """With replicas heads per rank x TP would be wrong: 8 ranks of one head each, 4 heads."""
     cache = Cache("mha", heads=heads)
-    layout, page_size, width, lists = found(tmp_path, cache, tp, num_key_value_heads=heads)
-    assert layout.facts.total_heads == lists["draft_total_kv_head_num"] == heads
-    assert len(layout.heads) == lists["draft_kv_head_num"] == max(1, heads // tp)
+    layout, page_size, width = found(tmp_path, cache, tp, num_key_value_heads=heads)
+    assert layout.facts.total_heads == heads
+    assert len(layout.heads) == max(1, heads // tp)
     assert layout.facts.architecture == "LlamaForCausalLMEagle3"
     assert (page_size, width) == (CASE.page_size, sum(cache.widths()))
-    assert [len(lists[f"draft_kv_{name}"]) for name in ("data_ptrs", "data_lens", "item_lens")] == [
-        2, 2, 2,
-    ]  # fmt: skip
+    assert len(layout.facts.head_bytes) == 2
 
 
 @pytest.mark.parametrize("algorithm", BLOCK_DRAFTERS)
@@ -92,10 +89,9 @@ def test_a_block_drafters_layers(tmp_path: Path, algorithm: str) -> None:
     config = {"architectures": [BLOCK_DRAFTERS[algorithm]], "model_type": "qwen3",
               "num_hidden_layers": 6, "num_key_value_heads": 8}  # fmt: skip
     cache = Cache("mha", layers=6, heads=8)
-    layout, *_, lists = found(tmp_path, cache, algorithm=algorithm, **config)
+    layout, *_ = found(tmp_path, cache, algorithm=algorithm, **config)
     assert (len(layout.heads), layout.facts.total_heads) == (4, 8)
     assert (layout.facts.algorithm, len(layout.facts.head_bytes)) == (algorithm, 12)
-    assert len(lists["draft_kv_data_ptrs"]) == 12
 
 
 def test_beside_context_parallelism_its_pages_are_larger(tmp_path: Path) -> None:
@@ -145,7 +141,7 @@ class Queue:
     """SGLang's, with this draft pool; `seen`: what `_init_kv_manager` saw and what was handed."""
 
     def __init__(self, pool: Any) -> None:
-        self.draft_token_to_kv_pool, self.scheduler, self.seen = pool, object(), None
+        self.draft_token_to_kv_pool, self.scheduler, self.seen = pool, SimpleNamespace(), None
 
     def init(self) -> None:
         self.seen = self.draft_token_to_kv_pool, handover.take()
@@ -203,6 +199,17 @@ def test_the_pool_is_back_where_sglang_fails() -> None:
         handover.around_init(fails, queue)
     assert queue.draft_token_to_kv_pool is pool
     assert handover.take().pool is None
+
+
+def test_no_storage_is_attached_to_a_running_server_with_a_drafter() -> None:
+    """`PUT /hicache/storage-backend` is answered with the reason; without a drafter by SGLang."""
+    drafting, other = Queue(of_heads()), Queue(None)
+    for queue in (drafting, other):
+        handover.around_init(Queue.init, queue)
+    answer = drafting.scheduler.attach_hicache_storage_wrapped(object())
+    assert not answer.success
+    assert answer.message.startswith("[MIXKV-START-03] --hicache-storage-backend with a drafter")
+    assert vars(other.scheduler) == {}
 
 
 def test_not_opted_in_no_pool_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,8 @@ from sglang_mixkv.engine.releases import sglang_version
 @pytest.mark.parametrize(
     ("backend", "release", "off"),
     [
-        ("nixl", "0.5.20", True),
         ("nixl", "0.5.23", True),
         ("nixl", "0.6.0", True),
-        ("mooncake", "0.5.20", True),
         ("mooncake", "0.5.21.post1", True),
         ("mooncake", "0.5.22", False),
         ("mooncake", "0.5.23", False),

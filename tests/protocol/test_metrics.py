@@ -103,7 +103,7 @@ def test_a_room_learns_its_request() -> None:
     handle, request = SimpleNamespace(), object()
     ours = SimpleNamespace(req=request, kv_receiver=SimpleNamespace(handle=handle))
     others = [SimpleNamespace(req=object(), kv_receiver=r) for r in (object(), None)]
-    handover.after_extend(None, [ours, *others])
+    handover.around_extend(lambda *_: None, None, [ours, *others])
     assert handle.request is request
 
 
@@ -142,7 +142,7 @@ def test_rows_that_a_backup_leaves_out_are_zeroed(
     queue = SimpleNamespace(
         kv_manager=manager, req_to_token_pool=SimpleNamespace(req_to_token=table)
     )
-    handover.after_resume([request], queue)
+    assert handover.around_resume(lambda _: [request], queue) == [request]
     assert marked == [request]
     zeroed = set(rows[:4]) if backup == "cpu_tensor" else set()
     for buffer in (*pool.k_buffer, *pool.v_buffer):
@@ -157,6 +157,8 @@ def test_trouble_with_a_resumed_request_stays_in_the_plugin(
 
     manager = DraftManager.__new__(DraftManager)
     queue = SimpleNamespace(kv_manager=manager, req_to_token_pool=None)
-    assert handover.after_resume([object()], queue) is None
+    resumed = [object()]
+    assert handover.around_resume(lambda _: resumed, queue) is resumed
     assert "MIXKV-SELF-01" in caplog.text
-    handover.after_resume([object()], SimpleNamespace(kv_manager=object()))  # stock's manager
+    stock = SimpleNamespace(kv_manager=object())
+    assert handover.around_resume(lambda _: resumed, stock) is resumed

@@ -9,10 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from rig.model import Case, Request, heads_of_rank
-from rig.rank import Rank
-from rig.ring import run
-from rig.special import Special
+from rig.model import heads_of_rank
 
 from sglang_mixkv.decode import plan as plans
 from sglang_mixkv.draft.facts import Row
@@ -87,10 +84,9 @@ class Scene:
     def refusal(self, address: str) -> None:
         return None
 
-    def pairing(self, address: str, infos: Any) -> plans.Pairing:
-        contacts = plans.contacts_of(infos)
-        plan = plans.make_plan(contacts, self.rows, self.own, serve_mismatch=False)
-        return plans.Pairing(infos, plan)
+    def plan(self, address: str, infos: Any) -> plans.Plan:
+        cold, _ = plans.judge(self.rows.values(), self.own, serve_mismatch=False)
+        return plans.make_plan(infos, self.rows, self.own, cold)
 
     def receiver(self, dp_rank: int) -> Any:
         from sglang.srt.disaggregation.mooncake.conn import MooncakeKVReceiver
@@ -137,14 +133,13 @@ def test_counts_are_sglangs(topology: str) -> None:
             one = scene.receiver(dp_rank)
             assert one.conclude_state is None, scene.manager.failures
             stock = one.required_prefill_response_num
-            assert one.required_target_responses == sum(one.is_send_target) == stock
+            assert sum(one.plan.is_send_target) == stock
             assert scene.manager.required_prefill_response_num_table == {ROOM: stock}
-            assert one.is_send_target == tuple(not i["is_dummy"] for i in one.bootstrap_infos)
             needed, answers = held_by(decode_tp, rank), 0
             for prefill_rank in scene.manager.prefill_info_table[ADDRESS].target_tp_ranks:
                 answers += bool(needed & held_by(prefill_tp, prefill_rank))
                 needed -= held_by(prefill_tp, prefill_rank)
-            assert one.required_draft_responses == answers > 0
+            assert sum(bool(source.heads) for source in one.plan.sources) == answers > 0
             assert needed == set()
 
 
@@ -160,81 +155,13 @@ def one_answer_more(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CommonKVReceiver, "_setup_bootstrap_infos", setup)
 
 
-def contacts_that(patch: pytest.MonkeyPatch, send: Any) -> None:
-    real = plans.contacts_of
-    patch.setattr(
-        plans, "contacts_of",
-        lambda infos: tuple(c._replace(is_send_target=send(c.is_send_target)) for c in real(infos)),
-    )  # fmt: skip
-
-
-def all_send(patch: pytest.MonkeyPatch) -> None:
-    contacts_that(patch, lambda _: True)
-
-
-def the_others_send(patch: pytest.MonkeyPatch) -> None:
-    """As many, but not those of SGLang."""
-    contacts_that(patch, lambda sends: not sends)
-
-
-@pytest.mark.parametrize("mutate", [one_answer_more, all_send, the_others_send])
-def test_another_count_fails_the_request_in_words(
-    mutate: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_count_fails_the_request_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.disaggregation.base.conn import KVPoll
 
-    mutate(monkeypatch)
+    one_answer_more(monkeypatch)
     scene = Scene(4, 2, 1)
     one = scene.receiver(0)
     assert one.poll() == KVPoll.Failed
     assert scene.notified == [ROOM]  # prefill holds no half of it
     reason = scene.manager.failures[ROOM]
     assert "[MIXKV-PAIR-05] expected the target from as many prefill ranks as SGLang" in reason
-
-
-def reports_its_counts(rank: Rank) -> None:
-    from sglang_mixkv.engine.sender import DraftSender
-
-    real = DraftSender._count
-
-    def count(self: Any, use: Any) -> None:
-        real(self, use)
-        counts = self.required_target_responses, self.required_draft_responses
-        rank.report.reasons.append(f"{rank.attn_rank}: {self.is_send_target} {counts}")
-
-    DraftSender._count = count  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize(
-    ("prefill_tp", "decode_tp", "expected"),
-    [
-        (2, 1, {"0: (True,) (1, 2)", "1: (False,) (1, 2)"}),
-        (1, 2, {"0: (True, True) (1, 1)"}),
-    ],
-)
-def test_senders_hear_the_same(prefill_tp: int, decode_tp: int, expected: set[str]) -> None:
-    faults = {("prefill", rank): reports_its_counts for rank in range(prefill_tp)}
-    requests = (Request(8), Request(23, chunk_pages=2))
-    case = Case(prefill_tp, decode_tp, requests=requests, special=Special(faults=faults))
-    outcome = run(case)
-    assert outcome.wrong == []
-    assert set(outcome.reasons.splitlines()) == expected
-
-
-def says_that_all_send(rank: Rank) -> None:
-    from sglang_mixkv.decode.transfer import Room
-
-    real = Room.message
-
-    def message(self: Any, *args: Any) -> Any:
-        return msgspec.structs.replace(real(self, *args), is_send_target=True)
-
-    Room.message = message  # type: ignore[method-assign]
-
-
-def test_a_sender_that_hears_otherwise_says_so() -> None:
-    special = Special(faults={("decode", 0): says_that_all_send})
-    outcome = run(Case(2, 1, requests=(Request(8),), special=special))
-    assert outcome.statuses == {"success"}
-    (line,) = outcome.wrong
-    assert "room 100: 0 decode ranks get target KV, not 1" in line

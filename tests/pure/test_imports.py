@@ -64,6 +64,7 @@ LAZY = {
     "channel/nixl.py": {"nixl"},
     "engine/handover.py": {"sglang"},
     "engine/metrics.py": {"prometheus_client", "sglang"},
+    "engine/releases.py": {"sglang"},
     "tools/doctor_read.py": {"sglang_mixkv.draft.rows", "torch"},
     "tools/pages.py": {"prometheus_client"},
     "tools/plan_line.py": {"sglang", "torch", "yaml"},

@@ -332,9 +332,6 @@ def test_drafters(
         (flags("--disaggregation-mode decode"), "two launch lines swapped"),
         (flags("--tp 2 --enable-prefill-cp --cp-strategy zigzag"), "context parallelism"),
         (f"SGLANG_RUST_SERVER=1 x {flags()}", "SGLANG_RUST_SERVER=1 is not"),
-        (f"SGLANG_DISAGG_STAGING_BUFFER=1 x {flags()}", "BUFFER=1 with an MLA target"),
-        (f"SGLANG_DISAGG_STAGING_BUFFER=0 x {flags()}", None),
-        (f"SGLANG_DISAGG_STAGING_BUFFER=1 x --model-path {MODELS.parent / 'gqa' / 'target'}", None),
     ],
 )
 def test_what_does_not_start_is_found(

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.decode.plan import Contact, Plan, make_plan
+from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
@@ -49,9 +49,14 @@ def prefill(tp: int, ranks: Any = None, **more: Any) -> list[Row]:
 
 def plan(own: Row, *rows: Row, targets: tuple[bool, ...] = (), cold: bool = False) -> Plan:
     """With these rows' ranks as the contacts, in order."""
-    contacts = [Contact("10.0.0.1", n, targets[n] if targets else True) for n, _ in enumerate(rows)]
+    infos = [info(n, not targets[n] if targets else False) for n, _ in enumerate(rows)]
     table = {("10.0.0.1", n): row for n, row in enumerate(rows)}
-    return make_plan(contacts, table, own, serve_mismatch=cold)
+    why, _ = judge(rows, own, serve_mismatch=cold)
+    return make_plan(infos, table, own, why)
+
+
+def info(port: int, is_dummy: bool = False) -> dict[str, Any]:
+    return {"rank_ip": "10.0.0.1", "rank_port": port, "is_dummy": is_dummy}
 
 
 def heads(made: Plan) -> list[list[int]]:
@@ -79,11 +84,10 @@ def test_each_head_is_read_in_segments_that_fit_both_sides(own, rows, read, read
     """A rank from which nothing is read is opened all the same."""
     made = plan(own, *rows)
     assert heads(made) == read
-    assert (made.cold, made.differences, made.version) == ("", (), PROTOCOL[1])
+    assert (made.cold, made.version) == ("", PROTOCOL[1])
     assert {(source.readers, source.slots) for source in made.sources} <= {(readers, 16), (1, 0)}
     assert [source.segment_tokens for source in made.sources] == tokens
     assert [source.peer for source in made.sources] == [one.instance for one in rows]
-    assert list(made.rows) == rows
 
 
 def test_who_sends_the_target_is_sglang_s_choice():
@@ -97,7 +101,8 @@ def test_of_several_stages_the_last_with_a_drafter_is_read(first):
     for rows in (stages, stages[::-1]):
         made = plan(row(), *rows)
         assert [source.peer for source in made.sources] == [b"last    "]
-        assert (heads(made), made.cold, made.differences) == ([[0, 1, 2, 3]], "", ())
+        assert (heads(made), made.cold) == ([[0, 1, 2, 3]], "")
+        assert judge(rows, row(), serve_mismatch=False) == ("", ())
 
 
 def test_a_pair_uses_the_newest_version_of_both(monkeypatch):
@@ -126,20 +131,17 @@ SHORTER = (64, 1)
 def test_what_differs_is_cold_and_named_once(own, rows, cold, differences):
     """Another drafter only where the operator asked for it."""
     for asked in (True,) if cold == "mismatch" else (False, True):
-        made = plan(own, *rows, cold=asked)
-        assert (made.cold, len(made.differences)) == (cold, differences)
-        assert not any(heads(made))
+        why, named = judge(rows, own, serve_mismatch=asked)
+        assert (why, len(named)) == (cold, differences)
+        assert not any(heads(plan(own, *rows, cold=asked)))
 
 
-LONGER, NEWER, OLDER = (64, 129), (PROTOCOL[1] + 1, PROTOCOL[1] + 2), (0, PROTOCOL[0] - 1)
+LONGER = (64, 129)
 
 
 @pytest.mark.parametrize(
     ("code", "words", "own", "rows"),
     [
-        ("02", "", row(), []),
-        ("02", "", row(), prefill(1, protocol=NEWER)),
-        ("02", "", row(), [row("p0", 2, 0), row("p1", 2, 1, protocol=OLDER)]),
         ("03", "overwritten", row(), prefill(1, aux_item_lens=LONGER)),
         ("03", "overwritten", row(facts=None), prefill(1, aux_item_lens=LONGER)),
         ("03", "overwritten", row(),
@@ -148,9 +150,9 @@ LONGER, NEWER, OLDER = (64, 129), (PROTOCOL[1] + 1, PROTOCOL[1] + 2), (0, PROTOC
         ("04", "", row(), prefill(2, [0])),
         ("04", "", row("own", 2, 0, facts=ODD), prefill(3, [0], facts=ODD)),
     ],
-    ids=["no contacts", "another protocol", "of one rank", "longer metadata",
-         "longer metadata, no drafter here", "longer metadata of an earlier stage",
-         "two ranks of one instance", "heads that no contact has", "sizes without a route"],
+    ids=["longer metadata", "longer metadata, no drafter here",
+         "longer metadata of an earlier stage", "two ranks of one instance",
+         "heads that no contact has", "sizes without a route"],
 )  # fmt: skip
 def test_what_would_do_harm_is_refused_always(code, words, own, rows):
     for cold in (False, True):
@@ -164,6 +166,5 @@ def test_another_drafter_is_refused_with_the_way_to_serve_it():
 
 
 def test_a_contact_without_a_row_is_refused():
-    contacts = [Contact("10.0.0.1", 0, True), Contact("10.0.0.9", 77, True)]
-    with pytest.raises(MixKVError, match=r"(?s)MIXKV-PAIR-01.*10\.0\.0\.9:77"):
-        make_plan(contacts, {("10.0.0.1", 0): row("p")}, row(), serve_mismatch=True)
+    with pytest.raises(MixKVError, match=r"(?s)MIXKV-PAIR-01.*10\.0\.0\.1:77"):
+        make_plan([info(0), info(77)], {("10.0.0.1", 0): row("p")}, row())

@@ -10,7 +10,6 @@ import os
 import sys
 
 import mixkv_cpu
-from sglang_mixkv import plugin
 
 os.environ.update(mixkv_cpu.launch_env())
 os.environ.update(CUDA_VISIBLE_DEVICES="", MC_LOG_LEVEL="ERROR", GLOG_logtostderr="1")
@@ -31,4 +30,3 @@ def load_sglang() -> None:
         "sglang.srt.managers.scheduler",
     ):
         importlib.import_module(module)
-    plugin.guard_storage()  # looks through all modules, which each rank would do

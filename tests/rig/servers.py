@@ -71,7 +71,7 @@ class Site:
     def peer(self, address: str) -> bytes:
         """The one rank of a server that is ready."""
         infos = [{"rank_ip": HOST, "rank_port": PORT, "is_dummy": False}]
-        (source,) = self.servers.pairing(address, infos).plan.sources
+        (source,) = self.servers.plan(address, infos).sources
         return source.peer
 
     def request(self, address: str, prefill: Prefill) -> str:

@@ -53,7 +53,7 @@ def plan_for(
     sources = tuple(
         replace(source, peer=instances[indices[i]]) for i, source in enumerate(plan.sources)
     )
-    return plans.Plan(sources, (), plan.version, plan.cold)
+    return plans.Plan(sources, plan.version, plan.cold)
 
 
 PLANS: dict[tuple, plans.Plan] = {}  # by all that they depend on
@@ -74,8 +74,10 @@ def _make_plan(heads: int, prefill: Server, decode: Server, rank: int) -> plans.
     if prefill.plugin:
         rows = {("p", i): _row(heads, prefill, i) for i in range(prefill.tp)}
     indices = contacted(prefill.tp, decode.tp, rank)
-    found = [plans.Contact("p", i, True) for i in indices]
-    return plans.make_plan(found, rows, _row(heads, decode, rank), serve_mismatch=True)
+    found = [{"rank_ip": "p", "rank_port": i, "is_dummy": False} for i in indices]
+    own = _row(heads, decode, rank)
+    cold, _ = plans.judge(rows.values(), own, serve_mismatch=True)
+    return plans.make_plan(found, rows, own, cold)
 
 
 def _row(heads: int, server: Server, rank: int) -> Row:
