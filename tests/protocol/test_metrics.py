@@ -110,7 +110,7 @@ def test_a_room_learns_its_request() -> None:
     handle, request = SimpleNamespace(), object()
     ours = SimpleNamespace(req=request, kv_receiver=SimpleNamespace(handle=handle))
     others = [SimpleNamespace(req=object(), kv_receiver=r) for r in (object(), None)]
-    handover.after_extend(None, [ours, *others])
+    assert handover.around_extend(lambda *_: "SGLang's", None, [ours, *others]) == "SGLang's"
     assert handle.request is request
 
 
@@ -149,7 +149,7 @@ def test_rows_that_a_backup_leaves_out_are_zeroed(
     queue = SimpleNamespace(
         kv_manager=manager, req_to_token_pool=SimpleNamespace(req_to_token=table)
     )
-    handover.after_resume([request], queue)
+    assert handover.around_resume(lambda _: [request], queue) == [request]
     assert marked == [request]
     zeroed = set(rows[:4]) if backup == "cpu_tensor" else set()
     for buffer in (*pool.k_buffer, *pool.v_buffer):

@@ -353,6 +353,7 @@ def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
     ticket = side.rows.start_clear([side.rows.job(side.rows.pages([1]), 0, 3)])
     side.cuda.broken = True
     ticket.wait()
+    assert ticket.over(), "its gate can close"
     assert ended(ticket) == [ERROR]
     assert "cuEventQuery: CUDA_ERROR_LAUNCH_FAILED" in ticket.error
 
@@ -453,9 +454,12 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield both
 
 
-@pytest.mark.parametrize("tokens", [1, 20, 64])
-def test_rows_are_in_place_behind_kernels(channel: Any, tokens: int) -> None:
-    assert channel.request(1, tokens) == ("warm", "")
+@pytest.mark.parametrize(("tokens", "first"), [(1, 0), (20, 0), (64, 8)])
+def test_rows_are_in_place_behind_kernels(channel: Any, tokens: int, first: int) -> None:
+    handle, sent = channel.open(1, tokens, first=first), channel.prefill.send(1, tokens, first)
+    assert channel.state(handle) == ("warm", "")
+    assert channel.same(handle)
+    channel.end(sent, handle)
     assert channel.at_rest()
 
 

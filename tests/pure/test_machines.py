@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from rig.books import wrong_books
 
-from sglang_mixkv.channel.messages import Ack, Announced, Open, Ready, fail
+from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
@@ -247,6 +247,17 @@ def test_a_doubled_ready_is_not_acknowledged_while_the_first_is_read() -> None:
     assert [send.message for send in acks] == [Ack(((0, 99),))]
 
 
+def test_more_slots_than_an_ack_holds_are_all_acknowledged() -> None:
+    rooms = decode().machine
+    slots = [(slot, slot + 1) for slot in range(2 * MAX_LIST)]
+    for first in (0, MAX_LIST):
+        announced = tuple(Announced(*one, 1) for one in slots[first : first + MAX_LIST])
+        rooms.handle(dev.Received(PREFILL, Ready(ROOM, 10, 0, 0, announced, last=False)), 0.0)
+    acks = [send.message.slots for send in of(dev.Send, rooms.actions())]
+    assert max(map(len, acks)) <= MAX_LIST
+    assert [one for ack in acks for one in ack] == slots
+
+
 def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
     """Nor for it. Its last segment is announced and waits to be read."""
     rooms = decode()
@@ -347,6 +358,9 @@ def test_three_deadlines_open_the_breaker_and_one_room_probes() -> None:
     assert send.message.wanted == range(4), "a probe"
     (send,) = of(dev.Send, rooms.handle(room(6), now + 1.0))
     assert not send.message.wanted
+    rooms.handle(dev.CloseRoom(5), now + 1.0)  # its client has hung up
+    (send,) = of(dev.Send, rooms.handle(room(7), now + 1.0))
+    assert send.message.wanted == range(4), "the next probe"
 
 
 def test_invented_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
