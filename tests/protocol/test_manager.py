@@ -21,7 +21,7 @@ from sglang_mixkv.errors import MixKVError
 
 from .test_response_counts import ADDRESS, Scene, published  # noqa: F401
 
-OTHER = "127.0.0.1:2"
+OTHER = f"{ADDRESS}0"  # begins alike
 
 
 class Known:

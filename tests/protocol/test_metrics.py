@@ -103,7 +103,7 @@ def test_a_room_learns_its_request() -> None:
     handle, request = SimpleNamespace(), object()
     ours = SimpleNamespace(req=request, kv_receiver=SimpleNamespace(handle=handle))
     others = [SimpleNamespace(req=object(), kv_receiver=r) for r in (object(), None)]
-    handover.around_extend(lambda *_: None, None, [ours, *others])
+    assert handover.around_extend(lambda *_: "SGLang's", None, [ours, *others]) == "SGLang's"
     assert handle.request is request
 
 

@@ -305,6 +305,7 @@ def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
     ticket = side.rows.start_clear([side.rows.job(side.rows.pages([1]), 0, 3)])
     side.cuda.broken = True
     ticket.wait()
+    assert ticket.over(), "its gate can close"
     assert ended(ticket) == [ERROR]
     assert "cuEventQuery: CUDA_ERROR_LAUNCH_FAILED" in ticket.error
 
@@ -403,6 +404,14 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(threads._Side, "device", staticmethod(on_device))
     with threads.Channel(Times(20)) as both:
         yield both
+
+
+def test_rows_behind_a_prefix_are_in_place_behind_kernels(channel: Any) -> None:
+    handle, sent = channel.open(1, 64, first=8), channel.prefill.send(1, 64, 8)
+    assert channel.state(handle) == ("warm", "")
+    assert channel.same(handle)
+    channel.end(sent, handle)
+    assert channel.at_rest()
 
 
 def test_rooms_at_once_are_in_place_behind_kernels_or_their_slots_are_not_used(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ import pytest
 from sglang_mixkv.channel import data_plane
 from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory, Peer, Read
 from sglang_mixkv.channel.mooncake import Mooncake
+from sglang_mixkv.channel.nixl import Nixl
 
 
 class Scripted(DataPlane):
@@ -182,3 +184,19 @@ def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
     assert tag == "it"
     assert "rejected" in error or "no batch" in error
     assert not peer.reads
+
+
+def test_nixls_agent_stays_for_its_other_peers() -> None:
+    """A server may name another one's agent."""
+    plane, removed = object.__new__(Nixl), list[str]()
+    plane._naming, plane._named = threading.Lock(), Counter()
+    plane._agent = SimpleNamespace(
+        add_remote_agent=bytes.decode, remove_remote_agent=removed.append
+    )
+    peers = [Peer(key, Endpoint("nixl", b"agent", Memory(0, 1), key)) for key in (b"1", b"2")]
+    for peer in (*peers, peers[0]):  # that one is mended
+        plane._open(peer)
+    plane._drop(peers[0])
+    assert removed == []
+    plane._drop(peers[1])
+    assert removed == ["agent"]

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from rig.books import wrong_books
 
-from sglang_mixkv.channel.messages import Ack, Announced, Open, Ready, fail
+from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
@@ -216,6 +216,27 @@ def test_a_late_read_is_not_used() -> None:
     assert dev.Send(PREFILL, Ack(((0, 99),))) in actions
 
 
+def test_a_doubled_ready_is_not_acknowledged_while_the_first_is_read() -> None:
+    rooms = decode()
+    rooms.handle(room(), 0.0)
+    (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
+    rooms.handle(dev.CloseRoom(10), 0.1)
+    assert not of(dev.Send, rooms.handle(ready(), 0.2))
+    acks = of(dev.Send, rooms.handle(dev.ReadEnded(read.read), 0.3))
+    assert [send.message for send in acks] == [Ack(((0, 99),))]
+
+
+def test_more_slots_than_an_ack_holds_are_all_acknowledged() -> None:
+    rooms = decode().machine
+    slots = [(slot, slot + 1) for slot in range(2 * MAX_LIST)]
+    for first in (0, MAX_LIST):
+        announced = tuple(Announced(*one, 1) for one in slots[first : first + MAX_LIST])
+        rooms.handle(dev.Received(PREFILL, Ready(ROOM, 10, 0, 0, announced, last=False)), 0.0)
+    acks = [send.message.slots for send in of(dev.Send, rooms.actions())]
+    assert max(map(len, acks)) <= MAX_LIST
+    assert [one for ack in acks for one in ack] == slots
+
+
 def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
     """Nor for it. Its last segment is announced and waits to be read."""
     rooms = decode()
@@ -307,6 +328,9 @@ def test_a_warm_room_without_rows_says_nothing_of_its_peer() -> None:
     assert send.message.wanted == range(4), "a probe"
     (send,) = of(dev.Send, rooms.handle(room(21), now + 1.0))
     assert not send.message.wanted, "cold at once"
+    rooms.handle(dev.CloseRoom(20), now + 1.0)  # its client has hung up
+    (send,) = of(dev.Send, rooms.handle(room(22), now + 1.0))
+    assert send.message.wanted == range(4), "the next probe"
 
 
 def test_invented_readers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,9 +60,7 @@ class Checks:
             case dev.Copied() if event.result is dev.Result.DONE:
                 receiver = process.job_of[event.job]
                 room = process.machine._rooms.get(receiver.generation)
-                if (
-                    room is not None and not room.cold
-                ):  # behind the decision it is none
+                if room is not None and not room.cold:  # behind the decision it is none
                     receiver.progress = process.now
             case pev.Received():
                 self._prefill_gets(process, event.connection, event.message)
