@@ -311,14 +311,12 @@ def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
 
 
 def test_a_kernel_that_wrote_no_result_is_an_error() -> None:
+    """And nothing starts with kernels that do nothing."""
     side = small()
     jobs = eight(side, side.rows.pages([1]))
     side.cuda.compiled = [(image, lambda *_: None) for image, _ in side.cuda.compiled]
     for start in (side.rows.start_pack, side.rows.start_unpack, side.rows.start_clear):
         assert ended(start(jobs)) == [ERROR] * 8
-
-
-def test_kernels_that_do_nothing_do_not_start() -> None:
     cuda = FakeCuda()
     cuda._interpret = lambda *_: None
     with pytest.raises(CudaError, match=r"expected <SlotCheck.OK: 0>, got \[<SlotCheck.ERROR"):

@@ -81,6 +81,10 @@ def test_an_offered_slot_is_free_with_its_own_ack_or_after_a_while():
     assert (pool.offered, pool.free_slots, list(wrong_slots(pool))) == (0, 8, [])
 
 
+def test_a_slot_is_aside_for_longer_than_anything_can_read_it():
+    assert TIMES.slot_aside > TIMES.delivery + TIMES.stall + TIMES.read
+
+
 def test_the_slot_that_was_free_longest_is_taken():
     pool = SlotPool(4, TIMES)
     slot = pool.take("a", 0.0)

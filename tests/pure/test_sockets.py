@@ -41,6 +41,12 @@ def test_what_wakes_nobody_comes_with_the_next_event_in_order(inlet: Inlet[int])
     assert not is_woken(inlet)
 
 
+def test_what_wakes_nobody_is_there_for_who_looks(inlet: Inlet[int]) -> None:
+    inlet.put(1, wake=False)
+    assert inlet.take([]) == [1]
+    assert inlet.take([]) == []
+
+
 def test_what_comes_after_its_end_wakes_no_other_file(inlet: Inlet[int]) -> None:
     inlet.close()
     other: Inlet[int] = Inlet()  # gets the number that has become free

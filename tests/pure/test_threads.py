@@ -64,6 +64,21 @@ def test_every_row_is_in_place(channel: Channel, tokens: int, first: int) -> Non
     assert channel.at_rest()
 
 
+def test_a_chunk_is_packed_once_all_of_its_events_are_done(channel: Channel) -> None:
+    written, filled = Event(), Event()
+    written.done = True
+    truth = channel.prefill.memory.copy()
+    channel.prefill.memory[:] = 0
+    handle = channel.open(1, TOKENS)
+    sent = channel.prefill.send(1, TOKENS, events=(written, filled))
+    assert not wait_for(lambda: channel.prefill.slots.free_slots < SLOTS, 0.3)
+    channel.prefill.memory[:] = truth
+    filled.done = True
+    assert channel.state(handle) == ("warm", "")
+    assert channel.same(handle)
+    channel.end(sent, handle)
+
+
 def test_a_prefill_rank_that_ends_waits_for_what_it_has_offered(channel: Channel) -> None:
     channel.decode.plane.held = True
     handle, sent = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
