@@ -53,7 +53,7 @@ def aborted(shape: str, stage: str, **special: Any) -> Outcome:
                 return
             send(rank, sender, chunk, state)
             if sender.curr_idx == CHUNKS[stage] == 3:
-                while rank.manager.request_status.get(sender.bootstrap_room) != KVPoll.Success:
+                while KVPoll.Failed < rank.manager.request_status[100] < KVPoll.Success:
                     time.sleep(0.001)
                 sender.abort()
         elif rank.rank or sender.curr_idx:  # SGLang's ABORT of decode's ends these ranks' half
@@ -70,8 +70,8 @@ def aborted(shape: str, stage: str, **special: Any) -> Outcome:
     requests = Request(12, chunk_pages=1), Request(9), Request(11, chunk_pages=1)
     case = Case(prefill, decode, target, requests=requests, rounds=((0,), (1,), (2,)))
     faults = dict.fromkeys(ranks_of(case), hold) if stage in HELD else {}
-    more = Special(faults, send=send_or_abort, rooms=[100, 100, 101], pause=1, **special)
-    outcome = run(replace(case, special=more))
+    more = {"faults": faults, "send": send_or_abort, "rooms": [100, 100, 101], **special}
+    outcome = run(replace(case, special=Special(pause=1, **more)))
     assert [w for w in outcome.wrong if not any(name in w for name in GONE)] == []
     assert all(report.status[1:] == ["success"] * 2 for report in outcome.decode)
     assert all(2 not in report.cold for report in outcome.decode)
@@ -87,7 +87,8 @@ def test_decode_fails_with_prefill(shape: str, stage: str, monkeypatch: pytest.M
     outcome = aborted(shape, stage)
     ended = "success" if stage == "target done" else "failed"
     assert {report.status[0] for report in outcome.decode} == {ended}
-    assert (ABORTED in outcome.reasons) == (ended == "failed")
+    for report in outcome.decode:
+        assert [ABORTED in reason for reason in report.reasons] == [True] * (ended == "failed")
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
@@ -96,9 +97,9 @@ def test_without_deferred_release_decode_waits(side: str, monkeypatch: pytest.Mo
     for name, seconds in TIMEOUTS.items():
         monkeypatch.setenv(name, seconds)
     off = {(side, 0): lambda _: os.environ.update({DEFERRED: "0"})}
-    outcome = aborted(
-        "MLA 1 to 2" if side == "prefill" else "MLA 2 to 1", "between chunks", before=off
-    )
+    shape = "MLA 1 to 2" if side == "prefill" else "MLA 2 to 1"  # one rank on that side
+    rooms = [100, 101, 102]  # decode's late ABORT would be another request's
+    outcome = aborted(shape, "between chunks", before=off, rooms=rooms)
     assert f"timed out after {WAITING_S}." in outcome.reasons
 
 
