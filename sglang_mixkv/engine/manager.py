@@ -25,6 +25,7 @@ from sglang_mixkv.engine.draft_pool import clear_retracted, draft_is_left_out
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.engine.rank import RankContext
 from sglang_mixkv.engine.releases import sglang_version
+from sglang_mixkv.engine.sender import ABORTED
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import PrefillWorker
 
@@ -44,6 +45,7 @@ class DraftManager:
     pp_rank: int | None
     pp_size: int | None
     prefill_info_table: dict[str, Any]
+    enable_deferred_decode_kv_release: bool
 
     def __init__(
         self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False, **more: Any
@@ -131,6 +133,13 @@ class DraftManager:
             pool = self.connection_pool  # type: ignore[attr-defined]
             for key in [key for key in pool if key.startswith(f"{address}_")]:
                 del pool[key]
+
+    def apply_prefill_status(self, *, failure_reason: str | None = None, **status: Any) -> None:
+        """An abort on prefill may come while SGLang still writes. Where its deferred release is off
+        here, the pages would be free at once, and the write another request's: it is ignored."""
+        if failure_reason == ABORTED and not self.enable_deferred_decode_kv_release:
+            return
+        super().apply_prefill_status(failure_reason=failure_reason, **status)  # type: ignore[misc]
 
     def retracted(self, table: Any, request: Any) -> None:
         """SGLang has filled the target's rows of a request that it had retracted; the drafter's are

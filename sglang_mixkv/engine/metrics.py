@@ -230,13 +230,13 @@ def reporter(side: str) -> Reporter:
 def _labels(side: str) -> dict[str, str]:
     """The labels of SGLang's own scheduler series on this rank (SchedulerMetricsCollector.
     init_new), so that both join; without `priority`, which is a request's."""
-    from sglang.srt.disaggregation.utils import DisaggregationMode
-    from sglang.srt.runtime_context import get_observability, get_parallel, get_serving
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.runtime_context import get_observability, get_parallel, get_server_args
 
     parallel = get_parallel()
     found = {
-        "model_name": get_serving().served_model_name,
-        "engine_type": DisaggregationMode.to_engine_type(side),
+        "model_name": resolved_view(get_server_args()).served_model_name,
+        "engine_type": side,
         "tp_rank": parallel.tp_rank,
         "pp_rank": parallel.pp_rank,
         "moe_ep_rank": parallel.moe_ep_rank,

@@ -47,13 +47,15 @@ OVERRIDDEN = (
          ("url", "payload")),
     Seam(f"{_MANAGER}.try_ensure_parallel_info", "waits for the facts and connections of prefill",
          ("bootstrap_addr",)),
+    Seam(f"{_MANAGER}.apply_prefill_status", "ignores an abort on prefill without deferred release",
+         ("failure_reason",)),
     Seam(f"{_SENDER}.init", "begins a room", ("num_kv_indices",)),
     Seam(f"{_SENDER}.send", "hands a chunk to the channel, too", ("kv_indices",)),
     Seam(f"{_SENDER}.poll", "Success once everything is packed"),
     Seam(f"{_SENDER}.failure_exception", "ends a room"),
     Seam(f"{_SENDER}.pop_decode_prefix_len", "the number of the first token that is sent"),
     Seam(f"{_SENDER}.clear", "ends a room"),
-    Seam(f"{_SENDER}.abort", "ends a room"),
+    Seam(f"{_SENDER}.abort", "ends a room, and notifies decode"),
     Seam(f"{_RECEIVER}.init", "refuses a prefill server before its metadata", ("prefill_dp_rank",)),
     Seam(f"{_RECEIVER}.send_metadata", "opens a room behind SGLang's message",
          ("kv_indices", "decode_prefix_len")),
@@ -67,6 +69,8 @@ OVERRIDDEN = (
 CALLED = (
     Seam(f"{_BOOTSTRAP}._is_ready", "no rows before all ranks have registered"),
     Seam(f"{_MANAGER}.record_failure", "why a request fails", ("bootstrap_room", "failure_reason")),
+    Seam(f"{_MANAGER}.conclude_failure", "decode is notified of an abort on prefill",
+         ("bootstrap_room", "failure_reason")),
     Seam(f"{_RECEIVER}.ensure_abort_notified", "prefill is notified of a request that fails here"),
     Seam("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "checks at start",
          ("name",)),
@@ -75,13 +79,10 @@ CALLED = (
     Seam("sglang.srt.arg_groups.overrides:resolved_view", "what flags became", ("server_args",)),
     Seam("sglang.srt.configs.model_config:ModelConfig.from_server_args", "KV heads of a model",
          ("server_args", "model_path", "model_revision", "is_draft_model")),
-    Seam("sglang.srt.disaggregation.utils:DisaggregationMode.to_engine_type", "a metrics label",
-         ("mode",)),
     Seam("sglang.srt.plugins.hook_registry:HookRegistry.register", "hooks",
          ("target", "hook", "hook_type")),
     *(Seam(f"{_CONTEXT}:{name}", "this process's configuration") for name in (
-        "get_disagg", "get_observability", "get_parallel", "get_server_args",
-        "get_serving", "get_spec")),
+        "get_disagg", "get_observability", "get_parallel", "get_server_args", "get_spec")),
 )
 # fmt: on
 SEAMS = (*HOOKED, *OVERRIDDEN, *CALLED)

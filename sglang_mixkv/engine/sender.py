@@ -13,6 +13,8 @@ from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
+ABORTED = "Aborted by prefill."
+
 
 class DraftSender:
     """Mixed into CommonKVSender. `handle`: None on a rank without draft KV, or before init. Of
@@ -80,7 +82,27 @@ class DraftSender:
 
     def abort(self) -> None:
         self._end("aborted on prefill")
+        try:
+            self._notify_decode()
+        except Exception:  # decode waits for its timeout, as it does without the plugin
+            logger.exception("[MIXKV-SELF-01] decode is not notified of an abort")
         super().abort()  # type: ignore[misc]
+
+    def _notify_decode(self) -> None:
+        """By SGLang's own message for failures, which its abort() does not send: decode and client
+        would wait for SGLANG_DISAGGREGATION_WAITING_TIMEOUT, 300 s.
+
+        A room that SGLang has concluded is left alone. After Success decode goes on with the
+        request. After Failed decode was notified, or must not be, since NIXL could not say that its
+        writes have ended (transfer_worker in nixl/conn.py). Decode ranks whose metadata has not
+        come are not known here, and wait.
+        """
+        manager = self.kv_mgr
+        concluded = (None, KVPoll.Success, KVPoll.Failed)
+        if manager.request_status.get(self.bootstrap_room) in concluded:
+            return
+        if hasattr(manager, "conclude_failure") and manager.enable_deferred_decode_kv_release:
+            manager.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=ABORTED)
 
     def failure_exception(self) -> None:
         self._end("failed on prefill")

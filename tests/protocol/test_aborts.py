@@ -1,0 +1,128 @@
+"""An abort on prefill ends the request on decode, at each stage; what follows is right.
+
+SGLang's timeouts are longer than the ring waits: a request of which decode is not notified is stuck
+here. Afterwards the same room number is used again, and then another one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import time
+from dataclasses import replace
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rig.faults import GONE, TIMEOUTS, WAITING_S
+from rig.model import Cache, Case, Request
+from rig.rank import Rank, send
+from rig.ring import Outcome, ranks_of, run
+from rig.special import Special
+from rig.stages import Stop, hold_in_decode, hold_in_prefill
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+from sglang_mixkv.engine.sender import ABORTED, DraftSender
+
+SHAPES = {
+    "MLA 2 to 1": (2, 1, Cache("mla", layers=2, k_bytes=24)),
+    "MLA 1 to 2": (1, 2, Cache("mla", layers=2, k_bytes=24)),
+    "GQA 2 to 1": (2, 1, Cache("mha", layers=2, heads=2)),
+}
+HELD = "ready", "reading", "read", "copying"  # of the first chunk's draft KV
+CHUNKS = {"before the first chunk": 0, "between chunks": 1, "target done": 3}
+DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
+
+
+def aborted(shape: str, stage: str, **special: Any) -> Outcome:
+    stop = Stop(mp.get_context("fork"))
+
+    def hold(rank: Rank) -> None:
+        if rank.side == "decode":
+            hold_in_decode(rank.manager.decode_channel, stop, lambda _: True)
+        else:
+            hold_in_prefill(rank.manager.prefill_channel, stop, lambda _: True)
+
+    def send_or_abort(rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
+        if sender.ring_number:
+            send(rank, sender, chunk, state)
+        elif stage in CHUNKS:
+            if sender.curr_idx == CHUNKS[stage]:
+                sender.abort()
+                return
+            send(rank, sender, chunk, state)
+            if sender.curr_idx == CHUNKS[stage] == 3:
+                while KVPoll.Failed < rank.manager.request_status[100] < KVPoll.Success:
+                    time.sleep(0.001)
+                sender.abort()
+        elif rank.rank or sender.curr_idx:  # SGLang's ABORT of decode's ends these ranks' half
+            send(rank, sender, chunk, state)
+        else:
+            acts = Thread(target=stop.act, args=(stage, sender.abort))
+            acts.start()
+            while stop._stage.value < 0:
+                time.sleep(0.001)
+            send(rank, sender, chunk, state)
+            acts.join()
+
+    prefill, decode, target = SHAPES[shape]
+    requests = Request(12, chunk_pages=1), Request(9), Request(11, chunk_pages=1)
+    case = Case(prefill, decode, target, requests=requests, rounds=((0,), (1,), (2,)))
+    faults = dict.fromkeys(ranks_of(case), hold) if stage in HELD else {}
+    more = {"faults": faults, "send": send_or_abort, "rooms": [100, 100, 101], **special}
+    outcome = run(replace(case, special=Special(pause=1, **more)))
+    assert [w for w in outcome.wrong if not any(name in w for name in GONE)] == []
+    assert all(report.status[1:] == ["success"] * 2 for report in outcome.decode)
+    assert all(2 not in report.cold for report in outcome.decode)
+    return outcome
+
+
+@pytest.mark.transports(1)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("stage", [*CHUNKS, *HELD])
+def test_decode_fails_with_prefill(shape: str, stage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for of in "WAITING", "BOOTSTRAP":
+        monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{of}_TIMEOUT", "90")
+    outcome = aborted(shape, stage)
+    ended = "success" if stage == "target done" else "failed"
+    assert {report.status[0] for report in outcome.decode} == {ended}
+    for report in outcome.decode:
+        assert [ABORTED in reason for reason in report.reasons] == [True] * (ended == "failed")
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_without_deferred_release_decode_waits(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On either side: its pages would be another request's while prefill may write to them."""
+    for name, seconds in TIMEOUTS.items():
+        monkeypatch.setenv(name, seconds)
+    off = {(side, 0): lambda _: os.environ.update({DEFERRED: "0"})}
+    shape = "MLA 1 to 2" if side == "prefill" else "MLA 2 to 1"  # one rank on that side
+    rooms = [100, 101, 102]  # decode's late ABORT would be another request's
+    outcome = aborted(shape, "between chunks", before=off, rooms=rooms)
+    assert f"timed out after {WAITING_S}." in outcome.reasons
+
+
+@pytest.mark.parametrize("status", [None, KVPoll.Success, KVPoll.Failed, KVPoll.Transferring])
+@pytest.mark.parametrize("release", ["has the message", "lacks it", "raises"])
+def test_what_abort_does(status: Any, release: str) -> None:
+    did = []
+
+    class Stock:
+        def abort(self) -> None:
+            did.append("abort")
+
+    class Sender(DraftSender, Stock):
+        bootstrap_room = 7
+        kv_mgr = SimpleNamespace(request_status={7: status}, enable_deferred_decode_kv_release=True)
+
+    def conclude_failure(**_: Any) -> None:
+        did.append("message")
+        if release == "raises":
+            raise OSError
+
+    if release != "lacks it":
+        Sender.kv_mgr.conclude_failure = conclude_failure
+    Sender().abort()
+    notified = status == KVPoll.Transferring and release != "lacks it"
+    assert did == ["message"] * notified + ["abort"]
