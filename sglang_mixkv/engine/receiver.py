@@ -19,7 +19,9 @@ logger = logging.getLogger(f"sglang.{__name__}")
 
 class DraftReceiver:
     """Mixed into CommonKVReceiver. `handle`: None before send_metadata, and for a request that
-    needs no room.
+    needs no room. `is_send_target`: of each rank in `bootstrap_infos`, whether target KV comes from
+    it; `required_target_responses`: from how many; `required_draft_responses`: from how many draft
+    heads are read.
 
     Of SGLang's statuses Success is changed to Transferring while draft KV is awaited, and to
     Failed where rows could not even be cleared. `init` fails requests to a refused server.
@@ -27,6 +29,9 @@ class DraftReceiver:
 
     handle: ReceiveHandle | None = None
     plan: Plan | None = None
+    is_send_target: tuple[bool, ...] = ()
+    required_target_responses = 0
+    required_draft_responses = 0
     kv_mgr: Any  # a DraftManager (manager.py)
     bootstrap_room: int
     bootstrap_addr: str
@@ -51,12 +56,14 @@ class DraftReceiver:
 
     def _take(self, plan: Plan) -> None:
         """Raises MixKVError where SGLang counts this request's answers otherwise."""
-        self.plan, sending = plan, sum(plan.is_send_target)
-        if sending != self.required_prefill_response_num:
+        self.plan, self.is_send_target = plan, plan.is_send_target
+        self.required_target_responses = sum(plan.is_send_target)
+        self.required_draft_responses = sum(bool(source.heads) for source in plan.sources)
+        if self.required_target_responses != self.required_prefill_response_num:
             raise refuse(
                 "MIXKV-PAIR-05",
                 "the target from as many prefill ranks as SGLang waits for",
-                f"{sending} ranks that send it, and "
+                f"{self.required_target_responses} ranks that send it, and "
                 f"required_prefill_response_num {self.required_prefill_response_num}",
                 "the request would end before its KV is there, or never",
                 "Report this with the flags of both servers",
@@ -87,7 +94,7 @@ class DraftReceiver:
             end=first + len(pages) * page_size if local.draft else first,
             cold=plan.cold,
             version=plan.version,
-            required_targets=sum(plan.is_send_target),
+            required_targets=self.required_target_responses,
             page_size=page_size,
         )
         self.handle = handle
