@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from rig.books import wrong_books
 
-from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, fail
+from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Fail, Open, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
@@ -104,6 +104,17 @@ def test_a_request_that_came_leaves_nothing_behind(monkeypatch: pytest.MonkeyPat
     assert of(pev.Send, rooms.handle(pev.Received(connection, late), 0.0)) == []
     refused = of(pev.Send, rooms.handle(opened(23, room=4), 0.0))
     assert [one.message.code for one in refused] == ["full"]
+
+
+def test_of_readers_that_wait_the_newest_is_the_requests() -> None:
+    """The other one's request has never come: its decode server has died."""
+    rooms = prefill()
+    rooms.handle(opened(10, OTHER), 0.0)
+    rooms.handle(opened(11), 1.0)
+    rooms.handle(pev.Begin(0, ROOM), 1.0)
+    (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(0, 0, 8, last=True), 1.0))
+    (send,) = of(pev.Send, rooms.handle(pev.Packed(pack.job), 1.0))
+    assert send.message.generation == 11
 
 
 def test_a_generation_names_one_part() -> None:
@@ -224,6 +235,18 @@ def test_a_doubled_ready_is_not_acknowledged_while_the_first_is_read() -> None:
     assert not of(dev.Send, rooms.handle(ready(), 0.2))
     acks = of(dev.Send, rooms.handle(dev.ReadEnded(read.read), 0.3))
     assert [send.message for send in acks] == [Ack(((0, 99),))]
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_fail_names_its_reader_to_a_peer_that_has_not_answered(answered: bool) -> None:
+    """To one that has, it would end the next request of this number too."""
+    rooms = decode()
+    rooms.handle(room(), 0.0)
+    if answered:
+        rooms.handle(ready(), 0.0)
+    sent = [send.message for send in of(dev.Send, rooms.handle(dev.CloseRoom(10, "failed"), 0.1))]
+    (found,) = [message for message in sent if isinstance(message, Fail)]
+    assert found.reader == (None if answered else READER)
 
 
 def test_more_slots_than_an_ack_holds_are_all_acknowledged() -> None:
