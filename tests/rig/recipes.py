@@ -177,11 +177,6 @@ RECIPES = (
           "--tp-size 16",
           needs=True, why="over other rows and beyond the pool", share=1.0,
           found=("hicache-storage-backend with a drafter is not",)),
-    _pair("k3 with a staging buffer", f"SGLANG_DISAGG_STAGING_BUFFER=1 {K3}", "--tp-size 8",
-          "--tp-size 16",
-          needs=True, why="over other rows and beyond the pool", share=1.0,
-          found=(r"prefill: SGLANG_DISAGG_STAGING_BUFFER=1 with an MLA target .* unset it",
-                 r"decode: SGLANG_DISAGG_STAGING_BUFFER=1 with an MLA target .* unset it")),
     # Kimi-K2.5 with DFLASH, and both spellings of DP-attention.
     _pair("k2.5 dflash tp8 to attn-dp8", K25, "--tp-size 8",
           "--tp-size 8 --attn-dp-size 8 --enable-dp-lm-head",
