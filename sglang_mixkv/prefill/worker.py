@@ -209,7 +209,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
         assert isinstance(job.handle, SendHandle)
         pages, gate = job.pages.on(self._device), job.handle.gate
         what = self._device.job(pages, job.offset, job.count, job.heads, job.slot, job.stamp)
-        return DeviceJob(gate, "pack", what)
+        return DeviceJob(gate, self._device.start_pack, what)
 
     def _copied(self, job: ev.PackJob, found: Any, seconds: float) -> ev.Packed:
         if found is None:
