@@ -1,4 +1,4 @@
-"""Copies between a pool and slots, started and asked for as reads are. None waits in `start`.
+"""Copies between a pool and slots: `start` begins them, `ended` reports those that have ended.
 
 Both classes have the same methods. `done`: true where a job has ended. `polled`: whether something
 is in flight whose end wakes nobody. `ended`: the machine's events of the jobs that have ended since

@@ -106,7 +106,7 @@ class Links:
             self._store.plane.forget(link.memory)
 
     def add(self, link: Link) -> None:
-        """In the place of an earlier one to the same peer."""
+        """Add a link, in the place of an earlier one to the same peer."""
         self.drop(link.peer)
         self._links[link.peer] = self._of_dealer[link.dealer] = link
         self.poller.register(link.dealer)

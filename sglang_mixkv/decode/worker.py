@@ -36,7 +36,7 @@ logger = logging.getLogger(f"sglang.{__name__}")
 class ReceiveHandle:
     """One request of a receiver, between the scheduler and the channel. `pages`: of `page_size`
     tokens, the draft pool's, from `opened.first_token` on; they are written while `gate` is open.
-    `event`: with `query() -> bool`, or None. `prefill`: its server's bootstrap address. `state`,
+    `event`: behind an earlier forward, or None. `prefill`: its server's bootstrap address. `state`,
     `reason`: the channel's verdict. `request`: SGLang's, once the queue has handed it over."""
 
     request: Any = None
@@ -97,7 +97,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         self._inlet.put(link)
 
     def drop(self, peer: ev.Peer) -> None:
-        """Its socket and what the data plane has of it. Rooms that still wait for rows of it are
+        """Close its socket and its connection in the data plane. Rooms that wait for its rows go
         cold: its server is gone, so that waiting for the deadline would gain nothing."""
         self._inlet.put(Drop(peer))
 

@@ -40,7 +40,7 @@ DRAIN = 2.0  # a rank that stops waits so long for slots that nobody has read
 
 class SendHandle:
     """One sender's request, between the scheduler and the channel. Its pages are read while `gate`
-    is open. `settled`: the channel's word; `bytes`: of draft KV that were packed."""
+    is open. `settled`: the channel packs no more of it; `bytes`: of draft KV, packed."""
 
     def __init__(self, room: int) -> None:
         self.room, self.gate = room, Gate()
