@@ -104,7 +104,7 @@ class Worker(ABC, Generic[Event, Action]):
                     self._reporter.ticked()
                 self._act()
         except Exception:
-            logger.exception("[MIXKV-SELF-01] the draft channel of this rank ends")
+            logger.exception("[MIXKV-SELF-01] the channel ends; drafters are cold until a restart")
         finally:
             self._broken.set()
 
