@@ -168,7 +168,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         except Exception as error:
             handle.reason, handle.state = repr(error), ev.State.FAILED
 
-    def shut(self) -> None:
+    def stop(self) -> None:
         self._stop()
         self._links.close()
         self._inlet.close()

@@ -127,7 +127,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
             hurry = bool(reason) or not handle.settled
             self._inlet.put(ev.End(handle, reason), wake=hurry)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Serve the slots that are offered, for a moment, and end the threads."""
         deadline = time.monotonic() + DRAIN
         while self._slots.offered and time.monotonic() < deadline:
