@@ -24,7 +24,7 @@ from sglang_mixkv.decode.events import Peer
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.facts import Row
-from sglang_mixkv.engine.asking import Rows, fetch
+from sglang_mixkv.engine.prefill_http import Rows, fetch
 from sglang_mixkv.engine.refused import RefusedRequests
 from sglang_mixkv.errors import MixKVError
 
