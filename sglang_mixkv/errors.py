@@ -1,4 +1,4 @@
-"""What the plugin refuses, fails or warns with: a code, and a text that can be reworded.
+"""Errors of the plugin: a code that stays, and a text that can be reworded.
 
 An operator looks a code up in docs/troubleshooting.md, which has an entry for each: what it
 means, and what to do. Two texts share a code where the operator would do the same about both.

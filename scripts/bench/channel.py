@@ -182,8 +182,8 @@ class Pair:
         return first, second
 
     def close(self) -> None:
-        self.decode.shut()
-        self.prefill.close()
+        self.decode.stop()
+        self.prefill.stop()
 
 
 def control_plane(slots: int, repeats: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ from sglang_mixkv.decode.transfer import Room
 from sglang_mixkv.draft import facts
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
-from sglang_mixkv.engine import asking, bootstrap
+from sglang_mixkv.engine import bootstrap, prefill_http
 from sglang_mixkv.errors import MixKVError
 
 BASE, SLOT_BYTES, SLOTS = 1 << 20, 4096, 8
@@ -58,7 +58,7 @@ def row(data: bytes) -> None:
         assert kept is None or len(kept) <= facts.MAX_ROW_BYTES
     for body in (data, b'{"rows":[%b]}' % data):
         with suppress(MixKVError):
-            rows = asking.read_rows(body)
+            rows = prefill_http.read_rows(body)
             infos = [{"rank_ip": ip, "rank_port": port, "is_dummy": False} for ip, port in rows]
             cold, _ = judge(rows.values(), OWN, serve_mismatch=True)
             plan = make_plan(infos, rows, OWN, cold)

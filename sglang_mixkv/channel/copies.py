@@ -1,4 +1,4 @@
-"""Copies between a pool and slots, started and asked for as reads are. None waits in `start`.
+"""Copies between a pool and slots: `start` begins them, `ended` reports those that have ended.
 
 Both classes have the same methods. `done`: true where a job has ended. `polled`: whether something
 is in flight whose end wakes nobody. `ended`: the machine's events of the jobs that have ended since
@@ -26,18 +26,19 @@ AT_ONCE = 256 << 10
 class HostCopies:
     """One thread copies, since a copy in host memory takes a core for as long as it lasts.
 
-    `run`: makes one copy, through its request's gate, and the event of its end; it raises nothing.
-    `size`: bytes of a job. `wake`: called from the thread once a job has ended. `begin`: once, in
-    the thread.
+    `copy`: makes one copy, through its request's gate, and the event of its end; it raises nothing.
+    `size_of`: bytes of a job. `wake`: called from the thread once a job has ended. `use_device`:
+    called once, in the thread.
     """
 
     polled = False
 
     def __init__(
-        self, name: str, run: Callable[[Any], Any], size: Callable[[Any], int],
-        wake: Callable[[], None], begin: Callable[[], None],
+        self, name: str, copy: Callable[[Any], Any], size_of: Callable[[Any], int],
+        wake: Callable[[], None], use_device: Callable[[], None],
     ) -> None:  # fmt: skip
-        self._do, self._size, self._wake, self._begin = run, size, wake, begin
+        self._copy, self._size_of = copy, size_of
+        self._wake, self._use_device = wake, use_device
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.done: deque[Any] = deque()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -45,8 +46,8 @@ class HostCopies:
 
     def start(self, jobs: Sequence[Any]) -> None:
         for job in jobs:
-            if self._size(job) <= AT_ONCE:
-                self.done.append(self._do(job))
+            if self._size_of(job) <= AT_ONCE:
+                self.done.append(self._copy(job))
             else:
                 self._work.put(job)
 
@@ -65,18 +66,18 @@ class HostCopies:
         self._thread.join(2)
 
     def _run(self) -> None:
-        self._begin()
+        self._use_device()
         while (job := self._work.get()) is not None:
-            self.done.append(self._do(job))
+            self.done.append(self._copy(job))
             self._wake()
 
 
 class DeviceJob(NamedTuple):
-    """`gate`: of its request. `kind`: which of the device's functions starts it; `what`: its own
-    form of the job."""
+    """`gate`: of its request. `start`: the function of GpuRows that starts a batch of such jobs;
+    `what`: the job as that function takes it."""
 
     gate: Gate
-    kind: str
+    start: Callable[[list[Any]], Any]
     what: Any
 
 
@@ -84,7 +85,7 @@ class DeviceCopies:
     """Copies on a GPU (draft/rows_gpu.py), started and asked for by the channel's thread.
 
     `device`: GpuRows. `prepare`: the job as the device takes it; may raise, and the job fails.
-    `finish`: the event of a job's end, from what the device has found, None where its gate was
+    `copied`: the event of a job's end, from what the device has found, None where its gate was
     closed, or an exception; and its share of its batch's seconds.
     """
 
@@ -94,9 +95,9 @@ class DeviceCopies:
         self,
         device: Any,
         prepare: Callable[[Any], DeviceJob],
-        finish: Callable[[Any, Any, float], Any],
+        copied: Callable[[Any, Any, float], Any],
     ) -> None:
-        self._device, self._prepare, self._finish = device, prepare, finish
+        self._device, self._prepare, self._copied = device, prepare, copied
         self._waiting: deque[tuple[Any, DeviceJob]] = deque()
         self._flying: deque[tuple[Any, list[tuple[Any, DeviceJob]], float]] = deque()
         self._ended: list[Any] = []
@@ -130,19 +131,19 @@ class DeviceCopies:
         return found
 
     def _end(self, job: Any, found: Any, seconds: float) -> None:
-        self._ended.append(self._finish(job, found, seconds))
+        self._ended.append(self._copied(job, found, seconds))
 
     def _launch(self) -> None:
         """Batches of one kind, as long as the device takes some."""
         while self._waiting and self._device.can_start:
-            kind, batch = self._waiting[0][1].kind, list[tuple[Any, DeviceJob]]()
+            start, batch = self._waiting[0][1].start, list[tuple[Any, DeviceJob]]()
             while self._waiting and len(batch) < self._device.most:
-                if self._waiting[0][1].kind != kind:
+                if self._waiting[0][1].start != start:
                     break
                 batch.append(self._waiting.popleft())
-            self._start(kind, batch)
+            self._start(start, batch)
 
-    def _start(self, kind: str, batch: list[tuple[Any, DeviceJob]]) -> None:
+    def _start(self, start: Callable[[list[Any]], Any], batch: list[tuple[Any, DeviceJob]]) -> None:
         began, started = time.perf_counter(), list[tuple[Any, DeviceJob]]()
 
         def launch(is_open: list[bool]) -> Any:
@@ -151,7 +152,6 @@ class DeviceCopies:
                     started.append(one)
                 else:
                     self._end(one[0], None, 0.0)
-            start = getattr(self._device, f"start_{kind}")
             return start([device_job.what for _, device_job in started]) if started else None
 
         try:

@@ -7,7 +7,7 @@ A rank has one, over a transfer engine of its own beside SGLang's. Its lifetime:
     mend(peer)                  the same, after a read that failed
     start(tag, peer, extents)   in the channel's thread: one transfer, of many slots
     ended() -> [(tag, error)]   in the channel's thread, again and again
-    forget(peer)                a user has done with it
+    forget(peer)                one user of it is done
     close()
 
 `start`, `ended` and `forget` never block and never raise. Neither backend calls back, so whoever
@@ -88,8 +88,8 @@ class Peer:
 
 
 class Read:
-    """`error`: None while bytes may land, then "" where all are there, or why not. Asked for by the
-    thread that started it alone. `failed`: why it will have failed when it ends."""
+    """`error`: None while bytes may land, then "" where all are there, or why not. Only the
+    thread that started it asks for its end. `failed`: the error that it will end with."""
 
     def __init__(self, peer: Peer, tag: Any = None) -> None:
         self.peer, self.tag = peer, tag
@@ -99,7 +99,7 @@ class Read:
 
 
 class DataPlane(ABC):
-    """It does not call back, so `ended` has to be asked again and again."""
+    """It has no callbacks, so `ended` has to be called again and again."""
 
     name: str
 
@@ -239,7 +239,7 @@ class DataPlane(ABC):
     # -- peers
 
     def _take(self, endpoint: bytes, until: float) -> Peer:
-        """With one more user. One that is gone is waited for."""
+        """The endpoint's peer, with one more user. Waits for a former one to be released."""
         while True:
             self._sweep()
             with self._lock:
@@ -286,8 +286,8 @@ class DataPlane(ABC):
         return read.error == ""
 
     def _sweep(self) -> None:
-        """Probes that a `connect` left running have nobody else to ask for their ends. They are one
-        thread's while it asks: what ends may let go of its peer, which takes the lock."""
+        """Ask for the ends of probes that a `connect` left running: nobody else does. The lock is
+        not held meanwhile: a probe that ends may release its peer, which takes the lock."""
         with self._lock:
             probes, self._probes = self._probes, []
         running = [read for read in probes if not self._has_ended(read)]
@@ -295,7 +295,7 @@ class DataPlane(ABC):
             self._probes += running
 
     def _let_go(self, peer: Peer) -> None:
-        """Of a peer that is gone, as soon as nothing of it is in flight."""
+        """Release a peer that is gone, as soon as none of its reads is in flight."""
         if not peer.gone or peer.reads or not peer.connecting.acquire(blocking=False):
             return
         try:
@@ -304,7 +304,7 @@ class DataPlane(ABC):
             try:
                 self._drop(peer)
             except Exception:
-                logger.warning("[MIXKV-MSG-02] %s: a peer stays", self.name, exc_info=True)
+                logger.warning("[MIXKV-MSG-02] %s: a peer is retained", self.name, exc_info=True)
             with self._lock:
                 self._peers.pop(peer.key, None)
         finally:

@@ -50,7 +50,7 @@ class Gate:
                 self._changed.notify_all()
 
     def ended(self, ticket: Ticket) -> None:
-        """Of copies that `start_behind` has started."""
+        """Forget a ticket of `start_behind`: its copies have ended."""
         with self._changed:
             self._tickets.pop(ticket, None)
 
@@ -82,9 +82,9 @@ def start_behind(
     gates: Iterable[Gate], start: Callable[[list[bool]], Ticket | None]
 ) -> Ticket | None:
     """Start copies of several requests on a device. `start` gets for each gate whether it is open,
-    and starts the copies of those alone; None: it has started nothing. That gates are looked at,
-    and that they know of the ticket, is one step under all of their locks: a gate that closes waits
-    for the ticket, or the copies were not started."""
+    and starts the copies of those alone; None: it has started nothing. Looking at
+    the gates and adding the ticket to them is one step under all of their locks: a gate that closes
+    waits for the ticket, or the copies were not started."""
     gates = list(gates)
     with ExitStack() as stack:
         for gate in dict.fromkeys(gates):

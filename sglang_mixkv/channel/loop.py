@@ -39,8 +39,8 @@ class Worker(ABC, Generic[Event, Action]):
     failed: Any
 
     def __init__(self, machine: Any, poller: Poller, reporter: Reporter, slowest: float) -> None:
-        """`slowest`: seconds after SGLang's own transfer in which the channel has come to an end
-        with a request; then SGLang's scheduler does it."""
+        """`slowest`: seconds after SGLang's own transfer within which the channel decides a
+        request; after these SGLang's scheduler decides it."""
         self._machine, self._reporter, self._slowest = machine, reporter, slowest
         self._poll = AdaptivePoll(poller, TICK)
         self._inlet: Inlet[Any] = Inlet()
@@ -74,7 +74,7 @@ class Worker(ABC, Generic[Event, Action]):
 
     @abstractmethod
     def _begin(self) -> None:
-        """Once, in this thread."""
+        """Called once, in this thread."""
 
     @abstractmethod
     def _outstanding(self) -> bool:
@@ -82,7 +82,7 @@ class Worker(ABC, Generic[Event, Action]):
 
     @abstractmethod
     def _look(self, ready: list[Any]) -> Iterable[Event]:
-        """What has come. `ready`: sockets with messages."""
+        """The events that have come. `ready`: sockets with messages."""
 
     @abstractmethod
     def _do(self, action: Action) -> None: ...
@@ -104,12 +104,12 @@ class Worker(ABC, Generic[Event, Action]):
                     self._reporter.ticked()
                 self._act()
         except Exception:
-            logger.exception("[MIXKV-SELF-01] the draft channel of this rank ends")
+            logger.exception("[MIXKV-SELF-01] the channel ends; drafters are cold until a restart")
         finally:
             self._broken.set()
 
     def _take(self, events: Iterable[Event]) -> None:
-        """What raises is the loss of one event, or of the rest of one look; it ends no channel."""
+        """An exception costs one event, or the rest of one look, and does not end the channel."""
         found, event = iter(events), None
         while True:
             try:
@@ -125,7 +125,7 @@ class Worker(ABC, Generic[Event, Action]):
         """Give it to the machine."""
 
     def _act(self) -> None:
-        """Small copies are made at once, and what follows from them too."""
+        """Carry out actions. Small copies are made at once, and so is what follows from them."""
         while True:
             for action in self._machine.actions():
                 try:
@@ -150,11 +150,11 @@ class Worker(ABC, Generic[Event, Action]):
 
     @abstractmethod
     def _size_of(self, job: Any) -> int:
-        """Bytes."""
+        """How many bytes the job copies."""
 
     @abstractmethod
     def _run_on_host(self, job: Any) -> Any:
-        """What was found, a SlotCheck."""
+        """Make the copy; returns a SlotCheck."""
 
     @abstractmethod
     def _prepare(self, job: Any) -> DeviceJob:
@@ -162,10 +162,10 @@ class Worker(ABC, Generic[Event, Action]):
 
     @abstractmethod
     def _copied(self, job: Any, found: Any, seconds: float) -> Event:
-        """Its end. `found`: a SlotCheck, None where its gate was closed, or an exception."""
+        """The event of its end. `found`: a SlotCheck, an exception, or None from a closed gate."""
 
     def _copy(self, job: Any) -> Event:
-        """In host memory, through the gate of its request."""
+        """Copy in host memory, through the gate of its request."""
         gate, started = job.handle.gate, time.perf_counter()
         if not gate.enter():
             return self._copied(job, None, 0.0)

@@ -84,7 +84,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
     Segments are numbered from 0 and follow each other in the prompt without a gap: those of this
     list begin with number `segment`, at token `first_token`. `last`: no more come after them. The
-    list is empty where the end of a chunk only told that none come.
+    list is empty where only the end of a chunk showed that none come.
     """
 
     room: Room

@@ -1,4 +1,4 @@
-"""Which data plane a rank takes, and why: one rule, for ranks and for the doctor."""
+"""Chooses and makes the data plane of a rank; the doctor chooses by the same rule."""
 
 from __future__ import annotations
 

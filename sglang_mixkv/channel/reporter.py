@@ -1,4 +1,4 @@
-"""What a channel reports, to an object that counts and logs it."""
+"""The interface through which a channel reports; engine/metrics.py has what counts and logs it."""
 
 from __future__ import annotations
 

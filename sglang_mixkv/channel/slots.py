@@ -1,4 +1,4 @@
-"""Who uses which slot of a rank's staging buffer. Bookkeeping alone: no memory, no I/O.
+"""Who uses which slot of a rank's staging buffer, and who gets the next one. No memory, no I/O.
 
     FREE --take--> TAKEN --offer--> OFFERED --acknowledge, expire--> FREE
                      +----free----> FREE
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def slot_bytes(staging_mb: int) -> int:
-    """Of each slot of a rank's staging buffer: its share of rows, and one page for the header, so
+    """Bytes of each slot of a rank's staging buffer: its share, and one page for the header, so
     that chunks of a power of two fill slots and leave no rest for another."""
     return (staging_mb << 20) // SLOTS // ALIGNMENT * ALIGNMENT + ALIGNMENT
 
@@ -117,7 +117,7 @@ class SlotPool:
         return found
 
     def _late(self, owner: Hashable, now: float) -> int:
-        """How many slots of this owner are."""
+        """How many slots of this owner are late."""
         limit, late = now - self._times.late_ack, 0
         for slot, (since, _) in self._offered.items():
             if since > limit:
@@ -127,7 +127,7 @@ class SlotPool:
 
 
 class RoundRobin(Generic[T]):
-    """Items of several owners that wait for slots: owners take turns, and so do an owner's items.
+    """Items that wait for slots: round-robin over owners, and over the items of each owner.
     Items are told apart by `==`, and an item that is added twice waits once. `owners`: those with
     an item, and their items."""
 

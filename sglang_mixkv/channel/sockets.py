@@ -1,5 +1,5 @@
-"""What both channel threads need of the operating system: a queue that wakes them, and sockets
-that lose messages in known ways."""
+"""What a channel thread waits for: its queue (Inlet) and its ZMQ sockets, which deliver a message
+within a known time or lose it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which prefill ranks are worth waiting for.
+"""Circuit breakers of prefill ranks: rooms do not wait for a rank that does not deliver.
 
 A rank whose draft KV does not come costs each request the deadline. After three such requests in a
 row its breaker opens: rooms are cold at once, and one room after 1, 2, 4, ... 30 s is a probe. One
@@ -31,10 +31,10 @@ class Breaker:
 
     def __init__(self) -> None:
         self._states: dict[bytes, _State] = {}
-        self._probes: dict[int, list[_State]] = {}  # by generation; each room is withdrawn once
+        self._probes: dict[int, list[_State]] = {}  # by generation; each room releases its own once
 
     def blocked(self, peers: Iterable[bytes], generation: int, now: float) -> bool:
-        """Whether a room that needs all of these must go without. If not, it may be a probe."""
+        """Whether a room that needs all of these must start cold. If not, it may be a probe."""
         states = [s for peer in peers if (s := self._states.get(peer)) is not None and s.is_open]
         if any(state.probe is not None or now < state.until for state in states):
             return True
@@ -65,8 +65,8 @@ class Breaker:
             state.until, state.probe = now + state.wait, None
         return state.is_open and not was_open
 
-    def withdraw(self, generation: int) -> None:
-        """The room ended before it could tell: if it was a probe, another may be."""
+    def release_probe(self, generation: int) -> None:
+        """The room is over: if it was a probe without a result, another room may be one."""
         for state in self._probes.pop(generation, ()):
             if state.probe == generation:
                 state.probe = None

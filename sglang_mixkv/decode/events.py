@@ -1,6 +1,6 @@
-"""What a decode rank's state machine is fed with, and what it asks for in return.
+"""Events that a decode rank's state machine handles, and actions that it asks for.
 
-A room is named by its *generation*: numbers of SGLang's come again, generations do not. A *peer*
+A room is named by its *generation*, since SGLang uses its room numbers again. A *peer*
 is a prefill rank as one prefill server names it: what another server says of the same rank is
 another peer, so that no server can end what another one's facts began. A *read* brings segments
 into slots of this rank; a *job* is one copy from a slot to the pool, or one clearing of rows. A

@@ -106,7 +106,7 @@ class Links:
             self._store.plane.forget(link.memory)
 
     def add(self, link: Link) -> None:
-        """In the place of an earlier one to the same peer."""
+        """Add a link, in the place of an earlier one to the same peer."""
         self.drop(link.peer)
         self._links[link.peer] = self._of_dealer[link.dealer] = link
         self.poller.register(link.dealer)
@@ -189,7 +189,7 @@ class Links:
             link.mending.start()
         except RuntimeError as error:  # no thread can be started: at the next failure then
             self._menders.discard(link.mending)
-            logger.warning("[MIXKV-MSG-02] a connection is not mended: %s", error)
+            logger.warning("[MIXKV-MSG-02] a connection stays broken until the next try: %s", error)
 
     def _connect_again(self, link: Link) -> None:
         assert self._store is not None
@@ -197,7 +197,7 @@ class Links:
             self.use_device()
             self._store.plane.mend(link.memory)
         except (ConnectionError, ValueError) as error:
-            logger.warning("[MIXKV-MSG-02] a data plane's connection is not mended: %s", error)
+            logger.warning("[MIXKV-MSG-02] a connection stays broken until the next try: %s", error)
         finally:
             self._menders.discard(threading.current_thread())
 

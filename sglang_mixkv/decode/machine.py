@@ -91,7 +91,7 @@ class Machine:
         if room is None:
             return
         if not room.decided:
-            self.breaker.withdraw(event.generation)
+            self.breaker.release_probe(event.generation)
         for source in room.opened.sources:
             part = room.parts.get(source.peer)
             if event.reason or (part is not None and not part.last and not room.cold):
@@ -114,7 +114,7 @@ class Machine:
     def _ready(self, peer: ev.Peer, room: Room | None, ready: Ready) -> None:
         part = room.parts.get(peer) if room is not None else None
         if room is None or part is None or not room.wants:
-            # of a doubled one the end of its read is acknowledged
+            # a segment that is being read is acknowledged when its read ends
             self._segments.acknowledge(peer, self._segments.not_read(peer, ready.segments))
             return
         if ready.segment < part.announced:
@@ -140,7 +140,7 @@ class Machine:
             self._go_cold(room, f"prefill_{code}", message.detail, [peer])
 
     def _peer_lost(self, event: ev.PeerLost) -> None:
-        """One that is gone is not read from any more either, and nothing is held against it."""
+        """A peer that is gone is not read from any more either, and gets no strike."""
         for room in list(self._rooms.values()):
             part = room.parts.get(event.peer)
             if part is None or not room.wants or (part.complete if event.gone else part.last):
@@ -193,7 +193,7 @@ class Machine:
             for peer, part in room.parts.items():
                 if part.announced:  # one without says nothing of reads
                     self.breaker.record_success(peer)
-            self.breaker.withdraw(room.generation)
+            self.breaker.release_probe(room.generation)
             self._decide(room, ev.State.WARM)
 
     # -- cold
@@ -206,14 +206,14 @@ class Machine:
         peers: list[ev.Peer] | None = None,
         strike: bool = False,
     ) -> None:
-        """`peers`: who is to be named; `strike`: and counted against."""
+        """`peers`: named in the log; `strike`: it also counts against them."""
         room.wants, room.cold = False, reason
         for peer in peers or [b""]:
             self._note("cold_" + reason, detail, peer)
         for peer in (peers or ()) if strike else ():
             if self.breaker.record_failure(peer, room.generation, self._clock):
                 self._note("breaker_opened", detail, peer)
-        self.breaker.withdraw(room.generation)
+        self.breaker.release_probe(room.generation)
         for peer, part in room.parts.items():
             if not part.last:
                 self._fail(room, peer, reason, detail)
@@ -221,7 +221,7 @@ class Machine:
         self._clear(room)
 
     def _clear(self, room: Room) -> None:
-        """Once nothing else writes to the rows of a cold room."""
+        """Clear the rows of a cold room, once nothing else writes to them."""
         if room.pending or room.copying or room.decided or room.closed:
             return
         if room.placed_to >= room.opened.end:
@@ -276,7 +276,7 @@ class Machine:
         self._out.append(ev.Note(what, peer, detail))
 
     def left(self) -> dict[str, int]:
-        """How much of what a rank at rest has none of."""
+        """What is left of requests, by name; empty on an idle rank."""
         found = {"rooms": len(self._rooms), **self._segments.left()}
         return {name: count for name, count in found.items() if count}
 

@@ -1,4 +1,4 @@
-"""What a decode rank makes of a prefill server's rows: whom to open, for which heads, or why not.
+"""A decode rank's transfer plan for a prefill server, from its fact rows, or why it is refused.
 
 Pure. `judge` looks at all rows of a server once, when GET /mixkv has answered; `make_plan` is
 called once for each set of ranks that SGLang's receiver contacts (`bootstrap_infos`).

@@ -1,4 +1,4 @@
-"""Segments of a decode rank: waiting for slots, read, copied to the pool; and rows cleared.
+"""All segments of a decode rank: they wait for slots, are read, and are copied to the pool.
 
 A segment is acknowledged once: when its read has ended, or when it is dropped before it was read.
 Its local slot is free once it is in place, or cannot be any more.
@@ -38,8 +38,8 @@ class Segments:
         self._turns.add(segment.peer, segment)
 
     def remove(self, segment: Segment) -> None:
-        """It is in place, or will never be. Its slot is free; one that was not read yet is
-        acknowledged."""
+        """Forget a segment that is in place, or never will be. Its slot is freed; one that was not
+        read yet is acknowledged."""
         del segment.room.segments[segment]
         if segment.stage is Stage.WAITING:
             self._turns.remove(segment.peer, segment)
@@ -48,7 +48,7 @@ class Segments:
             self._slots.free(segment.slot)
 
     def drop(self, room: Room) -> None:
-        """What waits of a room that wants it no more."""
+        """Remove what waits of a room that does not want it any more."""
         for segment in room.of_stage(Stage.WAITING) + room.of_stage(Stage.HELD):
             self.remove(segment)
 
@@ -87,7 +87,7 @@ class Segments:
         return ev.StartRead(self._number, read.peer, tuple(ranges), heads)
 
     def end_read(self, number: int) -> Read:
-        """Its segments are acknowledged."""
+        """The read of this number. Its segments are acknowledged."""
         read = self._reads.pop(number)
         acks = self._acks.setdefault(read.peer, [])
         for segment in read.segments:
@@ -99,13 +99,13 @@ class Segments:
         return [one for one in self._reads.values() if one.until <= now and not one.failed]
 
     def not_read(self, peer: ev.Peer, announced: Iterable[Announced]) -> list[Announced]:
-        """Those of which no read is under way."""
+        """Those that no read in flight has."""
         reads = [read for read in self._reads.values() if read.peer == peer]
         stamps = {segment.announced.stamp for read in reads for segment in read.segments}
         return [one for one in announced if one.stamp not in stamps]
 
     def copy(self, segment: Segment) -> None:
-        """From its slot to the pool."""
+        """Ask for its copy from its slot to the pool."""
         segment.stage = Stage.COPYING
         one, heads = segment.announced, segment.part.source.heads
         job, handle = self._begin(segment, segment.room), segment.room.opened.handle
@@ -113,7 +113,7 @@ class Segments:
         self._jobs.append(unpack)
 
     def clear(self, room: Room) -> None:
-        """The rows that are not in place."""
+        """Ask for zeros in the rows that are not in place."""
         job = self._begin(room, room)
         self._jobs.append(ev.Clear(job, room.opened.handle, room.placed_to, room.opened.end))
 
@@ -124,7 +124,7 @@ class Segments:
         return self._number
 
     def end_job(self, number: int) -> tuple[Room, Segment | None]:
-        """The segment, whose slot is free; None: rows were to be cleared."""
+        """The room, and the segment, whose slot is freed; None if rows were cleared."""
         found = self._copying.pop(number)
         segment = found if isinstance(found, Segment) else None
         room = found if isinstance(found, Room) else found.room

@@ -1,4 +1,4 @@
-r"""A decode room, its parts, what it reads from each prefill rank, and their segments.
+r"""Room, Part and Segment of a decode rank: a request, what a prefill rank sends of it, in pieces.
 
 WAITING --a slot is free--> READING --ReadEnded--> HELD, while an earlier forward may write
    |                           |                    |      to the same rows

@@ -36,7 +36,7 @@ logger = logging.getLogger(f"sglang.{__name__}")
 class ReceiveHandle:
     """One request of a receiver, between the scheduler and the channel. `pages`: of `page_size`
     tokens, the draft pool's, from `opened.first_token` on; they are written while `gate` is open.
-    `event`: with `query() -> bool`, or None. `prefill`: its server's bootstrap address. `state`,
+    `event`: behind an earlier forward, or None. `prefill`: its server's bootstrap address. `state`,
     `reason`: the channel's verdict. `request`: SGLang's, once the queue has handed it over."""
 
     request: Any = None
@@ -65,8 +65,8 @@ class Drop(NamedTuple):
 class DecodeWorker(Worker[ev.Event, ev.Action]):
     """`store`: None on a rank without a drafter, which opens rooms and reads nothing.
 
-    `forget` takes a peer that was restarted, `lost` one that a message could not be sent to. Both
-    run in the channel thread, and must neither block nor raise.
+    `forget_peer` takes a peer that was restarted, `check_peer` one that a message could not be sent
+    to. Both run in the channel thread, and must neither block nor raise.
     """
 
     name, tick, failed = "mixkv-decode", ev.Tick(), ev.ActionFailed
@@ -77,10 +77,10 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         store: Store | None,
         times: Times,
         reporter: Reporter,
-        forget: Callable[[ev.Peer], None],
-        lost: Callable[[ev.Peer], None] = lambda _: None,
+        forget_peer: Callable[[ev.Peer], None],
+        check_peer: Callable[[ev.Peer], None] = lambda _: None,
     ) -> None:
-        self._store, self._forget, self._lost = store, forget, lost
+        self._store, self._forget_peer, self._check_peer = store, forget_peer, check_peer
         self._links = Links(store, times)
         self.dial, self.hang_up = self._links.dial, self._links.hang_up
         super().__init__(machine, self._links.poller, reporter, 2 * times.whole_wait)
@@ -97,7 +97,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         self._inlet.put(link)
 
     def drop(self, peer: ev.Peer) -> None:
-        """Its socket and what the data plane has of it. Rooms that still wait for rows of it are
+        """Close its socket and its connection in the data plane. Rooms that wait for its rows go
         cold: its server is gone, so that waiting for the deadline would gain nothing."""
         self._inlet.put(Drop(peer))
 
@@ -168,7 +168,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         except Exception as error:
             handle.reason, handle.state = repr(error), ev.State.FAILED
 
-    def shut(self) -> None:
+    def stop(self) -> None:
         self._stop()
         self._links.close()
         self._inlet.close()
@@ -211,7 +211,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
             case ev.Send(peer, message):
                 if not self._links.send(peer, message):
                     self._inlet.put(ev.PeerLost(peer, gone=peer not in self._links))
-                    self._lost(peer)
+                    self._check_peer(peer)
             case ev.StartRead(read):
                 if not self._links.read(action):
                     self._inlet.put(ev.ReadEnded(read, "the prefill rank is gone"))
@@ -223,7 +223,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
                     handle.reason, handle.state = reason, state
             case ev.Forget(peer):
                 self.drop(peer)
-                self._forget(peer)
+                self._forget_peer(peer)
             case ev.Note():
                 self._reporter(action)
 
@@ -253,9 +253,9 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         pages, first = handle.pages.on(device), job.first_token - handle.opened.first_token
         if isinstance(job, ev.Clear):
             what = device.job(pages, first, job.end - job.first_token)
-            return DeviceJob(handle.gate, "clear", what)
+            return DeviceJob(handle.gate, device.start_clear, what)
         what = device.job(pages, first, job.tokens, job.heads, job.slot, job.stamp)
-        return DeviceJob(handle.gate, "unpack", what)
+        return DeviceJob(handle.gate, device.start_unpack, what)
 
     def _copied(self, job: ev.Job, found: Any, seconds: float) -> ev.Copied:
         if found is None:

@@ -1,4 +1,4 @@
-"""What SGLang itself does not move right of a target, with a drafter or without.
+"""Pairs of servers between which SGLang itself moves the target wrongly, with or without a drafter.
 
 The plugin does not touch the target. But whoever enables it wants right answers, and these pairs
 give wrong ones without an error, or hang. Functions are those of SGLang 0.5.23, in

@@ -46,7 +46,7 @@ class DraftBootstrapServer:
 
 
 def _kept(row: object) -> bytes | None:
-    """What can be passed on of a row; None for anything else."""
+    """The row as JSON, to be passed on; None where it is no row, or too long."""
     try:
         body = msgspec.json.encode(row)
     except (TypeError, ValueError, RecursionError):

@@ -16,7 +16,7 @@ VARIABLE = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 
 
 def switch_off(backend: str) -> bool:
-    """Whether this process had to be switched off. An operator's own setting stays."""
+    """Switch them off where needed; whether they were. An operator's own setting stays."""
     waits = backend == "mooncake" and not sglang_version().startswith("0.5.21")
     if VARIABLE in os.environ or waits:
         return False

@@ -1,4 +1,5 @@
-"""The drafter's pool, hidden from SGLang's KV args and handed to the manager.
+"""Hooks around methods of SGLang's queues (OF_QUEUES in plugin.py): they hide the drafter's pool
+from SGLang's KV args and hand it to the manager, and see requests that start or resume.
 
 SGLang builds everything that names KV entries (pointers, layer ids, kinds of memory, staging
 slots, checksums) in `_init_kv_manager` of both queues (disaggregation/prefill.py, decode.py). While

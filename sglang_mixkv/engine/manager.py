@@ -117,16 +117,16 @@ class DraftManager:
         return self.servers.ensure(bootstrap_addr)
 
     def _forget_peer(self, peer: bytes) -> None:
-        """From the channel's thread: another instance is where this one was."""
+        """Called in the channel thread: another instance has the address of this one."""
         self._forget_server(server_of(peer))
 
     def _check_peer(self, peer: bytes) -> None:
-        """From the channel's thread: a message could not be sent."""
+        """Called in the channel thread: a message could not be sent to this peer."""
         if self.servers is not None:
             self.servers.check(server_of(peer))
 
     def _forget_server(self, address: str) -> None:
-        """With what SGLang knows of it: its heartbeats have not noticed the restart."""
+        """Also forget what SGLang knows of it, whose heartbeats have not noticed the restart."""
         assert self.servers is not None
         self.servers.forget(address)
         with self.connection_lock:  # type: ignore[attr-defined]

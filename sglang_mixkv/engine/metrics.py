@@ -16,6 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
+from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.events import State
@@ -41,10 +42,9 @@ class Began(NamedTuple):
     reason: str = ""
 
 
-class Reporter:
-    """Counts and logs what a rank's channel reports (channel/reporter.py). Several threads call it.
-    None of its methods raises: after a first failure, which is logged, metrics are no longer
-    updated.
+class MetricsReporter(Reporter):
+    """Counts and logs what a rank's channel reports. After a first failure, which is logged,
+    metrics are no longer updated.
 
     `labels`: of all its series; None where there are none. `slots` and `breaker` are this rank's,
     once it has them. `name_of` gives the bootstrap address of a prefill rank's server, "" where it
@@ -216,15 +216,15 @@ def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
     return "cold", handle.reason if handle.reason in COLD else OTHER
 
 
-def reporter(side: str) -> Reporter:
+def reporter(side: str) -> MetricsReporter:
     """This rank's. It has no series where SGLang's metrics are off, or (with a log line) fail."""
     from sglang.srt.runtime_context import get_observability
 
     try:
-        return Reporter(side, _labels(side) if get_observability().enable_metrics else None)
+        return MetricsReporter(side, _labels(side) if get_observability().enable_metrics else None)
     except Exception:
         logger.exception("[MIXKV-SELF-01] sglang-mixkv has no series at /metrics")
-        return Reporter(side, None)
+        return MetricsReporter(side, None)
 
 
 def _labels(side: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ refused gets a stand-in in SGLang's table, so that its requests reach `receiver.
 at once, with the reason.
 
 Any address that a request names is asked, so a server may be hung, or hostile. Each is asked and
-connected to in a thread of its own, and after a failure not before as long a pause.
+connected to in a thread of its own, and after a failure again only after as long a pause.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from sglang_mixkv.decode.events import Peer
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.facts import Row
-from sglang_mixkv.engine.asking import Rows, fetch
+from sglang_mixkv.engine.prefill_http import Rows, fetch
 from sglang_mixkv.engine.refused import RefusedRequests
 from sglang_mixkv.errors import MixKVError
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-WAITS_S, WAIT_SHARE = 0.4, 0.05  # the scheduler's, for new servers: at once; of its time
+WAITS_S, WAIT_SHARE = 0.4, 0.05  # how long the scheduler waits for new servers: see Patience
 QUICK_S = 0.2  # the scheduler waits for servers whose last answer took no longer
 AT_ONCE, SLOW_AT_ONCE = 256, 64  # threads
 AGAIN_S, PAUSE_S = 1.0, 4.0  # before a server is asked again: if it was refused; at most
@@ -68,8 +68,8 @@ class Threads:
 
 
 class Patience:
-    """Of a thread that must not stand still: WAITS_S at once, and WAIT_SHARE of its time in the
-    long run. One that is waited for gets half of what is left, so that there is always some."""
+    """How long SGLang's scheduler waits for new servers: WAITS_S at once, and WAIT_SHARE of its
+    time in the long run. Each wait takes half of what is left, so that there is always some."""
 
     def __init__(self) -> None:
         self._left, self._seen = WAITS_S, time.monotonic()
@@ -134,7 +134,7 @@ class PrefillServers:
     # -- the scheduler's thread
 
     def ensure(self, address: str) -> bool:
-        """Whether requests to this server may go on: to be served, or to be failed in words."""
+        """Whether it is ready; or refused, and requests fail in `receiver.init` with the reason."""
         if address in self._table:
             return True
         server = self._find(address)
@@ -175,8 +175,8 @@ class PrefillServers:
         return True
 
     def _sglangs(self, address: str) -> Any:
-        """Its own question is asked in this thread. Where page sizes or KV dtypes differ it raises,
-        which would end the scheduler."""
+        """SGLang's entry for the server, which it fetches in this thread. Where page sizes or KV
+        dtypes differ it raises, which would end the scheduler."""
         try:
             resolved = self._resolve(address)
         except Exception as error:
@@ -232,7 +232,7 @@ class PrefillServers:
         """For the ranks of these `bootstrap_infos`. Raises MixKVError where they do not fit."""
         server = self._servers.get(address)
         if server is None or not server.ready:
-            raise MixKVError("MIXKV-PAIR-03", f"prefill server {address} is being resolved anew.")
+            raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved anew. Retry.")
         key = tuple(map(id, infos))
         found = server.plans.get(key)
         if found is None:

@@ -1,4 +1,4 @@
-"""This rank before it knows its own address: its drafter, and what its channel is made of."""
+"""One rank of either side: its drafter, what its channel is made of, and the facts it publishes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from sglang_mixkv.errors import refuse
 
 
 class RankContext:
-    """This rank before it knows its own address. `draft`: None without draft KV of its own.
+    """What the manager builds its channel of. `draft`: None on a rank without draft KV of its own.
 
     Raises MixKVError for a drafter whose rows cannot be cut, or do not fit a slot.
     """
@@ -129,7 +129,7 @@ class RankContext:
 
 
 def rdma_devices(kv_args: Any) -> str:
-    """Of this rank's GPU, joined by commas: --disaggregation-ib-device may name them for each GPU,
+    """This rank's RDMA devices, joined by commas: --disaggregation-ib-device may name them by GPU,
     as JSON or in a file. Without RDMA SGLang does not look at it (MooncakeTransferEngine.__init__).
     """
     if os.environ.get("MC_FORCE_TCP") == "1":

@@ -55,7 +55,7 @@ class DraftReceiver:
             self._fail(str(error))
 
     def _take(self, plan: Plan) -> None:
-        """Raises MixKVError where SGLang counts this request's answers otherwise."""
+        """Raises MixKVError where SGLang waits for another number of answers."""
         self.plan, self.is_send_target = plan, plan.is_send_target
         self.required_target_responses = sum(plan.is_send_target)
         self.required_draft_responses = sum(bool(source.heads) for source in plan.sources)

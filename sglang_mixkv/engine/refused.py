@@ -15,7 +15,7 @@ import logging
 import threading
 from typing import Any
 
-from sglang_mixkv.engine.asking import Ranks, ranks_of
+from sglang_mixkv.engine.prefill_http import Ranks, ranks_of
 
 logger = logging.getLogger(f"sglang.{__name__}")
 

@@ -47,8 +47,8 @@ class DraftSender:
         super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
         try:
             self._hand_over(first, kv_indices, kwargs, early)
-        except Exception:  # the room never gets all: the reader goes cold, the request on
-            logger.exception("[MIXKV-SELF-01] a chunk's draft KV could not be handed over")
+        except Exception:  # without a last chunk, decode starts the drafter cold
+            logger.exception("[MIXKV-SELF-01] a chunk's draft KV is not sent; its drafter is cold")
 
     def _hand_over(self, first: int, pages: Any, kwargs: dict[str, Any], early: Any) -> None:
         events = [early, kwargs.get("indices_event")]
@@ -85,11 +85,11 @@ class DraftSender:
         try:
             self._notify_decode()
         except Exception:  # decode waits for its timeout, as it does without the plugin
-            logger.exception("[MIXKV-SELF-01] decode is not notified of an abort")
+            logger.exception("[MIXKV-SELF-01] decode is not notified of an abort, and waits")
         super().abort()  # type: ignore[misc]
 
     def _notify_decode(self) -> None:
-        """By SGLang's own message for failures, which its abort() does not send: decode and client
+        """Send SGLang's own message for failures, which its abort() does not: decode and client
         would wait for SGLANG_DISAGGREGATION_WAITING_TIMEOUT, 300 s.
 
         A room that SGLang has concluded is left alone. After Success decode goes on with the

@@ -1,4 +1,4 @@
-"""What a prefill rank's state machine is fed with, and what it asks for in return.
+"""Events that a prefill rank's state machine handles, and actions that it asks for.
 
 A *use* is one sender of SGLang's, by whatever names it (in a server its SendHandle): room numbers
 come again, uses do not. A *connection* is how the socket names where a message came from. A *job*

@@ -25,7 +25,7 @@ from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.transfer import Absent, Packing, Part, Room, refusal
 from sglang_mixkv.prefill.waiting import MAX_WAITING, Waiting
 
-STEP = 1.0  # by so much at most a rank's clock goes on between two events
+STEP = 1.0  # a rank's clock advances by so much at most between two events
 
 
 class Machine:
@@ -273,7 +273,7 @@ class Machine:
     # -- books
 
     def left(self) -> dict[str, int]:
-        """How much of what a rank at rest has none of."""
+        """What is left of requests, by name; empty on an idle rank."""
         found = {
             "rooms": len(self._uses), "waiting": len(self._waiting), "jobs": len(self._packing),
             "offered": self.slots.offered, "parts": len(self._parts),

@@ -1,5 +1,5 @@
-"""A room, one request on a prefill rank; its parts, what each of its readers gets of it; and the
-segments of a part on their way into slots."""
+"""Room, Part and Segment of a prefill rank: a request, what each reader gets of it, in pieces that
+fit slots; and Packing, which chooses the segments that are packed next."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOBODY = Absent()
 
 
 class Room:
-    """The sender's side. `absent`: readers that have ended this request and have no part in it.
+    """One request. `absent`: readers that have ended this request and have no part in it.
     `readers`: how many there are, by their OPENs; 0 as long as none has come. `written`: how many
     of the chunks are. `sent`: when SGLang's own transfer succeeded; `progress`: when packing last
     went on."""
@@ -96,7 +96,7 @@ class Segment:
 
 
 class Part:
-    """The reader's side. `room` is None until SGLang's sender is here.
+    """What one reader gets of a room. `room` is None until SGLang's sender is here.
 
     `token` is the first that is not cut into a segment yet, `at` the written chunk that it is in,
     which has number `chunk`. `packing`: segments that were cut and not announced, in the order of
@@ -195,7 +195,7 @@ class Packing:
         return self._segment_tokens(len(opened.wanted), opened.slot_bytes) > 0
 
     def add(self, part: Part) -> None:
-        """It has more to pack, or is at its end."""
+        """The part has more to pack, or has reached its end."""
         if part.advance():
             self.turns.add(part.reader, part)
         elif part.all_cut:
@@ -217,8 +217,8 @@ class Packing:
         return self._draw()
 
     def end(self, event: Packed) -> Part | None:
-        """The part that fails of it. The slot of a segment that was not packed is free. Where its
-        gate was closed, the request's End follows."""
+        """The part that a failed job ends. The slot of a segment that was not packed is free. Where
+        its gate was closed, the request's End follows."""
         segment = self._jobs.pop(event.job)
         part = segment.part
         if part.over or event.error or event.closed:
@@ -240,7 +240,7 @@ class Packing:
         return found
 
     def drop(self, part: Part) -> None:
-        """Nothing more is packed for it, or announced."""
+        """Pack and announce nothing more of it."""
         self.turns.remove(part.reader, part)
         for segment in part.packing:
             if segment.packed:

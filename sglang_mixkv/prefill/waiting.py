@@ -1,4 +1,4 @@
-"""What a prefill rank knows of requests that are not here yet."""
+"""OPEN and FAIL messages that reach a prefill rank before the request that they belong to."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Waiting:
             elif record.part is not None:
                 parts.append((record.since, record.part))
                 record.part = None
-                if record.last is NOBODY:  # else a room a request would be kept for 600 s
+                if record.last is NOBODY:  # else each request would leave a record for 600 s
                     self._remove(number, reader)
         parts.sort(key=lambda one: -one[0])
         return absent, [part for _, part in parts]

@@ -40,7 +40,7 @@ DRAIN = 2.0  # a rank that stops waits so long for slots that nobody has read
 
 class SendHandle:
     """One sender's request, between the scheduler and the channel. Its pages are read while `gate`
-    is open. `settled`: the channel's word; `bytes`: of draft KV that were packed."""
+    is open. `settled`: the channel packs no more of it; `bytes`: of draft KV, packed."""
 
     def __init__(self, room: int) -> None:
         self.room, self.gate = room, Gate()
@@ -127,7 +127,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
             hurry = bool(reason) or not handle.settled
             self._inlet.put(ev.End(handle, reason), wake=hurry)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """Serve the slots that are offered, for a moment, and end the threads."""
         deadline = time.monotonic() + DRAIN
         while self._slots.offered and time.monotonic() < deadline:
@@ -209,7 +209,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
         assert isinstance(job.handle, SendHandle)
         pages, gate = job.pages.on(self._device), job.handle.gate
         what = self._device.job(pages, job.offset, job.count, job.heads, job.slot, job.stamp)
-        return DeviceJob(gate, "pack", what)
+        return DeviceJob(gate, self._device.start_pack, what)
 
     def _copied(self, job: ev.PackJob, found: Any, seconds: float) -> ev.Packed:
         if found is None:

@@ -1,4 +1,4 @@
-"""What a server is asked, and what its answers say of speculation."""
+"""HTTP client for /generate, and what the answers say of speculation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers' /metrics pages: their series, and what those of rooms say of requests."""
+"""Reads servers' /metrics pages: their series, and the counts of requests by how drafters began."""
 
 from __future__ import annotations
 

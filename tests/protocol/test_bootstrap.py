@@ -15,7 +15,7 @@ from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
-from sglang_mixkv.engine import asking
+from sglang_mixkv.engine import prefill_http
 from sglang_mixkv.engine.bootstrap import KEY, PATH
 from sglang_mixkv.errors import MixKVError
 
@@ -76,13 +76,14 @@ def test_rows_come_as_they_were_put_and_a_rank_that_was_started_anew_takes_its_p
     for one in (row(0), row(1), row(1, instance=b"another_")):
         server.put(one.attn_tp_rank, one)
     wanted = [row(0), row(1, instance=b"another_")]
-    assert asking.fetch(server.address) == {("127.0.0.1", 9000 + i): wanted[i] for i in (0, 1)}
+    expected = {("127.0.0.1", 9000 + i): wanted[i] for i in (0, 1)}
+    assert prefill_http.fetch(server.address) == expected
 
 
 def test_nothing_is_answered_before_all_ranks_have_registered(server: Server) -> None:
     server.put(0, row(0))
-    with pytest.raises(asking.NotYet, match="503"):
-        asking.fetch(server.address)
+    with pytest.raises(prefill_http.NotYet, match="503"):
+        prefill_http.fetch(server.address)
 
 
 def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
@@ -91,7 +92,7 @@ def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
     answer = requests.get(f"http://{server.address}{PATH}", timeout=5)
     assert answer.status_code == 409
     with pytest.raises(MixKVError, match=r"127\.0\.0\.1:9001.*every node") as refused:
-        asking.fetch(server.address)
+        prefill_http.fetch(server.address)
     assert refused.value.code == "MIXKV-PAIR-01"
 
 
@@ -103,25 +104,25 @@ def test_a_stock_server_is_refused() -> None:
     wait_for_port(port)
     try:
         with pytest.raises(MixKVError, match="does not run sglang-mixkv"):
-            asking.fetch(f"127.0.0.1:{port}")
+            prefill_http.fetch(f"127.0.0.1:{port}")
     finally:
         stock.close()
 
 
 def test_nobody_there_is_asked_again_later() -> None:
-    with pytest.raises(asking.NotYet):
-        asking.fetch(f"127.0.0.1:{free_port()}")
+    with pytest.raises(prefill_http.NotYet):
+        prefill_http.fetch(f"127.0.0.1:{free_port()}")
 
 
 def test_a_later_build_that_still_reads_this_protocol_is_served() -> None:
     later = row(0, protocol=(3, 5))
     body = b'{"protocol":5,"rows":[%b]}' % msgspec.json.encode(later)
-    assert list(asking.read_rows(body).values()) == [later]
+    assert list(prefill_http.read_rows(body).values()) == [later]
 
 
 @pytest.mark.parametrize("changed", [{"protocol": (4, 5)}, {"protocol": (0, 2)}, {"target": 1}])
 def test_rows_that_this_build_cannot_read_are_refused(changed: dict[str, Any]) -> None:
     rows = [json.loads(msgspec.json.encode(row(0))) | changed]
     with pytest.raises(MixKVError, match=r"cannot be read.*protocol in common") as refused:
-        asking.read_rows(json.dumps({"protocol": 5, "rows": rows}).encode())
+        prefill_http.read_rows(json.dumps({"protocol": 5, "rows": rows}).encode())
     assert refused.value.code == "MIXKV-PAIR-02"

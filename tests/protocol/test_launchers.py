@@ -183,10 +183,10 @@ def engines_own_metrics(arguments: list[str]) -> list[str]:
     assert get_server_args().enable_metrics
     from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
-    from sglang_mixkv.engine.metrics import Reporter
+    from sglang_mixkv.engine.metrics import MetricsReporter
 
     names = ("model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank")
-    Reporter("prefill", dict.fromkeys(names, "0")).moved(5, 0.0)
+    MetricsReporter("prefill", dict.fromkeys(names, "0")).moved(5, 0.0)
     registry = CollectorRegistry()
     multiprocess.MultiProcessCollector(registry)
     lines = generate_latest(registry).decode().splitlines()

@@ -21,7 +21,7 @@ from rig.rank import Rank, stock_class
 from rig.ring import Outcome, run
 from rig.special import Special
 
-from sglang_mixkv.engine import asking
+from sglang_mixkv.engine import prefill_http
 from sglang_mixkv.engine.bootstrap import PATH, DraftBootstrapServer
 from sglang_mixkv.errors import MixKVError
 
@@ -107,7 +107,7 @@ def test_a_decode_with_one_stock_rank_is_counted() -> None:
 
 def test_the_answer_of_release_0_2_is_refused_in_words() -> None:
     with pytest.raises(MixKVError, match=r"that of sglang-mixkv 0\.1 and 0\.2") as refused:
-        asking.read_rows(ANSWER)
+        prefill_http.read_rows(ANSWER)
     assert refused.value.code == "MIXKV-PAIR-02"
 
 

@@ -47,17 +47,17 @@ def test_after_a_wait_that_doubles_up_to_thirty_seconds_one_room_is_a_probe():
     assert waits == [1, 2, 4, 8, 16, 30, 30, 30]
 
 
-def test_a_withdrawn_probe_lets_another_one_try():
+def test_a_released_probe_lets_another_one_try():
     """A room may be the probe of several peers. One that any of its peers blocks is no probe."""
     breaker = opened(A, B)
     assert not breaker.blocked([A, B], 4, 1.0)
-    breaker.withdraw(99)
+    breaker.release_probe(99)
     assert breaker.blocked([A], 5, 1.0)
-    breaker.withdraw(4)
+    breaker.release_probe(4)
     assert not breaker.blocked([B], 5, 1.0)
     assert breaker.blocked([A, B], 6, 1.0)
     breaker.record_failure(B, 5, 1.0)
-    breaker.withdraw(4)  # which is over
+    breaker.release_probe(4)  # which is over
     assert breaker.blocked([A, B], 7, 2.0)
     assert not breaker.blocked([A], 8, 2.0)
 

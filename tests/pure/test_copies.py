@@ -64,7 +64,8 @@ class Copies:
     def prepare(self, job: str) -> DeviceJob:
         if job.endswith("!"):
             raise ValueError("outside the pool")
-        return DeviceJob(self.gates[job[0]], "clear" if "clear" in job else "unpack", job)
+        start = self.device.start_clear if "clear" in job else self.device.start_unpack
+        return DeviceJob(self.gates[job[0]], start, job)
 
     def start(self, *jobs: str) -> None:
         self.copies.start(jobs)

@@ -15,7 +15,7 @@ import pytest
 from sglang_mixkv.channel import data_plane, messages
 from sglang_mixkv.decode import plan
 
-asking = pytest.importorskip("sglang_mixkv.engine.asking")  # needs aiohttp
+prefill_http = pytest.importorskip("sglang_mixkv.engine.prefill_http")  # needs aiohttp
 
 FUZZ = Path(__file__).parents[2] / "scripts" / "fuzz"
 RUNS, UNTIL_FOUND = 1_500, 20_000
@@ -29,7 +29,7 @@ GUARDS: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
                           {"name": "decode", "value": messages._decoder.decode}),
     "types of messages": ("message", "AssertionError", messages,
                           {"name": "_decoder", "value": msgspec.msgpack.Decoder()}),
-    "depth of answers": ("row", "RecursionError", asking, NO_ERROR),
+    "depth of answers": ("row", "RecursionError", prefill_http, NO_ERROR),
     "sizes of zero": ("row", "ZeroDivisionError", plan,
                       {"name": "readers_of", "value": lambda p, d: max(1, d // p)}),
     "instances of ranks": ("row", "heads that nobody reads", plan,

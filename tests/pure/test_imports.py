@@ -1,4 +1,4 @@
-"""Who may import what: the table in CONTRIBUTING.md, checked on the source and in a process."""
+"""Who may import what, checked on the source and in a process."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ from sglang_mixkv.channel.data_plane import Endpoint
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import links
-from sglang_mixkv.engine import asking, prefill_servers, refused
-from sglang_mixkv.engine.asking import NotYet, fetch
+from sglang_mixkv.engine import prefill_http, prefill_servers, refused
+from sglang_mixkv.engine.prefill_http import NotYet, fetch
 from sglang_mixkv.engine.prefill_servers import Threads
 from sglang_mixkv.engine.refused import RefusedRequests
 from sglang_mixkv.errors import MixKVError
@@ -58,7 +58,7 @@ def hung(
     request: pytest.FixtureRequest, site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[str]]:
     """As many servers that are hung for longer than the test takes."""
-    monkeypatch.setattr(asking, "ASK_S", FOR_EVER_S)
+    monkeypatch.setattr(prefill_http, "ASK_S", FOR_EVER_S)
     monkeypatch.setattr(links, "CONNECT_S", FOR_EVER_S)
     over = threading.Event()
     with ExitStack() as stack:
@@ -134,14 +134,14 @@ def test_a_new_server_is_ready_with_its_first_request(
 def test_a_question_ends_in_time_whatever_comes(
     begin: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asking, "ASK_S", 0.3)
+    monkeypatch.setattr(prefill_http, "ASK_S", 0.3)
     drip = b"x: y\r\n" if begin else b""
     with silent(begin, drip) as address, pytest.raises(NotYet, match="no answer within"):
         fetch(address)
 
 
 def test_no_more_of_an_answer_is_read_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asking, "MAX_BODY", 1 << 20)
+    monkeypatch.setattr(prefill_http, "MAX_BODY", 1 << 20)
     with silent(OK, bytes(1 << 19)) as address, pytest.raises(MixKVError, match="than 1 MiB") as no:
         fetch(address)
     assert no.value.code == "MIXKV-PAIR-02"
@@ -217,7 +217,7 @@ def test_a_silent_server_is_asked_again_after_a_pause_as_long(
         finally:
             spans.append((began, time.monotonic()))
 
-    monkeypatch.setattr(asking, "ASK_S", 0.3)
+    monkeypatch.setattr(prefill_http, "ASK_S", 0.3)
     monkeypatch.setattr(prefill_servers, "fetch", timed)
     monkeypatch.setattr(prefill_servers, "wait", noted)
     with silent() as address:

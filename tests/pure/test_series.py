@@ -26,7 +26,7 @@ PACKAGE = Path(series.__file__).parent
 DOCS = PACKAGE.parent / "docs"
 
 
-class Rank(metrics.Reporter):
+class Rank(metrics.MetricsReporter):
     """A rank's reporter, and a page of its series alone."""
 
     def __init__(self, side: str = DECODE) -> None:

@@ -365,7 +365,7 @@ def test_rooms_of_a_decode_rank_whose_thread_has_ended_are_cleared(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     worker = channel.decode.channel
-    owner, name = (worker, "_look") if end == "channel" else (worker._copies, "_do")
+    owner, name = (worker, "_look") if end == "channel" else (worker._copies, "_copy")
     monkeypatch.setattr(owner, name, ending)
     handle, _ = channel.open(1, SEGMENT), channel.prefill.send(1, SEGMENT)
     assert wait_for(lambda: worker.broken)

@@ -183,7 +183,7 @@ class Prefill(_Side):
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.channel.close()
+            self.channel.stop()
 
     @property
     def port(self) -> int:
@@ -226,7 +226,7 @@ class Decode(_Side):
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.channel.shut()
+            self.channel.stop()
 
     def open(
         self, room: int, tokens: int, peer: bytes, first: int = 0, event: Any = None,

@@ -59,16 +59,16 @@ def tables(manager: Any) -> list[str]:
 def count_fails() -> None:
     """A Note tells why, and is counted by its code alone."""
     from sglang_mixkv import series
-    from sglang_mixkv.engine.metrics import Reporter
+    from sglang_mixkv.engine.metrics import MetricsReporter
 
-    real = Reporter.__call__
+    real = MetricsReporter.__call__
 
-    def noted(self: Reporter, note: Any) -> None:
+    def noted(self: MetricsReporter, note: Any) -> None:
         real(self, note)
         if note.what in series.FAILS:
             FAILS[f"{note.what}: {note.detail}"] += 1
 
-    Reporter.__call__ = noted  # type: ignore[method-assign]
+    MetricsReporter.__call__ = noted  # type: ignore[method-assign]
 
 
 def plugin_bytes() -> int:

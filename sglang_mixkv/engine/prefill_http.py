@@ -1,6 +1,6 @@
-"""What is asked of a prefill server over HTTP; it may be hung, or hostile.
+"""HTTP requests to a prefill server, for its fact rows or its ranks; it may be hung, or hostile.
 
-All of one question has to end within ASK_S, and an answer that is too long is cut while it is read.
+Each question has to end within ASK_S, and an answer that is too long fails while it is read.
 `requests` bounds neither: its timeout is for each receive, and it reads a body whole. Proxies are
 not used, since the channel's own connections are direct as well.
 """
