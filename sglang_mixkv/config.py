@@ -259,7 +259,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _refuse_removed(flag: str, _value: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(f"{flag} {REMOVED[flag]}")
+    raise argparse.ArgumentTypeError(str(MixKVError("MIXKV-START-04", f"{flag} {REMOVED[flag]}")))
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:

@@ -196,6 +196,8 @@ class PrefillServers:
         done, server.work = server.work, None
         if done.exception() is not None:
             server.again = time.monotonic() + min(server.took, PAUSE_S)
+        else:  # it answers, however slowly: it must not wait for those that do not
+            server.took = 0.0
         try:
             return done.result()
         except MixKVError:

@@ -224,8 +224,10 @@ def test_a_removed_setting_stops_the_start_and_says_what_to_do(
     if name.startswith("--"):
         with pytest.raises(SystemExit):
             parse(name, "packed")
-        assert f"{name} is no longer a setting" in " ".join(capsys.readouterr().err.split())
+        said = " ".join(capsys.readouterr().err.split())
+        assert f"[MIXKV-START-04] {name} is no longer a setting" in said
     else:
-        with pytest.raises(MixKVError, match=f"{name} is no longer a setting.*Remove it"):
+        expected = rf"\[MIXKV-START-04\] {name} is no longer a setting.*Remove it"
+        with pytest.raises(MixKVError, match=expected):
             resolve(None, {name: "auto"})
         assert not config_of(SimpleNamespace()).enabled  # who has not opted in is left alone
