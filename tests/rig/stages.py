@@ -53,7 +53,7 @@ class Stop:
 def hold_in_prefill(channel: Any, stop: Stop, is_met: Callable[[int], bool]) -> None:
     """`is_met`: whether a room meets the fault."""
     copies, send = channel._copies, channel._send
-    pack = copies._do
+    pack = copies._copy
 
     def packs(job: Any) -> Any:
         packed = pack(job)
@@ -65,13 +65,13 @@ def hold_in_prefill(channel: Any, stop: Stop, is_met: Callable[[int], bool]) -> 
         if isinstance(action.message, Ready):
             stop.at("ready", lambda: is_met(action.message.room))
 
-    copies._do, channel._send = packs, sends
+    copies._copy, channel._send = packs, sends
 
 
 def hold_in_decode(channel: Any, stop: Stop, is_met: Callable[[bytes], bool]) -> None:
     """`is_met`: whether rooms at a peer meet the fault."""
     links, copies = channel._links, channel._copies
-    send, read, handle, copy = links.send, links.read, channel._handle, copies and copies._do
+    send, read, handle, copy = links.send, links.read, channel._handle, copies and copies._copy
 
     def sends(peer: bytes, message: Any) -> bool:
         has_left: bool = send(peer, message)
@@ -96,7 +96,7 @@ def hold_in_decode(channel: Any, stop: Stop, is_met: Callable[[bytes], bool]) ->
 
     links.send, links.read, channel._handle = sends, reads, handles
     if copies is not None:
-        copies._do = copied
+        copies._copy = copied
 
 
 class Port:
