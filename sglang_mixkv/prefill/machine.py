@@ -25,6 +25,10 @@ from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.transfer import Absent, Packing, Part, Room, refusal
 from sglang_mixkv.prefill.waiting import MAX_WAITING, Waiting
 
+PAST = 1 << 12
+"""Requests that have ended here and are remembered: a reader's FAIL, or a doubled OPEN, may be on
+its way, and must not be taken for that of another request. Decode sends a FAIL where it does not
+know yet that it has got all, as when its request ends while the last READY travels."""
 STEP = 1.0  # a rank's clock advances by so much at most between two events
 
 
@@ -49,6 +53,7 @@ class Machine:
         self._uses: dict[ev.Use, Room] = {}
         self._current: dict[int, Room] = {}  # by number: that of the newest sender
         self._parts: dict[int, Part] = {}  # by generation, as long as they have a room or wait
+        self._past: dict[int, None] = {}  # by generation, the oldest first
         self._waiting = Waiting()
         self._out: list[ev.Action] = []
         self._clock = 0.0
@@ -116,10 +121,10 @@ class Machine:
             generation = part.opened.generation
             if not part.ended:
                 self._fail(part, "aborted", event.reason or "the sender was cleared")
-                self._waiting.note(
-                    room.number, part.reader, generation, part.connection, self._clock
-                )
             del self._parts[generation]
+            self._past[generation] = None
+        while len(self._past) > PAST:
+            del self._past[next(iter(self._past))]
         if self._current.get(room.number) is room:
             del self._current[room.number]
 
@@ -145,7 +150,7 @@ class Machine:
         room = self._current.get(number)
         in_room = room.generation(reader) if room is not None else -1
         known = max(in_room, self._waiting.generation(number, reader))
-        if generation <= known or generation in self._parts:
+        if generation <= known or generation in self._parts or generation in self._past:
             return  # doubled, or late
         former = room.parts.get(reader) if room is not None else None
         for part in (former, self._waiting.part(number, reader)):
@@ -192,8 +197,8 @@ class Machine:
         room = self._current.get(number)
         in_room = room.generation(reader) if room is not None else -1
         before = self._waiting.generation(number, reader)
-        if failed.generation <= max(in_room, before):
-            return  # doubled
+        if failed.generation <= max(in_room, before) or failed.generation in self._past:
+            return  # doubled, or late
         if (part := self._waiting.part(number, reader)) is not None:
             self._ended_by_reader(part)  # its own FAIL was lost
         if room is not None and in_room < 0 and not room.settled:

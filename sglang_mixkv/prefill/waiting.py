@@ -65,14 +65,6 @@ class Waiting:
         record.part, record.last = None, absent
         record.ended += 1
 
-    def note(
-        self, number: int, reader: bytes, generation: int, connection: Connection, now: float
-    ) -> None:
-        """A request that the reader had opened has ended here. Its own FAIL may be on its way, and
-        must not be taken for that of another request, whose OPEN was lost."""
-        if not self.is_full(connection):
-            self._touch(number, reader, connection, now).last = Absent(generation)
-
     def begin(self, number: int) -> tuple[dict[bytes, Absent], list[Part]]:
         """A request of this number is here: readers for which it has ended, and the parts of the
         others, the newest first. The caller puts back those that are for a later request."""

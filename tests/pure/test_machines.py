@@ -74,6 +74,19 @@ def test_a_lost_open_is_not_mistaken_for_the_next_requests() -> None:
     assert pack.handle == 1
 
 
+def test_a_fail_behind_a_request_that_prefill_has_ended_leaves_nothing() -> None:
+    """Decode gave it up while its last READY travelled."""
+    rooms = prefill()
+    rooms.handle(pev.Begin(1, ROOM), 0.0)
+    rooms.handle(opened(10), 0.0)
+    (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 0.0))
+    (send,) = of(pev.Send, rooms.handle(pev.Packed(pack.job), 0.1))
+    assert send.message.last
+    rooms.handle(pev.End(1), 0.2)
+    rooms.handle(pev.Received(b"c", fail(ROOM, 10, "lost", reader=READER)), 0.3)
+    assert "waiting" not in rooms.left()
+
+
 def test_what_is_late_of_an_earlier_request_does_not_touch_the_next() -> None:
     """The FAIL of one that has ended here as well, whose reader had no answer yet; its OPEN."""
     rooms = prefill()
