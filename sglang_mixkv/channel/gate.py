@@ -82,9 +82,9 @@ def start_behind(
     gates: Iterable[Gate], start: Callable[[list[bool]], Ticket | None]
 ) -> Ticket | None:
     """Start copies of several requests on a device. `start` gets for each gate whether it is open,
-    and starts the copies of those alone; None: it has started nothing. Looking at
-    the gates and adding the ticket to them is one step under all of their locks: a gate that closes
-    waits for the ticket, or the copies were not started."""
+    and starts the copies of those alone; None: it has started nothing. Looking at the gates and
+    adding the ticket to them is one step under all of their locks: a gate that closes waits for the
+    ticket, or the copies were not started."""
     gates = list(gates)
     with ExitStack() as stack:
         for gate in dict.fromkeys(gates):

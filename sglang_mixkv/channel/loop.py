@@ -178,11 +178,6 @@ class Worker(ABC, Generic[Event, Action]):
         finally:
             gate.leave()
 
-    def _account(self, job: Any, seconds: float) -> None:
-        size = self._size_of(job)
-        self._reporter.moved(size, seconds)
-        job.handle.bytes += size
-
 
 def is_done(event: Any) -> bool:
     """A CUDA event, asked without waiting."""

@@ -94,11 +94,6 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
     segments: Annotated[tuple[Announced, ...], Meta(max_length=MAX_LIST)]
     last: bool
 
-    @property
-    def count(self) -> int:
-        """Tokens of all segments."""
-        return sum(one.count for one in self.segments)
-
 
 class Ack(msgspec.Struct, frozen=True, array_like=True, tag=3):
     """From the reader: no read of these slots runs, and none will start, under these stamps."""

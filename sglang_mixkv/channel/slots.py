@@ -128,7 +128,7 @@ class SlotPool:
 
 class RoundRobin(Generic[T]):
     """Items that wait for slots: round-robin over owners, and over the items of each owner.
-    Items are told apart by `==`, and an item that is added twice waits once. `owners`: those with
+    Items are compared by `==`, and an item that is added twice waits once. `owners`: those with
     an item, and their items."""
 
     def __init__(self) -> None:

@@ -74,9 +74,7 @@ def make_plan(infos: Sequence[Any], rows: Rows, own: Row, cold: str = "", server
         _source(row, own, of, peer_of(row.instance, server), sends)
         for (sends, row, _), of in zip(drafting, heads, strict=True)
     )
-    version = min(
-        [PROTOCOL[1], *(row.protocol[1] for _, row in found)]
-    )  # facts.read_row: all have it
+    version = min([PROTOCOL[1], *(row.protocol[1] for _, row in found)])  # read_row: all have it
     return Plan(sources, version, cold, tuple(infos), tuple(sends for sends, _ in found))
 
 

@@ -47,7 +47,6 @@ class ReceiveHandle:
         self.opened: ev.OpenRoom
         self.state: ev.State | None = None
         self.reason = ""
-        self.bytes = 0
         self.arrived: float | None = None  # when SGLang's own transfer had succeeded
         self.closed = False
 
@@ -262,7 +261,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
             return ev.Copied(job.job, ev.Result.CLOSED)
         if found == SlotCheck.OK:
             if isinstance(job, ev.Unpack):
-                self._account(job, seconds)
+                self._reporter.moved(self._size_of(job), seconds)
             return ev.Copied(job.job, ev.Result.DONE)
         stale = found in (SlotCheck.STALE, SlotCheck.DIFFERS)
         result = ev.Result.STALE if stale else ev.Result.ERROR

@@ -36,9 +36,9 @@ class DraftRows:
 
     `bytes_per_head`: of one token, in all entries. Everywhere `rows` are tokens' numbers in the
     pool, none twice, `heads` a range of global numbers, and `slot` is one of a Staging on the
-    pool's device. ValueError where one of them lies
-    outside, before a byte is touched. When a call returns, its bytes are there for any stream.
-    Calls may come from several threads, for rows and slots that differ.
+    pool's device. ValueError where one of them lies outside, before a byte is touched. When a call
+    returns, its bytes are there for any stream. Calls may come from several threads, for rows and
+    slots that differ.
     """
 
     def __init__(self, entries: Sequence[Tensor], heads: range, by_numpy: bool = True) -> None:

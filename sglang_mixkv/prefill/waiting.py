@@ -17,7 +17,7 @@ MAX_ALL = 1 << 17
 
 class _Record:
     """What one reader did with one room number: it opened and `ended` so many requests that are
-    not here yet, and then opened `part`. `last`: the last one that ended, on either side.
+    not here yet, and then opened `part`. `last`: the last one that it ended.
     `connection`: whose place it takes."""
 
     __slots__ = ("connection", "ended", "last", "part", "since")

@@ -40,11 +40,11 @@ DRAIN = 2.0  # a rank that stops waits so long for slots that nobody has read
 
 class SendHandle:
     """One sender's request, between the scheduler and the channel. Its pages are read while `gate`
-    is open. `settled`: the channel packs no more of it; `bytes`: of draft KV, packed."""
+    is open. `settled`: the channel packs no more of it."""
 
     def __init__(self, room: int) -> None:
         self.room, self.gate = room, Gate()
-        self.settled, self.bytes = False, 0
+        self.settled = False
         self.sent: float | None = None  # when SGLang's own transfer had succeeded
         self.ended = False
 
@@ -216,5 +216,5 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
             return ev.Packed(job.job, closed=True)
         if found != SlotCheck.OK:
             return ev.Packed(job.job, repr(found)[:300])
-        self._account(job, seconds)
+        self._reporter.moved(self._size_of(job), seconds)
         return ev.Packed(job.job)

@@ -59,7 +59,7 @@ class Wire(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct):
-    """Of one side. `wrong`: the first wrong byte of each slot that has one. A listener is told
+    """Of one side. `wrong`: the first wrong byte of each slot that has one. A listener gets
     these, and neither bytes nor seconds."""
 
     memory: str

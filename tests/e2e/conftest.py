@@ -106,8 +106,8 @@ def full(*args: object, **kwargs: object) -> object:
 CASES = [
     Case("P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES)),
     Case("nixl-dflash-P1-D2", TP1, TP2, "mla-dflash", backend="nixl", spawn=True),
+    Case("P2-D2dp", TP2, TP2_DP2),
     Case("P2-host-D1", (*TP2, *HOST_CACHE), (*TP1, *PAGES)),
-    full("P2-D2dp", TP2, TP2_DP2),
     full("P1-D2", TP1, TP2, patience="1"),
     full("nixl-P2-D1", TP2, TP1, backend="nixl"),
     full("nixl-P1-D2", TP1, TP2, backend="nixl"),

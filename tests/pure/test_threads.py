@@ -58,7 +58,8 @@ def test_every_row_is_in_place(channel: Channel, tokens: int, first: int) -> Non
     sent = channel.prefill.send(1, tokens, first)
     assert channel.state(handle) == ("warm", "")
     assert channel.same(handle)
-    assert sent.bytes == handle.bytes == tokens * TOKEN_BYTES
+    sides = channel.prefill, channel.decode
+    assert [side.notes.bytes for side in sides] == [tokens * TOKEN_BYTES] * 2
     assert sent.settled
     channel.end(sent, handle)
     assert channel.at_rest()

@@ -96,17 +96,17 @@ class Reads(DataPlane):
 
 
 class Reporter:
-    """`copying`: seconds of all copies."""
+    """`bytes`, `copying`: of all copies, and seconds."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
-        self.copying = 0.0
+        self.bytes, self.copying = 0, 0.0
 
     def __call__(self, note: Any) -> None:
         self.seen.append(note.what)
 
     def moved(self, size: int, seconds: float) -> None:
-        self.copying += seconds
+        self.bytes, self.copying = self.bytes + size, self.copying + seconds
 
     def ended(self, entry: Any, reason: str) -> None: ...
 

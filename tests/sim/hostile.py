@@ -23,7 +23,7 @@ def distorted(rank: PrefillRank, reader: DecodeRank, ready: Ready, lie: str) -> 
     """What is sent in the place of this READY. After a lie whose room is this one and wants more,
     that room is cold: it is noted as a violation."""
     rng, slots, number = rank.rng, rank.place.server.slots, rank.rng.randint(1, 40)
-    segments = list(ready.segments)
+    segments, tokens = list(ready.segments), sum(one.count for one in ready.segments)
     at = rng.randrange(len(segments)) if segments else 0
     wrong: Ready | Fail
     match lie:
@@ -39,7 +39,7 @@ def distorted(rank: PrefillRank, reader: DecodeRank, ready: Ready, lie: str) -> 
             wrong = replace(ready, segments=tuple(segments))
         case "empty" if not ready.last:
             wrong = replace(ready, segments=())
-        case "early" if ready.first_token + ready.count <= _last_page(reader, ready):
+        case "early" if ready.first_token + tokens <= _last_page(reader, ready):
             wrong = replace(ready, last=True)
         case "behind" if ready.last:
             more = Announced(0, rank.world.next_stamp(), 1)
