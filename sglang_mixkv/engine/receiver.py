@@ -84,6 +84,8 @@ class DraftReceiver:
     def _open(self, channel: DecodeWorker, plan: Plan, pages: Any, first: int) -> None:
         local = self.kv_mgr.local
         page_size = local.draft.page_size if local.draft else self.kv_mgr.kv_args.page_size
+        if local.draft:
+            first, pages = local.draft.in_reach(first, pages)
         event = forward_event(local.handed.scheduler)
         handle = ReceiveHandle(pages, page_size, event, self.bootstrap_addr)
         channel.open(

@@ -132,6 +132,7 @@ class Rank(Memory):
         if not draft.is_mla:
             args.draft_kv_head_num = self.pools["draft"][0].shape[2]
             args.draft_total_kv_head_num = draft.heads
+            args.draft_window = self.case.draft_window or None
 
     def start_manager(self) -> None:
         from sglang.srt.disaggregation.utils import (
