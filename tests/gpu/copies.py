@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.draft.rows_gpu import GpuRows, Pages, Ticket, gpu_rows
+from sglang_mixkv.draft.rows_gpu import GpuRows, Ticket, gpu_rows
 from sglang_mixkv.draft.slot_format import SlotCheck
 
 from .pools import STAMP, Ints
@@ -70,7 +70,7 @@ class Kernels:
         ticket: Ticket = getattr(self.rows, f"start_{kind}")(jobs)
         return ticket
 
-    def _pages(self, request: Request) -> Pages:
+    def _pages(self, request: Request) -> memoryview:
         return self.rows.pages(request.numbers[:: self._page] // self._page)
 
 

@@ -241,8 +241,6 @@ def test_two_batches_are_in_flight_and_share_no_memory() -> None:
         side.draft.pack(
             np.arange(9) + 17 + 16 * number, range(4, 6), side.beside.slot(number), 7 + number
         )
-    del pages
-    side.rows.pages([5])  # would take the first one's memory, if nobody held that
     assert not side.rows.can_start
     with pytest.raises(ValueError, match="0 of 2 batches free"):
         side.rows.start_clear([side.rows.job(side.rows.pages([0]), 0, 1)])
@@ -251,20 +249,21 @@ def test_two_batches_are_in_flight_and_share_no_memory() -> None:
     assert side.same()
 
 
-def test_memory_of_pages_is_used_again_once_nobody_holds_them() -> None:
-    side = small(FakeCuda(late=3))
-    one = side.rows.pages([1])
-    address, ticket = one.address, side.rows.start_clear([side.rows.job(one, 0, 16)])
-    del one
-    assert side.rows.pages([2]).address != address
-    assert ended(ticket) == [OK]
-    again = {side.rows.pages([n]).address for n in range(4)}
-    assert address in again
-    assert len(again) <= 2
-    assert len(side.rows._free_pages[256]) <= 3
-    many = side.rows.pages(np.zeros(1 << 19))
-    assert many.tokens == 16 << 19
-    assert ended(side.rows.start_clear([side.rows.job(many, (16 << 19) - 3, 3)])) == [OK]
+@pytest.mark.parametrize("page", [1, 16])
+def test_page_numbers_of_the_largest_batches_fit(page: int) -> None:
+    """Of slots full of one head's rows that begin and end amid pages, and of a whole pool that is
+    cleared piece by piece."""
+    side = Side([16, 16], range(2), page, 128 // page, 1, MOST, 1024)
+    pages, heads = side.rows.pages(np.arange(128 // page)), range(1)
+    jobs = [side.rows.job(pages, page - 1, 30, heads, slot, slot) for slot in range(MOST)]
+    for slot in range(MOST):
+        side.draft.pack(np.arange(page - 1, page + 29), heads, side.beside.slot(slot), slot)
+    assert ended(side.rows.start_pack(jobs)) == [OK] * MOST
+    assert side.same()
+    cleared = [side.rows.job(pages, 2 * number, 2) for number in range(MOST)]
+    side.draft.clear(np.arange(128))
+    assert ended(side.rows.start_clear(cleared)) == [OK] * MOST
+    assert side.same()
 
 
 def test_an_event_stands_for_its_batch_alone() -> None:
@@ -352,7 +351,8 @@ def test_pages_outside_the_pool_are_refused() -> None:
     for numbers in ([0, 8], [-1, 3]):
         with pytest.raises(ValueError, match="the pool has 8"):
             side.rows.pages(numbers)
-    assert side.rows.pages([]).tokens == 0
+    with pytest.raises(ValueError, match="the pages have 0"):
+        side.rows.job(side.rows.pages([]), 0, 1)
     for jobs in ([], [side.rows.job(side.rows.pages([1]), 0, 1)] * (MOST + 1)):
         with pytest.raises(ValueError, match="jobs"):
             side.rows.start_clear(jobs)

@@ -4,6 +4,7 @@ the code that runs on a GPU. A GPU's streams are mocked; its memory is not teste
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -30,18 +31,16 @@ by_numpy = pytest.mark.parametrize("by_numpy", [True, False], ids=["numpy", "tor
 
 
 def pool_of(widths: list[int], heads: int, num_rows: int, kind: str, seed: int) -> list:
-    """K of each layer, then V, as MHATokenToKVPool has them: typed [rows, heads, head size], the
-    two halves of one allocation where K and V are equally wide. `widths`: K's and V's bytes."""
+    """K of each layer, then V, as MHATokenToKVPool has them: typed [rows, heads, head size]. By an
+    odd seed each begins at an odd address. The first has a row more, which is nobody's."""
     dtype = {"bf16": torch.bfloat16, "fp8": torch.uint8}[kind]
-    noise = np.random.default_rng(seed)
-    layers, (k_width, v_width) = 2, widths
-    if k_width == v_width:
-        shape = (2, num_rows, heads, k_width)
-        fused = [torch.from_numpy(noise.integers(0, 256, shape, np.uint8)) for _ in range(layers)]
-        halves = [both.view(dtype) for both in fused]
-        return [both[0] for both in halves] + [both[1] for both in halves]
-    shapes = [(num_rows, heads, width) for width in (k_width, k_width, v_width, v_width)]
-    return [torch.from_numpy(noise.integers(0, 256, s, np.uint8)).view(dtype) for s in shapes]
+    noise, entries = np.random.default_rng(seed), []
+    for number, width in enumerate(np.repeat(widths, 2).tolist()):
+        shape = num_rows + (number == 0), heads, width
+        memory = torch.from_numpy(noise.integers(0, 256, math.prod(shape) + 2, np.uint8))
+        memory = memory[seed % 2 * dtype.itemsize :]
+        entries.append(memory[: math.prod(shape)].view(dtype).view(*shape[:2], -1))
+    return entries
 
 
 def bytes_of(entries: list) -> list[np.ndarray]:
@@ -156,7 +155,7 @@ def test_a_segment_gets_into_its_slot_and_its_rows_and_nowhere_else(
     payload = packed_by_loops(source, case.rows(0), case.on(case.source))
     size = there.packed_bytes(case.tokens, len(case.heads))
     slot, before = canary_slot(size), [entry.copy() for entry in bytes_of(source)]
-    assert there.pack(case.rows(0), case.heads, slot, STAMP) == len(payload)
+    there.pack(case.rows(0), case.heads, slot, STAMP)
     header = b"".join(n.to_bytes(8, "little") for n in (STAMP, summed(payload, STAMP)))
     canary = bytes([CANARY])
     expected = header + canary * (HEADER - 16) + payload + bytes(-len(payload) % 8)
@@ -194,34 +193,19 @@ def test_row_numbers_of_32_bits_do_not_overflow() -> None:
 # ---------------------------------------------------------------- sums
 
 
-def packed_slot(draft: DraftRows, tokens: int = 5, heads: range = range(4, 7)) -> torch.Tensor:
-    slot = canary_slot(draft.packed_bytes(tokens, len(heads)))
-    draft.pack(np.arange(tokens), heads, slot, STAMP)
-    return slot
-
-
 @by_numpy
 def test_every_changed_byte_shows(by_numpy: bool) -> None:
-    draft = draft_of(by_numpy)
-    slot = packed_slot(draft)
-    places = [*range(16), *range(HEADER, draft.packed_bytes(5, 3))]
-    for place, by in itertools.product(places, (1, 0x55, 0x80)):
+    draft, (rows, heads) = draft_of(by_numpy), (np.arange(5), range(4, 7))
+    size = draft.packed_bytes(5, 3)
+    slot = canary_slot(size)
+    draft.pack(rows, heads, slot, STAMP)
+    for place, by in itertools.product([*range(16), *range(HEADER, size)], (1, 0x55, 0x80)):
         slot[place] ^= by
         wrong = SlotCheck.STALE if place < 8 else SlotCheck.DIFFERS
-        assert draft.verify(slot, 5, 3, STAMP) is wrong
+        assert draft.unpack(rows, heads, slot, STAMP) is wrong
         slot[place] ^= by
-    slot[16:HEADER], slot[draft.packed_bytes(5, 3) :] = 1, 2  # unused, and behind the segment
-    assert draft.verify(slot, 5, 3, STAMP) is SlotCheck.OK
-
-
-@by_numpy
-def test_segments_of_any_size_verify_in_any_order(by_numpy: bool) -> None:
-    """The weights of both machines, of as many places as the largest segment had so far."""
-    draft, other = draft_of(by_numpy), draft_of(not by_numpy)
-    for tokens in (5, 20, 0, 1, 32, 5):
-        slot = packed_slot(draft, tokens)
-        assert draft.verify(slot, tokens, 3, STAMP) is SlotCheck.OK
-        assert other.verify(slot, tokens, 3, STAMP) is SlotCheck.OK
+    slot[16:HEADER], slot[size:] = 1, 2  # unused, and behind the segment
+    assert draft.unpack(rows, heads, slot, STAMP) is SlotCheck.OK
 
 
 # ---------------------------------------------------------------- bounds
@@ -258,20 +242,6 @@ def test_what_lies_outside_touches_no_byte(by_numpy: bool, case: tuple) -> None:
     assert all(map(np.array_equal, draft._pools, pools))
 
 
-@by_numpy
-def test_the_shortest_entry_bounds_the_rows(by_numpy: bool) -> None:
-    first, last = pool_of([4, 4], 4, 16, "fp8", 0)[:2]
-    draft = DraftRows([first, last[:10]], range(4), by_numpy)
-    with pytest.raises(ValueError, match="rows"):
-        draft.clear(np.array([10]))
-    assert draft.num_rows == 10
-
-
-def test_a_segment_beyond_its_slot_is_not_looked_at() -> None:
-    with pytest.raises(ValueError, match="slot"):
-        draft_of().verify(canary_slot(256), 1000, 2, STAMP)
-
-
 @pytest.mark.parametrize("wrong", ["heads", "strides"])
 def test_entries_of_another_layout_are_refused(wrong: str) -> None:
     entries = pool_of([4, 8], 4, 16, "bf16", 0)
@@ -282,16 +252,6 @@ def test_entries_of_another_layout_are_refused(wrong: str) -> None:
 
 
 # ---------------------------------------------------------------- where the memory is
-
-
-@by_numpy
-def test_entries_may_begin_at_an_odd_address(by_numpy: bool) -> None:
-    memory = torch.arange(2 * 16 * 3 * 8 + 1).to(torch.uint8)
-    entries = list(memory[1:].view(2, 16, 3, 8))
-    draft, slot = DraftRows(entries, range(3), by_numpy), canary_slot(512)
-    payload = packed_by_loops(entries, ROWS, range(1, 2))
-    draft.pack(ROWS, range(1, 2), slot, STAMP)
-    assert slot[HEADER : HEADER + len(payload)].numpy().tobytes() == payload
 
 
 def test_kv_args_by_hand_name_host_memory() -> None:
