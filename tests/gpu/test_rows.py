@@ -37,9 +37,10 @@ COUNT = {"cuda": 64, "cpu": 3}  # slots: the most that a batch takes, and few
 def test_every_byte_is_right(
     device: torch.device, drafter: Drafter, dtype: str, layout: str
 ) -> None:
-    """Of all heads, as between equal sizes, and of one, the narrowest row of any reader. Of the
-    slots one has another stamp, and one a wrong byte. The control takes rows in another order."""
-    for way, wanted in product(WAYS[device.type], (drafter.heads, 1)):
+    """Of all heads, as between equal sizes, of three, which are copied one by one, and of one, the
+    narrowest row of any reader. Of the slots one has another stamp, and one a wrong byte. The
+    control takes rows in another order."""
+    for way, wanted in product(WAYS[device.type], (drafter.heads, 3, 1)):
         settle()
         slots, slot_bytes = COUNT[device.type], SLOT[device.type]
         per_token = 2 * drafter.layers * wanted * HEAD * DTYPES[dtype].itemsize
