@@ -29,9 +29,6 @@ Order. Kernels of this stream see what was done on the device when the host star
                   rows may be launched on any stream, slots may be read or filled again, and pages
                   may be given back.
 
-A caller that could not wait for an event before it starts a batch would have to make this stream
-wait for it (cuStreamWaitEvent).
-
 Cost. To start a batch takes six calls of the driver (bind, upload, two launches, a new event and
 its record), none of torch or numpy, and never gives up the GIL; each look at it takes one call
 more. Only `pages`, which a request or chunk needs once, calls numpy, which gives up the GIL where
@@ -86,8 +83,8 @@ class Ticket:
     def done(self) -> bool:
         """Whether the batch has ended; it does not block."""
         if not self._results and self.over():
-            failed = [SlotCheck.ERROR] * self._count
-            self._results = failed if self.error else self._place.results(self._count)
+            found = UNKNOWN if self.error else self._place.results
+            self._results = [CHECKS[one] for one in found[: self._count]]
             self._free.append(self._place)
         return bool(self._results)
 
@@ -120,7 +117,7 @@ class _Place:
         size = MOST * JOB.size + 4 * page_numbers
         self.device, (self.source, self._host) = driver.allocate(size), driver.allocate_host(size)
         address, results = driver.allocate_host(MOST * 8)
-        self._results = results.cast("q")
+        self.results = results.cast("q")
         # Triton adds parameters for scratch memory, which these kernels do not use.
         self._values = [ctypes.c_uint64(n) for n in (self.device, entries, address, 0, 0, 0, 0)]
         pointers = [ctypes.addressof(value) for value in self._values]
@@ -134,11 +131,8 @@ class _Place:
             JOB.pack_into(self._host, number * JOB.size, *line)
             start, end = end, end + len(pages)
             self._host[start:end] = pages
-        self._results[:] = UNKNOWN  # a result that no kernel writes is an error
+        self.results[:] = UNKNOWN  # a result that no kernel writes is an error
         return end
-
-    def results(self, count: int) -> list[SlotCheck]:
-        return [CHECKS[found] for found in self._results[:count]]
 
 
 class GpuRows:

@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -47,57 +47,38 @@ def bytes_of(entries: list) -> list[np.ndarray]:
     return [entry.view(torch.uint8).numpy() for entry in entries]
 
 
-def packed_by_loops(entries: list, rows: np.ndarray, heads: range) -> bytes:
-    """`heads`: numbers on the rank."""
-    found = bytearray()
+def cells(entries: list, rows: np.ndarray, heads: range) -> Iterator[np.ndarray]:
+    """Of these rows the bytes of each head, in the order of a payload. `heads`: of the rank."""
     for entry in bytes_of(entries):
         for row in rows.tolist():
             for head in heads:
-                found += entry[row, head].tobytes()
-    return bytes(found)
+                yield entry[row, head]
 
 
-def unpacked_by_loops(
-    entries: list, rows: np.ndarray, heads: range, payload: bytes
-) -> list[np.ndarray]:
-    """All bytes of the pool afterwards."""
-    found, rest = [entry.copy() for entry in bytes_of(entries)], iter(payload)
-    for entry in found:
-        for row in rows.tolist():
-            for head in heads:
-                for place in range(entry.shape[2]):
-                    entry[row, head, place] = next(rest)
-    assert next(rest, None) is None
-    return found
+def payload_of(entries: list, rows: np.ndarray, heads: range) -> bytes:
+    return b"".join(cell.tobytes() for cell in cells(entries, rows, heads))
 
 
-def tokens_of(pages: np.ndarray, page_size: int, tokens: int) -> np.ndarray:
-    """Rows of a request's first tokens, by its page table."""
-    return np.array([pages[t // page_size] * page_size + t % page_size for t in range(tokens)], int)
+def all_bytes(entries: list) -> bytes:
+    return b"".join(entry.tobytes() for entry in bytes_of(entries))
 
 
-@dataclass
-class Segment:
+class Segment(NamedTuple):
     """Some heads of one request, from a rank that holds `source` to one that holds `target`."""
 
     widths: list[int]
     kind: str
-    page_size: int
     tokens: int
     source: range
     target: range
     heads: range
     seed: int
 
-    pages = 5
-
     def pool(self, held: range, seed: int) -> list:
-        num_rows = self.pages * self.page_size
-        return pool_of(self.widths, len(held), num_rows, self.kind, self.seed + seed)
+        return pool_of(self.widths, len(held), self.tokens + 3, self.kind, self.seed + seed)
 
-    def rows(self, side: int) -> np.ndarray:
-        order = np.random.default_rng([self.seed, side]).permutation(self.pages)
-        return tokens_of(order, self.page_size, self.tokens)
+    def rows(self, seed: int) -> np.ndarray:
+        return np.random.default_rng([self.seed, seed]).permutation(self.tokens + 3)[: self.tokens]
 
     def on(self, held: range) -> range:
         return range(self.heads.start - held.start, self.heads.stop - held.start)
@@ -107,16 +88,10 @@ class Segment:
 def segments(draw: st.DrawFn) -> Segment:
     kind = draw(st.sampled_from(["bf16", "fp8"]))
     widths = st.sampled_from([2, 4, 6, 8, 16, 48] if kind == "bf16" else [1, 2, 3, 6, 8, 32])
-    page_size = draw(st.sampled_from([1, 16, 64]))
     start, stop = sorted(draw(st.lists(st.integers(0, 8), min_size=2, max_size=2, unique=True)))
-    held = [
-        range(draw(st.integers(0, start)), draw(st.integers(stop, 8))) for _ in ("source", "target")
-    ]
-    tokens = draw(st.integers(0, min(2 * page_size + 5, Segment.pages * page_size)))
-    return Segment(
-        [draw(widths), draw(widths)], kind, page_size, tokens, held[0], held[1],
-        range(start, stop), draw(st.integers(0, 99)),
-    )  # fmt: skip
+    held = [range(draw(st.integers(0, start)), draw(st.integers(stop, 8))) for _ in range(2)]
+    sizes = [draw(widths), draw(widths)], kind, draw(st.integers(0, 133))
+    return Segment(*sizes, *held, range(start, stop), draw(st.integers(0, 99)))
 
 
 def summed(payload: bytes, stamp: int) -> int:
@@ -139,10 +114,6 @@ def canary_slot(size: int) -> torch.Tensor:
     return slot
 
 
-def is_now(entries: list, expected: list[np.ndarray]) -> bool:
-    return all(map(np.array_equal, bytes_of(entries), expected))
-
-
 @by_numpy
 @settings(deadline=None, max_examples=80)
 @given(case=segments())
@@ -152,9 +123,9 @@ def test_a_segment_gets_into_its_slot_and_its_rows_and_nowhere_else(
     """As plain loops copy it. A slot with another stamp is not used. Cleared rows are zeros."""
     source, target = case.pool(case.source, 0), case.pool(case.target, 1)
     there, here = DraftRows(source, case.source, by_numpy), DraftRows(target, case.target, by_numpy)
-    payload = packed_by_loops(source, case.rows(0), case.on(case.source))
+    payload, before = payload_of(source, case.rows(0), case.on(case.source)), all_bytes(source)
     size = there.packed_bytes(case.tokens, len(case.heads))
-    slot, before = canary_slot(size), [entry.copy() for entry in bytes_of(source)]
+    slot = canary_slot(size)
     there.pack(case.rows(0), case.heads, slot, STAMP)
     header = b"".join(n.to_bytes(8, "little") for n in (STAMP, summed(payload, STAMP)))
     canary = bytes([CANARY])
@@ -162,21 +133,22 @@ def test_a_segment_gets_into_its_slot_and_its_rows_and_nowhere_else(
     assert size == len(expected)
     packed = expected + canary * (slot.numel() - size)
     assert slot.numpy().tobytes() == packed
-    assert is_now(source, before)
+    assert all_bytes(source) == before
 
-    rows, before = case.rows(1), [entry.copy() for entry in bytes_of(target)]
-    placed = unpacked_by_loops(target, rows, case.on(case.target), payload)
+    rows, heads, rest = case.rows(1), case.on(case.target), np.frombuffer(payload, np.uint8)
+    before, wanted = all_bytes(target), [entry.clone() for entry in target]
+    for cell in cells(wanted, rows, heads):
+        cell[:], rest = rest[: len(cell)], rest[len(cell) :]
     assert here.unpack(rows, case.heads, slot, STAMP + 1) is SlotCheck.STALE
-    assert is_now(target, before)
+    assert all_bytes(target) == before
     assert here.unpack(rows, case.heads, slot, STAMP) is SlotCheck.OK
-    assert is_now(target, placed)
+    assert all_bytes(target) == all_bytes(wanted)
     assert slot.numpy().tobytes() == packed
 
-    every = range(len(case.target))
-    zeros = bytes(len(packed_by_loops(target, rows, every)))
-    cleared = unpacked_by_loops(target, rows, every, zeros)
+    for cell in cells(wanted, rows, range(len(case.target))):
+        cell[:] = 0
     here.clear(rows)
-    assert is_now(target, cleared)
+    assert all_bytes(target) == all_bytes(wanted)
 
 
 def draft_of(by_numpy: bool = True, heads: range = range(4, 8), widths: int = 6) -> DraftRows:
@@ -262,9 +234,9 @@ def test_kv_args_by_hand_name_host_memory() -> None:
     draft = DraftRows.at(ptrs, lens, items, 16, range(3, 6))
     assert (draft.head_bytes, draft.num_rows) == ((6, 6, 2, 2), 64)
     assert 2 * draft.bytes_per_head == 32
-    slot, rows = canary_slot(1024), tokens_of(np.array([2, 0]), 16, 20)
+    slot, rows = canary_slot(1024), np.array([*range(32, 48), *range(4)])
     draft.pack(rows, range(4, 6), slot, STAMP)
-    payload = packed_by_loops(entries, rows, range(1, 3))
+    payload = payload_of(entries, rows, range(1, 3))
     assert slot[HEADER : HEADER + len(payload)].numpy().tobytes() == payload
     draft.clear(rows)
     assert not any(entry[rows].any() for entry in bytes_of(entries))
