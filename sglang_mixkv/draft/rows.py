@@ -33,7 +33,8 @@ _own = threading.local()
 
 class DraftRows:
     """The draft pool of one rank. `entries`: [rows, heads, head size] of any type, contiguous, as
-    SGLang's pool has them in `k_buffer` and then `v_buffer`; `heads`: those on this rank.
+    SGLang's pool has them in `k_buffer` and then `v_buffer`, here in bytes; `heads`: those on this
+    rank.
 
     `bytes_per_head`: of one token, in all entries. Everywhere `rows` are tokens' numbers in the
     pool, none twice, `heads` a range of global numbers, and `slot` is one of a Staging on the
@@ -47,7 +48,7 @@ class DraftRows:
         if any(entry.shape[-2] != len(heads) or not entry.is_contiguous() for entry in entries):
             raise ValueError(f"draft rows of {tuple(entries[0].shape)}: expected heads {heads}")
         pools = [entry.view(torch.uint8) for entry in entries]
-        self.entries, self.heads, self.device = entries, heads, pools[0].device
+        self.entries, self.heads, self.device = pools, heads, pools[0].device
         self.head_bytes = tuple(pool.shape[-1] for pool in pools)
         self.num_rows = min(pool.shape[:-2].numel() for pool in pools)
         self._by_numpy = by_numpy and self.device.type == "cpu"

@@ -45,10 +45,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sglang_mixkv.draft.cuda import CudaError, Driver, Event
 from sglang_mixkv.draft.kernels import BLOCK, COLUMN, TOKENS, UNIT, WARPS, compiled
+from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 MOST = 64  # slots of a batch
@@ -136,28 +136,25 @@ class _Place:
 
 
 class GpuRows:
-    """The draft pool of one rank, `entries` and `heads` as DraftRows has them, in pages of
-    `page_size` tokens; and its `staging`. One thread uses it. The constructor blocks.
+    """The draft pool of one rank, in pages of `page_size` tokens, and its `staging`. One thread
+    uses it. The constructor blocks.
 
     ValueError where a job lies outside, which is found before it is in a batch: one bad job fails
     no other. CudaError where a batch could not be started; nothing of it runs any more then.
     """
 
-    def __init__(
-        self, entries: Sequence[Tensor], heads: range, page_size: int, staging: Any, driver: Driver
-    ) -> None:
-        pools = [entry.view(torch.uint8) for entry in entries]
-        if reason := unfit(pools, heads, staging):
+    def __init__(self, rows: DraftRows, page_size: int, staging: Any, driver: Driver) -> None:
+        if reason := unfit(rows, staging):
             raise ValueError(reason)
-        self.driver, self._heads, self._page, self._staging = driver, heads, page_size, staging
-        self._pools = pools  # kept: kernels know their addresses alone
-        self._num_pages = min(pool.shape[:-2].numel() for pool in pools) // page_size
-        units = [pool.shape[-1] // UNIT for pool in pools]
-        self._entries, self._widest, self._in_all = len(pools), max(units), sum(units)
+        self.driver, self._heads, self._page, self._staging = driver, rows.heads, page_size, staging
+        self._rows = rows  # kept: kernels know its addresses alone
+        self._num_pages = rows.num_rows // page_size
+        units = [size // UNIT for size in rows.head_bytes]
+        self._entries, self._widest, self._in_all = len(units), max(units), sum(units)
         lines = struct.pack("<4q", 0, 0, 0, self._in_all)
-        for number, pool in enumerate(pools):
-            address, unit, before = pool.data_ptr() // UNIT, units[number], sum(units[:number])
-            lines += struct.pack("<4q", address, unit * len(heads), unit, before)
+        for number, (entry, unit) in enumerate(zip(rows.entries, units, strict=True)):
+            address, before = entry.data_ptr() // UNIT, sum(units[:number])
+            lines += struct.pack("<4q", address, unit * len(rows.heads), unit, before)
         table, (source, host) = driver.allocate(len(lines)), driver.allocate_host(len(lines))
         host[:] = lines
         driver.upload(table, source, len(lines))
@@ -269,29 +266,25 @@ class GpuRows:
         }  # fmt: skip
 
 
-def unfit(pools: Sequence[Tensor], heads: range, staging: Any) -> str:
+def unfit(rows: DraftRows, staging: Any) -> str:
     """Why the kernels do not serve this pool and these slots; empty if they do."""
-    if any(pool.shape[-2] != len(heads) or not pool.is_contiguous() for pool in pools):
-        return f"draft rows of {tuple(pools[0].shape)}: expected heads {heads}"
-    widths = {pool.shape[-1] * pool.element_size() for pool in pools}
-    if any(n % UNIT for n in [*widths, *(pool.data_ptr() for pool in pools)]):
-        return f"heads of {sorted(widths)} bytes: not all begin at a multiple of {UNIT} bytes"
+    widths = sorted(set(rows.head_bytes))
+    if any(n % UNIT for n in [*widths, *(entry.data_ptr() for entry in rows.entries)]):
+        return f"heads of {widths} bytes: not all begin at a multiple of {UNIT} bytes"
     if (staging.address | staging.slot_bytes) % UNIT or staging.slot_bytes >= 1 << 33:
         return f"slots of {staging.slot_bytes} bytes: expected multiples of {UNIT} below 8 GiB"
     return ""
 
 
-def gpu_rows(
-    entries: Sequence[Tensor], heads: range, page_size: int, staging: Any
-) -> GpuRows | str:
+def gpu_rows(rows: DraftRows, page_size: int, staging: Any) -> GpuRows | str:
     """The kernels for this pool, or why it takes the way of rows.py."""
-    device = entries[0].device
+    device = rows.device
     if device.type != "cuda" or torch.version.hip:
         return f"the pool is on {device}, which is no CUDA device"
     try:
         driver = Driver(torch.cuda.current_device() if device.index is None else device.index)
         if driver.capability < OLDEST:
             return f"compute capability {driver.capability / 10}: expected {OLDEST / 10} or later"
-        return GpuRows(entries, heads, page_size, staging, driver)
+        return GpuRows(rows, page_size, staging, driver)
     except Exception as error:  # no libcuda, no ptxas, nowhere to keep what was compiled, ...
         return repr(error)[:300]

@@ -48,7 +48,7 @@ class Torch:
 
 class Kernels:
     def __init__(self, entries: list[Tensor], heads: range, page: int, staging: Staging) -> None:
-        self.rows, self._page = kernels(entries, heads, page, staging), page
+        self.rows, self._page = kernels(DraftRows(entries, heads), page, staging), page
 
     def pack(self, request: Request) -> None:
         assert set(ended(self.start("pack", request))) == {SlotCheck.OK}
@@ -85,7 +85,7 @@ def ended(ticket: Ticket) -> list[SlotCheck]:
 WAYS: dict[str, tuple[Any, ...]] = {"cpu": (Torch,), "cuda": (Torch, Kernels)}
 
 
-def kernels(entries: Any, heads: range, page: int, staging: Staging) -> GpuRows:
-    found = gpu_rows(entries, heads, page, staging)
+def kernels(rows: DraftRows, page: int, staging: Staging) -> GpuRows:
+    found = gpu_rows(rows, page, staging)
     assert isinstance(found, GpuRows), found
     return found

@@ -67,7 +67,9 @@ class Side:
         self.staging, self.beside = (Staging(self.slots, self.slot_bytes, CPU) for _ in "ab")
         self.draft = DraftRows(self.wanted, self.held)
         with self.cuda.compiling():
-            self.rows = GpuRows(self.pool, self.held, self.page, self.staging, self.cuda.driver())
+            self.rows = GpuRows(
+                DraftRows(self.pool, self.held), self.page, self.staging, self.cuda.driver()
+            )
         for staging in (self.staging, self.beside):
             staging._memory.fill_(CANARY)
 
@@ -386,7 +388,7 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
     def on_device(rows: DraftRows, staging: Staging) -> GpuRows:
         fake = FakeCuda(late=3)
         with fake.compiling():
-            return GpuRows(rows.entries, rows.heads, threads.PAGE, staging, fake.driver())
+            return GpuRows(rows, threads.PAGE, staging, fake.driver())
 
     monkeypatch.setattr(threads._Side, "device", staticmethod(on_device))
     with threads.Channel(Times(20)) as both:
