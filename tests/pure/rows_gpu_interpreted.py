@@ -241,19 +241,19 @@ def test_two_batches_are_in_flight_and_share_no_memory() -> None:
     assert side.same()
 
 
-@pytest.mark.parametrize("page", [1, 16])
-def test_page_numbers_of_the_largest_batches_fit(page: int) -> None:
-    """Of slots full of one head's rows that begin and end amid pages, and of a whole pool that is
-    cleared."""
-    side = Side([16, 16], range(2), page, 4096 // page, 1, MOST, 1024)
-    pages, heads = side.rows.pages(np.arange(4096 // page)), range(1)
+@pytest.mark.parametrize(("page", "rows"), [(1, 64), (16, 64), (1, 4096)])
+def test_page_numbers_of_the_largest_batches_fit(page: int, rows: int) -> None:
+    """Of slots full of one head's rows, for many readers of the same pages, and of a whole pool
+    that is cleared."""
+    side = Side([16, 16], range(2), page, rows // page, 1, MOST, 1024)
+    pages, heads = side.rows.pages(np.arange(rows // page)), range(1)
     jobs = [side.rows.job(pages, page - 1, 30, heads, slot, slot) for slot in range(MOST)]
     for slot in range(MOST):
         side.draft.pack(np.arange(page - 1, page + 29), heads, side.beside.slot(slot), slot)
     assert ended(side.rows.start_pack(jobs)) == [OK] * MOST
     assert side.same()
-    side.draft.clear(np.arange(4096))
-    assert ended(side.rows.start_clear([side.rows.job(pages, 0, 4096)])) == [OK]
+    side.draft.clear(np.arange(rows))
+    assert ended(side.rows.start_clear([side.rows.job(pages, 0, rows)])) == [OK]
     assert side.same()
 
 
