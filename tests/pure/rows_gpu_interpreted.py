@@ -293,6 +293,7 @@ def test_a_batch_that_cannot_start_leaves_nothing_behind(call: str) -> None:
 def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
     side = small()
     ticket = side.rows.start_clear([side.rows.job(side.rows.pages([1]), 0, 3)])
+    side.cuda._run_to(None)  # the kernel has written that all is well
     side.cuda.broken = True
     ticket.wait()
     assert ticket.over(), "its gate can close"
