@@ -42,6 +42,8 @@ OF_QUEUES = {
     "sglang.srt.disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs": "around_resume",
 }
 """The function of `engine/handover.py` around each."""
+_handed_out: dict[tuple[Any, Any], tuple[Any, type]] = {}
+"""By transfer backend and kind, the ServerArgs that were checked, and the class."""
 
 
 def register() -> None:
@@ -127,15 +129,21 @@ def _stop_unless_live(*paths: str) -> None:
 
 
 def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """SGLang's classes, with our mixins. Its schedulers ask with each request: what was checked or
-    made once is only looked up."""
+    """SGLang's classes, with our mixins. Its schedulers ask with each request: what was checked and
+    handed out once for these ServerArgs is only looked up."""
     server_args = _published()
+    checked, handed_out = _handed_out.get((transfer_backend, class_type), (None, None))
+    if handed_out is not None and checked is server_args:
+        return handed_out
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)
     _check(server_args, transfer_backend.value)
     from sglang_mixkv.engine.classes import mixed
 
-    return mixed(original, transfer_backend, class_type)
+    handed_out = mixed(original, transfer_backend, class_type)
+    if server_args is not None:
+        _handed_out[transfer_backend, class_type] = server_args, handed_out
+    return handed_out
 
 
 def _check(server_args: Any, backend: str) -> None:
