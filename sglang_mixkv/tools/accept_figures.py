@@ -64,18 +64,6 @@ class Side:
         self.positions = max(0, max(map(len, rows)) - 1)
 
 
-def is_chance(early: int, number: int) -> bool:
-    """Whether so many of this number of outputs may differ within EARLY tokens. Outputs of right
-    servers do, too, where two tokens are as likely. More than a tenth of them is taken for chance
-    only as long as that is likelier than one in a thousand; in whole numbers, since the ways to
-    choose them are beyond a float."""
-    ways = term = math.comb(number, early) * 9 ** (number - early)
-    for k in range(early, number):
-        term = term * (number - k) // (9 * (k + 1))
-        ways += term
-    return 1000 * ways >= 10**number
-
-
 class Comparison:
     """Of some prompts. `gate`: the share of accept length that the pair may lose. `tail`: the
     probability on either side of the interval. `ratio`: the pair's accept length to the single
@@ -122,10 +110,12 @@ class Comparison:
 
     @cached_property
     def differs(self) -> bool:
-        """Whether outputs do too soon, too often."""
+        """Whether outputs do too soon, too often. Those of right servers do now and then, where
+        two tokens are as likely: one in ten, and by chance three times as many of a few."""
         number = len(self.asked)
         early = sum(a.differs_at is not None and a.differs_at < EARLY for a in self.asked)
-        return number >= FEWEST and not is_chance(early, number)
+        expected = 0.1 * number
+        return number >= FEWEST and early > expected + 3 * math.sqrt(expected)
 
     @property
     def is_below(self) -> bool:

@@ -70,14 +70,19 @@ def version_of(*names: str) -> str:
 def versions() -> Iterator[Finding]:
     """The plugin, what it needs, and the host."""
     sglang, mooncake, nixl = version_of("sglang"), version_of(*MOONCAKE), version_of("nixl")
-    advice = ""
-    if sglang not in SUPPORTED_SGLANG:
-        advice = f"expected SGLang {' or '.join(SUPPORTED_SGLANG)}"
-        advice += f": pip install sglang=={SUPPORTED_SGLANG[-1]}"
-    missing = "neither Mooncake nor NIXL is installed: pip install mooncake-transfer-engine"
+    newest, advice, missing = SUPPORTED_SGLANG[-1], "", ""
+    if sglang == "none":
+        advice = (
+            "SGLang is not installed, and nothing else was checked: run the doctor in the "
+            f"servers' image, or pip install sglang=={newest}"
+        )
+    elif sglang not in SUPPORTED_SGLANG:
+        advice = f"expected SGLang {' or '.join(SUPPORTED_SGLANG)}: pip install sglang=={newest}"
+    elif mooncake == nixl == "none":
+        missing = "neither Mooncake nor NIXL is installed: pip install mooncake-transfer-engine"
     yield Finding("versions", "sglang-mixkv", f"{__version__}, protocol {PROTOCOL[1]}")
     yield Finding("versions", "sglang", sglang, advice)
-    yield Finding("versions", "mooncake", mooncake, missing if mooncake == nixl == "none" else "")
+    yield Finding("versions", "mooncake", mooncake, missing)
     for name in ("nixl", "torch", "sglang-router"):
         yield Finding("versions", name, version_of(name))
     system = f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}"

@@ -2,9 +2,8 @@
 
     python -m sglang_mixkv status URL... [--seconds 2] [--new] [--json]
 
-A URL is a server's, or the page of a router. Bytes a second are between two looks; all else is
-since each server started, with --new since the first look. `lost` is the share of tokens a verify
-round that cold drafters cost.
+A URL is a server's, the page of a router, or Prometheus'. Bytes a second are between two looks;
+all else is since each server started, with --new since the first look.
 
 Exit status: 0 nothing is wrong; 1 something is; 2 a page could not be read.
 
@@ -14,23 +13,24 @@ Servers need --enable-metrics; those that ask for an API key get that of SGLANG_
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from textwrap import TextWrapper
-from typing import Any, NamedTuple
+
+import msgspec
 
 from sglang_mixkv.series import MEMORY, NOTES, PREFILL, REPORT, STATES, Kind
 from sglang_mixkv.tools import table
-from sglang_mixkv.tools.status_pages import Drafts, Look, Page, Pair, Server, look, pairs, servers
+from sglang_mixkv.tools.status_pages import Look, Page, Pair, Server, look, pairs, servers
 
 SECONDS, TIMEOUT_S, WIDTH = 2.0, 5.0, 100
 COLD_SHARE = 0.01  # of requests; as the alert MixKVColdDrafters
 NONE = "-"
 
 
-class Wrong(NamedTuple):
+@dataclass(frozen=True)
+class Wrong:
     """`where`: a server, or a decode server and its prefill server."""
 
     where: str
@@ -50,24 +50,6 @@ class Status:
     @property
     def exit_status(self) -> int:
         return 2 if self.unread else int(bool(self.wrong))
-
-    def figures(self) -> dict[str, Any]:
-        rows = [
-            {
-                "decode": pair.decode, "prefill": pair.prefill, "requests": pair.rooms.total(),
-                "rooms": pair.rooms, "warm_share": pair.warm_share, "lost": pair.lost,
-                "drafts": {
-                    state: {**asdict(drafts), "accept_length": drafts.length}
-                    for state, drafts in pair.drafts.items() if drafts.requests
-                },
-                "breaker_open": pair.breaker_open,
-            }
-            for pair in self.pairs
-        ]  # fmt: skip
-        return {
-            "servers": [asdict(one) for one in self.servers], "pairs": rows,
-            "wrong": [one._asdict() for one in self.wrong], "unread": self.unread,
-        }  # fmt: skip
 
     def text(self) -> str:
         lines = [*table(_servers(self.servers))]
@@ -106,18 +88,14 @@ def _servers(found: Sequence[Server]) -> Iterator[Sequence[str]]:
 
 
 def _pairs(found: Sequence[Pair]) -> Iterator[Sequence[str]]:
-    yield "decode", "prefill", "requests", "warm", "accept: warm", "cold", "retracted", "lost"
+    yield "decode", "prefill", "requests", "warm", "accept: warm", "cold", "retracted"
     for pair in found:
-        lengths = (pair.drafts[state].length for state in STATES)
+        lengths = (pair.accept_lengths[state] for state in STATES)
         yield (
-            pair.decode, pair.prefill, f"{pair.rooms.total():,}", _share(pair.warm_share),
+            pair.decode, pair.prefill, f"{pair.rooms.total():,}",
+            NONE if pair.warm_share is None else f"{pair.warm_share:.1%}",
             *(NONE if length is None else f"{length:.2f}" for length in lengths),
-            _share(pair.lost),
         )  # fmt: skip
-
-
-def _share(share: float | None) -> str:
-    return NONE if share is None else f"{share:.1%}"
 
 
 # ---------------------------------------------------------------- what is wrong
@@ -130,9 +108,8 @@ def _wrong(since: Look, found: list[Server], pairs: list[Pair]) -> Iterator[Wron
     for name, page in since.pages.items():
         yield from (Wrong(name, *words) for words in _of_counts(page))
     for pair in pairs:
-        others = [other for other in pairs if other.decode == pair.decode]
         where = f"{pair.decode}, prefill {pair.prefill}"
-        yield from (Wrong(where, *words) for words in _of_pair(pair, others))
+        yield from (Wrong(where, *words) for words in _of_pair(pair))
 
 
 def _of_server(server: Server) -> Iterator[tuple[str, str]]:
@@ -159,8 +136,7 @@ def _of_counts(page: Page) -> Iterator[tuple[str, str]]:
             yield f"{number} times {kind.happened}", kind.remedy
 
 
-def _of_pair(pair: Pair, others: list[Pair]) -> Iterator[tuple[str, str]]:
-    """`others`: all pairs of this decode server."""
+def _of_pair(pair: Pair) -> Iterator[tuple[str, str]]:
     if pair.breaker_open:
         kind = NOTES["breaker_opened"]
         yield f"{kind.happened}; {kind.consequence}", kind.remedy
@@ -171,18 +147,7 @@ def _of_pair(pair: Pair, others: list[Pair]) -> Iterator[tuple[str, str]]:
             kind = NOTES.get(f"cold_{reason}", Kind(remedy=REPORT))
             what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
             happened = f": {kind.happened}" if kind.happened else ""
-            yield what + happened + _cost(pair, others), kind.remedy
-
-
-def _cost(pair: Pair, others: list[Pair]) -> str:
-    """What its cold requests accept, beside warm ones: its own, or those of other servers."""
-    cold, warm, whose = pair.drafts["cold"].length, pair.drafts["warm"].length, "its warm ones"
-    if not warm:
-        found, whose = [o.drafts["warm"] for o in others], "warm ones of other prefill servers"
-        warm = Drafts(0, sum(d.rounds for d in found), sum(d.tokens for d in found)).length
-    if not cold or not warm:
-        return ""
-    return f"; cold ones accept {cold:.2f} tokens a round, {whose} {warm:.2f}"
+            yield what + happened, kind.remedy
 
 
 # ---------------------------------------------------------------- the command line
@@ -204,11 +169,10 @@ def main(argv: list[str]) -> int:
     add("urls", nargs="+", metavar="URL", help="http://HOST:PORT of a server, or a page of metrics")
     add("--seconds", type=_seconds, default=SECONDS, help="between two looks (default %(default)s)")
     add("--new", action="store_true", help="count what happens between the looks alone")
-    add("--timeout", type=_seconds, default=TIMEOUT_S, help="of a page (default %(default)s)")
     add("--json", action="store_true", help="figures instead of the table")
     args = parser.parse_args(argv)
-    first = look(args.urls, args.timeout)
+    first = look(args.urls, TIMEOUT_S)
     time.sleep(args.seconds)
-    found = status(first, look(args.urls, args.timeout), first if args.new else None)
-    print(json.dumps(found.figures(), indent=1) if args.json else found.text())
+    found = status(first, look(args.urls, TIMEOUT_S), first if args.new else None)
+    print(msgspec.json.format(msgspec.json.encode(found)).decode() if args.json else found.text())
     return found.exit_status

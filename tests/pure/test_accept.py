@@ -30,10 +30,8 @@ class Stub:
     histogram: list = field(default_factory=lambda: [0, 0, 0, 10])
     tail: list = field(default_factory=list)
     refused: list = field(default_factory=list)
-    drafted: int = 0
     key: str | None = None
     broken_rank: int | None = None
-    fixed: bool = False
     new_only: bool = False
     other_from: int = 10**6
 
@@ -61,11 +59,11 @@ class Stub:
         histogram = [10, 0, 0, 0] if number % 2 == self.broken_rank else self.histogram
         rounds = sum(histogram)
         tokens = rounds + sum(i * n for i, n in enumerate(histogram)) or 3
-        output = [7] + [100] * tokens if self.fixed else list(range(tokens))
+        output = list(range(tokens))
         output[self.other_from :] = [5] * len(output[self.other_from :])
         info = {
             "spec_verify_ct": rounds, "spec_correct_drafts_histogram": histogram,
-            "spec_num_proposed_drafts": rounds * self.drafted, "dp_rank": number % 2,
+            "dp_rank": number % 2,
         }  # fmt: skip
         for begin, end in ((0, 1), (1, 2), (2, len(output))):
             own = output[begin if self.new_only else 0 : end]
@@ -172,10 +170,8 @@ def test_the_verdict_on_a_pair(
     ("single", "pair", "why"),
     [
         ({"histogram": [30, 1]}, {"histogram": [30, 1]}, "its own drafter drafts nothing"),
-        ({"drafted": 3}, {"drafted": 5}, "draft {3} and {5} tokens a round"),
         ({"histogram": []}, {}, "reports no speculative decoding"),
         ({}, {"histogram": []}, "reports no speculative decoding"),
-        ({"fixed": True}, {}, "makes its accept length up"),
         ({"key": "other"}, {}, "HTTP 401"),
         ({"url": DEAD}, {}, "no answer from http://127.0.0.1:9/generate: nothing listens there"),
         ({}, {"url": DEAD}, "no answer from http://127.0.0.1:9/generate: nothing listens there"),
