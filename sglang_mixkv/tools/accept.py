@@ -6,8 +6,7 @@
 The same token ids go to both, greedy. A baseline is the file that an earlier run wrote with
 `--json`: its prompts, and what the single server answered then. Side by side: accept length,
 acceptance by position, time to the first token, and whether the outputs agree. The accept length's
-loss is judged by what so many prompts can tell, with 95 % confidence, and on each of decode's DP
-ranks.
+loss is judged by what so many prompts can tell, with 95 % confidence.
 
 Exit status: 0 within `--gate`; 1 the accept length is lower, or the output is another one; 2
 nothing can be judged: too few prompts, a request that failed, a server that does not answer or not

@@ -61,7 +61,6 @@ def findings(args: argparse.Namespace) -> Iterator[Finding]:
     yield from checks.entry_point()
     if checks.version_of("sglang") == "none":
         return
-    yield from checks.configuration(args)
     yield from checks.environment()
     yield from checks.rdma(args.devices)
     if not args.no_seams:

@@ -5,7 +5,6 @@ A finding with a `problem` makes the doctor's exit status 1; one without is info
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import re
@@ -31,7 +30,6 @@ MOONCAKE = (
 DEVICES_FLAG = "--disaggregation-ib-device"
 DEVICES, VERBS = Path("/sys/class/infiniband"), Path("/sys/class/infiniband_verbs")
 FILES = Path("/proc/self/fd")
-SEAMS_LIMIT_S = 300
 
 _SHOWN = re.compile(
     r"(MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_\w*MIX_?KV|SGLANG_DISAGG|SGLANG_MOONCAKE|"
@@ -100,23 +98,6 @@ def entry_point(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
         yield Finding("plugin", "SGLANG_PLUGINS", ",".join(sorted(allowed)), remedy)
 
 
-def configuration(
-    flags: argparse.Namespace, environ: Mapping[str, str] = os.environ
-) -> Iterator[Finding]:
-    """What flags and variables make of the settings; those that are not the default first."""
-    try:
-        record = msgspec.structs.asdict(config.resolve(flags, environ))
-    except ValueError as error:
-        yield Finding("configuration", "environment", "unusable", str(error))
-        return
-    defaults = msgspec.structs.asdict(config.Config())
-    chosen = {name: value for name, value in record.items() if value != defaults[name]}
-    for name, value in chosen.items():
-        yield Finding("configuration", name, str(value))
-    rest = (f"{name}={value}" for name, value in record.items() if name not in chosen)
-    yield Finding("configuration", "defaults", ", ".join(rest) or "none")
-
-
 def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Variables that decide how servers of this shell, with a drafter, would transfer KV; no
     secrets."""
@@ -144,14 +125,8 @@ def _wrong(name: str, value: str) -> str:
 def seams(program: str = _SEAMS_PROGRAM) -> Iterator[Finding]:
     """All functions of SGLang's that the plugin relies on, compared in a child process, which an
     import of SGLang may end."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SEAMS_LIMIT_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        yield Finding("seams", "checked", "no", f"no end after {SEAMS_LIMIT_S} s")
-        return
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     problems = [line.removeprefix("seam:") for line in lines if line.startswith("seam:")]
     if "done:" not in lines:

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from textwrap import fill
 
-import msgspec
-
 from sglang_mixkv.tools import table, waiting
 from sglang_mixkv.tools.plan_line import GPUS
 from sglang_mixkv.tools.plan_pair import Fleet, Plan, Read, make_plan, model_text
@@ -43,7 +41,6 @@ def _parser() -> argparse.ArgumentParser:
             f"--{role}-servers", metavar="N", type=int, default=1, choices=range(1, 1001),
             help=f"how many {role} servers there are, for the slots of each rank (default: 1)",
         )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -65,7 +62,7 @@ def main(argv: list[str]) -> int:
         return 2
     prefill, decode = servers
     plan = make_plan(prefill, decode, (args["prefill_servers"], args["decode_servers"]))
-    print(msgspec.json.format(msgspec.json.encode(plan)).decode() if args["json"] else text(plan))
+    print(text(plan))
     return 1 if plan.findings else 0
 
 
@@ -144,8 +141,8 @@ def _staging(plan: Plan, fleet: Fleet) -> Iterator[str]:
     yield fill(
         f"busy     {fleet.readers:,} decode ranks read a prefill rank, and a decode rank reads "
         f"{fleet.sources:,} (--prefill-servers {fleet.prefill_servers}, --decode-servers "
-        f"{fleet.decode_servers}): two ranks then share {fleet.slots} slots, which hold a prompt "
-        f"of {fleet.tokens:,} tokens at once", WIDTH, subsequent_indent=" " * 9)  # fmt: skip
+        f"{fleet.decode_servers}): two ranks then share {fleet.slots} slots, which hold "
+        f"{fleet.tokens:,} tokens", WIDTH, subsequent_indent=" " * 9)  # fmt: skip
 
 
 def _list(title: str, points: Iterable[str]) -> Iterator[str]:

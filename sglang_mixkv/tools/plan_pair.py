@@ -19,8 +19,6 @@ from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_need import Need, need_of
 from sglang_mixkv.tools.plan_server import Model, Server
 
-SCHEMA = 4
-
 
 class Read(msgspec.Struct, frozen=True):
     """What a decode rank reads from a prefill rank that it opens: attention-TP ranks, the same in
@@ -34,8 +32,8 @@ class Read(msgspec.Struct, frozen=True):
 
 class Fleet(msgspec.Struct, frozen=True):
     """So many servers of each role. `readers`: decode ranks that read a prefill rank; `sources`:
-    prefill ranks that a decode rank reads. `slots`: what two ranks share while all are busy;
-    `tokens`: of the longest prompt whose segments fit them at once."""
+    prefill ranks that a decode rank reads. `slots`: what two ranks share while all are busy, and
+    how many `tokens` fit them."""
 
     prefill_servers: int
     decode_servers: int
@@ -46,17 +44,12 @@ class Fleet(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """`need`: None where nothing serves the pair. `slot_bytes`: of the smaller staging buffer.
-    `reads` is empty and `fleet` None without a route. `findings`: what is refused or goes wrong."""
+    """`need`: None where nothing serves the pair. `reads` is empty and `fleet` None without a
+    route. `findings`: what is refused or goes wrong."""
 
-    schema: int
-    plugin: str
-    sglang: str
     need: Need | None
     prefill: Server
     decode: Server
-    slots: int
-    slot_bytes: int
     reads: tuple[Read, ...]
     fleet: Fleet | None
     findings: tuple[str, ...]
@@ -67,18 +60,14 @@ def make_plan(prefill: Server, decode: Server, servers: tuple[int, int] = (1, 1)
     """With all findings at once. `servers`: how many there are of each role."""
     facts, no_route = decode.facts, [*_no_route(prefill, decode)]
     need = None if no_route else need_of(prefill, decode)
-    size = slot_bytes(min(prefill.config.staging_mb, decode.config.staging_mb))
     sizes = prefill.attention_tp, decode.attention_tp
     reads, fleet = list[Read](), None
     if facts is not None and facts == prefill.facts and not no_route:
         reads = list(_reads(facts, *sizes))
-        fleet = _fleet(reads, size, prefill, decode, servers)
-    return Plan(
-        SCHEMA, __version__, sglang_version(), need, prefill, decode, SLOTS, size,
-        tuple(reads), fleet,
-        (*_findings(prefill, decode, need), *no_route),
-        tuple(dict.fromkeys(_notes(prefill, decode))),
-    )  # fmt: skip
+        fleet = _fleet(reads, prefill, decode, servers)
+    findings = (*_findings(prefill, decode, need), *no_route)
+    notes = tuple(dict.fromkeys(_notes(prefill, decode)))
+    return Plan(need, prefill, decode, tuple(reads), fleet, findings, notes)
 
 
 # ---------------------------------------------------------------- figures
@@ -102,9 +91,7 @@ def _reads(facts: DraftFacts, theirs: int, ours: int) -> Iterator[Read]:
             yield Read(rank, other, tuple(heads), facts.bytes_per_token(len(heads)))
 
 
-def _fleet(
-    reads: list[Read], slot_bytes: int, prefill: Server, decode: Server, servers: tuple[int, int]
-) -> Fleet:
+def _fleet(reads: list[Read], prefill: Server, decode: Server, servers: tuple[int, int]) -> Fleet:
     """Each decode rank may read from every prefill server, and from each of its groups."""
     assert decode.facts is not None
     read = [one for one in reads if one.heads]
@@ -113,17 +100,9 @@ def _fleet(
     sources *= servers[0] * prefill.groups
     readers *= servers[1] * decode.groups
     slots = share_of(SLOTS, max(readers, sources))
-    per_slot = decode.facts.tokens_in(slot_bytes, max(len(one.heads) for one in read))
-    tokens = most_tokens(slots, per_slot, prefill.chunk)
-    return Fleet(*servers, readers, sources, slots, tokens)
-
-
-def most_tokens(slots: int, per_slot: int, chunk: int) -> int:
-    """The longest prompt that fits. Each of prefill's chunks begins a new slot; 0: one chunk."""
-    if not per_slot or not chunk:
-        return slots * per_slot
-    whole, rest = divmod(slots, -(-chunk // per_slot))
-    return whole * chunk + rest * per_slot
+    size = slot_bytes(min(prefill.config.staging_mb, decode.config.staging_mb))
+    per_slot = decode.facts.tokens_in(size, max(len(one.heads) for one in read))
+    return Fleet(*servers, readers, sources, slots, slots * per_slot)
 
 
 # ---------------------------------------------------------------- what goes wrong
@@ -131,13 +110,13 @@ def most_tokens(slots: int, per_slot: int, chunk: int) -> int:
 
 def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
     """Sizes that do not divide, and a drafter's heads that do not."""
-    for side in (prefill, decode):
-        if not side.attention_tp:
-            yield (
-                f"[MIXKV-PAIR-04] {side.role}: the TP size is no multiple of its DP-attention and "
-                "CP sizes. Change --tp-size or --attn-dp-size."
-            )
-            return
+    uneven = [side.role for side in (prefill, decode) if not side.attention_tp]
+    if uneven:
+        yield (
+            f"[MIXKV-PAIR-04] {' and '.join(uneven)}: the TP size is no multiple of its "
+            "DP-attention and CP sizes. Change --tp-size or --attn-dp-size."
+        )
+        return
     try:
         readers_of(prefill.attention_tp, decode.attention_tp)
     except MixKVError as error:
@@ -231,10 +210,7 @@ def _notes(prefill: Server, decode: Server) -> Iterator[str]:
     kinds = dict.fromkeys(filter(None, (prefill.gpu, decode.gpu)))
     for gpu in kinds:
         roles = " and ".join(side.role for side in (prefill, decode) if side.gpu == gpu)
-        yield (
-            f"{roles}: resolved as on a {gpu.title()} GPU (--gpu); by its memory SGLang may take "
-            "another --chunked-prefill-size"
-        )
+        yield f"{roles}: resolved as on a {gpu.title()} GPU (--gpu)"
     for what, here, there in (
         ("target", prefill.target, decode.target),
         ("drafter", prefill.draft, decode.draft),

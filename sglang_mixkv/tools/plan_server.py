@@ -48,7 +48,6 @@ class Flags(msgspec.Struct, frozen=True, kw_only=True):
     dcp_size: int
     page_size: int | None
     kv_cache_dtype: str
-    chunked_prefill_size: int | None
     disaggregation_transfer_backend: str
     disaggregation_enable_kv_checksum: bool
     speculative_algorithm: str | None
@@ -76,11 +75,6 @@ class Server(Flags, frozen=True, kw_only=True):
     def groups(self) -> int:
         """Sets of attention-TP ranks, each of which has the whole KV of its requests."""
         return self.attn_dp_size * self.dp_size
-
-    @property
-    def chunk(self) -> int:
-        """Tokens that prefill computes at a time; 0 for a whole prompt."""
-        return max(0, self.chunked_prefill_size or 0)
 
     @property
     def facts(self) -> DraftFacts | None:

@@ -1,9 +1,9 @@
 """Running servers on one screen, from their /metrics pages.
 
-    python -m sglang_mixkv status URL... [--seconds 2] [--new] [--json]
+    python -m sglang_mixkv status URL... [--seconds N] [--json]
 
-A URL is a server's, the page of a router, or Prometheus'. Bytes a second are between two looks;
-all else is since each server started, with --new since the first look.
+A URL is a server's, the page of a router, or Prometheus'. Requests are counted since each server
+started, with --seconds N those that end in so many seconds from now on.
 
 Exit status: 0 nothing is wrong; 1 something is; 2 a page could not be read.
 
@@ -20,11 +20,11 @@ from textwrap import TextWrapper
 
 import msgspec
 
-from sglang_mixkv.series import MEMORY, NOTES, PREFILL, REPORT, STATES, Kind
+from sglang_mixkv.series import MEMORY, NOTES, REPORT, STATES, Kind
 from sglang_mixkv.tools import table
 from sglang_mixkv.tools.status_pages import Look, Page, Pair, Server, look, pairs, servers
 
-SECONDS, TIMEOUT_S, WIDTH = 2.0, 5.0, 100
+TIMEOUT_S, WIDTH = 5.0, 100
 COLD_SHARE = 0.01  # of requests; as the alert MixKVColdDrafters
 NONE = "-"
 
@@ -66,11 +66,10 @@ class Status:
         return "\n".join(lines)
 
 
-def status(before: Look, now: Look, first: Look | None = None) -> Status:
-    """Of two looks. `first`: what happened since is counted; without it, since servers started."""
+def status(now: Look, first: Look | None = None) -> Status:
+    """`first`: what happened since is counted; without it, since servers started."""
     since = now if first is None else now.since(first)
-    found = [*servers(now, now.since(before), now.at - before.at)]
-    rows = [*pairs(since)]
+    found, rows = [*servers(now)], [*pairs(since)]
     return Status(found, rows, [*_wrong(since, found, rows)], now.unread)
 
 
@@ -78,13 +77,11 @@ def status(before: Look, now: Look, first: Look | None = None) -> Status:
 
 
 def _servers(found: Sequence[Server]) -> Iterator[Sequence[str]]:
-    yield "server", "role", "ranks", "slots in use", "draft KV"
+    yield "server", "role", "ranks", "slots in use"
     for one in found:
         slots = f"{one.slots_used} of {one.slots}" if one.slots else NONE
-        way = "sent" if one.role == PREFILL else "received"
-        moved = NONE if one.moved is None else f"{one.moved / 1e6:,.1f} MB/s {way}"
         role = one.role if one.has_plugin else "no plugin"
-        yield one.name, role, str(one.ranks or NONE), slots, moved
+        yield one.name, role, str(one.ranks or NONE), slots
 
 
 def _pairs(found: Sequence[Pair]) -> Iterator[Sequence[str]]:
@@ -167,12 +164,13 @@ def main(argv: list[str]) -> int:
     )
     add = parser.add_argument
     add("urls", nargs="+", metavar="URL", help="http://HOST:PORT of a server, or a page of metrics")
-    add("--seconds", type=_seconds, default=SECONDS, help="between two looks (default %(default)s)")
-    add("--new", action="store_true", help="count what happens between the looks alone")
-    add("--json", action="store_true", help="figures instead of the table")
+    add("--seconds", type=_seconds, help="count the requests of so many seconds from now on")
+    add("--json", action="store_true", help="figures instead of the tables")
     args = parser.parse_args(argv)
-    first = look(args.urls, TIMEOUT_S)
-    time.sleep(args.seconds)
-    found = status(first, look(args.urls, TIMEOUT_S), first if args.new else None)
+    first, now = None, look(args.urls, TIMEOUT_S)
+    if args.seconds:
+        time.sleep(args.seconds)
+        first, now = now, look(args.urls, TIMEOUT_S)
+    found = status(now, first)
     print(msgspec.json.format(msgspec.json.encode(found)).decode() if args.json else found.text())
     return found.exit_status

@@ -5,7 +5,6 @@ Prometheus' own.
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +12,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from sglang_mixkv.series import DECODE, PREFILL, STATES
+from sglang_mixkv.series import STATES
 from sglang_mixkv.tools.client import RequestFailed, request
 
 OURS = "sglang_mixkv_"
 AT_ONCE = 16
 RANK = ("dp_rank", "pp_rank", "tp_rank", "moe_ep_rank")
-BYTES = {PREFILL: "sent_bytes_total", DECODE: "needed_bytes_total"}
 
 # ---------------------------------------------------------------- pages
 
@@ -88,9 +86,8 @@ class Page:
 
 @dataclass
 class Look:
-    """`at`: seconds. `unread`: URL -> why its page could not be read."""
+    """`unread`: URL -> why its page could not be read."""
 
-    at: float
     pages: dict[str, Page] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
 
@@ -99,7 +96,7 @@ class Look:
         pages = {
             name: one.since(before.pages.get(name, Page())) for name, one in self.pages.items()
         }
-        return Look(self.at, pages, self.unread)
+        return Look(pages, self.unread)
 
     def read(self, url: str, text: str) -> None:
         server = url.partition("://")[2].removesuffix("/metrics")
@@ -124,7 +121,7 @@ def page_url(url: str) -> str:
 
 def look(urls: Iterable[str], timeout: float) -> Look:
     """At all pages side by side."""
-    found = Look(time.monotonic())
+    found = Look()
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = {
             url: pool.submit(request, "GET", url, timeout) for url in map(page_url, urls)
@@ -144,8 +141,7 @@ def look(urls: Iterable[str], timeout: float) -> Look:
 
 @dataclass(frozen=True)
 class Server:
-    """`ranks`: that have series. `slots`, `slots_used`: of the rank that uses most. `moved`: bytes
-    of draft KV a second, over all ranks, None without a second look."""
+    """`ranks`: that have series. `slots`, `slots_used`: of the rank that uses most."""
 
     name: str
     role: str
@@ -154,21 +150,17 @@ class Server:
     ranks: int
     slots: int
     slots_used: int
-    moved: float | None
 
 
-def servers(now: Look, between: Look, seconds: float) -> Iterator[Server]:
-    """`between`: what happened in so many seconds, 0 with one look."""
+def servers(now: Look) -> Iterator[Server]:
     for name, page in now.pages.items():
-        moved = sum(value for _, value in between.pages[name].of(BYTES.get(page.role, "")))
         slots, used = (
             max((round(value) for _, value in page.of(gauge)), default=0)
             for gauge in ("slots", "slots_used")
         )
         ranks = {tuple(map(sample.label, RANK)) for sample in page.series}
         yield Server(
-            name, page.role, page.is_sglang, bool(page.series), len(ranks), slots, used,
-            moved / seconds if seconds else None,
+            name, page.role, page.is_sglang, bool(page.series), len(ranks), slots, used
         )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def server(role: str, tp: int, draft: Model | None = None, **changes: Any) -> Se
         "enabled": True, "config": Config(), "gpu": "", "attention_tp": tp, "tp_size": tp,
         "attn_dp_size": 1, "dp_size": 1, "pp_size": 1, "dcp_size": 1, "page_size": 16,
         "kv_cache_dtype": "auto",
-        "chunked_prefill_size": 8192, "disaggregation_transfer_backend": "mooncake",
+        "disaggregation_transfer_backend": "mooncake",
         "disaggregation_enable_kv_checksum": False, "speculative_algorithm": "EAGLE3",
         "speculative_eagle_topk": 1, "target": MLA, "draft": draft,
         "stage": Target(0, 61, layer_ids=False, even=True), **changes,
@@ -151,18 +151,15 @@ def test_figures_of_an_eagle3_drafter_of_8_heads() -> None:
     """2 -> 1: 2 x 256 bytes x 4 heads from each rank; a slot has a page beside its 4 MiB."""
     prefill, decode = pair(2, 1, 8)
     plan = make_plan(prefill, decode)
-    assert (plan.slots, plan.slot_bytes) == (SLOTS, (4 << 20) + 4096)
     first, second = plan.reads
     assert (first.heads, second.heads) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert first.bytes_per_token == 2048
-    # A chunk of 8,192 tokens takes 4 slots of 2,049: 16 slots hold 4 chunks.
-    assert plan.fleet == Fleet(1, 1, readers=1, sources=2, slots=16, tokens=4 * 8192)
+    # A quarter of the slots at most, of 2,049 tokens each.
+    assert plan.fleet == Fleet(1, 1, readers=1, sources=2, slots=SLOTS // 4, tokens=16 * 2049)
     assert "0            1                        4..7         2,048" in tool.text(plan)
-    small = msgspec.structs.replace(decode, config=Config(staging_mb=64))
-    assert make_plan(prefill, small).slot_bytes == (1 << 20) + 4096
-    assert "256 MiB on each prefill rank, 64 MiB on each decode rank" in tool.text(
-        make_plan(prefill, small)
-    )
+    small = make_plan(prefill, msgspec.structs.replace(decode, config=Config(staging_mb=64)))
+    assert small.fleet == Fleet(1, 1, readers=1, sources=2, slots=SLOTS // 4, tokens=16 * 513)
+    assert "256 MiB on each prefill rank, 64 MiB on each decode rank" in tool.text(small)
 
 
 def test_slots_are_shared_by_all_servers_and_groups() -> None:
@@ -440,10 +437,10 @@ def test_exit_statuses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     prefill, decode = ["--prefill", flags("--tp 2")], ["--decode", flags()]
     assert tool.main([*prefill, *decode]) == 0
     assert "nothing is refused or goes wrong" in capsys.readouterr().out
-    assert tool.main([*prefill, "--decode", flags("--use-ray"), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["need"]["wrong_share"] == 1
-    assert "[MIXKV-START-03] decode: --use-ray is not" in found["findings"][0]
+    assert tool.main([*prefill, "--decode", flags("--use-ray"), "--decode-servers", "3"]) == 1
+    found = capsys.readouterr().out
+    assert "[MIXKV-START-03] decode: --use-ray is not" in found
+    assert "busy     3 decode ranks read a prefill rank" in found
     assert tool.main(["--prefill", flags("--tpp 2"), "--decode", "--tp 1"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
