@@ -28,6 +28,7 @@ from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.engine.sender import ABORTED
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import PrefillWorker
+from sglang_mixkv.refusals import other_head
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -60,6 +61,9 @@ class DraftManager:
         if mode == DisaggregationMode.PREFILL and early_sends.switch_off(self.backend):
             banner += f"; {early_sends.VARIABLE}=0, since SGLang's {self.backend} does not wait"
         logger.log(logging.INFO if self._stands_for_server() else logging.DEBUG, "%s", banner)
+        facts = self.local.draft.layout.facts if self.local.draft else None
+        if facts and (words := other_head(facts.architecture, facts.algorithm)):
+            logger.warning("sglang-mixkv: %s", words)
 
     # -- prefill
 

@@ -18,8 +18,8 @@ from rig.model import Case
 from rig.releases import Releases
 from rig.watched_server import tables
 
+from mixkv_demo.series import totals
 from sglang_mixkv.decode.events import State
-from sglang_mixkv.tools.pages import totals
 
 LIMIT_S = 60
 """The longest wait of a rank for another; the requests of a round end within half of it."""
