@@ -7,6 +7,7 @@ Either may be None: a prefill rank without draft KV has no channel.
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -106,7 +107,7 @@ class DraftManager:
             local.row(self, "", *((store.staging, store.plane) if store else (None, None))),
             self.decode_channel,
             self.prefill_info_table,
-            super().try_ensure_parallel_info,  # type: ignore[misc]
+            self._resolve,
             _stand_in,
             serve_mismatch=local.config.on_draft_mismatch == "cold",
             refused=local.reporter.refused,
@@ -119,6 +120,14 @@ class DraftManager:
         if self.servers is None:
             return bool(super().try_ensure_parallel_info(bootstrap_addr))  # type: ignore[misc]
         return self.servers.ensure(bootstrap_addr)
+
+    def _resolve(self, address: str) -> Any:
+        """SGLang's own question, which puts its answer into `prefill_info_table` and sets nothing
+        else: a copy asks, in any thread, since the scheduler would take that for ready."""
+        asking = copy.copy(self)
+        asking.prefill_info_table = {}
+        super(DraftManager, asking).try_ensure_parallel_info(address)  # type: ignore[misc]
+        return asking.prefill_info_table.get(address)
 
     def _forget_peer(self, peer: bytes) -> None:
         """Called in the channel thread: another instance has the address of this one."""
