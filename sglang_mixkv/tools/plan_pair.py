@@ -14,10 +14,13 @@ from sglang_mixkv.channel.slots import SLOTS, share_of, slot_bytes
 from sglang_mixkv.draft.facts import Difference, Row, Severity, differences
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, heads_on_rank
 from sglang_mixkv.draft.routes import readers_of, routes
+from sglang_mixkv.draft.window import pages_left_out
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_need import Need, need_of
 from sglang_mixkv.tools.plan_server import Model, Server
+
+LONG = 16 << 10  # tokens of a prompt that a window is shown by
 
 
 class Read(msgspec.Struct, frozen=True):
@@ -224,4 +227,29 @@ def _notes(prefill: Server, decode: Server) -> Iterator[str]:
         yield (
             "speculation on decode alone: each request's drafter starts cold, so fewer drafts are "
             "accepted; give prefill the same --speculative flags"
+        )
+    yield from _window(prefill, decode)
+
+
+def _window(prefill: Server, decode: Server) -> Iterator[str]:
+    asked = [side.speculative_draft_window_size for side in (prefill, decode)]
+    if decode.draft is None or decode.facts is None:
+        return
+    if (window := decode.draft.window) is not None:
+        size, token = decode.page_size or 1, decode.facts.bytes_per_token(decode.facts.total_heads)
+        left = pages_left_out(-(-LONG // size), size, window) * size
+        yield (
+            f"draft window: decode's drafter reads the last {window:,} tokens alone, so that of a "
+            f"prompt of {LONG:,} tokens {(LONG - left) * token:,} bytes of draft KV move, and "
+            f"{left * token:,} do not"
+        )
+    elif asked[1]:
+        yield (
+            f"draft window: --speculative-draft-window-size {asked[1]} saves no bytes, since with "
+            "this drafter, attention backend, top-k, sink or prefix cache decode may read all rows"
+        )
+    if asked[0] != asked[1]:
+        yield (
+            f"draft window: --speculative-draft-window-size is {asked[0]} on prefill, {asked[1]} "
+            "on decode: served, and decode's alone says which rows move"
         )

@@ -19,6 +19,7 @@ from sglang_mixkv import refusals
 from sglang_mixkv.config import ATTRIBUTE, Config, resolve
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.draft.targets import Target
+from sglang_mixkv.draft.window import window_of
 from sglang_mixkv.engine.releases import rules, sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools import plan_line
@@ -27,7 +28,8 @@ from sglang_mixkv.tools.plan_line import parse, split, unreadable
 
 class Model(msgspec.Struct, frozen=True):
     """`kv_heads`: 0 where each rank has the same rows (MLA). `head_bytes`: of a token and head, K
-    of each layer, then V. `hybrid`: some layers have a state instead of KV."""
+    of each layer, then V. `hybrid`: some layers have a state instead of KV. `window`: how far a
+    drafter reads (draft/window.py)."""
 
     path: str
     architecture: str
@@ -36,6 +38,7 @@ class Model(msgspec.Struct, frozen=True):
     head_bytes: tuple[int, ...]
     dtype: str
     hybrid: bool = False
+    window: int | None = None
 
 
 class Flags(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +55,7 @@ class Flags(msgspec.Struct, frozen=True, kw_only=True):
     disaggregation_enable_kv_checksum: bool
     speculative_algorithm: str | None
     speculative_eagle_topk: int | None
+    speculative_draft_window_size: int | None = None
 
 
 class Server(Flags, frozen=True, kw_only=True):
@@ -240,6 +244,7 @@ def _model(server_args: Any, view: Any, *, is_draft: bool) -> Model:
         path, config.hf_config.architectures[0], 0 if alike else config.get_total_num_kv_heads(),
         layers, tuple(width * dtype.itemsize for width in widths for _ in range(layers)),
         str(dtype).removeprefix("torch."), bool(mambaish_config(config)),
+        window_of(view, config.hf_config) if is_draft else None,
     )  # fmt: skip
 
 

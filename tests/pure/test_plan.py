@@ -236,6 +236,9 @@ def test_the_plugins_refusals_count_where_it_is_asked_for_or_needed() -> None:
     assert plan_with(on, on, tp=2).findings == plan_with(off, off).findings == ("no", "no")
 
 
+ASKED = {"speculative_draft_window_size": 9}
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "note"),
     [
@@ -243,8 +246,12 @@ def test_the_plugins_refusals_count_where_it_is_asked_for_or_needed() -> None:
         ({"draft": None}, {"draft": LATENT}, "speculation on decode alone"),
         ({}, {"target": msgspec.structs.replace(MLA, path="/models/kimi-k2")}, "nothing compares"),
         ({}, {"target": msgspec.structs.replace(MLA, path="/models/kimi/")}, ""),
+        ({}, {"draft": msgspec.structs.replace(eagle3(8), window=2048)},
+         "16,384 tokens 8,454,144 bytes of draft KV move, and 58,654,720 do not"),
+        (ASKED, {}, "is 9 on prefill, None on decode: served"),
+        (ASKED, ASKED, "saves no bytes"),
     ],
-)
+)  # fmt: skip
 def test_what_is_served_and_noted(
     prefill: dict[str, Any], decode: dict[str, Any], note: str
 ) -> None:
@@ -284,6 +291,15 @@ def test_a_line_is_what_sglang_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert (found.attention_tp, found.draft, found.enabled) == (2, None, False)
     changed = read("prefill", f"SGLANG_ENABLE_MIXKV=1 SGLANG_PP_LAYER_PARTITION=4,1 x {line}")
     assert (changed.stage.entries, changed.enabled) == (8, True)
+
+
+@of_the_newest
+@pytest.mark.parametrize(("backend", "window"), [("fa3", 512), ("flashinfer", None)])
+def test_a_window_of_the_line(backend: str, window: int | None) -> None:
+    line = f"--speculative-draft-window-size 512 --speculative-draft-attention-backend {backend}"
+    found = read("decode", flags(line))
+    assert found.draft is not None
+    assert (found.draft.window, found.speculative_draft_window_size) == (window, 512)
 
 
 def test_a_config_file_continuations_and_a_positional_model(tmp_path: Path) -> None:
