@@ -21,6 +21,7 @@ CODES = {
     "MIXKV-PAIR-04": "topology",
     "MIXKV-PAIR-05": "topology",
     "MIXKV-PAIR-06": "other",
+    "MIXKV-PAIR-07": "other",
     "MIXKV-MSG-01": "malformed",
     "MIXKV-MSG-02": "other",
     "MIXKV-SELF-01": "other",
@@ -45,7 +46,7 @@ class MixKVError(ValueError):
     @property
     def reason(self) -> str:
         """One of REASONS, for counting."""
-        return CODES[self.code]
+        return CODES.get(self.code, "other")
 
 
 def refuse(code: str, expected: str, got: str, consequence: str, remedy: str) -> MixKVError:
