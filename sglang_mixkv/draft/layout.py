@@ -103,7 +103,7 @@ class Pages:
         return pages[tokens // self._size] * self._size + tokens % self._size
 
     def on(self, device: Any) -> Any:
-        """The page numbers there, uploaded once for all segments."""
+        """The page numbers as that device's jobs take them, made once for all segments."""
         if self._on_device is None:
             self._on_device = device.pages(self._pages)
         return self._on_device

@@ -18,8 +18,8 @@ from rig.model import Case
 from rig.releases import Releases
 from rig.watched_server import tables
 
+from mixkv_demo.series import totals
 from sglang_mixkv.decode.events import State
-from sglang_mixkv.tools.pages import totals
 
 LIMIT_S = 60
 """The longest wait of a rank for another; the requests of a round end within half of it."""
@@ -232,10 +232,11 @@ class Rank(Memory):
     def _sender(self, number: int, tables: list[np.ndarray]) -> Any:
         kind = self.kv_class["sender"]
         up_to_0_5_21 = {"dest_tp_ranks": [self.rank], "pp_rank": self.stage}
+        takes = inspect.signature(stock_class(self, "sender")).parameters
         sender = kind(
             self.manager, self.address(number), self.rooms()[number],
             req_has_disagg_prefill_dp_rank=True,
-            **{n: v for n, v in up_to_0_5_21.items() if n in inspect.signature(kind).parameters},
+            **{n: v for n, v in up_to_0_5_21.items() if n in takes},
         )  # fmt: skip
         surplus = model.surplus_pages(self.case, self.side, number)
         sender.init(len(tables[number]) + len(surplus), number)
