@@ -68,5 +68,5 @@ def test_what_is_left_out_is_never_read(
     record(case.name, answers, expected)
     for some in (slice(4), slice(4, 8)):
         same(answers[some], expected[some])
-    assert accept_length(expected[:4]) > 2
+    assert accept_length(expected[:4]) > 1.5
     assert needed == 4 * moved * {"mla": 256, "mla-dflash": 512}[pair]
