@@ -143,7 +143,7 @@ class Machine:
 
     def _opened(self, connection: ev.Connection, opened: Open) -> None:
         number, reader, generation = opened.room, opened.reader, opened.generation
-        why = refusal(opened, self._instance, self._heads, self._packing.fits)
+        why = refusal(opened, self._instance, self._heads, self._packing.limit)
         if why:
             self._refuse(connection, opened, *why)
             return
@@ -156,7 +156,7 @@ class Machine:
         for part in (former, self._waiting.part(number, reader)):
             if part is not None:  # it has begun another request with this number
                 self._ended_by_reader(part)
-        part = Part(opened, connection)
+        part = Part(opened, connection, self._packing.limit(opened) if opened.wanted else 0)
         if room is not None and in_room < 0 and not room.settled and room.missing > 0:
             self._parts[generation] = part
             self._join(room, part)
