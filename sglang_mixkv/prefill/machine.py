@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sglang_mixkv.channel.messages import Ack, Fail, Open, draw, fail
+from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, draw, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.prefill import events as ev
@@ -249,7 +249,9 @@ class Machine:
         match event.action:
             case ev.Pack(jobs):
                 self._packed(ev.Packed(tuple(job.job for job in jobs), event.detail))
-            case ev.Send(connection):
+            case ev.Send(connection, message):
+                for one in message.segments if isinstance(message, Ready) else ():
+                    self.slots.acknowledge(one.slot, one.stamp)  # nobody knows of them
                 self._connection_lost(ev.ConnectionLost(connection))
 
     # -- time
