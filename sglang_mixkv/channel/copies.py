@@ -56,7 +56,10 @@ class HostCopies:
                 self._work.put(job)
 
     def ended(self) -> list[Ended]:
-        return [self.done.popleft() for _ in range(len(self.done))]
+        found = []
+        while self.done:
+            found.append(self.done.popleft())
+        return found
 
     @property
     def is_alive(self) -> bool:

@@ -99,7 +99,8 @@ class Worker(ABC, Generic[Event, Action]):
         """Those of one look. Each is obtained before the time is taken at which it is handled."""
         yield from self._inlet.take(ready)
         yield from self._look(ready)
-        yield from self._copied()
+        if self._copies is not None and self._copies.done:
+            yield from self._copied()
         if time.monotonic() - self._ticked >= TICK:
             self._ticked = time.monotonic()
             yield self.tick
@@ -163,8 +164,7 @@ class Worker(ABC, Generic[Event, Action]):
 
     def _copied(self) -> Iterator[Event]:
         """The copies that have ended: one event for all that are made."""
-        if self._copies is None or not self._copies.done:
-            return
+        assert self._copies is not None
         made, size, seconds = [], 0, 0.0
         for job, found, took in self._copies.ended():
             if found != OK:

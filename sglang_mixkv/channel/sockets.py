@@ -104,8 +104,8 @@ class Poller:
                 self._used.add(socket)
         if ready:
             timeout_ms = 0
-        elif 0 < timeout_ms < 1:  # less than epoll_wait can wait
-            _LIBC.ppoll(self._ppoll, 1, struct.pack("qq", 0, int(timeout_ms * 1e6)), None)
+        elif 0 < timeout_ms < 1:
+            self._doze(timeout_ms)
             timeout_ms = 0
         for fd, _ in self._epoll.poll(timeout_ms / 1000):
             named = self._sockets.get(fd)
@@ -115,6 +115,11 @@ class Poller:
                 ready.append(named)
                 self._used.add(named)
         return ready
+
+    def _doze(self, timeout_ms: float) -> None:
+        """Until something is ready. epoll_wait sleeps for a millisecond at least."""
+        seconds, rest = divmod(timeout_ms, 1000)
+        _LIBC.ppoll(self._ppoll, 1, struct.pack("qq", int(seconds), int(rest * 1e6)), None)
 
 
 class AdaptivePoll:

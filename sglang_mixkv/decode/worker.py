@@ -176,9 +176,10 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         return bool(self._forwards) or self._links.reading
 
     def _look(self, ready: list[Any]) -> Iterator[ev.Event]:
-        for generation in [g for g, event in self._forwards.items() if is_done(event)]:
-            del self._forwards[generation]
-            yield ev.ForwardDone(generation)
+        if self._forwards:
+            for generation in [g for g, event in self._forwards.items() if is_done(event)]:
+                del self._forwards[generation]
+                yield ev.ForwardDone(generation)
         yield from self._links.ended()
         for peer, message in self._links.received(ready):
             if isinstance(message, ValueError):

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from sglang_mixkv.channel.messages import Announced, Open, Ready
-from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
+from sglang_mixkv.channel.messages import MAX_LIST, Announced, Open, Ready
+from sglang_mixkv.channel.slots import RoundRobin, SlotPool
 from sglang_mixkv.prefill.events import AddChunk, Connection, Packed, PackJob, Use
 
 MAX_IN_FLIGHT = 16  # segments that are packed at once: two batches of a reader's
@@ -99,7 +99,8 @@ class Segment(msgspec.Struct, eq=False, gc=False):
 
 
 class Part:
-    """What one reader gets of a room. `room` is None until SGLang's sender is here.
+    """What one reader gets of a room. `room` is None until SGLang's sender is here. `limit`: how
+    many tokens a segment has at most.
 
     `token` is the first that is not cut into a segment yet, `at` the written chunk that it is in,
     which has number `chunk`. `packing`: segments that were cut and not announced, in the order of
@@ -107,8 +108,8 @@ class Part:
     last READY has left, and `over` once it failed.
     """
 
-    def __init__(self, opened: Open, connection: Connection) -> None:
-        self.opened, self.connection = opened, connection
+    def __init__(self, opened: Open, connection: Connection, limit: int) -> None:
+        self.opened, self.connection, self.limit = opened, connection, limit
         self.reader, self.wanted = opened.reader, opened.wanted
         self.room: Room | None = None
         self.at: AddChunk | None = None
@@ -141,11 +142,11 @@ class Part:
             self.chunk += 1
         return False
 
-    def cut(self, job: int, slot: int, stamp: int, limit: int) -> tuple[Segment, PackJob]:
-        """The next segment, of `limit` tokens at most."""
+    def cut(self, job: int, slot: int, stamp: int) -> tuple[Segment, PackJob]:
+        """The next segment."""
         chunk, first = self.at, self.token
         assert chunk is not None
-        count = min(chunk.first + chunk.count - first, limit)
+        count = min(chunk.first + chunk.count - first, self.limit)
         segment = Segment(self, slot, stamp, first, count)
         self.packing.append(segment)
         self.token += count
@@ -189,13 +190,14 @@ class Packing:
         self.turns: RoundRobin[Part] = RoundRobin()
         self.announcing: dict[Part, None] = {}
         self._jobs: dict[int, Segment] = {}
-        self._job, self._list = 0, list_of(slots.count)
+        self._job = 0
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def fits(self, opened: Open) -> bool:
-        return self._segment_tokens(len(opened.wanted), opened.slot_bytes) > 0
+    def limit(self, opened: Open) -> int:
+        """How many tokens of what this reader wants fit a slot of either side."""
+        return self._segment_tokens(len(opened.wanted), opened.slot_bytes)
 
     def add(self, part: Part) -> None:
         """The part has more to pack, or has reached its end."""
@@ -207,9 +209,8 @@ class Packing:
     def start(self, now: float) -> tuple[PackJob, ...]:
         jobs = []
         for part, slot in self.turns.take(self._slots, now, MAX_IN_FLIGHT - len(self._jobs)):
-            limit = self._segment_tokens(len(part.wanted), part.opened.slot_bytes)
             self._job += 1
-            segment, job = part.cut(self._job, slot, self._draw(), limit)
+            segment, job = part.cut(self._job, slot, self._draw())
             self._jobs[self._job] = segment
             jobs.append(job)
             if part.advance():
@@ -236,7 +237,7 @@ class Packing:
         """The READYs that can leave. Their slots are offered."""
         found = []
         for part in self.announcing:
-            while not (part.complete or part.over) and (ready := part.ready(self._list)):
+            while not (part.complete or part.over) and (ready := part.ready(MAX_LIST)):
                 for one in ready.segments:
                     self._slots.offer(one.slot, one.stamp, now)
                 found.append((part, ready))
@@ -253,7 +254,7 @@ class Packing:
 
 
 def refusal(
-    opened: Open, instance: bytes, held: range, fits: Callable[[Open], bool]
+    opened: Open, instance: bytes, held: range, limit: Callable[[Open], int]
 ) -> tuple[str, str] | None:
     """A code and a detail where this instance, with these heads, cannot serve it."""
     wanted = opened.wanted
@@ -261,6 +262,6 @@ def refusal(
         return "restarted", "this prefill rank is another instance than the one addressed"
     if wanted and not (held.start <= wanted.start and wanted.stop <= held.stop):
         return "heads", f"heads {list(opened.heads)} of a rank with {held.start}..{held.stop}"
-    if wanted and not fits(opened):
+    if wanted and limit(opened) < 1:
         return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
     return None

@@ -81,6 +81,17 @@ def test_it_looks_less_often_when_nothing_comes(
     assert asked == [sockets.LOOK_MS, sockets.EAGER_MS, sockets.LOOK_MS, 30_000]
 
 
+def test_what_comes_ends_the_sleep_between_two_looks_at_reads(inlet: Inlet[int]) -> None:
+    poller, start = Poller(), time.monotonic()
+    poller.register(inlet.fileno())
+    timer = threading.Timer(0.05, inlet.put, [1])
+    timer.start()
+    poller._doze(30_000)
+    assert time.monotonic() - start < 20
+    assert poller.poll(0.2) == [inlet.fileno()]
+    timer.join()
+
+
 HOST, FORK = "127.0.0.1", mp.get_context("fork")
 
 

@@ -134,6 +134,7 @@ def stop(worker: Any) -> None:
     if plane:
         plane.close()
     (worker if links is None else links)._context.destroy(linger=0)
+    worker._poll._poller._epoll.close()
     os.close(worker._inlet.fileno())
 
 

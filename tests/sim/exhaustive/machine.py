@@ -35,9 +35,9 @@ class Steps(Times):
 class Part(transfer.Part):
     """Its stamps follow from what they mark, so that equal worlds look equal."""
 
-    def cut(self, job: int, slot: int, stamp: int, limit: int) -> Any:
+    def cut(self, job: int, slot: int, stamp: int) -> Any:
         stamp = self.opened.generation * 10 + self.announced + len(self.packing)
-        return super().cut(job, slot, stamp, limit)
+        return super().cut(job, slot, stamp)
 
 
 class Prefill(prefill.Machine):
