@@ -41,7 +41,12 @@ def judge(
 ) -> tuple[str, tuple[Difference, ...]]:
     """Why requests to a server with these rows are cold, "" for warm, and the differences that are
     served. MixKVError where it is refused. `serve_mismatch`: other drafters are cold."""
-    _check_instances([row.instance for row in rows])
+    if len({row.instance for row in rows}) < len(rows):
+        raise refuse(
+            "MIXKV-PAIR-04", "an instance for each prefill rank, which names it",
+            "one that two ranks share", "heads of one of them would never be read",
+            "Restart the prefill server",
+        )  # fmt: skip
     known = {str(d): d for row in rows for d in differences(row, own)}
     if any(row.draft is not None for row in rows):  # earlier stages have no drafter: no difference
         known = {k: d for k, d in known.items() if d.what != NO_DRAFTER}
@@ -88,15 +93,6 @@ def _row_of(info: Any, rows: Rows) -> Row:
             "Start prefill with --enable-mixkv on every node",
         )  # fmt: skip
     return rows[rank]
-
-
-def _check_instances(instances: Collection[bytes]) -> None:
-    if len(set(instances)) < len(instances):
-        raise refuse(
-            "MIXKV-PAIR-04", "an instance for each prefill rank, which names it",
-            "one that two ranks share", "heads of one of them would never be read",
-            "Restart the prefill server",
-        )  # fmt: skip
 
 
 def _source(row: Row, own: Row, heads: range, peer: bytes, sends: bool) -> Source:

@@ -22,7 +22,7 @@ from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.events import State
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.series import COLD, NOTES, OTHER, PREFILL, PREFIX, SERIES, STATES, Kind
+from sglang_mixkv.series import ABORTED, COLD, NOTES, OTHER, PREFILL, PREFIX, SERIES, STATES, Kind
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -210,7 +210,7 @@ def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
     if handle.state is State.FAILED:
         return "failed", ""
     if reason or handle.state is None:
-        return "closed", ""
+        return "closed", "prefill_aborted" if reason == ABORTED else ""
     if handle.state is State.WARM:
         return "warm", ""
     return "cold", handle.reason if handle.reason in COLD else OTHER
@@ -218,24 +218,25 @@ def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
 
 def reporter(side: str) -> MetricsReporter:
     """This rank's. It has no series where SGLang's metrics are off, or (with a log line) fail."""
-    from sglang.srt.runtime_context import get_observability
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.runtime_context import get_server_args
 
     try:
-        return MetricsReporter(side, _labels(side) if get_observability().enable_metrics else None)
+        args = resolved_view(get_server_args())
+        return MetricsReporter(side, _labels(side, args) if args.enable_metrics else None)
     except Exception:
         logger.exception("[MIXKV-SELF-01] sglang-mixkv has no series at /metrics")
         return MetricsReporter(side, None)
 
 
-def _labels(side: str) -> dict[str, str]:
+def _labels(side: str, args: Any) -> dict[str, str]:
     """The labels of SGLang's own scheduler series on this rank (SchedulerMetricsCollector.
     init_new), so that both join; without `priority`, which is a request's."""
-    from sglang.srt.arg_groups.overrides import resolved_view
-    from sglang.srt.runtime_context import get_observability, get_parallel, get_server_args
+    from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
     found = {
-        "model_name": resolved_view(get_server_args()).served_model_name,
+        "model_name": args.served_model_name,
         "engine_type": side,
         "tp_rank": parallel.tp_rank,
         "pp_rank": parallel.pp_rank,
@@ -243,5 +244,5 @@ def _labels(side: str) -> dict[str, str]:
     }
     if parallel.dp_rank is not None:
         found["dp_rank"] = parallel.dp_rank
-    found.update(get_observability().extra_metric_labels or {})
+    found.update(args.extra_metric_labels or {})
     return {name: str(value) for name, value in found.items()}

@@ -28,7 +28,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "draft/rows.py": ({"numpy", "torch"}, {"draft.slot_format"}),
     "draft/cuda.py": (set(), set()),
     "draft/kernels.py": ({"triton"}, {"draft.slot_format"}),
-    "draft/rows_gpu.py": ({"numpy", "torch"}, {"draft.cuda", "draft.kernels", "draft.slot_format"}),
+    "draft/rows_gpu.py": ({"numpy", "torch"}, {"draft"}),
     "channel/": ({"msgspec", "zmq"}, {"channel", "errors"}),
     "prefill/": ({"msgspec", "numpy", "zmq"}, {"channel", "draft", "prefill"}),
     "decode/": ({"msgspec", "numpy", "zmq"}, {"channel", "decode", "draft", "errors"}),
@@ -45,13 +45,13 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
         {"", "channel", "config", "draft", "engine.releases", "errors", "refusals", "series",
          "tools"},
     ),
-    "__main__.py": (set(), {"tools"}),
+    "__main__.py": (set(), {"", "tools"}),
     "__init__.py": (set(), set()),
     "mixkv_cpu/": ({"mixkv_cpu"}, set()),
     "mixkv_cpu/kernels/": ({"torch"}, set()),
     "mixkv_cpu/site/": ({"mixkv_cpu", "torch"}, set()),
     "mixkv_demo/": ({"mixkv_cpu", "mixkv_demo", "requests", "rich"},
-                    {"__main__", "config", "tools.client", "tools.pages"}),
+                    {"__main__", "config", "series", "tools.client", "tools.status_pages"}),
     "mixkv_demo/one_gpu/": ({"mixkv_demo", "torch"}, set()),
 }  # fmt: skip
 
@@ -66,9 +66,9 @@ LAZY = {
     "engine/metrics.py": {"prometheus_client", "sglang"},
     "engine/releases.py": {"sglang"},
     "tools/doctor_read.py": {"sglang_mixkv.draft.rows", "torch"},
-    "tools/pages.py": {"prometheus_client"},
     "tools/plan_line.py": {"sglang", "torch", "yaml"},
     "tools/plan_server.py": {"huggingface_hub", "sglang"},
+    "tools/status_pages.py": {"prometheus_client"},
 }
 
 

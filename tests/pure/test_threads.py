@@ -191,7 +191,7 @@ def test_a_connection_leaves_a_slot_that_is_in_use_as_it_is(channel: Channel) ->
     decode.rows.pack(np.arange(4), HEADS, decode.staging.slot(0), 7)
     decode.plane.connect(other.plane.endpoint)
     other.close()
-    found = decode.rows.verify(decode.staging.slot(0), 4, len(HEADS), 7)
+    found = decode.rows.unpack(np.arange(4), HEADS, decode.staging.slot(0), 7)
     assert found is SlotCheck.OK
 
 
