@@ -94,7 +94,6 @@ class DraftReceiver(RoomUse):
             end=first + len(pages) * page_size if local.draft else first,
             cold=plan.cold,
             version=plan.version,
-            required_targets=self.required_target_responses,
             page_size=page_size,
         )
         self.handle = handle
