@@ -12,11 +12,14 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_mixkv.__main__ import COMMANDS
-from sglang_mixkv.tools import plan
+from sglang_mixkv.config import Config
+from sglang_mixkv.draft.layout import DraftFacts
+from sglang_mixkv.tools import plan, plan_pair
 
 from .pages import IDS, PAGES, ROOT, Block, bash, prose, words
 
@@ -102,6 +105,25 @@ def test_the_readmes_pair_of_lines_is_planned(
     said = capsys.readouterr().out
     assert "attention TP 8" in said
     assert "attention TP 1" in said
+
+
+def test_the_sizes_of_a_fleet_are_the_plans() -> None:
+    """Kimi-K2's EAGLE3 head, TP 8 -> 8 DP-attention groups, as docs/deploy.md has it."""
+    facts = DraftFacts("LlamaForCausalLMEagle3", "EAGLE3", 64, (256, 256), "bfloat16")
+    prefill, decode = (
+        SimpleNamespace(facts=facts, groups=groups, config=Config(staging_mb=256))
+        for groups in (1, 8)
+    )
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    rows = re.findall(r"^\| (\d+) x (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([\d,]+) \|", page, re.M)
+    assert rows
+    for row in rows:
+        *servers, readers, owners, slots, tokens = (int(cell.replace(",", "")) for cell in row)
+        reads = [*plan_pair._reads(facts, 8, 1)]
+        fleet = plan_pair._fleet(reads, prefill, decode, tuple(servers))
+        assert (fleet.readers, fleet.sources, fleet.slots, fleet.tokens) == (
+            readers, owners, slots, tokens,
+        )  # fmt: skip
 
 
 def test_a_python_that_this_machine_lacks_is_an_error() -> None:
