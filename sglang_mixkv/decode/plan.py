@@ -41,12 +41,7 @@ def judge(
 ) -> tuple[str, tuple[Difference, ...]]:
     """Why requests to a server with these rows are cold, "" for warm, and the differences that are
     served. MixKVError where it is refused. `serve_mismatch`: other drafters are cold."""
-    if len({row.instance for row in rows}) < len(rows):
-        raise refuse(
-            "MIXKV-PAIR-04", "an instance for each prefill rank, which names it",
-            "one that two ranks share", "heads of one of them would never be read",
-            "Restart the prefill server",
-        )  # fmt: skip
+    _check_instances(rows)
     known = {str(d): d for row in rows for d in differences(row, own)}
     if any(row.draft is not None for row in rows):  # earlier stages have no drafter: no difference
         known = {k: d for k, d in known.items() if d.what != NO_DRAFTER}
@@ -91,6 +86,15 @@ def _row_of(info: Any, rows: Rows) -> Row:
             "Start prefill with --enable-mixkv on every node",
         )  # fmt: skip
     return rows[rank]
+
+
+def _check_instances(rows: Collection[Row]) -> None:
+    if len({row.instance for row in rows}) < len(rows):
+        raise refuse(
+            "MIXKV-PAIR-04", "an instance for each prefill rank, which names it",
+            "one that two ranks share", "heads of one of them would never be read",
+            "Restart the prefill server",
+        )  # fmt: skip
 
 
 def _source(row: Row, own: Row, heads: range, peer: bytes) -> Source:
