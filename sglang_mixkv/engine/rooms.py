@@ -65,6 +65,11 @@ def _refusal(got: str) -> MixKVError:
     )  # fmt: skip
 
 
+def newest(room: int) -> RoomUse | None:
+    """The newest use of a number on this rank, where there still is one."""
+    return _uses.get(room)
+
+
 class RoomUse:
     """Mixed into senders and receivers, one use of a number each. A second one, while the first is
     under way, has failed under a number that no request has: whatever SGLang does with it touches
@@ -77,7 +82,7 @@ class RoomUse:
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any
     ) -> None:
-        first = _uses.get(bootstrap_room)
+        first = _uses.get(bootstrap_room) if bootstrap_room in mgr.request_status else None
         is_free = first is None or first.kv_mgr is not mgr or first._leave()
         number = bootstrap_room if is_free else next(_own)
         super().__init__(mgr, bootstrap_addr, number, *args, **kwargs)  # type: ignore[call-arg]
@@ -91,12 +96,9 @@ class RoomUse:
     def _leave(self) -> bool:
         """Whether another use may have the number. One that has succeeded leaves it: true
         retraction may begin the next before prefill's scheduler has seen that."""
-        statuses = self.kv_mgr.request_status
-        if self.bootstrap_room not in statuses:  # it was cleared
-            return True
         if super().poll() != KVPoll.Success:  # type: ignore[misc]
             return False
         super().clear()  # type: ignore[misc]
         self.bootstrap_room = next(_own)
-        statuses[self.bootstrap_room] = KVPoll.Success  # NIXL's sender asks again up to 0.5.22
+        self.kv_mgr.request_status[self.bootstrap_room] = KVPoll.Success  # .22's NIXL asks again
         return True
