@@ -87,14 +87,13 @@ class Notices:
             time.sleep(LOOK_S)
 
     def _has_come(self, sender: DraftSender) -> bool:
-        """Whether nothing is left to do. All decode ranks have come when SGLang opens the room
-        anew, which it does last of all; then what it has of it is cleared again."""
+        """Whether nothing is left to do. SGLang's thread (bootstrap_thread) notes the prefix once
+        all decode ranks have come, and is done with the room's tables then: they are cleared."""
         room = sender.bootstrap_room
-        if newest(room) is not sender:  # the number is another request's
+        if newest(room) not in (None, sender):  # the number is another request's
             return True
-        status = self._manager.request_status.get(room)
-        if status not in (KVPoll.WaitingForInput, KVPoll.Failed) or not self._send(room):
+        if room not in self._manager.req_to_decode_prefix_len:
             return False
-        if status == KVPoll.WaitingForInput:
-            sender.clear()
+        self._send(room)
+        sender.clear()
         return True

@@ -78,6 +78,14 @@ class DraftSender(RoomUse):
         self._end("failed on prefill" if self.conclude_state == KVPoll.Failed else "")
         super().clear()  # type: ignore[misc]
 
+    def _leave(self) -> bool:
+        """True retraction may begin the next use of the number before the scheduler has seen that
+        this one succeeded."""
+        if super().poll() == KVPoll.Success:  # type: ignore[misc]
+            self._move()
+            return True
+        return False
+
     def abort(self) -> None:
         self._end("aborted on prefill")
         try:
