@@ -22,7 +22,7 @@ from sglang_mixkv.errors import MixKVError, refuse
 _requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
 """SGLang's states of requests that a decode server has taken, by number."""
 _uses: WeakValueDictionary[int, RoomUse] = WeakValueDictionary()
-"""The newest use of each number on this rank."""
+"""The newest use of each number on this rank, until it is cleared."""
 _own = itertools.count(-1, -1)  # SGLang's are not negative
 
 
@@ -65,6 +65,11 @@ def _refusal(got: str) -> MixKVError:
     )  # fmt: skip
 
 
+def newest(room: int) -> RoomUse | None:
+    """The newest use of a number on this rank, unless it was cleared."""
+    return _uses.get(room)
+
+
 class RoomUse:
     """Mixed into senders and receivers, one use of a number each. A second one, while the first is
     under way, has failed under a number that no request has: whatever SGLang does with it touches
@@ -89,14 +94,20 @@ class RoomUse:
                 mgr.local.reporter(Note("reused", b"", ""))
 
     def _leave(self) -> bool:
-        """Whether another use may have the number. One that has succeeded leaves it: true
-        retraction may begin the next before prefill's scheduler has seen that."""
-        statuses = self.kv_mgr.request_status
-        if self.bootstrap_room not in statuses:  # it was cleared
-            return True
-        if super().poll() != KVPoll.Success:  # type: ignore[misc]
-            return False
+        """Whether another use may have the number before this one is cleared."""
+        return False
+
+    def clear(self) -> None:
         super().clear()  # type: ignore[misc]
+        if _uses.get(self.bootstrap_room) is self:
+            _uses.pop(self.bootstrap_room, None)
+
+    def _move(self) -> None:
+        """To a number that no request has. Metadata of the next use have come before it begins:
+        they stay, and SGLang's status is what it would be then."""
+        tables, room = self.kv_mgr, self.bootstrap_room
+        status = tables.request_status.pop(room)
+        if room in tables.transfer_infos and room in tables.req_to_decode_prefix_len:
+            tables.request_status[room] = KVPoll.WaitingForInput
         self.bootstrap_room = next(_own)
-        statuses[self.bootstrap_room] = KVPoll.Success  # NIXL's sender asks again up to 0.5.22
-        return True
+        tables.request_status[self.bootstrap_room] = status

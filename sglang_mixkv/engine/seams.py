@@ -73,7 +73,6 @@ OVERRIDDEN = (
 CALLED = (
     Seam(f"{_BOOTSTRAP}._is_ready", "no rows before all ranks have registered"),
     Seam(f"{_MANAGER}.record_failure", "why a request fails", ("bootstrap_room", "failure_reason")),
-    Seam(f"{_MANAGER}._room_notify_targets", "whom an abort on prefill ends", ("bootstrap_room",)),
     Seam(f"{_MANAGER}.send_kv_status_message", "decode is notified of an abort on prefill",
          ("targets", "bootstrap_room", "status", "failure_reason")),
     Seam(f"{_RECEIVER}.ensure_abort_notified", "prefill is notified of a request that fails here"),

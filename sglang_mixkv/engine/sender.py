@@ -11,7 +11,6 @@ from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.engine.rank import forward_event
 from sglang_mixkv.engine.rooms import RoomUse
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
-from sglang_mixkv.series import ABORTED
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -79,31 +78,21 @@ class DraftSender(RoomUse):
         self._end("failed on prefill" if self.conclude_state == KVPoll.Failed else "")
         super().clear()  # type: ignore[misc]
 
+    def _leave(self) -> bool:
+        """True retraction may begin the next use of the number before the scheduler has seen that
+        this one succeeded."""
+        if super().poll() == KVPoll.Success:  # type: ignore[misc]
+            self._move()
+            return True
+        return False
+
     def abort(self) -> None:
         self._end("aborted on prefill")
         try:
-            self._notify_decode()
+            self.kv_mgr.notices.aborted(self)
         except Exception:  # decode waits for its timeout, as it does without the plugin
             logger.exception("[MIXKV-SELF-01] decode is not notified of an abort, and waits")
         super().abort()  # type: ignore[misc]
-
-    def _notify_decode(self) -> None:
-        """Send SGLang's own message for failures, which its abort() does not: decode and client
-        would wait for SGLANG_DISAGGREGATION_WAITING_TIMEOUT, 300 s.
-
-        A room that SGLang has concluded is left alone. After Success decode goes on with the
-        request. After Failed decode was notified, or must not be, since NIXL could not say that its
-        writes have ended (transfer_worker in nixl/conn.py). Decode ranks whose metadata has not
-        come are not known here, and wait.
-        """
-        manager, room = self.kv_mgr, self.bootstrap_room
-        concluded = (None, KVPoll.Success, KVPoll.Failed)
-        if manager.request_status.get(room) in concluded:
-            return
-        if manager.enable_deferred_decode_kv_release:
-            targets = manager._room_notify_targets(room)
-            failed = {"status": KVPoll.Failed, "failure_reason": ABORTED}
-            manager.notices.send(targets, bootstrap_room=room, **failed)
 
     def _end(self, reason: str) -> None:
         if self.handle is not None:

@@ -36,7 +36,6 @@ TIMEOUTS = {
 }
 TWO_ROUNDS = {"requests": (Request(12), Request(9)), "rounds": ((0,), (1,))}
 CHUNKED = {"requests": (Request(12, chunk_pages=1), Request(9)), "rounds": ((0,), (1,))}
-REGISTERED_S = 0.3  # what one prefill rank has read, the others have read by then
 GONE = "waiting left", "parts left"  # a room that no request came for is known for a minute
 
 
