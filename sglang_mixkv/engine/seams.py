@@ -82,7 +82,7 @@ CALLED = (
     Seam("sglang.srt.plugins.hook_registry:HookRegistry.register", "hooks",
          ("target", "hook", "hook_type")),
     *(Seam(f"{_CONTEXT}:{name}", "this process's configuration") for name in (
-        "get_disagg", "get_observability", "get_parallel", "get_server_args", "get_spec")),
+        "get_disagg", "get_parallel", "get_server_args", "get_spec")),
 )
 # fmt: on
 SEAMS = (*HOOKED, *OVERRIDDEN, *CALLED)
