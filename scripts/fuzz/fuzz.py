@@ -1,11 +1,12 @@
 """Fuzz what parses a peer's bytes.
 
-    fuzz.py TARGET --runs N --folder FOLDER    libFuzzer, through atheris
-    fuzz.py TARGET --runs N                    mutations of the seeds, without its guidance
+    fuzz.py --runs N --folder FOLDER    libFuzzer, through atheris
+    fuzz.py --runs N                    mutations of the seeds, without its guidance
 
-An input is one document. Most mutations keep its structure. libFuzzer keeps what reaches new code
-in FOLDER/TARGET, and ends with status 77 and the input in a file at the first error, hang or excess
-of memory. What a peer can do to the state machines is a matter of tests/sim.
+One parser after the other, or those that are named. An input is one document; most mutations keep
+its structure. libFuzzer keeps what reaches new code in FOLDER/PARSER, and ends with status 77 and
+the input in a file at the first error, hang or excess of memory. What a peer can do to the state
+machines is a matter of tests/sim.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import hashlib
 import importlib
 import random
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -124,19 +126,25 @@ def any_bytes(rng: random.Random, data: bytes, max_size: int) -> bytes:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("target", choices=TARGETS)
+    parser.add_argument("targets", nargs="*", default=TARGETS, metavar="PARSER", help=str(TARGETS))
     parser.add_argument("--runs", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="0: another one each time")
     parser.add_argument("--folder", type=Path, help="of the corpora, for libFuzzer")
     args = parser.parse_args()
     seed = args.seed or random.randrange(1, 1 << 30)
-    if args.folder is not None:
-        fuzz(args.target, args.folder, args.runs, seed)
-    data, trace = unguided(args.target, seed, args.runs)
-    print(f"{args.target}: {args.runs} inputs, seed {seed}: {trace or 'no finding'}")
-    if trace:
-        print(data)
-    return bool(trace)
+    for name in args.targets:
+        if args.folder is not None and len(args.targets) == 1:
+            fuzz(name, args.folder, args.runs, seed)
+        if args.folder is not None:  # a process each, since libFuzzer ends its own
+            flags = [f"--runs={args.runs}", f"--seed={seed}", f"--folder={args.folder}"]
+            subprocess.run([sys.executable, __file__, name, *flags], check=True)
+            continue
+        data, trace = unguided(name, seed, args.runs)
+        print(f"{name}: {args.runs} inputs, seed {seed}: {trace or 'no finding'}")
+        if trace:
+            print(data)
+            return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -23,12 +23,14 @@ from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.engine import draft_pool, early_sends
 from sglang_mixkv.engine.bootstrap import KEY
 from sglang_mixkv.engine.draft_pool import clear_retracted, draft_is_left_out
+from sglang_mixkv.engine.notices import Notices
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.engine.rank import RankContext
 from sglang_mixkv.engine.releases import sglang_version
-from sglang_mixkv.engine.sender import ABORTED
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import PrefillWorker
+from sglang_mixkv.refusals import other_head
+from sglang_mixkv.series import ABORTED
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -52,6 +54,7 @@ class DraftManager:
         self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False, **more: Any
     ) -> None:
         self.local = RankContext(args, server_args, mode.value, self.backend)
+        self.notices = Notices(self)
         draft_pool.check_appended(args, is_mla_backend)
         self.kv_status_msg_carries_reason = True  # prefill's reason reaches decode over Mooncake
         super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
@@ -61,6 +64,9 @@ class DraftManager:
         if mode == DisaggregationMode.PREFILL and early_sends.switch_off(self.backend):
             banner += f"; {early_sends.VARIABLE}=0, since SGLang's {self.backend} does not wait"
         logger.log(logging.INFO if self._stands_for_server() else logging.DEBUG, "%s", banner)
+        facts = self.local.draft.layout.facts if self.local.draft else None
+        if facts and (words := other_head(facts.architecture, facts.algorithm)):
+            logger.warning("sglang-mixkv: %s", words)
 
     # -- prefill
 

@@ -22,7 +22,7 @@ from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.events import State
 from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.series import COLD, NOTES, OTHER, PREFILL, PREFIX, SERIES, STATES, Kind
+from sglang_mixkv.series import ABORTED, COLD, NOTES, OTHER, PREFILL, PREFIX, SERIES, STATES, Kind
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -210,7 +210,7 @@ def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
     if handle.state is State.FAILED:
         return "failed", ""
     if reason or handle.state is None:
-        return "closed", ""
+        return "closed", "prefill_aborted" if reason == ABORTED else ""
     if handle.state is State.WARM:
         return "warm", ""
     return "cold", handle.reason if handle.reason in COLD else OTHER

@@ -9,20 +9,18 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.engine.rank import forward_event
+from sglang_mixkv.engine.rooms import RoomUse
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
+from sglang_mixkv.series import ABORTED
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-ABORTED = "Aborted by prefill."
 
-
-class DraftSender:
+class DraftSender(RoomUse):
     """Mixed into CommonKVSender. `handle`: None on a rank without draft KV, or before init. Of
     SGLang's statuses only Success is changed, to Transferring, while draft KV is packed."""
 
     handle: SendHandle | None = None
-    kv_mgr: Any  # a DraftManager (manager.py)
-    bootstrap_room: int
     _first: int | None = None
 
     def init(self, num_kv_indices: int, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +75,8 @@ class DraftSender:
         return status if released else KVPoll.Transferring
 
     def clear(self) -> None:
-        self._end("")
+        """SGLang's failure_exception calls it, too, and sets conclude_state before."""
+        self._end("failed on prefill" if self.conclude_state == KVPoll.Failed else "")
         super().clear()  # type: ignore[misc]
 
     def abort(self) -> None:
@@ -97,16 +96,14 @@ class DraftSender:
         writes have ended (transfer_worker in nixl/conn.py). Decode ranks whose metadata has not
         come are not known here, and wait.
         """
-        manager = self.kv_mgr
+        manager, room = self.kv_mgr, self.bootstrap_room
         concluded = (None, KVPoll.Success, KVPoll.Failed)
-        if manager.request_status.get(self.bootstrap_room) in concluded:
+        if manager.request_status.get(room) in concluded:
             return
-        if hasattr(manager, "conclude_failure") and manager.enable_deferred_decode_kv_release:
-            manager.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=ABORTED)
-
-    def failure_exception(self) -> None:
-        self._end("failed on prefill")
-        super().failure_exception()  # type: ignore[misc]
+        if manager.enable_deferred_decode_kv_release:
+            targets = manager._room_notify_targets(room)
+            failed = {"status": KVPoll.Failed, "failure_reason": ABORTED}
+            manager.notices.send(targets, bootstrap_room=room, **failed)
 
     def _end(self, reason: str) -> None:
         if self.handle is not None:

@@ -242,14 +242,13 @@ class Machine:
     # -- packing
 
     def _packed(self, event: ev.Packed) -> None:
-        if (part := self._packing.end(event)) is not None:
+        for part in self._packing.end(event):
             self._fail(part, "pack", event.error)
 
     def _action_failed(self, event: ev.ActionFailed) -> None:
         match event.action:
             case ev.Pack(jobs):
-                for job in jobs:
-                    self._packed(ev.Packed(job.job, error=event.detail))
+                self._packed(ev.Packed(tuple(job.job for job in jobs), event.detail))
             case ev.Send(connection):
                 self._connection_lost(ev.ConnectionLost(connection))
 

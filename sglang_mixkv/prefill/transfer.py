@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 from sglang_mixkv.channel.messages import Announced, Open, Ready
 from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.prefill.events import AddChunk, Connection, Packed, PackJob, Use
@@ -84,15 +86,16 @@ class Room:
         return True
 
 
-class Segment:
-    """Tokens of a chunk in a slot of this rank. `packed`: the bytes are there."""
+class Segment(msgspec.Struct, eq=False, gc=False):
+    """Tokens of a chunk in a slot of this rank. `packed`: the bytes are there. The garbage
+    collector need not look at it: nothing that it refers to outlives it by a cycle through it."""
 
-    __slots__ = ("count", "first", "packed", "part", "slot", "stamp")
-
-    def __init__(self, part: Part, slot: int, stamp: int, first: int, count: int) -> None:
-        self.part, self.slot, self.stamp = part, slot, stamp
-        self.first, self.count = first, count
-        self.packed = False
+    part: Part
+    slot: int
+    stamp: int
+    first: int
+    count: int
+    packed: bool = False
 
 
 class Part:
@@ -206,27 +209,28 @@ class Packing:
         for part, slot in self.turns.take(self._slots, now, MAX_IN_FLIGHT - len(self._jobs)):
             limit = self._segment_tokens(len(part.wanted), part.opened.slot_bytes)
             self._job += 1
-            segment, job = part.cut(self._job, slot, self._stamp(part), limit)
+            segment, job = part.cut(self._job, slot, self._draw(), limit)
             self._jobs[self._job] = segment
             jobs.append(job)
             if part.advance():
                 self.turns.add(part.reader, part)
         return tuple(jobs)
 
-    def _stamp(self, _part: Part) -> int:
-        return self._draw()
-
-    def end(self, event: Packed) -> Part | None:
-        """The part that a failed job ends. The slot of a segment that was not packed is free. Where
+    def end(self, event: Packed) -> list[Part]:
+        """The parts that failed jobs end. The slot of a segment that was not packed is free. Where
         its gate was closed, the request's End follows."""
-        segment = self._jobs.pop(event.job)
-        part = segment.part
-        if part.over or event.error or event.closed:
-            self._slots.free(segment.slot)
-            return part if event.error and not part.over else None
-        segment.packed = True
-        self.announcing[part] = None
-        return None
+        failed: dict[Part, None] = {}
+        for job in event.jobs:
+            segment = self._jobs.pop(job)
+            part = segment.part
+            if part.over or event.error or event.closed:
+                self._slots.free(segment.slot)
+                if event.error and not part.over:
+                    failed[part] = None
+            else:
+                segment.packed = True
+                self.announcing[part] = None
+        return list(failed)
 
     def announce(self, now: float) -> list[tuple[Part, Ready]]:
         """The READYs that can leave. Their slots are offered."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.draft.rows_gpu import GpuRows, Pages, Ticket, gpu_rows
+from sglang_mixkv.draft.rows_gpu import GpuRows, Ticket, gpu_rows
 from sglang_mixkv.draft.slot_format import SlotCheck
 
 from .pools import STAMP, Ints
@@ -48,7 +48,7 @@ class Torch:
 
 class Kernels:
     def __init__(self, entries: list[Tensor], heads: range, page: int, staging: Staging) -> None:
-        self.rows, self._page = kernels(entries, heads, page, staging), page
+        self.rows, self._page = kernels(DraftRows(entries, heads), page, staging), page
 
     def pack(self, request: Request) -> None:
         assert set(ended(self.start("pack", request))) == {SlotCheck.OK}
@@ -70,7 +70,7 @@ class Kernels:
         ticket: Ticket = getattr(self.rows, f"start_{kind}")(jobs)
         return ticket
 
-    def _pages(self, request: Request) -> Pages:
+    def _pages(self, request: Request) -> memoryview:
         return self.rows.pages(request.numbers[:: self._page] // self._page)
 
 
@@ -85,7 +85,7 @@ def ended(ticket: Ticket) -> list[SlotCheck]:
 WAYS: dict[str, tuple[Any, ...]] = {"cpu": (Torch,), "cuda": (Torch, Kernels)}
 
 
-def kernels(entries: Any, heads: range, page: int, staging: Staging) -> GpuRows:
-    found = gpu_rows(entries, heads, page, staging)
+def kernels(rows: DraftRows, page: int, staging: Staging) -> GpuRows:
+    found = gpu_rows(rows, page, staging)
     assert isinstance(found, GpuRows), found
     return found

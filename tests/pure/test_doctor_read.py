@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,20 +195,3 @@ def test_a_real_read_between_two_processes(plane: str) -> None:
     assert (found.bytes, found.wrong) == (READ * ((128 << 10) + 4096), {})
     assert 0 < found.seconds < 30
     assert found.memory.endswith("64 slots of 132 KiB")
-
-
-@pytest.mark.parametrize("uses", [False, True])
-def test_over_ipv6_mooncakes_variable_is_named(uses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("mooncake")
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        pytest.skip("no IPv6 address here")
-    monkeypatch.delenv("MC_USE_IPV6", raising=False)
-    if uses:
-        monkeypatch.setenv("MC_USE_IPV6", "1")
-    with Children() as children:
-        children.start("serve", "*", 0, SMALL)
-        children.start("read", "::1", children.wait("serve"), SMALL)
-        with nullcontext() if uses else pytest.raises(ReadFailed, match="it needs MC_USE_IPV6=1"):
-            assert children.wait("read").wrong == {}

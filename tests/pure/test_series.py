@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
+from mixkv_demo.series import totals
 from sglang_mixkv import series
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
@@ -20,7 +21,6 @@ from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.engine import metrics
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.series import COLD, DECODE, NOTES, OTHER, PREFILL, SERIES
-from sglang_mixkv.tools.pages import totals
 
 PACKAGE = Path(series.__file__).parent
 DOCS = PACKAGE.parent / "docs"

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import multiprocessing as mp
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 LIMIT_S = 120
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """This process ends with the one that started it, however that ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def in_fork(what: Callable[[], Any], on_error: Callable[[BaseException], Any] = repr) -> Any:
@@ -18,6 +26,7 @@ def in_fork(what: Callable[[], Any], on_error: Callable[[BaseException], Any] = 
     here, there = context.Pipe()
 
     def body() -> None:
+        die_with_parent()
         try:
             found = what()
         except BaseException as error:
