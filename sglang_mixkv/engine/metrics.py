@@ -218,30 +218,24 @@ def _outcome(handle: ReceiveHandle, reason: str) -> tuple[str, str]:
 
 def reporter(side: str) -> MetricsReporter:
     """This rank's. It has no series where SGLang's metrics are off, or (with a log line) fail."""
-    from sglang.srt.arg_groups.overrides import resolved_view
-    from sglang.srt.runtime_context import get_server_args
-
     try:
-        args = resolved_view(get_server_args())
-        return MetricsReporter(side, _labels(side, args) if args.enable_metrics else None)
+        return MetricsReporter(side, _labels(side))
     except Exception:
         logger.exception("[MIXKV-SELF-01] sglang-mixkv has no series at /metrics")
         return MetricsReporter(side, None)
 
 
-def _labels(side: str, args: Any) -> dict[str, str]:
+def _labels(side: str) -> dict[str, str] | None:
     """The labels of SGLang's own scheduler series on this rank (SchedulerMetricsCollector.
-    init_new), so that both join; without `priority`, which is a request's."""
-    from sglang.srt.runtime_context import get_parallel
+    init_new), so that both join; without `priority`, which is a request's. None without metrics."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.runtime_context import get_parallel, get_server_args
 
-    parallel = get_parallel()
-    found = {
-        "model_name": args.served_model_name,
-        "engine_type": side,
-        "tp_rank": parallel.tp_rank,
-        "pp_rank": parallel.pp_rank,
-        "moe_ep_rank": parallel.moe_ep_rank,
-    }
+    args, parallel = resolved_view(get_server_args()), get_parallel()
+    if not args.enable_metrics:
+        return None
+    found = {"model_name": args.served_model_name, "engine_type": side}
+    found |= {name: getattr(parallel, name) for name in ("tp_rank", "pp_rank", "moe_ep_rank")}
     if parallel.dp_rank is not None:
         found["dp_rank"] = parallel.dp_rank
     found.update(args.extra_metric_labels or {})
