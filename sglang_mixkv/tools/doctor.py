@@ -9,6 +9,8 @@ import argparse
 from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
+import msgspec
+
 from sglang_mixkv import config
 from sglang_mixkv.channel import planes
 from sglang_mixkv.refusals import BACKENDS
@@ -16,6 +18,7 @@ from sglang_mixkv.tools import doctor_checks as checks
 from sglang_mixkv.tools import waiting
 from sglang_mixkv.tools.doctor_checks import Finding
 
+SCHEMA = 2
 SECTION = "data plane"
 
 
@@ -51,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--no-transfer", action="store_true", help="leave out the reads and what they would use")
     add("--no-seams", action="store_true", help="do not import SGLang")
+    add("--json", action="store_true", help="print JSON instead of text")
     config.add_flags(parser)
     return parser
 
@@ -116,4 +120,11 @@ def report(found: Iterable[Finding]) -> int:
 
 def main(argv: list[str]) -> int:
     """Check, print, and return the exit status."""
-    return int(report(findings(_parser().parse_args(argv))) > 0)
+    args = _parser().parse_args(argv)
+    if not args.json:
+        return int(report(findings(args)) > 0)
+    found = list(findings(args))
+    wrong = any(one.problem for one in found)
+    answer = {"schema": SCHEMA, "ok": not wrong, "findings": found}
+    print(msgspec.json.format(msgspec.json.encode(answer)).decode())
+    return int(wrong)

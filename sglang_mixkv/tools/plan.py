@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from textwrap import fill
 
+import msgspec
+
 from sglang_mixkv.tools import table, waiting
 from sglang_mixkv.tools.plan_line import GPUS
 from sglang_mixkv.tools.plan_pair import Fleet, Plan, Read, make_plan, model_text
@@ -36,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gpu", choices=GPUS,
         help="what both lines are resolved for (default: the first on which SGLang starts them)",
     )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON")
     for role in ROLES:
         parser.add_argument(
             f"--{role}-servers", metavar="N", type=int, default=1, choices=range(1, 1001),
@@ -62,7 +65,7 @@ def main(argv: list[str]) -> int:
         return 2
     prefill, decode = servers
     plan = make_plan(prefill, decode, (args["prefill_servers"], args["decode_servers"]))
-    print(text(plan))
+    print(msgspec.json.format(msgspec.json.encode(plan)).decode() if args["json"] else text(plan))
     return 1 if plan.findings else 0
 
 

@@ -20,6 +20,7 @@ from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_need import Need, need_of
 from sglang_mixkv.tools.plan_server import Model, Server
 
+SCHEMA = 4
 LONG = 16 << 10  # tokens of a prompt that a window is shown by
 
 
@@ -57,6 +58,7 @@ class Plan(msgspec.Struct, frozen=True):
     fleet: Fleet | None
     findings: tuple[str, ...]
     notes: tuple[str, ...]
+    schema: int = SCHEMA
 
 
 def make_plan(prefill: Server, decode: Server, servers: tuple[int, int] = (1, 1)) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from importlib import metadata
@@ -252,6 +253,10 @@ def test_a_read_that_is_wrong(run: Any, words: Any, changed: Any, problem: str) 
     assert (status, text.splitlines()[-1]) == (1, "1 problem, marked !!")
     assert [line[:2] for line in text.splitlines()].count("!!") == 1
     assert f"\n      {problem}\n" in text
+    status, text = run(*words, "--json", **changed)
+    found = json.loads(text)
+    assert (status, found["ok"], found["schema"]) == (1, False, doctor.SCHEMA)
+    assert [one["problem"] for one in found["findings"] if one["problem"]] == [problem]
 
 
 def test_without_a_transfer_no_device_is_asked_for(run: Any, host: Any) -> None:

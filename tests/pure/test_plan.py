@@ -31,7 +31,7 @@ from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 from sglang_mixkv.tools import plan as tool
 from sglang_mixkv.tools import plan_line
 from sglang_mixkv.tools.plan_need import need_of
-from sglang_mixkv.tools.plan_pair import Fleet, Plan, contacted, make_plan
+from sglang_mixkv.tools.plan_pair import SCHEMA, Fleet, Plan, contacted, make_plan
 from sglang_mixkv.tools.plan_server import Model, Server, read
 
 MODELS = Path(mixkv_demo.__file__).parent / "models" / "mla"
@@ -457,6 +457,10 @@ def test_exit_statuses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     found = capsys.readouterr().out
     assert "[MIXKV-START-03] decode: --use-ray is not" in found
     assert "busy     3 decode ranks read a prefill rank" in found
+    assert tool.main([*prefill, "--decode", flags("--use-ray"), "--json"]) == 1
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["schema"], plan["need"]["wrong_share"]) == (SCHEMA, 1)
+    assert "[MIXKV-START-03] decode: --use-ray is not" in plan["findings"][0]
     assert tool.main(["--prefill", flags("--tpp 2"), "--decode", "--tp 1"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
