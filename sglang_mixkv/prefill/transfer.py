@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from sglang_mixkv.channel.messages import MAX_LIST, Announced, Open, Ready
-from sglang_mixkv.channel.slots import RoundRobin, SlotPool
+from sglang_mixkv.channel.messages import Announced, Open, Ready
+from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
 from sglang_mixkv.prefill.events import AddChunk, Connection, Packed, PackJob, Use
 
 MAX_IN_FLIGHT = 16  # segments that are packed at once: two batches of a reader's
@@ -190,7 +190,7 @@ class Packing:
         self.turns: RoundRobin[Part] = RoundRobin()
         self.announcing: dict[Part, None] = {}
         self._jobs: dict[int, Segment] = {}
-        self._job = 0
+        self._job, self._list = 0, list_of(slots.count)
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -237,7 +237,7 @@ class Packing:
         """The READYs that can leave. Their slots are offered."""
         found = []
         for part in self.announcing:
-            while not (part.complete or part.over) and (ready := part.ready(MAX_LIST)):
+            while not (part.complete or part.over) and (ready := part.ready(self._list)):
                 for one in ready.segments:
                     self._slots.offer(one.slot, one.stamp, now)
                 found.append((part, ready))
