@@ -21,7 +21,7 @@ CODES = {
     "MIXKV-PAIR-04": "topology",
     "MIXKV-PAIR-05": "topology",
     "MIXKV-PAIR-06": "other",
-    "MIXKV-PAIR-07": "other",
+    "MIXKV-PAIR-09": "other",
     "MIXKV-MSG-01": "malformed",
     "MIXKV-MSG-02": "other",
     "MIXKV-SELF-01": "other",

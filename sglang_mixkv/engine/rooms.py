@@ -59,7 +59,7 @@ def _rooms(request: Any) -> Iterator[tuple[str, int]]:
 
 def _refusal(got: str) -> MixKVError:
     return refuse(
-        "MIXKV-PAIR-07", "a bootstrap_room that no other request uses", got,
+        "MIXKV-PAIR-09", "a bootstrap_room that no other request uses", got,
         "one of them would be sent the other's KV, and SGLang's schedulers could end",
         "Send each sample as a request of its own, with n = 1",
     )  # fmt: skip

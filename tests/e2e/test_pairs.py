@@ -98,7 +98,7 @@ def test_samples_that_would_share_a_number_are_refused(pd: Measured) -> None:
     body = request_body(prompts(pair=pd.case.pair)[0])
     body["sampling_params"]["n"] = 2
     for url in [pd.deployment.url] * 20 + [server.url for server in pd.deployment.servers]:
-        with pytest.raises(RequestFailed, match=r"HTTP 400 .*MIXKV-PAIR-07.* got n = 2"):
+        with pytest.raises(RequestFailed, match=r"HTTP 400 .*MIXKV-PAIR-09.* got n = 2"):
             generate(url, {**body, "bootstrap_room": 5})
     same([pd.deployment.ask(prompts(pair=pd.case.pair)[0])], pd.reference.fixed[:1])
 
@@ -113,7 +113,7 @@ def test_a_number_that_two_requests_have_at_once(pd: Measured) -> None:
         for server in servers:
             twice = [pool.submit(generate, server.url, body) for _ in range(2)]
             done, (first,) = wait(twice, return_when=FIRST_COMPLETED)
-            assert "MIXKV-PAIR-07" in str([one.exception() for one in done])
+            assert "MIXKV-PAIR-09" in str([one.exception() for one in done])
     assert first.result().tokens == pd.reference.fixed[0].tokens
 
 

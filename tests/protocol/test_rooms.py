@@ -30,7 +30,7 @@ def test_the_second_use_fails_alone(prefill: int, decode: int, kind: str) -> Non
     assert outcome.wrong == []
     for report in outcome.prefill + outcome.decode:
         assert report.status == ["success", "failed", "success"]
-        assert all("[MIXKV-PAIR-07] expected a bootstrap_room" in one for one in report.reasons)
+        assert all("[MIXKV-PAIR-09] expected a bootstrap_room" in one for one in report.reasons)
     assert outcome.total("rooms_total", "failed", "reused") == decode
     assert outcome.total("rooms_total", "warm") == 2 * decode
     assert outcome.total("rooms_total", "cold") == outcome.total("fails_sent_total") == 0
