@@ -109,7 +109,7 @@ def abort_at_once(rank: Rank) -> None:
 def test_metadata_of_a_request_that_has_hung_up_stay_in_sglangs_tables(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The load of scripts/faults/load.py sees it in one of some hundred that hang up."""
+    """The load of test_load.py sees it in one of some hundred that hang up."""
     for name, seconds in TIMEOUTS.items():
         monkeypatch.setenv(name, seconds)
     special = Special(faults={("prefill", 0): abort_at_once})
