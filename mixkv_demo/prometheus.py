@@ -49,7 +49,7 @@ class Expression:
 def expressions(dashboard: Path, interval: str, model: str = ".+") -> list[Expression]:
     """Every expression of a Grafana dashboard, its variables replaced."""
     panels = json.loads(dashboard.read_text())["panels"]
-    replaced = {"$__rate_interval": interval, "$model": model}
+    replaced = {"$__rate_interval": interval, "$model": model, "$instance": ".+"}
     found = []
     for panel in panels:
         for target in panel.get("targets", ()):

@@ -14,22 +14,23 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 import requests
 
-from mixkv_demo import launch
+from mixkv_demo import launch, series
 from mixkv_demo.launch import Launch, Topology
 from mixkv_demo.pair import ask, prompts, request_body
 from mixkv_demo.processes import Fleet, ServerProcess
-from sglang_mixkv.tools import pages
-from sglang_mixkv.tools.client import Answer, RequestFailed, post
+from sglang_mixkv.tools.client import Answer, RequestFailed, post, request
 
 START_TIMEOUT_S = 900.0
 FIRST_ANSWER_S = 60.0
 POLL_S = 0.5
+PAGE_S = 30.0
 SETTLE_S = 3.0
 """How long a failed request waits for the news that its server has died."""
 
@@ -103,10 +104,13 @@ class Deployment:
 
 
 def totals(servers: Sequence[Launch]) -> Counter[tuple[str, ...]]:
-    """The plugin's series of all pages together, by name and labels (`pages.totals`)."""
+    """The plugin's series of all pages together, by name and labels. A server that has none counts
+    nothing."""
     found: Counter[tuple[str, ...]] = Counter()
     for server in servers:
-        found.update(pages.totals(pages.fetch(f"{server.url}/metrics") or "", without="prefill"))
+        with suppress(RequestFailed):
+            page = request("GET", f"{server.url}/metrics", PAGE_S).text
+            found.update(series.totals(page, without="prefill"))
     return found
 
 

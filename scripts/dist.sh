@@ -14,8 +14,8 @@ case "$ref" in
             echo "error: the tag is ${ref#refs/tags/}, the version in pyproject.toml $version" >&2
             exit 1
         fi
-        if grep -n 'github.com/OWNER/' pyproject.toml >&2; then
-            echo "error: OWNER in pyproject.toml is a placeholder, and would be published" >&2
+        if grep -n 'github.com/OWNER/' pyproject.toml README.md >&2; then
+            echo "error: OWNER is a placeholder, and would be published" >&2
             exit 1
         fi
         ;;
@@ -32,7 +32,7 @@ for file in dist/*; do
     echo "installing ${file##*/}"
     python3 -m venv --clear "$work/clean"
     # Without torch: what is imported here does without.
-    "$work/clean/bin/pip" install -q msgspec numpy packaging pyzmq
+    "$work/clean/bin/pip" install -q aiohttp msgspec numpy prometheus-client pyzmq requests
     "$work/clean/bin/pip" install -q --no-deps "$file"
     installed="$("$work/clean/bin/python" -P -c 'import sglang_mixkv; print(sglang_mixkv.__version__)')"
     if [ "$installed" != "$version" ]; then

@@ -1,4 +1,5 @@
-"""``python -m sglang_mixkv COMMAND``: finds a tool by name and runs its ``main(argv) -> int``.
+"""``sglang-mixkv COMMAND`` or ``python -m sglang_mixkv COMMAND``: finds a tool by name and runs its
+``main(argv) -> int``.
 
 A tool is a module, imported only when asked for, so that the help text needs neither SGLang nor
 torch.
@@ -12,9 +13,11 @@ import signal
 import sys
 from collections.abc import Callable
 
+from sglang_mixkv import __version__
+
 COMMANDS = {
     "plan": "whether two launch lines need the plugin, who reads what, and what would be refused",
-    "doctor": "versions, seams, configuration, a real read: what to paste into an issue",
+    "doctor": "versions, SGLang's functions, settings, a real read: what to paste into an issue",
     "status": "running servers on one screen: drafters, transfers, what is wrong and what to do",
     "accept": "acceptance of your own pair of servers against a single one, on your prompts",
 }
@@ -31,6 +34,9 @@ def main(argv: list[str] | None = None) -> int:
     command = args[0] if args else ""
     if command in COMMANDS:
         return int(importlib.import_module(f"sglang_mixkv.tools.{command}").main(args[1:]))
+    if command == "--version":
+        print(f"sglang-mixkv {__version__}")  # noqa: T201
+        return 0
     if command in ("-h", "--help"):
         print(USAGE)  # noqa: T201
         return 0

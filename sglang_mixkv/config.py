@@ -19,9 +19,8 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -35,10 +34,6 @@ PORT_ENV = "SGLANG_MIXKV_PORT"
 PLANE_ENV = "SGLANG_MIXKV_DATA_PLANE"
 NIXL_PARAMS_ENV = "SGLANG_DISAGGREGATION_NIXL_BACKEND_PARAMS"
 API_KEY_ENV = "SGLANG_MIXKV_API_KEY"  # of servers with --api-key; commands read it, servers do not
-
-# SGLang's (EnvBool in environ.py), and on and off.
-_TRUE = ("1", "true", "yes", "y", "on")
-_FALSE = ("0", "false", "no", "n", "off")
 
 
 class Config(msgspec.Struct, frozen=True):
@@ -61,7 +56,7 @@ class Config(msgspec.Struct, frozen=True):
 
 
 class Bounds(NamedTuple):
-    """`read` raises ValueError for text that is not what `words` say."""
+    """`read` raises ValueError or KeyError for text that is not what `words` say."""
 
     words: str
     read: Callable[[str], Any]
@@ -82,21 +77,14 @@ def _one_of(*names: str) -> Bounds:
     return Bounds(" or ".join(names), {name: name for name in names}.__getitem__)
 
 
-def _truth(text: str) -> bool:
-    if text.lower() not in (*_TRUE, *_FALSE):
-        raise ValueError
-    return text.lower() in _TRUE
+# SGLang's words (EnvBool in environ.py), and on and off.
+_TRUTHS = dict.fromkeys(("1", "true", "yes", "y", "on"), True)
+_TRUTHS |= dict.fromkeys(("0", "false", "no", "n", "off"), False)
+_TRUTH = Bounds("1 or 0", lambda text: _TRUTHS[text.lower()])
+_STRINGS = Bounds("a JSON object of strings", partial(msgspec.json.decode, type=dict[str, str]))
 
 
-def _strings(text: str) -> dict[str, str]:
-    return msgspec.json.decode(text, type=dict[str, str])
-
-
-_TRUTH = Bounds("1 or 0", _truth)
-
-
-@dataclass(frozen=True)
-class Setting:
+class Setting(NamedTuple):
     """One setting: its variable, its flag if it has one, and what either may say."""
 
     field: str
@@ -106,27 +94,17 @@ class Setting:
     flag: str = ""
 
     @property
-    def attribute(self) -> str:
-        return self.flag.removeprefix("--").replace("-", "_")
-
-    @property
     def default(self) -> Any:
         return getattr(Config(), self.field)
 
     def read(self, name: str, text: str) -> Any:
-        """`name`: of the flag or variable. MixKVError for text outside of the bounds."""
+        """`name`: of the flag or variable."""
         by_default = f": the default is {self.default}" if self.default else ""
         return _read(name, text, self.bounds, by_default)
 
-    def read_flag(self, text: str) -> Any:
-        """For argparse, which shows no other error's text."""
-        try:
-            return self.read(self.flag, text)
-        except MixKVError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
 
 def _read(name: str, text: str, bounds: Bounds, by_default: str = "") -> Any:
+    """MixKVError for text outside of the bounds."""
     try:
         return bounds.read(text.strip())
     except (ValueError, KeyError):
@@ -178,7 +156,7 @@ SETTINGS = (
         "What decode reads slots with, the same on both sides. By default by the transfer backend.",
     ),
     Setting(
-        "nixl_params", NIXL_PARAMS_ENV, Bounds("a JSON object of strings", _strings),
+        "nixl_params", NIXL_PARAMS_ENV, _STRINGS,
         "SGLang's own: parameters of NIXL's backend. The plugin's NIXL takes the same.",
     ),
 )  # fmt: skip
@@ -249,17 +227,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(setting.flag, action="store_true", default=None, help=text)
         elif setting.flag:
             group.add_argument(
-                setting.flag, type=setting.read_flag, default=None, metavar="VALUE",
+                setting.flag, type=_for_argparse(partial(setting.read, setting.flag)),
+                default=None, metavar="VALUE",
                 help=f"{setting.help} Expected: {setting.bounds.words} [default: "
                 f"{setting.default}; env: {setting.environ}]",
             )  # fmt: skip
     for name in REMOVED:
         if name.startswith("--"):
-            group.add_argument(name, type=partial(_refuse_removed, name), help=argparse.SUPPRESS)
+            read = _for_argparse(partial(variable, name))
+            group.add_argument(name, type=read, help=argparse.SUPPRESS)
 
 
-def _refuse_removed(flag: str, _value: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(str(MixKVError("MIXKV-START-04", f"{flag} {REMOVED[flag]}")))
+def _for_argparse(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """With the one error whose text it shows."""
+
+    def shown(text: str) -> Any:
+        try:
+            return read(text)
+        except MixKVError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return shown
 
 
 def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.environ) -> Config:
@@ -268,7 +256,8 @@ def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.en
     found = {name: variable(name, environ[name]) for name in sorted(environ)}
     values = {}
     for setting in SETTINGS:
-        given = getattr(flags, setting.attribute, None) if setting.flag else None
+        attribute = setting.flag.removeprefix("--").replace("-", "_")
+        given = getattr(flags, attribute, None) if attribute else None
         value = found.get(setting.environ) if given is None else given
         if value is not None:
             values[setting.field] = value

@@ -6,17 +6,28 @@ means, and what to do. Two texts share a code where the operator would do the sa
 
 from __future__ import annotations
 
-# What a refusal is counted under: the peer lacks the plugin, has another protocol, differs in the
+# What a refused peer is counted under: it lacks the plugin, has another protocol, differs in the
 # handshake's facts, has sizes or routes that do not fit, or sent what cannot be read.
-_REASON_OF = {
+CODES = {
+    "MIXKV-START-01": "other",
+    "MIXKV-START-02": "other",
+    "MIXKV-START-03": "other",
+    "MIXKV-START-04": "other",
+    "MIXKV-START-05": "other",
+    "MIXKV-START-06": "other",
     "MIXKV-PAIR-01": "no_plugin",
     "MIXKV-PAIR-02": "protocol",
     "MIXKV-PAIR-03": "facts",
     "MIXKV-PAIR-04": "topology",
     "MIXKV-PAIR-05": "topology",
+    "MIXKV-PAIR-06": "other",
+    "MIXKV-PAIR-07": "other",
     "MIXKV-MSG-01": "malformed",
+    "MIXKV-MSG-02": "other",
+    "MIXKV-SELF-01": "other",
 }
-REASONS = (*dict.fromkeys(_REASON_OF.values()), "other")
+"""All codes, with the reason that a refusal is counted under."""
+REASONS = tuple(dict.fromkeys(sorted(CODES.values(), key="other".__eq__)))
 
 
 class MixKVError(ValueError):
@@ -35,7 +46,7 @@ class MixKVError(ValueError):
     @property
     def reason(self) -> str:
         """One of REASONS, for counting."""
-        return _REASON_OF.get(self.code, "other")
+        return CODES.get(self.code, "other")
 
 
 def refuse(code: str, expected: str, got: str, consequence: str, remedy: str) -> MixKVError:

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import pkgutil
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -35,13 +36,18 @@ ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
 FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
 GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 VALIDATION = "handle_other_validations"
-OF_QUEUES = {
-    "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue._init_kv_manager": "around_init",
-    "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_kv_manager": "around_init",
-    "sglang.srt.disaggregation.decode.DecodeTransferQueue.extend": "around_extend",
-    "sglang.srt.disaggregation.decode.DecodePreallocQueue.resume_retracted_reqs": "around_resume",
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager"
+_PREFILL, _DECODE = "sglang.srt.disaggregation.prefill", "sglang.srt.disaggregation.decode"
+AROUND = {
+    f"{_PREFILL}.PrefillBootstrapQueue._init_kv_manager": "handover.around_init",
+    f"{_DECODE}.DecodePreallocQueue._init_kv_manager": "handover.around_init",
+    f"{_DECODE}.DecodeTransferQueue.extend": "handover.around_extend",
+    f"{_DECODE}.DecodePreallocQueue.resume_retracted_reqs": "handover.around_resume",
+    f"{_TOKENIZER}.TokenizerManager._init_req_state": "rooms.around_request",
 }
-"""The function of `engine/handover.py` around each."""
+"""The function in `engine/` around each."""
+_handed_out: dict[tuple[Any, Any], tuple[Any, type]] = {}
+"""By transfer backend and kind, the ServerArgs that were checked, and the class."""
 
 
 def register() -> None:
@@ -66,17 +72,16 @@ def _register() -> None:
     HookRegistry.register(ADD_CLI_ARGS, _add_flags, HookType.AFTER)
     HookRegistry.register(FROM_CLI_ARGS, _attach_config, HookType.AROUND)
     HookRegistry.register(GET_KV_CLASS, _kv_class, HookType.AROUND)
-    for path, name in OF_QUEUES.items():
-        HookRegistry.register(path, functools.partial(_of_queue, name), HookType.AROUND)
+    for path, name in AROUND.items():
+        HookRegistry.register(path, functools.partial(_around, name), HookType.AROUND)
     register_resolution_hook(VALIDATION)(_validate)
 
 
-def _of_queue(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _around(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _is_enabled(_published()):
         return original(*args, **kwargs)
-    from sglang_mixkv.engine import handover
-
-    return getattr(handover, name)(original, *args, **kwargs)
+    hook = pkgutil.resolve_name(f"sglang_mixkv.engine.{name}")
+    return hook(original, *args, **kwargs)
 
 
 def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
@@ -106,7 +111,7 @@ def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
     from sglang_mixkv.engine import releases
 
     releases.preflight(config, functions=False)
-    _stop_unless_live(ADD_CLI_ARGS, FROM_CLI_ARGS, GET_KV_CLASS, *OF_QUEUES)
+    _stop_unless_live(ADD_CLI_ARGS, FROM_CLI_ARGS, GET_KV_CLASS, *AROUND)
     releases.stop_if_refused(server_args, releases.rules())
 
 
@@ -127,15 +132,21 @@ def _stop_unless_live(*paths: str) -> None:
 
 
 def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
-    """SGLang's classes, with our mixins. Its schedulers ask with each request: what was checked or
-    made once is only looked up."""
+    """SGLang's classes, with our mixins. Its schedulers ask with each request: what was checked and
+    handed out once for these ServerArgs is only looked up."""
     server_args = _published()
+    checked, handed_out = _handed_out.get((transfer_backend, class_type), (None, None))
+    if handed_out is not None and checked is server_args:
+        return handed_out
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)
     _check(server_args, transfer_backend.value)
     from sglang_mixkv.engine.classes import mixed
 
-    return mixed(original, transfer_backend, class_type)
+    handed_out = mixed(original, transfer_backend, class_type)
+    if server_args is not None:
+        _handed_out[transfer_backend, class_type] = server_args, handed_out
+    return handed_out
 
 
 def _check(server_args: Any, backend: str) -> None:
@@ -143,7 +154,7 @@ def _check(server_args: Any, backend: str) -> None:
     from sglang_mixkv import refusals
     from sglang_mixkv.engine import releases
 
-    _stop_unless_live(*OF_QUEUES)
+    _stop_unless_live(*AROUND)
     if server_args is not None:
         releases.check_once(server_args)
     if backend not in ("fake", *refusals.BACKENDS):

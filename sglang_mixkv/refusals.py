@@ -7,6 +7,7 @@ later.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -146,6 +147,23 @@ ARGUMENT_RULES: tuple[Rule, ...] = (
         "use tensor or DP attention on the prefill side",
     ),
 )
+
+
+_HEAD = re.compile("eagle3|eagle|dflash|dspark", re.IGNORECASE)
+
+
+def other_head(architecture: str, algorithm: str) -> str:
+    """What is wrong with a drafter under --speculative-algorithm `algorithm`. SGLang takes any: an
+    EAGLE3 head under EAGLE gets one hidden state instead of three, and drafts nothing that is
+    accepted."""
+    found = _HEAD.search(architecture)
+    expected = found[0].upper() if found else algorithm
+    if not algorithm or expected == ("EAGLE" if algorithm == "NEXTN" else algorithm):
+        return ""
+    return (
+        f"{architecture} is a drafter for --speculative-algorithm {expected}, got {algorithm}: its "
+        f"accept length would be 1. Give {expected} on both sides."
+    )
 
 
 def broken(rules: tuple[Rule, ...], args: Any, environ: Mapping[str, str]) -> list[str]:

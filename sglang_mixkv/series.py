@@ -15,6 +15,8 @@ PREFIX = "sglang:mixkv_"
 Values = tuple[str, ...]
 
 OTHER = "other"
+ABORTED = "Aborted by prefill."
+"""Why a request fails on decode that SGLang's prefill has aborted."""
 STATES = ("warm", "cold", "retracted")
 """How the drafter of a request that decode has finished began."""
 
@@ -81,6 +83,7 @@ NOTES = {
         code="MIXKV-SELF-01", consequence="the request fails",
     ),
     "doubled": Kind(series=_DROPPED),
+    "reused": Kind(series="rooms_total", values=("failed", "reused")),
     # on prefill: codes of FAIL
     "aborted": Kind("", "", _FAIL, ("aborted",)),
     "pack": Kind("draft KV could not be packed", TRACEBACK, _FAIL, ("pack",)),
@@ -141,7 +144,8 @@ SERIES = (
         "rooms_total", (DECODE,),
         "Requests on this rank, by how their drafter began; `closed`: they ended first.",
         ("state", "reason"),
-        (("warm", ""), *(("cold", reason) for reason in COLD), ("failed", ""), ("closed", "")),
+        (("warm", ""), *(("cold", reason) for reason in COLD), ("failed", ""),
+         ("failed", "reused"), ("closed", ""), ("closed", "prefill_aborted")),
     ),
     Series(
         "prefill_rooms_total", (DECODE,), "The same by prefill server, its bootstrap address.",

@@ -62,14 +62,10 @@ def _visible(queries: int, keys: int, window: int, causal: bool) -> Tensor | Non
     return seen & ~ones.tril(keys - queries - window) if window > 0 else seen
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, seen: Tensor | None
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> Tensor:
     """q [n, H, D], k [m, Hk, D], v [m, Hk, Dv] -> [n, H, Dv] float32."""
     grouped = q.float().reshape(len(q), k.shape[1], -1, q.shape[2])
     scores = torch.einsum("nhgd,mhd->hgnm", grouped, k.float()) * scale
-    if cap > 0:
-        scores = cap * torch.tanh(scores / cap)
     if seen is not None:
         scores = scores.masked_fill(~seen, float("-inf"))
     return torch.einsum("hgnm,mhv->nhgv", scores.softmax(-1), v.float()).flatten(1, 2)
@@ -126,7 +122,8 @@ def extend_attention_cpu(
     those rows of ``o`` become zero.
     """
     scaled = k_scale != 1 or v_scale != 1
-    _refuse(cross_attention=is_cross, kv_scale=scaled, sinks=sinks, tree_mask=tree_mask)
+    _refuse(cross_attention=is_cross, kv_scale=scaled, logit_cap=logit_cap, sinks=sinks)
+    _refuse(tree_mask=tree_mask)
     rows = req_pool_indices[: len(seq_lens)]
     spans = zip(*(x.tolist() for x in (rows, seq_lens, extend_lens, extend_start)), strict=True)
     o[int(extend_lens.sum()) :] = 0
@@ -136,7 +133,7 @@ def extend_attention_cpu(
         keys = _gather(k_cache, slots, None if k is None else k[new], q.shape[2])
         values = _gather(v_cache, slots, None if v is None else v[new], o.shape[2])
         seen = _visible(length, seq_len, window, is_causal)
-        o[new] = _attend(q[new], keys, values, sm_scale, logit_cap, seen).to(o.dtype)
+        o[new] = _attend(q[new], keys, values, sm_scale, seen).to(o.dtype)
 
 
 def _store(cache: Tensor, loc: Tensor, x: Tensor) -> None:
@@ -169,7 +166,8 @@ def decode_attention_cpu(
 
     With MLA ``v_cache`` is a view of ``k_cache``, and the keys bring the values along.
     """
-    _refuse(cross_attention=is_cross, kv_scale=k_scale != 1 or v_scale != 1, sinks=sinks)
+    scaled = k_scale != 1 or v_scale != 1
+    _refuse(cross_attention=is_cross, kv_scale=scaled, logit_cap=logit_cap, sinks=sinks)
     if k is not None and v is not None:
         _store(k_cache, loc.long(), k)
         if v_cache.data_ptr() != k_cache.data_ptr():
@@ -181,7 +179,7 @@ def decode_attention_cpu(
         slots = req_to_token[row, first:seq_len].long()
         keys, values = _heads(k_cache[slots], q.shape[2]), _heads(v_cache[slots], o.shape[2])
         one = slice(i, i + 1)
-        o[one] = _attend(q[one], keys, values, sm_scale, logit_cap, None).to(o.dtype)
+        o[one] = _attend(q[one], keys, values, sm_scale, None).to(o.dtype)
 
 
 def build_draft_decode_metadata_cpu(

@@ -53,17 +53,15 @@ class AtOnce:
 
     is_alive, polled = True, False
 
-    def __init__(self, end: Any) -> None:
-        self._end, self.done = end, list[Any]()
+    def __init__(self) -> None:
+        self.done = list[Any]()
 
     def start(self, jobs: tuple[Any, ...]) -> None:
-        self.done += [self._end(job, SlotCheck.OK, 0.0) for job in jobs]
+        self.done += [(job, SlotCheck.OK, 0.0) for job in jobs]
 
     def ended(self) -> list[Any]:
         found, self.done = self.done, []
         return found
-
-    def close(self) -> None: ...
 
 
 class NoRows:
@@ -135,9 +133,8 @@ class Pair:
         store = Store(rows, staging, planes[1])
         self.decode = DecodeWorker(machine2, store, TIMES, Quiet(), lambda _: None)
         for worker in (self.prefill, self.decode):
-            assert worker._copies is not None
-            worker._copies.close()
-            worker._copies = AtOnce(worker._copied)
+            worker._copies._work.put(None)  # type: ignore[union-attr]
+            worker._copies = AtOnce()  # type: ignore[assignment]
         facts = StagingFacts("bench", planes[0].endpoint, staging.address, SLOT, SLOTS)
         row: Any = SimpleNamespace(
             instance=self.instance, address=self.prefill.address, staging=facts
@@ -182,8 +179,10 @@ class Pair:
         return first, second
 
     def close(self) -> None:
-        self.decode.stop()
-        self.prefill.stop()
+        for worker in (self.decode, self.prefill):
+            worker._stopping = True
+            worker._inlet.wake()
+            worker._thread.join()
 
 
 def control_plane(slots: int, repeats: int) -> dict[str, float]:

@@ -6,6 +6,7 @@
 #   DRAFT             drafter, a folder or a hub name         (required with EAGLE3, DFLASH)
 #   TP                --tp-size                                                           8
 #   DP                --attn-dp-size (DP-attention groups), where above 1                 1
+#                     SGLang 0.5.21 lacks it: add --dp 8 --enable-dp-attention instead
 #   PP                --pp-size                                                           1
 #   HOST, PORT        where the server listens                       0.0.0.0, 30000 / 30001
 #   BOOTSTRAP_PORT    prefill: --disaggregation-bootstrap-port                         8998
@@ -45,6 +46,14 @@ need() {
     local name
     for name in "$@"; do
         [ -n "${!name:-}" ] || fail "$name is not set; scripts/launch/common.sh lists the variables"
+    done
+}
+
+# Variables that must be whole numbers, where they are set.
+numbers() {
+    local name
+    for name in "$@"; do
+        case "${!name:-0}" in *[!0-9]*) fail "$name: expected a whole number, got '${!name}'" ;; esac
     done
 }
 
@@ -108,6 +117,8 @@ parallelism() {
 # The command of a server: its mode and its default port.
 server_command() {
     need MODEL
+    numbers TP DP PP NNODES NODE_RANK PORT BOOTSTRAP_PORT PAGE_SIZE
+    numbers SPEC_STEPS SPEC_TOPK SPEC_DRAFT_TOKENS SPEC_BLOCK
     loaded
     read -r -a COMMAND <<<"${LAUNCHER:-python -m sglang.launch_server}"
     COMMAND+=(--model-path "$MODEL")

@@ -1,8 +1,9 @@
 """Copies between a pool and slots: `start` begins them, `ended` reports those that have ended.
 
 Both classes have the same methods. `done`: true where a job has ended. `polled`: whether something
-is in flight whose end wakes nobody. `ended`: the machine's events of the jobs that have ended since
-it was asked last, in any order.
+is in flight whose end wakes nobody. `ended`: the jobs that have ended since it was asked last, in
+any order: what was found, a SlotCheck, None where the request's gate was closed, or an exception;
+and the job's seconds, or its share of its batch's.
 """
 
 from __future__ import annotations
@@ -22,25 +23,28 @@ logger = logging.getLogger(f"sglang.{__name__}")
 AT_ONCE = 256 << 10
 """Bytes of a host copy that `start` makes itself: some 30 us, less than a hand-over to a thread."""
 
+OK = 0  # SlotCheck.OK (draft/slot_format.py)
+Ended = tuple[Any, Any, float]
+
 
 class HostCopies:
     """One thread copies, since a copy in host memory takes a core for as long as it lasts.
 
-    `copy`: makes one copy, through its request's gate, and the event of its end; it raises nothing.
-    `size_of`: bytes of a job. `wake`: called from the thread once a job has ended. `use_device`:
-    called once, in the thread.
+    `copy`: makes one copy, through its request's gate; it raises nothing. `size_of`: bytes of a
+    job. `wake`: called from the thread once a job has ended. `use_device`: called once, in the
+    thread.
     """
 
     polled = False
 
     def __init__(
-        self, name: str, copy: Callable[[Any], Any], size_of: Callable[[Any], int],
+        self, name: str, copy: Callable[[Any], Ended], size_of: Callable[[Any], int],
         wake: Callable[[], None], use_device: Callable[[], None],
     ) -> None:  # fmt: skip
         self._copy, self._size_of = copy, size_of
         self._wake, self._use_device = wake, use_device
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.done: deque[Any] = deque()
+        self.done: deque[Ended] = deque()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -51,7 +55,7 @@ class HostCopies:
             else:
                 self._work.put(job)
 
-    def ended(self) -> list[Any]:
+    def ended(self) -> list[Ended]:
         found = []
         while self.done:
             found.append(self.done.popleft())
@@ -60,10 +64,6 @@ class HostCopies:
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
-
-    def close(self) -> None:
-        self._work.put(None)
-        self._thread.join(2)
 
     def _run(self) -> None:
         self._use_device()
@@ -85,22 +85,15 @@ class DeviceCopies:
     """Copies on a GPU (draft/rows_gpu.py), started and asked for by the channel's thread.
 
     `device`: GpuRows. `prepare`: the job as the device takes it; may raise, and the job fails.
-    `copied`: the event of a job's end, from what the device has found, None where its gate was
-    closed, or an exception; and its share of its batch's seconds.
     """
 
     is_alive = True
 
-    def __init__(
-        self,
-        device: Any,
-        prepare: Callable[[Any], DeviceJob],
-        copied: Callable[[Any, Any, float], Any],
-    ) -> None:
-        self._device, self._prepare, self._copied = device, prepare, copied
+    def __init__(self, device: Any, prepare: Callable[[Any], DeviceJob]) -> None:
+        self._device, self._prepare = device, prepare
         self._waiting: deque[tuple[Any, DeviceJob]] = deque()
         self._flying: deque[tuple[Any, list[tuple[Any, DeviceJob]], float]] = deque()
-        self._ended: list[Any] = []
+        self._ended: list[Ended] = []
 
     @property
     def polled(self) -> bool:
@@ -116,22 +109,19 @@ class DeviceCopies:
             try:
                 self._waiting.append((job, self._prepare(job)))
             except Exception as error:
-                self._end(job, error, 0.0)
+                self._ended.append((job, error, 0.0))
         self._launch()
 
-    def ended(self) -> list[Any]:
+    def ended(self) -> list[Ended]:
         while self._flying and self._flying[0][0].done():
             ticket, batch, began = self._flying.popleft()
             seconds = (time.perf_counter() - began) / len(batch)
             for (job, device_job), found in zip(batch, ticket.results(), strict=True):
                 device_job.gate.ended(ticket)
-                self._end(job, found, seconds)
+                self._ended.append((job, found, seconds))
         self._launch()
         found, self._ended = self._ended, []
         return found
-
-    def _end(self, job: Any, found: Any, seconds: float) -> None:
-        self._ended.append(self._copied(job, found, seconds))
 
     def _launch(self) -> None:
         """Batches of one kind, as long as the device takes some."""
@@ -151,19 +141,14 @@ class DeviceCopies:
                 if passes:
                     started.append(one)
                 else:
-                    self._end(one[0], None, 0.0)
+                    self._ended.append((one[0], None, 0.0))
             return start([device_job.what for _, device_job in started]) if started else None
 
         try:
             ticket = start_behind([device_job.gate for _, device_job in batch], launch)
         except Exception as error:
             logger.exception("[MIXKV-SELF-01] draft KV could not be copied on the device")
-            for job, _ in started:
-                self._end(job, error, 0.0)
+            self._ended += [(job, error, 0.0) for job, _ in started]
             return
         if ticket is not None:
             self._flying.append((ticket, started, began))
-
-    def close(self) -> None:
-        for ticket, _, _ in self._flying:
-            ticket.wait()

@@ -33,7 +33,7 @@ class Ticket(Protocol):
 
 class Gate:
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition()  # of a Lock it takes thrice as long to make
         self._open, self._in_flight = True, 0
         self._tickets: dict[Ticket, None] = {}
 

@@ -14,10 +14,10 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from sglang_mixkv.channel.copies import DeviceCopies, DeviceJob, HostCopies
+from sglang_mixkv.channel.copies import OK, DeviceCopies, DeviceJob, Ended, HostCopies
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.sockets import AdaptivePoll, Inlet, Poller
 
@@ -32,11 +32,13 @@ Action = TypeVar("Action")
 class Worker(ABC, Generic[Event, Action]):
     """`machine`: a state machine without I/O; its `actions` are asked for after each batch of
     events, and done in their order. `tick`: its event that time has passed. `failed`: makes its
-    event that an action raised."""
+    event that an action raised. `moves`: the jobs that move draft KV. The threads end with the
+    process."""
 
     name: str
     tick: Any
     failed: Any
+    moves: type
 
     def __init__(self, machine: Any, poller: Poller, reporter: Reporter, slowest: float) -> None:
         """`slowest`: seconds after SGLang's own transfer within which the channel decides a
@@ -47,6 +49,7 @@ class Worker(ABC, Generic[Event, Action]):
         poller.register(self._inlet.fileno())
         self._copies: HostCopies | DeviceCopies | None = None
         self._broken, self._stopping = threading.Event(), False
+        self._ticked = 0.0
         self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
 
     @property
@@ -62,13 +65,6 @@ class Worker(ABC, Generic[Event, Action]):
         found = ["a thread of the draft channel has ended"] if self.broken else []
         left = {name: count for name, count in self.left().items() if name != "offered"}
         return found + [f"{count} {name} left" for name, count in left.items()]
-
-    def _stop(self) -> None:
-        self._stopping = True
-        self._inlet.wake()
-        self._thread.join(2)
-        if self._copies is not None:
-            self._copies.close()
 
     # -- the channel thread
 
@@ -88,25 +84,27 @@ class Worker(ABC, Generic[Event, Action]):
     def _do(self, action: Action) -> None: ...
 
     def _run(self) -> None:
-        ticked = 0.0
         try:
             self._begin()
             while not self._stopping:
                 polled = self._copies is not None and self._copies.polled
-                ready = self._poll.wait(polled or self._outstanding())
-                self._take(self._inlet.take(ready))
-                self._take(self._look(ready))
-                if self._copies is not None and self._copies.done:
-                    self._take(self._copies.ended())
-                if time.monotonic() - ticked >= TICK:
-                    ticked = time.monotonic()
-                    self._take([self.tick])
-                    self._reporter.ticked()
+                self._take(self._events(self._poll.wait(polled or self._outstanding())))
                 self._act()
         except Exception:
             logger.exception("[MIXKV-SELF-01] the channel ends; drafters are cold until a restart")
         finally:
             self._broken.set()
+
+    def _events(self, ready: list[Any]) -> Iterator[Event]:
+        """Those of one look. Each is obtained before the time is taken at which it is handled."""
+        yield from self._inlet.take(ready)
+        yield from self._look(ready)
+        if self._copies is not None and self._copies.done:
+            yield from self._copied()
+        if time.monotonic() - self._ticked >= TICK:
+            self._ticked = time.monotonic()
+            yield self.tick
+            self._reporter.ticked()
 
     def _take(self, events: Iterable[Event]) -> None:
         """An exception costs one event, or the rest of one look, and does not end the channel."""
@@ -136,7 +134,7 @@ class Worker(ABC, Generic[Event, Action]):
                     self._inlet.put(self.failed(action, repr(error)[:300]))
             if self._copies is None or not self._copies.done:
                 return
-            self._take(self._copies.ended())
+            self._take(self._copied())
 
     # -- copies, of jobs that name the `handle` of their request
 
@@ -145,7 +143,7 @@ class Worker(ABC, Generic[Event, Action]):
         self._copies = (
             HostCopies(name, self._copy, self._size_of, self._inlet.wake, rows.use_device)
             if device is None
-            else DeviceCopies(device, self._prepare, self._copied)
+            else DeviceCopies(device, self._prepare)
         )
 
     @abstractmethod
@@ -161,20 +159,35 @@ class Worker(ABC, Generic[Event, Action]):
         """The job as the device takes it. What raises fails this job alone."""
 
     @abstractmethod
-    def _copied(self, job: Any, found: Any, seconds: float) -> Event:
-        """The event of its end. `found`: a SlotCheck, an exception, or None from a closed gate."""
+    def _event_of(self, jobs: Sequence[Any], found: Any) -> Event:
+        """The event that these jobs have ended alike, with what copies.Ended says was found."""
 
-    def _copy(self, job: Any) -> Event:
+    def _copied(self) -> Iterator[Event]:
+        """The copies that have ended: one event for all that are made."""
+        assert self._copies is not None
+        made, size, seconds = [], 0, 0.0
+        for job, found, took in self._copies.ended():
+            if found != OK:
+                yield self._event_of((job,), found)
+                continue
+            made.append(job)
+            if isinstance(job, self.moves):
+                size, seconds = size + self._size_of(job), seconds + took
+        if size:
+            self._reporter.moved(size, seconds)
+        if made:
+            yield self._event_of(made, OK)
+
+    def _copy(self, job: Any) -> Ended:
         """Copy in host memory, through the gate of its request."""
         gate, started = job.handle.gate, time.perf_counter()
         if not gate.enter():
-            return self._copied(job, None, 0.0)
+            return job, None, 0.0
         try:
-            found = self._run_on_host(job)
-            return self._copied(job, found, time.perf_counter() - started)
+            return job, self._run_on_host(job), time.perf_counter() - started
         except Exception as error:
             logger.exception("[MIXKV-SELF-01] draft KV could not be copied")
-            return self._copied(job, error, 0.0)
+            return job, error, 0.0
         finally:
             gate.leave()
 

@@ -50,7 +50,6 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_f
     `heads`: first and end, global numbers; equal where none are wanted.
     `first_token`: where in the prompt the wanted rows begin: the decode side's cached prefix.
     `slot_bytes`: of the reader's own slots; no segment may be larger.
-    The last three describe SGLang's own side of the request; prefill does nothing with them.
     """
 
     version: Small
@@ -62,16 +61,13 @@ class Open(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_f
     heads: tuple[Small, Small]
     first_token: Token
     slot_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
-    is_send_target: bool = True
-    required_target_responses: Small = 0
-    required_draft_responses: Small = 0
 
     @property
     def wanted(self) -> range:
         return range(*self.heads)
 
 
-class Announced(msgspec.Struct, frozen=True, array_like=True):
+class Announced(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One segment of a READY: `count` tokens in `slot`, whose bytes carry `stamp`."""
 
     slot: SlotNumber
@@ -79,7 +75,7 @@ class Announced(msgspec.Struct, frozen=True, array_like=True):
     count: Annotated[int, Meta(ge=1, le=1 << 31)]
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2, gc=False):
     """From a prefill rank to a reader: these segments of the room can be read.
 
     Segments are numbered from 0 and follow each other in the prompt without a gap: those of this
@@ -95,7 +91,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=2):
     last: bool
 
 
-class Ack(msgspec.Struct, frozen=True, array_like=True, tag=3):
+class Ack(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
     """From the reader: no read of these slots runs, and none will start, under these stamps."""
 
     slots: Annotated[tuple[tuple[SlotNumber, Secret], ...], Meta(max_length=MAX_LIST)]

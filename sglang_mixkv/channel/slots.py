@@ -8,9 +8,10 @@ Without an ACK it is free `slot_aside` seconds later, when nothing can read it a
 slot is taken for a read, and free when its rows were copied out or nothing can land in it.
 
 An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others:
-it holds a quarter of the slots at most, one besides those that are late while any is, and the last
-quarter of the free ones goes to owners that hold none. An ACK that is lost with its connection
-makes a slot late, and no more than that: its reader goes on, with one slot at a time.
+it holds a quarter of the slots at most, and no more than an equal share of three quarters among the
+owners that hold any, since they may be the ranks of one server that is gone; the last quarter goes
+to owners that hold none. While a slot of an owner is late, it gets one other slot at a time. An ACK
+that is lost with its connection makes a slot late, and no more than that: its reader goes on.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def list_of(count: int) -> int:
 
 
 def share_of(count: int, owners: int) -> int:
-    """How many each of so many owners holds when all of them take what they can."""
+    """How many each of so many owners may hold."""
     return max(1, min(quota_of(count), (count - count // 4) // owners))
 
 
@@ -63,7 +64,7 @@ class SlotPool:
         self._held: Counter[Hashable] = Counter()
         self._offered: dict[int, tuple[float, int]] = {}  # since when, stamp; the oldest first
         self.count = count
-        self._quota, self._reserve = quota_of(count), count // 4
+        self._reserve = count // 4
 
     @property
     def offered(self) -> int:
@@ -76,7 +77,9 @@ class SlotPool:
     def take(self, owner: Hashable, now: float) -> int | None:
         """A slot, or None where this owner has to wait."""
         held, free = self._held.get(owner, 0), len(self._free)
-        if not free or held >= self._quota or (held and free <= self._reserve):
+        if not free:
+            return None
+        if held and (free <= self._reserve or held >= share_of(self.count, len(self._held))):
             return None
         if held and self._offered:
             late = self._late(owner, now)

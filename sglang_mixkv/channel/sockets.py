@@ -4,9 +4,11 @@ within a known time or lose it."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import queue
 import select
+import struct
 import time
 from typing import Any, Generic, TypeVar
 
@@ -16,9 +18,12 @@ from sglang_mixkv.channel.messages import MAX_BYTES
 from sglang_mixkv.channel.times import Times
 
 T = TypeVar("T")
-EAGER, EAGER_LOOK, LOOK_MS = 0.008, 0.0002, 1  # seconds, and whole milliseconds, as zmq waits
-IN = int(zmq.POLLIN)  # `&` of the enum takes as long as asking a socket
+EAGER = 0.008  # seconds
+EAGER_MS, LOOK_MS = 0.2, 1
+# pyzmq makes enums of both at each use, which takes as long as asking a socket
+IN, EVENTS = int(zmq.POLLIN), int(zmq.EVENTS)
 KEEPALIVE = 2  # seconds without a message, after which the kernel asks the peer's
+_LIBC = ctypes.CDLL(None)
 MAX_SOCKETS = 16384  # SGLang's own default for its context; libzmq's is 1,023
 
 
@@ -37,7 +42,7 @@ class Inlet(Generic[T]):
             self.wake()
 
     def wake(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # woken 2^64 times, or closed
+        with contextlib.suppress(BlockingIOError):  # woken 2^64 times
             os.eventfd_write(self._wake, 1)
 
     def fileno(self) -> int:
@@ -53,10 +58,6 @@ class Inlet(Generic[T]):
             found.append(self._events.get_nowait())
         return found
 
-    def close(self) -> None:
-        wake, self._wake = self._wake, -1  # its number may be another file's from now on
-        os.close(wake)
-
 
 class Poller:
     """Looks for messages of many sockets, and asks only those where something happened.
@@ -68,6 +69,9 @@ class Poller:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
+        self._ppoll = ctypes.create_string_buffer(
+            struct.pack("ihh", self._epoll.fileno(), select.POLLIN, 0)
+        )
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._used: set[zmq.Socket[bytes]] = set()
 
@@ -89,44 +93,50 @@ class Poller:
         """Something is sent over it, before the next look."""
         self._used.add(socket)
 
-    def poll(self, timeout_ms: int) -> list[Any]:
+    def poll(self, timeout_ms: float) -> list[Any]:
         """What is ready: sockets with messages, and numbers of files. May return early, with
         nothing."""
         asked, ready = self._used, list[Any]()
         self._used = set()
         for socket in asked:
-            if socket.getsockopt(zmq.EVENTS) & IN:  # type: ignore[operator]
+            if socket.getsockopt(EVENTS) & IN:  # type: ignore[operator]
                 ready.append(socket)
                 self._used.add(socket)
-        for fd, _ in self._epoll.poll(0 if ready else timeout_ms / 1000):
+        if ready:
+            timeout_ms = 0
+        elif 0 < timeout_ms < 1:
+            self._doze(timeout_ms)
+            timeout_ms = 0
+        for fd, _ in self._epoll.poll(timeout_ms / 1000):
             named = self._sockets.get(fd)
             if named is None:
                 ready.append(fd)
-            elif named not in self._used and named.getsockopt(zmq.EVENTS) & IN:  # type: ignore[operator]
+            elif named not in self._used and named.getsockopt(EVENTS) & IN:  # type: ignore[operator]
                 ready.append(named)
                 self._used.add(named)
         return ready
 
-    def close(self) -> None:
-        self._epoll.close()
+    def _doze(self, timeout_ms: float) -> None:
+        """Until something is ready. epoll_wait sleeps for a millisecond at least."""
+        seconds, rest = divmod(timeout_ms, 1000)
+        _LIBC.ppoll(self._ppoll, 1, struct.pack("qq", int(seconds), int(rest * 1e6)), None)
 
 
 class AdaptivePoll:
     """The sleep of a channel thread. No file becomes readable when a read or a CUDA event ends, so
     while one is outstanding the thread polls: every 0.2 ms, and every 1 ms once nothing has come
-    for 8 ms, since each look may take the GIL from SGLang's scheduler."""
+    for 8 ms, since each look may take the GIL from SGLang's scheduler. What makes a file readable
+    wakes it at once."""
 
     def __init__(self, poller: Poller, tick: float) -> None:
         self._poller, self._tick_ms, self._came = poller, int(tick * 1000), 0.0
 
     def wait(self, outstanding: bool) -> list[Any]:
         """What is ready now. `outstanding`: whether there is something to ask for."""
-        if outstanding and time.monotonic() - self._came < EAGER:
-            ready = self._poller.poll(0)
-            if not ready:
-                time.sleep(EAGER_LOOK)
-        else:
-            ready = self._poller.poll(LOOK_MS if outstanding else self._tick_ms)
+        timeout_ms: float = self._tick_ms
+        if outstanding:
+            timeout_ms = EAGER_MS if time.monotonic() - self._came < EAGER else LOOK_MS
+        ready = self._poller.poll(timeout_ms)
         if ready:
             self._came = time.monotonic()
         return ready

@@ -50,7 +50,6 @@ class Source(msgspec.Struct, frozen=True):
     readers: int
     slots: int = 0
     segment_tokens: int = 0
-    is_send_target: bool = True
     patience: float = float("inf")
 
 
@@ -59,7 +58,7 @@ class OpenRoom(msgspec.Struct, frozen=True):
     the prompt ends there or earlier, within the last page, of `page_size` tokens.
 
     `cold`: a reason why nothing is fetched. `pending`: an earlier forward may still write these
-    rows; ForwardDone follows. `required_targets`: SGLang's required_prefill_response_num.
+    rows; ForwardDone follows.
     """
 
     generation: Generation
@@ -70,7 +69,6 @@ class OpenRoom(msgspec.Struct, frozen=True):
     cold: str = ""
     pending: bool = False
     version: int = PROTOCOL[1]
-    required_targets: int = 0
     handle: Hashable = None
     page_size: int = 1
 
@@ -120,9 +118,9 @@ class Result(StrEnum):
 
 
 class Copied(msgspec.Struct, frozen=True):
-    """A job has ended."""
+    """These jobs have ended alike."""
 
-    job: int
+    jobs: tuple[int, ...]
     result: Result
     detail: str = ""
 
@@ -149,7 +147,7 @@ class Send(msgspec.Struct, frozen=True):
     message: Open | Ack | Fail
 
 
-class Range(msgspec.Struct, frozen=True):
+class Range(msgspec.Struct, frozen=True, gc=False):
     """`tokens` tokens in a slot there, for a slot here."""
 
     remote_slot: int
@@ -166,7 +164,7 @@ class StartRead(msgspec.Struct, frozen=True):
     heads: int
 
 
-class Unpack(msgspec.Struct, frozen=True):
+class Unpack(msgspec.Struct, frozen=True, gc=False):
     """Copy a segment from a slot here to the room's rows, through its gate."""
 
     job: int
@@ -191,7 +189,7 @@ Job = Unpack | Clear
 
 
 class Copy(msgspec.Struct, frozen=True):
-    """They may be done in any order, and together; each ends with a Copied."""
+    """They may be done in any order, and together; a Copied follows for each, or for several."""
 
     jobs: tuple[Job, ...]
 

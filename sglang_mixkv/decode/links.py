@@ -7,7 +7,6 @@ import contextlib
 import ipaddress
 import logging
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +26,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"sglang.{__name__}")
 
 BATCH = 64  # messages of one peer between two looks at everything else
-CONNECT_S, STEP_MS = 5.0, 50
+CONNECT_S = 5.0
+NOBLOCK = int(zmq.NOBLOCK)  # pyzmq makes an enum of it at each use
 
 Dealer = zmq.Socket[bytes]
 
@@ -61,7 +61,6 @@ class Links:
         self._links: dict[ev.Peer, Link] = {}
         self._of_dealer: dict[Dealer, Link] = {}
         self._menders: set[threading.Thread] = set()
-        self._lock, self._dials, self._closing = threading.Lock(), 0, False
 
     def use_device(self) -> None:
         if self._store is not None:
@@ -72,25 +71,12 @@ class Links:
         prefill rank binds, and OSError where the rank's socket or its memory cannot be reached.
         `server`: whose row it is, by its bootstrap address."""
         _check(row.address)
-        with self._lock:
-            if self._closing:
-                raise ConnectionError("this rank stops")
-            self._dials += 1
-        try:
-            return self._dial(row, server)
-        finally:
-            with self._lock:
-                self._dials -= 1
-
-    def _dial(self, row: Row, server: str) -> Link:
         dealer, memory = new_socket(self._context, zmq.DEALER, row.address, self._times), None
         try:
             dealer.setsockopt(zmq.IMMEDIATE, 1)  # what cannot leave now is an error, not a queue
             dealer.connect(row.address)
-            until = time.monotonic() + CONNECT_S
-            while not dealer.poll(STEP_MS, zmq.POLLOUT):
-                if self._closing or time.monotonic() > until:
-                    raise TimeoutError(f"no connection within {CONNECT_S:.0f} s")
+            if not dealer.poll(int(CONNECT_S * 1000), zmq.POLLOUT):
+                raise TimeoutError(f"no connection within {CONNECT_S:.0f} s")
             if self._store is not None:
                 assert row.staging is not None
                 self.use_device()
@@ -130,7 +116,7 @@ class Links:
         with contextlib.suppress(zmq.ZMQError):
             if link is not None:
                 self.poller.used(link.dealer)
-                link.dealer.send(messages.encode(message), zmq.NOBLOCK)
+                link.dealer.send(messages.encode(message), NOBLOCK)
                 return True
         return False
 
@@ -142,7 +128,7 @@ class Links:
                 if link is None:
                     break
                 try:
-                    yield link.peer, messages.decode(dealer.recv(zmq.NOBLOCK))
+                    yield link.peer, messages.decode(dealer.recv(NOBLOCK))
                 except zmq.Again:
                     break
                 except ValueError as error:
@@ -200,19 +186,6 @@ class Links:
             logger.warning("[MIXKV-MSG-02] a connection stays broken until the next try: %s", error)
         finally:
             self._menders.discard(threading.current_thread())
-
-    def close(self) -> None:
-        """A socket must not be closed while another thread waits for it."""
-        with self._lock:
-            self._closing = True
-        while self._dials:
-            time.sleep(STEP_MS / 1000)
-        for mender in list(self._menders):
-            mender.join()
-        if self._store is not None:
-            self._store.plane.close()
-        self.poller.close()
-        self._context.destroy(linger=0)
 
 
 def _check(address: str) -> None:

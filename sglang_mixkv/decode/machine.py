@@ -174,19 +174,23 @@ class Machine:
             self._go_cold(room, "read", detail, [read.peer], strike=True)
 
     def _copied(self, event: ev.Copied) -> None:
-        room, segment = self._segments.end_job(event.job)
-        if segment is None:
-            self._cleared(room, event)
-            return
-        if event.result is ev.Result.DONE:
-            segment.part.place(segment)
-            room.progress = self._clock
-            self._finish(room)
-        elif event.result is not ev.Result.CLOSED and room.wants:
-            reason = "stale" if event.result is ev.Result.STALE else "unpack"
-            self._go_cold(room, reason, event.detail, [segment.peer])
-        if room.cold:
-            self._clear(room)
+        rooms: dict[Room, None] = {}
+        for room, segment in self._segments.end_jobs(event.jobs):
+            if segment is None:
+                self._cleared(room, event)
+                continue
+            rooms[room] = None
+            if event.result is ev.Result.DONE:
+                segment.part.place(segment)
+            elif event.result is not ev.Result.CLOSED and room.wants:
+                reason = "stale" if event.result is ev.Result.STALE else "unpack"
+                self._go_cold(room, reason, event.detail, [segment.peer])
+        for room in rooms:
+            if event.result is ev.Result.DONE:
+                room.progress = self._clock
+                self._finish(room)
+            if room.cold:
+                self._clear(room)
 
     def _finish(self, room: Room) -> None:
         if room.wants and room.complete:
@@ -251,8 +255,8 @@ class Machine:
             case ev.StartRead(read):
                 self._read_ended(ev.ReadEnded(read, event.detail))
             case ev.Copy(jobs):
-                for job in jobs:
-                    self._copied(ev.Copied(job.job, ev.Result.ERROR, event.detail))
+                numbers = tuple(job.job for job in jobs)
+                self._copied(ev.Copied(numbers, ev.Result.ERROR, event.detail))
 
     def _tick(self, event: ev.Tick) -> None:
         for read in self._segments.overdue(self._clock):

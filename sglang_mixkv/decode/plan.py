@@ -41,7 +41,7 @@ def judge(
 ) -> tuple[str, tuple[Difference, ...]]:
     """Why requests to a server with these rows are cold, "" for warm, and the differences that are
     served. MixKVError where it is refused. `serve_mismatch`: other drafters are cold."""
-    _check_instances([row.instance for row in rows])
+    _check_instances(rows)
     known = {str(d): d for row in rows for d in differences(row, own)}
     if any(row.draft is not None for row in rows):  # earlier stages have no drafter: no difference
         known = {k: d for k, d in known.items() if d.what != NO_DRAFTER}
@@ -64,15 +64,13 @@ def make_plan(infos: Sequence[Any], rows: Rows, own: Row, cold: str = "", server
     address."""
     found = [(not info["is_dummy"], _row_of(info, rows)) for info in infos]
     stage = max((row.pp_rank for _, row in found if row.draft is not None), default=None)
-    drafting = [
-        (sends, row, row.draft) for sends, row in found if row.pp_rank == stage and row.draft
-    ]
+    drafting = [(row, row.draft) for _, row in found if row.pp_rank == stage and row.draft]
     heads: tuple[range, ...] = (NO_HEADS,) * len(drafting)
     if own.draft is not None and not cold:
-        heads = routes([draft.heads for _, _, draft in drafting], own.draft.heads)
+        heads = routes([draft.heads for _, draft in drafting], own.draft.heads)
     sources = tuple(
-        _source(row, own, of, peer_of(row.instance, server), sends)
-        for (sends, row, _), of in zip(drafting, heads, strict=True)
+        _source(row, own, of, peer_of(row.instance, server))
+        for (row, _), of in zip(drafting, heads, strict=True)
     )
     version = min([PROTOCOL[1], *(row.protocol[1] for _, row in found)])  # read_row: all have it
     return Plan(sources, version, cold, tuple(infos), tuple(sends for sends, _ in found))
@@ -90,8 +88,8 @@ def _row_of(info: Any, rows: Rows) -> Row:
     return rows[rank]
 
 
-def _check_instances(instances: Collection[bytes]) -> None:
-    if len(set(instances)) < len(instances):
+def _check_instances(rows: Collection[Row]) -> None:
+    if len({row.instance for row in rows}) < len(rows):
         raise refuse(
             "MIXKV-PAIR-04", "an instance for each prefill rank, which names it",
             "one that two ranks share", "heads of one of them would never be read",
@@ -99,10 +97,10 @@ def _check_instances(instances: Collection[bytes]) -> None:
         )  # fmt: skip
 
 
-def _source(row: Row, own: Row, heads: range, peer: bytes, sends: bool) -> Source:
+def _source(row: Row, own: Row, heads: range, peer: bytes) -> Source:
     readers = readers_of(row.attn_tp, own.attn_tp)
     if row.staging is None or own.staging is None or own.draft is None:
-        return Source(peer, NO_HEADS, readers, is_send_target=sends)
+        return Source(peer, NO_HEADS, readers)
     size = min(row.staging.slot_bytes, own.staging.slot_bytes)
     tokens = own.draft.facts.tokens_in(size, len(heads)) if heads else 0
-    return Source(peer, heads, readers, row.staging.slots, tokens, sends, row.patience)
+    return Source(peer, heads, readers, row.staging.slots, tokens, row.patience)

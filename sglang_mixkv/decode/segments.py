@@ -123,15 +123,19 @@ class Segments:
         room.copying += 1
         return self._number
 
-    def end_job(self, number: int) -> tuple[Room, Segment | None]:
-        """The room, and the segment, whose slot is freed; None if rows were cleared."""
-        found = self._copying.pop(number)
-        segment = found if isinstance(found, Segment) else None
-        room = found if isinstance(found, Room) else found.room
-        room.copying -= 1
-        if segment is not None:
-            self.remove(segment)
-        return room, segment
+    def end_jobs(self, numbers: Sequence[int]) -> list[tuple[Room, Segment | None]]:
+        """Of each the room, and the segment, whose slot is freed; None if rows were cleared."""
+        found: list[tuple[Room, Segment | None]] = []
+        for number in numbers:
+            ended = self._copying.pop(number)
+            if isinstance(ended, Room):
+                ended.copying -= 1
+                found.append((ended, None))
+            else:
+                ended.room.copying -= 1
+                self.remove(ended)
+                found.append((ended.room, ended))
+        return found
 
     def left(self) -> dict[str, int]:
         reads = len(self._turns) + len(self._reads)

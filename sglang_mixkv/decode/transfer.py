@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+import msgspec
+
 from sglang_mixkv.channel.messages import Announced, Open, Ready
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode.events import OpenRoom, Peer, Source, instance_of
@@ -23,19 +25,20 @@ class Stage(Enum):
     COPYING = "copying"
 
 
-class Segment:
+class Segment(msgspec.Struct, eq=False, gc=False):
     """`number`, `first`: its place among the part's segments, and in the prompt. `since`: when it
-    was announced. `slot`: this rank's, from READING on."""
+    was announced. `slot`: this rank's, from READING on. The garbage collector need not look at it,
+    since each leaves its room's `segments`."""
 
-    __slots__ = ("announced", "first", "number", "part", "peer", "room", "since", "slot", "stage")
-
-    def __init__(
-        self, room: Room, part: Part, announced: Announced, number: int, first: int, now: float
-    ) -> None:
-        self.room, self.part, self.announced = room, part, announced
-        self.peer = part.source.peer
-        self.number, self.first, self.since = number, first, now
-        self.stage, self.slot = Stage.WAITING, -1
+    room: Room
+    part: Part
+    peer: Peer
+    announced: Announced
+    number: int
+    first: int
+    since: float
+    stage: Stage = Stage.WAITING
+    slot: int = -1
 
 
 class Part:
@@ -88,7 +91,8 @@ class Part:
     def accept(self, ready: Ready, room: Room, now: float) -> list[Segment]:
         found = []
         for one in ready.segments:
-            found.append(Segment(room, self, one, self.announced, self.token, now))
+            number, peer = self.announced, self.source.peer
+            found.append(Segment(room, self, peer, one, number, self.token, now))
             self.announced += 1
             self.token += one.count
         self.last = ready.last
@@ -149,8 +153,7 @@ class Room:
             event.version, event.bootstrap_room, event.generation, instance_of(source.peer),
             instance, source.readers,
             (part.source.heads.start, part.source.heads.stop) if part else (0, 0),
-            event.first_token, slot_bytes, source.is_send_target, event.required_targets,
-            len(self.parts),
+            event.first_token, slot_bytes,
         )  # fmt: skip
 
     def deadline(self, times: Times) -> float:

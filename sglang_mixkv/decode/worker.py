@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,7 +68,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
     to. Both run in the channel thread, and must neither block nor raise.
     """
 
-    name, tick, failed = "mixkv-decode", ev.Tick(), ev.ActionFailed
+    name, tick, failed, moves = "mixkv-decode", ev.Tick(), ev.ActionFailed, ev.Unpack
 
     def __init__(
         self,
@@ -167,11 +167,6 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         except Exception as error:
             handle.reason, handle.state = repr(error), ev.State.FAILED
 
-    def stop(self) -> None:
-        self._stop()
-        self._links.close()
-        self._inlet.close()
-
     # -- the channel thread
 
     def _begin(self) -> None:
@@ -181,9 +176,10 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         return bool(self._forwards) or self._links.reading
 
     def _look(self, ready: list[Any]) -> Iterator[ev.Event]:
-        for generation in [g for g, event in self._forwards.items() if is_done(event)]:
-            del self._forwards[generation]
-            yield ev.ForwardDone(generation)
+        if self._forwards:
+            for generation in [g for g, event in self._forwards.items() if is_done(event)]:
+                del self._forwards[generation]
+                yield ev.ForwardDone(generation)
         yield from self._links.ended()
         for peer, message in self._links.received(ready):
             if isinstance(message, ValueError):
@@ -256,13 +252,11 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         what = device.job(pages, first, job.tokens, job.heads, job.slot, job.stamp)
         return DeviceJob(handle.gate, device.start_unpack, what)
 
-    def _copied(self, job: ev.Job, found: Any, seconds: float) -> ev.Copied:
+    def _event_of(self, jobs: Sequence[ev.Job], found: Any) -> ev.Copied:
+        numbers = tuple([job.job for job in jobs])
         if found is None:
-            return ev.Copied(job.job, ev.Result.CLOSED)
+            return ev.Copied(numbers, ev.Result.CLOSED)
         if found == SlotCheck.OK:
-            if isinstance(job, ev.Unpack):
-                self._reporter.moved(self._size_of(job), seconds)
-            return ev.Copied(job.job, ev.Result.DONE)
+            return ev.Copied(numbers, ev.Result.DONE)
         stale = found in (SlotCheck.STALE, SlotCheck.DIFFERS)
-        result = ev.Result.STALE if stale else ev.Result.ERROR
-        return ev.Copied(job.job, result, repr(found)[:300])
+        return ev.Copied(numbers, ev.Result.STALE if stale else ev.Result.ERROR, repr(found)[:300])

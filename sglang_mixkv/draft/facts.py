@@ -105,7 +105,6 @@ _COMPARED = (
     ("total_heads", "KV heads of the drafter", "heads would be cut at wrong offsets"),
     ("head_bytes", "bytes per token and head of the drafter", "layers or head sizes differ"),
     ("dtype", "dtype of the drafter's KV", "its numbers would be read as another type"),
-    ("cache_layout", "layout of the drafter's pool", "rows would be cut across"),
 )
 
 

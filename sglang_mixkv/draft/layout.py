@@ -52,8 +52,8 @@ def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
 class DraftFacts(msgspec.Struct, frozen=True):
     """What the drafters of both sides must agree on.
 
-    `head_bytes`: bytes per token and head, per entry. `cache_layout`: SGLang's name of the order
-    of a pool's dimensions; the channel serves "nhd" alone.
+    `head_bytes`: bytes per token and head, per entry. The order of a pool's dimensions is not among
+    them: no rank starts with another one than "nhd".
     """
 
     architecture: Name
@@ -61,7 +61,6 @@ class DraftFacts(msgspec.Struct, frozen=True):
     total_heads: Heads
     head_bytes: Annotated[tuple[Width, ...], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
     dtype: Name
-    cache_layout: Name = "nhd"
 
     def bytes_per_token(self, heads: int) -> int:
         """Bytes of one token's rows in all entries, of so many heads."""
@@ -104,7 +103,7 @@ class Pages:
         return pages[tokens // self._size] * self._size + tokens % self._size
 
     def on(self, device: Any) -> Any:
-        """The page numbers there, uploaded once for all segments."""
+        """The page numbers as that device's jobs take them, made once for all segments."""
         if self._on_device is None:
             self._on_device = device.pages(self._pages)
         return self._on_device

@@ -1,7 +1,7 @@
 """The drafter's KV rows on a GPU: batches of slots packed, verified and unpacked by kernels.
 
-A batch may mix rooms, readers and ranges of heads. It is one upload of its jobs, 64 bytes each, one
-or two launches (kernels.py) and one event:
+A batch may mix rooms, readers and ranges of heads. It is one upload of its jobs, 64 bytes each, and
+their page numbers, one or two launches (kernels.py) and one event:
 
     pack      _move gathers rows into slots and adds up their words in registers; _seal writes the
               headers
@@ -29,13 +29,11 @@ Order. Kernels of this stream see what was done on the device when the host star
                   rows may be launched on any stream, slots may be read or filled again, and pages
                   may be given back.
 
-A caller that could not wait for an event before it starts a batch would have to make this stream
-wait for it (cuStreamWaitEvent).
-
 Cost. To start a batch takes six calls of the driver (bind, upload, two launches, a new event and
 its record), none of torch or numpy, and never gives up the GIL; each look at it takes one call
-more. To upload page numbers takes two, and gives up the GIL where they are more than 500. Memory:
-1 MiB pinned and 1 MiB of the device for each 262,144 page numbers in use at once, and some 20 KiB.
+more. Only `pages`, which a request or chunk needs once, calls numpy, which gives up the GIL where
+page numbers are more than 500. Memory of each of two batches, pinned and on the device: 4 bytes for
+each page of the pool, and for each page that slots full of one head's rows can lie in.
 """
 
 from __future__ import annotations
@@ -47,31 +45,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from sglang_mixkv.draft.cuda import CudaError, Driver, Event
 from sglang_mixkv.draft.kernels import BLOCK, COLUMN, TOKENS, UNIT, WARPS, compiled
+from sglang_mixkv.draft.rows import DraftRows
 from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 MOST = 64  # slots of a batch
 IN_FLIGHT = 2  # batches
-PAGES = 1 << 18  # page numbers for which memory is allocated at once
 OLDEST = 80  # the compute capability of the oldest GPU that the kernels are compiled for in tests
 JOB = struct.Struct("<6qQq")  # a line of jobs, as kernels.py reads it
 CHECKS = tuple(SlotCheck)
 UNKNOWN = memoryview(struct.pack("<q", SlotCheck.ERROR) * MOST).cast("q")
-
-
-class Pages:
-    """Page numbers of a chunk or a room on the device, for as long as somebody holds this object.
-    `tokens`: how many the pages have."""
-
-    def __init__(self, tokens: int, place: tuple[int, int, memoryview], free: list[Any]) -> None:
-        self.tokens, self.address = tokens, place[0]
-        self._place, self._free = place, free
-
-    def __del__(self) -> None:
-        self._free.append(self._place)  # by any thread
 
 
 class Job(NamedTuple):
@@ -79,7 +64,7 @@ class Job(NamedTuple):
     of `width` heads from the rank's head `head` on, in the slot at this address in units."""
 
     address: int
-    pages: Pages
+    pages: memoryview
     first: int
     tokens: int
     head: int
@@ -90,29 +75,21 @@ class Job(NamedTuple):
 class Ticket:
     """A batch that was started. The thread that started it has to ask until it is done."""
 
-    def __init__(self, event: Event, place: _Place, jobs: Sequence[Job], free: list[Any]) -> None:
-        self._event, self._place, self._jobs, self._free = event, place, jobs, free
+    def __init__(self, event: Event, place: _Place, count: int, free: list[_Place]) -> None:
+        self._event, self._place, self._count, self._free = event, place, count, free
         self._results: list[SlotCheck] = []
         self.error = ""
 
     def done(self) -> bool:
         """Whether the batch has ended; it does not block."""
-        if self._results:
-            return True
-        try:
-            if not self._event.is_done():
-                return False
-            self._results = self._place.results(len(self._jobs))
-        except CudaError as error:
-            self.error, self._results = str(error), [SlotCheck.ERROR] * len(self._jobs)
-        self._free.append(self._place)
-        self._jobs = ()  # and their pages
-        return True
+        if not self._results and self.over():
+            found = UNKNOWN if self.error else self._place.results
+            self._results = [CHECKS[one] for one in found[: self._count]]
+            self._free.append(self._place)
+        return bool(self._results)
 
     def results(self) -> list[SlotCheck]:
-        """What each job found, once the batch is done."""
-        if not self._results:
-            raise RuntimeError("a batch that is not done has no results")
+        """What each job found, once the batch is done; empty before."""
         return self._results
 
     def over(self) -> bool:
@@ -120,7 +97,8 @@ class Ticket:
         of the device nothing runs there any more."""
         try:
             return self._event.is_done()
-        except CudaError:
+        except CudaError as error:
+            self.error = str(error)
             return True
 
     def wait(self) -> None:
@@ -132,56 +110,57 @@ class Ticket:
 
 
 class _Place:
-    """Memory of a batch in flight: its jobs on the host and on the device, and its results on the
-    host, which kernels write. `entries`: see kernels.py."""
+    """Memory of a batch in flight: its jobs and so many page numbers on the host and on the device,
+    and its results on the host, which kernels write. `entries`: see kernels.py."""
 
-    def __init__(self, driver: Driver, entries: int) -> None:
-        self.jobs = driver.allocate(MOST * JOB.size)
-        self.source, self.host = driver.allocate_host(MOST * JOB.size)
+    def __init__(self, driver: Driver, entries: int, page_numbers: int) -> None:
+        size = MOST * JOB.size + 4 * page_numbers
+        self.device, (self.source, self._host) = driver.allocate(size), driver.allocate_host(size)
         address, results = driver.allocate_host(MOST * 8)
-        self._results = results.cast("q")
+        self.results = results.cast("q")
         # Triton adds parameters for scratch memory, which these kernels do not use.
-        self._values = [ctypes.c_uint64(n) for n in (self.jobs, entries, address, 0, 0, 0, 0)]
+        self._values = [ctypes.c_uint64(n) for n in (self.device, entries, address, 0, 0, 0, 0)]
         pointers = [ctypes.addressof(value) for value in self._values]
         self.parameters = (ctypes.c_void_p * len(pointers))(*pointers)
 
-    def forget(self) -> None:
-        """A result that no kernel writes is an error."""
-        self._results[:] = UNKNOWN
-
-    def results(self, count: int) -> list[SlotCheck]:
-        return [CHECKS[found] for found in self._results[:count]]
+    def write(self, jobs: Sequence[Job]) -> int:
+        """The jobs, and behind them their page numbers. How many bytes are to be uploaded."""
+        end = len(jobs) * JOB.size
+        for number, (address, pages, *numbers) in enumerate(jobs):
+            line = address, self.device + end, *numbers, 0
+            JOB.pack_into(self._host, number * JOB.size, *line)
+            start, end = end, end + len(pages)
+            self._host[start:end] = pages
+        self.results[:] = UNKNOWN  # a result that no kernel writes is an error
+        return end
 
 
 class GpuRows:
-    """The draft pool of one rank, `entries` and `heads` as DraftRows has them, in pages of
-    `page_size` tokens; and its `staging`. One thread uses it. The constructor blocks.
+    """The draft pool of one rank, in pages of `page_size` tokens, and its `staging`. One thread
+    uses it. The constructor blocks.
 
     ValueError where a job lies outside, which is found before it is in a batch: one bad job fails
     no other. CudaError where a batch could not be started; nothing of it runs any more then.
     """
 
-    def __init__(
-        self, entries: Sequence[Tensor], heads: range, page_size: int, staging: Any, driver: Driver
-    ) -> None:
-        pools = [entry.view(torch.uint8) for entry in entries]
-        if reason := unfit(pools, heads, staging):
+    def __init__(self, rows: DraftRows, page_size: int, staging: Any, driver: Driver) -> None:
+        if reason := unfit(rows, staging):
             raise ValueError(reason)
-        self.driver, self._heads, self._page, self._staging = driver, heads, page_size, staging
-        self._pools = pools  # kept: kernels know their addresses alone
-        self._num_pages = min(pool.shape[:-2].numel() for pool in pools) // page_size
-        units = [pool.shape[-1] // UNIT for pool in pools]
-        self._entries, self._widest, self._in_all = len(pools), max(units), sum(units)
+        self.driver, self._heads, self._page, self._staging = driver, rows.heads, page_size, staging
+        self._rows = rows  # kept: kernels know its addresses alone
+        self._num_pages = rows.num_rows // page_size
+        units = [size // UNIT for size in rows.head_bytes]
+        self._entries, self._widest, self._in_all = len(units), max(units), sum(units)
         lines = struct.pack("<4q", 0, 0, 0, self._in_all)
-        for number, pool in enumerate(pools):
-            address, unit, before = pool.data_ptr() // UNIT, units[number], sum(units[:number])
-            lines += struct.pack("<4q", address, unit * len(heads), unit, before)
+        for number, (entry, unit) in enumerate(zip(rows.entries, units, strict=True)):
+            address, before = entry.data_ptr() // UNIT, sum(units[:number])
+            lines += struct.pack("<4q", address, unit * len(rows.heads), unit, before)
         table, (source, host) = driver.allocate(len(lines)), driver.allocate_host(len(lines))
         host[:] = lines
         driver.upload(table, source, len(lines))
-        self._free = [_Place(driver, table) for _ in range(IN_FLIGHT)]
-        self._free_pages: dict[int, list[Any]] = {}
-        self._chunk: tuple[int, int, memoryview] = (0, 0, memoryview(b""))
+        in_slot = staging.slot_bytes // (self._in_all * UNIT) // page_size + 2  # of one head's rows
+        numbers = self._num_pages + MOST * in_slot
+        self._free = [_Place(driver, table, numbers) for _ in range(IN_FLIGHT)]
         self._flushes = driver.needs_flush()
         kernels = compiled(driver.capability, page_size)
         self._kernels = {name: self._load(kernel) for name, kernel in kernels.items()}
@@ -196,7 +175,7 @@ class GpuRows:
 
     def _warm_up(self) -> None:
         """Run each kernel, which CUDA may load at its first launch only. No row is written."""
-        pages, heads = self.pages(np.zeros(1)), self._heads[:1]
+        pages, heads = self.pages([0]), self._heads[:1]
         for start, job, expected in (
             (self.start_pack, self.job(pages, 0, 1, heads, stamp=1), SlotCheck.OK),
             (self.start_unpack, self.job(pages, 0, 1, heads, stamp=2), SlotCheck.STALE),
@@ -210,52 +189,37 @@ class GpuRows:
     most = MOST
 
     def job(
-        self, pages: Pages, first: int, tokens: int, heads: range | None = None, slot: int = 0,
+        self, pages: memoryview, first: int, tokens: int, heads: range | None = None, slot: int = 0,
         stamp: int = 0,
     ) -> Job:  # fmt: skip
-        """`heads`: a range of global numbers. Clearing names neither heads nor a slot: it clears
-        all heads. ValueError where it lies outside."""
-        own, staging = self._heads, self._staging
+        """`pages`: from `pages`. `heads`: a range of global numbers. Clearing names neither heads
+        nor a slot: it clears all heads. ValueError where it lies outside."""
+        own, staging, page = self._heads, self._staging, self._page
         wanted = own if heads is None else heads
         head, width = wanted.start - own.start, len(wanted)
         if wanted.step != 1 or not 0 <= head < head + width <= len(own):
             raise ValueError(f"{heads}: expected some of {own}")
-        if min(first, tokens) < 0 or first + tokens > pages.tokens:
-            raise ValueError(f"{tokens} rows from {first} on: the pages have {pages.tokens}")
+        held = len(pages) // 4 * page
+        if min(first, tokens) < 0 or first + tokens > held:
+            raise ValueError(f"{tokens} rows from {first} on: the pages have {held}")
         size = HEADER + tokens * width * self._in_all * UNIT
         if not 0 <= slot < staging.count or (heads is not None and size > staging.slot_bytes):
             raise ValueError(f"{tokens} tokens of {width} heads do not fit slot {slot}")
         address = (staging.address + slot * staging.slot_bytes) // UNIT
-        return Job(address, pages, first, tokens, head, width, stamp)
+        used = pages[4 * (first // page) : 4 * -(-(first + tokens) // page)]
+        return Job(address, used, first % page, tokens, head, width, stamp)
 
     @property
     def can_start(self) -> bool:
         """Whether fewer than IN_FLIGHT batches are in flight."""
         return bool(self._free)
 
-    def pages(self, numbers: Any) -> Pages:
-        """Upload numbers of pages of the draft pool, once for all batches that use them."""
-        found = np.ascontiguousarray(numbers, dtype=np.int32)
+    def pages(self, numbers: Any) -> memoryview:
+        """Numbers of pages of the draft pool, as jobs take them."""
+        found = np.asarray(numbers)
         if len(found) and not 0 <= found.min() <= found.max() < self._num_pages:
             raise ValueError(f"pages to {found.max()}: the pool has {self._num_pages}")
-        size = 1 << max(8, (found.nbytes - 1).bit_length())
-        free = self._free_pages.setdefault(size, [])
-        place = address, source, host = free.pop() if free else self._new_place(size)
-        pages = Pages(len(found) * self._page, place, free)
-        self.driver.bind()
-        host[: found.nbytes] = found.data.cast("B")
-        # An earlier upload of this memory may still be queued. It comes first, and nobody needs it.
-        self.driver.upload(address, source, found.nbytes)
-        return pages
-
-    def _new_place(self, size: int) -> tuple[int, int, memoryview]:
-        """Addresses on the device and on the host, and the host's memory: the next of the chunk."""
-        address, source, host = self._chunk
-        if len(host) < size:
-            address = self.driver.allocate(max(4 * PAGES, size))
-            source, host = self.driver.allocate_host(max(4 * PAGES, size))
-        self._chunk = address + size, source + size, host[size:]
-        return address, source, host[:size]
+        return memoryview(found.astype(np.int32).tobytes())
 
     def start_pack(self, jobs: Sequence[Job]) -> Ticket:
         """Fill slots, no slot twice."""
@@ -272,32 +236,29 @@ class GpuRows:
     def _start(self, jobs: Sequence[Job], *names: str) -> Ticket:
         if not self._free or not 0 < len(jobs) <= MOST:
             raise ValueError(f"{len(jobs)} jobs, and {len(self._free)} of {IN_FLIGHT} batches free")
-        place, driver = self._free[-1], self.driver
-        grids = self._fill(place, jobs)
-        self._free.pop()
+        place, driver = self._free.pop(), self.driver
         try:
+            size, grids = place.write(jobs), self._grids(jobs)
             driver.bind()
             if self._flushes and "verify" in names:
                 driver.flush()
-            driver.upload(place.jobs, place.source, len(jobs) * JOB.size)
+            driver.upload(place.device, place.source, size)
             for name in names:
                 function, shared = self._kernels[name]
                 driver.launch(function, grids[name], 32 * WARPS, shared, place.parameters)
-            return Ticket(Event(driver), place, jobs, self._free)
-        except CudaError:
+            return Ticket(Event(driver), place, len(jobs), self._free)
+        except (CudaError, ValueError):
             driver.drain()
             self._free.append(place)
             raise
 
-    def _fill(self, place: _Place, jobs: Sequence[Job]) -> dict[str, Any]:
-        """Write the jobs to the host's memory. The grid of each kernel."""
+    def _grids(self, jobs: Sequence[Job]) -> dict[str, tuple[int, int, int]]:
+        """Of each kernel, for the largest job; programs of smaller ones find nothing to do."""
         tiles = blocks = 1
-        for number, (address, pages, first, tokens, head, width, stamp) in enumerate(jobs):
-            line = address, pages.address, first, tokens, head, width, stamp, 0
-            JOB.pack_into(place.host, number * JOB.size, *line)
-            tiles = max(tiles, -(-tokens // TOKENS) * -(-2 * width * self._widest // COLUMN))
-            blocks = max(blocks, -(-2 * tokens * width * self._in_all // BLOCK))
-        place.forget()
+        for job in jobs:
+            columns = -(-2 * job.width * self._widest // COLUMN)
+            tiles = max(tiles, -(-job.tokens // TOKENS) * columns)
+            blocks = max(blocks, -(-2 * job.tokens * job.width * self._in_all // BLOCK))
         move, count = (tiles, self._entries, len(jobs)), len(jobs)
         return {
             "pack": move, "seal": (count, 1, 1),
@@ -305,29 +266,25 @@ class GpuRows:
         }  # fmt: skip
 
 
-def unfit(pools: Sequence[Tensor], heads: range, staging: Any) -> str:
+def unfit(rows: DraftRows, staging: Any) -> str:
     """Why the kernels do not serve this pool and these slots; empty if they do."""
-    if any(pool.shape[-2] != len(heads) or not pool.is_contiguous() for pool in pools):
-        return f"draft rows of {tuple(pools[0].shape)}: expected heads {heads}"
-    widths = {pool.shape[-1] * pool.element_size() for pool in pools}
-    if any(n % UNIT for n in [*widths, *(pool.data_ptr() for pool in pools)]):
-        return f"heads of {sorted(widths)} bytes: not all begin at a multiple of {UNIT} bytes"
+    widths = sorted(set(rows.head_bytes))
+    if any(n % UNIT for n in [*widths, *(entry.data_ptr() for entry in rows.entries)]):
+        return f"heads of {widths} bytes: not all begin at a multiple of {UNIT} bytes"
     if (staging.address | staging.slot_bytes) % UNIT or staging.slot_bytes >= 1 << 33:
         return f"slots of {staging.slot_bytes} bytes: expected multiples of {UNIT} below 8 GiB"
     return ""
 
 
-def gpu_rows(
-    entries: Sequence[Tensor], heads: range, page_size: int, staging: Any
-) -> GpuRows | str:
+def gpu_rows(rows: DraftRows, page_size: int, staging: Any) -> GpuRows | str:
     """The kernels for this pool, or why it takes the way of rows.py."""
-    device = entries[0].device
+    device = rows.device
     if device.type != "cuda" or torch.version.hip:
         return f"the pool is on {device}, which is no CUDA device"
     try:
         driver = Driver(torch.cuda.current_device() if device.index is None else device.index)
         if driver.capability < OLDEST:
             return f"compute capability {driver.capability / 10}: expected {OLDEST / 10} or later"
-        return GpuRows(entries, heads, page_size, staging, driver)
+        return GpuRows(rows, page_size, staging, driver)
     except Exception as error:  # no libcuda, no ptxas, nowhere to keep what was compiled, ...
         return repr(error)[:300]

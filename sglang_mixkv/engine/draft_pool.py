@@ -8,7 +8,7 @@ The contract with whoever builds KV args by hand (a test, a tool):
     is_draft_mla_backend = False                  (an MLA drafter is appended to kv_data_*, as
                                                   SGLang does it, and counted by num_draft_entries)
     draft_kv_head_num, draft_total_kv_head_num    KV heads on this rank, and of the whole drafter
-    draft_architecture, draft_kv_dtype            optional names, which both sides must agree on
+    draft_window                                  optional: how far it reads (draft/window.py)
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.arg_groups.overrides import resolved_view
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_server_args, get_spec
 
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.rows import DraftRows
+from sglang_mixkv.draft.window import pages_left_out, window_of
 from sglang_mixkv.errors import MixKVError, refuse
 
 SCALES = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
@@ -29,12 +31,18 @@ SCALES = ("k_scale_buffer", "native_k_scale_buffer", "kv_scale_buffer")
 
 class Draft(NamedTuple):
     """`page_size`: tokens of a page as SGLang numbers them. `mem_pool`: the torch.cuda.MemPool that
-    the KV lies in, or None."""
+    the KV lies in, or None. `window`: how far before a prompt's end decode reads, None for all."""
 
     layout: DraftLayout
     rows: DraftRows
     page_size: int
     mem_pool: Any = None
+    window: int | None = None
+
+    def in_reach(self, first: int, pages: Any) -> tuple[int, Any]:
+        """Of a prompt from token `first` on, in these pages, what decode can read."""
+        left_out = pages_left_out(len(pages), self.page_size, self.window)
+        return first + left_out * self.page_size, pages[left_out:]
 
 
 def of_pool(pool: Any) -> Draft:
@@ -54,12 +62,11 @@ def of_pool(pool: Any) -> Draft:
         total_heads=config.get_total_num_kv_heads(),
         head_bytes=tuple(e.shape[-1] * e.element_size() for e in entries),
         dtype=str(pool.dtype).removeprefix("torch."),
-        cache_layout=pool.kv_cache_layout,
     )
     layout = _layout(facts, pool.head_num)
     rows = DraftRows([e.view(torch.uint8) for e in entries], layout.heads)
-    custom = getattr(pool, "maybe_get_custom_mem_pool", lambda: None)
-    return Draft(layout, rows, pool.page_size, custom())
+    window = window_of(resolved_view(get_server_args()), config.hf_config)
+    return Draft(layout, rows, pool.page_size, pool.maybe_get_custom_mem_pool(), window)
 
 
 def of_args(kv_args: Any) -> Draft | None:
@@ -72,15 +79,15 @@ def of_args(kv_args: Any) -> Draft | None:
     if any(item % (page_size * heads) for item in items):
         raise _not_cut(f"pages of {items} bytes, of {page_size} tokens x {heads} heads")
     facts = DraftFacts(
-        architecture=getattr(kv_args, "draft_architecture", ""),
+        architecture="",
         algorithm=get_spec().speculative_algorithm or "",
         total_heads=kv_args.draft_total_kv_head_num,
         head_bytes=tuple(item // (page_size * heads) for item in items),
-        dtype=getattr(kv_args, "draft_kv_dtype", ""),
+        dtype="",
     )
     layout = _layout(facts, heads)
     rows = DraftRows.at(ptrs, kv_args.draft_kv_data_lens, items, page_size, layout.heads)
-    return Draft(layout, rows, page_size)
+    return Draft(layout, rows, page_size, window=getattr(kv_args, "draft_window", None))
 
 
 def check_appended(kv_args: Any, is_mla: bool) -> None:

@@ -7,6 +7,7 @@ Either may be None: a prefill rank without draft KV has no channel.
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -22,12 +23,14 @@ from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.engine import draft_pool, early_sends
 from sglang_mixkv.engine.bootstrap import KEY
 from sglang_mixkv.engine.draft_pool import clear_retracted, draft_is_left_out
+from sglang_mixkv.engine.notices import Notices
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.engine.rank import RankContext
 from sglang_mixkv.engine.releases import sglang_version
-from sglang_mixkv.engine.sender import ABORTED
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import PrefillWorker
+from sglang_mixkv.refusals import other_head
+from sglang_mixkv.series import ABORTED
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -51,6 +54,7 @@ class DraftManager:
         self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False, **more: Any
     ) -> None:
         self.local = RankContext(args, server_args, mode.value, self.backend)
+        self.notices = Notices(self)
         draft_pool.check_appended(args, is_mla_backend)
         self.kv_status_msg_carries_reason = True  # prefill's reason reaches decode over Mooncake
         super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
@@ -60,6 +64,9 @@ class DraftManager:
         if mode == DisaggregationMode.PREFILL and early_sends.switch_off(self.backend):
             banner += f"; {early_sends.VARIABLE}=0, since SGLang's {self.backend} does not wait"
         logger.log(logging.INFO if self._stands_for_server() else logging.DEBUG, "%s", banner)
+        facts = self.local.draft.layout.facts if self.local.draft else None
+        if facts and (words := other_head(facts.architecture, facts.algorithm)):
+            logger.warning("sglang-mixkv: %s", words)
 
     # -- prefill
 
@@ -102,7 +109,7 @@ class DraftManager:
             local.row(self, "", *((store.staging, store.plane) if store else (None, None))),
             self.decode_channel,
             self.prefill_info_table,
-            super().try_ensure_parallel_info,  # type: ignore[misc]
+            self._resolve,
             _stand_in,
             serve_mismatch=local.config.on_draft_mismatch == "cold",
             refused=local.reporter.refused,
@@ -115,6 +122,14 @@ class DraftManager:
         if self.servers is None:
             return bool(super().try_ensure_parallel_info(bootstrap_addr))  # type: ignore[misc]
         return self.servers.ensure(bootstrap_addr)
+
+    def _resolve(self, address: str) -> Any:
+        """SGLang's own question, which puts its answer into `prefill_info_table` and sets nothing
+        else: a copy asks, in any thread, since the scheduler would take that for ready."""
+        asking = copy.copy(self)
+        asking.prefill_info_table = {}
+        super(DraftManager, asking).try_ensure_parallel_info(address)  # type: ignore[misc]
+        return asking.prefill_info_table.get(address)
 
     def _forget_peer(self, peer: bytes) -> None:
         """Called in the channel thread: another instance has the address of this one."""

@@ -1,8 +1,8 @@
 """HTTP requests to a prefill server, for its fact rows or its ranks; it may be hung, or hostile.
 
-Each question has to end within ASK_S, and an answer that is too long fails while it is read.
-`requests` bounds neither: its timeout is for each receive, and it reads a body whole. Proxies are
-not used, since the channel's own connections are direct as well.
+Each question ends within ASK_S, whatever is sent, and an answer that is too long fails while it is
+read. Redirects are not followed. Proxies are not used, since the channel's own connections are
+direct as well.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import asyncio
 import itertools
 import json
 import math
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -25,25 +25,22 @@ ASK_S = 5.0
 MAX_BODY = 4 << 20  # rows of 256 ranks, of 16 KiB each: some ten times what they have
 MAX_RANKS = 4096
 
-T = TypeVar("T")
 Rows = dict[tuple[str, int], Row]
 Ranks = list[dict[str, Any]]
-Get = Callable[[str, Mapping[str, Any]], Awaitable[tuple[int, bytes]]]
-
-
-class NotYet(Exception):
-    """The server cannot answer now."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
     rows: tuple[msgspec.Raw, ...]
 
 
-def fetch(address: str) -> Rows:
-    """All rows of a prefill server. MixKVError where it does not fit, NotYet where it is silent.
-    Blocks for ASK_S at most, and for as long as the lookup of a name takes: that holds the caller's
-    thread, rather than more and more threads of nobody's."""
-    status, body = asyncio.run(_ask(address, lambda get: get(PATH, {})))
+async def fetch(address: str) -> Rows:
+    """All rows of a prefill server. MixKVError where it does not fit; another exception where it
+    does not answer, or cannot yet."""
+    try:
+        async with _session() as session, asyncio.timeout(ASK_S):
+            status, body = await _get(session, f"http://{address}{PATH}", {})
+    except TimeoutError:
+        raise TimeoutError(f"no answer within {ASK_S:.0f} s") from None
     if status == 200:
         return read_rows(body)
     text = body[:512].decode(errors="replace")
@@ -57,7 +54,7 @@ def fetch(address: str) -> Rows:
         raise MixKVError(
             "MIXKV-PAIR-01", f"{text}. Start every node of the prefill server with --enable-mixkv."
         )
-    raise NotYet(f"{status} {text}")
+    raise ConnectionError(f"{status} {text}")
 
 
 def read_rows(body: bytes) -> Rows:
@@ -80,52 +77,40 @@ def _unreadable(error: object) -> MixKVError:
 
 async def ranks_of(address: str) -> Ranks:
     """`rank_ip` and `rank_port` of all ranks of a prefill server, as SGLang's bootstrap server has
-    them (common/conn.py _handle_route_get)."""
-    return await _ask(address, _ranks)
-
-
-async def _ranks(get: Get) -> Ranks:
+    them (common/conn.py _handle_route_get). Raises where it does not say."""
     names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+    async with _session() as session, asyncio.timeout(ASK_S):
 
-    async def route(*ranks: int) -> dict[str, Any]:
-        status, body = await get("/route", dict(zip(names, ranks, strict=True)))
-        if status != 200:
-            raise NotYet(f"{status} {body[:512].decode(errors='replace')}")
-        return dict(json.loads(body))
+        async def route(*ranks: int) -> dict[str, Any]:
+            query = dict(zip(names, ranks, strict=True))
+            status, body = await _get(session, f"http://{address}/route", query)
+            if status != 200:
+                raise ConnectionError(f"{status} {body[:512].decode(errors='replace')}")
+            return dict(json.loads(body))
 
-    sizes = await route(-1, -1, -1, -1)
-    if "prefill_http_port" not in sizes:  # since 0.5.16, as ABORT over each backend
-        return []
-    counts = [int(sizes[f"{name}_size"]) for name in ("dp", "attn_cp", "attn_tp", "pp")]
-    if min(counts) < 1 or math.prod(counts) > MAX_RANKS:
-        raise NotYet(f"{counts} ranks")
-    found = [await route(*ranks) for ranks in itertools.product(*map(range, counts))]
-    return [{"rank_ip": str(r["rank_ip"]), "rank_port": int(r["rank_port"])} for r in found]
+        sizes = await route(-1, -1, -1, -1)
+        if "prefill_http_port" not in sizes:  # since 0.5.16, as ABORT over each backend
+            return []
+        counts = [int(sizes[f"{name}_size"]) for name in ("dp", "attn_cp", "attn_tp", "pp")]
+        if min(counts) < 1 or math.prod(counts) > MAX_RANKS:
+            raise ValueError(f"{counts} ranks")
+        found = [await route(*ranks) for ranks in itertools.product(*map(range, counts))]
+        return [{"rank_ip": str(r["rank_ip"]), "rank_port": int(r["rank_port"])} for r in found]
 
 
-async def _ask(address: str, question: Callable[[Get], Awaitable[T]]) -> T:
-    """What `question` returns. It is given `get(path, query)`, which returns status and body, and
-    may raise NotYet itself."""
-    plain = {"Accept-Encoding": "identity"}  # what is packed has any size when it is unpacked
+def _session() -> aiohttp.ClientSession:
+    """What is packed has any size when it is unpacked, so no answer is."""
+    return aiohttp.ClientSession(headers={"Accept-Encoding": "identity"}, auto_decompress=False)
 
-    async def get(path: str, query: Mapping[str, Any]) -> tuple[int, bytes]:
-        url, body = f"http://{address}{path}", bytearray()
-        async with session.get(url, params=query, allow_redirects=False) as answer:
-            async for part in answer.content.iter_any():
-                body += part
-                if len(body) > MAX_BODY:  # no honest server gives it
-                    raise _unreadable(f"an answer of more than {MAX_BODY >> 20} MiB")
-            return answer.status, bytes(body)
 
-    try:
-        async with (
-            aiohttp.ClientSession(headers=plain, auto_decompress=False) as session,
-            asyncio.timeout(ASK_S),
-        ):
-            return await question(get)
-    except MixKVError:
-        raise
-    except TimeoutError:
-        raise NotYet(f"no answer within {ASK_S:.0f} s") from None
-    except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise NotYet(f"{type(error).__name__}: {error}") from error
+async def _get(
+    session: aiohttp.ClientSession, url: str, query: Mapping[str, Any]
+) -> tuple[int, bytes]:
+    """Status and body."""
+    body = bytearray()
+    async with session.get(url, params=query, allow_redirects=False) as answer:
+        async for part in answer.content.iter_any():
+            body += part
+            if len(body) > MAX_BODY:  # no honest server gives it
+                raise _unreadable(f"an answer of more than {MAX_BODY >> 20} MiB")
+        return answer.status, bytes(body)

@@ -74,8 +74,7 @@ class RankContext:
             return None
         from sglang_mixkv.draft.rows_gpu import gpu_rows
 
-        rows = self.draft.rows
-        found = gpu_rows(rows.entries, rows.heads, self.draft.page_size, staging)
+        found = gpu_rows(self.draft.rows, self.draft.page_size, staging)
         self.copying = f"copied by torch ({found})" if isinstance(found, str) else "kernels"
         return None if isinstance(found, str) else found
 

@@ -12,12 +12,13 @@ from sglang_mixkv.decode.plan import Plan
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.engine.rank import forward_event
+from sglang_mixkv.engine.rooms import RoomUse
 from sglang_mixkv.errors import MixKVError, refuse
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
-class DraftReceiver:
+class DraftReceiver(RoomUse):
     """Mixed into CommonKVReceiver. `handle`: None before send_metadata, and for a request that
     needs no room. `is_send_target`: of each rank in `bootstrap_infos`, whether target KV comes from
     it; `required_target_responses`: from how many; `required_draft_responses`: from how many draft
@@ -32,11 +33,8 @@ class DraftReceiver:
     is_send_target: tuple[bool, ...] = ()
     required_target_responses = 0
     required_draft_responses = 0
-    kv_mgr: Any  # a DraftManager (manager.py)
-    bootstrap_room: int
     bootstrap_addr: str
     bootstrap_infos: Any
-    conclude_state: Any
     required_prefill_response_num: int
 
     def init(self, prefill_dp_rank: int) -> None:
@@ -84,6 +82,8 @@ class DraftReceiver:
     def _open(self, channel: DecodeWorker, plan: Plan, pages: Any, first: int) -> None:
         local = self.kv_mgr.local
         page_size = local.draft.page_size if local.draft else self.kv_mgr.kv_args.page_size
+        if local.draft:
+            first, pages = local.draft.in_reach(first, pages)
         event = forward_event(local.handed.scheduler)
         handle = ReceiveHandle(pages, page_size, event, self.bootstrap_addr)
         channel.open(
@@ -94,7 +94,6 @@ class DraftReceiver:
             end=first + len(pages) * page_size if local.draft else first,
             cold=plan.cold,
             version=plan.version,
-            required_targets=self.required_target_responses,
             page_size=page_size,
         )
         self.handle = handle
@@ -116,16 +115,14 @@ class DraftReceiver:
         return status
 
     def clear(self) -> None:
-        self._close("")
-        super().clear()  # type: ignore[misc]
-
-    def failure_exception(self) -> None:
-        self._close("failed on decode")
-        super().failure_exception()  # type: ignore[misc]
-
-    def _close(self, reason: str) -> None:
+        """SGLang's failure_exception calls it, too, and sets conclude_state before."""
         if self.handle is not None:
+            reason = ""
+            if self.conclude_state == KVPoll.Failed:
+                records = self.kv_mgr.failure_records
+                reason = records.get(self.bootstrap_room, "failed on another rank")
             self.kv_mgr.decode_channel.close(self.handle, reason)
+        super().clear()  # type: ignore[misc]
 
     def _fail(self, reason: str) -> None:
         """SGLang's poll returns `conclude_state`. Prefill is notified where its ranks are known."""

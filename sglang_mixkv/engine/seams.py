@@ -37,6 +37,8 @@ HOOKED = (
     Seam(f"{_DECODE}:DecodeTransferQueue.extend", "which request a room belongs to",
          ("decode_reqs",)),
     Seam(f"{_DECODE}:DecodePreallocQueue.resume_retracted_reqs", "these have new draft rows"),
+    Seam("sglang.srt.managers.tokenizer_manager:TokenizerManager._init_req_state",
+         "refuses a room number that is used twice", ("obj", "request")),
     Seam("sglang.srt.managers.scheduler:Scheduler.attach_hicache_storage_wrapped",
          "replaced on a scheduler with a drafter: no storage tier", ("recv_req",)),
 )
@@ -49,18 +51,20 @@ OVERRIDDEN = (
          ("bootstrap_addr",)),
     Seam(f"{_MANAGER}.apply_prefill_status", "ignores an abort on prefill without deferred release",
          ("failure_reason",)),
+    Seam(f"{_SENDER}.__init__", "fails a room number that is in use",
+         ("mgr", "bootstrap_addr", "bootstrap_room")),
     Seam(f"{_SENDER}.init", "begins a room", ("num_kv_indices",)),
     Seam(f"{_SENDER}.send", "hands a chunk to the channel, too", ("kv_indices",)),
     Seam(f"{_SENDER}.poll", "Success once everything is packed"),
-    Seam(f"{_SENDER}.failure_exception", "ends a room"),
     Seam(f"{_SENDER}.pop_decode_prefix_len", "the number of the first token that is sent"),
     Seam(f"{_SENDER}.clear", "ends a room"),
     Seam(f"{_SENDER}.abort", "ends a room, and notifies decode"),
+    Seam(f"{_RECEIVER}.__init__", "fails a room number that is in use",
+         ("mgr", "bootstrap_addr", "bootstrap_room")),
     Seam(f"{_RECEIVER}.init", "refuses a prefill server before its metadata", ("prefill_dp_rank",)),
     Seam(f"{_RECEIVER}.send_metadata", "opens a room behind SGLang's message",
          ("kv_indices", "decode_prefix_len")),
     Seam(f"{_RECEIVER}.poll", "Success once draft KV is in place, or cleared"),
-    Seam(f"{_RECEIVER}.failure_exception", "ends a room"),
     Seam(f"{_RECEIVER}.clear", "ends a room"),
     Seam(f"{_BOOTSTRAP}._setup_routes", "GET /mixkv"),
     Seam(f"{_BOOTSTRAP}._handle_route_put", "takes a rank's row out of its registration",
@@ -69,8 +73,8 @@ OVERRIDDEN = (
 CALLED = (
     Seam(f"{_BOOTSTRAP}._is_ready", "no rows before all ranks have registered"),
     Seam(f"{_MANAGER}.record_failure", "why a request fails", ("bootstrap_room", "failure_reason")),
-    Seam(f"{_MANAGER}.conclude_failure", "decode is notified of an abort on prefill",
-         ("bootstrap_room", "failure_reason")),
+    Seam(f"{_MANAGER}.send_kv_status_message", "decode is notified of an abort on prefill",
+         ("targets", "bootstrap_room", "status", "failure_reason")),
     Seam(f"{_RECEIVER}.ensure_abort_notified", "prefill is notified of a request that fails here"),
     Seam("sglang.srt.arg_groups.resolution_hooks:register_resolution_hook", "checks at start",
          ("name",)),
@@ -82,7 +86,7 @@ CALLED = (
     Seam("sglang.srt.plugins.hook_registry:HookRegistry.register", "hooks",
          ("target", "hook", "hook_type")),
     *(Seam(f"{_CONTEXT}:{name}", "this process's configuration") for name in (
-        "get_disagg", "get_observability", "get_parallel", "get_server_args", "get_spec")),
+        "get_disagg", "get_parallel", "get_server_args", "get_spec")),
 )
 # fmt: on
 SEAMS = (*HOOKED, *OVERRIDDEN, *CALLED)

@@ -9,20 +9,17 @@ from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.engine.rank import forward_event
+from sglang_mixkv.engine.rooms import RoomUse
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-ABORTED = "Aborted by prefill."
 
-
-class DraftSender:
+class DraftSender(RoomUse):
     """Mixed into CommonKVSender. `handle`: None on a rank without draft KV, or before init. Of
     SGLang's statuses only Success is changed, to Transferring, while draft KV is packed."""
 
     handle: SendHandle | None = None
-    kv_mgr: Any  # a DraftManager (manager.py)
-    bootstrap_room: int
     _first: int | None = None
 
     def init(self, num_kv_indices: int, *args: Any, **kwargs: Any) -> None:
@@ -77,36 +74,25 @@ class DraftSender:
         return status if released else KVPoll.Transferring
 
     def clear(self) -> None:
-        self._end("")
+        """SGLang's failure_exception calls it, too, and sets conclude_state before."""
+        self._end("failed on prefill" if self.conclude_state == KVPoll.Failed else "")
         super().clear()  # type: ignore[misc]
+
+    def _leave(self) -> bool:
+        """True retraction may begin the next use of the number before the scheduler has seen that
+        this one succeeded."""
+        if super().poll() == KVPoll.Success:  # type: ignore[misc]
+            self._move()
+            return True
+        return False
 
     def abort(self) -> None:
         self._end("aborted on prefill")
         try:
-            self._notify_decode()
+            self.kv_mgr.notices.aborted(self)
         except Exception:  # decode waits for its timeout, as it does without the plugin
             logger.exception("[MIXKV-SELF-01] decode is not notified of an abort, and waits")
         super().abort()  # type: ignore[misc]
-
-    def _notify_decode(self) -> None:
-        """Send SGLang's own message for failures, which its abort() does not: decode and client
-        would wait for SGLANG_DISAGGREGATION_WAITING_TIMEOUT, 300 s.
-
-        A room that SGLang has concluded is left alone. After Success decode goes on with the
-        request. After Failed decode was notified, or must not be, since NIXL could not say that its
-        writes have ended (transfer_worker in nixl/conn.py). Decode ranks whose metadata has not
-        come are not known here, and wait.
-        """
-        manager = self.kv_mgr
-        concluded = (None, KVPoll.Success, KVPoll.Failed)
-        if manager.request_status.get(self.bootstrap_room) in concluded:
-            return
-        if hasattr(manager, "conclude_failure") and manager.enable_deferred_decode_kv_release:
-            manager.conclude_failure(bootstrap_room=self.bootstrap_room, failure_reason=ABORTED)
-
-    def failure_exception(self) -> None:
-        self._end("failed on prefill")
-        super().failure_exception()  # type: ignore[misc]
 
     def _end(self, reason: str) -> None:
         if self.handle is not None:

@@ -72,10 +72,10 @@ class ConnectionLost(msgspec.Struct, frozen=True):
 
 
 class Packed(msgspec.Struct, frozen=True):
-    """A job has ended. Its bytes are in the slot, unless there is an `error`, or the use's gate was
-    `closed` before it began."""
+    """These jobs have ended. Their bytes are in the slots, unless there is an `error`, or the use's
+    gate was `closed` before they began."""
 
-    job: int
+    jobs: tuple[int, ...]
     error: str = ""
     closed: bool = False
 
@@ -97,7 +97,7 @@ Event = (
 )  # fmt: skip
 
 
-class PackJob(msgspec.Struct, frozen=True):
+class PackJob(msgspec.Struct, frozen=True, gc=False):
     """Copy `count` tokens, `offset` tokens into the chunk, of these heads into the slot."""
 
     job: int
@@ -111,7 +111,7 @@ class PackJob(msgspec.Struct, frozen=True):
 
 
 class Pack(msgspec.Struct, frozen=True):
-    """They may be copied in any order, and together; each ends with a Packed."""
+    """They may be copied in any order, and together; a Packed follows for each, or for several."""
 
     jobs: tuple[PackJob, ...]
 

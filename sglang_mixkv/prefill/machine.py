@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sglang_mixkv.channel.messages import Ack, Fail, Open, draw, fail
+from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, draw, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.prefill import events as ev
@@ -143,7 +143,7 @@ class Machine:
 
     def _opened(self, connection: ev.Connection, opened: Open) -> None:
         number, reader, generation = opened.room, opened.reader, opened.generation
-        why = refusal(opened, self._instance, self._heads, self._packing.fits)
+        why = refusal(opened, self._instance, self._heads, self._packing.limit)
         if why:
             self._refuse(connection, opened, *why)
             return
@@ -156,7 +156,7 @@ class Machine:
         for part in (former, self._waiting.part(number, reader)):
             if part is not None:  # it has begun another request with this number
                 self._ended_by_reader(part)
-        part = Part(opened, connection)
+        part = Part(opened, connection, self._packing.limit(opened) if opened.wanted else 0)
         if room is not None and in_room < 0 and not room.settled and room.missing > 0:
             self._parts[generation] = part
             self._join(room, part)
@@ -242,15 +242,16 @@ class Machine:
     # -- packing
 
     def _packed(self, event: ev.Packed) -> None:
-        if (part := self._packing.end(event)) is not None:
+        for part in self._packing.end(event):
             self._fail(part, "pack", event.error)
 
     def _action_failed(self, event: ev.ActionFailed) -> None:
         match event.action:
             case ev.Pack(jobs):
-                for job in jobs:
-                    self._packed(ev.Packed(job.job, error=event.detail))
-            case ev.Send(connection):
+                self._packed(ev.Packed(tuple(job.job for job in jobs), event.detail))
+            case ev.Send(connection, message):
+                for one in message.segments if isinstance(message, Ready) else ():
+                    self.slots.acknowledge(one.slot, one.stamp)  # nobody knows of them
                 self._connection_lost(ev.ConnectionLost(connection))
 
     # -- time

@@ -7,8 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from sglang_mixkv.channel.messages import Announced, Open, Ready
-from sglang_mixkv.channel.slots import RoundRobin, SlotPool, list_of
+import msgspec
+
+from sglang_mixkv.channel.messages import MAX_LIST, Announced, Open, Ready
+from sglang_mixkv.channel.slots import RoundRobin, SlotPool
 from sglang_mixkv.prefill.events import AddChunk, Connection, Packed, PackJob, Use
 
 MAX_IN_FLIGHT = 16  # segments that are packed at once: two batches of a reader's
@@ -84,19 +86,21 @@ class Room:
         return True
 
 
-class Segment:
-    """Tokens of a chunk in a slot of this rank. `packed`: the bytes are there."""
+class Segment(msgspec.Struct, eq=False, gc=False):
+    """Tokens of a chunk in a slot of this rank. `packed`: the bytes are there. The garbage
+    collector need not look at it: nothing that it refers to outlives it by a cycle through it."""
 
-    __slots__ = ("count", "first", "packed", "part", "slot", "stamp")
-
-    def __init__(self, part: Part, slot: int, stamp: int, first: int, count: int) -> None:
-        self.part, self.slot, self.stamp = part, slot, stamp
-        self.first, self.count = first, count
-        self.packed = False
+    part: Part
+    slot: int
+    stamp: int
+    first: int
+    count: int
+    packed: bool = False
 
 
 class Part:
-    """What one reader gets of a room. `room` is None until SGLang's sender is here.
+    """What one reader gets of a room. `room` is None until SGLang's sender is here. `limit`: how
+    many tokens a segment has at most.
 
     `token` is the first that is not cut into a segment yet, `at` the written chunk that it is in,
     which has number `chunk`. `packing`: segments that were cut and not announced, in the order of
@@ -104,8 +108,8 @@ class Part:
     last READY has left, and `over` once it failed.
     """
 
-    def __init__(self, opened: Open, connection: Connection) -> None:
-        self.opened, self.connection = opened, connection
+    def __init__(self, opened: Open, connection: Connection, limit: int) -> None:
+        self.opened, self.connection, self.limit = opened, connection, limit
         self.reader, self.wanted = opened.reader, opened.wanted
         self.room: Room | None = None
         self.at: AddChunk | None = None
@@ -138,11 +142,11 @@ class Part:
             self.chunk += 1
         return False
 
-    def cut(self, job: int, slot: int, stamp: int, limit: int) -> tuple[Segment, PackJob]:
-        """The next segment, of `limit` tokens at most."""
+    def cut(self, job: int, slot: int, stamp: int) -> tuple[Segment, PackJob]:
+        """The next segment."""
         chunk, first = self.at, self.token
         assert chunk is not None
-        count = min(chunk.first + chunk.count - first, limit)
+        count = min(chunk.first + chunk.count - first, self.limit)
         segment = Segment(self, slot, stamp, first, count)
         self.packing.append(segment)
         self.token += count
@@ -186,13 +190,14 @@ class Packing:
         self.turns: RoundRobin[Part] = RoundRobin()
         self.announcing: dict[Part, None] = {}
         self._jobs: dict[int, Segment] = {}
-        self._job, self._list = 0, list_of(slots.count)
+        self._job = 0
 
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def fits(self, opened: Open) -> bool:
-        return self._segment_tokens(len(opened.wanted), opened.slot_bytes) > 0
+    def limit(self, opened: Open) -> int:
+        """How many tokens of what this reader wants fit a slot of either side."""
+        return self._segment_tokens(len(opened.wanted), opened.slot_bytes)
 
     def add(self, part: Part) -> None:
         """The part has more to pack, or has reached its end."""
@@ -204,35 +209,35 @@ class Packing:
     def start(self, now: float) -> tuple[PackJob, ...]:
         jobs = []
         for part, slot in self.turns.take(self._slots, now, MAX_IN_FLIGHT - len(self._jobs)):
-            limit = self._segment_tokens(len(part.wanted), part.opened.slot_bytes)
             self._job += 1
-            segment, job = part.cut(self._job, slot, self._stamp(part), limit)
+            segment, job = part.cut(self._job, slot, self._draw())
             self._jobs[self._job] = segment
             jobs.append(job)
             if part.advance():
                 self.turns.add(part.reader, part)
         return tuple(jobs)
 
-    def _stamp(self, _part: Part) -> int:
-        return self._draw()
-
-    def end(self, event: Packed) -> Part | None:
-        """The part that a failed job ends. The slot of a segment that was not packed is free. Where
+    def end(self, event: Packed) -> list[Part]:
+        """The parts that failed jobs end. The slot of a segment that was not packed is free. Where
         its gate was closed, the request's End follows."""
-        segment = self._jobs.pop(event.job)
-        part = segment.part
-        if part.over or event.error or event.closed:
-            self._slots.free(segment.slot)
-            return part if event.error and not part.over else None
-        segment.packed = True
-        self.announcing[part] = None
-        return None
+        failed: dict[Part, None] = {}
+        for job in event.jobs:
+            segment = self._jobs.pop(job)
+            part = segment.part
+            if part.over or event.error or event.closed:
+                self._slots.free(segment.slot)
+                if event.error and not part.over:
+                    failed[part] = None
+            else:
+                segment.packed = True
+                self.announcing[part] = None
+        return list(failed)
 
     def announce(self, now: float) -> list[tuple[Part, Ready]]:
         """The READYs that can leave. Their slots are offered."""
         found = []
         for part in self.announcing:
-            while not (part.complete or part.over) and (ready := part.ready(self._list)):
+            while not (part.complete or part.over) and (ready := part.ready(MAX_LIST)):
                 for one in ready.segments:
                     self._slots.offer(one.slot, one.stamp, now)
                 found.append((part, ready))
@@ -249,7 +254,7 @@ class Packing:
 
 
 def refusal(
-    opened: Open, instance: bytes, held: range, fits: Callable[[Open], bool]
+    opened: Open, instance: bytes, held: range, limit: Callable[[Open], int]
 ) -> tuple[str, str] | None:
     """A code and a detail where this instance, with these heads, cannot serve it."""
     wanted = opened.wanted
@@ -257,6 +262,6 @@ def refusal(
         return "restarted", "this prefill rank is another instance than the one addressed"
     if wanted and not (held.start <= wanted.start and wanted.stop <= held.stop):
         return "heads", f"heads {list(opened.heads)} of a rank with {held.start}..{held.stop}"
-    if wanted and not fits(opened):
+    if wanted and limit(opened) < 1:
         return "heads", "a token is larger than a slot; raise --mixkv-staging-mb"
     return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import zmq
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(f"sglang.{__name__}")
 
 BATCH = 64  # messages taken between two looks at the queue
-DRAIN = 2.0  # a rank that stops waits so long for slots that nobody has read
+NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # `|` makes an enum at each use
+RCVMORE = int(zmq.RCVMORE)
 
 
 class SendHandle:
@@ -53,7 +54,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
     """`plane`: peers read the staging memory through it. `device`: GpuRows of this pool and this
     staging memory, or None where a thread copies."""
 
-    name, tick, failed = "mixkv-prefill", ev.Tick(), ev.ActionFailed
+    name, tick, failed, moves = "mixkv-prefill", ev.Tick(), ev.ActionFailed, ev.PackJob
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
         reporter: Reporter,
         device: Any = None,
     ) -> None:
-        self._slots, self._rows, self._staging, self._plane = machine.slots, rows, staging, plane
+        self._rows, self._staging, self._plane = rows, staging, plane
         self._context = new_context()
         self._socket = new_socket(self._context, zmq.ROUTER, host, times)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -127,17 +128,6 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
             hurry = bool(reason) or not handle.settled
             self._inlet.put(ev.End(handle, reason), wake=hurry)
 
-    def stop(self) -> None:
-        """Serve the slots that are offered, for a moment, and end the threads."""
-        deadline = time.monotonic() + DRAIN
-        while self._slots.offered and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self._stop()
-        self._plane.close()
-        self._poller.close()
-        self._context.destroy(linger=0)
-        self._inlet.close()
-
     # -- the channel thread
 
     def _begin(self) -> None:
@@ -156,8 +146,10 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
     def _received(self) -> Iterator[ev.Event]:
         for _ in range(BATCH):
             try:
-                connection, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
-                message = messages.decode(frames[0] if len(frames) == 1 else b"")
+                connection, frame = self._socket.recv(NOBLOCK), self._socket.recv(NOBLOCK)
+                while self._socket.getsockopt(RCVMORE):
+                    frame = self._socket.recv(NOBLOCK) and b""  # ours have one
+                message = messages.decode(frame)
             except zmq.Again:
                 return
             except ValueError as error:
@@ -186,10 +178,11 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
                 self._reporter(action)
 
     def _send(self, action: ev.Send) -> None:
-        frames = [action.connection, messages.encode(action.message)]
+        frame = messages.encode(action.message)
         self._poller.used(self._socket)
         try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.send(action.connection, NOBLOCK | SNDMORE)
+            self._socket.send(frame, NOBLOCK)
         except zmq.ZMQError:  # no route to it any more, or it takes nothing
             if action.connection not in self._lost:  # once for all answers that it does not take
                 self._lost.add(action.connection)
@@ -211,10 +204,6 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
         what = self._device.job(pages, job.offset, job.count, job.heads, job.slot, job.stamp)
         return DeviceJob(gate, self._device.start_pack, what)
 
-    def _copied(self, job: ev.PackJob, found: Any, seconds: float) -> ev.Packed:
-        if found is None:
-            return ev.Packed(job.job, closed=True)
-        if found != SlotCheck.OK:
-            return ev.Packed(job.job, repr(found)[:300])
-        self._reporter.moved(self._size_of(job), seconds)
-        return ev.Packed(job.job)
+    def _event_of(self, jobs: Sequence[ev.PackJob], found: Any) -> ev.Packed:
+        error = "" if found is None or found == SlotCheck.OK else repr(found)[:300]
+        return ev.Packed(tuple([job.job for job in jobs]), error, closed=found is None)

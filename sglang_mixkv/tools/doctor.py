@@ -9,15 +9,13 @@ import argparse
 from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
-import msgspec
-
 from sglang_mixkv import config
 from sglang_mixkv.channel import planes
 from sglang_mixkv.refusals import BACKENDS
 from sglang_mixkv.tools import doctor_checks as checks
+from sglang_mixkv.tools import waiting
 from sglang_mixkv.tools.doctor_checks import Finding
 
-SCHEMA = 1
 SECTION = "data plane"
 
 
@@ -53,20 +51,22 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--no-transfer", action="store_true", help="leave out the reads and what they would use")
     add("--no-seams", action="store_true", help="do not import SGLang")
-    add("--json", action="store_true", help="print JSON instead of text")
     config.add_flags(parser)
     return parser
 
 
 def findings(args: argparse.Namespace) -> Iterator[Finding]:
-    """All checks, the quick ones first."""
+    """All checks, the quick ones first; without SGLang nothing else is worth a word."""
     yield from checks.versions()
     yield from checks.entry_point()
-    yield from checks.configuration(args)
+    if checks.version_of("sglang") == "none":
+        return
     yield from checks.environment()
     yield from checks.rdma(args.devices)
     if not args.no_seams:
-        yield from checks.seams()
+        with waiting("comparing SGLang's functions with those that the plugin relies on"):
+            found = list(checks.seams())
+        yield from found
     if not args.no_transfer:
         yield from data_plane(args)
 
@@ -80,7 +80,8 @@ def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
         plane = planes.choose(args.backend, settings.data_plane)
         yield Finding(SECTION, "chosen", f"{plane.name}: {plane.why}")
         wire = reads.Wire(args.backend, args.devices, settings)
-        found = reads.result(wire, args.listen, args.peer)
+        with waiting("reading slots of another process"):
+            found = reads.result(wire, args.listen, args.peer)
     except (reads.ReadFailed, OSError, ValueError) as error:
         yield Finding(SECTION, "read", "failed", str(error))
         return
@@ -97,28 +98,22 @@ def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
     yield Finding(SECTION, "read", value, problem)
 
 
-def text(found: Iterable[Finding]) -> str:
-    """The report: aligned lines, problems marked, a last line with the verdict."""
-    lines, section, wrong = [], "", 0
+def report(found: Iterable[Finding]) -> int:
+    """Prints aligned lines as they are found, problems marked, and the verdict. Returns how many
+    problems there are."""
+    section, wrong = "", 0
     for one in found:
         title, section = "" if one.section == section else one.section, one.section
         mark = "!!" if one.problem else "  "
-        lines.append(f"{mark} {title:<13}  {one.name:<13}  {one.value}".rstrip())
+        print(f"{mark} {title:<13}  {one.name:<13}  {one.value}".rstrip(), flush=True)
         if one.problem:
-            lines.append(f"      {one.problem}")
+            print(f"      {one.problem}")
             wrong += 1
-    verdict = "nothing is wrong" if not wrong else f"{wrong} problem{'s' * (wrong > 1)}, marked !!"
-    return "\n".join([*lines, "", verdict])
+    verdict = f"{wrong} problem{'s' * (wrong > 1)}, marked !!"
+    print(f"\n{verdict if wrong else 'nothing is wrong'}")
+    return wrong
 
 
 def main(argv: list[str]) -> int:
     """Check, print, and return the exit status."""
-    args = _parser().parse_args(argv)
-    found = list(findings(args))
-    wrong = any(finding.problem for finding in found)
-    if args.json:
-        report = {"schema": SCHEMA, "ok": not wrong, "findings": found}
-        print(msgspec.json.format(msgspec.json.encode(report)).decode())
-    else:
-        print(text(found))
-    return int(wrong)
+    return int(report(findings(_parser().parse_args(argv))) > 0)

@@ -5,7 +5,6 @@ A finding with a `problem` makes the doctor's exit status 1; one without is info
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import re
@@ -31,7 +30,6 @@ MOONCAKE = (
 DEVICES_FLAG = "--disaggregation-ib-device"
 DEVICES, VERBS = Path("/sys/class/infiniband"), Path("/sys/class/infiniband_verbs")
 FILES = Path("/proc/self/fd")
-SEAMS_LIMIT_S = 300
 
 _SHOWN = re.compile(
     r"(MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_\w*MIX_?KV|SGLANG_DISAGG|SGLANG_MOONCAKE|"
@@ -70,14 +68,19 @@ def version_of(*names: str) -> str:
 def versions() -> Iterator[Finding]:
     """The plugin, what it needs, and the host."""
     sglang, mooncake, nixl = version_of("sglang"), version_of(*MOONCAKE), version_of("nixl")
-    advice = ""
-    if sglang not in SUPPORTED_SGLANG:
-        advice = f"expected SGLang {' or '.join(SUPPORTED_SGLANG)}"
-        advice += f": pip install sglang=={SUPPORTED_SGLANG[-1]}"
-    missing = "neither Mooncake nor NIXL is installed: pip install mooncake-transfer-engine"
+    newest, advice, missing = SUPPORTED_SGLANG[-1], "", ""
+    if sglang == "none":
+        advice = (
+            "SGLang is not installed, and nothing else was checked: run the doctor in the "
+            f"servers' image, or pip install sglang=={newest}"
+        )
+    elif sglang not in SUPPORTED_SGLANG:
+        advice = f"expected SGLang {' or '.join(SUPPORTED_SGLANG)}: pip install sglang=={newest}"
+    elif mooncake == nixl == "none":
+        missing = "neither Mooncake nor NIXL is installed: pip install mooncake-transfer-engine"
     yield Finding("versions", "sglang-mixkv", f"{__version__}, protocol {PROTOCOL[1]}")
     yield Finding("versions", "sglang", sglang, advice)
-    yield Finding("versions", "mooncake", mooncake, missing if mooncake == nixl == "none" else "")
+    yield Finding("versions", "mooncake", mooncake, missing)
     for name in ("nixl", "torch", "sglang-router"):
         yield Finding("versions", name, version_of(name))
     system = f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}"
@@ -93,23 +96,6 @@ def entry_point(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     if allowed and ENTRY not in allowed:
         remedy = f"SGLANG_PLUGINS leaves out {ENTRY}: add it, or unset the variable"
         yield Finding("plugin", "SGLANG_PLUGINS", ",".join(sorted(allowed)), remedy)
-
-
-def configuration(
-    flags: argparse.Namespace, environ: Mapping[str, str] = os.environ
-) -> Iterator[Finding]:
-    """What flags and variables make of the settings; those that are not the default first."""
-    try:
-        record = msgspec.structs.asdict(config.resolve(flags, environ))
-    except ValueError as error:
-        yield Finding("configuration", "environment", "unusable", str(error))
-        return
-    defaults = msgspec.structs.asdict(config.Config())
-    chosen = {name: value for name, value in record.items() if value != defaults[name]}
-    for name, value in chosen.items():
-        yield Finding("configuration", name, str(value))
-    rest = (f"{name}={value}" for name, value in record.items() if name not in chosen)
-    yield Finding("configuration", "defaults", ", ".join(rest) or "none")
 
 
 def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
@@ -139,14 +125,8 @@ def _wrong(name: str, value: str) -> str:
 def seams(program: str = _SEAMS_PROGRAM) -> Iterator[Finding]:
     """All functions of SGLang's that the plugin relies on, compared in a child process, which an
     import of SGLang may end."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", program],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SEAMS_LIMIT_S,
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        yield Finding("seams", "checked", "no", f"no end after {SEAMS_LIMIT_S} s")
-        return
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     problems = [line.removeprefix("seam:") for line in lines if line.startswith("seam:")]
     if "done:" not in lines:

@@ -268,10 +268,7 @@ def _run(pipe: Any, log: str, role: str, host: str, port: int, wire: Wire) -> No
         serves = role == "serve"
         report: Any = serve(host, port, wire, pipe.send) if serves else read(host, port, wire)
     except Exception as error:
-        text = str(error) or repr(error)
-        if text.startswith("mooncake: [") and "MC_USE_IPV6" not in os.environ:
-            text += ". Over IPv6 it needs MC_USE_IPV6=1 on both hosts, the servers' too"
-        report = ReadFailed(text)
+        report = ReadFailed(str(error) or repr(error))
     pipe.send(report)
 
 

@@ -12,11 +12,9 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from textwrap import fill
 
-import msgspec
-
-from sglang_mixkv.tools import table
+from sglang_mixkv.tools import table, waiting
 from sglang_mixkv.tools.plan_line import GPUS
-from sglang_mixkv.tools.plan_pair import Plan, Read, make_plan, model_text
+from sglang_mixkv.tools.plan_pair import Fleet, Plan, Read, make_plan, model_text
 from sglang_mixkv.tools.plan_server import Server, read
 
 ROLES = ("prefill", "decode")
@@ -34,12 +32,15 @@ def _parser() -> argparse.ArgumentParser:
     for role in ROLES:
         line = f"launch line of the {role} server, or its flags"
         parser.add_argument(f"--{role}", metavar="LINE", required=True, help=line)
-    gpu, *_ = GPUS
     parser.add_argument(
-        "--gpu", choices=GPUS, default=gpu,
-        help=f"what lines are resolved for on a host without a GPU (default: {gpu})",
+        "--gpu", choices=GPUS,
+        help="what both lines are resolved for (default: the first on which SGLang starts them)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    for role in ROLES:
+        parser.add_argument(
+            f"--{role}-servers", metavar="N", type=int, default=1, choices=range(1, 1001),
+            help=f"how many {role} servers there are, for the slots of each rank (default: 1)",
+        )  # fmt: skip
     return parser
 
 
@@ -49,7 +50,8 @@ def main(argv: list[str]) -> int:
     servers, errors = [], []
     for role in ROLES:
         try:
-            servers.append(read(role, args[role], gpu=args["gpu"]))
+            with waiting(f"SGLang resolves the {role} line"):
+                servers.append(read(role, args[role], gpu=args["gpu"]))
         except ValueError as error:
             errors.append(str(error))
         except ImportError as error:
@@ -58,8 +60,9 @@ def main(argv: list[str]) -> int:
     if errors:
         print(*(f"error: {error}" for error in dict.fromkeys(errors)), sep="\n", file=sys.stderr)
         return 2
-    plan = make_plan(*servers)
-    print(msgspec.json.format(msgspec.json.encode(plan)).decode() if args["json"] else text(plan))
+    prefill, decode = servers
+    plan = make_plan(prefill, decode, (args["prefill_servers"], args["decode_servers"]))
+    print(text(plan))
     return 1 if plan.findings else 0
 
 
@@ -68,8 +71,10 @@ def main(argv: list[str]) -> int:
 
 def text(plan: Plan) -> str:
     lines = [_answer(plan), "", *map(_side, (plan.prefill, plan.decode)), *_models(plan)]
-    if plan.reads:
-        lines += ["", *table([_COLUMNS, *map(_row, plan.reads)])]
+    transfers = plan.prefill.enabled or plan.decode.enabled or (plan.need and plan.need.needed)
+    if plan.fleet and transfers:
+        rows = (_row(read, plan) for read in plan.reads)
+        lines += ["", *table([_COLUMNS, *rows]), "", *_staging(plan, plan.fleet)]
     lines += ["", *_list("findings", plan.findings or ["nothing is refused or goes wrong"])]
     return "\n".join([*lines, *_list("notes", plan.notes)])
 
@@ -77,7 +82,7 @@ def text(plan: Plan) -> str:
 def _answer(plan: Plan) -> str:
     need = plan.need
     if need is None:
-        return "Whether you need the plugin is open: see the findings."
+        return "Neither stock SGLang nor the plugin serves this pair: see the findings."
     answer = "You need the plugin" if need.needed else "You do not need the plugin"
     share = ""
     if need.needed and need.wrong_share is not None:
@@ -102,28 +107,42 @@ def _models(plan: Plan) -> Iterator[str]:
     yield f"target   {model_text(plan.decode.target)}"
     draft = plan.decode.draft
     if draft is not None:
-        yield f"drafter  {model_text(draft)}, {plan.decode.speculative_algorithm}, {draft.dtype}"
-    if plan.draft_bytes:
-        sizes = (
-            "{prefill_rank:,} on a prefill rank, {decode_rank:,} on a decode rank, {all:,} in all"
+        size = (
+            f", {draft.kv_heads * sum(draft.head_bytes):,} bytes a token" if draft.kv_heads else ""
         )
-        yield f"         bytes per token: {sizes.format(**plan.draft_bytes)}"
+        algorithm = plan.decode.speculative_algorithm
+        yield f"drafter  {model_text(draft)}, {algorithm}, {draft.dtype}{size}"
 
 
-_COLUMNS = (
-    "decode rank", "reads from prefill rank", "draft heads", "bytes per token", "tokens per slot",
-    "tokens at once",
-)  # fmt: skip
+_COLUMNS = "decode rank", "reads from prefill rank", "draft heads", "bytes per token"
 
 
-def _row(read: Read) -> tuple[str, ...]:
-    ranks = str(read.decode_rank), str(read.prefill_rank)
+def _row(read: Read, plan: Plan) -> tuple[str, ...]:
+    ranks = (
+        f"{read.decode_rank}{_of_groups('of each of', plan.decode.groups)}",
+        f"{read.prefill_rank}{_of_groups('of one of', plan.prefill.groups)}",
+    )
     if not read.heads:
-        return *ranks, "-", "-", "-", "-"
+        return *ranks, "-", "-"
     first, last = read.heads[0], read.heads[-1]
-    figures = (read.bytes_per_token, read.tokens_per_slot, read.tokens_at_once)
     heads = str(first) if first == last else f"{first}..{last}"
-    return *ranks, heads, *(f"{figure:,}" for figure in figures)
+    return *ranks, heads, f"{read.bytes_per_token:,}"
+
+
+def _of_groups(which: str, groups: int) -> str:
+    return f" {which} {groups} groups" if groups > 1 else ""
+
+
+def _staging(plan: Plan, fleet: Fleet) -> Iterator[str]:
+    here, there = plan.prefill.config.staging_mb, plan.decode.config.staging_mb
+    yield fill(
+        f"staging  {here:,} MiB on each prefill rank, {there:,} MiB on each decode rank, outside "
+        "--mem-fraction-static", WIDTH, subsequent_indent=" " * 9)  # fmt: skip
+    yield fill(
+        f"busy     {fleet.readers:,} decode ranks read a prefill rank, and a decode rank reads "
+        f"{fleet.sources:,} (--prefill-servers {fleet.prefill_servers}, --decode-servers "
+        f"{fleet.decode_servers}): two ranks then share {fleet.slots} slots, which hold "
+        f"{fleet.tokens:,} tokens", WIDTH, subsequent_indent=" " * 9)  # fmt: skip
 
 
 def _list(title: str, points: Iterable[str]) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""A launch line, read by SGLang's own parser, in an environment like that of its server."""
+"""A launch line, read by SGLang's own parser and resolved as on a server with the GPUs that it is
+for: what this host has, and what its shell has set, decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from sglang_mixkv.config import add_flags, nearest
 from sglang_mixkv.errors import MixKVError
@@ -19,7 +21,14 @@ from sglang_mixkv.errors import MixKVError
 GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}
 """Compute capabilities."""
 
-_ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
+LAUNCHERS = ("sglang.launch_server", "dynamo.sglang", "serve")
+OF_HOST = (
+    "disaggregation_ib_device", "mooncake_ib_device", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
+)  # fmt: skip
+"""Flags whose devices and files SGLang looks for where it resolves a line."""
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+_REDIRECTION = re.compile(r"\d?[<>]")
 
 
 def unreadable(text: str) -> MixKVError:
@@ -31,19 +40,56 @@ class _Parser(argparse.ArgumentParser):
         raise unreadable(message)
 
 
-def split(line: str) -> tuple[dict[str, str], list[str]]:
-    """The variables and the flags of a launch line. Raises MixKVError for unmatched quotes."""
+class Line(NamedTuple):
+    """`unread`: what a shell would replace, and variables that it would not export."""
+
+    environ: dict[str, str]
+    flags: list[str]
+    unread: list[str]
+
+
+def split(text: str) -> Line:
+    """A launch line, or a script with one, of which what it exports before counts, too. Raises
+    MixKVError for unmatched quotes, and unless one command starts a server."""
+    line, found = Line({}, [], []), 0
+    for words in _commands(text):
+        begin = next((n for n, word in enumerate(words) if word in LAUNCHERS), -1) + 1
+        if not begin:
+            begin = next((n for n, word in enumerate(words) if word.startswith("--")), len(words))
+        assigned = dict(word.split("=", 1) for word in words[:begin] if _ASSIGNMENT.match(word))
+        if flags := words[begin:]:
+            found += 1
+            end = next((n for n, w in enumerate(flags) if _REDIRECTION.match(w)), len(flags))
+            model = [] if flags[0].startswith("-") else ["--model-path"]
+            line.flags[:] = [*model, *flags[:end]]
+        if flags or "export" in words:
+            line.environ.update(assigned)
+        else:
+            line.unread.extend(name for name in assigned if name.startswith("SGLANG_"))
+    if found != 1:
+        raise unreadable(
+            f"expected one launch line, got {found}. Give the command or its flags, or the text of "
+            'a script that has it, as in "$(cat prefill.sh)"'
+        )
+    line.unread.extend(word for word in line.flags if "$" in word or "`" in word)
+    return line
+
+
+def _commands(text: str) -> list[list[str]]:
+    """Words of each, without comments."""
+    text = re.sub(r"(?m)^\s*#.*$", "", text).replace("\\\n", " ")
+    lexer = shlex.shlex(text, posix=True, punctuation_chars="\n;&|")
+    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
+    found: list[list[str]] = [[]]
     try:
-        words = shlex.split(line.replace("\\\n", " "))
+        for word in lexer:
+            if word and set(word) <= set("\n;&|"):
+                found.append([])
+            else:
+                found[-1].append(word)
     except ValueError as error:
         raise unreadable(str(error)) from None
-    environ: dict[str, str] = {}
-    while words and (words[0] == "env" or _ASSIGNMENT.match(words[0])):
-        name, assigned, value = words.pop(0).partition("=")
-        environ |= {name: value} if assigned else {}
-    first = next((i for i, word in enumerate(words) if word.startswith("--")), len(words))
-    model = ["--model-path", words[first - 1]] if "serve" in words[: max(0, first - 1)] else []
-    return environ, [*model, *words[first:]]
+    return found
 
 
 def parse(flags: Sequence[str]) -> argparse.Namespace:
@@ -97,17 +143,6 @@ def alone(environ: Mapping[str, str]) -> Iterator[None]:
         logging.disable(level)
         os.environ.clear()
         os.environ.update(saved)
-
-
-def has_device() -> bool:
-    """Whether SGLang finds a device on this host."""
-    from sglang.srt.utils import get_device
-
-    try:
-        get_device()
-    except RuntimeError:
-        return False
-    return True
 
 
 @contextmanager

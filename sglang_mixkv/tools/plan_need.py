@@ -22,14 +22,12 @@ class Need(msgspec.Struct, frozen=True):
     wrong_share: float | None = 0.0
 
 
-def need_of(prefill: Server, decode: Server) -> Need | None:
-    """None where a TP size does not split."""
+def need_of(prefill: Server, decode: Server) -> Need:
+    """Of attention-TP sizes of which one divides the other."""
     sizes = theirs, ours = prefill.attention_tp, decode.attention_tp
     if prefill.draft is None or decode.draft is None:
         without = [side.role for side in (prefill, decode) if side.draft is None]
         return Need(False, f"no draft KV is moved without a drafter on {' and '.join(without)}")
-    if not theirs or not ours:
-        return None
     heads = decode.draft.kv_heads
     if not heads:
         return Need(False, "the drafter is MLA, so each rank has the same rows")

@@ -2,76 +2,75 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from sglang_mixkv import __version__
+from sglang_mixkv import __version__, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.slots import SLOTS, share_of, slot_bytes
 from sglang_mixkv.draft.facts import Difference, Row, Severity, differences
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, heads_on_rank
 from sglang_mixkv.draft.routes import readers_of, routes
+from sglang_mixkv.draft.window import pages_left_out
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_need import Need, need_of
 from sglang_mixkv.tools.plan_server import Model, Server
 
-SCHEMA = 3
+LONG = 16 << 10  # tokens of a prompt that a window is shown by
 
 
 class Read(msgspec.Struct, frozen=True):
-    """What a decode rank reads from a prefill rank that it opens: numbers in a DP-attention group.
-    `tokens_at_once`: of the longest prompt whose segments find slots while none is used again."""
+    """What a decode rank reads from a prefill rank that it opens: attention-TP ranks, the same in
+    each group."""
 
     decode_rank: int
     prefill_rank: int
     heads: tuple[int, ...]
     bytes_per_token: int
-    tokens_per_slot: int
-    tokens_at_once: int
+
+
+class Fleet(msgspec.Struct, frozen=True):
+    """So many servers of each role. `readers`: decode ranks that read a prefill rank; `sources`:
+    prefill ranks that a decode rank reads. `slots`: what two ranks share while all are busy, and
+    how many `tokens` fit them."""
+
+    prefill_servers: int
+    decode_servers: int
+    readers: int
+    sources: int
+    slots: int
+    tokens: int
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """`draft_bytes`: of a token. `reads` is empty without a route. `findings`: what is refused or
-    goes wrong."""
+    """`need`: None where nothing serves the pair. `reads` is empty and `fleet` None without a
+    route. `findings`: what is refused or goes wrong."""
 
-    schema: int
-    plugin: str
-    sglang: str
     need: Need | None
     prefill: Server
     decode: Server
-    draft_bytes: dict[str, int]
-    slots: int
-    slot_bytes: int
     reads: tuple[Read, ...]
+    fleet: Fleet | None
     findings: tuple[str, ...]
     notes: tuple[str, ...]
 
 
-def make_plan(prefill: Server, decode: Server) -> Plan:
-    """With all findings at once."""
-    need, facts = need_of(prefill, decode), decode.facts
-    size = slot_bytes(min(prefill.config.staging_mb, decode.config.staging_mb))
+def make_plan(prefill: Server, decode: Server, servers: tuple[int, int] = (1, 1)) -> Plan:
+    """With all findings at once. `servers`: how many there are of each role."""
+    facts, no_route = decode.facts, [*_no_route(prefill, decode)]
+    need = None if no_route else need_of(prefill, decode)
     sizes = prefill.attention_tp, decode.attention_tp
-    no_route = list(_no_route(sizes, facts))
-    reads, draft_bytes = list[Read](), dict[str, int]()
+    reads, fleet = list[Read](), None
     if facts is not None and facts == prefill.facts and not no_route:
-        reads = list(_reads(facts, *sizes, size, prefill.chunk))
-        held, needed = (len(heads_on_rank(facts.total_heads, tp, 0)) for tp in sizes)
-        draft_bytes = {
-            "prefill_rank": facts.bytes_per_token(held),
-            "decode_rank": facts.bytes_per_token(needed),
-            "all": facts.bytes_per_token(facts.total_heads),
-        }
-    return Plan(
-        SCHEMA, __version__, sglang_version(), need, prefill, decode, draft_bytes, SLOTS,
-        size, tuple(reads),
-        (*_findings(prefill, decode, need), *no_route),
-        tuple(dict.fromkeys(_notes(prefill, decode))),
-    )  # fmt: skip
+        reads = list(_reads(facts, *sizes))
+        fleet = _fleet(reads, prefill, decode, servers)
+    findings = (*_findings(prefill, decode, need), *no_route)
+    notes = tuple(dict.fromkeys(_notes(prefill, decode)))
+    return Plan(need, prefill, decode, tuple(reads), fleet, findings, notes)
 
 
 # ---------------------------------------------------------------- figures
@@ -86,47 +85,51 @@ def contacted(prefill_tp: int, decode_tp: int, rank: int) -> range:
     return range(rank * ratio, (rank + 1) * ratio)
 
 
-def _reads(
-    facts: DraftFacts, theirs: int, ours: int, slot_bytes: int, chunk: int
-) -> Iterator[Read]:
-    readers = readers_of(theirs, ours)
+def _reads(facts: DraftFacts, theirs: int, ours: int) -> Iterator[Read]:
     for rank in range(ours):
         ranks = contacted(theirs, ours, rank)
         held = [heads_on_rank(facts.total_heads, theirs, other) for other in ranks]
         table = routes(held, heads_on_rank(facts.total_heads, ours, rank))
-        slots = share_of(SLOTS, max(readers, sum(map(bool, table))))
         for other, heads in zip(ranks, table, strict=True):
-            tokens = facts.tokens_in(slot_bytes, len(heads)) if heads else 0
-            size, at_once = facts.bytes_per_token(len(heads)), most_tokens(slots, tokens, chunk)
-            yield Read(rank, other, tuple(heads), size, tokens, at_once)
+            yield Read(rank, other, tuple(heads), facts.bytes_per_token(len(heads)))
 
 
-def most_tokens(slots: int, per_slot: int, chunk: int) -> int:
-    """The longest prompt that fits. Each of prefill's chunks begins a new slot; 0: one chunk."""
-    if not per_slot or not chunk:
-        return slots * per_slot
-    whole, rest = divmod(slots, -(-chunk // per_slot))
-    return whole * chunk + rest * per_slot
+def _fleet(reads: list[Read], prefill: Server, decode: Server, servers: tuple[int, int]) -> Fleet:
+    """Each decode rank may read from every prefill server, and from each of its groups."""
+    assert decode.facts is not None
+    read = [one for one in reads if one.heads]
+    sources = Counter(one.decode_rank for one in read).most_common(1)[0][1]
+    readers = Counter(one.prefill_rank for one in read).most_common(1)[0][1]
+    sources *= servers[0] * prefill.groups
+    readers *= servers[1] * decode.groups
+    slots = share_of(SLOTS, max(readers, sources))
+    size = slot_bytes(min(prefill.config.staging_mb, decode.config.staging_mb))
+    per_slot = decode.facts.tokens_in(size, max(len(one.heads) for one in read))
+    return Fleet(*servers, readers, sources, slots, slots * per_slot)
 
 
 # ---------------------------------------------------------------- what goes wrong
 
 
-def _no_route(sizes: tuple[int, int], facts: DraftFacts | None) -> Iterator[str]:
-    """Sizes that do not divide, and heads that do not on either side."""
-    if not all(sizes):
+def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
+    """Sizes that do not divide, and a drafter's heads that do not."""
+    uneven = [side.role for side in (prefill, decode) if not side.attention_tp]
+    if uneven:
         yield (
-            "[MIXKV-PAIR-04] a TP size is no multiple of its DP-attention and CP sizes. Change "
-            "--tp-size or --attn-dp-size."
+            f"[MIXKV-PAIR-04] {' and '.join(uneven)}: the TP size is no multiple of its "
+            "DP-attention and CP sizes. Change --tp-size or --attn-dp-size."
         )
         return
     try:
-        readers_of(*sizes)
-        if facts is not None:
-            for tp in sizes:
-                heads_on_rank(facts.total_heads, tp, 0)
+        readers_of(prefill.attention_tp, decode.attention_tp)
     except MixKVError as error:
         yield str(error)
+    for side in (prefill, decode):
+        try:
+            if side.facts is not None:
+                heads_on_rank(side.facts.total_heads, side.attention_tp, 0)
+        except MixKVError as error:
+            yield str(error.about(side.role))
 
 
 # SGLang compares the first two when a pair meets (common/conn.py, try_ensure_parallel_info).
@@ -174,6 +177,10 @@ def _row(server: Server, topk: int) -> Row:
 
 def _models(prefill: Server, decode: Server) -> Iterator[str]:
     """What nothing compares."""
+    for side in (prefill, decode):
+        head = side.draft.architecture if side.draft else ""
+        if words := refusals.other_head(head, side.speculative_algorithm or ""):
+            yield f"{side.role}: {words}"
     here, there = (model_text(side.target) for side in (prefill, decode))
     yield from _differ("target", here, there, "its KV would be in wrong rows")
     here, there = (model_text(side.draft) for side in (prefill, decode))
@@ -203,6 +210,10 @@ def model_text(model: Model | None) -> str:
 
 def _notes(prefill: Server, decode: Server) -> Iterator[str]:
     yield from (*prefill.notes, *decode.notes)
+    kinds = dict.fromkeys(filter(None, (prefill.gpu, decode.gpu)))
+    for gpu in kinds:
+        roles = " and ".join(side.role for side in (prefill, decode) if side.gpu == gpu)
+        yield f"{roles}: resolved as on a {gpu.title()} GPU (--gpu)"
     for what, here, there in (
         ("target", prefill.target, decode.target),
         ("drafter", prefill.draft, decode.draft),
@@ -216,4 +227,29 @@ def _notes(prefill: Server, decode: Server) -> Iterator[str]:
         yield (
             "speculation on decode alone: each request's drafter starts cold, so fewer drafts are "
             "accepted; give prefill the same --speculative flags"
+        )
+    yield from _window(prefill, decode)
+
+
+def _window(prefill: Server, decode: Server) -> Iterator[str]:
+    asked = [side.speculative_draft_window_size for side in (prefill, decode)]
+    if decode.draft is None or decode.facts is None:
+        return
+    if (window := decode.draft.window) is not None:
+        size, token = decode.page_size or 1, decode.facts.bytes_per_token(decode.facts.total_heads)
+        left = pages_left_out(-(-LONG // size), size, window) * size
+        yield (
+            f"draft window: decode's drafter reads the last {window:,} tokens alone, so that of a "
+            f"prompt of {LONG:,} tokens {(LONG - left) * token:,} bytes of draft KV move, and "
+            f"{left * token:,} do not"
+        )
+    elif asked[1]:
+        yield (
+            f"draft window: --speculative-draft-window-size {asked[1]} saves no bytes, since with "
+            "this drafter, attention backend, top-k, sink or prefix cache decode may read all rows"
+        )
+    if asked[0] != asked[1]:
+        yield (
+            f"draft window: --speculative-draft-window-size is {asked[0]} on prefill, {asked[1]} "
+            "on decode: served, and decode's alone says which rows move"
         )

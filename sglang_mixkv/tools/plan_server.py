@@ -19,20 +19,17 @@ from sglang_mixkv import refusals
 from sglang_mixkv.config import ATTRIBUTE, Config, resolve
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.draft.targets import Target
+from sglang_mixkv.draft.window import window_of
 from sglang_mixkv.engine.releases import rules, sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools import plan_line
 from sglang_mixkv.tools.plan_line import parse, split, unreadable
 
-NO_GPU = (
-    "no GPU is here: resolved as on a {gpu} one (--gpu); by its memory SGLang may take another "
-    "--chunked-prefill-size"
-)
-
 
 class Model(msgspec.Struct, frozen=True):
     """`kv_heads`: 0 where each rank has the same rows (MLA). `head_bytes`: of a token and head, K
-    of each layer, then V. `hybrid`: some layers have a state instead of KV."""
+    of each layer, then V. `hybrid`: some layers have a state instead of KV. `window`: how far a
+    drafter reads (draft/window.py)."""
 
     path: str
     architecture: str
@@ -41,6 +38,7 @@ class Model(msgspec.Struct, frozen=True):
     head_bytes: tuple[int, ...]
     dtype: str
     hybrid: bool = False
+    window: int | None = None
 
 
 class Flags(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,21 +51,22 @@ class Flags(msgspec.Struct, frozen=True, kw_only=True):
     dcp_size: int
     page_size: int | None
     kv_cache_dtype: str
-    chunked_prefill_size: int | None
     disaggregation_transfer_backend: str
     disaggregation_enable_kv_checksum: bool
     speculative_algorithm: str | None
     speculative_eagle_topk: int | None
+    speculative_draft_window_size: int | None = None
 
 
 class Server(Flags, frozen=True, kw_only=True):
-    """`enabled`: opted in. `attention_tp`: 0 where TP does not split. `stage`: the target of the
-    first pipeline stage. `stock`: why SGLang itself does not start it; `refused`: why the plugin
-    does not."""
+    """`enabled`: opted in. `gpu`: what it was resolved for. `attention_tp`: 0 where TP does not
+    split. `stage`: the target of the first pipeline stage. `stock`: why SGLang itself does not
+    start it; `refused`: why the plugin does not."""
 
     role: str
     enabled: bool
     config: Config
+    gpu: str
     attention_tp: int
     target: Model
     stage: Target
@@ -77,9 +76,9 @@ class Server(Flags, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
     @property
-    def chunk(self) -> int:
-        """Tokens that prefill computes at a time; 0 for a whole prompt."""
-        return max(0, self.chunked_prefill_size or 0)
+    def groups(self) -> int:
+        """Sets of attention-TP ranks, each of which has the whole KV of its requests."""
+        return self.attn_dp_size * self.dp_size
 
     @property
     def facts(self) -> DraftFacts | None:
@@ -93,49 +92,68 @@ class Server(Flags, frozen=True, kw_only=True):
         )  # fmt: skip
 
 
-def read(role: str, line: str, *, gpu: str = next(iter(plan_line.GPUS))) -> Server:
+def read(role: str, text: str, *, gpu: str | None = None) -> Server:
     """Raises MixKVError or ValueError for what cannot be read, ImportError without SGLang. `gpu`: a
-    name of GPUS, for a host without one."""
+    name of GPUS; without one, the first on which SGLang starts the line."""
     try:
-        environ, flags = split(line)
-        with plan_line.alone(environ):
-            return _read(role, parse(flags), environ, gpu)
+        line = split(text)
+        with plan_line.alone(line.environ):
+            return _read(role, line, [gpu] if gpu else [*plan_line.GPUS])
     except MixKVError as error:
         raise error.about(role) from None
     except ValueError as error:  # SGLang's
         raise ValueError(f"{role}: {error}") from None
 
 
-def _read(role: str, args: argparse.Namespace, environ: dict[str, str], gpu: str) -> Server:
+def _read(role: str, line: plan_line.Line, gpus: list[str]) -> Server:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import ServerArgs
 
-    config = resolve(args, environ)
+    args = parse(line.flags)
+    config = resolve(args, line.environ)
     _check_models(args)
+    notes = [*_notes(role, line, args)]
     if args.disaggregation_mode in (None, "null"):
         args.disaggregation_mode = role
-    has_device = plan_line.has_device()
-    if not has_device:
-        args.device = args.device or "cuda"
-    server_args = ServerArgs.from_cli_args(args)
-    setattr(server_args, ATTRIBUTE, Config())  # `refused` has what the plugin's hook would raise
-    with nullcontext() if has_device or args.device != "cuda" else plan_line.as_on(gpu):
-        stock = tuple(_not_started(role, server_args))
+    args.device = args.device or "cuda"
+    for gpu in (*gpus, gpus[0]):  # where none will do, the first says why
+        server_args = ServerArgs.from_cli_args(args)
+        setattr(
+            server_args, ATTRIBUTE, Config()
+        )  # `refused` has what the plugin's hook would raise
+        with plan_line.as_on(gpu) if args.device == "cuda" else nullcontext():
+            stock = tuple(_not_started(role, server_args))
+        if not stock:
+            break
+    if args.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would look for one here
+        stock, notes = (), [*notes, f"{role}: what SGLang checks on {args.device} was not checked"]
     view = resolving_view(server_args)
     target = _model(server_args, view, is_draft=False)
     values: dict[str, Any] = {n: getattr(view, n, None) for n in Flags.__struct_fields__}
     if values["attn_dp_size"] is None:  # no flag of its own up to SGLang 0.5.21
         values["attn_dp_size"] = view.dp_size if view.enable_dp_attention else 1
+        values["dp_size"] //= values["attn_dp_size"]
     parts = values["attn_dp_size"] * view.attn_cp_size
     return Server(
         **values,
         role=role, enabled=config.enabled, config=config, stock=stock,
+        gpu=gpu if args.device == "cuda" else "",
         attention_tp=view.tp_size // parts if parts and not view.tp_size % parts else 0,
         target=target, stage=_stage(target, view),
         draft=_model(server_args, view, is_draft=True) if refusals.has_drafter(view) else None,
-        refused=tuple(_refused(role, view, environ)),
-        notes=() if has_device else (NO_GPU.format(gpu=gpu.title()),),
+        refused=tuple(_refused(role, view, line.environ)), notes=tuple(notes),
     )  # fmt: skip
+
+
+def _notes(role: str, line: plan_line.Line, args: argparse.Namespace) -> Iterator[str]:
+    """What decides nothing here. Takes the flags away that the server's host answers."""
+    if line.unread:
+        yield f"{role}: no shell runs, so this is taken as it stands: {' '.join(line.unread)}"
+    for name in plan_line.OF_HOST:
+        if value := getattr(args, name, None):
+            setattr(args, name, None)
+            flag = f"--{name.replace('_', '-')}"
+            yield f"{role}: {flag} {value} depends on the server's host and was not looked at"
 
 
 def _check_models(args: argparse.Namespace) -> None:
@@ -152,18 +170,34 @@ def _check_models(args: argparse.Namespace) -> None:
                 continue
         raise unreadable(
             f"{flag} {path}: neither a folder nor in the Hub's cache here, and the plan downloads "
-            f"nothing. Give {flag} FOLDER"
+            f"nothing. Copy the model's config.json into a folder, and give {flag} FOLDER"
         )
 
 
 def _not_started(role: str, server_args: Any) -> Iterator[str]:
-    """What SGLang raises, and where it says nothing, the line that does."""
+    """What SGLang raises, and where it says nothing, the line that does. A step of its resolution
+    that raises hides none behind it."""
+    from sglang.srt.arg_groups import pipeline
+
+    raised, run = list[Exception](), pipeline.run_hook
+
+    def go_on(step: Any, *args: Any) -> None:
+        try:
+            step(*args)
+        except Exception as error:
+            raised.append(error)
+
+    pipeline.run_hook = lambda step, args: go_on(run, step, args)
     try:
-        server_args.resolve_once()
-        server_args.check_server_args()
-    except Exception as error:
-        text = str(error) or str(traceback.extract_tb(error.__traceback__)[-1].line)
-        yield f"{role}: SGLang {sglang_version()} does not start it: {' '.join(text.split())}"
+        go_on(server_args.resolve_once)
+        go_on(server_args.check_server_args)
+    finally:
+        pipeline.run_hook = run
+    said = (ValueError, RuntimeError, AssertionError)  # others may follow from an earlier one
+    raised[1:] = [error for error in raised[1:] if isinstance(error, said) and str(error)]
+    texts = (str(e) or str(traceback.extract_tb(e.__traceback__)[-1].line) for e in raised)
+    for text in dict.fromkeys(" ".join(text.split()) for text in texts):
+        yield f"{role}: SGLang {sglang_version()} does not start it: {text}"
 
 
 def _refused(role: str, view: Any, environ: Mapping[str, str]) -> Iterator[str]:
@@ -210,6 +244,7 @@ def _model(server_args: Any, view: Any, *, is_draft: bool) -> Model:
         path, config.hf_config.architectures[0], 0 if alike else config.get_total_num_kv_heads(),
         layers, tuple(width * dtype.itemsize for width in widths for _ in range(layers)),
         str(dtype).removeprefix("torch."), bool(mambaish_config(config)),
+        window_of(view, config.hf_config) if is_draft else None,
     )  # fmt: skip
 
 

@@ -1,10 +1,9 @@
 """Running servers on one screen, from their /metrics pages.
 
-    python -m sglang_mixkv status URL... [--seconds 2] [--new] [--json]
+    python -m sglang_mixkv status URL... [--seconds N] [--json]
 
-A URL is a server's, or the page of a router. Bytes a second are between two looks; all else is
-since each server started, with --new since the first look. `lost` is the share of tokens a verify
-round that cold drafters cost.
+A URL is a server's, the page of a router, or Prometheus'. Requests are counted since each server
+started, with --seconds N those that end in so many seconds from now on.
 
 Exit status: 0 nothing is wrong; 1 something is; 2 a page could not be read.
 
@@ -14,23 +13,24 @@ Servers need --enable-metrics; those that ask for an API key get that of SGLANG_
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from textwrap import TextWrapper
-from typing import Any, NamedTuple
 
-from sglang_mixkv.series import MEMORY, NOTES, PREFILL, REPORT, STATES, Kind
+import msgspec
+
+from sglang_mixkv.series import MEMORY, NOTES, REPORT, STATES, Kind
 from sglang_mixkv.tools import table
-from sglang_mixkv.tools.status_pages import Drafts, Look, Page, Pair, Server, look, pairs, servers
+from sglang_mixkv.tools.status_pages import Look, Page, Pair, Server, look, pairs, servers
 
-SECONDS, TIMEOUT_S, WIDTH = 2.0, 5.0, 100
+TIMEOUT_S, WIDTH = 5.0, 100
 COLD_SHARE = 0.01  # of requests; as the alert MixKVColdDrafters
 NONE = "-"
 
 
-class Wrong(NamedTuple):
+@dataclass(frozen=True)
+class Wrong:
     """`where`: a server, or a decode server and its prefill server."""
 
     where: str
@@ -51,24 +51,6 @@ class Status:
     def exit_status(self) -> int:
         return 2 if self.unread else int(bool(self.wrong))
 
-    def figures(self) -> dict[str, Any]:
-        rows = [
-            {
-                "decode": pair.decode, "prefill": pair.prefill, "requests": pair.rooms.total(),
-                "rooms": pair.rooms, "warm_share": pair.warm_share, "lost": pair.lost,
-                "drafts": {
-                    state: {**asdict(drafts), "accept_length": drafts.length}
-                    for state, drafts in pair.drafts.items() if drafts.requests
-                },
-                "breaker_open": pair.breaker_open,
-            }
-            for pair in self.pairs
-        ]  # fmt: skip
-        return {
-            "servers": [asdict(one) for one in self.servers], "pairs": rows,
-            "wrong": [one._asdict() for one in self.wrong], "unread": self.unread,
-        }  # fmt: skip
-
     def text(self) -> str:
         lines = [*table(_servers(self.servers))]
         if self.pairs:
@@ -84,11 +66,10 @@ class Status:
         return "\n".join(lines)
 
 
-def status(before: Look, now: Look, first: Look | None = None) -> Status:
-    """Of two looks. `first`: what happened since is counted; without it, since servers started."""
+def status(now: Look, first: Look | None = None) -> Status:
+    """`first`: what happened since is counted; without it, since servers started."""
     since = now if first is None else now.since(first)
-    found = [*servers(now, now.since(before), now.at - before.at)]
-    rows = [*pairs(since)]
+    found, rows = [*servers(now)], [*pairs(since)]
     return Status(found, rows, [*_wrong(since, found, rows)], now.unread)
 
 
@@ -96,28 +77,22 @@ def status(before: Look, now: Look, first: Look | None = None) -> Status:
 
 
 def _servers(found: Sequence[Server]) -> Iterator[Sequence[str]]:
-    yield "server", "role", "ranks", "slots in use", "draft KV"
+    yield "server", "role", "ranks", "slots in use"
     for one in found:
         slots = f"{one.slots_used} of {one.slots}" if one.slots else NONE
-        way = "sent" if one.role == PREFILL else "received"
-        moved = NONE if one.moved is None else f"{one.moved / 1e6:,.1f} MB/s {way}"
         role = one.role if one.has_plugin else "no plugin"
-        yield one.name, role, str(one.ranks or NONE), slots, moved
+        yield one.name, role, str(one.ranks or NONE), slots
 
 
 def _pairs(found: Sequence[Pair]) -> Iterator[Sequence[str]]:
-    yield "decode", "prefill", "requests", "warm", "accept: warm", "cold", "retracted", "lost"
+    yield "decode", "prefill", "requests", "warm", "accept: warm", "cold", "retracted"
     for pair in found:
-        lengths = (pair.drafts[state].length for state in STATES)
+        lengths = (pair.accept_lengths[state] for state in STATES)
         yield (
-            pair.decode, pair.prefill, f"{pair.rooms.total():,}", _share(pair.warm_share),
+            pair.decode, pair.prefill, f"{pair.rooms.total():,}",
+            NONE if pair.warm_share is None else f"{pair.warm_share:.1%}",
             *(NONE if length is None else f"{length:.2f}" for length in lengths),
-            _share(pair.lost),
         )  # fmt: skip
-
-
-def _share(share: float | None) -> str:
-    return NONE if share is None else f"{share:.1%}"
 
 
 # ---------------------------------------------------------------- what is wrong
@@ -130,9 +105,8 @@ def _wrong(since: Look, found: list[Server], pairs: list[Pair]) -> Iterator[Wron
     for name, page in since.pages.items():
         yield from (Wrong(name, *words) for words in _of_counts(page))
     for pair in pairs:
-        others = [other for other in pairs if other.decode == pair.decode]
         where = f"{pair.decode}, prefill {pair.prefill}"
-        yield from (Wrong(where, *words) for words in _of_pair(pair, others))
+        yield from (Wrong(where, *words) for words in _of_pair(pair))
 
 
 def _of_server(server: Server) -> Iterator[tuple[str, str]]:
@@ -159,8 +133,7 @@ def _of_counts(page: Page) -> Iterator[tuple[str, str]]:
             yield f"{number} times {kind.happened}", kind.remedy
 
 
-def _of_pair(pair: Pair, others: list[Pair]) -> Iterator[tuple[str, str]]:
-    """`others`: all pairs of this decode server."""
+def _of_pair(pair: Pair) -> Iterator[tuple[str, str]]:
     if pair.breaker_open:
         kind = NOTES["breaker_opened"]
         yield f"{kind.happened}; {kind.consequence}", kind.remedy
@@ -171,18 +144,7 @@ def _of_pair(pair: Pair, others: list[Pair]) -> Iterator[tuple[str, str]]:
             kind = NOTES.get(f"cold_{reason}", Kind(remedy=REPORT))
             what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
             happened = f": {kind.happened}" if kind.happened else ""
-            yield what + happened + _cost(pair, others), kind.remedy
-
-
-def _cost(pair: Pair, others: list[Pair]) -> str:
-    """What its cold requests accept, beside warm ones: its own, or those of other servers."""
-    cold, warm, whose = pair.drafts["cold"].length, pair.drafts["warm"].length, "its warm ones"
-    if not warm:
-        found, whose = [o.drafts["warm"] for o in others], "warm ones of other prefill servers"
-        warm = Drafts(0, sum(d.rounds for d in found), sum(d.tokens for d in found)).length
-    if not cold or not warm:
-        return ""
-    return f"; cold ones accept {cold:.2f} tokens a round, {whose} {warm:.2f}"
+            yield what + happened, kind.remedy
 
 
 # ---------------------------------------------------------------- the command line
@@ -202,13 +164,13 @@ def main(argv: list[str]) -> int:
     )
     add = parser.add_argument
     add("urls", nargs="+", metavar="URL", help="http://HOST:PORT of a server, or a page of metrics")
-    add("--seconds", type=_seconds, default=SECONDS, help="between two looks (default %(default)s)")
-    add("--new", action="store_true", help="count what happens between the looks alone")
-    add("--timeout", type=_seconds, default=TIMEOUT_S, help="of a page (default %(default)s)")
-    add("--json", action="store_true", help="figures instead of the table")
+    add("--seconds", type=_seconds, help="count the requests of so many seconds from now on")
+    add("--json", action="store_true", help="figures instead of the tables")
     args = parser.parse_args(argv)
-    first = look(args.urls, args.timeout)
-    time.sleep(args.seconds)
-    found = status(first, look(args.urls, args.timeout), first if args.new else None)
-    print(json.dumps(found.figures(), indent=1) if args.json else found.text())
+    first, now = None, look(args.urls, TIMEOUT_S)
+    if args.seconds:
+        time.sleep(args.seconds)
+        first, now = now, look(args.urls, TIMEOUT_S)
+    found = status(now, first)
+    print(msgspec.json.format(msgspec.json.encode(found)).decode() if args.json else found.text())
     return found.exit_status

@@ -1,26 +1,44 @@
 """What servers' /metrics pages say of each server, and of each decode server with each prefill
-server. A router's page has those of several servers, which `worker_addr` distinguishes."""
+server. A page may have several servers: `worker_addr` names them on a router's, `instance` on
+Prometheus' own.
+"""
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from sglang_mixkv.series import DECODE, PREFILL
-from sglang_mixkv.tools.client import RequestFailed
-from sglang_mixkv.tools.pages import Ranks, Rooms, Sample, add_rooms, samples
-from sglang_mixkv.tools.pages import page as page_text
+from sglang_mixkv.series import STATES
+from sglang_mixkv.tools.client import RequestFailed, request
 
 OURS = "sglang_mixkv_"
 AT_ONCE = 16
 RANK = ("dp_rank", "pp_rank", "tp_rank", "moe_ep_rank")
-BYTES = {PREFILL: "sent_bytes_total", DECODE: "needed_bytes_total"}
 
 # ---------------------------------------------------------------- pages
+
+
+class Sample(NamedTuple):
+    """One series. `labels`: sorted pairs."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...]
+
+    def label(self, name: str) -> str:
+        return dict(self.labels).get(name, "")
+
+
+def samples(text: str) -> Iterator[tuple[Sample, float]]:
+    """Of a Prometheus page. A server's own begins its names with `sglang:`, the router's with
+    `sglang_`, as here. Raises ValueError."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    for one in (s for family in text_string_to_metric_families(text) for s in family.samples):
+        yield Sample(one.name.replace(":", "_", 1), tuple(sorted(one.labels.items()))), one.value
 
 
 @dataclass
@@ -38,7 +56,8 @@ class Page:
         self.is_sglang = True
         self.role = sample.label("engine_type") or self.role
         if sample.name.startswith(OURS):
-            self.series[sample.renamed(sample.name.removeprefix(OURS))] += value  # type: ignore[assignment]
+            own = sample._replace(name=sample.name.removeprefix(OURS))
+            self.series[own] += value  # type: ignore[assignment]
 
     def of(self, name: str) -> Iterator[tuple[Sample, float]]:
         return ((sample, value) for sample, value in self.series.items() if sample.name == name)
@@ -67,9 +86,8 @@ class Page:
 
 @dataclass
 class Look:
-    """`at`: seconds. `unread`: URL -> why its page could not be read."""
+    """`unread`: URL -> why its page could not be read."""
 
-    at: float
     pages: dict[str, Page] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
 
@@ -78,20 +96,20 @@ class Look:
         pages = {
             name: one.since(before.pages.get(name, Page())) for name, one in self.pages.items()
         }
-        return Look(self.at, pages, self.unread)
+        return Look(pages, self.unread)
 
     def read(self, url: str, text: str) -> None:
         server = url.partition("://")[2].removesuffix("/metrics")
         try:
             pages: dict[str, Page] = {server: Page()}
             for sample, value in samples(text):
-                name = urlsplit(sample.label("worker_addr")).netloc or sample.label("worker_addr")
-                pages.setdefault(name or server, Page()).add(sample, value)
+                name = sample.label("worker_addr") or sample.label("instance") or server
+                pages.setdefault(urlsplit(name).netloc or name, Page()).add(sample, value)
         except ValueError as error:
             self.unread[url] = f"{url} is no page of metrics: {error}"
             return
         if len(pages) > 1 and not pages[server].series:
-            del pages[server]  # the router's own
+            del pages[server]  # the router's or Prometheus' own
         self.pages.update(pages)
 
 
@@ -103,14 +121,18 @@ def page_url(url: str) -> str:
 
 def look(urls: Iterable[str], timeout: float) -> Look:
     """At all pages side by side."""
-    found = Look(time.monotonic())
+    found = Look()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = {url: pool.submit(page_text, url, timeout) for url in map(page_url, urls)}
+        answers = {
+            url: pool.submit(request, "GET", url, timeout) for url in map(page_url, urls)
+        }  # fmt: skip
     for url, answer in answers.items():
         try:
-            found.read(url, answer.result())
+            found.read(url, answer.result().text)
         except RequestFailed as error:
-            found.unread[url] = str(error)
+            why = str(error)
+            no_page = why.startswith("HTTP 404")
+            found.unread[url] = f"{why} Start it with --enable-metrics" if no_page else why
     return found
 
 
@@ -119,8 +141,7 @@ def look(urls: Iterable[str], timeout: float) -> Look:
 
 @dataclass(frozen=True)
 class Server:
-    """`ranks`: that have series. `slots`, `slots_used`: of the rank that uses most. `moved`: bytes
-    of draft KV a second, over all ranks, None without a second look."""
+    """`ranks`: that have series. `slots`, `slots_used`: of the rank that uses most."""
 
     name: str
     role: str
@@ -129,82 +150,63 @@ class Server:
     ranks: int
     slots: int
     slots_used: int
-    moved: float | None
 
 
-def servers(now: Look, between: Look, seconds: float) -> Iterator[Server]:
-    """`between`: what happened in so many seconds, 0 with one look."""
+def servers(now: Look) -> Iterator[Server]:
     for name, page in now.pages.items():
-        moved = sum(value for _, value in between.pages[name].of(BYTES.get(page.role, "")))
         slots, used = (
             max((round(value) for _, value in page.of(gauge)), default=0)
             for gauge in ("slots", "slots_used")
         )
         ranks = {tuple(map(sample.label, RANK)) for sample in page.series}
         yield Server(
-            name, page.role, page.is_sglang, bool(page.series), len(ranks), slots, used,
-            moved / seconds if seconds else None,
+            name, page.role, page.is_sglang, bool(page.series), len(ranks), slots, used
         )  # fmt: skip
 
 
-@dataclass
-class Drafts:
-    """Of requests that have ended."""
-
-    requests: float = 0
-    rounds: float = 0
-    tokens: float = 0
-
-    @property
-    def length(self) -> float | None:
-        """Tokens a verify round."""
-        return self.tokens / self.rounds if self.rounds else None
-
-
-@dataclass
+@dataclass(frozen=True)
 class Pair:
-    """A decode server and a prefill server's bootstrap address. `rooms`: `warm`, or why cold, of
-    the rank that has most colds. `drafts`: by state, over all ranks."""
+    """A decode server and a prefill server's bootstrap address. `rooms`: requests by `warm` and by
+    reason of a cold drafter. `accept_lengths`: tokens a verify round of requests that have ended,
+    over all ranks, by state; None without any."""
 
     decode: str
     prefill: str
-    rooms: Counter[str] = field(default_factory=Counter)
-    drafts: defaultdict[str, Drafts] = field(default_factory=lambda: defaultdict(Drafts))
-    breaker_open: bool = False
+    rooms: Counter[str]
+    accept_lengths: dict[str, float | None]
+    breaker_open: bool
 
     @property
     def warm_share(self) -> float | None:
         return self.rooms["warm"] / self.rooms.total() if self.rooms.total() else None
 
-    @property
-    def lost(self) -> float | None:
-        """The share of tokens a round that its cold drafters cost; None without both kinds."""
-        warm, cold = self.drafts["warm"], self.drafts["cold"]
-        if not warm.length or not cold.length:
-            return None
-        both = (warm.tokens + cold.tokens) / (warm.rounds + cold.rounds)
-        return max(0.0, 1 - both / warm.length)
-
 
 def pairs(since: Look) -> Iterator[Pair]:
-    for name, page in since.pages.items():
-        found: dict[str, Pair] = {}
-        ranks: defaultdict[str, Ranks] = defaultdict(dict)
-        for sample, value in page.series.items():
-            if prefill := sample.label("prefill"):
-                pair = found.setdefault(prefill, Pair(name, prefill))
-                drafts = pair.drafts[sample.label("state")]
-                match sample.name:
-                    case "prefill_rooms_total":
-                        add_rooms(ranks[prefill], (name,), sample, value)
-                    case "finished_requests_total":
-                        drafts.requests += value
-                    case "verify_rounds_total":
-                        drafts.rounds += value
-                    case "accepted_tokens_total":
-                        drafts.tokens += value
-                    case "breaker_open" if value:
-                        pair.breaker_open = True
-        for prefill, pair in sorted(found.items()):
-            pair.rooms = Rooms(ranks[prefill]).counts
-            yield pair
+    for name, page in sorted(since.pages.items()):
+        for prefill in sorted({sample.label("prefill") for sample in page.series} - {""}):
+            theirs = [(s, v) for s, v in page.series.items() if s.label("prefill") == prefill]
+            mine = Page(page.role, page.is_sglang, Counter(dict(theirs)))
+            lengths = {state: _accept_length(mine, state) for state in STATES}
+            is_open = any(value for _, value in mine.of("breaker_open"))
+            yield Pair(name, prefill, _rooms(mine), lengths, is_open)
+
+
+def _rooms(page: Page) -> Counter[str]:
+    """The ranks of one DP rank serve the same requests; the one with most colds counts, since a
+    request is warm only where no rank says cold. Requests that ended first are left out."""
+    groups: defaultdict[str, defaultdict[str, Counter[str]]]
+    groups = defaultdict(lambda: defaultdict(Counter))
+    for sample, value in page.of("prefill_rooms_total"):
+        if sample.label("state") in ("warm", "cold"):
+            counts = groups[sample.label("dp_rank")][sample.label("tp_rank")]
+            counts[sample.label("reason") or "warm"] += round(value)
+    worst = (max(ranks.values(), key=lambda c: c.total() - c["warm"]) for ranks in groups.values())
+    return sum(worst, Counter())
+
+
+def _accept_length(page: Page, state: str) -> float | None:
+    tokens, rounds = (
+        sum(value for sample, value in page.of(name) if sample.label("state") == state)
+        for name in ("accepted_tokens_total", "verify_rounds_total")
+    )
+    return tokens / rounds if rounds else None

@@ -12,15 +12,19 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sglang_mixkv.__main__ import COMMANDS
-from sglang_mixkv.tools import plan
+from sglang_mixkv.config import Config
+from sglang_mixkv.draft.layout import DraftFacts
+from sglang_mixkv.tools import plan, plan_pair
 
 from .pages import IDS, PAGES, ROOT, Block, bash, prose, words
 
 HERE = r"python -m sglang_mixkv plan .*|(\w+=\S+ )*scripts/launch/\w+\.sh --dry-run"
+HOME = "https://github.com/OWNER/sglang-mixkv/blob/main/"
 PAIR = "mixkv_demo/models/mla"
 FLAGS = (
     f"--model-path {PAIR}/target --speculative-algorithm EAGLE3 "
@@ -103,6 +107,25 @@ def test_the_readmes_pair_of_lines_is_planned(
     assert "attention TP 1" in said
 
 
+def test_the_sizes_of_a_fleet_are_the_plans() -> None:
+    """Kimi-K2's EAGLE3 head, TP 8 -> 8 DP-attention groups, as docs/deploy.md has it."""
+    facts = DraftFacts("LlamaForCausalLMEagle3", "EAGLE3", 64, (256, 256), "bfloat16")
+    prefill, decode = (
+        SimpleNamespace(facts=facts, groups=groups, config=Config(staging_mb=256))
+        for groups in (1, 8)
+    )
+    page = (ROOT / "docs" / "deploy.md").read_text()
+    rows = re.findall(r"^\| (\d+) x (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([\d,]+) \|", page, re.M)
+    assert rows
+    for row in rows:
+        *servers, readers, owners, slots, tokens = (int(cell.replace(",", "")) for cell in row)
+        reads = [*plan_pair._reads(facts, 8, 1)]
+        fleet = plan_pair._fleet(reads, prefill, decode, tuple(servers))
+        assert (fleet.readers, fleet.sources, fleet.slots, fleet.tokens) == (
+            readers, owners, slots, tokens,
+        )  # fmt: skip
+
+
 def test_a_python_that_this_machine_lacks_is_an_error() -> None:
     """Nothing is set up or tested on another version instead."""
     done = run("PYTHON=python3.99 bash scripts/test.sh --version", ROOT, 60)
@@ -154,9 +177,12 @@ def test_the_doctor_finds_this_machine_right(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_links_and_names_of_files_lead_somewhere(page: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", prose(page)):
-        if target.startswith(("http://", "https://")):
+        if target.startswith(HOME):  # README is read on the package index, too
+            file = ROOT / target.removeprefix(HOME)
+        elif target.startswith(("http://", "https://")):
             continue
-        file = (page.parent / target) if target else page
+        else:
+            file = (page.parent / target) if target else page
         assert file.exists(), target
         if anchor:
             heads = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from check_jsonschema.builtin_schemas import get_builtin_schema
 from sglang_mixkv.tools import plan_server
 from sglang_mixkv.tools.plan_pair import make_plan
 
-from .pages import ROOT
+from .pages import ROOT, bash
 
 SCRIPTS, PAIR = ROOT / "scripts" / "launch", ROOT / "mixkv_demo" / "models" / "mla"
 ITEMS = [
@@ -71,9 +72,43 @@ def test_compose_and_github_accept_theirs() -> None:
         yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text()),
         json.loads(compose.read_text()),
     )
-    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    as_read = yaml.safe_load(workflow.replace("\non:", '\n"on":'))  # YAML 1.1 reads `on` as true
-    jsonschema.validate(as_read, get_builtin_schema("vendor.github-workflows"))
+    for file in (ROOT / ".github" / "workflows").iterdir():
+        workflow = file.read_text()
+        as_read = yaml.safe_load(workflow.replace("\non:", '\n"on":'))  # YAML 1.1: `on` is true
+        jsonschema.validate(as_read, get_builtin_schema("vendor.github-workflows"))
+        used = re.findall(r"uses: (\S+)", workflow)
+        assert [action for action in used if not re.search("@[0-9a-f]{40}$", action)] == []
+
+
+# ---------------------------------------------------------------- the page's commands
+
+
+def applied(part: str, folder: str) -> list[dict[str, Any]]:
+    """The objects that the block of docs/deploy.md with this text hands to kubectl."""
+    (block,) = [block for block in bash(ROOT / "docs" / "deploy.md") if part in block.text]
+    done = subprocess.run(
+        ["bash", "-c", f"kubectl() {{ cat; }}\n{block.text}"], cwd=ROOT / folder, text=True,
+        capture_output=True, check=True,
+    )  # fmt: skip
+    return [item for item in yaml.safe_load_all(done.stdout) if item]
+
+
+def test_a_second_group_has_everything_that_the_first_has() -> None:
+    first = [item for item in ITEMS if item["metadata"].get("labels", {}).get("group") == "a"]
+    second = applied("for file in", "examples/kubernetes")
+    renamed = (
+        json.dumps(second).replace("mixkv-b", "mixkv-a").replace('"group": "b"', '"group": "a"')
+    )
+    ordered = [sorted(map(json.dumps, group)) for group in (first, json.loads(renamed))]
+    assert ordered[0] == ordered[1]
+    assert "mixkv-a" not in json.dumps(second)
+    assert '"group": "a"' not in json.dumps(second)
+
+
+def test_the_prometheus_rule_is_the_alerts() -> None:
+    (rule,) = applied("PrometheusRule", ".")
+    assert rule["kind"] == "PrometheusRule"
+    assert rule["spec"] == yaml.safe_load((ROOT / "docs" / "alerts.yml").read_text())
 
 
 # ---------------------------------------------------------------- one pair of servers

@@ -6,6 +6,7 @@ Built with the installed setuptools, the wheel from the source distribution; ins
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -15,17 +16,27 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from rig.answers import serving
 
 from sglang_mixkv import __version__
+from sglang_mixkv.__main__ import COMMANDS
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
+from sglang_mixkv.errors import CODES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "sglang_mixkv"
-LIGHT = ("msgspec", "numpy", "pyzmq")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+HEAVY = ("torch",)
+"""Is left out of the clean environment; `doctor`'s read and the engine import it."""
+BESIDE_SGLANG = {"huggingface_hub", "mooncake", "nixl", "sglang", "triton", "yaml"}
+"""What is imported only where SGLang, or a transport, is."""
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache")
 FOLDERS = (
     "sglang_mixkv", "mixkv_cpu", "mixkv_demo", "docker", "docs", "examples", "scripts", "tests",
@@ -91,6 +102,20 @@ def test_the_source_distribution_carries_docs_scripts_and_tests(built: Path) -> 
     assert {"LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"} <= found
 
 
+def declared() -> set[str]:
+    """The wheel's dependencies and theirs, but for the heavy one."""
+    found, left = set[str](), list[str](PROJECT["dependencies"])
+    while left:
+        requirement = Requirement(left.pop())
+        name = canonicalize_name(requirement.name)
+        if name in found or name in HEAVY:
+            continue
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            found.add(name)
+            left += metadata.requires(name) or []
+    return found
+
+
 def link(name: str, site: Path) -> None:
     """Put an installed distribution of this environment into another one."""
     for file in metadata.files(name) or []:
@@ -103,11 +128,11 @@ def link(name: str, site: Path) -> None:
 
 @pytest.fixture(scope="module")
 def clean(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh environment with the plugin and what is light of its dependencies."""
+    """A fresh environment with the plugin and its declared dependencies."""
     folder = tmp_path_factory.mktemp("clean") / "env"
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
-    for name in LIGHT:
+    for name in declared():
         link(name, site)
     run(
         sys.executable, "-m", "pip", "--python", python(folder), "install", "-q", "--no-index",
@@ -142,22 +167,61 @@ def test_it_is_imported_from_the_clean_environment(clean: Path) -> None:
 
 def test_the_commands_work_without_sglang(clean: Path) -> None:
     def call(*arguments: str, status: int = 0) -> str:
-        return run(python(clean), "-m", "sglang_mixkv", *arguments, cwd=clean, status=status)
+        return run(clean / "bin" / "sglang-mixkv", *arguments, cwd=clean, status=status)
 
-    assert "plan" in call("--help")
+    assert call("--version") == f"sglang-mixkv {__version__}\n"
+    for command in COMMANDS:
+        assert f"sglang_mixkv {command}" in call(command, "--help")
+    with serving(lambda path: (200, b"go 5\n")) as server:
+        assert "no series of SGLang" in call("status", server, status=1)
     call("plan", "--prefill", "x", "--decode", "x", status=2)
-    said = call("doctor", "--no-seams", "--no-transfer", status=1)
+    said = call("doctor", status=1)
     assert "sglang_mixkv.plugin:register" in said
     assert re.search(r"^!! +sglang +none$", said, re.MULTILINE)
+    assert said.endswith("\n1 problem, marked !!\n")
+
+
+# ---------------------------------------------------------------- what the package names
+
+
+def nodes() -> Iterator[ast.AST]:
+    for path in PACKAGE.rglob("*.py"):
+        yield from ast.walk(ast.parse(path.read_text()))
+
+
+def test_what_the_wheel_imports_is_declared() -> None:
+    """An environment that has SGLang has many packages more, so nothing else would miss one."""
+    imported = set[str]()
+    for node in nodes():
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported.add(node.module.partition(".")[0])
+    imported -= {*sys.stdlib_module_names, "sglang_mixkv"}
+    of = metadata.packages_distributions()
+    found = {canonicalize_name(n) for module in imported - BESIDE_SGLANG for n in of[module]}
+    assert found == {Requirement(text).name for text in PROJECT["dependencies"]}
+
+
+def test_every_code_is_in_the_table_and_has_an_entry() -> None:
+    """Also one that a message puts together: nothing may stand where a part of a code does."""
+    printed = set[str]()
+    for node in nodes():
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            printed |= {*re.findall(r"MIXKV-[A-Z]+[\w-]*", node.value)}
+        elif isinstance(node, ast.JoinedStr):
+            texts = [v.value if isinstance(v, ast.Constant) else "{" for v in node.values]
+            assert not re.search(r"MIXKV-[\w-]*\{", "".join(map(str, texts)))
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert printed == set(CODES) == {*re.findall(r"(?m)^### (MIXKV-\S+)", page)}
 
 
 # ---------------------------------------------------------------- versions
 
 
 def test_versions_that_have_to_change_together() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == __version__
-    assert project["optional-dependencies"]["sglang"] == [f"sglang=={SUPPORTED_SGLANG[-1]}"]
+    assert PROJECT["version"] == __version__
+    assert PROJECT["optional-dependencies"]["sglang"] == [f"sglang=={SUPPORTED_SGLANG[-1]}"]
     assert f"lmsysorg/sglang:v{SUPPORTED_SGLANG[-1]}" in (ROOT / "docker/Dockerfile").read_text()
 
 

@@ -26,10 +26,9 @@ from mixkv_demo.ports import free_port
 from mixkv_demo.processes import Fleet, ServerProcess
 from mixkv_demo.servers import Deployment, start
 from sglang_mixkv.config import ENABLE_ENV
-from sglang_mixkv.tools.client import Answer, RequestFailed, accept_length, stream
+from sglang_mixkv.tools.client import Answer, RequestFailed, stream
 
 from .conftest import (
-    COLLAPSED,
     ENABLE,
     NEEDED,
     PAGES,
@@ -54,7 +53,6 @@ DYNAMO = FOLDER.name
 
 STARTED_S = 240
 OPTED_IN = {ENABLE_ENV: "1"}
-STOCK: dict[str, str] = {}
 BANNER = "sglang-mixkv 0."
 
 
@@ -214,18 +212,6 @@ def check(
 
 def test_a_pair_of_workers(reference: Reference) -> None:
     check(Topology(TP2, TP1, backend="nixl"), "nixl 2 -> 1", reference)
-
-
-@pytest.mark.full
-def test_without_the_plugin_the_drafter_is_lost(reference: Reference) -> None:
-    """The control."""
-    expected = reference("mla", ()).fixed
-    with dynamo(Topology(TP2, TP1, backend="nixl"), STOCK) as workers:
-        answers = workers.answers()
-        assert BANNER not in workers.log("decode")
-    record(f"Dynamo {DYNAMO}, nixl 2 -> 1, stock", answers, expected)
-    assert [a.tokens for a in answers] == [a.tokens for a in expected]
-    assert accept_length(answers) < COLLAPSED
 
 
 @pytest.mark.full

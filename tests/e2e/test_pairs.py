@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
+import requests
 
-from mixkv_demo.launch import Launch, ranks, run_by, without_drafter
-from mixkv_demo.pair import cousins, prompts
+from mixkv_demo.launch import HOST, Launch, ranks, run_by, without_drafter
+from mixkv_demo.pair import cousins, prompts, request_body
 from mixkv_demo.processes import Fleet
-from sglang_mixkv.tools.client import Answer, accept_length
+from sglang_mixkv.tools.client import (
+    Answer,
+    RequestFailed,
+    accept_length,
+    generate,
+    post,
+    read_stream,
+    session,
+)
 
 from . import staging_on_cpu
 from .conftest import (
@@ -96,6 +106,50 @@ def test_eight_requests_at_once_with_cached_prefixes(pd: Measured) -> None:
     record(f"{pd.case.name}, 8 at once", answers, pd.reference.cousins, warm_share(counted))
     same(answers, pd.reference.cousins)
     all_arrived(counted)
+
+
+def test_samples_that_would_share_a_number_are_refused(pd: Measured) -> None:
+    """The router gives all of them one. No server ends, and what follows is right."""
+    body = request_body(prompts(pair=pd.case.pair)[0])
+    body["sampling_params"]["n"] = 2
+    for url in [pd.deployment.url] * 20 + [server.url for server in pd.deployment.servers]:
+        with pytest.raises(RequestFailed, match=r"HTTP 400 .*MIXKV-PAIR-07.* got n = 2"):
+            generate(url, {**body, "bootstrap_room": 5})
+    same([pd.deployment.ask(prompts(pair=pd.case.pair)[0])], pd.reference.fixed[:1])
+
+
+def test_a_number_that_two_requests_have_at_once(pd: Measured) -> None:
+    """On each server one of two fails, of any DP rank, and the other is right."""
+    servers = pd.deployment.servers
+    port = servers[0].argv[servers[0].argv.index("--disaggregation-bootstrap-port") + 1]
+    where = {"bootstrap_host": HOST, "bootstrap_port": int(port), "bootstrap_room": 6}
+    body = {**request_body(prompts(pair=pd.case.pair)[0]), **where}
+    with ThreadPoolExecutor(4) as pool:
+        for server in servers:
+            twice = [pool.submit(generate, server.url, body) for _ in range(2)]
+            done, (first,) = wait(twice, return_when=FIRST_COMPLETED)
+            assert "MIXKV-PAIR-07" in str([one.exception() for one in done])
+    assert first.result().tokens == pd.reference.fixed[0].tokens
+
+
+def test_a_request_that_decode_retracts(pd: Measured) -> None:
+    """Prefill computes it again, with the same number (true retraction)."""
+    prompt, before = prompts(pair=pd.case.pair)[0], pd.now()
+
+    def lines(response: requests.Response) -> Iterator[bytes]:
+        for number, line in enumerate(response.iter_lines()):
+            if number == 0:
+                for path, body in ("pause", {"mode": "retract"}), ("continue", {}):
+                    url = f"{pd.deployment.servers[1].url}/{path}_generation"
+                    post(url, body).raise_for_status()
+            yield line
+
+    url, body = f"{pd.deployment.url}/generate", {**request_body(prompt), "stream": True}
+    with session() as made, made.post(url, json=body, stream=True, timeout=60) as response:
+        reply, _ = read_stream(url, lines(response))
+    assert tuple(reply["output_ids"]) == pd.reference.fixed[0].tokens
+    ranks = pd.counts[WARM] / len(pd.answers)
+    assert pd.since(before)[WARM] == 2 * ranks
 
 
 def gqa_staged(prefill: tuple[str, ...], decode: tuple[str, ...], name: str) -> Case:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from mixkv_demo.pair import prompts
 from mixkv_demo.ports import free_port
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import Deployment, bring_up, silent, start
-from sglang_mixkv.tools.client import RequestFailed
+from sglang_mixkv.tools.client import RequestFailed, post
 
 from .conftest import ENABLE, START_TIMEOUT, TP1, TP2, Reference, counts, record, warm_share
 from .test_pairs import same
@@ -115,3 +116,21 @@ def test_a_retry_finds_a_server_that_fits(
         answers = [deployment.ask(prompt) for prompt in prompts()]
     record(f"{name}, one of two prefills is refused", answers, expected)
     same(answers, expected)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_client_sees_that_prefill_aborted_its_request(name: str, servers: Servers) -> None:
+    """Decode, which stands still meanwhile, asks prefill for it only afterwards."""
+    (prefill, _), decode = servers.fitting[0], servers.decode
+    with (
+        router(name, servers, servers.fitting[:1], "--disable-retries") as deployment,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        post(f"{decode.url}/pause_generation", {"mode": "in_place"}).raise_for_status()
+        asked = pool.submit(deployment.ask, prompts()[0])
+        for _ in range(10):  # until prefill has it
+            post(f"{prefill.url}/abort_request", {"abort_all": True}).raise_for_status()
+            wait([asked], timeout=0.3)
+        post(f"{decode.url}/continue_generation", {}).raise_for_status()
+        with pytest.raises(RequestFailed, match=r"[Aa]bort"):
+            asked.result()

@@ -52,7 +52,7 @@ def given(rows: DraftRows, page: int, stagings: list[Staging], plane: Any = None
     on_cuda = rows.device.type == "cuda"
     return {
         "rows": rows, "staging": staging, "plane": plane or Direct(stagings),
-        "on_device": kernels(rows.entries, rows.heads, page, staging) if on_cuda else None,
+        "on_device": kernels(rows, page, staging) if on_cuda else None,
     }  # fmt: skip
 
 

@@ -8,18 +8,19 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.draft.rows_gpu import GpuRows, Pages, Ticket, gpu_rows
+from sglang_mixkv.draft.rows_gpu import GpuRows, Ticket, gpu_rows
 from sglang_mixkv.draft.slot_format import SlotCheck
 
 from .pools import STAMP, Ints
 
 
 class Request(NamedTuple):
-    """`numbers`: rows of its tokens. `cuts`: tokens of slot 0, of slot 1, and so on."""
+    """`numbers`: rows of its tokens. `cuts`: tokens of slot `slot`, of the next one, and so on."""
 
     numbers: Ints
     heads: range
     cuts: list[range]
+    slot: int = 0
 
     def rows(self, cut: range) -> Ints:
         return self.numbers[cut.start : cut.stop]
@@ -30,14 +31,14 @@ class Torch:
         self._rows, self._staging = DraftRows(entries, heads, by_numpy=False), staging
 
     def pack(self, request: Request) -> None:
-        for number, cut in enumerate(request.cuts):
+        for number, cut in enumerate(request.cuts, request.slot):
             slot = self._staging.slot(number)
             self._rows.pack(request.rows(cut), request.heads, slot, STAMP + number)
 
     def unpack(self, request: Request) -> list[SlotCheck]:
         """Of the slots that are right."""
         found = []
-        for number, cut in enumerate(request.cuts):
+        for number, cut in enumerate(request.cuts, request.slot):
             slot, rows = self._staging.slot(number), request.rows(cut)
             found.append(self._rows.unpack(rows, request.heads, slot, STAMP + number))
         return found
@@ -48,7 +49,8 @@ class Torch:
 
 class Kernels:
     def __init__(self, entries: list[Tensor], heads: range, page: int, staging: Staging) -> None:
-        self.rows, self._page = kernels(entries, heads, page, staging), page
+        self.rows, self._page = kernels(DraftRows(entries, heads), page, staging), page
+        self._made: tuple[Ints, memoryview] | None = None
 
     def pack(self, request: Request) -> None:
         assert set(ended(self.start("pack", request))) == {SlotCheck.OK}
@@ -65,13 +67,17 @@ class Kernels:
         pages = self._pages(request)
         jobs = [
             self.rows.job(pages, cut.start, len(cut), request.heads, number, STAMP + number)
-            for number, cut in enumerate(request.cuts)
+            for number, cut in enumerate(request.cuts, request.slot)
         ]
         ticket: Ticket = getattr(self.rows, f"start_{kind}")(jobs)
         return ticket
 
-    def _pages(self, request: Request) -> Pages:
-        return self.rows.pages(request.numbers[:: self._page] // self._page)
+    def _pages(self, request: Request) -> memoryview:
+        """Made once for all batches of the same rows, as the channel does."""
+        if self._made is None or self._made[0] is not request.numbers:
+            pages = self.rows.pages(request.numbers[:: self._page] // self._page)
+            self._made = request.numbers, pages
+        return self._made[1]
 
 
 def ended(ticket: Ticket) -> list[SlotCheck]:
@@ -85,7 +91,7 @@ def ended(ticket: Ticket) -> list[SlotCheck]:
 WAYS: dict[str, tuple[Any, ...]] = {"cpu": (Torch,), "cuda": (Torch, Kernels)}
 
 
-def kernels(entries: Any, heads: range, page: int, staging: Staging) -> GpuRows:
-    found = gpu_rows(entries, heads, page, staging)
+def kernels(rows: DraftRows, page: int, staging: Staging) -> GpuRows:
+    found = gpu_rows(rows, page, staging)
     assert isinstance(found, GpuRows), found
     return found

@@ -1,10 +1,10 @@
 """How long the product's copies take, in microseconds a slot of 4 MiB.
 
-    alone       whole calls: torch's take one slot after the other, the kernels one batch of all
+    alone       whole calls, each waited for: torch's of one slot, the kernels' of `batch` slots
     python      beside a thread that computes in Python: each wait for the GIL counts
     launches    beside a thread that launches kernels, as SGLang's scheduler does
-    device      what the GPU itself is busy with, by torch's profiler
     copy        a copy of as many bytes on the device, waited for
+    device      what the GPU itself is busy with, by torch's profiler; device_copy: with that copy
 
 These are figures to look at; nothing is judged. On the CPU they show that this runs.
 """
@@ -28,6 +28,7 @@ from .copies import WAYS, Request
 from .pools import DSPARK, EAGLE3, HEAD, SLOT, Drafter, pool, rows_of
 
 COUNT, PAGE, TIMES = {"cuda": 48, "cpu": 2}, 64, 5
+BATCHES = {"Torch": (1,), "Kernels": (1, 8, 48)}
 
 
 @contextmanager
@@ -56,7 +57,7 @@ def test_copies_are_timed(
     numbers, held = rows_of(count * step, PAGE), -(-count * step // PAGE) * PAGE
     entries = pool(drafter.layers, drafter.heads, held, "bf16", device)
     slots = Staging(count, SLOT[device.type], device)
-    request = Request(numbers, heads, [range(n * step, n * step + step) for n in range(count)])
+    cuts = [range(n * step, n * step + step) for n in range(count)]
     other = torch.empty_like(slots.slot(0))
 
     def copy() -> None:
@@ -74,26 +75,33 @@ def test_copies_are_timed(
             taken.append((time.perf_counter() - begin) / count * 1e6)
         return float(np.median(taken[-times:]))
 
-    small, activities = torch.zeros(1 << 16, device=device), [torch.profiler.ProfilerActivity.CUDA]
-    for way in WAYS[device.type]:
+    def busy(work: Callable[[], None]) -> float:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            us(work, 0)
+        return sum(one.self_device_time_total for one in profile.key_averages()) / count
+
+    small = torch.zeros(1 << 16, device=device)
+    ways = [(way, batch) for way in WAYS[device.type] for batch in BATCHES[way.__name__]]
+    for way, batch in ways:
         copies = way(entries, range(drafter.heads), PAGE, slots)
+        firsts = range(0, count, batch)
+        requests = [Request(numbers, heads, cuts[n : n + batch], n) for n in firsts]
 
-        def pack(copies: Any = copies) -> None:
-            copies.pack(request)
+        def pack(copies: Any = copies, requests: list[Request] = requests) -> None:
+            for request in requests:
+                copies.pack(request)
 
-        def unpack(copies: Any = copies) -> None:
-            assert set(copies.unpack(request)) == {SlotCheck.OK}
+        def unpack(copies: Any = copies, requests: list[Request] = requests) -> None:
+            for request in requests:
+                assert set(copies.unpack(request)) == {SlotCheck.OK}
 
         for work in (pack, unpack):
-            record = {"way": way.__name__, "copies": work.__name__, "alone": us(work)}
-            record["copy"] = us(copy)
+            record = {"way": way.__name__, "batch": batch, "copies": work.__name__}
+            record |= {"alone": us(work), "copy": us(copy)}
             with beside(lambda: sum(range(10_000))):
                 record["python"] = us(work, 1)
             with beside(lambda: small.add_(1)):
                 record["launches"] = us(work, 1)
             if device.type == "cuda":
-                with torch.profiler.profile(activities=activities) as profile:
-                    us(work, 0)
-                seen = profile.key_averages()
-                record["device"] = sum(one.self_device_time_total for one in seen) / count
+                record |= {"device": busy(work), "device_copy": busy(copy)}
             figures(**record)

@@ -10,20 +10,23 @@ import multiprocessing as mp
 import os
 import time
 from dataclasses import replace
-from threading import Thread
+from queue import SimpleQueue
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rig.faults import GONE, TIMEOUTS, WAITING_S
 from rig.model import Cache, Case, Request
-from rig.rank import Rank, send
+from rig.rank import Rank, reason_of, send
 from rig.ring import Outcome, ranks_of, run
 from rig.special import Special
 from rig.stages import Stop, hold_in_decode, hold_in_prefill
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-from sglang_mixkv.engine.sender import ABORTED, DraftSender
+from sglang_mixkv.engine.notices import Notices
+from sglang_mixkv.engine.sender import DraftSender
+from sglang_mixkv.series import ABORTED
 
 SHAPES = {
     "MLA 2 to 1": (2, 1, Cache("mla", layers=2, k_bytes=24)),
@@ -103,26 +106,78 @@ def test_without_deferred_release_decode_waits(side: str, monkeypatch: pytest.Mo
     assert f"timed out after {WAITING_S}." in outcome.reasons
 
 
-@pytest.mark.parametrize("status", [None, KVPoll.Success, KVPoll.Failed, KVPoll.Transferring])
-@pytest.mark.parametrize("release", ["has the message", "lacks it", "raises"])
-def test_what_abort_does(status: Any, release: str) -> None:
-    did = []
+@pytest.mark.transports(1)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decode_is_notified_whose_metadata_come_later(shape: str) -> None:
+    """Prefill has cleared the room, as its scheduler does, and does not know decode yet."""
 
-    class Stock:
-        def abort(self) -> None:
-            did.append("abort")
+    def first(rank: Rank) -> None:
+        name = "_sender" if rank.side == "prefill" else "_receiver"
+        real = getattr(rank, name)
 
-    class Sender(DraftSender, Stock):
-        bootstrap_room = 7
-        kv_mgr = SimpleNamespace(request_status={7: status}, enable_deferred_decode_kv_release=True)
+        def make(number: int, *args: Any) -> Any:
+            made = real(number, *args)
+            if number == 0 and rank.side == "prefill":
+                made.abort()
+                assert reason_of(made)
+            elif number == 0:
+                time.sleep(1)
+            return made
 
-    def conclude_failure(**_: Any) -> None:
-        did.append("message")
-        if release == "raises":
-            raise OSError
+        setattr(rank, name, make)
 
-    if release != "lacks it":
-        Sender.kv_mgr.conclude_failure = conclude_failure
-    Sender().abort()
-    notified = status == KVPoll.Transferring and release != "lacks it"
-    assert did == ["message"] * notified + ["abort"]
+    prefill, decode, target = SHAPES[shape]
+    case = Case(prefill, decode, target, rounds=((0,), (1,)))
+    faults = dict.fromkeys(ranks_of(case), first)
+    outcome = run(replace(case, special=Special(faults=faults)))
+    assert [w for w in outcome.wrong if not any(name in w for name in GONE)] == []
+    for report in outcome.decode:
+        assert report.status == ["failed", "success"]
+        assert ABORTED in report.reasons[0]
+
+
+class Stock:
+    def abort(self) -> None:
+        self.kv_mgr.did.append("abort")  # type: ignore[attr-defined]
+
+
+class Sender(DraftSender, Stock):
+    """On a manager with two decode ranks, of which one takes no message."""
+
+    def __init__(self, status: Any) -> None:
+        self.bootstrap_room, self.hung, self.sent = 7, Event(), SimpleQueue[Any]()
+        self.kv_mgr = manager = SimpleNamespace(
+            request_status={7: status}, enable_deferred_decode_kv_release=True, did=[],
+            send_kv_status_message=self.message, transfer_infos={7: {
+                name: SimpleNamespace(endpoint=name, dst_port=1, is_dummy=name == "dummy")
+                for name in ("hung", "well", "dummy")
+            }},
+        )  # fmt: skip
+        manager.notices = Notices(manager)
+
+    def message(self, targets: list[tuple[str, int]], **message: Any) -> None:
+        ((name, _),) = targets
+        if name == "hung":
+            self.hung.wait()
+        self.sent.put((name, message["failure_reason"]))
+
+
+def test_an_abort_waits_for_no_decode_rank() -> None:
+    """SGLang's send blocks for 30 s where one is gone."""
+    sender = Sender(KVPoll.Transferring)
+    sender.abort()
+    assert sender.kv_mgr.did == ["abort"]
+    assert sender.sent.get(timeout=10) == ("well", ABORTED)
+    sender.hung.set()
+    assert sender.sent.get(timeout=10) == ("hung", ABORTED)
+
+
+@pytest.mark.parametrize("status", [None, KVPoll.Success, KVPoll.Failed, "unknown"])
+def test_nothing_is_sent_for_a_room_that_has_ended(status: Any) -> None:
+    """Nor is SGLang's own abort left out where a message cannot be sent."""
+    sender = Sender(status)
+    if status == "unknown":
+        del sender.kv_mgr.transfer_infos
+    sender.abort()
+    assert sender.kv_mgr.notices._queues == {}
+    assert sender.kv_mgr.did == ["abort"]

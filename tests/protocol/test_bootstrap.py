@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -77,13 +78,13 @@ def test_rows_come_as_they_were_put_and_a_rank_that_was_started_anew_takes_its_p
         server.put(one.attn_tp_rank, one)
     wanted = [row(0), row(1, instance=b"another_")]
     expected = {("127.0.0.1", 9000 + i): wanted[i] for i in (0, 1)}
-    assert prefill_http.fetch(server.address) == expected
+    assert asyncio.run(prefill_http.fetch(server.address)) == expected
 
 
 def test_nothing_is_answered_before_all_ranks_have_registered(server: Server) -> None:
     server.put(0, row(0))
-    with pytest.raises(prefill_http.NotYet, match="503"):
-        prefill_http.fetch(server.address)
+    with pytest.raises(ConnectionError, match="503"):
+        asyncio.run(prefill_http.fetch(server.address))
 
 
 def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
@@ -92,7 +93,7 @@ def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
     answer = requests.get(f"http://{server.address}{PATH}", timeout=5)
     assert answer.status_code == 409
     with pytest.raises(MixKVError, match=r"127\.0\.0\.1:9001.*every node") as refused:
-        prefill_http.fetch(server.address)
+        asyncio.run(prefill_http.fetch(server.address))
     assert refused.value.code == "MIXKV-PAIR-01"
 
 
@@ -104,14 +105,14 @@ def test_a_stock_server_is_refused() -> None:
     wait_for_port(port)
     try:
         with pytest.raises(MixKVError, match="does not run sglang-mixkv"):
-            prefill_http.fetch(f"127.0.0.1:{port}")
+            asyncio.run(prefill_http.fetch(f"127.0.0.1:{port}"))
     finally:
         stock.close()
 
 
 def test_nobody_there_is_asked_again_later() -> None:
-    with pytest.raises(prefill_http.NotYet):
-        prefill_http.fetch(f"127.0.0.1:{free_port()}")
+    with pytest.raises(OSError, match="Cannot connect"):
+        asyncio.run(prefill_http.fetch(f"127.0.0.1:{free_port()}"))
 
 
 def test_a_later_build_that_still_reads_this_protocol_is_served() -> None:

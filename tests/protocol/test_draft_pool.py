@@ -43,10 +43,12 @@ def drafter(tmp_path: Path, **changed: Any) -> Path:
 
 
 def made_of(
-    pool: Callable[[Cache, int], Any], cache: Cache, tp: int, drafter: Path, algorithm: str
-) -> Any:
-    """What the first of `tp` ranks publishes of this pool, its rows, and the KV args' lists."""
-    from sglang.srt.runtime_context import get_context, get_parallel, publish
+    pool: Callable[[Cache, int], Any], cache: Cache, tp: int, drafter: Path, algorithm: str,
+    flags: dict[str, Any],
+) -> Any:  # fmt: skip
+    """What the first of `tp` ranks of a decode server publishes of this pool, and its rows."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+    from sglang.srt.runtime_context import get_parallel, publish
     from sglang.srt.server_args import ServerArgs
 
     args = ServerArgs(
@@ -56,26 +58,27 @@ def made_of(
         speculative_eagle_topk=1, speculative_num_draft_tokens=4,
         attention_backend="torch_native", disable_overlap_schedule=True,
     )  # fmt: skip
+    args.resolve_once()
+    declare_resolution(args, "test", speculative_algorithm=algorithm, **flags)
     publish(args, role="tokenizer")
-    get_context().override("test", speculative_algorithm=algorithm)
     get_parallel().override_permanently(attn_tp_size=tp, attn_tp_rank=0)
     made = draft_pool.of_pool(pool(cache, tp))
-    return made.layout, made.page_size, made.rows.bytes_per_head
+    return made.layout, made.page_size, made.rows.bytes_per_head, made.window
 
 
 def found(
     tmp_path: Path, cache: Cache, tp: int = 2, build: Callable[[Cache, int], Any] = plain_pool,
-    algorithm: str = "EAGLE3", **config: Any,
+    algorithm: str = "EAGLE3", flags: dict[str, Any] | None = None, **config: Any,
 ) -> Any:  # fmt: skip
     path = drafter(tmp_path, **config)
-    return in_fork(lambda: made_of(build, cache, tp, path, algorithm))
+    return in_fork(lambda: made_of(build, cache, tp, path, algorithm, flags or {}))
 
 
 @pytest.mark.parametrize(("tp", "heads"), [(1, 4), (2, 4), (4, 4), (8, 4), (4, 8), (8, 2)])
 def test_the_total_is_the_configurations(tmp_path: Path, tp: int, heads: int) -> None:
     """With replicas heads per rank x TP would be wrong: 8 ranks of one head each, 4 heads."""
     cache = Cache("mha", heads=heads)
-    layout, page_size, width = found(tmp_path, cache, tp, num_key_value_heads=heads)
+    layout, page_size, width, _ = found(tmp_path, cache, tp, num_key_value_heads=heads)
     assert layout.facts.total_heads == heads
     assert len(layout.heads) == max(1, heads // tp)
     assert layout.facts.architecture == "LlamaForCausalLMEagle3"
@@ -97,6 +100,43 @@ def test_a_block_drafters_layers(tmp_path: Path, algorithm: str) -> None:
 def test_beside_context_parallelism_its_pages_are_larger(tmp_path: Path) -> None:
     _, page_size, *_ = found(tmp_path, Cache("mha", heads=4), build=larger_pages)
     assert page_size == 2 * CASE.page_size
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+W, FA3 = {"speculative_draft_window_size": 512}, {"attention_backend": "fa3"}
+FLASHINFER = {"attention_backend": "flashinfer"}
+BLOCK = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 128}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "flags", "config", "window"),
+    [
+        ("EAGLE3", FA3, {}, None),
+        ("EAGLE3", W | FA3, {}, 512),
+        ("EAGLE3", W | FLASHINFER | {"speculative_draft_attention_backend": "fa3"}, {}, 512),
+        ("EAGLE3", W | FA3 | {"speculative_draft_attention_backend": "flashinfer"}, {}, None),
+        ("EAGLE3", W | FA3 | {"decode_attention_backend": "flashinfer"}, {}, None),
+        ("EAGLE3", W | {"attention_backend": "triton"}, {}, None),
+        ("EAGLE3", W | FA3 | {"speculative_eagle_topk": 4}, {}, None),
+        ("EAGLE3", W | FA3 | {"speculative_draft_sink_size": 4}, {}, None),
+        ("EAGLE3", W | FA3 | {"disaggregation_decode_enable_radix_cache": True}, {}, None),
+        ("EAGLE3", W | FA3, {"architectures": ["Qwen3ForCausalLMEagle3"]}, None),
+        ("DFLASH", W | FLASHINFER, {"layer_types": [FULL]}, 512),
+        ("DFLASH", FA3, {"layer_types": [SLIDING]}, 127),
+        ("DFLASH", FA3, {"layer_types": [SLIDING, FULL], "num_hidden_layers": 2}, None),
+        ("DFLASH", FLASHINFER, {"layer_types": [SLIDING]}, None),
+        ("DSPARK", W | FA3, {"layer_types": [SLIDING]}, 127),
+    ],
+)
+def test_how_far_a_drafter_reads(
+    tmp_path: Path, algorithm: str, flags: Any, config: Any, window: int | None
+) -> None:
+    """Its whole prompt, where that is not known."""
+    if algorithm in BLOCK_DRAFTERS:
+        config = BLOCK | {"architectures": [BLOCK_DRAFTERS[algorithm]], **config}
+    cache = Cache("mha", heads=4)
+    *_, reads = found(tmp_path, cache, algorithm=algorithm, flags=flags, **config)
+    assert reads == window
 
 
 def changed(**attributes: Any) -> Callable[[Cache, int], Any]:
@@ -217,5 +257,5 @@ def test_not_opted_in_no_pool_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(plugin, "_published", lambda: None)
     queue = Queue(pool := plain_pool(Cache("mha", heads=4), 2))
-    plugin._of_queue("around_init", Queue.init, queue)
+    plugin._around("handover.around_init", Queue.init, queue)
     assert queue.seen[0] is pool

@@ -45,16 +45,6 @@ def test_the_operators_own_setting_stays(value: str, monkeypatch: pytest.MonkeyP
     assert os.environ[VARIABLE] == value
 
 
-def test_sglang_reads_the_variable_with_each_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A manager that sets it is early enough (prefill.py)."""
-    from sglang.srt.environ import envs
-
-    monkeypatch.setenv(VARIABLE, "0")
-    assert not envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.get()
-    monkeypatch.delenv(VARIABLE)
-    assert envs.SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX.get()
-
-
 def says_what_is_set(rank: Rank) -> None:
     rank.report.reasons.append(f"{rank.side}: {os.environ.get(VARIABLE)}")
 

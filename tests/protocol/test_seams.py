@@ -147,7 +147,7 @@ def test_there_are_few_seams() -> None:
 
 
 ENGINE = (PACKAGE.parent / "mixkv_cpu" / "support.py").read_text()
-HOOKED = (plugin.ADD_CLI_ARGS, plugin.FROM_CLI_ARGS, plugin.GET_KV_CLASS, *plugin.OF_QUEUES)
+HOOKED = (plugin.ADD_CLI_ARGS, plugin.FROM_CLI_ARGS, plugin.GET_KV_CLASS, *plugin.AROUND)
 
 
 @pytest.mark.parametrize("path", HOOKED)

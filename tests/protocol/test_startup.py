@@ -88,7 +88,7 @@ def test_a_flag_outside_of_its_bounds_does_not_start() -> None:
 GONE = Seam("sglang.srt.server_args:ServerArgs.gone", "a test")
 
 
-@pytest.mark.parametrize("path", [plugin.GET_KV_CLASS, *plugin.OF_QUEUES])
+@pytest.mark.parametrize("path", [plugin.GET_KV_CLASS, *plugin.AROUND])
 def test_hook_that_was_not_applied_does_not_start(
     monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
@@ -272,7 +272,7 @@ def test_an_unchecked_process_stops_for_each_reason(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("opted_in")
-@pytest.mark.parametrize("path", plugin.OF_QUEUES)
+@pytest.mark.parametrize("path", plugin.AROUND)
 def test_an_unchecked_process_stops_where_a_hook_was_not_applied(
     monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import pytest
-from rig.faults import REGISTERED_S, TIMEOUTS
 from rig.model import Cache, Case, Request
-from rig.rank import Rank
 from rig.ring import run
-from rig.special import Special
 
 
 def stock(prefill_tp: int, decode_tp: int, **kwargs: object) -> Case:
@@ -88,33 +82,3 @@ def test_context_parallelism_at_unequal_tp_ends_the_transfer_thread(
     outcome = run(stock(1, 2, dcp=2, requests=(Request(8),)))
     assert "success" not in outcome.statuses
     assert any("has ended" in wrong for wrong in outcome.wrong)
-
-
-def abort_at_once(rank: Rank) -> None:
-    """The scheduler drops a request whose client has hung up before decode's metadata are here."""
-    cls = rank.kv_class["sender"]
-    real = cls.init
-
-    def aborting(self: Any, *args: Any, **kwargs: Any) -> None:
-        real(self, *args, **kwargs)
-        self.abort()
-        self.clear()
-        self.clear = lambda: None  # once, as SGLang's scheduler does
-        time.sleep(REGISTERED_S + 1)  # for decode's metadata
-
-    cls.init = aborting
-
-
-@pytest.mark.transports
-def test_metadata_of_a_request_that_has_hung_up_stay_in_sglangs_tables(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The load of test_load.py sees it in one of some hundred that hang up."""
-    for name, seconds in TIMEOUTS.items():
-        monkeypatch.setenv(name, seconds)
-    special = Special(faults={("prefill", 0): abort_at_once})
-    outcome = run(stock(1, 1, requests=(Request(8),), special=special))
-    assert outcome.statuses == {"failed"}
-    assert {line.split()[2] for line in outcome.wrong} == {
-        "request_status", "transfer_infos", "req_to_decode_prefix_len",
-    }  # fmt: skip

@@ -8,7 +8,7 @@ import os
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -67,7 +67,9 @@ class Side:
         self.staging, self.beside = (Staging(self.slots, self.slot_bytes, CPU) for _ in "ab")
         self.draft = DraftRows(self.wanted, self.held)
         with self.cuda.compiling():
-            self.rows = GpuRows(self.pool, self.held, self.page, self.staging, self.cuda.driver())
+            self.rows = GpuRows(
+                DraftRows(self.pool, self.held), self.page, self.staging, self.cuda.driver()
+            )
         for staging in (self.staging, self.beside):
             staging._memory.fill_(CANARY)
 
@@ -81,98 +83,88 @@ class Side:
         return pages[at // self.page] * self.page + at % self.page
 
 
-@dataclass
-class Batch:
-    """Segments of some rooms. `rooms`: page numbers on each side."""
+class Segment(NamedTuple):
+    """Some heads of a room's tokens. `pages`: the room's."""
 
-    source: Side
-    target: Side
-    rooms: list[tuple[np.ndarray, np.ndarray]]
-    segments: list[tuple[int, int, int, range, int, int]]  # room, first, tokens, heads, slot, stamp
+    pages: np.ndarray
+    first: int
+    tokens: int
+    heads: range
+    slot: int
+    stamp: int
 
-    def jobs(self, side: Side, which: int) -> list[Job]:
-        pages = [side.rows.pages(room[which]) for room in self.rooms]
-        return [side.rows.job(pages[room], *rest) for room, *rest in self.segments]
+    def job(self, side: Side) -> Job:
+        return side.rows.job(side.rows.pages(self.pages), *self[1:])
+
+    def rows(self, side: Side) -> np.ndarray:
+        return side.numbers(self.pages, self.first, self.tokens)
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> Batch:
+def batches(draw: st.DrawFn) -> tuple[Side, list[Segment]]:
+    """Two rooms, of which segments follow one another, each of all heads that are asked for or of
+    one of them."""
     width = st.sampled_from([16, 48, 80, 128, 256, 272])
     widths = [w for w in (draw(width), draw(width)) for _ in range(draw(st.sampled_from([1, 3])))]
     start, stop = sorted(draw(st.lists(st.integers(0, 5), min_size=2, max_size=2, unique=True)))
-    seed = draw(st.integers(0, 99))
-    page_sizes = [draw(st.sampled_from([1, 16, 64])) for _ in "ab"]
-    most = 130
-    sides = [
-        Side(
-            widths, range(draw(st.integers(0, start)), draw(st.integers(stop, 6))), page,
-            3 * -(-most // page), seed + number, slot_bytes=1 << 16,
-        )
-        for number, page in enumerate(page_sizes)
-    ]  # fmt: skip
-    noise, rooms, segments = np.random.default_rng(seed), [], []
-    orders = [noise.permutation(side.num_pages) for side in sides]
-    for room in range(draw(st.integers(1, 2))):
-        count = most // max(page_sizes)
-        rooms.append(
-            tuple(
-                order[room * most // page :][: max(1, count * max(page_sizes) // page)]
-                for order, page in zip(orders, page_sizes, strict=True)
-            )
-        )
-    ends = [0] * len(rooms)
-    for slot in noise.permutation(4)[: draw(st.integers(1, 4))]:
-        room = draw(st.integers(0, len(rooms) - 1))
-        have = min(len(p) * size for p, size in zip(rooms[room], page_sizes, strict=True))
-        one = draw(st.integers(start, stop - 1))
+    held, page = range(draw(st.integers(0, start)), draw(st.integers(stop, 6))), draw(PAGE_SIZES)
+    side = Side(widths, held, page, -(-300 // page), draw(st.integers(0, 99)), slot_bytes=1 << 16)
+    order, segments = np.random.default_rng(side.seed).permutation(side.num_pages), []
+    ends = [0, 0]
+    for slot in draw(st.permutations(range(4)))[: draw(st.integers(1, 4))]:
+        room, one = draw(st.integers(0, 1)), draw(st.integers(start, stop - 1))
+        pages = np.array_split(order, 2)[room]
         heads = draw(st.sampled_from([range(start, stop), range(one, one + 1)]))
-        fits = ((1 << 16) - HEADER) // (sum(widths) * len(heads))
-        left = min(fits, have - ends[room])
+        fits = (side.slot_bytes - HEADER) // (sum(widths) * len(heads))
+        left = min(fits, len(pages) * page - ends[room])
         tokens = draw(st.sampled_from([min(n, left) for n in (0, 1, 5, 63, 65, left)]))
-        stamp = draw(st.integers(0, (1 << 64) - 1))
-        segments.append((room, ends[room], tokens, heads, int(slot), stamp))
+        segments.append(Segment(pages, ends[room], tokens, heads, slot, draw(STAMPS)))
         ends[room] += tokens
-    return Batch(*sides, rooms, segments)
+    return side, segments
 
 
+PAGE_SIZES, STAMPS = st.sampled_from([1, 16, 64]), st.integers(0, (1 << 64) - 1)
 EXAMPLES = int(os.environ.get("EXAMPLES", 6))
 examples = settings(deadline=None, max_examples=EXAMPLES, suppress_health_check=HealthCheck)
 
 
 @examples
 @given(batch=batches(), data=st.data())
-def test_a_batch_does_what_draft_rows_does(batch: Batch, data: st.DataObject) -> None:
+def test_a_batch_does_what_draft_rows_does(
+    batch: tuple[Side, list[Segment]], data: st.DataObject
+) -> None:
     """Every byte of the pool and of the staging buffer, sums and stamps too. Of what is unpacked
     some slots are of another use, or have a flipped bit anywhere. What was unpacked is cleared."""
-    side = batch.source
-    ticket = side.rows.start_pack(batch.jobs(side, 0))
-    for room, first, tokens, heads, slot, stamp in batch.segments:
-        numbers = side.numbers(batch.rooms[room][0], first, tokens)
-        side.draft.pack(numbers, heads, side.beside.slot(slot), stamp)
-    assert ended(ticket) == [OK] * len(batch.segments)
+    side, segments = batch
+    ticket = side.rows.start_pack([one.job(side) for one in segments])
+    for one in segments:
+        side.draft.pack(one.rows(side), one.heads, side.beside.slot(one.slot), one.stamp)
+    assert ended(ticket) == [OK] * len(segments)
     assert side.same()
-    side = batch.target
-    side.staging._memory.copy_(batch.source.staging._memory)
-    jobs, expected = batch.jobs(side, 1), []
-    for number, (room, first, tokens, heads, slot, stamp) in enumerate(batch.segments):
+    for entry in (*side.pool, *side.wanted):
+        entry.fill_(CANARY)
+    jobs, expected = list[Job](), []
+    for one in segments:
         expected.append(data.draw(st.sampled_from([OK, OK, STALE, DIFFERS])))
-        memory = side.staging.slot(slot)
+        memory, stamp = side.staging.slot(one.slot), one.stamp
         if expected[-1] is STALE and data.draw(st.booleans()):
-            jobs[number] = jobs[number]._replace(stamp=stamp ^ (1 << data.draw(st.integers(0, 63))))
+            stamp ^= 1 << data.draw(st.integers(0, 63))
         elif expected[-1] is not OK:
-            size = side.draft.packed_bytes(tokens, len(heads))
+            size = side.draft.packed_bytes(one.tokens, len(one.heads))
             damaged = range(8) if expected[-1] is STALE else [*range(8, 16), *range(HEADER, size)]
             memory[data.draw(st.sampled_from(damaged))] ^= 1 << data.draw(st.integers(0, 7))
-        if expected[-1] is OK:
-            numbers = side.numbers(batch.rooms[room][1], first, tokens)
-            side.draft.unpack(numbers, heads, memory, stamp)
+        else:
+            side.draft.unpack(one.rows(side), one.heads, memory, stamp)
+        jobs.append(one._replace(stamp=stamp).job(side))
     side.beside._memory.copy_(side.staging._memory)
     assert ended(side.rows.start_unpack(jobs)) == expected
     assert side.same()
-    ticket = side.rows.start_clear([side.rows.job(*one[1:4]) for one in batch.jobs(side, 1)])
-    for room, first, tokens, *_ in batch.segments:
-        side.draft.clear(side.numbers(batch.rooms[room][1], first, tokens))
-    assert ended(ticket) == [OK] * len(batch.segments)
+    ticket = side.rows.start_clear(
+        [side.rows.job(side.rows.pages(o[0]), *o[1:3]) for o in segments]
+    )
+    for one in segments:
+        side.draft.clear(one.rows(side))
+    assert ended(ticket) == [OK] * len(segments)
     assert side.same()
 
 
@@ -241,8 +233,6 @@ def test_two_batches_are_in_flight_and_share_no_memory() -> None:
         side.draft.pack(
             np.arange(9) + 17 + 16 * number, range(4, 6), side.beside.slot(number), 7 + number
         )
-    del pages
-    side.rows.pages([5])  # would take the first one's memory, if nobody held that
     assert not side.rows.can_start
     with pytest.raises(ValueError, match="0 of 2 batches free"):
         side.rows.start_clear([side.rows.job(side.rows.pages([0]), 0, 1)])
@@ -251,20 +241,20 @@ def test_two_batches_are_in_flight_and_share_no_memory() -> None:
     assert side.same()
 
 
-def test_memory_of_pages_is_used_again_once_nobody_holds_them() -> None:
-    side = small(FakeCuda(late=3))
-    one = side.rows.pages([1])
-    address, ticket = one.address, side.rows.start_clear([side.rows.job(one, 0, 16)])
-    del one
-    assert side.rows.pages([2]).address != address
-    assert ended(ticket) == [OK]
-    again = {side.rows.pages([n]).address for n in range(4)}
-    assert address in again
-    assert len(again) <= 2
-    assert len(side.rows._free_pages[256]) <= 3
-    many = side.rows.pages(np.zeros(1 << 19))
-    assert many.tokens == 16 << 19
-    assert ended(side.rows.start_clear([side.rows.job(many, (16 << 19) - 3, 3)])) == [OK]
+@pytest.mark.parametrize(("page", "rows"), [(1, 64), (16, 64), (1, 4096)])
+def test_page_numbers_of_the_largest_batches_fit(page: int, rows: int) -> None:
+    """Of slots full of one head's rows, for many readers of the same pages, and of a whole pool
+    that is cleared."""
+    side = Side([16, 16], range(2), page, rows // page, 1, MOST, 1024)
+    pages, heads = side.rows.pages(np.arange(rows // page)), range(1)
+    jobs = [side.rows.job(pages, page - 1, 30, heads, slot, slot) for slot in range(MOST)]
+    for slot in range(MOST):
+        side.draft.pack(np.arange(page - 1, page + 29), heads, side.beside.slot(slot), slot)
+    assert ended(side.rows.start_pack(jobs)) == [OK] * MOST
+    assert side.same()
+    side.draft.clear(np.arange(rows))
+    assert ended(side.rows.start_clear([side.rows.job(pages, 0, rows)])) == [OK]
+    assert side.same()
 
 
 def test_an_event_stands_for_its_batch_alone() -> None:
@@ -303,6 +293,7 @@ def test_a_batch_that_cannot_start_leaves_nothing_behind(call: str) -> None:
 def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
     side = small()
     ticket = side.rows.start_clear([side.rows.job(side.rows.pages([1]), 0, 3)])
+    side.cuda._run_to(None)  # the kernel has written that all is well
     side.cuda.broken = True
     ticket.wait()
     assert ticket.over(), "its gate can close"
@@ -352,7 +343,8 @@ def test_pages_outside_the_pool_are_refused() -> None:
     for numbers in ([0, 8], [-1, 3]):
         with pytest.raises(ValueError, match="the pool has 8"):
             side.rows.pages(numbers)
-    assert side.rows.pages([]).tokens == 0
+    with pytest.raises(ValueError, match="the pages have 0"):
+        side.rows.job(side.rows.pages([]), 0, 1)
     for jobs in ([], [side.rows.job(side.rows.pages([1]), 0, 1)] * (MOST + 1)):
         with pytest.raises(ValueError, match="jobs"):
             side.rows.start_clear(jobs)
@@ -397,26 +389,20 @@ def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
     def on_device(rows: DraftRows, staging: Staging) -> GpuRows:
         fake = FakeCuda(late=3)
         with fake.compiling():
-            return GpuRows(rows.entries, rows.heads, threads.PAGE, staging, fake.driver())
+            return GpuRows(rows, threads.PAGE, staging, fake.driver())
 
     monkeypatch.setattr(threads._Side, "device", staticmethod(on_device))
     with threads.Channel(Times(20)) as both:
         yield both
 
 
-def test_rows_behind_a_prefix_are_in_place_behind_kernels(channel: Any) -> None:
-    handle, sent = channel.open(1, 64, first=8), channel.prefill.send(1, 64, 8)
-    assert channel.state(handle) == ("warm", "")
-    assert channel.same(handle)
-    channel.end(sent, handle)
-    assert channel.at_rest()
-
-
 def test_rooms_at_once_are_in_place_behind_kernels_or_their_slots_are_not_used(
     channel: Any,
 ) -> None:
-    handles = [channel.open(number, tokens) for number, tokens in enumerate((1, 20, 64))]
-    sent = [channel.prefill.send(number, tokens) for number, tokens in enumerate((1, 20, 64))]
+    """The last one's begin behind a prefix."""
+    rooms = [(1, 1, 0), (2, 20, 0), (3, 64, 8)]
+    handles = [channel.open(number, tokens, first=first) for number, tokens, first in rooms]
+    sent = [channel.prefill.send(number, tokens, first) for number, tokens, first in rooms]
     for one, handle in zip(sent, handles, strict=True):
         assert channel.state(handle) == ("warm", "")
         assert channel.same(handle)
@@ -424,9 +410,9 @@ def test_rooms_at_once_are_in_place_behind_kernels_or_their_slots_are_not_used(
     sides = channel.prefill, channel.decode
     assert [side.notes.bytes for side in sides] == [85 * threads.TOKEN_BYTES] * 2
     channel.decode.plane.damage = [64]
-    assert channel.request(3) == ("cold", "stale")
+    assert channel.request(4) == ("cold", "stale")
     channel.decode.plane.damage = []
-    assert channel.request(4) == ("warm", "")
+    assert channel.request(5) == ("warm", "")
     assert channel.at_rest()
 
 

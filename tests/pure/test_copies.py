@@ -59,7 +59,7 @@ class Copies:
 
     def __init__(self) -> None:
         self.device, self.gates = Device(), {name: Gate() for name in "abc"}
-        self.copies = DeviceCopies(self.device, self.prepare, lambda job, found, _: (job, found))
+        self.copies = DeviceCopies(self.device, self.prepare)
 
     def prepare(self, job: str) -> DeviceJob:
         if job.endswith("!"):
@@ -71,7 +71,7 @@ class Copies:
         self.copies.start(jobs)
 
     def ended(self) -> dict[str, Any]:
-        return dict(self.copies.ended())
+        return {job: found for job, found, _ in self.copies.ended()}
 
     @property
     def flying(self) -> list[tuple[str, list[str]]]:
@@ -157,15 +157,3 @@ def test_what_cannot_be_started_fails_alone(fails: str) -> None:
     test.device.fails = False
     test.start("a2")
     assert test.flying[-1] == ("unpack", ["a2"])
-
-
-def test_the_end_waits_for_what_is_in_flight() -> None:
-    test = Copies()
-    test.start("a1")
-    closing = threading.Thread(target=test.copies.close)
-    closing.start()
-    closing.join(0.05)
-    assert closing.is_alive()
-    test.device.batches[0].end.set()
-    closing.join(10)
-    assert not closing.is_alive()

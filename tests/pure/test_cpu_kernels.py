@@ -20,14 +20,10 @@ def _seeded() -> None:
     torch.manual_seed(0)
 
 
-def reference(
-    q: Tensor, k: Tensor, v: Tensor, slots: Tensor, window: int = 0, cap: float = 0.0
-) -> Tensor:
+def reference(q: Tensor, k: Tensor, v: Tensor, slots: Tensor, window: int) -> Tensor:
     """The last len(q) positions of one request, whose keys and values lie at ``slots``."""
     keys, values = (x[slots].repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, keys) * SCALE
-    if cap:
-        scores = cap * torch.tanh(scores / cap)
     at = torch.arange(len(slots))
     behind = at[-len(q) :, None] - at
     hidden = (behind < 0) | ((behind >= window) & (window > 0))
@@ -59,9 +55,9 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (3, 0.0), (0, 2.0)])
+@pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize(("heads", "kv_heads", "width", "value_width", "mla"), SHAPES)
-def test_decode_attention(heads, kv_heads, width, value_width, mla, window, cap) -> None:
+def test_decode_attention(heads, kv_heads, width, value_width, mla, window) -> None:
     kv = Cache(kv_heads, width, value_width, mla)
     q, out = torch.randn(3, heads, width), torch.empty(3, heads, value_width)
     new_k = torch.randn(3, kv_heads, width)
@@ -70,19 +66,19 @@ def test_decode_attention(heads, kv_heads, width, value_width, mla, window, cap)
     k, v = kv.k.clone(), kv.v.clone()
     k[loc], v[loc] = new_k, new_v
     table = (kv.req_to_token, kv.rows, torch.tensor(kv.lengths))
-    rule = (SCALE, cap, False, window, None, None)
+    rule = (SCALE, 0.0, False, window, None, None)
     new = (new_k.flatten(1), new_v.flatten(1), loc, torch.empty(0))
     attention.decode_attention_cpu(q, kv.k, kv.v, 1.0, 1.0, out, *new, *table, *rule)
-    want = torch.cat([reference(q[i : i + 1], k, v, kv.slots(i), window, cap) for i in range(3)])
+    want = torch.cat([reference(q[i : i + 1], k, v, kv.slots(i), window) for i in range(3)])
     torch.testing.assert_close(out, want)
     torch.testing.assert_close(kv.k, k)
     torch.testing.assert_close(kv.v, v)
 
 
 @pytest.mark.parametrize("given", ["with k and v", "from the cache"])
-@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (3, 0.0), (0, 2.0)])
+@pytest.mark.parametrize("window", [0, 3])
 @pytest.mark.parametrize(("heads", "kv_heads", "width", "value_width", "mla"), SHAPES)
-def test_extend_attention(heads, kv_heads, width, value_width, mla, window, cap, given) -> None:
+def test_extend_attention(heads, kv_heads, width, value_width, mla, window, given) -> None:
     kv, new = Cache(kv_heads, width, value_width, mla), (2, 4, 4)
     tokens = torch.cat([kv.slots(i)[-n:] for i, n in enumerate(new)])
     k, v = kv.k[tokens].flatten(1), kv.v[tokens].flatten(1)
@@ -95,8 +91,8 @@ def test_extend_attention(heads, kv_heads, width, value_width, mla, window, cap,
     spans = (torch.tensor(kv.lengths), torch.tensor(new), torch.tensor([0, 2, 6]), 4)
     attention.extend_attention_cpu(
         *(q, k, v, out, stored_k, stored_v, 1.0, 1.0, kv.req_to_token, kv.rows, *spans),
-        *(SCALE, cap, False, window, None, None, None, True),
+        *(SCALE, 0.0, False, window, None, None, None, True),
     )
     parts = zip(q.split(new), range(3), strict=True)
-    want = torch.cat([reference(x, kv.k, kv.v, kv.slots(i), window, cap) for x, i in parts])
+    want = torch.cat([reference(x, kv.k, kv.v, kv.slots(i), window) for x, i in parts])
     torch.testing.assert_close(out, want)

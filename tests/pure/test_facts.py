@@ -71,7 +71,6 @@ def test_what_cannot_hurt_is_not_compared(name, value):
         ("head_bytes", (256, 128), "bytes per token and head"),
         ("head_bytes", (256,), "bytes per token and head"),
         ("dtype", "fp8_e4m3", "dtype"),
-        ("cache_layout", "hnd", "layout of the drafter's pool"),
         ("topk", 8, "--speculative-eagle-topk"),
         ("data_plane", "mooncake", "data plane"),
         ("staging", None, "data plane"),

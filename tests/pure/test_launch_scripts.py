@@ -108,6 +108,14 @@ def test_a_missing_variable_is_named() -> None:
     assert printed("prefill.sh", NNODES="2", **variables)
 
 
+def test_a_number_that_is_none_stops_the_script() -> None:
+    """bash takes DP=eight for a comparison that fails, and would start the server without DP."""
+    for name, text in {"DP": "eight", "TP": "8 ", "NNODES": "-1"}.items():
+        done = script("decode.sh", "--dry-run", **MODELS, **{name: text})
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"{name}: expected a whole number, got '{text}'" in done.stderr
+
+
 @pytest.mark.parametrize("variables", [{}, {"MIXKV": "0", "SGLANG_ENABLE_MIXKV": "yes"}])
 def test_a_plugin_that_is_left_out_stops_the_script(variables: dict[str, str]) -> None:
     """By the variable alone SGLang would start as stock, and nothing of the plugin could tell."""
@@ -136,7 +144,7 @@ def test_compose_uses_the_scripts_and_their_variables() -> None:
     services = compose["services"]
     assert sorted(services) == ["decode", "prefill", "router"]
     for name, service in services.items():
-        assert service["command"] == [f"{name}.sh"]
+        assert service["command"][0] == f"{name}.sh"
         assert (LAUNCH / f"{name}.sh").is_file()
         assert {key for key in service["environment"] if key not in listed} == set()
     bootstrap = services["prefill"]["environment"]["BOOTSTRAP_PORT"]

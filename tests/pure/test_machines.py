@@ -80,7 +80,7 @@ def test_a_fail_behind_a_request_that_prefill_has_ended_leaves_nothing() -> None
     rooms.handle(pev.Begin(1, ROOM), 0.0)
     rooms.handle(opened(10), 0.0)
     (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(1, 0, 8, last=True), 0.0))
-    (send,) = of(pev.Send, rooms.handle(pev.Packed(pack.job), 0.1))
+    (send,) = of(pev.Send, rooms.handle(pev.Packed((pack.job,)), 0.1))
     assert send.message.last
     rooms.handle(pev.End(1), 0.2)
     rooms.handle(pev.Received(b"c", fail(ROOM, 10, "lost", reader=READER)), 0.3)
@@ -99,7 +99,7 @@ def test_what_is_late_of_an_earlier_request_does_not_touch_the_next() -> None:
     rooms.handle(opened(10), 0.4)
     rooms.handle(pev.Begin(2, ROOM), 0.5)
     (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(2, 0, 8, last=True), 0.5))
-    (send,) = of(pev.Send, rooms.handle(pev.Packed(pack.job), 0.6))
+    (send,) = of(pev.Send, rooms.handle(pev.Packed((pack.job,)), 0.6))
     assert (pack.handle, send.message.generation) == (2, 20)
 
 
@@ -126,7 +126,7 @@ def test_of_readers_that_wait_the_newest_is_the_requests() -> None:
     rooms.handle(opened(11), 1.0)
     rooms.handle(pev.Begin(0, ROOM), 1.0)
     (pack,) = of(pev.PackJob, rooms.handle(pev.AddChunk(0, 0, 8, last=True), 1.0))
-    (send,) = of(pev.Send, rooms.handle(pev.Packed(pack.job), 1.0))
+    (send,) = of(pev.Send, rooms.handle(pev.Packed((pack.job,)), 1.0))
     assert send.message.generation == 11
 
 
@@ -149,7 +149,7 @@ def test_a_lost_open_may_have_told_of_more_readers() -> None:
     assert uses_of(rooms.handle(gone, 0.0)) == []
     rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
     (pack,) = of(pev.PackJob, rooms.handle(opened(11, OTHER, readers=2), 0.1))
-    assert uses_of(rooms.handle(pev.Packed(pack.job), 0.2)) == [0]
+    assert uses_of(rooms.handle(pev.Packed((pack.job,)), 0.2)) == [0]
 
 
 def test_a_slot_rests_while_its_rank_does() -> None:
@@ -158,7 +158,7 @@ def test_a_slot_rests_while_its_rank_does() -> None:
     rooms.handle(pev.Begin(0, ROOM), 0.0)
     rooms.handle(pev.AddChunk(0, 0, 8, last=True), 0.0)
     (pack,) = of(pev.PackJob, rooms.handle(opened(10), 0.0))
-    rooms.handle(pev.Packed(pack.job), 0.0)
+    rooms.handle(pev.Packed((pack.job,)), 0.0)
     rooms.handle(pev.Tick(), 1000.0)
     assert rooms.left()["offered"] == 1
     for second in range(1001, 1061):
@@ -304,7 +304,9 @@ def test_draft_kv_that_does_not_come_is_cleared_and_the_request_goes_on(arrived:
     assert rooms.handle(dev.Tick(), late - 0.01) == []
     (clear,) = of(dev.Clear, rooms.handle(dev.Tick(), late))
     assert (clear.first_token, clear.end) == (0, 16)
-    (verdict,) = of(dev.Verdict, rooms.handle(dev.Copied(clear.job, dev.Result.DONE), late + 0.1))
+    (verdict,) = of(
+        dev.Verdict, rooms.handle(dev.Copied((clear.job,), dev.Result.DONE), late + 0.1)
+    )
     assert verdict.state is dev.State.COLD
 
 
@@ -317,7 +319,7 @@ def test_each_step_of_a_segment_is_progress() -> None:
     assert rooms.handle(dev.Tick(), 2 * step) == []
     (unpack,) = of(dev.Unpack, rooms.handle(dev.ReadEnded(read.read), 2 * step))
     assert rooms.handle(dev.Tick(), 3 * step) == []
-    rooms.handle(dev.Copied(unpack.job, dev.Result.DONE), 3 * step)
+    rooms.handle(dev.Copied((unpack.job,), dev.Result.DONE), 3 * step)
     assert rooms.handle(dev.Tick(), 4 * step) == []
 
 
@@ -326,7 +328,7 @@ def test_rows_that_are_in_place_are_not_cleared() -> None:
     rooms.handle(room(), 0.0)
     (read,) = of(dev.StartRead, rooms.handle(ready(), 0.0))
     (unpack,) = of(dev.Unpack, rooms.handle(dev.ReadEnded(read.read), 0.0))
-    rooms.handle(dev.Copied(unpack.job, dev.Result.DONE), 0.0)
+    rooms.handle(dev.Copied((unpack.job,), dev.Result.DONE), 0.0)
     rooms.handle(dev.TargetArrived(10), 0.0)
     (clear,) = of(dev.Clear, rooms.handle(dev.Tick(), TIMES.longest_wait))
     assert (clear.first_token, clear.end) == (8, 16)

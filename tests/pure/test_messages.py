@@ -11,13 +11,13 @@ from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.messages import MAX_BYTES, MAX_LIST, Ack, Announced, Fail, Open, Ready
 
 BIG = (1 << 63) - 1
-OPEN = Open(1, 7, 8, b"prefill_", b"decode__", 2, (0, 4), 16, 1 << 20, False, 2, 1)
+OPEN = Open(1, 7, 8, b"prefill_", b"decode__", 2, (0, 4), 16, 1 << 20)
 READY = Ready(7, 8, 3, 48, (Announced(5, 99, 16), Announced(6, 98, 4)), last=True)
 ACK, FAIL = Ack(((5, 99), (6, 98))), Fail(7, 8, "deadline", "its KV did not come")
 ALL = (OPEN, READY, ACK, FAIL)
 LARGEST = (
     Open(1 << 16, (1 << 64) - 1, BIG, b"p" * 8, b"d" * 8, 1 << 16, (1 << 16, 1 << 16), 1 << 40,
-         1 << 40, True, 1 << 16, 1 << 16),
+         1 << 40),
     Ready((1 << 64) - 1, BIG, 1 << 31, 1 << 40, (Announced(1 << 20, BIG, 1 << 31),) * MAX_LIST,
           True),
     Ack(((1 << 20, BIG),) * MAX_LIST),
@@ -25,8 +25,7 @@ LARGEST = (
 )  # fmt: skip
 SECRET, SMALL, COUNT, TOKEN = (1, BIG), (0, 1 << 16), (0, 1 << 31), (0, 1 << 40)
 BOUNDS = [
-    *[(OPEN, name, *SMALL) for name in (
-        "version", "required_target_responses", "required_draft_responses")],
+    (OPEN, "version", *SMALL),
     (OPEN, "room", 0, (1 << 64) - 1), (OPEN, "generation", *SECRET),
     (OPEN, "readers", 1, 1 << 16), (OPEN, "first_token", *TOKEN), (OPEN, "slot_bytes", 1, 1 << 40),
     (READY, "room", 0, (1 << 64) - 1), (READY, "generation", *SECRET), (READY, "segment", *COUNT),

@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,7 @@ import msgspec
 import pytest
 
 import mixkv_demo
+from sglang_mixkv import tools
 from sglang_mixkv.channel.slots import SLOTS
 from sglang_mixkv.config import Config
 from sglang_mixkv.draft.layout import heads_on_rank
@@ -29,7 +31,7 @@ from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 from sglang_mixkv.tools import plan as tool
 from sglang_mixkv.tools import plan_line
 from sglang_mixkv.tools.plan_need import need_of
-from sglang_mixkv.tools.plan_pair import Plan, contacted, make_plan
+from sglang_mixkv.tools.plan_pair import Fleet, Plan, contacted, make_plan
 from sglang_mixkv.tools.plan_server import Model, Server, read
 
 MODELS = Path(mixkv_demo.__file__).parent / "models" / "mla"
@@ -46,9 +48,10 @@ def eagle3(heads: int) -> Model:
 
 def server(role: str, tp: int, draft: Model | None = None, **changes: Any) -> Server:
     fields: dict[str, Any] = {
-        "enabled": True, "config": Config(), "attention_tp": tp, "tp_size": tp, "attn_dp_size": 1,
-        "dp_size": 1, "pp_size": 1, "dcp_size": 1, "page_size": 16, "kv_cache_dtype": "auto",
-        "chunked_prefill_size": 8192, "disaggregation_transfer_backend": "mooncake",
+        "enabled": True, "config": Config(), "gpu": "", "attention_tp": tp, "tp_size": tp,
+        "attn_dp_size": 1, "dp_size": 1, "pp_size": 1, "dcp_size": 1, "page_size": 16,
+        "kv_cache_dtype": "auto",
+        "disaggregation_transfer_backend": "mooncake",
         "disaggregation_enable_kv_checksum": False, "speculative_algorithm": "EAGLE3",
         "speculative_eagle_topk": 1, "target": MLA, "draft": draft,
         "stage": Target(0, 61, layer_ids=False, even=True), **changes,
@@ -86,7 +89,6 @@ def test_the_share_is_what_stocks_copy_leaves_wrong(heads: int, page: int, backe
     for theirs, ours in SIZES:
         changes = {"page_size": page, "disaggregation_transfer_backend": backend}
         need = need_of(*pair(theirs, ours, heads, **changes))
-        assert need is not None
         held = heads_on_rank(heads, theirs, contacted(theirs, ours, ours - 1)[0])
         needed = heads_on_rank(heads, ours, ours - 1)
         if backend == "nixl" and len(held) > len(needed):
@@ -147,18 +149,31 @@ def test_ranks_are_read_that_sglang_asks() -> None:
 
 def test_figures_of_an_eagle3_drafter_of_8_heads() -> None:
     """2 -> 1: 2 x 256 bytes x 4 heads from each rank; a slot has a page beside its 4 MiB."""
-    plan = make_plan(*pair(2, 1, 8))
-    assert plan.draft_bytes == {"prefill_rank": 2048, "decode_rank": 4096, "all": 4096}
-    assert (plan.slots, plan.slot_bytes) == (SLOTS, (4 << 20) + 4096)
+    prefill, decode = pair(2, 1, 8)
+    plan = make_plan(prefill, decode)
     first, second = plan.reads
     assert (first.heads, second.heads) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert (first.tokens_per_slot, first.bytes_per_token) == (2049, 2048)
-    # A chunk of 8,192 tokens takes 4 slots of 2,049: 16 slots hold 4 chunks.
-    assert first.tokens_at_once == 4 * 8192
+    assert first.bytes_per_token == 2048
+    # A quarter of the slots at most, of 2,049 tokens each.
+    assert plan.fleet == Fleet(1, 1, readers=1, sources=2, slots=SLOTS // 4, tokens=16 * 2049)
     assert "0            1                        4..7         2,048" in tool.text(plan)
-    prefill, decode = pair(2, 1, 8)
-    small = msgspec.structs.replace(decode, config=Config(staging_mb=64))
-    assert make_plan(prefill, small).slot_bytes == (1 << 20) + 4096
+    small = make_plan(prefill, msgspec.structs.replace(decode, config=Config(staging_mb=64)))
+    assert small.fleet == Fleet(1, 1, readers=1, sources=2, slots=SLOTS // 4, tokens=16 * 513)
+    assert "256 MiB on each prefill rank, 64 MiB on each decode rank" in tool.text(small)
+
+
+def test_slots_are_shared_by_all_servers_and_groups() -> None:
+    """8 -> 8 x DP: a decode rank reads 8 prefill ranks, each of them 8 decode ranks a server, so
+    one of 7 slots in three quarters of 64."""
+    prefill, decode = pair(8, 1, 8)
+    decode = msgspec.structs.replace(decode, attn_dp_size=8)
+    for servers, shared in (((1, 1), (8, 8, 6)), ((2, 7), (56, 16, 1))):
+        fleet = make_plan(prefill, decode, servers).fleet
+        assert fleet is not None
+        assert (fleet.readers, fleet.sources, fleet.slots) == shared
+    text = tool.text(make_plan(prefill, decode))
+    assert "0 of each of 8 groups  7 " in text
+    assert "0 of one of" not in text
 
 
 # ---------------------------------------------------------------- findings
@@ -182,8 +197,9 @@ def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> P
         ({"pp_size": 2}, {"pp_size": 3}, "SGLang takes 1 or prefill's on decode"),
         ({"enabled": False}, {}, r"PAIR-01\] --enable-mixkv: on one side only"),
         ({"attention_tp": 3}, {"attention_tp": 2}, "one divides the other"),
-        ({"attention_tp": 0}, {}, "no multiple of its DP-attention and CP sizes"),
-        ({"attention_tp": 3}, {"attention_tp": 1}, "number of KV heads that divides"),
+        ({}, {"attention_tp": 0}, "decode: the TP size is no multiple of its DP-attention and CP"),
+        ({"speculative_algorithm": "EAGLE"}, {}, "prefill: .*Eagle3 is a drafter for .* got EAGLE"),
+        ({"attention_tp": 3}, {"attention_tp": 1}, r"PAIR-04\] prefill: expected a number of KV"),
         ({"disaggregation_transfer_backend": "nixl"}, {}, "transfer backend: prefill has nixl"),
         ({"speculative_eagle_topk": 4}, {}, "--speculative-eagle-topk: prefill has 4"),
         ({"draft": eagle3(4)}, {}, "KV heads of the drafter: prefill has 4, decode has 8"),
@@ -201,9 +217,10 @@ def plan_with(prefill: dict[str, Any], decode: dict[str, Any], tp: int = 1) -> P
 )  # fmt: skip
 def test_findings(prefill: dict[str, Any], decode: dict[str, Any], reason: str) -> None:
     plan = plan_with(prefill, decode)
-    found = "\n".join(plan.findings)
+    found, text = "\n".join(plan.findings), tool.text(plan)
     assert re.search(reason, found), found
-    assert tool.text(plan).count("\n  - [MIXKV") == found.count("[MIXKV")
+    assert text.count("\n  - [MIXKV") == found.count("[MIXKV")
+    assert text.startswith("Neither stock SGLang nor") == ("PAIR-04" in found) == (not plan.need)
 
 
 def test_nothing_is_found_in_a_pair_that_fits() -> None:
@@ -219,6 +236,9 @@ def test_the_plugins_refusals_count_where_it_is_asked_for_or_needed() -> None:
     assert plan_with(on, on, tp=2).findings == plan_with(off, off).findings == ("no", "no")
 
 
+ASKED = {"speculative_draft_window_size": 9}
+
+
 @pytest.mark.parametrize(
     ("prefill", "decode", "note"),
     [
@@ -226,8 +246,12 @@ def test_the_plugins_refusals_count_where_it_is_asked_for_or_needed() -> None:
         ({"draft": None}, {"draft": LATENT}, "speculation on decode alone"),
         ({}, {"target": msgspec.structs.replace(MLA, path="/models/kimi-k2")}, "nothing compares"),
         ({}, {"target": msgspec.structs.replace(MLA, path="/models/kimi/")}, ""),
+        ({}, {"draft": msgspec.structs.replace(eagle3(8), window=2048)},
+         "16,384 tokens 8,454,144 bytes of draft KV move, and 58,654,720 do not"),
+        (ASKED, {}, "is 9 on prefill, None on decode: served"),
+        (ASKED, ASKED, "saves no bytes"),
     ],
-)
+)  # fmt: skip
 def test_what_is_served_and_noted(
     prefill: dict[str, Any], decode: dict[str, Any], note: str
 ) -> None:
@@ -269,6 +293,15 @@ def test_a_line_is_what_sglang_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> N
     assert (changed.stage.entries, changed.enabled) == (8, True)
 
 
+@of_the_newest
+@pytest.mark.parametrize(("backend", "window"), [("fa3", 512), ("flashinfer", None)])
+def test_a_window_of_the_line(backend: str, window: int | None) -> None:
+    line = f"--speculative-draft-window-size 512 --speculative-draft-attention-backend {backend}"
+    found = read("decode", flags(line))
+    assert found.draft is not None
+    assert (found.draft.window, found.speculative_draft_window_size) == (window, 512)
+
+
 def test_a_config_file_continuations_and_a_positional_model(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     config = tmp_path / "server.yaml"
@@ -279,18 +312,61 @@ def test_a_config_file_continuations_and_a_positional_model(tmp_path: Path) -> N
     assert found.target.path == str(TARGET)
 
 
-@pytest.mark.parametrize("gpu", plan_line.GPUS)
-def test_without_a_gpu_lines_are_resolved_for_one(
-    gpu: str, monkeypatch: pytest.MonkeyPatch
+CUTEDSL = "--decode-attention-backend cutedsl_mla --page-size 128"
+
+
+@pytest.mark.parametrize(
+    ("more", "gpu", "kind", "starts"),
+    [("", None, "hopper", True), ("", "blackwell", "blackwell", True),
+     (CUTEDSL, None, "blackwell", True), (CUTEDSL, "hopper", "hopper", False),
+     (f"{CUTEDSL} --tp 4 --dp 3 --enable-dp-attention", None, "hopper", False)],
+)  # fmt: skip
+def test_a_line_is_resolved_for_a_gpu_on_which_it_starts(
+    more: str, gpu: str | None, kind: str, starts: bool
 ) -> None:
-    """Of a kind that can be named, and nothing stays behind."""
+    """Or for the one that is named; and nothing stays behind."""
     from sglang.srt.runtime_context import get_platform
 
-    monkeypatch.setattr(plan_line, "has_device", lambda: False)
-    found = read("decode", flags("--decode-attention-backend cutedsl_mla --page-size 128"), gpu=gpu)
-    assert [("Blackwell GPUs" in text) for text in found.stock] == [True] * (gpu == "hopper")
-    assert any(f"as on a {gpu.title()} one" in note for note in found.notes)
+    found = read("decode", flags(more), gpu=gpu)
+    assert (found.gpu, not found.stock) == (kind, starts), found.stock
     assert get_platform().device_sm not in (90, 100)
+
+
+def test_what_the_servers_host_decides_is_not_asked_here() -> None:
+    line = flags("--disaggregation-ib-device mlx5_0 --ssl-keyfile /srv/key --host ${IP}")
+    found = read("prefill", line)
+    assert found.stock == ()
+    assert [re.sub(r"^prefill: ", "", note) for note in found.notes] == [
+        "no shell runs, so this is taken as it stands: ${IP}",
+        "--disaggregation-ib-device mlx5_0 depends on the server's host and was not looked at",
+        "--ssl-keyfile /srv/key depends on the server's host and was not looked at",
+    ]
+
+
+def test_a_check_that_raises_hides_no_other() -> None:
+    found = read("prefill", flags("--pp-size 2 --enable-hierarchical-cache --disable-radix-cache"))
+    assert "Pipeline parallelism" in "".join(found.stock)
+    assert "hierarchical-cache" in "".join(found.stock)
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "flags", "unread"),
+    [
+        ("A=1 python -m sglang.launch_server --x 1 > a.log 2>&1 &", {"A": "1"}, "--x 1", []),
+        ("#!/bin/bash\nexport A=1 B='2 3'\nSGLANG_C=4\nset -x\nnohup env D=5 sglang serve m \\\n"
+         "  --tp $TP \\\n  # --no\n", {"A": "1", "B": "2 3", "D": "5"},
+         "--model-path m --tp $TP", ["SGLANG_C", "$TP"]),
+        ("if true; then export A=1; fi\npython -m dynamo.sglang --j '{\"a\": \"b;c\"}'",
+         {"A": "1"}, '--j {"a": "b;c"}', []),
+        ("docker run -e A=1 --gpus all image python3 -m sglang.launch_server --x", {"A": "1"},
+         "--x", []),
+    ],
+)  # fmt: skip
+def test_the_text_of_a_script(
+    text: str, environ: dict[str, str], flags: str, unread: list[str]
+) -> None:
+    found = plan_line.split(text)
+    assert (found.environ, " ".join(found.flags), found.unread) == (environ, flags, unread)
 
 
 @of_the_newest
@@ -335,13 +411,12 @@ def test_drafters(
     ],
 )
 def test_what_does_not_start_is_found(
-    monkeypatch: pytest.MonkeyPatch, line: str, reason: str | None
+    monkeypatch: pytest.MonkeyPatch, line: str, reason: str
 ) -> None:
     """In SGLang's own words, and in the plugin's."""
     monkeypatch.setenv("SGLANG_RUST_SERVER", "1")  # of this shell: no launch line has it
     server = read("prefill", line)
-    found = [*server.stock, *server.refused]
-    assert [bool(reason and re.search(reason, text)) for text in found] == [True] * bool(reason)
+    assert any(re.search(reason, text) for text in (*server.stock, *server.refused))
 
 
 @pytest.mark.parametrize(
@@ -355,7 +430,9 @@ def test_what_does_not_start_is_found(
         ("--config no/such.yaml", "--config: .*no/such.yaml"),
         (f"SGLANG_ENABLE_MIXKV=maybe x --model-path {TARGET}", "SGLANG_ENABLE_MIXKV .*'maybe'"),
         ("--tp 2", "--model-path is missing"),
-        ("--model-path no/such", "--model-path no/such: .*the plan downloads nothing"),
+        ("--model-path no/such", "--model-path no/such: .*Copy the model's config.json"),
+        ("prefill.sh", r"expected one launch line, got 0.*\$\(cat prefill.sh\)"),
+        ("serve a --x 1\nserve b --x 2", "expected one launch line, got 2"),
         (f"--model-path {TARGET}-2", "--model-path .*-2: neither a folder"),
         (flags(target=Path(__file__)), "test_plan.py: "),
         (flags(draft=Path("no/such")), "--speculative-draft-model-path no/such: .*downloads"),
@@ -376,10 +453,10 @@ def test_exit_statuses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     prefill, decode = ["--prefill", flags("--tp 2")], ["--decode", flags()]
     assert tool.main([*prefill, *decode]) == 0
     assert "nothing is refused or goes wrong" in capsys.readouterr().out
-    assert tool.main([*prefill, "--decode", flags("--use-ray"), "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["need"]["wrong_share"] == 1
-    assert "[MIXKV-START-03] decode: --use-ray is not" in found["findings"][0]
+    assert tool.main([*prefill, "--decode", flags("--use-ray"), "--decode-servers", "3"]) == 1
+    found = capsys.readouterr().out
+    assert "[MIXKV-START-03] decode: --use-ray is not" in found
+    assert "busy     3 decode ranks read a prefill rank" in found
     assert tool.main(["--prefill", flags("--tpp 2"), "--decode", "--tp 1"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -390,6 +467,17 @@ def test_exit_statuses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     plan_line._parser.cache_clear()
     assert tool.main([*prefill, *decode]) == 2
     assert capsys.readouterr().err.count("Run the plan in the servers' image.") == 1
+
+
+def test_what_takes_longer_than_a_second_is_named_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools, "PATIENCE_S", 0.01)
+    for is_terminal, seconds, said in ((1, 0, ""), (0, 0.2, ""), (1, 0.2, "a long work ...\n")):
+        monkeypatch.setattr(sys.stderr, "isatty", lambda is_terminal=is_terminal: is_terminal)
+        with tools.waiting("a long work"):
+            time.sleep(seconds)
+        assert capsys.readouterr() == ("", said)
 
 
 @pytest.mark.parametrize("words", [["--help"], ["doctor", "--no-seams", "--no-transfer"]])

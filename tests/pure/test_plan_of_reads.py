@@ -92,7 +92,7 @@ def test_each_head_is_read_in_segments_that_fit_both_sides(own, rows, read, read
 
 def test_who_sends_the_target_is_sglang_s_choice():
     made = plan(row(), *prefill(2), targets=(True, False))
-    assert [source.is_send_target for source in made.sources] == [True, False]
+    assert made.is_send_target == (True, False)
 
 
 @pytest.mark.parametrize("first", [None, FACTS])

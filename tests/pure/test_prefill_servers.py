@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
-import itertools
 import json
 import os
 import random
@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 import pytest
 from rig.answers import many, serving, silent
-from rig.servers import PORT, TOKENS, Site, publishing, row_of
+from rig.servers import PORT, TOKENS, Site, answer_of, publishing, row_of
 from rig.threads import Prefill, wait_for
 
 from sglang_mixkv.channel.data_plane import Endpoint
@@ -26,8 +26,7 @@ from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import links
 from sglang_mixkv.engine import prefill_http, prefill_servers, refused
-from sglang_mixkv.engine.prefill_http import NotYet, fetch
-from sglang_mixkv.engine.prefill_servers import Threads
+from sglang_mixkv.engine.prefill_http import fetch
 from sglang_mixkv.engine.refused import RefusedRequests
 from sglang_mixkv.errors import MixKVError
 
@@ -136,14 +135,14 @@ def test_a_question_ends_in_time_whatever_comes(
 ) -> None:
     monkeypatch.setattr(prefill_http, "ASK_S", 0.3)
     drip = b"x: y\r\n" if begin else b""
-    with silent(begin, drip) as address, pytest.raises(NotYet, match="no answer within"):
-        fetch(address)
+    with silent(begin, drip) as address, pytest.raises(TimeoutError, match="no answer within"):
+        asyncio.run(fetch(address))
 
 
 def test_no_more_of_an_answer_is_read_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_http, "MAX_BODY", 1 << 20)
     with silent(OK, bytes(1 << 19)) as address, pytest.raises(MixKVError, match="than 1 MiB") as no:
-        fetch(address)
+        asyncio.run(fetch(address))
     assert no.value.code == "MIXKV-PAIR-02"
 
 
@@ -151,82 +150,33 @@ def test_what_is_packed_is_not_unpacked() -> None:
     """It could be any size then."""
     packed = OK[:-2] + b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd"
     with silent(packed) as address, pytest.raises(MixKVError, match="cannot be read"):
-        fetch(address)
+        asyncio.run(fetch(address))
 
 
-def test_slow_servers_leave_threads_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefill_servers, "AT_ONCE", 2)
-    monkeypatch.setattr(prefill_servers, "SLOW_AT_ONCE", 1)
-    over, some = threading.Event(), Threads()
-
-    def raising() -> None:
-        raise NotYet("silent")
-
-    found = [some.start(over.wait, slow=slow) for slow in (True, True, False, False, False)]
-    assert [one is not None for one in found] == [True, False, True, True, False]
-    over.set()
-    assert all(one.result(20) for one in found if one is not None)
-    assert wait_for(lambda: some.start(over.wait, slow=True))
-    for _ in range(3):  # what raises gives its place back as well
-        assert wait_for(lambda: some.start(raising, slow=True))
-
-
-def test_servers_that_are_hung_when_they_are_asked_again_leave_a_thread_for_a_new_one(
+def test_a_server_that_was_silent_is_ready_once_it_answers(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefill_servers, "AT_ONCE", 2)
-    monkeypatch.setattr(prefill_servers, "SLOW_AT_ONCE", 1)
-    monkeypatch.setattr(prefill_servers, "PAUSE_S", 0.0)
-    monkeypatch.setattr(prefill_servers, "QUICK_S", 0.0)  # what has failed is slow
-    site.servers._threads = Threads()  # of these limits
-    over, asked = threading.Event(), list[str]()
+    """Its first question hangs, the next is answered with an error. The scheduler waits once."""
+    waits, wait, asked = list[float](), prefill_servers.wait, list[str]()
+    body, over = answer_of(row_of(prefill)), threading.Event()
 
-    def hangs(address: str) -> Any:
-        asked.append(address)
-        if address not in hung:
-            return fetch(address)
-        if asked.count(address) > 1:
+    def answer(path: str) -> tuple[int, bytes]:
+        asked.append(path)
+        if len(asked) == 1:
             over.wait()
-        raise NotYet("silent")
-
-    monkeypatch.setattr(prefill_servers, "fetch", hangs)
-    hung = many(NOBODY, 2)
-    with publishing(row_of(prefill)) as real:
-        try:
-            assert wait_for(lambda: any(map(site.servers.ensure, hung)) or len(asked) > 2)
-            for _ in range(20):
-                assert not any(map(site.servers.ensure, hung))
-                time.sleep(0.01)
-            assert site.is_ready(real)
-        finally:
-            over.set()
-
-
-def test_a_silent_server_is_asked_again_after_a_pause_as_long(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scheduler does not wait for it a second time."""
-    spans, waits, wait = list[tuple[float, float]](), list[float](), prefill_servers.wait
+        return (200, body) if len(asked) > 2 else (503, b"not yet")
 
     def noted(work: Any, seconds: float) -> None:
         waits.append(seconds)
         wait(work, seconds)
 
-    def timed(address: str) -> Any:
-        began = time.monotonic()
-        try:
-            return fetch(address)
-        finally:
-            spans.append((began, time.monotonic()))
-
     monkeypatch.setattr(prefill_http, "ASK_S", 0.3)
-    monkeypatch.setattr(prefill_servers, "fetch", timed)
     monkeypatch.setattr(prefill_servers, "wait", noted)
-    with silent() as address:
-        assert wait_for(lambda: site.servers.ensure(address) or len(spans) == 3)
-    for (began, ended), (again, _) in itertools.pairwise(spans):
-        assert again - ended >= ended - began
-    assert len(waits) == 1
+    with serving(answer) as address:
+        assert site.is_ready(address)
+        assert site.request(address, prefill) == "warm"
+        over.set()
+    assert (len(asked), len(waits)) == (3, 1)
 
 
 def test_a_refused_server_is_asked_again_but_not_with_each_request(
@@ -254,7 +204,6 @@ def test_a_refused_server_is_asked_again_but_not_with_each_request(
         assert len(asked) == 1
         site.servers.forget(address)
         monkeypatch.setattr(prefill_servers, "AGAIN_S", 0)
-        monkeypatch.setattr(prefill_servers, "PAUSE_S", 0)
         for _ in range(2):
             refuse_one()
         assert len(asked) == 3
@@ -340,6 +289,7 @@ def test_nothing_is_left_of_servers_that_are_gone(site: Site) -> None:
         assert late.reason == "lost"
         site.decode.channel.close(late)
     assert wait_for(lambda: not any(site.held().values())), site.held()
+    gc.collect()  # channels refer to themselves, and those of this test end
     assert wait_for(lambda: len(os.listdir("/proc/self/fd")) <= before)
     assert not site.table
 
@@ -393,24 +343,29 @@ def test_servers_that_nobody_asks_for_are_forgotten(
 
 
 @pytest.mark.parametrize("by", ["the plugin", "SGLang"])
-def test_a_server_that_was_given_up_in_error_is_connected_to_anew(
+def test_a_bootstrap_server_that_goes_away_alone_costs_what_sglang_gives_up(
     site: Site, prefill: Prefill, by: str
 ) -> None:
-    """SGLang's heartbeats may fail though it lives: it leaves SGLang's table. What waits for it is
-    cold."""
+    """Its ranks live, and requests go on until SGLang's heartbeats take it out of the table. What
+    waits for it then is cold. At the same address it is connected to anew."""
     with publishing(row_of(prefill)) as address:
         assert site.is_ready(address)
-        entry = site.decode.open(100, TOKENS, site.peer(address))  # no target: no deadline
-        if by == "SGLang":
-            del site.table[address]
-            site.servers.ensure(NOBODY)
-        else:
-            site.servers.forget(address)
-        assert wait_for(lambda: entry.state is not None)
-        assert entry.reason == "lost"
-        site.decode.channel.close(entry)
-        with pytest.raises(MixKVError, match="being resolved anew"):
-            site.peer(address)
+    entry = site.decode.open(100, TOKENS, site.peer(address))  # no target: no deadline
+    site.servers.check(address)
+    assert site.request(address, prefill) == "warm"
+    assert site.is_ready(address)
+    if by == "SGLang":
+        del site.table[address]
+        site.servers.ensure(NOBODY)
+    else:
+        site.servers.forget(address)
+    assert wait_for(lambda: entry.state is not None)
+    assert entry.reason == "lost"
+    site.decode.channel.close(entry)
+    with pytest.raises(MixKVError, match="being resolved anew"):
+        site.peer(address)
+    assert not site.servers.ensure(address)
+    with publishing(row_of(prefill), port=int(address.rpartition(":")[2])):
         assert site.is_ready(address)
         assert site.request(address, prefill) == "warm"
 
@@ -423,7 +378,7 @@ def test_a_rank_that_was_restarted_at_another_port_is_found(
     other, rows = Prefill(Times()), [row_of(prefill)]
 
     def answer(_: str) -> tuple[int, bytes]:
-        return 200, b'{"protocol":2,"rows":%b}' % msgspec.json.encode(rows)
+        return 200, answer_of(*rows)
 
     with serving(answer) as address:
         assert site.is_ready(address)

@@ -9,7 +9,7 @@ import pytest
 from rig.recipes import RECIPES, Recipe, plan_of, write_models
 
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
-from sglang_mixkv.tools import plan_line
+from sglang_mixkv.tools.plan import text
 
 pytestmark = pytest.mark.skipif(
     sglang_version() != SUPPORTED_SGLANG[-1], reason="another release has other flags and defaults"
@@ -26,19 +26,22 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def no_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a host with a GPU, too, a line is resolved for the one that it names."""
-    monkeypatch.setattr(plan_line, "has_device", lambda: False)
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda r: r.name)
 def test_the_plan_takes_the_pair(recipe: Recipe, models: Path) -> None:
     """With the right verdict, and as findings what is refused, nothing else."""
+    if recipe.needs is None and not recipe.found:
+        with pytest.raises(ValueError, match=recipe.why):
+            plan_of(recipe, models)
+        return
     plan = plan_of(recipe, models)
     assert len(plan.findings) == len(recipe.found), plan.findings
     for pattern, finding in zip(recipe.found, plan.findings, strict=True):
-        assert re.search(pattern, finding)
+        assert re.search(pattern, finding), finding
+    assert re.search(recipe.noted, "\n".join(plan.notes))
+    if recipe.needs is None:
+        assert plan.need is None
+        assert text(plan).startswith("Neither stock SGLang nor the plugin serves this pair")
+        return
     assert plan.need is not None
     assert (plan.need.needed, plan.need.wrong_share) == (recipe.needs, recipe.share)
     assert recipe.why in plan.need.reason

@@ -49,6 +49,22 @@ def test_the_last_quarter_is_for_owners_that_hold_none():
     assert pool.take("d", 0.0) is None
 
 
+def test_an_owner_above_its_share_waits_until_the_others_have_theirs():
+    """Ranks of a server that is gone keep what they hold: they took it when they were few."""
+    pool = SlotPool(16, TIMES)
+    first = drain(pool, "a")
+    for owner in "bcde":
+        pool.take(owner, 0.0)
+    assert len(first) == 4
+    assert share_of(16, 5) == 2
+    pool.free(first.pop())
+    assert pool.take("a", 0.0) is None
+    assert len(drain(pool, "b")) == 1
+    for slot in first[1:]:
+        pool.free(slot)
+    assert len(drain(pool, "a")) == 1
+
+
 def test_an_owner_whose_slot_is_late_gets_one_at_a_time():
     pool = SlotPool(16, TIMES)
     slot = pool.take("a", 0.0)

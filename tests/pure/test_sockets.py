@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
 import select
 import socket
 import threading
@@ -25,7 +26,7 @@ from sglang_mixkv.channel.times import Times
 def inlet() -> Iterator[Inlet[int]]:
     made: Inlet[int] = Inlet()
     yield made
-    made.close()
+    os.close(made.fileno())
 
 
 def is_woken(inlet: Inlet[int]) -> bool:
@@ -47,14 +48,6 @@ def test_what_wakes_nobody_is_there_for_who_looks(inlet: Inlet[int]) -> None:
     assert inlet.take([]) == []
 
 
-def test_what_comes_after_its_end_wakes_no_other_file(inlet: Inlet[int]) -> None:
-    inlet.close()
-    other: Inlet[int] = Inlet()  # gets the number that has become free
-    inlet.put(1)
-    assert not is_woken(other)
-    inlet._wake = other.fileno()  # which the fixture closes
-
-
 def looks_on(inlet: Inlet[int], tick: float) -> AdaptivePoll:
     poller = Poller()
     poller.register(inlet.fileno())
@@ -73,25 +66,30 @@ def test_a_thread_with_nothing_to_look_at_sleeps_until_it_is_woken(inlet: Inlet[
 def test_it_looks_less_often_when_nothing_comes(
     inlet: Inlet[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In steps of 0.2 ms at first; then in those of zmq, in which a message wakes it."""
-    now, slept = [100.0], list[float]()
+    now, asked = [100.0], list[float]()
     monkeypatch.setattr(sockets.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(sockets.time, "sleep", slept.append)
     looks = looks_on(inlet, 30)
-    inlet.put(1)
-    assert looks.wait(True) == [inlet.fileno()]
-    inlet.take([inlet.fileno()])
-    now[0] += 0.9 * sockets.EAGER
-    assert looks.wait(True) == []
-    assert slept == [sockets.EAGER_LOOK]
-    now[0] += 0.2 * sockets.EAGER
-    assert looks.wait(True) == []
-    assert len(slept) == 1
-    inlet.put(2)
-    assert looks.wait(True) == [inlet.fileno()]
-    inlet.take([inlet.fileno()])
-    assert looks.wait(True) == []
-    assert len(slept) == 2, "what came may be followed by more"
+    real = looks._poller.poll
+    monkeypatch.setattr(looks._poller, "poll", lambda ms: asked.append(ms) or real(min(ms, 1)))
+    for passed in (0, 0.9 * sockets.EAGER, 0.2 * sockets.EAGER):
+        now[0] += passed
+        if not passed:
+            inlet.put(1)
+        assert bool(looks.wait(True)) is (passed == 0)
+        inlet.take([inlet.fileno()])
+    looks.wait(False)
+    assert asked == [sockets.LOOK_MS, sockets.EAGER_MS, sockets.LOOK_MS, 30_000]
+
+
+def test_what_comes_ends_the_sleep_between_two_looks_at_reads(inlet: Inlet[int]) -> None:
+    poller, start = Poller(), time.monotonic()
+    poller.register(inlet.fileno())
+    timer = threading.Timer(0.05, inlet.put, [1])
+    timer.start()
+    poller._doze(30_000)
+    assert time.monotonic() - start < 20
+    assert poller.poll(0.2) == [inlet.fileno()]
+    timer.join()
 
 
 HOST, FORK = "127.0.0.1", mp.get_context("fork")

@@ -86,7 +86,7 @@ def test_answers_that_a_peer_does_not_take_end_its_connection_once(
             put(event, wake)
 
         monkeypatch.setattr(prefill._inlet, "put", puts)
-        monkeypatch.setattr(zmq.Socket, "send_multipart", full)
+        monkeypatch.setattr(prefill._socket, "send", full, raising=False)
         deaf.setsockopt(zmq.LINGER, 0)
         deaf.connect(prefill.address)
         for number in range(200):

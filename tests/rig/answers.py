@@ -15,7 +15,9 @@ STEP_S = 0.05
 
 
 @contextmanager
-def serving(answer: Callable[..., tuple[int, bytes]], host: str = "127.0.0.1") -> Iterator[str]:
+def serving(
+    answer: Callable[..., tuple[int, bytes]], host: str = "127.0.0.1", port: int = 0
+) -> Iterator[str]:
     """Its address. `answer`: of a path with its query, a status and a body; may block. A POST's
     JSON, and its Authorization, are further arguments. `host`: "" for all addresses of this
     machine."""
@@ -35,7 +37,7 @@ def serving(answer: Callable[..., tuple[int, bytes]], host: str = "127.0.0.1") -
 
         def log_message(self, *_: object) -> None: ...
 
-    server = ThreadingHTTPServer((host, 0), Handler)
+    server = ThreadingHTTPServer((host, port), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()

@@ -38,7 +38,6 @@ class FakeCuda:
         self.fails, self.broken = "", False
         self.compiled: list[Any] = []
         self.events: dict[int, int] = {}  # recorded ones: how often each was asked
-        self.destroyed = 0
         self._queue: deque[Callable[[], None] | int] = deque()
         self._running = threading.Lock()
         self._handles, self._memory = itertools.count(1 << 40), list[Any]()
@@ -163,7 +162,6 @@ class FakeCuda:
 
     def _cuEventDestroy_v2(self, event: int) -> None:
         del self.events[event]
-        self.destroyed += 1
 
     def _cuFlushGPUDirectRDMAWrites(self, target: int, scope: int) -> None:
         assert (target, scope) == (0, 100)

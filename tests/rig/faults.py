@@ -13,5 +13,4 @@ TIMEOUTS = {
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "3",
     "SGLANG_MIXKV_PATIENCE": "3",
 }
-REGISTERED_S = 0.3  # what one prefill rank has read, the others have read by then
 GONE = "waiting left", "parts left"  # a room that no request came for is known for a minute

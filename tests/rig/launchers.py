@@ -46,35 +46,12 @@ def launch_server(arguments: Sequence[str]) -> None:
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 
 
-def serve(arguments: Sequence[str]) -> None:
-    """sglang serve"""
-    from sglang.cli.main import main
-
-    sys.argv = ["sglang", "serve", *arguments]
-    main()
-
-
-def engine(arguments: Sequence[str]) -> None:
-    """sgl.Engine with keyword arguments, in a process of a user."""
-    import sglang
-
-    sglang.Engine(**keywords(arguments))
-
-
-def engine_of_arguments(arguments: Sequence[str]) -> None:
-    """sgl.Engine with ServerArgs that were built before any plugin was loaded."""
-    import sglang
-    from sglang.srt.server_args import ServerArgs
-
-    sglang.Engine(server_args=ServerArgs(**keywords(arguments)))
-
-
 def engine_of_resolved(arguments: Sequence[str]) -> None:
-    """The same with ServerArgs that were resolved then, too: no hook of a plugin has seen them."""
+    """sgl.Engine with ServerArgs that were resolved before any plugin was loaded: no hook of one
+    has seen them."""
     import sglang
-    from sglang.srt.server_args import ServerArgs
 
-    server_args = ServerArgs(**keywords(arguments))
+    server_args = _server_args(arguments)
     server_args.resolve_once()
     sglang.Engine(server_args=server_args)
 
@@ -85,6 +62,11 @@ def dynamo(arguments: Sequence[str]) -> None:
     It picks the bootstrap port in between.
     """
     import sglang
+
+    sglang.Engine(server_args=_server_args(arguments, disaggregation_bootstrap_port=8997))
+
+
+def _server_args(arguments: Sequence[str], **changed: Any) -> Any:
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
@@ -93,19 +75,9 @@ def dynamo(arguments: Sequence[str]) -> None:
     ServerArgs.add_cli_args(parser)
     if "--config" in words:
         words = ConfigArgumentMerger(parser=parser).merge_config_with_args(words)
-    found = parser.parse_args(words)
-    found.disaggregation_bootstrap_port = 8997
-    sglang.Engine(server_args=ServerArgs.from_cli_args(found))
-
-
-def keywords(arguments: Sequence[str]) -> dict[str, Any]:
-    """Launch flags as keyword arguments: `--page-size 16` is `page_size="16"`."""
-    found: dict[str, Any] = {}
-    for word, following in zip(arguments, [*arguments[1:], "--"], strict=True):
-        if word.startswith("--"):
-            value = True if following.startswith("--") else following
-            found[word.removeprefix("--").replace("-", "_")] = value
-    return found
+    return ServerArgs.from_cli_args(
+        argparse.Namespace(**{**vars(parser.parse_args(words)), **changed})
+    )
 
 
 # ---------------------------------------------------------------- the schedulers

@@ -270,7 +270,7 @@ class Memory:
         """The request's first page that is sent: with a window those in its reach."""
         if name == "window":
             return model.window_start(self.case, number)
-        return 0
+        return model.draft_start(self.case, number) if name == "draft" else 0
 
     def _aux_sender(self, number: int) -> int:
         """The prefill process whose aux rows this rank must get: stock's target_tp_ranks[0]."""

@@ -71,6 +71,7 @@ class Case:
     dcp: int = 1  # decode's
     shuffled: bool = True
     hybrid: bool = False  # pools publish layer ids, and there is linear-attention state
+    draft_window: int = 0  # tokens that decode reads of the drafter; 0 for all
     target_window: int = 0  # the target has one more layer, with this window, in an SWAKVPool
     backend: str = field(default_factory=lambda: BACKEND)
     prefill_mixkv: bool = True
@@ -311,12 +312,24 @@ def draft_bytes(case: Case) -> int:
     per_rank = len(range(case.draft.heads)[heads_of_rank(case.draft.heads, case.decode_tp, 0)])
     size = 1 if case.by_token else case.page_size * case.prefill_dcp
     tokens = sum(-(-r.tokens // size) * size for r in case.requests)
+    left_out = sum(draft_start(case, number) for number in range(len(case.requests)))
+    tokens -= left_out * case.page_size * case.dcp
     return tokens * per_rank * case.decode_tp * sum(case.draft.widths())
 
 
 def window_start(case: Case, request: int) -> int:
     """First page that the target's window reaches (prefill.py, _swa_payload)."""
     return max(0, case.requests[request].tokens - case.target_window) // case.page_size
+
+
+def draft_start(case: Case, request: int) -> int:
+    """First page of the drafter's that decode asks for: its last page may hold one token, before
+    which the window begins, on a page."""
+    if not case.draft_window:
+        return 0
+    size = case.page_size * case.dcp
+    last = (case.pages(case.requests[request], case.dcp) - 1) * size
+    return max(0, last - case.draft_window) // size
 
 
 def state_rows(

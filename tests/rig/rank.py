@@ -19,7 +19,7 @@ from rig.model import Case
 from rig.releases import Releases
 from rig.watched_server import tables
 
-from sglang_mixkv.tools.pages import totals
+from mixkv_demo.series import totals
 
 LIMIT_S = 60
 """The longest wait of a rank for another; the requests of a round end within half of it."""
@@ -151,6 +151,7 @@ class Rank(Memory):
         if not draft.is_mla:
             args.draft_kv_head_num = self.pools["draft"][0].shape[2]
             args.draft_total_kv_head_num = draft.heads
+            args.draft_window = self.case.draft_window or None
 
     def start_manager(self) -> None:
         from sglang.srt.disaggregation.utils import (
@@ -295,10 +296,11 @@ class Rank(Memory):
     def _sender(self, number: int, tables: list[np.ndarray]) -> Any:
         kind = self.kv_class["sender"]
         up_to_0_5_21 = {"dest_tp_ranks": [self.rank], "pp_rank": self.stage}
+        takes = inspect.signature(stock_class(self, "sender")).parameters
         sender = kind(
             self.manager, self.address(number), self.rooms()[number],
             req_has_disagg_prefill_dp_rank=True,
-            **{n: v for n, v in up_to_0_5_21.items() if n in inspect.signature(kind).parameters},
+            **{n: v for n, v in up_to_0_5_21.items() if n in takes},
         )  # fmt: skip
         surplus = model.surplus_pages(self.case, self.side, number)
         sender.init(len(tables[number]) + len(surplus), number)

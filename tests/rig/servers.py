@@ -55,9 +55,8 @@ class Site:
         )  # fmt: skip
         self._rooms = 0
 
-    def _resolve(self, address: str) -> bool:
-        self.table[address] = SimpleNamespace(target_tp_ranks=[0])
-        return True
+    def _resolve(self, _: str) -> Any:
+        return SimpleNamespace(target_tp_ranks=[0])
 
     def _restarted(self, peer: bytes) -> None:
         self.servers.forget(server_of(peer))
@@ -103,9 +102,14 @@ class Site:
         self.decode.close()
 
 
+def answer_of(*rows: Row) -> bytes:
+    """To GET /mixkv."""
+    return b'{"protocol":%d,"rows":%b}' % (PROTOCOL[1], msgspec.json.encode(rows))
+
+
 @contextmanager
-def publishing(*rows: Row, host: str = HOST) -> Iterator[str]:
+def publishing(*rows: Row, host: str = HOST, port: int = 0) -> Iterator[str]:
     """A prefill server's address, and these rows are its answer to GET /mixkv."""
-    body = b'{"protocol":%d,"rows":%b}' % (PROTOCOL[1], msgspec.json.encode(rows))
-    with serving(lambda _: (200, body), host) as address:
+    body = answer_of(*rows)
+    with serving(lambda _: (200, body), host, port) as address:
         yield address

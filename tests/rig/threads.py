@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.copies import DeviceCopies, HostCopies
 from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
@@ -113,6 +115,29 @@ class Reporter:
     def ticked(self) -> None: ...
 
 
+def stop(worker: Any) -> None:
+    """End the threads of a channel, which in a server end with the process, and close what they
+    have. Copies and reads that are in flight end before."""
+    worker._stopping = True
+    worker._inlet.wake()
+    worker._thread.join(SOON_S)
+    if isinstance(worker._copies, HostCopies):
+        worker._copies._work.put(None)
+        worker._copies._thread.join(SOON_S)
+    elif isinstance(worker._copies, DeviceCopies):
+        for ticket, _, _ in worker._copies._flying:
+            ticket.wait()
+    links = getattr(worker, "_links", None)
+    plane = worker._plane if links is None else links._store and links._store.plane
+    for mender in list(links._menders) if links is not None else ():
+        mender.join()
+    if plane:
+        plane.close()
+    (worker if links is None else links)._context.destroy(linger=0)
+    worker._poll._poller._epoll.close()
+    os.close(worker._inlet.fileno())
+
+
 class _Side:
     """What both have. `memory`: the pool's rows, K and V beside each other, on pages of their own
     that `take_away` unmaps, as SGLang's memory saver does. `device`: makes GpuRows of a pool and
@@ -183,7 +208,7 @@ class Prefill(_Side):
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.channel.stop()
+            stop(self.channel)
 
     @property
     def port(self) -> int:
@@ -226,7 +251,7 @@ class Decode(_Side):
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            self.channel.stop()
+            stop(self.channel)
 
     def open(
         self, room: int, tokens: int, peer: bytes, first: int = 0, event: Any = None,

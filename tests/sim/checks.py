@@ -58,10 +58,11 @@ class Checks:
             case dev.Received():
                 self._decode_gets(process, event.peer, event.message)
             case dev.Copied() if event.result is dev.Result.DONE:
-                receiver = process.job_of[event.job]
-                room = process.machine._rooms.get(receiver.generation)
-                if room is not None and not room.cold:  # behind the decision it is none
-                    receiver.progress = process.now
+                for job in event.jobs:
+                    receiver = process.job_of[job]
+                    room = process.machine._rooms.get(receiver.generation)
+                    if room is not None and not room.cold:  # behind the decision it is none
+                        receiver.progress = process.now
             case pev.Received():
                 self._prefill_gets(process, event.connection, event.message)
             case pev.ConnectionLost():

@@ -194,14 +194,14 @@ class DecodeRank(Process):
         """Why nothing is written."""
         kind = "clear" if isinstance(job, ev.Clear) else "unpack"
         if not open_:
-            return ev.Copied(job.job, ev.Result.CLOSED)
+            return ev.Copied((job.job,), ev.Result.CLOSED)
         if self.errors.get(kind):
             self.errors[kind] -= 1
-            return ev.Copied(job.job, ev.Result.ERROR, "injected")
+            return ev.Copied((job.job,), ev.Result.ERROR, "injected")
         if kind == "unpack":
             slot = self.memory[job.slot]
             if not memory.carries(slot, job.tokens, job.stamp):
-                return ev.Copied(job.job, ev.Result.STALE)
+                return ev.Copied((job.job,), ev.Result.STALE)
         return None
 
     def count(self, job: ev.Job) -> int:
@@ -227,4 +227,4 @@ class DecodeRank(Process):
     def end_copy(self, receiver: Receiver, job: ev.Job) -> ev.Copied:
         if isinstance(job, ev.Unpack):
             self.world.checks.used(self, job)
-        return ev.Copied(job.job, ev.Result.DONE)
+        return ev.Copied((job.job,), ev.Result.DONE)

@@ -172,7 +172,7 @@ class PrefillRank(Process):
         return job.pages[0]
 
     def refusal(self, job: ev.PackJob, open_: bool) -> ev.Packed | None:
-        return None if open_ else ev.Packed(job.job, closed=True)
+        return None if open_ else ev.Packed((job.job,), closed=True)
 
     def count(self, job: ev.PackJob) -> int:
         return job.count
@@ -193,7 +193,7 @@ class PrefillRank(Process):
         if self.errors.get("pack"):
             self.errors["pack"] -= 1
             error = "the copy failed"
-        return ev.Packed(job.job, error)
+        return ev.Packed((job.job,), error)
 
     def left_gate(self, sender: Sender) -> None:
         """SGLang's next poll finds it idle."""

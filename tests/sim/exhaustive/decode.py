@@ -171,7 +171,7 @@ class DecodeSide:
         action = reader.copies[n][0]
         after = after._replace(copies=reader.copies[:n] + reader.copies[n + 1 :])
         what = f"decode {reader.rank}: {type(action).__name__} {action.job}: {result}"
-        return what, self.handle(after, view, dv.Copied(action.job, result))
+        return what, self.handle(after, view, dv.Copied((action.job,), result))
 
     def _copy(self, reader: Reader, view: View, n: int) -> tuple[Reader, dv.Result]:
         """What the copying thread does, through the gate."""

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import transfer as decode
 from sglang_mixkv.prefill import machine as prefill
 from sglang_mixkv.prefill import transfer
 from tests.rig.books import wrong_books
@@ -18,6 +19,9 @@ from tests.sim.exhaustive.values import Violation, require
 
 AGES = {"sent": 1, "progress": 1, "first_ready": 0, "arrived": 3, "_offered": 4}
 """Seconds by field: ages beyond these are alike, as `Steps` has it. Others: 5."""
+
+
+SEGMENTS = (transfer.Segment, decode.Segment)  # which change; other structs do not
 
 
 class Steps(Times):
@@ -28,17 +32,19 @@ class Steps(Times):
         self.whole_wait, self.slot_aside, self.early_room = 3.0, 4.0, 5.0
 
 
-class Packing(transfer.Packing):
+class Part(transfer.Part):
     """Its stamps follow from what they mark, so that equal worlds look equal."""
 
-    def _stamp(self, part: Any) -> int:
-        return part.opened.generation * 10 + part.announced + len(part.packing)
+    def cut(self, job: int, slot: int, stamp: int) -> Any:
+        stamp = self.opened.generation * 10 + self.announced + len(self.packing)
+        return super().cut(job, slot, stamp)
 
 
 class Prefill(prefill.Machine):
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._packing.__class__ = Packing
+    def _opened(self, *args: Any) -> None:
+        super()._opened(*args)
+        for part in self._parts.values():
+            part.__class__ = Part
 
 
 _CONSTANT = ("_clock", "_seen", "_times", "limits", "_out", "_draw", "_segment_tokens")
@@ -48,7 +54,9 @@ _UNORDERED = {"_owner", "_held"}
 
 def freeze(value: Any, now: float, seen: dict[int, int], name: str = "") -> Hashable:
     """A value that two objects share if they act alike from `now` on."""
-    if value is None or isinstance(value, int | str | bytes | range | msgspec.Struct):
+    if value is None or isinstance(value, int | str | bytes | range):
+        return value
+    if isinstance(value, msgspec.Struct) and not isinstance(value, SEGMENTS):
         return value
     if isinstance(value, float):
         return min(AGES.get(name, 5), round(now - value))
@@ -65,7 +73,8 @@ def freeze(value: Any, now: float, seen: dict[int, int], name: str = "") -> Hash
     if id(value) in seen:
         return "the same as", seen[id(value)]
     seen[id(value)] = len(seen)
-    names = getattr(value, "__slots__", None) or vars(value)
+    names = getattr(value, "__struct_fields__", None) or getattr(value, "__slots__", None)
+    names = names or vars(value)
     fields = {k: getattr(value, k) for k in names if k not in _CONSTANT + _COUNTERS}
     for unordered in _UNORDERED & fields.keys():
         fields[unordered] = dict(sorted(fields[unordered].items()))

@@ -30,7 +30,7 @@ class PrefillSide:
         self.case, self.machine, times = case, Machine(), Steps()
         self.fresh = [
             self.machine.number(
-                rooms(name, range(2), _fit, SlotPool(case.slots, times), times, None), 100.0
+                rooms(name, range(2), _fit, SlotPool(case.slots, times), times), 100.0
             )
             for name in INSTANCES
         ]
@@ -78,7 +78,7 @@ class PrefillSide:
             if not closed:
                 content = Content(job.stamp, job.handle, first, job.count, job.heads.start)
                 after = after._replace(slots=put(front.slots, job.slot, content))
-            event = pv.Packed(job.job, closed=closed)
+            event = pv.Packed((job.job,), closed=closed)
             yield f"stamp {job.stamp} is packed", self.handle(after, links, event)
         for use, sender in enumerate(front.senders):
             for what, changed, event in self._sglang(use, sender):

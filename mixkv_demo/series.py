@@ -1,0 +1,20 @@
+"""The plugin's series of a /metrics page, by name and labels."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from sglang_mixkv.series import PREFIX, SERIES
+from sglang_mixkv.tools.status_pages import samples
+
+
+def totals(text: str, without: str = "") -> Counter[tuple[str, ...]]:
+    """Summed over ranks, by their names behind the prefix and the values of their own labels, but
+    for the label `without` and empty values. Raises ValueError."""
+    own = {PREFIX.replace(":", "_") + one.name: one for one in SERIES}
+    found: Counter[tuple[str, ...]] = Counter()
+    for sample, value in samples(text):
+        if one := own.get(sample.name):
+            labels = (sample.label(name) for name in one.labels if name != without)
+            found[one.name, *filter(None, labels)] += value  # type: ignore[assignment]
+    return found

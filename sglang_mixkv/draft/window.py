@@ -1,0 +1,58 @@
+"""How far before a prompt's end a drafter reads, so that decode asks for no other of its rows.
+
+A query behind the prompt sees `window` tokens before itself. In SGLang 0.5.21 to 0.5.23
+
+* DFLASH with --speculative-draft-window-size reads through a table of that many tokens, which
+  begins on a page (dflash_worker_v2.py, _compute_compact_draft_seq_lens);
+* each layer of Llama EAGLE3 has that flag as its window (models/llama_eagle3.py), and a layer of a
+  DFLASH or DSPARK drafter that of config.json, where its type says so (models/dflash.py,
+  _get_dflash_layer_attention_params). The attention backend has to keep to it (WINDOWED). A row
+  has all layers, so they all need one.
+
+All else may read the whole prompt: MTP and other EAGLE drafters with the flag do so in draft
+extends, and DSPARK ignores it. docs/compatibility.md has the table.
+
+With decode's radix cache, without which it has no host cache, all rows move: a row that was left
+out would be missed by a shorter prompt that shares it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+LLAMA_EAGLE3 = "LlamaForCausalLMEagle3"
+BLOCKS = frozenset(
+    {"DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", "Qwen3DSparkModel"}
+)
+WINDOWED = frozenset({"fa3", "fa4", "trtllm_mha", "intel_amx"})
+"""Attention backends that keep to a layer's window in draft steps, draft extends and blocks.
+FlashInfer's draft steps read the whole prompt (flashinfer_backend.py, call_begin_forward), and
+Triton's know of no window before 0.5.23 (triton_backend.py, TritonMultiStepDraftBackend)."""
+
+
+def window_of(flags: Any, config: Any) -> int | None:
+    """None where it may read all. `flags`: SGLang's, resolved. `config`: the drafter's, as
+    transformers has it."""
+    asked, own = flags.speculative_draft_window_size, flags.speculative_draft_attention_backend
+    if flags.disaggregation_decode_enable_radix_cache or flags.speculative_draft_sink_size:
+        return None
+    if asked and flags.speculative_algorithm == "DFLASH":
+        return int(asked)
+    both = flags.prefill_attention_backend, flags.decode_attention_backend
+    backends = {own or backend or flags.attention_backend for backend in both}
+    # With top-k above 1 the queries of a step stand beside each other, and see more.
+    if flags.speculative_eagle_topk != 1 or not backends <= WINDOWED:
+        return None
+    architecture, text = config.architectures[0], config.get_text_config()
+    if architecture == LLAMA_EAGLE3:
+        return asked
+    layers = set(getattr(text, "layer_types", None) or ())
+    if architecture not in BLOCKS or layers != {"sliding_attention"} or not text.sliding_window:
+        return None
+    return text.sliding_window - 1  # transformers counts the query's own token
+
+
+def pages_left_out(pages: int, page_size: int, window: int | None) -> int:
+    """How many of a prompt's pages, from the first on. Its last page may hold one token, and what
+    DFLASH reads begins on a page."""
+    return 0 if window is None else max(0, pages - 1 - -(-window // page_size))

@@ -1,0 +1,113 @@
+"""A room number that two requests use at once, as all samples of a request with `n` above 1 do.
+
+SGLang's tables have one entry for a number. A second use of it takes the first one's metadata and
+KV, and its end takes the entry away; SGLang's schedulers end of that ("Unexpected poll state",
+KeyError). So such a request is refused where a server takes it. What comes past that, as from a
+client of both servers that gives a number twice, fails alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakValueDictionary
+
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+from sglang_mixkv.decode.events import Note
+from sglang_mixkv.errors import MixKVError, refuse
+
+_requests: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""SGLang's states of requests that a decode server has taken, by number."""
+_uses: WeakValueDictionary[int, RoomUse] = WeakValueDictionary()
+"""The newest use of each number on this rank, until it is cleared."""
+_own = itertools.count(-1, -1)  # SGLang's are not negative
+
+
+def around_request(
+    original: Callable[..., Any], manager: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Around TokenizerManager._init_req_state, with which SGLang begins each request. A ValueError
+    of it is HTTP 400. Prefill looks at the request alone: decode may have it compute a request
+    again, with the same number, before prefill has answered the first time (true retraction)."""
+    rooms = list(_rooms(request))
+    if rooms and getattr(request, "parallel_sample_num", 1) > 1:
+        raise _refusal(f"n = {request.parallel_sample_num}, whose samples share theirs")
+    states, numbers = manager.rid_to_state, [room for _, room in rooms]
+    for _, room in rooms:
+        first = _requests.get(room)
+        if numbers.count(room) > 1 or (first is not None and states.get(first.obj.rid) is first):
+            raise _refusal(f"{room}, which is in use")
+    made = original(manager, request, *args, **kwargs)
+    if manager.disaggregation_mode.value == "decode":
+        _requests.update({room: states[rid] for rid, room in rooms})
+    return made
+
+
+def _rooms(request: Any) -> Iterator[tuple[str, int]]:
+    """Of each request of a batch. SGLang's own warm-up and health checks share numbers: nothing is
+    transferred for them."""
+    names = ("rid", "bootstrap_host", "bootstrap_room")
+    values = [getattr(request, name, None) for name in names]
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    for rid, host, room in zip(*lists, strict=False):
+        if room is not None and host != FAKE_BOOTSTRAP_HOST:
+            yield rid, room
+
+
+def _refusal(got: str) -> MixKVError:
+    return refuse(
+        "MIXKV-PAIR-07", "a bootstrap_room that no other request uses", got,
+        "one of them would be sent the other's KV, and SGLang's schedulers could end",
+        "Send each sample as a request of its own, with n = 1",
+    )  # fmt: skip
+
+
+def newest(room: int) -> RoomUse | None:
+    """The newest use of a number on this rank, unless it was cleared."""
+    return _uses.get(room)
+
+
+class RoomUse:
+    """Mixed into senders and receivers, one use of a number each. A second one, while the first is
+    under way, has failed under a number that no request has: whatever SGLang does with it touches
+    nothing of the first one's."""
+
+    kv_mgr: Any  # a DraftManager (manager.py)
+    bootstrap_room: int
+    conclude_state: Any
+
+    def __init__(
+        self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any
+    ) -> None:
+        first = _uses.get(bootstrap_room)
+        is_free = first is None or first.kv_mgr is not mgr or first._leave()
+        number = bootstrap_room if is_free else next(_own)
+        super().__init__(mgr, bootstrap_addr, number, *args, **kwargs)  # type: ignore[call-arg]
+        _uses[number] = self
+        if not is_free:
+            mgr.record_failure(number, str(_refusal(f"{bootstrap_room}, which is in use")))
+            mgr.request_status[number] = self.conclude_state = KVPoll.Failed
+            if mgr.local.mode == "decode":  # prefill's requests are not counted
+                mgr.local.reporter(Note("reused", b"", ""))
+
+    def _leave(self) -> bool:
+        """Whether another use may have the number before this one is cleared."""
+        return False
+
+    def clear(self) -> None:
+        super().clear()  # type: ignore[misc]
+        if _uses.get(self.bootstrap_room) is self:
+            _uses.pop(self.bootstrap_room, None)
+
+    def _move(self) -> None:
+        """To a number that no request has. Metadata of the next use have come before it begins:
+        they stay, and SGLang's status is what it would be then."""
+        tables, room = self.kv_mgr, self.bootstrap_room
+        status = tables.request_status.pop(room)
+        if room in tables.transfer_infos and room in tables.req_to_decode_prefix_len:
+            tables.request_status[room] = KVPoll.WaitingForInput
+        self.bootstrap_room = next(_own)
+        tables.request_status[self.bootstrap_room] = status

@@ -1,0 +1,72 @@
+"""A drafter with a window, on a decode server that gets no more of a prompt than it reads.
+
+The target is in the middle of its answer, so that what is drafted next lies within the window, and
+the prompt's first rows do not. Rows of decode's pool that nothing was put in are poison.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from mixkv_demo.launch import run_by
+from mixkv_demo.pair import BOS, SEP, SYMBOLS
+from mixkv_demo.processes import Fleet
+from mixkv_demo.servers import single
+from sglang_mixkv.tools.client import accept_length
+
+from . import corrupting
+from .conftest import (
+    DECODE_CACHE,
+    NEEDED,
+    PAGES,
+    START_TIMEOUT,
+    TP1,
+    TP2,
+    Case,
+    counts,
+    pair_with,
+    record,
+)
+from .test_pairs import same
+
+pytestmark = [START_TIMEOUT, pytest.mark.full]
+
+
+@pytest.mark.parametrize(
+    ("pair", "length", "cache", "moved"),
+    # Of prompts of 162 and 82 tokens, with windows of 104 and 56, in pages of 16.
+    [("mla", 96, (), 114), ("mla-dflash", 48, (), 66), ("mla", 96, DECODE_CACHE, 162)],
+    ids=["eagle3", "dflash", "eagle3, decode's cache"],
+)
+def test_what_is_left_out_is_never_read(
+    pair: str, length: int, cache: tuple[str, ...], moved: int
+) -> None:
+    """With a prefix cache on decode nothing is: a shorter prompt shares a longer one's rows."""
+    source, half = random.Random(1), length // 2
+    strings = [source.sample(SYMBOLS, length) for _ in range(4)]
+    prompts = [[BOS, *one, SEP, *one[: length * 2 // 3]] for one in strings]
+    prompts += [[BOS, *one[:half], *source.sample(one[half:], half), SEP] for one in strings]
+    flags = ("--speculative-draft-window-size", str(length + 8), *PAGES)
+    case = Case(f"{pair}, window of {length + 8}", TP2, (*TP1, *cache), pair, shared=flags)
+    case.skip_unserved()
+    with Fleet() as fleet:
+        server = single(fleet, pair, flags)
+        expected = [server.ask(prompt) for prompt in prompts]
+    with Fleet() as fleet:
+        poison = {corrupting.POISON: "1"}
+        deployment = pair_with(
+            fleet, case.topology(), pair,
+            decode=lambda decode: run_by(decode, Path(corrupting.__file__), poison),
+        )  # fmt: skip
+        before = counts(deployment)
+        answers = [deployment.ask(prompt) for prompt in prompts[:4]]
+        needed = counts(deployment)[NEEDED] - before[NEEDED]
+        answers += [deployment.ask(prompt) for prompt in prompts[4:]]
+    record(case.name, answers, expected)
+    for some in (slice(4), slice(4, 8)):
+        same(answers[some], expected[some])
+    assert accept_length(expected[:4]) > 1.5
+    assert needed == 4 * moved * {"mla": 256, "mla-dflash": 512}[pair]

@@ -1,0 +1,56 @@
+"""A room number that two requests use at once: the second one fails alone, the first one is right.
+
+SGLang's tables have one entry for a number, so that in stock both hang, or a server ends.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from rig.model import Cache, Case, Request, page_tables
+from rig.rank import Rank, reason_of, send
+from rig.ring import run
+from rig.special import Special
+from sglang.srt.disaggregation.base.conn import KVPoll
+
+REQUESTS = Request(23, chunk_pages=1), Request(23), Request(11)
+
+
+@pytest.mark.transports(1)
+@pytest.mark.parametrize(
+    ("prefill", "decode", "kind"), [(2, 1, "mla"), (1, 2, "mla"), (2, 1, "mha")]
+)
+def test_the_second_use_fails_alone(prefill: int, decode: int, kind: str) -> None:
+    target = Cache("mla", layers=2, k_bytes=24) if kind == "mla" else Cache("mha", 2, heads=2)
+    special = Special(rooms=[100, 100, 101], failed_rooms_stay_clean=True)
+    rounds = ((0, 1), (2,))
+    outcome = run(Case(prefill, decode, target, requests=REQUESTS, rounds=rounds, special=special))
+    assert outcome.wrong == []
+    for report in outcome.prefill + outcome.decode:
+        assert report.status == ["success", "failed", "success"]
+        assert all("[MIXKV-PAIR-07] expected a bootstrap_room" in one for one in report.reasons)
+    assert outcome.total("rooms_total", "failed", "reused") == decode
+    assert outcome.total("rooms_total", "warm") == 2 * decode
+    assert outcome.total("rooms_total", "cold") == outcome.total("fails_sent_total") == 0
+
+
+def again(rank: Rank, sender: Any, chunk: Any, state: Any) -> None:
+    """As decode's retraction, before prefill's scheduler has seen that the first one succeeded."""
+    send(rank, sender, chunk, state)
+    tables = rank.manager.transfer_infos  # SGLang's worker takes the first one's away
+    if sender.curr_idx == sender.num_kv_indices:
+        while sender.poll() != KVPoll.Success or sender.bootstrap_room in tables:
+            time.sleep(0.001)
+        second = rank._sender(sender.ring_number, page_tables(rank.case, "prefill"))
+        assert second.poll() == KVPoll.Bootstrapping
+        second.abort()
+        assert "Aborted" in reason_of(second)
+
+
+@pytest.mark.transports(1)
+def test_a_number_is_free_once_its_use_has_succeeded() -> None:
+    outcome = run(Case(2, 1, requests=REQUESTS, special=Special(send=again)))
+    assert outcome.wrong == []
+    assert outcome.statuses == {"success"}
