@@ -7,6 +7,7 @@ the figures of every pair that ran are printed.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,8 +25,9 @@ from mixkv_demo.servers import (
     disaggregated,
     silent,
     single,
+    totals,
 )
-from sglang_mixkv.tools.client import Answer, accept_length
+from sglang_mixkv.tools.client import Answer, accept_length, acceptance_by_position
 
 START_TIMEOUT = pytest.mark.timeout(1800)
 """Two deployments may start within one test, on a machine that has other work."""
@@ -106,8 +108,8 @@ def full(*args: object, **kwargs: object) -> object:
 CASES = [
     Case("P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES)),
     Case("nixl-dflash-P1-D2", TP1, TP2, "mla-dflash", backend="nixl", spawn=True),
-    Case("P2-D2dp", TP2, TP2_DP2),
     Case("P2-host-D1", (*TP2, *HOST_CACHE), (*TP1, *PAGES)),
+    full("P2-D2dp", TP2, TP2_DP2),
     full("P1-D2", TP1, TP2, patience="1"),
     full("nixl-P2-D1", TP2, TP1, backend="nixl"),
     full("nixl-P1-D2", TP1, TP2, backend="nixl"),
@@ -152,12 +154,37 @@ class Measured:
 
 Counts = Counter[tuple[str, ...]]
 """The plugin's series of all servers: name and values of labels -> value."""
+REST_S = 30
 SENT, NEEDED = ("sent_bytes_total", "draft"), ("needed_bytes_total", "draft")
 WARM = ("rooms_total", "warm")
 
 
 def counts(deployment: Deployment) -> Counts:
     return deployment.counters()
+
+
+def finished(deployment: Deployment, before: Counts, requests: int) -> Counts:
+    """What has been counted since, once so many requests have ended."""
+    deadline = time.monotonic() + REST_S
+    while True:
+        found = totals(deployment.servers)
+        found.subtract(before)
+        number = sum(n for (name, *_), n in found.items() if name == "finished_requests_total")
+        if number >= requests:
+            return found
+        assert time.monotonic() < deadline, f"{number} of {requests} requests are counted"
+        time.sleep(0.5)
+
+
+def drafted(answers: list[Answer], state: str, *reason: str) -> Counts:
+    """What the answers themselves say."""
+    rounds = [n for answer in answers for n in answer.rounds_by_right_drafts]
+    right = sum(n * k for a in answers for n, k in enumerate(a.rounds_by_right_drafts))
+    found = Counter({("verify_rounds_total", state, *reason): sum(rounds)})
+    found["accepted_tokens_total", state, *reason] = sum(rounds) + right
+    for position, share in enumerate(acceptance_by_position(answers, 8), 1):
+        found["accepted_drafts_total", state, str(position)] = round(share * sum(rounds))
+    return found
 
 
 def cold(counted: Counts) -> float:

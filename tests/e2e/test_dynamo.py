@@ -39,10 +39,10 @@ from .conftest import (
     TP2_DP2_OLDER,
     Reference,
     counts,
+    finished,
     record,
     warm_share,
 )
-from .test_metrics import finished
 from .test_pairs import same
 
 pytestmark = START_TIMEOUT

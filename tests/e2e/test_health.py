@@ -25,8 +25,7 @@ from mixkv_demo.servers import one_cold
 from sglang_mixkv.tools.status import Status, status
 from sglang_mixkv.tools.status_pages import look
 
-from .conftest import START_TIMEOUT, TP1, TP2, Case
-from .test_metrics import REST_S
+from .conftest import REST_S, START_TIMEOUT, TP1, TP2, Case
 
 pytestmark = [START_TIMEOUT, pytest.mark.full]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import requests
 
-from mixkv_demo.launch import HOST, Launch, run_by, without_drafter
+from mixkv_demo.launch import HOST, Launch, ranks, run_by, without_drafter
 from mixkv_demo.pair import cousins, prompts, request_body
 from mixkv_demo.processes import Fleet
 from sglang_mixkv.tools.client import (
@@ -38,6 +38,7 @@ from .conftest import (
     Reference,
     cold,
     counts,
+    drafted,
     pair_with,
     record,
     warm_share,
@@ -64,6 +65,20 @@ def test_output_and_accept_length_are_the_single_servers(pd: Measured) -> None:
 
 def test_every_draft_byte_arrives_once(pd: Measured) -> None:
     all_arrived(pd.counts)
+
+
+def test_a_decode_servers_page_says_how_well_warm_drafters_do(pd: Measured) -> None:
+    """As the answers do."""
+    if ranks(pd.case.decode) > 1:
+        pytest.skip("several ranks count")
+    page_is_the_answers(pd.counts, pd.answers, "warm")
+
+
+def page_is_the_answers(counted: Counts, answers: list[Answer], *state: str) -> None:
+    assert counted["finished_requests_total", *state] == len(answers)
+    expected = drafted(answers, *state)
+    names = {name for name, *_ in expected}
+    assert {key: n for key, n in counted.items() if key[0] in names and n} == +expected
 
 
 def test_repeated_prompts(pd: Measured) -> None:
@@ -187,3 +202,5 @@ def test_a_pair_that_drafts_on_decode_alone(pair: str, reference: Reference) -> 
     assert 1 < accept_length(answers) < 0.9 * accept_length(expected)
     assert counted["rooms_total", "cold", "no_drafter"] == cold(counted) == len(answers)
     assert counted[WARM] == counted[SENT] == 0
+    if pair == "mla":
+        page_is_the_answers(counted, answers, "cold", "no_drafter")

@@ -8,7 +8,6 @@ read never waits; tests of waiting run over the other two.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing as mp
 import os
 import signal
@@ -25,6 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from rig.forks import die_with_parent, in_fork
 
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory, Peer
@@ -180,10 +180,6 @@ def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-def die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-
-
 def fork_peer(seed: int) -> Served:
     mine, theirs = FORK.Pipe()
     process = FORK.Process(target=serve, args=(theirs, mine, seed), daemon=True)
@@ -213,38 +209,23 @@ def over(*ways: Any, peers: int = 1) -> Callable[..., Any]:
     def test_of(body: Callable[[Reader], None]) -> Any:
         @pytest.mark.parametrize("way", ways)
         def test(way: str) -> None:
-            mine, theirs = FORK.Pipe()
-            process = FORK.Process(target=read_in_process, args=(theirs, way, body, peers))
-            process.start()
-            theirs.close()
-            try:
-                failure = mine.recv() if mine.poll(120) else "the reader does not end"
-            except EOFError:
-                process.join()
-                failure = f"the reader died, exit code {process.exitcode}"
-            process.kill()
-            process.join()
-            assert not failure, failure
+            failure = in_fork(lambda: read(way, body, peers), lambda _: traceback.format_exc())
+            assert failure is None, failure
 
         return test
 
     return test_of
 
 
-def read_in_process(pipe: Any, way: str, body: Callable[[Reader], None], peers: int) -> None:
-    die_with_parent()
+def read(way: str, body: Callable[[Reader], None], peers: int) -> None:
     os.environ.pop("MC_TCP_ENABLE_CONNECTION_POOL", None)
     name, _, tcp = way.partition("-")
     os.environ.update(ENV | {PLANE_ENV: name} | ({"UCX_TLS": tcp} if tcp else {}))
-    reader = None
+    reader = Reader(way, peers)
     try:
-        reader = Reader(way, peers)
         body(reader)
-        pipe.send("")
-    except BaseException:
-        pipe.send(traceback.format_exc())
     finally:
-        for peer in reader.peers if reader else ():
+        for peer in reader.peers:
             peer.process.kill()
 
 

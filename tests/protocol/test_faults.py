@@ -1,47 +1,140 @@
-"""Faults, each tried for real: what the request gets, and that the next one works."""
+"""Faults, each tried for real: what the request gets, and that the next one works.
+
+The first request meets the fault. The second one is clean, follows on the same servers, and must
+be right to the last byte, as must every byte of every decode buffer that is not the failed
+request's own. A drafter's trouble ends no request: the one that met it is served, cold where rows
+did not come. What ends a request are faults of SGLang's own transfer, and a decode rank that cannot
+even clear its rows. Aborts by prefill: test_aborts.py; ranks that go away: test_traffic.py.
+"""
 
 from __future__ import annotations
 
-import os
-import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
-from rig.faults import FAULTS, TIMEOUTS, Fault, problems
+from rig.faults import GONE, TIMEOUTS
 from rig.model import Case, Request
 from rig.rank import Rank
 from rig.ring import run
-from rig.special import Special
+from rig.special import Inject, Special
+
+from sglang_mixkv.draft.rows import DraftRows
 
 pytestmark = pytest.mark.transports(1)
+
+DECODE, DRAFT_ONLY = ("decode", 0), ("prefill", 1)
+"""Ranks: of prefill's two, one sends an MLA target."""
+TWO_ROUNDS: dict[str, Any] = {"requests": (Request(12), Request(9)), "rounds": ((0,), (1,))}
+
+
+def first(name: str, method: str, what: Callable[..., Any], of: Any = None) -> Inject:
+    """In the place of this rank's first call of a method: of a class of SGLang's kind of that name,
+    or of this class."""
+
+    def inject(rank: Rank) -> None:
+        cls, met = of or rank.kv_class[name], []
+        real = getattr(cls, method)
+
+        def once(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if met:
+                return real(self, *args, **kwargs)
+            met.append(1)
+            return what(real, self, *args, **kwargs)
+
+        setattr(cls, method, once)
+
+    return inject
+
+
+def aborts(seconds: float) -> Callable[..., None]:
+    def aborting(real: Callable[..., None], receiver: Any, *args: Any, **kwargs: Any) -> None:
+        real(receiver, *args, **kwargs)
+        time.sleep(seconds)
+        receiver.abort()
+
+    return aborting
+
+
+def one_answer_more(real: Callable[..., None], receiver: Any) -> None:
+    """SGLang would wait for another prefill rank than the plan knows."""
+    receiver.required_prefill_response_num += 1
+    real(receiver)
+
+
+def no_memory(*_: Any) -> None:
+    raise MemoryError
+
+
+def all_of(*injected: Inject) -> Inject:
+    def inject(rank: Rank) -> None:
+        for one in injected:
+            one(rank)
+
+    return inject
+
+
+def thread_ends(rank: Rank) -> None:
+    """This rank's channel thread ends at its next piece of work."""
+
+    def end(*_: Any) -> None:
+        raise SystemExit
+
+    channel = rank.manager.decode_channel or rank.manager.prefill_channel
+    setattr(channel, "_look" if rank.side == "decode" else "_handle", end)
+
+
+PACK = first("", "pack", no_memory, DraftRows)
+NEITHER = all_of(*(first("", name, no_memory, DraftRows) for name in ("unpack", "clear")))
+AFTER = {seconds: first("receiver", "send_metadata", aborts(seconds)) for seconds in (0, 0.01)}
+ONE_MORE = first("receiver", "_setup_bootstrap_infos", one_answer_more)
+
+# What is wrong, where, how the first request ends on decode, and words of its reason.
+FAULTS: dict[str, tuple[Any, Inject, str, str]] = {
+    "decode aborts before its metadata":
+        (DECODE, first("receiver", "init", aborts(0)), "failed", "borted by"),
+    "decode aborts at once after its metadata": (DECODE, AFTER[0], "failed", "borted by"),
+    "decode aborts 10 ms after its metadata": (DECODE, AFTER[0.01], "failed", "borted by"),
+    "SGLang waits for another answer": (DECODE, ONE_MORE, "failed", "[MIXKV-PAIR-05] expected"),
+    "packing raises": (DRAFT_ONLY, PACK, "cold", "prefill_pack"),
+    "unpacking and clearing raise": (DECODE, NEITHER, "failed", "could not be cleared"),
+    "prefill's thread ends": (DRAFT_ONLY, thread_ends, "cold", "has ended"),
+    "decode's thread ends": (DECODE, thread_ends, "cold", "has ended"),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang's, short enough to wait for."""
     for name, seconds in TIMEOUTS.items():
         monkeypatch.setenv(name, seconds)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=str)
-def test_fault(fault: Fault) -> None:
-    assert problems(fault, run(fault.case())) == []
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault(name: str) -> None:
+    where, inject, becomes, words = FAULTS[name]
+    outcome = run(Case(2, 1, special=Special(faults={where: inject}), **TWO_ROUNDS))
+    broken = (words, " left") if words == "has ended" else ()
+    assert [line for line in outcome.wrong if not any(w in line for w in (*GONE, *broken))] == []
+    (decode,) = outcome.decode
+    assert decode.status == ["failed" if becomes == "failed" else "success", "success"]
+    assert all(report.status[1:] == ["success"] for report in outcome.prefill)
+    if becomes == "failed":
+        assert words in outcome.reasons
+        assert decode.cold == set()
+    else:
+        assert decode.cold == ({0, 1} if broken else {0})
+        assert broken or outcome.total("rooms_total", "cold", words) == 1
 
 
-# ---------------------------------------------------------------- servers that nobody restarts
-
-
-def test_a_decode_rank_is_killed_and_the_other_is_served() -> None:
-    """Two DP ranks on one prefill server: the end of one is not the other's."""
-
-    def die(rank: Rank) -> None:
-        threading.Timer(0.0, os._exit, args=(9,)).start()
-        time.sleep(1)
-
-    case = Case(
-        2, 1, decode_dp=2, requests=(Request(8), Request(8), Request(12)),
-        special=Special(faults={("decode", 0): die}),
-    )  # fmt: skip
-    outcome = run(case)
-    assert outcome.decode[1].status == ["success"]
-    assert outcome.decode[1].wrong == []
+@pytest.mark.parametrize("aborted", [False, True], ids=["served", "aborted"])
+def test_the_same_room_number_again(aborted: bool) -> None:
+    """Once the first use has ended, as with SGLang's retraction. An OPEN that comes when its
+    request has ended waits for the next one of this number, which may be cold then."""
+    faults = {DECODE: first("receiver", "send_metadata", aborts(0.002))} if aborted else {}
+    special = Special(faults=faults, rooms=[100, 100], pause=4 if aborted else 1)
+    outcome = run(Case(2, 1, special=special, **TWO_ROUNDS))
+    assert [line for line in outcome.wrong if not any(word in line for word in GONE)] == []
+    (decode,) = outcome.decode
+    assert decode.status == ["failed" if aborted else "success", "success"]
+    assert aborted or not decode.cold

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,7 @@ from sglang_mixkv.engine import rank as ranks
 from sglang_mixkv.engine.manager import DraftManager
 from sglang_mixkv.errors import MixKVError
 
-from .test_response_counts import ADDRESS, Scene, published  # noqa: F401
-
-OTHER = f"{ADDRESS}0"  # begins alike
+ADDRESS, OTHER = "127.0.0.1:1", "127.0.0.1:10"  # begins alike
 
 
 class Known:
@@ -34,21 +33,14 @@ class Known:
         self.gone.append(address)
 
 
-def manager_with_connections() -> Any:
-    """One whose receivers have met a server: SGLang itself has filled its tables."""
-    scene = Scene(2, 1, 0)
-    scene.receiver(0)
-    manager = scene.manager
-    assert ADDRESS in manager.prefill_info_table
-    assert manager.connection_pool
-    manager.connection_pool[f"{OTHER}_0_0_0"] = []
-    manager.servers = Known()
-    return manager
-
-
 def test_a_server_of_which_a_rank_was_restarted_is_asked_anew() -> None:
-    """SGLang's heartbeats may not have noticed."""
-    manager = manager_with_connections()
+    """SGLang's heartbeats may not have noticed. Its keys of a connection: as in
+    CommonKVReceiver._setup_bootstrap_infos."""
+    pool: dict[str, Any] = {f"{ADDRESS}_0_0_0": [], f"{OTHER}_0_0_0": []}
+    manager: Any = SimpleNamespace(
+        servers=Known(), connection_pool=pool, connection_lock=threading.Lock(),
+        prefill_info_table={ADDRESS: None, OTHER: None},
+    )  # fmt: skip
     manager._forget_server = lambda address: DraftManager._forget_server(manager, address)
     DraftManager._forget_peer(manager, peer_of(b"restarte", ADDRESS))
     assert manager.servers.gone == [ADDRESS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -194,6 +195,33 @@ def test_sizes_that_are_no_powers_of_two(prefill_tp: int, decode_tp: int, heads:
     """Where SGLang allows them: heads and ranks divide each other, one TP size the other."""
     draft = Cache("mha", heads=heads, layers=3)
     right(Case(prefill_tp, decode_tp, draft=draft, requests=REQUESTS))
+
+
+# ---------------------------------------------------------------- pages that hold no token to send
+
+
+@few
+@pytest.mark.parametrize("surplus", [0, 2])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_rows_are_those_of_the_prompt(
+    prefill_tp: int, decode_tp: int, surplus: int, backend: str
+) -> None:
+    """Prefill can send more pages than the prompt fills; `num_kv_tokens` says how many tokens are
+    sent. Decode names those that the prompt fills (`req_to_token[prefix:origin_input_len]`).
+
+    Prompts end on a page's boundary, and one token before; in one chunk and in several, of which
+    the last has surplus alone; with a prefix and without."""
+    # A last chunk for which decode has no page at all fails SGLang's own transfer over NIXL.
+    chunks = (0,) if (backend, surplus) == ("nixl", 2) else (0, 1)
+    requests = tuple(itertools.starmap(Request, itertools.product((8, 7), (0, 2), chunks)))
+    special = Special(surplus={"prefill": surplus})
+    right(Case(prefill_tp, decode_tp, requests=requests, special=special))
+
+
+@few
+def test_a_prompt_that_decode_has_whole_needs_nothing() -> None:
+    """SGLang's last chunk has no page then (decode.py, a prefix as long as the prompt)."""
+    right(Case(2, 1, requests=(Request(0, prefix_pages=2), Request(8))))
 
 
 # ---------------------------------------------------------------- a drafter on one side

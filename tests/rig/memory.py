@@ -13,21 +13,45 @@ from rig.model import Cache, Case
 
 # As MetadataBuffers lays them out: six rows, the drafter's three, the room.
 AUX_LENS = (32, 8, 8, 8, 8, 8, 8, 16, 24, 16)
+SERVED_COLD = "success", "cold"
+
+
+@dataclass
+class Ended:
+    """One request, as a rank saw it. `state`: of its draft KV on decode, warm or cold; `reason`:
+    why it is, or why the request failed."""
+
+    number: int
+    began: float
+    seconds: float
+    status: str
+    state: str
+    reason: str
 
 
 @dataclass
 class RankReport:
-    """What one rank says at the end. `wrong`: byte differences, in words. `cold`: requests that
-    were served without their draft KV, or a part of it. `counted`: the plugin's series."""
+    """What one rank says at the end. `wrong`: byte differences, in words. `counted`: the plugin's
+    series. `warm`: what a rank that serves traffic held once it had made all that it needs."""
 
     side: str
     rank: int
-    status: list[str] = field(default_factory=list)
+    ended: list[Ended] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     counted: Counter[tuple[str, ...]] = field(default_factory=Counter)
-    cold: set[int] = field(default_factory=set)
+    warm: dict[str, int] = field(default_factory=dict)
     error: str = ""
+
+    @property
+    def status(self) -> list[str]:
+        """Of this rank's requests, by their numbers."""
+        return [one.status for one in sorted(self.ended, key=lambda one: one.number)]
+
+    @property
+    def cold(self) -> set[int]:
+        """Requests that were served without their draft KV, or a part of it."""
+        return {one.number for one in self.ended if (one.status, one.state) == SERVED_COLD}
 
 
 class Memory:
@@ -45,6 +69,7 @@ class Memory:
         self.dcp = case.dcp_of(side)
         self.dcp_rank = self.tp_rank % self.dcp  # runtime_context.py
         self.relays = case.prefill_dcp != case.dcp
+        self._page_tables = [model.page_tables(case, side, pool) for pool in (0, 1)]
         self.report = RankReport(side, rank)
 
     def allocate(self) -> None:
@@ -53,10 +78,13 @@ class Memory:
         self.pools = self._pools()
         self.state = self._state()
         number = self.rank if self.side == "decode" else self._aux_number(self.rank)
-        self.aux = [
-            np.random.default_rng([number, self.side == "decode", i]).integers(
-                0, 256, (len(self.case.requests) + 1, n), np.uint8
-            )
+        self.aux = self._aux_rows(number, self.side == "decode")
+        self.memory = {**self.pools, "aux": self.aux, "state": [*self.state.values()]}
+
+    def _aux_rows(self, number: int, of_decode: bool) -> list[np.ndarray]:
+        rows = len(self.case.requests) + 1
+        return [
+            np.random.default_rng([number, of_decode, i]).integers(0, 256, (rows, n), np.uint8)
             for i, n in enumerate(AUX_LENS)
         ]
 
@@ -128,7 +156,7 @@ class Memory:
 
     def _tables(self, name: str) -> list[np.ndarray]:
         """For each request, its pages in the pool of that name."""
-        return model.page_tables(self.case, self.side, int(name == "window"))
+        return self._page_tables[name == "window"]
 
     def _rows(self, name: str, number: int) -> list[np.ndarray]:
         """What this rank holds of a request once it has all of it, per entry."""
@@ -179,17 +207,12 @@ class Memory:
         state = model.state_of(self.case, self.sglang_pools["target"])
         for key, slots in state.items():
             slots[:] = model.canary([self.rank, self.side == "decode", *key], slots.shape)
-        if self.side == "prefill":
-            self._write_state(state, {n: n for n in range(len(self.case.requests))})
+            for number in range(len(self.case.requests)) if self.side == "prefill" else ():
+                slots[number] = self._state_rows(number, key, slots)
         return state
 
-    def _write_state(self, state: dict[tuple[int, int], np.ndarray], slots: dict[int, int]) -> None:
-        """Write the truth of requests into their slots."""
-        for key, rows in state.items():
-            for number, slot in slots.items():
-                rows[slot] = model.state_rows(
-                    self.case, number, key, rows.shape[2], self.tp, self.attn_rank
-                )
+    def _state_rows(self, number: int, key: tuple[int, int], slots: np.ndarray) -> np.ndarray:
+        return model.state_rows(self.case, number, key, slots.shape[2], self.tp, self.attn_rank)
 
     def mine(self, number: int) -> bool:
         """Whether this rank takes part in the request."""
@@ -197,36 +220,51 @@ class Memory:
             return False
         return self.case.turn(number) % self.dp_size == self.dp_rank
 
-    def compare(
-        self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray], done: list[int]
-    ) -> None:
-        """Every byte of every buffer: done requests hold the truth, all else its canary."""
+    def watch(self) -> None:
+        """From now on it is known what every byte should be: what no request gets stays."""
+        self.shadow = {name: [one.copy() for one in of] for name, of in self.memory.items()}
+
+    def expect(self, number: int, is_cold: bool) -> None:
+        """A request has succeeded: each of its bytes is the truth, now and at the end. Of a cold
+        one each token's row of the drafter is that, or zeros."""
         ways = {self.draft_args(side) for side in ("prefill", "decode")}
         moved = ways <= {"appended", "channel"} and not self.case.special.draft_stays
-        for name, pool in before.items():
-            for number in done if moved or not name.startswith("draft") else ():
-                pages, rows = self._tables(name)[number], self._rows(name, number)
-                for index, (entry, row) in enumerate(zip(pool, rows, strict=True)):
+        for name, shadow in self.shadow.items():
+            if name.startswith("draft") and not moved:
+                continue
+            at, truth = self._places(name, number), self._truth(name, number)
+            for index, (want, rows) in enumerate(zip(shadow, truth, strict=True)):
+                got = self.memory[name][index][at]
+                if name in self.pools:
                     sent = self._sent(name, number, index)[..., None, None]
-                    kept = entry[pages]
-                    entry[pages] = np.where(sent, row, kept)
-                    if name == "draft" and number in self.report.cold:
-                        self._excuse_cleared(entry, self.pools[name][index], pages)
-            for index, (want, got) in enumerate(zip(pool, self.pools[name], strict=True)):
-                self._differ(f"{name} entry {index}", want, got)
-        for index, (want, got) in enumerate(zip(aux_before, self.aux, strict=True)):
-            for number in done:
-                sender = self._aux_number(self._aux_sender(number))
-                want[number + 1] = np.random.default_rng([sender, False, index]).integers(
-                    0, 256, (len(self.case.requests) + 1, AUX_LENS[index]), np.uint8
-                )[number]
-            self._differ(f"aux {index}", want, got)
+                    rows = np.where(sent, rows, want[at])
+                if name == "draft" and is_cold:
+                    rows = np.where(got.any(axis=(2, 3), keepdims=True), rows, 0)
+                want[at] = rows
+                self._differ(f"{name} entry {index}", rows, got, f" of request {number}")
 
-    @staticmethod
-    def _excuse_cleared(want: np.ndarray, got: np.ndarray, pages: np.ndarray) -> None:
-        """Of a cold request each token's row is what it should be, or all zero."""
-        is_zero = ~got[pages].any(axis=(2, 3), keepdims=True)
-        want[pages] = np.where(is_zero, 0, want[pages])
+    def compare(self) -> None:
+        """Every byte of every buffer: requests that succeeded hold the truth, all else its canary.
+        Memory of failed requests may hold anything, unless the case says otherwise."""
+        failed = [one.number for one in self.report.ended if one.status != "success"]
+        for name, shadow in self.shadow.items():
+            for index, (want, got) in enumerate(zip(shadow, self.memory[name], strict=True)):
+                for number in () if self.case.special.failed_rooms_stay_clean else failed:
+                    at = self._places(name, number)
+                    want[at] = got[at]
+                self._differ(f"{name} entry {index}", want, got)
+
+    def _places(self, name: str, number: int) -> np.ndarray:
+        """Where a request of decode's lies in memory of that name."""
+        return self._tables(name)[number] if name in self.pools else np.array([number + 1])
+
+    def _truth(self, name: str, number: int) -> list[np.ndarray]:
+        if name == "aux":
+            sender = self._aux_number(self._aux_sender(number))
+            return [rows[[number]] for rows in self._aux_rows(sender, False)]
+        if name == "state":
+            return [self._state_rows(number, *one)[None] for one in self.state.items()]
+        return self._rows(name, number)
 
     def _first_page(self, name: str, number: int) -> int:
         """The request's first page that is sent: with a window those in its reach."""
@@ -247,10 +285,10 @@ class Memory:
         server, dp_rank = case.prefill_of(number), case.turn(number) % case.prefill_dp
         return ((server * case.prefill_pp + stage) * case.prefill_dp + dp_rank) * tp + rank
 
-    def _differ(self, what: str, want: np.ndarray, got: np.ndarray) -> None:
+    def _differ(self, what: str, want: np.ndarray, got: np.ndarray, whose: str = "") -> None:
         bad = np.argwhere(want != got)
         if len(bad):
             pages = sorted(set(bad[:, 0].tolist()))
             self.report.wrong.append(
-                f"decode rank {self.rank} {what}: {len(bad)} bytes differ, pages {pages[:9]}"
+                f"decode rank {self.rank} {what}: {len(bad)} bytes differ, pages {pages[:9]}{whose}"
             )

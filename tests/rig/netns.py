@@ -16,15 +16,15 @@ import contextlib
 import ctypes
 import os
 import shutil
-import signal
 import subprocess
 import time
 from contextlib import ExitStack
 from typing import Self
 
+from rig.forks import die_with_parent
+
 TOOLS = ("ip", "nsenter", "tc", "unshare")
 CLONE_NEWNET = 0x40000000
-PR_SET_PDEATHSIG = 1
 
 
 def why_not() -> str:
@@ -47,10 +47,6 @@ def enter(pid: int) -> None:
             raise OSError(ctypes.get_errno(), "setns")
     finally:
         os.close(fd)
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Network:
@@ -106,7 +102,7 @@ class Network:
         own = os.readlink("/proc/self/ns/net")
         sleeper = subprocess.Popen(
             ["unshare", "--net", "sleep", "infinity"], stderr=subprocess.PIPE, text=True,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )  # fmt: skip
         self._stack.callback(_end, sleeper)
         while (code := sleeper.poll()) is None:

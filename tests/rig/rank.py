@@ -8,31 +8,50 @@ import inspect
 import socket
 import time
 from collections import Counter
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 from rig import model
-from rig.memory import Memory
+from rig.memory import Ended, Memory
 from rig.model import Case
 from rig.releases import Releases
 from rig.watched_server import tables
 
 from mixkv_demo.series import totals
-from sglang_mixkv.decode.events import State
 
 LIMIT_S = 60
 """The longest wait of a rank for another; the requests of a round end within half of it."""
+PAUSE_S = {"prefill": 5e-4, "decode": 1e-3}
+
+
+@dataclass
+class OpenRequest:
+    """One that a rank works on, by SGLang's sender or receiver. `chunks`: what prefill has not sent
+    yet; `published`: decode's metadata went out."""
+
+    handle: Any
+    chunks: list[np.ndarray] = field(default_factory=list)
+    published: bool = False
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.since
 
 
 class Rank(Memory):
     """One rank's manager over its memory. `host`: its address; `server_host`: rank 0's."""
 
     host = server_host = "127.0.0.1"
+    slack_s = 2.0
+    """An idle manager's workers tidy up within that."""
 
     def __init__(self, case: Case, side: str, rank: int, ports: list[int], life: int = 0) -> None:
         super().__init__(case, side, rank)
         self.ports, self.life = ports, life
+        self.open: dict[int, OpenRequest] = {}
         self._publish(self.tp_rank)
         self.allocate()
 
@@ -162,7 +181,6 @@ class Rank(Memory):
             self.case.target.is_mla and not self.case.hybrid,
         )
         self.releases = Releases()
-        self.published: list[Any] = []  # receivers whose metadata went out
 
     def asked_class(self, kind: str) -> Any:
         """A sender's or receiver's class, got as SGLang's scheduler gets it for each request."""
@@ -195,39 +213,85 @@ class Rank(Memory):
         """The bootstrap server of the request's prefill server."""
         return f"127.0.0.1:{self.ports[self.case.prefill_of(number)]}"
 
-    def numbers(self) -> list[int]:
-        """This rank's requests, in the order in which they are concluded."""
-        return [n for group in self.case.all_rounds() for n in group if self.mine(n)]
+    def run(self) -> None:
+        """All requests, round by round; on decode every byte is compared."""
+        inject_faults(self)
+        if self.side == "decode":
+            self.watch()
+        for group in self.case.all_rounds():
+            for number in filter(self.mine, group):
+                self.begin(number)
+            self._send_all({number: one.handle for number, one in self.open.items()})
+            self.releases.wait(self.case.special.pause)
+        if self.side == "decode":
+            self.releases.wait()
+            self.case.shared.all_sent.wait(LIMIT_S)
+            self.compare()
 
-    def conclude(self, number: int, handle: Any, deadline: float) -> None:
+    def _send_all(self, _: dict[int, Any]) -> None:
+        """Go on with these senders or receivers until each has ended."""
+        while self.open:
+            self.step(LIMIT_S / 2)
+            time.sleep(PAUSE_S[self.side])
+
+    def begin(self, number: int) -> None:
+        if self.side == "prefill":
+            sender = self._sender(number, self._tables("target"))
+            self.open[number] = OpenRequest(sender, self._chunks(number))
+            return
+        receiver = self._receiver(number, time.monotonic() + LIMIT_S / 2)
+        one = self.open[number] = OpenRequest(receiver)
+        if receiver.conclude_state is None:
+            one.published = True
+            prefix = self.case.requests[number].prefix_pages * self.case.page_size * self.dcp
+            receiver.send_metadata(
+                self._pages(number), number + 1, self.state_indices(number),
+                decode_prefix_len=prefix,
+            )  # fmt: skip
+
+    def is_known(self, number: int) -> bool:
+        """Whether a request's prefill server is: SGLang's scheduler asks again later as well."""
+        return bool(self.manager.try_ensure_parallel_info(self.address(number)))
+
+    def _receiver(self, number: int, deadline: float) -> Any:
+        while not self.is_known(number):
+            if time.monotonic() > deadline:
+                raise TimeoutError("prefill facts never came")
+            time.sleep(0.02)
+        address = self.address(number)
+        receiver = self.kv_class["receiver"](self.manager, address, self.rooms()[number])
+        receiver.init(self.case.turn(number) % self.case.prefill_dp)
+        return receiver
+
+    def step(self, limit_s: float) -> None:
+        """Go on with all requests, in turns, as a scheduler does; none may take longer."""
         from sglang.srt.disaggregation.base.conn import KVPoll
 
-        status = handle.poll()
-        while status not in (KVPoll.Success, KVPoll.Failed) and time.monotonic() < deadline:
-            time.sleep(0.001)
-            self.releases.resolve()
-            status = handle.poll()
         names = {KVPoll.Success: "success", KVPoll.Failed: "failed"}
-        self.report.status.append(names.get(status, f"stuck in {status}"))
-        if status == KVPoll.Failed:
-            self.report.reasons.append(f"{self.side} {self.rank}: {reason_of(handle)}")
-            if handle in self.published:
-                self.releases.hold(handle)
-        else:
-            if is_cold(handle):
-                self.report.cold.add(number)
-            handle.clear()
+        for number, one in list(self.open.items()):
+            status = one.handle.poll()
+            if status in names or one.age > limit_s:
+                del self.open[number]
+                self._conclude(number, one, names.get(status, f"stuck in {status}"))
+            elif one.chunks and status >= KVPoll.WaitingForInput:
+                chunk = one.chunks.pop(0)
+                state = None if one.chunks else self.state_indices(number)
+                (self.case.special.send or send)(self, one.handle, chunk, state)
+        self.releases.resolve()
 
-    def run_prefill(self) -> None:
-        tables = model.page_tables(self.case, "prefill")
-        for group in self.case.all_rounds():
-            numbers = [n for n in group if self.mine(n)]
-            deadline = time.monotonic() + LIMIT_S / 2
-            senders = {n: self._sender(n, tables) for n in numbers}
-            self._send_all(senders, {n: self._chunks(n, tables) for n in numbers}, deadline)
-            for number, sender in senders.items():
-                self.conclude(number, sender, deadline)
-            time.sleep(self.case.special.pause)
+    def _conclude(self, number: int, one: OpenRequest, status: str) -> None:
+        seconds, handle = one.age, getattr(one.handle, "handle", None)
+        state, reason = str(getattr(handle, "state", "") or ""), getattr(handle, "reason", "")
+        if status == "failed":
+            reason = reason_of(one.handle)
+            self.report.reasons.append(f"{self.side} {self.rank}: {reason}")
+            if one.published:  # it may be written until nothing can arrive
+                self.releases.hold(one.handle)
+        else:
+            if (self.side, status) == ("decode", "success"):
+                self.expect(number, state == "cold")
+            one.handle.clear()
+        self.report.ended.append(Ended(number, one.since, seconds, status, state, reason))
 
     def _sender(self, number: int, tables: list[np.ndarray]) -> Any:
         kind = self.kv_class["sender"]
@@ -243,22 +307,14 @@ class Rank(Memory):
         sender.ring_number = number
         return sender
 
-    def _send_all(
-        self, senders: dict[int, Any], pending: dict[int, list[np.ndarray]], deadline: float
-    ) -> None:
-        """Send the chunks of several requests in turns, as a scheduler interleaves them."""
-        from sglang.srt.disaggregation.base.conn import KVPoll
+    def _pages(self, number: int) -> np.ndarray:
+        surplus = model.surplus_pages(self.case, self.side, number)
+        return np.concatenate([self._tables("target")[number], surplus])
 
-        while any(pending.values()) and time.monotonic() < deadline:
-            for number, chunks in pending.items():
-                status = senders[number].poll()
-                if status == KVPoll.Failed:
-                    chunks.clear()
-                elif chunks and status >= KVPoll.WaitingForInput:
-                    chunk = chunks.pop(0)
-                    state = None if chunks else self.state_indices(number)
-                    (self.case.special.send or send)(self, senders[number], chunk, state)
-            time.sleep(0.0005)
+    def _chunks(self, number: int) -> list[np.ndarray]:
+        pages = self._pages(number)
+        step = self.case.requests[number].chunk_pages or len(pages) or 1
+        return [pages[i : i + step] for i in range(0, len(pages), step)] or [pages]
 
     def state_indices(self, number: int) -> list[np.ndarray] | None:
         """What names a request's state on this side, kind by kind: pages of its window, a slot,
@@ -272,74 +328,22 @@ class Rank(Memory):
             found.append(self._tables("target")[number])
         return found or None
 
-    def _chunks(self, number: int, tables: list[np.ndarray]) -> list[np.ndarray]:
-        surplus = model.surplus_pages(self.case, self.side, number)
-        pages = np.concatenate([tables[number], surplus])
-        step = self.case.requests[number].chunk_pages or len(pages) or 1
-        return [pages[i : i + step] for i in range(0, len(pages), step)] or [pages]
-
-    def run_decode(self) -> None:
-        case = self.case
-        before = {name: [e.copy() for e in pool] for name, pool in self.pools.items()}
-        aux_before = [a.copy() for a in self.aux]
-        state_before = {key: slots.copy() for key, slots in self.state.items()}
-        tables = model.page_tables(case, "decode")
-        for group in self.case.all_rounds():
-            deadline = time.monotonic() + LIMIT_S / 2
-            receivers = {n: self._receiver(n, deadline) for n in group if self.mine(n)}
-            for number, receiver in receivers.items():
-                if receiver.conclude_state is None:
-                    prefix = case.requests[number].prefix_pages * case.page_size * self.dcp
-                    self.published.append(receiver)
-                    surplus = model.surplus_pages(case, self.side, number)
-                    receiver.send_metadata(
-                        np.concatenate([tables[number], surplus]), number + 1,
-                        self.state_indices(number), decode_prefix_len=prefix,
-                    )  # fmt: skip
-            for number, receiver in receivers.items():
-                self.conclude(number, receiver, deadline)
-            self.releases.wait(self.case.special.pause)
-        self.releases.wait()
-        self.case.shared.all_sent.wait(LIMIT_S)
-        done = [
-            n for n, s in zip(self.numbers(), self.report.status, strict=True) if s == "success"
-        ]
-        self._excuse_failed(before, aux_before, done)
-        self.compare(before, aux_before, done)
-        self._write_state(state_before, {number: number + 1 for number in done})
-        for key, want in state_before.items():
-            for number in set(self.numbers()) - set(done):  # a failed request's slot
-                want[number + 1] = self.state[key][number + 1]
-            self._differ(f"state {key}", want, self.state[key])
-
-    def _excuse_failed(
-        self, before: dict[str, list[np.ndarray]], aux_before: list[np.ndarray], done: list[int]
-    ) -> None:
-        """Pages and aux rows of failed requests may hold anything; all others may not."""
-        if self.case.special.failed_rooms_stay_clean:
-            return
-        for number in set(self.numbers()) - set(done):
-            for name, pool in before.items():
-                pages = self._tables(name)[number]
-                for want, got in zip(pool, self.pools[name], strict=True):
-                    want[pages] = got[pages]
-            for want, got in zip(aux_before, self.aux, strict=True):
-                want[number + 1] = got[number + 1]
-
-    def _receiver(self, number: int, deadline: float) -> Any:
-        address = self.address(number)
-        while not self.manager.try_ensure_parallel_info(address):
-            if time.monotonic() > deadline:
-                raise TimeoutError("prefill facts never came")
-            time.sleep(0.02)
-        receiver = self.kv_class["receiver"](self.manager, address, self.rooms()[number])
-        receiver.init(self.case.turn(number) % self.case.prefill_dp)
-        return receiver
+    def left_behind(self) -> list[str]:
+        """What this idle rank should not have."""
+        return left_behind(self.manager, self.slack_s)
 
 
-def is_cold(receiver: Any) -> bool:
-    """Whether the draft channel served this request without its drafter's KV, or a part of it."""
-    return getattr(getattr(receiver, "handle", None), "state", None) is State.COLD
+def inject_faults(one: Rank) -> None:
+    """This rank's own; a decode rank says nothing before those of the prefill ranks are there."""
+    injected, key = one.case.shared.injected, (one.side, one.rank)
+    try:
+        one.case.special.faults.get(key, lambda _: None)(one)
+    finally:
+        if key in injected:
+            injected[key].set()
+    for other, event in injected.items() if one.side == "decode" else ():
+        if not event.wait(LIMIT_S / 2):
+            raise TimeoutError(f"no fault in {other}")
 
 
 def start_mooncake(host: str) -> None:
@@ -394,7 +398,7 @@ def wait_for_port(port: int, host: str = "127.0.0.1") -> None:
     raise TimeoutError(f"nothing listens on {port}")
 
 
-def left_behind(manager: Any, seconds: float = 2) -> list[str]:
+def left_behind(manager: Any, seconds: float) -> list[str]:
     """What an idle manager should not have, once its workers have had time to tidy up."""
     threads = getattr(manager, "_worker_threads", ())  # NIXL's keeps none
     check = getattr(manager, "check_integrity", list)

@@ -9,10 +9,11 @@ classes that get_kv_class hands out, as SGLang's schedulers do.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
+import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 from rig.memory import RankReport
 from rig.model import Case, draft_bytes
-from rig.rank import LIMIT_S, Rank, free_port, left_behind
+from rig.rank import LIMIT_S, Rank, free_port
 from rig.special import Key, Shared
 from rig.unserved import skip_unserved
 
@@ -29,6 +30,7 @@ from sglang_mixkv.engine.releases import sglang_version
 REPORT_S = 3 * LIMIT_S
 """The longest time without a report. It is longer than a rank waits for others, so that the rank
 can say what did not come."""
+LOOK_S = 0.05
 
 
 @dataclass
@@ -69,17 +71,18 @@ class Stages:
 
 
 def _rank_main(
-    case: Case, side: str, rank: int, ports: list[int], pipe: Any, go: Any, life: int
-) -> None:
+    make: type[Rank], case: Case, side: str, rank: int, ports: list[int], pipe: Any, go: Any,
+    life: int,
+) -> None:  # fmt: skip
+    gc.freeze()  # a million objects of the parent: to look at them stops a rank for a second
     report = RankReport(side, rank)
     try:
-        one = Rank(case, side, rank, ports, life)
+        one = make(case, side, rank, ports, life)
         report = one.report
         one.start_manager()
-        inject_faults(one)
-        one.run_prefill() if side == "prefill" else one.run_decode()
+        one.run()
         report.counted = one.counted()
-        report.wrong += left_behind(one.manager)
+        report.wrong += one.left_behind()
     except BaseException:
         report.error = traceback.format_exc()
     pipe.send(report)
@@ -92,19 +95,6 @@ def ranks_of(case: Case) -> list[Key]:
     prefill = case.prefills * case.prefill_tp * case.prefill_dp * case.prefill_pp
     decode = case.decode_tp * case.decode_dp
     return [*(("prefill", r) for r in range(prefill)), *(("decode", r) for r in range(decode))]
-
-
-def inject_faults(one: Rank) -> None:
-    """This rank's own; a decode rank says nothing before those of the prefill ranks are there."""
-    injected, key = one.case.shared.injected, (one.side, one.rank)
-    try:
-        one.case.special.faults.get(key, lambda _: None)(one)
-    finally:
-        if key in injected:
-            injected[key].set()
-    for other, event in injected.items() if one.side == "decode" else ():
-        if not event.wait(LIMIT_S / 2):
-            raise TimeoutError(f"no fault in {other}")
 
 
 def _skip_what_0_5_21_does_not_move(case: Case) -> None:
@@ -159,14 +149,13 @@ def right(case: Case) -> Outcome:
 
 
 class Servers:
-    """All ranks of a case: their processes, and the pipes on which they report."""
+    """All ranks of a case: their processes, and the pipes on which they report. `away`: those that
+    a test has killed."""
 
-    def __init__(
-        self, case: Case, context: Any, ports: list[int], main: Callable[..., None] = _rank_main
-    ) -> None:
-        self._case, self._context, self._main = case, context, main
+    def __init__(self, case: Case, context: Any, ports: list[int], make: type[Rank] = Rank) -> None:
+        self._case, self._context, self._make = case, context, make
         self._ports, self._go = ports, context.Event()
-        self._keys = ranks_of(case)
+        self._keys, self.away = ranks_of(case), set[Key]()
         self._processes: dict[Key, Any] = {}
         self._pipes: dict[Key, Any] = {}
         for key in self._keys:
@@ -174,32 +163,42 @@ class Servers:
 
     def _start(self, key: Key, life: int) -> None:
         here, there = self._context.Pipe()
-        arguments = (self._case, *key, self._ports, there, self._go, life)
-        self._processes[key] = self._context.Process(target=self._main, args=arguments)
+        arguments = (self._make, self._case, *key, self._ports, there, self._go, life)
+        self._processes[key] = self._context.Process(target=_rank_main, args=arguments)
         self._processes[key].start()
         there.close()
         self._pipes[key] = here
 
     def reports(self, limit_s: float = REPORT_S) -> dict[Key, RankReport]:
-        """All reports. Decode ranks compare only after every prefill rank has reported."""
+        """All reports but those of ranks that were killed for good. `limit_s`: the longest time
+        without one."""
         found: dict[Key, RankReport] = {}
-        while len(found) < len(self._keys):
-            if all(key in found for key in self._keys if key[0] == "prefill"):
-                self._case.shared.all_sent.set()
-            waiting = {self._pipes[key]: key for key in self._keys if key not in found}
-            ready = wait(list(waiting), limit_s)
-            for pipe in ready or waiting:
-                key = waiting[pipe]
-                report = self._take(key) if ready else None
-                found[key] = report or self._without_report(key)
-        return {key: found[key] for key in self._keys}
+        until = time.monotonic() + limit_s
+        while missing := [k for k in self._keys if k not in found and k not in self.away]:
+            pipes = {self._pipes[key]: key for key in missing}
+            for pipe in wait(list(pipes), LOOK_S):
+                key, report = pipes[pipe], self._take(pipe)
+                if report is not None or (key not in self.away and self._pipes[key] is pipe):
+                    found[key] = report or self._without_report(key)
+                    until = time.monotonic() + limit_s
+            self._look(found)
+            if time.monotonic() > until:
+                found |= {key: self._without_report(key) for key in missing if key not in found}
+        return {key: found[key] for key in self._keys if key in found}
 
-    def _take(self, key: Key) -> RankReport | None:
+    def _look(self, found: dict[Key, RankReport]) -> None:
+        """Decode ranks compare only after every prefill rank has reported."""
+        if all(key in found for key in self._keys if key[0] == "prefill"):
+            self._case.shared.all_sent.set()
+
+    @staticmethod
+    def _take(pipe: Any) -> RankReport | None:
         """A rank's report; None when it ended without one."""
         try:
-            return self._pipes[key].recv()
-        except EOFError:
+            found: RankReport = pipe.recv()
+        except (EOFError, OSError):
             return None
+        return found
 
     def _without_report(self, key: Key) -> RankReport:
         process = self._processes[key]

@@ -1,0 +1,318 @@
+"""What becomes of the others' requests when a rank, its port or a link is gone, slow, or stands
+still.
+
+Rank 1 of a prefill server of TP 2 sends draft KV alone, since one rank sends an MLA target. Server
+`A` meets the fault, server `B` does not; or one of two decode ranks that `A` serves does. Links are
+those of network namespaces of the tests' own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rig.netns import Network, why_not
+from rig.special import Key
+from rig.stages import STAGES
+from rig.traffic import (
+    AT,
+    TIMEOUTS,
+    Act,
+    Result,
+    Ring,
+    Traffic,
+    failed,
+    kinds,
+    nobody_waited,
+    run,
+    states,
+    untouched,
+)
+
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode.breaker import LONGEST_WAIT
+
+TARGET, DRAFT_ONLY, DECODE = ("prefill", 0), ("prefill", 1), ("decode", 1)
+ALL_OF_A = TARGET, DRAFT_ONLY
+PATIENCE = 3
+TIMES = Times(PATIENCE)
+RESTART_S = 4
+TRICKLE, QUARTER, HUNDREDTH = "100kbit", "1mbit", "100mbit"
+"""Of what the draft KV of these requests needs, a fortieth and a quarter; of what a pair of veth
+devices carries on two cores, some 10 Gbit/s, a hundredth."""
+
+
+def full(*values: Any, **more: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.full, **more)
+
+
+def over(*by_default: str) -> Any:
+    """These data planes, and the others with --full. A link's needs TCP."""
+    every = ("mooncake", "nixl", "nixl-tcp")
+    some = [name if name in by_default else full(name) for name in every]
+    return pytest.mark.parametrize("backend", some, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def times(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in TIMEOUTS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", str(PATIENCE))
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    """Each rank of A has a host, B has one, decode has one."""
+    if reason := why_not():
+        pytest.skip(f"LINKS ARE NOT TESTED: {reason}")
+    with Network(4) as network:
+        yield network
+
+
+def flow(rank: Key, seconds: float = 10, network: Network | None = None, **more: Any) -> Traffic:
+    """Requests to what the rank belongs to, and to others: long enough for what lasts so long, and
+    for the probe after it."""
+    tail = int(20 * (min(seconds, LONGEST_WAIT) + 6))
+    most = int(2 * (AT + 20 * (seconds + 5) + tail))
+    sides = {"decodes": 2} if rank[0] == "decode" else {"prefills": 2}
+    if network is not None:
+        hosts = {("prefill", at): network.hosts[min(at, 2)] for at in range(4)}
+        more["hosts"] = {**hosts, ("decode", 0): network.hosts[3]}
+    touched = rank if rank[0] == "decode" else TARGET
+    return Traffic(most, tail, touched=touched, **{"every": 0.05, **sides, **more})
+
+
+def for_a_while(seconds: float, begin: Callable[..., None], end: Callable[..., None]) -> Act:
+    """`begin` and `end`: of the running ring."""
+
+    def act(ring: Ring) -> None:
+        begin(ring)
+        time.sleep(seconds)
+        end(ring)
+
+    return act
+
+
+def stopped(rank: Key, seconds: float) -> Act:
+    return for_a_while(seconds, lambda ring: ring.stop(rank), lambda ring: ring.go_on(rank))
+
+
+def cut(network: Network, seconds: float, *hosts: int) -> Act:
+    return for_a_while(
+        seconds, lambda _: [*map(network.cut, hosts)], lambda _: [*map(network.mend, hosts)]
+    )
+
+
+def slow(network: Network, seconds: float, host: int, rate: str) -> Act:
+    return for_a_while(
+        seconds, lambda _: network.slow(host, rate), lambda _: network.mend(host)
+    )  # fmt: skip
+
+
+def killed(*ranks: Key, restart: bool = False) -> Act:
+    """As SGLang ends a server, and an operator starts it again."""
+    return for_a_while(
+        RESTART_S, lambda ring: ring.kill(*ranks), lambda ring: restart and ring.start(*ranks)
+    )
+
+
+def port_closed(rank: Key, seconds: float) -> Act:
+    return for_a_while(
+        seconds, lambda ring: ring.close_port(rank), lambda ring: ring.open_port(rank)
+    )
+
+
+def by_sglang_alone(result: Result) -> None:
+    """Requests that failed, did for its reasons."""
+    assert [one for one in failed(result.ended) if "sglang-mixkv" in one.reason] == []
+
+
+# ---------------------------------------------------------------- the rank with draft KV alone
+
+
+@over("mooncake")
+@pytest.mark.parametrize(
+    ("end", "seconds"),
+    [
+        ("stopped", 6), full("killed", 6), full("its port closed", 6), full("its link down", 1),
+        full("its link down", 5), full("its link down", 40), full(TRICKLE, 8), full(QUARTER, 8),
+        full(HUNDREDTH, 8),
+    ],
+)  # fmt: skip
+def test_a_rank_that_sends_draft_kv_alone(
+    end: str, seconds: int, backend: str, request: pytest.FixtureRequest
+) -> None:
+    """It dies, or it goes on later. No request fails; B's notice nothing. Over a slow link draft KV
+    may come late, or not at all; progress is waited for a little longer."""
+    network, host = None, DRAFT_ONLY[1]
+    if "link" in end or "bit" in end:
+        network = request.getfixturevalue("network")
+    act = {
+        "killed": lambda: killed(DRAFT_ONLY), "stopped": lambda: stopped(DRAFT_ONLY, seconds),
+        "its port closed": lambda: port_closed(DRAFT_ONLY, seconds),
+        "its link down": lambda: cut(network, seconds, host),
+    }.get(end, lambda: slow(network, seconds, host, end))()  # fmt: skip
+    result = run(flow(DRAFT_ONLY, seconds + 4, network), {AT: act})
+    assert result.found(late=network is None) == []
+    assert failed(result.ended) == []
+    untouched(result, TIMES.longest_wait)
+    nobody_waited(result.ended, TIMES.whole_wait if "bit" in end else TIMES.longest_wait)
+    assert states(result.before(AT)) == {"warm"}
+    met = result.during(AT)
+    if end == TRICKLE:
+        assert "cold" in states(met)
+    elif "bit" not in end and seconds > TIMES.longest_wait:
+        assert "cold" in states(met[:8])
+        assert states(met[8:]) == {"cold"}
+    assert states(result.of(True)[-5:]) == {"cold" if end == "killed" else "warm"}
+
+
+def test_after_three_requests_nobody_waits_but_probes() -> None:
+    """The breaker, one request at once."""
+    acts = {100: lambda ring: ring.stop(DRAFT_ONLY), 300: lambda ring: ring.go_on(DRAFT_ONLY)}
+    result = run(Traffic(300, at_once=1), acts)
+    assert result.found() == []
+    assert failed(result.ended) == []
+    nobody_waited(result.ended, TIMES.longest_wait)
+    waited = [one.reason == "deadline" for one in result.ended[100:]]
+    assert states(result.ended[200:]) == {"cold"}
+    assert 3 <= sum(waited) <= 3 + 4
+    assert sum(waited[100:]) <= 2
+
+
+# ---------------------------------------------------------------- whole servers
+
+
+@over("mooncake")
+@pytest.mark.parametrize("same_ports", [False, full(True)], ids=["other ports", "the same ports"])
+def test_a_server_is_restarted(same_ports: bool, backend: str) -> None:
+    """Requests fail that it had, by SGLang's own word; later ones are served, and warm."""
+    act = killed(*ALL_OF_A, restart=True)
+    result = run(flow(TARGET, same_ports=same_ports, restarts=1), {AT: act})
+    assert result.found() == []
+    untouched(result, TIMES.longest_wait)
+    lost = failed(result.ended)
+    assert 0 < len(lost) <= 8
+    assert all("Lost connection with prefill instance" in one.reason for one in lost)
+    assert states(result.before(AT)) == {"warm"}
+    assert states(result.since(AT)[8:]) == {"warm"}
+
+
+@over("mooncake")
+@pytest.mark.parametrize(("seconds", "beside"), [(10, False), full(10, True), full(40, True)])
+def test_all_links_of_a_server_go_down(
+    network: Network, seconds: int, beside: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its requests fail or wait by SGLang's own rules, which gives it up after some 4 s, and for
+    no other reason than without the plugin. The others notice nothing.
+
+    Later its requests may wait for as long again: decode's sockets to the prefill ranks' own ports,
+    SGLang's, try to connect at the kernel's growing intervals."""
+    for what in ("BOOTSTRAP", "WAITING"):
+        monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{what}_TIMEOUT", "50")
+    of, act = flow(TARGET, seconds, network), cut(network, seconds, 0, 1)
+    result = run(of, {AT: act})
+    assert result.found(late=False) == []
+    untouched(result, TIMES.longest_wait)
+    by_sglang_alone(result)
+    nobody_waited(result.of(True), seconds)
+    assert states(result.of(True)[-5:]) == {"warm"}
+    if beside:
+        stock = run(replace(of, stock=True), {AT: act})
+        assert failed(stock.before(AT)) == []
+        assert len(stock.since(AT)) > 100
+        assert kinds(result.of(True)) <= kinds(stock.of(True))
+
+
+# ---------------------------------------------------------------- any rank
+
+
+STOPS = [
+    *((DRAFT_ONLY, seconds, 96) for seconds in (2, 8, 40)),
+    *((TARGET, seconds, 96) for seconds in (2, 8, 40)),
+    *((DECODE, seconds, 96) for seconds in (2, 8)),
+    (DECODE, 40, 320),  # while SGLang writes to it, which Mooncake gives up
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("rank", "seconds", "tokens"), STOPS)
+def test_a_rank_stands_still(
+    rank: Key, seconds: int, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For longer than a request waits; than a read may take, and a message; than a segment waits
+    for a slot. It goes on with what it had begun: every byte is right all the same."""
+    monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_WAITING_TIMEOUT", "50")
+    result = run(flow(rank, seconds, tokens=tokens), {AT: stopped(rank, seconds)})
+    assert result.found(late=False) == []
+    untouched(result, Times().longest_wait)
+    by_sglang_alone(result)
+    if rank == DRAFT_ONLY:
+        assert failed(result.ended) == []
+        nobody_waited(result.ended, Times().longest_wait)
+    assert states(result.of(True)[-5:]) == {"warm"} or tokens > 96
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("restart", [False, True], ids=["for good", "and starts again"])
+def test_a_decode_rank_is_killed(restart: bool) -> None:
+    """Its requests are gone with it; those of the other one of that prefill server go on."""
+    result = run(flow(DECODE), {AT: killed(DECODE, restart=restart)})
+    assert result.found(late=False) == []
+    untouched(result, TIMES.longest_wait)
+    by_sglang_alone(result)
+    assert all(number % 2 == DECODE[1] for number in result.gone)
+    if restart:
+        assert states(result.of(True)[-5:]) == {"warm"}
+
+
+@pytest.mark.parametrize(
+    ("end", "rank", "backend"),
+    [
+        pytest.param("cut", DRAFT_ONLY, "mooncake", id="cut"),
+        full("cut", DRAFT_ONLY, "nixl-tcp", id="cut-nixl-tcp"),
+        *(full(end, rank, "mooncake", id=f"{end}-{rank[0]}-{rank[1]}")
+          for end in ("stopped", "killed") for rank in (DRAFT_ONLY, TARGET, DECODE)),
+    ],
+    indirect=["backend"],
+)  # fmt: skip
+def test_at_each_stage(end: str, rank: Key, backend: str, request: pytest.FixtureRequest) -> None:
+    """Of a room of its own, one after the other: the link is cut for a second, or the rank. A
+    prefill rank that is killed takes its server with it."""
+    network = request.getfixturevalue("network") if end == "cut" else None
+    others = [one for one in ALL_OF_A if one != rank] if rank in ALL_OF_A else []
+
+    def at(stage: str) -> Act:
+        def act(ring: Ring) -> None:
+            if network is not None:
+                ring.at_stage(stage, lambda: network.cut(rank[1]))
+                time.sleep(1)
+                network.mend(rank[1])
+            elif end == "killed":
+                ring.at_stage(stage, lambda: ring.kill(rank))
+                killed(*others)(ring)
+                ring.start(rank, *others)
+            else:
+                ring.at_stage(stage, lambda: ring.stop(rank))
+                time.sleep(2)
+                ring.go_on(rank)
+            time.sleep(2)
+
+        return act
+
+    acts = {AT + number: at(stage) for number, stage in enumerate(STAGES)}
+    restarts = len(STAGES) if end == "killed" else 0
+    lasts = 12 if end == "cut" else 40
+    of = flow(rank, lasts, network, every=0.1, tokens=32, held=rank, restarts=restarts)
+    result = run(of, acts)
+    assert result.found(late=False) == []
+    untouched(result, TIMES.longest_wait)
+    by_sglang_alone(result)
+    if end != "killed" and rank == DRAFT_ONLY:
+        assert failed(result.ended) == []
+        nobody_waited(result.ended, TIMES.longest_wait)
+    assert states(result.of(True)[-5:]) == {"warm"}
