@@ -268,8 +268,10 @@ def pd(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Measure
     expected = reference(case.pair, case.shared)
     with Fleet() as fleet:
         deployment = disaggregated(fleet, case.pair, case.topology())
-        before = counts(deployment)  # of the first request, which is only to get through
+        finished(deployment, Counter(), 1)  # the first request, which is only to get through
+        before = counts(deployment)
         answers = [deployment.ask(prompt) for prompt in prompts(pair=case.pair)]
+        finished(deployment, before, len(answers))
         counted = counts(deployment)
         counted.subtract(before)
         record(case.name, answers, expected.fixed, warm_share(counted))
