@@ -89,6 +89,7 @@ class Worker(ABC, Generic[Event, Action]):
             while not self._stopping:
                 polled = self._copies is not None and self._copies.polled
                 self._take(self._events(self._poll.wait(polled or self._outstanding())))
+                self._take(self._ticks())
                 self._act()
         except Exception:
             logger.exception("[MIXKV-SELF-01] the channel ends; drafters are cold until a restart")
@@ -101,6 +102,9 @@ class Worker(ABC, Generic[Event, Action]):
         yield from self._look(ready)
         if self._copies is not None and self._copies.done:
             yield from self._copied()
+
+    def _ticks(self) -> Iterator[Event]:
+        """Apart from the others: a look that raises again and again stops no clock."""
         if time.monotonic() - self._ticked >= TICK:
             self._ticked = time.monotonic()
             yield self.tick
@@ -173,10 +177,10 @@ class Worker(ABC, Generic[Event, Action]):
             made.append(job)
             if isinstance(job, self.moves):
                 size, seconds = size + self._size_of(job), seconds + took
-        if size:
-            self._reporter.moved(size, seconds)
         if made:
             yield self._event_of(made, OK)
+        if size:
+            self._reporter.moved(size, seconds)
 
     def _copy(self, job: Any) -> Ended:
         """Copy in host memory, through the gate of its request."""

@@ -21,9 +21,10 @@ from __future__ import annotations
 from typing import Any
 
 LLAMA_EAGLE3 = "LlamaForCausalLMEagle3"
-BLOCKS = frozenset(
-    {"DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", "Qwen3DSparkModel"}
-)
+BLOCKS = {
+    "DFlashDraftModel", "DFlash2DraftModel", "DSparkDraftModel", "Qwen3DSparkModel",
+    "LingDSparkModel",
+}  # fmt: skip
 WINDOWED = frozenset({"fa3", "fa4", "trtllm_mha", "intel_amx"})
 """Attention backends that keep to a layer's window in draft steps, draft extends and blocks.
 FlashInfer's draft steps read the whole prompt (flashinfer_backend.py, call_begin_forward), and
@@ -47,9 +48,10 @@ def window_of(flags: Any, config: Any) -> int | None:
     if architecture == LLAMA_EAGLE3:
         return asked
     layers = set(getattr(text, "layer_types", None) or ())
-    if architecture not in BLOCKS or layers != {"sliding_attention"} or not text.sliding_window:
+    size = getattr(text, "sliding_window", None) or 0
+    if architecture not in BLOCKS or layers != {"sliding_attention"} or size < 2:
         return None
-    return text.sliding_window - 1  # transformers counts the query's own token
+    return int(size) - 1  # transformers counts the query's own token
 
 
 def pages_left_out(pages: int, page_size: int, window: int | None) -> int:

@@ -87,13 +87,19 @@ class Notices:
             time.sleep(LOOK_S)
 
     def _has_come(self, sender: DraftSender) -> bool:
-        """Whether nothing is left to do. SGLang's thread (bootstrap_thread) notes the prefix once
-        all decode ranks have come, and is done with the room's tables then: they are cleared."""
-        room = sender.bootstrap_room
+        """Whether nothing is left to do. SGLang's thread (bootstrap_thread) notes the prefix, and
+        then the status, once all decode ranks have come: the room's tables are cleared then. Where
+        its scheduler has not cleared the sender, that asks for the status again and clears it: a
+        status that is gone would be WaitingForInput (NixlKVManager.check_status up to 0.5.22)."""
+        tables, room = self._manager, sender.bootstrap_room
         if newest(room) not in (None, sender):  # the number is another request's
             return True
-        if room not in self._manager.req_to_decode_prefix_len:
+        if room not in tables.req_to_decode_prefix_len or room not in tables.request_status:
             return False
         self._send(room)
-        sender.clear()
+        if newest(room) is None:
+            sender.clear()
+        else:
+            tables.req_to_decode_prefix_len.pop(room, None)
+            tables.transfer_infos.pop(room, None)
         return True

@@ -35,11 +35,12 @@ def around_request(
     rooms = list(_rooms(request))
     if rooms and getattr(request, "parallel_sample_num", 1) > 1:
         raise _refusal(f"n = {request.parallel_sample_num}, whose samples share theirs")
-    states, numbers = manager.rid_to_state, [room for _, room in rooms]
+    states, numbers = manager.rid_to_state, set[int]()
     for _, room in rooms:
         first = _requests.get(room)
-        if numbers.count(room) > 1 or (first is not None and states.get(first.obj.rid) is first):
+        if room in numbers or (first is not None and states.get(first.obj.rid) is first):
             raise _refusal(f"{room}, which is in use")
+        numbers.add(room)
     made = original(manager, request, *args, **kwargs)
     if manager.disaggregation_mode.value == "decode":
         _requests.update({room: states[rid] for rid, room in rooms})
@@ -98,8 +99,10 @@ class RoomUse:
         return False
 
     def clear(self) -> None:
-        super().clear()  # type: ignore[misc]
-        if _uses.get(self.bootstrap_room) is self:
+        """Not a second time what is the next use's by then: SGLang clears a receiver when it fails,
+        and again when its pages are released (_do_release)."""
+        if newest(self.bootstrap_room) in (None, self):
+            super().clear()  # type: ignore[misc]
             _uses.pop(self.bootstrap_room, None)
 
     def _move(self) -> None:

@@ -5,7 +5,10 @@ SGLang's tables have one entry for a number, so that in stock both hang, or a se
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,9 @@ from rig.rank import Rank, reason_of, send
 from rig.ring import run
 from rig.special import Special
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
+
+from sglang_mixkv.engine.receiver import DraftReceiver
 
 REQUESTS = Request(23, chunk_pages=1), Request(23), Request(11)
 
@@ -34,6 +40,29 @@ def test_the_second_use_fails_alone(prefill: int, decode: int, kind: str) -> Non
     assert outcome.total("rooms_total", "failed", "reused") == decode
     assert outcome.total("rooms_total", "warm") == 2 * decode
     assert outcome.total("rooms_total", "cold") == outcome.total("fails_sent_total") == 0
+
+
+def test_a_release_of_pages_leaves_the_numbers_next_use_alone() -> None:
+    """SGLang clears a receiver when it fails, and again when its pages are released."""
+    kind = type("Receiver", (DraftReceiver, CommonKVReceiver), {})
+    manager = CommonKVManager.__new__(CommonKVManager)
+    empty = (
+        "request_status", "required_prefill_response_num_table", "failure_records",
+        "_deferred_ack_targets", "_staging_outstanding",
+    )  # fmt: skip
+    manager.__dict__.update({name: {} for name in empty})
+    manager.addr_to_rooms_tracker = defaultdict(set)
+    manager.prefill_response_tracker = defaultdict(set)
+    manager.failure_lock, manager._deferred_ack_poisoned_rooms = threading.Lock(), set()
+    manager.defer_decode_allocation, manager.deferred_bootstrap = False, None
+    manager.get_session_id, manager.local = lambda: "", SimpleNamespace(mode="decode")
+    first = kind(manager, "h:1", 7)
+    manager.request_status[7] = first.conclude_state = KVPoll.Failed
+    first.clear()
+    second = kind(manager, "h:1", 7)
+    before = second.poll()
+    first.clear()
+    assert second.poll() == before
 
 
 def again(rank: Rank, sender: Any, chunk: Any, state: Any) -> None:

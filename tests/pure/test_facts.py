@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -24,6 +25,7 @@ from sglang_mixkv.draft.facts import (
 )
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import MIXES, Target
+from sglang_mixkv.draft.window import window_of
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 
 FACTS = DraftFacts("LlamaEagle3", "EAGLE3", 8, (256, 256), "bfloat16")
@@ -261,3 +263,19 @@ def test_a_mix_with_an_unknown_release_is_refused_and_the_remedy_fits():
 def test_another_transfer_backend_is_refused():
     found = differences(row(backend="mooncake"), row(backend="nixl"))
     assert [difference.what for difference in found] == ["transfer backend"]
+
+
+@pytest.mark.parametrize(("sliding", "window"), [(2048, 2047), (1, None), (0, None), (None, None)])
+def test_a_block_drafter_reads_the_window_of_its_config(sliding, window):
+    """SGLang takes one token, or none, for no window. Some configs have no such field."""
+    text = SimpleNamespace(layer_types=["sliding_attention"] * 3)
+    if sliding is not None:
+        text.sliding_window = sliding
+    config = SimpleNamespace(architectures=["LingDSparkModel"], get_text_config=lambda: text)
+    flags = SimpleNamespace(
+        speculative_draft_window_size=None, speculative_draft_attention_backend="fa3",
+        disaggregation_decode_enable_radix_cache=False, speculative_draft_sink_size=0,
+        speculative_algorithm="DSPARK", prefill_attention_backend=None,
+        decode_attention_backend=None, attention_backend=None, speculative_eagle_topk=1,
+    )  # fmt: skip
+    assert window_of(flags, config) == window

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.slots import SlotPool
 from tests.sim import memory
@@ -233,12 +235,14 @@ class Gated:
 
 
 class Copiers:
-    """Each copy passes the gate of its request, and is made in two pieces."""
+    """Each copy passes the gate of its request, and is made in two pieces. Those that have ended
+    alike within one look are one event, in any order."""
 
     def __init__(self, rank: PrefillRank | DecodeRank) -> None:
         self._rank = rank
         self._idle = deque(("copier", number) for number in range(rank.world.spec.copiers))
         self._jobs: deque[Any] = deque()
+        self._ended: dict[Any, list[int]] = {}  # by how: the jobs of one look
 
     def put(self, job: Any) -> None:
         self._jobs.append(job)
@@ -271,14 +275,23 @@ class Copiers:
         self._rank.copy(owner, job, cut, self._rank.count(job))
         self._end(thread, owner, job, self._rank.end_copy(owner, job))
 
-    def _end(self, thread: object, owner: Gated, job: Any, event: object) -> None:
+    def _end(self, thread: object, owner: Gated, job: Any, event: Any) -> None:
         if owner.copies.pop(job.job, None) is not None:
             owner.gate.leave()
         if owner.then is not None:
             self.close(owner, *owner.then)
         self._rank.left_gate(owner)
-        self._rank.post(event)
+        rank = self._rank
+        if not self._ended:
+            rank.later("report", rank.rng.random() * 0.0004, self._report)
+        self._ended.setdefault(replace(event, jobs=()), []).extend(event.jobs)
         self._next(thread)
+
+    def _report(self) -> None:
+        ended, self._ended = self._ended, {}
+        for event, jobs in ended.items():
+            self._rank.rng.shuffle(jobs)
+            self._rank.post(replace(event, jobs=tuple(jobs)))
 
     def close(self, owner: Gated, call: Callable, args: tuple) -> None:
         """`Gate.close`, which waits for the copies in flight, and what follows it."""
