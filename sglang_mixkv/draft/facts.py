@@ -157,13 +157,16 @@ def _draft(prefill: Row, decode: Row) -> Iterator[Difference]:
         (what, getattr(there.facts, field), getattr(here.facts, field), consequence, _SAME_DRAFTER)
         for field, what, consequence in _COMPARED
     ]
-    planes = [row.staging.data_plane if row.staging else "none" for row in (prefill, decode)]
     compared += [
         ("--speculative-eagle-topk", prefill.topk, decode.topk,
          "the top-k rows that travel with each request differ", "Set it alike on both sides"),
-        ("data plane", planes[0], planes[1], "draft KV could not be read",
-         "Set SGLANG_MIXKV_DATA_PLANE alike on both sides"),
     ]  # fmt: skip
+    planes = [row.staging.data_plane if row.staging else "none" for row in (prefill, decode)]
+    if planes[0] != planes[1]:
+        yield Difference(
+            Severity.REFUSED, "data plane", planes[0], planes[1], "draft KV could not be read",
+            "Set SGLANG_MIXKV_DATA_PLANE alike on both sides",
+        )  # fmt: skip
     for what, left, right, consequence, remedy in compared:
         if left != right:
             mismatch = Severity.MISMATCH

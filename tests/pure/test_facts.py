@@ -74,8 +74,6 @@ def test_what_cannot_hurt_is_not_compared(name, value):
         ("head_bytes", (256,), "bytes per token and head"),
         ("dtype", "fp8_e4m3", "dtype"),
         ("topk", 8, "--speculative-eagle-topk"),
-        ("data_plane", "mooncake", "data plane"),
-        ("staging", None, "data plane"),
     ],
 )
 def test_another_drafter_is_a_mismatch(name, value, what):
@@ -84,6 +82,13 @@ def test_another_drafter_is_a_mismatch(name, value, what):
         assert found.severity is Severity.MISMATCH
         assert what in found.what
         assert found.prefill != found.decode
+
+
+@pytest.mark.parametrize("other", [row(data_plane="mooncake"), row(staging=None)])
+def test_another_data_plane_is_refused_since_nothing_can_be_read(other):
+    for prefill, decode in [(other, ROW), (ROW, other)]:
+        found = only(prefill, decode)
+        assert (found.severity, found.what) == (Severity.REFUSED, "data plane")
 
 
 @pytest.mark.parametrize(
