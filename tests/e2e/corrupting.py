@@ -1,7 +1,7 @@
-"""`sglang.launch_server` that packs wrong draft KV, its stamps right, while a file exists: K where
-V belongs. With a variable, the drafter's pool holds large numbers where a fresh one holds zeros.
+"""`sglang.launch_server` that packs a segment's rows in reverse while a file exists, its stamps and
+sums right. With a variable, the drafter's pool holds large numbers where a fresh one holds zeros.
 
-SGLang's child processes import this file as well.
+SGLang's child processes import this file as well. Tests do not: it changes the process.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
-from sglang_mixkv.draft.rows import HEADER, DraftRows
+from sglang_mixkv.draft.rows import DraftRows
 
 WHILE = "TEST_CORRUPT_WHILE"
 POISON = "TEST_POISON_POOL"
@@ -24,12 +24,9 @@ def init(self: DraftRows, *args: Any, **kwargs: Any) -> None:
         entry.fill_(0x42)  # 48.5 in bfloat16
 
 
-def pack(self: DraftRows, rows: Any, heads: range, slot: Any, stamp: int) -> None:
-    _pack(self, rows, heads, slot, stamp)
-    size = len(rows) * self.bytes_per_head * len(heads)
-    if Path(os.environ[WHILE]).exists():
-        payload = slot[HEADER : HEADER + size]
-        payload.copy_(payload.roll(size // 2))
+def pack(self: DraftRows, rows: Any, *args: Any) -> None:
+    is_wrong = WHILE in os.environ and Path(os.environ[WHILE]).exists()
+    _pack(self, rows[::-1].copy() if is_wrong else rows, *args)
 
 
 DraftRows.__init__, DraftRows.pack = init, pack  # type: ignore[method-assign]

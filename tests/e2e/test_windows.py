@@ -17,7 +17,6 @@ from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import single
 from sglang_mixkv.tools.client import accept_length
 
-from . import corrupting
 from .conftest import (
     DECODE_CACHE,
     NEEDED,
@@ -32,6 +31,7 @@ from .conftest import (
 )
 from .test_pairs import same
 
+POISONING = Path(__file__).with_name("corrupting.py")
 pytestmark = [START_TIMEOUT, pytest.mark.full]
 
 
@@ -56,10 +56,10 @@ def test_what_is_left_out_is_never_read(
         server = single(fleet, pair, flags)
         expected = [server.ask(prompt) for prompt in prompts]
     with Fleet() as fleet:
-        poison = {corrupting.POISON: "1"}
+        poison = {"TEST_POISON_POOL": "1"}
         deployment = pair_with(
             fleet, case.topology(), pair,
-            decode=lambda decode: run_by(decode, Path(corrupting.__file__), poison),
+            decode=lambda decode: run_by(decode, POISONING, poison),
         )  # fmt: skip
         before = counts(deployment)
         answers = [deployment.ask(prompt) for prompt in prompts[:4]]
