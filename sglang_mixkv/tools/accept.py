@@ -6,11 +6,12 @@
 The same token ids go to both, greedy. A baseline is the file that an earlier run wrote with
 `--json`: its prompts, and what the single server answered then. Side by side: accept length,
 acceptance by position, time to the first token, and whether the outputs agree. The accept length's
-loss is judged by what so many prompts can tell, with 95 % confidence.
+loss is judged by what so many prompts can tell, with 95 % confidence, and on each of decode's DP
+ranks.
 
 Exit status: 0 within `--gate`; 1 the accept length is lower, or the output is another one; 2
 nothing can be judged: too few prompts, a request that failed, a server that does not answer or not
-speculate.
+speculate, or one that makes its accept length up.
 
 Servers that ask for an API key get that of SGLANG_MIXKV_API_KEY.
 """
@@ -39,6 +40,12 @@ EXIT = {Verdict.WITHIN: 0, Verdict.BELOW: 1, Verdict.OTHER_OUTPUT: 1, Verdict.UN
 
 CHAT = ("tools", "tool_choice", "reasoning_effort", "chat_template_kwargs")
 """What a row of a chat may have besides its messages, and /tokenize takes."""
+
+SIMULATED_TOKEN, SIMULATED_TOKENS = 100, 16
+"""What SGLang answers with SGLANG_SIMULATE_ACC_LEN, a knob for benchmarks that accepts so many
+drafts a round whatever they are (speculative/spec_utils.py): each verified token is the same. Fewer
+in a row can be an answer."""
+
 
 # ---------------------------------------------------------------- prompts
 
@@ -170,6 +177,13 @@ def no_yardstick(names: tuple[str, str], compared: Comparison) -> Iterator[str]:
     pair."""
     sides = compared.single, compared.pair
     for name, side in zip(names, sides, strict=True):
+        outputs = [answer.tokens for answer in side.answers]
+        if any(len(o) > SIMULATED_TOKENS and set(o[1:]) == {SIMULATED_TOKEN} for o in outputs):
+            yield (
+                f"{name} makes its accept length up: an output is token {SIMULATED_TOKEN} and "
+                "nothing else. SGLANG_SIMULATE_ACC_LEN accepts drafts whatever they are, so a "
+                "broken drafter would look right. Restart its servers without the variable."
+            )
         silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in side.answers)
         if silent or not side.accept_length:
             yield (
@@ -181,6 +195,12 @@ def no_yardstick(names: tuple[str, str], compared: Comparison) -> Iterator[str]:
         yield (
             f"{names[0]} accepts {compared.single.accept_length:.3f} tokens a round: its own "
             "drafter drafts nothing that a pair could lose. Give it the right drafter"
+        )
+    drafted = [{a.drafted for a in side.answers} - {0} for side in sides]
+    if all(drafted) and drafted[0] != drafted[1]:
+        yield (
+            f"{' and '.join(names)} draft {drafted[0]} and {drafted[1]} tokens a round. Give both "
+            "the same speculative flags"
         )
 
 

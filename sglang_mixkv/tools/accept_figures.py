@@ -64,12 +64,25 @@ class Side:
         self.positions = max(0, max(map(len, rows)) - 1)
 
 
-class Comparison:
-    """Of some prompts. `gate`: the share of accept length that the pair may lose. `ratio`: the
-    pair's accept length to the single server's; None where one has no rounds."""
+def is_chance(early: int, number: int) -> bool:
+    """Whether so many of this number of outputs may differ within EARLY tokens. Outputs of right
+    servers do, too, where two tokens are as likely. More than a tenth of them is taken for chance
+    only as long as that is likelier than one in a thousand; in whole numbers, since the ways to
+    choose them are beyond a float."""
+    ways = term = math.comb(number, early) * 9 ** (number - early)
+    for k in range(early, number):
+        term = term * (number - k) // (9 * (k + 1))
+        ways += term
+    return 1000 * ways >= 10**number
 
-    def __init__(self, asked: Sequence[Asked], gate: float) -> None:
-        self.asked, self.gate = asked, gate
+
+class Comparison:
+    """Of some prompts. `gate`: the share of accept length that the pair may lose. `tail`: the
+    probability on either side of the interval. `ratio`: the pair's accept length to the single
+    server's; None where one has no rounds."""
+
+    def __init__(self, asked: Sequence[Asked], gate: float, tail: float = TAIL) -> None:
+        self.asked, self.gate, self._tail = asked, gate, tail
         self.single = Side([one.single for one in asked])
         self.pair = Side([one.pair for one in asked])
         one, two = self.single.accept_length, self.pair.accept_length
@@ -89,19 +102,30 @@ class Comparison:
             ratios = (pair[:, 0] / pair[:, 1]) / (single[:, 0] / single[:, 1])
         if not np.isfinite(ratios).all():
             return None
-        low, high = np.quantile(ratios, (TAIL, 1 - TAIL))
+        low, high = np.quantile(ratios, (self._tail, 1 - self._tail))
         return float(low), float(high)
+
+    @cached_property
+    def by_dp_rank(self) -> dict[int, Comparison]:
+        """Of decode's DP ranks, where several answered: one may be broken. The more there are,
+        the less may chance do on each."""
+        ranks = sorted({a.pair.dp_rank for a in self.asked if a.pair.dp_rank is not None})
+        if len(ranks) < 2:
+            return {}
+        tail = self._tail / len(ranks)
+        return {
+            rank: Comparison([a for a in self.asked if a.pair.dp_rank == rank], self.gate, tail)
+            for rank in ranks
+        }
 
     # -- the verdict
 
     @cached_property
     def differs(self) -> bool:
-        """Whether outputs do too soon, too often. Those of right servers do now and then, where
-        two tokens are as likely: one in ten, and by chance three times as many of a few."""
+        """Whether outputs do too soon, too often."""
         number = len(self.asked)
         early = sum(a.differs_at is not None and a.differs_at < EARLY for a in self.asked)
-        expected = 0.1 * number
-        return number >= FEWEST and early > expected + 3 * math.sqrt(expected)
+        return number >= FEWEST and not is_chance(early, number)
 
     @property
     def is_below(self) -> bool:
@@ -113,11 +137,15 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        if self.differs:
+        """Each rank must have prompts enough to be found below, but not to be found within: that
+        takes as many on each as on all."""
+        ranks = self.by_dp_rank.values()
+        if any(one.differs for one in (self, *ranks)):
             return Verdict.OTHER_OUTPUT
-        if self.is_below:
+        if any(one.is_below for one in (self, *ranks)):
             return Verdict.BELOW
-        return Verdict.WITHIN if self.is_within else Verdict.UNDECIDED
+        known = all(one.interval is not None for one in ranks)
+        return Verdict.WITHIN if known and self.is_within else Verdict.UNDECIDED
 
     # -- in words
 
@@ -130,7 +158,7 @@ class Comparison:
                 "model or other flags, or the target's KV is wrong"
             )
         if verdict is Verdict.UNDECIDED:
-            number = max(2 * len(self.asked), FEWEST)
+            number = max(2 * len(self.asked), FEWEST * len(self.by_dp_rank))
             return f"too few prompts to decide: send {number} or more"
         side = "within" if verdict is Verdict.WITHIN else "OUTSIDE"
         return f"accept length {side} the gate of {self.gate:.0%}"
@@ -156,6 +184,7 @@ class Comparison:
             },
             "ratio": self.ratio,
             "interval": self.interval,
+            "by_dp_rank": {rank: one.ratio for rank, one in self.by_dp_rank.items()},
             "gate": self.gate,
             "each": self.asked,
         }
@@ -170,9 +199,14 @@ class Comparison:
         where = f"; the others differ from token {statistics.median(places or [0]):.0f} on"
         same = len(self.asked) - len(places)
         yield f"outputs equal: {same} of {len(self.asked)}{where if places else ''}"
-        between = ""
-        if self.interval is not None:
-            low, high = self.interval
-            between = f", between {low:.1%} and {high:.1%}"
+        for rank, one in self.by_dp_rank.items():
+            yield f"decode's DP rank {rank}: {one.summary()}"
+        yield f"pair to single: {self.summary()}"
+
+    def summary(self) -> str:
         ratio = "nothing to compare" if self.ratio is None else f"{self.ratio:.1%}"
-        yield f"pair to single: {ratio}{between} by {len(self.asked)} prompts"
+        if self.interval is None:
+            return f"{ratio}, of {len(self.asked)} prompts"
+        low, high = self.interval
+        marks = (", OUTSIDE" if self.is_below else "") + (", OTHER OUTPUT" if self.differs else "")
+        return f"{ratio}, between {low:.1%} and {high:.1%} by {len(self.asked)} prompts{marks}"

@@ -29,7 +29,8 @@ WHY = {
 class Answer(msgspec.Struct, frozen=True):
     """A server's answer to one prompt. `cached_tokens`: of the prompt, found in a radix cache;
     `host_tokens`: of these, restored from its host tier. `drafted`: tokens drafted a verify
-    round. `first_token_s`: when the first token came, of `stream` alone."""
+    round. `dp_rank`: who decoded it, None where the server does not say. `first_token_s`: when
+    the first token came, of `stream` alone."""
 
     tokens: tuple[int, ...]
     verify_rounds: int
@@ -38,6 +39,7 @@ class Answer(msgspec.Struct, frozen=True):
     cached_tokens: int = 0
     drafted: int = 0
     host_tokens: int = 0
+    dp_rank: int | None = None
     first_token_s: float = 0.0
 
 
@@ -163,6 +165,7 @@ def parse_answer(reply: dict[str, Any], seconds: float) -> Answer:
         cached_tokens=info.get("cached_tokens") or 0,
         drafted=(info.get("spec_num_proposed_drafts") or 0) // max(1, rounds),
         host_tokens=(info.get("cached_tokens_details") or {}).get("host", 0),
+        dp_rank=info.get("dp_rank"),
     )
 
 

@@ -30,6 +30,7 @@ MOONCAKE = (
 DEVICES_FLAG = "--disaggregation-ib-device"
 DEVICES, VERBS = Path("/sys/class/infiniband"), Path("/sys/class/infiniband_verbs")
 FILES = Path("/proc/self/fd")
+SEAMS_LIMIT_S = 300
 
 _SHOWN = re.compile(
     r"(MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_\w*MIX_?KV|SGLANG_DISAGG|SGLANG_MOONCAKE|"
@@ -125,8 +126,14 @@ def _wrong(name: str, value: str) -> str:
 def seams(program: str = _SEAMS_PROGRAM) -> Iterator[Finding]:
     """All functions of SGLang's that the plugin relies on, compared in a child process, which an
     import of SGLang may end."""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SEAMS_LIMIT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        yield Finding("seams", "checked", "no", f"no end after {SEAMS_LIMIT_S} s")
+        return
     lines = done.stdout.splitlines()
     problems = [line.removeprefix("seam:") for line in lines if line.startswith("seam:")]
     if "done:" not in lines:

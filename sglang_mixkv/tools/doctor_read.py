@@ -59,7 +59,7 @@ class Wire(msgspec.Struct, frozen=True):
 
 
 class Result(msgspec.Struct):
-    """Of one side. `wrong`: the first wrong byte of each slot that has one. A listener gets
+    """Of one side. `wrong`: the first wrong byte of each slot that has one. A listener is told
     these, and neither bytes nor seconds."""
 
     memory: str
@@ -268,7 +268,10 @@ def _run(pipe: Any, log: str, role: str, host: str, port: int, wire: Wire) -> No
         serves = role == "serve"
         report: Any = serve(host, port, wire, pipe.send) if serves else read(host, port, wire)
     except Exception as error:
-        report = ReadFailed(str(error) or repr(error))
+        text = str(error) or repr(error)
+        if text.startswith("mooncake: [") and "MC_USE_IPV6" not in os.environ:
+            text += ". Over IPv6 it needs MC_USE_IPV6=1 on both hosts, the servers' too"
+        report = ReadFailed(text)
     pipe.send(report)
 
 

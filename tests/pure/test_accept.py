@@ -30,7 +30,10 @@ class Stub:
     histogram: list = field(default_factory=lambda: [0, 0, 0, 10])
     tail: list = field(default_factory=list)
     refused: list = field(default_factory=list)
+    drafted: int = 0
     key: str | None = None
+    broken_rank: int | None = None
+    fixed: bool = False
     new_only: bool = False
     other_from: int = 10**6
 
@@ -53,14 +56,16 @@ class Stub:
         return [BOS, *ids, *self.tail] if body["add_special_tokens"] else ids
 
     def events(self, body: dict) -> Iterator[dict]:
+        number = len(self.asked)
         self.asked.append(body["input_ids"])
-        histogram = self.histogram
+        histogram = [10, 0, 0, 0] if number % 2 == self.broken_rank else self.histogram
         rounds = sum(histogram)
         tokens = rounds + sum(i * n for i, n in enumerate(histogram)) or 3
-        output = list(range(tokens))
+        output = [7] + [100] * tokens if self.fixed else list(range(tokens))
         output[self.other_from :] = [5] * len(output[self.other_from :])
         info = {
             "spec_verify_ct": rounds, "spec_correct_drafts_histogram": histogram,
+            "spec_num_proposed_drafts": rounds * self.drafted, "dp_rank": number % 2,
         }  # fmt: skip
         for begin, end in ((0, 1), (1, 2), (2, len(output))):
             own = output[begin if self.new_only else 0 : end]
@@ -145,6 +150,9 @@ def test_within_the_gate(servers: tuple, tmp_path: Path) -> None:
     ("state", "flags", "verdict", "words"),
     [
         ({"histogram": [9, 1, 0, 0]}, (), "below", "OUTSIDE the gate of 5%"),
+        # One DP rank is broken; over all ranks it is within a wide gate.
+        ({"broken_rank": 1}, ("--gate=0.7",), "below",
+         "decode's DP rank 1: 25.0%, between 25.0% and 25.0% by 8 prompts, OUTSIDE"),
         # A target whose KV is wrong repeats itself, which drafts well.
         ({"other_from": EARLY - 1}, (), "other output", "OTHER OUTPUT"),
         ({"other_from": EARLY}, (), "within", "within the gate"),
@@ -164,8 +172,10 @@ def test_the_verdict_on_a_pair(
     ("single", "pair", "why"),
     [
         ({"histogram": [30, 1]}, {"histogram": [30, 1]}, "its own drafter drafts nothing"),
+        ({"drafted": 3}, {"drafted": 5}, "draft {3} and {5} tokens a round"),
         ({"histogram": []}, {}, "reports no speculative decoding"),
         ({}, {"histogram": []}, "reports no speculative decoding"),
+        ({"fixed": True}, {}, "makes its accept length up"),
         ({"key": "other"}, {}, "HTTP 401"),
         ({"url": DEAD}, {}, "no answer from http://127.0.0.1:9/generate: nothing listens there"),
         ({}, {"url": DEAD}, "no answer from http://127.0.0.1:9/generate: nothing listens there"),
@@ -193,13 +203,13 @@ def test_a_loss_stays_one_where_prompts_failed(servers: tuple, tmp_path: Path) -
 
 def test_too_few_prompts(servers: tuple, tmp_path: Path, capsys: Capture) -> None:
     assert run(servers, tmp_path, prompts=FEWEST - 1)[0] == 2
-    assert f"send {2 * (FEWEST - 1)} or more" in capsys.readouterr().out
+    assert f"send {2 * FEWEST} or more" in capsys.readouterr().out  # on each of two DP ranks
 
 
-def answer(right: int, rounds: int, first: int = 0) -> Answer:
+def answer(right: int, rounds: int, dp_rank: int | None = None, first: int = 0) -> Answer:
     """Of one right draft in so many of the rounds; `first`: its first token."""
     tokens = (first, *range(1, right + rounds))
-    return Answer(tokens, rounds, (rounds - right, right), 0.0)
+    return Answer(tokens, rounds, (rounds - right, right), 0.0, dp_rank=dp_rank)
 
 
 def compared(pairs: list[Answer], gate: float = 0.05) -> Comparison:
@@ -211,6 +221,23 @@ def test_a_loss_that_could_be_chance_is_not_judged() -> None:
     lost = [answer(7, 20), answer(13, 20)]
     assert compared(lost * 4, 0.02).verdict is Verdict.UNDECIDED
     assert compared(lost * 400, 0.02).verdict is Verdict.WITHIN
+
+
+def test_garbage_on_one_dp_rank_is_seen() -> None:
+    """It repeats itself, which drafts well; over all ranks few outputs differ."""
+    answers = [answer(12, 20, dp_rank=n % 8, first=n % 8 == 7) for n in range(64)]
+    assert not compared(answers).differs
+    assert compared(answers).verdict is Verdict.OTHER_OUTPUT
+    assert compared([a for a in answers if a.dp_rank != 7]).verdict is Verdict.WITHIN
+
+
+def test_a_dp_rank_with_few_prompts_leaves_it_open() -> None:
+    """Also one whose answers had no verify round."""
+    ranks = [0] * 99 + [1] * (FEWEST - 1)
+    found = compared([*(answer(10, 20, dp_rank=r) for r in ranks), answer(0, 0, dp_rank=2)])
+    assert found.is_within
+    assert found.verdict is Verdict.UNDECIDED
+    assert [*found.table()][-2] == "decode's DP rank 2: nothing to compare, of 1 prompts"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +281,8 @@ def test_a_baseline_stands_for_the_single_server(
 
 @pytest.mark.parametrize(
     "text",
-    ["", '{"max_new_tokens": 8, "each": []}', '{"each": [{"prompt_tokens": 3}]}'],
+    ["", "no json", "[]", '{"max_new_tokens": 8, "each": []}', '{"each": [{"prompt_tokens": 3}]}',
+     '{"max_new_tokens": 8, "each": [{"input_ids": ["a"], "single": {}}]}'],
 )  # fmt: skip
 def test_a_file_that_is_no_baseline(tmp_path: Path, capsys: Capture, text: str) -> None:
     (tmp_path / "base.json").write_text(text)
@@ -269,8 +297,13 @@ def test_a_file_that_is_no_baseline(tmp_path: Path, capsys: Capture, text: str) 
     ("flags", "why"),
     [
         ("--baseline b --prompts p", "are the baseline's"),
+        ("--baseline b --max-new-tokens 9", "are the baseline's"),
+        ("--baseline b --single http://a", "not allowed with"),
         ("--single http://a", "--single needs --prompts"),
+        ("", "one of the arguments --single --baseline is required"),
         ("--baseline b --gate 5", "expected --gate from 0 to 1"),
+        ("--baseline b --gate nan", "expected --gate from 0 to 1"),
+        ("--baseline b --at-once 0", "of 1 or more"),
     ],
 )
 def test_flags_that_do_not_go_together(capsys: Capture, flags: str, why: str) -> None:

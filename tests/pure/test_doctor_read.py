@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import queue
 import socket
+import subprocess
+import sys
 import threading
+import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -23,6 +28,11 @@ ASK = Ask("mooncake", "127.0.0.1")
 
 
 # ---------------------------------------------------------------- bytes
+
+
+def test_every_piece_of_a_pattern_occurs_once() -> None:
+    words = [doctor_read.pattern(n, 1 << 16).view(np.uint64) for n in range(READ)]
+    assert len(np.unique(np.concatenate(words))) == READ << 13
 
 
 class Copies:
@@ -162,6 +172,20 @@ def test_a_process_that_dies_is_a_failure_with_its_last_words(
             children.wait("serve")
 
 
+def test_a_listener_ends_with_the_doctor_that_started_it() -> None:
+    """Also where that is killed: the port is free for the next one."""
+    program = (
+        "import os\nfrom sglang_mixkv.tools.doctor_read import Children, Wire\n"
+        "children = Children()\nchildren.start('serve', '127.0.0.1', 0, Wire())\n"
+        "print(children.wait('serve'), flush=True)\nos._exit(9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    deadline = time.monotonic() + 20
+    while listens(int(done.stdout)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 # ---------------------------------------------------------------- real reads
 
 
@@ -172,3 +196,20 @@ def test_a_real_read_between_two_processes(plane: str) -> None:
     assert (found.bytes, found.wrong) == (READ * ((128 << 10) + 4096), {})
     assert 0 < found.seconds < 30
     assert found.memory.endswith("64 slots of 132 KiB")
+
+
+@pytest.mark.parametrize("uses", [False, True])
+def test_over_ipv6_mooncakes_variable_is_named(uses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mooncake")
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 address here")
+    monkeypatch.delenv("MC_USE_IPV6", raising=False)
+    if uses:
+        monkeypatch.setenv("MC_USE_IPV6", "1")
+    with Children() as children:
+        children.start("serve", "*", 0, SMALL)
+        children.start("read", "::1", children.wait("serve"), SMALL)
+        with nullcontext() if uses else pytest.raises(ReadFailed, match="it needs MC_USE_IPV6=1"):
+            assert children.wait("read").wrong == {}
