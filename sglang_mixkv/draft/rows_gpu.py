@@ -147,7 +147,7 @@ class GpuRows:
         if reason := unfit(rows, staging):
             raise ValueError(reason)
         self.driver, self._heads, self._page, self._staging = driver, rows.heads, page_size, staging
-        self._rows = rows  # kept: kernels know its addresses alone
+        self._rows = rows  # keeps the memory, of which kernels have addresses alone, allocated
         self._num_pages = rows.num_rows // page_size
         units = [size // UNIT for size in rows.head_bytes]
         self._entries, self._widest, self._in_all = len(units), max(units), sum(units)
@@ -247,7 +247,7 @@ class GpuRows:
                 function, shared = self._kernels[name]
                 driver.launch(function, grids[name], 32 * WARPS, shared, place.parameters)
             return Ticket(Event(driver), place, len(jobs), self._free)
-        except (CudaError, ValueError):
+        except Exception:
             driver.drain()
             self._free.append(place)
             raise

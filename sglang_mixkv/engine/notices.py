@@ -2,8 +2,9 @@
 abort() does not send: decode would wait for SGLANG_DISAGGREGATION_WAITING_TIMEOUT, 300 s.
 
 Where a decode rank is gone, or stands still, SGLang's send blocks for 30 s
-(CommonKVManager._connect). So each has a thread. One more looks for decode ranks whose metadata
-come after the abort. All end with the process.
+(CommonKVManager._connect). So each has a thread, until it had nothing to send for IDLE_S: a decode
+rank that starts again has another port. One more looks for decode ranks whose metadata come after
+the abort.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-LOOK_S = 0.2
+LOOK_S, IDLE_S = 0.2, 60.0
 LATE_S = 300.0  # SGLang's timeout, beyond which decode waits no more
 MAX_LATE = 4096
 
@@ -34,6 +35,7 @@ class Notices:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
+        self._lock = threading.Lock()
         self._queues: dict[Any, SimpleQueue[int]] = {}
         self._late: SimpleQueue[tuple[float, DraftSender]] | None = None
 
@@ -57,21 +59,29 @@ class Notices:
         """To the decode ranks that wait for KV of this rank. Whether metadata of any have come."""
         infos = list(self._manager.transfer_infos.get(room, {}).values())
         for target in {(one.endpoint, one.dst_port) for one in infos if not one.is_dummy}:
-            if target not in self._queues:
-                self._queues[target] = SimpleQueue()
-                self._start(self._run, target, self._queues[target])
-            self._queues[target].put(room)
+            with self._lock:
+                if target not in self._queues:
+                    self._queues[target] = SimpleQueue()
+                    self._start(self._run, target, self._queues[target])
+                self._queues[target].put(room)
         return bool(infos)
 
     def _start(self, run: Any, *args: Any) -> None:
         threading.Thread(target=run, args=args, name="mixkv-notify", daemon=True).start()
 
     def _run(self, target: Any, rooms: SimpleQueue[int]) -> None:
-        while True:  # it logs what it cannot send, and raises nothing
-            self._manager.send_kv_status_message(
-                targets=[target], bootstrap_room=rooms.get(),
-                status=KVPoll.Failed, failure_reason=ABORTED,
-            )  # fmt: skip
+        while True:
+            try:
+                room = rooms.get(timeout=IDLE_S)
+            except Empty:
+                with self._lock:
+                    if rooms.empty():
+                        del self._queues[target]
+                        return
+                continue
+            self._manager.send_kv_status_message(  # logs what it cannot send, and raises nothing
+                targets=[target], bootstrap_room=room, status=KVPoll.Failed, failure_reason=ABORTED
+            )
 
     def _look(self, late: SimpleQueue[tuple[float, DraftSender]]) -> None:
         while True:

@@ -127,10 +127,10 @@ class PrefillServers:
         except MixKVError as error:
             return self._refuse(server, error)
         except Exception as error:  # silent, or what nobody expects: the scheduler goes on
-            server.reason, said = None, f"{type(error).__name__}: {error}"
-            if said != server.silent:
-                logger.warning("[MIXKV-MSG-02] sglang-mixkv: no facts of %s: %s", address, said)
-            server.silent = said
+            server.reason, cause = None, f"{type(error).__name__}: {error}"
+            if cause != server.silent:
+                logger.warning("[MIXKV-MSG-02] sglang-mixkv: no facts of %s: %s", address, cause)
+            server.silent = cause
             return False
 
     def _find(self, address: str) -> _Server:

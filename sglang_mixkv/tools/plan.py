@@ -111,7 +111,9 @@ def _models(plan: Plan) -> Iterator[str]:
     draft = plan.decode.draft
     if draft is not None:
         size = (
-            f", {draft.kv_heads * sum(draft.head_bytes):,} bytes a token" if draft.kv_heads else ""
+            f", {draft.kv_heads * sum(draft.head_bytes):,} bytes per token"
+            if draft.kv_heads
+            else ""
         )
         algorithm = plan.decode.speculative_algorithm
         yield f"drafter  {model_text(draft)}, {algorithm}, {draft.dtype}{size}"

@@ -118,9 +118,8 @@ def _read(role: str, line: plan_line.Line, gpus: list[str]) -> Server:
     args.device = args.device or "cuda"
     for gpu in (*gpus, gpus[0]):  # where none will do, the first says why
         server_args = ServerArgs.from_cli_args(args)
-        setattr(
-            server_args, ATTRIBUTE, Config()
-        )  # `refused` has what the plugin's hook would raise
+        # `refused` has what the plugin's hook would raise.
+        setattr(server_args, ATTRIBUTE, Config())
         with plan_line.as_on(gpu) if args.device == "cuda" else nullcontext():
             stock = tuple(_not_started(role, server_args))
         if not stock:

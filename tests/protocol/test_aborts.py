@@ -22,8 +22,10 @@ from rig.rank import Rank, reason_of, send
 from rig.ring import Outcome, ranks_of, run
 from rig.special import Special
 from rig.stages import Stop, hold_in_decode, hold_in_prefill
+from rig.threads import wait_for
 from sglang.srt.disaggregation.base.conn import KVPoll
 
+from sglang_mixkv.engine import notices
 from sglang_mixkv.engine.notices import Notices
 from sglang_mixkv.engine.sender import DraftSender
 from sglang_mixkv.series import ABORTED
@@ -170,6 +172,19 @@ def test_an_abort_waits_for_no_decode_rank() -> None:
     assert sender.sent.get(timeout=10) == ("well", ABORTED)
     sender.hung.set()
     assert sender.sent.get(timeout=10) == ("hung", ABORTED)
+
+
+def test_a_decode_rank_leaves_no_thread_and_is_notified_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that starts again has another port."""
+    monkeypatch.setattr(notices, "IDLE_S", 0.05)
+    sender = Sender(KVPoll.Transferring)
+    sender.hung.set()
+    for _ in range(2):
+        sender.abort()
+        assert {sender.sent.get(timeout=10)[0] for _ in range(2)} == {"hung", "well"}
+        assert wait_for(lambda: sender.kv_mgr.notices._queues == {})
 
 
 @pytest.mark.parametrize("status", [None, KVPoll.Success, KVPoll.Failed, "unknown"])
