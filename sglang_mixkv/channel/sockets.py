@@ -117,8 +117,9 @@ class Poller:
         return ready
 
     def _doze(self, timeout_ms: float) -> None:
-        """Less than the millisecond of epoll_wait, or until something is ready."""
-        _LIBC.ppoll(self._ppoll, 1, struct.pack("qq", 0, int(timeout_ms * 1e6)), None)
+        """Until something is ready. epoll_wait sleeps for a millisecond at least."""
+        seconds, rest = divmod(timeout_ms, 1000)
+        _LIBC.ppoll(self._ppoll, 1, struct.pack("qq", int(seconds), int(rest * 1e6)), None)
 
 
 class AdaptivePoll:
