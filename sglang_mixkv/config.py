@@ -115,8 +115,8 @@ def _read(name: str, text: str, bounds: Bounds, by_default: str = "") -> Any:
         ) from None  # fmt: skip
 
 
-# Most of --mixkv-staging-mb: what one reader may hold of it, a quarter, is 4 GiB then, or a prompt
-# of 131,072 tokens at 32 KiB each. Least of SGLANG_MIXKV_PATIENCE: the longest wait is one tick of
+# Most of --mixkv-staging-mb: what one reader may hold of it, half, is 8 GiB then, or a prompt of
+# 262,144 tokens at 32 KiB each. Least of SGLANG_MIXKV_PATIENCE: the longest wait is one tick of
 # the channel's threads then; most: the whole wait is 300 s, which is how long SGLang waits for the
 # target. Most of SGLANG_MIXKV_PORT: more GPUs than a host has fit behind it.
 SETTINGS = (

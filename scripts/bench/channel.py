@@ -46,6 +46,8 @@ SLOT = slot_bytes(256)
 TOKEN = 16 << 10  # bytes of all heads
 TOKENS = (SLOT - 4096) // TOKEN  # of a slot
 NIC = 50e9  # bytes per second
+REQUESTS = ((1, 1), (16, 1), (1024, 1), (1, 64), (16, 64))  # slots of each; how many at once
+SETTLE_S = 0.02  # in which what was said last is done
 
 
 class AtOnce:
@@ -144,29 +146,33 @@ class Pair:
             time.sleep(1e-3)
         self._room = 0
 
-    def request(self, slots: int) -> tuple[float, list[float]]:
-        """Of so many full slots: seconds from its chunk to its verdict, and CPU seconds of both
-        channel threads, from its chunk to the last ACK."""
-        self._room += 1
-        sent = self.prefill.begin(self._room)
-        pages = np.arange(slots * TOKENS)
-        handle = ReceiveHandle(pages, 1, None)
-        source = ev.Source(self.instance, HEADS, 1, SLOTS, TOKENS)
-        self.decode.open(
-            handle, bootstrap_room=self._room, sources=(source,), first_token=0, end=len(pages)
-        )
-        time.sleep(0.02)
+    def run(self, slots: int, requests: int = 1) -> tuple[float, list[float]]:
+        """So many requests at once, of so many full slots each: seconds from their chunks to the
+        last verdict, and CPU seconds of both channel threads, from the chunks to the last ACK."""
+        pages, source = np.arange(slots * TOKENS), ev.Source(self.instance, HEADS, 1, SLOTS, TOKENS)
+        sent, handles = [], []
+        for _ in range(requests):
+            self._room += 1
+            sent.append(self.prefill.begin(self._room))
+            handles.append(ReceiveHandle(pages, 1, None))
+            self.decode.open(
+                handles[-1], bootstrap_room=self._room, sources=(source,), first_token=0,
+                end=len(pages),
+            )  # fmt: skip
+        time.sleep(SETTLE_S)
         began, cpu = time.perf_counter(), self._cpu()
-        self.prefill.add_chunk(sent, 0, len(pages), True, Pages(pages, 1))
-        while handle.state is None:
+        for one in sent:
+            self.prefill.add_chunk(one, 0, len(pages), True, Pages(pages, 1))
+        while any(handle.state is None for handle in handles):
             time.sleep(1e-4)
         seconds = time.perf_counter() - began
-        assert handle.state is ev.State.WARM, handle.reason
-        time.sleep(0.02)
+        assert all(handle.state is ev.State.WARM for handle in handles)
+        time.sleep(SETTLE_S)
         cpu = [after - before for before, after in zip(cpu, self._cpu(), strict=True)]
-        self.prefill.end(sent)
-        self.decode.close(handle)
-        time.sleep(0.02)
+        for one, handle in zip(sent, handles, strict=True):
+            self.prefill.end(one)
+            self.decode.close(handle)
+        time.sleep(SETTLE_S)
         return seconds, cpu
 
     def _cpu(self) -> tuple[float, float]:
@@ -185,15 +191,18 @@ class Pair:
             worker._thread.join()
 
 
-def control_plane(slots: int, repeats: int) -> dict[str, float]:
-    """CPU time per slot of each thread, for requests of so many slots."""
+def control_plane(slots: int, requests: int, repeats: int) -> dict[str, float]:
+    """CPU time per slot of each thread, for so many requests at once, of so many slots."""
     pair, found = Pair(None), []
-    pair.request(slots)
+    pair.run(slots, requests)
     for _ in range(repeats):
-        found.append([seconds / slots * 1e6 for seconds in pair.request(slots)[1]])
+        found.append([cpu / (slots * requests) * 1e6 for cpu in pair.run(slots, requests)[1]])
     pair.close()
     prefill, decode = (statistics.median(side) for side in zip(*found, strict=True))
-    return {"slots": slots, "prefill us per slot": prefill, "decode us per slot": decode}
+    return {
+        "slots": slots, "requests": requests,
+        "prefill us per slot": prefill, "decode us per slot": decode,
+    }  # fmt: skip
 
 
 def traffic(slots: int) -> dict[str, float]:
@@ -213,9 +222,9 @@ def traffic(slots: int) -> dict[str, float]:
     threading.setprofile(entered)
     pair = Pair(None)
     threading.setprofile(None)  # type: ignore[arg-type]
-    pair.request(1)
+    pair.run(1)
     calls[0], sent["READY"], sent["ACK"] = 0, 0, 0
-    pair.request(slots)
+    pair.run(slots)
     found = {"slots": slots, "calls": calls[0], "READY": sent["READY"], "ACK": sent["ACK"]}
     pair.close()
     messages.encode = encode
@@ -224,8 +233,8 @@ def traffic(slots: int) -> dict[str, float]:
 
 def paced(slots: int, repeats: int) -> dict[str, float]:
     pair = Pair(NIC)
-    pair.request(slots)
-    found = [pair.request(slots)[0] * 1e3 for _ in range(repeats)]
+    pair.run(slots)
+    found = [pair.run(slots)[0] * 1e3 for _ in range(repeats)]
     pair.close()
     wire = slots * (64 + TOKENS * TOKEN) / NIC * 1e3
     return {"slots": slots, "ms": statistics.median(found), "ms on the wire": wire}
@@ -237,7 +246,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     asked = parser.parse_args()
     found = {
-        "control plane": [control_plane(slots, asked.repeats) for slots in (1, 8, 16, 64, 1024)],
+        "control plane": [control_plane(*one, asked.repeats) for one in REQUESTS],
         "traffic": [traffic(slots) for slots in (1, 16)],
         "paced": [paced(slots, asked.repeats) for slots in (1, 16, 64)],
     }

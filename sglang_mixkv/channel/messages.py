@@ -12,6 +12,8 @@ that the two state machines meet none that they cannot hold.
 from __future__ import annotations
 
 import os
+import struct
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
@@ -140,6 +142,13 @@ def fail(
 def draw() -> int:
     """A number that no other rank draws: SGLang seeds `random` alike in all of them."""
     return int.from_bytes(os.urandom(8), "big") >> 1 or 1
+
+
+def draws() -> Iterator[int]:
+    """The same without end, 64 of one reading, which takes as long as a number's."""
+    while True:
+        for number in struct.unpack("64Q", os.urandom(512)):
+            yield number >> 1 or 1
 
 
 def draw_instance() -> bytes:

@@ -8,16 +8,17 @@ Without an ACK it is free `slot_aside` seconds later, when nothing can read it a
 slot is taken for a read, and free when its rows were copied out or nothing can land in it.
 
 An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others:
-it holds a quarter of the slots at most, and no more than an equal share of three quarters among the
-owners that hold any, since they may be the ranks of one server that is gone; the last quarter goes
-to owners that hold none. While a slot of an owner is late, it gets one other slot at a time. An ACK
-that is lost with its connection makes a slot late, and no more than that: its reader goes on.
+it holds half of the slots at most, and no more than an equal share of three quarters among the
+owners that hold or want any, since they may be the ranks of one server that is gone; the last
+quarter goes to owners that hold none. While a slot of an owner is late, it gets one other slot at a
+time. An ACK that is lost with its connection makes a slot late, and no more than that: its reader
+goes on.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from sglang_mixkv.channel.times import Times
@@ -38,13 +39,13 @@ def slot_bytes(staging_mb: int) -> int:
 
 def quota_of(count: int) -> int:
     """How many of `count` slots one owner holds at most."""
-    return max(2, count // 4)
+    return max(2, count // 2)
 
 
 def list_of(count: int) -> int:
-    """How many segments go into one READY, and into one read: half of the quota, so that the other
-    half is packed or read while these are acknowledged."""
-    return quota_of(count) // 2
+    """How many segments go into one READY, and into one read: a quarter of the quota, so that the
+    others are packed or read while these are acknowledged, and the wire does not stop for that."""
+    return max(1, quota_of(count) // 4)
 
 
 def share_of(count: int, owners: int) -> int:
@@ -71,23 +72,33 @@ class SlotPool:
         return len(self._offered)
 
     @property
+    def owners(self) -> Iterable[Hashable]:
+        """Those that hold slots."""
+        return self._held
+
+    @property
     def free_slots(self) -> int:
         return len(self._free)
 
     def take(self, owner: Hashable, now: float) -> int | None:
         """A slot, or None where this owner has to wait."""
+        return self.give(owner) if self.allowed(owner, len({*self._held, owner}), now) else None
+
+    def allowed(self, owner: Hashable, owners: int, now: float) -> int:
+        """How many slots this owner can have now, where so many hold or want some."""
         held, free = self._held.get(owner, 0), len(self._free)
-        if not free:
-            return None
-        if held and (free <= self._reserve or held >= share_of(self.count, len(self._held))):
-            return None
-        if held and self._offered:
-            late = self._late(owner, now)
-            if late and held > late:
-                return None
+        more = min(free - self._reserve, share_of(self.count, owners) - held)
+        if not held:
+            more = min(max(more, 1), free)
+        elif more > 0 and self._offered and (late := self._late(owner, now)):
+            more = min(more, late + 1 - held)
+        return max(more, 0)
+
+    def give(self, owner: Hashable) -> int:
+        """One of those that are `allowed`."""
         slot = self._free.popleft()
         self._owner[slot] = owner
-        self._held[owner] = held + 1
+        self._held[owner] += 1
         return slot
 
     def offer(self, slot: int, stamp: int, now: float) -> None:
@@ -130,11 +141,12 @@ class SlotPool:
 
 
 class RoundRobin(Generic[T]):
-    """Items that wait for slots: round-robin over owners, and over the items of each owner.
-    Items are compared by `==`, and an item that is added twice waits once. `owners`: those with
-    an item, and their items."""
+    """Items that wait for slots: round-robin over owners, and over the items of each owner. An item
+    gets up to `run` slots at once, which go into one message then. Items are compared by `==`, and
+    an item that is added twice waits once. `owners`: those with an item, and their items."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: int = 1) -> None:
+        self._run = run
         self.owners: dict[Hashable, dict[T, None]] = {}  # who waits longest is first
 
     def add(self, owner: Hashable, item: T) -> None:
@@ -148,25 +160,26 @@ class RoundRobin(Generic[T]):
 
     def take(self, slots: SlotPool, now: float, most: int) -> Iterator[tuple[T, int]]:
         """`most` items with a slot each, or as many as there are slots for. Each leaves; the caller
-        adds it again, behind its owner's others, where it wants another slot. An owner that has to
-        wait is asked once, and nobody is while no slot is free."""
+        adds it again where it wants another slot. In a round each owner gets an equal part of what
+        is free, or what it is allowed; one that gets none has to wait, and is not asked again."""
         owners = list(self.owners)
-        while owners:
-            again = []
+        contend = len({*owners, *slots.owners})
+        while owners and most > 0 and slots.free_slots:
+            part, again = max(1, min(most, slots.free_slots) // len(owners)), list[Hashable]()
             for owner in owners:
-                if not (most and slots._free):
-                    return
-                slot = slots.take(owner, now)
-                if slot is None:
+                given = min(part, most, slots.allowed(owner, contend, now))
+                if not given:
                     continue
-                most -= 1
-                queue = self.owners.pop(owner)
-                item = next(iter(queue))
-                del queue[item]
+                queue, item, left = self.owners[owner], None, 0
+                while given and queue:
+                    if not left or item not in queue:
+                        item, left = next(iter(queue)), self._run
+                    del queue[item]
+                    given, most, left = given - 1, most - 1, left - 1
+                    yield item, slots.give(owner)
+                del self.owners[owner]
                 if queue:
                     self.owners[owner] = queue  # behind the other owners
-                yield item, slot
-                if owner in self.owners:
                     again.append(owner)
             owners = again
 

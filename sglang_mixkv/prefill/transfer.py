@@ -187,10 +187,10 @@ class Packing:
         draw_stamp: Callable[[], int],
     ) -> None:
         self._segment_tokens, self._slots, self._draw = segment_tokens, slots, draw_stamp
-        self.turns: RoundRobin[Part] = RoundRobin()
+        self._job, self._list = 0, list_of(slots.count)
+        self.turns: RoundRobin[Part] = RoundRobin(self._list)
         self.announcing: dict[Part, None] = {}
         self._jobs: dict[int, Segment] = {}
-        self._job, self._list = 0, list_of(slots.count)
 
     def __len__(self) -> int:
         return len(self._jobs)

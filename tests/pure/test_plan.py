@@ -23,7 +23,6 @@ import pytest
 
 import mixkv_demo
 from sglang_mixkv import tools
-from sglang_mixkv.channel.slots import SLOTS
 from sglang_mixkv.config import Config
 from sglang_mixkv.draft.layout import heads_on_rank
 from sglang_mixkv.draft.targets import Target
@@ -154,11 +153,11 @@ def test_figures_of_an_eagle3_drafter_of_8_heads() -> None:
     first, second = plan.reads
     assert (first.heads, second.heads) == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert first.bytes_per_token == 2048
-    # A quarter of the slots at most, of 2,049 tokens each.
-    assert plan.fleet == Fleet(1, 1, readers=1, sources=2, slots=SLOTS // 4, tokens=16 * 2049)
+    # Three quarters of the slots for two ranks, each slot of 2,049 tokens.
+    assert plan.fleet == Fleet(1, 1, readers=1, sources=2, slots=24, tokens=24 * 2049)
     assert "0            1                        4..7         2,048" in tool.text(plan)
     small = make_plan(prefill, msgspec.structs.replace(decode, config=Config(staging_mb=64)))
-    assert small.fleet == Fleet(1, 1, readers=1, sources=2, slots=SLOTS // 4, tokens=16 * 513)
+    assert small.fleet == Fleet(1, 1, readers=1, sources=2, slots=24, tokens=24 * 513)
     assert "256 MiB on each prefill rank, 64 MiB on each decode rank" in tool.text(small)
 
 

@@ -157,7 +157,7 @@ class Checks:
             raise Finding("instance", f"{rank.name} serves a reader of its former instance")
         slots = rank.slots
         most = max(slots._held.values(), default=0)
-        if most > max(2, slots.count // 4):
+        if most > max(2, slots.count // 2):
             raise Finding("quota", f"{rank.name}: one reader holds {most} of {slots.count} slots")
 
     # -- the pool
