@@ -128,8 +128,9 @@ class Pair:
             plane.register(Memory(staging.address, staging.size), staging.address)
         self.instance = messages.draw_instance()
         machine = PrefillMachine(
-            self.instance, HEADS, lambda heads, size: TOKENS, SlotPool(SLOTS, TIMES), TIMES
-        )
+            self.instance, HEADS, lambda heads, size: TOKENS, SlotPool(SLOTS, TIMES), TIMES,
+            messages.draws().__next__,
+        )  # fmt: skip
         self.prefill = PrefillWorker(machine, rows, staging, planes[0], HOST, 0, TIMES, Quiet())
         machine2 = DecodeMachine(messages.draw_instance(), SlotPool(SLOTS, TIMES), SLOT, TIMES)
         store = Store(rows, staging, planes[1])

@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_mixkv import __version__
+from sglang_mixkv.channel.messages import draws
 from sglang_mixkv.decode import machine as decode_machine
 from sglang_mixkv.decode.events import server_of
 from sglang_mixkv.decode.links import Store
@@ -83,8 +84,9 @@ class DraftManager:
         staging = local.staging(slots)
         plane = local.plane(staging, self.local_ip)
         machine = prefill_machine.Machine(
-            local.instance, draft.layout.heads, local.segment_tokens, slots, local.times
-        )
+            local.instance, draft.layout.heads, local.segment_tokens, slots, local.times,
+            draws().__next__,
+        )  # fmt: skip
         self.prefill_channel = PrefillWorker(
             machine, draft.rows, staging, plane, self.local_ip, local.port(self), local.times,
             local.reporter, local.device(staging),

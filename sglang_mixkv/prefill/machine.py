@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, draws, fail
+from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, draw, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.prefill import events as ev
@@ -35,8 +35,7 @@ STEP = 1.0  # a rank's clock advances by so much at most between two events
 class Machine:
     """All rooms of one prefill rank.
 
-    `heads`: those of the drafter on this rank. `segment_tokens`, `draw_stamp`: see Packing; stamps
-    are `draws` by default.
+    `heads`: those of the drafter on this rank. `segment_tokens`, `draw_stamp`: see Packing.
     """
 
     def __init__(
@@ -46,11 +45,11 @@ class Machine:
         segment_tokens: Callable[[int, int], int],
         slots: SlotPool,
         times: Times,
-        draw_stamp: Callable[[], int] | None = None,
+        draw_stamp: Callable[[], int] = draw,
     ) -> None:
         self._instance, self._heads, self._times = instance, heads, times
         self.slots = slots
-        self._packing = Packing(segment_tokens, slots, draw_stamp or draws().__next__)
+        self._packing = Packing(segment_tokens, slots, draw_stamp)
         self._uses: dict[ev.Use, Room] = {}
         self._current: dict[int, Room] = {}  # by number: that of the newest sender
         self._parts: dict[int, Part] = {}  # by generation, as long as they have a room or wait
