@@ -32,6 +32,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from sglang_mixkv.errors import refuse
+
 logger = logging.getLogger(f"sglang.{__name__}")
 
 CONNECT_S, POLL_S, RETRY_S = 10.0, 1e-3, 1e-2
@@ -63,6 +65,14 @@ def decode(endpoint: bytes, plane: str) -> Endpoint:
     if found.plane != plane:
         raise ValueError(f"an endpoint of {found.plane!r}, expected {plane!r}")
     return found
+
+
+def refused(expected: str, found: str) -> Exception:
+    """The error of a backend that cannot be made."""
+    return refuse(
+        "MIXKV-START-06", f"that {expected} beside SGLang's", found, "draft KV cannot be read",
+        "See the transport's messages above",
+    )  # fmt: skip
 
 
 class Extent(NamedTuple):

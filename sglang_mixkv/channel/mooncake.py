@@ -25,8 +25,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
-from sglang_mixkv.errors import refuse
+from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read, refused
 
 
 class Mooncake(DataPlane):
@@ -45,7 +44,7 @@ class Mooncake(DataPlane):
         self._engine: Any = TransferEngine()
         code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "" if tcp else devices)
         if code:
-            raise _refused("a transfer engine starts", code)
+            raise refused("a transfer engine of Mooncake's starts", f"code {code}")
         self._host = f"[{host}]" if ":" in host else host
         self._zeros: defaultdict[str, dict[bytes, int]] = defaultdict(dict)
         self._naming = threading.Lock()
@@ -53,7 +52,7 @@ class Mooncake(DataPlane):
     def _register(self, memory: Memory) -> bytes:
         code = self._engine.register_memory(memory.address, memory.size)
         if code:
-            raise _refused(f"{memory.size} bytes of staging memory are registered", code)
+            raise refused(f"{memory.size} bytes are registered with Mooncake", f"code {code}")
         return f"{self._host}:{self._engine.get_rpc_port()}".encode()
 
     def _open(self, peer: Peer) -> None:
@@ -93,10 +92,3 @@ class Mooncake(DataPlane):
 
     def _drop(self, peer: Peer) -> None:
         peer.link = None  # Mooncake retains what it knows, some hundred bytes
-
-
-def _refused(expected: str, code: int) -> Exception:
-    return refuse(
-        "MIXKV-START-06", f"that {expected} beside SGLang's", f"Mooncake's code {code}",
-        "draft KV cannot be read", "See Mooncake's messages above",
-    )  # fmt: skip

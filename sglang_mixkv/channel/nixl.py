@@ -31,8 +31,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
-from sglang_mixkv.errors import refuse
+from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read, refused
 
 WAIT_US = 1_000
 
@@ -55,7 +54,7 @@ class Nixl(DataPlane):
             self._agent: Any = _new_agent(wait_us)
             self._agent.create_backend(backend, dict(parameters or {}))
         except Exception as error:
-            raise _refused(f"an agent with backend {backend} starts", error) from error
+            raise refused(f"NIXL's backend {backend} starts", repr(error)) from error
 
     def _register(self, memory: Memory) -> bytes:
         self._kind, self._device = _place(memory)
@@ -64,7 +63,7 @@ class Nixl(DataPlane):
                 [(memory.address, memory.size, self._device, "")], self._kind
             )
         except Exception as error:
-            raise _refused(f"{memory.size} bytes of staging are registered", error) from error
+            raise refused(f"{memory.size} bytes are registered with NIXL", repr(error)) from error
         return bytes(self._agent.get_agent_metadata())
 
     def _open(self, peer: Peer) -> None:
@@ -117,10 +116,3 @@ def _new_agent(wait_us: int) -> Any:
     config.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT.value
     agent.agent = api.nixlBind.nixlAgent(name, config)
     return agent
-
-
-def _refused(expected: str, error: Exception) -> Exception:
-    return refuse(
-        "MIXKV-START-06", f"that {expected} beside SGLang's", repr(error),
-        "draft KV cannot be read", "See NIXL's messages above",
-    )  # fmt: skip
