@@ -33,25 +33,21 @@ from typing import Any
 
 from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read, refused
 
-WAIT_US = 1_000
+WAIT_US = 1_000  # how long the progress thread waits for an event; with 0 it takes a core
 
 
 class Nixl(DataPlane):
     """`backend`, `parameters`: as SGLang's agent takes them; RDMA devices are UCX's parameter
-    `device_list`. `wait_us`: how long the progress thread waits for an event; with 0 it polls, and
-    takes a core. On a GPU's rank, made in a thread whose CUDA device is set."""
+    `device_list`. On a GPU's rank, made in a thread whose CUDA device is set."""
 
     name = "nixl"
 
-    def __init__(
-        self, backend: str = "UCX", parameters: Mapping[str, str] | None = None,
-        wait_us: int = WAIT_US,
-    ) -> None:  # fmt: skip
+    def __init__(self, backend: str = "UCX", parameters: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self._kind, self._device = "DRAM", 0
         self._naming, self._named = threading.Lock(), Counter[str]()
         try:
-            self._agent: Any = _new_agent(wait_us)
+            self._agent: Any = _new_agent()
             self._agent.create_backend(backend, dict(parameters or {}))
         except Exception as error:
             raise refused(f"NIXL's backend {backend} starts", repr(error)) from error
@@ -59,9 +55,8 @@ class Nixl(DataPlane):
     def _register(self, memory: Memory) -> bytes:
         self._kind, self._device = _place(memory)
         try:
-            self._agent.register_memory(
-                [(memory.address, memory.size, self._device, "")], self._kind
-            )
+            region = (memory.address, memory.size, self._device, "")
+            self._agent.register_memory([region], self._kind)
         except Exception as error:
             raise refused(f"{memory.size} bytes are registered with NIXL", repr(error)) from error
         return bytes(self._agent.get_agent_metadata())
@@ -106,13 +101,13 @@ def _place(memory: Memory) -> tuple[str, int]:
     return ("DRAM", 0) if memory.device is None else ("VRAM", memory.device)
 
 
-def _new_agent(wait_us: int) -> Any:
+def _new_agent() -> Any:
     """With a name that no other has: SGLang seeds `random` alike in all ranks. nixl_agent.__init__
     takes no delay of the progress thread (it sets 0), so what it has made is made again."""
     api, name = importlib.import_module("nixl._api"), f"mixkv-{os.urandom(16).hex()}"
     agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
     config = api.nixlBind.nixlAgentConfig()
-    config.useProgThread, config.pthrDelay = True, wait_us
+    config.useProgThread, config.pthrDelay = True, WAIT_US
     config.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT.value
     agent.agent = api.nixlBind.nixlAgent(name, config)
     return agent

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -22,14 +21,11 @@ SECTION = "data plane"
 
 
 def _address(text: str) -> tuple[str, int]:
-    try:
-        host, port = urlsplit(f"//{text}").hostname, urlsplit(f"//{text}").port
-    except ValueError:
-        host = port = None
-    if not host or not port:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         example = "10.0.0.1:18515 or [fd00::1]:18515"
         raise argparse.ArgumentTypeError(f"expected HOST:PORT, as in {example}, got {text!r}")
-    return host, port
+    return host.strip("[]"), int(port)
 
 
 def _parser() -> argparse.ArgumentParser:
