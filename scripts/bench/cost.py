@@ -5,7 +5,7 @@
 
 The ways take turns, over Mooncake's TCP. A request is one chunk, and all ranks know it when `send`
 is called. The drafter has 4 KiB a token over all its ranks: one layer of K and V, 8 heads of 256
-bytes. Intervals are those of lines through samples drawn anew within each size.
+bytes. Bytes are compared first, in each layout and size.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from typing import Any
 
 import numpy as np
 import rings
-from common import DRAWS, Parts, Record, interleave, line, options, show
+from common import Record, interleave, options, show
 
-WAYS = ("channel",)
 DIRECTIONS = ((2, 1), (1, 2))
 TOKENS = tuple(64 << step for step in range(10))  # 0.25 to 128 MiB
 
@@ -93,29 +92,29 @@ def _read(pipe: Any, server: Any, largest: int) -> None:
         pipe.send(seconds)
 
 
-def measure(sizes: tuple[int, int], tokens: tuple[int, ...], count: int) -> Parts:
-    """The lines of one direction, and the medians that they go through. Bytes are compared first,
-    in each layout and size."""
-    found: Parts = {"lines": [], "medians": []}
-    bare = BareRead(max(tokens) * rings.TOKEN_BYTES)
-    with rings.rings(WAYS, *sizes, max(tokens)) as made:
+def measure(sizes: tuple[int, int], tokens: tuple[int, ...], count: int) -> list[Record]:
+    """The lines of one direction."""
+    found, bare = list[Record](), BareRead(max(tokens) * rings.TOKEN_BYTES)
+    with rings.rings(("channel",), *sizes, max(tokens)) as made:
+        ring = made["channel"]
         for layout in rings.LAYOUTS:
-            head = {"direction": f"{sizes[0]} to {sizes[1]}", "layout": layout}
-            taken: dict[int, dict[str, list[float]]] = {}
+            taken: dict[str, dict[int, list[float]]] = {"channel": {}, "bare": {}}
             for one in tokens:
-                print(*head.values(), one, file=sys.stderr)
+                print(*sizes, layout, one, file=sys.stderr)
                 size = one * rings.TOKEN_BYTES
-                for ring in made.values():
-                    ring.check(one, layout)
+                ring.check(one, layout)
                 methods: dict[str, Callable[[], float]] = {
-                    way: partial(transfer, ring, one, layout) for way, ring in made.items()
+                    "channel": partial(transfer, ring, one, layout),
+                    "bare": partial(bare.seconds, size),
                 }
-                methods["bare"] = partial(bare.seconds, size)
                 interleave(methods, 2)
-                taken[size] = interleave(methods, count)
-                medians = {f"{n} ms": np.median(t) * 1e3 for n, t in taken[size].items()}
-                found["medians"].append({**head, "MiB": size / 2**20, **medians})
-            found["lines"] += [{**head, **record} for record in fits(taken)]
+                for name, seconds in interleave(methods, count).items():
+                    taken[name][size] = seconds
+            (a, b), (_, bare_b) = (line(seconds) for seconds in taken.values())
+            found.append(
+                {"direction": f"{sizes[0]} to {sizes[1]}", "layout": layout, "a ms": a * 1e3,
+                 "GB/s": 1e-9 / b, "b to bare": b / bare_b}
+            )  # fmt: skip
     bare.end()
     return found
 
@@ -126,39 +125,22 @@ def transfer(ring: rings.Ring, tokens: int, layout: str) -> float:
     return seconds
 
 
-def fits(taken: dict[int, dict[str, list[float]]]) -> list[Record]:
-    """Each method's line, with b as a multiple of a bare read's."""
-    by_method = {
-        method: {size: np.array(samples[method]) for size, samples in taken.items()}
-        for method in next(iter(taken.values()))
-    }
-    rng, drawn = np.random.default_rng(1), {name: np.empty((DRAWS, 2)) for name in by_method}
-    for draw in range(DRAWS):
-        for name, seconds in by_method.items():
-            again = {size: rng.choice(values, len(values)) for size, values in seconds.items()}
-            drawn[name][draw] = line(again)
-    found, bare = list[Record](), line(by_method["bare"])[1]
-    for name, seconds in by_method.items():
-        a, b = line(seconds)
-        lows, highs = np.percentile(drawn[name], [2.5, 97.5], axis=0)
-        least, most = np.percentile(drawn[name][:, 1] / drawn["bare"][:, 1], [2.5, 97.5])
-        found.append(
-            {"method": name, "a ms": a * 1e3, "a low": lows[0] * 1e3, "a high": highs[0] * 1e3,
-             "GB/s": 1e-9 / b, "b to bare": b / bare, "b low": least, "b high": most}
-        )  # fmt: skip
-    return found
+def line(seconds: dict[int, list[float]]) -> tuple[float, float]:
+    """a, and b a byte, through all seconds by bytes. Least squares weigh each by the median of its
+    size, since noise grows with time."""
+    x = np.concatenate([np.full(len(taken), size) for size, taken in seconds.items()])
+    weight = np.concatenate([np.full(len(t), 1 / np.median(t)) for t in seconds.values()])
+    b, a = np.polyfit(x, np.concatenate(list(seconds.values())), 1, w=weight)
+    return float(a), float(b)
 
 
 def main() -> None:
     arguments = options(__doc__ or "").parse_args()
     tokens = TOKENS[:3] if arguments.quick else TOKENS
     count = arguments.repeats or (3 if arguments.quick else 15)
-    parts: Parts = {"lines": [], "medians": []}
     rings.load_sglang()
-    for sizes in DIRECTIONS:
-        for name, records in measure(sizes, tokens, count).items():
-            parts[name] += records
-    show(arguments, parts)
+    lines = [record for sizes in DIRECTIONS for record in measure(sizes, tokens, count)]
+    show(arguments, {"lines": lines})
 
 
 if __name__ == "__main__":

@@ -56,14 +56,12 @@ class Member:
     def __init__(self, rank: Any) -> None:
         self.rank, self.manager = rank, rank.manager
         self.handle: Any = None
-        self.cpu: dict[str, float] = {}  # seconds of this thread, by call
+        self.cpu = 0.0  # seconds of this thread in the request's calls
 
-    def metered(self, name: str, call: Callable[[], Any], times: int = 1) -> Any:
-        """What the call returns. Its seconds are the mean of so many."""
+    def metered(self, call: Callable[[], Any]) -> Any:
         start = time.thread_time()
-        for _ in range(times):
-            result = call()
-        self.cpu[name] = (time.thread_time() - start) / times
+        result = call()
+        self.cpu += time.thread_time() - start
         return result
 
     def pages(self, side: str, tokens: int, layout: str) -> np.ndarray[Any, Any]:
@@ -87,34 +85,38 @@ class Member:
 
     def last_poll(self) -> None:
         """The one that says Success."""
-        self.wait_for(lambda: self.metered("last poll", self.handle.poll) == SUCCESS)
+        before = self.cpu
 
-    def clear(self) -> dict[str, float]:
-        self.metered("clear", self.handle.clear)
+        def succeeded() -> bool:
+            self.cpu = before  # earlier ones do not count
+            return bool(self.metered(self.handle.poll) == SUCCESS)
+
+        self.wait_for(succeeded)
+
+    def clear(self) -> float:
+        self.metered(self.handle.clear)
         return self.cpu
 
 
 class PrefillMember(Member):
-    def begin(self, room: int, tokens: int, layout: str, polls: int) -> None:
+    def begin(self, room: int, tokens: int, layout: str) -> None:
         """Until decode's metadata is here."""
-        self.cpu, arguments = {}, (self.manager, self.rank.address(0), room, True)
-        self.handle = self.metered("made", lambda: self.rank.asked_class("sender")(*arguments))
+        self.cpu, arguments = 0.0, (self.manager, self.rank.address(0), room, True)
+        self.handle = self.metered(lambda: self.rank.asked_class("sender")(*arguments))
         self.chunk = self.pages("prefill", tokens, layout)
         self.wait_for(lambda: self.handle.poll() in (WAITING, SUCCESS))
-        self.metered("init", lambda: self.handle.init(len(self.chunk), 0))
-        if polls:
-            self.metered("poll", self.handle.poll, polls)
+        self.metered(lambda: self.handle.init(len(self.chunk), 0))
 
     def send(self) -> float:
         """When the chunk was handed over."""
         now = time.monotonic()
-        self.metered("send", lambda: self.handle.send(self.chunk))
+        self.metered(lambda: self.handle.send(self.chunk))
         self.wait_for(self.target_came)
         return now
 
     def conclude(self) -> None:
         self.last_poll()
-        self.metered("metric", self.handle.get_transfer_metric)
+        self.metered(self.handle.get_transfer_metric)
 
 
 class DecodeMember(Member):
@@ -126,21 +128,17 @@ class DecodeMember(Member):
     def resolve(self) -> None:
         self.wait_for(lambda: self.manager.try_ensure_parallel_info(self.rank.address(0)))
 
-    def open(self, room: int, tokens: int, layout: str, polls: int) -> None:
-        self.cpu, arguments = {}, (self.manager, self.rank.address(0), room)
+    def open(self, room: int, tokens: int, layout: str) -> None:
+        self.cpu, arguments = 0.0, (self.manager, self.rank.address(0), room)
 
         def made() -> Any:
             receiver = self.rank.asked_class("receiver")(*arguments)
             receiver.init(0)
             return receiver
 
-        self.handle, pages = self.metered("init", made), self.pages("decode", tokens, layout)
+        self.handle, pages = self.metered(made), self.pages("decode", tokens, layout)
         self.opened = (tokens, layout)
-        self.metered(
-            "send_metadata", lambda: self.handle.send_metadata(pages, 1, decode_prefix_len=0)
-        )
-        if polls:
-            self.metered("poll", self.handle.poll, polls)
+        self.metered(lambda: self.handle.send_metadata(pages, 1, decode_prefix_len=0))
 
     def draft_came(self) -> bool:
         return self.draft is None or self.draft.state is not None
@@ -256,22 +254,22 @@ class Ring:
         self.tell(side, name, *args)
         return self.hear(side)
 
-    def open(self, tokens: int, layout: str, polls: int = 0) -> None:
+    def open(self, tokens: int, layout: str) -> None:
         """A request that both sides know, and nothing of which is sent."""
-        request = (next(self._rooms), tokens, layout, polls)
+        request = (next(self._rooms), tokens, layout)
         self.ask("decode", "open", *request)
         self.ask("prefill", "begin", *request)
 
-    def clear(self) -> dict[str, dict[str, float]]:
-        """End the request: the seconds that each call took of the first ranks' threads, by side."""
+    def clear(self) -> dict[str, float]:
+        """End the request: the seconds that its calls took of the first ranks' threads, by side."""
         self.ask("prefill", "conclude")
         decode, *_ = self.ask("decode", "clear")
         prefill, *_ = self.ask("prefill", "clear")
         return {"prefill": prefill, "decode": decode}
 
-    def calls(self, tokens: int, polls: int) -> dict[str, dict[str, float]]:
-        """A request, and the seconds of its calls."""
-        self.open(tokens, "random", polls)
+    def request(self, tokens: int) -> dict[str, float]:
+        """One, and the seconds of its calls."""
+        self.open(tokens, "random")
         self.ask("prefill", "send")
         self.ask("decode", "conclude")
         return self.clear()

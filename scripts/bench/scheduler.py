@@ -1,69 +1,50 @@
 """What the plugin adds to the thread of SGLang's scheduler, in microseconds of a processor.
 
 Rings with the plugin and without it take turns, request by request. Counted is the thread's own
-time in the calls that the scheduler makes for one request on the first rank of each side. A request
-is polled while it waits, and once more when everything is there, so that no call waits for another
-process.
-
-    decode    get_kv_class and init, send_metadata, last poll, clear
-    prefill   get_kv_class, init, send, last poll, get_transfer_metric, clear
-
-`added` is the plugin's median minus stock's, with its interval of 95 %.
+time in the calls that the scheduler makes for one request on the first rank of each side, with the
+one poll that says Success, so that no call waits for another process. `added us` is the plugin's
+median minus stock's.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import numpy as np
 import rings
-from common import Parts, Record, interval, options, show
+from common import Record, options, show
 
 WAYS = ("stock", "channel")
 RANKS = (2, 8)  # of prefill, to one of decode
-PAGES, POLLS, PASSES = 16, 20, 300
-CALLS = {
-    "prefill": ("made", "init", "send", "last poll", "metric", "clear"),
-    "decode": ("init", "send_metadata", "last poll", "clear"),
-}
+PAGES, PASSES = 16, 300
 
 
 def measure(prefill_tp: int, passes: int) -> list[Record]:
     tokens, order = PAGES * rings.PAGE, np.random.default_rng(passes)
-    taken: dict[tuple[str, str, str], list[float]] = {}
+    taken: dict[str, dict[str, list[float]]] = {"prefill": {}, "decode": {}}
     with rings.rings(WAYS, prefill_tp, 1, tokens) as made:
         for turn in range(-(passes // 5) - 1, passes):
             for way in order.permutation(WAYS):
-                for side, cpu in made[way].calls(tokens, POLLS).items():
-                    cpu["request"] = sum(cpu[name] for name in CALLS[side])
-                    for name, seconds in cpu.items() if turn >= 0 else ():  # the others warm up
-                        taken.setdefault((side, name, way), []).append(seconds * 1e6)
+                for side, seconds in made[way].request(tokens).items():
+                    if turn >= 0:  # the others warm up
+                        taken[side].setdefault(way, []).append(seconds * 1e6)
     found = []
-    for side, calls in CALLS.items():
-        for name in ("request", "poll", *calls):
-            stock, mine = (taken[side, name, way] for way in WAYS)
-            low, high = interval(added, mine, stock)
-            found.append(
-                {"prefill ranks": prefill_tp, "side": side, "call": name,
-                 "stock us": np.median(stock), "added us": added(mine, stock),
-                 "low": low, "high": high}
-            )  # fmt: skip
+    for side, by_way in taken.items():
+        stock, mine = (float(np.median(by_way[way])) for way in WAYS)
+        found.append(
+            {"prefill ranks": prefill_tp, "side": side, "stock us": stock, "added us": mine - stock}
+        )
     return found
-
-
-def added(mine: Any, stock: Any) -> float:
-    return float(np.median(mine) - np.median(stock))
 
 
 def main() -> None:
     arguments = options(__doc__ or "").parse_args()
-    parts: Parts = {"scheduler": []}
+    found = list[Record]()
     rings.load_sglang()
     for tp in RANKS[:1] if arguments.quick else RANKS:
         print(tp, "to 1", file=sys.stderr)
-        parts["scheduler"] += measure(tp, arguments.repeats or (10 if arguments.quick else PASSES))
-    show(arguments, parts)
+        found += measure(tp, arguments.repeats or (10 if arguments.quick else PASSES))
+    show(arguments, {"scheduler": found})
 
 
 if __name__ == "__main__":

@@ -99,8 +99,6 @@ class Posting(data_plane.DataPlane):
 
     def _drop(self, peer: data_plane.Peer) -> None: ...
 
-    def _close(self) -> None: ...
-
 
 def endpoint(data: bytes) -> None:
     """Reads at both ends of the memory that an honest endpoint has, and one list of them all."""
@@ -115,7 +113,7 @@ def endpoint(data: bytes) -> None:
         for remote in (BASE, BASE - 1, BASE + MEMORY.size - length, BASE + MEMORY.size)
     ]
     for some in (*([one] for one in extents), extents):
-        plane.start("read", data_plane.Peer(data, found), some)
+        plane.start("read", data_plane.Peer(found), some)
     begin, end = found.memory.address, found.memory.address + found.memory.size
     for _, remote, length in plane.posted:
         assert begin <= remote <= remote + length <= end, "a read outside the peer's memory"

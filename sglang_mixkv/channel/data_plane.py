@@ -3,19 +3,17 @@
 A rank has one, over a transfer engine of its own beside SGLang's. Its lifetime:
 
     register(memory)            once; from then on `endpoint`, which travels in the rank's facts
-    connect(endpoint) -> peer   in a background thread, since it blocks; once for each user of it
-    mend(peer)                  the same, after a read that failed
+    connect(endpoint) -> peer   in a background thread, since it blocks
     start(tag, peer, extents)   in the channel's thread: one transfer, of many slots
     ended() -> [(tag, error)]   in the channel's thread, again and again
-    forget(peer)                one user of it is done
-    close()
+    forget(peer)                its owner is done with it, or connects anew after a read that failed
 
 `start`, `ended` and `forget` never block and never raise. Neither backend calls back, so whoever
 started reads asks for their ends, some 2 us each.
 
 A read has ended when its backend reports it, and not before: none can cancel one, and the bytes of
 a stopped peer land when it continues. Only then may the local slots be used again. Every read in
-flight is retained here, whether or not its reader still is.
+flight is retained here, whether or not its reader still is, and its peer with it.
 
 Reads outside either side's memory fail here. Mooncake's TCP would read into memory that was never
 registered, and RDMA would end the connection, with all other reads on it.
@@ -28,14 +26,17 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
+from sglang_mixkv.errors import refuse
+
 logger = logging.getLogger(f"sglang.{__name__}")
 
-CONNECT_S, CLOSE_S, POLL_S = 10.0, 2.0, 1e-3
+CONNECT_S, POLL_S, RETRY_S = 10.0, 1e-3, 1e-2
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -66,6 +67,14 @@ def decode(endpoint: bytes, plane: str) -> Endpoint:
     return found
 
 
+def refused(expected: str, found: str) -> Exception:
+    """The error of a backend that cannot be made."""
+    return refuse(
+        "MIXKV-START-06", f"that {expected} beside SGLang's", found, "draft KV cannot be read",
+        "See the transport's messages above",
+    )  # fmt: skip
+
+
 class Extent(NamedTuple):
     """Bytes to read. `local`, `remote`: addresses."""
 
@@ -75,16 +84,13 @@ class Extent(NamedTuple):
 
 
 class Peer:
-    """A rank to read from. `link`: the backend's name of it. `reads`: those in flight. `users`: how
-    many have connected to it, and not forgotten it; it is `gone` without any."""
+    """A rank to read from. `link`: the backend's name of it. `reads`: how many are in flight. Once
+    it is `gone`, no read starts, and the last of those in flight releases it."""
 
-    def __init__(self, key: bytes, endpoint: Endpoint) -> None:
-        self.key, self.endpoint = key, endpoint
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
         self.link: str | None = None
-        self.connected = self.gone = False
-        self.users = 0
-        self.reads: set[Read] = set()
-        self.connecting = threading.Lock()
+        self.reads, self.gone = 0, False
 
 
 class Read:
@@ -99,29 +105,24 @@ class Read:
 
 
 class DataPlane(ABC):
-    """It has no callbacks, so `ended` has to be called again and again."""
+    """What all backends share."""
 
     name: str
 
     def __init__(self) -> None:
         self._memory: Memory | None = None
         self._spare: int | None = None
-        self._endpoint = b""
-        self._peers: dict[bytes, Peer] = {}
         self._running: list[Read] = []  # the channel thread's
-        self._probes: list[Read] = []  # those that a `connect` left running
-        self._lock = threading.Lock()
+        self._unanswered: deque[Read] = deque()  # probes that a `connect` gave up
+        self._lock = threading.Lock()  # of all peers' `reads` and `gone`
+        self.endpoint = b""
 
     def register(self, memory: Memory, spare: int | None = None) -> None:
         """Once: this rank's slots. `spare`: the address of a byte of them that means nothing, into
         which `connect` reads; None on a rank that never connects. MixKVError if it is refused."""
         endpoint = Endpoint(self.name, self._register(memory), memory, os.urandom(8))
-        self._endpoint = msgspec.msgpack.encode(endpoint)
+        self.endpoint = msgspec.msgpack.encode(endpoint)
         self._memory, self._spare = memory, spare
-
-    @property
-    def endpoint(self) -> bytes:
-        return self._endpoint
 
     @property
     def busy(self) -> bool:
@@ -129,38 +130,49 @@ class DataPlane(ABC):
         return bool(self._running)
 
     def connect(self, endpoint: bytes, seconds: float = CONNECT_S) -> Peer:
-        """The peer, once a byte of it was read: the same one for all users of an endpoint, mended
-        where a read of it had failed. ConnectionError if that fails, ValueError for bytes that are
-        no endpoint of this backend."""
-        until = time.monotonic() + seconds
-        peer = self._take(endpoint, until)
+        """A peer of the caller's own, once a byte of it was read. ConnectionError if that fails,
+        ValueError for bytes that are no endpoint of this backend.
+
+        The byte may fail first: once for each socket that Mooncake still has to another process at
+        this address, and as long as NIXL knows the peer by a connection that broke, which is until
+        the reads over that have ended."""
+        peer, until = Peer(decode(endpoint, self.name)), time.monotonic() + seconds
+        if any(read.peer.endpoint == peer.endpoint for read in list(self._unanswered)):
+            raise ConnectionError("it has not answered an earlier connection yet")
         try:
-            self._connect(peer, until)
+            while not self._answers(peer, until):
+                if time.monotonic() > until:
+                    raise ConnectionError(f"{self.name}: the peer's memory could not be read")
+                time.sleep(RETRY_S)
         except BaseException:
             self.forget(peer)
             raise
         return peer
 
-    def mend(self, peer: Peer, seconds: float = CONNECT_S) -> None:
-        """Connect again what a read that failed has found broken. ConnectionError if that fails."""
+    def _answers(self, peer: Peer, until: float) -> bool:
+        """Whether a byte of its memory can be read, over a connection that is made anew."""
+        assert self._spare is not None
         try:
-            self._connect(peer, time.monotonic() + seconds)
-        finally:
-            self._let_go(peer)
+            self._open(peer)
+        except Exception as error:
+            raise ConnectionError(f"{self.name}: {error}") from error
+        read = Read(peer)
+        self._begin(read, [Extent(self._spare, peer.endpoint.memory.address, 1)])
+        while not self._has_ended(read):
+            if time.monotonic() > until:
+                self._unanswered.append(read)
+                return False
+            time.sleep(POLL_S)
+        return not read.error
 
     def start(self, tag: Any, peer: Peer, extents: Sequence[Extent]) -> None:
         """One transfer. What fails at once has ended with an error."""
         read = Read(peer, tag)
         self._running.append(read)
-        if not self._are_inside(peer, extents):
-            read.error = "outside the registered memory"
-        elif peer.gone or not peer.connecting.acquire(blocking=False):
-            read.error = "the peer is gone, or being connected"
+        if self._are_inside(peer, extents):
+            self._begin(read, extents)
         else:
-            try:
-                self._begin(read, extents)
-            finally:
-                peer.connecting.release()
+            read.error = "outside the registered memory"
 
     def _are_inside(self, peer: Peer, extents: Sequence[Extent]) -> bool:
         here, there = self._memory, peer.endpoint.memory
@@ -177,6 +189,9 @@ class DataPlane(ABC):
     def ended(self) -> list[tuple[Any, str]]:
         """The reads that have ended since it was asked last: their tags, and "" where all bytes are
         there, or why they are not."""
+        for _ in range(len(self._unanswered)):
+            if not self._has_ended(probe := self._unanswered.popleft()):
+                self._unanswered.append(probe)
         if not self._running:
             return []
         running, found = [], []
@@ -189,131 +204,28 @@ class DataPlane(ABC):
         return found
 
     def forget(self, peer: Peer) -> None:
-        """Without another user, new reads from it fail, and what is held for it is released when
-        its reads have ended. Until then this endpoint cannot be connected to again; another one at
-        its address can."""
+        """New reads from it fail, and what is held for it is released when its reads have ended.
+        Idempotent; in any thread."""
         with self._lock:
-            peer.users -= 1
-            peer.gone = peer.users < 1
-        self._let_go(peer)
+            is_over = not (peer.gone or peer.reads)
+            peer.gone = True
+        if is_over:
+            self._release(peer)
 
-    def close(self) -> None:
-        """End the engine and its threads, when nobody reads or connects any more. Nothing lands
-        afterwards, ended or not. Reads in flight get 2 s to end: a peer is better off so."""
-        reads, until = [*self._running, *self._probes], time.monotonic() + CLOSE_S
-        while reads and time.monotonic() < until:
-            reads = [read for read in reads if not self._has_ended(read)]
-            time.sleep(POLL_S if reads else 0)
-        self._peers.clear()
-        for read in reads:
-            self._end(read, "the plane was closed")
-        self._close()
-
-    # -- the backend's part
-
-    @abstractmethod
-    def _register(self, memory: Memory) -> bytes:
-        """The endpoint's target."""
-
-    @abstractmethod
-    def _open(self, peer: Peer) -> None:
-        """Set `peer.link`, anew if it is set. May block and raise."""
-
-    @abstractmethod
-    def _post(self, read: Read, extents: Sequence[Extent]) -> None:
-        """Set `read.handle`. What raises has begun what is in that, and nothing where it is empty
-        or None."""
-
-    @abstractmethod
-    def _check(self, read: Read) -> str | None:
-        """None while any part of it runs, then "" or why it failed; not called again then. What
-        raises has ended."""
-
-    @abstractmethod
-    def _drop(self, peer: Peer) -> None:
-        """Release `peer.link`; nothing of it is in flight."""
-
-    @abstractmethod
-    def _close(self) -> None: ...
-
-    # -- peers
-
-    def _take(self, endpoint: bytes, until: float) -> Peer:
-        """The endpoint's peer, with one more user. Waits for a former one to be released."""
-        while True:
-            self._sweep()
-            with self._lock:
-                peer = self._peers.get(endpoint) or Peer(endpoint, decode(endpoint, self.name))
-                if not peer.gone:
-                    peer.users += 1
-                    self._peers[endpoint] = peer
-                    return peer
-            if time.monotonic() > until:
-                raise ConnectionError("reads over its former connection have not ended")
-            time.sleep(POLL_S)
-
-    def _connect(self, peer: Peer, until: float) -> None:
-        with peer.connecting:
-            if peer.connected and not peer.gone:
-                return
-            while peer.reads and not peer.gone and time.monotonic() < until:
-                time.sleep(POLL_S)  # the other reads end in the channel's thread
-                self._sweep()
-            if peer.gone or peer.reads:
-                raise ConnectionError("reads over its former connection have not ended")
-            try:
-                self._open(peer)
-            except Exception as error:
-                raise ConnectionError(f"{self.name}: {error}") from error
-            while not self._answers(peer, until):
-                if time.monotonic() > until:
-                    raise ConnectionError(f"{self.name}: the peer's memory could not be read")
-                time.sleep(POLL_S)
-            peer.connected = True
-
-    def _answers(self, peer: Peer, until: float) -> bool:
-        """Whether a byte of its memory can be read. It may fail first, once for each socket that
-        Mooncake still has to another process at this address."""
-        assert self._spare is not None
-        read = Read(peer)
-        self._begin(read, [Extent(self._spare, peer.endpoint.memory.address, 1)])
-        while not self._has_ended(read):
-            if time.monotonic() > until:
-                with self._lock:
-                    self._probes.append(read)
-                return False
-            time.sleep(POLL_S)
-        return read.error == ""
-
-    def _sweep(self) -> None:
-        """Ask for the ends of probes that a `connect` left running: nobody else does. The lock is
-        not held meanwhile: a probe that ends may release its peer, which takes the lock."""
-        with self._lock:
-            probes, self._probes = self._probes, []
-        running = [read for read in probes if not self._has_ended(read)]
-        with self._lock:
-            self._probes += running
-
-    def _let_go(self, peer: Peer) -> None:
-        """Release a peer that is gone, as soon as none of its reads is in flight."""
-        if not peer.gone or peer.reads or not peer.connecting.acquire(blocking=False):
-            return
+    def _release(self, peer: Peer) -> None:
         try:
-            if self._peers.get(peer.key) is not peer:
-                return  # it was let go before: its endpoint may have another peer
-            try:
-                self._drop(peer)
-            except Exception:
-                logger.warning("[MIXKV-MSG-02] %s: a peer is retained", self.name, exc_info=True)
-            with self._lock:
-                self._peers.pop(peer.key, None)
-        finally:
-            peer.connecting.release()
+            self._drop(peer)
+        except Exception:
+            logger.warning("[MIXKV-MSG-02] %s: a peer is retained", self.name, exc_info=True)
 
     # -- reads
 
     def _begin(self, read: Read, extents: Sequence[Extent]) -> None:
-        read.peer.reads.add(read)
+        with self._lock:
+            if read.peer.gone:
+                read.error = "the peer is gone, or being connected"
+                return
+            read.peer.reads += 1
         try:
             self._post(read, extents)
         except Exception as error:
@@ -332,10 +244,35 @@ class DataPlane(ABC):
         return read.error is not None
 
     def _end(self, read: Read, error: str) -> None:
-        read.error = read.failed or error
+        read.error, peer = read.failed or error, read.peer
         read.handle = None  # the backend releases it
-        peer = read.peer
-        peer.connected = peer.connected and not read.error
-        peer.reads.discard(read)
-        if peer.gone:
-            self._let_go(peer)
+        with self._lock:
+            peer.reads -= 1
+            is_over = peer.gone and not peer.reads
+        if is_over:
+            self._release(peer)
+
+    # -- the backend's part
+
+    @abstractmethod
+    def _register(self, memory: Memory) -> bytes:
+        """The endpoint's session."""
+
+    @abstractmethod
+    def _open(self, peer: Peer) -> None:
+        """Set `peer.link`, anew if it is set; no read of this peer is in flight. May block, and
+        raise."""
+
+    @abstractmethod
+    def _post(self, read: Read, extents: Sequence[Extent]) -> None:
+        """Set `read.handle`. What raises has begun what is in that, and nothing where it is empty
+        or None."""
+
+    @abstractmethod
+    def _check(self, read: Read) -> str | None:
+        """None while any part of it runs, then "" or why it failed; not called again then. What
+        raises has ended."""
+
+    @abstractmethod
+    def _drop(self, peer: Peer) -> None:
+        """Release `peer.link`, if it is set; nothing of it is in flight."""

@@ -8,8 +8,8 @@ again; with MC_TCP_ENABLE_CONNECTION_POOL=0 each read would connect in `start`, 
 
 Opening a peer waits up to a minute for one that is stopped, and holds a lock that every read
 takes. So a peer is opened in `connect`, after a probe of it, which holds none. What is known of a
-peer is cached for good by its name, `host:port`. So another process at the same address gets
-another name: the same port with one more zero in front.
+peer is cached for good by its name, `host:port`. So each process that an address ever had gets a
+name of its own: the same port with one more zero in front.
 
 Tests over TCP cannot show what only RDMA does: that memory which was not registered is refused,
 that a read across several NICs or of a GPU's memory is right, that a failed read was the last to
@@ -19,14 +19,13 @@ name, gets new queue pairs.
 
 from __future__ import annotations
 
-import itertools
 import os
+import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
-from sglang_mixkv.errors import refuse
+from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read, refused
 
 
 class Mooncake(DataPlane):
@@ -45,14 +44,15 @@ class Mooncake(DataPlane):
         self._engine: Any = TransferEngine()
         code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "" if tcp else devices)
         if code:
-            raise _refused("a transfer engine starts", code)
+            raise refused("a transfer engine of Mooncake's starts", f"code {code}")
         self._host = f"[{host}]" if ":" in host else host
-        self._names: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+        self._zeros: defaultdict[str, dict[bytes, int]] = defaultdict(dict)
+        self._naming = threading.Lock()
 
     def _register(self, memory: Memory) -> bytes:
         code = self._engine.register_memory(memory.address, memory.size)
         if code:
-            raise _refused(f"{memory.size} bytes of staging memory are registered", code)
+            raise refused(f"{memory.size} bytes are registered with Mooncake", f"code {code}")
         return f"{self._host}:{self._engine.get_rpc_port()}".encode()
 
     def _open(self, peer: Peer) -> None:
@@ -60,9 +60,11 @@ class Mooncake(DataPlane):
         code = self._engine.send_probe(session)
         if code:
             raise ConnectionError(f"{session} does not answer, its probe returned {code}")
-        if peer.link is None:
-            host, _, port = session.rpartition(":")
-            peer.link = f"{host}:{'0' * next(self._names[session])}{port}"
+        with self._naming:
+            known = self._zeros[session]
+            zeros = known.setdefault(peer.endpoint.instance, len(known))
+        host, _, port = session.rpartition(":")
+        peer.link = f"{host}:{'0' * zeros}{port}"
 
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
         """Transfers of one range each: `transfer_check_status` asks for the first range of a batch
@@ -90,13 +92,3 @@ class Mooncake(DataPlane):
 
     def _drop(self, peer: Peer) -> None:
         peer.link = None  # Mooncake retains what it knows, some hundred bytes
-
-    def _close(self) -> None:
-        self._engine = None
-
-
-def _refused(expected: str, code: int) -> Exception:
-    return refuse(
-        "MIXKV-START-06", f"that {expected} beside SGLang's", f"Mooncake's code {code}",
-        "draft KV cannot be read", "See Mooncake's messages above",
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Reads over NIXL, with an agent of this plane's own. Notifications are not used.
+"""Reads over NIXL, with an agent of this plane's own.
 
 A read has ended when `check_xfer_state` returns DONE or ERR, or raises:
 
@@ -14,7 +14,7 @@ midway.
 A handle that is released while it runs does not end its read: over TCP all its bytes land later.
 So handles are held until the end, and a peer is removed from the agent when it has no reads, since
 `check_xfer_state` raises for a removed peer whatever its reads do. A connection that broke does not
-come back: `connect` removes and adds the peer.
+come back until the peer is removed and added.
 
 UCX reads the host memory of a process on the same host in `transfer` itself, whether or not that
 process runs. Over RDMA the peer has no part in a read. Otherwise (TCP, or shared memory alone) it
@@ -28,50 +28,43 @@ import importlib
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read
-from sglang_mixkv.errors import refuse
+from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read, refused
 
-WAIT_US = 1_000
+WAIT_US = 1_000  # how long the progress thread waits for an event; with 0 it takes a core
 
 
 class Nixl(DataPlane):
     """`backend`, `parameters`: as SGLang's agent takes them; RDMA devices are UCX's parameter
-    `device_list`. `wait_us`: how long the progress thread waits for an event; with 0 it polls, and
-    takes a core. On a GPU's rank, made in a thread whose CUDA device is set."""
+    `device_list`. On a GPU's rank, made in a thread whose CUDA device is set."""
 
     name = "nixl"
 
-    def __init__(
-        self, backend: str = "UCX", parameters: Mapping[str, str] | None = None,
-        wait_us: int = WAIT_US,
-    ) -> None:  # fmt: skip
+    def __init__(self, backend: str = "UCX", parameters: Mapping[str, str] | None = None) -> None:
         super().__init__()
-        self._kind, self._device, self._registered = "DRAM", 0, None
+        self._kind, self._device = "DRAM", 0
         self._naming, self._named = threading.Lock(), Counter[str]()
         try:
-            self._agent: Any = _new_agent(wait_us)
+            self._agent: Any = _new_agent()
             self._agent.create_backend(backend, dict(parameters or {}))
         except Exception as error:
-            raise _refused(f"an agent with backend {backend} starts", error) from error
+            raise refused(f"NIXL's backend {backend} starts", repr(error)) from error
 
     def _register(self, memory: Memory) -> bytes:
         self._kind, self._device = _place(memory)
         try:
-            self._registered = self._agent.register_memory(
-                [(memory.address, memory.size, self._device, "")], self._kind
-            )
+            region = (memory.address, memory.size, self._device, "")
+            self._agent.register_memory([region], self._kind)
         except Exception as error:
-            raise _refused(f"{memory.size} bytes of staging are registered", error) from error
+            raise refused(f"{memory.size} bytes are registered with NIXL", repr(error)) from error
         return bytes(self._agent.get_agent_metadata())
 
     def _open(self, peer: Peer) -> None:
         """Two peers of one agent have one name, which is removed with the last of them."""
+        self._drop(peer)
         with self._naming:
-            self._remove(peer)
             name = self._agent.add_remote_agent(peer.endpoint.session)
             peer.link = name.decode() if isinstance(name, bytes) else name
             self._named[peer.link] += 1
@@ -93,22 +86,14 @@ class Nixl(DataPlane):
         return {"DONE": "", "PROC": None}.get(state, f"NIXL reports {state}")
 
     def _drop(self, peer: Peer) -> None:
-        with self._naming:
-            self._remove(peer)
-
-    def _remove(self, peer: Peer) -> None:
         link, peer.link = peer.link, None
         if link is None:
             return
-        self._named[link] -= 1
-        if not self._named[link]:
-            del self._named[link]
-            self._agent.remove_remote_agent(link)
-
-    def _close(self) -> None:
-        if self._registered is not None:
-            self._agent.deregister_memory(self._registered)
-        self._agent = None
+        with self._naming:
+            self._named[link] -= 1
+            if not self._named[link]:
+                del self._named[link]
+                self._agent.remove_remote_agent(link)
 
 
 def _place(memory: Memory) -> tuple[str, int]:
@@ -116,34 +101,13 @@ def _place(memory: Memory) -> tuple[str, int]:
     return ("DRAM", 0) if memory.device is None else ("VRAM", memory.device)
 
 
-def _new_agent(wait_us: int) -> Any:
-    """With a name that no other has: SGLang seeds `random` alike in all ranks."""
-    api = importlib.import_module("nixl._api")
-    config = api.nixl_agent_config(
-        backends=[], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-    )
-    with _waiting(api.nixlBind, wait_us):
-        return api.nixl_agent(f"mixkv-{os.urandom(16).hex()}", config)
-
-
-@contextmanager
-def _waiting(bindings: Any, wait_us: int) -> Iterator[None]:
-    """nixl_agent.__init__ sets the progress thread's delay to 0, and has no argument for it."""
-    real: Any = bindings.nixlAgentConfig
-    delay = real.pthrDelay
-
-    class Waiting(real):  # type: ignore[misc, valid-type]
-        pthrDelay = property(delay.fget, lambda self, _us: delay.fset(self, wait_us))
-
-    bindings.nixlAgentConfig = Waiting
-    try:
-        yield
-    finally:
-        bindings.nixlAgentConfig = real
-
-
-def _refused(expected: str, error: Exception) -> Exception:
-    return refuse(
-        "MIXKV-START-06", f"that {expected} beside SGLang's", repr(error),
-        "draft KV cannot be read", "See NIXL's messages above",
-    )  # fmt: skip
+def _new_agent() -> Any:
+    """With a name that no other has: SGLang seeds `random` alike in all ranks. nixl_agent.__init__
+    takes no delay of the progress thread (it sets 0), so what it has made is made again."""
+    api, name = importlib.import_module("nixl._api"), f"mixkv-{os.urandom(16).hex()}"
+    agent = api.nixl_agent(name, api.nixl_agent_config(backends=[]))
+    config = api.nixlBind.nixlAgentConfig()
+    config.useProgThread, config.pthrDelay = True, WAIT_US
+    config.syncMode = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT.value
+    agent.agent = api.nixlBind.nixlAgent(name, config)
+    return agent

@@ -24,7 +24,8 @@ def choose(backend: str, asked: str = "") -> Choice:
     there a reader that dies can end the process it reads from (docs/protocol.md)."""
     if asked:
         return Choice(asked, "SGLANG_MIXKV_DATA_PLANE is set")
-    if backend == "nixl" and _nixl_backend() == "UCX" and not _has_rdma():
+    has_rdma = os.path.isdir(RDMA_DEVICES) and os.listdir(RDMA_DEVICES)
+    if backend == "nixl" and os.environ.get(NIXL_ENV, "UCX") == "UCX" and not has_rdma:
         return Choice("mooncake", "NIXL's UCX is not safe without an RDMA device")
     return Choice("nixl" if backend == "nixl" else "mooncake", f"SGLang's backend is {backend}")
 
@@ -44,17 +45,9 @@ def make(name: str, host: str, devices: str, nixl_params: Mapping[str, str]) -> 
         ) from error  # fmt: skip
 
 
-def _has_rdma() -> bool:
-    return os.path.isdir(RDMA_DEVICES) and bool(os.listdir(RDMA_DEVICES))
-
-
-def _nixl_backend() -> str:
-    return os.environ.get(NIXL_ENV, "UCX")
-
-
 def nixl_backend(devices: str, params: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     """As NixlKVManager makes its agent (disaggregation/nixl/conn.py)."""
-    backend, params = _nixl_backend(), dict(params)
+    backend, params = os.environ.get(NIXL_ENV, "UCX"), dict(params)
     if devices and backend == "UCX" and not os.environ.get("UCX_NET_DEVICES"):
         params.setdefault("device_list", ", ".join(map(str.strip, devices.split(","))))
     return backend, params

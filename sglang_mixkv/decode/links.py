@@ -43,12 +43,12 @@ class Store(NamedTuple):
 
 
 class Link:
-    """`memory`: the data plane's peer, None on a rank without a drafter. `mending`: the thread that
-    connects it again, or was the last to."""
+    """`memory`: the data plane's peer, None on a rank without a drafter. `mending`: a thread makes
+    another one. `closed`: nobody has the link any more."""
 
     def __init__(self, peer: ev.Peer, row: Row, dealer: Dealer, memory: Any) -> None:
         self.peer, self.row, self.dealer, self.memory = peer, row, dealer, memory
-        self.mending: threading.Thread | None = None
+        self.mending = self.closed = False
 
 
 class Links:
@@ -60,7 +60,6 @@ class Links:
         self.poller = Poller()
         self._links: dict[ev.Peer, Link] = {}
         self._of_dealer: dict[Dealer, Link] = {}
-        self._menders: set[threading.Thread] = set()
 
     def use_device(self) -> None:
         if self._store is not None:
@@ -88,6 +87,7 @@ class Links:
 
     def hang_up(self, link: Link) -> None:
         link.dealer.close()
+        link.closed = True  # before its memory is looked at, which a mender may replace
         if self._store is not None and link.memory is not None:
             self._store.plane.forget(link.memory)
 
@@ -151,51 +151,56 @@ class Links:
             remote = there.base + one.remote_slot * there.slot_bytes
             size = store.rows.packed_bytes(one.tokens, action.heads)
             extents.append(Extent(local, remote, size))
-        store.plane.start((action.read, action.peer), link.memory, extents)
+        store.plane.start((action.read, link, link.memory), link.memory, extents)
         return True
 
     def ended(self) -> Iterator[ev.ReadEnded]:
-        """The reads that have ended. A connection that broke is made again in the background, since
+        """The reads that have ended. A connection that broke is made anew in the background, since
         no backend does that by itself."""
         if self._store is None:
             return
-        for (number, peer), error in self._store.plane.ended():
+        for (number, link, memory), error in self._store.plane.ended():
             yield ev.ReadEnded(number, error)
-            link = self._links.get(peer)
-            if error and link is not None and link.mending not in self._menders:
+            if error and link.memory is memory and not (link.mending or link.closed):
                 self._mend(link)
 
     def _mend(self, link: Link) -> None:
         """In a thread of the link's own, since a peer that is stopped holds it for a minute
         (channel/mooncake.py), and no other peer has to wait for that."""
-        link.mending = threading.Thread(target=self._connect_again, args=(link,), name="mixkv-mend")
-        link.mending.daemon = True
-        self._menders.add(link.mending)
+        link.mending = True
         try:
-            link.mending.start()
-        except RuntimeError as error:  # no thread can be started: at the next failure then
-            self._menders.discard(link.mending)
-            logger.warning("[MIXKV-MSG-02] a connection stays broken until the next try: %s", error)
+            threading.Thread(
+                target=self._connect_again, args=(link,), name="mixkv-mend", daemon=True
+            ).start()
+        except RuntimeError as error:  # no thread can be started
+            self._mended(link, error)
 
     def _connect_again(self, link: Link) -> None:
         assert self._store is not None
+        assert link.row.staging is not None
+        plane, error = self._store.plane, None
         try:
             self.use_device()
-            self._store.plane.mend(link.memory)
-        except (ConnectionError, ValueError) as error:
+            plane.forget(link.memory)
+            link.memory = plane.connect(link.row.staging.endpoint)
+            if link.closed:
+                plane.forget(link.memory)
+        except Exception as raised:
+            error = raised
+        self._mended(link, error)
+
+    def _mended(self, link: Link, error: Exception | None) -> None:
+        """With an error it stays broken, and the next read that fails tries again."""
+        link.mending = False
+        if error is not None:
             logger.warning("[MIXKV-MSG-02] a connection stays broken until the next try: %s", error)
-        finally:
-            self._menders.discard(threading.current_thread())
 
 
 def _check(address: str) -> None:
     """A name would be looked up by libzmq's one I/O thread, which all other sockets wait for."""
     scheme, _, rest = address.partition("://")
-    host, _, _port = rest.rpartition(":")
+    host = rest.rpartition(":")[0].strip("[]") if scheme == "tcp" else ""
     try:
-        ipaddress.ip_address(host.strip("[]"))
-        found = scheme == "tcp"
+        ipaddress.ip_address(host)
     except ValueError:
-        found = False
-    if not found:
-        raise ValueError(f"expected tcp://IP:PORT, found {address[:100]!r}")
+        raise ValueError(f"expected tcp://IP:PORT, found {address[:100]!r}") from None

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Iterator
-from urllib.parse import urlsplit
 
 import msgspec
 
 from sglang_mixkv import config
-from sglang_mixkv.channel import planes
 from sglang_mixkv.refusals import BACKENDS
 from sglang_mixkv.tools import doctor_checks as checks
 from sglang_mixkv.tools import waiting
@@ -23,14 +21,11 @@ SECTION = "data plane"
 
 
 def _address(text: str) -> tuple[str, int]:
-    parts = urlsplit(f"//{text}")
-    try:
-        if parts.hostname and parts.port:
-            return parts.hostname, parts.port
-    except ValueError:
-        pass
-    example = "10.0.0.1:18515 or [fd00::1]:18515"
-    raise argparse.ArgumentTypeError(f"expected HOST:PORT, as in {example}, got {text!r}")
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        example = "10.0.0.1:18515 or [fd00::1]:18515"
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, as in {example}, got {text!r}")
+    return host.strip("[]"), int(port)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,25 +75,21 @@ def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
     from sglang_mixkv.tools import doctor_read as reads  # numpy and zmq, which may be missing
 
     try:
-        settings = config.resolve(args)
-        plane = planes.choose(args.backend, settings.data_plane)
-        yield Finding(SECTION, "chosen", f"{plane.name}: {plane.why}")
-        wire = reads.Wire(args.backend, args.devices, settings)
+        wire = reads.Wire(args.backend, args.devices, config.resolve(args))
+        yield Finding(SECTION, "chosen", f"{wire.plane.name}: {wire.plane.why}")
         with waiting("reading slots of another process"):
             found = reads.result(wire, args.listen, args.peer)
     except (reads.ReadFailed, OSError, ValueError) as error:
         yield Finding(SECTION, "read", "failed", str(error))
         return
     yield Finding(SECTION, "memory", found.memory)
-    yield checks.transport(plane.name, found.used)
-    right = reads.READ - len(found.wrong)
-    problem = ", ".join(f"byte {byte} of slot {slot}" for slot, byte in found.wrong.items())
-    problem += " arrived wrong" if problem else ""
-    value = f"{right} of {reads.READ} slots right"
+    yield checks.transport(wire.plane.name, found.used)
+    value = f"{reads.READ - len(found.wrong)} of {reads.READ} slots right"
     if args.listen is None:
         where = f"from {args.peer[0]}" if args.peer else "between two processes here"
         rate = f"{found.bytes / found.seconds / 1e6:,.0f} MB/s"
         value = f"{found.bytes >> 20} MiB {where} in {1000 * found.seconds:.1f} ms, {rate}"
+    problem = f"{', '.join(found.wrong)} arrived wrong" if found.wrong else ""
     yield Finding(SECTION, "read", value, problem)
 
 

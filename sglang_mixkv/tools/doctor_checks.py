@@ -32,17 +32,13 @@ DEVICES, VERBS = Path("/sys/class/infiniband"), Path("/sys/class/infiniband_verb
 FILES = Path("/proc/self/fd")
 SEAMS_LIMIT_S = 300
 
-_SHOWN = re.compile(
-    r"(MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_\w*MIX_?KV|SGLANG_DISAGG|SGLANG_MOONCAKE|"
-    r"(SGLANG_(PLUGINS|PLATFORM|RUST_SERVER|USE_CPU_ENGINE|HOST_IP|USE_HND_KVCACHE|"
-    r"SIMULATE_ACC_LEN|PP_LAYER_PARTITION)|CUDA_VISIBLE_DEVICES|NCCL_SOCKET_IFNAME)$)"
-)
+_SHOWN = re.compile(r"MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_|(CUDA_VISIBLE_DEVICES|NCCL_SOCKET_IFNAME)$")
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 _USERINFO = re.compile(r"//[^/@\s]*@")
 
 _SEAMS_PROGRAM = (
     "from sglang_mixkv.engine import releases\n"
-    "print(*('seam:' + problem for problem in releases.problems()), 'done:', sep='\\n')"
+    "print(*('seam:' + problem for problem in releases.problems()), sep='\\n')"
 )
 
 
@@ -55,21 +51,18 @@ class Finding(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-def version_of(*names: str) -> str:
-    """Version and name of the first of these packages that is installed, `none` without."""
-    for name in names:
-        try:
-            found = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        return f"{found} ({name})" if len(names) > 1 else found
-    return "none"
+def version_of(name: str) -> str:
+    """Of an installed package; `none` without it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 def versions() -> Iterator[Finding]:
     """The plugin, what it needs, and the host."""
-    sglang, mooncake, nixl = version_of("sglang"), version_of(*MOONCAKE), version_of("nixl")
-    newest, advice, missing = SUPPORTED_SGLANG[-1], "", ""
+    sglang, newest, advice, missing = version_of("sglang"), SUPPORTED_SGLANG[-1], "", ""
+    engines = [f"{version_of(name)} ({name})" for name in MOONCAKE if version_of(name) != "none"]
     if sglang == "none":
         advice = (
             "SGLang is not installed, and nothing else was checked: run the doctor in the "
@@ -77,11 +70,11 @@ def versions() -> Iterator[Finding]:
         )
     elif sglang not in SUPPORTED_SGLANG:
         advice = f"expected SGLang {' or '.join(SUPPORTED_SGLANG)}: pip install sglang=={newest}"
-    elif mooncake == nixl == "none":
+    elif not engines and version_of("nixl") == "none":
         missing = "neither Mooncake nor NIXL is installed: pip install mooncake-transfer-engine"
     yield Finding("versions", "sglang-mixkv", f"{__version__}, protocol {PROTOCOL[1]}")
     yield Finding("versions", "sglang", sglang, advice)
-    yield Finding("versions", "mooncake", mooncake, missing)
+    yield Finding("versions", "mooncake", ", ".join(engines) or "none", missing)
     for name in ("nixl", "torch", "sglang-router"):
         yield Finding("versions", name, version_of(name))
     system = f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}"
@@ -101,26 +94,19 @@ def entry_point(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 
 def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Variables that decide how servers of this shell, with a drafter, would transfer KV; no
-    secrets."""
+    secrets, since the report is pasted into public places."""
     try:
         refused = refusals.broken((), None, environ)
     except ValueError as error:  # text that is not a boolean
         refused = [str(error)]
     for name in sorted(filter(_SHOWN.match, environ)):
         problem = next((text for text in refused if name in text), "")
-        problem = problem or _wrong(name, environ[name])
+        try:
+            config.variable(name, environ[name])
+        except MixKVError as error:
+            problem = f"{error}. Until then the server does not start"
         value = "(set, not shown)" if _SECRET.search(name) else environ[name]
-        value = _USERINFO.sub("//***@", value)  # the report is pasted into public places
-        yield Finding("environment", name, value, problem)
-
-
-def _wrong(name: str, value: str) -> str:
-    """What is wrong with a variable that no rule refuses; empty when nothing is."""
-    try:
-        config.variable(name, value)
-    except MixKVError as error:
-        return f"{error}. Until then the server does not start"
-    return ""
+        yield Finding("environment", name, _USERINFO.sub("//***@", value), problem)
 
 
 def seams(program: str = _SEAMS_PROGRAM) -> Iterator[Finding]:
@@ -128,28 +114,25 @@ def seams(program: str = _SEAMS_PROGRAM) -> Iterator[Finding]:
     import of SGLang may end."""
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program],
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=SEAMS_LIMIT_S,
-        )  # fmt: skip
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=SEAMS_LIMIT_S
+        )
     except subprocess.TimeoutExpired:
         yield Finding("seams", "checked", "no", f"no end after {SEAMS_LIMIT_S} s")
         return
-    lines = done.stdout.splitlines()
-    problems = [line.removeprefix("seam:") for line in lines if line.startswith("seam:")]
-    if "done:" not in lines:
+    problems = [line[5:] for line in done.stdout.splitlines() if line.startswith("seam:")]
+    for problem in problems:
+        yield Finding("seams", problem.partition(": ")[0], "differs", problem)
+    if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         problem = f"the check ended with status {done.returncode}: {last}"
         yield Finding("seams", "checked", "no", problem)
     elif not problems:
         yield Finding("seams", "checked", "all as expected")
-    for problem in problems:
-        yield Finding("seams", problem.partition(": ")[0], "differs", problem)
 
 
 # ---------------------------------------------------------------- RDMA devices
 # Mooncake and UCX do not report their transport, and take TCP without a word where they can open no
-# device. But a process has a file open for each device that it uses. That shows of a server too:
-# `ls -l /proc/PID/fd | grep uverbs`.
+# device. But a process has a file open for each device that it uses.
 
 
 def _text(path: Path) -> str:

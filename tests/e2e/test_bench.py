@@ -31,13 +31,11 @@ def quick(name: str, folder: Path, *options: str) -> dict[str, list[dict[str, An
 
 
 def test_the_ring_is_timed(tmp_path: Path) -> None:
-    parts = quick("cost", tmp_path, "--repeats", "2")
-    lines = {(r["direction"], r["layout"], r["method"]) for r in parts["lines"]}
-    assert len(lines) == 8
-    assert [r["MiB"] for r in parts["medians"]] == 4 * [0.25, 0.5, 1]
+    lines = quick("cost", tmp_path, "--repeats", "2")["lines"]
+    assert len({(line["direction"], line["layout"]) for line in lines}) == 4
     found = quick("scheduler", tmp_path)["scheduler"]
-    assert {r["side"] for r in found if r["call"] == "request"} == {"prefill", "decode"}
-    assert all(r["stock us"] > 0 for r in found)
+    assert [one["side"] for one in found] == ["prefill", "decode"]
+    assert all(one["stock us"] > 0 for one in found)
 
 
 def test_peers_are_counted(tmp_path: Path) -> None:
@@ -45,9 +43,3 @@ def test_peers_are_counted(tmp_path: Path) -> None:
     assert [(r["side"], r["peers"]) for r in found] == [
         ("decode", 1), ("decode", 20), ("prefill", 1), ("prefill", 20),
     ]  # fmt: skip
-
-
-def test_two_deployments_take_turns(tmp_path: Path) -> None:
-    stock, channel, difference = quick("ttft", tmp_path)["ttft"]
-    assert stock["accept length"] == pytest.approx(channel["accept length"], rel=0.05)
-    assert difference["mean ms"] == pytest.approx(channel["mean ms"] - stock["mean ms"])

@@ -1,165 +1,98 @@
-"""What all data planes share: peers, threads and lists, without a backend. With them:
+"""What all data planes share: peers and reads, without a backend. With them:
 tests/protocol/test_data_planes.py."""
 
 from __future__ import annotations
 
-import itertools
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from sglang_mixkv.channel import data_plane
 from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory, Peer, Read
 from sglang_mixkv.channel.mooncake import Mooncake
 from sglang_mixkv.channel.nixl import Nixl
 
+SIZE, LOCAL, REMOTE = 100, 1000, 5000
+TEN = Extent(LOCAL, REMOTE, 10)
+
 
 class Scripted(DataPlane):
-    """Its reads end once `end` is set. `_check` takes a while, and notices a second caller."""
+    """Its reads end once `end` is set. `posted`: what went to the backend."""
 
     name = "scripted"
-    here = msgspec.msgpack.encode(Endpoint("scripted", b"", Memory(0, 100), b""))
+    there = msgspec.msgpack.encode(Endpoint("scripted", b"", Memory(REMOTE, SIZE), b""))
 
     def __init__(self) -> None:
         super().__init__()
-        self.end, self.wrong, self.checking = True, 0, set[Read]()
-        self.open: Callable[[], None] = lambda: None
-        self.register(Memory(0, 100), spare=0)
+        self.end, self.posted, self.dropped = True, list[Extent](), list[Peer]()
+        self.register(Memory(LOCAL, SIZE), spare=LOCAL)
 
     def _register(self, memory: Memory) -> bytes:
         return b""
 
-    def _open(self, peer: Peer) -> None:
-        self.open()
+    def _open(self, peer: Peer) -> None: ...
 
     def _post(self, read: Read, extents: Any) -> None:
+        self.posted += extents
         read.handle = extents
 
     def _check(self, read: Read) -> str | None:
-        self.wrong += read in self.checking or not read.handle
-        self.checking.add(read)
-        time.sleep(1e-3)
-        self.checking.discard(read)
         return "" if self.end else None
 
     def _drop(self, peer: Peer) -> None:
+        self.dropped.append(peer)
         raise RuntimeError("forget must not raise")
 
-    def _close(self) -> None: ...
-
-    def read(self, peer: Peer) -> list[tuple[Any, str]]:
-        self.start("it", peer, [Extent(0, 0, 10)])
+    def read(self, peer: Peer, *extents: Extent) -> list[tuple[Any, str]]:
+        self.start("it", peer, extents)
         return self.ended()
 
 
-def test_start_does_not_wait_for_connect() -> None:
+def test_nothing_outside_either_memory_is_asked_of_a_backend() -> None:
     plane = Scripted()
-    peer = plane.connect(plane.here)
-    with peer.connecting:
-        began = time.monotonic()
-        assert plane.read(peer)[0][1]
-        assert time.monotonic() - began < 1
-    assert plane.read(peer) == [("it", "")]
+    peer = plane.connect(plane.there)
+    plane.posted.clear()
+    for at, there, length in ((0, 91, 10), (0, 100, 1), (0, -1, 10), (91, 0, 10), (-5, 0, 10),
+                              (0, 0, 0)):  # fmt: skip
+        wrong = Extent(LOCAL + at, REMOTE + there, length)
+        for extents in ([wrong], [TEN, wrong], [wrong, TEN]):
+            ((tag, error),) = plane.read(peer, *extents)
+            assert (tag, "outside" in error) == ("it", True)
+    assert plane.posted == []
+    assert plane.read(peer, Extent(LOCAL, REMOTE, SIZE)) == [("it", "")]
 
 
-def test_a_peer_that_could_not_be_connected_to_holds_up_nobody() -> None:
-    """The probe that was left running ends when nobody has the peer any more."""
+def test_a_peer_is_released_once_behind_its_last_read() -> None:
+    """Its bytes may still land."""
+    plane = Scripted()
+    peer, plane.end = plane.connect(plane.there), False
+    assert plane.read(peer, TEN) == plane.read(peer, TEN) == []
+    plane.forget(peer)
+    plane.forget(peer)
+    ((tag, error),) = plane.read(peer, TEN)
+    assert (tag, "gone" in error, plane.dropped) == ("it", True, [])
+    plane.end = True
+    assert plane.ended() == [("it", "")] * 2
+    plane.forget(peer)
+    assert plane.dropped == [peer]
+
+
+def test_a_peer_that_does_not_answer_is_asked_once_at_a_time() -> None:
+    """Each probe is a read that nothing can cancel. It ends like the others."""
     plane = Scripted()
     plane.end = False
-    with pytest.raises(ConnectionError):
-        plane.connect(plane.here, 0)
+    with pytest.raises(ConnectionError, match="could not be read"):
+        plane.connect(plane.there, 0)
+    with pytest.raises(ConnectionError, match="not answered"):
+        plane.connect(plane.there, 0)
+    assert (plane.ended(), plane.busy, len(plane.posted), plane.dropped) == ([], False, 1, [])
     plane.end = True
-    again = threading.Thread(target=plane.connect, args=(plane.here,), daemon=True)
-    again.start()
-    again.join(5)
-    assert not again.is_alive()
-
-
-def test_a_read_is_looked_at_by_one_thread_at_a_time() -> None:
-    """All that connect ask for the ends of probes that another one left running."""
-    plane = Scripted()
-    peer = plane.connect(plane.here)
-    plane.end = peer.connected = False
-    with pytest.raises(ConnectionError):
-        plane.connect(plane.here, 0)
-    with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(plane.connect, plane.here) for _ in range(2)]
-        time.sleep(0.05)
-        plane.end = True
-        assert [one.result() for one in both] == [peer, peer]
-    assert (plane.wrong, peer.connected) == (0, True)
-
-
-def test_a_peer_that_was_forgotten_takes_no_other_along() -> None:
-    """`connect` may still hold one that was forgotten and is connected again."""
-    plane = Scripted()
-    former = plane.connect(plane.here)
-    plane.forget(former)
-    assert plane.read(former)[0][1]
-    peer = plane.connect(plane.here)
-    plane.forget(former)
-    assert plane.connect(plane.here) is peer is not former
-
-
-def test_a_peer_that_is_forgotten_is_released_behind_its_reads() -> None:
-    """Its bytes may still land."""
-    plane, dropped = Scripted(), list[Peer]()
-    plane._drop = dropped.append  # type: ignore[method-assign]
-    peer, plane.end = plane.connect(plane.here), False
-    assert plane.read(peer) == []
-    plane.forget(peer)
-    assert (plane.ended(), dropped) == ([], [])
-    plane.end = True
-    assert plane.ended() == [("it", "")]
-    assert dropped == [peer]
-
-
-class Handed:
-    """A lock that the next one has before the former one goes on."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.acquire, self.release = self._lock.acquire, self._lock.release
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-        time.sleep(0.02)
-
-
-class HandedPeer(Peer):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.connecting: Any = Handed()
-
-
-def test_a_peer_that_was_never_connected_is_not_given_to_who_waits_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(data_plane, "Peer", HandedPeer)
-    plane, opened = Scripted(), itertools.count()
-
-    def open_() -> None:
-        time.sleep(0.05)
-        if next(opened) == 0:
-            raise OSError("nobody answers")
-
-    plane.open = open_
-    with ThreadPoolExecutor(2) as pool:
-        both = [pool.submit(plane.connect, plane.here) for _ in range(2)]
-    assert any(isinstance(one.exception(), ConnectionError) for one in both)
-    given = [one.result() for one in both if one.exception() is None]
-    for peer in [*given, plane.connect(plane.here)]:
-        assert plane.read(peer) == [("it", "")]
+    assert (plane.ended(), len(plane.dropped)) == ([], 1)
+    assert plane.read(plane.connect(plane.there, 0), TEN) == [("it", "")]
 
 
 def no_memory() -> int:
@@ -177,7 +110,7 @@ def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
         batch_transfer_async_read=lambda *_: posts.pop(0)(),
         transfer_check_status=lambda number: states.pop(0) if number == 7 else None,
     )
-    peer = Peer(b"", Endpoint("mooncake", b"", Memory(0, 100), b""))
+    peer = Peer(Endpoint("mooncake", b"", Memory(0, 100), b""))
     plane.start("it", peer, [Extent(0, 0, 10), Extent(20, 20, 10), Extent(40, 40, 10)])
     assert [plane.ended(), plane.ended()] == [[], []]
     ((tag, error),) = plane.ended()
@@ -187,16 +120,16 @@ def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
 
 
 def test_nixls_agent_stays_for_its_other_peers() -> None:
-    """A server may name another one's agent."""
     plane, removed = object.__new__(Nixl), list[str]()
     plane._naming, plane._named = threading.Lock(), Counter()
     plane._agent = SimpleNamespace(
         add_remote_agent=bytes.decode, remove_remote_agent=removed.append
     )
-    peers = [Peer(key, Endpoint("nixl", b"agent", Memory(0, 1), key)) for key in (b"1", b"2")]
-    for peer in (*peers, peers[0]):  # that one is mended
+    peers = [Peer(Endpoint("nixl", b"agent", Memory(0, 1), b"")) for _ in range(2)]
+    for peer in (*peers, peers[0]):  # that one is opened anew
         plane._open(peer)
+    plane._drop(peers[0])
     plane._drop(peers[0])
     assert removed == []
     plane._drop(peers[1])
-    assert removed == ["agent"]
+    assert (removed, plane._named) == (["agent"], {})

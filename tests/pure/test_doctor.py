@@ -24,34 +24,33 @@ def problems(found: Any) -> list[str]:
     return [finding.problem for finding in found if finding.problem]
 
 
-# ---------------------------------------------------------------- one host
-
-
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value", "shown", "words"),
     [
-        ("SGLANG_MIXKV_STAGING", "64", "the nearest that is known is SGLANG_MIXKV_STAGING_MB"),
-        ("SGLANG_MIXKV_PATIENCE", "long", "to be a number from 0.1 to 60; got 'long'"),
-        ("SGLANG_RUST_SERVER", "1", "SGLANG_RUST_SERVER=1 is not"),
-        ("MC_FORCE_TCP", "1", ""),
+        (
+            "SGLANG_MIXKV_STAGING",
+            "64",
+            "64",
+            "the nearest that is known is SGLANG_MIXKV_STAGING_MB",
+        ),
+        ("SGLANG_MIXKV_PATIENCE", "long", "long", "to be a number from 0.1 to 60; got 'long'"),
+        ("SGLANG_RUST_SERVER", "1", "1", "SGLANG_RUST_SERVER=1 is not"),
+        ("MC_FORCE_TCP", "1", "1", ""),
+        ("MC_ACCESS_KEY", "hush", "(set, not shown)", ""),
+        ("MOONCAKE_MASTER", "http://user:hush@host:1/", "http://***@host:1/", ""),
     ],
 )
-def test_a_variable_is_shown_with_what_is_wrong(name: str, value: str, words: str) -> None:
+def test_a_variable_is_shown_with_what_is_wrong(
+    name: str, value: str, shown: str, words: str
+) -> None:
     (found,) = checks.environment({name: value, "HOME": "/home/somebody"})
-    assert (found.name, found.value) == (name, value)
+    assert (found.name, found.value) == (name, shown)
     assert (words in found.problem) == bool(found.problem or not words)
 
 
-def test_no_secret_is_shown() -> None:
-    environ = {"MC_ACCESS_KEY": "hush", "MOONCAKE_MASTER": "http://user:hush@host:1/"}
-    values = [finding.value for finding in checks.environment(environ)]
-    assert values == ["(set, not shown)", "http://***@host:1/"]
-
-
 def test_an_installation_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "leaves out mixkv" in "".join(
-        problems(checks.entry_point({"SGLANG_PLUGINS": "one, two"}))
-    )
+    (problem,) = problems(checks.entry_point({"SGLANG_PLUGINS": "one, two"}))
+    assert "leaves out mixkv" in problem
     assert problems(checks.entry_point({"SGLANG_PLUGINS": "one, mixkv"})) == []
     monkeypatch.setattr(metadata, "entry_points", lambda group: ())
     assert "will not load" in problems(checks.entry_point({}))[0]
@@ -60,7 +59,7 @@ def test_an_installation_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -
         ("0.5.23", "neither Mooncake nor NIXL is installed"),
     ):
         monkeypatch.setattr(
-            checks, "version_of", lambda *n, v=version: v if n == ("sglang",) else "none"
+            checks, "version_of", lambda name, v=version: v if name == "sglang" else "none"
         )
         (problem,) = problems(checks.versions())
         assert words in problem
@@ -69,7 +68,7 @@ def test_an_installation_that_lacks_something(monkeypatch: pytest.MonkeyPatch) -
 def test_without_sglang_that_is_the_one_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(checks, "version_of", lambda *names: "none")
+    monkeypatch.setattr(checks, "version_of", lambda name: "none")
     monkeypatch.setattr(checks, "seams", lambda: pytest.fail("compared with nothing"))
     assert doctor.main(["--mixkv-staging-mb", "64"]) == 1
     out = capsys.readouterr().out
@@ -80,8 +79,8 @@ def test_without_sglang_that_is_the_one_problem(
 @pytest.mark.parametrize(
     ("program", "names", "words"),
     [
-        ("print('INFO something\\ndone:')", ["checked"], ""),
-        ("print('seam:a.b:C.d: expected\\nseam:e:f: found\\ndone:')", ["a.b:C.d", "e:f"], "found"),
+        ("print('INFO something')", ["checked"], ""),
+        ("print('seam:a.b:C.d: expected\\nseam:e:f: found')", ["a.b:C.d", "e:f"], "found"),
         ("import nothing", ["checked"], "ended with status 1: ModuleNotFoundError"),
     ],
 )
@@ -134,7 +133,6 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (UP, "mooncake", {}, "TCP", RDMA_WANTED),
         (UP, "nixl", {"MC_FORCE_TCP": "1"}, "no RDMA device", "SGLANG_MIXKV_DATA_PLANE=mooncake"),
         (UP, "mooncake", {"MC_FORCE_TCP": "0"}, "TCP: MC_FORCE_TCP is set", ""),
-        (DOWN, "mooncake", {}, "TCP", RDMA_WANTED),
     ],
 )
 def test_a_transport_that_was_not_meant_is_a_problem(
@@ -187,7 +185,6 @@ def test_a_device_that_is_named_has_to_be_active(host: Any, state: str, wrong: s
           for text in ("10.0.0.1", "[fd00::1]", ":80", "host:65536")),
         (["--listen", "1", "--peer", "host:1"], "not allowed with argument"),
         (["--disaggregation-transfer-backend", "mori"], "invalid choice: 'mori'"),
-        (["--enable-mixkw"], "--enable-mixkw"),
     ],
 )  # fmt: skip
 def test_unusable_words_end_it_with_status_2(
@@ -215,7 +212,7 @@ def run(host: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
             asked[:] = whom
             if fails:
                 raise ReadFailed(fails)
-            return Result("host, 64 slots", [], dict(wrong), READ << 22, 0.01)
+            return Result("host, 64 slots", [], [*wrong], READ << 22, 0.01)
 
         monkeypatch.setattr(doctor_read, "result", result)
         status = doctor.main(["--no-seams", *words])
@@ -243,11 +240,11 @@ def test_what_is_read_and_with_whom(run: Any, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("words", "changed", "problem"),
     [
-        ((), {"wrong": {3: 17, 5: 0}}, "byte 17 of slot 3, byte 0 of slot 5 arrived wrong"),
-        (("--listen", "1"), {"wrong": {3: 17}}, "byte 17 of slot 3 arrived wrong"),
+        (("--listen", "1"), {"wrong": ["byte 1 of slot 3", "byte 0 of slot 5"]},
+         "byte 1 of slot 3, byte 0 of slot 5 arrived wrong"),
         ((), {"fails": "no route"}, "no route"),
     ],
-)
+)  # fmt: skip
 def test_a_read_that_is_wrong(run: Any, words: Any, changed: Any, problem: str) -> None:
     status, text = run(*words, **changed)
     assert (status, text.splitlines()[-1]) == (1, "1 problem, marked !!")
@@ -262,8 +259,6 @@ def test_a_read_that_is_wrong(run: Any, words: Any, changed: Any, problem: str) 
 def test_without_a_transfer_no_device_is_asked_for(run: Any, host: Any) -> None:
     """An image's build, or a pod's init container, has not the devices that the server gets."""
     host(UP)
-    status, text = run("--disaggregation-ib-device", "mlx5_7")
-    assert (status, text.splitlines()[-1]) == (1, "2 problems, marked !!")
-    assert run()[0] == 1
+    assert run("--disaggregation-ib-device", "mlx5_7")[0] == 1
     status, text = run("--no-transfer")
     assert (status, "mlx5_0" in text, "data plane" in text) == (0, True, False)

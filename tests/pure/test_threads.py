@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from rig.threads import (
 )
 
 from sglang_mixkv.channel import copies
+from sglang_mixkv.channel.data_plane import Peer, decode
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
@@ -120,20 +122,20 @@ def test_a_failure_without_a_thread_to_mend_it_ends_nothing(
 def test_stopped_peers_keep_nobody_elses_connection_from_being_mended(
     channel: Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plane, go_on, held = channel.decode.plane, threading.Event(), list[Any]()
-    links = channel.decode.channel._links
-    healthy, real = links._links[channel.prefill.instance].memory, plane.mend
+    plane, go_on, held = channel.decode.plane, threading.Event(), list[bytes]()
+    links, real = channel.decode.channel._links, plane.connect
 
-    def mend(peer: Any) -> None:
-        if peer is not healthy:
-            held.append(peer)
+    def connect(endpoint: bytes) -> Peer:
+        if endpoint != channel.prefill.row.staging.endpoint:
+            held.append(endpoint)
             go_on.wait(20)
-        else:
-            real(peer)
+        return real(endpoint)
 
-    monkeypatch.setattr(plane, "mend", mend)
+    monkeypatch.setattr(plane, "connect", connect)
     for number in range(64):
-        links._mend(Link(b"%08d" % number, None, None, number))
+        row: Any = SimpleNamespace(staging=SimpleNamespace(endpoint=b"%d" % number))
+        stopped = Peer(decode(plane.endpoint, plane.name))
+        links._mend(Link(b"%08d" % number, row, None, stopped))  # type: ignore[arg-type]
     assert wait_for(lambda: len(held) == 64)
     plane.broken = 1
     assert channel.request(1) == ("cold", "read")

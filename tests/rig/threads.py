@@ -59,7 +59,7 @@ class Event:
 
 class Reads(DataPlane):
     """`held`: reads do not end. `broken`: so many of the next ones fail. `damage`: bytes of what
-    is read that come out wrong, counted from either end."""
+    is read that come out wrong, counted from either end. `_peers`: those that are not released."""
 
     name = "copies"
 
@@ -67,13 +67,14 @@ class Reads(DataPlane):
         super().__init__()
         self.held, self.broken, self.opened = False, 0, 0
         self.damage: Sequence[int] = ()
+        self._peers = set[Peer]()
 
     def _register(self, memory: Memory) -> bytes:
         return b""
 
     def _open(self, peer: Peer) -> None:
         self.opened += 1
-        peer.link = "here"
+        self._peers.add(peer)
 
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
         read.handle = extents
@@ -92,9 +93,7 @@ class Reads(DataPlane):
         return ""
 
     def _drop(self, peer: Peer) -> None:
-        peer.link = None
-
-    def _close(self) -> None: ...
+        self._peers.discard(peer)
 
 
 class Reporter:
@@ -117,7 +116,7 @@ class Reporter:
 
 def stop(worker: Any) -> None:
     """End the threads of a channel, which in a server end with the process, and close what they
-    have. Copies and reads that are in flight end before."""
+    have. Copies that are in flight end before; nothing is read by a copy any more."""
     worker._stopping = True
     worker._inlet.wake()
     worker._thread.join(SOON_S)
@@ -127,13 +126,10 @@ def stop(worker: Any) -> None:
     elif isinstance(worker._copies, DeviceCopies):
         for ticket, _, _ in worker._copies._flying:
             ticket.wait()
-    links = getattr(worker, "_links", None)
-    plane = worker._plane if links is None else links._store and links._store.plane
-    for mender in list(links._menders) if links is not None else ():
-        mender.join()
-    if plane:
-        plane.close()
-    (worker if links is None else links)._context.destroy(linger=0)
+    for thread in threading.enumerate():
+        if thread.name == "mixkv-mend":
+            thread.join(SOON_S)
+    getattr(worker, "_links", worker)._context.destroy(linger=0)
     worker._poll._poller._epoll.close()
     os.close(worker._inlet.fileno())
 
