@@ -72,12 +72,14 @@ def around_extend(original: Callable[..., Any], queue: Any, decode_reqs: Any) ->
 
 
 def around_resume(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around DecodePreallocQueue.resume_retracted_reqs: these requests have new rows."""
+    """Around DecodePreallocQueue.resume_retracted_reqs. SGLang's backup of a retracted request may
+    lack the drafter's rows, so that other requests' are in their place: it drafts badly, and is
+    counted apart."""
     resumed = original(queue, *args, **kwargs)
-    retracted = getattr(queue.kv_manager, "retracted", None)
-    if retracted is not None:
+    local = getattr(queue.kv_manager, "local", None)
+    if local is not None:
         for request in resumed or ():
-            retracted(queue.req_to_token_pool, request)
+            local.reporter.retracted(request)
     return resumed
 
 

@@ -3,9 +3,10 @@ r"""The prefill servers that a decode rank knows.
     unknown --its facts fit, SGLang knows its ranks, connections stand--> ready
            \--> refused, with a reason; asked again with a later request
 
-SGLang calls `try_ensure_parallel_info` about once a second until it is true. A server that is
-refused gets a stand-in in SGLang's table, so that its requests reach `receiver.init` and fail there
-at once, with the reason.
+SGLang calls `try_ensure_parallel_info` once a second until it is true. It never waits there: the
+first request to a server loses that second, and one that is hung costs the scheduler nothing. A
+server that is refused gets a stand-in in SGLang's table, so that its requests reach `receiver.init`
+and fail there at once, with the reason.
 
 Any address that a request names is asked, so a server may be hung, or hostile. All are asked in one
 event loop, in which one that is hung costs a connection. What blocks follows only where the facts
@@ -18,40 +19,25 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from sglang_mixkv.decode.events import Peer
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.facts import Row
+from sglang_mixkv.engine.background import Background
+from sglang_mixkv.engine.notices import RefusedRequests
 from sglang_mixkv.engine.prefill_http import Rows, fetch
-from sglang_mixkv.engine.refused import RefusedRequests
 from sglang_mixkv.errors import MixKVError
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-WAITS_S, WAIT_SHARE = 0.4, 0.05  # how long the scheduler waits for new servers: see Patience
 ASKED_AT_ONCE, CONNECTED_AT_ONCE = 1024, 256  # tasks; threads
-AGAIN_S = 1.0  # before a server that is refused is asked again
+AGAIN_S = 5.0  # before a server that is refused is asked again, while a request waits a second
 CHECK_S = 5.0  # between two looks at the facts of a server that is ready
 KNOWN_S = 60.0  # a server that is not ready is forgotten if nobody has asked for it since
-
-
-class Patience:
-    """How long SGLang's scheduler waits for new servers: WAITS_S at once, and WAIT_SHARE of its
-    time in the long run. Each wait takes half of what is left, so that there is always some."""
-
-    def __init__(self) -> None:
-        self._left, self._seen = WAITS_S, time.monotonic()
-
-    def wait(self, work: Future[Any]) -> None:
-        began = time.monotonic()
-        self._left = min(WAITS_S, self._left + WAIT_SHARE * (began - self._seen))
-        wait([work], self._left / 2)
-        self._seen = time.monotonic()
-        self._left -= self._seen - began
 
 
 class _Server:
@@ -99,12 +85,9 @@ class PrefillServers:
         self._refused, self._forget = refused, forget or self.forget
         self._lock = threading.Lock()
         self._servers: dict[str, _Server] = {}
-        self._patience = Patience()
-        self.notify_refused = RefusedRequests().add
-        self._loop, self._places = asyncio.new_event_loop(), asyncio.Semaphore(ASKED_AT_ONCE)
-        # Not the loop's default, which has few threads: names are looked up in them as well.
-        self._loop.set_default_executor(ThreadPoolExecutor(CONNECTED_AT_ONCE, "mixkv-connect"))
-        threading.Thread(target=self._loop.run_forever, name="mixkv-ask", daemon=True).start()
+        self._places = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._background = Background("mixkv-ask", CONNECTED_AT_ONCE)
+        self.notify_refused = RefusedRequests(self._background).add
 
     # -- the scheduler's thread
 
@@ -116,9 +99,7 @@ class PrefillServers:
         if server.work is None:
             if server.reason is not None and time.monotonic() < server.again:
                 return self._refuse(server, server.reason)
-            server.work = self._run(self._open(server))
-            if not server.silent:  # a new one's first request loses no second
-                self._patience.wait(server.work)
+            server.work = self._background.run(self._open(server))
         if not server.work.done():
             return False
         work, server.work = server.work, None
@@ -199,10 +180,7 @@ class PrefillServers:
             server, now = self._servers.get(address), time.monotonic()
             if server is not None and server.ready and now >= server.again:
                 server.again = now + CHECK_S
-                self._run(self._look_again(server))
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+                self._background.run(self._look_again(server))
 
     def _drop(self, server: _Server) -> None:
         """The caller has the lock."""
