@@ -13,7 +13,6 @@ import logging
 from typing import Any
 
 import msgspec
-from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
 from sglang_mixkv.decode import machine as decode_machine
@@ -92,16 +91,7 @@ class DraftManager:
         self.decode_channel = DecodeWorker(
             machine, store, local.times, local.reporter, self._forget_peer, self._check_peer
         )
-        self.servers = PrefillServers(
-            local.row(self, "", store),
-            self.decode_channel,
-            self.prefill_info_table,
-            self._resolve,
-            _stand_in,
-            serve_mismatch=local.config.on_draft_mismatch == "cold",
-            refused=local.reporter.refused,
-            forget=self._forget_server,
-        )
+        self.servers = PrefillServers(self, local.row(self, "", store))
         local.reporter.breaker, local.reporter.name_of = machine.breaker, server_of
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
@@ -110,7 +100,7 @@ class DraftManager:
             return bool(super().try_ensure_parallel_info(bootstrap_addr))  # type: ignore[misc]
         return self.servers.ensure(bootstrap_addr)
 
-    def _resolve(self, address: str) -> Any:
+    def resolve(self, address: str) -> Any:
         """SGLang's own question, which puts its answer into `prefill_info_table` and sets nothing
         else: a copy asks, in any thread, since the scheduler would take that for ready."""
         asking = copy.copy(self)
@@ -120,14 +110,14 @@ class DraftManager:
 
     def _forget_peer(self, peer: bytes) -> None:
         """Called in the channel thread: another instance has the address of this one."""
-        self._forget_server(server_of(peer))
+        self.forget_server(server_of(peer))
 
     def _check_peer(self, peer: bytes) -> None:
         """Called in the channel thread: a message could not be sent to this peer."""
         if self.servers is not None:
             self.servers.check(server_of(peer))
 
-    def _forget_server(self, address: str) -> None:
+    def forget_server(self, address: str) -> None:
         """Also forget what SGLang knows of it, whose heartbeats have not noticed the restart."""
         assert self.servers is not None
         self.servers.forget(address)
@@ -155,11 +145,3 @@ class DraftManager:
         names = ("attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "system_dp_rank")
         first = not any(getattr(self, name, 0) for name in names)
         return first and (self.pp_rank or 0) == (self.pp_size or 1) - 1
-
-
-def _stand_in() -> PrefillServerInfo:
-    """In the place of a refused server's sizes: with one DP rank the number of that is known."""
-    return PrefillServerInfo(
-        attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
-        kv_cache_dtype=None, follow_bootstrap_room=True,
-    )  # fmt: skip

@@ -19,9 +19,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
+
+from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
 from sglang_mixkv.decode.events import Peer
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
@@ -38,6 +40,13 @@ ASKED_AT_ONCE, CONNECTED_AT_ONCE = 1024, 256  # tasks; threads
 AGAIN_S = 5.0  # before a server that is refused is asked again, while a request waits a second
 CHECK_S = 5.0  # between two looks at the facts of a server that is ready
 KNOWN_S = 60.0  # a server that is not ready is forgotten if nobody has asked for it since
+
+
+STAND_IN = PrefillServerInfo(
+    attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
+    kv_cache_dtype=None, follow_bootstrap_room=True,
+)  # fmt: skip
+"""In the place of a refused server's sizes: with one DP rank the number of that is known."""
 
 
 class _Server:
@@ -59,30 +68,17 @@ class _Server:
 
 
 class PrefillServers:
-    """`own`: this rank's row. `table`: SGLang's, of servers that are ready. `resolve`: SGLang's own
-    question, which returns what is to be put there, None where the server does not say; it may
-    block. `forget`: takes a server whose ranks were restarted unnoticed, and calls `forget` here.
+    """`manager`: a DraftManager with its `decode_channel`. `own`: this rank's row.
 
     The scheduler's thread calls `ensure`, `refusal`, `plan` and `notify_refused`. `forget` and
-    `check` may be called in any thread; they do not block. A server that SGLang takes from `table`,
-    as its heartbeats do, is asked and connected to anew.
+    `check` may be called in any thread; they do not block. A server that SGLang takes from its
+    table, as its heartbeats do, is asked and connected to anew.
     """
 
-    def __init__(
-        self,
-        own: Row,
-        channel: DecodeWorker,
-        table: dict[str, Any],
-        resolve: Callable[[str], Any],
-        stand_in: Callable[[], Any],
-        *,
-        serve_mismatch: bool,
-        refused: Callable[[MixKVError], None],
-        forget: Callable[[str], None] | None = None,
-    ) -> None:
-        self._own, self._channel, self._table, self._resolve = own, channel, table, resolve
-        self._stand_in, self._serve_mismatch = stand_in, serve_mismatch
-        self._refused, self._forget = refused, forget or self.forget
+    def __init__(self, manager: Any, own: Row) -> None:
+        self._manager, self._own = manager, own
+        self._table: dict[str, Any] = manager.prefill_info_table
+        self._channel: DecodeWorker = manager.decode_channel
         self._lock = threading.Lock()
         self._servers: dict[str, _Server] = {}
         self._places = asyncio.Semaphore(ASKED_AT_ONCE)
@@ -140,7 +136,7 @@ class PrefillServers:
         server.reason, server.silent = error, ""
         with self._lock:
             if not server.gone:
-                self._table[server.address] = self._stand_in()
+                self._table[server.address] = STAND_IN
             return not server.gone
 
     def refusal(self, address: str) -> str | None:
@@ -149,7 +145,7 @@ class PrefillServers:
         if server is None or server.reason is None:
             return None
         self._table.pop(address, None)
-        self._refused(server.reason)
+        self._manager.local.reporter.refused(server.reason)
         return f"prefill server {address} is refused: {server.reason}"
 
     def plan(self, address: str, infos: Sequence[Any]) -> Plan:
@@ -205,16 +201,17 @@ class PrefillServers:
         except MixKVError:
             same = False
         if not same and not server.gone:
-            self._forget(server.address)
+            self._manager.forget_server(server.address)
 
     def _connect(self, server: _Server, rows: Rows) -> Any:
         """SGLang's entry for it, once each rank of it is connected to that requests can contact."""
         server.rows = rows
-        server.cold, served = judge(rows.values(), self._own, serve_mismatch=self._serve_mismatch)
+        is_cold = self._manager.local.config.on_draft_mismatch == "cold"
+        server.cold, served = judge(rows.values(), self._own, serve_mismatch=is_cold)
         for difference in served:
             logger.warning("[MIXKV-PAIR-06] prefill server %s: %s", server.address, difference)
         try:
-            info = self._resolve(server.address)
+            info = self._manager.resolve(server.address)
         except Exception as error:  # where page sizes or KV dtypes differ
             raise MixKVError("MIXKV-PAIR-03", f"SGLang refuses it: {error}") from error
         if info is None:

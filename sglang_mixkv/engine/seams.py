@@ -63,7 +63,9 @@ _PARAMETERS = {
         "from_server_args": "server_args model_path model_revision is_draft_model",
     },
     f"{_SRT}plugins.hook_registry:HookRegistry.": {"register": "target hook hook_type"},
-    f"{_SRT}runtime_context:": {"get_parallel": "", "get_server_args": "", "get_spec": ""},
+    f"{_SRT}runtime_context:": {
+        "get_disagg": "", "get_parallel": "", "get_server_args": "", "get_spec": "",
+    },
 }  # fmt: skip
 
 SEAMS = {

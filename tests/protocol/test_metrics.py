@@ -8,12 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from rig.model import Case, Request
 from rig.rank import Rank
 from rig.ring import Outcome, run
 from rig.special import Special
 
-from sglang_mixkv.engine import handover
+from sglang_mixkv.engine import draft_pool, handover
 from sglang_mixkv.series import COLD
 
 REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1))
@@ -106,10 +107,52 @@ def test_a_room_learns_its_request() -> None:
     assert handle.request is request
 
 
-def test_a_request_that_sglang_resumes_is_counted_apart() -> None:
-    marked, resumed = list[object](), [object()]
-    local = SimpleNamespace(reporter=SimpleNamespace(retracted=marked.append))
-    for manager in (SimpleNamespace(local=local), object()):
+def draft_of(pages: int) -> Any:
+    """A draft pool full of ones."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    pool = MHATokenToKVPool(
+        size=pages * 4, page_size=4, dtype=torch.bfloat16, head_num=2, head_dim=4, layer_num=1,
+        device="cpu", enable_memory_saver=False,
+    )  # fmt: skip
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer.fill_(1)
+    return pool
+
+
+@pytest.mark.parametrize("backup", ["cpu_tensor", "host_pool"])
+def test_rows_that_a_backup_leaves_out_are_zeroed(
+    backup: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of SGLang's resumed requests, and nobody else's."""
+    monkeypatch.setattr(
+        draft_pool, "get_disagg",
+        lambda: SimpleNamespace(disaggregation_decode_retraction_backup=backup),
+    )  # fmt: skip
+    pool, marked = draft_of(4), []
+    reporter = SimpleNamespace(retracted=marked.append)
+    local = SimpleNamespace(handed=SimpleNamespace(pool=pool), reporter=reporter)
+    rows = [5, 9, 4, 12, 7]
+    table = torch.zeros((3, 8), dtype=torch.int32)
+    table[1, : len(rows)] = torch.tensor(rows)
+    request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1), seqlen=5)
+    queue = SimpleNamespace(
+        kv_manager=SimpleNamespace(local=local),
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
+    )
+    assert handover.around_resume(lambda _: [request], queue) == [request]
+    assert marked == [request]
+    zeroed = set(rows[:4]) if backup == "cpu_tensor" else set()
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        sums = buffer.float().flatten(1).sum(1)
+        assert set(torch.nonzero(sums == 0).flatten().tolist()) == zeroed
+
+
+def test_trouble_with_a_resumed_request_stays_in_the_plugin(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    resumed = [object()]
+    for manager in (SimpleNamespace(local=object()), object()):  # the latter is stock
         queue = SimpleNamespace(kv_manager=manager)
         assert handover.around_resume(lambda _: resumed, queue) is resumed
-    assert marked == resumed
+    assert caplog.text.count("MIXKV-SELF-01") == 1

@@ -134,13 +134,10 @@ def test_nothing_is_listed_in_vain() -> None:
     assert methods(listed) - methods(touched()) == set()
 
 
-def test_what_is_hooked_is_listed() -> None:
-    assert set(HOOKS) - LISTED == set()
-
-
 def test_there_are_few_seams() -> None:
-    """Each is work with each release of SGLang."""
+    """Each is work with each release of SGLang. What is hooked is one."""
     assert len(SEAMS) <= 40
+    assert set(HOOKS) <= LISTED
 
 
 ENGINE = (PACKAGE.parent / "mixkv_cpu" / "support.py").read_text()

@@ -51,7 +51,7 @@ def prefill() -> Iterator[Prefill]:
 # ---------------------------------------------------------------- servers that are silent
 
 
-@pytest.fixture(params=["no answer", "drips", "drips headers", "no channel", "no data plane"])
+@pytest.fixture(params=["no answer", "no channel", "no data plane"])
 def hung(
     request: pytest.FixtureRequest, site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[str]]:
@@ -62,10 +62,6 @@ def hung(
     with ExitStack() as stack:
         if request.param == "no answer":
             address = stack.enter_context(silent())
-        elif request.param == "drips":
-            address = stack.enter_context(silent(OK, b" "))
-        elif request.param == "drips headers":
-            address = stack.enter_context(silent(OK[:-2], b"x: y\r\n"))
         elif request.param == "no channel":
             port = stack.enter_context(silent())
             row = row_of(prefill, address=f"tcp://{port}")
@@ -173,7 +169,7 @@ def test_a_refused_server_is_asked_again_but_not_with_each_request(
             refuse_one()
         assert len(asked) == 3
     assert len(site.reasons) == 5
-    monkeypatch.setattr(site.servers, "_resolve", differs)
+    monkeypatch.setattr(site.manager, "resolve", differs)
     with publishing(row_of(prefill)) as address:
         assert wait_for(lambda: site.servers.ensure(address))
         assert "Page size mismatch" in str(site.servers.refusal(address))
