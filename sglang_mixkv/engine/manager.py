@@ -89,9 +89,11 @@ class DraftManager:
             local.instance, local.slots(), local.slot_bytes, local.times
         )
         self.decode_channel = DecodeWorker(
-            machine, store, local.times, local.reporter, self._forget_peer, self._check_peer
-        )
-        self.servers = PrefillServers(self, local.row(self, "", store))
+            machine, store, local.times, local.reporter,
+            forget_peer=lambda peer: self.forget_server(server_of(peer)),
+            check_peer=lambda peer: servers.check(server_of(peer)),
+        )  # fmt: skip
+        self.servers = servers = PrefillServers(self, local.row(self, "", store))
         local.reporter.breaker, local.reporter.name_of = machine.breaker, server_of
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
@@ -107,15 +109,6 @@ class DraftManager:
         asking.prefill_info_table = {}
         super(DraftManager, asking).try_ensure_parallel_info(address)  # type: ignore[misc]
         return asking.prefill_info_table.get(address)
-
-    def _forget_peer(self, peer: bytes) -> None:
-        """Called in the channel thread: another instance has the address of this one."""
-        self.forget_server(server_of(peer))
-
-    def _check_peer(self, peer: bytes) -> None:
-        """Called in the channel thread: a message could not be sent to this peer."""
-        if self.servers is not None:
-            self.servers.check(server_of(peer))
 
     def forget_server(self, address: str) -> None:
         """Also forget what SGLang knows of it, whose heartbeats have not noticed the restart."""

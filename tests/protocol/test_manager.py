@@ -14,7 +14,6 @@ import pytest
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.slots import slot_bytes
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode.events import peer_of
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine import rank as ranks
 from sglang_mixkv.engine.manager import DraftManager
@@ -30,7 +29,7 @@ def test_a_server_of_which_a_rank_was_restarted_is_asked_anew() -> None:
     manager.servers = MagicMock()
     manager.connection_pool = {f"{ADDRESS}_0_0_0": [], f"{OTHER}_0_0_0": []}
     manager.connection_lock = threading.Lock()
-    manager._forget_peer(peer_of(b"restarte", ADDRESS))
+    manager.forget_server(ADDRESS)
     manager.servers.forget.assert_called_once_with(ADDRESS)
     assert list(manager.connection_pool) == [f"{OTHER}_0_0_0"]
 

@@ -72,7 +72,7 @@ class Site:
 
     def peer(self, address: str) -> bytes:
         """The one rank of a server that is ready."""
-        infos = [{"rank_ip": HOST, "rank_port": PORT, "is_dummy": False}]
+        infos = [{"rank_ip": HOST, "rank_port": PORT}]
         (source,) = self.servers.plan(address, infos).sources
         return source.peer
 
