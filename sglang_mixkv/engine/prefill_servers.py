@@ -50,9 +50,9 @@ STAND_IN = PrefillServerInfo(
 
 
 class _Server:
-    """`work`: under way, with SGLang's entry as its result. `peers`, `ready` and `gone` change
-    under the lock; `rows` and `cold` are the work's until it is done, and everything else is the
-    scheduler's."""
+    """`work`: under way, with SGLang's entry as its result. `peers` and `gone` change under the
+    lock; `rows` and `cold` are the work's until it is done, and everything else is the scheduler's.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -100,7 +100,9 @@ class PrefillServers:
             return False
         work, server.work = server.work, None
         try:
-            return self._show(server, work.result())
+            info = work.result()
+            server.ready, server.reason = True, None
+            return self._put(server, info)
         except MixKVError as error:
             return self._refuse(server, error)
         except Exception as error:  # silent, or what nobody expects: the scheduler goes on
@@ -121,22 +123,18 @@ class PrefillServers:
             server.asked = now
         return server
 
-    def _show(self, server: _Server, info: Any) -> bool:
-        with self._lock:
-            if not server.gone:
-                server.ready, server.reason = True, None
-                self._table[server.address] = info
-            return not server.gone
-
     def _refuse(self, server: _Server, error: MixKVError) -> bool:
         if error is not server.reason:
             if str(error) != str(server.reason):
                 logger.error("sglang-mixkv refuses prefill server %s: %s", server.address, error)
             server.again = time.monotonic() + AGAIN_S
         server.reason, server.silent = error, ""
+        return self._put(server, STAND_IN)
+
+    def _put(self, server: _Server, info: Any) -> bool:
         with self._lock:
             if not server.gone:
-                self._table[server.address] = STAND_IN
+                self._table[server.address] = info
             return not server.gone
 
     def refusal(self, address: str) -> str | None:
