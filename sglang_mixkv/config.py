@@ -55,14 +55,35 @@ class Config(msgspec.Struct, frozen=True):
     nixl_params: dict[str, str] = {}
 
 
-class Bounds(NamedTuple):
-    """`read` raises ValueError or KeyError for text that is not what `words` say."""
+class Setting(NamedTuple):
+    """One setting: its variable, its flag if it has one, and what either may say, in words. `read`
+    raises ValueError or KeyError for other text."""
 
+    field: str
+    environ: str
     words: str
     read: Callable[[str], Any]
+    help: str = ""
+    flag: str = ""
+
+    @property
+    def default(self) -> Any:
+        return getattr(Config(), self.field, None)
+
+    def value(self, name: str, text: str) -> Any:
+        """`name`: of the flag or variable. MixKVError for text outside of the bounds."""
+        by_default = f": the default is {self.default}" if self.default else ""
+        try:
+            return self.read(text.strip())
+        except (ValueError, KeyError):
+            raise refuse(
+                "MIXKV-START-04", f"{name} to be {self.words}", repr(text),
+                "the server would run otherwise than it was asked to",
+                f"Correct it, or leave it out{by_default}",
+            ) from None  # fmt: skip
 
 
-def _between(kind: type[int] | type[float], least: int | float, most: int | float) -> Bounds:
+def _between(kind: type[int] | type[float], least: float, most: float) -> tuple[str, Any]:
     def read(text: str) -> int | float:
         value = kind(text)
         if not least <= value <= most:  # NaN is in no order
@@ -70,50 +91,17 @@ def _between(kind: type[int] | type[float], least: int | float, most: int | floa
         return value
 
     name = "a whole number" if kind is int else "a number"
-    return Bounds(f"{name} from {least} to {most}", read)
+    return f"{name} from {least} to {most}", read
 
 
-def _one_of(*names: str) -> Bounds:
-    return Bounds(" or ".join(names), {name: name for name in names}.__getitem__)
+def _one_of(*names: str) -> tuple[str, Any]:
+    return " or ".join(names), {name: name for name in names}.__getitem__
 
 
 # SGLang's words (EnvBool in environ.py), and on and off.
 _TRUTHS = dict.fromkeys(("1", "true", "yes", "y", "on"), True)
 _TRUTHS |= dict.fromkeys(("0", "false", "no", "n", "off"), False)
-_TRUTH = Bounds("1 or 0", lambda text: _TRUTHS[text.lower()])
-_STRINGS = Bounds("a JSON object of strings", partial(msgspec.json.decode, type=dict[str, str]))
-
-
-class Setting(NamedTuple):
-    """One setting: its variable, its flag if it has one, and what either may say."""
-
-    field: str
-    environ: str
-    bounds: Bounds
-    help: str
-    flag: str = ""
-
-    @property
-    def default(self) -> Any:
-        return getattr(Config(), self.field)
-
-    def read(self, name: str, text: str) -> Any:
-        """`name`: of the flag or variable."""
-        by_default = f": the default is {self.default}" if self.default else ""
-        return _read(name, text, self.bounds, by_default)
-
-
-def _read(name: str, text: str, bounds: Bounds, by_default: str = "") -> Any:
-    """MixKVError for text outside of the bounds."""
-    try:
-        return bounds.read(text.strip())
-    except (ValueError, KeyError):
-        raise refuse(
-            "MIXKV-START-04", f"{name} to be {bounds.words}", repr(text),
-            "the server would run otherwise than it was asked to",
-            f"Correct it, or leave it out{by_default}",
-        ) from None  # fmt: skip
-
+_TRUTH: tuple[str, Any] = "1 or 0", lambda text: _TRUTHS[text.lower()]
 
 # Most of --mixkv-staging-mb: what one reader may hold of it, half, is 8 GiB then, or a prompt of
 # 262,144 tokens at 32 KiB each. Least of SGLANG_MIXKV_PATIENCE: the longest wait is one tick of
@@ -121,42 +109,42 @@ def _read(name: str, text: str, bounds: Bounds, by_default: str = "") -> Any:
 # target. Most of SGLANG_MIXKV_PORT: more GPUs than a host has fit behind it.
 SETTINGS = (
     Setting(
-        "enabled", ENABLE_ENV, _TRUTH,
+        "enabled", ENABLE_ENV, *_TRUTH,
         "Transfer the drafter's KV by heads between prefill and decode servers of different "
         "attention-TP sizes. Set it on both sides.",
         "--enable-mixkv",
     ),
     Setting(
-        "staging_mb", "SGLANG_MIXKV_STAGING_MB", _between(int, 1, 16384),
+        "staging_mb", "SGLANG_MIXKV_STAGING_MB", *_between(int, 1, 16384),
         "MiB of a rank's staging buffer for draft KV: registered memory of the KV's kind, outside "
         "--mem-fraction-static, in 64 slots. Taken at start.",
         "--mixkv-staging-mb",
     ),
     Setting(
-        "on_draft_mismatch", "SGLANG_MIXKV_ON_DRAFT_MISMATCH", _one_of("refuse", "cold"),
+        "on_draft_mismatch", "SGLANG_MIXKV_ON_DRAFT_MISMATCH", *_one_of("refuse", "cold"),
         "Set on decode. When only the drafters of both sides differ: refuse the prefill server, or "
         "serve its requests with the target's KV alone (cold: same output, lower accept length).",
         "--mixkv-on-draft-mismatch",
     ),
     Setting(
-        "allow_untested_sglang", ALLOW_UNTESTED_ENV, _TRUTH,
+        "allow_untested_sglang", ALLOW_UNTESTED_ENV, *_TRUTH,
         "Start with an SGLang that is refused. Each difference is logged.",
     ),
     Setting(
-        "patience", PATIENCE_ENV, _between(float, 0.1, 60),
-        "A factor on the channel's times.",
+        "patience", PATIENCE_ENV, *_between(float, 0.1, 60), "A factor on the channel's times."
     ),
     Setting(
-        "port", PORT_ENV, _between(int, 1024, 65000),
+        "port", PORT_ENV, *_between(int, 1024, 65000),
         "On prefill: the channel of the rank on GPU n listens on this port plus n. By default on "
         "any free port.",
     ),
     Setting(
-        "data_plane", PLANE_ENV, _one_of("mooncake", "nixl"),
+        "data_plane", PLANE_ENV, *_one_of("mooncake", "nixl"),
         "What decode reads slots with, the same on both sides. By default by the transfer backend.",
     ),
     Setting(
-        "nixl_params", NIXL_PARAMS_ENV, _STRINGS,
+        "nixl_params", NIXL_PARAMS_ENV, "a JSON object of strings",
+        partial(msgspec.json.decode, type=dict[str, str]),
         "SGLang's own: parameters of NIXL's backend. The plugin's NIXL takes the same.",
     ),
 )  # fmt: skip
@@ -178,21 +166,20 @@ REMOVED = {
 
 _OF_VARIABLE = {setting.environ: setting for setting in SETTINGS}
 _OWN = re.compile(r"SGLANG_\w*MIX_?KV")
-KNOWN = frozenset(filter(_OWN.match, (*_OF_VARIABLE, *REMOVED, API_KEY_ENV)))
-"""All variables of the plugin's own, those that are refused in words of their own among them."""
+_KNOWN = {name for name in (*_OF_VARIABLE, *REMOVED, API_KEY_ENV) if _OWN.match(name)}
 
 
 def variable(name: str, text: str) -> Any:
     """The value of an environment variable; None where it is empty, and for those that no server
     reads. MixKVError where it is outside of its bounds, or has the plugin's name in vain."""
     if setting := _OF_VARIABLE.get(name):
-        return setting.read(name, text) if text.strip() else None
+        return setting.value(name, text) if text.strip() else None
     if name in REMOVED:
         raise MixKVError("MIXKV-START-04", f"{name} {REMOVED[name]}")
-    if _OWN.match(name) and name not in KNOWN and not _is_of_service(name, text):
+    if _OWN.match(name) and name not in _KNOWN and not _is_of_service(name, text):
         raise refuse(
             "MIXKV-START-04", "variables that the plugin reads", name,
-            "a setting would have no effect", f"Unset it{nearest(name, KNOWN)}",
+            "a setting would have no effect", f"Unset it{nearest(name, _KNOWN)}",
         )  # fmt: skip
     return None
 
@@ -213,7 +200,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def truth(name: str, environ: Mapping[str, str]) -> bool:
     """A boolean variable, of SGLang's or the plugin's; MixKVError for text that is neither."""
     text = environ.get(name, "")
-    return bool(text.strip() and _read(name, text, _TRUTH))
+    return bool(text.strip() and Setting("", name, *_TRUTH).value(name, text))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -227,9 +214,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             group.add_argument(setting.flag, action="store_true", default=None, help=text)
         elif setting.flag:
             group.add_argument(
-                setting.flag, type=_for_argparse(partial(setting.read, setting.flag)),
+                setting.flag, type=_for_argparse(partial(setting.value, setting.flag)),
                 default=None, metavar="VALUE",
-                help=f"{setting.help} Expected: {setting.bounds.words} [default: "
+                help=f"{setting.help} Expected: {setting.words} [default: "
                 f"{setting.default}; env: {setting.environ}]",
             )  # fmt: skip
     for name in REMOVED:
@@ -254,14 +241,11 @@ def resolve(flags: argparse.Namespace | None, environ: Mapping[str, str] = os.en
     """The record for these flags (None: a launcher without the plugin's flags). MixKVError for the
     first variable that is refused."""
     found = {name: variable(name, environ[name]) for name in sorted(environ)}
-    values = {}
+    values = {setting.field: found.get(setting.environ) for setting in SETTINGS}
     for setting in SETTINGS:
-        attribute = setting.flag.removeprefix("--").replace("-", "_")
-        given = getattr(flags, attribute, None) if attribute else None
-        value = found.get(setting.environ) if given is None else given
-        if value is not None:
-            values[setting.field] = value
-    return Config(**values)
+        given = getattr(flags, setting.flag.removeprefix("--").replace("-", "_"), None)
+        values[setting.field] = values[setting.field] if given is None else given
+    return Config(**{field: value for field, value in values.items() if value is not None})
 
 
 def resolve_if_enabled(flags: argparse.Namespace | None) -> Config:

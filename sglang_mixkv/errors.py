@@ -19,7 +19,6 @@ CODES = {
     "MIXKV-PAIR-02": "protocol",
     "MIXKV-PAIR-03": "facts",
     "MIXKV-PAIR-04": "topology",
-    "MIXKV-PAIR-05": "topology",
     "MIXKV-PAIR-06": "other",
     "MIXKV-PAIR-09": "other",
     "MIXKV-MSG-01": "malformed",

@@ -1,23 +1,16 @@
 """The entry point that SGLang calls in every process, and the hooks that it registers.
 
-Not opted in, each hook hands through what SGLang computed. Opted in, an unknown release or a
-changed seam stops the server (`releases.preflight`). SGLang logs and swallows a plugin's
-exceptions, so failures here end the process with SystemExit if the plugin was asked for.
+Not opted in, each hook hands through what SGLang computed. An opted-in process never goes on as
+stock without a word. SGLang's launcher is checked while it resolves its arguments (`validate`), and
+each process that hands out KV classes checks itself, once for its ServerArgs, since the launcher
+may have resolved them before plugins were loaded. SGLang logs and swallows a plugin's exceptions,
+so failures here end the process with SystemExit if the plugin was asked for.
 
-An opted-in process never goes on as stock without a word. SGLang's launcher is checked while it
-resolves its arguments. A process that hands out KV classes checks itself as well, once for its
-ServerArgs (`releases.check_once`), since the launcher may have resolved them before plugins were
-loaded. The contract with whoever builds ServerArgs and KV args by hand (a test, another tool):
-
-    opted in by                    SGLANG_ENABLE_MIXKV=1, or the record in ServerArgs._mixkv
-    KV args                        the attributes listed in engine/draft_pool.py
-    no published ServerArgs        the classes are handed out (a bootstrap server alone); the
-                                   check runs when a manager is built, with its ServerArgs
-    ServerArgs resolved by hand    served: a device that is not set means host memory, the
-                                   role is the manager's, speculation may be in get_spec() alone
-    a stand-in for ServerArgs      served: only the installed SGLang is checked
-    another transfer backend       stopped when a class is asked for
-    the fake backend               SGLang's class: warm-up requests of a supported server use it
+    opted in by                  SGLANG_ENABLE_MIXKV=1, or the record in ServerArgs._mixkv
+    no published ServerArgs      the classes are handed out (a bootstrap server alone); the check
+                                 runs when a manager is built, with its ServerArgs
+    another transfer backend     stopped when a class is asked for
+    the fake backend             SGLang's class: warm-up requests of a supported server use it
 
 Top-level imports stay in the standard library: a plugin that cannot be imported is skipped
 by SGLang without a stop.
@@ -32,20 +25,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-ADD_CLI_ARGS = "sglang.srt.server_args.ServerArgs.add_cli_args"
-FROM_CLI_ARGS = "sglang.srt.server_args.ServerArgs.from_cli_args"
-GET_KV_CLASS = "sglang.srt.disaggregation.utils.get_kv_class"
 VALIDATION = "handle_other_validations"
-_TOKENIZER = "sglang.srt.managers.tokenizer_manager"
-_PREFILL, _DECODE = "sglang.srt.disaggregation.prefill", "sglang.srt.disaggregation.decode"
-AROUND = {
-    f"{_PREFILL}.PrefillBootstrapQueue._init_kv_manager": "handover.around_init",
-    f"{_DECODE}.DecodePreallocQueue._init_kv_manager": "handover.around_init",
-    f"{_DECODE}.DecodeTransferQueue.extend": "handover.around_extend",
-    f"{_DECODE}.DecodePreallocQueue.resume_retracted_reqs": "handover.around_resume",
-    f"{_TOKENIZER}.TokenizerManager._init_req_state": "rooms.around_request",
-}
-"""The function in `engine/` around each."""
 _handed_out: dict[tuple[Any, Any], tuple[Any, type]] = {}
 """By transfer backend and kind, the ServerArgs that were checked, and the class."""
 
@@ -69,28 +49,34 @@ def _register() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(ADD_CLI_ARGS, _add_flags, HookType.AFTER)
-    HookRegistry.register(FROM_CLI_ARGS, _attach_config, HookType.AROUND)
-    HookRegistry.register(GET_KV_CLASS, _kv_class, HookType.AROUND)
-    for path, name in AROUND.items():
-        HookRegistry.register(path, functools.partial(_around, name), HookType.AROUND)
-    register_resolution_hook(VALIDATION)(_validate)
+    from sglang_mixkv.engine.seams import HOOKS, target_of
+
+    for path, name in HOOKS.items():
+        HookRegistry.register(target_of(path), functools.partial(_around, name), HookType.AROUND)
+    register_resolution_hook(VALIDATION)(validate)
 
 
 def _around(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not _is_enabled(_published()):
+    """Of `engine/` where this process has opted in; what is in this file looks for itself."""
+    if name.startswith("engine.") and not _is_enabled(_published()):
         return original(*args, **kwargs)
-    hook = pkgutil.resolve_name(f"sglang_mixkv.engine.{name}")
-    return hook(original, *args, **kwargs)
+    return _hook(name)(original, *args, **kwargs)
 
 
-def _add_flags(_result: None, parser: argparse.ArgumentParser) -> None:
+@functools.cache
+def _hook(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = pkgutil.resolve_name(f"sglang_mixkv.{name}")
+    return found
+
+
+def add_flags(original: Callable[..., None], parser: argparse.ArgumentParser) -> None:
     from sglang_mixkv.config import add_flags
 
+    original(parser)
     add_flags(parser)
 
 
-def _attach_config(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+def attach_config(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     """Flags and environment become one record."""
     from sglang_mixkv.config import ATTRIBUTE, resolve_if_enabled
 
@@ -99,7 +85,7 @@ def _attach_config(original: Callable[..., Any], cls: type, args: argparse.Names
     return server_args
 
 
-def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
+def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Runs once in the launching process, after SGLang has resolved its arguments."""
     from sglang_mixkv.config import ATTRIBUTE, config_of
 
@@ -110,18 +96,18 @@ def _validate(server_args: Any, previous: Callable[[Any], None]) -> None:
     setattr(server_args, ATTRIBUTE, config)  # ranks do as this process, whatever their environment
     from sglang_mixkv.engine import releases
 
-    releases.preflight(config, functions=False)
-    _stop_unless_live(ADD_CLI_ARGS, FROM_CLI_ARGS, GET_KV_CLASS, *AROUND)
-    releases.stop_if_refused(server_args, releases.rules())
+    releases.check(server_args, functions=False)
+    _stop_unless_live()
 
 
-def _stop_unless_live(*paths: str) -> None:
-    """Stop this process where SGLang did not wrap one of these with its hook."""
+def _stop_unless_live() -> None:
+    """Stop this process where SGLang did not wrap a function with its hook."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     from sglang_mixkv.engine import releases
+    from sglang_mixkv.engine.seams import HOOKS, target_of
 
-    dead = [path for path in paths if path not in HookRegistry._patched]
+    dead = [path for path in map(target_of, HOOKS) if path not in HookRegistry._patched]
     if dead:
         releases.stop(
             "MIXKV-START-02",
@@ -131,7 +117,7 @@ def _stop_unless_live(*paths: str) -> None:
         )
 
 
-def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
+def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
     """SGLang's classes, with our mixins. Its schedulers ask with each request: what was checked and
     handed out once for these ServerArgs is only looked up."""
     server_args = _published()
@@ -143,7 +129,8 @@ def _kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: A
     _check(server_args, transfer_backend.value)
     from sglang_mixkv.engine.classes import mixed
 
-    handed_out = mixed(original, transfer_backend, class_type)
+    stock = original(transfer_backend, class_type)
+    handed_out = mixed(stock, transfer_backend.value, class_type.value)
     if server_args is not None:
         _handed_out[transfer_backend, class_type] = server_args, handed_out
     return handed_out
@@ -154,7 +141,7 @@ def _check(server_args: Any, backend: str) -> None:
     from sglang_mixkv import refusals
     from sglang_mixkv.engine import releases
 
-    _stop_unless_live(*AROUND)
+    _stop_unless_live()
     if server_args is not None:
         releases.check_once(server_args)
     if backend not in ("fake", *refusals.BACKENDS):

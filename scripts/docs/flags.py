@@ -31,7 +31,7 @@ def settings() -> list[tuple[str, ...]]:
             text = text.replace(words, f"[{words}]({place})")
         flag = f"`{one.flag}`" if one.flag else ""
         default = "off" if one.default is False else str(one.default or "")
-        found.append((flag, f"`{one.environ}`", one.bounds.words, default, text))
+        found.append((flag, f"`{one.environ}`", one.words, default, text))
     return found
 
 

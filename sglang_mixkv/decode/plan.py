@@ -22,8 +22,7 @@ Rows = Mapping[tuple[str, int], Row]
 
 class Plan(msgspec.Struct, frozen=True):
     """For each request that contacts the ranks of these entries of `bootstrap_infos`. `sources`:
-    the ranks of the drafter's stage. `cold`: why nothing is fetched. `is_send_target`: of each
-    entry, whether target KV comes from that rank, SGLang's `not is_dummy`.
+    the ranks of the drafter's stage. `cold`: why nothing is fetched.
 
     SGLang has one entry for each rank as long as it is connected, and requests come with the same
     ones again. `infos` retains them, so that their identities remain theirs.
@@ -33,7 +32,6 @@ class Plan(msgspec.Struct, frozen=True):
     version: int = PROTOCOL[1]
     cold: str = ""
     infos: tuple[Any, ...] = ()
-    is_send_target: tuple[bool, ...] = ()
 
 
 def judge(
@@ -62,9 +60,9 @@ def judge(
 def make_plan(infos: Sequence[Any], rows: Rows, own: Row, cold: str = "", server: str = "") -> Plan:
     """Raises MixKVError where these ranks are refused. `cold`: of `judge`. `server`: its bootstrap
     address."""
-    found = [(not info["is_dummy"], _row_of(info, rows)) for info in infos]
-    stage = max((row.pp_rank for _, row in found if row.draft is not None), default=None)
-    drafting = [(row, row.draft) for _, row in found if row.pp_rank == stage and row.draft]
+    found = [_row_of(info, rows) for info in infos]
+    stage = max((row.pp_rank for row in found if row.draft is not None), default=None)
+    drafting = [(row, row.draft) for row in found if row.pp_rank == stage and row.draft]
     heads: tuple[range, ...] = (NO_HEADS,) * len(drafting)
     if own.draft is not None and not cold:
         heads = routes([draft.heads for _, draft in drafting], own.draft.heads)
@@ -72,8 +70,8 @@ def make_plan(infos: Sequence[Any], rows: Rows, own: Row, cold: str = "", server
         _source(row, own, of, peer_of(row.instance, server))
         for (row, _), of in zip(drafting, heads, strict=True)
     )
-    version = min([PROTOCOL[1], *(row.protocol[1] for _, row in found)])  # read_row: all have it
-    return Plan(sources, version, cold, tuple(infos), tuple(sends for sends, _ in found))
+    version = min([PROTOCOL[1], *(row.protocol[1] for row in found)])  # read_row: all have it
+    return Plan(sources, version, cold, tuple(infos))
 
 
 def _row_of(info: Any, rows: Rows) -> Row:

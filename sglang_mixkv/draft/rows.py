@@ -10,7 +10,6 @@ rows_gpu.py does the same for batches of slots on a GPU.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import threading
 from collections.abc import Iterator, Sequence
@@ -56,20 +55,6 @@ class DraftRows:
         self._pools = [self._array(pool.view(-1)) for pool in pools]
         self._word = WORDS[math.gcd(8, *self.head_bytes, *(pool.data_ptr() for pool in pools))]
         self.bytes_per_head = sum(self.head_bytes)
-
-    @classmethod
-    def at(
-        cls, ptrs: Sequence[int], lens: Sequence[int], items: Sequence[int], page: int, heads: range
-    ) -> DraftRows:
-        """Host memory that KV args name: address, bytes, bytes of a page of so many tokens."""
-        entries = []
-        for ptr, size, item in zip(ptrs, lens, items, strict=True):
-            rows = size // item * page
-            memory = (ctypes.c_uint8 * (item * rows // page)).from_address(ptr)
-            entries.append(
-                torch.from_numpy(np.ctypeslib.as_array(memory)).view(rows, len(heads), -1)
-            )
-        return cls(entries, heads)
 
     def use_device(self) -> None:
         """Once in each thread that works on this rank's memory, before it does. A thread begins on

@@ -1,15 +1,4 @@
-"""The drafter's rows of this rank, from SGLang's pool or from KV args that were built by hand.
-
-The contract with whoever builds KV args by hand (a test, a tool):
-
-    kv_data_ptrs, kv_data_lens, kv_item_lens      the target alone; num_draft_entries = 0
-    draft_kv_data_ptrs, draft_kv_data_lens,       the drafter: K of each layer, then V; addresses
-    draft_kv_item_lens                            of host memory, bytes, bytes of a page
-    is_draft_mla_backend = False                  (an MLA drafter is appended to kv_data_*, as
-                                                  SGLang does it, and counted by num_draft_entries)
-    draft_kv_head_num, draft_total_kv_head_num    KV heads on this rank, and of the whole drafter
-    draft_window                                  optional: how far it reads (draft/window.py)
-"""
+"""The drafter's rows of this rank, from SGLang's pool."""
 
 from __future__ import annotations
 
@@ -48,46 +37,36 @@ class Draft(NamedTuple):
 def of_pool(pool: Any) -> Draft:
     """Raises MixKVError for a pool whose rows cannot be cut, or of which this would be a part."""
     _check_pool(pool)
-    spec = get_spec()
-    config = ModelConfig.from_server_args(
-        get_server_args(),
-        model_path=spec.speculative_draft_model_path,
-        model_revision=spec.speculative_draft_model_revision,
-        is_draft_model=True,
-    )
+    config = model_config()
     entries = [*pool.k_buffer, *pool.v_buffer]
     facts = DraftFacts(
         architecture=config.hf_config.architectures[0],
-        algorithm=spec.speculative_algorithm or "",
+        algorithm=get_spec().speculative_algorithm or "",
         total_heads=config.get_total_num_kv_heads(),
         head_bytes=tuple(e.shape[-1] * e.element_size() for e in entries),
         dtype=str(pool.dtype).removeprefix("torch."),
     )
-    layout = _layout(facts, pool.head_num)
+    parallel = get_parallel()
+    layout = DraftLayout(facts, parallel.attn_tp_size, parallel.attn_tp_rank)
+    if pool.head_num != len(layout.heads):
+        raise _not_cut(
+            f"a pool of {pool.head_num} heads where rank {layout.rank} of {layout.tp} should have "
+            f"{len(layout.heads)} of {facts.total_heads}"
+        )
     rows = DraftRows([e.view(torch.uint8) for e in entries], layout.heads)
     window = window_of(resolved_view(get_server_args()), config.hf_config)
     return Draft(layout, rows, pool.page_size, pool.maybe_get_custom_mem_pool(), window)
 
 
-def of_args(kv_args: Any) -> Draft | None:
-    """None without an MHA drafter in the three lists."""
-    ptrs = getattr(kv_args, "draft_kv_data_ptrs", ())
-    if not len(ptrs):
-        return None
-    page_size = kv_args.page_size * (get_parallel().attn_dcp_size or 1)
-    heads, items = kv_args.draft_kv_head_num, tuple(kv_args.draft_kv_item_lens)
-    if any(item % (page_size * heads) for item in items):
-        raise _not_cut(f"pages of {items} bytes, of {page_size} tokens x {heads} heads")
-    facts = DraftFacts(
-        architecture="",
-        algorithm=get_spec().speculative_algorithm or "",
-        total_heads=kv_args.draft_total_kv_head_num,
-        head_bytes=tuple(item // (page_size * heads) for item in items),
-        dtype="",
+def model_config() -> ModelConfig:
+    """The drafter's: a rank's pool does not say how many heads all ranks have."""
+    spec = get_spec()
+    return ModelConfig.from_server_args(
+        get_server_args(),
+        model_path=spec.speculative_draft_model_path,
+        model_revision=spec.speculative_draft_model_revision,
+        is_draft_model=True,
     )
-    layout = _layout(facts, heads)
-    rows = DraftRows.at(ptrs, kv_args.draft_kv_data_lens, items, page_size, layout.heads)
-    return Draft(layout, rows, page_size, window=getattr(kv_args, "draft_window", None))
 
 
 def check_appended(kv_args: Any, is_mla: bool) -> None:
@@ -103,7 +82,7 @@ def check_appended(kv_args: Any, is_mla: bool) -> None:
             "MLA target's",
             f"{count} entries of a drafter behind those of {'an MLA' if latent else 'a'} target",
             "SGLang would pair the drafter's entries with others, or end requests",
-            "Use a drafter with KV heads; docs of KV args: engine/draft_pool.py",
+            "Use a drafter with KV heads",
         )
 
 
@@ -115,17 +94,6 @@ def _check_pool(pool: Any) -> None:
         raise _not_whole(f"{name}: its K and V have block scales beside them")
     if getattr(pool, "kv_cache_layout", None) != "nhd":
         raise _not_cut(f"{name} with layout {getattr(pool, 'kv_cache_layout', None)}")
-
-
-def _layout(facts: DraftFacts, found: int) -> DraftLayout:
-    parallel = get_parallel()
-    layout = DraftLayout(facts, parallel.attn_tp_size, parallel.attn_tp_rank)
-    if found != len(layout.heads):
-        raise _not_cut(
-            f"a pool of {found} heads where rank {layout.rank} of {layout.tp} should have "
-            f"{len(layout.heads)} of {layout.facts.total_heads}"
-        )
-    return layout
 
 
 def _not_whole(got: str) -> MixKVError:

@@ -15,10 +15,10 @@ from sglang_mixkv.engine.releases import sglang_version
 VARIABLE = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
 
 
-def switch_off(backend: str) -> bool:
-    """Switch them off where needed; whether they were. An operator's own setting stays."""
+def switch_off(backend: str) -> str:
+    """Switch them off where needed, and say so. An operator's own setting stays."""
     waits = backend == "mooncake" and not sglang_version().startswith("0.5.21")
     if VARIABLE in os.environ or waits:
-        return False
+        return ""
     os.environ[VARIABLE] = "0"
-    return True
+    return f"; {VARIABLE}=0, since SGLang's {backend} does not wait"

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from sglang_mixkv.engine import draft_pool
 from sglang_mixkv.refusals import STORAGE
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -72,12 +73,17 @@ def around_extend(original: Callable[..., Any], queue: Any, decode_reqs: Any) ->
 
 
 def around_resume(original: Callable[..., Any], queue: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around DecodePreallocQueue.resume_retracted_reqs: these requests have new rows."""
+    """Around DecodePreallocQueue.resume_retracted_reqs, which fills the target's rows of these
+    requests. Where the backup has none of the drafter's, they are other requests'."""
     resumed = original(queue, *args, **kwargs)
-    retracted = getattr(queue.kv_manager, "retracted", None)
-    if retracted is not None:
-        for request in resumed or ():
-            retracted(queue.req_to_token_pool, request)
+    local: Any = getattr(queue.kv_manager, "local", None)
+    for request in resumed or () if local is not None else ():
+        try:
+            local.reporter.retracted(request)
+            if local.handed.pool is not None and draft_pool.draft_is_left_out():
+                draft_pool.clear_retracted(local.handed.pool, queue.req_to_token_pool, request)
+        except Exception:
+            logger.exception("[MIXKV-SELF-01] draft rows of a resumed request are not cleared")
     return resumed
 
 

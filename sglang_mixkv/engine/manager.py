@@ -1,6 +1,7 @@
 """SGLang's manager of any backend, with this rank's side of the draft channel beside it.
 
-prefill: `prefill_channel`, made while SGLang registers the rank, since its row goes with that.
+prefill: `prefill_channel`, made while SGLang registers the rank, since its row goes with that;
+         `aborted` notifies decode.
 decode:  `decode_channel` and `servers`, made once SGLang knows this rank's address.
 Either may be None: a prefill rank without draft KV has no channel.
 """
@@ -12,25 +13,20 @@ import logging
 from typing import Any
 
 import msgspec
-from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from sglang_mixkv import __version__
 from sglang_mixkv.channel.messages import draws
 from sglang_mixkv.decode import machine as decode_machine
 from sglang_mixkv.decode.events import server_of
-from sglang_mixkv.decode.links import Store
 from sglang_mixkv.decode.worker import DecodeWorker
+from sglang_mixkv.draft.facts import Row
 from sglang_mixkv.engine import draft_pool, early_sends
 from sglang_mixkv.engine.bootstrap import KEY
-from sglang_mixkv.engine.draft_pool import clear_retracted, draft_is_left_out
-from sglang_mixkv.engine.notices import Notices
+from sglang_mixkv.engine.notices import AbortedRequests
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.engine.rank import RankContext
-from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import PrefillWorker
-from sglang_mixkv.refusals import other_head
 from sglang_mixkv.series import ABORTED
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -41,7 +37,7 @@ class DraftManager:
     that cannot be cut, and where the channel cannot be made."""
 
     backend = ""
-    local: RankContext | None = None
+    local: RankContext
     prefill_channel: PrefillWorker | None = None
     decode_channel: DecodeWorker | None = None
     servers: PrefillServers | None = None
@@ -55,68 +51,51 @@ class DraftManager:
         self, args: Any, mode: Any, server_args: Any, is_mla_backend: bool = False, **more: Any
     ) -> None:
         self.local = RankContext(args, server_args, mode.value, self.backend)
-        self.notices = Notices(self)
         draft_pool.check_appended(args, is_mla_backend)
         self.kv_status_msg_carries_reason = True  # prefill's reason reaches decode over Mooncake
+        note = ""
+        if mode == DisaggregationMode.PREFILL:
+            self.aborted = AbortedRequests(self)
+            note = early_sends.switch_off(self.backend)
         super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
         if mode == DisaggregationMode.DECODE:
             self._make_decode_channel(self.local)
-        banner = self._banner(self.local)
-        if mode == DisaggregationMode.PREFILL and early_sends.switch_off(self.backend):
-            banner += f"; {early_sends.VARIABLE}=0, since SGLang's {self.backend} does not wait"
-        logger.log(logging.INFO if self._stands_for_server() else logging.DEBUG, "%s", banner)
-        facts = self.local.draft.layout.facts if self.local.draft else None
-        if facts and (words := other_head(facts.architecture, facts.algorithm)):
-            logger.warning("sglang-mixkv: %s", words)
+        level = logging.INFO if self._stands_for_server() else logging.DEBUG
+        logger.log(level, "%s%s", self.local.banner(), note)
 
     # -- prefill
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
-        assert self.local is not None
-        row = self._make_prefill_channel(self.local)
-        payload = {**payload, KEY: msgspec.to_builtins(row)}
-        super()._register_topology_row(url, payload)  # type: ignore[misc]
+        row = msgspec.to_builtins(self._make_prefill_channel(self.local))
+        super()._register_topology_row(url, {**payload, KEY: row})  # type: ignore[misc]
 
-    def _make_prefill_channel(self, local: RankContext) -> Any:
-        if local.draft is None:
-            return local.row(self, "", None, None)
-        slots, draft = local.slots(), local.draft
-        staging = local.staging(slots)
-        plane = local.plane(staging, self.local_ip)
+    def _make_prefill_channel(self, local: RankContext) -> Row:
+        store = local.store(self.local_ip)
+        if store is None:
+            return local.row(self)
         machine = prefill_machine.Machine(
-            local.instance, draft.layout.heads, local.segment_tokens, slots, local.times,
+            local.instance, store.rows.heads, local.segment_tokens, local.slots(), local.times,
             draws().__next__,
         )  # fmt: skip
         self.prefill_channel = PrefillWorker(
-            machine, draft.rows, staging, plane, self.local_ip, local.port(self), local.times,
-            local.reporter, local.device(staging),
+            machine, store.rows, store.staging, store.plane, self.local_ip, local.port, local.times,
+            local.reporter, store.device,
         )  # fmt: skip
-        return local.row(self, self.prefill_channel.address, staging, plane)
+        return local.row(self, self.prefill_channel.address, store)
 
     # -- decode
 
     def _make_decode_channel(self, local: RankContext) -> None:
-        draft, slots = local.draft, local.slots()
-        store = None
-        if draft is not None:
-            staging = local.staging(slots)
-            store = Store(
-                draft.rows, staging, local.plane(staging, self.local_ip), local.device(staging)
-            )
-        machine = decode_machine.Machine(local.instance, slots, local.slot_bytes, local.times)
+        store = local.store(self.local_ip)
+        machine = decode_machine.Machine(
+            local.instance, local.slots(), local.slot_bytes, local.times
+        )
         self.decode_channel = DecodeWorker(
-            machine, store, local.times, local.reporter, self._forget_peer, self._check_peer
-        )
-        self.servers = PrefillServers(
-            local.row(self, "", *((store.staging, store.plane) if store else (None, None))),
-            self.decode_channel,
-            self.prefill_info_table,
-            self._resolve,
-            _stand_in,
-            serve_mismatch=local.config.on_draft_mismatch == "cold",
-            refused=local.reporter.refused,
-            forget=self._forget_server,
-        )
+            machine, store, local.times, local.reporter,
+            forget_peer=lambda peer: self.forget_server(server_of(peer)),
+            check_peer=lambda peer: servers.check(server_of(peer)),
+        )  # fmt: skip
+        self.servers = servers = PrefillServers(self, local.row(self, "", store))
         local.reporter.breaker, local.reporter.name_of = machine.breaker, server_of
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
@@ -125,7 +104,7 @@ class DraftManager:
             return bool(super().try_ensure_parallel_info(bootstrap_addr))  # type: ignore[misc]
         return self.servers.ensure(bootstrap_addr)
 
-    def _resolve(self, address: str) -> Any:
+    def resolve(self, address: str) -> Any:
         """SGLang's own question, which puts its answer into `prefill_info_table` and sets nothing
         else: a copy asks, in any thread, since the scheduler would take that for ready."""
         asking = copy.copy(self)
@@ -133,16 +112,7 @@ class DraftManager:
         super(DraftManager, asking).try_ensure_parallel_info(address)  # type: ignore[misc]
         return asking.prefill_info_table.get(address)
 
-    def _forget_peer(self, peer: bytes) -> None:
-        """Called in the channel thread: another instance has the address of this one."""
-        self._forget_server(server_of(peer))
-
-    def _check_peer(self, peer: bytes) -> None:
-        """Called in the channel thread: a message could not be sent to this peer."""
-        if self.servers is not None:
-            self.servers.check(server_of(peer))
-
-    def _forget_server(self, address: str) -> None:
+    def forget_server(self, address: str) -> None:
         """Also forget what SGLang knows of it, whose heartbeats have not noticed the restart."""
         assert self.servers is not None
         self.servers.forget(address)
@@ -158,17 +128,6 @@ class DraftManager:
             return
         super().apply_prefill_status(failure_reason=failure_reason, **status)  # type: ignore[misc]
 
-    def retracted(self, table: Any, request: Any) -> None:
-        """SGLang has filled the target's rows of a request that it had retracted; the drafter's are
-        another request's, where the backup has none of them."""
-        try:
-            assert self.local is not None
-            self.local.reporter.retracted(request)
-            if self.local.handed.pool is not None and draft_is_left_out():
-                clear_retracted(self.local.handed.pool, table, request)
-        except Exception:
-            logger.exception("[MIXKV-SELF-01] draft rows of a resumed request are not cleared")
-
     # -- both
 
     def check_integrity(self) -> list[str]:
@@ -176,27 +135,8 @@ class DraftManager:
         channels = (self.prefill_channel, self.decode_channel)
         return [line for one in channels if one is not None for line in one.check()]
 
-    def _banner(self, local: RankContext) -> str:
-        whose = f"sglang-mixkv {__version__} (SGLang {sglang_version()}): {local.mode}"
-        if local.draft is None:
-            return f"{whose} rank without draft KV of its own"
-        layout, plane = local.draft.layout, local.choice
-        heads = f"{layout.heads.start}-{layout.heads.stop - 1} of {layout.facts.total_heads}"
-        return (
-            f"{whose} attention-TP rank {layout.rank} of {layout.tp}, draft heads {heads}, "
-            f"data plane {plane.name} ({plane.why}), {local.copying}"
-        )
-
     def _stands_for_server(self) -> bool:
         """Whether this rank logs its banner: the first of the drafter's stage."""
         names = ("attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "system_dp_rank")
         first = not any(getattr(self, name, 0) for name in names)
         return first and (self.pp_rank or 0) == (self.pp_size or 1) - 1
-
-
-def _stand_in() -> PrefillServerInfo:
-    """In the place of a refused server's sizes: with one DP rank the number of that is known."""
-    return PrefillServerInfo(
-        attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
-        kv_cache_dtype=None, follow_bootstrap_room=True,
-    )  # fmt: skip

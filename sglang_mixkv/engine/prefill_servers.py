@@ -3,9 +3,10 @@ r"""The prefill servers that a decode rank knows.
     unknown --its facts fit, SGLang knows its ranks, connections stand--> ready
            \--> refused, with a reason; asked again with a later request
 
-SGLang calls `try_ensure_parallel_info` about once a second until it is true. A server that is
-refused gets a stand-in in SGLang's table, so that its requests reach `receiver.init` and fail there
-at once, with the reason.
+SGLang calls `try_ensure_parallel_info` once a second until it is true. It never waits there: the
+first request to a server loses that second, and one that is hung costs the scheduler nothing. A
+server that is refused gets a stand-in in SGLang's table, so that its requests reach `receiver.init`
+and fail there at once, with the reason.
 
 Any address that a request names is asked, so a server may be hung, or hostile. All are asked in one
 event loop, in which one that is hung costs a connection. What blocks follows only where the facts
@@ -18,46 +19,40 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
+
+from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
 from sglang_mixkv.decode.events import Peer
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.facts import Row
+from sglang_mixkv.engine.background import Background
+from sglang_mixkv.engine.notices import RefusedRequests
 from sglang_mixkv.engine.prefill_http import Rows, fetch
-from sglang_mixkv.engine.refused import RefusedRequests
 from sglang_mixkv.errors import MixKVError
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-WAITS_S, WAIT_SHARE = 0.4, 0.05  # how long the scheduler waits for new servers: see Patience
 ASKED_AT_ONCE, CONNECTED_AT_ONCE = 1024, 256  # tasks; threads
-AGAIN_S = 1.0  # before a server that is refused is asked again
+AGAIN_S = 5.0  # before a server that is refused is asked again, while a request waits a second
 CHECK_S = 5.0  # between two looks at the facts of a server that is ready
 KNOWN_S = 60.0  # a server that is not ready is forgotten if nobody has asked for it since
 
 
-class Patience:
-    """How long SGLang's scheduler waits for new servers: WAITS_S at once, and WAIT_SHARE of its
-    time in the long run. Each wait takes half of what is left, so that there is always some."""
-
-    def __init__(self) -> None:
-        self._left, self._seen = WAITS_S, time.monotonic()
-
-    def wait(self, work: Future[Any]) -> None:
-        began = time.monotonic()
-        self._left = min(WAITS_S, self._left + WAIT_SHARE * (began - self._seen))
-        wait([work], self._left / 2)
-        self._seen = time.monotonic()
-        self._left -= self._seen - began
+STAND_IN = PrefillServerInfo(
+    attn_tp_size=1, attn_cp_size=1, dp_size=1, pp_size=1, page_size=None,
+    kv_cache_dtype=None, follow_bootstrap_room=True,
+)  # fmt: skip
+"""In the place of a refused server's sizes: with one DP rank the number of that is known."""
 
 
 class _Server:
-    """`work`: under way, with SGLang's entry as its result. `peers`, `ready` and `gone` change
-    under the lock; `rows` and `cold` are the work's until it is done, and everything else is the
-    scheduler's."""
+    """`work`: under way, with SGLang's entry as its result. `peers` and `gone` change under the
+    lock; `rows` and `cold` are the work's until it is done, and everything else is the scheduler's.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -73,38 +68,22 @@ class _Server:
 
 
 class PrefillServers:
-    """`own`: this rank's row. `table`: SGLang's, of servers that are ready. `resolve`: SGLang's own
-    question, which returns what is to be put there, None where the server does not say; it may
-    block. `forget`: takes a server whose ranks were restarted unnoticed, and calls `forget` here.
+    """`manager`: a DraftManager with its `decode_channel`. `own`: this rank's row.
 
     The scheduler's thread calls `ensure`, `refusal`, `plan` and `notify_refused`. `forget` and
-    `check` may be called in any thread; they do not block. A server that SGLang takes from `table`,
-    as its heartbeats do, is asked and connected to anew.
+    `check` may be called in any thread; they do not block. A server that SGLang takes from its
+    table, as its heartbeats do, is asked and connected to anew.
     """
 
-    def __init__(
-        self,
-        own: Row,
-        channel: DecodeWorker,
-        table: dict[str, Any],
-        resolve: Callable[[str], Any],
-        stand_in: Callable[[], Any],
-        *,
-        serve_mismatch: bool,
-        refused: Callable[[MixKVError], None],
-        forget: Callable[[str], None] | None = None,
-    ) -> None:
-        self._own, self._channel, self._table, self._resolve = own, channel, table, resolve
-        self._stand_in, self._serve_mismatch = stand_in, serve_mismatch
-        self._refused, self._forget = refused, forget or self.forget
+    def __init__(self, manager: Any, own: Row) -> None:
+        self._manager, self._own = manager, own
+        self._table: dict[str, Any] = manager.prefill_info_table
+        self._channel: DecodeWorker = manager.decode_channel
         self._lock = threading.Lock()
         self._servers: dict[str, _Server] = {}
-        self._patience = Patience()
-        self.notify_refused = RefusedRequests().add
-        self._loop, self._places = asyncio.new_event_loop(), asyncio.Semaphore(ASKED_AT_ONCE)
-        # Not the loop's default, which has few threads: names are looked up in them as well.
-        self._loop.set_default_executor(ThreadPoolExecutor(CONNECTED_AT_ONCE, "mixkv-connect"))
-        threading.Thread(target=self._loop.run_forever, name="mixkv-ask", daemon=True).start()
+        self._places = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._background = Background("mixkv-ask", CONNECTED_AT_ONCE)
+        self.notify_refused = RefusedRequests(self._background).add
 
     # -- the scheduler's thread
 
@@ -116,14 +95,14 @@ class PrefillServers:
         if server.work is None:
             if server.reason is not None and time.monotonic() < server.again:
                 return self._refuse(server, server.reason)
-            server.work = self._run(self._open(server))
-            if not server.silent:  # a new one's first request loses no second
-                self._patience.wait(server.work)
+            server.work = self._background.run(self._open(server))
         if not server.work.done():
             return False
         work, server.work = server.work, None
         try:
-            return self._show(server, work.result())
+            info = work.result()
+            server.ready, server.reason = True, None
+            return self._put(server, info)
         except MixKVError as error:
             return self._refuse(server, error)
         except Exception as error:  # silent, or what nobody expects: the scheduler goes on
@@ -144,22 +123,18 @@ class PrefillServers:
             server.asked = now
         return server
 
-    def _show(self, server: _Server, info: Any) -> bool:
-        with self._lock:
-            if not server.gone:
-                server.ready, server.reason = True, None
-                self._table[server.address] = info
-            return not server.gone
-
     def _refuse(self, server: _Server, error: MixKVError) -> bool:
         if error is not server.reason:
             if str(error) != str(server.reason):
                 logger.error("sglang-mixkv refuses prefill server %s: %s", server.address, error)
             server.again = time.monotonic() + AGAIN_S
         server.reason, server.silent = error, ""
+        return self._put(server, STAND_IN)
+
+    def _put(self, server: _Server, info: Any) -> bool:
         with self._lock:
             if not server.gone:
-                self._table[server.address] = self._stand_in()
+                self._table[server.address] = info
             return not server.gone
 
     def refusal(self, address: str) -> str | None:
@@ -168,7 +143,7 @@ class PrefillServers:
         if server is None or server.reason is None:
             return None
         self._table.pop(address, None)
-        self._refused(server.reason)
+        self._manager.local.reporter.refused(server.reason)
         return f"prefill server {address} is refused: {server.reason}"
 
     def plan(self, address: str, infos: Sequence[Any]) -> Plan:
@@ -199,10 +174,7 @@ class PrefillServers:
             server, now = self._servers.get(address), time.monotonic()
             if server is not None and server.ready and now >= server.again:
                 server.again = now + CHECK_S
-                self._run(self._look_again(server))
-
-    def _run(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+                self._background.run(self._look_again(server))
 
     def _drop(self, server: _Server) -> None:
         """The caller has the lock."""
@@ -227,16 +199,17 @@ class PrefillServers:
         except MixKVError:
             same = False
         if not same and not server.gone:
-            self._forget(server.address)
+            self._manager.forget_server(server.address)
 
     def _connect(self, server: _Server, rows: Rows) -> Any:
         """SGLang's entry for it, once each rank of it is connected to that requests can contact."""
         server.rows = rows
-        server.cold, served = judge(rows.values(), self._own, serve_mismatch=self._serve_mismatch)
+        is_cold = self._manager.local.config.on_draft_mismatch == "cold"
+        server.cold, served = judge(rows.values(), self._own, serve_mismatch=is_cold)
         for difference in served:
             logger.warning("[MIXKV-PAIR-06] prefill server %s: %s", server.address, difference)
         try:
-            info = self._resolve(server.address)
+            info = self._manager.resolve(server.address)
         except Exception as error:  # where page sizes or KV dtypes differ
             raise MixKVError("MIXKV-PAIR-03", f"SGLang refuses it: {error}") from error
         if info is None:

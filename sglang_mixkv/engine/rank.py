@@ -15,11 +15,12 @@ from sglang.srt.runtime_context import get_spec
 
 from sglang_mixkv import __version__
 from sglang_mixkv.channel import planes
-from sglang_mixkv.channel.data_plane import DataPlane, Memory
+from sglang_mixkv.channel.data_plane import Memory
 from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
+from sglang_mixkv.decode.links import Store
 from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import DraftLayout
 from sglang_mixkv.draft.rows import Staging
@@ -39,14 +40,12 @@ class RankContext:
 
     def __init__(self, kv_args: Any, server_args: Any, mode: str, backend: str) -> None:
         self.config = config_of(server_args)
-        if self.config.enabled:
-            check_once(server_args)
+        check_once(server_args)
         self.handed = handover.take()
         pool = self.handed.pool
-        self.draft = draft_pool.of_pool(pool) if pool is not None else draft_pool.of_args(kv_args)
+        self.draft = draft_pool.of_pool(pool) if pool is not None else None
         if self.draft is not None:
             check_slots(self.draft.layout, self.slot_bytes)
-        self.aux_item_lens = tuple(kv_args.aux_item_lens)
         self.kv_args = kv_args
         self.backend, self.mode = backend, mode
         self.choice = planes.choose(backend, self.config.data_plane)
@@ -63,39 +62,35 @@ class RankContext:
     def slot_bytes(self) -> int:
         return slot_bytes(self.config.staging_mb)
 
-    def staging(self, slots: SlotPool) -> Staging:
-        assert self.draft is not None
-        return Staging(slots.count, self.slot_bytes, self.draft.rows.device, self.draft.mem_pool)
-
-    def device(self, staging: Staging) -> Any:
-        """GpuRows where kernels copy; None where a thread does. `copying` says so and why."""
-        assert self.draft is not None
-        if self.draft.rows.device.type != "cuda":
+    def store(self, host: str) -> Store | None:
+        """The staging buffer, registered with the data plane, and what copies between it and the
+        pool: kernels, or a thread. None without draft KV."""
+        if (draft := self.draft) is None:
             return None
-        from sglang_mixkv.draft.rows_gpu import gpu_rows
-
-        found = gpu_rows(self.draft.rows, self.draft.page_size, staging)
-        self.copying = f"copied by torch ({found})" if isinstance(found, str) else "kernels"
-        return None if isinstance(found, str) else found
-
-    def plane(self, staging: Staging, host: str) -> DataPlane:
-        """Registered, so that its endpoint is valid."""
-        devices = rdma_devices(self.kv_args)
-        plane = planes.make(self.choice.name, host, devices, self.config.nixl_params)
+        rows = draft.rows
+        staging = Staging(SLOTS, self.slot_bytes, rows.device, draft.mem_pool)
+        plane = planes.make(
+            self.choice.name, host, rdma_devices(self.kv_args), self.config.nixl_params
+        )
         memory = Memory(staging.address, staging.size, _index(staging.device))
         plane.register(memory, staging.address + SPARE)  # of slot 0
-        return plane
+        device = None
+        if rows.device.type == "cuda":
+            from sglang_mixkv.draft.rows_gpu import gpu_rows
+
+            device = gpu_rows(rows, draft.page_size, staging)
+            self.copying = f"copied by torch ({device})" if isinstance(device, str) else "kernels"
+        return Store(rows, staging, plane, None if isinstance(device, str) else device)
 
     def segment_tokens(self, heads: int, slot_bytes: int) -> int:
         assert self.draft is not None
         return self.draft.layout.facts.tokens_in(min(self.slot_bytes, slot_bytes), heads)
 
-    def row(
-        self, manager: Any, address: str, staging: Staging | None, plane: DataPlane | None
-    ) -> Row:
+    def row(self, manager: Any, address: str = "", store: Store | None = None) -> Row:
         """What this rank publishes, or compares with what a peer has published."""
         facts = None
-        if staging is not None and plane is not None:
+        if store is not None:
+            staging, plane = store.staging, store.plane
             device = _index(staging.device)
             facts = StagingFacts(
                 plane.name, plane.endpoint, staging.address, staging.slot_bytes, staging.count,
@@ -112,7 +107,7 @@ class RankContext:
             attn_tp=manager.attn_tp_size,
             attn_tp_rank=manager.attn_tp_rank,
             pp_rank=manager.pp_rank or 0,
-            aux_item_lens=self.aux_item_lens,
+            aux_item_lens=tuple(self.kv_args.aux_item_lens),
             backend=self.backend,
             target=_target(manager),
             topk=get_spec().speculative_eagle_topk or 0,
@@ -121,10 +116,22 @@ class RankContext:
             patience=self.config.patience,
         )
 
-    def port(self, manager: Any) -> int:
+    @property
+    def port(self) -> int:
         """The operator's port plus this rank's GPU on its node; 0: any free one."""
         base = self.config.port
-        return base and base + int(getattr(manager.kv_args, "gpu_id", 0) or 0)
+        return base and base + _gpu(self.kv_args)
+
+    def banner(self) -> str:
+        whose = f"sglang-mixkv {__version__} (SGLang {sglang_version()}): {self.mode}"
+        if self.draft is None:
+            return f"{whose} rank without draft KV of its own"
+        layout, plane = self.draft.layout, self.choice
+        heads = f"{layout.heads.start}-{layout.heads.stop - 1} of {layout.facts.total_heads}"
+        return (
+            f"{whose} attention-TP rank {layout.rank} of {layout.tp}, draft heads {heads}, "
+            f"data plane {plane.name} ({plane.why}), {self.copying}"
+        )
 
 
 def rdma_devices(kv_args: Any) -> str:
@@ -134,7 +141,11 @@ def rdma_devices(kv_args: Any) -> str:
     if os.environ.get("MC_FORCE_TCP") == "1":
         return ""
     given = getattr(kv_args, "ib_device", None)
-    return get_ib_devices_for_gpu(given, int(getattr(kv_args, "gpu_id", 0) or 0)) or ""
+    return get_ib_devices_for_gpu(given, _gpu(kv_args)) or ""
+
+
+def _gpu(kv_args: Any) -> int:
+    return int(getattr(kv_args, "gpu_id", 0) or 0)
 
 
 def times(patience: float) -> Times:

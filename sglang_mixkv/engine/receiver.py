@@ -13,16 +13,14 @@ from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.engine.rank import forward_event
 from sglang_mixkv.engine.rooms import RoomUse
-from sglang_mixkv.errors import MixKVError, refuse
+from sglang_mixkv.errors import MixKVError
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 
 class DraftReceiver(RoomUse):
     """Mixed into CommonKVReceiver. `handle`: None before send_metadata, and for a request that
-    needs no room. `is_send_target`: of each rank in `bootstrap_infos`, whether target KV comes from
-    it; `required_target_responses`: from how many; `required_draft_responses`: from how many draft
-    heads are read.
+    needs no room.
 
     Of SGLang's statuses Success is changed to Transferring while draft KV is awaited, and to
     Failed where rows could not even be cleared. `init` fails requests to a refused server.
@@ -30,12 +28,8 @@ class DraftReceiver(RoomUse):
 
     handle: ReceiveHandle | None = None
     plan: Plan | None = None
-    is_send_target: tuple[bool, ...] = ()
-    required_target_responses = 0
-    required_draft_responses = 0
     bootstrap_addr: str
     bootstrap_infos: Any
-    required_prefill_response_num: int
 
     def init(self, prefill_dp_rank: int) -> None:
         servers: PrefillServers | None = getattr(self.kv_mgr, "servers", None)
@@ -48,24 +42,9 @@ class DraftReceiver(RoomUse):
         if servers is None or self.conclude_state is not None or not self.bootstrap_infos:
             return
         try:
-            self._take(servers.plan(self.bootstrap_addr, self.bootstrap_infos))
+            self.plan = servers.plan(self.bootstrap_addr, self.bootstrap_infos)
         except MixKVError as error:
             self._fail(str(error))
-
-    def _take(self, plan: Plan) -> None:
-        """Raises MixKVError where SGLang waits for another number of answers."""
-        self.plan, self.is_send_target = plan, plan.is_send_target
-        self.required_target_responses = sum(plan.is_send_target)
-        self.required_draft_responses = sum(bool(source.heads) for source in plan.sources)
-        if self.required_target_responses != self.required_prefill_response_num:
-            raise refuse(
-                "MIXKV-PAIR-05",
-                "the target from as many prefill ranks as SGLang waits for",
-                f"{self.required_target_responses} ranks that send it, and "
-                f"required_prefill_response_num {self.required_prefill_response_num}",
-                "the request would end before its KV is there, or never",
-                "Report this with the flags of both servers",
-            )
 
     def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
         super().send_metadata(kv_indices, *args, **kwargs)  # type: ignore[misc]

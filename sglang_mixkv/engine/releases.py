@@ -1,10 +1,10 @@
 """The releases of SGLang that are served, and the check that the installed one is as expected.
 
-`preflight` runs before an opted-in server starts. A release that is not in the table is refused,
-unless SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG is set; then it is taken for the newest one. SGLang's
-launcher is checked while it resolves its arguments (`plugin.py`), and each process that uses the
-plugin's classes by `check_once`, which also looks at SGLang's functions. The launcher does not:
-that imports prometheus_client, before SGLang has set PROMETHEUS_MULTIPROC_DIR.
+A release that is not in the table is refused, unless SGLANG_MIXKV_ALLOW_UNTESTED_SGLANG is set;
+then it is taken for the newest one. `check` looks at the release, at SGLang's functions, and at the
+resolved arguments, in each process that uses the plugin's classes. SGLang's launcher leaves the
+functions out (`plugin.py`): that imports prometheus_client, before SGLang has set
+PROMETHEUS_MULTIPROC_DIR.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from functools import cache
 from typing import Any
 
 from sglang_mixkv import __version__
-from sglang_mixkv.config import ALLOW_UNTESTED_ENV, Config, config_of
-from sglang_mixkv.engine.seams import SEAMS, Seam
-from sglang_mixkv.refusals import ARGUMENT_RULES, SINGLE_SERVER, Rule, broken, has_drafter
+from sglang_mixkv.config import ALLOW_UNTESTED_ENV, config_of
+from sglang_mixkv.engine.seams import SEAMS
+from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, broken, has_drafter
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -71,40 +71,59 @@ def unserved() -> tuple[Rule, ...]:
 
 
 def rules() -> tuple[Rule, ...]:
-    """What is refused with the installed release."""
     return ARGUMENT_RULES + unserved()
 
 
-def seam_problem(seam: Seam) -> str | None:
-    """What is wrong with one seam, None when it is as expected."""
-    module, _, attributes = seam.path.partition(":")
+def _problem(path: str, parameters: tuple[str, ...]) -> str:
+    """What is wrong with a function of SGLang, "" when it is as expected."""
+    module, _, attributes = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
         for name in attributes.split("."):
             found = inspect.getattr_static(found, name)
         has = inspect.signature(getattr(found, "__func__", found)).parameters
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        return f"{seam.path}: expected it with parameters {seam.parameters}; found none ({error})"
-    if missing := [name for name in seam.parameters if name not in has]:
-        return f"{seam.path}: expected parameters {missing}; found {tuple(has)}"
-    return None
+        return f"{path}: expected it with parameters {parameters}; found none ({error})"
+    missing = [name for name in parameters if name not in has]
+    return f"{path}: expected parameters {missing}; found {tuple(has)}" if missing else ""
 
 
 def problems(*, functions: bool = True) -> list[str]:
     """Why the installed SGLang may not carry the plugin: its version, and each function that is not
     as expected."""
-    version, found = sglang_version(), [seam_problem(seam) for seam in SEAMS if functions]
+    version, found = sglang_version(), []
     if version not in UNSERVED:
-        found.insert(0, f"SGLang version: expected one of {SUPPORTED_SGLANG}, found {version}")
-    return [problem for problem in found if problem]
+        found.append(f"SGLang version: expected one of {SUPPORTED_SGLANG}, found {version}")
+    if functions:
+        found += filter(None, (_problem(*seam) for seam in SEAMS.items()))
+    return found
 
 
-def preflight(config: Config, *, functions: bool = True) -> None:
-    """Stop the process unless SGLang is as expected. SystemExit, since SGLang swallows less. An
-    untested release goes on with warnings where the variable allows it."""
+def stop(code: str, headline: str, details: list[str], remedy: str) -> None:
+    """End the process with one message. Raises SystemExit (exit status 1), since SGLang swallows
+    less."""
+    lines = "\n".join(f"  - {detail}" for detail in details)
+    raise SystemExit(
+        f"[{code}] sglang-mixkv (pid {os.getpid()}): --enable-mixkv is set, but {headline}; the "
+        "server does not start, since it would silently transfer the drafter's KV wrongly.\n"
+        f"{lines}\n{remedy}."
+    )
+
+
+def stop_if(unsupported: list[str]) -> None:
+    if unsupported:
+        headline, remedy = "this combination is not supported", "Change it, or drop the flag"
+        stop("MIXKV-START-03", headline, unsupported, remedy)
+
+
+def check(server_args: Any, *, functions: bool = True) -> None:
+    """Stop the process unless SGLang is as expected, and serves these arguments. An untested
+    release goes on with warnings where the variable allows it."""
+    from sglang.srt.arg_groups.overrides import resolved_view
+
     found, version = problems(functions=functions), sglang_version()
     tested = version in UNSERVED
-    if found and (tested or not config.allow_untested_sglang):
+    if found and (tested or not config_of(server_args).allow_untested_sglang):
         at_own_risk = f", set {ALLOW_UNTESTED_ENV}=1 to try this one at your own risk,"
         stop(
             "MIXKV-START-01",
@@ -119,30 +138,7 @@ def preflight(config: Config, *, functions: bool = True) -> None:
             "Compare its accept length with a single server's (python -m sglang_mixkv accept) "
             "before it serves", __version__, SUPPORTED_SGLANG[-1], ALLOW_UNTESTED_ENV, problem,
         )  # fmt: skip
-
-
-def stop(code: str, headline: str, details: list[str], remedy: str) -> None:
-    """End the process with one message. Raises SystemExit (exit status 1)."""
-    lines = "\n".join(f"  - {detail}" for detail in details)
-    raise SystemExit(
-        f"[{code}] sglang-mixkv (pid {os.getpid()}): --enable-mixkv is set, but {headline}; the "
-        "server does not start, since it would silently transfer the drafter's KV wrongly.\n"
-        f"{lines}\n{remedy}."
-    )
-
-
-def stop_if(unsupported: list[str]) -> None:
-    """Stop the process where something is unsupported."""
-    if unsupported:
-        headline, remedy = "this combination is not supported", "Change it, or drop the flag"
-        stop("MIXKV-START-03", headline, unsupported, remedy)
-
-
-def stop_if_refused(server_args: Any, refused: tuple[Rule, ...]) -> None:
-    """Stop the process where these rules, or the environment, refuse resolved arguments."""
-    from sglang.srt.arg_groups.overrides import resolved_view
-
-    stop_if(broken(refused, resolved_view(server_args), os.environ))
+    stop_if(broken(rules(), resolved_view(server_args), os.environ))
 
 
 _checked: Any = None
@@ -150,17 +146,7 @@ _checked: Any = None
 
 
 def check_once(server_args: Any) -> None:
-    """Stop an opted-in process that SGLang's launcher did not check. Once per ServerArgs.
-
-    Who asks for KV classes transfers KV, so `--disaggregation-mode` is not looked at: the
-    manager is given its role. Of a stand-in for ServerArgs only SGLang itself is checked.
-    """
-    from sglang.srt.server_args import ServerArgs
-
     global _checked
-    if server_args is _checked:
-        return
-    preflight(config_of(server_args))
-    if isinstance(server_args, ServerArgs):
-        stop_if_refused(server_args, tuple(rule for rule in rules() if rule is not SINGLE_SERVER))
-    _checked = server_args
+    if server_args is not _checked:
+        check(server_args)
+        _checked = server_args

@@ -89,7 +89,7 @@ class DraftSender(RoomUse):
     def abort(self) -> None:
         self._end("aborted on prefill")
         try:
-            self.kv_mgr.notices.aborted(self)
+            self.kv_mgr.aborted.add(self)
         except Exception:  # decode waits for its timeout, as it does without the plugin
             logger.exception("[MIXKV-SELF-01] decode is not notified of an abort, and waits")
         super().abort()  # type: ignore[misc]

@@ -17,8 +17,7 @@ ROOT = Path(__file__).parents[2]
 def test_a_new_flag_makes_them_stale(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bounds = config.Bounds("a number", int)
-    new = config.Setting("port", "SGLANG_MIXKV_NEW", bounds, "Something.", "--mixkv-new")
+    new = config.Setting("port", "SGLANG_MIXKV_NEW", "a number", int, "Something.", "--mixkv-new")
     monkeypatch.setattr(config, "SETTINGS", (*config.SETTINGS, new))
     assert script.main(["--check"]) == 1
     assert "docs/deploy.md is not current" in capsys.readouterr().out

@@ -62,12 +62,6 @@ def test_rules_that_are_used_are_recorded() -> None:
     assert used <= recorded
 
 
-def test_every_alert_is_tested() -> None:
-    rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
-    tested = ALERT_TESTS.read_text()
-    assert [rule for rule in rules if "alert" in rule and rule["alert"] not in tested] == []
-
-
 def test_sglangs_own_series_are_still_called_so() -> None:
     spec = importlib.util.find_spec("sglang")
     if spec is None or spec.origin is None:
@@ -149,5 +143,7 @@ def test_panels_of_draft_health_show_what_they_say(tmp_path: Path) -> None:
 
 @needs_promtool
 def test_alerts_fire_when_they_should_and_only_then() -> None:
+    rules = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+    assert all(rule.get("alert", "") in ALERT_TESTS.read_text() for rule in rules)
     done = promtool("test", "rules", ALERT_TESTS)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import threading
 import time
 from dataclasses import replace
 from queue import SimpleQueue
@@ -22,11 +23,9 @@ from rig.rank import Rank, reason_of, send
 from rig.ring import Outcome, ranks_of, run
 from rig.special import Special
 from rig.stages import Stop, hold_in_decode, hold_in_prefill
-from rig.threads import wait_for
 from sglang.srt.disaggregation.base.conn import KVPoll
 
-from sglang_mixkv.engine import notices
-from sglang_mixkv.engine.notices import Notices
+from sglang_mixkv.engine.notices import AbortedRequests
 from sglang_mixkv.engine.sender import DraftSender
 from sglang_mixkv.series import ABORTED
 
@@ -155,7 +154,7 @@ class Sender(DraftSender, Stock):
                 for name in ("hung", "well", "dummy")
             }},
         )  # fmt: skip
-        manager.notices = Notices(manager)
+        manager.aborted = AbortedRequests(manager)
 
     def message(self, targets: list[tuple[str, int]], **message: Any) -> None:
         ((name, _),) = targets
@@ -165,34 +164,30 @@ class Sender(DraftSender, Stock):
 
 
 def test_an_abort_waits_for_no_decode_rank() -> None:
-    """SGLang's send blocks for 30 s where one is gone."""
-    sender = Sender(KVPoll.Transferring)
-    sender.abort()
-    assert sender.kv_mgr.did == ["abort"]
-    assert sender.sent.get(timeout=10) == ("well", ABORTED)
-    sender.hung.set()
-    assert sender.sent.get(timeout=10) == ("hung", ABORTED)
-
-
-def test_a_decode_rank_leaves_no_thread_and_is_notified_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One that starts again has another port."""
-    monkeypatch.setattr(notices, "IDLE_S", 0.05)
-    sender = Sender(KVPoll.Transferring)
-    sender.hung.set()
-    for _ in range(2):
+    """SGLang's send blocks for 30 s where one is gone. Its messages take one thread, however many
+    there are."""
+    sender, before = Sender(KVPoll.Transferring), threading.active_count()
+    for count in range(1, 9):
         sender.abort()
-        assert {sender.sent.get(timeout=10)[0] for _ in range(2)} == {"hung", "well"}
-        assert wait_for(lambda: sender.kv_mgr.notices._queues == {})
+        assert sender.kv_mgr.did == ["abort"] * count
+        assert sender.sent.get(timeout=10) == ("well", ABORTED)
+    assert threading.active_count() <= before + 2
+    sender.hung.set()
+    for _ in range(8):
+        assert sender.sent.get(timeout=10) == ("hung", ABORTED)
 
 
 @pytest.mark.parametrize("status", [None, KVPoll.Success, KVPoll.Failed, "unknown"])
 def test_nothing_is_sent_for_a_room_that_has_ended(status: Any) -> None:
     """Nor is SGLang's own abort left out where a message cannot be sent."""
     sender = Sender(status)
+    sender.hung.set()
     if status == "unknown":
         del sender.kv_mgr.transfer_infos
     sender.abort()
-    assert sender.kv_mgr.notices._queues == {}
     assert sender.kv_mgr.did == ["abort"]
+    sender.kv_mgr.request_status[7] = KVPoll.Transferring
+    if status != "unknown":
+        sender.abort()  # which is sent, and first
+        assert {sender.sent.get(timeout=10)[0] for _ in range(2)} == {"hung", "well"}
+    assert sender.sent.empty()

@@ -37,8 +37,6 @@ BEHAVIOURS = [
     (f"{PREFILL}.maybe_send_cached_prefix_chunk",
      r"disagg_kv_sender\._early_send_wait_event = ",
      "the event of an early chunk lies on its sender"),
-    (f"{SRT}.common.conn:CommonKVReceiver._setup_bootstrap_infos",
-     r'bootstrap_info\["is_dummy"\] = ', "a receiver knows which ranks send no target"),
     (f"{SRT}.decode:DecodePreallocQueue.resume_retracted_reqs",
      r"self\.req_to_token_pool.*return resumed_reqs",
      "resumed requests are returned, with rows in the queue's table"),

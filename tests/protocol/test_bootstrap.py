@@ -110,11 +110,6 @@ def test_a_stock_server_is_refused() -> None:
         stock.close()
 
 
-def test_nobody_there_is_asked_again_later() -> None:
-    with pytest.raises(OSError, match="Cannot connect"):
-        asyncio.run(prefill_http.fetch(f"127.0.0.1:{free_port()}"))
-
-
 def test_a_later_build_that_still_reads_this_protocol_is_served() -> None:
     later = row(0, protocol=(3, 5))
     body = b'{"protocol":5,"rows":[%b]}' % msgspec.json.encode(later)

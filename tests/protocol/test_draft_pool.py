@@ -257,5 +257,5 @@ def test_not_opted_in_no_pool_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(plugin, "_published", lambda: None)
     queue = Queue(pool := plain_pool(Cache("mha", heads=4), 2))
-    plugin._around("handover.around_init", Queue.init, queue)
+    plugin._around("engine.handover.around_init", Queue.init, queue)
     assert queue.seen[0] is pool

@@ -57,12 +57,6 @@ def aborts(seconds: float) -> Callable[..., None]:
     return aborting
 
 
-def one_answer_more(real: Callable[..., None], receiver: Any) -> None:
-    """SGLang would wait for another prefill rank than the plan knows."""
-    receiver.required_prefill_response_num += 1
-    real(receiver)
-
-
 def no_memory(*_: Any) -> None:
     raise MemoryError
 
@@ -88,7 +82,6 @@ def thread_ends(rank: Rank) -> None:
 PACK = first("", "pack", no_memory, DraftRows)
 NEITHER = all_of(*(first("", name, no_memory, DraftRows) for name in ("unpack", "clear")))
 AFTER = {seconds: first("receiver", "send_metadata", aborts(seconds)) for seconds in (0, 0.01)}
-ONE_MORE = first("receiver", "_setup_bootstrap_infos", one_answer_more)
 
 # What is wrong, where, how the first request ends on decode, and words of its reason.
 FAULTS: dict[str, tuple[Any, Inject, str, str]] = {
@@ -96,7 +89,6 @@ FAULTS: dict[str, tuple[Any, Inject, str, str]] = {
         (DECODE, first("receiver", "init", aborts(0)), "failed", "borted by"),
     "decode aborts at once after its metadata": (DECODE, AFTER[0], "failed", "borted by"),
     "decode aborts 10 ms after its metadata": (DECODE, AFTER[0.01], "failed", "borted by"),
-    "SGLang waits for another answer": (DECODE, ONE_MORE, "failed", "[MIXKV-PAIR-05] expected"),
     "packing raises": (DRAFT_ONLY, PACK, "cold", "prefill_pack"),
     "unpacking and clearing raise": (DECODE, NEITHER, "failed", "could not be cleared"),
     "prefill's thread ends": (DRAFT_ONLY, thread_ends, "cold", "has ended"),

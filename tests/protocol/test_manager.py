@@ -14,7 +14,6 @@ import pytest
 from sglang_mixkv.channel import planes
 from sglang_mixkv.channel.slots import slot_bytes
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode.events import peer_of
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine import rank as ranks
 from sglang_mixkv.engine.manager import DraftManager
@@ -23,27 +22,15 @@ from sglang_mixkv.errors import MixKVError
 ADDRESS, OTHER = "127.0.0.1:1", "127.0.0.1:10"  # begins alike
 
 
-class Known:
-    """PrefillServers, as far as its manager asks. `gone`: addresses that were forgotten."""
-
-    def __init__(self) -> None:
-        self.gone: list[str] = []
-
-    def forget(self, address: str) -> None:
-        self.gone.append(address)
-
-
 def test_a_server_of_which_a_rank_was_restarted_is_asked_anew() -> None:
     """SGLang's heartbeats may not have noticed. Its keys of a connection: as in
     CommonKVReceiver._setup_bootstrap_infos."""
-    pool: dict[str, Any] = {f"{ADDRESS}_0_0_0": [], f"{OTHER}_0_0_0": []}
-    manager: Any = SimpleNamespace(
-        servers=Known(), connection_pool=pool, connection_lock=threading.Lock(),
-        prefill_info_table={ADDRESS: None, OTHER: None},
-    )  # fmt: skip
-    manager._forget_server = lambda address: DraftManager._forget_server(manager, address)
-    DraftManager._forget_peer(manager, peer_of(b"restarte", ADDRESS))
-    assert manager.servers.gone == [ADDRESS]
+    manager: Any = DraftManager.__new__(DraftManager)
+    manager.servers = MagicMock()
+    manager.connection_pool = {f"{ADDRESS}_0_0_0": [], f"{OTHER}_0_0_0": []}
+    manager.connection_lock = threading.Lock()
+    manager.forget_server(ADDRESS)
+    manager.servers.forget.assert_called_once_with(ADDRESS)
     assert list(manager.connection_pool) == [f"{OTHER}_0_0_0"]
 
 
@@ -86,18 +73,13 @@ def test_the_data_plane_has_the_rdma_devices_of_its_gpu_as_sglang_has(
     if given == "FILE":
         given = str(tmp_path / "devices.json")
         Path(given).write_text(OF_GPUS)
-    made = MagicMock()
-    monkeypatch.setattr(planes, "make", made)
-    rank = ranks.RankContext.__new__(ranks.RankContext)
-    rank.kv_args = SimpleNamespace(ib_device=given, gpu_id=1)
-    rank.choice, rank.config = SimpleNamespace(name="nixl"), SimpleNamespace(nixl_params={})
-    rank.plane(MagicMock(), "127.0.0.1")
-    (_, _, devices, params), _ = made.call_args
+    kv_args, params = SimpleNamespace(ib_device=given, gpu_id=1), dict[str, str]()
+    devices = ranks.rdma_devices(kv_args)
     assert devices == taken
     _, found = planes.nixl_backend(devices, params)
     assert found == ({"device_list": taken.replace(",", ", ")} if taken else {})
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_9:1")  # SGLang leaves the choice to it
     assert planes.nixl_backend(devices, params) == ("UCX", {})
     monkeypatch.setenv("MC_FORCE_TCP", "1")
-    rank.kv_args.gpu_id = 7  # SGLang does not look at it without RDMA
-    assert ranks.rdma_devices(rank.kv_args) == ""
+    kv_args.gpu_id = 7  # SGLang does not look at it without RDMA
+    assert ranks.rdma_devices(kv_args) == ""

@@ -125,22 +125,20 @@ def test_rows_that_a_backup_leaves_out_are_zeroed(
     backup: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of SGLang's resumed requests, and nobody else's."""
-    from sglang_mixkv.engine import manager as module
-
     monkeypatch.setattr(
         draft_pool, "get_disagg",
         lambda: SimpleNamespace(disaggregation_decode_retraction_backup=backup),
     )  # fmt: skip
     pool, marked = draft_of(4), []
-    manager = module.DraftManager.__new__(module.DraftManager)
     reporter = SimpleNamespace(retracted=marked.append)
-    manager.local = SimpleNamespace(handed=SimpleNamespace(pool=pool), reporter=reporter)
+    local = SimpleNamespace(handed=SimpleNamespace(pool=pool), reporter=reporter)
     rows = [5, 9, 4, 12, 7]
     table = torch.zeros((3, 8), dtype=torch.int32)
     table[1, : len(rows)] = torch.tensor(rows)
     request = SimpleNamespace(kv=SimpleNamespace(req_pool_idx=1), seqlen=5)
     queue = SimpleNamespace(
-        kv_manager=manager, req_to_token_pool=SimpleNamespace(req_to_token=table)
+        kv_manager=SimpleNamespace(local=local),
+        req_to_token_pool=SimpleNamespace(req_to_token=table),
     )
     assert handover.around_resume(lambda _: [request], queue) == [request]
     assert marked == [request]
@@ -153,12 +151,8 @@ def test_rows_that_a_backup_leaves_out_are_zeroed(
 def test_trouble_with_a_resumed_request_stays_in_the_plugin(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from sglang_mixkv.engine.manager import DraftManager
-
-    manager = DraftManager.__new__(DraftManager)
-    queue = SimpleNamespace(kv_manager=manager, req_to_token_pool=None)
     resumed = [object()]
-    assert handover.around_resume(lambda _: resumed, queue) is resumed
-    assert "MIXKV-SELF-01" in caplog.text
-    stock = SimpleNamespace(kv_manager=object())
-    assert handover.around_resume(lambda _: resumed, stock) is resumed
+    for manager in (SimpleNamespace(local=object()), object()):  # the latter is stock
+        queue = SimpleNamespace(kv_manager=manager)
+        assert handover.around_resume(lambda _: resumed, queue) is resumed
+    assert caplog.text.count("MIXKV-SELF-01") == 1

@@ -1,7 +1,8 @@
-"""What the plugin overrides or calls inside SGLang is a seam of the release, all of it.
+"""What the plugin overrides, calls or hooks inside SGLang is listed in seams.py, all of it.
 
 Found on the source: methods of ours that SGLang's classes have too, methods of SGLang's classes
-called on `self`, `super()`, `kv_mgr`, `mgr` or `receiver`, and SGLang's functions imported by name.
+called on `self`, `super()`, `kv_mgr`, `mgr`, `manager` or `receiver`, and SGLang's functions
+imported by name.
 """
 
 from __future__ import annotations
@@ -11,172 +12,110 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from types import FunctionType, SimpleNamespace
+from types import FunctionType
 
 import pytest
 
 import sglang_mixkv
-from sglang_mixkv import plugin
-from sglang_mixkv.engine import releases
-from sglang_mixkv.engine.classes import mixed
-from sglang_mixkv.engine.seams import OVERRIDDEN, SEAMS
+from sglang_mixkv.engine import classes, releases
+from sglang_mixkv.engine.rooms import RoomUse
+from sglang_mixkv.engine.seams import HOOKS, SEAMS
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
 SOURCES = [PACKAGE / "plugin.py", *sorted((PACKAGE / "engine").glob("*.py"))]
-KINDS = ("manager", "sender", "receiver", "bootstrap_server")
-LISTED = {seam.path for seam in SEAMS}
+OURS = (*classes._MIXINS.values(), RoomUse)
+METHODS = {path.rpartition(".")[2] for path in SEAMS if ".conn:" in path}
+FUNCTIONS = (FunctionType, staticmethod, classmethod)
+CARRIERS = {"kv_mgr", "mgr", "manager", "receiver"}
 
 
 @cache
-def made(kind: str) -> type:
-    """The mixin over the class that SGLang's backends have in common."""
+def stock_methods() -> set[str]:
+    """Of the classes that SGLang's backends have in common."""
     from sglang.srt.disaggregation.common import conn
-    from sglang.srt.disaggregation.utils import KVClassType
 
-    names = dict(zip(KINDS, ("Manager", "Sender", "Receiver", "BootstrapServer"), strict=True))
-    stock = getattr(conn, f"CommonKV{names[kind]}")
-    backend = SimpleNamespace(value="any")
-    return mixed(lambda *_: stock, backend, KVClassType(kind))
-
-
-def our_classes(module: str = "") -> list[type]:
-    """What get_kv_class hands out; with a module, those that are made of its classes."""
-    found = list(map(made, KINDS))
-    return [c for c in found if not module or module in {owner.__module__ for owner in c.__mro__}]
+    kinds = ("Manager", "Sender", "Receiver", "BootstrapServer")
+    owners = [owner for kind in kinds for owner in getattr(conn, f"CommonKV{kind}").__mro__]
+    return {
+        name for owner in owners if owner.__module__.startswith("sglang.")
+        for name, value in vars(owner).items() if isinstance(value, FUNCTIONS)
+    }  # fmt: skip
 
 
-def is_ours(owner: type) -> bool:
-    return owner.__module__.startswith("sglang_mixkv")
+def overridden() -> set[str]:
+    return {name for ours in OURS for name in vars(ours)} & stock_methods()
 
 
-def stock_seam(made: type, name: str) -> str | None:
-    """The method of this name that one of our classes inherits from SGLang, None without."""
-    for owner in made.__mro__:
-        if not is_ours(owner) and owner.__module__.startswith("sglang."):
-            found = vars(owner).get(name)
-            if isinstance(found, (FunctionType, staticmethod, classmethod)):
-                return f"{owner.__module__}:{owner.__qualname__}.{name}"
-    return None
-
-
-def overridden() -> Iterator[str | None]:
-    """Methods that one of our classes and one of SGLang's below it define."""
-    for made in our_classes():
-        for owner in filter(is_ours, made.__mro__):
-            for name, value in vars(owner).items():
-                if isinstance(value, FunctionType):
-                    yield stock_seam(made, name)
-
-
-def carried(node: ast.expr, module: str) -> list[type]:
-    """Our classes that an expression can be an instance of."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super":
-        return our_classes(module)
-    name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-    if name == "self":
-        return our_classes(module)
-    carriers = {"mgr": "manager", "kv_mgr": "manager", "manager": "manager", "receiver": "receiver"}
-    name = name.removeprefix("_")
-    return [made(carriers[name])] if name in carriers else []
-
-
-def called(source: str, module: str) -> Iterator[str | None]:
-    """What a module of ours takes of SGLang by name."""
+def called(source: str, *, is_mixin: bool) -> Iterator[str]:
+    """What a module of ours takes of SGLang: a method by its name, a function by its path."""
     tree = ast.parse(source)
     imported = {
-        alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
-        and (node.module or "").startswith("sglang.") for alias in node.names
+        alias.name: f"{node.module}:{alias.name}" for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("sglang.")
+        for alias in node.names
     }  # fmt: skip
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            yield from (stock_seam(made, node.attr) for made in carried(node.value, module))
+        if isinstance(node, ast.Attribute) and node.attr in stock_methods():
+            whose = ast.unparse(node.value).rpartition(".")[2].lstrip("_")
+            if whose in CARRIERS or (is_mixin and re.match(r"self$|super\(", whose)):
+                yield node.attr
         if isinstance(node, ast.Call):
-            yield imported_seam(node.func, imported)
-
-
-def imported_seam(function: ast.expr, imported: dict[str, str]) -> str | None:
-    """A called function of SGLang, or method of a class of SGLang, that was imported by name."""
-    if isinstance(function, ast.Name) and function.id in imported:
-        home = imported[function.id]
-        found = getattr(importlib.import_module(home), function.id)
-        return f"{home}:{function.id}" if isinstance(found, FunctionType) else None
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
-        home = imported.get(function.value.id, "")
-        owner = getattr(importlib.import_module(home), function.value.id) if home else None
-        if inspect.isclass(owner) and hasattr(owner, function.attr):
-            return f"{home}:{function.value.id}.{function.attr}"
-    return None
+            name, _, method = ast.unparse(node.func).partition(".")
+            home = pkgutil.resolve_name(imported[name]) if name in imported else None
+            if not method and isinstance(home, FUNCTIONS):
+                yield imported[name]
+            elif inspect.isclass(home) and hasattr(home, method):
+                yield f"{imported[name]}.{method}"
 
 
 def touched() -> set[str]:
-    found = set(overridden())
+    found = overridden()
     for path in SOURCES:
         module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
-        found |= set(called(path.read_text(), module))
-    return {seam for seam in found if seam}
-
-
-def methods(paths: Iterable[str]) -> set[str]:
-    """Without the class of SGLang's that has them: releases differ in whether the common one does,
-    or the abstract one below it."""
-    return {re.sub(r"disaggregation\.(base|common)\.conn:(Base|Common)", "", p) for p in paths}
+        is_mixin = module in {ours.__module__ for ours in OURS}
+        found |= set(called(path.read_text(), is_mixin=is_mixin))
+    return found
 
 
 def test_everything_touched_is_listed() -> None:
-    assert sorted(methods(touched()) - methods(LISTED)) == []
+    assert touched() - METHODS - set(SEAMS) == set()
+    assert set(HOOKS) <= set(SEAMS)
 
 
-def test_nothing_is_listed_in_vain() -> None:
-    """A method that nobody uses would refuse an SGLang for nothing."""
-    listed = {path for path in LISTED if ".disaggregation." in path and "conn:" in path}
-    assert methods(listed) - methods(touched()) == set()
-
-
-def test_what_is_overridden_is_listed_so() -> None:
-    found = {seam for seam in overridden() if seam}
-    assert methods(found) == methods(seam.path for seam in OVERRIDDEN)
-
-
-def test_there_are_few_seams() -> None:
-    """Each is work with each release of SGLang."""
+def test_nothing_is_listed_in_vain_and_there_are_few() -> None:
+    """Each is work with each release of SGLang, and one that nobody uses would refuse an SGLang for
+    nothing."""
+    assert METHODS - touched() == set()
     assert len(SEAMS) <= 40
 
 
-ENGINE = (PACKAGE.parent / "mixkv_cpu" / "support.py").read_text()
-HOOKED = (plugin.ADD_CLI_ARGS, plugin.FROM_CLI_ARGS, plugin.GET_KV_CLASS, *plugin.AROUND)
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("self.kv_mgr.update_status()", "update_status"),
+        ("receiver.failure_exception()", "failure_exception"),
+        ("super().ensure_abort_notified()", "ensure_abort_notified"),
+        ("is_mla_backend(1)", "sglang.srt.disaggregation.utils:is_mla_backend"),
+        ("self.config.clear()", None),
+    ],
+)
+def test_an_unlisted_use_is_found(line: str, found: str | None) -> None:
+    source = f"from sglang.srt.disaggregation.utils import is_mla_backend\n{line}\n"
+    assert {*called(source, is_mixin=True)} == ({found} if found else set())
 
 
-@pytest.mark.parametrize("path", HOOKED)
-def test_what_is_hooked_is_listed(path: str) -> None:
-    """Preflight compares what is listed with the installed SGLang."""
-    assert path in {seam.path.replace(":", ".") for seam in SEAMS}
+ENGINE = importlib.import_module("mixkv_cpu.support")
 
 
 @pytest.mark.parametrize(
-    "path", re.findall(r'^[A-Z_]+ = "(sglang[.][\w.]+)"$', ENGINE, re.MULTILINE)
+    "path", sorted(v for v in vars(ENGINE).values() if str(v).startswith("sglang.srt."))
 )
 def test_what_the_cpu_engine_hooks_is_there(path: str) -> None:
     pkgutil.resolve_name(path)  # raises where it is not
-
-
-def test_an_unlisted_use_is_found() -> None:
-    source = (
-        "from sglang.srt.disaggregation.utils import is_mla_backend\n"
-        "def f(self, receiver):\n"
-        "    self.kv_mgr.update_status()\n"
-        "    receiver.failure_exception()\n"
-        "    super().ensure_abort_notified()\n"
-        "    is_mla_backend(1)\n"
-        "    self.config.clear()\n"
-    )
-    found = set(called(source, "sglang_mixkv.engine.receiver")) - {None}
-    assert {re.split("[.:]", seam)[-1] for seam in found} == {
-        "update_status", "failure_exception", "ensure_abort_notified", "is_mla_backend",
-    }  # fmt: skip
 
 
 class Asked:

@@ -226,22 +226,6 @@ def test_entries_of_another_layout_are_refused(wrong: str) -> None:
 # ---------------------------------------------------------------- where the memory is
 
 
-def test_kv_args_by_hand_name_host_memory() -> None:
-    entries = pool_of([6, 2], 3, 64, "fp8", 1)
-    ptrs = [entry.data_ptr() for entry in entries]
-    lens = [entry.numel() + 5 for entry in entries]  # what is no whole page is not touched
-    items = [16 * 3 * entry.shape[2] for entry in entries]
-    draft = DraftRows.at(ptrs, lens, items, 16, range(3, 6))
-    assert (draft.head_bytes, draft.num_rows) == ((6, 6, 2, 2), 64)
-    assert 2 * draft.bytes_per_head == 32
-    slot, rows = canary_slot(1024), np.array([*range(32, 48), *range(4)])
-    draft.pack(rows, range(4, 6), slot, STAMP)
-    payload = payload_of(entries, rows, range(1, 3))
-    assert slot[HEADER : HEADER + len(payload)].numpy().tobytes() == payload
-    draft.clear(rows)
-    assert not any(entry[rows].any() for entry in bytes_of(entries))
-
-
 def test_staging_is_equal_slots_side_by_side() -> None:
     staging = Staging(3, 128, CPU)
     assert (staging.count, staging.slot_bytes, staging.size, staging.device) == (3, 128, 384, CPU)

@@ -47,16 +47,16 @@ def prefill(tp: int, ranks: Any = None, **more: Any) -> list[Row]:
     return [row(f"p{rank}", tp, rank, **more) for rank in ranks or range(tp)]
 
 
-def plan(own: Row, *rows: Row, targets: tuple[bool, ...] = (), cold: bool = False) -> Plan:
+def plan(own: Row, *rows: Row, cold: bool = False) -> Plan:
     """With these rows' ranks as the contacts, in order."""
-    infos = [info(n, not targets[n] if targets else False) for n, _ in enumerate(rows)]
+    infos = [info(n) for n, _ in enumerate(rows)]
     table = {("10.0.0.1", n): row for n, row in enumerate(rows)}
     why, _ = judge(rows, own, serve_mismatch=cold)
     return make_plan(infos, table, own, why)
 
 
-def info(port: int, is_dummy: bool = False) -> dict[str, Any]:
-    return {"rank_ip": "10.0.0.1", "rank_port": port, "is_dummy": is_dummy}
+def info(port: int) -> dict[str, Any]:
+    return {"rank_ip": "10.0.0.1", "rank_port": port}
 
 
 def heads(made: Plan) -> list[list[int]]:
@@ -88,11 +88,6 @@ def test_each_head_is_read_in_segments_that_fit_both_sides(own, rows, read, read
     assert {(source.readers, source.slots) for source in made.sources} <= {(readers, 16), (1, 0)}
     assert [source.segment_tokens for source in made.sources] == tokens
     assert [source.peer for source in made.sources] == [one.instance for one in rows]
-
-
-def test_who_sends_the_target_is_sglang_s_choice():
-    made = plan(row(), *prefill(2), targets=(True, False))
-    assert made.is_send_target == (True, False)
 
 
 @pytest.mark.parametrize("first", [None, FACTS])

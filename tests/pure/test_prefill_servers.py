@@ -25,9 +25,8 @@ from sglang_mixkv.channel.data_plane import Endpoint
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import links
-from sglang_mixkv.engine import prefill_http, prefill_servers, refused
+from sglang_mixkv.engine import notices, prefill_http, prefill_servers
 from sglang_mixkv.engine.prefill_http import fetch
-from sglang_mixkv.engine.refused import RefusedRequests
 from sglang_mixkv.errors import MixKVError
 
 NO_ROUTE, NOBODY = (404, b""), "127.0.0.1:1"
@@ -52,7 +51,7 @@ def prefill() -> Iterator[Prefill]:
 # ---------------------------------------------------------------- servers that are silent
 
 
-@pytest.fixture(params=["no answer", "drips", "drips headers", "no channel", "no data plane"])
+@pytest.fixture(params=["no answer", "no channel", "no data plane"])
 def hung(
     request: pytest.FixtureRequest, site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[str]]:
@@ -63,10 +62,6 @@ def hung(
     with ExitStack() as stack:
         if request.param == "no answer":
             address = stack.enter_context(silent())
-        elif request.param == "drips":
-            address = stack.enter_context(silent(OK, b" "))
-        elif request.param == "drips headers":
-            address = stack.enter_context(silent(OK[:-2], b"x: y\r\n"))
         elif request.param == "no channel":
             port = stack.enter_context(silent())
             row = row_of(prefill, address=f"tcp://{port}")
@@ -99,36 +94,6 @@ def test_a_server_does_not_wait_for_those_that_are_hung(
     assert not any(map(site.servers.ensure, hung)), "they are hung no longer"
 
 
-def test_the_scheduler_waits_for_all_new_servers_together_as_long_as_for_two(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits, wait = list[float](), prefill_servers.wait
-
-    def noted(work: Any, seconds: float) -> None:
-        waits.append(max(0.0, seconds))
-        wait(work, seconds)
-
-    monkeypatch.setattr(prefill_servers, "wait", noted)
-    began = time.monotonic()
-    with silent() as address:
-        for one in 2 * many(address, HUNG):
-            assert not site.servers.ensure(one)
-    later = prefill_servers.WAIT_SHARE * (time.monotonic() - began)
-    assert prefill_servers.WAITS_S / 2 < sum(waits) <= prefill_servers.WAITS_S + later
-    assert max(waits) <= prefill_servers.WAITS_S / 2
-
-
-def test_a_new_server_is_ready_with_its_first_request(
-    prefill: Prefill, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SGLang asks again after a second only. Here the scheduler is as patient as the machine is
-    busy."""
-    monkeypatch.setattr(prefill_servers, "WAITS_S", 80.0)
-    with Site() as site, publishing(row_of(prefill)) as address:
-        assert site.servers.ensure(address)
-        assert site.request(address, prefill) == "warm"
-
-
 @pytest.mark.parametrize("begin", [b"", OK, OK[:-2]])
 def test_a_question_ends_in_time_whatever_comes(
     begin: bytes, monkeypatch: pytest.MonkeyPatch
@@ -139,26 +104,28 @@ def test_a_question_ends_in_time_whatever_comes(
         asyncio.run(fetch(address))
 
 
-def test_no_more_of_an_answer_is_read_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+PACKED = OK[:-2] + b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd"
+
+
+@pytest.mark.parametrize(
+    ("begin", "drip", "words"),
+    [(OK, bytes(1 << 19), "than 1 MiB"), (PACKED, b"", "cannot be read")],
+)
+def test_an_answer_without_end_or_that_is_packed_is_refused(
+    begin: bytes, drip: bytes, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is packed could be of any size once it is unpacked."""
     monkeypatch.setattr(prefill_http, "MAX_BODY", 1 << 20)
-    with silent(OK, bytes(1 << 19)) as address, pytest.raises(MixKVError, match="than 1 MiB") as no:
+    with silent(begin, drip) as address, pytest.raises(MixKVError, match=words) as refused:
         asyncio.run(fetch(address))
-    assert no.value.code == "MIXKV-PAIR-02"
-
-
-def test_what_is_packed_is_not_unpacked() -> None:
-    """It could be any size then."""
-    packed = OK[:-2] + b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd"
-    with silent(packed) as address, pytest.raises(MixKVError, match="cannot be read"):
-        asyncio.run(fetch(address))
+    assert refused.value.code == "MIXKV-PAIR-02"
 
 
 def test_a_server_that_was_silent_is_ready_once_it_answers(
     site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first question hangs, the next is answered with an error. The scheduler waits once."""
-    waits, wait, asked = list[float](), prefill_servers.wait, list[str]()
-    body, over = answer_of(row_of(prefill)), threading.Event()
+    """Its first question hangs, the next is answered with an error."""
+    asked, body, over = list[str](), answer_of(row_of(prefill)), threading.Event()
 
     def answer(path: str) -> tuple[int, bytes]:
         asked.append(path)
@@ -166,17 +133,12 @@ def test_a_server_that_was_silent_is_ready_once_it_answers(
             over.wait()
         return (200, body) if len(asked) > 2 else (503, b"not yet")
 
-    def noted(work: Any, seconds: float) -> None:
-        waits.append(seconds)
-        wait(work, seconds)
-
     monkeypatch.setattr(prefill_http, "ASK_S", 0.3)
-    monkeypatch.setattr(prefill_servers, "wait", noted)
     with serving(answer) as address:
         assert site.is_ready(address)
         assert site.request(address, prefill) == "warm"
         over.set()
-    assert (len(asked), len(waits)) == (3, 1)
+    assert len(asked) == 3
 
 
 def test_a_refused_server_is_asked_again_but_not_with_each_request(
@@ -198,7 +160,6 @@ def test_a_refused_server_is_asked_again_but_not_with_each_request(
         raise RuntimeError("Page size mismatch")
 
     with serving(answer) as address:
-        monkeypatch.setattr(prefill_servers, "AGAIN_S", 1000)
         for _ in range(3):
             refuse_one()
         assert len(asked) == 1
@@ -208,7 +169,7 @@ def test_a_refused_server_is_asked_again_but_not_with_each_request(
             refuse_one()
         assert len(asked) == 3
     assert len(site.reasons) == 5
-    monkeypatch.setattr(site.servers, "_resolve", differs)
+    monkeypatch.setattr(site.manager, "resolve", differs)
     with publishing(row_of(prefill)) as address:
         assert wait_for(lambda: site.servers.ensure(address))
         assert "Page size mismatch" in str(site.servers.refusal(address))
@@ -217,30 +178,22 @@ def test_a_refused_server_is_asked_again_but_not_with_each_request(
 # ---------------------------------------------------------------- what another server publishes
 
 
-def others_channel(real: Prefill, other: Prefill) -> Any:
-    return row_of(other, address=real.channel.address)
+CLAIMS: dict[str, Callable[[Prefill, Prefill], Any]] = {
+    "channel": lambda real, other: row_of(other, address=real.channel.address),
+    "instance": lambda real, other: row_of(other, instance=real.instance),
+    "memory": lambda real, other: row_of(other, staging=real.row.staging),
+    "row": lambda real, _: row_of(real),
+}
 
 
-def others_instance(real: Prefill, other: Prefill) -> Any:
-    return row_of(other, instance=real.instance)
-
-
-def others_memory(real: Prefill, other: Prefill) -> Any:
-    return row_of(other, staging=real.row.staging)
-
-
-def others_row(real: Prefill, _: Prefill) -> Any:
-    return row_of(real)
-
-
-@pytest.mark.parametrize("claim", [others_channel, others_instance, others_memory, others_row])
+@pytest.mark.parametrize("claim", CLAIMS)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_server_ends_nothing_of_another(
-    site: Site, prefill: Prefill, claim: Callable[..., Any], first: bool
+    site: Site, prefill: Prefill, claim: str, first: bool
 ) -> None:
     """What it publishes is in part, or all, that of another one's rank, whoever comes first."""
     other = Prefill(Times())
-    with publishing(row_of(prefill)) as real, publishing(claim(prefill, other)) as thief:
+    with publishing(row_of(prefill)) as real, publishing(CLAIMS[claim](prefill, other)) as thief:
         for address in (thief, real) if first else (real, thief):
             assert site.is_ready(address)
         for room in range(4):  # more than open a breaker
@@ -477,20 +430,19 @@ def ranks(path: str) -> tuple[int, bytes]:
 
 
 @pytest.fixture
-def notified(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RefusedRequests, Receiver]]:
-    """What notifies prefill soon after it is asked to, and a receiver whose copy it takes."""
-    monkeypatch.setattr(refused, "SENT_AFTER_S", (0.0, 0.05, 0.1))
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Receiver]:
+    """One whose copy notifies prefill, soon after it is asked to."""
+    monkeypatch.setattr(notices, "SENT_AFTER_S", (0.0, 0.05, 0.1))
     monkeypatch.setattr(Receiver, "_socket_cache", {"another": "server's"})
-    yield RefusedRequests(), Receiver()
+    yield Receiver()
     assert Receiver._socket_cache == {"another": "server's"}
 
 
 def test_each_rank_of_a_refused_server_is_notified_more_than_once(
-    site: Site, notified: tuple[RefusedRequests, Receiver]
+    site: Site, receiver: Receiver
 ) -> None:
     """An abort that comes before its request is ignored. The ranks are asked for once, and one
     receiver that raises ends nothing."""
-    _, receiver = notified
     asked, broken = list[str](), Receiver()
     del broken.told  # so it raises
 
@@ -512,12 +464,11 @@ def test_each_rank_of_a_refused_server_is_notified_more_than_once(
 
 @pytest.mark.parametrize("path", ["/older", "/huge", None])
 def test_a_server_of_unknown_ranks_or_that_may_not_know_aborts_is_sent_nothing(
-    path: str | None, notified: tuple[RefusedRequests, Receiver]
+    site: Site, path: str | None, receiver: Receiver
 ) -> None:
-    requests, receiver = notified
     other = Receiver()
     with serving(ranks) as address:
-        requests.add(NOBODY if path is None else f"{address}{path}", receiver)
-        requests.add(address, other)
+        site.servers.notify_refused(f"{address}{path}" if path else NOBODY, receiver)
+        site.servers.notify_refused(address, other)
         assert wait_for(lambda: len(other.told) == 3)
     assert receiver.told == []

@@ -9,6 +9,7 @@ import socket
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -102,10 +103,7 @@ class Rank(Memory):
         from sglang.srt.disaggregation.base.conn import KVArgs
 
         case, pools = self.case, dict(self.sglang_pools)
-        apart = pools.get("draft") if self.draft_args() == "channel" else None
-        if apart is not None and case.draft is not None and case.draft.is_mla:
-            apart = None
-        if self.draft_args() == "hidden" or apart is not None:
+        if self.draft_args() == "hidden" or self.hidden_pool() is not None:
             pools.pop("draft", None)
         args = KVArgs()
         infos = [p.get_contiguous_buf_infos() for p in pools.values()]
@@ -135,23 +133,31 @@ class Rank(Memory):
         if not case.target.is_mla and self.side == "prefill":  # decode's with its staging alone
             args.kv_head_num = self.pools["target"][0].shape[2]
             args.total_kv_head_num = case.target.heads
-        if self._has_draft():
-            self._describe_draft(args)
+        if case.draft is not None and self._has_draft():
+            args.is_draft_mla_backend = case.draft.is_mla
         if self.side == "decode" and case.backend == "nixl" and case.special.draft_args:
             args.kv_data_mem_kinds = ["VRAM"] * len(args.kv_data_ptrs)
-        if apart is not None:
-            infos = apart.get_contiguous_buf_infos()
-            args.draft_kv_data_ptrs, args.draft_kv_data_lens, args.draft_kv_item_lens = infos
         return args
 
-    def _describe_draft(self, args: Any) -> None:
-        draft = self.case.draft
-        assert draft is not None
-        args.is_draft_mla_backend = draft.is_mla
-        if not draft.is_mla:
-            args.draft_kv_head_num = self.pools["draft"][0].shape[2]
-            args.draft_total_kv_head_num = draft.heads
-            args.draft_window = self.case.draft_window or None
+    def hidden_pool(self) -> Any:
+        """The drafter's, where the plugin hides it from SGLang (engine/handover.py)."""
+        pool = self.sglang_pools.get("draft")
+        return pool if self.draft_args() == "channel" and hasattr(pool, "k_buffer") else None
+
+    def _hand_over(self) -> None:
+        """As around_init does while SGLang makes its manager. The drafter's configuration and
+        window are the case's."""
+        from sglang_mixkv.engine import draft_pool, handover
+
+        if (pool := self.hidden_pool()) is None:
+            return
+        draft, window = self.case.draft, self.case.draft_window or None
+        draft_pool.model_config = lambda: SimpleNamespace(  # type: ignore[assignment, return-value]
+            hf_config=SimpleNamespace(architectures=["Ring"]),
+            get_total_num_kv_heads=lambda: draft.heads,
+        )
+        draft_pool.window_of = lambda *_: window
+        handover._thread.handed = handover.Handed(pool, None)
 
     def start_manager(self) -> None:
         from sglang.srt.disaggregation.utils import (
@@ -174,6 +180,7 @@ class Rank(Memory):
         for one in up if self.side == "decode" else up[self.server : self.server + 1]:
             one.wait(LIMIT_S)
         self.case.special.before.get((self.side, self.rank), lambda _: None)(self)
+        self._hand_over()
         self.manager = self.kv_class["manager"](
             self.kv_args(),
             DisaggregationMode(self.side),

@@ -12,6 +12,7 @@ import msgspec
 
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.config import Config
 from sglang_mixkv.decode.events import server_of
 from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
@@ -49,14 +50,16 @@ class Site:
         self.table: dict[str, Any] = {}
         self.reasons: list[Any] = []
         own = row(self.decode.instance, "", StagingFacts(self.decode.plane.name, b"", 0, 1, 2))
-        self.servers = PrefillServers(
-            own, self.decode.channel, self.table, self._resolve, object, serve_mismatch=False,
-            refused=self.reasons.append,
+        self.manager = SimpleNamespace(
+            prefill_info_table=self.table, decode_channel=self.decode.channel,
+            resolve=lambda _: SimpleNamespace(target_tp_ranks=[0]),
+            forget_server=lambda address: self.servers.forget(address),
+            local=SimpleNamespace(
+                config=Config(), reporter=SimpleNamespace(refused=self.reasons.append)
+            ),
         )  # fmt: skip
+        self.servers = PrefillServers(self.manager, own)
         self._rooms = 0
-
-    def _resolve(self, _: str) -> Any:
-        return SimpleNamespace(target_tp_ranks=[0])
 
     def _restarted(self, peer: bytes) -> None:
         self.servers.forget(server_of(peer))
@@ -69,7 +72,7 @@ class Site:
 
     def peer(self, address: str) -> bytes:
         """The one rank of a server that is ready."""
-        infos = [{"rank_ip": HOST, "rank_port": PORT, "is_dummy": False}]
+        infos = [{"rank_ip": HOST, "rank_port": PORT}]
         (source,) = self.servers.plan(address, infos).sources
         return source.peer
 
