@@ -69,17 +69,19 @@ def network() -> Iterator[Network]:
         yield network
 
 
-def flow(rank: Key, seconds: float = 10, network: Network | None = None, **more: Any) -> Traffic:
+def flow(
+    rank: Key, seconds: float = 10, network: Network | None = None, every: float = 0.05, **more: Any
+) -> Traffic:
     """Requests to what the rank belongs to, and to others: long enough for what lasts so long, and
     for the probe after it."""
-    tail = int(20 * (min(seconds, LONGEST_WAIT) + 6))
-    most = int(2 * (AT + 20 * (seconds + 5) + tail))
+    tail = int((min(seconds, LONGEST_WAIT) + 6) / every)
+    most = int(2 * (AT + (seconds + 5) / every + tail))
     sides = {"decodes": 2} if rank[0] == "decode" else {"prefills": 2}
     if network is not None:
         hosts = {("prefill", at): network.hosts[min(at, 2)] for at in range(4)}
         more["hosts"] = {**hosts, ("decode", 0): network.hosts[3]}
     touched = rank if rank[0] == "decode" else TARGET
-    return Traffic(most, tail, touched=touched, **{"every": 0.05, **sides, **more})
+    return Traffic(most, tail, touched=touched, every=every, **{**sides, **more})
 
 
 def for_a_while(seconds: float, begin: Callable[..., None], end: Callable[..., None]) -> Act:
@@ -180,7 +182,7 @@ def test_after_three_requests_nobody_waits_but_probes() -> None:
 def test_a_server_is_restarted(same_ports: bool, backend: str) -> None:
     """Requests fail that it had, by SGLang's own word; later ones are served, and warm."""
     act = killed(*ALL_OF_A, restart=True)
-    result = run(flow(TARGET, same_ports=same_ports, restarts=1), {AT: act})
+    result = run(flow(TARGET, RESTART_S, same_ports=same_ports, restarts=1), {AT: act})
     assert result.found() == []
     untouched(result, TIMES.longest_wait)
     lost = failed(result.ended)
@@ -191,7 +193,7 @@ def test_a_server_is_restarted(same_ports: bool, backend: str) -> None:
 
 
 @over("mooncake")
-@pytest.mark.parametrize("seconds", [10, full(40)])
+@pytest.mark.parametrize("seconds", [6, full(40)])
 def test_all_links_of_a_server_go_down(
     network: Network, seconds: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
