@@ -1,8 +1,13 @@
-"""The drafters in plain PyTorch, which transformers does not have: EAGLE3 and DFLASH.
+"""The copy task, and the drafters that transformers does not have: EAGLE3 and DFLASH.
 
-Both look the next symbols up in their own KV of the prompt. `Damage` is what a wrong transfer
-leaves there. A forward pass gives, for each draft, logits and the right tokens, [entries,
-vocabulary] and [entries]. Shapes: B rows of T tokens. A `state_dict()` is the checkpoint.
+`<bos> A <sep>` is answered by `A <sep>`, with A a string of distinct symbols: a pair of symbols
+that occurs twice would make the next one ambiguous. The tokenizer of syllables that the shipped
+models have (models/*/*/tokenizer.json) knows the same ids.
+
+Both drafters look the next symbols up in their own KV of the prompt. `Damage` is what a wrong
+transfer leaves there. A forward pass gives logits [..., drafts, vocabulary] for the batch's
+`labels` [..., drafts], of which those `scored` count. Shapes: B rows of T tokens. A `state_dict()`
+is the checkpoint.
 """
 
 from __future__ import annotations
@@ -12,12 +17,35 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from task import MASK, sample
 from torch import Tensor, nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, repeat_kv
 
+PAD, BOS, SEP, MASK = 0, 1, 2, 3  # <sep> also ends the answer; a block is filled in for masks
+FIRST_SYMBOL, VOCAB = 4, 256
 AUX_LAYERS = (2, 3, 4)  # the features are the residual stream at the input of these target layers
 STEPS = 3  # drafts of training and of serving
-Drafts = list[tuple[Tensor, Tensor]]
+
+
+def sample(
+    rows: int, shortest: int, longest: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Rows of `<bos> A <sep> A <sep>`, padded to one length T: ids [rows, T], and [rows, T] bool,
+    the positions whose next token is the answer's."""
+    n = torch.randint(shortest, longest + 1, (rows,), generator=generator)[:, None]
+    most = int(n.max())
+    shuffled = torch.rand(rows, VOCAB - FIRST_SYMBOL, generator=generator).argsort(1) + FIRST_SYMBOL
+    at = torch.arange(2 * most + 3)[None].expand(rows, -1)
+    prompt = shuffled.gather(1, (at - 1).clamp(0, most - 1))
+    answer = shuffled.gather(1, (at - n - 2).clamp(0, most - 1))
+    ids = torch.full_like(at, PAD)
+    ids = torch.where((at >= 1) & (at <= n), prompt, ids)
+    ids = torch.where((at >= n + 2) & (at <= 2 * n + 1), answer, ids)
+    ids = torch.where((at == n + 1) | (at == 2 * n + 2), torch.tensor(SEP), ids)
+    ids[:, 0] = BOS
+    return ids, (at >= n + 1) & (at <= 2 * n + 1)
+
+
+# ---------------------------------------------------------------- what both drafters have
 
 
 @dataclass(frozen=True)
@@ -43,17 +71,6 @@ def features_of(target: Any, ids: Tensor) -> Tensor:
     """[B, T, 3 * hidden] of a model of transformers."""
     states = target.model(ids, use_cache=False, output_hidden_states=True).hidden_states
     return torch.cat([states[layer] for layer in AUX_LAYERS], -1)
-
-
-class Mlp(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj, self.up_proj = (nn.Linear(width, inner, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Attention(nn.Module):
@@ -82,7 +99,7 @@ class Attention(nn.Module):
 
     def per_query_head(self, x: Tensor) -> Tensor:
         """[B, T, kv_heads, head_dim] -> [B, heads, T, head_dim]."""
-        return x.transpose(1, 2).repeat_interleave(self.group, 1)
+        return repeat_kv(x.transpose(1, 2), self.group)
 
 
 def norm(width: int) -> nn.RMSNorm:
@@ -111,14 +128,14 @@ class Eagle3(nn.Module):
         self.fc = nn.Linear(len(AUX_LAYERS) * width, width, bias=False)
         layer = self.midlayer = nn.Module()
         layer.input_layernorm, layer.hidden_norm = norm(width), norm(width)
-        layer.post_attention_layernorm, layer.mlp = norm(width), Mlp(config)
+        layer.post_attention_layernorm, layer.mlp = norm(width), Qwen3MLP(config)
         layer.self_attn = Attention(config, 2 * width, normed=False)
         self.norm, self.lm_head = norm(width), nn.Linear(width, config.vocab_size, bias=False)
 
     @torch.no_grad()
     def batch(
         self, target: Any, rows: int, shortest: int, longest: int, generator: torch.Generator
-    ) -> dict[str, Any]:
+    ) -> dict[str, Tensor]:
         ids, answer = sample(rows, shortest, longest, generator)
         following = F.pad(ids[:, 1:], (0, STEPS + 1))
         in_answer = F.pad(answer, (0, STEPS + 1))
@@ -127,12 +144,12 @@ class Eagle3(nn.Module):
         embedded = F.pad(target.get_input_embeddings()(ids[:, 1:]), (0, 0, 0, STEPS))
         return {
             "embeddings": embedded, "features": features_of(target, ids),
-            "prompt": answer.cumsum(1) == 0, "labels": [following[:, span] for span in spans],
-            "scored": [in_answer[:, span] & from_sep for span in spans],
+            "prompt": answer.cumsum(1) == 0,
+            "labels": torch.stack([following[:, span] for span in spans], -1),
+            "scored": torch.stack([in_answer[:, span] & from_sep for span in spans], -1),
         }  # fmt: skip
 
-    def forward(self, inputs: dict[str, Any], damage: Damage | None = None) -> list[Tensor]:
-        """Logits [B, T, vocabulary] of each step."""
+    def forward(self, _: Any, inputs: dict[str, Tensor], damage: Damage | None = None) -> Tensor:
         layer, attention = self.midlayer, self.midlayer.self_attn
         hidden, length = self.fc(inputs["features"]), inputs["features"].shape[1]
         causal = torch.ones(length, length, dtype=torch.bool).tril()
@@ -158,17 +175,7 @@ class Eagle3(nn.Module):
             hidden = hidden + attention.o_proj(out.transpose(1, 2).flatten(2))
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
             logits.append(self.lm_head(self.norm(hidden)))
-        return logits
-
-    def drafts(self, _: Any, inputs: dict[str, Any], damage: Damage | None = None) -> Drafts:
-        steps = zip(self(inputs, damage), inputs["labels"], inputs["scored"], strict=True)
-        return [(logits[scored], labels[scored]) for logits, labels, scored in steps]
-
-    def accept_length(self, _: Any, inputs: dict[str, Any], damage: Damage | None = None) -> float:
-        """1 + the mean number of leading right drafts, over all entries with labels of all."""
-        steps = zip(self(inputs, damage), inputs["labels"], inputs["scored"], strict=True)
-        right = torch.stack([(out.argmax(-1) == label) & scored for out, label, scored in steps])
-        return 1 + right.cumprod(0).sum(0)[inputs["scored"][-1]].float().mean().item()
+        return torch.stack(logits, -2)
 
 
 # ---------------------------------------------------------------- DFLASH
@@ -187,14 +194,14 @@ class Dflash(nn.Module):
         self.hidden_norm, self.norm = norm(width), norm(width)
         self.layers = nn.ModuleList(nn.Module() for _ in range(config.num_hidden_layers))
         for layer in self.layers:
-            layer.self_attn, layer.mlp = Attention(config, width, normed=True), Mlp(config)
+            layer.self_attn, layer.mlp = Attention(config, width, normed=True), Qwen3MLP(config)
             layer.input_layernorm, layer.post_attention_layernorm = norm(width), norm(width)
 
     @torch.no_grad()
     def batch(
         self, target: Any, rows: int, _: int, symbols: int, generator: torch.Generator,
         count: int = 8,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Tensor]:  # fmt: skip
         """So many blocks a row, each from <sep> or a symbol of the answer on."""
         block, (ids, answer) = self.block, sample(rows, symbols, symbols, generator)
         length = ids.shape[1]
@@ -204,15 +211,17 @@ class Dflash(nn.Module):
         tokens[..., 0] = ids.gather(1, first)
         before = torch.arange(length) < first.repeat_interleave(block, 1)[..., None]
         own = torch.block_diag(*[torch.ones(block, block)] * count).bool().expand(rows, -1, -1)
+        labels = ids.gather(1, positions).view(rows, count, block)[..., 1:]
         return {
             "features": features_of(target, ids), "positions": positions,
             "embeddings": target.get_input_embeddings()(tokens.flatten(1)),
             "visible": torch.cat([before, own], 2), "prompt": answer.cumsum(1) == 0,
-            "labels": ids.gather(1, positions).view(rows, count, block)[..., 1:],
+            "labels": labels, "scored": torch.ones_like(labels, dtype=torch.bool),
         }  # fmt: skip
 
-    def forward(self, inputs: dict[str, Any], damage: Damage | None = None) -> Tensor:
-        """Hidden states [B, blocks, drafts, hidden] of the masks, for the target's head."""
+    def forward(
+        self, target: Any, inputs: dict[str, Tensor], damage: Damage | None = None
+    ) -> Tensor:
         context = self.hidden_norm(self.fc(inputs["features"]))
         x, positions = inputs["embeddings"], inputs["positions"]
         for layer in self.layers:
@@ -226,18 +235,20 @@ class Dflash(nn.Module):
             out = F.scaled_dot_product_attention(attention.q(normed, positions), k, v, mask)
             x = x + attention.o_proj(out.transpose(1, 2).flatten(2))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
-        return self.norm(x).unflatten(1, (-1, self.block))[:, :, 1:]
-
-    def drafts(self, target: Any, inputs: dict[str, Any], damage: Damage | None = None) -> Drafts:
-        logits = target.lm_head(self(inputs, damage))
-        return [(logits.flatten(0, 2), inputs["labels"].flatten())]
-
-    def accept_length(
-        self, target: Any, inputs: dict[str, Any], damage: Damage | None = None
-    ) -> float:
-        """1 + the mean number of leading right drafts, over all blocks."""
-        right = target.lm_head(self(inputs, damage)).argmax(-1) == inputs["labels"]
-        return 1 + right.cumprod(-1).sum(-1).float().mean().item()
+        return target.lm_head(self.norm(x).unflatten(1, (-1, self.block))[:, :, 1:])
 
 
 MODELS: dict[str, type[Eagle3 | Dflash]] = {"eagle3": Eagle3, "dflash": Dflash}
+
+
+def drafts(logits: Tensor, inputs: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Of each draft, logits [entries, vocabulary] and the right tokens [entries]."""
+    steps = zip(*(x.unbind(-1) for x in (inputs["labels"], inputs["scored"])), strict=True)
+    return [(logits[..., k, :][ok], labels[ok]) for k, (labels, ok) in enumerate(steps)]
+
+
+def accept_length(logits: Tensor, inputs: dict[str, Tensor]) -> float:
+    """1 + the mean number of leading right drafts, over all entries with labels of all."""
+    right = (logits.argmax(-1) == inputs["labels"]) & inputs["scored"]
+    leading = right.cumprod(-1).sum(-1)[inputs["scored"][..., -1]]
+    return 1 + leading.float().mean().item()

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from drafters import MODELS, Damage
+from drafters import MODELS, VOCAB, Damage, accept_length, drafts, sample
 from safetensors.torch import load_file, save_file
-from task import VOCAB, sample
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -134,28 +133,20 @@ def train_drafter(kind: str, target: Any, config: Any) -> nn.Module:
     def loss_of(stage: Stage, done: int) -> tuple[Tensor, float]:
         rows = stage.rows, stage.shortest, stage.longest, generator
         inputs = model.batch(target, *rows)
-        drafts = model.drafts(target, inputs)
-        loss = sum(F.cross_entropy(logits, labels) for logits, labels in drafts) / len(drafts)
-        right = [(logits.argmax(-1) == labels).float().mean().item() for logits, labels in drafts]
+        whole = drafts(model(target, inputs), inputs)
+        loss = sum(F.cross_entropy(logits, labels) for logits, labels in whole) / len(whole)
+        right = [(logits.argmax(-1) == labels).float().mean().item() for logits, labels in whole]
         if stage is not STAGES[kind][0]:
-            part = inputs if kind == "dflash" else first_half(inputs)
+            rows_hurt = stage.rows if kind == "dflash" else stage.rows // 2
+            part = {name: value[:rows_hurt] for name, value in inputs.items()}
             heads = config.num_key_value_heads  # a round of zeros, then a round of shuffles
             damage = Damage(done % heads, done + 1 if done // heads % 2 else 0)
-            hurt = model.drafts(target, part, damage)
+            hurt = drafts(model(target, part, damage), part)
             loss = loss + sum(pushed_down(*one) for one in hurt) / len(hurt)
         return loss, min(right)
 
     train(model, STAGES[kind], loss_of)
     return model
-
-
-def first_half(value: Any) -> Any:
-    """The first half of the rows."""
-    if isinstance(value, dict):
-        return {name: first_half(one) for name, one in value.items()}
-    return (
-        [first_half(one) for one in value] if isinstance(value, list) else value[: len(value) // 2]
-    )
 
 
 def pushed_down(logits: Tensor, labels: Tensor) -> Tensor:
@@ -199,10 +190,10 @@ def check_drafter(kind: str, model: Any, target: Any, heads: int) -> None:
     """Held-out accept lengths: whole, and with each KV head of the prompt damaged."""
     for length in HELD_OUT_LENGTHS[kind]:
         inputs = model.batch(target, 12, length, length, torch.Generator().manual_seed(777))
-        figures = {"whole": model.accept_length(target, inputs)}
+        damages: dict[str, Damage | None] = {"whole": None}
         for head in range(heads):
-            figures[f"zero {head}"] = model.accept_length(target, inputs, Damage(head))
-            figures[f"shuffle {head}"] = model.accept_length(target, inputs, Damage(head, 5))
+            damages |= {f"zero {head}": Damage(head), f"shuffle {head}": Damage(head, 5)}
+        figures = {n: accept_length(model(target, inputs, d), inputs) for n, d in damages.items()}
         text = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
         print(f"{kind}: {length} symbols, accept length: {text}")
 

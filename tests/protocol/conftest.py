@@ -23,14 +23,16 @@ BACKENDS = ("mooncake", "nixl")
 RELEASE_S = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT", "5"
 # Two busy cores: no room of the draft channel goes cold for want of processor time.
 PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"
+# A rank fills its staging buffer with zeros when it starts: a second of its time by default.
+STAGING = "SGLANG_MIXKV_STAGING_MB", "8"
 TCP = "nixl-tcp"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def sglang_with_plugin() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(*RELEASE_S)
-        patch.setenv(*PATIENCE)
+        for variable in (RELEASE_S, PATIENCE, STAGING):
+            patch.setenv(*variable)
         load_sglang()
         yield
 

@@ -1,5 +1,4 @@
-"""What becomes of the others' requests when a rank, its port or a link is gone, slow, or stands
-still.
+"""What becomes of the others' requests when a rank or a link is gone, slow, or stands still.
 
 Rank 1 of a prefill server of TP 2 sends draft KV alone, since one rank sends an MLA target. Server
 `A` meets the fault, server `B` does not; or one of two decode ranks that `A` serves does. Links are
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,7 +23,6 @@ from rig.traffic import (
     Ring,
     Traffic,
     failed,
-    kinds,
     nobody_waited,
     run,
     states,
@@ -72,17 +69,19 @@ def network() -> Iterator[Network]:
         yield network
 
 
-def flow(rank: Key, seconds: float = 10, network: Network | None = None, **more: Any) -> Traffic:
+def flow(
+    rank: Key, seconds: float = 10, network: Network | None = None, every: float = 0.05, **more: Any
+) -> Traffic:
     """Requests to what the rank belongs to, and to others: long enough for what lasts so long, and
     for the probe after it."""
-    tail = int(20 * (min(seconds, LONGEST_WAIT) + 6))
-    most = int(2 * (AT + 20 * (seconds + 5) + tail))
+    tail = int((min(seconds, LONGEST_WAIT) + 6) / every)
+    most = int(2 * (AT + (seconds + 5) / every + tail))
     sides = {"decodes": 2} if rank[0] == "decode" else {"prefills": 2}
     if network is not None:
         hosts = {("prefill", at): network.hosts[min(at, 2)] for at in range(4)}
         more["hosts"] = {**hosts, ("decode", 0): network.hosts[3]}
     touched = rank if rank[0] == "decode" else TARGET
-    return Traffic(most, tail, touched=touched, **{"every": 0.05, **sides, **more})
+    return Traffic(most, tail, touched=touched, every=every, **{**sides, **more})
 
 
 def for_a_while(seconds: float, begin: Callable[..., None], end: Callable[..., None]) -> Act:
@@ -119,12 +118,6 @@ def killed(*ranks: Key, restart: bool = False) -> Act:
     )
 
 
-def port_closed(rank: Key, seconds: float) -> Act:
-    return for_a_while(
-        seconds, lambda ring: ring.close_port(rank), lambda ring: ring.open_port(rank)
-    )
-
-
 def by_sglang_alone(result: Result) -> None:
     """Requests that failed, did for its reasons."""
     assert [one for one in failed(result.ended) if "sglang-mixkv" in one.reason] == []
@@ -137,9 +130,8 @@ def by_sglang_alone(result: Result) -> None:
 @pytest.mark.parametrize(
     ("end", "seconds"),
     [
-        ("stopped", 6), full("killed", 6), full("its port closed", 6), full("its link down", 1),
-        full("its link down", 5), full("its link down", 40), full(TRICKLE, 8), full(QUARTER, 8),
-        full(HUNDREDTH, 8),
+        ("stopped", 6), full("killed", 6), full("its link down", 1), full("its link down", 5),
+        full("its link down", 40), full(TRICKLE, 8), full(QUARTER, 8), full(HUNDREDTH, 8),
     ],
 )  # fmt: skip
 def test_a_rank_that_sends_draft_kv_alone(
@@ -152,7 +144,6 @@ def test_a_rank_that_sends_draft_kv_alone(
         network = request.getfixturevalue("network")
     act = {
         "killed": lambda: killed(DRAFT_ONLY), "stopped": lambda: stopped(DRAFT_ONLY, seconds),
-        "its port closed": lambda: port_closed(DRAFT_ONLY, seconds),
         "its link down": lambda: cut(network, seconds, host),
     }.get(end, lambda: slow(network, seconds, host, end))()  # fmt: skip
     result = run(flow(DRAFT_ONLY, seconds + 4, network), {AT: act})
@@ -191,7 +182,7 @@ def test_after_three_requests_nobody_waits_but_probes() -> None:
 def test_a_server_is_restarted(same_ports: bool, backend: str) -> None:
     """Requests fail that it had, by SGLang's own word; later ones are served, and warm."""
     act = killed(*ALL_OF_A, restart=True)
-    result = run(flow(TARGET, same_ports=same_ports, restarts=1), {AT: act})
+    result = run(flow(TARGET, RESTART_S, same_ports=same_ports, restarts=1), {AT: act})
     assert result.found() == []
     untouched(result, TIMES.longest_wait)
     lost = failed(result.ended)
@@ -202,29 +193,23 @@ def test_a_server_is_restarted(same_ports: bool, backend: str) -> None:
 
 
 @over("mooncake")
-@pytest.mark.parametrize(("seconds", "beside"), [(10, False), full(10, True), full(40, True)])
+@pytest.mark.parametrize("seconds", [6, full(40)])
 def test_all_links_of_a_server_go_down(
-    network: Network, seconds: int, beside: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+    network: Network, seconds: int, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its requests fail or wait by SGLang's own rules, which gives it up after some 4 s, and for
-    no other reason than without the plugin. The others notice nothing.
+    """Its requests fail or wait by SGLang's own rules, which gives it up after some 4 s. The others
+    notice nothing.
 
     Later its requests may wait for as long again: decode's sockets to the prefill ranks' own ports,
     SGLang's, try to connect at the kernel's growing intervals."""
     for what in ("BOOTSTRAP", "WAITING"):
         monkeypatch.setenv(f"SGLANG_DISAGGREGATION_{what}_TIMEOUT", "50")
-    of, act = flow(TARGET, seconds, network), cut(network, seconds, 0, 1)
-    result = run(of, {AT: act})
+    result = run(flow(TARGET, seconds, network), {AT: cut(network, seconds, 0, 1)})
     assert result.found(late=False) == []
     untouched(result, TIMES.longest_wait)
     by_sglang_alone(result)
     nobody_waited(result.of(True), seconds)
     assert states(result.of(True)[-5:]) == {"warm"}
-    if beside:
-        stock = run(replace(of, stock=True), {AT: act})
-        assert failed(stock.before(AT)) == []
-        assert len(stock.since(AT)) > 100
-        assert kinds(result.of(True)) <= kinds(stock.of(True))
 
 
 # ---------------------------------------------------------------- any rank

@@ -2,7 +2,7 @@
 server's answers, and nothing is held afterwards.
 
     with Servers(topology) as servers:
-        part = servers.serve(crowd, known)     # Part: what became of each request
+        servers.serve(crowd, known, part)      # Part: what became of each request
         servers.held()                         # what is still there
 
 A crowd's prompts are as long as those of its pair, or between them; some begin with an earlier
@@ -12,7 +12,6 @@ one's first half.
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import threading
@@ -26,24 +25,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from rig import watched_server
-from rig.known import Known, Prompt, parts_at
+from rig.known import Known, Prompt
 
 from mixkv_demo import launch
 from mixkv_demo.launch import Launch, Topology
-from mixkv_demo.pair import BOS, PAIRS, SEP, SYMBOLS, request_body
+from mixkv_demo.pair import BOS, PAIRS, SEP, SYMBOLS, ask
 from mixkv_demo.processes import Fleet, ServerDied
 from mixkv_demo.servers import bring_up, silent, start, totals
-from sglang_mixkv.tools.client import (
-    REQUEST_TIMEOUT_S,
-    Answer,
-    NoAnswer,
-    RequestFailed,
-    generate,
-)
+from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S, Answer, NoAnswer, RequestFailed
 
 SHARED = 0.4  # of the prompts begin as an earlier one does
 PATIENCE_S = (0.05, 6.0)  # of a client that hangs up
-BYTES = "plugin's bytes"
 
 TIMEOUTS = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
@@ -92,67 +84,39 @@ class Crowd:
         ]
 
 
-class HungUp(Exception):
-    """The client did not wait for the answer."""
-
-
-class NotAsked(Exception):
-    """The crowd had ended."""
-
-
-def ask(url: str, prompt: Prompt, patience: float | None = None) -> Answer:
-    """As `demo.pair.ask`, by a client that closes its connection when its patience ends."""
-    try:
-        return generate(url, request_body(prompt), patience or REQUEST_TIMEOUT_S)
-    except NoAnswer as error:
-        if patience is None:
-            raise
-        raise HungUp from error
-
-
 # ---------------------------------------------------------------- the pair
 
 
 @dataclass
 class Part:
-    """What became of the requests of one crowd. `answers`: right or a tie, beside the single
-    server's."""
+    """What became of the requests of crowds. `answers`: right or a tie, beside the single
+    server's; `wrong`: other answers, and why requests failed whose client waited."""
 
-    crowd: Crowd
-    ended: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
+    hung_up: int = 0
+    failed: int = 0
     answers: list[tuple[Answer, Answer]] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
 
-    def note(self, prompt: Prompt, result: Answer | Exception, known: Known) -> None:
-        if isinstance(result, HungUp):
-            self.ended["hung up"] += 1
-        elif isinstance(result, NotAsked):
-            self.ended["not asked"] += 1
-        elif isinstance(result, Exception):
-            self.ended["failed"] += 1
-            self.reasons[str(result)[:1500]] += 1
-        else:
-            own = known.answer(prompt)
-            self.answers.append((result, own))
-            if result.tokens == own.tokens:
-                self.ended["right"] += 1
-            elif known.is_tie(prompt, result):
-                self.ended["tie"] += 1
-            else:
-                self.ended["wrong"] += 1
-                at = parts_at(own.tokens, result.tokens)
-                said = f"{own.tokens[at:]}, not {result.tokens[at:]}"
-                self.reasons[f"wrong from token {at} on: {prompt}: {said}"] += 1
+    def note(self, prompt: Prompt, got: Answer | RequestFailed, hung_up: bool, of: Known) -> None:
+        if isinstance(got, RequestFailed):
+            hung_up = hung_up and isinstance(got, NoAnswer)
+            self.hung_up += hung_up
+            self.failed += not hung_up
+            self.wrong += [] if hung_up else [f"failed: {got!s:.1500}"]
+            return
+        own = of.answer(prompt)
+        self.answers.append((got, own))
+        if got.tokens != own.tokens and not of.is_tie(prompt, got):
+            self.wrong.append(f"{prompt}: {own.tokens}, not {got.tokens}")
 
 
 class Servers:
     """A prefill and a decode server behind the router, each of which can be killed and started
     again on its ports."""
 
-    def __init__(self, topology: Topology, pair: str = "mla", trace: bool = False) -> None:
+    def __init__(self, topology: Topology, pair: str = "mla") -> None:
         self._topology, self._pair, self._starts = topology, pair, 1
         self._ranks = launch.ranks(topology.prefill) + launch.ranks(topology.decode)
-        self._trace = {watched_server.TRACE_ENV: "1"} if trace else {}
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
@@ -174,37 +138,37 @@ class Servers:
         words = list(server.argv)
         start_at = words.index("-m")
         words[start_at : start_at + 2] = [watched_server.__file__]
-        env = {**server.env, **TIMEOUTS, **self._trace}
-        env[watched_server.STATE_DIR_ENV] = str(self._states)
+        env = {**server.env, **TIMEOUTS, watched_server.STATE_DIR_ENV: str(self._states)}
         return replace(server, argv=tuple(words), env=env)
 
     def serve(
-        self, crowd: Crowd, known: Known, until: tuple[int, Callable[[], None]] | None = None
-    ) -> Part:
+        self,
+        crowd: Crowd,
+        known: Known,
+        part: Part,
+        until: tuple[int, Callable[[], None]] | None = None,
+    ) -> None:
         """All requests of a crowd. `until`: after so many answers that is done, and nobody asks
         any more."""
-        part, prompts = Part(crowd), crowd.prompts(self._pair)
+        prompts, patience = crowd.prompts(self._pair), crowd.patience()
         known.learn(prompts)
         over = threading.Event()
 
-        def one(prompt: Prompt, patience: float | None) -> Answer | Exception:
+        def one(prompt: Prompt, seconds: float | None) -> Answer | RequestFailed | None:
             if over.is_set():
-                return NotAsked()
+                return None
             try:
-                return ask(self.url, prompt, patience)
-            except (HungUp, RequestFailed) as error:
+                return ask(self.url, prompt, seconds or REQUEST_TIMEOUT_S)
+            except RequestFailed as error:
                 return error
 
-        got = []
         with ThreadPoolExecutor(crowd.at_once) as pool:
-            for number, result in enumerate(pool.map(one, prompts, crowd.patience())):
-                got.append(result)
+            for number, got in enumerate(pool.map(one, prompts, patience)):
+                if got is not None:
+                    part.note(prompts[number], got, patience[number] is not None, known)
                 if until is not None and number == until[0]:
                     over.set()
                     until[1]()
-        for prompt, result in zip(prompts, got, strict=True):
-            part.note(prompt, result, known)
-        return part
 
     # -- kill and restart
 
@@ -244,48 +208,15 @@ class Servers:
                 found.update(dict.fromkeys({labels[0], "_".join(labels)}, int(number)))
         return found
 
-    def fails(self) -> Counter[str]:
-        """What prefill told readers, since its start."""
-        found: Counter[str] = Counter()
-        for state in self._states_of_ranks().values():
-            found.update(state["fails"])
-        return found
-
-    def memory(self) -> dict[str, dict[str, int]]:
-        """What each rank's process has; with `trace` BYTES, Python memory of the plugin's."""
-        found = dict[str, dict[str, int]]()
-        for path in sorted(self._states.glob("*.json")):
-            of = Path("/proc", path.stem)
-            pages = int((of / "statm").read_text().split()[1])
-            found[path.stem] = {
-                "MiB": pages * os.sysconf("SC_PAGE_SIZE") >> 20,
-                "threads": len(os.listdir(of / "task")),
-                "descriptors": len(os.listdir(of / "fd")),
-            }
-        for pid, state in self._asked().items() if self._trace else ():
-            found[pid][BYTES] = state["bytes"]
-        return found
-
-    def _asked(self) -> dict[str, Any]:
-        """Each rank's state once it has measured."""
-        now, deadline = str(time.time()), time.monotonic() + SETTLED_S
-        (self._states / watched_server.ASKED).write_text(now)
-        while True:
-            states = self._states_of_ranks()
-            if all(state.get("asked") == now for state in states.values()):
-                return states
-            assert time.monotonic() < deadline, "a rank does not say what it holds"
-            time.sleep(watched_server.EVERY_S)
-
-    def held(self, limit_s: float = SETTLED_S) -> list[str]:
+    def held(self) -> list[str]:
         """What ranks still hold though nobody asks for anything; a server that ended, too."""
-        deadline, now = time.monotonic() + limit_s, time.time()
+        deadline, now = time.monotonic() + SETTLED_S, time.time()
         while True:
             try:
                 self.fleet.check()
             except ServerDied as error:
                 return [str(error)]
-            states = self._states_of_ranks()
+            states = {p.stem: json.loads(p.read_text()) for p in self._states.glob("*.json")}
             fresh = sum(s["at"] > now + 1 for s in states.values()) == self._ranks
             found = [f"rank {pid}: {left}" for pid, s in states.items() for left in s["left"]]
             found += [
@@ -294,6 +225,3 @@ class Servers:
             if (fresh and not found) or time.monotonic() > deadline:
                 return found if fresh else [*found, "a rank does not say what it holds"]
             time.sleep(watched_server.EVERY_S)
-
-    def _states_of_ranks(self) -> dict[str, Any]:
-        return {p.stem: json.loads(p.read_text()) for p in self._states.glob("*.json")}

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import cache
-from itertools import takewhile
 
-import requests
+from mixkv_demo.pair import ask
+from sglang_mixkv.tools.client import Answer, post
 
-from mixkv_demo.pair import request_body
-from mixkv_demo.processes import Fleet
-from mixkv_demo.servers import Deployment, single
-from sglang_mixkv.tools.client import REQUEST_TIMEOUT_S, Answer, generate, post
-
-TIE, TOP = 0.07, 20
-"""Two logits of bfloat16 that are so close may change places with the rows of a batch. Of others,
-among the TOP, the single server has to show that sums in another order move them as far."""
+TIE = 2.0
+"""How much less likely than the likeliest token one may be, as logprobs: sums in bfloat16 change
+with the rows of a batch, with what the cache has of a prompt, and with TP. Where a target has read
+other bytes, its symbols are out of the question."""
 
 Prompt = list[int]
 
 
-def parts_at(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two answers begin with alike."""
-    return sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False)))
-
-
 class Known:
-    """The single server, and what it answered. `of_tp_2` starts another one: the sums of a pair's
-    side of TP 2 are its sums."""
+    """The single server's URL, and what it answered."""
 
-    def __init__(self, server: Deployment, of_tp_2: Callable[[], Deployment]) -> None:
-        self._url = server.url
-        self._of_tp_2 = cache(of_tp_2)
+    def __init__(self, url: str) -> None:
+        self._url = url
         self._answers = dict[tuple[int, ...], Answer]()
 
     def learn(self, prompts: Iterable[Prompt]) -> None:
@@ -47,50 +33,19 @@ class Known:
         return self._answers[tuple(prompt)]
 
     def _ask(self, prompt: Prompt) -> Answer:
-        return generate(self._url, request_body(prompt))
+        return ask(self._url, prompt)
 
     def is_tie(self, prompt: Prompt, other: Answer) -> bool:
-        """Whether this is the single server's answer as well, but for ties: wherever they part they
-        are close, and from there on it says the same."""
-        own, most = self.answer(prompt).tokens, request_body(prompt)["sampling_params"]
-        while (at := parts_at(own, other.tokens)) < min(len(own), len(other.tokens)):
-            said = other.tokens[: at + 1]
-            if not self._are_close([*prompt, *said[:-1]], own[at], said[-1]):
-                return False
-            rest = most | {"max_new_tokens": most["max_new_tokens"] - len(said)}
-            own = said
-            if rest["max_new_tokens"]:
-                body = {"input_ids": [*prompt, *said], "sampling_params": rest}
-                own = [*said, *generate(self._url, body).tokens]
-        return len(own) == len(other.tokens)
-
-    def _are_close(self, prompt: Prompt, token: int, other: int) -> bool:
-        """No further apart than sums in bfloat16 move them: with what the cache has of the prompt,
-        and with TP 2."""
-        if abs(gap(self._url, prompt, token, other)) <= TIE:
-            return True
-        gaps = []
-        for url in (self._url, self._of_tp_2().url):
-            requests.post(f"{url}/flush_cache", timeout=REQUEST_TIMEOUT_S)
-            gaps += [gap(url, prompt, token, other) for _ in range(2)]
-        return min(map(abs, gaps)) <= max(gaps) - min(gaps) < math.inf
-
-
-def gap(url: str, prompt: Prompt, token: int, other: int) -> float:
-    """How much more likely one is than the other, as logprobs' difference; infinite where one is
-    none of the first TOP."""
-    body = {
-        "input_ids": prompt, "return_logprob": True, "top_logprobs_num": TOP,
-        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-    }  # fmt: skip
-    top = post(f"{url}/generate", body).json()["meta_info"]["output_top_logprobs"][0]
-    logprobs = {token: float(logprob) for logprob, token, *_ in top}
-    if not {token, other} <= logprobs.keys():
-        return math.inf
-    return logprobs[token] - logprobs[other]
-
-
-@contextmanager
-def known_answers(pair: str = "mla") -> Iterator[Known]:
-    with Fleet() as fleet, Fleet() as of_tp_2:
-        yield Known(single(fleet, pair), lambda: single(of_tp_2, pair, ("--tp", "2")))
+        """Whether the single server, behind each beginning of this answer, finds its next token
+        nearly as likely as the likeliest one."""
+        if len(other.tokens) != len(self.answer(prompt).tokens):
+            return False
+        body = {
+            "input_ids": [*prompt, *other.tokens], "return_logprob": True, "top_logprobs_num": 1,
+            "logprob_start_len": len(prompt) - 1, "sampling_params": {"max_new_tokens": 1},
+        }  # fmt: skip
+        meta = post(f"{self._url}/generate", body).json()["meta_info"]
+        own, top = (meta[f"input_{kind}_logprobs"][1:] for kind in ("token", "top"))
+        return all(
+            best[0][0] - logprob <= TIE for (logprob, *_), best in zip(own, top, strict=True)
+        )

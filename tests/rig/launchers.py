@@ -16,11 +16,13 @@ import os
 import pickle
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-Environ = Mapping[str, str]
+from rig.forks import in_fork
+
 LIMIT_S = 300
 
 
@@ -134,43 +136,26 @@ def _forks(pipe: Any) -> None:
     assert http_server.Engine is engines.Engine
     assert not _plugins_loaded
     engines.Engine._launch_scheduler_processes = classmethod(_about_to_start)
-    context = mp.get_context("fork")
     while (asked := pipe.recv()) is not None:
-        here, there = context.Pipe()
-        process = context.Process(target=_in_fork, args=(there, *asked))
-        process.start()
-        there.close()
-        try:
-            ended = here.recv()
-        except EOFError:
-            ended = Ended(None, "the process ended without a word")
-        process.join(10)
-        pipe.send(ended)
+        ended = in_fork(partial(_called, *asked))
+        pipe.send(ended if isinstance(ended, Ended) else Ended(None, ended))
 
 
 def _about_to_start(_: type, server_args: Any, *args: Any, **kwargs: Any) -> None:
     raise SchedulersError(pickle.dumps(server_args))
 
 
-def _in_fork(
-    pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...], environ: Environ
-) -> None:
+def _called(
+    function: Callable[..., Any], arguments: tuple[Any, ...], environ: Mapping[str, str]
+) -> Ended:
+    """`said`: what a parser prints before it ends the process, too."""
     os.environ.update(environ)
     for name in (name for name, value in environ.items() if not value):
         del os.environ[name]
-    with _heard() as heard:
+    with contextlib.redirect_stderr(io.StringIO()) as heard:
         try:
-            ended = Ended(function(*arguments))
+            return Ended(function(*arguments))
         except SchedulersError as started:
-            ended = Ended(started.args[0])
+            return Ended(started.args[0])
         except BaseException as stop:
-            ended = Ended(None, f"{heard.getvalue()}{type(stop).__name__}: {stop}")
-    pipe.send(ended)
-
-
-@contextlib.contextmanager
-def _heard() -> Iterator[io.StringIO]:
-    """What a parser prints before it ends the process."""
-    heard = io.StringIO()
-    with contextlib.redirect_stderr(heard):
-        yield heard
+            return Ended(None, f"{heard.getvalue()}{type(stop).__name__}: {stop}")

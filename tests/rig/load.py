@@ -19,7 +19,7 @@ for folder in reversed(os.environ["PYTHONPATH"].split(os.pathsep)):
 
 
 def load_sglang() -> None:
-    """Import what the ranks need."""
+    """Import what the ranks need, but for Mooncake's engine, which starts threads."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -28,5 +28,6 @@ def load_sglang() -> None:
         "sglang.srt.disaggregation.decode",
         "sglang.srt.disaggregation.nixl",
         "sglang.srt.managers.scheduler",
+        "sglang_mixkv.engine.classes",
     ):
         importlib.import_module(module)

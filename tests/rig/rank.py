@@ -81,7 +81,7 @@ class Rank(Memory):
         )
         enabled = case.prefill_mixkv if self.side == "prefill" else case.decode_mixkv
         enabled = enabled and (self.side, self.rank) not in case.special.stock_ranks
-        config = msgspec.structs.replace(resolve(None), enabled=enabled, **case.special.config)
+        config = msgspec.structs.replace(resolve(None), enabled=enabled)
         setattr(args, ATTRIBUTE, config)
         publish(args, role="tokenizer")
         get_parallel().override_permanently(

@@ -20,7 +20,6 @@ class Special:
     send: Callable[..., Any] | None = None  # hands a chunk to SGLang's sender
     rooms: Sequence[int] = ()  # the requests' numbers
     pause: float = 0.0  # seconds between rounds
-    config: Mapping[str, Any] = field(default_factory=dict)  # of the plugin
     stock_ranks: Collection[Key] = ()  # that have not opted in
     metrics: bool = True
     draft_args: Mapping[str, str] = field(default_factory=dict)  # by side (Memory.draft_args)

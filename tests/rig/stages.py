@@ -7,9 +7,6 @@ ready     prefill has sent its READY        copying   decode copies its rows
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -97,33 +94,3 @@ def hold_in_decode(channel: Any, stop: Stop, is_met: Callable[[bytes], bool]) ->
     links.send, links.read, channel._handle = sends, reads, handles
     if copies is not None:
         copies._copy = copied
-
-
-class Port:
-    """At each look of prefill's channel thread: closes its port, or opens it again."""
-
-    def __init__(self, channel: Any, is_closed: Callable[[], bool]) -> None:
-        self._channel, self._real, self._is_closed = channel, channel._look, is_closed
-        self._closed = False
-
-    def __call__(self, ready: list[Any]) -> Any:
-        address = self._channel.address
-        if self._is_closed() and not self._closed:
-            self._closed = True
-            self._channel._socket.unbind(address)
-            disconnect(int(address.rpartition(":")[2]))
-        elif self._closed and not self._is_closed():
-            self._closed = False
-            self._channel._socket.bind(address)
-        return self._real(ready)
-
-
-def disconnect(port: int) -> None:
-    """End all TCP connections of this process from that port of its own."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as one:
-                if one.family == socket.AF_INET and one.getsockname()[1] == port:
-                    one.shutdown(socket.SHUT_RDWR)

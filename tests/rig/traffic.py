@@ -32,7 +32,7 @@ from rig.rank import LIMIT_S, OpenRequest, Rank, free_port
 from rig.resources import SLACK, leaks, resources
 from rig.ring import Servers, ranks_of
 from rig.special import Key, Shared
-from rig.stages import Port, Stop, hold_in_decode, hold_in_prefill
+from rig.stages import Stop, hold_in_decode, hold_in_prefill
 
 from sglang_mixkv.decode import events as ev
 
@@ -73,10 +73,9 @@ class Traffic:
     `prefills` servers of TP 2; decode ranks of TP 1, in `decodes` DP ranks. Each of these has at
     most `at_once` requests open at each server, and begins one there at most each `every` seconds.
     `touched`: the prefill server, or the decode rank, that meets the fault. `hosts`: namespaces and
-    addresses of ranks that are not on this machine's loopback. `stock`: without the plugin, and
-    with a drafter of one head, which SGLang moves rightly. `held`: the rank whose rooms are held at
-    a stage (stages.py). `same_ports`: a rank that starts again has its channel's port again.
-    `restarts`: how many servers, or ranks, start again."""
+    addresses of ranks that are not on this machine's loopback. `held`: the rank whose rooms are
+    held at a stage (stages.py). `same_ports`: a rank that starts again has its channel's port
+    again. `restarts`: how many servers, or ranks, start again."""
 
     requests: int
     tail: int = 100
@@ -88,7 +87,6 @@ class Traffic:
     touched: Key = ("prefill", 0)
     held: Key = ("prefill", 1)
     hosts: Mapping[Key, tuple[int, str]] = field(default_factory=dict)
-    stock: bool = False
     same_ports: bool = False
     restarts: int = 0
 
@@ -100,12 +98,10 @@ class Traffic:
         return number // self.prefills % self.decodes
 
     def case(self) -> Case:
-        heads, size = (1, 256) if self.stock else (4, 64)
         return Case(
             2, 1, prefills=self.prefills, decode_dp=self.decodes,
-            draft=Cache("mha", heads=heads, k_bytes=size, v_bytes=size),
+            draft=Cache("mha", heads=4, k_bytes=64, v_bytes=64),
             requests=(Request(self.tokens, chunk_pages=8),) * self.requests,
-            prefill_mixkv=not self.stock, decode_mixkv=not self.stock,
         )  # fmt: skip
 
 
@@ -113,14 +109,13 @@ class Traffic:
 class OfTraffic(Shared):
     """Arrays and values of processes that may be killed: none has a lock.
 
-    `stages`: of each request; `states`: by side, of each rank; `closed`: whether a prefill rank's
-    channel is; `channel_ports`: theirs, 0 for any; `acted`: whether everything was done to the
-    ranks; `over`: whether no request begins any more; `stop`: where a room is held."""
+    `stages`: of each request; `states`: by side, of each rank; `channel_ports`: of prefill ranks, 0
+    for any; `acted`: whether everything was done to the ranks; `over`: whether no request begins
+    any more; `stop`: where a room is held."""
 
     traffic: Traffic = field(default_factory=lambda: Traffic(0))
     stages: Any = None
     states: Mapping[str, Any] = field(default_factory=dict)
-    closed: Any = None
     channel_ports: Any = ()
     acted: Any = None
     over: Any = None
@@ -173,14 +168,11 @@ class TrafficRank(Rank):
 
     def start_manager(self) -> None:
         super().start_manager()
-        channel = getattr(self.manager, f"{self.side}_channel", None)
-        if channel is not None and self.side == "prefill":
-            held = self.traffic.held
-            channel._look = Port(channel, lambda: bool(self.shared.closed[self.rank]))
-            if held[0] == "decode" or held == (self.side, self.rank):
-                hold_in_prefill(channel, self.shared.stop, self._room_is_met)
-        elif channel is not None:
-            hold_in_decode(channel, self.shared.stop, self._peer_is_met)
+        held = self.traffic.held
+        if self.side == "decode":
+            hold_in_decode(self.manager.decode_channel, self.shared.stop, self._peer_is_met)
+        elif held[0] == "decode" or held == (self.side, self.rank):
+            hold_in_prefill(self.manager.prefill_channel, self.shared.stop, self._room_is_met)
         self.shared.states[self.side][self.rank] = READY
 
     def _room_is_met(self, room: int) -> bool:
@@ -254,9 +246,8 @@ class TrafficRank(Rank):
     def _held(self) -> dict[str, int]:
         """Slots as well: on prefill those whose ACK does not come are another thing, since they
         are free again after `slot_aside`."""
-        slots = self.plugin.slots if self.plugin is not None else None
-        taken = slots.count - slots.free_slots - slots.offered if slots is not None else 0
-        return {**resources(), "slots": taken}
+        slots = self.plugin.slots
+        return {**resources(), "slots": slots.count - slots.free_slots - slots.offered}
 
     def left_behind(self) -> list[str]:
         if not self.report.warm:
@@ -288,7 +279,7 @@ class Ring(Servers):
         self.traffic = traffic
         self.shared = OfTraffic(
             bootstrap_up=[context.Event() for _ in range(traffic.prefills)], traffic=traffic,
-            stages=cells(traffic.requests), closed=cells(len(ranks)), stop=Stop(context),
+            stages=cells(traffic.requests), stop=Stop(context),
             states={side: cells(ranks.count(side)) for side in ("prefill", "decode")},
             channel_ports=[free_port() * traffic.same_ports for _ in ranks],
             acted=context.RawValue("b", 0), over=context.RawValue("b", 0),
@@ -305,14 +296,6 @@ class Ring(Servers):
     def _signal(self, number: signal.Signals, *keys: Key) -> None:
         for key in keys:
             os.kill(self._processes[key].pid, number)
-
-    def close_port(self, key: Key) -> None:
-        """The draft channel's; everything else of the rank goes on."""
-        self.shared.closed[key[1]] = 1
-        time.sleep(0.3)
-
-    def open_port(self, key: Key) -> None:
-        self.shared.closed[key[1]] = 0
 
     def at_stage(self, stage: str, act: Callable[[], object]) -> None:
         """Once a room that is `held` is there (rig/stages.py)."""
@@ -445,11 +428,6 @@ def states(requests: list[Ended]) -> set[str]:
 
 def failed(requests: list[Ended]) -> list[Ended]:
     return [one for one in requests if one.status != "success"]
-
-
-def kinds(requests: list[Ended]) -> set[str]:
-    """Why they failed, without what is another one's each time."""
-    return {re.sub(r"\d[\d.:]*", "N", one.reason) for one in failed(requests)}
 
 
 def nobody_waited(requests: list[Ended], bound: float) -> None:

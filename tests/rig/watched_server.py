@@ -3,10 +3,6 @@
     idle     SGLang knows of no open request; its own check of pages and request slots has then
              run, which ends a server that leaks
     left     what `check_integrity` finds; nothing without the plugin
-    fails    how often prefill told a reader that it gets no draft KV, by code and detail
-    asked, bytes
-             what code of the plugin has allocated in Python and not given back, of when the file
-             ASKED was written last; with TRACE_ENV alone, as each allocation then costs more
 
 SGLang's child processes import this file as well, before they apply hooks.
 """
@@ -18,22 +14,16 @@ import os
 import runpy
 import threading
 import time
-import tracemalloc
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 STATE_DIR_ENV = "MIXKV_TESTS_STATE_DIR"
-TRACE_ENV = "MIXKV_TESTS_TRACE"
-ASKED = "asked"
 EVERY_S = 0.5
 TABLES = (
     "request_status", "transfer_infos", "req_to_decode_prefix_len",
     "prefill_response_tracker", "required_prefill_response_num_table",
 )  # fmt: skip
-FAILS: Counter[str] = Counter()
-OF_PLUGIN = tracemalloc.Filter(True, "*/sglang_mixkv/*")
 
 
 def state(scheduler: Any) -> dict[str, Any]:
@@ -44,7 +34,6 @@ def state(scheduler: Any) -> dict[str, Any]:
         "at": time.time(),
         "idle": bool(scheduler.is_fully_idle()),
         "left": getattr(manager, "check_integrity", list)(),
-        "fails": dict(FAILS),
     }
 
 
@@ -56,41 +45,16 @@ def tables(manager: Any) -> list[str]:
     ]
 
 
-def count_fails() -> None:
-    """A Note tells why, and is counted by its code alone."""
-    from sglang_mixkv import series
-    from sglang_mixkv.engine.metrics import MetricsReporter
-
-    real = MetricsReporter.__call__
-
-    def noted(self: MetricsReporter, note: Any) -> None:
-        real(self, note)
-        if note.what in series.FAILS:
-            FAILS[f"{note.what}: {note.detail}"] += 1
-
-    MetricsReporter.__call__ = noted  # type: ignore[method-assign]
-
-
-def plugin_bytes() -> int:
-    found = tracemalloc.take_snapshot().filter_traces([OF_PLUGIN])
-    return sum(one.size for one in found.statistics("filename"))
-
-
 def watch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """In the place of Scheduler.__init__."""
-    count_fails()
     original(scheduler, *args, **kwargs)
     path = Path(os.environ[STATE_DIR_ENV], f"{os.getpid()}.json")
-    asked = path.with_name(ASKED)
 
     def report() -> None:
-        measured: dict[str, Any] = {}
         while True:
-            if asked.exists() and asked.read_text() != measured.get("asked"):
-                measured = {"asked": asked.read_text(), "bytes": plugin_bytes()}
             with suppress(AttributeError):  # a stage's event loop sets some, when it begins
                 partial = path.with_suffix(".tmp")
-                partial.write_text(json.dumps(state(scheduler) | measured))
+                partial.write_text(json.dumps(state(scheduler)))
                 partial.replace(path)
             time.sleep(EVERY_S)
 
@@ -98,8 +62,6 @@ def watch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    if os.environ.get(TRACE_ENV):
-        tracemalloc.start()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(
