@@ -173,7 +173,7 @@ def test_the_commands_work_without_sglang(clean: Path) -> None:
     for command in COMMANDS:
         assert f"sglang_mixkv {command}" in call(command, "--help")
     with serving(lambda path: (200, b"go 5\n")) as server:
-        assert "no series of SGLang" in call("status", server, status=1)
+        assert "no series of the plugin" in call("status", server, status=1)
     call("plan", "--prefill", "x", "--decode", "x", status=2)
     said = call("doctor", status=1)
     assert "sglang_mixkv.plugin:register" in said
