@@ -26,7 +26,7 @@ from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_server import Model, Server
 
-SCHEMA = 4
+SCHEMA = 5
 LONG = 16 << 10  # tokens of a prompt that a window is shown by
 
 

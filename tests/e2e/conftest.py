@@ -207,7 +207,9 @@ def answered(
     before = deployment.counters()
     with ThreadPoolExecutor(at_once) as pool:
         answers = [*pool.map(ask or deployment.ask, asked)]
-    counted = finished(deployment, before, len(answers))
+    finished(deployment, before, len(answers))
+    counted = deployment.counters()
+    counted.subtract(before)
     record(name, answers, expected, warm_share(counted))
     return answers, counted
 
