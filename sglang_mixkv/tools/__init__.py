@@ -1,13 +1,38 @@
-"""The commands, a module each. They share the table of plain text and the word on a long wait."""
+"""The commands, a module each, and what they print with."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from textwrap import wrap
 from threading import Timer
+from typing import Any
+
+import msgspec
 
 PATIENCE_S = 1.0
+WIDTH = 100
+
+
+def parser(command: str, description: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=f"python -m sglang_mixkv {command}", description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+
+
+def as_json(value: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(value)).decode()
+
+
+def point(text: str, first: str = "", indent: int = 0) -> list[str]:
+    """A paragraph's lines; `first` stands before the first one, spaces before the others."""
+    return wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=" " * (indent or len(first)),
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def table(rows: Iterable[Sequence[str]]) -> list[str]:

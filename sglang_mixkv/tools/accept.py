@@ -21,14 +21,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from sglang_mixkv.tools.accept_figures import Asked, Comparison, Verdict
+from sglang_mixkv.tools import as_json, parser
+from sglang_mixkv.tools.accept_figures import Asked, Comparison, Verdict, compare
 from sglang_mixkv.tools.client import RequestFailed, request, stream
 
 MAX_NEW_TOKENS = 128
@@ -74,27 +75,14 @@ def _prompt(where: str, line: str) -> dict[str, Any]:
 
 
 def token_ids(url: str, prompt: dict[str, Any]) -> list[int]:
-    """A prompt as the server's own tokenizer and chat template have it. Raises RequestFailed.
-
-    Each is tokenized once, so that both deployments get the same ids. A text that starts with the
-    model's BOS already gets no second one: a double BOS costs about 5 % of acceptance and hides the
-    difference looked for."""
+    """A prompt as the server's own tokenizer and chat template have it (SGLang's /tokenize in
+    entrypoints/http_server.py), so that both deployments get the same ids. Raises RequestFailed."""
     if prompt.get("input_ids"):
         return list(prompt["input_ids"])
+    what = {"prompt": prompt.get("text")}
     if not prompt.get("text"):
         chat = prompt.get("messages") or [{"role": "user", "content": prompt["turns"][0]}]
-        return _tokens(url, {"messages": chat} | {k: prompt[k] for k in CHAT if prompt.get(k)})
-    plain, full = (
-        _tokens(url, {"prompt": prompt["text"], "add_special_tokens": special})
-        for special in (False, True)
-    )
-    spare = len(full) - len(plain)  # a tokenizer may add tokens on both sides
-    front = next((n for n in range(spare + 1) if full[n : n + len(plain)] == plain), 0)
-    return full[front:] if plain[:front] == full[:front] else full
-
-
-def _tokens(url: str, what: dict[str, Any]) -> list[int]:
-    """SGLang's /tokenize (entrypoints/http_server.py)."""
+        what = {"messages": chat} | {key: prompt[key] for key in CHAT if prompt.get(key)}
     return list(request("POST", f"{url}/tokenize", json=what).json()["tokens"])
 
 
@@ -123,7 +111,8 @@ def read_baseline(path: Path) -> Baseline:
 
 
 def judge(args: argparse.Namespace) -> int:
-    """The exit status. Raises ValueError, RequestFailed, OSError."""
+    """Ask, tell everything, and return the exit status. Raises ValueError, RequestFailed, OSError:
+    the first prompt goes alone, and a deployment has to answer it."""
     prompts: Sequence[Any]
     if args.baseline:
         baseline = read_baseline(args.baseline)
@@ -140,21 +129,8 @@ def judge(args: argparse.Namespace) -> int:
         else:
             ids = tuple(token_ids(args.single, prompt))
             single = stream(args.single, {"input_ids": ids, "sampling_params": sampling})
-        return Asked(
-            ids, single, stream(args.pair, {"input_ids": ids, "sampling_params": sampling})
-        )
-
-    asked, failed = run(ask, prompts, args.at_once)
-    compared = Comparison(asked, args.gate)
-    names = str(args.baseline or args.single), args.pair
-    return report(compared, list(no_yardstick(names, compared)), failed, number, args.json)
-
-
-def run(
-    ask: Callable[[Any], Asked], prompts: Sequence[Any], at_once: int
-) -> tuple[list[Asked], list[str]]:
-    """What was asked of both sides, and why the others failed. The first prompt goes alone: raises
-    RequestFailed where a deployment does not answer it."""
+        pair = stream(args.pair, {"input_ids": ids, "sampling_params": sampling})
+        return Asked(ids, single, pair)
 
     def tried(prompt: Any) -> Asked | str:
         try:
@@ -162,64 +138,23 @@ def run(
         except RequestFailed as error:
             return str(error)
 
-    asked, failed = [ask(prompts[0])], list[str]()
-    with ThreadPoolExecutor(at_once) as pool:
-        for found in pool.map(tried, prompts[1:]):
-            if isinstance(found, Asked):
-                asked.append(found)
-            else:
-                failed.append(found)
-    return asked, failed
-
-
-def no_yardstick(names: tuple[str, str], compared: Comparison) -> Iterator[str]:
-    """Why these answers say nothing of the pair's drafter. `names`: of the single server and of the
-    pair."""
-    sides = compared.single, compared.pair
-    for name, side in zip(names, sides, strict=True):
-        outputs = [answer.tokens for answer in side.answers]
-        if any(len(o) > SIMULATED_TOKENS and set(o[1:]) == {SIMULATED_TOKEN} for o in outputs):
-            yield (
-                f"{name} makes its accept length up: an output is token {SIMULATED_TOKEN} and "
-                "nothing else. SGLANG_SIMULATE_ACC_LEN accepts drafts whatever they are, so a "
-                "broken drafter would look right. Restart its servers without the variable."
-            )
-        silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in side.answers)
-        if silent or not side.accept_length:
-            yield (
-                f"{name} reports no speculative decoding (meta_info's spec_verify_ct) for "
-                f"{silent or len(side.answers)} of {len(side.answers)} answers. Start all its "
-                "servers with the same speculative flags"
-            )
-    if 0 < compared.single.accept_length < LEAST:
-        yield (
-            f"{names[0]} accepts {compared.single.accept_length:.3f} tokens a round: its own "
-            "drafter drafts nothing that a pair could lose. Give it the right drafter"
-        )
-    drafted = [{a.drafted for a in side.answers} - {0} for side in sides]
-    if all(drafted) and drafted[0] != drafted[1]:
-        yield (
-            f"{' and '.join(names)} draft {drafted[0]} and {drafted[1]} tokens a round. Give both "
-            "the same speculative flags"
-        )
-
-
-def report(
-    compared: Comparison, why_not: list[str], failed: list[str], number: int, out: Path | None
-) -> int:
-    """Tell everything, and the exit status. A loss stays one where prompts failed."""
+    with ThreadPoolExecutor(args.at_once) as pool:
+        answers = [ask(prompts[0]), *pool.map(tried, prompts[1:])]
+    failed = [found for found in answers if isinstance(found, str)]
+    asked = [found for found in answers if isinstance(found, Asked)]
+    compared = compare(asked, args.gate)
+    why_not = [*no_yardstick((str(args.baseline or args.single), args.pair), asked, compared)]
     verdict = compared.verdict
-    if why_not or (failed and verdict is Verdict.WITHIN):
+    if why_not or (failed and verdict is Verdict.WITHIN):  # a loss stays one where prompts failed
         verdict = Verdict.UNDECIDED
     if failed:
-        count = len(failed) + len(compared.asked)
-        why_not.append(f"{len(failed)} of {count} prompts failed, the first: {failed[0]}")
-    if out is not None:
-        head = {
+        why_not.append(f"{len(failed)} of {len(answers)} prompts failed, the first: {failed[0]}")
+    if args.json:
+        run = {
             "verdict": verdict.value, "not_judged": why_not, "failed": failed,
-            "max_new_tokens": number,
+            **msgspec.structs.asdict(compared), "max_new_tokens": number, "each": asked,
         }  # fmt: skip
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(head | compared.figures())))
+        args.json.write_text(as_json(run))
     print("\n".join(compared.table()))
     if why_not:
         print("\n".join(why_not), file=sys.stderr)
@@ -228,37 +163,61 @@ def report(
     return EXIT[verdict]
 
 
+def no_yardstick(names: tuple[str, str], asked: list[Asked], compared: Comparison) -> Iterator[str]:
+    """Why these answers say nothing of the pair's drafter. `names`: of the single server and of the
+    pair."""
+    sides = [one.single for one in asked], [one.pair for one in asked]
+    for name, answers in zip(names, sides, strict=True):
+        outputs = [answer.tokens for answer in answers]
+        if any(len(o) > SIMULATED_TOKENS and set(o[1:]) == {SIMULATED_TOKEN} for o in outputs):
+            yield (
+                f"{name} makes its accept length up: an output is token {SIMULATED_TOKEN} and "
+                "nothing else. SGLANG_SIMULATE_ACC_LEN accepts drafts whatever they are, so a "
+                "broken drafter would look right. Restart its servers without the variable."
+            )
+        drafting = sum(answer.verify_rounds > 0 for answer in answers)
+        silent = sum(len(a.tokens) > 1 and not a.verify_rounds for a in answers)
+        if silent or not drafting:
+            yield (
+                f"{name} reports no speculative decoding (meta_info's spec_verify_ct) for "
+                f"{len(answers) - drafting} of {len(answers)} answers. Start all its servers with "
+                "the same speculative flags"
+            )
+    if 0 < compared.single.accept_length < LEAST:
+        yield (
+            f"{names[0]} accepts {compared.single.accept_length:.3f} tokens a round: its own "
+            "drafter drafts nothing that a pair could lose. Give it the right drafter"
+        )
+    drafted = [{a.drafted for a in answers} - {0} for answers in sides]
+    if all(drafted) and drafted[0] != drafted[1]:
+        yield (
+            f"{' and '.join(names)} draft {drafted[0]} and {drafted[1]} tokens a round. Give both "
+            "the same speculative flags"
+        )
+
+
 # ---------------------------------------------------------------- the command line
+
+
+_URL: dict[str, Any] = {"metavar": "URL", "type": lambda url: url.rstrip("/")}
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """SystemExit for flags that do not go together."""
-    made = argparse.ArgumentParser(
-        prog="python -m sglang_mixkv accept",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = parser("accept", __doc__)
     add, one = made.add_argument, made.add_mutually_exclusive_group(required=True)
-    one.add_argument(
-        "--single", type=lambda url: url.rstrip("/"), help="a single server with the same models"
-    )
+    one.add_argument("--single", **_URL, help="a single server with the same models")
     one.add_argument(
         "--baseline", type=Path, metavar="FIGURES",
         help="an earlier run's --json file in place of --single and --prompts",
     )  # fmt: skip
-    add(
-        "--pair", type=lambda url: url.rstrip("/"), required=True, help="the router before the pair"
-    )
+    add("--pair", **_URL, required=True, help="the router before the pair")
     add("--prompts", type=Path, help="one prompt a line, text or JSON; with --single")
-    add(
-        "--max-new-tokens", type=int,
-        help=f"of an answer (default {MAX_NEW_TOKENS}); of a baseline its own",
-    )  # fmt: skip
+    of_answer = f"of an answer (default {MAX_NEW_TOKENS}); of a baseline its own"
+    add("--max-new-tokens", type=int, help=of_answer)
     add("--at-once", type=int, default=1, help="prompts in flight (default %(default)s)")
-    add(
-        "--gate", type=float, default=0.05,
-        help="share of accept length that may be lost (default %(default)s)",
-    )  # fmt: skip
+    share = "share of accept length that may be lost (default %(default)s)"
+    add("--gate", type=float, default=0.05, help=share)
     add("--json", type=Path, help="write the figures to this file; later a baseline")
     args = made.parse_args(argv)
     if not 0 <= args.gate < 1 or min(args.at_once, args.max_new_tokens or 1) < 1:

@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -49,83 +48,37 @@ class Asked(msgspec.Struct, frozen=True):
         return next(places, min(len(one), len(two)))
 
 
-class Side:
-    """All answers of one deployment. `counts`: of each, the tokens that verify rounds yielded, and
-    the rounds. `accept_length`: 0 without a verify round."""
+class Side(msgspec.Struct, frozen=True):
+    """All answers of one deployment. `accept_length`: 0 without a verify round."""
 
-    def __init__(self, answers: list[Answer]) -> None:
-        self.answers = answers
-        rows = [a.rounds_by_right_drafts for a in answers]
-        yielded = [sum((right + 1) * n for right, n in enumerate(row)) for row in rows]
-        self.counts = np.array([*zip(yielded, map(sum, rows), strict=True)], float)
-        tokens, rounds = self.counts.sum(axis=0)
-        self.accept_length = float(tokens / rounds) if rounds else 0.0
-        self.first_token_s = statistics.fmean(answer.first_token_s for answer in answers)
-        self.positions = max(0, max(map(len, rows)) - 1)
+    accept_length: float
+    by_position: list[float]
+    verify_rounds: int
+    first_token_s: float
 
-
-def is_chance(early: int, number: int) -> bool:
-    """Whether so many of this number of outputs may differ within EARLY tokens. Outputs of right
-    servers do, too, where two tokens are as likely. More than a tenth of them is taken for chance
-    only as long as that is likelier than one in a thousand; in whole numbers, since the ways to
-    choose them are beyond a float."""
-    ways = term = math.comb(number, early) * 9 ** (number - early)
-    for k in range(early, number):
-        term = term * (number - k) // (9 * (k + 1))
-        ways += term
-    return 1000 * ways >= 10**number
+    def row(self, name: str) -> str:
+        shares = "  ".join(f"{share:6.1%}" for share in self.by_position)
+        first = f"{self.first_token_s * 1e3:8.0f} ms"
+        return f"{name:>8}  {self.accept_length:13.3f}  {first}  {shares}"
 
 
-class Comparison:
-    """Of some prompts. `gate`: the share of accept length that the pair may lose. `tail`: the
-    probability on either side of the interval. `ratio`: the pair's accept length to the single
-    server's; None where one has no rounds."""
+class Comparison(msgspec.Struct, frozen=True):
+    """Of some prompts. `ratio`: the pair's accept length to the single server's; None where one has
+    no rounds. `interval`: where the ratio lies; None where the prompts are too few. `differs`:
+    whether outputs do too soon, too often. `gate`: the share of accept length that the pair may
+    lose. `by_dp_rank`: of decode's DP ranks, where several answered: one may be broken.
+    `differ_from`: the median of the first tokens that differ."""
 
-    def __init__(self, asked: Sequence[Asked], gate: float, tail: float = TAIL) -> None:
-        self.asked, self.gate, self._tail = asked, gate, tail
-        self.single = Side([one.single for one in asked])
-        self.pair = Side([one.pair for one in asked])
-        one, two = self.single.accept_length, self.pair.accept_length
-        self.ratio = two / one if one and two else None
-        self.interval = self._interval()
-
-    def _interval(self) -> tuple[float, float] | None:
-        """Where the ratio lies, by resampling prompts: rounds of one prompt hang together. None
-        where the prompts are too few."""
-        number = len(self.asked)
-        if number < FEWEST:
-            return None
-        rng = np.random.default_rng(1)
-        draws = rng.multinomial(number, [1 / number] * number, RESAMPLES)
-        pair, single = draws @ self.pair.counts, draws @ self.single.counts
-        with np.errstate(divide="ignore", invalid="ignore"):
-            ratios = (pair[:, 0] / pair[:, 1]) / (single[:, 0] / single[:, 1])
-        if not np.isfinite(ratios).all():
-            return None
-        low, high = np.quantile(ratios, (self._tail, 1 - self._tail))
-        return float(low), float(high)
-
-    @cached_property
-    def by_dp_rank(self) -> dict[int, Comparison]:
-        """Of decode's DP ranks, where several answered: one may be broken. The more there are,
-        the less may chance do on each."""
-        ranks = sorted({a.pair.dp_rank for a in self.asked if a.pair.dp_rank is not None})
-        if len(ranks) < 2:
-            return {}
-        tail = self._tail / len(ranks)
-        return {
-            rank: Comparison([a for a in self.asked if a.pair.dp_rank == rank], self.gate, tail)
-            for rank in ranks
-        }
-
-    # -- the verdict
-
-    @cached_property
-    def differs(self) -> bool:
-        """Whether outputs do too soon, too often."""
-        number = len(self.asked)
-        early = sum(a.differs_at is not None and a.differs_at < EARLY for a in self.asked)
-        return number >= FEWEST and not is_chance(early, number)
+    prompts: int
+    same_output: int
+    single: Side
+    pair: Side
+    ratio: float | None
+    interval: tuple[float, float] | None
+    differs: bool
+    gate: float
+    by_dp_rank: dict[int, Comparison]
+    differ_from: float
 
     @property
     def is_below(self) -> bool:
@@ -144,61 +97,26 @@ class Comparison:
             return Verdict.OTHER_OUTPUT
         if any(one.is_below for one in (self, *ranks)):
             return Verdict.BELOW
-        known = all(one.interval is not None for one in ranks)
+        known = all(one.interval for one in ranks)
         return Verdict.WITHIN if known and self.is_within else Verdict.UNDECIDED
-
-    # -- in words
 
     def words(self) -> str:
         """The verdict's."""
-        verdict = self.verdict
-        if verdict is Verdict.OTHER_OUTPUT:
-            return (
-                f"OTHER OUTPUT: too often it differs within {EARLY} tokens. The pair runs another "
-                "model or other flags, or the target's KV is wrong"
-            )
-        if verdict is Verdict.UNDECIDED:
-            number = max(2 * len(self.asked), FEWEST * len(self.by_dp_rank))
-            return f"too few prompts to decide: send {number} or more"
-        side = "within" if verdict is Verdict.WITHIN else "OUTSIDE"
-        return f"accept length {side} the gate of {self.gate:.0%}"
-
-    def _sides(self) -> Iterator[tuple[str, Side, list[float]]]:
-        """Each with its acceptance by position, as far as a round of either got."""
-        steps = max(self.single.positions, self.pair.positions)
-        for name, side in (("single", self.single), ("pair", self.pair)):
-            yield name, side, acceptance_by_position(side.answers, steps)
-
-    def figures(self) -> dict[str, Any]:
+        number = max(2 * self.prompts, FEWEST * len(self.by_dp_rank))
         return {
-            "prompts": len(self.asked),
-            "same_output": sum(a.differs_at is None for a in self.asked),
-            **{
-                name: {
-                    "accept_length": side.accept_length,
-                    "by_position": by_position,
-                    "verify_rounds": int(side.counts[:, 1].sum()),
-                    "first_token_s": side.first_token_s,
-                }
-                for name, side, by_position in self._sides()
-            },
-            "ratio": self.ratio,
-            "interval": self.interval,
-            "by_dp_rank": {rank: one.ratio for rank, one in self.by_dp_rank.items()},
-            "gate": self.gate,
-            "each": self.asked,
-        }
+            Verdict.WITHIN: f"accept length within the gate of {self.gate:.0%}",
+            Verdict.BELOW: f"accept length OUTSIDE the gate of {self.gate:.0%}",
+            Verdict.OTHER_OUTPUT: f"OTHER OUTPUT: too often it differs within {EARLY} tokens. The "
+            "pair runs another model or other flags, or the target's KV is wrong",
+            Verdict.UNDECIDED: f"too few prompts to decide: send {number} or more",
+        }[self.verdict]
 
     def table(self) -> Iterator[str]:
         yield f"{'':>8}  accept length  first token  by position"
-        for name, side, by_position in self._sides():
-            shares = "  ".join(f"{share:6.1%}" for share in by_position)
-            first = f"{side.first_token_s * 1e3:8.0f} ms"
-            yield f"{name:>8}  {side.accept_length:13.3f}  {first}  {shares}"
-        places = [a.differs_at for a in self.asked if a.differs_at is not None]
-        where = f"; the others differ from token {statistics.median(places or [0]):.0f} on"
-        same = len(self.asked) - len(places)
-        yield f"outputs equal: {same} of {len(self.asked)}{where if places else ''}"
+        yield from (self.single.row("single"), self.pair.row("pair"))
+        where = f"; the others differ from token {self.differ_from:.0f} on"
+        where *= self.same_output < self.prompts
+        yield f"outputs equal: {self.same_output} of {self.prompts}{where}"
         for rank, one in self.by_dp_rank.items():
             yield f"decode's DP rank {rank}: {one.summary()}"
         yield f"pair to single: {self.summary()}"
@@ -206,7 +124,68 @@ class Comparison:
     def summary(self) -> str:
         ratio = "nothing to compare" if self.ratio is None else f"{self.ratio:.1%}"
         if self.interval is None:
-            return f"{ratio}, of {len(self.asked)} prompts"
+            return f"{ratio}, of {self.prompts} prompts"
         low, high = self.interval
         marks = (", OUTSIDE" if self.is_below else "") + (", OTHER OUTPUT" if self.differs else "")
-        return f"{ratio}, between {low:.1%} and {high:.1%} by {len(self.asked)} prompts{marks}"
+        return f"{ratio}, between {low:.1%} and {high:.1%} by {self.prompts} prompts{marks}"
+
+
+def compare(asked: Sequence[Asked], gate: float, tail: float = TAIL) -> Comparison:
+    """`tail`: the probability on either side of the interval."""
+    sides = [one.single for one in asked], [one.pair for one in asked]
+    counts = [*map(_counts, sides)]
+    single, pair = map(_side, sides, counts)
+    lengths = single.accept_length, pair.accept_length
+    differ = [one.differs_at for one in asked if one.differs_at is not None]
+    early = sum(place < EARLY for place in differ)
+    ranks = sorted({a.pair.dp_rank for a in asked if a.pair.dp_rank is not None})
+    # The more ranks there are, the less may chance do on each.
+    by_dp_rank = {
+        rank: compare([a for a in asked if a.pair.dp_rank == rank], gate, tail / len(ranks))
+        for rank in ranks if len(ranks) > 1
+    }  # fmt: skip
+    return Comparison(
+        len(asked), len(asked) - len(differ), single, pair,
+        lengths[1] / lengths[0] if all(lengths) else None, _interval(np.hstack(counts), tail),
+        len(asked) >= FEWEST and not is_chance(early, len(asked)), gate, by_dp_rank,
+        statistics.median(differ or [0]),
+    )  # fmt: skip
+
+
+def _counts(answers: list[Answer]) -> Any:
+    """Of each answer, the tokens that verify rounds yielded, and the rounds."""
+    rows = [answer.rounds_by_right_drafts for answer in answers]
+    yielded = [sum((right + 1) * n for right, n in enumerate(row)) for row in rows]
+    return np.array([*zip(yielded, map(sum, rows), strict=True)], float)
+
+
+def _side(answers: list[Answer], counts: Any) -> Side:
+    tokens, rounds = map(float, counts.sum(axis=0))
+    steps = max(len(answer.rounds_by_right_drafts) for answer in answers) - 1
+    first = statistics.fmean(answer.first_token_s for answer in answers)
+    by_position = acceptance_by_position(answers, steps)
+    return Side(tokens / rounds if rounds else 0.0, by_position, int(rounds), first)
+
+
+def _interval(counts: Any, tail: float) -> tuple[float, float] | None:
+    """By resampling prompts: rounds of one prompt hang together."""
+    number = len(counts)
+    if number < FEWEST:
+        return None
+    draws = np.random.default_rng(1).multinomial(number, [1 / number] * number, RESAMPLES)
+    tokens, rounds, pair_tokens, pair_rounds = (draws @ counts).T
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = (pair_tokens / pair_rounds) / (tokens / rounds)
+    if not np.isfinite(ratios).all():
+        return None
+    low, high = np.quantile(ratios, (tail, 1 - tail))
+    return float(low), float(high)
+
+
+def is_chance(early: int, number: int) -> bool:
+    """Whether so many of this number of outputs may differ within EARLY tokens. Outputs of right
+    servers do, too, where two tokens are as likely. More than a tenth of them is taken for chance
+    only as long as that is likelier than one in a thousand; in whole numbers, since the ways to
+    choose them are beyond a float."""
+    ways = (math.comb(number, k) * 9 ** (number - k) for k in range(early, number + 1))
+    return 1000 * sum(ways) >= 10**number

@@ -62,11 +62,23 @@ def session() -> Iterator[requests.Session]:
         yield made
 
 
+def post(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> requests.Response:
+    """One request to a server, whatever comes of it."""
+    with session() as made:
+        return made.post(url, json=body, timeout=timeout)
+
+
 @contextmanager
-def _asking(url: str, timeout: float) -> Iterator[None]:
-    """What goes wrong, as RequestFailed."""
+def _answered(method: str, url: str, timeout: float, **how: Any) -> Iterator[requests.Response]:
+    """Raises RequestFailed where there is no answer, an error, or none that ends."""
     try:
-        yield
+        with session() as made, made.request(method, url, timeout=timeout, **how) as response:
+            if response.status_code != requests.codes.ok:
+                text = " ".join(response.text[:2000].split())
+                if response.status_code == requests.codes.unauthorized:
+                    text += f" (put the server's --api-key into {API_KEY_ENV})"
+                raise RequestFailed(f"HTTP {response.status_code} from {url}: {text}")
+            yield response
     except requests.RequestException as error:
         text = str(error)
         # Of a stream, requests has a timeout for a broken connection.
@@ -77,20 +89,12 @@ def _asking(url: str, timeout: float) -> Iterator[None]:
         raise RequestFailed(f"no answer from {url}: {why}") from error
 
 
-def post(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> requests.Response:
-    """One request to a server, whatever comes of it."""
-    with session() as made:
-        return made.post(url, json=body, timeout=timeout)
-
-
 def request(
     method: str, url: str, timeout: float = REQUEST_TIMEOUT_S, **options: Any
 ) -> requests.Response:
     """Raises RequestFailed where there is no answer, or an error."""
-    with _asking(url, timeout), session() as made:
-        response = made.request(method, url, timeout=timeout, **options)
-    _check(url, response)
-    return response
+    with _answered(method, url, timeout, **options) as response:
+        return response
 
 
 def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
@@ -103,21 +107,9 @@ def generate(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S)
 def stream(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> Answer:
     """As `generate`, token by token. `timeout`: of the first one, and between two of them."""
     begin, url = time.monotonic(), f"{url}/generate"
-    with _asking(url, timeout), session() as made:
-        response = made.post(url, json={**body, "stream": True}, timeout=timeout, stream=True)
-        with response:
-            _check(url, response)
-            reply, first = read_stream(url, response.iter_lines())
-    answer = parse_answer(reply, time.monotonic() - begin)
-    return msgspec.structs.replace(answer, first_token_s=first - begin)
-
-
-def _check(url: str, response: requests.Response) -> None:
-    if response.status_code != requests.codes.ok:
-        text = " ".join(response.text[:2000].split())
-        if response.status_code == requests.codes.unauthorized:
-            text += f" (put the server's --api-key into {API_KEY_ENV})"
-        raise RequestFailed(f"HTTP {response.status_code} from {url}: {text}")
+    with _answered("POST", url, timeout, json={**body, "stream": True}, stream=True) as response:
+        reply, first = read_stream(url, response.iter_lines())
+    return parse_answer(reply, time.monotonic() - begin, first - begin)
 
 
 def read_stream(url: str, lines: Iterable[bytes]) -> tuple[dict[str, Any], float]:
@@ -150,7 +142,7 @@ def _check_shape(reply: Any) -> None:
         raise RequestFailed(f"expected SGLang's meta_info and output_ids, got {str(reply)[:200]}")
 
 
-def parse_answer(reply: dict[str, Any], seconds: float) -> Answer:
+def parse_answer(reply: dict[str, Any], seconds: float, first_token_s: float = 0.0) -> Answer:
     """An answer from SGLang's reply to ``/generate``. Raises RequestFailed."""
     _check_shape(reply)
     info = reply["meta_info"]
@@ -158,15 +150,14 @@ def parse_answer(reply: dict[str, Any], seconds: float) -> Answer:
         raise RequestFailed(f"the request was aborted: {info['finish_reason']}")
     rounds = info.get("spec_verify_ct") or 0
     return Answer(
-        tokens=tuple(reply["output_ids"]),
-        verify_rounds=rounds,
-        rounds_by_right_drafts=tuple(info.get("spec_correct_drafts_histogram") or ()),
-        seconds=seconds,
+        tuple(reply["output_ids"]), rounds, tuple(info.get("spec_correct_drafts_histogram") or ()),
+        seconds,
         cached_tokens=info.get("cached_tokens") or 0,
         drafted=(info.get("spec_num_proposed_drafts") or 0) // max(1, rounds),
         host_tokens=(info.get("cached_tokens_details") or {}).get("host", 0),
         dp_rank=info.get("dp_rank"),
-    )
+        first_token_s=first_token_s,
+    )  # fmt: skip
 
 
 def accept_length(answers: list[Answer]) -> float:

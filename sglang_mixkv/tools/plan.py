@@ -1,55 +1,41 @@
-"""``python -m sglang_mixkv plan``: whether a pair needs the plugin, and what it would do.
-
-Exit status: 0 when nothing is refused or goes wrong, 1 when there are findings, 2 for launch lines
-or models that cannot be read, with all that is wrong with either line.
-"""
+"""``python -m sglang_mixkv plan``: whether a pair needs the plugin, and what it would do."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
-from textwrap import fill
 
-import msgspec
-
-from sglang_mixkv.tools import table, waiting
+from sglang_mixkv.tools import as_json, parser, point, table, waiting
 from sglang_mixkv.tools.plan_line import GPUS
-from sglang_mixkv.tools.plan_pair import Fleet, Plan, Read, make_plan, model_text
+from sglang_mixkv.tools.plan_pair import Fleet, Plan, Read, make_plan
 from sglang_mixkv.tools.plan_server import Server, read
 
 ROLES = ("prefill", "decode")
-WIDTH = 100
+ABOUT = """\
+Print whether a prefill and a decode server need the plugin, what decode would read from prefill,
+and what would be refused. SGLang, which has to be installed, resolves the launch lines. Needs no
+GPU; of a model its config.json is read.
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_mixkv plan",
-        description="Print whether a prefill and a decode server need the plugin, what decode "
-        "would read from prefill, and what would be refused. SGLang, which has to be installed, "
-        "resolves the launch lines. Needs no GPU; of a model its config.json is read.",
-        epilog="Exit status: 0 without findings, 1 with findings, 2 when something cannot be read.",
-    )
-    for role in ROLES:
-        line = f"launch line of the {role} server, or its flags"
-        parser.add_argument(f"--{role}", metavar="LINE", required=True, help=line)
-    parser.add_argument(
-        "--gpu", choices=GPUS,
-        help="what both lines are resolved for (default: the first on which SGLang starts them)",
-    )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    for role in ROLES:
-        parser.add_argument(
-            f"--{role}-servers", metavar="N", type=int, default=1, choices=range(1, 1001),
-            help=f"how many {role} servers there are, for the slots of each rank (default: 1)",
-        )  # fmt: skip
-    return parser
+Exit status: 0 without findings, 1 with findings, 2 when a line or a model cannot be read, with all
+that is wrong with either line."""
 
 
 def main(argv: list[str]) -> int:
     """Parse, plan, print."""
-    args = vars(_parser().parse_args(argv))
+    made = parser("plan", ABOUT)
+    add = made.add_argument
+    for role in ROLES:
+        line = f"launch line of the {role} server, or its flags"
+        add(f"--{role}", metavar="LINE", required=True, help=line)
+    both = "what both lines are resolved for (default: the first on which SGLang starts them)"
+    add("--gpu", choices=GPUS, help=both)
+    add("--json", action="store_true", help="print JSON")
+    for role in ROLES:
+        of = f"how many {role} servers there are, for the slots of each rank (default: 1)"
+        number, bounds = f"--{role}-servers", range(1, 1001)
+        add(number, metavar="N", type=int, default=1, choices=bounds, help=of)
+    args = vars(made.parse_args(argv))
     servers, errors = [], []
     for role in ROLES:
         try:
@@ -63,9 +49,8 @@ def main(argv: list[str]) -> int:
     if errors:
         print(*(f"error: {error}" for error in dict.fromkeys(errors)), sep="\n", file=sys.stderr)
         return 2
-    prefill, decode = servers
-    plan = make_plan(prefill, decode, (args["prefill_servers"], args["decode_servers"]))
-    print(msgspec.json.format(msgspec.json.encode(plan)).decode() if args["json"] else text(plan))
+    plan = make_plan(servers[0], servers[1], (args["prefill_servers"], args["decode_servers"]))
+    print(as_json(plan) if args["json"] else text(plan))
     return 1 if plan.findings else 0
 
 
@@ -73,11 +58,12 @@ def main(argv: list[str]) -> int:
 
 
 def text(plan: Plan) -> str:
-    lines = [_answer(plan), "", *map(_side, (plan.prefill, plan.decode)), *_models(plan)]
+    lines = [*point(_answer(plan)), "", *map(_side, (plan.prefill, plan.decode)), *_models(plan)]
     transfers = plan.prefill.enabled or plan.decode.enabled or (plan.need and plan.need.needed)
     if plan.fleet and transfers:
+        head = "decode rank", "reads from prefill rank", "draft heads", "bytes per token"
         rows = (_row(read, plan) for read in plan.reads)
-        lines += ["", *table([_COLUMNS, *rows]), "", *_staging(plan, plan.fleet)]
+        lines += ["", *table([head, *rows]), "", *_staging(plan, plan.fleet)]
     lines += ["", *_list("findings", plan.findings or ["nothing is refused or goes wrong"])]
     return "\n".join([*lines, *_list("notes", plan.notes)])
 
@@ -86,13 +72,13 @@ def _answer(plan: Plan) -> str:
     need = plan.need
     if need is None:
         return "Neither stock SGLang nor the plugin serves this pair: see the findings."
-    answer = "You need the plugin" if need.needed else "You do not need the plugin"
-    share = ""
-    if need.needed and need.wrong_share is not None:
-        share = f" Without it {need.wrong_share:.0%} of a prompt's draft KV on decode is wrong."
-    if need.needed and not (plan.prefill.enabled or plan.decode.enabled):
-        share += " Start both sides with --enable-mixkv."
-    return fill(f"{answer}: {need.reason}.{share}", WIDTH)
+    if not need.needed:
+        return f"You do not need the plugin: {need.reason}."
+    answer = f"You need the plugin: {need.reason}."
+    if need.wrong_share is not None:
+        answer += f" Without it {need.wrong_share:.0%} of a prompt's draft KV on decode is wrong."
+    is_on = plan.prefill.enabled or plan.decode.enabled
+    return answer + ("" if is_on else " Start both sides with --enable-mixkv.")
 
 
 def _side(server: Server) -> str:
@@ -107,50 +93,35 @@ def _side(server: Server) -> str:
 
 
 def _models(plan: Plan) -> Iterator[str]:
-    yield f"target   {model_text(plan.decode.target)}"
-    draft = plan.decode.draft
-    if draft is not None:
-        size = (
-            f", {draft.kv_heads * sum(draft.head_bytes):,} bytes per token"
-            if draft.kv_heads
-            else ""
-        )
-        algorithm = plan.decode.speculative_algorithm
-        yield f"drafter  {model_text(draft)}, {algorithm}, {draft.dtype}{size}"
-
-
-_COLUMNS = "decode rank", "reads from prefill rank", "draft heads", "bytes per token"
+    yield f"target   {plan.decode.target}"
+    if draft := plan.decode.draft:
+        size = draft.facts.bytes_per_token(draft.kv_heads)
+        bytes_of = f", {size:,} bytes per token" * bool(size)
+        yield f"drafter  {draft}, {draft.facts.algorithm}, {draft.facts.dtype}{bytes_of}"
 
 
 def _row(read: Read, plan: Plan) -> tuple[str, ...]:
-    ranks = (
-        f"{read.decode_rank}{_of_groups('of each of', plan.decode.groups)}",
-        f"{read.prefill_rank}{_of_groups('of one of', plan.prefill.groups)}",
+    each, one = (
+        f" {which} {side.groups} groups" * (side.groups > 1)
+        for which, side in (("of each of", plan.decode), ("of one of", plan.prefill))
     )
-    if not read.heads:
-        return *ranks, "-", "-"
-    first, last = read.heads[0], read.heads[-1]
-    heads = str(first) if first == last else f"{first}..{last}"
-    return *ranks, heads, f"{read.bytes_per_token:,}"
-
-
-def _of_groups(which: str, groups: int) -> str:
-    return f" {which} {groups} groups" if groups > 1 else ""
+    heads = "..".join(dict.fromkeys(map(str, (*read.heads[:1], *read.heads[-1:]))))
+    size = f"{read.bytes_per_token:,}" if heads else "-"
+    return f"{read.decode_rank}{each}", f"{read.prefill_rank}{one}", heads or "-", size
 
 
 def _staging(plan: Plan, fleet: Fleet) -> Iterator[str]:
     here, there = plan.prefill.config.staging_mb, plan.decode.config.staging_mb
-    yield fill(
-        f"staging  {here:,} MiB on each prefill rank, {there:,} MiB on each decode rank, outside "
-        "--mem-fraction-static", WIDTH, subsequent_indent=" " * 9)  # fmt: skip
-    yield fill(
-        f"busy     {fleet.readers:,} decode ranks read a prefill rank, and a decode rank reads "
+    yield from point(
+        f"{here:,} MiB on each prefill rank, {there:,} MiB on each decode rank, outside "
+        "--mem-fraction-static", "staging  ")  # fmt: skip
+    yield from point(
+        f"{fleet.readers:,} decode ranks read a prefill rank, and a decode rank reads "
         f"{fleet.sources:,} (--prefill-servers {fleet.prefill_servers}, --decode-servers "
         f"{fleet.decode_servers}): two ranks then share {fleet.slots} slots, which hold "
-        f"{fleet.tokens:,} tokens", WIDTH, subsequent_indent=" " * 9)  # fmt: skip
+        f"{fleet.tokens:,} tokens", "busy     ")  # fmt: skip
 
 
 def _list(title: str, points: Iterable[str]) -> Iterator[str]:
-    lines = [fill(point, WIDTH, initial_indent="  - ", subsequent_indent="    ",
-                  break_long_words=False, break_on_hyphens=False) for point in points]  # fmt: skip
+    lines = [line for text in points for line in point(text, "  - ")]
     yield from [f"{title}:", *lines] if lines else []

@@ -94,9 +94,14 @@ def _commands(text: str) -> list[list[str]]:
 
 def parse(flags: Sequence[str]) -> argparse.Namespace:
     """What these flags set. Raises MixKVError with all words that SGLang does not know."""
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
     parser, words = _parser(), list(flags)
-    if "--config" in words:
-        words = _with_config(parser, words)
+    try:
+        if "--config" in words:
+            words = list(ConfigArgumentMerger(parser).merge_config_with_args(words))
+    except Exception as error:  # of SGLang or the YAML parser
+        raise unreadable(f"--config: {error}") from None
     args, unknown = parser.parse_known_args(words)
     if unknown:
         flag = unknown[0].partition("=")[0]
@@ -115,16 +120,6 @@ def _parser() -> argparse.ArgumentParser:
     for action in parser._actions:
         action.required = False  # else a missing flag hides the mistyped one
     return parser
-
-
-def _with_config(parser: argparse.ArgumentParser, words: list[str]) -> list[str]:
-    import yaml
-    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
-
-    try:
-        return list(ConfigArgumentMerger(parser).merge_config_with_args(words))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise unreadable(f"--config: {error}") from None
 
 
 @contextmanager
@@ -149,22 +144,22 @@ def alone(environ: Mapping[str, str]) -> Iterator[None]:
 def as_on(gpu: str) -> Iterator[None]:
     """Answers what SGLang asks of a GPU while it resolves a line, as such a GPU would: it decides
     attention backends and types of KV. Without an answer SGLang ends early for targets with DSA or
-    linear attention."""
+    linear attention. "": on no GPU."""
     import torch
     from sglang.srt.runtime_context import override_platform
 
+    if not gpu:
+        yield
+        return
     capability, is_hopper = GPUS[gpu], gpu == "hopper"
-    facts = {
-        "is_cuda": True, "device_capability": capability,
-        "device_sm": 10 * capability[0] + capability[1],
-        "is_sm90": is_hopper, "is_hopper_with_cuda_12_3": is_hopper,
-        "is_sm100": not is_hopper, "is_sm100_or_sm110": not is_hopper,
-        "is_blackwell": not is_hopper,
-    }  # fmt: skip
-    asked = torch.cuda.get_device_capability
+    hopper, blackwell = ("is_sm90", "is_hopper_with_cuda_12_3"), (
+        "is_sm100", "is_sm100_or_sm110", "is_blackwell",
+    )  # fmt: skip
+    facts = dict.fromkeys(hopper, is_hopper) | dict.fromkeys(blackwell, not is_hopper)
+    sm, asked = 10 * capability[0] + capability[1], torch.cuda.get_device_capability
     torch.cuda.get_device_capability = lambda device=None: capability
     try:
-        with override_platform(**facts):
+        with override_platform(is_cuda=True, device_capability=capability, device_sm=sm, **facts):
             yield
     finally:
         torch.cuda.get_device_capability = asked

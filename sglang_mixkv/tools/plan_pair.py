@@ -1,10 +1,17 @@
-"""The plan of a pair as a value: whether it needs the plugin, who reads what, what goes wrong."""
+"""The plan of a pair as a value: whether it needs the plugin, who reads what, what goes wrong.
+
+Stock SGLang 0.5.23: beside an MLA target each decode rank gets the rows of one prefill rank as they
+lie there, which is right where both hold the same heads. Mooncake writes them at prefill's row
+length (send_kvcache), NIXL page by page (_prep_equal_tp_dlist). A target with KV heads is cut by
+heads, and its drafter at the same bytes (send_kvcache_slice). With --dcp-size, send_kvcache_dcp
+cuts by heads, but sends from one prefill rank, and not beside pure MLA.
+tests/protocol/test_stock.py runs these cases.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 
@@ -17,11 +24,19 @@ from sglang_mixkv.draft.routes import readers_of, routes
 from sglang_mixkv.draft.window import pages_left_out
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
-from sglang_mixkv.tools.plan_need import Need, need_of
 from sglang_mixkv.tools.plan_server import Model, Server
 
-SCHEMA = 4
+SCHEMA = 5
 LONG = 16 << 10  # tokens of a prompt that a window is shown by
+
+
+class Need(msgspec.Struct, frozen=True):
+    """`wrong_share`: of a prompt's draft KV on decode, without the plugin. None where requests
+    fail, or where it depends on the rows."""
+
+    needed: bool
+    reason: str
+    wrong_share: float | None = 0.0
 
 
 class Read(msgspec.Struct, frozen=True):
@@ -65,14 +80,57 @@ def make_plan(prefill: Server, decode: Server, servers: tuple[int, int] = (1, 1)
     """With all findings at once. `servers`: how many there are of each role."""
     facts, no_route = decode.facts, [*_no_route(prefill, decode)]
     need = None if no_route else need_of(prefill, decode)
-    sizes = prefill.attention_tp, decode.attention_tp
     reads, fleet = list[Read](), None
     if facts is not None and facts == prefill.facts and not no_route:
-        reads = list(_reads(facts, *sizes))
+        reads = [*_reads(facts, prefill.attention_tp, decode.attention_tp)]
         fleet = _fleet(reads, prefill, decode, servers)
     findings = (*_findings(prefill, decode, need), *no_route)
     notes = tuple(dict.fromkeys(_notes(prefill, decode)))
     return Plan(need, prefill, decode, tuple(reads), fleet, findings, notes)
+
+
+# ---------------------------------------------------------------- whether it is needed
+
+
+def need_of(prefill: Server, decode: Server) -> Need:
+    """Of attention-TP sizes of which one divides the other."""
+    sizes = theirs, ours = prefill.attention_tp, decode.attention_tp
+    if prefill.draft is None or decode.draft is None:
+        without = [side.role for side in (prefill, decode) if side.draft is None]
+        return Need(False, f"no draft KV is moved without a drafter on {' and '.join(without)}")
+    heads = decode.draft.kv_heads
+    if not heads:
+        return Need(False, "the drafter is MLA, so each rank has the same rows")
+    if theirs == ours:
+        return Need(False, f"both sides have attention TP {ours}")
+    if heads <= min(sizes):
+        return Need(False, f"no rank holds more than one of the drafter's {heads} KV heads")
+    if decode.target.kv_heads:
+        if all(_row_bytes(decode.target, tp) == _row_bytes(decode.draft, tp) for tp in sizes):
+            return Need(False, "the drafter's rows are cut by heads as the target's, and as long")
+        text = "SGLang cuts the drafter's rows where it cuts the target's, of another length"
+        return Need(True, text, None)
+    held, needed = (max(1, heads // tp) for tp in sizes)
+    if decode.dcp_size > 1 and not decode.target.hybrid:
+        return Need(True, "with --dcp-size SGLang cuts no heads beside this target", None)
+    if decode.dcp_size > 1 and held >= needed:
+        return Need(False, "with --dcp-size SGLang cuts the drafter's heads itself")
+    if decode.dcp_size > 1:
+        text = f"of {needed} KV heads that a decode rank needs SGLang sends {held}"
+        return Need(True, text, 1 - held / needed)
+    is_nixl = decode.disaggregation_transfer_backend == "nixl"
+    text = f"a decode rank holds {needed} of the drafter's KV heads, and SGLang "
+    if held < needed:
+        right = held / needed / (decode.page_size or 1) if is_nixl else 0
+        return Need(True, f"{text}fills it from one prefill rank, which holds {held}", 1 - right)
+    if is_nixl:
+        return Need(True, f"{text}does not send it rows of {held}: requests fail", None)
+    text += f"sends it rows of {held}, over other rows and beyond the pool, where requests fail"
+    return Need(True, text, 1.0)
+
+
+def _row_bytes(model: Model, tp: int) -> set[int]:
+    return {width * max(1, model.kv_heads // tp) for width in model.facts.head_bytes}
 
 
 # ---------------------------------------------------------------- figures
@@ -80,11 +138,9 @@ def make_plan(prefill: Server, decode: Server, servers: tuple[int, int] = (1, 1)
 
 def contacted(prefill_tp: int, decode_tp: int, rank: int) -> range:
     """Prefill ranks that a decode rank asks, by SGLang's CommonKVManager._resolve_rank_mapping."""
-    if prefill_tp <= decode_tp:
-        first = rank // (decode_tp // prefill_tp)
-        return range(first, first + 1)
-    ratio = prefill_tp // decode_tp
-    return range(rank * ratio, (rank + 1) * ratio)
+    ratio = max(1, prefill_tp // decode_tp)
+    first = rank * prefill_tp // decode_tp
+    return range(first, first + ratio)
 
 
 def _reads(facts: DraftFacts, theirs: int, ours: int) -> Iterator[Read]:
@@ -115,31 +171,16 @@ def _fleet(reads: list[Read], prefill: Server, decode: Server, servers: tuple[in
 
 def _no_route(prefill: Server, decode: Server) -> Iterator[str]:
     """Sizes that do not divide, and a drafter's heads that do not."""
-    uneven = [side.role for side in (prefill, decode) if not side.attention_tp]
-    if uneven:
-        yield (
-            f"[MIXKV-PAIR-04] {' and '.join(uneven)}: the TP size is no multiple of its "
-            "DP-attention and CP sizes. Change --tp-size or --attn-dp-size."
-        )
-        return
     try:
         readers_of(prefill.attention_tp, decode.attention_tp)
     except MixKVError as error:
         yield str(error)
     for side in (prefill, decode):
         try:
-            if side.facts is not None:
+            if side.facts is not None and side.attention_tp:
                 heads_on_rank(side.facts.total_heads, side.attention_tp, 0)
         except MixKVError as error:
             yield str(error.about(side.role))
-
-
-# SGLang compares the first two when a pair meets (common/conn.py, try_ensure_parallel_info).
-_ALIKE = {
-    "page_size": "SGLang refuses the pair",
-    "kv_cache_dtype": "SGLang refuses the pair",
-    "disaggregation_enable_kv_checksum": "metadata rows differ",
-}
 
 
 def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[str]:
@@ -150,12 +191,16 @@ def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[st
             yield from server.refused
     if prefill.enabled != decode.enabled:
         yield "[MIXKV-PAIR-01] --enable-mixkv: on one side only. Set it on both, or on neither."
-    for name, why in _ALIKE.items():
-        flag = f"--{name.replace('_', '-')}"
-        yield from _differ(flag, getattr(prefill, name), getattr(decode, name), why)
-    if decode.pp_size != 1:
-        why = "SGLang takes 1 or prefill's on decode"
-        yield from _differ("--pp-size", prefill.pp_size, decode.pp_size, why)
+    # SGLang compares the first two when a pair meets (common/conn.py, try_ensure_parallel_info).
+    for name, why in (
+        ("page_size", "SGLang refuses the pair"),
+        ("kv_cache_dtype", "SGLang refuses the pair"),
+        ("disaggregation_enable_kv_checksum", "metadata rows differ"),
+        ("pp_size", "SGLang takes 1 or prefill's on decode"),
+    ):
+        if name != "pp_size" or decode.pp_size != 1:
+            sides = getattr(prefill, name), getattr(decode, name)
+            yield from _differ(f"--{name.replace('_', '-')}", *sides, why)
     yield from _models(prefill, decode)
     is_cold = decode.config.on_draft_mismatch == "cold"
     served = {Severity.COLD, Severity.MISMATCH} if is_cold else {Severity.COLD}
@@ -169,24 +214,26 @@ def _findings(prefill: Server, decode: Server, need: Need | None) -> Iterator[st
 
 def _row(server: Server, topk: int) -> Row:
     """What its ranks would publish, without what only a running one knows."""
-    facts, tp = server.facts, max(1, server.attention_tp)
-    return Row(
-        PROTOCOL, __version__, sglang_version(), bytes(8), "", 0, "", tp, 0, 0, (),
-        server.disaggregation_transfer_backend, server.stage, topk,
-        DraftLayout(facts, tp, 0) if facts else None,
-    )  # fmt: skip
+    facts, tp, backend = (
+        server.facts,
+        server.attention_tp or 1,
+        server.disaggregation_transfer_backend,
+    )
+    draft = DraftLayout(facts, tp, 0) if facts else None
+    of_rank = sglang_version(), bytes(8), "", 0, "", tp, 0, 0, ()
+    return Row(PROTOCOL, __version__, *of_rank, backend, server.stage, topk, draft)
 
 
 def _models(prefill: Server, decode: Server) -> Iterator[str]:
     """What nothing compares."""
     for side in (prefill, decode):
-        head = side.draft.architecture if side.draft else ""
-        if words := refusals.other_head(head, side.speculative_algorithm or ""):
-            yield f"{side.role}: {words}"
-    here, there = (model_text(side.target) for side in (prefill, decode))
-    yield from _differ("target", here, there, "its KV would be in wrong rows")
-    here, there = (model_text(side.draft) for side in (prefill, decode))
-    if prefill.draft and here != there and (prefill.facts is None or decode.facts is None):
+        if facts := side.draft and side.draft.facts:
+            words = refusals.other_head(facts.architecture, facts.algorithm)
+            yield from [f"{side.role}: {words}"] if words else []
+    wrong = "its KV would be in wrong rows"
+    yield from _differ("target", prefill.target, decode.target, wrong)
+    here, there = (str(side.draft or "none") for side in (prefill, decode))
+    if prefill.draft and here != there and None in (prefill.facts, decode.facts):
         yield from _differ("drafter", here, there, "its KV cannot be moved")
     elif decode.draft and not decode.draft.kv_heads and decode.target.kv_heads:
         yield (
@@ -196,62 +243,28 @@ def _models(prefill: Server, decode: Server) -> Iterator[str]:
 
 
 def _differ(what: str, prefill: object, decode: object, why: str) -> Iterator[str]:
-    if prefill != decode:
-        found = Difference(
-            Severity.REFUSED, what, str(prefill), str(decode), why, "Give both sides the same"
-        )
+    sides = str(prefill), str(decode)
+    if sides[0] != sides[1]:
+        found = Difference(Severity.REFUSED, what, *sides, why, "Give both sides the same")
         yield f"[MIXKV-PAIR-03] {found}"
-
-
-def model_text(model: Model | None) -> str:
-    if model is None:
-        return "none"
-    heads = f"{model.kv_heads} KV heads" if model.kv_heads else "MLA"
-    return f"{model.architecture} ({heads}, {model.layers} layer{'s' * (model.layers > 1)})"
 
 
 def _notes(prefill: Server, decode: Server) -> Iterator[str]:
     yield from (*prefill.notes, *decode.notes)
-    kinds = dict.fromkeys(filter(None, (prefill.gpu, decode.gpu)))
-    for gpu in kinds:
+    for gpu in dict.fromkeys(filter(None, (prefill.gpu, decode.gpu))):
         roles = " and ".join(side.role for side in (prefill, decode) if side.gpu == gpu)
         yield f"{roles}: resolved as on a {gpu.title()} GPU (--gpu)"
-    for what, here, there in (
-        ("target", prefill.target, decode.target),
-        ("drafter", prefill.draft, decode.draft),
-    ):
-        if here and there and Path(here.path).name != Path(there.path).name:
-            yield (
-                f"{what}: prefill loads {here.path}, decode {there.path}; nothing compares their "
-                "weights, so make sure that both are one model"
-            )
     if prefill.draft is None and decode.draft is not None:
         yield (
             "speculation on decode alone: each request's drafter starts cold, so fewer drafts are "
             "accepted; give prefill the same --speculative flags"
         )
-    yield from _window(prefill, decode)
-
-
-def _window(prefill: Server, decode: Server) -> Iterator[str]:
-    asked = [side.speculative_draft_window_size for side in (prefill, decode)]
-    if decode.draft is None or decode.facts is None:
-        return
-    if (window := decode.draft.window) is not None:
-        size, token = decode.page_size or 1, decode.facts.bytes_per_token(decode.facts.total_heads)
+    facts, window = decode.facts, decode.draft.window if decode.draft else None
+    if facts is not None and window is not None:
+        size, token = decode.page_size or 1, facts.bytes_per_token(facts.total_heads)
         left = pages_left_out(-(-LONG // size), size, window) * size
         yield (
             f"draft window: decode's drafter reads the last {window:,} tokens alone, so that of a "
             f"prompt of {LONG:,} tokens {(LONG - left) * token:,} bytes of draft KV move, and "
             f"{left * token:,} do not"
-        )
-    elif asked[1]:
-        yield (
-            f"draft window: --speculative-draft-window-size {asked[1]} saves no bytes, since with "
-            "this drafter, attention backend, top-k, sink or prefix cache decode may read all rows"
-        )
-    if asked[0] != asked[1]:
-        yield (
-            f"draft window: --speculative-draft-window-size is {asked[0]} on prefill, {asked[1]} "
-            "on decode: served, and decode's alone says which rows move"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,27 @@ from sglang_mixkv.tools.plan_line import parse, split, unreadable
 
 
 class Model(msgspec.Struct, frozen=True):
-    """`kv_heads`: 0 where each rank has the same rows (MLA). `head_bytes`: of a token and head, K
-    of each layer, then V. `hybrid`: some layers have a state instead of KV. `window`: how far a
-    drafter reads (draft/window.py)."""
+    """`facts`: with 0 heads where each rank has the same rows (MLA). `hybrid`: some layers have a
+    state instead of KV. `window`: how far a drafter reads (draft/window.py)."""
 
-    path: str
-    architecture: str
-    kv_heads: int
+    facts: DraftFacts
     layers: int
-    head_bytes: tuple[int, ...]
-    dtype: str
     hybrid: bool = False
     window: int | None = None
 
+    @property
+    def kv_heads(self) -> int:
+        return self.facts.total_heads
 
-class Flags(msgspec.Struct, frozen=True, kw_only=True):
-    """SGLang's, resolved, by its own names."""
+    def __str__(self) -> str:
+        heads = f"{self.kv_heads} KV heads" if self.kv_heads else "MLA"
+        return f"{self.facts.architecture} ({heads}, {self.layers} layer{'s' * (self.layers > 1)})"
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True):
+    """FLAGS are SGLang's, resolved. `enabled`: opted in. `gpu`: what it was resolved for.
+    `attention_tp`: 0 where TP does not split. `stage`: the target of the first pipeline stage.
+    `stock`: why SGLang itself does not start it; `refused`: why the plugin does not."""
 
     tp_size: int
     attn_dp_size: int
@@ -53,16 +58,7 @@ class Flags(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str
     disaggregation_transfer_backend: str
     disaggregation_enable_kv_checksum: bool
-    speculative_algorithm: str | None
     speculative_eagle_topk: int | None
-    speculative_draft_window_size: int | None = None
-
-
-class Server(Flags, frozen=True, kw_only=True):
-    """`enabled`: opted in. `gpu`: what it was resolved for. `attention_tp`: 0 where TP does not
-    split. `stage`: the target of the first pipeline stage. `stock`: why SGLang itself does not
-    start it; `refused`: why the plugin does not."""
-
     role: str
     enabled: bool
     config: Config
@@ -83,13 +79,10 @@ class Server(Flags, frozen=True, kw_only=True):
     @property
     def facts(self) -> DraftFacts | None:
         """Of a drafter with KV heads."""
-        draft = self.draft
-        if draft is None or not draft.kv_heads:
-            return None
-        return DraftFacts(
-            draft.architecture, self.speculative_algorithm or "", draft.kv_heads, draft.head_bytes,
-            draft.dtype,
-        )  # fmt: skip
+        return self.draft.facts if self.draft and self.draft.kv_heads else None
+
+
+FLAGS = Server.__struct_fields__[:10]
 
 
 def read(role: str, text: str, *, gpu: str | None = None) -> Server:
@@ -112,31 +105,31 @@ def _read(role: str, line: plan_line.Line, gpus: list[str]) -> Server:
     args = parse(line.flags)
     config = resolve(args, line.environ)
     _check_models(args)
-    notes = [*_notes(role, line, args)]
+    notes = [*_unread(role, line, args)]
     if args.disaggregation_mode in (None, "null"):
         args.disaggregation_mode = role
     args.device = args.device or "cuda"
+    gpus = gpus if args.device == "cuda" else [""]
     for gpu in (*gpus, gpus[0]):  # where none will do, the first says why
         server_args = ServerArgs.from_cli_args(args)
-        # `refused` has what the plugin's hook would raise.
-        setattr(server_args, ATTRIBUTE, Config())
-        with plan_line.as_on(gpu) if args.device == "cuda" else nullcontext():
+        setattr(
+            server_args, ATTRIBUTE, Config()
+        )  # `refused` has what the plugin's hook would raise
+        with plan_line.as_on(gpu):
             stock = tuple(_not_started(role, server_args))
         if not stock:
             break
     if args.device.partition(":")[0] not in refusals.DEVICES:  # SGLang would look for one here
         stock, notes = (), [*notes, f"{role}: what SGLang checks on {args.device} was not checked"]
     view = resolving_view(server_args)
-    target = _model(server_args, view, is_draft=False)
-    values: dict[str, Any] = {n: getattr(view, n, None) for n in Flags.__struct_fields__}
+    values: dict[str, Any] = {name: getattr(view, name, None) for name in FLAGS}
     if values["attn_dp_size"] is None:  # no flag of its own up to SGLang 0.5.21
         values["attn_dp_size"] = view.dp_size if view.enable_dp_attention else 1
         values["dp_size"] //= values["attn_dp_size"]
     parts = values["attn_dp_size"] * view.attn_cp_size
+    target = _model(server_args, view, is_draft=False)
     return Server(
-        **values,
-        role=role, enabled=config.enabled, config=config, stock=stock,
-        gpu=gpu if args.device == "cuda" else "",
+        **values, role=role, enabled=config.enabled, config=config, gpu=gpu, stock=stock,
         attention_tp=view.tp_size // parts if parts and not view.tp_size % parts else 0,
         target=target, stage=_stage(target, view),
         draft=_model(server_args, view, is_draft=True) if refusals.has_drafter(view) else None,
@@ -144,7 +137,7 @@ def _read(role: str, line: plan_line.Line, gpus: list[str]) -> Server:
     )  # fmt: skip
 
 
-def _notes(role: str, line: plan_line.Line, args: argparse.Namespace) -> Iterator[str]:
+def _unread(role: str, line: plan_line.Line, args: argparse.Namespace) -> Iterator[str]:
     """What decides nothing here. Takes the flags away that the server's host answers."""
     if line.unread:
         yield f"{role}: no shell runs, so this is taken as it stands: {' '.join(line.unread)}"
@@ -187,11 +180,9 @@ def _not_started(role: str, server_args: Any) -> Iterator[str]:
             raised.append(error)
 
     pipeline.run_hook = lambda step, args: go_on(run, step, args)
-    try:
-        go_on(server_args.resolve_once)
-        go_on(server_args.check_server_args)
-    finally:
-        pipeline.run_hook = run
+    go_on(server_args.resolve_once)
+    go_on(server_args.check_server_args)
+    pipeline.run_hook = run
     said = (ValueError, RuntimeError, AssertionError)  # others may follow from an earlier one
     raised[1:] = [error for error in raised[1:] if isinstance(error, said) and str(error)]
     texts = (str(e) or str(traceback.extract_tb(e.__traceback__)[-1].line) for e in raised)
@@ -213,17 +204,17 @@ def _stage(target: Model, view: Any) -> Target:
     from sglang.srt.distributed.utils import get_pp_indices
 
     first, end = get_pp_indices(target.layers, 0, view.pp_size)
-    return Target(
-        target.kv_heads, 2 * (end - first), target.hybrid, len(set(target.head_bytes)) <= 1,
-        view.pp_size, view.dcp_size,
-    )  # fmt: skip
+    sizes, is_even = (view.pp_size, view.dcp_size), len(set(target.facts.head_bytes)) <= 1
+    return Target(target.kv_heads, 2 * (end - first), target.hybrid, is_even, *sizes)
 
 
 def _model(server_args: Any, view: Any, *, is_draft: bool) -> Model:
     """Raises MixKVError for a config.json that SGLang does not read."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch, ModelConfig, is_deepseek_v4
+    from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
     from sglang.srt.model_executor.model_runner_components import layer_setup
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
     path = (view.speculative_draft_model_path if is_draft else None) or view.model_path
     revision = view.speculative_draft_model_revision if is_draft else None
@@ -236,25 +227,20 @@ def _model(server_args: Any, view: Any, *, is_draft: bool) -> Model:
     layers = layer_setup._compute_model_num_layers(
         model=None, model_config=config, is_draft_worker=is_draft
     )
-    alike = config.attention_arch == AttentionArch.MLA or is_deepseek_v4(config.hf_config)
-    dtype = _kv_dtype(view, config, is_draft)
-    widths = [] if alike else [config.head_dim, config.v_head_dim]
-    return Model(
-        path, config.hf_config.architectures[0], 0 if alike else config.get_total_num_kv_heads(),
-        layers, tuple(width * dtype.itemsize for width in widths for _ in range(layers)),
-        str(dtype).removeprefix("torch."), bool(mambaish_config(config)),
-        window_of(view, config.hf_config) if is_draft else None,
-    )  # fmt: skip
-
-
-def _kv_dtype(view: Any, config: Any, is_draft: bool) -> Any:
-    from sglang.srt.mem_cache.kv_cache_dtype import configure_kv_cache_dtype
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
-
     algorithm = SpeculativeAlgorithm.from_string(view.speculative_algorithm)
-    return configure_kv_cache_dtype(
+    dtype = configure_kv_cache_dtype(
         server_args_kv_cache_dtype=view.kv_cache_dtype, model=None, model_dtype=config.dtype,
         is_draft_worker=is_draft, is_dflash=algorithm.is_dflash_family(),
         speculative_draft_attention_backend=view.speculative_draft_attention_backend,
         speculative_draft_kv_cache_dtype=view.speculative_draft_kv_cache_dtype,
     )[1]  # fmt: skip
+    alike = config.attention_arch == AttentionArch.MLA or is_deepseek_v4(config.hf_config)
+    widths = [] if alike else [config.head_dim, config.v_head_dim]
+    facts = DraftFacts(
+        config.hf_config.architectures[0], view.speculative_algorithm or "" if is_draft else "",
+        0 if alike else config.get_total_num_kv_heads(),
+        tuple(width * dtype.itemsize for width in widths for _ in range(layers)),
+        str(dtype).removeprefix("torch."),
+    )  # fmt: skip
+    window = window_of(view, config.hf_config) if is_draft else None
+    return Model(facts, layers, bool(mambaish_config(config)), window)

@@ -12,19 +12,14 @@ Servers need --enable-metrics; those that ask for an API key get that of SGLANG_
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from textwrap import TextWrapper
-
-import msgspec
 
 from sglang_mixkv.series import MEMORY, NOTES, REPORT, STATES, Kind
-from sglang_mixkv.tools import table
-from sglang_mixkv.tools.status_pages import Look, Page, Pair, Server, look, pairs, servers
+from sglang_mixkv.tools import as_json, parser, point, table
+from sglang_mixkv.tools.status_pages import Page, Pages, Pair, Server, look, pairs, servers
 
-TIMEOUT_S, WIDTH = 5.0, 100
 COLD_SHARE = 0.01  # of requests; as the alert MixKVColdDrafters
 NONE = "-"
 
@@ -47,41 +42,31 @@ class Status:
     wrong: list[Wrong]
     unread: dict[str, str]
 
-    @property
-    def exit_status(self) -> int:
-        return 2 if self.unread else int(bool(self.wrong))
-
     def text(self) -> str:
-        lines = [*table(_servers(self.servers))]
+        lines = [*table(_servers(self.servers)), ""]
         if self.pairs:
-            lines += ["", *table(_pairs(self.pairs))]
-        lines.append("")
-        points = [f"!! {url}: {why}" for url, why in self.unread.items()]
-        points += [f"!! {one.where}: {one.what}. {one.remedy}" for one in self.wrong]
-        wrapper = TextWrapper(
-            WIDTH, subsequent_indent="   ", break_long_words=False, break_on_hyphens=False
-        )
-        for point in points or ["nothing is wrong"]:
-            lines += wrapper.wrap(point)
-        return "\n".join(lines)
+            lines += [*table(_pairs(self.pairs)), ""]
+        points = [f"{url}: {why}" for url, why in self.unread.items()]
+        points += [f"{one.where}: {one.what}. {one.remedy}" for one in self.wrong]
+        for text in points:
+            lines += point(text, "!! ")
+        return "\n".join(lines if points else [*lines, "nothing is wrong"])
 
 
-def status(now: Look, first: Look | None = None) -> Status:
-    """`first`: what happened since is counted; without it, since servers started."""
-    since = now if first is None else now.since(first)
+def status(now: Pages, unread: dict[str, str], first: Pages | None = None) -> Status:
+    """`first`: what happened since is counted; without it, since servers started. A server that is
+    new counts from its start."""
+    before = first or Pages()
+    since = {name: page.since(before.get(name, Page())) for name, page in now.items()}
     found, rows = [*servers(now)], [*pairs(since)]
-    return Status(found, rows, [*_wrong(since, found, rows)], now.unread)
-
-
-# ---------------------------------------------------------------- the screen
+    return Status(found, rows, [*_of_servers(found), *_of_counts(since), *_of_pairs(rows)], unread)
 
 
 def _servers(found: Sequence[Server]) -> Iterator[Sequence[str]]:
     yield "server", "role", "ranks", "slots in use"
     for one in found:
         slots = f"{one.slots_used} of {one.slots}" if one.slots else NONE
-        role = one.role if one.has_plugin else "no plugin"
-        yield one.name, role, str(one.ranks or NONE), slots
+        yield one.name, one.role, str(one.ranks or NONE), slots
 
 
 def _pairs(found: Sequence[Pair]) -> Iterator[Sequence[str]]:
@@ -95,82 +80,55 @@ def _pairs(found: Sequence[Pair]) -> Iterator[Sequence[str]]:
         )  # fmt: skip
 
 
-# ---------------------------------------------------------------- what is wrong
-
-
-def _wrong(since: Look, found: list[Server], pairs: list[Pair]) -> Iterator[Wrong]:
-    """`since`: what the counts are of."""
+def _of_servers(found: Sequence[Server]) -> Iterator[Wrong]:
     for server in found:
-        yield from (Wrong(server.name, *words) for words in _of_server(server))
-    for name, page in since.pages.items():
-        yield from (Wrong(name, *words) for words in _of_counts(page))
-    for pair in pairs:
-        where = f"{pair.decode}, prefill {pair.prefill}"
-        yield from (Wrong(where, *words) for words in _of_pair(pair))
+        if not server.ranks:
+            what = "its page, which should be a server's own, has no series of the plugin"
+            remedy = "Start it with --enable-mixkv; with it, search its log for MIXKV-"
+            yield Wrong(server.name, what, remedy)
+        elif 0 < server.slots <= server.slots_used:
+            remedy = MEMORY + " if it stays so"
+            yield Wrong(server.name, "all slots of a rank are in use", remedy)
 
 
-def _of_server(server: Server) -> Iterator[tuple[str, str]]:
-    if not server.is_sglang:
-        yield (
-            "its page has no series of SGLang", "Give a server's own page, http://HOST:PORT/metrics"
-        )  # fmt: skip
-    elif not server.has_plugin:
-        remedy = "Start it with --enable-mixkv; with it, search its log for MIXKV-"
-        yield "no series of the plugin", remedy
-    elif 0 < server.slots <= server.slots_used:
-        yield "all slots of a rank are in use", MEMORY + " if it stays so"
+def _of_counts(since: Pages) -> Iterator[Wrong]:
+    for name, page in since.items():
+        for reason, number in page.requests("peers_refused_total", "reason").items():
+            what = f"{number} requests failed since a prefill server is refused ({reason})"
+            yield Wrong(name, what, "Search decode's log for MIXKV-")
+        if failed := page.requests("rooms_total", state="failed", reason="").total():
+            kind = NOTES["not_cleared"]
+            what = f"{failed} requests failed: {kind.happened}"
+            yield Wrong(name, what, f"Search decode's log for {kind.code}")
+        for kind in (NOTES["unopened"], NOTES["expired"]):
+            if number := page.requests(kind.series).total():
+                yield Wrong(name, f"{number} times {kind.happened}", kind.remedy)
 
 
-def _of_counts(page: Page) -> Iterator[tuple[str, str]]:
-    for reason, number in page.requests("peers_refused_total", "reason").items():
-        what = f"{number} requests failed since a prefill server is refused ({reason})"
-        yield what, "Search decode's log for MIXKV-"
-    if failed := page.requests("rooms_total", "state")["failed"]:
-        kind = NOTES["not_cleared"]
-        yield f"{failed} requests failed: {kind.happened}", f"Search decode's log for {kind.code}"
-    for kind in (NOTES["unopened"], NOTES["expired"]):
-        if number := page.requests(kind.series).total():
-            yield f"{number} times {kind.happened}", kind.remedy
-
-
-def _of_pair(pair: Pair) -> Iterator[tuple[str, str]]:
-    if pair.breaker_open:
-        kind = NOTES["breaker_opened"]
-        yield f"{kind.happened}; {kind.consequence}", kind.remedy
-    if pair.warm_share is None or 1 - pair.warm_share <= COLD_SHARE:
-        return
-    for reason, number in pair.rooms.most_common():
-        if number and reason != "warm":
-            kind = NOTES.get(f"cold_{reason}", Kind(remedy=REPORT))
-            what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
-            happened = f": {kind.happened}" if kind.happened else ""
-            yield what + happened, kind.remedy
-
-
-# ---------------------------------------------------------------- the command line
-
-
-def _seconds(text: str) -> float:
-    if not (number := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"expected more than 0, got {text}")
-    return number
+def _of_pairs(found: Sequence[Pair]) -> Iterator[Wrong]:
+    for pair in found:
+        if pair.warm_share is None or 1 - pair.warm_share <= COLD_SHARE:
+            continue
+        for reason, number in pair.rooms.most_common():
+            if number and reason != "warm":
+                kind = NOTES.get(f"cold_{reason}", Kind(remedy=REPORT))
+                what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
+                what += f": {kind.happened}" * bool(kind.happened)
+                yield Wrong(f"{pair.decode}, prefill {pair.prefill}", what, kind.remedy)
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_mixkv status",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
+    made = parser("status", __doc__)
+    add = made.add_argument
     add("urls", nargs="+", metavar="URL", help="http://HOST:PORT of a server, or a page of metrics")
-    add("--seconds", type=_seconds, help="count the requests of so many seconds from now on")
+    of_now = "count the requests of so many seconds from now on"
+    add("--seconds", metavar="N", type=int, choices=range(1, 1 << 20), help=of_now)
     add("--json", action="store_true", help="figures instead of the tables")
-    args = parser.parse_args(argv)
-    first, now = None, look(args.urls, TIMEOUT_S)
+    args = made.parse_args(argv)
+    first, (now, unread) = None, look(args.urls)
     if args.seconds:
         time.sleep(args.seconds)
-        first, now = now, look(args.urls, TIMEOUT_S)
-    found = status(now, first)
-    print(msgspec.json.format(msgspec.json.encode(found)).decode() if args.json else found.text())
-    return found.exit_status
+        first, (now, unread) = now, look(args.urls)
+    found = status(now, unread, first)
+    print(as_json(found) if args.json else found.text())
+    return 2 if unread else int(bool(found.wrong))

@@ -1,6 +1,5 @@
 """What servers' /metrics pages say of each server, and of each decode server with each prefill
-server. A page may have several servers: `worker_addr` names them on a router's, `instance` on
-Prometheus' own.
+server.
 """
 
 from __future__ import annotations
@@ -8,7 +7,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -16,10 +15,9 @@ from sglang_mixkv.series import STATES
 from sglang_mixkv.tools.client import RequestFailed, request
 
 OURS = "sglang_mixkv_"
+TIMEOUT_S = 5.0
 AT_ONCE = 16
 RANK = ("dp_rank", "pp_rank", "tp_rank", "moe_ep_rank")
-
-# ---------------------------------------------------------------- pages
 
 
 class Sample(NamedTuple):
@@ -41,32 +39,22 @@ def samples(text: str) -> Iterator[tuple[Sample, float]]:
         yield Sample(one.name.replace(":", "_", 1), tuple(sorted(one.labels.items()))), one.value
 
 
-@dataclass
-class Page:
-    """Of one server. `series`: the plugin's, as name and labels -> value. `role`: `engine_type` of
-    its schedulers, "" for none. `is_sglang`: whether SGLang's own series are there."""
+class Page(dict[Sample, float]):
+    """The plugin's series of one server."""
 
-    role: str = ""
-    is_sglang: bool = False
-    series: Counter[Sample] = field(default_factory=Counter)
+    def of(self, name: str, **labels: str) -> Iterator[tuple[Sample, float]]:
+        for sample, value in self.items():
+            if sample.name == name and all(sample.label(n) == v for n, v in labels.items()):
+                yield sample, value
 
-    def add(self, sample: Sample, value: float) -> None:
-        if not sample.name.startswith("sglang_"):
-            return
-        self.is_sglang = True
-        self.role = sample.label("engine_type") or self.role
-        if sample.name.startswith(OURS):
-            own = sample._replace(name=sample.name.removeprefix(OURS))
-            self.series[own] += value  # type: ignore[assignment]
+    def largest(self, name: str) -> int:
+        return round(max((value for _, value in self.of(name)), default=0))
 
-    def of(self, name: str) -> Iterator[tuple[Sample, float]]:
-        return ((sample, value) for sample, value in self.series.items() if sample.name == name)
-
-    def requests(self, name: str, label: str = "") -> Counter[str]:
+    def requests(self, name: str, label: str = "", **labels: str) -> Counter[str]:
         """A counter's requests, by one label: the TP ranks of a DP rank serve the same ones, so the
         one that counts most stands for them."""
         ranks: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
-        for sample, value in self.of(name):
+        for sample, value in self.of(name, **labels):
             where = sample.label("dp_rank"), sample.label(label)
             ranks[where][sample.label("tp_rank")] += round(value)
         found: Counter[str] = Counter()
@@ -76,41 +64,28 @@ class Page:
 
     def since(self, before: Page) -> Page:
         """Counters as what was added to them, all of them where the server was restarted."""
-        now = Counter(self.series)
-        for sample, value in before.series.items():
-            if sample.name.endswith("_total") and sample in now:
-                now[sample] -= value  # type: ignore[assignment]
-        restarted = any(value < 0 for value in now.values())
-        return self if restarted else Page(self.role, self.is_sglang, now)
+        counters = (sample for sample in self if sample.name.endswith("_total"))
+        added = {sample: self[sample] - before.get(sample, 0) for sample in counters}
+        return Page(self | added) if all(value >= 0 for value in added.values()) else self
 
 
-@dataclass
-class Look:
-    """`unread`: URL -> why its page could not be read."""
+Pages = dict[str, Page]
+"""By server."""
 
-    pages: dict[str, Page] = field(default_factory=dict)
-    unread: dict[str, str] = field(default_factory=dict)
 
-    def since(self, before: Look) -> Look:
-        """What happened since. A server that is new counts from its start."""
-        pages = {
-            name: one.since(before.pages.get(name, Page())) for name, one in self.pages.items()
-        }
-        return Look(pages, self.unread)
-
-    def read(self, url: str, text: str) -> None:
-        server = url.partition("://")[2].removesuffix("/metrics")
-        try:
-            pages: dict[str, Page] = {server: Page()}
-            for sample, value in samples(text):
-                name = sample.label("worker_addr") or sample.label("instance") or server
-                pages.setdefault(urlsplit(name).netloc or name, Page()).add(sample, value)
-        except ValueError as error:
-            self.unread[url] = f"{url} is no page of metrics: {error}"
-            return
-        if len(pages) > 1 and not pages[server].series:
-            del pages[server]  # the router's or Prometheus' own
-        self.pages.update(pages)
+def read(url: str, text: str) -> Pages:
+    """A page may have several servers: `worker_addr` names them on a router's, `instance` on
+    Prometheus' own. Raises ValueError."""
+    server = url.partition("://")[2].removesuffix("/metrics")
+    pages = {server: Page()}
+    for sample, value in samples(text):
+        if sample.name.startswith(OURS):
+            name = sample.label("worker_addr") or sample.label("instance") or server
+            page = pages.setdefault(urlsplit(name).netloc or name, Page())
+            page[sample._replace(name=sample.name.removeprefix(OURS))] = value
+    if len(pages) > 1 and not pages[server]:
+        del pages[server]  # the router's or Prometheus' own
+    return pages
 
 
 def page_url(url: str) -> str:
@@ -119,49 +94,38 @@ def page_url(url: str) -> str:
     return whole if urlsplit(whole).path.strip("/") else f"{whole.rstrip('/')}/metrics"
 
 
-def look(urls: Iterable[str], timeout: float) -> Look:
-    """At all pages side by side."""
-    found = Look()
+def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[Pages, dict[str, str]]:
+    """At all pages side by side; and why which could not be read."""
+    pages, unread = Pages(), dict[str, str]()
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        answers = {
-            url: pool.submit(request, "GET", url, timeout) for url in map(page_url, urls)
-        }  # fmt: skip
+        answers = {url: pool.submit(request, "GET", url, timeout) for url in map(page_url, urls)}
     for url, answer in answers.items():
         try:
-            found.read(url, answer.result().text)
+            pages |= read(url, answer.result().text)
         except RequestFailed as error:
-            why = str(error)
-            no_page = why.startswith("HTTP 404")
-            found.unread[url] = f"{why} Start it with --enable-metrics" if no_page else why
-    return found
-
-
-# ---------------------------------------------------------------- servers and pairs
+            remedy = " Start it with --enable-metrics" * str(error).startswith("HTTP 404")
+            unread[url] = f"{error}{remedy}"
+        except ValueError as error:
+            unread[url] = f"{url} is no page of metrics: {error}"
+    return pages, unread
 
 
 @dataclass(frozen=True)
 class Server:
-    """`ranks`: that have series. `slots`, `slots_used`: of the rank that uses most."""
+    """`ranks`: that have series of the plugin. `slots_used`: of the rank that uses most."""
 
     name: str
     role: str
-    is_sglang: bool
-    has_plugin: bool
     ranks: int
     slots: int
     slots_used: int
 
 
-def servers(now: Look) -> Iterator[Server]:
-    for name, page in now.pages.items():
-        slots, used = (
-            max((round(value) for _, value in page.of(gauge)), default=0)
-            for gauge in ("slots", "slots_used")
-        )
-        ranks = {tuple(map(sample.label, RANK)) for sample in page.series}
-        yield Server(
-            name, page.role, page.is_sglang, bool(page.series), len(ranks), slots, used
-        )  # fmt: skip
+def servers(pages: Pages) -> Iterator[Server]:
+    for name, page in pages.items():
+        role = max((sample.label("engine_type") for sample in page), default="no plugin")
+        ranks = len({tuple(map(sample.label, RANK)) for sample in page})
+        yield Server(name, role, ranks, page.largest("slots"), page.largest("slots_used"))
 
 
 @dataclass(frozen=True)
@@ -174,29 +138,25 @@ class Pair:
     prefill: str
     rooms: Counter[str]
     accept_lengths: dict[str, float | None]
-    breaker_open: bool
 
     @property
     def warm_share(self) -> float | None:
         return self.rooms["warm"] / self.rooms.total() if self.rooms.total() else None
 
 
-def pairs(since: Look) -> Iterator[Pair]:
-    for name, page in sorted(since.pages.items()):
-        for prefill in sorted({sample.label("prefill") for sample in page.series} - {""}):
-            theirs = [(s, v) for s, v in page.series.items() if s.label("prefill") == prefill]
-            mine = Page(page.role, page.is_sglang, Counter(dict(theirs)))
-            lengths = {state: _accept_length(mine, state) for state in STATES}
-            is_open = any(value for _, value in mine.of("breaker_open"))
-            yield Pair(name, prefill, _rooms(mine), lengths, is_open)
+def pairs(since: Pages) -> Iterator[Pair]:
+    for name, page in sorted(since.items()):
+        for prefill in sorted({sample.label("prefill") for sample in page} - {""}):
+            lengths = {state: _accept_length(page, prefill, state) for state in STATES}
+            yield Pair(name, prefill, _rooms(page, prefill), lengths)
 
 
-def _rooms(page: Page) -> Counter[str]:
+def _rooms(page: Page, prefill: str) -> Counter[str]:
     """The ranks of one DP rank serve the same requests; the one with most colds counts, since a
     request is warm only where no rank says cold. Requests that ended first are left out."""
     groups: defaultdict[str, defaultdict[str, Counter[str]]]
     groups = defaultdict(lambda: defaultdict(Counter))
-    for sample, value in page.of("prefill_rooms_total"):
+    for sample, value in page.of("prefill_rooms_total", prefill=prefill):
         if sample.label("state") in ("warm", "cold"):
             counts = groups[sample.label("dp_rank")][sample.label("tp_rank")]
             counts[sample.label("reason") or "warm"] += round(value)
@@ -204,9 +164,9 @@ def _rooms(page: Page) -> Counter[str]:
     return sum(worst, Counter())
 
 
-def _accept_length(page: Page, state: str) -> float | None:
+def _accept_length(page: Page, prefill: str, state: str) -> float | None:
     tokens, rounds = (
-        sum(value for sample, value in page.of(name) if sample.label("state") == state)
+        sum(value for _, value in page.of(name, prefill=prefill, state=state))
         for name in ("accepted_tokens_total", "verify_rounds_total")
     )
     return tokens / rounds if rounds else None

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import astuple
 
 from sglang_mixkv.__main__ import COMMANDS
 from sglang_mixkv.config import Config
@@ -49,15 +50,11 @@ def commands(pattern: str) -> list[str]:
     return [c for c in dict.fromkeys(found) if re.search(pattern, c)]
 
 
-def run(
-    script: str, cwd: Path, limit_s: int = 300, **variables: str
-) -> subprocess.CompletedProcess[str]:
+def run(script: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, **variables, "PATH": path}
-    return subprocess.run(
-        ["bash", "-c", script], cwd=cwd, env=env, text=True, capture_output=True, timeout=limit_s,
-        check=False,
-    )  # fmt: skip
+    command = ["bash", "-c", script]
+    return subprocess.run(command, cwd=cwd, env=env, text=True, capture_output=True, timeout=300)
 
 
 @pytest.fixture
@@ -118,19 +115,9 @@ def test_the_sizes_of_a_fleet_are_the_plans() -> None:
     rows = re.findall(r"^\| (\d+) x (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([\d,]+) \|", page, re.M)
     assert rows
     for row in rows:
-        *servers, readers, owners, slots, tokens = (int(cell.replace(",", "")) for cell in row)
+        figures = tuple(int(cell.replace(",", "")) for cell in row)
         reads = [*plan_pair._reads(facts, 8, 1)]
-        fleet = plan_pair._fleet(reads, prefill, decode, tuple(servers))
-        assert (fleet.readers, fleet.sources, fleet.slots, fleet.tokens) == (
-            readers, owners, slots, tokens,
-        )  # fmt: skip
-
-
-def test_a_python_that_this_machine_lacks_is_an_error() -> None:
-    """Nothing is set up or tested on another version instead."""
-    done = run("PYTHON=python3.99 bash scripts/test.sh --version", ROOT, 60)
-    assert done.returncode == 1
-    assert "PYTHON=python3.99: no Python 3.11 or newer of that name runs here" in done.stderr
+        assert astuple(plan_pair._fleet(reads, prefill, decode, figures[:2])) == figures
 
 
 def test_the_simulator_runs(tmp_path: Path) -> None:
@@ -165,13 +152,6 @@ def test_two_doctors(tmp_path: Path) -> None:
     assert "1 MiB from 127.0.0.1 in" in reader.stdout
     assert "8 of 8 slots right" in report
     assert (reader.returncode, listener.returncode) == (0, 0)
-
-
-@pytest.mark.full
-def test_the_doctor_finds_this_machine_right(tmp_path: Path) -> None:
-    """With everything that it looks at: SGLang is imported, bytes are sent."""
-    done = run("python -m sglang_mixkv doctor --enable-mixkv", tmp_path)
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("page", PAGES, ids=IDS)

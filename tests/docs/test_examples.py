@@ -45,7 +45,8 @@ def templates(item: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield from templates(one) if isinstance(one, dict) else ()
 
 
-def validate(item: dict[str, Any]) -> None:
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item["kind"])
+def test_kubernetes_knows_every_field(item: dict[str, Any]) -> None:
     """Strictly: a field that Kubernetes does not know is refused."""
     objects = [item]
     if item["kind"] in OTHERS:
@@ -53,17 +54,6 @@ def validate(item: dict[str, Any]) -> None:
         objects = [head | {"template": template} for template in templates(item["spec"])]
     for one in objects:
         kubernetes_validate.validate(one, kubernetes_validate.latest_version(), strict=True)
-
-
-@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item["kind"])
-def test_kubernetes_knows_every_field(item: dict[str, Any]) -> None:
-    validate(item)
-    for template in templates(item.get("spec", {})):
-        (container,) = template["spec"]["containers"]
-        container["envs"] = container.get("env", [])
-        with pytest.raises(kubernetes_validate.ValidationError):
-            validate(item)
-        del container["envs"]
 
 
 def test_compose_and_github_accept_theirs() -> None:
@@ -97,12 +87,9 @@ def test_a_second_group_has_everything_that_the_first_has() -> None:
     first = [item for item in ITEMS if item["metadata"].get("labels", {}).get("group") == "a"]
     second = applied("for file in", "examples/kubernetes")
     renamed = (
-        json.dumps(second).replace("mixkv-b", "mixkv-a").replace('"group": "b"', '"group": "a"')
+        json.dumps(first).replace("mixkv-a", "mixkv-b").replace('"group": "a"', '"group": "b"')
     )
-    ordered = [sorted(map(json.dumps, group)) for group in (first, json.loads(renamed))]
-    assert ordered[0] == ordered[1]
-    assert "mixkv-a" not in json.dumps(second)
-    assert '"group": "a"' not in json.dumps(second)
+    assert sorted(map(json.dumps, json.loads(renamed))) == sorted(map(json.dumps, second))
 
 
 def test_the_prometheus_rule_is_the_alerts() -> None:

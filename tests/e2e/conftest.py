@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -27,7 +28,7 @@ from mixkv_demo.servers import (
     single,
     totals,
 )
-from sglang_mixkv.tools.client import Answer, accept_length, acceptance_by_position
+from sglang_mixkv.tools.client import Answer, accept_length
 
 START_TIMEOUT = pytest.mark.timeout(1800)
 """Two deployments may start within one test, on a machine that has other work."""
@@ -108,7 +109,7 @@ def full(*args: object, **kwargs: object) -> object:
 CASES = [
     Case("P2-D1", (*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES)),
     Case("nixl-dflash-P1-D2", TP1, TP2, "mla-dflash", backend="nixl", spawn=True),
-    Case("P2-host-D1", (*TP2, *HOST_CACHE), (*TP1, *PAGES)),
+    full("P2-host-D1", (*TP2, *HOST_CACHE), (*TP1, *PAGES)),
     full("P2-D2dp", TP2, TP2_DP2),
     full("P1-D2", TP1, TP2, patience="1"),
     full("nixl-P2-D1", TP2, TP1, backend="nixl"),
@@ -123,6 +124,13 @@ CASES = [
     full("gqa-P1-D2-decode-cache", TP1, (*TP2, *DECODE_CACHE), "gqa"),
     full("P2dp-D2dp", TP2_DP2_OLDER, TP2_DP2),
 ]
+
+
+Counts = Counter[tuple[str, ...]]
+"""The plugin's series of all servers: name and values of labels -> value."""
+REST_S = 30
+SENT, NEEDED = ("sent_bytes_total", "draft"), ("needed_bytes_total", "draft")
+WARM = ("rooms_total", "warm")
 
 
 @dataclass(frozen=True)
@@ -143,25 +151,6 @@ class Measured:
     reference: Answers
     counts: Counts
 
-    def now(self) -> Counts:
-        return counts(self.deployment)
-
-    def since(self, before: Counts) -> Counts:
-        now = self.now()
-        now.subtract(before)
-        return now
-
-
-Counts = Counter[tuple[str, ...]]
-"""The plugin's series of all servers: name and values of labels -> value."""
-REST_S = 30
-SENT, NEEDED = ("sent_bytes_total", "draft"), ("needed_bytes_total", "draft")
-WARM = ("rooms_total", "warm")
-
-
-def counts(deployment: Deployment) -> Counts:
-    return deployment.counters()
-
 
 def finished(deployment: Deployment, before: Counts, requests: int) -> Counts:
     """What has been counted since, once so many requests have ended."""
@@ -176,17 +165,6 @@ def finished(deployment: Deployment, before: Counts, requests: int) -> Counts:
         time.sleep(0.5)
 
 
-def drafted(answers: list[Answer], state: str, *reason: str) -> Counts:
-    """What the answers themselves say."""
-    rounds = [n for answer in answers for n in answer.rounds_by_right_drafts]
-    right = sum(n * k for a in answers for n, k in enumerate(a.rounds_by_right_drafts))
-    found = Counter({("verify_rounds_total", state, *reason): sum(rounds)})
-    found["accepted_tokens_total", state, *reason] = sum(rounds) + right
-    for position, share in enumerate(acceptance_by_position(answers, 8), 1):
-        found["accepted_drafts_total", state, str(position)] = round(share * sum(rounds))
-    return found
-
-
 def cold(counted: Counts) -> float:
     """Rooms of all decode ranks, for any reason."""
     return sum(number for at, number in counted.items() if at[:2] == ("rooms_total", "cold"))
@@ -195,29 +173,6 @@ def cold(counted: Counts) -> float:
 def warm_share(counted: Counts) -> float:
     """Of the rooms of all decode ranks."""
     return counted[WARM] / max(1, counted[WARM] + cold(counted))
-
-
-Change = Callable[[Launch], Launch]
-
-
-def unchanged(server: Launch) -> Launch:
-    return server
-
-
-def pair_with(
-    fleet: Fleet,
-    topology: Topology,
-    pair: str = "mla",
-    *,
-    prefill: Change = unchanged,
-    decode: Change = unchanged,
-) -> Deployment:
-    """As `disaggregated`, with servers other than the topology says."""
-    *servers, port = launch.prefill_and_decode(pair, topology)
-    servers = [prefill(servers[0]), decode(servers[1])]
-    router = launch.router(*servers, port)
-    bring_up(fleet, [*servers, router], silent)
-    return Deployment(fleet, router.url, tuple(servers), (router,))
 
 
 FIGURES: list[str] = []
@@ -237,6 +192,57 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if FIGURES:
         terminalreporter.section("accept lengths, pair against single server")
         terminalreporter.write("\n".join([*FIGURES, ""]))
+
+
+def answered(
+    name: str,
+    deployment: Deployment,
+    expected: list[Answer],
+    asked: list[list[int]],
+    ask: Callable[[list[int]], Answer] | None = None,
+    at_once: int = 1,
+) -> tuple[list[Answer], Counts]:
+    """The answers to these prompts, and what was counted of them; recorded beside those that are
+    expected."""
+    before = deployment.counters()
+    with ThreadPoolExecutor(at_once) as pool:
+        answers = [*pool.map(ask or deployment.ask, asked)]
+    finished(deployment, before, len(answers))
+    counted = deployment.counters()
+    counted.subtract(before)
+    record(name, answers, expected, warm_share(counted))
+    return answers, counted
+
+
+def same(answers: list[Answer], reference: list[Answer]) -> None:
+    """Every token as the single server's, and the accept length within 2 %."""
+    assert [a.tokens for a in answers] == [a.tokens for a in reference]
+    assert accept_length(answers) == pytest.approx(accept_length(reference), rel=0.02)
+
+
+def all_arrived(counted: Counts) -> None:
+    """No draft byte is missing or sent twice, and no rank has been cold."""
+    assert counted[SENT] == counted[NEEDED] > 0
+    assert warm_share(counted) == 1, counted
+
+
+Change = Callable[[Launch], Launch]
+
+
+def pair_with(
+    fleet: Fleet,
+    topology: Topology,
+    pair: str = "mla",
+    *,
+    prefill: Change = lambda server: server,
+    decode: Change = lambda server: server,
+) -> Deployment:
+    """As `disaggregated`, with servers other than the topology says."""
+    *servers, port = launch.prefill_and_decode(pair, topology)
+    servers = [prefill(servers[0]), decode(servers[1])]
+    router = launch.router(*servers, port)
+    bring_up(fleet, [*servers, router], silent)
+    return Deployment(fleet, router.url, tuple(servers), (router,))
 
 
 Reference = Callable[[str, tuple[str, ...]], Answers]
@@ -269,10 +275,6 @@ def pd(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Measure
     with Fleet() as fleet:
         deployment = disaggregated(fleet, case.pair, case.topology())
         finished(deployment, Counter(), 1)  # the first request, which is only to get through
-        before = counts(deployment)
-        answers = [deployment.ask(prompt) for prompt in prompts(pair=case.pair)]
-        finished(deployment, before, len(answers))
-        counted = counts(deployment)
-        counted.subtract(before)
-        record(case.name, answers, expected.fixed, warm_share(counted))
+        fixed = case.name, deployment, expected.fixed, prompts(pair=case.pair)
+        answers, counted = answered(*fixed)
         yield Measured(case, deployment, answers, expected, counted)

@@ -1,11 +1,13 @@
-"""`sglang.launch_server` that packs a segment's rows in reverse while a file exists, its stamps and
-sums right. With a variable, the drafter's pool holds large numbers where a fresh one holds zeros.
+"""`sglang.launch_server` that packs K where V belongs while a file exists, its stamps and sums
+right. (Rows in another order would change nothing: attention takes K and V of a row together.) With
+a variable, the drafter's pool holds large numbers where a fresh one holds zeros.
 
 SGLang's child processes import this file as well. Tests do not: it changes the process.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import runpy
 from pathlib import Path
@@ -13,8 +15,7 @@ from typing import Any
 
 from sglang_mixkv.draft.rows import DraftRows
 
-WHILE = "TEST_CORRUPT_WHILE"
-POISON = "TEST_POISON_POOL"
+WHILE, POISON = "TEST_CORRUPT_WHILE", "TEST_POISON_POOL"
 _init, _pack = DraftRows.__init__, DraftRows.pack
 
 
@@ -24,9 +25,11 @@ def init(self: DraftRows, *args: Any, **kwargs: Any) -> None:
         entry.fill_(0x42)  # 48.5 in bfloat16
 
 
-def pack(self: DraftRows, rows: Any, *args: Any) -> None:
-    is_wrong = WHILE in os.environ and Path(os.environ[WHILE]).exists()
-    _pack(self, rows[::-1].copy() if is_wrong else rows, *args)
+def pack(self: DraftRows, *args: Any) -> None:
+    rows = copy.copy(self)
+    if WHILE in os.environ and Path(os.environ[WHILE]).exists():
+        rows._pools = self._pools[::-1]
+    _pack(rows, *args)
 
 
 DraftRows.__init__, DraftRows.pack = init, pack  # type: ignore[method-assign]

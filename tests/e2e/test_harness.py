@@ -51,7 +51,8 @@ def eventually(condition: Callable[[], bool], seconds: float = 15) -> bool:
     return False
 
 
-def read(path: Path) -> str:
+def read(folder: Path, name: str) -> str:
+    path = folder / name
     assert eventually(lambda: path.exists() and bool(path.read_text())), path
     return path.read_text()
 
@@ -67,20 +68,22 @@ def gone(pid: int) -> bool:
 
 
 def ids(folder: Path) -> list[int]:
-    return [int(read(folder / name)) for name in ("server", "child")]
-
-
-def start_stubborn(fleet: Fleet, folder: Path) -> None:
-    fleet.start("stubborn", [sys.executable, "-c", STUBBORN, str(folder)], {})
+    return [int(read(folder, name)) for name in ("server", "child")]
 
 
 def test_leaving_the_context_ends_the_whole_tree(tmp_path: Path) -> None:
+    """And so does the server's own end."""
     with Fleet() as fleet:
-        start_stubborn(fleet, tmp_path)
-        pids = ids(tmp_path)
-        assert not any(map(gone, pids))
-        assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}
-        assert os.getpgrp() not in map(os.getpgid, pids)  # Ctrl-C is their starter's alone
+        for name in ("killed", "left"):
+            (folder := tmp_path / name).mkdir()
+            fleet.start(name, [sys.executable, "-c", STUBBORN, str(folder)], {})
+            pids = ids(folder)
+            assert not any(map(gone, pids))
+            assert {os.getsid(pid) for pid in pids} == {os.getsid(0)}
+            assert os.getpgrp() not in map(os.getpgid, pids)  # Ctrl-C is their starter's alone
+            if name == "killed":
+                os.kill(pids[0], signal.SIGKILL)
+                assert eventually(lambda child=pids[1]: gone(child))
     assert all(map(gone, pids))
     assert not fleet.root.exists()
 
@@ -90,7 +93,7 @@ def test_a_killed_starter_leaves_nothing(tmp_path: Path, number: signal.Signals)
     starter = subprocess.Popen(
         [sys.executable, "-c", STARTER, str(tmp_path), STUBBORN], stderr=subprocess.DEVNULL
     )
-    pids, root = ids(tmp_path), Path(read(tmp_path / "root"))
+    pids, root = ids(tmp_path), Path(read(tmp_path, "root"))
     starter.send_signal(number)
     assert starter.wait(15) != 0
     assert eventually(lambda: all(map(gone, pids)))
@@ -113,14 +116,6 @@ def test_a_server_that_dies_is_noticed(printed: str, words: str) -> None:
         assert server.process.wait(15) == 7
         with pytest.raises(ServerDied, match=rf"(?s)brief ended with status 7.*{words}"):
             fleet.check()
-
-
-def test_what_a_dead_server_leaves_behind_ends_too(tmp_path: Path) -> None:
-    with Fleet() as fleet:
-        start_stubborn(fleet, tmp_path)
-        server, child = ids(tmp_path)
-        os.kill(server, signal.SIGKILL)
-        assert eventually(lambda: gone(child))
 
 
 def test_logs_are_kept_where_asked(tmp_path: Path) -> None:

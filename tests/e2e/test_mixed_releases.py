@@ -11,25 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from mixkv_demo.launch import Launch, Topology
+from mixkv_demo.launch import Topology
 from mixkv_demo.pair import prompts, request_body
 from mixkv_demo.processes import Fleet
 from sglang_mixkv.draft.targets import MIXES
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 from sglang_mixkv.tools.client import Answer, RequestFailed, accept_length, generate
 
-from .conftest import (
-    COLLAPSED,
-    ENABLE,
-    START_TIMEOUT,
-    TP1,
-    TP2,
-    Change,
-    Reference,
-    pair_with,
-    record,
-)
-from .test_pairs import same
+from .conftest import COLLAPSED, ENABLE, START_TIMEOUT, TP1, TP2, Reference, pair_with, record, same
 
 pytestmark = [START_TIMEOUT, pytest.mark.full]
 
@@ -46,18 +35,15 @@ def python(version: str) -> Path:
     return found
 
 
-def on(version: str) -> Change:
-    def change(server: Launch) -> Launch:
-        return replace(server, argv=(str(python(version)), *server.argv[1:]))
-
-    return change
-
-
 def answers_of(prefill: str, decode: str, backend: str, flags: tuple[str, ...]) -> list[Answer]:
     """Raises RequestFailed."""
     topology = Topology(TP2, TP1, flags, flags, backend=backend)
     with Fleet() as fleet:
-        deployment = pair_with(fleet, topology, prefill=on(prefill), decode=on(decode))
+        deployment = pair_with(
+            fleet, topology,
+            prefill=lambda server: replace(server, argv=(str(python(prefill)), *server.argv[1:])),
+            decode=lambda server: replace(server, argv=(str(python(decode)), *server.argv[1:])),
+        )  # fmt: skip
         bodies = map(request_body, prompts())
         return [generate(deployment.url, body, ANSWER_S) for body in bodies]
 

@@ -16,6 +16,7 @@ from sglang_mixkv.tools.client import (
     Answer,
     RequestFailed,
     accept_length,
+    acceptance_by_position,
     generate,
     post,
     read_stream,
@@ -36,47 +37,32 @@ from .conftest import (
     Counts,
     Measured,
     Reference,
+    all_arrived,
+    answered,
     cold,
-    counts,
-    drafted,
     pair_with,
-    record,
-    warm_share,
+    same,
 )
 
 pytestmark = START_TIMEOUT
 
 
-def same(answers: list[Answer], reference: list[Answer]) -> None:
-    """Every token as the single server's, and the accept length within 2 %."""
-    assert [a.tokens for a in answers] == [a.tokens for a in reference]
-    assert accept_length(answers) == pytest.approx(accept_length(reference), rel=0.02)
-
-
-def all_arrived(counted: Counts) -> None:
-    """No draft byte is missing or sent twice, and no rank has been cold."""
-    assert counted[SENT] == counted[NEEDED] > 0
-    assert warm_share(counted) == 1, counted
-
-
 def test_output_and_accept_length_are_the_single_servers(pd: Measured) -> None:
+    """Every draft byte arrives once, and decode's page says what the answers do."""
     same(pd.answers, pd.reference.fixed)
-
-
-def test_every_draft_byte_arrives_once(pd: Measured) -> None:
     all_arrived(pd.counts)
-
-
-def test_a_decode_servers_page_says_how_well_warm_drafters_do(pd: Measured) -> None:
-    """As the answers do."""
-    if ranks(pd.case.decode) > 1:
-        pytest.skip("several ranks count")
-    page_is_the_answers(pd.counts, pd.answers, "warm")
+    if ranks(pd.case.decode) == 1:  # otherwise several ranks count
+        page_is_the_answers(pd.counts, pd.answers, "warm")
 
 
 def page_is_the_answers(counted: Counts, answers: list[Answer], *state: str) -> None:
     assert counted["finished_requests_total", *state] == len(answers)
-    expected = drafted(answers, *state)
+    rounds = sum(n for answer in answers for n in answer.rounds_by_right_drafts)
+    right = sum(n * k for a in answers for k, n in enumerate(a.rounds_by_right_drafts))
+    expected = Counts({("verify_rounds_total", *state): rounds})
+    expected["accepted_tokens_total", *state] = rounds + right
+    for position, share in enumerate(acceptance_by_position(answers, 8), 1):
+        expected["accepted_drafts_total", state[0], str(position)] = round(share * rounds)
     names = {name for name, *_ in expected}
     assert {key: n for key, n in counted.items() if key[0] in names and n} == +expected
 
@@ -84,11 +70,9 @@ def page_is_the_answers(counted: Counts, answers: list[Answer], *state: str) -> 
 def test_repeated_prompts(pd: Measured) -> None:
     """The prefill finds them in its radix cache, unless they come to another of its DP ranks; with
     a host cache, on the host. A decode server with a radix cache has most pages too."""
-    before = pd.now()
-    answers = [pd.deployment.ask(prompt) for prompt in prompts(pair=pd.case.pair)]
-    counted = pd.since(before)
-    record(f"{pd.case.name}, again", answers, pd.reference.fixed, warm_share(counted))
-    same(answers, pd.reference.fixed)
+    again, fixed = f"{pd.case.name}, again", pd.reference.fixed
+    answers, counted = answered(again, pd.deployment, fixed, prompts(pair=pd.case.pair))
+    same(answers, fixed)
     all_arrived(counted)
     cached = [answer.cached_tokens > 0 for answer in answers]
     assert all(cached) or not pd.case.prefill_ranks_share
@@ -99,12 +83,10 @@ def test_repeated_prompts(pd: Measured) -> None:
 
 def test_eight_requests_at_once_with_cached_prefixes(pd: Measured) -> None:
     """Their first halves are in the caches, their second halves are new."""
-    before = pd.now()
-    with ThreadPoolExecutor(8) as pool:
-        answers = list(pool.map(pd.deployment.ask, cousins(pd.case.pair)))
-    counted = pd.since(before)
-    record(f"{pd.case.name}, 8 at once", answers, pd.reference.cousins, warm_share(counted))
-    same(answers, pd.reference.cousins)
+    name, expected = f"{pd.case.name}, 8 at once", pd.reference.cousins
+    of_pair = cousins(pd.case.pair)
+    answers, counted = answered(name, pd.deployment, expected, of_pair, at_once=8)
+    same(answers, expected)
     all_arrived(counted)
 
 
@@ -134,7 +116,7 @@ def test_a_number_that_two_requests_have_at_once(pd: Measured) -> None:
 
 def test_a_request_that_decode_retracts(pd: Measured) -> None:
     """Prefill computes it again, with the same number (true retraction)."""
-    prompt, before = prompts(pair=pd.case.pair)[0], pd.now()
+    prompt, before = prompts(pair=pd.case.pair)[0], pd.deployment.counters()
 
     def lines(response: requests.Response) -> Iterator[bytes]:
         for number, line in enumerate(response.iter_lines()):
@@ -149,23 +131,19 @@ def test_a_request_that_decode_retracts(pd: Measured) -> None:
         reply, _ = read_stream(url, lines(response))
     assert tuple(reply["output_ids"]) == pd.reference.fixed[0].tokens
     ranks = pd.counts[WARM] / len(pd.answers)
-    assert pd.since(before)[WARM] == 2 * ranks
-
-
-def gqa_staged(prefill: tuple[str, ...], decode: tuple[str, ...], name: str) -> Case:
-    return Case(f"gqa-{name}, SGLang's staging buffer", prefill, decode, "gqa")
-
-
-STAGED_CASES = [
-    gqa_staged((*TP2, *PAGES, *CHUNKS), (*TP1, *PAGES), "P2-D1"),
-    gqa_staged((*TP1, *PAGES), (*TP2, *PAGES), "P1-D2"),
-]
+    assert pd.deployment.counters()[WARM] - before[WARM] == 2 * ranks
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", STAGED_CASES, ids=["P2-D1", "P1-D2"])
-def test_a_gqa_target_through_sglangs_staging_buffer(case: Case, reference: Reference) -> None:
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [((*TP2, *CHUNKS), TP1), (TP1, TP2)], ids=["P2-D1", "P1-D2"]
+)
+def test_a_gqa_target_through_sglangs_staging_buffer(
+    prefill: tuple[str, ...], decode: tuple[str, ...], reference: Reference
+) -> None:
     """SGLang stages the target's heads, the channel the drafter's: each its own."""
+    name = f"gqa {' '.join(prefill)} -> {' '.join(decode)}, SGLang's staging buffer"
+    case = Case(name, (*prefill, *PAGES), (*decode, *PAGES), "gqa")
     expected = reference("gqa", ()).fixed
 
     def staging(server: Launch) -> Launch:
@@ -173,12 +151,8 @@ def test_a_gqa_target_through_sglangs_staging_buffer(case: Case, reference: Refe
 
     with Fleet() as fleet:
         deployment = pair_with(fleet, case.topology(), "gqa", prefill=staging, decode=staging)
-        before = counts(deployment)
-        answers = [deployment.ask(prompt) for prompt in prompts(pair="gqa")]
-        counted = counts(deployment)
-        counted.subtract(before)
+        answers, counted = answered(name, deployment, expected, prompts(pair="gqa"))
         staged = (fleet.root / "decode" / "log").read_text().count(staging_on_cpu.STAGED)
-    record(case.name, answers, expected, warm_share(counted))
     same(answers, expected)
     all_arrived(counted)
     assert staged >= len(answers)
@@ -193,11 +167,7 @@ def test_a_pair_that_drafts_on_decode_alone(pair: str, reference: Reference) -> 
     expected = reference(pair, ()).fixed
     with Fleet() as fleet:
         deployment = pair_with(fleet, case.topology(), pair, prefill=without_drafter)
-        before = counts(deployment)
-        answers = [deployment.ask(prompt) for prompt in prompts(pair=pair)]
-        counted = counts(deployment)
-        counted.subtract(before)
-    record(case.name, answers, expected, warm_share(counted))
+        answers, counted = answered(case.name, deployment, expected, prompts(pair=pair))
     assert [a.tokens for a in answers] == [a.tokens for a in expected]
     assert 1 < accept_length(answers) < 0.9 * accept_length(expected)
     assert counted["rooms_total", "cold", "no_drafter"] == cold(counted) == len(answers)

@@ -22,8 +22,7 @@ from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import Deployment, bring_up, silent, start
 from sglang_mixkv.tools.client import RequestFailed, post
 
-from .conftest import ENABLE, START_TIMEOUT, TP1, TP2, Reference, counts, record, warm_share
-from .test_pairs import same
+from .conftest import ENABLE, START_TIMEOUT, TP1, TP2, Reference, all_arrived, answered, same
 
 pytestmark = [START_TIMEOUT, pytest.mark.full]
 
@@ -84,14 +83,11 @@ def router(
 @pytest.mark.parametrize(("name", "policy"), CASES)
 def test_a_policy(name: str, policy: str, servers: Servers, reference: Reference) -> None:
     expected = reference("mla", ()).fixed
+    name_of_run = f"{name}, {policy}, 1 -> 2, two prefills"
     with router(name, servers, servers.fitting, "--policy", policy) as deployment:
-        before = counts(deployment)
-        answers = [deployment.ask(prompt) for prompt in prompts()]
-        counted = counts(deployment)
-    counted.subtract(before)
-    record(f"{name}, {policy}, 1 -> 2, two prefills", answers, expected, warm_share(counted))
+        answers, counted = answered(name_of_run, deployment, expected, prompts())
     same(answers, expected)
-    assert warm_share(counted) == 1
+    all_arrived(counted)
 
 
 @pytest.mark.parametrize("retries", [(), ("--disable-retries",)], ids=["retries", "none"])
@@ -113,9 +109,7 @@ def test_a_retry_finds_a_server_that_fits(
     expected = reference("mla", ()).fixed
     prefills = [servers.stock, servers.fitting[0]]
     with router(name, servers, prefills, "--policy", "round_robin") as deployment:
-        answers = [deployment.ask(prompt) for prompt in prompts()]
-    record(f"{name}, one of two prefills is refused", answers, expected)
-    same(answers, expected)
+        same([deployment.ask(prompt) for prompt in prompts()], expected)
 
 
 @pytest.mark.parametrize("name", MODULES)

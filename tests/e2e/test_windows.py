@@ -25,11 +25,10 @@ from .conftest import (
     TP1,
     TP2,
     Case,
-    counts,
+    answered,
     pair_with,
-    record,
+    same,
 )
-from .test_pairs import same
 
 POISONING = Path(__file__).with_name("corrupting.py")
 pytestmark = [START_TIMEOUT, pytest.mark.full]
@@ -61,12 +60,10 @@ def test_what_is_left_out_is_never_read(
             fleet, case.topology(), pair,
             decode=lambda decode: run_by(decode, POISONING, poison),
         )  # fmt: skip
-        before = counts(deployment)
-        answers = [deployment.ask(prompt) for prompt in prompts[:4]]
-        needed = counts(deployment)[NEEDED] - before[NEEDED]
-        answers += [deployment.ask(prompt) for prompt in prompts[4:]]
-    record(case.name, answers, expected)
-    for some in (slice(4), slice(4, 8)):
-        same(answers[some], expected[some])
+        again = f"{case.name}, again"
+        first, counted = answered(case.name, deployment, expected[:4], prompts[:4])
+        answers, _ = answered(again, deployment, expected[4:], prompts[4:])
+    same(first, expected[:4])
+    same(answers, expected[4:])
     assert accept_length(expected[:4]) > 1.5
-    assert needed == 4 * moved * {"mla": 256, "mla-dflash": 512}[pair]
+    assert counted[NEEDED] == 4 * moved * {"mla": 256, "mla-dflash": 512}[pair]

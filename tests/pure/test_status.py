@@ -1,4 +1,5 @@
-"""Servers on one screen: recorded pages of a real pair, and what can be wrong with one."""
+"""Servers on one screen, and what can be wrong with one. Pages have the series that a rank of their
+side has from its start."""
 
 from __future__ import annotations
 
@@ -12,36 +13,26 @@ from rig.answers import serving
 
 from sglang_mixkv import series
 from sglang_mixkv.tools import status
-from sglang_mixkv.tools.status_pages import Look, page_url
+from sglang_mixkv.tools.status_pages import Pages, page_url, read
 
-PAGES = Path(__file__).with_name("pages")
-DECODE, PREFILL, STOCK = (
-    (PAGES / f"{name}.txt").read_text() for name in ("decode", "prefill", "stock")
-)
-"""Of the small pair, 2 -> 1, and of a single server."""
 ONE, TWO = "10.0.0.1:8998", "10.0.0.2:8998"
 TOOLS = Path(__file__).parents[2] / "docs" / "tools.md"
 
 
-def look(*pages: str, name: str = "server-{}:30000") -> Look:
-    found = Look()
-    for number, text in enumerate(pages):
-        found.read(f"http://{name.format(number)}/metrics", text)
-    return found
-
-
-def status_of(*pages: str) -> status.Status:
-    return status.status(look(*pages))
-
-
-def words(*pages: str) -> list[str]:
-    return [f"{one.where} {one.what} {one.remedy}" for one in status_of(*pages).wrong]
-
-
-def line(name: str, value: float, **labels: object) -> str:
+def line(name: str, value: float, prefix: str = series.PREFIX, **labels: object) -> str:
     labels = {"engine_type": "decode", "tp_rank": 0, **labels}
     inner = ",".join(f'{name}="{text}"' for name, text in labels.items())
-    return f"sglang:mixkv_{name}{{{inner}}} {value}\n"
+    return f"{prefix}{name}{{{inner}}} {value}\n"
+
+
+def page(side: str = "decode", ranks: int = 1) -> str:
+    """Of a server that has served nothing."""
+    return "".join(
+        line(one.name, 64 * (one.name == "slots"), engine_type=side, tp_rank=rank,
+             **dict(zip(one.labels, values, strict=True)))
+        for one in series.SERIES if side in one.sides for values in one.known
+        for rank in range(ranks)
+    )  # fmt: skip
 
 
 def rooms(tp_rank: int = 0, prefill: str = ONE, **counts: int) -> str:
@@ -59,20 +50,27 @@ def drafts(state: str, rounds: int, tokens: int, reason: str = "") -> str:
     return line("verify_rounds_total", rounds, **at) + line("accepted_tokens_total", tokens, **at)
 
 
+def look(**pages: str) -> Pages:
+    found = [read(f"http://{name.replace('_', '-')}:30000/metrics", t) for name, t in pages.items()]
+    return {name: one for some in found for name, one in some.items()}
+
+
+def status_of(text: str, before: str | None = None) -> status.Status:
+    return status.status(look(server=text), {}, None if before is None else look(server=before))
+
+
+def words(text: str, before: str | None = None) -> list[str]:
+    return [f"{one.where} {one.what} {one.remedy}" for one in status_of(text, before).wrong]
+
+
 # ---------------------------------------------------------------- the screen
 
 
-def test_a_real_pair_is_what_the_page_shows() -> None:
-    now = Look()
-    now.read("http://prefill-0:30000/metrics", PREFILL)
-    now.read("http://decode-0:30001/metrics", DECODE)
-    found = status.status(now)
-    assert f"```text\n{found.text()}\n```" in TOOLS.read_text()
-    (pair,) = found.pairs
-    assert (pair.prefill, pair.warm_share) == (ONE, 1.0)
-    assert pair.accept_lengths == {"warm": 26815 / 8089, "cold": None, "retracted": None}
-    shape = [(server.role, server.ranks, server.slots) for server in found.servers]
-    assert shape == [("prefill", 2, 64), ("decode", 1, 64)]
+def test_a_pair_is_what_the_page_shows() -> None:
+    served = page() + rooms(warm=817) + drafts("warm", 8089, 26815)
+    found = status.status(look(prefill_0=page("prefill", 2), decode_0=served), {})
+    shown = TOOLS.read_text().replace("decode-0:30001", "decode-0:30000")
+    assert f"```text\n{found.text()}\n```" in shown
 
 
 def test_accept_lengths_of_cold_drafters_stand_beside_warm_ones() -> None:
@@ -87,27 +85,23 @@ def test_of_the_ranks_the_one_with_most_colds_counts() -> None:
 
 
 def test_what_happens_between_two_looks() -> None:
-    """Of a server that was restarted between them all that it counts."""
-    first, now = look(rooms(warm=1, lost=99)), look(rooms(warm=9, lost=99))
-    assert status.status(now).wrong
-    found = status.status(now, first)
+    """Of a server that was restarted between them all that it counts. Gauges stay."""
+    first, now = rooms(warm=1, lost=99), rooms(warm=9, lost=99)
+    assert words(now)
+    found = status_of(now, first)
     assert (found.wrong, found.pairs[0].rooms["warm"]) == ([], 8)
-    assert status.status(first, now).pairs[0].rooms == {"warm": 1, "lost": 99}
-    gauge = look(line("breaker_open", 1, prefill=ONE))
-    assert len(status.status(gauge, gauge).wrong) == 1
+    assert status_of(first, now).pairs[0].rooms == {"warm": 1, "lost": 99}
+    full = line("slots", 64) + line("slots_used", 64)
+    assert len(words(full, full)) == 1
 
 
-@pytest.mark.parametrize(
-    "label", ['worker_addr="http://decode-{}:30000"', 'instance="decode-{}:30000"']
-)
+@pytest.mark.parametrize("label", ["worker_addr", "instance"])
 def test_a_page_of_several_servers(label: str) -> None:
-    """A router's, and Prometheus' own."""
-    labels = f'{label},engine_type="decode",tp_rank="0"'
-    text = "".join(
-        f"sglang_mixkv_slots{{{labels.format(number)}}} 6{number}\n" for number in range(2)
-    )
+    """A router's, and Prometheus' own, which have other names."""
+    where = ("http://decode-0:1", "decode-1:1")
+    text = "".join(line("slots", 60, "sglang_mixkv_", **{label: at}) for at in where)
     found = status_of(text + "smg_requests_total 5\n").servers
-    assert [(s.name, s.slots) for s in found] == [("decode-0:30000", 60), ("decode-1:30000", 61)]
+    assert [(s.name, s.slots) for s in found] == [("decode-0:1", 60), ("decode-1:1", 60)]
 
 
 # ---------------------------------------------------------------- what is wrong
@@ -117,51 +111,37 @@ def test_a_page_of_several_servers(label: str) -> None:
 def test_cold_drafters_by_reason(reason: str) -> None:
     """In words, with a remedy; fewer than one in a hundred are none."""
     (found,) = words(rooms(warm=90, **{reason: 10}))
-    assert f"server-0:30000, prefill {ONE} 10 of 100 requests started cold ({reason}): " in found
+    assert f"server:30000, prefill {ONE} 10 of 100 requests started cold ({reason}): " in found
     assert re.search(r"\): [^ ].* [A-Z]", found)
     assert words(rooms(warm=9900, **{reason: 90})) == []
 
 
 @pytest.mark.parametrize(
-    ("page", "expected"),
+    ("text", "expected"),
     [
         (line("peers_refused_total", 3, reason="facts"), r"3 requests failed .*\(facts\)"),
         (line("rooms_total", 2, state="failed", reason=""), "2 requests failed: .*MIXKV-SELF-01"),
+        ("".join(line("rooms_total", 2 + tp, state="failed", dp_rank=dp, tp_rank=tp)
+                 for dp in range(2) for tp in range(2)), "6 requests failed"),
         (line("unopened_rooms_total", 4, engine_type="prefill"), "4 times .*--enable-mixkv"),
         (line("expired_slots_total", 5, engine_type="prefill"), "5 times a slot that nobody"),
         (line("slots", 64) + line("slots_used", 64), "all slots .*--mixkv-staging-mb"),
-        (line("breaker_open", 1, prefill=ONE), f"{ONE} three requests in a row .*network"),
+        ("sglang:num_running_reqs 1\n", "no series of the plugin"),
     ],
-)
-def test_what_an_operator_is_told(page: str, expected: str) -> None:
-    (found,) = words(page)
+)  # fmt: skip
+def test_what_an_operator_is_told(text: str, expected: str) -> None:
+    """TP ranks count the same requests."""
+    (found,) = words(text)
     assert re.search(expected, found)
-    assert words(re.sub(r" [1-5]\n|64\n$", " 0\n", page)) == []
-
-
-def test_pages_without_the_plugins_series() -> None:
-    for page, expected in ((STOCK, "no series of the plugin"), ("go 5\n", "no series of SGLang")):
-        (found,) = words(page)
-        assert expected in found
-    assert "no plugin" in status_of(STOCK).text()
-    assert words() == []
-
-
-def test_tp_ranks_count_the_same_requests() -> None:
-    page = "".join(
-        line("rooms_total", 2 + tp, state="failed", reason="", dp_rank=dp, tp_rank=tp)
-        for dp in range(2) for tp in range(2)
-    )  # fmt: skip
-    (found,) = words(page)
-    assert "6 requests failed" in found
+    assert words(re.sub(r" [1-5]\n|64\n$", " 0\n", text) + page()) == []
 
 
 # ---------------------------------------------------------------- the command
 
 
 SERVED = {
-    "/decode": DECODE.encode(),
-    "/cold": (DECODE + rooms(prefill=TWO, lost=1)).encode(),
+    "/decode": (page() + rooms(warm=8)).encode(),
+    "/cold": (page() + rooms(prefill=TWO, lost=1)).encode(),
     "/html": b"<html>",
 }
 
@@ -175,15 +155,13 @@ def url() -> Iterator[str]:
 def test_the_exit_status_and_figures_for_scripts(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert status.main([f"{url}/decode"]) == 0
+    assert status.main([f"{url}/decode", "--seconds=1"]) == 0
     assert capsys.readouterr().out.endswith("nothing is wrong\n")
     assert status.main([f"{url}/cold", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["servers"][0]["role"] == "decode"
-    assert found["pairs"][0]["rooms"] == {"warm": 817}
-    assert found["pairs"][0]["accept_lengths"]["warm"] == 26815 / 8089
+    assert [one["role"] for one in found["servers"]] == ["decode"]
+    assert found["pairs"][0]["rooms"] == {"lost": 1}
     assert set(found["wrong"][0]) == {"where", "what", "remedy"}
-    assert found["unread"] == {}
 
 
 def test_pages_that_cannot_be_read(url: str, capsys: pytest.CaptureFixture[str]) -> None:
