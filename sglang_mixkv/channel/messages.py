@@ -100,17 +100,12 @@ class Ack(msgspec.Struct, frozen=True, array_like=True, tag=3, gc=False):
 
 
 class Fail(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """From either side: this use of the room is over. `code` is counted, `detail` is logged.
-
-    `reader`: the instance of a reader that was not answered yet: its OPEN may have been lost with
-    a connection, and its next OPEN of this number must not be taken for that one.
-    """
+    """From either side: this use of the room is over. `code` is counted, `detail` is logged."""
 
     room: Room
     generation: Secret
     code: Code
     detail: Text = ""
-    reader: Instance | None = None
 
 
 Message = Open | Ready | Ack | Fail
@@ -131,12 +126,10 @@ def decode(frame: bytes) -> Message:
         raise ValueError("a message that is nested too deeply") from error
 
 
-def fail(
-    room: int, generation: int, code: str, detail: str = "", reader: bytes | None = None
-) -> Fail:
+def fail(room: int, generation: int, code: str, detail: str = "") -> Fail:
     """A FAIL with its detail printable, and cut to what a message may carry."""
     printable = "".join(c if c.isprintable() else " " for c in detail)
-    return Fail(room, generation, code, printable[:512], reader)
+    return Fail(room, generation, code, printable[:512])
 
 
 def draw() -> int:

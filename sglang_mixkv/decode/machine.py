@@ -64,8 +64,7 @@ class Machine:
         room = Room(event, not cold, self._times, self._clock)
         self._rooms[event.generation] = room
         for source in event.sources:
-            message = room.message(source, self._instance, self._slot_bytes)
-            self._out.append(ev.Send(source.peer, message))
+            self._send_open(room, source)
         if cold:
             self._go_cold(room, cold, "")
         elif room.complete:
@@ -95,7 +94,7 @@ class Machine:
         for source in room.opened.sources:
             part = room.parts.get(source.peer)
             if event.reason or (part is not None and not part.last and not room.cold):
-                self._fail(room, source.peer, "closed", event.reason)
+                self._fail(room, source, "closed", event.reason)
         room.wants, room.closed = False, True
         self._segments.drop(room)
 
@@ -104,8 +103,6 @@ class Machine:
     def _received(self, event: ev.Received) -> None:
         message = event.message
         room = self._rooms.get(message.generation)
-        if room is not None:
-            room.known.add(event.peer)
         if isinstance(message, Ready):
             self._ready(event.peer, room, message)
         else:
@@ -136,6 +133,7 @@ class Machine:
             self._out.append(ev.Forget(peer))
         part = room.parts.get(peer) if room is not None else None
         if room is not None and part is not None and not part.last and room.wants:
+            part.last = True  # and is not answered
             code = message.code if message.code in PREFILL_CODES else "other"
             self._go_cold(room, f"prefill_{code}", message.detail, [peer])
 
@@ -218,9 +216,9 @@ class Machine:
             if self.breaker.record_failure(peer, room.generation, self._clock):
                 self._note("breaker_opened", detail, peer)
         self.breaker.release_probe(room.generation)
-        for peer, part in room.parts.items():
+        for part in room.parts.values():
             if not part.last:
-                self._fail(room, peer, reason, detail)
+                self._fail(room, part.source, reason, detail)
         self._segments.drop(room)
         self._clear(room)
 
@@ -271,10 +269,18 @@ class Machine:
 
     # -- output and books
 
-    def _fail(self, room: Room, peer: ev.Peer, code: str, detail: str) -> None:
-        reader = None if peer in room.known else self._instance
-        message = fail(room.opened.bootstrap_room, room.generation, code, detail, reader)
-        self._out.append(ev.Send(peer, message))
+    def _send_open(self, room: Room, source: ev.Source) -> None:
+        message = room.message(source, self._instance, self._slot_bytes)
+        self._out.append(ev.Send(source.peer, message))
+
+    def _fail(self, room: Room, source: ev.Source, code: str, detail: str) -> None:
+        """The OPEN comes again before it, where nothing shows that it was not lost with its
+        connection: else prefill would take the next OPEN of this number for this request's."""
+        part = room.parts.get(source.peer)
+        if part is None or not part.announced:
+            self._send_open(room, source)
+        message = fail(room.opened.bootstrap_room, room.generation, code, detail)
+        self._out.append(ev.Send(source.peer, message))
 
     def _note(self, what: str, detail: str, peer: ev.Peer = b"") -> None:
         self._out.append(ev.Note(what, peer, detail))

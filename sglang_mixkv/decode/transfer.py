@@ -106,8 +106,8 @@ class Room:
 
     Times are the machine's clock: `first_ready`; `arrived`, the target's; `progress`, the last.
     `wants`: segments are still to be read and copied. `copying`: copies under way. `cold`: why it
-    is cold, once it is. `known`: peers that have answered, and so have the OPEN. `limits`: times in
-    which this rank is done with a prefill rank's slot, by the smaller patience of both.
+    is cold, once it is. `limits`: times in which this rank is done with a prefill rank's slot, by
+    the smaller patience of both.
     """
 
     def __init__(self, opened: OpenRoom, heads: bool, times: Times, now: float) -> None:
@@ -119,7 +119,6 @@ class Room:
         sources = [source for source in opened.sources if source.heads] if heads else []
         self.parts = {source.peer: Part(source, opened.first_token) for source in sources}
         self.segments: dict[Segment, None] = {}
-        self.known: set[bytes] = set()
         self.progress = now
         self.first_ready: float | None = None
         self.arrived: float | None = None

@@ -16,19 +16,19 @@ on. Prefill never fails a request.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, draw, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.prefill import events as ev
-from sglang_mixkv.prefill.transfer import Absent, Packing, Part, Room, refusal
-from sglang_mixkv.prefill.waiting import MAX_WAITING, Waiting
+from sglang_mixkv.prefill.transfer import Packing, Part, Room, refusal
 
-PAST = 1 << 12
-"""Requests that have ended here and are remembered: a reader's FAIL, or a doubled OPEN, may be on
-its way, and must not be taken for that of another request. Decode sends a FAIL where it does not
-know yet that it has got all, as when its request ends while the last READY travels."""
+MAX_OPEN, MAX_ALL = 1 << 15, 1 << 17
+"""Parts of one connection, and of all. Each takes some 500 bytes. Readers can be invented without
+end by anybody with access to the port, so the connection counts."""
+PAST = 1 << 12  # generations that have ended here and are remembered: their OPEN may come again
 STEP = 1.0  # a rank's clock advances by so much at most between two events
 
 
@@ -52,9 +52,10 @@ class Machine:
         self._packing = Packing(segment_tokens, slots, draw_stamp)
         self._uses: dict[ev.Use, Room] = {}
         self._current: dict[int, Room] = {}  # by number: that of the newest sender
-        self._parts: dict[int, Part] = {}  # by generation, as long as they have a room or wait
-        self._past: dict[int, None] = {}  # by generation, the oldest first
-        self._waiting = Waiting()
+        self._early: dict[int, Room] = {}  # by number: opened before SGLang's sender is here
+        self._parts: dict[int, Part] = {}  # by generation
+        self._open: Counter[ev.Connection] = Counter()  # parts
+        self._past: dict[int, None] = {}  # generations, the oldest first
         self._out: list[ev.Action] = []
         self._clock = 0.0
         self._seen: float | None = None
@@ -71,7 +72,6 @@ class Machine:
         """In the order in which they must be done."""
         packing = self._packing
         for part, ready in packing.announce(self._clock) if packing.announcing else ():
-            assert part.room is not None
             part.room.progress = self._clock
             self._out.append(ev.Send(part.connection, ready))
             if ready.last:
@@ -87,14 +87,9 @@ class Machine:
         stale = self._current.get(event.room)
         if stale is not None:
             self._fail_parts(stale, "aborted", "another request has its room number")
-        absent, parts = self._waiting.begin(event.room)
-        room = Room(event.room, event.use, absent, self._clock)
+        room = self._early.pop(event.room, None) or Room(event.room, self._clock)
+        room.use, room.since, room.progress = event.use, None, self._clock
         self._current[event.room] = self._uses[event.use] = room
-        for part in parts:
-            if room.missing > 0:
-                self._join(room, part)
-            else:  # for a later request with this number
-                self._waiting.open(part, self._clock)
         self._settle(room)
 
     def _chunk(self, event: ev.AddChunk | ev.ChunkWritten) -> None:
@@ -118,13 +113,9 @@ class Machine:
         if room is None:
             return
         for part in room.parts.values():
-            generation = part.opened.generation
             if not part.ended:
                 self._fail(part, "aborted", event.reason or "the sender was cleared")
-            del self._parts[generation]
-            self._past[generation] = None
-        while len(self._past) > PAST:
-            del self._past[next(iter(self._past))]
+            self._forget(part)
         if self._current.get(room.number) is room:
             del self._current[room.number]
 
@@ -139,7 +130,7 @@ class Machine:
                     if not self.slots.acknowledge(slot, stamp):
                         self._out.append(ev.Note("unknown_ack", b"", f"slot {slot}"))
             case Fail() as failed:
-                self._failed(event.connection, failed)
+                self._failed(failed)
 
     def _opened(self, connection: ev.Connection, opened: Open) -> None:
         number, reader, generation = opened.room, opened.reader, opened.generation
@@ -147,70 +138,54 @@ class Machine:
         if why:
             self._refuse(connection, opened, *why)
             return
+        if generation in self._parts or generation in self._past:
+            return  # it has come before
         room = self._current.get(number)
-        in_room = room.generation(reader) if room is not None else -1
-        known = max(in_room, self._waiting.generation(number, reader))
-        if generation <= known or generation in self._parts or generation in self._past:
-            return  # doubled, or late
-        former = room.parts.get(reader) if room is not None else None
-        for part in (former, self._waiting.part(number, reader)):
-            if part is not None:  # it has begun another request with this number
-                self._ended_by_reader(part)
-        part = Part(opened, connection, self._packing.limit(opened) if opened.wanted else 0)
-        if room is not None and in_room < 0 and not room.settled and room.missing > 0:
-            self._parts[generation] = part
-            self._join(room, part)
-        elif self._waiting.is_full(connection):
-            self._refuse(connection, opened, "full", "too many of its rooms wait for requests")
-        else:
-            self._parts[generation] = part
-            self._waiting.open(part, self._clock)
+        is_next = room is None or reader in room.parts or room.settled or room.missing <= 0
+        for at in (room, self._early.get(number)):
+            former = at.parts.get(reader) if at is not None else None
+            if former is not None:  # it has begun another request with this number
+                if former.opened.generation > generation:
+                    return  # late
+                self._over(former)
+                if former.room.use is None:
+                    del former.room.parts[reader]
+                    self._forget(former)
+        if self._open[connection] >= MAX_OPEN or len(self._parts) >= MAX_ALL:
+            self._refuse(connection, opened, "full", "too many of its rooms are open")
+            return
+        if room is None or is_next:
+            room = self._early.pop(number, None) or Room(number, self._clock)
+            self._early[number], room.since = room, self._clock  # the longest untouched is first
+        part = Part(room, opened, connection, self._packing.limit(opened) if opened.wanted else 0)
+        room.parts[reader] = self._parts[generation] = part
+        room.readers, room.progress = max(room.readers, opened.readers), self._clock
+        self._open[connection] += 1
+        self._packing.add(part)
+        self._settle(room)
 
     def _refuse(self, connection: ev.Connection, opened: Open, code: str, detail: str) -> None:
         self._out.append(ev.Note(code, opened.reader, detail))
         self._out.append(ev.Send(connection, fail(opened.room, opened.generation, code, detail)))
 
-    def _join(self, room: Room, part: Part) -> None:
-        room.join(part, self._clock)
-        self._packing.add(part)
-        self._settle(room)
-
-    def _failed(self, connection: ev.Connection, message: Fail) -> None:
+    def _failed(self, message: Fail) -> None:
         part = self._parts.get(message.generation)
         if part is not None:
-            self._ended_by_reader(part)
-        elif message.reader is not None:
-            self._ended_unopened(connection, message, message.reader)
+            self._over(part)
 
-    def _ended_by_reader(self, part: Part) -> None:
-        self._over(part)
-        number, reader, generation = part.opened.room, part.reader, part.opened.generation
-        if self._waiting.part(number, reader) is part:
-            del self._parts[generation]
-            absent = Absent(generation, part.opened.readers)
-            self._waiting.end(number, reader, absent, part.connection, self._clock)
-
-    def _ended_unopened(self, connection: ev.Connection, failed: Fail, reader: bytes) -> None:
-        """Its OPEN was lost with its connection: how many readers there are is not known. Not noted
-        where too many are: over that connection nothing is opened then."""
-        number, absent = failed.room, Absent(failed.generation)
-        room = self._current.get(number)
-        in_room = room.generation(reader) if room is not None else -1
-        before = self._waiting.generation(number, reader)
-        if failed.generation <= max(in_room, before) or failed.generation in self._past:
-            return  # doubled, or late
-        if (part := self._waiting.part(number, reader)) is not None:
-            self._ended_by_reader(part)  # its own FAIL was lost
-        if room is not None and in_room < 0 and not room.settled:
-            if len(room.absent) < MAX_WAITING:
-                room.absent[reader] = absent
-                self._settle(room)
-        elif before >= 0 or not self._waiting.is_full(connection):
-            self._waiting.end(number, reader, absent, connection, self._clock)
+    def _forget(self, part: Part) -> None:
+        generation = part.opened.generation
+        del self._parts[generation]
+        self._past[generation] = None
+        if len(self._past) > PAST:
+            del self._past[next(iter(self._past))]
+        self._open[part.connection] -= 1
+        if not self._open[part.connection]:
+            del self._open[part.connection]
 
     def _connection_lost(self, event: ev.ConnectionLost) -> None:
         for part in [p for p in self._parts.values() if p.connection == event.connection]:
-            self._ended_by_reader(part)
+            self._over(part)
 
     # -- parts
 
@@ -219,8 +194,7 @@ class Machine:
         if not part.ended:
             part.over = True
             self._packing.drop(part)
-            if part.room is not None:
-                self._settle(part.room)
+            self._settle(part.room)
 
     def _fail(self, part: Part, code: str, detail: str) -> None:
         opened = part.opened
@@ -235,7 +209,7 @@ class Machine:
                 self._fail(part, code, detail)
 
     def _settle(self, room: Room, given_up: bool = False) -> None:
-        if not room.settled and (given_up or room.all_ended):
+        if room.use is not None and not room.settled and (given_up or room.all_ended):
             room.settled = True
             self._out.append(ev.Settled(room.use))
 
@@ -262,10 +236,17 @@ class Machine:
                 continue
             if self._clock - max(room.sent, room.progress) >= self._times.packing:
                 self._give_up(room)
-        for part in self._waiting.expire(self._clock - self._times.early_room):
-            del self._parts[part.opened.generation]
-            detail = f"room {part.opened.room}: no request came"
-            self._out.append(ev.Note("early", part.reader, detail))
+        while self._early:
+            room = next(iter(self._early.values()))
+            assert room.since is not None
+            if self._clock - room.since < self._times.early_room:
+                break
+            del self._early[room.number]
+            for part in room.parts.values():
+                self._forget(part)
+                if not part.ended:
+                    detail = f"room {room.number}: no request came"
+                    self._out.append(ev.Note("early", part.reader, detail))
         for slot in self.slots.expire(self._clock):
             self._out.append(ev.Note("expired", b"", f"slot {slot} was never acknowledged"))
 
@@ -281,7 +262,7 @@ class Machine:
     def left(self) -> dict[str, int]:
         """What is left of requests, by name; empty on an idle rank."""
         found = {
-            "rooms": len(self._uses), "waiting": len(self._waiting), "jobs": len(self._packing),
+            "rooms": len(self._uses), "waiting": len(self._early), "jobs": len(self._packing),
             "offered": self.slots.offered, "parts": len(self._parts),
         }  # fmt: skip
         return {name: count for name, count in found.items() if count}

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 
@@ -16,46 +15,22 @@ from sglang_mixkv.prefill.events import AddChunk, Connection, Packed, PackJob, U
 MAX_IN_FLIGHT = 16  # segments that are packed at once: two batches of a reader's
 
 
-class Absent(NamedTuple):
-    """A reader for which a request has ended. `generation`: its last; `readers`: as its OPEN
-    has it, 0 where that was lost."""
-
-    generation: int = -1
-    readers: int = 0
-
-
-NOBODY = Absent()
-
-
 class Room:
-    """One request. `absent`: readers that have ended this request and have no part in it.
+    """One request, or the readers that have opened one which is not here yet: `use` is None then.
     `readers`: how many there are, by their OPENs; 0 as long as none has come. `written`: how many
-    of the chunks are. `sent`: when SGLang's own transfer succeeded; `progress`: when packing last
-    went on."""
+    of the chunks are. `since`: when it was last opened, as long as it is not here. `sent`: when
+    SGLang's own transfer succeeded; `progress`: when packing last went on."""
 
-    def __init__(self, number: int, use: Use, absent: dict[bytes, Absent], now: float) -> None:
-        self.number, self.use = number, use
+    def __init__(self, number: int, now: float) -> None:
+        self.number, self.progress = number, now
+        self.use: Use | None = None
+        self.since: float | None = None
         self.parts: dict[bytes, Part] = {}  # by reader
-        self.absent = absent
-        self.readers = max((one.readers for one in absent.values()), default=0)
+        self.readers = 0
         self.chunks: list[AddChunk] = []
         self.written = 0
         self.sent: float | None = None
-        self.progress = now
         self.settled = False
-
-    def join(self, part: Part, now: float) -> None:
-        part.room = self
-        self.parts[part.reader] = part
-        self.readers = max(self.readers, part.opened.readers)
-        self.progress = now
-
-    def generation(self, reader: bytes) -> int:
-        """The reader's, -1 where it has neither opened nor ended this request."""
-        part = self.parts.get(reader)
-        if part is not None:
-            return part.opened.generation
-        return self.absent.get(reader, NOBODY).generation
 
     def note_written(self, pending: bool) -> bool:
         """Mark the next pending chunk as written, if one is, and all others that follow. Whether
@@ -69,16 +44,11 @@ class Room:
     @property
     def missing(self) -> int:
         """Readers that have not opened; at least one where none has."""
-        known = len(self.parts) + len(self.absent)
-        return (self.readers or known + 1) - known
+        return (self.readers or 1) - len(self.parts)
 
     @property
     def all_ended(self) -> bool:
-        """Where none has opened, and some never will, the others have time until SGLang's transfer
-        has succeeded."""
-        if not self.readers:
-            return bool(self.absent) and self.sent is not None
-        if len(self.parts) + len(self.absent) < self.readers:
+        if not self.readers or self.missing > 0:
             return False
         for part in self.parts.values():  # noqa: SIM110, a generator would cost more calls
             if not (part.complete or part.over):
@@ -99,8 +69,7 @@ class Segment(msgspec.Struct, eq=False, gc=False):
 
 
 class Part:
-    """What one reader gets of a room. `room` is None until SGLang's sender is here. `limit`: how
-    many tokens a segment has at most.
+    """What one reader gets of a room. `limit`: how many tokens a segment has at most.
 
     `token` is the first that is not cut into a segment yet, `at` the written chunk that it is in,
     which has number `chunk`. `packing`: segments that were cut and not announced, in the order of
@@ -108,10 +77,9 @@ class Part:
     last READY has left, and `over` once it failed.
     """
 
-    def __init__(self, opened: Open, connection: Connection, limit: int) -> None:
-        self.opened, self.connection, self.limit = opened, connection, limit
+    def __init__(self, room: Room, opened: Open, connection: Connection, limit: int) -> None:
+        self.room, self.opened, self.connection, self.limit = room, opened, connection, limit
         self.reader, self.wanted = opened.reader, opened.wanted
-        self.room: Room | None = None
         self.at: AddChunk | None = None
         self.chunk, self.announced = 0, 0
         self.token = opened.first_token
@@ -127,7 +95,6 @@ class Part:
         """Whether a segment can be cut from the chunks that are written."""
         if self.complete or self.over:
             return False
-        assert self.room is not None
         chunks, written = self.room.chunks, self.room.written
         while self.chunk < written:
             chunk = chunks[self.chunk]

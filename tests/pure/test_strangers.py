@@ -18,7 +18,7 @@ from rig.threads import Channel, wait_for
 from sglang_mixkv.channel.messages import Open, draw, draw_instance, encode
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.prefill import events as pev
-from sglang_mixkv.prefill.waiting import MAX_WAITING
+from sglang_mixkv.prefill.machine import MAX_OPEN
 
 REQUESTS = 200
 PATIENCE = 30  # a busy machine of two cores, and all threads of both sides share the GIL
@@ -52,16 +52,16 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
                 began = time.monotonic()
                 assert channel.request(3 + len(seconds), arrived=True) == ("warm", "")
                 seconds.append(time.monotonic() - began)
-                most = max(most, prefill.left().get("waiting", 0))
+                most = max(most, prefill.left().get("parts", 0))
             sent = process.stdout.read().split()
         decode.close(cheated)
         print(
             f"{' + '.join(sent)} messages beside {len(seconds)} requests, the typical one of "
             f"{median(seconds) * 1e3:.0f} ms, the slowest of {max(seconds) * 1e3:.0f}; "
-            f"{most} rooms waited"
+            f"{most} parts were open"
         )
-        assert 1000 < most <= 2 * MAX_WAITING  # of both connections
-        assert most > MAX_WAITING // 2 or lasts < 60
+        assert 1000 < most <= MAX_OPEN + 1  # and the request's own
+        assert most > MAX_OPEN // 2 or lasts < 60
         assert len(sent) == 3
         assert min(map(int, sent)) > 1000
         assert wait_for(lambda: not decode.left())

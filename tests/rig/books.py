@@ -29,13 +29,14 @@ def wrong_slots(pool: SlotPool) -> Iterator[str]:
 
 
 def _prefill(machine: Any) -> Iterator[str]:
-    parts, waiting = machine._parts.values(), machine._waiting._records.values()
+    parts = machine._parts.values()
     packed = sum(one.packed for part in parts for one in part.packing)
     yield from _used(machine.slots, len(machine._packing) + packed + machine.slots.offered)
-    with_room = sum(len(room.parts) for room in machine._uses.values())
-    without = sum(record.part is not None for record in waiting)
-    if with_room + without != len(parts):
-        yield f"{len(parts)} parts, {with_room} in rooms, {without} waiting"
+    rooms = [*machine._uses.values(), *machine._early.values()]
+    if {id(part) for room in rooms for part in room.parts.values()} != set(map(id, parts)):
+        yield f"{len(parts)} parts, {[len(room.parts) for room in rooms]} in rooms"
+    if machine._open != Counter(part.connection for part in parts):
+        yield "the connections' counts are wrong"
 
 
 def _decode(machine: Any) -> Iterator[str]:

@@ -48,7 +48,7 @@ def others(slots: int) -> Iterator[Message]:
         yield Ack(tuple((random.randrange(2 * slots), draw()) for _ in range(8)))
         yield Ack(((1 << 20, draw()),))
         yield Fail(random.randrange(FIRST_ROOM), draw(), "closed", "x" * 500)
-        yield Fail(random.randrange(FIRST_ROOM), draw(), "closed", reader=draw_instance())
+        yield Fail(random.randrange(FIRST_ROOM), draw(), "closed")
 
 
 def readies(generation: int) -> Iterator[Message]:

@@ -104,8 +104,8 @@ class Checks:
             if peer in self._liars:
                 self._false.update(stamps)
             self._ready.update((rank, stamp) for stamp in stamps)
-            if message.last:
-                self._closed.add((rank, peer, message.generation))
+        if type(message) is Fail or message.last:
+            self._closed.add((rank, peer, message.generation))
 
     def decode_sends(self, rank: DecodeRank, peer: bytes, message: Message) -> None:
         match message:

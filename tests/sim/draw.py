@@ -242,8 +242,11 @@ class Draw:
                 kind = rng.choice(("kill", "stop"))
                 ranks = range(servers[rank[0]].tp if kind == "stop" else 1)
                 return [Fault(kind, 0.01 * rng.random(), (rank[0], r), 90.0) for r in ranks]
-            case "reuse" | "ended" if rng.random() < 0.7:
-                return [Fault("slow", 0.0, rank, 3.0, self._rank(servers[first.prefill[0]]))]
+            case "reuse" | "ended" if rng.random() < 0.8:
+                kind = rng.choice(("slow", "break", "cut"))
+                when = 0.0 if kind == "slow" else rng.random() * 0.02
+                seconds = rng.uniform(0.5, 3.0) if kind != "break" else 0.0
+                return [Fault(kind, when, rank, seconds, self._rank(servers[first.prefill[0]]))]
             case "unopened":
                 peer = self._rank(servers[first.prefill[0]])
                 cut = Fault("cut", 0.0, rank, rng.uniform(0.5, 4), peer)

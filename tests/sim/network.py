@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_mixkv.channel.messages import Message, Open, decode, encode
+from sglang_mixkv.channel.messages import Message, decode, encode
 from sglang_mixkv.decode import events as dev
 from sglang_mixkv.prefill import events as pev
 
@@ -76,10 +76,7 @@ class Link:
         process = self.place.process
         if epoch != self.epoch or process is None or not process.alive:
             return
-        message = decode(frame)
-        if isinstance(message, Open):
-            self.world.opens_arrived.add((process.instance, message.generation))
-        event = pev.Received(self.connection, message)
+        event = pev.Received(self.connection, decode(frame))
         process.step(self.connection, process.handle, (event,))
 
     def _arrive_at_decode(self, epoch: int, frame: bytes) -> None:

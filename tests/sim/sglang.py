@@ -138,10 +138,6 @@ class PrefillGroup(Group):
         life = self.world.lives[request.id]
         if life.prefill_over:
             return
-        former = self.world.lives.get(request.after)
-        if former is not None and not (former.prefill_begun or former.prefill_over):
-            self.step(0.005, self.arrive, request)  # SGLang's queue keeps their order
-            return
         life.prefill_begun = True
         self.senders[request.id] = [rank.begin(request) for rank in self.ranks]
         self.step(WAITING, self._waited, request)

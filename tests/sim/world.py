@@ -92,7 +92,6 @@ class World:
         self.checks = Checks(self, check_every)
         self._numbers = count(1)
         self.connections: dict[bytes, Link] = {}
-        self.opens_arrived: set[tuple[bytes, int]] = set()
         self.place_of: dict[bytes, Place] = {}  # of each instance, dead ones too
         self.places_now: dict[bytes, Process] = {}
         self.places: dict[tuple[int, int], Place] = {}
@@ -148,16 +147,19 @@ class World:
             self.clock.after(request.abort[1], self._abort, request)
 
     def _follow(self, request: Request) -> None:
-        """It has the number of an earlier one. That must be closed on decode, and opened on prefill
-        by each reader, or over there. Before it is begun there, its readers must still live."""
+        """It has the number of an earlier one, which SGLang has to be done with (engine/rooms.py):
+        decode has closed it, and prefill has ended it, or sent all of its target to readers that
+        still live, as before decode has it computed again (true retraction). Not covered: the same
+        within `Times.packing` of an OPEN for an instance of prefill that was restarted."""
         former = self.lives[request.after]
         receivers = self.groups[request.decode].receivers.get(request.after, ())
         senders = self.groups[request.prefill].senders.get(request.after, ())
-        over = former.prefill_over and all(s.ended or not s.rank.alive for s in senders)
-        opened = bool(receivers) and all(map(self._opened, receivers))
-        opened = opened and (former.prefill_begun or all(r.rank.alive for r in receivers))
-        closed = all(r.closed or not r.rank.alive for r in receivers)
-        if former.outcome and closed and (over or opened):
+        closed = all(one.closed or not one.rank.alive for one in receivers)
+        alive = all(one.rank.alive for one in receivers) and all(
+            peer in self.places_now for one in receivers for peer in getattr(one, "peers", ())
+        )
+        free = all(one.ended or not one.rank.alive or (one.sent and alive) for one in senders)
+        if former.outcome and closed and free and (former.prefill_over or senders):
             self.clock.after(self.clock.rng.random() * 0.002, self._arrive, request)
         else:
             self._again(request)
@@ -167,10 +169,6 @@ class World:
         if self.clock.now < request.arrival + 120:
             again = 0.02 if self.clock.now < request.arrival + 5 else 2.0
             self.clock.after(again, self._follow, request)
-
-    def _opened(self, receiver: object) -> bool:
-        peers = getattr(receiver, "peers", ())
-        return all((peer, receiver.generation) in self.opens_arrived for peer in peers)
 
     def _abort(self, request: Request) -> None:
         side, _, told = request.abort

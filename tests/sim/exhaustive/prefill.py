@@ -111,8 +111,10 @@ class PrefillSide:
                 yield what, self.handle(after, links, pv.End(use, "aborted"))
 
     def again(self, front: Front) -> Front:
-        """Another request gets the room number."""
-        more = len(front.senders) == 1 and front.senders[0].begun
+        """Another request gets the room number, as in true retraction: SGLang has sent its target,
+        or is done with it."""
+        first, free = front.senders[0], front.senders[0].sent or front.senders[0].ended
+        more = len(front.senders) == 1 and first.begun and (free or "anyhow" in self.case.faults)
         return front._replace(senders=(*front.senders, Sender())) if more else front
 
     def restarted(self, front: Front) -> Front:
