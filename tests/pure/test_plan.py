@@ -23,7 +23,6 @@ from msgspec.structs import replace
 
 import mixkv_demo
 from sglang_mixkv import tools
-from sglang_mixkv.channel.slots import SLOTS
 from sglang_mixkv.config import Config
 from sglang_mixkv.draft.layout import DraftFacts, heads_on_rank
 from sglang_mixkv.draft.targets import Target
