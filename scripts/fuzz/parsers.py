@@ -131,7 +131,7 @@ SENT: list[messages.Message] = [
     messages.Open(2, 7, 10, b"prefill_", b"reader_0", 2, (0, 4), 16, 1 << 20),
     messages.Ready(7, 10, 3, 48, (messages.Announced(5, 99, 16),), True),
     messages.Ack(((5, 99), (6, 100))),
-    messages.Fail(7, 10, "closed", "a reason", b"reader_0"),
+    messages.Fail(7, 10, "closed", "a reason"),
 ]  # fmt: skip
 SEEDS = {
     "message": [messages.encode(message) for message in SENT],

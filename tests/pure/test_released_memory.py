@@ -62,11 +62,11 @@ def jobs(side: Prefill | Decode) -> int:
 
 
 def begin(channel: Channel, prefill: Prefill, gates: bool) -> tuple[Held, Any, Any]:
-    """A request whose first segment is being packed, and whose second one is queued."""
+    """A request whose first segment is being packed, and whose others are queued."""
     held = Held(prefill, "pack", gates)
     handle = channel.decode.open(1, 3 * SEGMENT, prefill.instance)
     sent = prefill.send(1, 3 * SEGMENT)
-    assert wait_for(lambda: held.begun.is_set() and jobs(prefill) == 2)
+    assert wait_for(lambda: held.begun.is_set() and jobs(prefill) == 3)
     return held, sent, handle
 
 
