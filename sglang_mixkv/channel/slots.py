@@ -80,10 +80,6 @@ class SlotPool:
     def free_slots(self) -> int:
         return len(self._free)
 
-    def take(self, owner: Hashable, now: float) -> int | None:
-        """A slot, or None where this owner has to wait."""
-        return self.give(owner) if self.allowed(owner, len({*self._held, owner}), now) else None
-
     def allowed(self, owner: Hashable, owners: int, now: float) -> int:
         """How many slots this owner can have now, where so many hold or want some."""
         held, free = self._held.get(owner, 0), len(self._free)

@@ -60,7 +60,7 @@ class Wire(msgspec.Struct, frozen=True):
 
 class Result(msgspec.Struct):
     """Of one side. `used`: the RDMA devices that it had open. `wrong`: the first wrong byte of each
-    slot that has one. A listener is told these, and neither bytes nor seconds."""
+    slot that has one. A listener gets these, and neither bytes nor seconds."""
 
     memory: str
     used: list[str]

@@ -155,7 +155,7 @@ def test_gauges_follow_slots_and_breakers() -> None:
     one.name_of = {b"one": "a:1", b"two": "b:2", b"gone": ""}.__getitem__
     for address in ("a:1", "b:2"):
         one.end(ev.State.WARM, prefill=address)
-    one.slots.take("reader", 0.0)
+    one.slots.give("reader")
     for peer in (b"one", b"gone"):
         for strike in range(STRIKES):
             one.breaker.record_failure(peer, strike, 0.0)

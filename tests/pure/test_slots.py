@@ -15,9 +15,14 @@ from sglang_mixkv.channel.times import Times
 TIMES = Times()
 
 
+def take(pool: SlotPool, owner: object, now: float) -> int | None:
+    """A slot as RoundRobin gives it, None where the owner has to wait."""
+    return pool.give(owner) if pool.allowed(owner, len({*pool.owners, owner}), now) else None
+
+
 def drain(pool: SlotPool, owner: str, now: float = 0.0) -> list[int]:
     taken = []
-    while (slot := pool.take(owner, now)) is not None:
+    while (slot := take(pool, owner, now)) is not None:
         taken.append(slot)
     return taken
 
@@ -28,7 +33,7 @@ def test_what_each_of_several_owners_gets(count, owners):
     """Taking turns, as chunks do that are packed for several readers."""
     pool = SlotPool(count, TIMES)
     names = range(owners)
-    while [slot for name in names if (slot := pool.take(name, 0.0)) is not None]:
+    while [slot for name in names if (slot := take(pool, name, 0.0)) is not None]:
         pass
     if owners <= count:
         assert min(map(pool._held.__getitem__, names)) == share_of(count, owners)
@@ -46,7 +51,7 @@ def test_the_last_quarter_is_for_owners_that_hold_none():
     assert pool.free_slots == 4
     assert len(drain(pool, "d")) == 1
     assert len(drain(pool, "e")) == 1
-    assert pool.take("d", 0.0) is None
+    assert take(pool, "d", 0.0) is None
 
 
 def test_an_owner_above_its_share_waits_until_the_others_have_theirs():
@@ -54,11 +59,11 @@ def test_an_owner_above_its_share_waits_until_the_others_have_theirs():
     pool = SlotPool(16, TIMES)
     first = drain(pool, "a")
     for owner in "bcde":
-        pool.take(owner, 0.0)
+        take(pool, owner, 0.0)
     assert len(first) == 8
     assert share_of(16, 5) == 2
     pool.free(first.pop())
-    assert pool.take("a", 0.0) is None
+    assert take(pool, "a", 0.0) is None
     assert len(drain(pool, "b")) == 1
     for slot in first[1:]:
         pool.free(slot)
@@ -67,16 +72,16 @@ def test_an_owner_above_its_share_waits_until_the_others_have_theirs():
 
 def test_an_owner_whose_slot_is_late_gets_one_at_a_time():
     pool = SlotPool(16, TIMES)
-    slot = pool.take("a", 0.0)
+    slot = take(pool, "a", 0.0)
     pool.offer(slot, 1, 0.0)
     late = TIMES.late_ack
-    earlier = pool.take("a", late * 0.99)
-    assert pool.take("a", late) is None
+    earlier = take(pool, "a", late * 0.99)
+    assert take(pool, "a", late) is None
     assert len(drain(pool, "b", late)) == share_of(16, 2), "none of its own is late"
     pool.free(earlier)
-    other = pool.take("a", late)
+    other = take(pool, "a", late)
     assert other is not None, "an ACK may be lost for good"
-    assert pool.take("a", late) is None
+    assert take(pool, "a", late) is None
     pool.free(other)
     assert pool.acknowledge(slot, 1)
     assert len(drain(pool, "a", late)) == share_of(16, 2)
@@ -84,7 +89,7 @@ def test_an_owner_whose_slot_is_late_gets_one_at_a_time():
 
 def test_an_offered_slot_is_free_with_its_own_ack_or_after_a_while():
     pool = SlotPool(8, TIMES)
-    one, other = pool.take("a", 0.0), pool.take("b", 0.0)
+    one, other = take(pool, "a", 0.0), take(pool, "b", 0.0)
     pool.offer(one, 7, 0.0)
     pool.offer(other, 8, 1.0)
     for slot, stamp in ((one, 8), (one, 0), (other, 7), (99, 7), (-1, 7)):
@@ -103,9 +108,9 @@ def test_a_slot_is_aside_for_longer_than_anything_can_read_it():
 
 def test_the_slot_that_was_free_longest_is_taken():
     pool = SlotPool(4, TIMES)
-    slot = pool.take("a", 0.0)
+    slot = take(pool, "a", 0.0)
     pool.free(slot)
-    assert [pool.take(owner, 0.0) for owner in "abcd"] == [1, 2, 3, 0]
+    assert [take(pool, owner, 0.0) for owner in "abcd"] == [1, 2, 3, 0]
 
 
 DAMAGE = {
@@ -118,7 +123,7 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_check_names_wrong_books(damage):
     pool = SlotPool(4, TIMES)
-    pool.take("a", 0.0)
+    take(pool, "a", 0.0)
     DAMAGE[damage](pool)
     assert len(list(wrong_slots(pool))) == 1
 
@@ -161,7 +166,7 @@ def test_an_owner_that_has_to_wait_stops_nobody():
 
 def test_who_waits_longest_is_first():
     pool = SlotPool(4, TIMES)
-    held = [pool.take(owner, 0.0) for owner in "wxyz"]
+    held = [take(pool, owner, 0.0) for owner in "wxyz"]
     turns = turns_of({"a": 1, "b": 1, "c": 1})
     assert served(turns, pool) == []
     pool.free(held[0])
@@ -199,5 +204,5 @@ def test_no_owner_that_can_have_a_slot_is_behind(work, slots):
     counts = Counter({owner: pool._held[owner] for owner in work})
     waiting = {owner for (owner, _), wanted in left.items() if wanted}
     assert all(counts[other] <= counts[owner] + 1 for owner in waiting for other in work)
-    assert all(pool.take(owner, 0.0) is None for owner in waiting)
+    assert all(take(pool, owner, 0.0) is None for owner in waiting)
     assert len(turns) == sum(wanted > 0 for wanted in left.values())
