@@ -180,7 +180,7 @@ def beside_dead_readers(world: World, request: Request) -> bool:
         dead |= {server.number}
     slots = world.spec.servers[request.prefill[0]].slots
     readers = sum(_readers(world, request, number) for number in dead)
-    return slots >= 8 and readers <= 2 + slots // 4
+    return slots >= 8 and readers < 2 + slots // 4  # two have three quarters, each other has one
 
 
 def _readers(world: World, request: Request, number: int) -> int:
