@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from sglang_mixkv.channel.copies import OK, DeviceCopies, DeviceJob, Ended, HostCopies
 from sglang_mixkv.channel.reporter import Reporter
-from sglang_mixkv.channel.sockets import AdaptivePoll, Inlet, Poller
+from sglang_mixkv.channel.sockets import Inlet, Poller
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -32,25 +32,35 @@ Action = TypeVar("Action")
 class Worker(ABC, Generic[Event, Action]):
     """`machine`: a state machine without I/O; its `actions` are asked for after each batch of
     events, and done in their order. `tick`: its event that time has passed. `failed`: makes its
-    event that an action raised. `moves`: the jobs that move draft KV. The threads end with the
-    process."""
+    event that an action raised. `moves`: the jobs that move draft KV. `names`: of the thread, and
+    of the one that copies. The threads end with the process."""
 
-    name: str
+    names: tuple[str, str]
     tick: Any
     failed: Any
     moves: type
 
-    def __init__(self, machine: Any, poller: Poller, reporter: Reporter, slowest: float) -> None:
+    def __init__(
+        self, machine: Any, poller: Poller, reporter: Reporter, slowest: float, rows: Any,
+        device: Any,
+    ) -> None:  # fmt: skip
         """`slowest`: seconds after SGLang's own transfer within which the channel decides a
-        request; after these SGLang's scheduler decides it."""
+        request; after these SGLang's scheduler decides it. `rows`: None on a rank without a
+        drafter. `device`: GpuRows of the same pool, or None where a thread copies."""
         self._machine, self._reporter, self._slowest = machine, reporter, slowest
-        self._poll = AdaptivePoll(poller, TICK)
+        self._poller, self._rows = poller, rows
         self._inlet: Inlet[Any] = Inlet()
         poller.register(self._inlet.fileno())
         self._copies: HostCopies | DeviceCopies | None = None
+        if device is not None:
+            self._copies = DeviceCopies(device, self._prepare)
+        elif rows is not None:
+            self._copies = HostCopies(
+                self.names[1], self._copy, self._size_of, self._inlet.wake, rows.use_device
+            )
         self._broken, self._stopping = threading.Event(), False
         self._ticked = 0.0
-        self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=self.names[0], daemon=True)
 
     @property
     def broken(self) -> bool:
@@ -69,10 +79,6 @@ class Worker(ABC, Generic[Event, Action]):
     # -- the channel thread
 
     @abstractmethod
-    def _begin(self) -> None:
-        """Called once, in this thread."""
-
-    @abstractmethod
     def _outstanding(self) -> bool:
         """Whether something beside copies is under way whose end makes no file readable."""
 
@@ -85,10 +91,11 @@ class Worker(ABC, Generic[Event, Action]):
 
     def _run(self) -> None:
         try:
-            self._begin()
+            if self._rows is not None:
+                self._rows.use_device()
             while not self._stopping:
                 polled = self._copies is not None and self._copies.polled
-                self._take(self._events(self._poll.wait(polled or self._outstanding())))
+                self._take(self._events(self._poller.wait(TICK, polled or self._outstanding())))
                 self._take(self._ticks())
                 self._act()
         except Exception:
@@ -141,14 +148,6 @@ class Worker(ABC, Generic[Event, Action]):
             self._take(self._copied())
 
     # -- copies, of jobs that name the `handle` of their request
-
-    def _start_copies(self, name: str, rows: Any, device: Any) -> None:
-        """`device`: GpuRows, or None where a thread copies."""
-        self._copies = (
-            HostCopies(name, self._copy, self._size_of, self._inlet.wake, rows.use_device)
-            if device is None
-            else DeviceCopies(device, self._prepare)
-        )
 
     @abstractmethod
     def _size_of(self, job: Any) -> int:

@@ -10,9 +10,7 @@ slot is taken for a read, and free when its rows were copied out or nothing can 
 An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others:
 it holds half of the slots at most, and no more than an equal share of three quarters among the
 owners that hold or want any, since they may be the ranks of one server that is gone; the last
-quarter goes to owners that hold none. While a slot of an owner is late, it gets one other slot at a
-time. An ACK that is lost with its connection makes a slot late, and no more than that: its reader
-goes on.
+quarter goes to owners that hold none.
 """
 
 from __future__ import annotations
@@ -80,15 +78,11 @@ class SlotPool:
     def free_slots(self) -> int:
         return len(self._free)
 
-    def allowed(self, owner: Hashable, owners: int, now: float) -> int:
+    def allowed(self, owner: Hashable, owners: int) -> int:
         """How many slots this owner can have now, where so many hold or want some."""
         held, free = self._held.get(owner, 0), len(self._free)
         more = min(free - self._reserve, share_of(self.count, owners) - held)
-        if not held:
-            more = min(max(more, 1), free)
-        elif more > 0 and self._offered and (late := self._late(owner, now)):
-            more = min(more, late + 1 - held)
-        return max(more, 0)
+        return max(more, 0) if held else min(max(more, 1), free)
 
     def give(self, owner: Hashable) -> int:
         """One of those that are `allowed`."""
@@ -126,15 +120,6 @@ class SlotPool:
             self.free(slot)
         return found
 
-    def _late(self, owner: Hashable, now: float) -> int:
-        """How many slots of this owner are late."""
-        limit, late = now - self._times.late_ack, 0
-        for slot, (since, _) in self._offered.items():
-            if since > limit:
-                break
-            late += self._owner[slot] == owner
-        return late
-
 
 class RoundRobin(Generic[T]):
     """Items that wait for slots: round-robin over owners, and over the items of each owner. An item
@@ -154,7 +139,7 @@ class RoundRobin(Generic[T]):
         if not queue:
             self.owners.pop(owner, None)
 
-    def take(self, slots: SlotPool, now: float, most: int) -> Iterator[tuple[T, int]]:
+    def take(self, slots: SlotPool, most: int) -> Iterator[tuple[T, int]]:
         """`most` items with a slot each, or as many as there are slots for. Each leaves; the caller
         adds it again where it wants another slot. In a round each owner gets an equal part of what
         is free, or what it is allowed; one that gets none has to wait, and is not asked again."""
@@ -163,7 +148,7 @@ class RoundRobin(Generic[T]):
         while owners and most > 0 and slots.free_slots:
             part, again = max(1, min(most, slots.free_slots) // len(owners)), list[Hashable]()
             for owner in owners:
-                given = min(part, most, slots.allowed(owner, contend, now))
+                given = min(part, most, slots.allowed(owner, contend))
                 if not given:
                     continue
                 queue, item, left = self.owners[owner], None, 0

@@ -74,6 +74,7 @@ class Poller:
         )
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._used: set[zmq.Socket[bytes]] = set()
+        self._came = 0.0  # when something was ready last
 
     def register(self, at: zmq.Socket[bytes] | int) -> None:
         """`at`: or the number of a file."""
@@ -92,6 +93,18 @@ class Poller:
     def used(self, socket: zmq.Socket[bytes]) -> None:
         """Something is sent over it, before the next look."""
         self._used.add(socket)
+
+    def wait(self, tick: float, outstanding: bool) -> list[Any]:
+        """The sleep of a channel thread: what is ready, within `tick` seconds. No file becomes
+        readable when a read or a CUDA event ends, so while one is `outstanding` the thread polls:
+        every 0.2 ms, and every 1 ms once nothing has come for 8 ms, since each look may take the
+        GIL from SGLang's scheduler. What makes a file readable wakes it at once."""
+        timeout_ms = tick * 1000
+        if outstanding:
+            timeout_ms = EAGER_MS if time.monotonic() - self._came < EAGER else LOOK_MS
+        if ready := self.poll(timeout_ms):
+            self._came = time.monotonic()
+        return ready
 
     def poll(self, timeout_ms: float) -> list[Any]:
         """What is ready: sockets with messages, and numbers of files. May return early, with
@@ -120,26 +133,6 @@ class Poller:
         """Until something is ready. epoll_wait sleeps for a millisecond at least."""
         seconds, rest = divmod(timeout_ms, 1000)
         _LIBC.ppoll(self._ppoll, 1, struct.pack("qq", int(seconds), int(rest * 1e6)), None)
-
-
-class AdaptivePoll:
-    """The sleep of a channel thread. No file becomes readable when a read or a CUDA event ends, so
-    while one is outstanding the thread polls: every 0.2 ms, and every 1 ms once nothing has come
-    for 8 ms, since each look may take the GIL from SGLang's scheduler. What makes a file readable
-    wakes it at once."""
-
-    def __init__(self, poller: Poller, tick: float) -> None:
-        self._poller, self._tick_ms, self._came = poller, int(tick * 1000), 0.0
-
-    def wait(self, outstanding: bool) -> list[Any]:
-        """What is ready now. `outstanding`: whether there is something to ask for."""
-        timeout_ms: float = self._tick_ms
-        if outstanding:
-            timeout_ms = EAGER_MS if time.monotonic() - self._came < EAGER else LOOK_MS
-        ready = self._poller.poll(timeout_ms)
-        if ready:
-            self._came = time.monotonic()
-        return ready
 
 
 def new_context() -> zmq.Context[zmq.Socket[bytes]]:

@@ -21,9 +21,6 @@ class Times:
         # Prefill, after the target was sent: how long packing may make no progress.
         self.packing = 1.0 * patience
 
-        # A slot without its ACK for so long slows its reader down: one other slot at a time.
-        self.late_ack = 1.0 * patience
-
         # TCP_USER_TIMEOUT of the channel's sockets: the peer's kernel has a message within it, or
         # never gets it.
         self.delivery = 5.0 * patience

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 STRIKES = 3
 FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
-MAX_PEERS = 16384  # beyond these the longest untouched are forgotten: they start anew, closed
 
 
 class _State:
@@ -27,11 +26,11 @@ class _State:
 
 
 class Breaker:
-    """One state for each peer that struck. Times are the caller's clock, in seconds."""
+    """One state for each peer that struck, until it is forgotten with its server. Times are the
+    caller's clock, in seconds."""
 
     def __init__(self) -> None:
         self._states: dict[bytes, _State] = {}
-        self._probes: dict[int, list[_State]] = {}  # by generation; each room releases its own once
 
     def blocked(self, peers: Iterable[bytes], generation: int, now: float) -> bool:
         """Whether a room that needs all of these must start cold. If not, it may be a probe."""
@@ -40,8 +39,6 @@ class Breaker:
             return True
         for state in states:
             state.probe = generation
-        if states:
-            self._probes[generation] = states
         return False
 
     def record_success(self, peer: bytes) -> None:
@@ -52,10 +49,7 @@ class Breaker:
 
     def record_failure(self, peer: bytes, generation: int, now: float) -> bool:
         """A room's KV did not come from this peer. True if that opens its breaker."""
-        state = self._states.pop(peer, None) or _State()
-        self._states[peer] = state
-        if len(self._states) > MAX_PEERS:
-            del self._states[next(iter(self._states))]
+        state = self._states.setdefault(peer, _State())
         was_open = state.is_open
         if was_open and state.probe != generation:
             return False  # this room began before the breaker opened
@@ -67,7 +61,7 @@ class Breaker:
 
     def release_probe(self, generation: int) -> None:
         """The room is over: if it was a probe without a result, another room may be one."""
-        for state in self._probes.pop(generation, ()):
+        for state in self._states.values():
             if state.probe == generation:
                 state.probe = None
 

@@ -66,7 +66,7 @@ class Segments:
         self._acks = {}
         if self._turns.owners:
             parts: dict[Part, list[Segment]] = {}
-            for segment, slot in self._turns.take(self._slots, now, self._slots.count):
+            for segment, slot in self._turns.take(self._slots, self._slots.count):
                 segment.slot, segment.stage = slot, Stage.READING
                 parts.setdefault(segment.part, []).append(segment)
             for segments in parts.values():

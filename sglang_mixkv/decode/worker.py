@@ -68,7 +68,8 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
     to. Both run in the channel thread, and must neither block nor raise.
     """
 
-    name, tick, failed, moves = "mixkv-decode", ev.Tick(), ev.ActionFailed, ev.Unpack
+    names = "mixkv-decode", "mixkv-unpack"
+    tick, failed, moves = ev.Tick(), ev.ActionFailed, ev.Unpack
 
     def __init__(
         self,
@@ -82,11 +83,10 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         self._store, self._forget_peer, self._check_peer = store, forget_peer, check_peer
         self._links = Links(store, times)
         self.dial, self.hang_up = self._links.dial, self._links.hang_up
-        super().__init__(machine, self._links.poller, reporter, 2 * times.whole_wait)
+        rows, device = (store.rows, store.device) if store is not None else (None, None)
+        super().__init__(machine, self._links.poller, reporter, 2 * times.whole_wait, rows, device)
         self._forwards: dict[ev.Generation, Any] = {}  # events of rooms that are pending
         self._counter = itertools.count(messages.draw() >> 33)  # 30 bits
-        if store is not None:
-            self._start_copies("mixkv-unpack", store.rows, store.device)
         self._thread.start()
 
     # -- any thread
@@ -161,16 +161,13 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         )  # fmt: skip
         try:
             handle.gate.close()
-            if self._store is not None:
-                self._store.rows.clear(handle.rows(opened.first_token, opened.end))
+            if self._rows is not None:
+                self._rows.clear(handle.rows(opened.first_token, opened.end))
             handle.reason, handle.state = "broken", ev.State.COLD
         except Exception as error:
             handle.reason, handle.state = repr(error), ev.State.FAILED
 
     # -- the channel thread
-
-    def _begin(self) -> None:
-        self._links.use_device()
 
     def _outstanding(self) -> bool:
         return bool(self._forwards) or self._links.reading
@@ -225,8 +222,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
     # -- copies
 
     def _size_of(self, job: ev.Job) -> int:
-        assert self._store is not None
-        rows = self._store.rows
+        rows = self._rows
         if isinstance(job, ev.Clear):
             return (job.end - job.first_token) * len(rows.heads) * rows.bytes_per_head
         return job.tokens * len(job.heads) * rows.bytes_per_head
@@ -234,7 +230,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
     def _run_on_host(self, job: ev.Job) -> SlotCheck:
         assert self._store is not None
         assert isinstance(job.handle, ReceiveHandle)
-        handle, rows, first = job.handle, self._store.rows, job.first_token
+        handle, rows, first = job.handle, self._rows, job.first_token
         if isinstance(job, ev.Clear):
             rows.clear(handle.rows(first, job.end))
             return SlotCheck.OK

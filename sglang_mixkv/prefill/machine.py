@@ -76,7 +76,7 @@ class Machine:
             self._out.append(ev.Send(part.connection, ready))
             if ready.last:
                 self._settle(part.room)
-        if packing.turns.owners and (jobs := packing.start(self._clock)):
+        if packing.turns.owners and (jobs := packing.start()):
             self._out.append(ev.Pack(jobs))
         actions, self._out = self._out, []
         return actions

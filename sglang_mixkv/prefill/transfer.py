@@ -173,9 +173,9 @@ class Packing:
         elif part.all_cut:
             self.announcing[part] = None
 
-    def start(self, now: float) -> tuple[PackJob, ...]:
+    def start(self) -> tuple[PackJob, ...]:
         jobs = []
-        for part, slot in self.turns.take(self._slots, now, MAX_IN_FLIGHT - len(self._jobs)):
+        for part, slot in self.turns.take(self._slots, MAX_IN_FLIGHT - len(self._jobs)):
             self._job += 1
             segment, job = part.cut(self._job, slot, self._draw())
             self._jobs[self._job] = segment

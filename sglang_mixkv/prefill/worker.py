@@ -54,7 +54,8 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
     """`plane`: peers read the staging memory through it. `device`: GpuRows of this pool and this
     staging memory, or None where a thread copies."""
 
-    name, tick, failed, moves = "mixkv-prefill", ev.Tick(), ev.ActionFailed, ev.PackJob
+    names = "mixkv-prefill", "mixkv-pack"
+    tick, failed, moves = ev.Tick(), ev.ActionFailed, ev.PackJob
 
     def __init__(
         self,
@@ -68,18 +69,16 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
         reporter: Reporter,
         device: Any = None,
     ) -> None:
-        self._rows, self._staging, self._plane = rows, staging, plane
+        self._staging, self._plane, self._device = staging, plane, device
         self._context = new_context()
         self._socket = new_socket(self._context, zmq.ROUTER, host, times)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.address = endpoint(host, self._bind(host, port))
-        self._poller = Poller()
-        self._poller.register(self._socket)
-        super().__init__(machine, self._poller, reporter, 2 * times.whole_wait)
+        poller = Poller()
+        poller.register(self._socket)
+        super().__init__(machine, poller, reporter, 2 * times.whole_wait, rows, device)
         self._pending: deque[ev.AddChunk] = deque()
         self._lost: set[ev.Connection] = set()
-        self._device = device
-        self._start_copies("mixkv-pack", rows, device)
         self._thread.start()
 
     def _bind(self, host: str, port: int) -> int:
@@ -129,9 +128,6 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
             self._inlet.put(ev.End(handle, reason), wake=hurry)
 
     # -- the channel thread
-
-    def _begin(self) -> None:
-        self._rows.use_device()
 
     def _outstanding(self) -> bool:
         return bool(self._pending)

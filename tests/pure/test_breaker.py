@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from sglang_mixkv.decode import breaker as module
 from sglang_mixkv.decode.breaker import Breaker
 
 A, B = b"peer___a", b"peer___b"
@@ -60,12 +57,3 @@ def test_a_released_probe_lets_another_one_try():
     breaker.release_probe(4)  # which is over
     assert breaker.blocked([A, B], 7, 2.0)
     assert not breaker.blocked([A], 8, 2.0)
-
-
-def test_the_number_of_peers_is_bounded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "MAX_PEERS", 3)
-    breaker = opened(A)
-    for n in range(3):
-        breaker.record_failure(b"peer_%03d" % n, 10 + n, 0.0)
-    assert not breaker.blocked([A], 20, 0.0)  # forgotten: it starts anew
-    assert len(breaker._states) == 3

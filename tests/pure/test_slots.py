@@ -15,14 +15,14 @@ from sglang_mixkv.channel.times import Times
 TIMES = Times()
 
 
-def take(pool: SlotPool, owner: object, now: float) -> int | None:
+def take(pool: SlotPool, owner: object) -> int | None:
     """A slot as RoundRobin gives it, None where the owner has to wait."""
-    return pool.give(owner) if pool.allowed(owner, len({*pool.owners, owner}), now) else None
+    return pool.give(owner) if pool.allowed(owner, len({*pool.owners, owner})) else None
 
 
-def drain(pool: SlotPool, owner: str, now: float = 0.0) -> list[int]:
+def drain(pool: SlotPool, owner: str) -> list[int]:
     taken = []
-    while (slot := take(pool, owner, now)) is not None:
+    while (slot := take(pool, owner)) is not None:
         taken.append(slot)
     return taken
 
@@ -33,7 +33,7 @@ def test_what_each_of_several_owners_gets(count, owners):
     """Taking turns, as chunks do that are packed for several readers."""
     pool = SlotPool(count, TIMES)
     names = range(owners)
-    while [slot for name in names if (slot := take(pool, name, 0.0)) is not None]:
+    while [slot for name in names if (slot := take(pool, name)) is not None]:
         pass
     if owners <= count:
         assert min(map(pool._held.__getitem__, names)) == share_of(count, owners)
@@ -51,7 +51,7 @@ def test_the_last_quarter_is_for_owners_that_hold_none():
     assert pool.free_slots == 4
     assert len(drain(pool, "d")) == 1
     assert len(drain(pool, "e")) == 1
-    assert take(pool, "d", 0.0) is None
+    assert take(pool, "d") is None
 
 
 def test_an_owner_above_its_share_waits_until_the_others_have_theirs():
@@ -59,37 +59,20 @@ def test_an_owner_above_its_share_waits_until_the_others_have_theirs():
     pool = SlotPool(16, TIMES)
     first = drain(pool, "a")
     for owner in "bcde":
-        take(pool, owner, 0.0)
+        take(pool, owner)
     assert len(first) == 8
     assert share_of(16, 5) == 2
     pool.free(first.pop())
-    assert take(pool, "a", 0.0) is None
+    assert take(pool, "a") is None
     assert len(drain(pool, "b")) == 1
     for slot in first[1:]:
         pool.free(slot)
     assert len(drain(pool, "a")) == 1
 
 
-def test_an_owner_whose_slot_is_late_gets_one_at_a_time():
-    pool = SlotPool(16, TIMES)
-    slot = take(pool, "a", 0.0)
-    pool.offer(slot, 1, 0.0)
-    late = TIMES.late_ack
-    earlier = take(pool, "a", late * 0.99)
-    assert take(pool, "a", late) is None
-    assert len(drain(pool, "b", late)) == share_of(16, 2), "none of its own is late"
-    pool.free(earlier)
-    other = take(pool, "a", late)
-    assert other is not None, "an ACK may be lost for good"
-    assert take(pool, "a", late) is None
-    pool.free(other)
-    assert pool.acknowledge(slot, 1)
-    assert len(drain(pool, "a", late)) == share_of(16, 2)
-
-
 def test_an_offered_slot_is_free_with_its_own_ack_or_after_a_while():
     pool = SlotPool(8, TIMES)
-    one, other = take(pool, "a", 0.0), take(pool, "b", 0.0)
+    one, other = take(pool, "a"), take(pool, "b")
     pool.offer(one, 7, 0.0)
     pool.offer(other, 8, 1.0)
     for slot, stamp in ((one, 8), (one, 0), (other, 7), (99, 7), (-1, 7)):
@@ -108,9 +91,9 @@ def test_a_slot_is_aside_for_longer_than_anything_can_read_it():
 
 def test_the_slot_that_was_free_longest_is_taken():
     pool = SlotPool(4, TIMES)
-    slot = take(pool, "a", 0.0)
+    slot = take(pool, "a")
     pool.free(slot)
-    assert [take(pool, owner, 0.0) for owner in "abcd"] == [1, 2, 3, 0]
+    assert [take(pool, owner) for owner in "abcd"] == [1, 2, 3, 0]
 
 
 DAMAGE = {
@@ -123,7 +106,7 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_check_names_wrong_books(damage):
     pool = SlotPool(4, TIMES)
-    take(pool, "a", 0.0)
+    take(pool, "a")
     DAMAGE[damage](pool)
     assert len(list(wrong_slots(pool))) == 1
 
@@ -140,7 +123,7 @@ def turns_of(work: dict[str, int]) -> RoundRobin[str]:
 
 
 def served(turns: RoundRobin[str], pool: SlotPool, most: int = 99) -> list[str]:
-    return [item for item, _ in turns.take(pool, 0.0, most)]
+    return [item for item, _ in turns.take(pool, most)]
 
 
 def test_owners_share_what_is_free_and_an_item_gets_a_run_of_it():
@@ -149,11 +132,11 @@ def test_owners_share_what_is_free_and_an_item_gets_a_run_of_it():
     pool, turns, found = SlotPool(64, TIMES), RoundRobin(run=2), []
     for item in ("a1", "a2", "b1", "a1"):
         turns.add(item[0], item)  # a1 waits already
-    for item, _ in turns.take(pool, 0.0, 8):
+    for item, _ in turns.take(pool, 8):
         found.append(item)
         turns.add(item[0], item)
     assert found == ["a1", "a1", "a2", "a2", *["b1"] * 4]
-    assert [item for item, _ in turns.take(pool, 0.0, 2)] == ["a1", "b1"]
+    assert [item for item, _ in turns.take(pool, 2)] == ["a1", "b1"]
 
 
 def test_an_owner_that_has_to_wait_stops_nobody():
@@ -166,7 +149,7 @@ def test_an_owner_that_has_to_wait_stops_nobody():
 
 def test_who_waits_longest_is_first():
     pool = SlotPool(4, TIMES)
-    held = [take(pool, owner, 0.0) for owner in "wxyz"]
+    held = [take(pool, owner) for owner in "wxyz"]
     turns = turns_of({"a": 1, "b": 1, "c": 1})
     assert served(turns, pool) == []
     pool.free(held[0])
@@ -197,12 +180,12 @@ def test_no_owner_that_can_have_a_slot_is_behind(work, slots):
     left = {(owner, n): wanted for owner, items in work.items() for n, wanted in enumerate(items)}
     for item in left:
         turns.add(item[0], item)
-    for item, _ in turns.take(pool, 0.0, 99):
+    for item, _ in turns.take(pool, 99):
         left[item] -= 1
         if left[item]:
             turns.add(item[0], item)
     counts = Counter({owner: pool._held[owner] for owner in work})
     waiting = {owner for (owner, _), wanted in left.items() if wanted}
     assert all(counts[other] <= counts[owner] + 1 for owner in waiting for other in work)
-    assert all(take(pool, owner, 0.0) is None for owner in waiting)
+    assert all(take(pool, owner) is None for owner in waiting)
     assert len(turns) == sum(wanted > 0 for wanted in left.values())

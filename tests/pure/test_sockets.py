@@ -18,7 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from sglang_mixkv.channel import sockets
 from sglang_mixkv.channel.messages import MAX_BYTES
-from sglang_mixkv.channel.sockets import AdaptivePoll, Inlet, Poller, new_context, new_socket
+from sglang_mixkv.channel.sockets import Inlet, Poller, new_context, new_socket
 from sglang_mixkv.channel.times import Times
 
 
@@ -48,17 +48,17 @@ def test_what_wakes_nobody_is_there_for_who_looks(inlet: Inlet[int]) -> None:
     assert inlet.take([]) == []
 
 
-def looks_on(inlet: Inlet[int], tick: float) -> AdaptivePoll:
+def poller_of(inlet: Inlet[int]) -> Poller:
     poller = Poller()
     poller.register(inlet.fileno())
-    return AdaptivePoll(poller, tick)
+    return poller
 
 
 def test_a_thread_with_nothing_to_look_at_sleeps_until_it_is_woken(inlet: Inlet[int]) -> None:
-    looks, start = looks_on(inlet, 30), time.monotonic()
+    looks, start = poller_of(inlet), time.monotonic()
     timer = threading.Timer(0.05, inlet.put, [1])
     timer.start()
-    assert looks.wait(False) == [inlet.fileno()]
+    assert looks.wait(30, False) == [inlet.fileno()]
     assert 0.04 < time.monotonic() - start < 20
     timer.join()
 
@@ -68,16 +68,16 @@ def test_it_looks_less_often_when_nothing_comes(
 ) -> None:
     now, asked = [100.0], list[float]()
     monkeypatch.setattr(sockets.time, "monotonic", lambda: now[0])
-    looks = looks_on(inlet, 30)
-    real = looks._poller.poll
-    monkeypatch.setattr(looks._poller, "poll", lambda ms: asked.append(ms) or real(min(ms, 1)))
+    looks = poller_of(inlet)
+    real = looks.poll
+    monkeypatch.setattr(looks, "poll", lambda ms: asked.append(ms) or real(min(ms, 1)))
     for passed in (0, 0.9 * sockets.EAGER, 0.2 * sockets.EAGER):
         now[0] += passed
         if not passed:
             inlet.put(1)
-        assert bool(looks.wait(True)) is (passed == 0)
+        assert bool(looks.wait(30, True)) is (passed == 0)
         inlet.take([inlet.fileno()])
-    looks.wait(False)
+    looks.wait(30, False)
     assert asked == [sockets.LOOK_MS, sockets.EAGER_MS, sockets.LOOK_MS, 30_000]
 
 

@@ -130,7 +130,7 @@ def stop(worker: Any) -> None:
         if thread.name == "mixkv-mend":
             thread.join(SOON_S)
     getattr(worker, "_links", worker)._context.destroy(linger=0)
-    worker._poll._poller._epoll.close()
+    worker._poller._epoll.close()
     os.close(worker._inlet.fileno())
 
 
