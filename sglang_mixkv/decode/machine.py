@@ -115,11 +115,11 @@ class Machine:
             self._segments.acknowledge(peer, self._segments.not_read(peer, ready.segments))
             return
         if ready.segment < part.announced:
-            self._note("doubled", f"segment {ready.segment}", peer)
+            self._out.append(ev.Note("doubled", peer, f"segment {ready.segment}"))
             return  # the first copy's ACK is this one's
         if violation := part.violation(ready, room.opened):
             self._segments.acknowledge(peer, ready.segments)
-            self._go_cold(room, "protocol", violation, [peer])
+            self._go_cold(room, "protocol", violation, peer)
             return
         room.progress = self._clock
         room.first_ready = self._clock if room.first_ready is None else room.first_ready
@@ -135,7 +135,7 @@ class Machine:
         if room is not None and part is not None and not part.last and room.wants:
             part.last = True  # and is not answered
             code = message.code if message.code in PREFILL_CODES else "other"
-            self._go_cold(room, f"prefill_{code}", message.detail, [peer])
+            self._go_cold(room, f"prefill_{code}", message.detail, peer)
 
     def _peer_lost(self, event: ev.PeerLost) -> None:
         """A peer that is gone is not read from any more either, and gets no strike."""
@@ -144,7 +144,7 @@ class Machine:
             if part is None or not room.wants or (part.complete if event.gone else part.last):
                 continue
             why = "its server was given up" if event.gone else "a message could not be sent"
-            self._go_cold(room, "lost", why, [event.peer], strike=not event.gone)
+            self._go_cold(room, "lost", why, event.peer, strike=not event.gone)
         if event.gone:
             self.breaker.forget(event.peer)
 
@@ -169,7 +169,7 @@ class Machine:
         read.failed = True
         room = read.segments[0].room
         if room.wants:
-            self._go_cold(room, "read", detail, [read.peer], strike=True)
+            self._go_cold(room, "read", detail, read.peer, strike=True)
 
     def _copied(self, event: ev.Copied) -> None:
         rooms: dict[Room, None] = {}
@@ -182,7 +182,7 @@ class Machine:
                 segment.part.place(segment)
             elif event.result is not ev.Result.CLOSED and room.wants:
                 reason = "stale" if event.result is ev.Result.STALE else "unpack"
-                self._go_cold(room, reason, event.detail, [segment.peer])
+                self._go_cold(room, reason, event.detail, segment.peer)
         for room in rooms:
             if event.result is ev.Result.DONE:
                 room.progress = self._clock
@@ -201,20 +201,15 @@ class Machine:
     # -- cold
 
     def _go_cold(
-        self,
-        room: Room,
-        reason: str,
-        detail: str,
-        peers: list[ev.Peer] | None = None,
-        strike: bool = False,
+        self, room: Room, reason: str, detail: str, *peers: ev.Peer, strike: bool = False
     ) -> None:
         """`peers`: named in the log; `strike`: it also counts against them."""
         room.wants, room.cold = False, reason
-        for peer in peers or [b""]:
-            self._note("cold_" + reason, detail, peer)
-        for peer in (peers or ()) if strike else ():
+        for peer in peers or (b"",):
+            self._out.append(ev.Note("cold_" + reason, peer, detail))
+        for peer in peers if strike else ():
             if self.breaker.record_failure(peer, room.generation, self._clock):
-                self._note("breaker_opened", detail, peer)
+                self._out.append(ev.Note("breaker_opened", peer, detail))
         self.breaker.release_probe(room.generation)
         for part in room.parts.values():
             if not part.last:
@@ -237,7 +232,7 @@ class Machine:
         if event.result is ev.Result.DONE:
             self._decide(room, ev.State.COLD)
         else:
-            self._note("not_cleared", event.detail)
+            self._out.append(ev.Note("not_cleared", b"", event.detail))
             self._decide(room, ev.State.FAILED, event.detail)
 
     def _decide(self, room: Room, state: ev.State, detail: str = "") -> None:
@@ -263,9 +258,9 @@ class Machine:
             waiting = room.of_stage(Stage.WAITING)
             # prefill uses a slot again after `slot_aside`, whether it was read or not
             if waiting and self._clock - waiting[0].since >= room.limits.unread:
-                self._go_cold(room, "slots", "no slot was free to read it", [waiting[0].peer])
+                self._go_cold(room, "slots", "no slot was free to read it", waiting[0].peer)
             elif room.wants and self._clock >= room.deadline(self._times):
-                self._go_cold(room, "deadline", "its KV did not come", room.missing(), strike=True)
+                self._go_cold(room, "deadline", "its KV did not come", *room.missing(), strike=True)
 
     # -- output and books
 
@@ -281,9 +276,6 @@ class Machine:
             self._send_open(room, source)
         message = fail(room.opened.bootstrap_room, room.generation, code, detail)
         self._out.append(ev.Send(source.peer, message))
-
-    def _note(self, what: str, detail: str, peer: ev.Peer = b"") -> None:
-        self._out.append(ev.Note(what, peer, detail))
 
     def left(self) -> dict[str, int]:
         """What is left of requests, by name; empty on an idle rank."""
