@@ -72,6 +72,9 @@ NOTES = {
     "cold_prefill_aborted": Kind(
         "prefill aborted them", "Nothing: their clients went away", logged=False
     ),
+    "cold_repeated": Kind(
+        "their room number came again, and its last request was not warm", "Nothing", logged=False
+    ),
     "cold_broken": Kind("a thread of the plugin has ended", "See decode's log", logged=False),
     # on decode: anything else
     "breaker_opened": Kind(

@@ -1,4 +1,4 @@
-"""Circuit breakers of prefill ranks: rooms do not wait for a rank that does not deliver.
+"""Which rooms start cold at once: circuit breakers of prefill ranks, and numbers that come again.
 
 A rank whose draft KV does not come costs each request the deadline. After three such requests in a
 row its breaker opens: rooms are cold at once, and one room after 1, 2, 4, ... 30 s is a probe. One
@@ -67,3 +67,25 @@ class Breaker:
 
     def open_peers(self) -> list[bytes]:
         return [peer for peer, state in self._states.items() if state.is_open]
+
+
+class Numbers:
+    """Room numbers whose last request here was not warm. Its OPEN may have been lost with a
+    connection: prefill would take the number's next OPEN for that one's, and send another request's
+    KV. A prefill rank has met a request that was warm. `seconds`: its half of one is over then."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since: dict[int, float] = {}  # the oldest first
+
+    def is_doubtful(self, number: int, now: float) -> bool:
+        """Asked for each request, which is not warm yet."""
+        since = self._since
+        while since and now - since[oldest := next(iter(since))] > self._seconds:
+            del since[oldest]
+        doubtful = since.pop(number, None) is not None
+        since[number] = now
+        return doubtful
+
+    def was_warm(self, number: int) -> None:
+        self._since.pop(number, None)

@@ -21,7 +21,7 @@ from sglang_mixkv.channel.messages import Fail, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode.breaker import Breaker
+from sglang_mixkv.decode.breaker import Breaker, Numbers
 from sglang_mixkv.decode.segments import Read, Segments
 from sglang_mixkv.decode.transfer import Room, Stage
 
@@ -35,6 +35,7 @@ class Machine:
     def __init__(self, instance: bytes, slots: SlotPool, slot_bytes: int, times: Times) -> None:
         self._instance, self._slot_bytes, self._times = instance, slot_bytes, times
         self.breaker, self.slots = Breaker(), slots
+        self._numbers = Numbers(times.early_room)
         self._segments = Segments(slots)
         self._rooms: dict[ev.Generation, Room] = {}
         self._out: list[ev.Action] = []
@@ -59,12 +60,15 @@ class Machine:
     def _open(self, event: ev.OpenRoom) -> None:
         wanted = [source.peer for source in event.sources if source.heads]
         cold = event.cold
+        if self._numbers.is_doubtful(event.bootstrap_room, self._clock) and wanted:
+            cold = cold or "repeated"
         if wanted and not cold and self.breaker.blocked(wanted, event.generation, self._clock):
             cold = "breaker"
         room = Room(event, not cold, self._times, self._clock)
         self._rooms[event.generation] = room
         for source in event.sources:
-            self._send_open(room, source)
+            message = room.message(source, self._instance, self._slot_bytes)
+            self._out.append(ev.Send(source.peer, message))
         if cold:
             self._go_cold(room, cold, "")
         elif room.complete:
@@ -237,6 +241,8 @@ class Machine:
 
     def _decide(self, room: Room, state: ev.State, detail: str = "") -> None:
         room.wants, room.decided = False, True
+        if state is ev.State.WARM:
+            self._numbers.was_warm(room.opened.bootstrap_room)
         self._out.append(ev.Verdict(room.opened.handle, state, detail or room.cold))
 
     # -- what goes wrong, and time
@@ -264,16 +270,7 @@ class Machine:
 
     # -- output and books
 
-    def _send_open(self, room: Room, source: ev.Source) -> None:
-        message = room.message(source, self._instance, self._slot_bytes)
-        self._out.append(ev.Send(source.peer, message))
-
     def _fail(self, room: Room, source: ev.Source, code: str, detail: str) -> None:
-        """The OPEN comes again before it, where nothing shows that it was not lost with its
-        connection: else prefill would take the next OPEN of this number for this request's."""
-        part = room.parts.get(source.peer)
-        if part is None or not part.announced:
-            self._send_open(room, source)
         message = fail(room.opened.bootstrap_room, room.generation, code, detail)
         self._out.append(ev.Send(source.peer, message))
 
