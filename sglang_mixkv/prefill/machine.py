@@ -28,7 +28,6 @@ from sglang_mixkv.prefill.transfer import Packing, Part, Room, refusal
 MAX_OPEN, MAX_ALL = 1 << 15, 1 << 17
 """Parts of one connection, and of all. Each takes some 500 bytes. Readers can be invented without
 end by anybody with access to the port, so the connection counts."""
-PAST = 1 << 12  # generations that have ended here and are remembered: their OPEN may come again
 STEP = 1.0  # a rank's clock advances by so much at most between two events
 
 
@@ -55,7 +54,6 @@ class Machine:
         self._early: dict[int, Room] = {}  # by number: opened before SGLang's sender is here
         self._parts: dict[int, Part] = {}  # by generation
         self._open: Counter[ev.Connection] = Counter()  # parts
-        self._past: dict[int, None] = {}  # generations, the oldest first
         self._out: list[ev.Action] = []
         self._clock = 0.0
         self._seen: float | None = None
@@ -138,7 +136,7 @@ class Machine:
         if why:
             self._refuse(connection, opened, *why)
             return
-        if generation in self._parts or generation in self._past:
+        if generation in self._parts:
             return  # it has come before
         room = self._current.get(number)
         is_next = room is None or reader in room.parts or room.settled or room.missing <= 0
@@ -174,11 +172,7 @@ class Machine:
             self._over(part)
 
     def _forget(self, part: Part) -> None:
-        generation = part.opened.generation
-        del self._parts[generation]
-        self._past[generation] = None
-        if len(self._past) > PAST:
-            del self._past[next(iter(self._past))]
+        del self._parts[part.opened.generation]
         self._open[part.connection] -= 1
         if not self._open[part.connection]:
             del self._open[part.connection]

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from rig.books import wrong_books
 
-from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Fail, Open, Ready, fail
+from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
@@ -82,9 +82,10 @@ def decode() -> Driven:
     return Driven(DecodeMachine(READER, SlotPool(8, TIMES), 1 << 20, TIMES))
 
 
-def room(generation: int = 10, **more: Any) -> dev.OpenRoom:
+def room(generation: int = 10, number: int | None = None, **more: Any) -> dev.OpenRoom:
     source = dev.Source(PREFILL, range(4), 1, slots=8, segment_tokens=10)
-    return dev.OpenRoom(generation, ROOM, (source,), 0, 16, **more)
+    number = generation if number is None else number
+    return dev.OpenRoom(generation, number, (source,), 0, 16, **more)
 
 
 def ready(segment: int = 0, generation: int = 10, count: int = 8) -> dev.Received:
@@ -257,12 +258,13 @@ def test_an_open_behind_one_that_was_ended_is_for_the_next_request() -> None:
         rooms.handle(pev.End(use), 0.4)
 
 
-@pytest.mark.parametrize("answered", [False, True])
-def test_an_open_that_may_be_lost_comes_again_before_its_fail(answered: bool) -> None:
+@pytest.mark.parametrize(("warm", "later"), [(True, 1.0), (False, 1.0), (False, 601.0)])
+def test_a_number_is_fetched_again_behind_a_warm_request_alone(warm: bool, later: float) -> None:
+    """The OPEN of another one may have been lost, and prefill take the next for it."""
     rooms = decode()
-    rooms.handle(room(), 0.0)
-    if answered:
-        rooms.handle(ready(), 0.0)
-    sent = [send.message for send in of(dev.Send, rooms.handle(dev.CloseRoom(10, "failed"), 0.1))]
-    kinds = [type(message) for message in sent if not isinstance(message, Ack)]
-    assert kinds == ([Fail] if answered else [Open, Fail])
+    rooms.handle(replace(room(10, ROOM), first_token=16), 0.0)
+    if warm:
+        rooms.handle(dev.Received(PREFILL, Ready(ROOM, 10, 0, 16, (), True)), 0.0)
+    rooms.handle(dev.CloseRoom(10, "" if warm else "failed"), 0.1)
+    (send,) = of(dev.Send, rooms.handle(room(11, ROOM), later))
+    assert send.message.wanted == (range(4) if warm or later > 600 else range(0))

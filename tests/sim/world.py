@@ -149,15 +149,12 @@ class World:
     def _follow(self, request: Request) -> None:
         """It has the number of an earlier one, which SGLang has to be done with (engine/rooms.py):
         decode has closed it, and prefill has ended it, or sent all of its target to readers that
-        still live, as before decode has it computed again (true retraction). Not covered: the same
-        within `Times.packing` of an OPEN for an instance of prefill that was restarted."""
+        still live, as before decode has it computed again (true retraction)."""
         former = self.lives[request.after]
         receivers = self.groups[request.decode].receivers.get(request.after, ())
         senders = self.groups[request.prefill].senders.get(request.after, ())
         closed = all(one.closed or not one.rank.alive for one in receivers)
-        alive = all(one.rank.alive for one in receivers) and all(
-            peer in self.places_now for one in receivers for peer in getattr(one, "peers", ())
-        )
+        alive = all(one.rank.alive for one in receivers)
         free = all(one.ended or not one.rank.alive or (one.sent and alive) for one in senders)
         if former.outcome and closed and free and (former.prefill_over or senders):
             self.clock.after(self.clock.rng.random() * 0.002, self._arrive, request)
