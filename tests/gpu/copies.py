@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from sglang_mixkv.draft.layout import SlotCheck
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.draft.rows_gpu import GpuRows, Ticket, gpu_rows
-from sglang_mixkv.draft.slot_format import SlotCheck
 
 from .pools import STAMP, Ints
 

@@ -25,9 +25,8 @@ import torch
 from rig.threads import Decode, Prefill
 
 from sglang_mixkv.draft import rows as product
-from sglang_mixkv.draft.layout import Pages
+from sglang_mixkv.draft.layout import HEADER, Pages, SlotCheck
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 from .channel import TIMES, fetch, given, serve
 from .copies import Kernels, Request, ended

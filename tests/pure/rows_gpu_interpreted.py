@@ -22,9 +22,9 @@ from rig.fake_cuda import FakeCuda
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft import cuda
 from sglang_mixkv.draft.cuda import CudaError
+from sglang_mixkv.draft.layout import HEADER, SlotCheck
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.draft.rows_gpu import MOST, GpuRows, Job
-from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 CPU = torch.device("cpu")
 OK, STALE, DIFFERS, ERROR = SlotCheck

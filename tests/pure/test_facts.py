@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.draft.facts import (
     MAX_ROW_BYTES,
+    MIXES,
     Row,
     Severity,
     StagingFacts,
-    common_version,
+    Target,
     differences,
     read_row,
 )
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
-from sglang_mixkv.draft.targets import MIXES, Target
 from sglang_mixkv.draft.window import window_of
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 
@@ -122,12 +122,6 @@ def test_the_gravest_difference_comes_first():
     assert [d.severity for d in found] == [Severity.REFUSED, *[Severity.MISMATCH] * 2]
     found = differences(row(aux_item_lens=(64, 1), dtype="fp8"), ROW)
     assert [d.severity for d in found] == [Severity.MISMATCH, Severity.COLD]
-
-
-@given(*[st.tuples(st.integers(0, 9), st.integers(0, 9))] * 2)
-def test_the_common_version_beside_brute_force(left, right):
-    both = set(range(left[0], left[1] + 1)) & set(range(right[0], right[1] + 1))
-    assert common_version(left, right) == max(both, default=None)
 
 
 def fields(**changed: Any) -> bytes:

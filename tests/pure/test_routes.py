@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_mixkv.draft.layout import heads_on_rank
-from sglang_mixkv.draft.routes import NO_HEADS, readers_of, routes
+from sglang_mixkv.draft.layout import NO_HEADS, heads_on_rank, readers_of, routes
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_pair import contacted
 
