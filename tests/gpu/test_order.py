@@ -151,7 +151,7 @@ def test_a_copy_has_ended_when_that_is_said(
     if copy == "pack":
         copies, written, right = first, [slot[HEADER:]], [slot[HEADER:].clone()]
     seen = [torch.zeros_like(entry) for entry in right]
-    before = {"pack": "_parts", "unpack": "_check"}[copy]  # the last step that waits for its stream
+    before = {"pack": "_parts", "unpack": "_check"}[copy]  # torch's last step that may wait itself
     step = getattr(DraftRows, before)
 
     def late(*what: Any) -> Any:
@@ -165,7 +165,7 @@ def test_a_copy_has_ended_when_that_is_said(
             entry[:] = 0
         if copy == "unpack":
             first.pack(request)
-        settle()
+        torch.cuda.synchronize()
         if way is Kernels:
             with torch.cuda.stream(torch.cuda.ExternalStream(copies.rows.driver.stream)):
                 torch.cuda._sleep(CYCLES)
@@ -180,7 +180,7 @@ def test_a_copy_has_ended_when_that_is_said(
         with torch.cuda.stream(reader):  # it waits for this stream alone
             for entry, data in zip(seen, written, strict=True):
                 entry.copy_(data)
-        settle()
+        torch.cuda.synchronize()
         return wrong_bytes(seen, right)
 
     wrong(True)  # from here on kernels, memory and a sum's weights are there, for which CUDA waits

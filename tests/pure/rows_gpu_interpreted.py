@@ -54,11 +54,8 @@ class Side:
     cuda: FakeCuda = field(default_factory=FakeCuda)
 
     def __post_init__(self) -> None:
-        noise, shape = (
-            np.random.default_rng(self.seed),
-            (self.num_pages * self.page, len(self.held)),
-        )
-        pool = [noise.integers(0, 256, (*shape, width), np.uint8) for width in self.widths]
+        noise, rows = np.random.default_rng(self.seed), self.num_pages * self.page
+        pool = [noise.integers(0, 256, (rows, len(self.held), n), np.uint8) for n in self.widths]
         self.pool, self.wanted = ([torch.from_numpy(e.copy()) for e in pool] for _ in "ab")
         self.staging, self.beside = (Staging(self.slots, self.slot_bytes, CPU) for _ in "ab")
         self.draft = DraftRows(self.wanted, self.held)
