@@ -156,9 +156,9 @@ def test_a_batch_does_what_draft_rows_does(
     assert side.same()
 
 
-def small(cuda: FakeCuda | None = None, slots: int = 8) -> Side:
+def small(cuda: FakeCuda | None = None) -> Side:
     """Pages 0 to 7 of 16 tokens; a token of one head is 48 bytes."""
-    return Side([16, 32], range(4, 6), 16, 8, 5, slots, 4096, cuda or FakeCuda())
+    return Side([16, 32], range(4, 6), 16, 8, 5, 8, 4096, cuda or FakeCuda())
 
 
 # ---------------------------------------------------------------- started and asked
