@@ -36,8 +36,7 @@ from sglang_mixkv.decode.links import Store  # noqa: E402
 from sglang_mixkv.decode.machine import Machine as DecodeMachine  # noqa: E402
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle  # noqa: E402
 from sglang_mixkv.draft.facts import StagingFacts  # noqa: E402
-from sglang_mixkv.draft.layout import Pages  # noqa: E402
-from sglang_mixkv.draft.slot_format import SlotCheck  # noqa: E402
+from sglang_mixkv.draft.layout import Pages, SlotCheck  # noqa: E402
 from sglang_mixkv.prefill.machine import Machine as PrefillMachine  # noqa: E402
 from sglang_mixkv.prefill.worker import PrefillWorker  # noqa: E402
 

@@ -18,8 +18,8 @@ from sglang_mixkv.decode.events import OpenRoom
 from sglang_mixkv.decode.plan import judge, make_plan
 from sglang_mixkv.decode.transfer import Room
 from sglang_mixkv.draft import facts
+from sglang_mixkv.draft.facts import Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
-from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine import bootstrap, prefill_http
 from sglang_mixkv.errors import MixKVError
 

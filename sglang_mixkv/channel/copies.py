@@ -23,7 +23,7 @@ logger = logging.getLogger(f"sglang.{__name__}")
 AT_ONCE = 256 << 10
 """Bytes of a host copy that `start` makes itself: some 30 us, less than a hand-over to a thread."""
 
-OK = 0  # SlotCheck.OK (draft/slot_format.py)
+OK = 0  # SlotCheck.OK (draft/layout.py)
 Ended = tuple[Any, Any, float]
 
 

@@ -14,7 +14,7 @@ import msgspec
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.decode.events import Source, peer_of
 from sglang_mixkv.draft.facts import NO_DRAFTER, Difference, Row, Severity, differences
-from sglang_mixkv.draft.routes import NO_HEADS, readers_of, routes
+from sglang_mixkv.draft.layout import NO_HEADS, readers_of, routes
 from sglang_mixkv.errors import MixKVError, refuse
 
 Rows = Mapping[tuple[str, int], Row]

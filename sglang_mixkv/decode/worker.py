@@ -27,8 +27,7 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.links import Link, Links, Store
 from sglang_mixkv.decode.machine import Machine
-from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.draft.slot_format import SlotCheck
+from sglang_mixkv.draft.layout import Pages, SlotCheck
 
 logger = logging.getLogger(f"sglang.{__name__}")
 

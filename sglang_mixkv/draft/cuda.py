@@ -70,51 +70,50 @@ class Driver:
     `library`."""
 
     def __init__(self, index: int, library: Any = None) -> None:
-        self._library: Any = library or Library()
+        self.library: Any = library or Library()
         self.call("cuInit", 0)
-        self._device = self._get(c_int, "cuDeviceGet", index)
-        self._context = self._get(_P, "cuDevicePrimaryCtxRetain", self._device)
+        self._device = self.get(c_int, "cuDeviceGet", index)
+        self._context = self.get(_P, "cuDevicePrimaryCtxRetain", self._device)
         self.bind()
-        self.stream = self._get(_P, "cuStreamCreateWithPriority", NON_BLOCKING, ABOVE_NORMAL)
+        self.stream = self.get(_P, "cuStreamCreateWithPriority", NON_BLOCKING, ABOVE_NORMAL)
         self.capability = 10 * self._attribute(MAJOR) + self._attribute(MINOR)
 
     def call(self, name: str, *arguments: Any) -> None:
-        if code := getattr(self._library, name)(*arguments):
+        if code := getattr(self.library, name)(*arguments):
             raise self.error(name, code)
 
-    def error(self, name: str, code: int) -> CudaError:
-        text = c_char_p()
-        self._library.cuGetErrorName(code, byref(text))
-        return CudaError(f"{name}: {(text.value or b'').decode() or code}")
-
-    def _get(self, kind: Any, name: str, *arguments: Any) -> Any:
+    def get(self, kind: Any, name: str, *arguments: Any) -> Any:
+        """What the function writes to the address that is its first argument."""
         found = kind()
         self.call(name, byref(found), *arguments)
         return found.value
 
+    def error(self, name: str, code: int) -> CudaError:
+        text = c_char_p()
+        self.library.cuGetErrorName(code, byref(text))
+        return CudaError(f"{name}: {(text.value or b'').decode() or code}")
+
     def _attribute(self, number: int) -> int:
-        return int(self._get(c_int, "cuDeviceGetAttribute", number, self._device))
+        return int(self.get(c_int, "cuDeviceGetAttribute", number, self._device))
 
     def bind(self) -> None:
         """Make this device the calling thread's. Every thread has to, before its other calls."""
         self.call("cuCtxSetCurrent", self._context)
 
-    def allocate(self, size: int) -> int:
-        """Memory of the device, for good: its address."""
-        return int(self._get(c_uint64, "cuMemAlloc_v2", size))
-
-    def allocate_host(self, size: int) -> tuple[int, memoryview]:
-        """Pinned host memory, for good. Kernels reach it at the same address."""
-        address = int(self._get(_P, "cuMemHostAlloc", size, PORTABLE_AND_MAPPED))
-        return address, memoryview((ctypes.c_uint8 * size).from_address(address)).cast("B")
+    def allocate(self, size: int) -> tuple[int, int, memoryview]:
+        """Memory of the device and as much pinned memory of the host, both for good: their
+        addresses, and the latter as bytes. Kernels reach it at the same address."""
+        device = int(self.get(c_uint64, "cuMemAlloc_v2", size))
+        host = int(self.get(_P, "cuMemHostAlloc", size, PORTABLE_AND_MAPPED))
+        return device, host, memoryview((ctypes.c_uint8 * size).from_address(host)).cast("B")
 
     def upload(self, target: int, source: int, size: int) -> None:
         """Queue a copy from pinned memory, which must not change before the copy is done."""
         self.call("cuMemcpyHtoDAsync_v2", target, source, size, self.stream)
 
     def load(self, image: bytes, name: str) -> int:
-        module = self._get(_P, "cuModuleLoadData", image)
-        return int(self._get(_P, "cuModuleGetFunction", module, name.encode()))
+        module = self.get(_P, "cuModuleLoadData", image)
+        return int(self.get(_P, "cuModuleGetFunction", module, name.encode()))
 
     def launch(self, function: int, grid: Any, threads: int, shared: int, parameters: Any) -> None:
         self.call(
@@ -123,7 +122,7 @@ class Driver:
 
     def drain(self) -> None:
         """Wait for all that was started; a failed context runs nothing any more."""
-        self._library.cuStreamSynchronize(self.stream)
+        self.library.cuStreamSynchronize(self.stream)
 
     def needs_flush(self) -> bool:
         """Whether `flush` has to be called between the end of a NIC's write to this device and the
@@ -141,24 +140,30 @@ class Driver:
 
 class Event:
     """The end of all that was started on the driver's stream before. It is recorded once, when it
-    is made, and destroyed with its last holder, so it never stands for later work."""
+    is made, and destroyed with its last holder, so it never stands for later work.
+
+    After an `error` of the device nothing runs there any more."""
 
     def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self._handle = driver._get(_P, "cuEventCreate", NO_TIMING)
+        self._driver, self.error = driver, ""
+        self._handle = driver.get(_P, "cuEventCreate", NO_TIMING)
         driver.call("cuEventRecord", self._handle, driver.stream)
 
-    def is_done(self) -> bool:
-        code = self._driver._library.cuEventQuery(self._handle)
+    def over(self) -> bool:
+        """Whether it has come, asked by any thread."""
+        code = self._driver.library.cuEventQuery(self._handle)
         if code not in (0, NOT_READY):
-            raise self._driver.error("cuEventQuery", code)
-        return not code
+            self.error = str(self._driver.error("cuEventQuery", code))
+        return bool(code != NOT_READY)
 
     def wait(self) -> None:
-        """From any thread."""
-        self._driver.bind()
-        self._driver.call("cuEventSynchronize", self._handle)
+        """Block until it has come, in any thread."""
+        try:
+            self._driver.bind()
+            self._driver.call("cuEventSynchronize", self._handle)
+        except CudaError as error:
+            self.error = str(error)
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):
-            self._driver._library.cuEventDestroy_v2(self._handle)
+            self._driver.library.cuEventDestroy_v2(self._handle)

@@ -11,24 +11,49 @@ all rows from GET /mixkv. Only decode compares. Three kinds of difference:
 Not compared, since they cannot hurt: page sizes (tokens are on the wire),
 --speculative-num-steps and --speculative-num-draft-tokens (how far decode drafts), numbers of
 slots, weights and model names (two names can hold one model).
+
+The plugin does not touch the target. But whoever enables it wants right answers, and between some
+pairs SGLang itself moves the target wrongly without an error, or hangs, with or without a drafter.
+Functions are those of SGLang 0.5.23, in disaggregation/; tests/protocol/test_target_alone.py shows
+each case.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from enum import StrEnum
+from functools import partial
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from sglang_mixkv.channel.messages import PROTOCOL, Instance
-from sglang_mixkv.draft.layout import DraftLayout, Name, Rank
-from sglang_mixkv.draft.targets import Difference as Difference
-from sglang_mixkv.draft.targets import Severity as Severity
-from sglang_mixkv.draft.targets import Target, unmixed, unmoved
+from sglang_mixkv.draft.layout import DraftLayout, Heads, Name, Rank
 
 MAX_ROW_BYTES = 64 << 10
 Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Count = Annotated[int, Meta(ge=0, le=1 << 20)]
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The target's KV on one rank, as SGLang's KV args have it. `heads`: of all ranks, 0 for MLA.
+
+    `entries`: buffers of this stage. `layer_ids`: whether they carry numbers of layers. `even`: K
+    and V rows are equally wide.
+    """
+
+    heads: Count
+    entries: Count
+    layer_ids: bool
+    even: bool
+    stages: Heads = 1
+    dcp: Heads = 1
+
+    @property
+    def is_mla(self) -> bool:
+        return self.heads == 0
 
 
 class StagingFacts(msgspec.Struct, frozen=True):
@@ -83,47 +108,115 @@ def read_row(data: bytes) -> Row:
         raise ValueError(f"a row of {len(data)} bytes")
     try:
         oldest, newest = msgspec.json.decode(data, type=_Versioned).protocol
-        if common_version((oldest, newest), PROTOCOL) is None:
+        if min(newest, PROTOCOL[1]) < max(oldest, PROTOCOL[0]):
             raise ValueError(f"protocol {oldest} to {newest}; this build reads {PROTOCOL}")
         return msgspec.json.decode(data, type=Row)
     except RecursionError as error:
         raise ValueError("a row that is nested too deeply") from error
 
 
-def common_version(left: tuple[int, int], right: tuple[int, int]) -> int | None:
-    """The newest version that both ranges hold; None where they do not meet."""
-    newest = min(left[1], right[1])
-    return newest if newest >= max(left[0], right[0]) else None
+class Severity(StrEnum):
+    REFUSED = "refused"
+    MISMATCH = "mismatch"
+    COLD = "cold"
 
 
-NO_DRAFTER = "drafter with KV heads"
-_SAME_DRAFTER = "Start both sides with the same drafter and draft KV dtype"
-# field of DraftFacts, its name in words, what a difference would cause
-_COMPARED = (
-    ("architecture", "drafter architecture", "it is another model"),
-    ("algorithm", "speculative algorithm", "the drafter's rows mean something else"),
-    ("total_heads", "KV heads of the drafter", "heads would be cut at wrong offsets"),
-    ("head_bytes", "bytes per token and head of the drafter", "layers or head sizes differ"),
-    ("dtype", "dtype of the drafter's KV", "its numbers would be read as another type"),
-)
+class Difference(msgspec.Struct, frozen=True):
+    """`prefill`, `decode`: what they have."""
+
+    severity: Severity
+    what: str
+    prefill: str
+    decode: str
+    consequence: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.what}: prefill has {self.prefill}, decode has {self.decode}; "
+            f"{self.consequence}. {self.remedy}."
+        )
+
+
+_refused = partial(Difference, Severity.REFUSED)
 
 
 def differences(prefill: Row, decode: Row) -> list[Difference]:
     """What is not alike between a prefill rank and this decode rank, the gravest first."""
-    found = [*_target(prefill, decode), *_aux(prefill, decode), *_draft(prefill, decode)]
+    rules = _engine, _target, _aux, _draft
+    found = [difference for rule in rules for difference in rule(prefill, decode)]
     return sorted(found, key=lambda d: list(Severity).index(d.severity))
 
 
-def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
+MIXES = {
+    "mooncake": {("0.5.21", "0.5.22"), ("0.5.21", "0.5.23"), ("0.5.22", "0.5.23")},
+    "nixl": {("0.5.21", "0.5.22")},
+}
+"""By backend, SGLang's releases on prefill and decode between which it serves requests. In the
+others its messages are read otherwise, and requests wait in vain: tests/e2e/test_mixed_releases.py
+measures them, without the plugin too."""
+
+
+def _engine(prefill: Row, decode: Row) -> Iterator[Difference]:
+    """Builds of one release of SGLang (0.5.23+cu130, 0.5.23.post1) are alike."""
     if prefill.backend != decode.backend:
-        yield Difference(
-            Severity.REFUSED, "transfer backend", prefill.backend, decode.backend,
-            "the target could not be sent",
+        yield _refused(
+            "transfer backend", prefill.backend, decode.backend, "the target could not be sent",
             "Set --disaggregation-transfer-backend alike on both sides",
         )  # fmt: skip
-    yield from unmixed(prefill.engine, decode.engine, decode.backend)
-    sizes = prefill.target, prefill.attn_tp, decode.target, decode.attn_tp
-    yield from unmoved(*sizes, prefill.backend)
+    old, new = (re.sub(r"^(\d+(?:\.\d+)*).*", r"\1", row.engine) for row in (prefill, decode))
+    mixes = MIXES.get(decode.backend, set())
+    if old != new and (old, new) not in mixes:
+        served = sorted(on_decode for on_prefill, on_decode in mixes if on_prefill == old)
+        others = f", or {' or '.join(served)} on decode" if served else ""
+        yield _refused(
+            f"SGLang's release over {decode.backend}", old, new,
+            "requests would wait in vain: SGLang itself does not serve this mix, or was not seen "
+            "to", f"Install {new} on prefill{others}",
+        )  # fmt: skip
+
+
+def _target(prefill: Row, decode: Row) -> Iterator[Difference]:
+    """What keeps SGLang from moving the target from prefill's ranks to decode's."""
+    source, wanted, nixl = prefill.target, decode.target, prefill.backend == "nixl"
+    unequal = prefill.attn_tp != decode.attn_tp
+    tps = f"attention TP {prefill.attn_tp}", f"attention TP {decode.attn_tp}"
+    equal_tp = "Give both sides the same attention-TP size"
+    mooncake = "Use --disaggregation-transfer-backend mooncake on both sides"
+    thread_ends = "the thread that registers decode ranks would end"
+    if unequal and source.dcp > 1:
+        yield _refused(
+            "target with DCP on prefill at unequal TP", *tps, "its tokens would go to wrong ranks",
+            f"{equal_tp}, or --dcp-size 1 on prefill",
+        )  # fmt: skip
+    if source.is_mla or wanted.is_mla:
+        return
+    if unequal and not source.even:  # send_kvcache_slice, _init_hetero_tp_prep_handle
+        yield _refused(
+            "target with K and V of different widths at unequal TP", *tps,
+            "V would be cut at K's width", equal_tp,
+        )  # fmt: skip
+    if nixl and source.heads < prefill.attn_tp < decode.attn_tp:  # _init_hetero_tp_prep_handle
+        yield _refused(
+            f"target with {source.heads} KV heads over NIXL", *tps, thread_ends,
+            f"{equal_tp}. Or: {mooncake}",
+        )  # fmt: skip
+    if source.stages <= wanted.stages:
+        return
+    guesses = not source.layer_ids or (nixl and unequal)  # get_mha_kv_ptrs_with_pp
+    if guesses and source.entries * source.stages != wanted.entries * wanted.stages:
+        yield _refused(
+            "pipeline stages of different lengths",
+            f"{source.entries} buffers on one of {source.stages} stages",
+            f"{wanted.entries} on one of {wanted.stages}",
+            "layers would be written over each other",
+            "Set SGLANG_PP_LAYER_PARTITION so that all prefill stages have as many layers",
+        )
+    elif nixl and not source.layer_ids and not unequal:  # build_transfer_entry_pairs
+        yield _refused(
+            "pipeline stages of a target with KV heads over NIXL", f"{source.stages} stages",
+            f"{wanted.stages}", thread_ends, f"{mooncake}, or --pp-size 1",
+        )  # fmt: skip
 
 
 def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:
@@ -142,32 +235,42 @@ def _aux(prefill: Row, decode: Row) -> Iterator[Difference]:
     )  # fmt: skip
 
 
+NO_DRAFTER = "drafter with KV heads"
+# field of DraftFacts, its name in words, what a difference would cause
+_COMPARED = (
+    ("architecture", "drafter architecture", "it is another model"),
+    ("algorithm", "speculative algorithm", "the drafter's rows mean something else"),
+    ("total_heads", "KV heads of the drafter", "heads would be cut at wrong offsets"),
+    ("head_bytes", "bytes per token and head of the drafter", "layers or head sizes differ"),
+    ("dtype", "dtype of the drafter's KV", "its numbers would be read as another type"),
+)
+
+
 def _draft(prefill: Row, decode: Row) -> Iterator[Difference]:
     here, there = decode.draft, prefill.draft
     if here is None:
         return
     if there is None:
         yield Difference(
-            Severity.COLD, NO_DRAFTER, "none", here.facts.architecture,
-            "its KV cannot be fetched",
+            Severity.COLD, NO_DRAFTER, "none", here.facts.architecture, "its KV cannot be fetched",
             "Start prefill with the same --speculative-draft-model-path",
         )  # fmt: skip
         return
-    compared = [
-        (what, getattr(there.facts, field), getattr(here.facts, field), consequence, _SAME_DRAFTER)
-        for field, what, consequence in _COMPARED
-    ]
-    compared += [
-        ("--speculative-eagle-topk", prefill.topk, decode.topk,
-         "the top-k rows that travel with each request differ", "Set it alike on both sides"),
-    ]  # fmt: skip
     planes = [row.staging.data_plane if row.staging else "none" for row in (prefill, decode)]
     if planes[0] != planes[1]:
-        yield Difference(
-            Severity.REFUSED, "data plane", planes[0], planes[1], "draft KV could not be read",
+        yield _refused(
+            "data plane", planes[0], planes[1], "draft KV could not be read",
             "Set SGLANG_MIXKV_DATA_PLANE alike on both sides",
         )  # fmt: skip
-    for what, left, right, consequence, remedy in compared:
+    for field, what, consequence in _COMPARED:
+        left, right = getattr(there.facts, field), getattr(here.facts, field)
         if left != right:
-            mismatch = Severity.MISMATCH
-            yield Difference(mismatch, what, str(left), str(right), consequence, remedy)
+            yield Difference(
+                Severity.MISMATCH, what, str(left), str(right), consequence,
+                "Start both sides with the same drafter and draft KV dtype",
+            )  # fmt: skip
+    if prefill.topk != decode.topk:
+        yield Difference(
+            Severity.MISMATCH, "--speculative-eagle-topk", str(prefill.topk), str(decode.topk),
+            "the top-k rows that travel with each request differ", "Set it alike on both sides",
+        )  # fmt: skip

@@ -22,7 +22,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang_mixkv.draft.slot_format import GOLDEN, HEADER, MIX, SEED, SlotCheck
+from sglang_mixkv.draft.layout import GOLDEN, HEADER, MIX, SEED, SlotCheck
 
 UNIT = 16  # bytes
 TOKENS, COLUMN, BLOCK = 64, 16, 1024  # of a program: tokens, words of each; words that it adds up
@@ -37,7 +37,7 @@ _PACK, _UNPACK, _CLEAR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def _weights(place: tl.tensor) -> tl.tensor:
-    """As slot_format.weights."""
+    """As layout.weights."""
     found = (place.to(tl.uint32) + 1).to(tl.uint64) * _GOLDEN
     found = (found ^ (found >> 32)) * _MIX
     return ((found ^ (found >> 32)) | 1).to(tl.int64)

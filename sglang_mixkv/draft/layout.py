@@ -1,32 +1,85 @@
-"""The drafter's KV cache on one rank: which heads it holds, and how wide its rows are.
+r"""The drafter's KV cache on one rank, who reads which of its heads, and how they lie in a slot.
 
 The cache is a list of *entries*, K of layer 0, K of layer 1, ..., then V of each layer. In an entry
-each token has a row of the rank's heads:
+each token has a row of the rank's heads, heads x head_bytes[entry]. K and V may differ in width.
+Which heads a rank holds is SGLang's rule, `QKVParallelLinear` (sglang/srt/layers/linear.py): with
+at least as many heads as ranks each rank holds total/tp of them; with fewer, each head is on
+tp/total neighbouring ranks.
 
-    row      | head h0 | head h0+1 | ... |          heads x head_bytes[entry]
+Which ranks meet is SGLang's rule, `CommonKVManager._resolve_rank_mapping`
+(sglang/srt/disaggregation/common/conn.py); the decode rank takes them from its receiver's
+`bootstrap_infos`. One attention-TP size divides the other:
 
-K and V may differ in width. Which heads a rank holds is SGLang's rule, `QKVParallelLinear`
-(sglang/srt/layers/linear.py): with at least as many heads as ranks each rank holds total/tp of
-them; with fewer, each head is on tp/total neighbouring ranks.
+    prefill TP 4       0   1   2   3          prefill TP 2      0       1
+                        \ /     \ /                            / \     / \
+    decode  TP 2         0       1            decode  TP 4     0   1   2   3
+
+Each head that the decode rank holds is read once, from the first of its prefill ranks that holds
+it. Where heads are replicated, some prefill ranks are read by nobody; they are opened all the same,
+with no heads, since they cannot tell "not needed" from "not yet".
+
+A *segment* is some tokens of one request for one reader, in a *slot* of the staging buffer:
+
+    | stamp, 8 bytes | sum, 8 | unused, 48 | payload | zeros up to a multiple of 8 |
+
+The payload is entry after entry, each [tokens, heads, head bytes]. The sum is that of the payload's
+words of 8 bytes, each times the odd weight of its place, and of the stamp times SEED, modulo 2**64.
+A reader knows the stamp from READY, makes the sum of what it read, and compares both:
+
+* A change within one word always shows, since each weight is odd.
+* Another segment always shows: its stamp differs, and since SEED is odd, so does the sum.
+* Other changes, such as two segments mixed, escape where their differences, each times its weight,
+  add up to zero: once in 2**64 for bytes that know nothing of the weights, and always for two words
+  of which both have the highest bit flipped and no other.
+
+What protects a slot is the ACK; stamp and sum are the second net. A second stamp behind the payload
+would show nothing more: a read has no order, so equal stamps prove nothing of what is between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from sglang_mixkv.draft.slot_format import HEADER
-from sglang_mixkv.errors import refuse
+from sglang_mixkv.errors import MixKVError, refuse
 
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 Width = Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
 Heads = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=1 << 16)]
 MAX_ENTRIES = 1024
-SLOT_OVERHEAD = HEADER + 8  # bytes: the header in front of the rows, padding behind them
+NO_HEADS = range(0)
+
+HEADER = 64  # bytes in front of the payload
+SPARE = 16  # of the first byte without a meaning
+SLOT_OVERHEAD = HEADER + 8  # bytes: the header, and padding behind the payload
+GOLDEN, MIX, SEED = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93, 0x2545F4914F6CDD1D
+"""Of the sum: two multipliers that make a weight of a place, and the stamp's weight. All odd."""
+MASK = (1 << 64) - 1
+
+
+class SlotCheck(IntEnum):
+    """What a reader finds in a slot. STALE: another stamp, DIFFERS: another sum. ERROR: whether the
+    copy was made is unknown."""
+
+    OK = 0
+    STALE = 1
+    DIFFERS = 2
+    ERROR = 3
+
+
+def weights(count: int) -> NDArray[np.uint64]:
+    """Of the first `count` places of a payload. They are computed, so that a GPU need not read them
+    and both sides agree on them without a table."""
+    half = np.uint64(32)
+    found = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+    found = (found ^ (found >> half)) * np.uint64(MIX)
+    return (found ^ (found >> half)) | np.uint64(1)
 
 
 def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
@@ -35,8 +88,7 @@ def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
     Raises MixKVError where neither of heads and ranks divides the other.
     """
     if total_heads <= 0 or (total_heads % tp and tp % total_heads):
-        raise refuse(
-            "MIXKV-PAIR-04",
+        raise _no_route(
             f"a number of KV heads that divides, or is divided by, the attention-TP size {tp}",
             f"{total_heads} heads",
             "SGLang could not load the model so, and no rank's heads would be known",
@@ -47,6 +99,43 @@ def heads_on_rank(total_heads: int, tp: int, rank: int) -> range:
         return range(rank * per_rank, (rank + 1) * per_rank)
     head = rank // (tp // total_heads)
     return range(head, head + 1)
+
+
+def routes(held: Sequence[range], needed: range) -> tuple[range, ...]:
+    """For each contacted prefill rank, in order, the heads to read from it.
+
+    `held`: the heads on each of them; `needed`: those of the decode rank. Global numbers.
+    Raises MixKVError where a needed head is on none of them.
+    """
+    covered, table = needed.start, []
+    for heads in held:
+        fresh = range(max(heads.start, covered), min(heads.stop, needed.stop))
+        covered = fresh.stop if fresh else covered
+        table.append(fresh or NO_HEADS)
+    if sum(map(len, table)) != len(needed):
+        raise _no_route(
+            f"prefill ranks that together hold the drafter's KV heads {list(needed)}",
+            f"{[list(heads) for heads in held]}",
+            "part of the drafter's cache would never be written",
+            "Use attention-TP sizes of which one divides the other",
+        )
+    return tuple(table)
+
+
+def readers_of(prefill_tp: int, decode_tp: int) -> int:
+    """How many decode ranks open one prefill rank for a request."""
+    if min(prefill_tp, decode_tp) < 1 or (prefill_tp % decode_tp and decode_tp % prefill_tp):
+        raise _no_route(
+            "attention-TP sizes of which one divides the other",
+            f"prefill {prefill_tp}, decode {decode_tp}",
+            "some decode ranks would find no whole set of prefill ranks",
+            "Change --tp or --attn-dp-size on one side",
+        )
+    return max(1, decode_tp // prefill_tp)
+
+
+def _no_route(expected: str, got: str, consequence: str, remedy: str) -> MixKVError:
+    return refuse("MIXKV-PAIR-04", expected, got, consequence, remedy)
 
 
 class DraftFacts(msgspec.Struct, frozen=True):
@@ -96,7 +185,7 @@ class Pages:
         self._pages, self._size, self.events = pages, page_size, events
         self._on_device: Any = None
 
-    def rows(self, offset: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    def rows(self, offset: int, count: int) -> NDArray[np.int64]:
         """Row numbers of `count` tokens, `offset` tokens behind the first page's start."""
         tokens = np.arange(offset, offset + count)
         pages = np.asarray(self._pages, dtype=np.int64)

@@ -1,7 +1,5 @@
 """The drafter's KV rows of one rank: packed into slots, verified, unpacked, cleared.
 
-A segment lies in a slot of the staging buffer as slot_format.py says.
-
 Rows are copied as *items*: the most neighbouring heads that a row and the slice both consist of.
 So one list of item numbers serves all entries. numpy copies them on the host, as opaque values
 (torch's index_put_ takes twice as long), and torch on a GPU, in words. Both release the GIL.
@@ -22,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from sglang_mixkv.draft.slot_format import HEADER, MASK, SEED, SlotCheck, signed, weights
+from sglang_mixkv.draft.layout import HEADER, MASK, SEED, SlotCheck, weights
 
 Ints = NDArray[np.int64]
 
@@ -73,7 +71,7 @@ class DraftRows:
         The header is written last. Until then a late reader of the slot's former use finds the
         former stamp and sum, and the sum differs.
         """
-        first, added = signed(stamp), signed(stamp * SEED & MASK)
+        first, added = np.array([stamp, stamp * SEED & MASK], np.uint64).view(np.int64).tolist()
         with own_stream(self.device):
             words = self._words(slot, len(rows), len(heads))
             places, parts = self._parts(rows, heads, slot)

@@ -9,10 +9,9 @@ their page numbers, one or two launches (kernels.py) and one event:
               rows of those slots of which both are right
     clear     _move writes zeros
 
-So a wrong slot writes nothing, which is a property of two kernels alone. One pass that scatters
-while it adds up would not read slots twice, the second time mostly from the L2 cache. But wrong
-rows would be in the pool until the room is cleared, and that they never reach SGLang would have to
-be proven of the state machine, in each of its orders.
+So a wrong slot writes nothing. One pass that scatters while it adds up would not read slots twice,
+the second time mostly from the L2 cache. But wrong rows would be in the pool until the room is
+cleared, and that they never reach SGLang would depend on the state machine.
 
 All kernels are compiled, loaded and run once by the constructor. Nothing in a batch can make it
 compile later: cuda.py launches the loaded functions, with grids that depend on the batch and
@@ -29,11 +28,9 @@ Order. Kernels of this stream see what was done on the device when the host star
                   rows may be launched on any stream, slots may be read or filled again, and pages
                   may be given back.
 
-Cost. To start a batch takes six calls of the driver (bind, upload, two launches, a new event and
-its record), none of torch or numpy, and never gives up the GIL; each look at it takes one call
-more. Only `pages`, which a request or chunk needs once, calls numpy, which gives up the GIL where
-page numbers are more than 500. Memory of each of two batches, pinned and on the device: 4 bytes for
-each page of the pool, and for each page that slots full of one head's rows can lie in.
+Cost. To start a batch takes six calls of the driver, none of torch or numpy, and never gives up the
+GIL; each look at it takes one call more. Only `pages`, which a request or chunk needs once, calls
+numpy, which gives up the GIL where page numbers are more than 500.
 """
 
 from __future__ import annotations
@@ -48,8 +45,8 @@ import torch
 
 from sglang_mixkv.draft.cuda import CudaError, Driver, Event
 from sglang_mixkv.draft.kernels import BLOCK, COLUMN, TOKENS, UNIT, WARPS, compiled
+from sglang_mixkv.draft.layout import HEADER, SlotCheck
 from sglang_mixkv.draft.rows import DraftRows
-from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
 MOST = 64  # slots of a batch
 IN_FLIGHT = 2  # batches
@@ -72,13 +69,14 @@ class Job(NamedTuple):
     stamp: int
 
 
-class Ticket:
-    """A batch that was started. The thread that started it has to ask until it is done."""
+class Ticket(Event):
+    """A batch that was started. The thread that started it has to ask until it is done; a gate that
+    closes asks whether it is over, or waits."""
 
-    def __init__(self, event: Event, place: _Place, count: int, free: list[_Place]) -> None:
-        self._event, self._place, self._count, self._free = event, place, count, free
+    def __init__(self, driver: Driver, place: _Place, count: int, free: list[_Place]) -> None:
+        self._place, self._count, self._free = place, count, free
         self._results: list[SlotCheck] = []
-        self.error = ""
+        super().__init__(driver)
 
     def done(self) -> bool:
         """Whether the batch has ended; it does not block."""
@@ -92,34 +90,18 @@ class Ticket:
         """What each job found, once the batch is done; empty before."""
         return self._results
 
-    def over(self) -> bool:
-        """Whether the batch has ended, asked by any thread: for a gate that closes. After an error
-        of the device nothing runs there any more."""
-        try:
-            return self._event.is_done()
-        except CudaError as error:
-            self.error = str(error)
-            return True
-
-    def wait(self) -> None:
-        """Block until the batch has ended, in any thread: for a gate that closes."""
-        try:
-            self._event.wait()
-        except CudaError as error:
-            self.error = str(error)
-
 
 class _Place:
-    """Memory of a batch in flight: its jobs and so many page numbers on the host and on the device,
-    and its results on the host, which kernels write. `entries`: see kernels.py."""
+    """Memory of a batch in flight on the host and on the device: its results, which kernels write
+    on the host, its jobs, and so many page numbers. `entries`: see kernels.py."""
 
     def __init__(self, driver: Driver, entries: int, page_numbers: int) -> None:
-        size = MOST * JOB.size + 4 * page_numbers
-        self.device, (self.source, self._host) = driver.allocate(size), driver.allocate_host(size)
-        address, results = driver.allocate_host(MOST * 8)
-        self.results = results.cast("q")
+        size = MOST * (8 + JOB.size) + 4 * page_numbers
+        device, host, memory = driver.allocate(size)
+        self.device, self.source = device + MOST * 8, host + MOST * 8
+        self.results, self._host = memory[: MOST * 8].cast("q"), memory[MOST * 8 :]
         # Triton adds parameters for scratch memory, which these kernels do not use.
-        self._values = [ctypes.c_uint64(n) for n in (self.device, entries, address, 0, 0, 0, 0)]
+        self._values = [ctypes.c_uint64(n) for n in (self.device, entries, host, 0, 0, 0, 0)]
         pointers = [ctypes.addressof(value) for value in self._values]
         self.parameters = (ctypes.c_void_p * len(pointers))(*pointers)
 
@@ -155,8 +137,8 @@ class GpuRows:
         for number, (entry, unit) in enumerate(zip(rows.entries, units, strict=True)):
             address, before = entry.data_ptr() // UNIT, sum(units[:number])
             lines += struct.pack("<4q", address, unit * len(rows.heads), unit, before)
-        table, (source, host) = driver.allocate(len(lines)), driver.allocate_host(len(lines))
-        host[:] = lines
+        table, source, memory = driver.allocate(len(lines))
+        memory[:] = lines
         driver.upload(table, source, len(lines))
         in_slot = staging.slot_bytes // (self._in_all * UNIT) // page_size + 2  # of one head's rows
         numbers = self._num_pages + MOST * in_slot
@@ -246,7 +228,7 @@ class GpuRows:
             for name in names:
                 function, shared = self._kernels[name]
                 driver.launch(function, grids[name], 32 * WARPS, shared, place.parameters)
-            return Ticket(Event(driver), place, len(jobs), self._free)
+            return Ticket(driver, place, len(jobs), self._free)
         except Exception:
             driver.drain()
             self._free.append(place)

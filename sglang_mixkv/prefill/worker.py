@@ -24,8 +24,7 @@ from sglang_mixkv.channel.messages import Ack, Fail, Open
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.sockets import Poller, endpoint, new_context, new_socket
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.draft.layout import Pages
-from sglang_mixkv.draft.slot_format import SlotCheck
+from sglang_mixkv.draft.layout import Pages, SlotCheck
 from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.machine import Machine
 

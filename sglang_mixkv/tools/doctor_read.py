@@ -33,7 +33,7 @@ from sglang_mixkv.channel.data_plane import Extent, Memory, Peer
 from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.sockets import endpoint
 from sglang_mixkv.config import PLANE_ENV, Config
-from sglang_mixkv.draft.slot_format import SPARE
+from sglang_mixkv.draft.layout import SPARE
 from sglang_mixkv.tools.doctor_checks import devices_in_use
 
 READ = 8

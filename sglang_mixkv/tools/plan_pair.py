@@ -19,8 +19,7 @@ from sglang_mixkv import __version__, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.slots import SLOTS, share_of, slot_bytes
 from sglang_mixkv.draft.facts import Difference, Row, Severity, differences
-from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, heads_on_rank
-from sglang_mixkv.draft.routes import readers_of, routes
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, heads_on_rank, readers_of, routes
 from sglang_mixkv.draft.window import pages_left_out
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError

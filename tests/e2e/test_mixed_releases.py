@@ -14,7 +14,7 @@ import pytest
 from mixkv_demo.launch import Topology
 from mixkv_demo.pair import prompts, request_body
 from mixkv_demo.processes import Fleet
-from sglang_mixkv.draft.targets import MIXES
+from sglang_mixkv.draft.facts import MIXES
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 from sglang_mixkv.tools.client import Answer, RequestFailed, accept_length, generate
 

@@ -1,17 +1,26 @@
-"""A request's rows through slots, in each of the product's ways: by torch, and on CUDA by its
-kernels."""
+"""A request's rows through slots, in each of the product's ways: by torch, on CUDA by its kernels,
+and through the draft channel, whose threads and sockets are the product's."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+from rig.threads import Decode, Prefill, Reads, wait_for
 from torch import Tensor
 
+from sglang_mixkv.channel.data_plane import Read
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import events as ev
+from sglang_mixkv.draft.layout import Pages, SlotCheck
 from sglang_mixkv.draft.rows import DraftRows, Staging
 from sglang_mixkv.draft.rows_gpu import GpuRows, Ticket, gpu_rows
-from sglang_mixkv.draft.slot_format import SlotCheck
 
-from .pools import STAMP, Ints
+from .pools import SLOT, SLOTS, Ints
+
+STAMP = 7
+TIMES, LIMIT_S = Times(20), 60.0  # nothing here is late
 
 
 class Request(NamedTuple):
@@ -31,20 +40,20 @@ class Torch:
         self._rows, self._staging = DraftRows(entries, heads, by_numpy=False), staging
 
     def pack(self, request: Request) -> None:
-        for number, cut in enumerate(request.cuts, request.slot):
-            slot = self._staging.slot(number)
-            self._rows.pack(request.rows(cut), request.heads, slot, STAMP + number)
+        self._each("pack", request)
 
     def unpack(self, request: Request) -> list[SlotCheck]:
-        """Of the slots that are right."""
-        found = []
-        for number, cut in enumerate(request.cuts, request.slot):
-            slot, rows = self._staging.slot(number), request.rows(cut)
-            found.append(self._rows.unpack(rows, request.heads, slot, STAMP + number))
-        return found
+        return self._each("unpack", request)
 
     def clear(self, request: Request, cut: range) -> None:
         self._rows.clear(request.rows(cut))
+
+    def _each(self, copy: str, request: Request) -> list[Any]:
+        make = getattr(self._rows, copy)
+        return [
+            make(request.rows(cut), request.heads, self._staging.slot(number), STAMP + number)
+            for number, cut in enumerate(request.cuts, request.slot)
+        ]
 
 
 class Kernels:
@@ -80,6 +89,9 @@ class Kernels:
         return self._made[1]
 
 
+WAYS: dict[str, tuple[Any, ...]] = {"cpu": (Torch,), "cuda": (Torch, Kernels)}
+
+
 def ended(ticket: Ticket) -> list[SlotCheck]:
     """It is asked as the channel's thread does."""
     while not ticket.done():
@@ -88,10 +100,69 @@ def ended(ticket: Ticket) -> list[SlotCheck]:
     return ticket.results()
 
 
-WAYS: dict[str, tuple[Any, ...]] = {"cpu": (Torch,), "cuda": (Torch, Kernels)}
-
-
 def kernels(rows: DraftRows, page: int, staging: Staging) -> GpuRows:
     found = gpu_rows(rows, page, staging)
     assert isinstance(found, GpuRows), found
     return found
+
+
+# ---------------------------------------------------------------- the channel
+
+
+class Direct(Reads):
+    """Reads between slots of this process. As a network card's, they wait for no stream."""
+
+    def __init__(self, stagings: list[Staging]) -> None:
+        super().__init__()
+        self._stagings = stagings
+
+    def _at(self, address: int, length: int) -> Tensor:
+        (one,) = (s for s in self._stagings if 0 <= address - s.address < s.size)
+        slot, offset = divmod(address - one.address, one.slot_bytes)
+        return one.slot(slot)[offset : offset + length]
+
+    def _check(self, read: Read) -> str | None:
+        on_gpu = self._stagings[0].device.type == "cuda"
+        stream = torch.cuda.Stream() if on_gpu else None
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            for local, remote, length in read.handle:
+                self._at(local, length).copy_(self._at(remote, length))
+        if stream is not None:
+            stream.synchronize()
+        return ""
+
+
+def given(rows: DraftRows, page: int, stagings: list[Staging], plane: Any = None) -> dict[str, Any]:
+    """What a side over these rows, in pages of so many, is made of. Without a plane it reads among
+    `stagings`."""
+    staging = Staging(SLOTS, SLOT[rows.device.type], rows.device)
+    stagings.append(staging)
+    on_device = kernels(rows, page, staging) if rows.device.type == "cuda" else None
+    plane = plane or Direct(stagings)
+    return {"rows": rows, "staging": staging, "plane": plane, "on_device": on_device}
+
+
+def fetch(
+    decode: Decode, row: Any, held: range, room: int, tokens: int, page: int, event: Any = None
+) -> None:
+    """A request of decode's, to its end, from a prefill rank that has these heads. Decode's pages
+    are in order, so that its rows are tokens."""
+    wanted = decode.rows.heads
+    heads = range(max(held.start, wanted.start), min(held.stop, wanted.stop))
+    size = decode.segment_tokens(len(heads), row.staging.slot_bytes)
+    source = ev.Source(row.instance, heads, 1, row.staging.slots, size)
+    pages = np.arange(-(-tokens // page))
+    handle = decode.open(
+        room, tokens, row.instance, event=event, source=source, pages=pages, page=page
+    )
+    assert wait_for(lambda: handle.state is not None, LIMIT_S), "the room is not decided"
+    state, reason = handle.state, handle.reason
+    decode.channel.close(handle)
+    assert state is ev.State.WARM, f"{state}: {reason} {decode.notes.seen}"
+
+
+def serve(prefill: Prefill, room: int, tokens: int, pages: Pages) -> None:
+    """The same request of prefill's, until all of it is packed and read."""
+    handle = prefill.send(room, tokens, pages=pages)
+    assert wait_for(lambda: handle.settled, LIMIT_S), "the request is not settled"
+    prefill.channel.end(handle)

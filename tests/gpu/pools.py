@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sglang_mixkv.draft.layout import Pages
+
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -22,10 +24,9 @@ class Drafter(NamedTuple):
 
 EAGLE3, DFLASH, DSPARK = Drafter("EAGLE3", 1, 8), Drafter("DFLASH", 6, 8), Drafter("DSPARK", 5, 16)
 DRAFTERS = EAGLE3, DFLASH, DSPARK
-HEAD, STAMP = 128, 7
+HEAD = 128
 SLOTS, SLOT = 64, {"cuda": 4 << 20, "cpu": 64 << 10}  # the product's, and small ones
 DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
-LAYOUTS = {"run": 0, "pages of 64": 64, "pages of 16": 16, "pages of 1": 1}
 
 
 def pool(
@@ -39,17 +40,15 @@ def pool(
     return [halves[half] for half in (0, 1) for halves in both]
 
 
-def rows_of(tokens: int, page_size: int) -> Ints:
-    """Row numbers of a request's tokens, in pages in random order; of page size 0 they are a run.
-    The last page may be in part another's."""
-    if not page_size:
-        return np.arange(tokens)
-    pages = pages_of(tokens, page_size)
-    return (pages[:, None] * page_size + np.arange(page_size)).ravel()[:tokens]
-
-
 def pages_of(tokens: int, page_size: int) -> Ints:
+    """A request's pages, in random order."""
     return np.random.default_rng(1).permutation(-(-tokens // page_size))
+
+
+def rows_of(tokens: int, page_size: int, pages: Any = None) -> Ints:
+    """Row numbers of a request's tokens. The last page may be in part another's."""
+    pages = pages_of(tokens, page_size) if pages is None else pages
+    return Pages(pages, page_size).rows(0, tokens)
 
 
 def as_bytes(entries: list[Tensor]) -> list[Tensor]:
@@ -62,7 +61,7 @@ def wrong_bytes(found: list[Tensor], wanted: list[Tensor]) -> int:
 
 
 def settle() -> None:
-    """Wait until no GPU works, and give back memory that is free."""
+    """Wait until no GPU works, and give back memory that is free. Copies wait for no stream."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -4,8 +4,8 @@
     indices         the chunk's page numbers are still on their way from the GPU, with an event
     forward         a finished request's forward writes decode's rows late; the room has the event
                     behind it, and is unpacked when that is done
-    pack, unpack    copies are late; another stream reads what they wrote once the kernels' ticket
-                    says that they have ended, or torch's call has returned
+    pack, unpack    copies are late; another stream reads what they wrote once torch's call has
+                    returned, or the kernels' ticket says that they have ended
 
 The control runs without the wait.
 """
@@ -19,19 +19,16 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from rig.threads import Decode, Prefill
 
 from sglang_mixkv.draft import rows as product
-from sglang_mixkv.draft.layout import Pages
+from sglang_mixkv.draft.layout import HEADER, Pages, SlotCheck
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
-from .channel import TIMES, fetch, given, serve
-from .copies import Kernels, Request, ended
-from .pools import STAMP, as_bytes, pages_of, pool, rows_of, settle, wrong_bytes
+from .copies import TIMES, WAYS, Kernels, Request, ended, fetch, given, serve
+from .pools import as_bytes, pages_of, pool, rows_of, settle, wrong_bytes
 
 PAGE, COUNT, HEADS = 16, 32, range(8)
 TOKENS, SIZE = PAGE * COUNT, PAGE * COUNT * 2 * 8 * 256  # bytes
@@ -131,39 +128,6 @@ def test_the_channel_waits(device: torch.device, claim: str, figures: Callable[.
     assert without > SIZE // 2, NOTHING
 
 
-@pytest.mark.parametrize("kind", ["pack", "unpack"])
-def test_a_batch_has_ended_when_its_ticket_says_so(
-    cuda: torch.device, kind: str, figures: Callable[..., None]
-) -> None:
-    source, target = new_pool(cuda, 1), new_pool(cuda, 2)
-    staging = Staging(1, SIZE + HEADER, cuda)
-    first, second = (Kernels(entries, HEADS, PAGE, staging) for entries in (source, target))
-    request, slot = Request(rows_of(TOKENS, PAGE), HEADS, [range(TOKENS)]), staging.slot(0)
-    settle()
-    first.pack(request)
-    copies, written, right = second, as_bytes(target), as_bytes(source)
-    if kind == "pack":
-        copies, written, right = first, [slot[HEADER:]], [slot[HEADER:].clone()]
-        slot.zero_()
-    settle()
-    reader = torch.cuda.Stream()
-
-    def wrong_now() -> int:
-        with torch.cuda.stream(reader):
-            return wrong_bytes(written, right)  # waits for this stream alone
-
-    wrong_now()  # from here on its kernels and its memory are there, for which CUDA may wait
-    with torch.cuda.stream(torch.cuda.ExternalStream(copies.rows.driver.stream)):
-        torch.cuda._sleep(CYCLES)
-    ticket = copies.start(kind, request)
-    without = wrong_now()
-    assert ended(ticket) == [SlotCheck.OK]
-    wrong = wrong_now()
-    figures(bytes=SIZE, wrong=wrong, without_the_wait=without)
-    assert wrong == 0
-    assert without > SIZE // 2, NOTHING
-
-
 @contextmanager
 def unwaited(_: Any) -> Iterator[None]:
     """own_stream without its wait."""
@@ -171,38 +135,56 @@ def unwaited(_: Any) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("waits", [True, False])
-@pytest.mark.parametrize("copies", ["pack", "unpack"])
-def test_torchs_copies_have_ended_when_the_call_returns(
-    cuda: torch.device, copies: str, waits: bool, figures: Callable[..., None],
+@pytest.mark.parametrize("copy", ["pack", "unpack"])
+@pytest.mark.parametrize("way", WAYS["cuda"])
+def test_a_copy_has_ended_when_that_is_said(
+    cuda: torch.device, way: Any, copy: str, figures: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     source, target = new_pool(cuda, 1), new_pool(cuda, 2)
-    slot, reader = Staging(1, SIZE + HEADER, cuda).slot(0), torch.cuda.Stream()
-    packing = DraftRows(source, HEADS)
+    staging, reader = Staging(1, SIZE + HEADER, cuda), torch.cuda.Stream()
+    first, second = (way(entries, HEADS, PAGE, staging) for entries in (source, target))
+    request, slot = Request(rows_of(TOKENS, PAGE), HEADS, [range(TOKENS)]), staging.slot(0)
     settle()
-    packing.pack(np.arange(TOKENS), HEADS, slot, STAMP)  # a sum's first weights are waited for
-    if copies == "pack":
-        slot.zero_()
-    written = as_bytes(target) if copies == "unpack" else [slot[HEADER : HEADER + SIZE]]
-    seen, parts = torch.zeros(SIZE, dtype=torch.uint8, device=cuda), DraftRows._parts
-    settle()
+    first.pack(request)
+    copies, written, right = second, as_bytes(target), as_bytes(source)
+    if copy == "pack":
+        copies, written, right = first, [slot[HEADER:]], [slot[HEADER:].clone()]
+    seen = [torch.zeros_like(entry) for entry in right]
+    before = {"pack": "_parts", "unpack": "_check"}[copy]  # torch's last step that may wait itself
+    step = getattr(DraftRows, before)
 
-    def late(rows: DraftRows, *what: Any) -> Any:
-        found = parts(rows, *what)  # it uploads row numbers, which may wait for its stream
+    def late(*what: Any) -> Any:
+        found = step(*what)
         torch.cuda._sleep(CYCLES)
         return found
 
-    monkeypatch.setattr(DraftRows, "_parts", late)
-    if not waits:
-        monkeypatch.setattr(product, "own_stream", unwaited)
-    if copies == "pack":
-        packing.pack(np.arange(TOKENS), HEADS, slot, STAMP)
-    else:
-        DraftRows(target, HEADS).unpack(np.arange(TOKENS), HEADS, slot, STAMP)
-    with torch.cuda.stream(reader):
-        torch.cat([entry.flatten() for entry in written], out=seen)
-    settle()
-    wrong = int((seen != torch.cat([entry.flatten() for entry in as_bytes(source)])).sum())
-    figures(bytes=SIZE, wrong=wrong)
-    assert (wrong == 0) == waits, "" if waits else NOTHING
+    def wrong(waits: bool) -> int:
+        """Bytes, as they are where the copy is said to have ended, or has been started."""
+        for entry in written:
+            entry[:] = 0
+        if copy == "unpack":
+            first.pack(request)
+        torch.cuda.synchronize()
+        if way is Kernels:
+            with torch.cuda.stream(torch.cuda.ExternalStream(copies.rows.driver.stream)):
+                torch.cuda._sleep(CYCLES)
+            ticket = copies.start(copy, request)
+            assert not waits or ended(ticket) == [SlotCheck.OK]
+        else:
+            with monkeypatch.context() as patch:
+                patch.setattr(DraftRows, before, late)
+                if not waits:
+                    patch.setattr(product, "own_stream", unwaited)
+                getattr(copies, copy)(request)
+        with torch.cuda.stream(reader):  # it waits for this stream alone
+            for entry, data in zip(seen, written, strict=True):
+                entry.copy_(data)
+        torch.cuda.synchronize()
+        return wrong_bytes(seen, right)
+
+    wrong(True)  # from here on kernels, memory and a sum's weights are there, for which CUDA waits
+    found, without = wrong(True), wrong(False)
+    figures(bytes=SIZE, wrong=found, without_the_wait=without)
+    assert found == 0
+    assert without > SIZE // 2, NOTHING

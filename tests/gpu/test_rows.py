@@ -9,34 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglang_mixkv.draft.layout import HEADER, SlotCheck
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.draft.slot_format import HEADER, SlotCheck
 
-from .copies import WAYS, Request
-from .pools import (
-    DRAFTERS,
-    DTYPES,
-    HEAD,
-    LAYOUTS,
-    SLOT,
-    STAMP,
-    Drafter,
-    Ints,
-    as_bytes,
-    pool,
-    rows_of,
-    settle,
-)
+from .copies import STAMP, WAYS, Request
+from .pools import DRAFTERS, DTYPES, HEAD, SLOT, Drafter, Ints, as_bytes, pool, rows_of, settle
 
 COUNT = {"cuda": 64, "cpu": 3}  # slots: the most that a batch takes, and few
+IN_ORDER = 0
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("page", [IN_ORDER, 64, 16, 1])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=str)
-def test_every_byte_is_right(
-    device: torch.device, drafter: Drafter, dtype: str, layout: str
-) -> None:
+def test_every_byte_is_right(device: torch.device, drafter: Drafter, dtype: str, page: int) -> None:
     """Of all heads, as between equal sizes, of three, which are copied one by one, and of one, the
     narrowest row of any reader. Of the slots one has another stamp, and one a wrong byte. The
     control takes rows in another order."""
@@ -46,16 +32,16 @@ def test_every_byte_is_right(
         per_token = 2 * drafter.layers * wanted * HEAD * DTYPES[dtype].itemsize
         step = (slot_bytes - HEADER) // per_token
         cuts = [range(number * step, (number + 1) * step) for number in range(slots)]
-        numbers, own = rows_of(slots * step, LAYOUTS[layout]), range(drafter.heads)
+        numbers = np.arange(slots * step) if page == IN_ORDER else rows_of(slots * step, page)
+        own, held = range(drafter.heads), int(numbers.max()) + 64
         heads = own[-wanted:]
-        held = int(numbers.max()) + 64
         needed = 4 * slots * slot_bytes * drafter.heads // wanted
         if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < needed:
             pytest.skip(f"less than {needed >> 30} GiB of GPU memory are free")
         entries = pool(drafter.layers, drafter.heads, held, dtype, device)
         staging, request = Staging(slots, slot_bytes, device), Request(numbers, heads, cuts)
-        copies = way(entries, own, LAYOUTS[layout] or 64, staging)
-        settle()  # copies wait for no stream
+        copies = way(entries, own, page or 64, staging)
+        settle()
         copies.pack(request)
         truth = payload(entries, numbers, heads.start)
         host = DraftRows([torch.empty_like(e[:step], device="cpu") for e in as_bytes(entries)], own)
@@ -69,16 +55,14 @@ def test_every_byte_is_right(
             assert not torch.equal(staging.slot(0)[HEADER : HEADER + len(other)], other)
         for entry in as_bytes(entries):
             entry.zero_()
-        staging.slot(0)[0] ^= 1
-        staging.slot(1)[HEADER] ^= 1
-        settle()
-        expected = [SlotCheck.STALE, SlotCheck.DIFFERS] + [SlotCheck.OK] * (slots - 2)
-        assert copies.unpack(request) == expected
-        assert not payload(entries, numbers[: 2 * step], heads.start).any(), "wrong slots were used"
-        staging.slot(0)[0] ^= 1
-        staging.slot(1)[HEADER] ^= 1
-        settle()
-        assert copies.unpack(request) == [SlotCheck.OK] * slots
+        for wrong in (True, False):
+            staging.slot(0)[0] ^= 1
+            staging.slot(1)[HEADER] ^= 1
+            settle()
+            first = [SlotCheck.STALE, SlotCheck.DIFFERS] if wrong else [SlotCheck.OK] * 2
+            assert copies.unpack(request) == first + [SlotCheck.OK] * (slots - 2)
+            used = payload(entries, numbers[: 2 * step], heads.start).any()
+            assert used != wrong, "wrong slots were used"
         assert torch.equal(payload(entries, numbers, heads.start), truth)
         written = sum(int(entry.count_nonzero()) for entry in as_bytes(entries))
         assert written == int(truth.count_nonzero()), "other rows or heads were written"

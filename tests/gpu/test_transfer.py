@@ -33,7 +33,7 @@ from sglang_mixkv.draft.facts import StagingFacts
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.draft.rows import DraftRows
 
-from .channel import TIMES, fetch, given, serve
+from .copies import TIMES, fetch, given, serve
 from .pools import DFLASH, DTYPES, HEAD, pages_of, pool, rows_of, settle, wrong_bytes
 
 PAGE, HEADS, WANTED = 64, range(DFLASH.heads), range(4, 8)

@@ -13,9 +13,8 @@ import requests
 from rig.rank import free_port, wait_for_port
 
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.draft.facts import Row, StagingFacts
+from sglang_mixkv.draft.facts import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
-from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine import prefill_http
 from sglang_mixkv.engine.bootstrap import KEY, PATH
 from sglang_mixkv.errors import MixKVError

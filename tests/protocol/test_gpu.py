@@ -1,12 +1,10 @@
-"""What tests/gpu builds of SGLang's own classes: pools, pages, and FlashInfer's kernels."""
+"""The pools of tests/gpu are laid out as SGLang's."""
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
-from gpu import pools, test_flashinfer
+from gpu import pools
 
 
 @pytest.mark.parametrize("page", [1, 16, 64])
@@ -27,15 +25,3 @@ def test_pools_and_pages_are_sglangs(page: int) -> None:
         entry.copy_(mine)
         paged = layout.paged_kv_view(entry, page, 8, pools.HEAD)
         assert torch.equal(mine.view(-1, page, *mine.shape[1:]), paged)
-
-
-def test_flashinfer_is_called_as_sglang_calls_it() -> None:
-    """With the kernels for tensor cores, of fa2; the installed FlashInfer takes these arguments."""
-    decode = pytest.importorskip("flashinfer.decode")
-    from sglang.srt.layers.attention import flashinfer_backend as backend
-
-    for dtype in pools.DTYPES.values():
-        assert backend.should_use_tensor_core(dtype, test_flashinfer.GROUP, 1)
-    assert 'self.decode_backend = "fa2"' in inspect.getsource(backend)
-    wrapper = decode.BatchDecodeWithPagedKVCacheWrapper
-    assert {"use_tensor_cores", "backend"} <= inspect.signature(wrapper).parameters.keys()

@@ -100,13 +100,13 @@ def test_rank_1_gets_the_card_too(
 
 
 def test_what_is_missing_is_chosen_otherwise_and_said() -> None:
-    everything = frozenset({"flashinfer", "cutlass"})
-    alone, two = one_gpu.setup(1, frozenset()), one_gpu.setup(2, everything)
-    assert one_gpu.SHARED_ENV in alone.env
-    assert one_gpu.NO_DUAL_GEMM_ENV in alone.env
-    assert ("--sampling-backend" in alone.flags, len(alone.reasons)) == (True, 4)
-    assert not {one_gpu.SHARED_ENV, one_gpu.NO_DUAL_GEMM_ENV} & set(two.env)
-    assert ("--sampling-backend" in two.flags, len(two.reasons)) == (False, 1)
+    lacking = {one_gpu.SHARED_ENV, one_gpu.NO_DUAL_GEMM_ENV, "--sampling-backend"}
+    for cards, packages, chosen, reasons in (
+        (1, frozenset(), lacking, 4), (2, frozenset({"flashinfer", "cutlass"}), set(), 1),
+    ):  # fmt: skip
+        made = one_gpu.setup(cards, packages)
+        assert lacking & {*made.env, *made.flags} == chosen
+        assert len(made.reasons) == reasons
 
 
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("3", 1), ("0,1", 2)])

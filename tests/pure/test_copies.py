@@ -41,17 +41,11 @@ class Device:
     def can_start(self) -> bool:
         return sum(not batch.over() for batch in self.batches) < 2
 
-    def _start(self, kind: str, jobs: list[str]) -> Batch:
+    def start(self, kind: str, jobs: list[str]) -> Batch:
         if self.fails:
             raise RuntimeError("no device")
         self.batches.append(Batch(kind, jobs))
         return self.batches[-1]
-
-    def start_unpack(self, jobs: list[str]) -> Batch:
-        return self._start("unpack", jobs)
-
-    def start_clear(self, jobs: list[str]) -> Batch:
-        return self._start("clear", jobs)
 
 
 class Copies:
@@ -60,12 +54,14 @@ class Copies:
     def __init__(self) -> None:
         self.device, self.gates = Device(), {name: Gate() for name in "abc"}
         self.copies = DeviceCopies(self.device, self.prepare)
+        self.starts = [
+            lambda jobs, kind=kind: self.device.start(kind, jobs) for kind in ("unpack", "clear")
+        ]
 
     def prepare(self, job: str) -> DeviceJob:
         if job.endswith("!"):
             raise ValueError("outside the pool")
-        start = self.device.start_clear if "clear" in job else self.device.start_unpack
-        return DeviceJob(self.gates[job[0]], start, job)
+        return DeviceJob(self.gates[job[0]], self.starts["clear" in job], job)
 
     def start(self, *jobs: str) -> None:
         self.copies.start(jobs)
@@ -92,12 +88,8 @@ def test_jobs_of_several_requests_are_one_batch_and_two_batches_fly() -> None:
         batch.end.set()
     assert set(test.ended()) == {"b2", "c1", "c2", "c3"}
     assert not test.copies.polled
-
-
-def test_a_batch_is_of_one_kind() -> None:
-    test = Copies()
     test.start("a1", "b clear", "c1")
-    assert test.flying == [("unpack", ["a1"]), ("clear", ["b clear"])]
+    assert test.flying == [("unpack", ["a1"]), ("clear", ["b clear"])], "a batch is of one kind"
 
 
 def test_jobs_behind_a_closed_gate_are_skipped_and_the_others_start() -> None:
@@ -123,7 +115,7 @@ def test_a_gate_that_is_closed_between_look_and_launch_waits_for_the_batch() -> 
 
     test = Copies()
     test.gates["a"]._changed = Unlocked(threading.Lock())
-    real, closed, closing = test.device._start, threading.Event(), list[threading.Thread]()
+    real, closed, closing = test.device.start, threading.Event(), list[threading.Thread]()
 
     def close() -> None:
         test.gates["a"].close()
@@ -135,7 +127,7 @@ def test_a_gate_that_is_closed_between_look_and_launch_waits_for_the_batch() -> 
         assert not closed.wait(0.05), "it was closed before the device had the batch"
         return real(kind, jobs)
 
-    test.device._start = start  # type: ignore[method-assign]
+    test.device.start = start  # type: ignore[method-assign]
     test.start("a1")
     assert not closed.wait(0.05)
     test.device.batches[0].end.set()

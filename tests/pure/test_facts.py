@@ -12,122 +12,93 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.draft.facts import (
     MAX_ROW_BYTES,
+    MIXES,
+    NO_DRAFTER,
     Row,
     Severity,
     StagingFacts,
-    common_version,
+    Target,
     differences,
     read_row,
 )
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
-from sglang_mixkv.draft.targets import MIXES, Target
 from sglang_mixkv.draft.window import window_of
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 
-FACTS = DraftFacts("LlamaEagle3", "EAGLE3", 8, (256, 256), "bfloat16")
-STAGING = StagingFacts("nixl", b"agent", 1 << 40, 1 << 20, 64)
-MLA = Target(0, 61, layer_ids=False, even=True)
+MLA, GQA = Target(0, 61, layer_ids=False, even=True), Target(8, 8, layer_ids=False, even=True)
 ROW = Row(
     PROTOCOL, "0.3.0", "0.5.23", b"instance", "10.0.0.1", 9000, "tcp://10.0.0.1:9001", 2, 0, 0,
-    (64, 128), "nixl", MLA, 1, DraftLayout(FACTS, 2, 0), STAGING,
+    (64, 128), "nixl", MLA, 1,
+    DraftLayout(DraftFacts("LlamaEagle3", "EAGLE3", 8, (256, 256), "bfloat16"), 2, 0),
+    StagingFacts("nixl", b"agent", 1 << 40, 1 << 20, 64),
 )  # fmt: skip
-ALIKE = {"plugin": "0.4.0", "instance": b"another_", "rank_ip": "10.0.0.2",
-         "rank_port": 1, "address": "", "attn_tp": 4, "attn_tp_rank": 3, "pp_rank": 1}  # fmt: skip
 
 
 def row(**changed: Any) -> Row:
     """A row with other fields, of its facts and its staging too."""
     facts, staging = ROW.draft.facts, ROW.staging
     for name in [n for n in changed if n in DraftFacts.__struct_fields__]:
-        facts = msgspec.structs.replace(facts, **{name: changed.pop(name)})
+        facts = replace(facts, **{name: changed.pop(name)})
     for name in [n for n in changed if n in StagingFacts.__struct_fields__]:
-        staging = msgspec.structs.replace(staging, **{name: changed.pop(name)})
-    changed = {"draft": DraftLayout(facts, 2, 0), "staging": staging} | changed
-    return msgspec.structs.replace(ROW, **changed)
+        staging = replace(staging, **{name: changed.pop(name)})
+    return replace(ROW, **{"draft": DraftLayout(facts, 2, 0), "staging": staging, **changed})
 
 
-def only(prefill: Row, decode: Row) -> Any:
-    found = differences(prefill, decode)
-    assert len(found) == 1, found
-    return found[0]
-
-
-SLOTS = {"base": 1, "slot_bytes": 99, "slots": 2, "device": 0, "endpoint": b"another"}
-
-
-@pytest.mark.parametrize(("name", "value"), [("topk", ROW.topk), *ALIKE.items(), *SLOTS.items()])
-def test_what_cannot_hurt_is_not_compared(name, value):
-    assert differences(row(**{name: value}), ROW) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "what"),
-    [
-        ("architecture", "Qwen3Eagle3", "drafter architecture"),
-        ("algorithm", "EAGLE", "speculative algorithm"),
-        ("total_heads", 4, "KV heads of the drafter"),
-        ("head_bytes", (256, 128), "bytes per token and head"),
-        ("head_bytes", (256,), "bytes per token and head"),
-        ("dtype", "fp8_e4m3", "dtype"),
-        ("topk", 8, "--speculative-eagle-topk"),
-    ],
-)
-def test_another_drafter_is_a_mismatch(name, value, what):
-    for prefill, decode in [(row(**{name: value}), ROW), (ROW, row(**{name: value}))]:
-        found = only(prefill, decode)
-        assert found.severity is Severity.MISMATCH
-        assert what in found.what
-        assert found.prefill != found.decode
-
-
-@pytest.mark.parametrize("other", [row(data_plane="mooncake"), row(staging=None)])
-def test_another_data_plane_is_refused_since_nothing_can_be_read(other):
-    for prefill, decode in [(other, ROW), (ROW, other)]:
-        found = only(prefill, decode)
-        assert (found.severity, found.what) == (Severity.REFUSED, "data plane")
+ALIKE = {
+    "plugin": "0.4.0", "instance": b"another_", "rank_ip": "10.0.0.2", "rank_port": 1,
+    "address": "", "attn_tp": 4, "attn_tp_rank": 3, "pp_rank": 1, "base": 1, "slot_bytes": 99,
+    "slots": 2, "device": 0, "endpoint": b"another",
+}  # fmt: skip
+OTHERS = [
+    ("refused", {"data_plane": "mooncake"}, "data plane"),
+    ("refused", {"staging": None}, "data plane"),
+    ("mismatch", {"architecture": "Qwen3Eagle3"}, "drafter architecture"),
+    ("mismatch", {"algorithm": "EAGLE"}, "speculative algorithm"),
+    ("mismatch", {"total_heads": 4}, "KV heads of the drafter"),
+    ("mismatch", {"head_bytes": (256, 128)}, "bytes per token and head of the drafter"),
+    ("mismatch", {"head_bytes": (256,)}, "bytes per token and head of the drafter"),
+    ("mismatch", {"dtype": "fp8_e4m3"}, "dtype of the drafter's KV"),
+    ("mismatch", {"topk": 8}, "--speculative-eagle-topk"),
+]  # whichever side has it
+METADATA = {
+    "refused": [(64, 129), (65, 1), (64, 128, 0), (64,), ()], "cold": [(64, 127), (0, 0)],
+}  # fmt: skip
+AUX, NONE = "bytes of the metadata rows", {"draft": None, "staging": None}
 
 
 @pytest.mark.parametrize(
-    ("prefill", "severity"),
+    ("prefill", "decode", "expected"),
     [
-        ((64, 129), Severity.REFUSED),
-        ((65, 1), Severity.REFUSED),
-        ((64, 128, 0), Severity.REFUSED),
-        ((64,), Severity.REFUSED),
-        ((), Severity.REFUSED),
-        ((64, 127), Severity.COLD),
-        ((0, 0), Severity.COLD),
+        *(({name: value}, {}, []) for name, value in ALIKE.items()),
+        *((one, {}, [(kind, what)]) for kind, one, what in OTHERS),
+        *(({}, one, [(kind, what)]) for kind, one, what in OTHERS),
+        *(({"aux_item_lens": n}, {}, [(kind, AUX)]) for kind in METADATA for n in METADATA[kind]),
+        (NONE, {}, [("cold", NO_DRAFTER)]),
+        ({}, NONE, []),
+        ({"backend": "mooncake"}, {}, [("refused", "transfer backend")]),
+        ({"engine": "0.5.23+cu130"}, {}, []),
+        ({"engine": "0.5.23.post1"}, {}, []),
+        ({"aux_item_lens": (64, 1), "dtype": "fp8"}, {},
+         [("mismatch", "dtype of the drafter's KV"), ("cold", AUX)]),
+        ({"aux_item_lens": (64, 129), "dtype": "fp8", "topk": 3}, {},
+         [("refused", AUX), ("mismatch", "dtype of the drafter's KV"),
+          ("mismatch", "--speculative-eagle-topk")]),
     ],
-)
-def test_metadata_rows_longer_on_prefill_are_refused_and_shorter_ones_cold(prefill, severity):
-    found = only(row(aux_item_lens=prefill), ROW)
-    assert found.severity is severity
-    assert found.prefill == str(list(prefill))
-    hurts = "overwritten" in found.consequence
-    assert hurts == (severity is Severity.REFUSED)
-
-
-def test_a_prefill_without_a_drafter_is_cold_and_a_decode_without_one_misses_nothing():
-    without = row(draft=None, staging=None)
-    assert only(without, ROW).severity is Severity.COLD
-    assert differences(ROW, without) == []
-
-
-def test_the_gravest_difference_comes_first():
-    found = differences(row(aux_item_lens=(64, 129), dtype="fp8", topk=3), ROW)
-    assert [d.severity for d in found] == [Severity.REFUSED, *[Severity.MISMATCH] * 2]
-    found = differences(row(aux_item_lens=(64, 1), dtype="fp8"), ROW)
-    assert [d.severity for d in found] == [Severity.MISMATCH, Severity.COLD]
-
-
-@given(*[st.tuples(st.integers(0, 9), st.integers(0, 9))] * 2)
-def test_the_common_version_beside_brute_force(left, right):
-    both = set(range(left[0], left[1] + 1)) & set(range(right[0], right[1] + 1))
-    assert common_version(left, right) == max(both, default=None)
+)  # fmt: skip
+def test_what_two_rows_differ_in(prefill, decode, expected):
+    """And how grave it is, the gravest first."""
+    found = differences(row(**prefill), row(**decode))
+    assert [(d.severity, d.what) for d in found] == expected
+    for one in found:
+        assert one.prefill != one.decode
+        assert all((one.consequence, one.remedy))
+    hurts = [one for one in found if "overwritten" in one.consequence]
+    assert bool(hurts) == (("refused", AUX) in expected)
 
 
 def fields(**changed: Any) -> bytes:
@@ -195,52 +166,41 @@ def test_any_bytes_are_a_row_or_a_value_error(data):
         assert isinstance(read_row(data), Row)
 
 
-GQA = Target(8, 8, layer_ids=False, even=True)
-TWO_STAGES = Target(8, 4, layer_ids=False, even=True, stages=2)
-
-
-def kinds(target: Target, wanted: Target = GQA, tp: int = 2, backend: str = "mooncake") -> list:
-    prefill = row(attn_tp=2, target=target, backend=backend)
-    found = differences(prefill, row(attn_tp=tp, target=wanted, backend=backend))
-    assert all(difference.severity is Severity.REFUSED for difference in found)
-    return [difference.what for difference in found]
-
-
 def but(target: Target, **changed: Any) -> Target:
-    return msgspec.structs.replace(target, **changed)
+    return replace(target, **changed)
 
 
-@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("target", [MLA, but(MLA, stages=2), GQA])
-def test_what_sglang_moves_is_served(target, tp, backend):
-    assert kinds(target, but(target, stages=1), tp, backend) == []
+TWO, UNEVEN, ONE_HEAD = but(GQA, entries=4, stages=2), but(GQA, even=False), but(GQA, heads=1)
+DCP, SHORT, NUMBERED = but(MLA, dcp=2), but(TWO, entries=2), but(TWO, entries=2, layer_ids=True)
 
 
 @pytest.mark.parametrize(
     ("target", "tp", "backend", "what"),
     [
-        (but(MLA, dcp=2), 4, "mooncake", "DCP"),
-        (but(MLA, dcp=2), 2, "mooncake", None),
-        (but(GQA, even=False), 1, "mooncake", "different widths"),
-        (but(GQA, even=False), 2, "nixl", None),
-        (but(GQA, heads=1), 4, "nixl", "1 KV heads over NIXL"),
-        (but(GQA, heads=1), 1, "nixl", None),
-        (but(GQA, heads=1), 4, "mooncake", None),
-        (TWO_STAGES, 2, "nixl", "stages of a target with KV heads"),
-        (TWO_STAGES, 2, "mooncake", None),
-        (TWO_STAGES, 4, "nixl", None),
-        (but(TWO_STAGES, layer_ids=True), 2, "nixl", None),
-        (but(TWO_STAGES, entries=2), 2, "mooncake", "different lengths"),
-        (but(TWO_STAGES, entries=2, layer_ids=True), 4, "nixl", "different lengths"),
-        (but(TWO_STAGES, entries=2, layer_ids=True), 4, "mooncake", None),
+        *((target, tp, backend, None) for target in (MLA, but(MLA, stages=2), GQA)
+          for tp in (1, 2, 4) for backend in ("mooncake", "nixl")),
+        (DCP, 4, "mooncake", "DCP"),
+        (DCP, 2, "mooncake", None),
+        (UNEVEN, 1, "mooncake", "different widths"),
+        (UNEVEN, 2, "nixl", None),
+        (ONE_HEAD, 4, "nixl", "1 KV heads over NIXL"),
+        (ONE_HEAD, 1, "nixl", None),
+        (ONE_HEAD, 4, "mooncake", None),
+        (TWO, 2, "nixl", "stages of a target with KV heads"),
+        (TWO, 2, "mooncake", None),
+        (TWO, 4, "nixl", None),
+        (but(TWO, layer_ids=True), 2, "nixl", None),
+        (SHORT, 2, "mooncake", "different lengths"),
+        (NUMBERED, 4, "nixl", "different lengths"),
+        (NUMBERED, 4, "mooncake", None),
     ],
-)
-def test_what_sglang_does_not_move_is_refused_and_what_it_moves_beside_it_served(
-    target, tp, backend, what
-):
-    found = kinds(target, MLA if target.is_mla else GQA, tp, backend)
-    assert any(what in one for one in found) if what else found == []
+)  # fmt: skip
+def test_a_target_is_served_where_sglang_moves_it(target, tp, backend, what):
+    """From a prefill of attention TP 2."""
+    decode = row(attn_tp=tp, target=MLA if target.is_mla else GQA, backend=backend)
+    found = differences(row(attn_tp=2, target=target, backend=backend), decode)
+    assert all(one.severity is Severity.REFUSED for one in found)
+    assert any(what in one.what for one in found) if what else found == []
 
 
 @pytest.mark.parametrize("backend", ["mooncake", "nixl"])
@@ -255,19 +215,10 @@ def test_a_mix_of_releases_is_served_where_sglang_serves_it(prefill, decode, bac
         assert (found[0].prefill, found[0].decode) == (prefill, decode)
 
 
-@pytest.mark.parametrize("build", ["0.5.23+cu130", "0.5.23.post1"])
-def test_builds_of_one_release_are_served(build):
-    assert differences(row(engine=build), row(engine="0.5.23")) == []
-
-
-def test_a_mix_with_an_unknown_release_is_refused_and_the_remedy_fits():
-    found = only(row(engine="0.5.22", backend="mooncake"), row(engine="0.6.0", backend="mooncake"))
+def test_the_remedy_for_a_mix_names_what_is_served():
+    sides = (row(engine=engine, backend="mooncake") for engine in ("0.5.22", "0.6.0"))
+    (found,) = differences(*sides)
     assert found.remedy == "Install 0.6.0 on prefill, or 0.5.23 on decode"
-
-
-def test_another_transfer_backend_is_refused():
-    found = differences(row(backend="mooncake"), row(backend="nixl"))
-    assert [difference.what for difference in found] == ["transfer backend"]
 
 
 @pytest.mark.parametrize(("sliding", "window"), [(2048, 2047), (1, None), (0, None), (None, None)])

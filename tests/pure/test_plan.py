@@ -24,8 +24,8 @@ from msgspec.structs import replace
 import mixkv_demo
 from sglang_mixkv import tools
 from sglang_mixkv.config import Config
+from sglang_mixkv.draft.facts import Target
 from sglang_mixkv.draft.layout import DraftFacts, heads_on_rank
-from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
 from sglang_mixkv.tools import plan as tool
 from sglang_mixkv.tools import plan_line

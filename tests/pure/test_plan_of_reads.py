@@ -9,9 +9,8 @@ import pytest
 
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
-from sglang_mixkv.draft.facts import Row, StagingFacts
+from sglang_mixkv.draft.facts import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
-from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.errors import MixKVError
 
 FACTS = DraftFacts("LlamaEagle3", "EAGLE3", 4, (100, 156), "bfloat16")

@@ -61,49 +61,33 @@ def jobs(side: Prefill | Decode) -> int:
     return side.channel.left().get("jobs", 0)
 
 
-def begin(channel: Channel, prefill: Prefill, gates: bool) -> tuple[Held, Any, Any]:
-    """A request whose first segment is being packed, and whose others are queued."""
+def ended(how: str, channel: Channel, gates: bool) -> Prefill:
+    """A request ends whose first segment is being packed, and whose others are queued: SGLang's
+    sender is aborted; or packing is slower than prefill waits for it, or decode's client has hung
+    up, so that SGLang's poll returns Success."""
+    prefill = channel.prefill
+    if how == "slow":
+        prefill = Prefill(Times(0.1))
+        channel.connect(prefill)
     held = Held(prefill, "pack", gates)
     handle = channel.decode.open(1, 3 * SEGMENT, prefill.instance)
     sent = prefill.send(1, 3 * SEGMENT)
     assert wait_for(lambda: held.begun.is_set() and jobs(prefill) == 3)
-    return held, sent, handle
-
-
-def aborted(channel: Channel, gates: bool) -> Prefill:
-    """SGLang's sender is aborted, or fails."""
-    held, sent, _ = begin(channel, channel.prefill, gates)
-    held.let_go()
-    channel.prefill.channel.end(sent, "aborted on prefill")
-    held.take_away()
-    return channel.prefill
-
-
-def hung_up(channel: Channel, gates: bool) -> Prefill:
-    """Decode's client hangs up: the room is settled, and SGLang's poll returns Success."""
-    held, sent, handle = begin(channel, channel.prefill, gates)
-    channel.decode.channel.close(handle, "aborted on decode")
-    return succeed(held, sent, channel.prefill)
-
-
-def given_up(channel: Channel, gates: bool) -> Prefill:
-    """Packing is slower than prefill waits for it."""
-    prefill = Prefill(Times(0.1))
-    channel.connect(prefill)
-    held, sent, _ = begin(channel, prefill, gates)
-    succeed(held, sent, prefill)
-    assert "slow" in prefill.notes.seen
-    return prefill
-
-
-def succeed(held: Held, sent: Any, prefill: Prefill) -> Prefill:
-    """As process_disagg_prefill_inflight_queue does: pages are given back, then `clear`."""
+    if how == "aborted":
+        held.let_go()
+        prefill.channel.end(sent, "aborted on prefill")
+        held.take_away()
+        return prefill
+    if how == "hung up":
+        channel.decode.channel.close(handle, "aborted on decode")
+    # As process_disagg_prefill_inflight_queue does: pages are given back, then `clear`.
     prefill.channel.release(sent)
     assert wait_for(lambda: sent.settled)
     held.let_go()
     assert wait_for(lambda: prefill.channel.release(sent))
     held.take_away()
     prefill.channel.end(sent)
+    assert ("slow" in prefill.notes.seen) == (how == "slow")
     return prefill
 
 
@@ -142,9 +126,9 @@ def closed(copy: str, channel: Channel, gates: bool) -> Decode:
 
 
 CASES: dict[str, Callable[[Channel, bool], Prefill | Decode]] = {
-    "a sender that is aborted": aborted,
-    "a reader that hung up": hung_up,
-    "a part that is given up": given_up,
+    "a sender that is aborted": partial(ended, "aborted"),
+    "a reader that hung up": partial(ended, "hung up"),
+    "a part that is given up": partial(ended, "slow"),
     "a reader that hung up while its segment was queued": behind_another,
     "a room that is unpacked": partial(closed, "unpack"),
     "a room that is cleared": partial(closed, "clear"),

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -39,16 +40,13 @@ def test_batches_are_right_in_tritons_interpreter(examples: int) -> None:
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_kernels_copy_16_bytes_at_a_time_and_spill_nothing(capability: int, page_size: int) -> None:
+    wide = r"%s\.global[a-z.]*\.(?:v2\.b64|v4\.b32)"
+    expected = {
+        "pack": (4, 4), "unpack": (4, 4), "verify": (4, 0), "clear": (0, 4), "seal": (0, 0),
+    }  # fmt: skip
     for name, kernel in compiled(capability, page_size).items():
-        ptx, wide = kernel.asm["ptx"], {"load": "ld", "store": "st"}
-        found = {
-            what: len(re.findall(rf"{code}\.global[a-z.]*\.(?:v2\.b64|v4\.b32)", ptx))
-            for what, code in wide.items()
-        }
-        expected = {
-            "pack": (4, 4), "unpack": (4, 4), "verify": (4, 0), "clear": (0, 4), "seal": (0, 0),
-        }  # fmt: skip
-        assert tuple(found.values()) == expected[name], name
+        ptx = kernel.asm["ptx"]
+        assert tuple(len(re.findall(wide % code, ptx)) for code in ("ld", "st")) == expected[name]
         assert ".local" not in ptx
         assert f"sm_{capability}" in ptx
         assert kernel.metadata.num_warps == 4
@@ -58,11 +56,8 @@ def test_kernels_copy_16_bytes_at_a_time_and_spill_nothing(capability: int, page
 def test_kernels_compile_without_a_c_compiler(tmp_path: Path) -> None:
     """Which Triton's launcher needs. The server may have none."""
     code = "from sglang_mixkv.draft.kernels import compiled; print(*compiled(90, 1))"
-    env = {
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "CC": "false",
-    }
+    path = os.pathsep.join(sys.path)
+    env = {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(tmp_path), "CC": "false"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout.split() == ["pack", "seal", "verify", "unpack", "clear"], done.stderr[-2000:]
 
@@ -95,19 +90,13 @@ def test_prototypes_are_those_of_cuda_h() -> None:
 
 
 def test_only_waits_give_up_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Functions:
-        def __init__(self, kind: str) -> None:
-            self.kind = kind
-
-        def __getattr__(self, name: str) -> SimpleNamespace:
-            return SimpleNamespace(library=self.kind)
-
-    for kind in ("PyDLL", "CDLL"):
-        monkeypatch.setattr(ctypes, kind, lambda _, kind=kind: Functions(kind))
+    keeps, gives_up = mock.MagicMock(), mock.MagicMock()
+    monkeypatch.setattr(ctypes, "PyDLL", lambda _: keeps)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: gives_up)
     library = cuda.Library()
-    giving_up = {name for name in cuda.PROTOTYPES if getattr(library, name).library == "CDLL"}
-    assert giving_up == {"cuEventSynchronize", "cuStreamSynchronize"}
-    assert library.cuLaunchKernel.argtypes == cuda.PROTOTYPES["cuLaunchKernel"]
+    found = {n for n in cuda.PROTOTYPES if getattr(library, n) is getattr(gives_up, n)}
+    assert found == {"cuEventSynchronize", "cuStreamSynchronize"}
+    assert library.cuLaunchKernel is keeps.cuLaunchKernel
 
 
 def pool(width: int = 16, start: int = 0) -> torch.Tensor:

@@ -29,8 +29,8 @@ from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.links import Link
+from sglang_mixkv.draft.layout import SlotCheck
 from sglang_mixkv.draft.rows import DraftRows
-from sglang_mixkv.draft.slot_format import SlotCheck
 
 TOKENS = 20  # three segments
 

@@ -22,7 +22,7 @@ import torch
 
 from sglang_mixkv.draft import cuda, kernels
 
-UNKNOWN, NOT_READY, LAUNCH_FAILED, INVALID_CONTEXT = 999, 600, 719, 201
+UNKNOWN, NOT_READY, LAUNCH_FAILED = 999, 600, 719
 ORDERED = {cuda.RDMA_SUPPORTED: 1, cuda.RDMA_FLUSH_OPTIONS: 1, cuda.RDMA_ORDERING: 100}
 INTERPRETING = threading.Lock()  # Triton's interpreter has one grid for all threads
 H100 = {cuda.MAJOR: 9, cuda.MINOR: 0, **ORDERED}

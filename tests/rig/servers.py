@@ -14,9 +14,8 @@ from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
 from sglang_mixkv.decode.events import server_of
-from sglang_mixkv.draft.facts import Row, StagingFacts
+from sglang_mixkv.draft.facts import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
-from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 
 from .answers import serving

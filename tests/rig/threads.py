@@ -26,9 +26,8 @@ from sglang_mixkv.decode import machine as decode_machine
 from sglang_mixkv.decode.links import Store
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.draft.facts import StagingFacts
-from sglang_mixkv.draft.layout import SLOT_OVERHEAD, Pages
+from sglang_mixkv.draft.layout import SLOT_OVERHEAD, SPARE, Pages
 from sglang_mixkv.draft.rows import DraftRows, Staging
-from sglang_mixkv.draft.slot_format import SPARE
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 

@@ -12,9 +12,8 @@ from msgspec.structs import replace
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.decode import events as dev
 from sglang_mixkv.decode import plan as plans
-from sglang_mixkv.draft.facts import Row, StagingFacts
+from sglang_mixkv.draft.facts import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
-from sglang_mixkv.draft.targets import Target
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_pair import contacted
 from tests.sim.decode import DecodeRank, Receiver
