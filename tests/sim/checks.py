@@ -221,21 +221,12 @@ class Checks:
                 found = receiver.cells[token]
                 raise Finding("rows", f"{rank.name}: {state}, token {token} holds {found}")
 
-    def committed(self, rank: DecodeRank, receiver: Receiver) -> None:
-        self.rows(rank, receiver, receiver.verdict)
-
     def opened(self, receiver: Receiver, plan: object) -> None:
-        sources = plan.sources if plan is not None else ()
-        receiver.peers = [source.peer for source in sources]
-        wanted = [source.peer for source in sources if source.heads]
+        receiver.peers = [source.peer for source in plan.sources]
+        wanted = [source.peer for source in plan.sources if source.heads]
         receiver.only = wanted[0] if len(wanted) == 1 else None
 
     # -- SGLang's side
-
-    def metadata_sent(self, request: object, decode: object) -> None:
-        prefill = self.world.spec.servers[request.prefill[0]]
-        if decode.plugin and not prefill.plugin:
-            raise Finding("target", "a stripped decode and a stock prefill: the target is hurt")
 
     def settled(self, rank: PrefillRank, sender: Sender) -> None:
         if sender.settled:
@@ -290,9 +281,8 @@ class Checks:
         request, world = life.request, self.world
         if not life.decode_over or not life.prefill_over:
             raise Finding("ends", f"request {request.id} never ends")
-        refused = life.by == "refused" and not world.spec.servers[request.prefill[0]].plugin
         clear_failed = any(fault.mode in ("clear", "action") for fault in world.spec.faults)
-        allowed = life.by == "stock" or refused or (life.by == "drafter" and clear_failed)
+        allowed = life.by == "stock" or (life.by == "drafter" and clear_failed)
         if life.outcome == "failed" and not allowed:
             raise Finding("failed", f"request {request.id} by {life.by}: {life.reason}")
         if life.outcome == "ok":
@@ -309,8 +299,7 @@ class Checks:
             return
         receivers = world.groups[request.decode].receivers[request.id]
         for receiver in receivers:
-            plugin = receiver.rank.place.server.plugin
-            if plugin and not receiver.plan_cold and receiver.verdict is not dev.State.WARM:
+            if receiver.verdict is not dev.State.WARM:
                 raise Finding(
                     "untouched", f"request {request.id} is {receiver.verdict} ({receiver.reason})"
                 )

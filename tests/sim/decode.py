@@ -13,6 +13,7 @@ from tests.sim.network import Link, Read
 from tests.sim.process import Gated, Process
 
 if TYPE_CHECKING:
+    from sglang_mixkv.decode.plan import Plan
     from tests.sim.spec import Request
     from tests.sim.world import Place, World
 
@@ -30,8 +31,7 @@ class Receiver(Gated):
     def __init__(self, request: Request, rank: DecodeRank, generation: int, end: int) -> None:
         super().__init__(Gate())
         self.request, self.rank, self.generation = request, rank, generation
-        drafts = rank.place.server.drafter != "none"
-        self.heads, self.end = rank.place.layout.heads if drafts else range(0), end
+        self.heads, self.end = rank.place.layout.heads, end
         row = [memory.EARLIER] * len(self.heads)
         shared = [memory.SHARED] * len(self.heads)
         first = request.first_token
@@ -41,11 +41,10 @@ class Receiver(Gated):
         self.verdict: ev.State | None = None
         self.arrived_at = self.slow_by = self.progress = 0.0
         self.targets: set[object] = set()
-        self.plan_cold = ""
 
     @property
     def done(self) -> bool:
-        return self.arrived and (self.verdict in GOOD or not self.rank.place.server.plugin)
+        return self.arrived and self.verdict in GOOD
 
 
 class Watched(Breaker):
@@ -74,7 +73,6 @@ class DecodeRank(Process):
         self.read_faults: list[list] = []  # fate, of this peer, so many
         self.job_of: dict[int, Receiver] = {}
         self.stuck = 0.0  # seconds that reads of the fate "stuck" hold their slots
-        self._generation = 0
 
     def is_urgent(self) -> bool:
         return bool(self.reads) or super().is_urgent()
@@ -88,22 +86,19 @@ class DecodeRank(Process):
 
     # -- SGLang's side
 
-    def open(self, request: Request, plan: object, end: int, forward: float) -> Receiver:
-        """SGLang's metadata is sent. `forward`: how long an earlier one still runs."""
-        self._generation += 1
-        generation = (self._generation << 32) + self.rng.getrandbits(32)
+    def open(self, request: Request, plan: Plan, end: int) -> Receiver:
+        """SGLang's metadata is sent."""
+        generation = self.world.next_number()
         receiver = Receiver(request, self, generation, end)
         self.receivers[generation] = receiver
-        if forward:
-            self.clock.after(forward, self._earlier_forward, receiver)
-        if plan is not None:
-            receiver.plan_cold = plan.cold
-            self.post(
-                ev.OpenRoom(
-                    generation, request.number, plan.sources, request.first_token, end, plan.cold,
-                    bool(forward), handle=generation, page_size=self.place.server.page,
-                )
-            )  # fmt: skip
+        if request.forward:
+            self.clock.after(request.forward, self._earlier_forward, receiver)
+        self.post(
+            ev.OpenRoom(
+                generation, request.number, plan.sources, request.first_token, end,
+                pending=bool(request.forward), handle=generation, page_size=self.place.server.page,
+            )
+        )  # fmt: skip
         return receiver
 
     def _earlier_forward(self, receiver: Receiver) -> None:
@@ -120,10 +115,9 @@ class DecodeRank(Process):
             return
         receiver.arrived, receiver.arrived_at = True, self.clock.now
         receiver.slow_by = self.stopped_for
-        if self.place.server.plugin:
-            if receiver.verdict is None:
-                self.awaiting.add(receiver.generation)
-            self.post(ev.TargetArrived(receiver.generation))
+        if receiver.verdict is None:
+            self.awaiting.add(receiver.generation)
+        self.post(ev.TargetArrived(receiver.generation))
         self.world.groups[self.place.group].poll(receiver.request)
 
     def close(self, receiver: Receiver, reason: str) -> None:
@@ -134,8 +128,7 @@ class DecodeRank(Process):
     def _close(self, receiver: Receiver, reason: str) -> None:
         receiver.closed = True
         self.awaiting.discard(receiver.generation)
-        if self.place.server.plugin:
-            self.post(ev.CloseRoom(receiver.generation, reason))
+        self.post(ev.CloseRoom(receiver.generation, reason))
         if reason:
             receiver.owned = False
 

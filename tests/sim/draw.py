@@ -80,13 +80,9 @@ class Draw:
         if self.scene == "dead_readers":
             most = max(size for size in sizes if size <= 4)
             tp, groups = 1 if side == "prefill" else most if number == 1 else tp, 1
-        plugin = rng.random() > 0.03
-        drafter = rng.choice(("none", "other")) if rng.random() < 0.03 else "same"
-        if side == "decode" and drafter == "other":
-            drafter = "same"
         return Server(
             number, side, tp, groups, slots, rng.randint(2, 6), rng.choice((1, 1, 2, 4, 8)),
-            plugin or self.scene != "any", drafter, rng.choice(PATIENCE),
+            rng.choice(PATIENCE),
         )  # fmt: skip
 
     # -- requests

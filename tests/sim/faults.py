@@ -125,9 +125,19 @@ def _error(world: World, fault: Fault) -> None:
     world.clock.after(LASTS, errors.clear)
 
 
+def _abort(world: World, fault: Fault) -> None:
+    """All requests of a group."""
+    for life in world.lives.values():
+        request = life.request
+        if life.begun is not None and fault.where in (request.prefill, request.decode):
+            side = world.spec.servers[fault.where[0]].side
+            world.abort(request, side, fault.mode == "told")
+
+
 _KINDS = {
     "stop": _stop, "kill": _kill, "break": _break, "cut": _cut, "slow": _slow, "double": _double,
     "reads": _reads, "error": _error, "hostile": _hostile,
+    "abort": _abort,
 }  # fmt: skip
 
 

@@ -40,8 +40,7 @@ class Sender(Gated):
     def poll(self) -> bool:
         """Whether Success is reported, as in the plugin's sender."""
         if self.sent and not self.succeeded:
-            plugin = self.rank.place.server.plugin
-            self.succeeded = not plugin or (self.handle.settled and self.gate.shut())
+            self.succeeded = self.handle.settled and self.gate.shut()
         return self.succeeded
 
 
@@ -52,7 +51,7 @@ class PrefillRank(Process):
         super().__init__(world, place, instance)
         self.machine = Machine(
             instance, place.layout.heads, self._segment_tokens, self.slots, place.times,
-            world.next_stamp,
+            world.next_number,
         )  # fmt: skip
         self.senders: dict[int, Sender] = {}  # by use
         self.packed: dict[int, Sender] = {}  # whose rows, by stamp
@@ -70,8 +69,7 @@ class PrefillRank(Process):
     def begin(self, request: Request) -> Sender:
         sender = Sender(request, self.world.next_number(), self)
         self.senders[sender.number] = sender
-        if self.place.server.plugin:
-            self.post(ev.Begin(sender.number, request.number))
+        self.post(ev.Begin(sender.number, request.number))
         return sender
 
     def add_chunk(self, sender: Sender, first: int, count: int, last: bool, pending: bool) -> None:
@@ -88,7 +86,7 @@ class PrefillRank(Process):
         self._tell(sender, ev.ChunkWritten(sender.number))
 
     def _tell(self, sender: Sender, event: ev.Event) -> None:
-        if self.place.server.plugin and not sender.ended:
+        if not sender.ended:
             self.post(event)
 
     def target_sent(self, sender: Sender) -> None:
@@ -96,9 +94,8 @@ class PrefillRank(Process):
             return
         sender.sent, sender.sent_at = True, self.clock.now
         sender.slow_by = self.stopped_for
-        if self.place.server.plugin:
-            self.awaiting.add(sender.number)
-            self.post(ev.TargetSent(sender.number))
+        self.awaiting.add(sender.number)
+        self.post(ev.TargetSent(sender.number))
 
     def end(self, sender: Sender, reason: str) -> None:
         """In the scheduler's thread. A request that failed is ended first, `Outbox.end`; one that
@@ -115,8 +112,7 @@ class PrefillRank(Process):
         self.later("scheduler", delay, self.copiers.close, sender, self._end, (sender, reason))
 
     def _end(self, sender: Sender, reason: str) -> None:
-        if self.place.server.plugin:
-            self.post(ev.End(sender.number, reason))
+        self.post(ev.End(sender.number, reason))
         self._give_back(sender)
 
     def _give_back(self, sender: Sender) -> None:

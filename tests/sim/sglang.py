@@ -15,7 +15,6 @@ from sglang_mixkv.decode import plan as plans
 from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
 from sglang_mixkv.draft.targets import Target
-from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_pair import contacted
 from tests.sim.decode import DecodeRank, Receiver
 from tests.sim.prefill import PrefillRank, Sender
@@ -46,38 +45,21 @@ def contacts(world: World, request: Request, rank: DecodeRank) -> range:
 def plan_for(
     world: World, request: Request, rank: DecodeRank, instances: tuple[bytes, ...]
 ) -> plans.Plan:
-    """The real plan, with the instances that the rank knows. Raises MixKVError where refused."""
+    """The real plan, with the instances that the rank knows."""
     prefill = world.spec.servers[request.prefill[0]]
     plan = make_plan(world.spec.heads, prefill, rank.place.server, rank.place.tp_rank)
     indices = contacts(world, request, rank)
     sources = tuple(
         replace(source, peer=instances[indices[i]]) for i, source in enumerate(plan.sources)
     )
-    return plans.Plan(sources, plan.version, plan.cold)
+    return plans.Plan(sources, plan.version)
 
 
-PLANS: dict[tuple, plans.Plan] = {}  # by all that they depend on
-
-
+@lru_cache(1 << 12)
 def make_plan(heads: int, prefill: Server, decode: Server, rank: int) -> plans.Plan:
-    key_of = prefill.tp, prefill.slots, prefill.tokens, prefill.plugin, prefill.drafter
-    of = (*key_of, prefill.patience)
-    key = (heads, of, decode.tp, decode.slots, decode.tokens, decode.drafter, rank)
-    plan = PLANS.get(key)
-    if plan is None:
-        plan = PLANS[key] = _make_plan(heads, prefill, decode, rank)
-    return plan
-
-
-def _make_plan(heads: int, prefill: Server, decode: Server, rank: int) -> plans.Plan:
-    rows = {}
-    if prefill.plugin:
-        rows = {("p", i): _row(heads, prefill, i) for i in range(prefill.tp)}
-    indices = contacted(prefill.tp, decode.tp, rank)
-    found = [{"rank_ip": "p", "rank_port": i, "is_dummy": False} for i in indices]
-    own = _row(heads, decode, rank)
-    cold, _ = plans.judge(rows.values(), own, serve_mismatch=True)
-    return plans.make_plan(found, rows, own, cold)
+    rows = {("p", i): _row(heads, prefill, i) for i in range(prefill.tp)}
+    infos = [{"rank_ip": "p", "rank_port": i} for i in contacted(prefill.tp, decode.tp, rank)]
+    return plans.make_plan(infos, rows, _row(heads, decode, rank))
 
 
 def _row(heads: int, server: Server, rank: int) -> Row:
@@ -85,8 +67,7 @@ def _row(heads: int, server: Server, rank: int) -> Row:
     return Row(
         PROTOCOL, "", "", b"%8d" % rank, "p", rank, "", server.tp, rank, 0, (),
         "mooncake", Target(0, 1, layer_ids=False, even=True),
-        topk=1 if server.drafter == "other" else 0,
-        draft=None if server.drafter == "none" else layout_of(heads, server.tp, rank),
+        draft=layout_of(heads, server.tp, rank),
         staging=StagingFacts("mooncake", b"", 0, size, server.slots), patience=server.patience,
     )  # fmt: skip
 
@@ -263,21 +244,15 @@ class DecodeGroup(Group):
         life = self.world.lives[request.id]
         if life.decode_over:
             return
-        try:
-            plans = [self._plan(request, rank) for rank in self.ranks]
-        except MixKVError as error:
-            self._fail(request, str(error), "refused")
-            return
-        if None in plans and self.server.plugin:
+        plans = [self._plan(request, rank) for rank in self.ranks]
+        if None in plans:
             self._fail(request, "no prefill server", "stock")
-            return
-        self._open(request, plans)
+        else:
+            self._open(request, plans)
 
-    def _plan(self, request: Request, rank: DecodeRank) -> object:
-        """None where there are no facts: a stock decode has none, a dead prefill gives none."""
+    def _plan(self, request: Request, rank: DecodeRank) -> plans.Plan | None:
+        """None where a dead prefill gives no facts."""
         group = self.world.groups[request.prefill]
-        if not self.server.plugin:
-            return None
         table = self.tables.setdefault(rank, {})
         if request.prefill not in table:
             if not group.is_alive:
@@ -291,12 +266,11 @@ class DecodeGroup(Group):
         receivers = self.receivers[request.id] = []
         messages = 0
         for rank, plan in zip(self.ranks, plans, strict=True):
-            receiver = rank.open(request, plan, end, request.forward)
+            receiver = rank.open(request, plan, end)
             receivers.append(receiver)
             self.world.checks.opened(receiver, plan)
             receiver.targets = set(contacts(self.world, request, rank))
             messages += len(receiver.targets)
-        self.world.checks.metadata_sent(request, self.server)
         life.metadata = messages
         self.step(WAITING, self._waited, request)
         group = self.world.groups[request.prefill]
@@ -330,8 +304,7 @@ class DecodeGroup(Group):
         life.outcome, life.finished = "ok", self.clock.now
         for receiver in self.receivers[request.id]:
             rank = receiver.rank
-            if self.server.plugin:
-                self.world.checks.committed(rank, receiver)
+            self.world.checks.rows(rank, receiver, receiver.verdict)
             rank.later("scheduler", self._skew(), rank.close, receiver, "")
 
     def fail(self, request: Request, reason: str, by: str = "stock") -> None:

@@ -10,7 +10,7 @@ Where = tuple[int, int]  # server, and a group or a rank of it
 @dataclass(frozen=True)
 class Server:
     """`groups` DP groups of `tp` ranks. `tokens`: how many fit a slot, of all heads of a rank.
-    `drafter`: "same", "none", or "other". `patience`: a factor on its times."""
+    `patience`: a factor on its times."""
 
     number: int
     side: str
@@ -19,8 +19,6 @@ class Server:
     slots: int
     tokens: int
     page: int
-    plugin: bool = True
-    drafter: str = "same"
     patience: float = 1.0
 
 

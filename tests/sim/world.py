@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 class Clock:
     """Calls in the order of their time, and of their making where that is equal."""
 
-    def __init__(self, seed: int) -> None:
-        self.now = 0.0
-        self.rng = random.Random(seed)
+    def __init__(self, rng: random.Random) -> None:
+        self.now, self.rng = 0.0, rng
         self._heap: list[tuple] = []
-        self._made = 0
+        self._made = self.calls = 0
 
     def at(self, when: float, call: Callable, *args: object) -> None:
         self._made += 1
@@ -39,15 +38,15 @@ class Clock:
         self._made += 1
         heappush(self._heap, (self.now + delay, self._made, call, args))
 
-    def run(self, limit: float) -> bool:
-        """True once nothing is left to do; False where that was not before `limit`."""
+    def run(self, limit: float, most: int = 1 << 60) -> bool:
+        """Make `most` calls. True where nothing is left to do before `limit`."""
         heap = self._heap
-        while heap:
-            if heap[0][0] > limit:
-                return False
+        while heap and most and heap[0][0] <= limit:
             self.now, _, call, args = heappop(heap)
+            most -= 1
+            self.calls += 1
             call(*args)
-        return True
+        return not heap
 
 
 class Life:
@@ -83,12 +82,19 @@ class Place:
 
 
 class World:
-    """`check_every`: machines are asked for their books after so many events."""
+    """`check_every`: machines are asked for their books after so many events. `rng`: what decides,
+    in the place of the schedule's seed."""
 
-    def __init__(self, spec: Spec, log: list[str] | None = None, check_every: int = 1) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        log: list[str] | None = None,
+        check_every: int = 1,
+        rng: random.Random | None = None,
+    ) -> None:
         self.spec, self.log, self.times = spec, log, Times()
         self.copying = spec.copying
-        self.clock = Clock(spec.seed)
+        self.clock = Clock(rng or random.Random(spec.seed))
         self.checks = Checks(self, check_every)
         self._numbers = count(1)
         self.connections: dict[bytes, Link] = {}
@@ -121,9 +127,6 @@ class World:
     def next_number(self) -> int:
         return next(self._numbers)
 
-    def next_stamp(self) -> int:
-        return self.clock.rng.getrandbits(62) + 1
-
     def start(self, place: Place) -> None:
         kind = PrefillRank if place.server.side == "prefill" else DecodeRank
         instance = b"%08d" % self.next_number()
@@ -144,7 +147,8 @@ class World:
         prefill.step(request.prefill_delay, prefill.arrive, request)
         decode.step(request.decode_delay, decode.arrive, request)
         if request.abort is not None:
-            self.clock.after(request.abort[1], self._abort, request)
+            side, seconds, told = request.abort
+            self.clock.after(seconds, self.abort, request, side, told)
 
     def _follow(self, request: Request) -> None:
         """It has the number of an earlier one, which SGLang has to be done with (engine/rooms.py):
@@ -170,8 +174,8 @@ class World:
             again = 0.02 if self.clock.now < request.arrival + 5 else 2.0
             self.clock.after(again, self._follow, request)
 
-    def _abort(self, request: Request) -> None:
-        side, _, told = request.abort
+    def abort(self, request: Request, side: str, told: bool) -> None:
+        """`told`: the other side hears of it."""
         other = "decode" if side == "prefill" else "prefill"
         self.groups[getattr(request, side)].fail(request, "aborted")
         if told:
