@@ -93,15 +93,6 @@ def ready(segment: int = 0, generation: int = 10, count: int = 8) -> dev.Receive
     return dev.Received(PREFILL, message)
 
 
-def test_a_thread_that_stood_still_drops_what_it_was_sent_before() -> None:
-    rooms = decode()
-    rooms.handle(room(), 0.0)
-    actions = rooms.handle(ready(), TIMES.stall + 0.1)
-    assert of(dev.StartRead, actions) == []
-    assert dev.Send(PREFILL, Ack(((0, 99),))) in actions
-    assert [note.what for note in of(dev.Note, actions)] == ["cold_stalled"]
-
-
 def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
     """`slot_aside` is its own: whatever this rank does with a slot ends by the smaller patience."""
     half = replace(room(), sources=(replace(room().sources[0], patience=0.5),))
@@ -122,23 +113,6 @@ def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
         assert rooms.machine._rooms[10].wants
         rooms.handle(dev.Tick(), limit)
         assert rooms.machine._rooms[10].cold == reason
-
-
-@pytest.mark.parametrize(
-    ("page_size", "tokens", "warm"),
-    [(1, 8, False), (8, 8, False), (9, 8, True), (1, 0, False), (16, 0, False)],
-)
-def test_a_prompt_that_ends_before_its_last_page_is_refused(
-    page_size: int, tokens: int, warm: bool
-) -> None:
-    """Rows behind that end would be another request's, in a warm room."""
-    rooms = decode()
-    rooms.handle(room(page_size=page_size), 0.0)
-    announced = (Announced(0, 99, tokens),) if tokens else ()
-    message = Ready(ROOM, 10, 0, 0, announced, last=True)
-    actions = rooms.handle(dev.Received(PREFILL, message), 0.0)
-    assert bool(of(dev.StartRead, actions)) is warm
-    assert bool(of(dev.Clear, actions)) is not warm
 
 
 def test_more_slots_than_an_ack_holds_are_all_acknowledged() -> None:

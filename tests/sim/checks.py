@@ -290,12 +290,8 @@ class Checks:
 
     def _untouched(self, life: object) -> None:
         request, world = life.request, self.world
-        untouched = not faults.touched(world, request)
-        beside = untouched or faults.beside_dead_readers(world, request)
-        beside = beside or faults.beside_hostile(world, request)
         own = request.abort is None and request.target_fails < 0 and request.after < 0
-        roomy = faults.is_roomy(world, request)
-        if not (own and roomy and (beside or request.late)):
+        if not own or not faults.is_spared(world, request):
             return
         receivers = world.groups[request.decode].receivers[request.id]
         for receiver in receivers:

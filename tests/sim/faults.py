@@ -1,4 +1,4 @@
-"""What goes wrong, and which requests it has nothing to do with."""
+"""What goes wrong, and which requests are warm all the same."""
 
 from __future__ import annotations
 
@@ -141,59 +141,18 @@ _KINDS = {
 }  # fmt: skip
 
 
-def touched(world: World, request: Request) -> bool:
-    """Whether a fault may have had to do with it: one on a server of its own, or on one that shares
-    requests with such a server, however far away."""
-    servers = set()
-    for fault in world.spec.faults:
-        servers |= {fault.where[0]} | ({fault.peer[0]} if fault.peer else set())
-    pairs = [{other.prefill[0], other.decode[0]} for other in world.spec.requests]
-    for _ in world.spec.servers:
-        for pair in pairs:
-            if pair & servers:
-                servers |= pair
-    return bool({request.prefill[0], request.decode[0]} & servers)
-
-
-def is_roomy(world: World, request: Request) -> bool:
-    """Whether each reader of its prefill ranks can have a slot there, and each of those ranks one
-    on decode. With fewer a crowd alone makes requests cold."""
-    prefill, decode = (world.spec.servers[of[0]] for of in (request.prefill, request.decode))
-    readers, peers = 0, 0
-    for server in world.spec.servers:
-        if server.side == "decode":
-            readers += server.groups * max(1, server.tp // prefill.tp)
-        else:
-            peers += server.groups * max(1, server.tp // decode.tp)
-    return prefill.slots >= readers and decode.slots >= peers
-
-
-def beside_hostile(world: World, request: Request) -> bool:
-    """Other prefill servers do not keep to the protocol, and nothing else is wrong."""
-    faults = world.spec.faults
-    return all(f.kind == "hostile" and f.where[0] != request.prefill[0] for f in faults)
-
-
-def beside_dead_readers(world: World, request: Request) -> bool:
-    """Its own decode server is untouched, and so is its prefill server but for readers of another
-    decode server; those are few enough for the slots that are left to owners without one."""
-    own = {request.prefill[0], request.decode[0]}
-    dead = set()
-    for fault in world.spec.faults:
-        if fault.where[0] in own:
+def is_spared(world: World, request: Request) -> bool:
+    """Whether it has to be warm. No fault is on a server of its own, and those of its servers have
+    a slot for each rank that may want one, although ranks of a server with a fault hold theirs: two
+    of these have three quarters, and each other has one. A late request comes when all is over."""
+    hit = set() if request.late else {fault.where[0] for fault in world.spec.faults}
+    for here in (world.spec.servers[of[0]] for of in (request.prefill, request.decode)):
+        holders = {
+            one.number: one.groups * max(1, one.tp // here.tp)
+            for one in world.spec.servers if one.side != here.side
+        }  # fmt: skip
+        dead = sum(holders.get(number, 0) for number in hit)
+        few = not dead or (here.slots >= 8 and dead < 2 + here.slots // 4)
+        if here.number in hit or not few or sum(holders.values()) > here.slots:
             return False
-        server = world.spec.servers[fault.where[0]]
-        if server.side == "prefill":
-            if fault.peer is not None and fault.peer[0] in own:
-                return False
-            continue
-        dead |= {server.number}
-    slots = world.spec.servers[request.prefill[0]].slots
-    readers = sum(_readers(world, request, number) for number in dead)
-    return slots >= 8 and readers < 2 + slots // 4  # two have three quarters, each other has one
-
-
-def _readers(world: World, request: Request, number: int) -> int:
-    """How many ranks of this decode server may hold slots of one prefill rank."""
-    server, tp = world.spec.servers[number], world.spec.servers[request.prefill[0]].tp
-    return max(1, server.tp // tp) * server.groups
+    return True
