@@ -13,7 +13,6 @@ from tests.sim.network import Link, Read
 from tests.sim.process import Gated, Process
 
 if TYPE_CHECKING:
-    from sglang_mixkv.decode.plan import Plan
     from tests.sim.spec import Request
     from tests.sim.world import Place, World
 
@@ -24,7 +23,7 @@ class Receiver(Gated):
     """SGLang's receiver of one request on one rank. `cells`: by token, then by head of this rank.
 
     `owned`: the pages are the request's. `closed`: its gate is. `targets`: prefill ranks whose part
-    of the target is still to come. `arrived`: stock's own Success. `progress`: when rows were last
+    of the target is still to come. `progress`: when rows were last
     known to be in place. `lied_to`: a peer has violated the protocol before the verdict.
     """
 
@@ -36,15 +35,16 @@ class Receiver(Gated):
         shared = [memory.SHARED] * len(self.heads)
         first = request.first_token
         self.cells = [list(shared if token < first else row) for token in range(end)]
-        self.owned, self.closed, self.arrived = True, False, False
+        self.owned, self.closed = True, False
         self.closing = self.lied_to = False
         self.verdict: ev.State | None = None
-        self.arrived_at = self.slow_by = self.progress = 0.0
-        self.targets: set[object] = set()
+        self.progress = 0.0
+        self.targets: set[int] = set()
+        self.sources: tuple[ev.Source, ...] = ()
 
     @property
     def done(self) -> bool:
-        return self.arrived and self.verdict in GOOD
+        return self.has_target and self.verdict in GOOD
 
 
 class Watched(Breaker):
@@ -72,6 +72,7 @@ class DecodeRank(Process):
         self.links: dict[bytes, Link] = {}
         self.read_faults: list[list] = []  # fate, of this peer, so many
         self.job_of: dict[int, Receiver] = {}
+        self.known: dict[int, list[bytes]] = {}  # instances of a prefill server's ranks
         self.stuck = 0.0  # seconds that reads of the fate "stuck" hold their slots
 
     def is_urgent(self) -> bool:
@@ -86,16 +87,17 @@ class DecodeRank(Process):
 
     # -- SGLang's side
 
-    def open(self, request: Request, plan: Plan, end: int) -> Receiver:
+    def open(self, request: Request, sources: tuple[ev.Source, ...], end: int) -> Receiver:
         """SGLang's metadata is sent."""
         generation = self.world.next_number()
         receiver = Receiver(request, self, generation, end)
+        receiver.sources = sources
         self.receivers[generation] = receiver
         if request.forward:
             self.clock.after(request.forward, self._earlier_forward, receiver)
         self.post(
             ev.OpenRoom(
-                generation, request.number, plan.sources, request.first_token, end,
+                generation, request.number, sources, request.first_token, end,
                 pending=bool(request.forward), handle=generation, page_size=self.place.server.page,
             )
         )  # fmt: skip
@@ -113,12 +115,11 @@ class DecodeRank(Process):
     def target_arrived(self, receiver: Receiver) -> None:
         if receiver.closed:
             return
-        receiver.arrived, receiver.arrived_at = True, self.clock.now
-        receiver.slow_by = self.stopped_for
+        receiver.note_target(self)
         if receiver.verdict is None:
             self.awaiting.add(receiver.generation)
         self.post(ev.TargetArrived(receiver.generation))
-        self.world.groups[self.place.group].poll(receiver.request)
+        self.group.poll(receiver.request)
 
     def close(self, receiver: Receiver, reason: str) -> None:
         if not receiver.closing:
@@ -148,7 +149,7 @@ class DecodeRank(Process):
             case ev.Verdict():
                 self._decided(action)
             case ev.Forget():
-                self.world.groups[self.place.group].forget(action.peer, self)
+                self.known = {k: v for k, v in self.known.items() if action.peer not in v}
 
     def link(self, peer: bytes) -> Link:
         link = self.links.get(peer)
@@ -176,7 +177,7 @@ class DecodeRank(Process):
         self.world.checks.verdict(self, receiver, action)
         receiver.verdict = action.state
         self.awaiting.discard(action.handle)
-        self.world.groups[self.place.group].poll(receiver.request)
+        self.group.poll(receiver.request)
 
     # -- the unpacking threads
 

@@ -24,9 +24,9 @@ PREFILL, READER = (0, 0), (1, 0)
 def small(*chunks: int, pending: bool = False, again: bool = False, slots: int = 2) -> Spec:
     """One prefill rank and two readers, of one head each. A segment is one token. `again`: another
     request gets the room number."""
-    servers = (Server(0, "prefill", 1, 1, slots, 1, 1), Server(1, "decode", 2, 1, slots, 1, 1))
+    servers = (Server(0, "prefill", 1, slots, 1, 1), Server(1, "decode", 2, slots, 1, 1))
     parts = tuple(Chunk(one, pending, 0.001) for one in chunks)
-    first = Request(0, 1000, PREFILL, READER, 0.0, sum(chunks), 0, parts, forward=0.005 * pending)
+    first = Request(0, 1000, 0, 1, 0.0, sum(chunks), 0, parts, forward=0.005 * pending)
     requests = (first, replace(first, id=1, after=0)) if again else (first,)
     return Spec(0, 2, servers, requests, (), False, copiers=3)
 

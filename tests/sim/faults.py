@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from tests.sim.hostile import LIES
 
 if TYPE_CHECKING:
-    from tests.sim.decode import DecodeRank
     from tests.sim.network import Link
+    from tests.sim.sglang import Group
     from tests.sim.spec import Fault, Request
     from tests.sim.world import World
 
@@ -28,49 +28,43 @@ def _stop(world: World, fault: Fault) -> None:
 def _kill(world: World, fault: Fault) -> None:
     """The whole server: SGLang's watchdog ends the other ranks."""
     number = fault.where[0]
-    places = [place for (server, _), place in world.places.items() if server == number]
-    if not all(place.process.alive for place in places):
+    group = world.groups[number]
+    if not group.is_alive:
         return
-    for place in places:
+    for place in group.places:
         place.process.kill()
         world.places_now.pop(place.process.instance)
     for link in list(world.connections.values()):
         if not link.reader.alive or link.place.server.number == number:
             link.end(silent=world.clock.rng.random() < 0.2)
-    for key in [key for key in world.groups if key[0] == number]:
-        _group_died(world, key)
+    _others_notice(world, group)
     if fault.seconds:
-        world.clock.after(fault.seconds, _restart, world, places)
+        world.clock.after(fault.seconds, _restart, world, group)
 
 
-def _group_died(world: World, key: tuple[int, int]) -> None:
-    group = world.groups[key]
+def _others_notice(world: World, group: Group) -> None:
+    number, rng = group.server.number, world.clock.rng
     group.epoch += 1
-    rng = world.clock.rng
     for life in world.lives.values():
         request = life.request
         if life.begun is None:
             continue
-        if request.prefill == key and not life.prefill_over:
+        if request.prefill == number and not life.prefill_over:
             life.prefill_over = True
-            world.clock.after(rng.random() * 20, world.groups[request.decode].node_failure, request)
-        if request.decode == key and not life.decode_over:
+            other = world.groups[request.decode]
+            world.clock.after(rng.random() * 20, other.waited, request, "prefill is dead")
+        if request.decode == number and not life.decode_over:
             life.outcome, life.by = "lost", "stock"
-            world.clock.after(rng.random() * 5, world.groups[request.prefill].lost_reader, request)
-    if group.server.side == "prefill":
-        for other in world.groups.values():
-            if other.server.side == "decode":
-                for rank in other.ranks:
-                    world.clock.after(rng.random() * 20, _heartbeat, other, key, rank)
+            other = world.groups[request.prefill]
+            world.clock.after(rng.random() * 5, other.waited, request, "decode is dead")
+    for place in world.places.values():
+        if place.server.side == "decode" != group.server.side:  # its heartbeat
+            world.clock.after(rng.random() * 20, place.process.known.pop, number, None)
 
 
-def _heartbeat(group: object, key: tuple[int, int], rank: DecodeRank) -> None:
-    group.tables.get(rank, {}).pop(key, None)
-
-
-def _restart(world: World, places: list) -> None:
-    world.note_fault(f"server {places[0].server.number} is started again")
-    for place in places:
+def _restart(world: World, group: Group) -> None:
+    world.note_fault(f"server {group.server.number} is started again")
+    for place in group.places:
         world.start(place)
 
 
@@ -126,10 +120,10 @@ def _error(world: World, fault: Fault) -> None:
 
 
 def _abort(world: World, fault: Fault) -> None:
-    """All requests of a group."""
+    """All requests of a server."""
     for life in world.lives.values():
         request = life.request
-        if life.begun is not None and fault.where in (request.prefill, request.decode):
+        if life.begun is not None and fault.where[0] in (request.prefill, request.decode):
             side = world.spec.servers[fault.where[0]].side
             world.abort(request, side, fault.mode == "told")
 
@@ -146,9 +140,9 @@ def is_spared(world: World, request: Request) -> bool:
     a slot for each rank that may want one, although ranks of a server with a fault hold theirs: two
     of these have three quarters, and each other has one. A late request comes when all is over."""
     hit = set() if request.late else {fault.where[0] for fault in world.spec.faults}
-    for here in (world.spec.servers[of[0]] for of in (request.prefill, request.decode)):
+    for here in (world.spec.servers[number] for number in (request.prefill, request.decode)):
         holders = {
-            one.number: one.groups * max(1, one.tp // here.tp)
+            one.number: max(1, one.tp // here.tp)
             for one in world.spec.servers if one.side != here.side
         }  # fmt: skip
         dead = sum(holders.get(number, 0) for number in hit)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Sender(Gated):
     """SGLang's sender of one request on one rank. `cells`: the request's rows in the pool.
 
-    `sent`: stock's own Success; `succeeded`: it was reported. `given_back`: the pages may be
-    another's. `over`: the machine knows that the request has ended, or lost its number to another.
+    `succeeded`: SGLang's Success was reported. `given_back`: the pages may be another's. `over`:
+    the machine knows that the request has ended, or lost its number to another.
     """
 
     def __init__(self, request: Request, number: int, rank: PrefillRank) -> None:
@@ -30,8 +30,7 @@ class Sender(Gated):
         super().__init__(self.handle.gate)
         self.request, self.number, self.rank = request, number, rank
         self.cells = [memory.EARLIER] * memory.TOKENS
-        self.sent = self.succeeded = self.ended = self.given_back = self.over = False
-        self.sent_at = self.slow_by = 0.0
+        self.succeeded = self.ended = self.given_back = self.over = False
 
     @property
     def settled(self) -> bool:
@@ -39,7 +38,7 @@ class Sender(Gated):
 
     def poll(self) -> bool:
         """Whether Success is reported, as in the plugin's sender."""
-        if self.sent and not self.succeeded:
+        if self.has_target and not self.succeeded:
             self.succeeded = self.handle.settled and self.gate.shut()
         return self.succeeded
 
@@ -92,8 +91,7 @@ class PrefillRank(Process):
     def target_sent(self, sender: Sender) -> None:
         if sender.ended:
             return
-        sender.sent, sender.sent_at = True, self.clock.now
-        sender.slow_by = self.stopped_for
+        sender.note_target(self)
         self.awaiting.add(sender.number)
         self.post(ev.TargetSent(sender.number))
 
@@ -160,7 +158,7 @@ class PrefillRank(Process):
         self.world.checks.settled(self, sender)
         sender.handle.settled = True
         self.awaiting.discard(action.use)
-        self.world.groups[self.place.group].poll(sender.request)
+        self.group.poll(sender.request)
 
     # -- the packing threads
 
@@ -193,5 +191,5 @@ class PrefillRank(Process):
 
     def left_gate(self, sender: Sender) -> None:
         """SGLang's next poll finds it idle."""
-        if sender.settled and sender.sent and not sender.ended:
-            self.world.groups[self.place.group].poll(sender.request)
+        if sender.settled and sender.has_target and not sender.ended:
+            self.group.poll(sender.request)

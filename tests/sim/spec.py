@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Where = tuple[int, int]  # server, and a group or a rank of it
+Where = tuple[int, int]  # server, and a rank of it
 
 
 @dataclass(frozen=True)
 class Server:
-    """`groups` DP groups of `tp` ranks. `tokens`: how many fit a slot, of all heads of a rank.
+    """`tokens`: how many fit a slot, of all heads of a rank.
     `patience`: a factor on its times."""
 
     number: int
     side: str
     tp: int
-    groups: int
     slots: int
     tokens: int
     page: int
@@ -37,14 +36,13 @@ class Request:
 
     `optimistic`: the forward does not wait for decode. `forward`: how long an earlier one still
     writes to decode's pages. `abort`: which side, when, and whether the other one hears of it.
-    `target_fails`: on this prefill rank.
     `late`: it comes long after all faults.
     """
 
     id: int
     number: int
-    prefill: Where
-    decode: Where
+    prefill: int
+    decode: int
     arrival: float
     prompt: int
     first_token: int
@@ -55,7 +53,6 @@ class Request:
     target: float = 0.01
     forward: float = 0.0
     abort: tuple[str, float, bool] | None = None
-    target_fails: int = -1
     after: int = -1
     late: bool = False
 
