@@ -52,14 +52,14 @@ def _others_notice(world: World, group: Group) -> None:
         if request.prefill == number and not life.prefill_over:
             life.prefill_over = True
             other = world.groups[request.decode]
-            world.clock.after(rng.random() * 20, other.waited, request, "prefill is dead")
+            world.clock.after((1 - rng.random()) * 20, other.waited, request, "prefill is dead")
         if request.decode == number and not life.decode_over:
             life.outcome, life.by = "lost", "stock"
             other = world.groups[request.prefill]
             world.clock.after(rng.random() * 5, other.waited, request, "decode is dead")
     for place in world.places.values():
         if place.server.side == "decode" != group.server.side:  # its heartbeat
-            world.clock.after(rng.random() * 20, place.process.known.pop, number, None)
+            world.clock.after((1 - rng.random()) * 20, place.process.known.pop, number, None)
 
 
 def _restart(world: World, group: Group) -> None:
@@ -68,31 +68,32 @@ def _restart(world: World, group: Group) -> None:
         world.start(place)
 
 
-def _link(world: World, fault: Fault) -> Link | None:
+def _links(world: World, fault: Fault) -> list[Link]:
+    """The reader's connections to this address, where former instances were, too."""
     reader, place = world.places[fault.where].process, world.places[fault.peer]
-    if not reader.alive or place.process is None or not place.process.alive:
-        return None
-    return reader.link(place.process.instance)
+    if reader.alive and place.process.alive:
+        reader.link(place.process.instance)
+    return [link for link in reader.links.values() if link.place is place and reader.alive]
 
 
 def _break(world: World, fault: Fault) -> None:
-    if link := _link(world, fault):
+    for link in _links(world, fault):
         link.end(silent=fault.mode == "silent")
 
 
 def _cut(world: World, fault: Fault) -> None:
-    if link := _link(world, fault):
+    for link in _links(world, fault):
         link.cut(fault.seconds)
 
 
 def _slow(world: World, fault: Fault) -> None:
-    if link := _link(world, fault):
-        link.slow = world.clock.rng.choice((0.01, 0.1, 5.0))
-        link.slow_until = world.clock.now + fault.seconds
+    slow = world.clock.rng.choice((0.01, 0.1, 5.0))
+    for link in _links(world, fault):
+        link.slow, link.slow_until = slow, world.clock.now + fault.seconds
 
 
 def _double(world: World, fault: Fault) -> None:
-    if link := _link(world, fault):
+    for link in _links(world, fault):
         link.doubles += fault.count
         world.clock.after(LASTS, setattr, link, "doubles", 0)
 

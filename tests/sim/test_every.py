@@ -11,7 +11,8 @@ import pytest
 
 from sglang_mixkv.decode.machine import Machine as Decode
 from sglang_mixkv.prefill.machine import Machine as Prefill
-from tests.sim.every import FAULTS, Way, search, small
+from tests.sim.every import FAULTS, PREFILL, READER, search, small
+from tests.sim.spec import Fault
 
 ONE, MORE, PENDING = small(1), small(1, 1), small(1, 1, pending=True)
 LONG, AGAIN = small(2, 1, slots=3), small(1, again=True)  # two requests of one number
@@ -42,7 +43,13 @@ def test_two_steps_are_late() -> None:
 
 
 def test_a_fault_and_a_late_step() -> None:
-    explore(ONE, 1, 1, 150)
+    explore(ONE, 1, 1, 400)
+
+
+def test_a_restart_and_a_connection_that_breaks() -> None:
+    """What a read brings of the new instance's slots is refused, and the room cold."""
+    kinds = Fault("kill", 0, PREFILL, 0.1), Fault("break", 0, READER, 0.0, PREFILL)
+    explore(MORE, 0, 2, 30, kinds=kinds)
 
 
 @pytest.mark.full
@@ -53,7 +60,11 @@ def test_two_deviations_in_full(spec: Any, late: int, befall: int, one_in: int) 
     explore(spec, late, befall, one_in)
 
 
-def test_what_a_late_step_brings_to_light_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def kinds(kind: str) -> tuple[Fault, ...]:
+    return tuple(fault for fault in FAULTS if fault.kind == kind)
+
+
+def test_a_defect_that_a_doubled_message_shows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both copies of a READY are acknowledged, though the first one's read may still run."""
     whole = Decode._ready
 
@@ -64,15 +75,11 @@ def test_what_a_late_step_brings_to_light_is_found(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Decode, "_ready", acknowledge)
     assert search(ONE, 1).failed is None
-    failed = search(ONE, 0, 1, kinds=tuple(f for f in FAULTS if f.kind == "double")).failed
-    assert failed is not None
-    assert "still reads" in failed.finding
+    assert "still reads" in search(ONE, 0, 1, kinds("double")).failed.finding
 
 
-def test_what_a_fault_brings_to_light_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_that_a_lost_open_shows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """A room whose readers have not all opened it is never settled."""
     monkeypatch.setattr(Prefill, "_give_up", lambda self, room: None)
     assert search(ONE, 0).failed is None
-    failed = search(ONE, 0, 1).failed
-    assert failed is not None
-    assert failed.way != Way()
+    assert search(ONE, 0, 1, kinds("cut")).failed is not None
