@@ -115,6 +115,23 @@ def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
         assert rooms.machine._rooms[10].cold == reason
 
 
+@pytest.mark.parametrize(
+    ("page_size", "tokens", "warm"),
+    [(1, 8, False), (8, 8, False), (9, 8, True), (1, 0, False), (16, 0, False)],
+)
+def test_a_prompt_that_ends_before_its_last_page_is_refused(
+    page_size: int, tokens: int, warm: bool
+) -> None:
+    """Rows behind that end would be another request's, in a warm room."""
+    rooms = decode()
+    rooms.handle(room(page_size=page_size), 0.0)
+    announced = (Announced(0, 99, tokens),) if tokens else ()
+    message = Ready(ROOM, 10, 0, 0, announced, last=True)
+    actions = rooms.handle(dev.Received(PREFILL, message), 0.0)
+    assert bool(of(dev.StartRead, actions)) is warm
+    assert bool(of(dev.Clear, actions)) is not warm
+
+
 def test_more_slots_than_an_ack_holds_are_all_acknowledged() -> None:
     rooms = decode().machine
     slots = [(slot, slot + 1) for slot in range(2 * MAX_LIST)]

@@ -78,7 +78,7 @@ def test_a_defect_is_found_cut_down_and_described(monkeypatch: pytest.MonkeyPatc
     assert len(least.spec.faults) <= FEW
     assert len(least.spec.lines()) <= len(found.spec.lines())
     text = describe(found, False)
-    assert f"--replay {found.name}" in text
+    assert f"--replay {found.spec.seed}" in text
     assert "Verdict(" in text
 
 
