@@ -94,15 +94,6 @@ def ready(segment: int = 0, generation: int = 10, count: int = 8) -> dev.Receive
     return dev.Received(PREFILL, message)
 
 
-def test_a_thread_that_stood_still_drops_what_it_was_sent_before() -> None:
-    rooms = decode()
-    rooms.handle(room(), 0.0)
-    actions = rooms.handle(ready(), TIMES.stall + 0.1)
-    assert of(dev.StartRead, actions) == []
-    assert dev.Send(PREFILL, Ack(((0, 99),))) in actions
-    assert [note.what for note in of(dev.Note, actions)] == ["cold_stalled"]
-
-
 def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
     """`slot_aside` is its own: whatever this rank does with a slot ends by the smaller patience."""
     half = replace(room(), sources=(replace(room().sources[0], patience=0.5),))

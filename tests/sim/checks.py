@@ -139,7 +139,7 @@ class Checks:
             raise Finding("acks", f"{rank.name} acknowledges a slot that it still reads")
 
     def _deadline(self, rank: DecodeRank, receiver: Receiver) -> None:
-        times, waited = rank.place.times, rank.now - receiver.arrived_at
+        times, waited = rank.place.times, rank.now - receiver.target_at
         still = rank.now - receiver.progress
         if still < times.shortest_wait - 0.01 and waited < times.whole_wait:
             raise Finding("deadline", f"{rank.name} goes cold {still:.2f} s after progress")
@@ -202,11 +202,12 @@ class Checks:
         self.rows(rank, receiver, verdict.state)
         if verdict.state is dev.State.WARM and receiver.lied_to:
             raise Finding("violation", f"{rank.name} is warm after a violation of the protocol")
-        struck = (receiver.only, receiver.generation) in rank.machine.breaker.struck
-        if verdict.reason in STRIKES and receiver.only and not struck:
+        peers = [source.peer for source in receiver.sources if source.heads]
+        struck = {(peer, receiver.generation) for peer in peers} & rank.machine.breaker.struck
+        if verdict.reason in STRIKES and len(peers) == 1 and not struck:
             raise Finding("breaker", f"{rank.name}: a wait in vain does not count against its peer")
-        if receiver.arrived:
-            took = self._running(rank) - receiver.arrived_at + receiver.slow_by
+        if receiver.has_target:
+            took = self._running(rank) - receiver.target_at + receiver.slow_by
             if took > rank.place.times.whole_wait + SLACK:
                 raise Finding("late verdict", f"{rank.name}: {took:.2f} s after the target")
 
@@ -221,29 +222,15 @@ class Checks:
                 found = receiver.cells[token]
                 raise Finding("rows", f"{rank.name}: {state}, token {token} holds {found}")
 
-    def committed(self, rank: DecodeRank, receiver: Receiver) -> None:
-        self.rows(rank, receiver, receiver.verdict)
-
-    def opened(self, receiver: Receiver, plan: object) -> None:
-        sources = plan.sources if plan is not None else ()
-        receiver.peers = [source.peer for source in sources]
-        wanted = [source.peer for source in sources if source.heads]
-        receiver.only = wanted[0] if len(wanted) == 1 else None
-
     # -- SGLang's side
-
-    def metadata_sent(self, request: object, decode: object) -> None:
-        prefill = self.world.spec.servers[request.prefill[0]]
-        if decode.plugin and not prefill.plugin:
-            raise Finding("target", "a stripped decode and a stock prefill: the target is hurt")
 
     def settled(self, rank: PrefillRank, sender: Sender) -> None:
         if sender.settled:
             raise Finding("settled", f"{rank.name}: twice")
-        if not sender.sent:
+        if not sender.has_target:
             return
         since = self._progress.get((rank, sender.request.number), 0.0)
-        since = max(since, sender.sent_at - sender.slow_by)
+        since = max(since, sender.target_at - sender.slow_by)
         took = self._running(rank) - since
         if took > rank.place.times.packing + SLACK:
             raise Finding("late settled", f"{rank.name}: {took:.2f} s without progress")
@@ -252,12 +239,6 @@ class Checks:
         return self.world.clock.now - process.stopped_for
 
     # -- the end
-
-    def never_at_rest(self) -> None:
-        for process in self.world.places_now.values():
-            if left := process.machine.left():
-                raise Finding("left", f"{process.name} never comes to rest: {left}")
-        raise Finding("left", "the world never comes to rest")
 
     def at_the_end(self) -> None:
         for process in self.world.places_now.values():
@@ -290,9 +271,8 @@ class Checks:
         request, world = life.request, self.world
         if not life.decode_over or not life.prefill_over:
             raise Finding("ends", f"request {request.id} never ends")
-        refused = life.by == "refused" and not world.spec.servers[request.prefill[0]].plugin
         clear_failed = any(fault.mode in ("clear", "action") for fault in world.spec.faults)
-        allowed = life.by == "stock" or refused or (life.by == "drafter" and clear_failed)
+        allowed = life.by == "stock" or (life.by == "drafter" and clear_failed)
         if life.outcome == "failed" and not allowed:
             raise Finding("failed", f"request {request.id} by {life.by}: {life.reason}")
         if life.outcome == "ok":
@@ -300,17 +280,12 @@ class Checks:
 
     def _untouched(self, life: object) -> None:
         request, world = life.request, self.world
-        untouched = not faults.touched(world, request)
-        beside = untouched or faults.beside_dead_readers(world, request)
-        beside = beside or faults.beside_hostile(world, request)
-        own = request.abort is None and request.target_fails < 0 and request.after < 0
-        roomy = faults.is_roomy(world, request)
-        if not (own and roomy and (beside or request.late)):
+        own = request.abort is None and request.after < 0
+        if not own or not faults.is_spared(world, request):
             return
-        receivers = world.groups[request.decode].receivers[request.id]
+        receivers = world.groups[request.decode].handles[request.id]
         for receiver in receivers:
-            plugin = receiver.rank.place.server.plugin
-            if plugin and not receiver.plan_cold and receiver.verdict is not dev.State.WARM:
+            if receiver.verdict is not dev.State.WARM:
                 raise Finding(
                     "untouched", f"request {request.id} is {receiver.verdict} ({receiver.reason})"
                 )

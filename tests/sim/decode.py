@@ -23,29 +23,28 @@ class Receiver(Gated):
     """SGLang's receiver of one request on one rank. `cells`: by token, then by head of this rank.
 
     `owned`: the pages are the request's. `closed`: its gate is. `targets`: prefill ranks whose part
-    of the target is still to come. `arrived`: stock's own Success. `progress`: when rows were last
+    of the target is still to come. `progress`: when rows were last
     known to be in place. `lied_to`: a peer has violated the protocol before the verdict.
     """
 
     def __init__(self, request: Request, rank: DecodeRank, generation: int, end: int) -> None:
         super().__init__(Gate())
         self.request, self.rank, self.generation = request, rank, generation
-        drafts = rank.place.server.drafter != "none"
-        self.heads, self.end = rank.place.layout.heads if drafts else range(0), end
+        self.heads, self.end = rank.place.layout.heads, end
         row = [memory.EARLIER] * len(self.heads)
         shared = [memory.SHARED] * len(self.heads)
         first = request.first_token
         self.cells = [list(shared if token < first else row) for token in range(end)]
-        self.owned, self.closed, self.arrived = True, False, False
+        self.owned, self.closed = True, False
         self.closing = self.lied_to = False
         self.verdict: ev.State | None = None
-        self.arrived_at = self.slow_by = self.progress = 0.0
-        self.targets: set[object] = set()
-        self.plan_cold = ""
+        self.progress = 0.0
+        self.targets: set[int] = set()
+        self.sources: tuple[ev.Source, ...] = ()
 
     @property
     def done(self) -> bool:
-        return self.arrived and (self.verdict in GOOD or not self.rank.place.server.plugin)
+        return self.has_target and self.verdict in GOOD
 
 
 class Watched(Breaker):
@@ -73,8 +72,8 @@ class DecodeRank(Process):
         self.links: dict[bytes, Link] = {}
         self.read_faults: list[list] = []  # fate, of this peer, so many
         self.job_of: dict[int, Receiver] = {}
+        self.known: dict[int, list[bytes]] = {}  # instances of a prefill server's ranks
         self.stuck = 0.0  # seconds that reads of the fate "stuck" hold their slots
-        self._generation = 0
 
     def is_urgent(self) -> bool:
         return bool(self.reads) or super().is_urgent()
@@ -88,22 +87,20 @@ class DecodeRank(Process):
 
     # -- SGLang's side
 
-    def open(self, request: Request, plan: object, end: int, forward: float) -> Receiver:
-        """SGLang's metadata is sent. `forward`: how long an earlier one still runs."""
-        self._generation += 1
-        generation = (self._generation << 32) + self.rng.getrandbits(32)
+    def open(self, request: Request, sources: tuple[ev.Source, ...], end: int) -> Receiver:
+        """SGLang's metadata is sent."""
+        generation = self.world.next_number()
         receiver = Receiver(request, self, generation, end)
+        receiver.sources = sources
         self.receivers[generation] = receiver
-        if forward:
-            self.clock.after(forward, self._earlier_forward, receiver)
-        if plan is not None:
-            receiver.plan_cold = plan.cold
-            self.post(
-                ev.OpenRoom(
-                    generation, request.number, plan.sources, request.first_token, end, plan.cold,
-                    bool(forward), handle=generation, page_size=self.place.server.page,
-                )
-            )  # fmt: skip
+        if request.forward:
+            self.clock.after(request.forward, self._earlier_forward, receiver)
+        self.post(
+            ev.OpenRoom(
+                generation, request.number, sources, request.first_token, end,
+                pending=bool(request.forward), handle=generation, page_size=self.place.server.page,
+            )
+        )  # fmt: skip
         return receiver
 
     def _earlier_forward(self, receiver: Receiver) -> None:
@@ -118,13 +115,11 @@ class DecodeRank(Process):
     def target_arrived(self, receiver: Receiver) -> None:
         if receiver.closed:
             return
-        receiver.arrived, receiver.arrived_at = True, self.clock.now
-        receiver.slow_by = self.stopped_for
-        if self.place.server.plugin:
-            if receiver.verdict is None:
-                self.awaiting.add(receiver.generation)
-            self.post(ev.TargetArrived(receiver.generation))
-        self.world.groups[self.place.group].poll(receiver.request)
+        receiver.note_target(self)
+        if receiver.verdict is None:
+            self.awaiting.add(receiver.generation)
+        self.post(ev.TargetArrived(receiver.generation))
+        self.group.poll(receiver.request)
 
     def close(self, receiver: Receiver, reason: str) -> None:
         if not receiver.closing:
@@ -134,8 +129,7 @@ class DecodeRank(Process):
     def _close(self, receiver: Receiver, reason: str) -> None:
         receiver.closed = True
         self.awaiting.discard(receiver.generation)
-        if self.place.server.plugin:
-            self.post(ev.CloseRoom(receiver.generation, reason))
+        self.post(ev.CloseRoom(receiver.generation, reason))
         if reason:
             receiver.owned = False
 
@@ -155,7 +149,7 @@ class DecodeRank(Process):
             case ev.Verdict():
                 self._decided(action)
             case ev.Forget():
-                self.world.groups[self.place.group].forget(action.peer, self)
+                self.known = {k: v for k, v in self.known.items() if action.peer not in v}
 
     def link(self, peer: bytes) -> Link:
         link = self.links.get(peer)
@@ -183,7 +177,7 @@ class DecodeRank(Process):
         self.world.checks.verdict(self, receiver, action)
         receiver.verdict = action.state
         self.awaiting.discard(action.handle)
-        self.world.groups[self.place.group].poll(receiver.request)
+        self.group.poll(receiver.request)
 
     # -- the unpacking threads
 

@@ -69,24 +69,19 @@ class Draw:
     def _server(self, number: int, side: str, sizes: list[int], count: int) -> Server:
         rng = self.rng
         tp = rng.choice([size for size in sizes if self.large or size * count <= self.most] or [1])
-        groups = rng.choice((1, 1, 2)) if tp * 2 * count <= self.most else 1
         slots = rng.choice((2, 3, 4, 8, 8, 16) if not self.large else (4, 8, 16, 16, 32))
         if self.scene in ("stopped", "dead_readers"):
             slots = rng.choice((2, 8, 8)) if self.scene == "stopped" else 8
         if self.scene == "waiting":
             tp, slots = 1, 2 + 6 * (side == "prefill")
         if self.scene == "hostile":
-            tp, groups = 1, 1
+            tp = 1
         if self.scene == "dead_readers":
             most = max(size for size in sizes if size <= 4)
-            tp, groups = 1 if side == "prefill" else most if number == 1 else tp, 1
-        plugin = rng.random() > 0.03
-        drafter = rng.choice(("none", "other")) if rng.random() < 0.03 else "same"
-        if side == "decode" and drafter == "other":
-            drafter = "same"
+            tp = 1 if side == "prefill" else most if number == 1 else tp
         return Server(
-            number, side, tp, groups, slots, rng.randint(2, 6), rng.choice((1, 1, 2, 4, 8)),
-            plugin or self.scene != "any", drafter, rng.choice(PATIENCE),
+            number, side, tp, slots, rng.randint(2, 6), rng.choice((1, 1, 2, 4, 8)),
+            rng.choice(PATIENCE),
         )  # fmt: skip
 
     # -- requests
@@ -117,35 +112,34 @@ class Draw:
         again = rng.random() < chance
         former = earlier[-1] if earlier and again else None
         prefill, decode = (
-            (former.prefill, former.decode) if former else (self._group(servers, s, number)
+            (former.prefill, former.decode) if former else (self._server_of(servers, s, number)
             for s in ("prefill", "decode"))
         )  # fmt: skip
-        page = servers[decode[0]].page
+        page = servers[decode].page
         prompt = rng.randint(1, 40 if rng.random() < 0.2 else 16)
         if self.scene in ("dead_readers", "waiting"):
             prompt = rng.randint(16, 40)
         first = rng.choice((0, 0, 0, rng.randint(0, prompt // page))) * page
-        start = min(first // servers[prefill[0]].page * servers[prefill[0]].page, prompt)
+        start = min(first // servers[prefill].page * servers[prefill].page, prompt)
         return Request(
             number, former.number if former else 1000 + number, prefill, decode, arrival, prompt,
-            first, self._chunks(prompt - start, servers[prefill[0]].page),
+            first, self._chunks(prompt - start, servers[prefill].page),
             prefill_delay=self._prefill_delay(number),
             decode_delay=0.0 if former else self._delay(),
             optimistic=rng.random() < 0.3, target=self._target(),
             forward=rng.choice((0, 0, rng.random() * 0.05)),
             abort=self._abort(number),
-            target_fails=0 if rng.random() < 0.03 else -1,
             after=former.id if former else -1,
         )  # fmt: skip
 
-    def _group(self, servers: list[Server], side: str, number: int) -> Where:
+    def _server_of(self, servers: list[Server], side: str, number: int) -> int:
         of_side = [server for server in servers if server.side == side]
         server = self.rng.choice(of_side)
         if self.scene in ("stopped", "dead_readers") and side == "decode":
             server = of_side[min(number, 1)]  # the first request is the dead reader's
         if self.scene == "waiting":
             server = of_side[number > 1 and len(of_side) > 1]
-        return server.number, self.rng.randrange(server.groups)
+        return server.number
 
     def _chunks(self, count: int, page: int) -> tuple[Chunk, ...]:
         rng = self.rng
@@ -199,7 +193,7 @@ class Draw:
         last, end = requests[-1], end + 170 * max(PATIENCE)
         late = replace(
             last, id=len(requests), number=2000, arrival=end, after=-1, abort=None,
-            target_fails=-1, late=True, target=0.01, prefill_delay=0.0, decode_delay=0.0,
+            late=True, target=0.01, prefill_delay=0.0, decode_delay=0.0,
         )  # fmt: skip
         return [*requests, late]
 
@@ -211,30 +205,30 @@ class Draw:
         count = rng.choice((0, 1, 1, 2, 3)) if self.scene == "any" else rng.choice((0, 0, 0, 1))
         end = max(request.arrival for request in requests)
         for _ in range(count):
-            found.append(self.fault(servers, requests, rng.random() * (end + 0.1)))
+            found.append(self._fault(servers, requests, rng.random() * (end + 0.1)))
         return found
 
     def _faults_of_scene(self, servers: list[Server], requests: list[Request]) -> list[Fault]:
         rng, first = self.rng, requests[0]
-        rank = self._rank(servers[first.decode[0]])
+        rank = self._rank(servers[first.decode])
         match self.scene:
             case "dead_plane" if rng.random() < 0.3:
-                return [Fault("kill", rng.random() * 3, (first.prefill[0], 0), rng.random() * 0.3)]
+                return [Fault("kill", rng.random() * 3, (first.prefill, 0), rng.random() * 0.3)]
             case "dead_plane":
                 mode = rng.choice(("hang", "fail"))
                 return [Fault("reads", 0.0, rank, 20.0, None, mode, 1000)]
             case "waiting":
                 stuck = rng.uniform(*rng.choice(((5, 25), (20, 30), (55, 68))))
-                other = (first.prefill[0] + 1, 0)
-                found = [Fault("reads", 0.0, rank, stuck, first.prefill, "stuck", 2)]
+                other = (first.prefill + 1, 0)
+                found = [Fault("reads", 0.0, rank, stuck, (first.prefill, 0), "stuck", 2)]
                 found.append(Fault("reads", 0.0, rank, 80.0, other, "slow", 4))
                 if rng.random() < 0.5:
                     found.append(Fault("slow", 0.0, rank, 3.0, other))
                 return found
             case "hostile":
-                return [Fault("hostile", 0.0, first.prefill, 0.0, None, "", rng.randint(1, 3))]
+                return [Fault("hostile", 0.0, (first.prefill, 0), 0.0, None, "", rng.randint(1, 3))]
             case "stopped":
-                where = rng.choice((rank, rank, self._rank(servers[first.prefill[0]])))
+                where = rng.choice((rank, rank, self._rank(servers[first.prefill])))
                 seconds = max(r.arrival for r in requests) + rng.uniform(-0.02, 0.05)
                 mode = rng.choice(("", "sampled", "emitted"))
                 return [Fault("stop", rng.random() * 0.03, where, seconds, None, mode)]
@@ -246,29 +240,27 @@ class Draw:
                 kind = rng.choice(("slow", "break", "cut"))
                 when = 0.0 if kind == "slow" else rng.random() * 0.02
                 seconds = rng.uniform(0.5, 3.0) if kind != "break" else 0.0
-                return [Fault(kind, when, rank, seconds, self._rank(servers[first.prefill[0]]))]
+                return [Fault(kind, when, rank, seconds, self._rank(servers[first.prefill]))]
             case "unopened":
-                peer = self._rank(servers[first.prefill[0]])
+                peer = self._rank(servers[first.prefill])
                 cut = Fault("cut", 0.0, rank, rng.uniform(0.5, 4), peer)
-                other = self._rank(servers[first.prefill[0]])
+                other = self._rank(servers[first.prefill])
                 return [cut, Fault("stop", rng.uniform(0.1, 1), other, rng.uniform(0.5, 4))]
         return []
 
     def _rank(self, server: Server) -> Where:
-        return server.number, self.rng.randrange(server.tp * server.groups)
+        return server.number, self.rng.randrange(server.tp)
 
-    def fault(
-        self, servers: list[Server], requests: list[Request], time: float, kind: str = ""
-    ) -> Fault:
-        """One of this kind, at this time or just after a request has come."""
+    def _fault(self, servers: list[Server], requests: list[Request], time: float) -> Fault:
+        """At this time, or just after a request has come."""
         rng = self.rng
         request = rng.choice(requests)
-        if not kind and rng.random() < 0.7:
+        if rng.random() < 0.7:
             time = request.arrival + rng.random() * rng.choice((0.01, 0.05, 0.5))
-        decode = self._rank(servers[request.decode[0]])
-        prefill = self._rank(servers[request.prefill[0]])
+        decode = self._rank(servers[request.decode])
+        prefill = self._rank(servers[request.prefill])
         one = rng.choice((decode, prefill))
-        kind = kind or rng.choice(KINDS)
+        kind = rng.choice(KINDS)
         match kind:
             case "stop":
                 low, high = rng.choice(((0.005, 0.1), (0.5, 4.9), (5, 20), (55, 80)))

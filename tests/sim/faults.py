@@ -1,4 +1,4 @@
-"""What goes wrong, and which requests it has nothing to do with."""
+"""What goes wrong, and which requests are warm all the same."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from tests.sim.hostile import LIES
 
 if TYPE_CHECKING:
-    from tests.sim.decode import DecodeRank
     from tests.sim.network import Link
+    from tests.sim.sglang import Group
     from tests.sim.spec import Fault, Request
     from tests.sim.world import World
 
@@ -28,77 +28,72 @@ def _stop(world: World, fault: Fault) -> None:
 def _kill(world: World, fault: Fault) -> None:
     """The whole server: SGLang's watchdog ends the other ranks."""
     number = fault.where[0]
-    places = [place for (server, _), place in world.places.items() if server == number]
-    if not all(place.process.alive for place in places):
+    group = world.groups[number]
+    if not group.is_alive:
         return
-    for place in places:
+    for place in group.places:
         place.process.kill()
         world.places_now.pop(place.process.instance)
     for link in list(world.connections.values()):
         if not link.reader.alive or link.place.server.number == number:
             link.end(silent=world.clock.rng.random() < 0.2)
-    for key in [key for key in world.groups if key[0] == number]:
-        _group_died(world, key)
+    _others_notice(world, group)
     if fault.seconds:
-        world.clock.after(fault.seconds, _restart, world, places)
+        world.clock.after(fault.seconds, _restart, world, group)
 
 
-def _group_died(world: World, key: tuple[int, int]) -> None:
-    group = world.groups[key]
+def _others_notice(world: World, group: Group) -> None:
+    number, rng = group.server.number, world.clock.rng
     group.epoch += 1
-    rng = world.clock.rng
     for life in world.lives.values():
         request = life.request
         if life.begun is None:
             continue
-        if request.prefill == key and not life.prefill_over:
+        if request.prefill == number and not life.prefill_over:
             life.prefill_over = True
-            world.clock.after(rng.random() * 20, world.groups[request.decode].node_failure, request)
-        if request.decode == key and not life.decode_over:
+            other = world.groups[request.decode]
+            world.clock.after((1 - rng.random()) * 20, other.waited, request, "prefill is dead")
+        if request.decode == number and not life.decode_over:
             life.outcome, life.by = "lost", "stock"
-            world.clock.after(rng.random() * 5, world.groups[request.prefill].lost_reader, request)
-    if group.server.side == "prefill":
-        for other in world.groups.values():
-            if other.server.side == "decode":
-                for rank in other.ranks:
-                    world.clock.after(rng.random() * 20, _heartbeat, other, key, rank)
+            other = world.groups[request.prefill]
+            world.clock.after(rng.random() * 5, other.waited, request, "decode is dead")
+    for place in world.places.values():
+        if place.server.side == "decode" != group.server.side:  # its heartbeat
+            world.clock.after((1 - rng.random()) * 20, place.process.known.pop, number, None)
 
 
-def _heartbeat(group: object, key: tuple[int, int], rank: DecodeRank) -> None:
-    group.tables.get(rank, {}).pop(key, None)
-
-
-def _restart(world: World, places: list) -> None:
-    world.note_fault(f"server {places[0].server.number} is started again")
-    for place in places:
+def _restart(world: World, group: Group) -> None:
+    world.note_fault(f"server {group.server.number} is started again")
+    for place in group.places:
         world.start(place)
 
 
-def _link(world: World, fault: Fault) -> Link | None:
+def _links(world: World, fault: Fault) -> list[Link]:
+    """The reader's connections to this address, where former instances were, too."""
     reader, place = world.places[fault.where].process, world.places[fault.peer]
-    if not reader.alive or place.process is None or not place.process.alive:
-        return None
-    return reader.link(place.process.instance)
+    if reader.alive and place.process.alive:
+        reader.link(place.process.instance)
+    return [link for link in reader.links.values() if link.place is place and reader.alive]
 
 
 def _break(world: World, fault: Fault) -> None:
-    if link := _link(world, fault):
+    for link in _links(world, fault):
         link.end(silent=fault.mode == "silent")
 
 
 def _cut(world: World, fault: Fault) -> None:
-    if link := _link(world, fault):
+    for link in _links(world, fault):
         link.cut(fault.seconds)
 
 
 def _slow(world: World, fault: Fault) -> None:
-    if link := _link(world, fault):
-        link.slow = world.clock.rng.choice((0.01, 0.1, 5.0))
-        link.slow_until = world.clock.now + fault.seconds
+    slow = world.clock.rng.choice((0.01, 0.1, 5.0))
+    for link in _links(world, fault):
+        link.slow, link.slow_until = slow, world.clock.now + fault.seconds
 
 
 def _double(world: World, fault: Fault) -> None:
-    if link := _link(world, fault):
+    for link in _links(world, fault):
         link.doubles += fault.count
         world.clock.after(LASTS, setattr, link, "doubles", 0)
 
@@ -125,65 +120,34 @@ def _error(world: World, fault: Fault) -> None:
     world.clock.after(LASTS, errors.clear)
 
 
+def _abort(world: World, fault: Fault) -> None:
+    """All requests of a server."""
+    for life in world.lives.values():
+        request = life.request
+        if life.begun is not None and fault.where[0] in (request.prefill, request.decode):
+            side = world.spec.servers[fault.where[0]].side
+            world.abort(request, side, fault.mode == "told")
+
+
 _KINDS = {
     "stop": _stop, "kill": _kill, "break": _break, "cut": _cut, "slow": _slow, "double": _double,
     "reads": _reads, "error": _error, "hostile": _hostile,
+    "abort": _abort,
 }  # fmt: skip
 
 
-def touched(world: World, request: Request) -> bool:
-    """Whether a fault may have had to do with it: one on a server of its own, or on one that shares
-    requests with such a server, however far away."""
-    servers = set()
-    for fault in world.spec.faults:
-        servers |= {fault.where[0]} | ({fault.peer[0]} if fault.peer else set())
-    pairs = [{other.prefill[0], other.decode[0]} for other in world.spec.requests]
-    for _ in world.spec.servers:
-        for pair in pairs:
-            if pair & servers:
-                servers |= pair
-    return bool({request.prefill[0], request.decode[0]} & servers)
-
-
-def is_roomy(world: World, request: Request) -> bool:
-    """Whether each reader of its prefill ranks can have a slot there, and each of those ranks one
-    on decode. With fewer a crowd alone makes requests cold."""
-    prefill, decode = (world.spec.servers[of[0]] for of in (request.prefill, request.decode))
-    readers, peers = 0, 0
-    for server in world.spec.servers:
-        if server.side == "decode":
-            readers += server.groups * max(1, server.tp // prefill.tp)
-        else:
-            peers += server.groups * max(1, server.tp // decode.tp)
-    return prefill.slots >= readers and decode.slots >= peers
-
-
-def beside_hostile(world: World, request: Request) -> bool:
-    """Other prefill servers do not keep to the protocol, and nothing else is wrong."""
-    faults = world.spec.faults
-    return all(f.kind == "hostile" and f.where[0] != request.prefill[0] for f in faults)
-
-
-def beside_dead_readers(world: World, request: Request) -> bool:
-    """Its own decode server is untouched, and so is its prefill server but for readers of another
-    decode server; those are few enough for the slots that are left to owners without one."""
-    own = {request.prefill[0], request.decode[0]}
-    dead = set()
-    for fault in world.spec.faults:
-        if fault.where[0] in own:
+def is_spared(world: World, request: Request) -> bool:
+    """Whether it has to be warm. No fault is on a server of its own, and those of its servers have
+    a slot for each rank that may want one, although ranks of a server with a fault hold theirs: two
+    of these have three quarters, and each other has one. A late request comes when all is over."""
+    hit = set() if request.late else {fault.where[0] for fault in world.spec.faults}
+    for here in (world.spec.servers[number] for number in (request.prefill, request.decode)):
+        holders = {
+            one.number: max(1, one.tp // here.tp)
+            for one in world.spec.servers if one.side != here.side
+        }  # fmt: skip
+        dead = sum(holders.get(number, 0) for number in hit)
+        few = not dead or (here.slots >= 8 and dead < 2 + here.slots // 4)
+        if here.number in hit or not few or sum(holders.values()) > here.slots:
             return False
-        server = world.spec.servers[fault.where[0]]
-        if server.side == "prefill":
-            if fault.peer is not None and fault.peer[0] in own:
-                return False
-            continue
-        dead |= {server.number}
-    slots = world.spec.servers[request.prefill[0]].slots
-    readers = sum(_readers(world, request, number) for number in dead)
-    return slots >= 8 and readers < 2 + slots // 4  # two have three quarters, each other has one
-
-
-def _readers(world: World, request: Request, number: int) -> int:
-    """How many ranks of this decode server may hold slots of one prefill rank."""
-    server, tp = world.spec.servers[number], world.spec.servers[request.prefill[0]].tp
-    return max(1, server.tp // tp) * server.groups
+    return True

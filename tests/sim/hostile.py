@@ -42,18 +42,18 @@ def distorted(rank: PrefillRank, reader: DecodeRank, ready: Ready, lie: str) -> 
         case "early" if ready.first_token + tokens <= _last_page(reader, ready):
             wrong = replace(ready, last=True)
         case "behind" if ready.last:
-            more = Announced(0, rank.world.next_stamp(), 1)
+            more = Announced(0, rank.world.next_number(), 1)
             wrong = replace(ready, segment=ready.segment + len(segments), segments=(more,))
         case "fail":
             wrong = Fail(ready.room, ready.generation, rng.choice(CODES), "no reason")
         case "doubled" if segments:
-            fresh = [replace(one, stamp=rank.world.next_stamp(), slot=0) for one in segments]
+            fresh = [replace(one, stamp=rank.world.next_number(), slot=0) for one in segments]
             again = replace(ready, segments=tuple(fresh))
             rank.world.checks.lie(rank, again, False)
             return [ready, again]
         case "stranger" if segments:
             of = rng.choice([*reader.receivers, number])
-            fresh = [replace(one, stamp=rank.world.next_stamp()) for one in segments]
+            fresh = [replace(one, stamp=rank.world.next_number()) for one in segments]
             other = replace(ready, generation=of, segments=tuple(fresh))
             rank.world.checks.lie(rank, other, False)
             return [ready, other]

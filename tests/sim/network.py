@@ -54,7 +54,7 @@ class Link:
         self._carry(1, encode(message), self._arrive_at_decode)
 
     def _is_up(self) -> bool:
-        return self.place.process is not None and self.place.process.alive
+        return self.place.process.alive
 
     def _carry(self, way: int, frame: bytes, arrive: object) -> None:
         now, rng = self.clock.now, self.rng
@@ -74,7 +74,7 @@ class Link:
 
     def _arrive_at_prefill(self, epoch: int, frame: bytes) -> None:
         process = self.place.process
-        if epoch != self.epoch or process is None or not process.alive:
+        if epoch != self.epoch or not process.alive:
             return
         event = pev.Received(self.connection, decode(frame))
         process.step(self.connection, process.handle, (event,))
@@ -99,7 +99,7 @@ class Link:
         if silent:
             return
         process = self.place.process
-        if process is not None and process.alive and self.rng.random() < 0.7:
+        if process.alive and self.rng.random() < 0.7:
             delay = self.rng.choice((0.0, 0.01, 1.0, 5.0)) * self.rng.random()
             process.later(former, delay, process.handle, pev.ConnectionLost(former))
         self._could_not_send()
@@ -129,6 +129,7 @@ class Read:
         self, rank: DecodeRank, action: dev.StartRead, remote: PrefillRank | None, stamps: list[int]
     ) -> None:
         self.rank, self.remote, self.stamps = rank, remote, stamps
+        self.place = rank.world.place_of[action.peer]
         self.world, self.clock, self.rng = rank.world, rank.clock, rank.rng
         self.number, self.ranges = action.read, action.ranges
         self.pieces = [(n, i) for n, one in enumerate(self.ranges) for i in range(one.tokens + 2)]
@@ -198,8 +199,16 @@ class Read:
         """The read fails, sooner or later."""
         if self.fate != "dead":
             self.fate = "dead"
-            seconds = self.rng.random() * self.rng.choice((1, 30))
-            self.clock.after(seconds, self._end, "the peer is dead")
+            seconds = (1 - self.rng.random()) * self.rng.choice((1, 30))
+            self.clock.after(seconds, self._peer_was_dead)
+
+    def _peer_was_dead(self) -> None:
+        """Another instance may be at its address, with the same memory registered."""
+        self.remote = self.place.process
+        if self.remote.alive and self.rng.random() < 0.3:
+            self._rest()
+        else:
+            self._end("the peer is dead")
 
     def _end(self, error: str = "") -> None:
         if self.rank.reads.get(self.number) is self:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Sender(Gated):
     """SGLang's sender of one request on one rank. `cells`: the request's rows in the pool.
 
-    `sent`: stock's own Success; `succeeded`: it was reported. `given_back`: the pages may be
-    another's. `over`: the machine knows that the request has ended, or lost its number to another.
+    `succeeded`: SGLang's Success was reported. `given_back`: the pages may be another's. `over`:
+    the machine knows that the request has ended, or lost its number to another.
     """
 
     def __init__(self, request: Request, number: int, rank: PrefillRank) -> None:
@@ -30,8 +30,7 @@ class Sender(Gated):
         super().__init__(self.handle.gate)
         self.request, self.number, self.rank = request, number, rank
         self.cells = [memory.EARLIER] * memory.TOKENS
-        self.sent = self.succeeded = self.ended = self.given_back = self.over = False
-        self.sent_at = self.slow_by = 0.0
+        self.succeeded = self.ended = self.given_back = self.over = False
 
     @property
     def settled(self) -> bool:
@@ -39,9 +38,8 @@ class Sender(Gated):
 
     def poll(self) -> bool:
         """Whether Success is reported, as in the plugin's sender."""
-        if self.sent and not self.succeeded:
-            plugin = self.rank.place.server.plugin
-            self.succeeded = not plugin or (self.handle.settled and self.gate.shut())
+        if self.has_target and not self.succeeded:
+            self.succeeded = self.handle.settled and self.gate.shut()
         return self.succeeded
 
 
@@ -52,7 +50,7 @@ class PrefillRank(Process):
         super().__init__(world, place, instance)
         self.machine = Machine(
             instance, place.layout.heads, self._segment_tokens, self.slots, place.times,
-            world.next_stamp,
+            world.next_number,
         )  # fmt: skip
         self.senders: dict[int, Sender] = {}  # by use
         self.packed: dict[int, Sender] = {}  # whose rows, by stamp
@@ -70,8 +68,7 @@ class PrefillRank(Process):
     def begin(self, request: Request) -> Sender:
         sender = Sender(request, self.world.next_number(), self)
         self.senders[sender.number] = sender
-        if self.place.server.plugin:
-            self.post(ev.Begin(sender.number, request.number))
+        self.post(ev.Begin(sender.number, request.number))
         return sender
 
     def add_chunk(self, sender: Sender, first: int, count: int, last: bool, pending: bool) -> None:
@@ -88,17 +85,15 @@ class PrefillRank(Process):
         self._tell(sender, ev.ChunkWritten(sender.number))
 
     def _tell(self, sender: Sender, event: ev.Event) -> None:
-        if self.place.server.plugin and not sender.ended:
+        if not sender.ended:
             self.post(event)
 
     def target_sent(self, sender: Sender) -> None:
         if sender.ended:
             return
-        sender.sent, sender.sent_at = True, self.clock.now
-        sender.slow_by = self.stopped_for
-        if self.place.server.plugin:
-            self.awaiting.add(sender.number)
-            self.post(ev.TargetSent(sender.number))
+        sender.note_target(self)
+        self.awaiting.add(sender.number)
+        self.post(ev.TargetSent(sender.number))
 
     def end(self, sender: Sender, reason: str) -> None:
         """In the scheduler's thread. A request that failed is ended first, `Outbox.end`; one that
@@ -115,8 +110,7 @@ class PrefillRank(Process):
         self.later("scheduler", delay, self.copiers.close, sender, self._end, (sender, reason))
 
     def _end(self, sender: Sender, reason: str) -> None:
-        if self.place.server.plugin:
-            self.post(ev.End(sender.number, reason))
+        self.post(ev.End(sender.number, reason))
         self._give_back(sender)
 
     def _give_back(self, sender: Sender) -> None:
@@ -164,7 +158,7 @@ class PrefillRank(Process):
         self.world.checks.settled(self, sender)
         sender.handle.settled = True
         self.awaiting.discard(action.use)
-        self.world.groups[self.place.group].poll(sender.request)
+        self.group.poll(sender.request)
 
     # -- the packing threads
 
@@ -197,5 +191,5 @@ class PrefillRank(Process):
 
     def left_gate(self, sender: Sender) -> None:
         """SGLang's next poll finds it idle."""
-        if sender.settled and sender.sent and not sender.ended:
-            self.world.groups[self.place.group].poll(sender.request)
+        if sender.settled and sender.has_target and not sender.ended:
+            self.group.poll(sender.request)

@@ -19,6 +19,7 @@ from tests.sim import memory
 if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank
     from tests.sim.prefill import PrefillRank
+    from tests.sim.sglang import Group
     from tests.sim.world import Place, World
 
 
@@ -55,6 +56,10 @@ class Process:
         self._tick_time: float | None = None
         self._stop: tuple[str, float] | None = None
         self._since = 0.0
+
+    @property
+    def group(self) -> Group:
+        return self.world.groups[self.place.server.number]
 
     # -- threads
 
@@ -226,12 +231,18 @@ class Process:
 
 class Gated:
     """A request on one rank. `copies`: those in flight, by job. `then`: what SGLang's scheduler,
-    which waits in `Gate.close`, does when that returns."""
+    which waits in `Gate.close`, does when that returns. `has_target`: stock's own Success is there,
+    from `target_at` on; its rank was stopped for `slow_by` seconds before."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
         self.copies: dict[int, Any] = {}
         self.then: tuple[Callable, tuple] | None = None
+        self.has_target, self.target_at, self.slow_by = False, 0.0, 0.0
+
+    def note_target(self, rank: Process) -> None:
+        self.has_target, self.target_at = True, rank.clock.now
+        self.slow_by = rank.stopped_for
 
 
 class Copiers:

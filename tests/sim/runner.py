@@ -18,7 +18,6 @@ class Outcome:
     """Of one schedule. `invariant`: the one that was broken, or ""."""
 
     spec: Spec
-    name: str = ""
     invariant: str = ""
     detail: str = ""
     log: list[str] | None = None
@@ -28,7 +27,7 @@ class Outcome:
 def run_spec(spec: Spec, logged: bool = False, check_every: int = 1) -> Outcome:
     log: list[str] | None = [] if logged else None
     world = World(spec, log, check_every)
-    outcome = Outcome(spec, str(spec.seed), log=log, world=world)
+    outcome = Outcome(spec, log=log, world=world)
     try:
         world.run()
     except Finding as finding:
@@ -135,7 +134,7 @@ def describe(outcome: Outcome, large: bool) -> str:
     return "\n".join(
         [
             f"{outcome.invariant}: {outcome.detail}",
-            f"again: python scripts/simulate.py --replay {outcome.name}{options}",
+            f"again: python scripts/simulate.py --replay {outcome.spec.seed}{options}",
             "the smallest schedule found that fails like it:",
             *least.spec.lines(),
             *(least.log or ()),

@@ -1,5 +1,5 @@
 """SGLang: whom a decode rank contacts for a request, what the real facts make of it, and the life
-of a request, on a prefill group and on a decode group of ranks in lockstep."""
+of a request on each side, whose ranks go in lockstep."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from sglang_mixkv.decode import events as dev
 from sglang_mixkv.decode import plan as plans
 from sglang_mixkv.draft.facts import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
+<<<<<<< HEAD
 from sglang_mixkv.errors import MixKVError
+=======
+from sglang_mixkv.draft.targets import Target
+>>>>>>> h-sim
 from sglang_mixkv.tools.plan_pair import contacted
-from tests.sim.decode import DecodeRank, Receiver
-from tests.sim.prefill import PrefillRank, Sender
+from tests.sim.decode import DecodeRank
+from tests.sim.prefill import Sender
 from tests.sim.spec import Server
 
 if TYPE_CHECKING:
-    from tests.sim.spec import Request, Where
+    from tests.sim.spec import Request
     from tests.sim.world import World
 
 
@@ -36,47 +40,12 @@ def slot_bytes(heads: int, tp: int, tokens: int) -> int:
     return SLOT_OVERHEAD + tokens * layout.facts.bytes_per_token(len(layout.heads))
 
 
-def contacts(world: World, request: Request, rank: DecodeRank) -> range:
-    """Ranks of the prefill group."""
-    theirs, ours = world.spec.servers[request.prefill[0]].tp, rank.place.server.tp
-    return contacted(theirs, ours, rank.place.tp_rank)
-
-
-def plan_for(
-    world: World, request: Request, rank: DecodeRank, instances: tuple[bytes, ...]
-) -> plans.Plan:
-    """The real plan, with the instances that the rank knows. Raises MixKVError where refused."""
-    prefill = world.spec.servers[request.prefill[0]]
-    plan = make_plan(world.spec.heads, prefill, rank.place.server, rank.place.tp_rank)
-    indices = contacts(world, request, rank)
-    sources = tuple(
-        replace(source, peer=instances[indices[i]]) for i, source in enumerate(plan.sources)
-    )
-    return plans.Plan(sources, plan.version, plan.cold)
-
-
-PLANS: dict[tuple, plans.Plan] = {}  # by all that they depend on
-
-
-def make_plan(heads: int, prefill: Server, decode: Server, rank: int) -> plans.Plan:
-    key_of = prefill.tp, prefill.slots, prefill.tokens, prefill.plugin, prefill.drafter
-    of = (*key_of, prefill.patience)
-    key = (heads, of, decode.tp, decode.slots, decode.tokens, decode.drafter, rank)
-    plan = PLANS.get(key)
-    if plan is None:
-        plan = PLANS[key] = _make_plan(heads, prefill, decode, rank)
-    return plan
-
-
-def _make_plan(heads: int, prefill: Server, decode: Server, rank: int) -> plans.Plan:
-    rows = {}
-    if prefill.plugin:
-        rows = {("p", i): _row(heads, prefill, i) for i in range(prefill.tp)}
-    indices = contacted(prefill.tp, decode.tp, rank)
-    found = [{"rank_ip": "p", "rank_port": i, "is_dummy": False} for i in indices]
-    own = _row(heads, decode, rank)
-    cold, _ = plans.judge(rows.values(), own, serve_mismatch=True)
-    return plans.make_plan(found, rows, own, cold)
+@lru_cache(1 << 12)
+def sources_of(heads: int, prefill: Server, decode: Server, rank: int) -> tuple[dev.Source, ...]:
+    """Those of the real plan."""
+    rows = {("p", i): _row(heads, prefill, i) for i in range(prefill.tp)}
+    infos = [{"rank_ip": "p", "rank_port": i} for i in contacted(prefill.tp, decode.tp, rank)]
+    return plans.make_plan(infos, rows, _row(heads, decode, rank)).sources
 
 
 def _row(heads: int, server: Server, rank: int) -> Row:
@@ -84,8 +53,7 @@ def _row(heads: int, server: Server, rank: int) -> Row:
     return Row(
         PROTOCOL, "", "", b"%8d" % rank, "p", rank, "", server.tp, rank, 0, (),
         "mooncake", Target(0, 1, layer_ids=False, even=True),
-        topk=1 if server.drafter == "other" else 0,
-        draft=None if server.drafter == "none" else layout_of(heads, server.tp, rank),
+        draft=layout_of(heads, server.tp, rank),
         staging=StagingFacts("mooncake", b"", 0, size, server.slots), patience=server.patience,
     )  # fmt: skip
 
@@ -94,13 +62,14 @@ WAITING = 90.0  # SGLang's own time-out for the target, on both sides; 300 s by 
 
 
 class Group:
-    """`epoch`: steps of a group that was killed do not go on in its successor."""
+    """The ranks of a server. `handles`: SGLang's sender or receiver on each rank, by request.
+    `epoch`: steps of a group that was killed do not go on in its successor."""
 
-    def __init__(self, world: World, server: Server, number: int) -> None:
+    def __init__(self, world: World, server: Server) -> None:
         self.world, self.clock, self.rng = world, world.clock, world.clock.rng
-        self.server, self.key = server, (server.number, number)
-        first = number * server.tp
-        self.places = [world.places[server.number, first + i] for i in range(server.tp)]
+        self.server = server
+        self.places = [world.places[server.number, rank] for rank in range(server.tp)]
+        self.handles: dict[int, list] = {}
         self.epoch = 0
 
     @property
@@ -109,7 +78,7 @@ class Group:
 
     @property
     def is_alive(self) -> bool:
-        return all(rank is not None and rank.alive for rank in self.ranks)
+        return all(rank.alive for rank in self.ranks)
 
     def step(self, delay: float, call: Callable, *args: object) -> None:
         """Once all ranks of the group run: each of SGLang's steps begins with an all-reduce."""
@@ -127,23 +96,33 @@ class Group:
     def _skew(self) -> float:
         return self.rng.random() * 0.001
 
+    def _has_target(self, request: Request) -> bool:
+        handles = self.handles.get(request.id)
+        return bool(handles) and all(one.has_target for one in handles)
+
+    def waited(self, request: Request, what: str = "time-out") -> None:
+        """For too long, or for a server that is dead, as SGLang notices where it still needs it."""
+        if not self._has_target(request):
+            self.fail(request, what)
+
+    def fail(self, request: Request, reason: str, by: str = "stock") -> None:
+        self.step(0.0, self._end, request, reason, by)
+
+    def _end(self, request: Request, reason: str, by: str = "stock") -> None:
+        raise NotImplementedError
+
 
 class PrefillGroup(Group):
-    def __init__(self, world: World, server: Server, number: int) -> None:
-        super().__init__(world, server, number)
-        self.senders: dict[int, list[Sender]] = {}  # by request
-
     def arrive(self, request: Request) -> None:
         life = self.world.lives[request.id]
         if life.prefill_over:
             return
-        life.prefill_begun = True
-        self.senders[request.id] = [rank.begin(request) for rank in self.ranks]
-        self.step(WAITING, self._waited, request)
+        self.handles[request.id] = [rank.begin(request) for rank in self.ranks]
+        self.step(WAITING, self.waited, request)
         if request.optimistic or life.metadata == 0:
-            self._chunk(request, 0, self.first_row(request))
+            self._chunk(request, 0, self._first_row(request))
 
-    def first_row(self, request: Request) -> int:
+    def _first_row(self, request: Request) -> int:
         """Where the first chunk begins: with a whole page of this side's."""
         return min(request.first_token // self.server.page * self.server.page, request.prompt)
 
@@ -152,25 +131,21 @@ class PrefillGroup(Group):
         life = self.world.lives[request.id]
         assert life.metadata
         life.metadata -= 1
-        if life.metadata or not life.prefill_begun or life.prefill_over:
+        if life.metadata or request.id not in self.handles or life.prefill_over:
             return
         if request.optimistic:
             self._try_target(request)
         else:
-            self._chunk(request, 0, self.first_row(request))
+            self._chunk(request, 0, self._first_row(request))
 
     def _chunk(self, request: Request, number: int, first: int) -> None:
         if self.world.lives[request.id].prefill_over:
             return
         chunk = request.chunks[number]
         last = number == len(request.chunks) - 1
-        if chunk.pending:
-            for rank, sender in self._of(request):
-                rank.add_chunk(sender, first, chunk.count, last, True)
+        for sender in self.handles[request.id] if chunk.pending else ():
+            sender.rank.add_chunk(sender, first, chunk.count, last, True)
         self.step(chunk.seconds, self._chunk_done, request, number, first)
-
-    def _of(self, request: Request) -> list[tuple[PrefillRank, Sender]]:
-        return [(sender.rank, sender) for sender in self.senders[request.id]]
 
     def _chunk_done(self, request: Request, number: int, first: int) -> None:
         life = self.world.lives[request.id]
@@ -178,7 +153,8 @@ class PrefillGroup(Group):
             return
         chunk = request.chunks[number]
         last = number == len(request.chunks) - 1
-        for rank, sender in self._of(request):
+        for sender in self.handles[request.id]:
+            rank = sender.rank
             rank.write(sender, first, chunk.count)
             if chunk.pending:
                 rank.later("event", self.rng.random() * 0.0004, rank.written, sender)
@@ -190,178 +166,105 @@ class PrefillGroup(Group):
         else:
             self._chunk(request, number + 1, first + chunk.count)
 
-    # -- the target
-
     def _try_target(self, request: Request) -> None:
         life = self.world.lives[request.id]
         if not life.written or life.metadata != 0 or life.target_begun:
             return
         life.target_begun = True
-        for index, (rank, sender) in enumerate(self._of(request)):
+        for sender in self.handles[request.id]:
             delay = request.target * (1 + 0.2 * self.rng.random())
-            rank.later(("target", request.id), delay, self._target, request, index, sender)
+            sender.rank.later(("target", request.id), delay, self._target, request, sender)
 
-    def _target(self, request: Request, index: int, sender: Sender) -> None:
-        if sender.ended:
-            return
-        if request.target_fails == index:
-            self.fail(request, "the target's transfer failed")
-            group = self.world.groups[request.decode]
-            delay = self.rng.choice((0.01, 5)) * self.rng.random()
-            self.clock.after(delay, group.fail, request, "the target's transfer failed")
-            return
-        sender.rank.target_sent(sender)
-        self.world.groups[request.decode].target_part(request, index)
-        self.poll(request)
-
-    # -- ends
+    def _target(self, request: Request, sender: Sender) -> None:
+        if not sender.ended:
+            sender.rank.target_sent(sender)
+            self.world.groups[request.decode].target_part(request, sender.rank.place.rank)
+            self.poll(request)
 
     def poll(self, request: Request) -> None:
         """SGLang acts on the least of the ranks' states."""
-        polled = [sender.poll() for sender in self.senders[request.id]]
+        polled = [sender.poll() for sender in self.handles[request.id]]
         if all(polled):
-            self.step(self._skew(), self._finish, request)
+            self.step(self._skew(), self._end, request, "")
 
-    def _finish(self, request: Request) -> None:
+    def _end(self, request: Request, reason: str, by: str = "stock") -> None:
         life = self.world.lives[request.id]
         if life.prefill_over:
             return
         life.prefill_over = True
-        for rank, sender in self._of(request):
-            rank.later("scheduler", self._skew(), rank.end, sender, "")
-
-    def fail(self, request: Request, reason: str) -> None:
-        self.step(0.0, self._fail, request, reason)
-
-    def _fail(self, request: Request, reason: str) -> None:
-        life = self.world.lives[request.id]
-        if life.prefill_over:
-            return
-        life.prefill_over = True
-        for rank, sender in self._of(request) if life.prefill_begun else ():
-            rank.later("scheduler", self._skew(), rank.end, sender, reason)
-
-    def _waited(self, request: Request) -> None:
-        if not all(sender.sent for sender in self.senders[request.id]):
-            self._fail(request, "time-out")
-
-    def lost_reader(self, request: Request) -> None:
-        """SGLang notices that decode is dead, where it still has to send there."""
-        senders = self.senders.get(request.id, [])
-        if not senders or not all(sender.sent for sender in senders):
-            self.fail(request, "decode is dead")
+        for sender in self.handles.get(request.id, ()):
+            sender.rank.later("scheduler", self._skew(), sender.rank.end, sender, reason)
 
 
 class DecodeGroup(Group):
-    def __init__(self, world: World, server: Server, number: int) -> None:
-        super().__init__(world, server, number)
-        self.receivers: dict[int, list[Receiver]] = {}  # by request
-        self.tables: dict[DecodeRank, dict[Where, tuple[bytes, ...]]] = {}
-
     def arrive(self, request: Request) -> None:
-        life = self.world.lives[request.id]
-        if life.decode_over:
+        if self.world.lives[request.id].decode_over:
             return
-        try:
-            plans = [self._plan(request, rank) for rank in self.ranks]
-        except MixKVError as error:
-            self._fail(request, str(error), "refused")
-            return
-        if None in plans and self.server.plugin:
-            self._fail(request, "no prefill server", "stock")
-            return
-        self._open(request, plans)
+        found = [self._sources(request, rank) for rank in self.ranks]
+        if None in found:
+            self._end(request, "no prefill server")
+        else:
+            self._open(request, found)
 
-    def _plan(self, request: Request, rank: DecodeRank) -> object:
-        """None where there are no facts: a stock decode has none, a dead prefill gives none."""
+    def _contacted(self, request: Request, rank: DecodeRank) -> range:
+        """Ranks of the prefill server."""
+        prefill = self.world.spec.servers[request.prefill]
+        return contacted(prefill.tp, self.server.tp, rank.place.rank)
+
+    def _sources(self, request: Request, rank: DecodeRank) -> list[dev.Source] | None:
+        """With the instances that the rank knows; None where a dead prefill gives no facts."""
         group = self.world.groups[request.prefill]
-        if not self.server.plugin:
-            return None
-        table = self.tables.setdefault(rank, {})
-        if request.prefill not in table:
+        if request.prefill not in rank.known:
             if not group.is_alive:
                 return None
-            table[request.prefill] = tuple(place.process.instance for place in group.places)
-        return plan_for(self.world, request, rank, table[request.prefill])
+            rank.known[request.prefill] = [one.instance for one in group.ranks]
+        instances = rank.known[request.prefill]
+        sources = sources_of(self.world.spec.heads, group.server, self.server, rank.place.rank)
+        indices = self._contacted(request, rank)
+        return [replace(source, peer=instances[indices[i]]) for i, source in enumerate(sources)]
 
-    def _open(self, request: Request, plans: list) -> None:
-        life, page = self.world.lives[request.id], self.server.page
+    def _open(self, request: Request, found: list[list[dev.Source]]) -> None:
+        page, messages = self.server.page, 0
         end = -(-request.prompt // page) * page
-        receivers = self.receivers[request.id] = []
-        messages = 0
-        for rank, plan in zip(self.ranks, plans, strict=True):
-            receiver = rank.open(request, plan, end, request.forward)
+        receivers = self.handles[request.id] = []
+        for rank, sources in zip(self.ranks, found, strict=True):
+            receiver = rank.open(request, tuple(sources), end)
             receivers.append(receiver)
-            self.world.checks.opened(receiver, plan)
-            receiver.targets = set(contacts(self.world, request, rank))
+            receiver.targets = set(self._contacted(request, rank))
             messages += len(receiver.targets)
-        self.world.checks.metadata_sent(request, self.server)
-        life.metadata = messages
-        self.step(WAITING, self._waited, request)
+        self.world.lives[request.id].metadata = messages
+        self.step(WAITING, self.waited, request)
         group = self.world.groups[request.prefill]
         for _ in range(messages):
             group.step(0.0002 + self.rng.random() ** 2 * 0.003, group.metadata, request)
 
-    # -- the target
-
     def target_part(self, request: Request, index: int) -> None:
         """One prefill rank's part of the target is there."""
-        for receiver in self.receivers.get(request.id, ()):
+        for receiver in self.handles.get(request.id, ()):
             if index in receiver.targets:
                 receiver.targets.discard(index)
                 if not receiver.targets:
                     rank, delay = receiver.rank, self.rng.random() * 0.002
                     rank.later(("target", request.id), delay, rank.target_arrived, receiver)
 
-    # -- ends
-
     def poll(self, request: Request) -> None:
-        receivers = self.receivers[request.id]
+        receivers = self.handles[request.id]
         if any(receiver.verdict is dev.State.FAILED for receiver in receivers):
-            self.step(self._skew(), self._fail, request, "rows could not be cleared", "drafter")
+            self.step(self._skew(), self._end, request, "rows could not be cleared", "drafter")
         elif all(receiver.done for receiver in receivers):
-            self.step(self._skew(), self._commit, request)
+            self.step(self._skew(), self._end, request, "")
 
-    def _commit(self, request: Request) -> None:
-        life = self.world.lives[request.id]
+    def _end(self, request: Request, reason: str, by: str = "stock") -> None:
+        life, rng = self.world.lives[request.id], self.rng
         if life.decode_over:
             return
-        life.outcome, life.finished = "ok", self.clock.now
-        for receiver in self.receivers[request.id]:
-            rank = receiver.rank
-            if self.server.plugin:
-                self.world.checks.committed(rank, receiver)
-            rank.later("scheduler", self._skew(), rank.close, receiver, "")
-
-    def fail(self, request: Request, reason: str, by: str = "stock") -> None:
-        self.step(0.0, self._fail, request, reason, by)
-
-    def _fail(self, request: Request, reason: str, by: str) -> None:
-        life = self.world.lives[request.id]
-        if life.decode_over:
-            return
-        life.outcome, life.reason, life.by = "failed", reason, by
+        life.outcome, life.reason, life.by = "failed" if reason else "ok", reason, by
         life.finished = self.clock.now
-        for receiver in self.receivers.get(request.id, ()):
+        for receiver in self.handles.get(request.id, ()):
+            if not reason:
+                self.world.checks.rows(receiver.rank, receiver, receiver.verdict)
             receiver.rank.later("scheduler", self._skew(), receiver.rank.close, receiver, reason)
         told = request.abort is None or request.abort[2]
-        if (told and self.rng.random() < 0.8) or by != "stock":
+        if reason and ((told and rng.random() < 0.8) or by != "stock"):
             group = self.world.groups[request.prefill]
-            self.clock.after(self.rng.random() * 0.02, group.fail, request, "decode aborted it")
-
-    def _waited(self, request: Request) -> None:
-        receivers = self.receivers[request.id]
-        if not all(receiver.arrived for receiver in receivers):
-            self._fail(request, "time-out", "stock")
-
-    def node_failure(self, request: Request) -> None:
-        """SGLang's heartbeat has found the prefill server dead."""
-        receivers = self.receivers.get(request.id, [])
-        if not receivers or not all(receiver.arrived for receiver in receivers):
-            self.fail(request, "prefill is dead")
-
-    def forget(self, peer: bytes, rank: DecodeRank | None = None) -> None:
-        for of, table in self.tables.items():
-            for key in [k for k, instances in table.items() if peer in instances]:
-                if rank in (None, of):
-                    del table[key]
+            self.clock.after(rng.random() * 0.02, group.fail, request, "decode aborted it")

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Where = tuple[int, int]  # server, and a group or a rank of it
+Where = tuple[int, int]  # server, and a rank of it
 
 
 @dataclass(frozen=True)
 class Server:
-    """`groups` DP groups of `tp` ranks. `tokens`: how many fit a slot, of all heads of a rank.
-    `drafter`: "same", "none", or "other". `patience`: a factor on its times."""
+    """`tokens`: how many fit a slot, of all heads of a rank.
+    `patience`: a factor on its times."""
 
     number: int
     side: str
     tp: int
-    groups: int
     slots: int
     tokens: int
     page: int
-    plugin: bool = True
-    drafter: str = "same"
     patience: float = 1.0
 
 
@@ -39,14 +36,13 @@ class Request:
 
     `optimistic`: the forward does not wait for decode. `forward`: how long an earlier one still
     writes to decode's pages. `abort`: which side, when, and whether the other one hears of it.
-    `target_fails`: on this prefill rank.
     `late`: it comes long after all faults.
     """
 
     id: int
     number: int
-    prefill: Where
-    decode: Where
+    prefill: int
+    decode: int
     arrival: float
     prompt: int
     first_token: int
@@ -57,7 +53,6 @@ class Request:
     target: float = 0.01
     forward: float = 0.0
     abort: tuple[str, float, bool] | None = None
-    target_fails: int = -1
     after: int = -1
     late: bool = False
 

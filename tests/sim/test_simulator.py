@@ -1,11 +1,12 @@
 """The machines hold what they promise, in whole clusters on a virtual clock.
 
-By default about a minute, with other seeds each time; they are printed. --full is the long run.
+By default about a minute, with other seeds each time. --full is the long run.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,35 +14,33 @@ import pytest
 
 from sglang_mixkv.decode.machine import Machine as Decode
 from tests.sim.draw import Draw
-from tests.sim.runner import Result, describe, run_many, run_spec, shrink, summary
+from tests.sim.runner import describe, run_many, run_spec, shrink, summary
 
 FRESH = int(time.time()) * 1000  # the first seed of today's run
 FEW = 2  # faults that a cut-down schedule may have at most
 
 
-def no_finding(result: Result, large: bool = False) -> None:
+BOTH = pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
+
+
+def hold(seeds: Iterable[int], large: bool, **more: Any) -> None:
+    result = run_many(seeds, large, **more)
     print(summary(result))
     if result.found:
         pytest.fail(describe(result.found[0], large), pytrace=False)
 
 
-def test_known_seeds_hold() -> None:
-    no_finding(run_many(range(300)))
+@BOTH
+def test_known_seeds_hold(large: bool) -> None:
+    hold(range(10 if large else 300), large)
 
 
-def test_known_seeds_of_large_worlds_hold() -> None:
-    no_finding(run_many(range(10), large=True), large=True)
+@BOTH
+def test_other_seeds_hold_each_time(large: bool) -> None:
+    hold(range(FRESH, FRESH + 10**6), large, seconds=10 if large else 30, check_every=3)
 
 
-def test_other_seeds_hold_each_time() -> None:
-    no_finding(run_many(range(FRESH, FRESH + 10**6), seconds=45, check_every=3))
-
-
-def test_other_seeds_of_large_worlds_hold_each_time() -> None:
-    no_finding(run_many(range(FRESH, FRESH + 10**5), large=True, seconds=15, check_every=3), True)
-
-
-@pytest.mark.parametrize("large", [False, True])
+@BOTH
 def test_a_seed_gives_the_same_run_again(large: bool) -> None:
     for seed in range(20 if not large else 3):
         spec = Draw(seed, large).spec()
@@ -79,17 +78,12 @@ def test_a_defect_is_found_cut_down_and_described(monkeypatch: pytest.MonkeyPatc
     assert len(least.spec.faults) <= FEW
     assert len(least.spec.lines()) <= len(found.spec.lines())
     text = describe(found, False)
-    assert f"--replay {found.name}" in text
+    assert f"--replay {found.spec.seed}" in text
     assert "Verdict(" in text
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-def test_a_hundred_thousand_small_schedules() -> None:
-    no_finding(run_many(range(10**6, 10**6 + 10**5), check_every=5))
-
-
-@pytest.mark.full
-@pytest.mark.timeout(7200)
-def test_ten_thousand_large_schedules() -> None:
-    no_finding(run_many(range(10**6, 10**6 + 10**4), large=True, check_every=20), large=True)
+@BOTH
+def test_ten_thousands_of_schedules_hold(large: bool) -> None:
+    hold(range(10**6, 10**6 + 10 ** (4 if large else 5)), large, check_every=20 if large else 5)

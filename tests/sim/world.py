@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 class Clock:
     """Calls in the order of their time, and of their making where that is equal."""
 
-    def __init__(self, seed: int) -> None:
-        self.now = 0.0
-        self.rng = random.Random(seed)
+    def __init__(self, rng: random.Random) -> None:
+        self.now, self.rng = 0.0, rng
         self._heap: list[tuple] = []
-        self._made = 0
+        self._made = self.calls = 0
 
     def at(self, when: float, call: Callable, *args: object) -> None:
         self._made += 1
@@ -39,15 +38,15 @@ class Clock:
         self._made += 1
         heappush(self._heap, (self.now + delay, self._made, call, args))
 
-    def run(self, limit: float) -> bool:
-        """True once nothing is left to do; False where that was not before `limit`."""
+    def run(self, limit: float, most: int = 1 << 60) -> bool:
+        """Make `most` calls. True where nothing is left to do before `limit`."""
         heap = self._heap
-        while heap:
-            if heap[0][0] > limit:
-                return False
+        while heap and most and heap[0][0] <= limit:
             self.now, _, call, args = heappop(heap)
+            most -= 1
+            self.calls += 1
             call(*args)
-        return True
+        return not heap
 
 
 class Life:
@@ -58,7 +57,7 @@ class Life:
         self.begun: float | None = None
         self.outcome = self.reason = self.by = ""
         self.finished: float | None = None
-        self.prefill_over = self.prefill_begun = self.written = self.target_begun = False
+        self.prefill_over = self.written = self.target_begun = False
         self.metadata: int | None = None  # SGLang's messages that are still to come, once sent
 
     @property
@@ -74,42 +73,46 @@ class Place:
 
     def __init__(self, server: Server, rank: int, heads: int) -> None:
         self.server, self.rank = server, rank
-        self.tp_rank = rank % server.tp
-        self.group = server.number, rank // server.tp
-        self.layout = layout_of(heads, server.tp, self.tp_rank)
+        self.layout = layout_of(heads, server.tp, rank)
         self.slot_bytes = slot_bytes(heads, server.tp, server.tokens)
         self.times = Times(server.patience)
         self.process: Process | None = None
 
 
 class World:
-    """`check_every`: machines are asked for their books after so many events."""
+    """`check_every`: machines are asked for their books after so many events. `rng`: what decides,
+    in the place of the schedule's seed."""
 
-    def __init__(self, spec: Spec, log: list[str] | None = None, check_every: int = 1) -> None:
+    def __init__(
+        self,
+        spec: Spec,
+        log: list[str] | None = None,
+        check_every: int = 1,
+        rng: random.Random | None = None,
+    ) -> None:
         self.spec, self.log, self.times = spec, log, Times()
         self.copying = spec.copying
-        self.clock = Clock(spec.seed)
+        self.clock = Clock(rng or random.Random(spec.seed))
         self.checks = Checks(self, check_every)
         self._numbers = count(1)
         self.connections: dict[bytes, Link] = {}
         self.place_of: dict[bytes, Place] = {}  # of each instance, dead ones too
         self.places_now: dict[bytes, Process] = {}
         self.places: dict[tuple[int, int], Place] = {}
-        self.groups: dict[tuple[int, int], Group] = {}
+        self.groups: list[Group] = []
         self.lives = {request.id: Life(request) for request in spec.requests}
         self.untouched: list[Life] = []  # requests that no fault has had to do with
         self._build()
 
     def _build(self) -> None:
         for server in self.spec.servers:
-            for rank in range(server.tp * server.groups):
+            for rank in range(server.tp):
                 place = Place(server, rank, self.spec.heads)
                 self.places[server.number, rank] = place
                 self.start(place)
         for server in self.spec.servers:
             kind = PrefillGroup if server.side == "prefill" else DecodeGroup
-            for number in range(server.groups):
-                self.groups[server.number, number] = kind(self, server, number)
+            self.groups.append(kind(self, server))
         for request in self.spec.requests:
             if request.after < 0:
                 self.clock.at(request.arrival, self._arrive, request)
@@ -120,9 +123,6 @@ class World:
 
     def next_number(self) -> int:
         return next(self._numbers)
-
-    def next_stamp(self) -> int:
-        return self.clock.rng.getrandbits(62) + 1
 
     def start(self, place: Place) -> None:
         kind = PrefillRank if place.server.side == "prefill" else DecodeRank
@@ -144,18 +144,19 @@ class World:
         prefill.step(request.prefill_delay, prefill.arrive, request)
         decode.step(request.decode_delay, decode.arrive, request)
         if request.abort is not None:
-            self.clock.after(request.abort[1], self._abort, request)
+            side, seconds, told = request.abort
+            self.clock.after(seconds, self.abort, request, side, told)
 
     def _follow(self, request: Request) -> None:
         """It has the number of an earlier one, which SGLang has to be done with (engine/rooms.py):
         decode has closed it, and prefill has ended it, or sent all of its target to readers that
         still live, as before decode has it computed again (true retraction)."""
         former = self.lives[request.after]
-        receivers = self.groups[request.decode].receivers.get(request.after, ())
-        senders = self.groups[request.prefill].senders.get(request.after, ())
+        receivers = self.groups[request.decode].handles.get(request.after, ())
+        senders = self.groups[request.prefill].handles.get(request.after, ())
         closed = all(one.closed or not one.rank.alive for one in receivers)
         alive = all(one.rank.alive for one in receivers)
-        free = all(one.ended or not one.rank.alive or (one.sent and alive) for one in senders)
+        free = all(one.ended or not one.rank.alive or (one.has_target and alive) for one in senders)
         if former.outcome and closed and free and (former.prefill_over or senders):
             self.clock.after(self.clock.rng.random() * 0.002, self._arrive, request)
         else:
@@ -167,8 +168,8 @@ class World:
             again = 0.02 if self.clock.now < request.arrival + 5 else 2.0
             self.clock.after(again, self._follow, request)
 
-    def _abort(self, request: Request) -> None:
-        side, _, told = request.abort
+    def abort(self, request: Request, side: str, told: bool) -> None:
+        """`told`: the other side hears of it."""
         other = "decode" if side == "prefill" else "prefill"
         self.groups[getattr(request, side)].fail(request, "aborted")
         if told:
@@ -189,6 +190,5 @@ class World:
 
     def run(self) -> None:
         """Raises Finding where an invariant is broken."""
-        if not self.clock.run(LIMIT):
-            self.checks.never_at_rest()
+        self.clock.run(LIMIT)
         self.checks.at_the_end()

@@ -1,0 +1,119 @@
+"""Every schedule of a small world that differs a little from the one in which nothing is late.
+
+A world draws each of its delays and choices. Here each draw is 0, so that what was to happen first
+happens first. A *deviation* is one draw that is not, by which others overtake what it delays, or
+one fault between two calls of the clock. All sets of so many deviations are tried.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from tests.sim import faults
+from tests.sim.checks import Finding
+from tests.sim.network import READ_FAULTS
+from tests.sim.spec import Chunk, Fault, Request, Server, Spec
+from tests.sim.world import LIMIT, World
+
+PREFILL, READER = (0, 0), (1, 0)
+
+
+def small(*chunks: int, pending: bool = False, again: bool = False, slots: int = 2) -> Spec:
+    """One prefill rank and two readers, of one head each. A segment is one token. `again`: another
+    request gets the room number."""
+    servers = (Server(0, "prefill", 1, slots, 1, 1), Server(1, "decode", 2, slots, 1, 1))
+    parts = tuple(Chunk(one, pending, 0.001) for one in chunks)
+    first = Request(0, 1000, 0, 1, 0.0, sum(chunks), 0, parts, forward=0.005 * pending)
+    requests = (first, replace(first, id=1, after=0)) if again else (first,)
+    return Spec(0, 2, servers, requests, (), False, copiers=3)
+
+
+FAULTS = (
+    *(Fault("stop", 0, where, 0.7) for where in (PREFILL, READER)),
+    *(Fault("stop", 0, READER, 61.0, mode=mode) for mode in ("", "sampled", "emitted")),
+    *(Fault("kill", 0, where, 0.1) for where in (PREFILL, READER)),
+    *(Fault("break", 0, READER, 0.0, PREFILL, mode) for mode in ("", "silent")),
+    *(Fault("cut", 0, READER, seconds, PREFILL) for seconds in (1.0, 6.0)),
+    Fault("double", 0, READER, 0.0, PREFILL, "", 1),
+    *(Fault("reads", 0, READER, 0.0, PREFILL, mode, 1) for mode in READ_FAULTS),
+    *(Fault("error", 0, where, 0.0, None, "action", 1) for where in (PREFILL, READER)),
+    *(Fault("error", 0, READER, 0.0, None, mode, 1) for mode in ("unpack", "clear")),
+    *(Fault("abort", 0, where) for where in (PREFILL, READER)),
+)
+
+
+class Decisions(random.Random):
+    """Draws of 0, but for those whose numbers are in `late`."""
+
+    def __init__(self, late: tuple[int, ...]) -> None:
+        super().__init__(0)
+        self._late, self.drawn = late, 0
+
+    def random(self) -> float:
+        self.drawn += 1
+        return 0.999 * (self.drawn - 1 in self._late)
+
+    def getrandbits(self, k: int) -> int:
+        return int(self.random() * (1 << k))
+
+
+class Way(NamedTuple):
+    """`late`: draws, by number. `faults`: each begins after so many calls of the clock."""
+
+    late: tuple[int, ...] = ()
+    faults: tuple[tuple[int, Fault], ...] = ()
+
+
+class Run:
+    """A world that goes this way. `finding`: what was found, or ""."""
+
+    def __init__(self, spec: Spec, way: Way, logged: bool = False) -> None:
+        self.way, self.log, self.finding = way, [] if logged else None, ""
+        rng = Decisions(way.late)
+        world = World(spec, self.log, rng=rng)
+        world.spec = replace(spec, faults=tuple(fault for _, fault in way.faults))
+        try:
+            for calls, fault in way.faults:
+                world.clock.run(LIMIT, calls - world.clock.calls)
+                faults.begin(world, fault)
+            world.run()
+        except Finding as finding:
+            self.finding = str(finding)
+        self.drawn, self.calls = rng.drawn, world.clock.calls
+
+    def further(self, late: int, befall: int, kinds: tuple[Fault, ...]) -> Iterator[Way]:
+        """Ways with one deviation more, behind those of this one: faults first."""
+        way = self.way
+        if len(way.faults) < befall and not way.late:
+            for calls in range(way.faults[-1][0] if way.faults else 0, self.calls):
+                for fault in kinds:
+                    yield way._replace(faults=(*way.faults, (calls, fault)))
+        if len(way.late) < late:
+            for number in range(way.late[-1] + 1 if way.late else 0, self.drawn):
+                yield way._replace(late=(*way.late, number))
+
+
+class Report(NamedTuple):
+    runs: int
+    failed: Run | None = None
+
+
+def search(
+    spec: Spec, late: int, befall: int = 0, kinds: tuple[Fault, ...] = FAULTS, one_in: int = 1
+) -> Report:
+    """`one_in`: of the ways with all of so many late draws and faults, one in so many is tried."""
+    chosen, runs = random.Random(0), 0
+    todo = [Way()]
+    while todo:
+        run = Run(spec, todo.pop())
+        runs += 1
+        if run.finding:
+            return Report(runs, Run(spec, run.way, logged=True))
+        for way in run.further(late, befall, kinds):
+            is_whole = len(way.late) + len(way.faults) == late + befall
+            if not is_whole or chosen.random() * one_in < 1:
+                todo.append(way)
+    return Report(runs)

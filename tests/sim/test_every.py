@@ -1,0 +1,85 @@
+"""Every schedule of a request with two readers that differs a little from the plainest one.
+
+By default one deviation in full, and a part of those with two. `--full` takes more of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sglang_mixkv.decode.machine import Machine as Decode
+from sglang_mixkv.prefill.machine import Machine as Prefill
+from tests.sim.every import FAULTS, PREFILL, READER, search, small
+from tests.sim.spec import Fault
+
+ONE, MORE, PENDING = small(1), small(1, 1), small(1, 1, pending=True)
+LONG, AGAIN = small(2, 1, slots=3), small(1, again=True)  # two requests of one number
+CASES = pytest.mark.parametrize(
+    "spec", [ONE, MORE, PENDING, LONG, AGAIN], ids=["one", "more", "pending", "long", "again"]
+)
+
+
+def explore(spec: Any, late: int, befall: int, one_in: int, **more: Any) -> None:
+    report = search(spec, late, befall, one_in=one_in, **more)
+    print(f"{report.runs} runs")
+    if (run := report.failed) is not None:
+        pytest.fail("\n".join([*spec.lines(), *run.log, f"{run.way}: {run.finding}"]), False)
+
+
+@CASES
+def test_one_step_is_late(spec: Any) -> None:
+    explore(spec, 1, 0, 1)
+
+
+@CASES
+def test_one_fault(spec: Any) -> None:
+    explore(spec, 0, 1, 7)
+
+
+def test_two_steps_are_late() -> None:
+    explore(ONE, 2, 0, 4)
+
+
+def test_a_fault_and_a_late_step() -> None:
+    explore(ONE, 1, 1, 400)
+
+
+def test_a_restart_and_a_connection_that_breaks() -> None:
+    """What a read brings of the new instance's slots is refused, and the room cold."""
+    kinds = Fault("kill", 0, PREFILL, 0.1), Fault("break", 0, READER, 0.0, PREFILL)
+    explore(MORE, 0, 2, 30, kinds=kinds)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(7200)
+@CASES
+@pytest.mark.parametrize(("late", "befall", "one_in"), [(2, 0, 1), (1, 1, 10), (0, 2, 500)])
+def test_two_deviations_in_full(spec: Any, late: int, befall: int, one_in: int) -> None:
+    explore(spec, late, befall, one_in)
+
+
+def kinds(kind: str) -> tuple[Fault, ...]:
+    return tuple(fault for fault in FAULTS if fault.kind == kind)
+
+
+def test_a_defect_that_a_doubled_message_shows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both copies of a READY are acknowledged, though the first one's read may still run."""
+    whole = Decode._ready
+
+    def acknowledge(self: Any, peer: Any, room: Any, ready: Any) -> None:
+        if room is not None and room.wants and ready.segment < room.parts[peer].announced:
+            self._segments.acknowledge(peer, ready.segments)
+        whole(self, peer, room, ready)
+
+    monkeypatch.setattr(Decode, "_ready", acknowledge)
+    assert search(ONE, 1).failed is None
+    assert "still reads" in search(ONE, 0, 1, kinds("double")).failed.finding
+
+
+def test_a_defect_that_a_lost_open_shows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A room whose readers have not all opened it is never settled."""
+    monkeypatch.setattr(Prefill, "_give_up", lambda self, room: None)
+    assert search(ONE, 0).failed is None
+    assert search(ONE, 0, 1, kinds("cut")).failed is not None
