@@ -14,11 +14,6 @@ from sglang_mixkv.decode import events as dev
 from sglang_mixkv.decode import plan as plans
 from sglang_mixkv.draft.facts import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
-<<<<<<< HEAD
-from sglang_mixkv.errors import MixKVError
-=======
-from sglang_mixkv.draft.targets import Target
->>>>>>> h-sim
 from sglang_mixkv.tools.plan_pair import contacted
 from tests.sim.decode import DecodeRank
 from tests.sim.prefill import Sender
