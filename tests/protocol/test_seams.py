@@ -21,13 +21,13 @@ from types import FunctionType
 import pytest
 
 import sglang_mixkv
-from sglang_mixkv.engine import classes, releases
+from sglang_mixkv.engine import manager, releases
 from sglang_mixkv.engine.rooms import RoomUse
 from sglang_mixkv.engine.seams import HOOKS, SEAMS
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
 SOURCES = [PACKAGE / "plugin.py", *sorted((PACKAGE / "engine").glob("*.py"))]
-OURS = (*classes._MIXINS.values(), RoomUse)
+OURS = (*manager.MIXINS.values(), RoomUse)
 METHODS = {path.rpartition(".")[2] for path in SEAMS if ".conn:" in path}
 FUNCTIONS = (FunctionType, staticmethod, classmethod)
 CARRIERS = {"kv_mgr", "mgr", "manager", "receiver"}
