@@ -19,7 +19,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
@@ -126,11 +126,10 @@ class PrefillServers:
         if server is None or not server.ready:
             raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved anew. Retry.")
         key = tuple(map(id, infos))
-        found = server.plans.get(key)
-        if found is None:
-            found = make_plan(infos, server.rows, self._own, server.cold, address)
-            server.plans[key] = found
-        return found
+        if key not in server.plans:
+            plan = make_plan(infos, server.rows, self._own, server.cold, address)
+            server.plans[key] = plan
+        return server.plans[key]
 
     # -- any thread
 
@@ -200,7 +199,9 @@ class PrefillServers:
             self._manager.forget_server(server.address)
 
     async def _refuse(self, server: _Server, error: MixKVError) -> None:
-        address, ranks = server.address, await ranks_of(server.address)
+        address = server.address
+        async with self._places:
+            ranks = await ranks_of(address)
         refusal = _Refusal(error, ranks, time.monotonic() + AGAIN_S)
         with self._lock:
             if server.gone:
@@ -244,11 +245,8 @@ class PrefillServers:
         return info
 
 
-def _to_connect(rows: Iterable[Row], info: Any) -> Iterable[Row]:
+def _to_connect(rows: Collection[Row], info: Any) -> Iterable[Row]:
     """Rows of the ranks of the drafter's stage that this rank's requests can contact."""
     stage = max((row.pp_rank for row in rows if row.draft), default=None)
-    ranks = set(info.target_tp_ranks)
-    return {
-        row.instance: row for row in rows
-        if row.pp_rank == stage and row.attn_tp_rank in ranks and row.address
-    }.values()  # fmt: skip
+    contacted = (row for row in rows if row.attn_tp_rank in info.target_tp_ranks and row.address)
+    return (row for row in contacted if row.pp_rank == stage)
