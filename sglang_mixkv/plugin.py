@@ -127,7 +127,7 @@ def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: An
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)
     _check(server_args, transfer_backend.value)
-    from sglang_mixkv.engine.classes import mixed
+    from sglang_mixkv.engine.manager import mixed
 
     stock = original(transfer_backend, class_type)
     handed_out = mixed(stock, transfer_backend.value, class_type.value)

@@ -20,11 +20,13 @@ from sglang_mixkv.decode import machine as decode_machine
 from sglang_mixkv.decode.events import server_of
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.facts import Row
-from sglang_mixkv.engine import draft_pool, early_sends
-from sglang_mixkv.engine.bootstrap import KEY
+from sglang_mixkv.engine import draft_pool
+from sglang_mixkv.engine.bootstrap import KEY, DraftBootstrapServer
 from sglang_mixkv.engine.notices import AbortedRequests
 from sglang_mixkv.engine.prefill_servers import PrefillServers
 from sglang_mixkv.engine.rank import RankContext
+from sglang_mixkv.engine.receiver import DraftReceiver
+from sglang_mixkv.engine.sender import DraftSender, switch_off_early_sends
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import PrefillWorker
 from sglang_mixkv.series import ABORTED
@@ -56,11 +58,15 @@ class DraftManager:
         note = ""
         if mode == DisaggregationMode.PREFILL:
             self.aborted = AbortedRequests(self)
-            note = early_sends.switch_off(self.backend)
+            note = switch_off_early_sends(self.backend)
         super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
         if mode == DisaggregationMode.DECODE:
             self._make_decode_channel(self.local)
-        level = logging.INFO if self._stands_for_server() else logging.DEBUG
+        names = ("attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "system_dp_rank")
+        stands_for_server = (self.pp_rank or 0) == (self.pp_size or 1) - 1 and not any(
+            getattr(self, name, 0) for name in names
+        )
+        level = logging.INFO if stands_for_server else logging.DEBUG
         logger.log(level, "%s%s", self.local.banner(), note)
 
     # -- prefill
@@ -74,7 +80,7 @@ class DraftManager:
         if store is None:
             return local.row(self)
         machine = prefill_machine.Machine(
-            local.instance, store.rows.heads, local.segment_tokens, local.slots(), local.times,
+            local.instance, store.rows.heads, local.segment_tokens, local.slots, local.times,
             draws().__next__,
         )  # fmt: skip
         self.prefill_channel = PrefillWorker(
@@ -87,9 +93,7 @@ class DraftManager:
 
     def _make_decode_channel(self, local: RankContext) -> None:
         store = local.store(self.local_ip)
-        machine = decode_machine.Machine(
-            local.instance, local.slots(), local.slot_bytes, local.times
-        )
+        machine = decode_machine.Machine(local.instance, local.slots, local.slot_bytes, local.times)
         self.decode_channel = DecodeWorker(
             machine, store, local.times, local.reporter,
             forget_peer=lambda peer: self.forget_server(server_of(peer)),
@@ -100,8 +104,7 @@ class DraftManager:
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """False until the server's facts are here and fit, and the channel's connections stand."""
-        if self.servers is None:
-            return bool(super().try_ensure_parallel_info(bootstrap_addr))  # type: ignore[misc]
+        assert self.servers is not None
         return self.servers.ensure(bootstrap_addr)
 
     def resolve(self, address: str) -> Any:
@@ -135,8 +138,20 @@ class DraftManager:
         channels = (self.prefill_channel, self.decode_channel)
         return [line for one in channels if one is not None for line in one.check()]
 
-    def _stands_for_server(self) -> bool:
-        """Whether this rank logs its banner: the first of the drafter's stage."""
-        names = ("attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "system_dp_rank")
-        first = not any(getattr(self, name, 0) for name in names)
-        return first and (self.pp_rank or 0) == (self.pp_size or 1) - 1
+
+MIXINS = {
+    "manager": DraftManager,
+    "sender": DraftSender,
+    "receiver": DraftReceiver,
+    "bootstrap_server": DraftBootstrapServer,
+}
+
+
+def mixed(stock: type, backend: str, kind: str) -> type:
+    """What get_kv_class hands out: SGLang's class of any backend with its mixin; SGLang's own for
+    what has no mixin, and for its warm-up requests' backend."""
+    mixin = MIXINS.get(kind)
+    if mixin is None or backend == "fake":
+        return stock
+    body = {"__module__": mixin.__module__, "backend": backend}
+    return type(f"Draft{stock.__name__}", (mixin, stock), body)

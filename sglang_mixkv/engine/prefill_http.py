@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,8 @@ import msgspec
 from sglang_mixkv.draft.facts import Row, read_row
 from sglang_mixkv.engine.bootstrap import PATH
 from sglang_mixkv.errors import MixKVError
+
+logger = logging.getLogger(f"sglang.{__name__}")
 
 ASK_S = 5.0
 MAX_BODY = 4 << 20  # rows of 256 ranks, of 16 KiB each: some ten times what they have
@@ -37,8 +40,8 @@ async def fetch(address: str) -> Rows:
     """All rows of a prefill server. MixKVError where it does not fit; another exception where it
     does not answer, or cannot yet."""
     try:
-        async with _session() as session, asyncio.timeout(ASK_S):
-            status, body = await _get(session, f"http://{address}{PATH}", {})
+        async with asyncio.timeout(ASK_S):
+            status, body = await _get(f"http://{address}{PATH}", {})
     except TimeoutError:
         raise TimeoutError(f"no answer within {ASK_S:.0f} s") from None
     if status == 200:
@@ -76,39 +79,44 @@ def _unreadable(error: object) -> MixKVError:
 
 
 async def ranks_of(address: str) -> Ranks:
-    """`rank_ip` and `rank_port` of all ranks of a prefill server, as SGLang's bootstrap server has
-    them (common/conn.py _handle_route_get). Raises where it does not say."""
+    """`rank_ip` and `rank_port` of all ranks of a refused prefill server, as SGLang's bootstrap
+    server has them (common/conn.py _handle_route_get), for SGLang's ABORT; none where it does not
+    say. Releases up to 0.5.15 do not all know ABORT, and a thread of theirs would end: none, too.
+    """
+    try:
+        async with asyncio.timeout(ASK_S):
+            sizes = await _route(address, -1, -1, -1, -1)
+            if "prefill_http_port" not in sizes:  # since 0.5.16, as ABORT over each backend
+                return []
+            counts = [int(sizes[f"{name}_size"]) for name in ("dp", "attn_cp", "attn_tp", "pp")]
+            if min(counts) < 1 or math.prod(counts) > MAX_RANKS:
+                raise ValueError(f"{counts} ranks")
+            every = itertools.product(*map(range, counts))
+            found = [await _route(address, *ranks) for ranks in every]
+            return [{"rank_ip": str(r["rank_ip"]), "rank_port": int(r["rank_port"])} for r in found]
+    except Exception as error:
+        logger.warning(
+            "[MIXKV-MSG-02] sglang-mixkv: prefill server %s is refused, its ranks are not known: "
+            "it may hold requests until its bootstrap timeout: %r", address, error,
+        )  # fmt: skip
+        return []
+
+
+async def _route(address: str, *ranks: int) -> dict[str, Any]:
     names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
-    async with _session() as session, asyncio.timeout(ASK_S):
-
-        async def route(*ranks: int) -> dict[str, Any]:
-            query = dict(zip(names, ranks, strict=True))
-            status, body = await _get(session, f"http://{address}/route", query)
-            if status != 200:
-                raise ConnectionError(f"{status} {body[:512].decode(errors='replace')}")
-            return dict(json.loads(body))
-
-        sizes = await route(-1, -1, -1, -1)
-        if "prefill_http_port" not in sizes:  # since 0.5.16, as ABORT over each backend
-            return []
-        counts = [int(sizes[f"{name}_size"]) for name in ("dp", "attn_cp", "attn_tp", "pp")]
-        if min(counts) < 1 or math.prod(counts) > MAX_RANKS:
-            raise ValueError(f"{counts} ranks")
-        found = [await route(*ranks) for ranks in itertools.product(*map(range, counts))]
-        return [{"rank_ip": str(r["rank_ip"]), "rank_port": int(r["rank_port"])} for r in found]
+    status, body = await _get(f"http://{address}/route", dict(zip(names, ranks, strict=True)))
+    if status != 200:
+        raise ConnectionError(f"{status} {body[:512].decode(errors='replace')}")
+    return dict(json.loads(body))
 
 
-def _session() -> aiohttp.ClientSession:
-    """What is packed has any size when it is unpacked, so no answer is."""
-    return aiohttp.ClientSession(headers={"Accept-Encoding": "identity"}, auto_decompress=False)
-
-
-async def _get(
-    session: aiohttp.ClientSession, url: str, query: Mapping[str, Any]
-) -> tuple[int, bytes]:
-    """Status and body."""
+async def _get(url: str, query: Mapping[str, Any]) -> tuple[int, bytes]:
+    """Status and body. What is packed has any size when it is unpacked, so no answer is."""
     body = bytearray()
-    async with session.get(url, params=query, allow_redirects=False) as answer:
+    async with (
+        aiohttp.ClientSession(headers={"Accept-Encoding": "identity"}, auto_decompress=False) as s,
+        s.get(url, params=query, allow_redirects=False) as answer,
+    ):
         async for part in answer.content.iter_any():
             body += part
             if len(body) > MAX_BODY:  # no honest server gives it

@@ -8,9 +8,9 @@ first request to a server loses that second, and one that is hung costs the sche
 server that is refused gets a stand-in in SGLang's table, so that its requests reach `receiver.init`
 and fail there at once, with the reason.
 
-Any address that a request names is asked, so a server may be hung, or hostile. All are asked in one
-event loop, in which one that is hung costs a connection. What blocks follows only where the facts
-fit, in a thread for each server.
+Any address that a request names is asked, so a server may be hung, or hostile. Each has a task of
+its own in one event loop, and one that is hung costs a connection. What blocks follows only where
+the facts fit, in a thread for each server.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
 
@@ -29,16 +28,16 @@ from sglang_mixkv.decode.events import Peer
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.facts import Row
-from sglang_mixkv.engine.background import Background
-from sglang_mixkv.engine.notices import RefusedRequests
-from sglang_mixkv.engine.prefill_http import Rows, fetch
+from sglang_mixkv.engine.notices import Background, RefusedRequests
+from sglang_mixkv.engine.prefill_http import Ranks, Rows, fetch, ranks_of
 from sglang_mixkv.errors import MixKVError
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
 ASKED_AT_ONCE, CONNECTED_AT_ONCE = 1024, 256  # tasks; threads
 AGAIN_S = 5.0  # before a server that is refused is asked again, while a request waits a second
-CHECK_S = 5.0  # between two looks at the facts of a server that is ready
+CHECK_S = 1.0  # between two looks at a server that is known, and two questions at most
+SOON_S = 0.05  # between the first two questions to one that does not answer
 KNOWN_S = 60.0  # a server that is not ready is forgotten if nobody has asked for it since
 
 
@@ -50,21 +49,24 @@ STAND_IN = PrefillServerInfo(
 
 
 class _Server:
-    """`work`: under way, with SGLang's entry as its result. `peers` and `gone` change under the
-    lock; `rows` and `cold` are the work's until it is done, and everything else is the scheduler's.
-    """
+    """One that is asked, or ready. `peers`, `gone` and SGLang's table change under the lock,
+    `asked` and `plans` are the scheduler's, and the rest is the task's, until the table has it."""
 
     def __init__(self, address: str) -> None:
-        self.address = address
-        self.asked = self.again = 0.0
-        self.work: Future[Any] | None = None
-        self.silent = ""  # why it could not answer last
-        self.reason: MixKVError | None = None  # why it is refused
+        self.address, self.asked = address, time.monotonic()
         self.rows: Rows = {}
         self.cold = ""  # why all of its requests are
         self.peers: list[Peer] = []
-        self.ready = self.gone = False
+        self.ready = self.doubted = self.gone = False
         self.plans: dict[tuple[int, ...], Plan] = {}  # by identity of SGLang's entries
+
+
+class _Refusal(NamedTuple):
+    """Why requests to a server fail, until it is asked again; `ranks` get SGLang's ABORT."""
+
+    error: MixKVError
+    ranks: Ranks
+    until: float
 
 
 class PrefillServers:
@@ -81,9 +83,10 @@ class PrefillServers:
         self._channel: DecodeWorker = manager.decode_channel
         self._lock = threading.Lock()
         self._servers: dict[str, _Server] = {}
+        self._refusals: dict[str, _Refusal] = {}
         self._places = asyncio.Semaphore(ASKED_AT_ONCE)
         self._background = Background("mixkv-ask", CONNECTED_AT_ONCE)
-        self.notify_refused = RefusedRequests(self._background).add
+        self._aborts = RefusedRequests(self._background)
 
     # -- the scheduler's thread
 
@@ -91,60 +94,31 @@ class PrefillServers:
         """Whether it is ready; or refused, and requests fail in `receiver.init` with the reason."""
         if address in self._table:
             return True
-        server = self._find(address)
-        if server.work is None:
-            if server.reason is not None and time.monotonic() < server.again:
-                return self._refuse(server, server.reason)
-            server.work = self._background.run(self._open(server))
-        if not server.work.done():
-            return False
-        work, server.work = server.work, None
-        try:
-            info = work.result()
-            server.ready, server.reason = True, None
-            return self._put(server, info)
-        except MixKVError as error:
-            return self._refuse(server, error)
-        except Exception as error:  # silent, or what nobody expects: the scheduler goes on
-            server.reason, cause = None, f"{type(error).__name__}: {error}"
-            if cause != server.silent:
-                logger.warning("[MIXKV-MSG-02] sglang-mixkv: no facts of %s: %s", address, cause)
-            server.silent = cause
-            return False
-
-    def _find(self, address: str) -> _Server:
         now = time.monotonic()
         with self._lock:
-            for one in list(self._servers.values()):
-                over = one.ready or one.asked < now - KNOWN_S
-                if over and one.address not in self._table:
-                    self._drop(self._servers.pop(one.address))
-            server = self._servers.setdefault(address, _Server(address))
+            refusal, server = self._refusals.get(address), self._servers.get(address)
+            if refusal is not None and now < refusal.until:
+                self._table[address] = STAND_IN
+                return True
+            if server is None or server.ready:
+                self._drop(address)
+                server = self._servers[address] = _Server(address)
+                self._background.run(self._look_after(server))
             server.asked = now
-        return server
-
-    def _refuse(self, server: _Server, error: MixKVError) -> bool:
-        if error is not server.reason:
-            if str(error) != str(server.reason):
-                logger.error("sglang-mixkv refuses prefill server %s: %s", server.address, error)
-            server.again = time.monotonic() + AGAIN_S
-        server.reason, server.silent = error, ""
-        return self._put(server, STAND_IN)
-
-    def _put(self, server: _Server, info: Any) -> bool:
-        with self._lock:
-            if not server.gone:
-                self._table[server.address] = info
-            return not server.gone
+        return False
 
     def refusal(self, address: str) -> str | None:
         """Why a server's requests fail. The stand-in goes, so that the next one may ask again."""
-        server = self._servers.get(address)
-        if server is None or server.reason is None:
+        if (refusal := self._refusals.get(address)) is None:
             return None
         self._table.pop(address, None)
-        self._manager.local.reporter.refused(server.reason)
-        return f"prefill server {address} is refused: {server.reason}"
+        self._manager.local.reporter.refused(refusal.error)
+        return f"prefill server {address} is refused: {refusal.error}"
+
+    def notify_refused(self, address: str, receiver: Any) -> None:
+        """`receiver`: of SGLang, which has failed for that."""
+        if (refusal := self._refusals.get(address)) is not None and refusal.ranks:
+            self._aborts.add(refusal.ranks, receiver)
 
     def plan(self, address: str, infos: Sequence[Any]) -> Plan:
         """For the ranks of these `bootstrap_infos`. Raises MixKVError where they do not fit."""
@@ -152,11 +126,10 @@ class PrefillServers:
         if server is None or not server.ready:
             raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved anew. Retry.")
         key = tuple(map(id, infos))
-        found = server.plans.get(key)
-        if found is None:
-            found = make_plan(infos, server.rows, self._own, server.cold, address)
-            server.plans[key] = found
-        return found
+        if key not in server.plans:
+            plan = make_plan(infos, server.rows, self._own, server.cold, address)
+            server.plans[key] = plan
+        return server.plans[key]
 
     # -- any thread
 
@@ -164,36 +137,60 @@ class PrefillServers:
         """It was restarted: the next request asks anew, and connects anew."""
         with self._lock:
             self._table.pop(address, None)
-            server = self._servers.pop(address, None)
-            if server is not None:
-                self._drop(server)
+            self._refusals.pop(address, None)
+            self._drop(address)
 
     def check(self, address: str) -> None:
         """A rank of it cannot be reached: was it restarted at another port?"""
+        if (server := self._servers.get(address)) is not None:
+            server.doubted = True
+
+    def _drop(self, address: str) -> None:
+        """The caller has the lock."""
+        if (server := self._servers.pop(address, None)) is not None:
+            server.gone = True
+            for peer in server.peers:
+                self._channel.drop(peer)
+
+    # -- the server's task, and its thread
+
+    async def _look_after(self, server: _Server) -> None:
+        pause, silent = SOON_S, ""
+        while self._is_needed(server):
+            try:
+                if not server.ready:
+                    await self._open(server)
+                elif server.doubted:
+                    server.doubted = False
+                    await self._compare(server)
+            except MixKVError as error:
+                return await self._refuse(server, error)
+            except Exception as error:  # it does not answer, or cannot yet
+                before, silent = silent, f"{type(error).__name__}: {error}"
+                if silent != before:
+                    text = "[MIXKV-MSG-02] sglang-mixkv: no facts of %s: %s"
+                    logger.warning(text, server.address, silent)
+            await asyncio.sleep(CHECK_S if server.ready else pause)
+            pause = min(2 * pause, CHECK_S)
+
+    def _is_needed(self, server: _Server) -> bool:
         with self._lock:
-            server, now = self._servers.get(address), time.monotonic()
-            if server is not None and server.ready and now >= server.again:
-                server.again = now + CHECK_S
-                self._background.run(self._look_again(server))
+            is_asked = server.asked > time.monotonic() - KNOWN_S
+            is_needed = server.address in self._table if server.ready else is_asked
+            if not (is_needed or server.gone):
+                self._drop(server.address)
+            return not server.gone
 
-    def _drop(self, server: _Server) -> None:
-        """The caller has the lock."""
-        server.gone = True
-        self._hang_up(server)
-
-    def _hang_up(self, server: _Server) -> None:
-        """The caller has the lock."""
-        while server.peers:
-            self._channel.drop(server.peers.pop())
-
-    # -- the loop, and its threads
-
-    async def _open(self, server: _Server) -> Any:
+    async def _open(self, server: _Server) -> None:
         async with self._places:
-            rows = await fetch(server.address)
-        return await asyncio.to_thread(self._connect, server, rows)
+            server.rows = await fetch(server.address)
+        info = await asyncio.to_thread(self._connect, server)
+        with self._lock:
+            if not server.gone:
+                self._refusals.pop(server.address, None)
+                server.ready, self._table[server.address] = True, info
 
-    async def _look_again(self, server: _Server) -> None:
+    async def _compare(self, server: _Server) -> None:
         try:
             same = await fetch(server.address) == server.rows
         except MixKVError:
@@ -201,11 +198,26 @@ class PrefillServers:
         if not same and not server.gone:
             self._manager.forget_server(server.address)
 
-    def _connect(self, server: _Server, rows: Rows) -> Any:
+    async def _refuse(self, server: _Server, error: MixKVError) -> None:
+        address = server.address
+        async with self._places:
+            ranks = await ranks_of(address)
+        refusal = _Refusal(error, ranks, time.monotonic() + AGAIN_S)
+        with self._lock:
+            if server.gone:
+                return
+            self._drop(address)
+            self._refusals[address], self._table[address] = refusal, STAND_IN
+        await asyncio.sleep(KNOWN_S)
+        with self._lock:
+            if self._refusals.get(address) is refusal:
+                del self._refusals[address]
+                self._table.pop(address, None)
+
+    def _connect(self, server: _Server) -> Any:
         """SGLang's entry for it, once each rank of it is connected to that requests can contact."""
-        server.rows = rows
         is_cold = self._manager.local.config.on_draft_mismatch == "cold"
-        server.cold, served = judge(rows.values(), self._own, serve_mismatch=is_cold)
+        server.cold, served = judge(server.rows.values(), self._own, serve_mismatch=is_cold)
         for difference in served:
             logger.warning("[MIXKV-PAIR-06] prefill server %s: %s", server.address, difference)
         try:
@@ -214,38 +226,27 @@ class PrefillServers:
             raise MixKVError("MIXKV-PAIR-03", f"SGLang refuses it: {error}") from error
         if info is None:
             raise ConnectionError("SGLang's GET /route has failed")
-        try:
-            for row in _to_connect(rows.values(), info):
-                self._connect_to(server, row)
-        except BaseException:
+        for row in _to_connect(server.rows.values(), info):
+            try:
+                link = self._channel.dial(row, server.address)
+            except Exception as error:
+                raise MixKVError(
+                    "MIXKV-MSG-02",
+                    f"the draft channel of the prefill rank at {row.address} cannot be reached: "
+                    f"{error!r}. Open that port from decode to prefill; SGLANG_MIXKV_PORT fixes it",
+                ) from error
             with self._lock:
-                self._hang_up(server)
-            raise
+                if not (is_given_up := server.gone):
+                    server.peers.append(link.peer)
+                    self._channel.add(link)
+            if is_given_up:
+                self._channel.hang_up(link)
+                raise ConnectionAbortedError("it was given up in the meantime")
         return info
 
-    def _connect_to(self, server: _Server, row: Row) -> None:
-        try:
-            link = self._channel.dial(row, server.address)
-        except Exception as error:
-            raise MixKVError(
-                "MIXKV-MSG-02",
-                f"the draft channel of the prefill rank at {row.address} cannot be reached: "
-                f"{error!r}. Open that port from decode to prefill; SGLANG_MIXKV_PORT fixes it",
-            ) from error
-        with self._lock:
-            if not server.gone:
-                server.peers.append(link.peer)
-                self._channel.add(link)
-                return
-        self._channel.hang_up(link)
-        raise ConnectionAbortedError("it was given up in the meantime")
 
-
-def _to_connect(rows: Iterable[Row], info: Any) -> Iterable[Row]:
+def _to_connect(rows: Collection[Row], info: Any) -> Iterable[Row]:
     """Rows of the ranks of the drafter's stage that this rank's requests can contact."""
     stage = max((row.pp_rank for row in rows if row.draft), default=None)
-    ranks = set(info.target_tp_ranks)
-    return {
-        row.instance: row for row in rows
-        if row.pp_rank == stage and row.attn_tp_rank in ranks and row.address
-    }.values()  # fmt: skip
+    contacted = (row for row in rows if row.attn_tp_rank in info.target_tp_ranks and row.address)
+    return (row for row in contacted if row.pp_rank == stage)

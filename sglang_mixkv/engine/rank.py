@@ -37,47 +37,39 @@ class RankContext:
     """
 
     def __init__(self, kv_args: Any, server_args: Any, mode: str, backend: str) -> None:
-        self.config = config_of(server_args)
+        self.config = config = config_of(server_args)
         check_once(server_args)
         self.handed = handover.take()
+        self.slot_bytes = slot_bytes(config.staging_mb)
         pool = self.handed.pool
         self.draft = draft_pool.of_pool(pool) if pool is not None else None
         if self.draft is not None:
             check_slots(self.draft.layout, self.slot_bytes)
-        self.kv_args = kv_args
-        self.backend, self.mode = backend, mode
-        self.choice = planes.choose(backend, self.config.data_plane)
-        self.times = times(self.config.patience)
+        self.kv_args, self.mode, self.backend = kv_args, mode, backend
+        self.choice = planes.choose(backend, config.data_plane)
+        self.times = times(config.patience)
         self.instance = draw_instance()
         self.copying = "copied on the host"
+        self.port = config.port and config.port + _gpu(kv_args)  # 0: any free one
         self.reporter = reporter(mode)
-
-    def slots(self) -> SlotPool:
-        self.reporter.slots = SlotPool(SLOTS, self.times)
-        return self.reporter.slots
-
-    @property
-    def slot_bytes(self) -> int:
-        return slot_bytes(self.config.staging_mb)
+        self.reporter.slots = self.slots = SlotPool(SLOTS, self.times)
 
     def store(self, host: str) -> Store | None:
         """The staging buffer, registered with the data plane, and what copies between it and the
         pool: kernels, or a thread. None without draft KV."""
         if (draft := self.draft) is None:
             return None
-        rows = draft.rows
+        rows, devices = draft.rows, rdma_devices(self.kv_args)
         staging = Staging(SLOTS, self.slot_bytes, rows.device, draft.mem_pool)
-        plane = planes.make(
-            self.choice.name, host, rdma_devices(self.kv_args), self.config.nixl_params
-        )
+        plane = planes.make(self.choice.name, host, devices, self.config.nixl_params)
         memory = Memory(staging.address, staging.size, _index(staging.device))
         plane.register(memory, staging.address + SPARE)  # of slot 0
-        device = None
-        if rows.device.type == "cuda":
-            from sglang_mixkv.draft.rows_gpu import gpu_rows
+        if rows.device.type != "cuda":
+            return Store(rows, staging, plane)
+        from sglang_mixkv.draft.rows_gpu import gpu_rows
 
-            device = gpu_rows(rows, draft.page_size, staging)
-            self.copying = f"copied by torch ({device})" if isinstance(device, str) else "kernels"
+        device = gpu_rows(rows, draft.page_size, staging)
+        self.copying = f"copied by torch ({device})" if isinstance(device, str) else "kernels"
         return Store(rows, staging, plane, None if isinstance(device, str) else device)
 
     def segment_tokens(self, heads: int, slot_bytes: int) -> int:
@@ -89,10 +81,9 @@ class RankContext:
         facts = None
         if store is not None:
             staging, plane = store.staging, store.plane
-            device = _index(staging.device)
             facts = StagingFacts(
                 plane.name, plane.endpoint, staging.address, staging.slot_bytes, staging.count,
-                -1 if device is None else device,
+                -1 if (device := _index(staging.device)) is None else device,
             )  # fmt: skip
         return Row(
             protocol=PROTOCOL,
@@ -113,12 +104,6 @@ class RankContext:
             staging=facts,
             patience=self.config.patience,
         )
-
-    @property
-    def port(self) -> int:
-        """The operator's port plus this rank's GPU on its node; 0: any free one."""
-        base = self.config.port
-        return base and base + _gpu(self.kv_args)
 
     def banner(self) -> str:
         whose = f"sglang-mixkv {__version__} (SGLang {sglang_version()}): {self.mode}"

@@ -32,45 +32,43 @@ class DraftReceiver(RoomUse):
     bootstrap_infos: Any
 
     def init(self, prefill_dp_rank: int) -> None:
-        servers: PrefillServers | None = getattr(self.kv_mgr, "servers", None)
-        reason = servers.refusal(self.bootstrap_addr) if servers is not None else None
-        if servers is not None and reason is not None and self.conclude_state is None:
+        servers: PrefillServers = self.kv_mgr.servers
+        if self.conclude_state is None and (reason := servers.refusal(self.bootstrap_addr)):
             self._fail(reason)
             servers.notify_refused(self.bootstrap_addr, self)
             return
         super().init(prefill_dp_rank)  # type: ignore[misc]
-        if servers is None or self.conclude_state is not None or not self.bootstrap_infos:
-            return
-        try:
-            self.plan = servers.plan(self.bootstrap_addr, self.bootstrap_infos)
-        except MixKVError as error:
-            self._fail(str(error))
+        if self.conclude_state is None and self.bootstrap_infos:
+            try:
+                self.plan = servers.plan(self.bootstrap_addr, self.bootstrap_infos)
+            except MixKVError as error:
+                self._fail(str(error))
 
     def send_metadata(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
         super().send_metadata(kv_indices, *args, **kwargs)  # type: ignore[misc]
-        channel: DecodeWorker | None = getattr(self.kv_mgr, "decode_channel", None)
-        if channel is None or self.plan is None or self.conclude_state is not None:
+        if self.plan is None or self.conclude_state is not None:
             return
         prefix = kwargs.get("decode_prefix_len", args[2] if len(args) > 2 else None) or 0
         try:
-            self._open(channel, self.plan, kv_indices, prefix)
+            self._open(self.plan, kv_indices, prefix)
         except Exception as error:  # rows that nobody clears may be another request's
             logger.exception("[MIXKV-SELF-01] a room could not be opened")
             self._fail(f"[MIXKV-SELF-01] its room could not be opened: {error!r}")
 
-    def _open(self, channel: DecodeWorker, plan: Plan, pages: Any, first: int) -> None:
-        local = self.kv_mgr.local
-        page_size = local.draft.page_size if local.draft else self.kv_mgr.kv_args.page_size
+    def _open(self, plan: Plan, pages: Any, first: int) -> None:
+        local, page_size, end = self.kv_mgr.local, self.kv_mgr.kv_args.page_size, first
         if local.draft:
+            page_size = local.draft.page_size
             first, pages = local.draft.in_reach(first, pages)
+            end = first + len(pages) * page_size
         event = forward_event(local.handed.scheduler)
         handle = ReceiveHandle(pages, page_size, event, self.bootstrap_addr)
-        channel.open(
+        self.kv_mgr.decode_channel.open(
             handle,
             bootstrap_room=self.bootstrap_room,
             sources=plan.sources,
             first_token=first,
-            end=first + len(pages) * page_size if local.draft else first,
+            end=end,
             cold=plan.cold,
             version=plan.version,
             page_size=page_size,
@@ -78,8 +76,7 @@ class DraftReceiver(RoomUse):
         self.handle = handle
 
     def poll(self) -> Any:
-        status = super().poll()  # type: ignore[misc]
-        handle = self.handle
+        status, handle = super().poll(), self.handle  # type: ignore[misc]
         if handle is None or status != KVPoll.Success:
             return status
         channel: DecodeWorker = self.kv_mgr.decode_channel

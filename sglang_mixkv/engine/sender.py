@@ -3,16 +3,36 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
 from sglang_mixkv.draft.layout import Pages
 from sglang_mixkv.engine.rank import forward_event
+from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.engine.rooms import RoomUse
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
 logger = logging.getLogger(f"sglang.{__name__}")
+
+EARLY_SENDS = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
+
+
+def switch_off_early_sends(backend: str) -> str:
+    """Switch SGLang's early sends off where SGLang itself does not wait for what it sends, and say
+    so. An operator's own setting stays.
+
+    A prefix that prefill has cached is sent while the forward of the rest begins (prefill.py,
+    maybe_send_cached_prefix_chunk), and with each further chunk the one before. The event behind
+    the forward that writes it goes along; NIXL's manager drops it, and Mooncake's did not wait for
+    it up to 0.5.21. The target's own KV could then leave before it is written.
+    """
+    waits = backend == "mooncake" and not sglang_version().startswith("0.5.21")
+    if EARLY_SENDS in os.environ or waits:
+        return ""
+    os.environ[EARLY_SENDS] = "0"
+    return f"; {EARLY_SENDS}=0, since SGLang's {backend} does not wait"
 
 
 class DraftSender(RoomUse):
@@ -24,7 +44,7 @@ class DraftSender(RoomUse):
 
     def init(self, num_kv_indices: int, *args: Any, **kwargs: Any) -> None:
         super().init(num_kv_indices, *args, **kwargs)  # type: ignore[misc]
-        channel: PrefillWorker | None = getattr(self.kv_mgr, "prefill_channel", None)
+        channel: PrefillWorker | None = self.kv_mgr.prefill_channel
         if channel is not None and self.handle is None:
             self._pages, self._sent = num_kv_indices, 0
             self.handle = channel.begin(self.bootstrap_room)

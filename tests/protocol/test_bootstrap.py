@@ -96,19 +96,6 @@ def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
     assert refused.value.code == "MIXKV-PAIR-01"
 
 
-def test_a_stock_server_is_refused() -> None:
-    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVBootstrapServer
-
-    port = free_port()
-    stock = MooncakeKVBootstrapServer("127.0.0.1", port)
-    wait_for_port(port)
-    try:
-        with pytest.raises(MixKVError, match="does not run sglang-mixkv"):
-            asyncio.run(prefill_http.fetch(f"127.0.0.1:{port}"))
-    finally:
-        stock.close()
-
-
 def test_a_later_build_that_still_reads_this_protocol_is_served() -> None:
     later = row(0, protocol=(3, 5))
     body = b'{"protocol":5,"rows":[%b]}' % msgspec.json.encode(later)

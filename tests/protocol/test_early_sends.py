@@ -11,9 +11,9 @@ from rig.rank import Rank
 from rig.ring import run
 from rig.special import Special
 
-from sglang_mixkv.engine import early_sends
-from sglang_mixkv.engine.early_sends import VARIABLE, switch_off
+from sglang_mixkv.engine import sender
 from sglang_mixkv.engine.releases import sglang_version
+from sglang_mixkv.engine.sender import EARLY_SENDS, switch_off_early_sends
 
 
 @pytest.mark.parametrize(
@@ -24,18 +24,18 @@ from sglang_mixkv.engine.releases import sglang_version
 def test_where_sglang_does_not_wait_and_the_operator_has_not_set_it(
     backend: str, release: str, off: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(early_sends, "sglang_version", lambda: release)
+    monkeypatch.setattr(sender, "sglang_version", lambda: release)
     for value in ("0", "1"):
-        monkeypatch.setenv(VARIABLE, value)
-        assert not switch_off(backend)
-        assert os.environ[VARIABLE] == value
-    del os.environ[VARIABLE]
-    assert bool(switch_off(backend)) == off
-    assert os.environ.get(VARIABLE) == ("0" if off else None)
+        monkeypatch.setenv(EARLY_SENDS, value)
+        assert not switch_off_early_sends(backend)
+        assert os.environ[EARLY_SENDS] == value
+    del os.environ[EARLY_SENDS]
+    assert bool(switch_off_early_sends(backend)) == off
+    assert os.environ.get(EARLY_SENDS) == ("0" if off else None)
 
 
 def says_what_is_set(rank: Rank) -> None:
-    rank.report.reasons.append(f"{rank.side}: {os.environ.get(VARIABLE)}")
+    rank.report.reasons.append(f"{rank.side}: {os.environ.get(EARLY_SENDS)}")
 
 
 SAYS_SO = ["prefill 0: INFO sglang-mixkv", "prefill: 0"]
@@ -45,9 +45,9 @@ SAYS_SO = ["prefill 0: INFO sglang-mixkv", "prefill: 0"]
 def test_a_prefill_rank_sets_it_and_says_so(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = backend == "mooncake" and sglang_version() != "0.5.21"
     expected = ["prefill: None"] if waits else SAYS_SO
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(EARLY_SENDS, raising=False)
     faults = {(side, 0): says_what_is_set for side in ("prefill", "decode")}
-    special = Special(faults=faults, before={("prefill", 0): keep_lines(VARIABLE)})
+    special = Special(faults=faults, before={("prefill", 0): keep_lines(EARLY_SENDS)})
     outcome = run(Case(1, 1, backend=backend, requests=(Request(8),), special=special))
     assert outcome.wrong == []
     assert [line[:28] for line in outcome.prefill[0].reasons] == expected

@@ -28,6 +28,6 @@ def load_sglang() -> None:
         "sglang.srt.disaggregation.decode",
         "sglang.srt.disaggregation.nixl",
         "sglang.srt.managers.scheduler",
-        "sglang_mixkv.engine.classes",
+        "sglang_mixkv.engine.manager",
     ):
         importlib.import_module(module)
