@@ -95,7 +95,7 @@ def test_decode_fails_with_prefill(shape: str, stage: str, monkeypatch: pytest.M
         assert [ABORTED in reason for reason in report.reasons] == [True] * (ended == "failed")
 
 
-@pytest.mark.parametrize("side", ["prefill", "decode"])
+@pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
 def test_without_deferred_release_decode_waits(side: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On either side: its pages would be another request's while prefill may write to them."""
     for name, seconds in TIMEOUTS.items():
