@@ -9,17 +9,14 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
-import msgspec
 import pytest
 from rig.answers import many, serving, silent
 from rig.servers import PORT, TOKENS, Site, answer_of, publishing, row_of
 from rig.threads import Prefill, wait_for
 
-from sglang_mixkv.channel.data_plane import Endpoint
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import links
@@ -49,35 +46,19 @@ def prefill() -> Iterator[Prefill]:
 # ---------------------------------------------------------------- servers that are silent
 
 
-@pytest.fixture(params=["no answer", "no channel", "no data plane"])
+@pytest.fixture(params=["no answer", "no channel"])
 def hung(
-    request: pytest.FixtureRequest, site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[list[str]]:
     """As many servers that are hung for longer than the test takes."""
     monkeypatch.setattr(prefill_http, "ASK_S", FOR_EVER_S)
     monkeypatch.setattr(links, "CONNECT_S", FOR_EVER_S)
-    over = threading.Event()
-    with ExitStack() as stack:
+    with silent() as address:
         if request.param == "no answer":
-            address = stack.enter_context(silent())
-        elif request.param == "no channel":
-            port = stack.enter_context(silent())
-            row = row_of(prefill, address=f"tcp://{port}")
-            address = stack.enter_context(publishing(row, host=""))
-        else:
-            staging = prefill.row.staging
-            here = msgspec.msgpack.decode(staging.endpoint, type=Endpoint)
-            other = msgspec.structs.replace(here, session=b"another", instance=draw_instance())
-            endpoint = msgspec.msgpack.encode(other)
-            row = row_of(prefill, staging=msgspec.structs.replace(staging, endpoint=endpoint))
-            address = stack.enter_context(publishing(row, host=""))
-            opened = site.decode.plane._open
-            monkeypatch.setattr(
-                site.decode.plane, "_open",
-                lambda peer: over.wait() if peer.endpoint.session else opened(peer),
-            )  # fmt: skip
-        yield many(address, HUNG)
-        over.set()
+            yield many(address, HUNG)
+            return
+        with publishing(row_of(prefill, address=f"tcp://{address}"), host="") as address:
+            yield many(address, HUNG)
 
 
 def test_a_server_does_not_wait_for_those_that_are_hung(
