@@ -93,21 +93,6 @@ def test_nothing_is_listed_in_vain_and_there_are_few() -> None:
     assert len(SEAMS) <= 40
 
 
-@pytest.mark.parametrize(
-    ("line", "found"),
-    [
-        ("self.kv_mgr.update_status()", "update_status"),
-        ("receiver.failure_exception()", "failure_exception"),
-        ("super().ensure_abort_notified()", "ensure_abort_notified"),
-        ("is_mla_backend(1)", "sglang.srt.disaggregation.utils:is_mla_backend"),
-        ("self.config.clear()", None),
-    ],
-)
-def test_an_unlisted_use_is_found(line: str, found: str | None) -> None:
-    source = f"from sglang.srt.disaggregation.utils import is_mla_backend\n{line}\n"
-    assert {*called(source, is_mixin=True)} == ({found} if found else set())
-
-
 ENGINE = importlib.import_module("mixkv_cpu.support")
 
 

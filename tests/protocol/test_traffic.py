@@ -221,8 +221,8 @@ def test_all_links_of_a_server_go_down(
 @pytest.mark.parametrize(
     ("rank", "seconds", "tokens"),
     [
-        (DRAFT_ONLY, 2, 96), (DRAFT_ONLY, 40, 96), (TARGET, 8, 96), (TARGET, 40, 96),
-        (DECODE, 8, 96), (DECODE, 40, 320),  # while SGLang writes to it, which Mooncake gives up
+        (DRAFT_ONLY, 40, 96), (TARGET, 40, 96),
+        (DECODE, 40, 320),  # while SGLang writes to it, which Mooncake gives up
     ],
 )  # fmt: skip
 def test_a_rank_stands_still(
@@ -240,19 +240,6 @@ def test_a_rank_stands_still(
         assert failed(result.ended) == []
         nobody_waited(result.ended, Times().longest_wait)
     assert states(result.of(True)[-5:]) == {"warm"} or tokens > 96
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("restart", [False, True], ids=["for good", "and starts again"])
-def test_a_decode_rank_is_killed(restart: bool) -> None:
-    """Its requests are gone with it; those of the other one of that prefill server go on."""
-    result = run(flow(DECODE), {AT: killed(DECODE, restart=restart)})
-    assert result.found(late=False) == []
-    untouched(result, TIMES.longest_wait)
-    by_sglang_alone(result)
-    assert all(number % 2 == DECODE[1] for number in result.gone)
-    if restart:
-        assert states(result.of(True)[-5:]) == {"warm"}
 
 
 @pytest.mark.parametrize(

@@ -341,8 +341,7 @@ class Ring(Servers):
         for (side, rank), report in reports.items():
             lines = [*report.wrong, *filter(None, [report.error])]
             problems += [f"{side} {rank}: {line}" for line in lines]
-        gone = np.flatnonzero(self.shared.stages == BEGUN).tolist()
-        return Result(self.traffic, reports, marks, problems, gone)
+        return Result(self.traffic, reports, marks, problems)
 
     def _look(self, found: dict[Key, RankReport]) -> None:
         if (self.shared.acted.value and self._is_done()) or any(r.error for r in found.values()):
@@ -379,14 +378,12 @@ def run(traffic: Traffic, at: Mapping[int, Act]) -> Result:
 
 @dataclass
 class Result:
-    """`marks`: when each action was done, by its number of ended requests. `gone`: requests whose
-    decode rank was killed before they ended."""
+    """`marks`: when each action was done, by its number of ended requests."""
 
     traffic: Traffic
     reports: dict[Key, RankReport]
     marks: dict[int, tuple[float, float]]
     problems: list[str]
-    gone: list[int]
 
     @property
     def ended(self) -> list[Ended]:
