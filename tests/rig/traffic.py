@@ -55,12 +55,12 @@ LATE = re.compile(
 """SGLang's own entries of requests that were aborted, and rooms that no request came for, which
 are known for a minute."""
 QUEUES = 16
-ENOUGH = 16
-"""So many warm requests in a row to each server end the traffic once everything was done."""
 OF_FORMER = {"fds": 12, "sockets": 8}  # of a server that was restarted since
 AT = 80
 """Requests after which the disturbance comes, unless a test says otherwise."""
 WARM_AFTER = 35  # requests, a rank has made all that it needs
+ENOUGH = WARM_AFTER + 5
+"""So many warm requests in a row to each server end the traffic once everything was done."""
 UNKNOWN, BEGUN, ENDED = range(3)  # stages of a request, as decode sees it
 STARTS, READY, DONE = range(3)  # stages of a rank
 
