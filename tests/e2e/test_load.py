@@ -182,7 +182,7 @@ def test_nobody_pays_for_another(
     """Nor for a server that dies when a third of a crowd has its answers. Half of the time is the
     wait for what a killed server's requests leave."""
     known = reference(pair, ())
-    asked, expected = (prompts(pair=pair) + cousins(pair)) * 4, (known.fixed + known.cousins) * 4
+    asked, expected = (prompts(pair=pair) + cousins(pair)) * 3, (known.fixed + known.cousins) * 3
     with watched(Topology(*of, ENABLE, ENABLE, backend=backend), pair) as running:
         for side in killed:
             lost = crowd(running.deployment.url, asked, 0, 0, partial(running.kill, side))
