@@ -23,7 +23,7 @@ STAGING = StagingFacts("mooncake", b"endpoint", 1 << 20, 1 << 20, 64)
 
 def row(rank: int, **changes: Any) -> Row:
     plain = servers.row(b"instance", f"tcp://127.0.0.1:{9100 + rank}", STAGING)
-    of_rank = {"rank_port": 9000 + rank, "attn_tp_size": 2, "attn_tp_rank": rank}
+    of_rank = {"rank_port": 9000 + rank, "attn_tp": 2, "attn_tp_rank": rank}
     return msgspec.structs.replace(plain, **{**of_rank, **changes})
 
 
