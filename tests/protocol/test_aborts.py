@@ -172,3 +172,16 @@ def test_an_abort_waits_for_no_decode_rank() -> None:
     assert threading.active_count() <= before + 2
     sender.hung.set()
     assert [sender.sent.get(timeout=10) for _ in range(8)] == ["a"] * 8
+
+
+@pytest.mark.parametrize("status", [None, KVPoll.Success, KVPoll.Failed])
+def test_nothing_is_sent_for_a_room_that_has_ended(status: Any) -> None:
+    sender = Sender()
+    sender.hung.set()
+    sender.kv_mgr.request_status[7] = status
+    sender.abort()
+    sender.kv_mgr.request_status[7] = KVPoll.Transferring
+    sender.abort()  # which is sent, and first
+    assert sender.kv_mgr.did == ["abort"] * 2
+    assert {sender.sent.get(timeout=10) for _ in range(2)} == {"a", "b"}
+    assert sender.sent.empty()
