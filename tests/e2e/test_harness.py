@@ -100,26 +100,13 @@ def test_a_killed_starter_leaves_nothing(tmp_path: Path, number: signal.Signals)
     assert eventually(lambda: not root.exists())
 
 
-@pytest.mark.parametrize(
-    ("printed", "words"),
-    [
-        ("'out of cheese'", r"out of cheese"),
-        ("'x.OperatorError: no cheese\\n' + 'dump\\n' * 99",
-         r"its last error:\nx\.OperatorError: no cheese\n"),
-    ],
-    ids=["last words", "error that much follows"],
-)  # fmt: skip
-def test_a_server_that_dies_is_noticed(printed: str, words: str) -> None:
-    script = f"print({printed}); raise SystemExit(7)"
-    with Fleet() as fleet:
+def test_a_server_that_dies_is_noticed(tmp_path: Path) -> None:
+    """By its last error, behind which much may follow."""
+    script = "print('x.OperatorError: no cheese\\n' + 'dump\\n' * 99); raise SystemExit(7)"
+    with Fleet(tmp_path / "logs") as fleet:
         server = fleet.start("brief", [sys.executable, "-c", script], {})
         assert server.process.wait(15) == 7
-        with pytest.raises(ServerDied, match=rf"(?s)brief ended with status 7.*{words}"):
+        words = r"(?s)brief ended with status 7.*its last error:\nx\.OperatorError: no cheese\n"
+        with pytest.raises(ServerDied, match=words):
             fleet.check()
-
-
-def test_logs_are_kept_where_asked(tmp_path: Path) -> None:
-    with Fleet(tmp_path / "logs") as fleet:
-        server = fleet.start("talker", [sys.executable, "-c", "print('hello')"], {})
-        assert server.process.wait(15) == 0
-    assert (tmp_path / "logs" / "talker.log").read_text() == "hello\n"
+    assert "no cheese" in (tmp_path / "logs" / "brief.log").read_text()

@@ -10,26 +10,21 @@ from typing import Any
 import msgspec
 import pytest
 import requests
+from rig import servers
 from rig.rank import free_port, wait_for_port
 
-from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.draft.facts import Row, StagingFacts, Target
-from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.engine import prefill_http
 from sglang_mixkv.engine.bootstrap import KEY, PATH
 from sglang_mixkv.errors import MixKVError
 
-FACTS = DraftFacts("Llama", "EAGLE3", 4, (16, 16), "bfloat16")
+STAGING = StagingFacts("mooncake", b"endpoint", 1 << 20, 1 << 20, 64)
 
 
 def row(rank: int, **changes: Any) -> Row:
-    staging = StagingFacts("mooncake", b"endpoint", 1 << 20, 1 << 20, 64)
-    plain = Row(
-        PROTOCOL, "0.3.0", "0.5.23", b"instance", "127.0.0.1", 9000 + rank,
-        f"tcp://127.0.0.1:{9100 + rank}", 2, rank, 0, (8, 8, 16), "mooncake",
-        Target(0, 4, layer_ids=False, even=True), 1, DraftLayout(FACTS, 2, rank), staging,
-    )  # fmt: skip
-    return msgspec.structs.replace(plain, **changes)
+    plain = servers.row(b"instance", f"tcp://127.0.0.1:{9100 + rank}", STAGING)
+    of_rank = {"rank_port": 9000 + rank, "attn_tp": 2, "attn_tp_rank": rank}
+    return msgspec.structs.replace(plain, **{**of_rank, **changes})
 
 
 def registration(rank: int, own: Row | None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import pytest
 from rig.forks import die_with_parent, in_fork
 
 from sglang_mixkv.channel import planes
-from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory, Peer
+from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer
 from sglang_mixkv.channel.nixl import Nixl
 from sglang_mixkv.config import PLANE_ENV
 from sglang_mixkv.errors import MixKVError
@@ -37,7 +37,7 @@ SIZE, GUARD, CANARY = 32 * MIB, 4096, 0xA5
 LIST = [(GUARD + i * MIB, i * MIB + 777, MIB) for i in range(24)]  # what takes a while
 ONE = (GUARD, 0, 10)
 PATIENCE_S = 20.0  # for what takes milliseconds on a machine that is not busy
-QUIET_S = 0.5  # for what must not happen
+QUIET_S = 0.2  # for what must not happen
 FORK = mp.get_context("fork")
 ENV = {
     "MC_FORCE_TCP": "1",
@@ -109,12 +109,12 @@ class Reader:
         return self.plane.connect(self.peers[of].endpoint, seconds)
 
     def start(self, peer: Peer, *extents: tuple[int, int, int], of: int = 0) -> int:
-        """It may take no longer than a copy."""
+        """It waits for no peer, which would take a stopped one's 30 s."""
         here, there, tag = self.address, self.peers[of].address, len(self.started)
         self.started.append((of, extents))
         began = time.monotonic()
         self.plane.start(tag, peer, [Extent(here + to, there + at, n) for to, at, n in extents])
-        assert time.monotonic() - began < 1, "start has blocked"
+        assert time.monotonic() - began < PATIENCE_S, "start has blocked"
         return tag
 
     def look(self) -> None:
@@ -284,11 +284,9 @@ def test_a_peer_that_dies_fails_its_own_reads(reader: Reader) -> None:
         first = reader.start(lost, *LIST)
     tags = [first, reader.start(lost, (30 * MIB, 0, MIB))]
     reader.peers[0].kill()
-    began = time.monotonic()
     ends = reader.wait(*tags)
     assert all(ends) if reader.way in WAITING else ends == ["", ""]
     assert all(reader.wait(reader.start(lost, ONE)))
-    assert time.monotonic() - began < 5
     assert not lost.reads
     reader.check_nothing_lands(first)
     reader.check_read(other, of=1)
@@ -373,17 +371,6 @@ def test_a_reader_that_dies_leaves_its_peer_alone(reader: Reader) -> None:
     reader.check_read(peer)
 
 
-@over("mooncake")
-def test_mooncake_names_each_instance_at_an_address(reader: Reader) -> None:
-    """What Mooncake knows of a name it never asks for again."""
-    first = reader.connect()
-    other = msgspec.structs.replace(first.endpoint, instance=b"another one")
-    second = reader.plane.connect(msgspec.msgpack.encode(other))
-    assert len({first.link, second.link, reader.connect().link}) == 2
-    for peer in (first, second):
-        reader.check_read(peer)
-
-
 @over(*WAITING)
 def test_a_broken_connection_is_made_anew(reader: Reader) -> None:
     """Mooncake uses its four to a peer again, and meets those that broke one by one."""
@@ -398,6 +385,46 @@ def test_a_broken_connection_is_made_anew(reader: Reader) -> None:
         assert reader.wait(reader.start(peer, *LIST)) == [""]
 
 
+@over(*ALL)
+def test_endpoints(reader: Reader) -> None:
+    """Two servers may name the same rank, and a rank is connected to anew while it is in use: who
+    forgets it takes it from nobody else."""
+    one, two = reader.connect(), reader.connect()
+    reader.check_read(one)
+    reader.plane.forget(one)
+    reader.plane.forget(one)
+    reader.check_read(two)
+    assert all(reader.wait(reader.start(one, ONE), seconds=0))
+    other = {"mooncake": mooncake_names_each_instance, "nixl": nixl_is_refused}
+    other.get(reader.way, lambda *_: None)(reader, two)
+    known = two.endpoint
+    of_another = msgspec.msgpack.encode(msgspec.structs.replace(known, plane="x"))
+    for wrong in (b"", b"nonsense", of_another):
+        with pytest.raises(ValueError, match=r"xpected|truncated"):
+            reader.plane.connect(wrong)
+    gone = msgspec.structs.replace(known, session=b"127.0.0.1:1")
+    with pytest.raises(ConnectionError):
+        reader.plane.connect(msgspec.msgpack.encode(gone), 1)
+    reader.check_read(reader.connect())
+
+
+def mooncake_names_each_instance(reader: Reader, first: Peer) -> None:
+    """What Mooncake knows of a name it never asks for again."""
+    other = msgspec.structs.replace(first.endpoint, instance=b"another one")
+    second = reader.plane.connect(msgspec.msgpack.encode(other))
+    assert len({first.link, second.link, reader.connect().link}) == 2
+    reader.check_read(second)
+    with pytest.raises(MixKVError, match="MIXKV-START-06"):  # that memory is registered
+        reader.plane.register(Memory(reader.address, SIZE), spare=reader.address)
+
+
+def nixl_is_refused(reader: Reader, _: Peer) -> None:
+    with pytest.raises(MixKVError, match="MIXKV-START-06"):
+        Nixl("no such backend")
+    with pytest.raises(MixKVError, match="MIXKV-START-06"):
+        Nixl().register(Memory(reader.address, SIZE, device=0))
+
+
 def shut_sockets() -> int:
     """This process's TCP connections."""
     count = 0
@@ -407,45 +434,3 @@ def shut_sockets() -> int:
                 mine.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
-
-
-@over(*ALL)
-def test_who_forgets_an_endpoint_takes_it_from_nobody_else(reader: Reader) -> None:
-    """Two servers may name the same rank; and a rank is connected to anew while it is in use."""
-    one, two = reader.connect(), reader.connect()
-    reader.check_read(one)
-    reader.plane.forget(one)
-    reader.plane.forget(one)
-    reader.check_read(two)
-    assert all(reader.wait(reader.start(one, ONE), seconds=0))
-    reader.check_read(reader.connect())
-
-
-# ---------------------------------------------------------------- refused
-
-
-@over("mooncake")
-def test_memory_that_mooncake_does_not_take(reader: Reader) -> None:
-    with pytest.raises(MixKVError, match="MIXKV-START-06"):
-        reader.plane.register(Memory(reader.address, SIZE), spare=reader.address)
-
-
-@over("nixl")
-def test_a_backend_that_nixl_does_not_have(reader: Reader) -> None:
-    with pytest.raises(MixKVError, match="MIXKV-START-06"):
-        Nixl("no such backend")
-    with pytest.raises(MixKVError, match="MIXKV-START-06"):
-        Nixl().register(Memory(reader.address, SIZE, device=0))
-
-
-@over(*ALL)
-def test_bytes_that_are_no_endpoint(reader: Reader) -> None:
-    found = msgspec.msgpack.decode(reader.peers[0].endpoint, type=Endpoint)
-    other = msgspec.msgpack.encode(msgspec.structs.replace(found, plane="x"))
-    for wrong in (b"", b"nonsense", other):
-        with pytest.raises(ValueError, match=r"xpected|truncated"):
-            reader.plane.connect(wrong)
-    gone = msgspec.structs.replace(found, session=b"127.0.0.1:1")
-    with pytest.raises(ConnectionError):
-        reader.plane.connect(msgspec.msgpack.encode(gone), 1)
-    reader.check_read(reader.connect())

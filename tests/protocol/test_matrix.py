@@ -12,7 +12,7 @@ from rig.ring import right, run
 from rig.special import Special
 
 pytestmark = pytest.mark.transports(2, tcp=True)
-few = pytest.mark.transports(1, tcp=True)  # each value once
+few = pytest.mark.transports(1)  # each value once
 
 SIZES = (1, 2, 4, 8)
 DRAFTS = {
@@ -20,7 +20,6 @@ DRAFTS = {
     "gqa2": Cache("mha", heads=2),
     "gqa4": Cache("mha", heads=4, layers=2, k_bytes=4, v_bytes=4),
     "gqa8": Cache("mha", heads=8, k_bytes=4, v_bytes=2),
-    "mla": Cache("mla", k_bytes=12),
     "DSPARK": Cache("mha", layers=5, heads=16, k_bytes=4, v_bytes=4),  # Kimi-K3's
     "DFLASH": Cache("mha", layers=6, heads=8, k_bytes=4, v_bytes=4),  # Kimi-K2's
 }
@@ -37,14 +36,12 @@ def with_drafter(draft: str) -> dict[str, Any]:
     return {"draft": DRAFTS[draft], "algorithm": draft if draft.isupper() else "EAGLE3"}
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft", ["gqa1", "gqa4", "gqa8", "DSPARK"])
 @pytest.mark.parametrize("prefill_tp", SIZES)
 @pytest.mark.parametrize("decode_tp", SIZES)
 def test_every_byte(prefill_tp: int, decode_tp: int, draft: str) -> None:
     seed = prefill_tp * 100 + decode_tp
-    case = Case(prefill_tp, decode_tp, requests=REQUESTS, seed=seed, **with_drafter(draft))
-    outcome = right(case)
-    assert (outcome.total("sent_bytes_total") > 0) == (draft != "mla")  # SGLang moves that itself
+    right(Case(prefill_tp, decode_tp, requests=REQUESTS, seed=seed, **with_drafter(draft)))
 
 
 GQA = Cache("mha", layers=4, heads=4, k_bytes=4, v_bytes=4)
@@ -66,12 +63,13 @@ TARGETS: dict[str, dict[str, Any]] = {
     "mla, four hybrid stages": {
         "target": replace(MLA, layers=8), "hybrid": True, "prefill_pp": 4, **with_drafter("DSPARK")
     },
+    "mla drafter": {"draft": Cache("mla", k_bytes=12)},  # SGLang moves that itself
     "without a drafter": {"draft": None},
     "gqa without a drafter": {"target": GQA, "draft": None},
 }  # fmt: skip
 
 
-@pytest.mark.transports(2)
+@few
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
 @pytest.mark.parametrize("name", TARGETS)
 def test_targets(prefill_tp: int, decode_tp: int, name: str, backend: str) -> None:
@@ -89,7 +87,7 @@ INDEX_K = {
 POOLS = {"plain": {}, "stages": {"prefill_pp": 2}, "hybrid": {"hybrid": True}}
 
 
-@pytest.mark.transports(2)
+@few
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), SHAPES)
 @pytest.mark.parametrize("index_k", INDEX_K)
 @pytest.mark.parametrize("pool", POOLS)
@@ -110,19 +108,7 @@ def test_dsa_target(prefill_tp: int, decode_tp: int, index_k: str, pool: str, dr
 
 
 @few
-@pytest.mark.mooncake_only
-@pytest.mark.parametrize("pool", ["NVLINK", "INTRA_NODE_NVLINK"])
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
-def test_a_custom_memory_pool_without_drafter(
-    monkeypatch: pytest.MonkeyPatch, prefill_tp: int, decode_tp: int, pool: str
-) -> None:
-    """Metadata go over ZMQ then, or each layer as a call of its own."""
-    monkeypatch.setenv("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", pool)
-    right(Case(prefill_tp, decode_tp, draft=None, requests=REQUESTS))
-
-
-@few
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (4, 2), (2, 4)])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(4, 2), (2, 4)])
 def test_drafter_without_kv_entries(prefill_tp: int, decode_tp: int) -> None:
     """DeepSeek-V4's DSPARK: its KV is state without heads. Both sides speculate, and SGLang's
     own transfer sends it all."""
@@ -137,17 +123,10 @@ def test_drafter_without_kv_entries(prefill_tp: int, decode_tp: int) -> None:
     ("prefill_tp", "decode_tp", "prefill_dp", "decode_dp"),
     [(2, 1, 1, 2), (2, 2, 1, 2), (1, 2, 2, 1), (2, 1, 2, 2), (4, 2, 1, 2)],
 )
-@pytest.mark.parametrize("draft", ["gqa4", "DSPARK", "DFLASH"])
-def test_dp_attention(
-    prefill_tp: int, decode_tp: int, prefill_dp: int, decode_dp: int, draft: str
-) -> None:
+def test_dp_attention(prefill_tp: int, decode_tp: int, prefill_dp: int, decode_dp: int) -> None:
     """Routes depend on the attention-TP sizes inside a DP rank; each DP rank is a peer."""
-    right(
-        Case(
-            prefill_tp, decode_tp, requests=REQUESTS, prefill_dp=prefill_dp, decode_dp=decode_dp,
-            **with_drafter(draft),
-        )
-    )  # fmt: skip
+    sizes = {"prefill_dp": prefill_dp, "decode_dp": decode_dp}
+    right(Case(prefill_tp, decode_tp, requests=REQUESTS, **sizes, **with_drafter("gqa4")))
 
 
 @few
@@ -242,11 +221,8 @@ def test_a_side_without_a_drafter_is_served(
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
     cold = decode_tp * len(case.requests) if lacks_it == "prefill" else 0
-    assert (
-        outcome.total("rooms_total", "cold")
-        == outcome.total("rooms_total", "cold", "no_drafter")
-        == cold
-    )
+    for at in (), ("no_drafter",):
+        assert outcome.total("rooms_total", "cold", *at) == cold
     assert outcome.total("sent_bytes_total") == 0
 
 
@@ -273,8 +249,8 @@ DCP_REQUESTS = (
 
 
 @pytest.mark.transports(2)
-@pytest.mark.parametrize("prefill_tp", [1, 2, 4, 8])
-@pytest.mark.parametrize(("decode_tp", "dcp"), [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)])
+@pytest.mark.parametrize("prefill_tp", [1, 2, 8])
+@pytest.mark.parametrize(("decode_tp", "dcp"), [(2, 2), (4, 2), (4, 4), (8, 4)])
 @pytest.mark.parametrize("heads", [1, 4, 8])
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_dcp_from_a_server_without_it(
@@ -288,9 +264,9 @@ def test_dcp_from_a_server_without_it(
     )  # fmt: skip
 
 
-@pytest.mark.transports(1)
-@pytest.mark.parametrize(("tp", "dcp"), [(2, 2), (4, 2), (4, 4), (8, 2), (8, 4), (8, 8)])
-@pytest.mark.parametrize("heads", [1, 4, 8])
+@few
+@pytest.mark.parametrize(("tp", "dcp"), [(2, 2), (4, 2), (4, 4), (8, 4)])
+@pytest.mark.parametrize("heads", [1, 8])
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_dcp_between_equal_servers(tp: int, dcp: int, heads: int, hybrid: bool) -> None:
     right(

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from rig.model import Case, Request
-from rig.rank import Rank
 from rig.ring import Outcome, run
 from rig.special import Special
 
@@ -18,13 +17,6 @@ from sglang_mixkv.engine import draft_pool, handover
 from sglang_mixkv.series import COLD
 
 REQUESTS = (Request(23, chunk_pages=2), Request(8, chunk_pages=1), Request(1))
-
-
-def no_packing(rank: Rank) -> None:
-    def pack(*_: Any) -> int:
-        raise RuntimeError("out of memory")
-
-    rank.manager.prefill_channel._rows.pack = pack
 
 
 def measured(case: Case, **special: Any) -> Outcome:
@@ -56,26 +48,6 @@ def test_warm_rooms_and_their_bytes(prefill_tp: int, decode_tp: int) -> None:
         assert report.counted["slots",] > report.counted["slots_used",] == 0
         assert {("rooms_total", "cold", reason) for reason in COLD} <= set(report.counted)
         assert report.counted["breaker_open",] == 0
-
-
-def test_a_prefill_without_a_drafter_makes_every_room_cold() -> None:
-    case = Case(2, 1, requests=REQUESTS)
-    outcome = measured(case, draft_on={"prefill": False})
-    assert states(outcome) == {("cold", "no_drafter"): len(REQUESTS)}
-
-
-def test_prefill_that_cannot_pack_is_seen_on_both_sides() -> None:
-    outcome = measured(Case(1, 1, requests=REQUESTS), faults={("prefill", 0): no_packing})
-    assert states(outcome) == {("cold", "prefill_pack"): len(REQUESTS)}
-    assert outcome.total("fails_sent_total", "pack") == len(REQUESTS)
-
-
-def test_rooms_that_a_stock_decode_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", "1")
-    special = Special(draft_stays=True)
-    outcome = run(Case(1, 1, requests=REQUESTS, decode_mixkv=False, special=special))
-    assert outcome.wrong == []
-    assert outcome.total("unopened_rooms_total") == len(REQUESTS)
 
 
 def test_without_enable_metrics_no_series_is_made() -> None:

@@ -24,7 +24,7 @@ from rig.special import Special
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.engine.bootstrap import DraftBootstrapServer
 
-pytestmark = pytest.mark.transports(2)
+pytestmark = pytest.mark.transports(1)
 
 ANSWER = (Path(__file__).parent / "fixtures" / "release_0_2.json").read_bytes()
 PAIRS = [(1, 1), (2, 1), (1, 2), (2, 2)]

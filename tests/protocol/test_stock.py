@@ -74,6 +74,7 @@ def test_context_parallelism_with_a_hybrid_target_is_wrong_without_an_error() ->
     assert all("draft entry" in wrong for wrong in outcome.wrong)
 
 
+@pytest.mark.full
 def test_context_parallelism_at_unequal_tp_ends_the_transfer_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

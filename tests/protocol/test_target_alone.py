@@ -11,15 +11,12 @@ alone hides its drafter.
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 from rig import model
-from rig.forks import in_own_process
 from rig.model import Cache, Case, Request
-from rig.rank import Rank, free_port
+from rig.rank import Rank
 from rig.ring import Outcome, run
 from rig.special import Special
 
@@ -34,85 +31,6 @@ def alone(case: Case, draft_args: dict[str, str] = HIDDEN, **special: Any) -> Ca
     return replace(
         case, backend=model.BACKEND, prefill_mixkv=False, decode_mixkv=False,
         special=Special(draft_args=draft_args, **special),
-    )  # fmt: skip
-
-
-# ---------------------------------------------------------------- KV args
-
-
-KINDS = {
-    "mla": Case(2, 1),
-    "mla stages": Case(2, 1, target=Cache("mla", layers=4), prefill_pp=2),
-    "gqa": Case(2, 1, target=Cache("mha", layers=4, heads=4), prefill_pp=2),
-    "hybrid mla": Case(2, 1, hybrid=True),
-    "hybrid gqa": Case(2, 1, target=Cache("mha", layers=4, heads=4), hybrid=True, prefill_pp=2),
-    "window": Case(2, 1, target=Cache("mha", layers=2, heads=4), target_window=9),
-    "dsa": Case(2, 1, target=Cache("mla", k_bytes=24, index_k=(True,)), page_size=64),
-}
-# Those of the machine, and those that SGLang sets on one side only and the rig on both.
-NOT_COMPARED = {
-    "gpu_id", "ib_device", "system_dp_rank", "prefill_start_layer", "prefill_end_layer",
-    "kv_head_num", "total_kv_head_num",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-@pytest.mark.parametrize("kind", KINDS)
-@in_own_process
-def test_the_rings_kv_args_are_sglangs(kind: str, side: str) -> None:
-    """Where the drafter's pool is hidden, as SGLang builds them without a drafter."""
-    case = replace(alone(KINDS[kind]), backend="nixl")  # whose KV args have one more list
-    last = case.prefill_tp * case.prefill_pp - 1 if side == "prefill" else 0
-    rank = Rank(case, side, last, [free_port()])
-    want, hidden = kv_args_of_sglang(rank), vars(rank.kv_args())
-    names = want.keys() - NOT_COMPARED
-    assert {name: hidden.get(name) for name in names} == {name: want[name] for name in names}
-    if side == "prefill":
-        assert hidden["prefill_start_layer"] == want["prefill_start_layer"]
-
-
-def kv_args_of_sglang(rank: Rank) -> dict[str, Any]:
-    """What `_init_kv_manager` of a rank's queue, without a drafter, passes to the manager."""
-    from sglang.srt.disaggregation import decode, prefill
-    from sglang.srt.disaggregation.base.conn import KVArgs
-    from sglang.srt.disaggregation.utils import KVClassType
-
-    def kv_class(_: Any, kind: Any) -> Any:
-        if kind == KVClassType.KVARGS:
-            return KVArgs
-        return lambda args, *_: SimpleNamespace(kv_args=args)
-
-    module, queue = {
-        "prefill": (prefill, prefill.PrefillBootstrapQueue),
-        "decode": (decode, decode.DecodePreallocQueue),
-    }[rank.side]
-    with mock.patch.object(module, "get_kv_class", kv_class):
-        return vars(queue._init_kv_manager(queue_of(rank)).kv_args)
-
-
-def queue_of(rank: Rank) -> SimpleNamespace:
-    """What `_init_kv_manager` reads of a scheduler's queue."""
-    from sglang.srt.disaggregation.utils import TransferBackend
-    from sglang.srt.runtime_context import get_server_args
-
-    case, pool = rank.case, rank.sglang_pools["target"]
-    pool.start_layer = rank._stage_layers().start * (2 if case.hybrid else 1)  # of all kinds
-    aux = [(rows.ctypes.data, rows.nbytes, rows[0].nbytes) for rows in rank.aux]
-    config = SimpleNamespace(
-        num_hidden_layers=100, get_total_num_kv_heads=lambda: case.target.heads,
-        hf_text_config=SimpleNamespace(full_attention_layer_ids=[*range(1, 100, 2)]),
-    )  # fmt: skip
-    scheduler = SimpleNamespace(
-        rust_server=None, enable_hisparse=False, server_args=get_server_args(), model_config=config,
-        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(kv_cache_dtype_str="bf16")),
-    )  # fmt: skip
-    return SimpleNamespace(
-        transfer_backend=TransferBackend(case.backend), tp_rank=rank.tp_rank, pp_rank=rank.stage,
-        token_to_kv_pool=pool, draft_token_to_kv_pool=None, scheduler=scheduler,
-        is_mla_backend=case.target.is_mla and not case.hybrid, enable_staging=False,
-        metadata_buffers=SimpleNamespace(
-            get_buf_infos=lambda: [[*column] for column in zip(*aux, strict=True)]
-        ),
     )  # fmt: skip
 
 

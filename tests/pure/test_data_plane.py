@@ -3,8 +3,6 @@ tests/protocol/test_data_planes.py."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +12,6 @@ import pytest
 
 from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory, Peer, Read
 from sglang_mixkv.channel.mooncake import Mooncake
-from sglang_mixkv.channel.nixl import Nixl
 
 SIZE, LOCAL, REMOTE = 100, 1000, 5000
 TEN = Extent(LOCAL, REMOTE, 10)
@@ -117,19 +114,3 @@ def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
     assert tag == "it"
     assert "rejected" in error or "no batch" in error
     assert not peer.reads
-
-
-def test_nixls_agent_stays_for_its_other_peers() -> None:
-    plane, removed = object.__new__(Nixl), list[str]()
-    plane._naming, plane._named = threading.Lock(), Counter()
-    plane._agent = SimpleNamespace(
-        add_remote_agent=bytes.decode, remove_remote_agent=removed.append
-    )
-    peers = [Peer(Endpoint("nixl", b"agent", Memory(0, 1), b"")) for _ in range(2)]
-    for peer in (*peers, peers[0]):  # that one is opened anew
-        plane._open(peer)
-    plane._drop(peers[0])
-    plane._drop(peers[0])
-    assert removed == []
-    plane._drop(peers[1])
-    assert (removed, plane._named) == (["agent"], {})

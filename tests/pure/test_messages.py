@@ -141,11 +141,3 @@ def test_a_fail_s_detail_is_printable_and_short(detail):
     assert len(built.detail) == min(len(detail), 512)
     assert len(messages.encode(built)) < MAX_BYTES
     assert messages.decode(messages.encode(built)) == built
-
-
-def test_drawn_numbers_are_secrets_and_differ():
-    drawn = {messages.draw() for _ in range(1000)}
-    assert len(drawn) == 1000
-    assert all(1 <= number <= BIG for number in drawn)
-    assert len({messages.draw_instance() for _ in range(1000)}) == 1000
-    assert len(messages.draw_instance()) == 8

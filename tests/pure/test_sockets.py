@@ -40,27 +40,20 @@ def test_what_wakes_nobody_comes_with_the_next_event_in_order(inlet: Inlet[int])
     assert is_woken(inlet)
     assert inlet.take([inlet.fileno()]) == [1, 2]
     assert not is_woken(inlet)
+    inlet.put(3, wake=False)
+    assert inlet.take([]) == [3]
 
 
-def test_what_wakes_nobody_is_there_for_who_looks(inlet: Inlet[int]) -> None:
-    inlet.put(1, wake=False)
-    assert inlet.take([]) == [1]
-    assert inlet.take([]) == []
-
-
-def poller_of(inlet: Inlet[int]) -> Poller:
+@pytest.mark.parametrize("sleep", ["poll", "_doze"])
+def test_what_comes_ends_the_sleep(inlet: Inlet[int], sleep: str) -> None:
+    """Also the one between two looks at reads."""
     poller = Poller()
     poller.register(inlet.fileno())
-    return poller
-
-
-def test_a_thread_with_nothing_to_look_at_sleeps_until_it_is_woken(inlet: Inlet[int]) -> None:
-    looks, start = poller_of(inlet), time.monotonic()
     timer = threading.Timer(0.05, inlet.put, [1])
     timer.start()
-    assert looks.wait(30, False) == [inlet.fileno()]
-    assert 0.04 < time.monotonic() - start < 20
-    timer.join()
+    getattr(poller, sleep)(60_000)
+    assert poller.poll(0) == [inlet.fileno()]
+    assert timer.finished.is_set()
 
 
 def test_it_looks_less_often_when_nothing_comes(
@@ -68,28 +61,18 @@ def test_it_looks_less_often_when_nothing_comes(
 ) -> None:
     now, asked = [100.0], list[float]()
     monkeypatch.setattr(sockets.time, "monotonic", lambda: now[0])
-    looks = poller_of(inlet)
-    real = looks.poll
-    monkeypatch.setattr(looks, "poll", lambda ms: asked.append(ms) or real(min(ms, 1)))
+    poller = Poller()
+    poller.register(inlet.fileno())
+    real = poller.poll
+    monkeypatch.setattr(poller, "poll", lambda ms: asked.append(ms) or real(min(ms, 1)))
     for passed in (0, 0.9 * sockets.EAGER, 0.2 * sockets.EAGER):
         now[0] += passed
         if not passed:
             inlet.put(1)
-        assert bool(looks.wait(30, True)) is (passed == 0)
+        assert bool(poller.wait(30, True)) is (passed == 0)
         inlet.take([inlet.fileno()])
-    looks.wait(30, False)
+    poller.wait(30, False)
     assert asked == [sockets.LOOK_MS, sockets.EAGER_MS, sockets.LOOK_MS, 30_000]
-
-
-def test_what_comes_ends_the_sleep_between_two_looks_at_reads(inlet: Inlet[int]) -> None:
-    poller, start = Poller(), time.monotonic()
-    poller.register(inlet.fileno())
-    timer = threading.Timer(0.05, inlet.put, [1])
-    timer.start()
-    poller._doze(30_000)
-    assert time.monotonic() - start < 20
-    assert poller.poll(0.2) == [inlet.fileno()]
-    timer.join()
 
 
 HOST, FORK = "127.0.0.1", mp.get_context("fork")

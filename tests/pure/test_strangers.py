@@ -60,10 +60,10 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
             f"{median(seconds) * 1e3:.0f} ms, the slowest of {max(seconds) * 1e3:.0f}; "
             f"{most} parts were open"
         )
-        assert 1000 < most <= MAX_OPEN + 1  # and the request's own
+        assert 100 < most <= MAX_OPEN + 1  # and the request's own
         assert most > MAX_OPEN // 2 or lasts < 60
         assert len(sent) == 3
-        assert min(map(int, sent)) > 1000
+        assert min(map(int, sent)) > stranger.ENOUGH
         assert wait_for(lambda: not decode.left())
         assert wait_for(lambda: set(prefill.left()) <= {"waiting", "parts"})
         assert leaks(warm, resources, SLACK) == []

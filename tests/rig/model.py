@@ -81,15 +81,6 @@ class Case:
     special: Special = field(default_factory=Special, hash=False)
     shared: Shared = field(default_factory=Shared, hash=False, compare=False)
 
-    def __str__(self) -> str:
-        draft = self.draft and (f"{self.draft.kind}{self.draft.heads}")
-        hybrid = "hybrid-" if self.hybrid else ""
-        nixl = "nixl-" if self.backend == "nixl" else ""
-        nixl += "" if self.algorithm == "EAGLE3" else f"{self.algorithm.lower()}-"
-        dcp = f"-dcp{self.prefill_dcp}to{self.dcp}" if self.dcp > 1 else ""
-        sizes = f"P{self.prefill_tp}-D{self.decode_tp}{dcp}"
-        return f"{nixl}{hybrid}{self.target.kind}+{draft}-{sizes}"
-
     def cache(self, name: str) -> Cache | None:
         """The cache of that name. SGLang sends the target's layer with a `window`, and the index
         keys (`... index`), page by page too, but as state."""

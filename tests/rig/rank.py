@@ -51,13 +51,13 @@ class Rank(Memory):
 
     def __init__(self, case: Case, side: str, rank: int, ports: list[int], life: int = 0) -> None:
         super().__init__(case, side, rank)
-        self.ports, self.life = ports, life
+        self.ports = ports
         self.open: dict[int, OpenRequest] = {}
         self._publish(self.tp_rank)
         self.allocate()
 
     def _publish(self, tp_rank: int) -> None:
-        from sglang.srt.runtime_context import get_parallel, publish
+        from sglang.srt.runtime_context import SpawnRanks, get_parallel, publish
         from sglang.srt.server_args import ServerArgs
 
         from sglang_mixkv.config import ATTRIBUTE, resolve
@@ -83,7 +83,8 @@ class Rank(Memory):
         enabled = enabled and (self.side, self.rank) not in case.special.stock_ranks
         config = msgspec.structs.replace(resolve(None), enabled=enabled)
         setattr(args, ATTRIBUTE, config)
-        publish(args, role="tokenizer")
+        world_rank = self.stage * self.tp * self.dp_size + tp_rank
+        publish(args, role="tokenizer", ranks=SpawnRanks(world_rank, gpu_id=0))
         get_parallel().override_permanently(
             tp_rank=tp_rank, pp_rank=self.stage, attn_tp_rank=self.attn_rank,
             attn_dp_rank=self.dp_rank, attn_cp_rank=0, moe_ep_rank=0, dp_rank=None,
@@ -97,76 +98,44 @@ class Rank(Memory):
         key = self.server * per_stage + self.rank % per_stage
         return self.case.shared.pp_groups.get(key)
 
-    def kv_args(self) -> Any:
-        """KV args as SGLang's _init_kv_manager fills them from its pools."""
-        from sglang.srt.disaggregation import utils
-        from sglang.srt.disaggregation.base.conn import KVArgs
+    def _queue(self) -> SimpleNamespace:
+        """What `_init_kv_manager` of SGLang's queues reads of them."""
+        from sglang.srt.disaggregation.utils import TransferBackend
+        from sglang.srt.runtime_context import get_server_args
 
-        case, pools = self.case, dict(self.sglang_pools)
-        if self.draft_args() == "hidden" or self.hidden_pool() is not None:
-            pools.pop("draft", None)
-        args = KVArgs()
-        infos = [p.get_contiguous_buf_infos() for p in pools.values()]
-        args.engine_rank = (
-            self.dp_rank * self.tp + self.attn_rank if self.side == "prefill" else self.attn_rank
-        )
-        args.kv_data_ptrs = [p for ptrs, _, _ in infos for p in ptrs]
-        args.kv_data_lens = [n for _, lens, _ in infos for n in lens]
-        args.kv_item_lens = [n for _, _, items in infos for n in items]
-        args.num_draft_entries = len(self.pools["draft"]) if "draft" in pools else 0
-        args.kv_cache_dtype_str = "bf16"
-        args.aux_data_ptrs = [a.ctypes.data for a in self.aux]
-        args.aux_data_lens = [a.nbytes for a in self.aux]
-        args.aux_item_lens = [a[0].nbytes for a in self.aux]
-        target, draft = (pools.get(name) for name in ("target", "draft"))
-        args.kv_layer_ids = utils.build_kv_layer_ids(
-            token_to_kv_pool=target, draft_token_to_kv_pool=draft,
-            num_draft_entries=args.num_draft_entries, num_hidden_layers=100,
+        case, target = self.case, self.sglang_pools["target"]
+        stages = self._stage_layers()
+        target.start_layer = stages.start * (2 if case.hybrid else 1)  # of all kinds of layers
+        target.end_layer = stages.stop
+        is_hidden = self.draft_args() == "hidden"
+        aux = [(rows.ctypes.data, rows.nbytes, rows[0].nbytes) for rows in self.aux]
+        config = SimpleNamespace(
+            num_hidden_layers=100, get_total_num_kv_heads=lambda: case.target.heads,
+            hf_text_config=SimpleNamespace(full_attention_layer_ids=[*range(1, 100, 2)]),
         )  # fmt: skip
-        utils.setup_state_kv_args(args, target, draft, 100)
-        args.ib_device, args.gpu_id = "", 0
-        args.page_size = case.page_size
-        args.system_dp_rank = 0
-        args.pp_rank = self.stage
-        args.prefill_start_layer = self._stage_layers().start
-        args.prefill_end_layer = self._stage_layers().stop
-        if not case.target.is_mla and self.side == "prefill":  # decode's with its staging alone
-            args.kv_head_num = self.pools["target"][0].shape[2]
-            args.total_kv_head_num = case.target.heads
-        if case.draft is not None and self._has_draft():
-            args.is_draft_mla_backend = case.draft.is_mla
-        if self.side == "decode" and case.backend == "nixl" and case.special.draft_args:
-            args.kv_data_mem_kinds = ["VRAM"] * len(args.kv_data_ptrs)
-        return args
-
-    def hidden_pool(self) -> Any:
-        """The drafter's, where the plugin hides it from SGLang (engine/handover.py)."""
-        pool = self.sglang_pools.get("draft")
-        return pool if self.draft_args() == "channel" and hasattr(pool, "k_buffer") else None
-
-    def _hand_over(self) -> None:
-        """As around_init does while SGLang makes its manager. The drafter's configuration and
-        window are the case's."""
-        from sglang_mixkv.engine import draft_pool, handover
-
-        if (pool := self.hidden_pool()) is None:
-            return
-        draft, window = self.case.draft, self.case.draft_window or None
-        draft_pool.model_config = lambda: SimpleNamespace(  # type: ignore[assignment, return-value]
-            hf_config=SimpleNamespace(architectures=["Ring"]),
-            get_total_num_kv_heads=lambda: draft.heads,
-        )
-        draft_pool.window_of = lambda *_: window
-        handover._thread.handed = handover.Handed(pool, None)
+        runner = SimpleNamespace(kv_cache_dtype_str="bf16")
+        scheduler = SimpleNamespace(
+            rust_server=None, enable_hisparse=False, server_args=get_server_args(),
+            model_config=config, tp_worker=SimpleNamespace(model_runner=runner),
+        )  # fmt: skip
+        return SimpleNamespace(
+            transfer_backend=TransferBackend(case.backend), tp_rank=self.tp_rank,
+            pp_rank=self.stage, token_to_kv_pool=target, scheduler=scheduler,
+            draft_token_to_kv_pool=None if is_hidden else self.sglang_pools.get("draft"),
+            is_mla_backend=case.target.is_mla and not case.hybrid, enable_staging=False,
+            metadata_buffers=SimpleNamespace(
+                get_buf_infos=lambda: [[*column] for column in zip(*aux, strict=True)]
+            ),
+        )  # fmt: skip
 
     def start_manager(self) -> None:
-        from sglang.srt.disaggregation.utils import (
-            DisaggregationMode,
-            KVClassType,
-            TransferBackend,
-            get_kv_class,
-        )
-        from sglang.srt.runtime_context import get_server_args
+        """SGLang's queue makes it, with the plugin's hook around. The drafter's configuration and
+        window are the case's."""
+        from sglang.srt.disaggregation.decode import DecodePreallocQueue
+        from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue
+        from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+
+        from sglang_mixkv.engine import draft_pool
 
         def kv_class(kind: KVClassType) -> Any:
             return get_kv_class(TransferBackend(self.case.backend), kind)
@@ -180,13 +149,14 @@ class Rank(Memory):
         for one in up if self.side == "decode" else up[self.server : self.server + 1]:
             one.wait(LIMIT_S)
         self.case.special.before.get((self.side, self.rank), lambda _: None)(self)
-        self._hand_over()
-        self.manager = self.kv_class["manager"](
-            self.kv_args(),
-            DisaggregationMode(self.side),
-            get_server_args(),
-            self.case.target.is_mla and not self.case.hybrid,
+        draft, window = self.case.draft, self.case.draft_window or None
+        draft_pool.model_config = lambda: SimpleNamespace(  # type: ignore[assignment, return-value]
+            hf_config=SimpleNamespace(architectures=["Ring"]),
+            get_total_num_kv_heads=lambda: draft.heads,
         )
+        draft_pool.window_of = lambda *_: window
+        queue: Any = {"prefill": PrefillBootstrapQueue, "decode": DecodePreallocQueue}[self.side]
+        self.manager = queue._init_kv_manager(self._queue())
         self.releases = Releases()
 
     def asked_class(self, kind: str) -> Any:
@@ -228,18 +198,14 @@ class Rank(Memory):
         for group in self.case.all_rounds():
             for number in filter(self.mine, group):
                 self.begin(number)
-            self._send_all({number: one.handle for number, one in self.open.items()})
+            while self.open:
+                self.step(LIMIT_S / 2)
+                time.sleep(PAUSE_S[self.side])
             self.releases.wait(self.case.special.pause)
         if self.side == "decode":
             self.releases.wait()
             self.case.shared.all_sent.wait(LIMIT_S)
             self.compare()
-
-    def _send_all(self, _: dict[int, Any]) -> None:
-        """Go on with these senders or receivers until each has ended."""
-        while self.open:
-            self.step(LIMIT_S / 2)
-            time.sleep(PAUSE_S[self.side])
 
     def begin(self, number: int) -> None:
         if self.side == "prefill":

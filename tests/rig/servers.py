@@ -14,6 +14,7 @@ from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import Config
 from sglang_mixkv.decode.events import server_of
+from sglang_mixkv.decode.worker import ReceiveHandle
 from sglang_mixkv.draft.facts import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.engine.prefill_servers import PrefillServers
@@ -23,6 +24,7 @@ from .threads import HOST, Decode, Prefill, wait_for
 
 PORT = 9000  # of SGLang's own socket of a prefill rank, to which nothing is sent here
 TOKENS = 20
+PATIENCE = 3  # a busy machine
 
 
 def row(instance: bytes, address: str, staging: StagingFacts) -> Row:
@@ -44,7 +46,7 @@ class Site:
     were refused."""
 
     def __init__(self) -> None:
-        self.times = Times()
+        self.times = Times(PATIENCE)
         self.decode = Decode(self.times, self._restarted, self._lost)
         self.table: dict[str, Any] = {}
         self.reasons: list[Any] = []
@@ -79,10 +81,14 @@ class Site:
         """What becomes of one: warm, or why it is cold."""
         self._rooms += 1
         use = prefill.send(self._rooms, TOKENS)
-        entry = self.decode.open(self._rooms, TOKENS, self.peer(address))
+        found = self.ended(self.decode.open(self._rooms, TOKENS, self.peer(address)))
+        prefill.channel.end(use)
+        return found
+
+    def ended(self, entry: ReceiveHandle) -> str:
+        """What becomes of one that was opened."""
         self.decode.channel.target_arrived(entry)
         assert wait_for(lambda: entry.state is not None)
-        prefill.channel.end(use)
         self.decode.channel.close(entry)
         return entry.reason or "warm"
 

@@ -6,7 +6,7 @@ Two sockets of it are connected to a prefill rank, of that instance, whose answe
 one opens rooms without end, as one reader, and as another for each; the other sends ACKs and FAILs
 of slots and rooms that are others' or nobody's. The third stands for a prefill rank: whoever
 connects to it gets READYs of rooms, slots and tokens that do not exist. It prints its address, and
-at the end how many messages it has sent.
+at the end how many messages it has sent: over each more than ENOUGH, however long that takes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sglang_mixkv.channel.messages import (
     draw_instance,
 )
 
-BATCH = 64
+BATCH, ENOUGH = 64, 1000
 FIRST_ROOM = 1 << 32  # nobody else's numbers
 
 
@@ -96,7 +96,7 @@ def main(prefill: str, instance: str, seconds: str) -> None:
     ]
     senders[2].before = [connection]
     until = time.monotonic() + float(seconds)
-    while time.monotonic() < until:
+    while time.monotonic() < until or min(sender.sent for sender in senders) <= ENOUGH:
         for sender in senders:
             sender.send()
     print(*(sender.sent for sender in senders), flush=True)

@@ -205,10 +205,6 @@ class Prefill(_Side):
             self.closed = True
             stop(self.channel)
 
-    @property
-    def port(self) -> int:
-        return int(self.channel.address.rpartition(":")[2])
-
     def pages(self, tokens: int, events: Sequence[Event] = ()) -> Pages:
         """The last ones of its pool, the last one first."""
         return Pages(np.arange(PAGES)[::-1][: -(-tokens // PAGE)], PAGE, events)
@@ -224,18 +220,14 @@ class Prefill(_Side):
 
 
 class Decode(_Side):
-    """`forgotten`: instances that another one is in the place of."""
-
     def __init__(
-        self, times: Times, restarted: Callable[[bytes], None] | None = None,
+        self, times: Times, restarted: Callable[[bytes], None] = lambda _: None,
         lost: Callable[[bytes], None] = lambda _: None, **given: Any,
     ) -> None:  # fmt: skip
         super().__init__(times, **given)
-        self.forgotten: list[bytes] = []
         machine = decode_machine.Machine(self.instance, self.slots, self.staging.slot_bytes, times)
         store = Store(self.rows, self.staging, self.plane, self.on_device)
-        forget = restarted or self.forgotten.append
-        self.channel = DecodeWorker(machine, store, times, self.notes, forget, lost)
+        self.channel = DecodeWorker(machine, store, times, self.notes, restarted, lost)
 
     def reach(self, row: Any, server: str = "") -> bytes:
         """The peer, to which this rank is connected then."""
