@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,6 +136,21 @@ def test_a_port_that_is_taken_and_nobody_there(port: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(doctor_read, "ANSWER_S", 0)
     with pytest.raises(ReadFailed, match="start it, and open its port"):
         doctor_read.read(HOST, port, SMALL)
+
+
+def test_the_devices_that_a_process_has_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, verbs = tmp_path / "fd", tmp_path / "verbs" / "uverbs1"
+    for folder in (files, verbs):
+        folder.mkdir(parents=True)
+    (verbs / "ibdev").write_text("mlx5_1\n")
+    monkeypatch.setattr(doctor_read, "FILES", files)
+    monkeypatch.setattr(doctor_read, "VERBS", verbs.parent)
+    (files / "1").symlink_to("/dev/infiniband/rdma_cm")
+    assert doctor_read.devices_in_use() == []
+    (files / "7").symlink_to("/dev/infiniband/uverbs1")
+    assert doctor_read.devices_in_use() == ["mlx5_1"]
 
 
 # ---------------------------------------------------------------- processes

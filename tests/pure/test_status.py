@@ -13,7 +13,7 @@ from rig.answers import serving
 
 from sglang_mixkv import series
 from sglang_mixkv.tools import status
-from sglang_mixkv.tools.status_pages import Pages, page_url, read
+from sglang_mixkv.tools.status import Pages, page_url, read
 
 ONE, TWO = "10.0.0.1:8998", "10.0.0.2:8998"
 TOOLS = Path(__file__).parents[2] / "docs" / "tools.md"
