@@ -113,8 +113,10 @@ def test_servers_that_fall_fire_and_healthy_ones_do_not(
             rng = np.random.default_rng([*map(ord, kind), number])
             found = server(rng, per_hour, (before, after), drift=0.05)
             series += page(rng, f"{kind}-{number}", f"alone-{kind}-{number}", found)
-        expected += [fired(f"{kind}-.*", "past", FALL, 0),
-                     fired(f"{kind}-.*", "past", FALL + minutes // STEP, EACH[is_full])]  # fmt: skip
+        expected += [
+            fired(f"{kind}-.*", "past", FALL, 0),
+            fired(f"{kind}-.*", "past", FALL + minutes // STEP, EACH[is_full]),
+        ]
     expected += [fired("healthy-.*", against, LENGTH, 0) for against in ("past", "others")]
     expected += [fired("beside-1", "others", 2 * HOUR, 1), fired("beside-.*", "others", LENGTH, 1)]
     test = {"interval": f"{STEP}m", "input_series": series, "promql_expr_test": expected}
