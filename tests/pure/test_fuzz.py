@@ -1,4 +1,4 @@
-"""Short runs of the fuzzer over every target, and that it finds a guard that is not there."""
+"""Short runs of the fuzzer over every target find nothing, and a guard that is not there."""
 
 from __future__ import annotations
 
@@ -41,14 +41,10 @@ GUARDS: dict[str, tuple[str, str, Any, dict[str, Any]]] = {
 """Of each guard the target, what is found without it, and what is put in its place."""
 
 
-@pytest.mark.parametrize("target", fuzz.TARGETS)
-def test_a_short_run_finds_nothing(target: str) -> None:
-    assert fuzz.unguided(target, 1, RUNS) == (b"", "")
-
-
 @pytest.mark.parametrize("guard", GUARDS)
 def test_without_a_guard_it_is_found(guard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target, found, owner, change = GUARDS[guard]
+    assert fuzz.unguided(target, 1, RUNS) == (b"", "")
     monkeypatch.setattr(owner, **change)
     _, trace = fuzz.unguided(target, 1, UNTIL_FOUND)
     assert re.search(found, trace.strip().rpartition("\n")[2]), trace
