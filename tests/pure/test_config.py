@@ -70,11 +70,14 @@ def test_the_bounds_of_a_setting(
 @pytest.mark.parametrize("service", ["SGLANG_MIXKV_ROUTER", "SGLANG_MIXKV"])
 def test_what_kubernetes_says_of_a_service_is_no_setting(service: str) -> None:
     """But for one that is called sglang-mixkv, whose address has a setting's name."""
-    ends = ("SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_80_TCP",
-            "PORT_80_TCP_PROTO", "PORT_80_TCP_PORT", "PORT_80_TCP_ADDR")  # fmt: skip
-    environ = dict.fromkeys((f"{service}_{end}" for end in ends), "tcp://10.0.0.1:80")
+    ends = {"SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "80", "SERVICE_PORT_HTTP": "80",
+            "PORT": "tcp://10.0.0.1:80", "PORT_80_TCP": "tcp://10.0.0.1:80",
+            "PORT_80_TCP_PROTO": "tcp", "PORT_80_TCP_ADDR": "10.0.0.1"}  # fmt: skip
+    environ = {f"{service}_{end}": text for end, text in ends.items()}
     environ.pop(config.PORT_ENV, None)
     assert resolve(None, {**environ, config.API_KEY_ENV: "key", "PATH": "/bin"}) == Config()
+    with pytest.raises(MixKVError, match="the nearest that is known is SGLANG_MIXKV_PATIENCE"):
+        resolve(None, {"SGLANG_MIXKV_PATIENSE": "1"})
 
 
 def arguments(**changed: object) -> SimpleNamespace:

@@ -36,11 +36,6 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-def test_every_piece_of_a_pattern_occurs_once() -> None:
-    words = [doctor_read.pattern(n, 1 << 16).view(np.uint64) for n in range(READ)]
-    assert len(np.unique(np.concatenate(words))) == READ << 13
-
-
 class Copies:
     """A plane that copies patterns at once, and a side whose memory is a dictionary. `error`: how
     its reads end, None if they do not."""
@@ -72,6 +67,8 @@ def read_slots(side: Copies) -> Result:
 def test_a_wrong_byte_is_found_and_a_read_that_fails_or_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    words = [doctor_read.pattern(n, 1 << 16).view(np.uint64) for n in range(READ)]
+    assert len(np.unique(np.concatenate(words))) == READ << 13  # a foreign piece is a wrong byte
     assert read_slots(Copies()).wrong == []
     for bad in (3, READ + 3):  # in the first read, or the second
         assert read_slots(Copies(bad=bad)).wrong == ["byte 17 of slot 3"]
@@ -171,17 +168,15 @@ def hang(*_: Any) -> Result:
     raise AssertionError
 
 
-@pytest.mark.parametrize(
-    ("role", "seconds", "words"), [(abort, 600, "died.*terminate called"), (hang, 3, "took 3 s")]
-)
-def test_a_process_that_dies_or_hangs_is_a_failure(
-    role: Any, seconds: int, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_dies_or_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a transport ends it, whose last words are told."""
-    monkeypatch.setattr(doctor_read, "serve", role)
-    monkeypatch.setattr(doctor_read, "LISTEN_S", seconds)
-    with pytest.raises(ReadFailed, match=words):
-        doctor_read.result(SMALL, listen=1)
+    for role, seconds, words in (
+        (abort, 600, "died.*terminate called"), (hang, 3, "took 3 s")
+    ):  # fmt: skip
+        monkeypatch.setattr(doctor_read, "serve", role)
+        monkeypatch.setattr(doctor_read, "LISTEN_S", seconds)
+        with pytest.raises(ReadFailed, match=words):
+            doctor_read.result(SMALL, listen=1)
 
 
 def test_a_listener_ends_with_the_doctor_that_started_it(port: int) -> None:
