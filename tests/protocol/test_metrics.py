@@ -58,16 +58,16 @@ def test_warm_rooms_and_their_bytes(prefill_tp: int, decode_tp: int) -> None:
         assert report.counted["breaker_open",] == 0
 
 
-def test_a_prefill_without_a_drafter_makes_every_room_cold() -> None:
-    case = Case(2, 1, requests=REQUESTS)
-    outcome = measured(case, draft_on={"prefill": False})
-    assert states(outcome) == {("cold", "no_drafter"): len(REQUESTS)}
-
-
-def test_prefill_that_cannot_pack_is_seen_on_both_sides() -> None:
-    outcome = measured(Case(1, 1, requests=REQUESTS), faults={("prefill", 0): no_packing})
-    assert states(outcome) == {("cold", "prefill_pack"): len(REQUESTS)}
-    assert outcome.total("fails_sent_total", "pack") == len(REQUESTS)
+@pytest.mark.parametrize(
+    ("special", "reason", "fails"),
+    [({"draft_on": {"prefill": False}}, "no_drafter", 0),
+     ({"faults": {("prefill", 0): no_packing}}, "prefill_pack", len(REQUESTS))],
+)  # fmt: skip
+def test_cold_rooms_are_counted_by_reason(special: Any, reason: str, fails: int) -> None:
+    """A prefill that cannot pack is seen on both sides."""
+    outcome = measured(Case(1, 1, requests=REQUESTS), **special)
+    assert states(outcome) == {("cold", reason): len(REQUESTS)}
+    assert outcome.total("fails_sent_total", "pack") == fails
 
 
 def test_rooms_that_a_stock_decode_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
