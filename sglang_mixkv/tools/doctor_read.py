@@ -40,6 +40,7 @@ from sglang_mixkv.draft.slot_format import SPARE
 READ = 8
 """How many slots are read, all at once; twice, and the faster counts."""
 ANSWER_S, READ_S, LIMIT_S, LISTEN_S = 60, 30, 120, 600
+LINGER_MS = 5000  # for the last message of a socket that is closed
 HERE, PR_SET_PDEATHSIG = "127.0.0.1", 1
 VERBS, FILES = Path("/sys/class/infiniband_verbs"), Path("/proc/self/fd")
 
@@ -139,10 +140,9 @@ class Side:
 
 @contextmanager
 def _socket(kind: int) -> Iterator[zmq.Socket[bytes]]:
-    """It delivers at its end what was sent, within seconds."""
     with zmq.Context() as context, context.socket(kind) as made:
         made.setsockopt(zmq.IPV6, 1)
-        made.setsockopt(zmq.LINGER, 5000)
+        made.setsockopt(zmq.LINGER, LINGER_MS)
         yield made
 
 
