@@ -54,7 +54,7 @@ class Cache:
     [(4, 4, 8, 8, False), (4, 2, 8, 6, False), (4, 1, 8, 5, True)],
     ids=["mha", "gqa", "mla"],
 )
-class Test:
+class TestAttention:
     def test_decode(self, heads, kv_heads, width, value_width, mla, window) -> None:
         kv = Cache(kv_heads, width, value_width, mla)
         q, out = torch.randn(3, heads, width), torch.empty(3, heads, value_width)
