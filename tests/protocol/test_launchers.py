@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rig.launchers import Ended, Unplugged, dynamo, engine_of_resolved, kv_classes, launch_server
+from rig.launchers import (
+    Call,
+    Ended,
+    dynamo,
+    engine_of_resolved,
+    kv_classes,
+    launch_server,
+    unplugged,
+)  # fmt: skip
 
 from .test_startup import FLAGS, OTHER
 
@@ -24,16 +32,15 @@ Launcher = Callable[[list[str]], None]
 
 
 @pytest.fixture(scope="module")
-def unplugged() -> Iterator[Unplugged]:
-    process = Unplugged()
-    yield process
-    process.close()
+def call() -> Iterator[Call]:
+    with unplugged() as made:
+        yield made
 
 
-def packages(unplugged: Unplugged, launched: Ended, **environ: str) -> set[str]:
+def packages(call: Call, launched: Ended, **environ: str) -> set[str]:
     """Whose classes a rank is handed out; `stopped` with the reason where it ends instead."""
     assert launched.value is not None, launched.said[-2000:]
-    rank = unplugged.call(kv_classes, launched.value, **environ)
+    rank = call(kv_classes, launched.value, **environ)
     return {rank.value[kind] for kind in KINDS} if rank.value else {f"stopped: {rank.said}"}
 
 
@@ -49,25 +56,23 @@ def packages(unplugged: Unplugged, launched: Ended, **environ: str) -> set[str]:
     ],
 )
 def test_a_launcher_and_its_ranks_opt_in_together(
-    unplugged: Unplugged, launcher: Launcher, given: tuple[str, ...], environ: dict[str, str],
+    call: Call, launcher: Launcher, given: tuple[str, ...], environ: dict[str, str],
     package: str, tmp_path: Path,
 ) -> None:  # fmt: skip
     """The record travels with ServerArgs: some ranks of a server would else be stock."""
     file = tmp_path / "server.yaml"
     file.write_text("enable-mixkv: true\n")
     words = [str(file) if word == file.name else word for word in given]
-    launched = unplugged.call(launcher, [*FLAGS, *words], **environ, SGLANG_MIXKV_STAGING_MB="32")
-    assert packages(unplugged, launched) == {package}
+    launched = call(launcher, [*FLAGS, *words], **environ, SGLANG_MIXKV_STAGING_MB="32")
+    assert packages(call, launched) == {package}
     if package == "sglang_mixkv":
         assert pickle.loads(launched.value)._mixkv.staging_mb == 32
 
 
 @pytest.mark.parametrize("more", [(), ASCEND])
-def test_a_rank_looks_where_no_hook_saw_the_arguments(
-    unplugged: Unplugged, more: tuple[str, ...]
-) -> None:
-    launched = unplugged.call(engine_of_resolved, [*FLAGS, *more], **ENV)
-    (said,) = packages(unplugged, launched, **ENV)
+def test_a_rank_looks_where_no_hook_saw_the_arguments(call: Call, more: tuple[str, ...]) -> None:
+    launched = call(engine_of_resolved, [*FLAGS, *more], **ENV)
+    (said,) = packages(call, launched, **ENV)
     assert OTHER in said if more else said == "sglang_mixkv"
 
 
@@ -81,9 +86,9 @@ def test_a_rank_looks_where_no_hook_saw_the_arguments(
     ],
 )  # fmt: skip
 def test_what_is_refused_or_not_known_stops_the_launcher(
-    unplugged: Unplugged, launcher: Launcher, given: tuple[str, ...], environ: dict[str, str],
+    call: Call, launcher: Launcher, given: tuple[str, ...], environ: dict[str, str],
     said: str,
 ) -> None:  # fmt: skip
-    launched = unplugged.call(launcher, [*FLAGS, *given], **environ)
+    launched = call(launcher, [*FLAGS, *given], **environ)
     assert launched.value is None
     assert said in launched.said
