@@ -112,15 +112,15 @@ def test_each_kind_of_prompt(servers: tuple, tmp_path: Path) -> None:
     assert ids == [[BOS, 11, 12], [5, 6], [BOS, 13], [BOS, 2, 3, 9, 9], [BOS, 8, 9]]
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [(b"{no json", "line 1"), (b'a\n{"prompt": "b"}', "line 2: expected input_ids"),
-     (b"\n", "no prompts"), (b"\xff", "decode")],
-)  # fmt: skip
-def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, text: bytes, why: str) -> None:
-    (tmp_path / "prompts").write_bytes(text)
-    with pytest.raises(ValueError, match=why):
-        read_prompts(tmp_path / "prompts")
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    for text, why in (
+        (b"{no json", "line 1"), (b'a\n{"prompt": "b"}', "line 2: expected input_ids"),
+        (b"\n", "no prompts"), (b"\xff", "decode"),
+    ):  # fmt: skip
+        path.write_bytes(text)
+        with pytest.raises(ValueError, match=why):
+            read_prompts(path)
 
 
 # ---------------------------------------------------------------- verdicts
