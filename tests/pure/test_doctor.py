@@ -62,6 +62,7 @@ def test_an_installation_that_lacks_something(
         monkeypatch.setattr(doctor, "version_of", lambda name, k=known: k.get(name, "none"))
         (problem,) = problems(doctor.versions())
         assert words in problem
+    monkeypatch.setattr(doctor, "seams", lambda: pytest.fail("compared with nothing"))
     assert doctor.main([]) == 1
     assert capsys.readouterr().out.endswith("\n1 problem, marked !!\n")
     monkeypatch.setattr(metadata, "entry_points", lambda group: ())
