@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from sglang_mixkv.series import PREFIX, SERIES
-from sglang_mixkv.tools.status_pages import samples
+from sglang_mixkv.tools.status import samples
 
 
 def totals(text: str, without: str = "") -> Counter[tuple[str, ...]]:

@@ -6,27 +6,15 @@ means, and what to do. Two texts share a code where the operator would do the sa
 
 from __future__ import annotations
 
-# What a refused peer is counted under: it lacks the plugin, has another protocol, differs in the
-# handshake's facts, has sizes or routes that do not fit, or sent what cannot be read.
-CODES = {
-    "MIXKV-START-01": "other",
-    "MIXKV-START-02": "other",
-    "MIXKV-START-03": "other",
-    "MIXKV-START-04": "other",
-    "MIXKV-START-05": "other",
-    "MIXKV-START-06": "other",
+REASON_OF = {
     "MIXKV-PAIR-01": "no_plugin",
     "MIXKV-PAIR-02": "protocol",
     "MIXKV-PAIR-03": "facts",
-    "MIXKV-PAIR-04": "topology",
-    "MIXKV-PAIR-06": "other",
-    "MIXKV-PAIR-09": "other",
+    "MIXKV-PAIR-04": "topology",  # sizes or routes that do not fit
     "MIXKV-MSG-01": "malformed",
-    "MIXKV-MSG-02": "other",
-    "MIXKV-SELF-01": "other",
 }
-"""All codes, with the reason that a refusal is counted under."""
-REASONS = tuple(dict.fromkeys(sorted(CODES.values(), key="other".__eq__)))
+"""What a refused peer is counted under, by code; `other` with any other code."""
+REASONS = (*REASON_OF.values(), "other")
 
 
 class MixKVError(ValueError):
@@ -45,7 +33,7 @@ class MixKVError(ValueError):
     @property
     def reason(self) -> str:
         """One of REASONS, for counting."""
-        return CODES.get(self.code, "other")
+        return REASON_OF.get(self.code, "other")
 
 
 def refuse(code: str, expected: str, got: str, consequence: str, remedy: str) -> MixKVError:

@@ -1,32 +1,37 @@
-"""Fuzz what parses a peer's bytes.
+"""Fuzz what parses a peer's bytes and keeps no state: messages, rows, endpoints.
 
-    fuzz.py --runs N --folder FOLDER    libFuzzer, through atheris
-    fuzz.py --runs N                    mutations of the seeds, without its guidance
+    fuzz.py --runs N [PARSER...]
 
-One parser after the other, or those that are named. An input is one document; most mutations keep
-its structure. libFuzzer keeps what reaches new code in FOLDER/PARSER, and ends with status 77 and
-the input in a file at the first error, hang or excess of memory. What a peer can do to the state
-machines is a matter of tests/sim.
+An input is one document of the seeds, changed a few times; most changes keep its structure. What a
+parser raises is a finding, and what it lets through must be usable: a message can be sent again,
+rows make a plan or are refused, an endpoint is read inside its memory. What a peer can do to the
+state machines is a matter of tests/sim.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import importlib
+import json
 import random
-import subprocess
 import sys
 import traceback
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
 
-TARGETS = ("message", "row", "endpoint")
-TIMEOUT_S, RSS_MB, MAX_LEN = 10, 2048, 16 << 10
+from sglang_mixkv.channel import data_plane, messages
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode.events import OpenRoom
+from sglang_mixkv.decode.plan import judge, make_plan
+from sglang_mixkv.decode.transfer import Room
+from sglang_mixkv.draft import facts
+from sglang_mixkv.draft.facts import Target
+from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
+from sglang_mixkv.engine import bootstrap, prefill_http
+from sglang_mixkv.errors import MixKVError
+
 VALUES: tuple[Any, ...] = (
     0, 1, -1, 7, 255, 1 << 16, 1 << 31, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, None, True,
     0.5, "", "x" * 600, "\0", b"", b"another_", [], {},
@@ -36,16 +41,150 @@ ODD = {  # what no encoder writes
     msgspec.msgpack: (b"\x91" * DEEP + b"\x01", b"\xa1\xff", b"\xdd\x7f\xff\xff\xff", b"\xc1"),
     msgspec.json: (b"[" * DEEP + b"]" * DEEP, b'"\xff"', b'"\\ud800"', b"9" * 400, b"NaN"),
 }
-Mutate = Callable[[bytes, int], bytes]  # libFuzzer's, of bytes; its second argument is a limit
+
+BASE, SLOT_BYTES, SLOTS = 1 << 20, 4096, 8
+MEMORY = data_plane.Memory(BASE, SLOT_BYTES * SLOTS)
+DRAFT = DraftFacts("Llama", "EAGLE3", 4, (64, 64), "bfloat16")
 
 
-def change(form: Any, data: bytes, change_bytes: Mutate, rng: random.Random) -> bytes:
+def new_row(rank: int, tp: int, name: bytes) -> facts.Row:
+    return facts.Row(
+        messages.PROTOCOL, "0.3.0", "0.5.23", name, "10.0.0.1", 9000 + rank, "tcp://10.0.0.1:9100",
+        tp, rank, 0, (64, 128), "nixl", Target(8, 8, layer_ids=False, even=True), 1,
+        DraftLayout(DRAFT, tp, rank),
+        facts.StagingFacts("nixl", b"endpoint", BASE, SLOT_BYTES, SLOTS),
+    )  # fmt: skip
+
+
+OWN = new_row(0, 1, b"decode__")
+
+
+# ---------------------------------------------------------------- what reads an input
+
+
+def message(data: bytes) -> None:
+    try:
+        found = messages.decode(data)
+    except ValueError:
+        return
+    assert isinstance(found, messages.Message)
+    assert messages.decode(messages.encode(found)) == found
+
+
+def row(data: bytes) -> None:
+    """A row, several of them, or a server's whole answer."""
+    with suppress(ValueError):
+        facts.read_row(data)
+    with suppress(ValueError, RecursionError):  # aiohttp's own JSON refuses the request
+        kept = bootstrap._kept(json.loads(data))
+        assert kept is None or len(kept) <= facts.MAX_ROW_BYTES
+    for body in (data, b'{"rows":[%b]}' % data):
+        with suppress(MixKVError):
+            rows = prefill_http.read_rows(body)
+            infos = [{"rank_ip": ip, "rank_port": port, "is_dummy": False} for ip, port in rows]
+            cold, _ = judge(rows.values(), OWN, serve_mismatch=True)
+            plan = make_plan(infos, rows, OWN, cold)
+            _open(
+                Room(OpenRoom(1, 7, plan.sources, 0, 16, version=plan.version), True, Times(), 0.0)
+            )
+            assert plan.cold or any(source.heads for source in plan.sources)
+
+
+def _open(room: Room) -> None:
+    """Each prefill rank can read its OPEN, and what is asked for is read."""
+    for source in room.opened.sources:
+        message(messages.encode(room.message(source, OWN.instance, SLOT_BYTES)))
+    asked = [head for source in room.opened.sources for head in source.heads]
+    read = [head for part in room.parts.values() for head in part.source.heads]
+    assert asked == read, "heads that nobody reads"
+
+
+class Posting(data_plane.DataPlane):
+    """It keeps what it would read."""
+
+    name = "nixl"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory, self.posted = MEMORY, list[data_plane.Extent]()
+
+    def _register(self, memory: data_plane.Memory) -> bytes:
+        return b""
+
+    def _open(self, peer: data_plane.Peer) -> None: ...
+
+    def _post(self, read: data_plane.Read, extents: Sequence[data_plane.Extent]) -> None:
+        self.posted += extents
+
+    def _check(self, read: data_plane.Read) -> str:
+        return ""
+
+    def _drop(self, peer: data_plane.Peer) -> None: ...
+
+
+def endpoint(data: bytes) -> None:
+    """Reads at both ends of the memory that an honest endpoint has, and one list of them all."""
+    plane = Posting()
+    try:
+        found = data_plane.decode(data, plane.name)
+    except ValueError:
+        return
+    extents = [
+        data_plane.Extent(BASE, remote, length)
+        for length in (1, SLOT_BYTES, MEMORY.size)
+        for remote in (BASE, BASE - 1, BASE + MEMORY.size - length, BASE + MEMORY.size)
+    ]
+    for some in (*([one] for one in extents), extents):
+        plane.start("read", data_plane.Peer(found), some)
+    begin, end = found.memory.address, found.memory.address + found.memory.size
+    for _, remote, length in plane.posted:
+        assert begin <= remote <= remote + length <= end, "a read outside the peer's memory"
+    assert len(plane.ended()) == len(extents) + 1
+
+
+# ---------------------------------------------------------------- seeds
+
+
+def answer(*names: bytes) -> bytes:
+    """Of a server with these ranks."""
+    rows = [new_row(rank, len(names), name) for rank, name in enumerate(names)]
+    return b'{"protocol":2,"rows":%b}' % msgspec.json.encode(rows)
+
+
+WITHOUT = msgspec.structs.replace(OWN, draft=None, staging=None)
+SENT: list[messages.Message] = [
+    messages.Open(2, 7, 10, b"prefill_", b"reader_0", 2, (0, 4), 16, 1 << 20),
+    messages.Ready(7, 10, 3, 48, (messages.Announced(5, 99, 16),), True),
+    messages.Ack(((5, 99), (6, 100))),
+    messages.Fail(7, 10, "closed", "a reason"),
+]  # fmt: skip
+SEEDS = {
+    "message": [messages.encode(message) for message in SENT],
+    "row": [
+        msgspec.json.encode(WITHOUT),
+        msgspec.json.encode(OWN),
+        answer(b"prefill0", b"prefill1"),
+        answer(b"prefill0", b"prefill0"),
+    ],
+    "endpoint": [
+        msgspec.msgpack.encode(data_plane.Endpoint("nixl", b"target", MEMORY, b"instance"))
+    ],
+}
+
+
+# ---------------------------------------------------------------- mutations
+
+
+def change(form: Any, data: bytes, rng: random.Random) -> bytes:
     """One value changed, or some bytes. `form`: msgspec's module of the format."""
     try:
         changed: bytes = form.encode(_changed(form.decode(data), form, rng))
     except (ValueError, OverflowError, RecursionError, TypeError):
         changed = data
-    return change_bytes(data, len(data) + 8) if changed == data or not rng.randrange(8) else changed
+    if changed != data and rng.randrange(8):
+        return changed
+    at, added = rng.randrange(len(data) + 1), rng.randbytes(rng.randrange(5))
+    return data[:at] + added + data[at + rng.randrange(5) :]
 
 
 def _changed(value: Any, form: Any, rng: random.Random) -> Any:
@@ -67,49 +206,17 @@ def _changed(value: Any, form: Any, rng: random.Random) -> Any:
     return value
 
 
-def target(name: str) -> tuple[Callable[[bytes], None], Any, list[bytes]]:
-    """What takes an input, what mutates one, and the seeds. Imports what it fuzzes."""
-    sys.path.insert(0, str(Path(__file__).parent))
-    parsers = importlib.import_module("parsers")
-    form = msgspec.json if name == "row" else msgspec.msgpack
-    return getattr(parsers, name), partial(change, form), parsers.SEEDS[name]
+TARGETS = {"message": message, "row": row, "endpoint": endpoint}
 
 
-def fuzz(name: str, folder: Path, runs: int, seed: int) -> None:
-    """Does not return: libFuzzer ends the process."""
-    import atheris
-
-    with atheris.instrument_imports(include=["sglang_mixkv"]):
-        one, mutated, seeds = target(name)
-    corpus = folder / name
-    corpus.mkdir(parents=True, exist_ok=True)
-    for data in seeds:
-        (corpus / f"seed-{hashlib.sha256(data).hexdigest()[:12]}").write_bytes(data)
-
-    def custom(data: bytes, max_size: int, seed: int) -> bytes:
-        # libFuzzer sees no branches inside msgspec's C and soon prefers inputs that fail early:
-        # start over from a seed often enough.
-        rng = random.Random(seed)
-        start = data if rng.randrange(3) else rng.choice(seeds)
-        return mutated(start, atheris.Mutate, rng)[:max_size]
-
-    flags = [
-        f"-runs={runs}", f"-seed={seed}", f"-timeout={TIMEOUT_S}", f"-max_len={MAX_LEN}",
-        f"-rss_limit_mb={RSS_MB}", "-len_control=0", f"-artifact_prefix={folder}/{name}-",
-        "-print_final_stats=1", "-verbosity=0",
-    ]  # fmt: skip
-    atheris.Setup([name, *flags, str(corpus)], one, custom_mutator=custom)
-    atheris.Fuzz()
-
-
-def unguided(name: str, seed: int, runs: int) -> tuple[bytes, str]:
+def fuzz(name: str, seed: int, runs: int) -> tuple[bytes, str]:
     """The first finding, among the seeds and then their mutations: its input and traceback."""
-    one, mutated, seeds = target(name)
-    rng = random.Random(seed)
+    one, seeds, rng = TARGETS[name], SEEDS[name], random.Random(seed)
+    form = msgspec.json if name == "row" else msgspec.msgpack
     for number in range(runs):
         data = seeds[number] if number < len(seeds) else rng.choice(seeds)
         for _ in range(rng.randrange(1, 7) if number >= len(seeds) else 0):
-            data = mutated(data, partial(any_bytes, rng), rng)
+            data = change(form, data, rng)
         try:
             one(data)
         except BaseException:
@@ -117,29 +224,17 @@ def unguided(name: str, seed: int, runs: int) -> tuple[bytes, str]:
     return b"", ""
 
 
-def any_bytes(rng: random.Random, data: bytes, max_size: int) -> bytes:
-    """In the place of libFuzzer's mutator: some bytes replaced, added or removed."""
-    at = rng.randrange(len(data) + 1)
-    added = rng.randbytes(rng.randrange(5))
-    return (data[:at] + added + data[at + rng.randrange(5) :])[:max_size]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("targets", nargs="*", default=TARGETS, metavar="PARSER", help=str(TARGETS))
+    parser.add_argument(
+        "parsers", nargs="*", default=TARGETS, metavar="PARSER", help=str([*TARGETS])
+    )
     parser.add_argument("--runs", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="0: another one each time")
-    parser.add_argument("--folder", type=Path, help="of the corpora, for libFuzzer")
     args = parser.parse_args()
     seed = args.seed or random.randrange(1, 1 << 30)
-    for name in args.targets:
-        if args.folder is not None and len(args.targets) == 1:
-            fuzz(name, args.folder, args.runs, seed)
-        if args.folder is not None:  # a process each, since libFuzzer ends its own
-            flags = [f"--runs={args.runs}", f"--seed={seed}", f"--folder={args.folder}"]
-            subprocess.run([sys.executable, __file__, name, *flags], check=True)
-            continue
-        data, trace = unguided(name, seed, args.runs)
+    for name in args.parsers:
+        data, trace = fuzz(name, seed, args.runs)
         print(f"{name}: {args.runs} inputs, seed {seed}: {trace or 'no finding'}")
         if trace:
             print(data)

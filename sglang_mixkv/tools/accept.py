@@ -110,9 +110,21 @@ def read_baseline(path: Path) -> Baseline:
     return found
 
 
-def judge(args: argparse.Namespace) -> int:
-    """Ask, tell everything, and return the exit status. Raises ValueError, RequestFailed, OSError:
-    the first prompt goes alone, and a deployment has to answer it."""
+def ask(args: argparse.Namespace, number: int, prompt: Any) -> Asked:
+    """Of both deployments, answers of so many tokens at most. Raises RequestFailed."""
+    sampling = {"max_new_tokens": number, "temperature": 0}
+    if isinstance(prompt, Asked):
+        ids, single = prompt.input_ids, prompt.single
+    else:
+        ids = tuple(token_ids(args.single, prompt))
+        single = stream(args.single, {"input_ids": ids, "sampling_params": sampling})
+    pair = stream(args.pair, {"input_ids": ids, "sampling_params": sampling})
+    return Asked(ids, single, pair)
+
+
+def ask_all(args: argparse.Namespace) -> tuple[list[Asked], list[str], int]:
+    """All answers, why others failed, and their most tokens. Raises ValueError, RequestFailed,
+    OSError: the first prompt goes alone, and a deployment has to answer it."""
     prompts: Sequence[Any]
     if args.baseline:
         baseline = read_baseline(args.baseline)
@@ -121,34 +133,27 @@ def judge(args: argparse.Namespace) -> int:
         prompts, number = read_prompts(args.prompts), args.max_new_tokens or MAX_NEW_TOKENS
     if args.json:
         args.json.open("a").close()  # an OSError before the work, not after it
-    sampling = {"max_new_tokens": number, "temperature": 0}
-
-    def ask(prompt: Any) -> Asked:
-        if isinstance(prompt, Asked):
-            ids, single = prompt.input_ids, prompt.single
-        else:
-            ids = tuple(token_ids(args.single, prompt))
-            single = stream(args.single, {"input_ids": ids, "sampling_params": sampling})
-        pair = stream(args.pair, {"input_ids": ids, "sampling_params": sampling})
-        return Asked(ids, single, pair)
-
-    def tried(prompt: Any) -> Asked | str:
-        try:
-            return ask(prompt)
-        except RequestFailed as error:
-            return str(error)
-
+    asked, failed = [ask(args, number, prompts[0])], []
     with ThreadPoolExecutor(args.at_once) as pool:
-        answers = [ask(prompts[0]), *pool.map(tried, prompts[1:])]
-    failed = [found for found in answers if isinstance(found, str)]
-    asked = [found for found in answers if isinstance(found, Asked)]
+        for answer in [pool.submit(ask, args, number, prompt) for prompt in prompts[1:]]:
+            try:
+                asked.append(answer.result())
+            except RequestFailed as error:
+                failed.append(str(error))
+    return asked, failed, number
+
+
+def judge(args: argparse.Namespace) -> int:
+    """Ask, tell everything, and return the exit status."""
+    asked, failed, number = ask_all(args)
     compared = compare(asked, args.gate)
     why_not = [*no_yardstick((str(args.baseline or args.single), args.pair), asked, compared)]
     verdict = compared.verdict
     if why_not or (failed and verdict is Verdict.WITHIN):  # a loss stays one where prompts failed
         verdict = Verdict.UNDECIDED
     if failed:
-        why_not.append(f"{len(failed)} of {len(answers)} prompts failed, the first: {failed[0]}")
+        prompts = len(asked) + len(failed)
+        why_not.append(f"{len(failed)} of {prompts} prompts failed, the first: {failed[0]}")
     if args.json:
         run = {
             "verdict": verdict.value, "not_judged": why_not, "failed": failed,

@@ -51,15 +51,14 @@ class NoAnswer(RequestFailed):
     """A server did not answer in time."""
 
 
-@contextmanager
-def session() -> Iterator[requests.Session]:
+def session() -> requests.Session:
     """Past any proxy of the environment, with its certificates, and with the servers' key."""
-    with requests.Session() as made:
-        made.trust_env = False
-        made.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
-        if key := os.environ.get(API_KEY_ENV):
-            made.headers["Authorization"] = f"Bearer {key}"
-        yield made
+    made = requests.Session()
+    made.trust_env = False
+    made.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
+    if key := os.environ.get(API_KEY_ENV):
+        made.headers["Authorization"] = f"Bearer {key}"
+    return made
 
 
 def post(url: str, body: dict[str, Any], timeout: float = REQUEST_TIMEOUT_S) -> requests.Response:

@@ -1,4 +1,6 @@
-"""``python -m sglang_mixkv doctor``: what is installed here, and does it work. For issues.
+"""Check this host: versions, plugin, seams in SGLang, configuration, RDMA devices, and reads over
+the drafter's data plane, by default between two processes here. Between two hosts: --listen on
+prefill's, --peer on decode's.
 
 Exit status: 0 when nothing is wrong, 1 otherwise, 2 for unusable arguments.
 """
@@ -6,91 +8,217 @@ Exit status: 0 when nothing is wrong, 1 otherwise, 2 for unusable arguments.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
 
 import msgspec
 
-from sglang_mixkv import config
-from sglang_mixkv.refusals import BACKENDS
-from sglang_mixkv.tools import doctor_checks as checks
-from sglang_mixkv.tools import waiting
-from sglang_mixkv.tools.doctor_checks import Finding
+from sglang_mixkv import __version__, config, refusals
+from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
+from sglang_mixkv.errors import MixKVError
+from sglang_mixkv.tools import as_json, doctor_read, parser, waiting
 
 SCHEMA = 2
-SECTION = "data plane"
+GROUP, ENTRY = "sglang.srt.plugins", "mixkv"
+MOONCAKE = (
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine-non-cuda",
+)
+DEVICES_FLAG = "--disaggregation-ib-device"
+DEVICES = Path("/sys/class/infiniband")
+SEAMS_LIMIT_S = 300
+
+_SHOWN = re.compile(r"MC_|MOONCAKE_|UCX_|NIXL_|SGLANG_|(CUDA_VISIBLE_DEVICES|NCCL_SOCKET_IFNAME)$")
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
+_USERINFO = re.compile(r"//[^/@\s]*@")
+
+_SEAMS_PROGRAM = (
+    "from sglang_mixkv.engine import releases\n"
+    "print(*('seam:' + problem for problem in releases.problems()), sep='\\n')"
+)
 
 
-def _address(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        example = "10.0.0.1:18515 or [fd00::1]:18515"
-        raise argparse.ArgumentTypeError(f"expected HOST:PORT, as in {example}, got {text!r}")
-    return host.strip("[]"), int(port)
+class Finding(msgspec.Struct, frozen=True):
+    """One line of the report. `problem`: what is wrong and what to do; empty when nothing is."""
 
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m sglang_mixkv doctor",
-        description="Check this host: versions, plugin, seams in SGLang, configuration, RDMA "
-        "devices, and reads over the drafter's data plane, by default between two processes here. "
-        "Between two hosts: --listen on prefill's, --peer on decode's.",
-    )
-    add = parser.add_argument
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--listen", metavar="PORT", type=int, help="wait for one --peer, 10 minutes")
-    where.add_argument("--peer", metavar="HOST:PORT", type=_address, help="read from a --listen")
-    add(
-        "--disaggregation-transfer-backend", choices=BACKENDS, default=BACKENDS[0], dest="backend",
-        help="the servers', which decides the data plane (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        checks.DEVICES_FLAG, metavar="DEVICES", default="", dest="devices",
-        help="the servers' RDMA devices, as in mlx5_0,mlx5_1 (default: the transport's choice)",
-    )  # fmt: skip
-    add("--no-transfer", action="store_true", help="leave out the reads and what they would use")
-    add("--no-seams", action="store_true", help="do not import SGLang")
-    add("--json", action="store_true", help="print JSON instead of text")
-    config.add_flags(parser)
-    return parser
+    section: str
+    name: str
+    value: str
+    problem: str = ""
 
 
 def findings(args: argparse.Namespace) -> Iterator[Finding]:
-    """All checks, the quick ones first; without SGLang nothing else is worth a word."""
-    yield from checks.versions()
-    yield from checks.entry_point()
-    if checks.version_of("sglang") == "none":
+    """All checks, the quick ones first, of which none raises; without SGLang no others."""
+    yield from versions()
+    yield from entry_point()
+    if version_of("sglang") == "none":
         return
-    yield from checks.environment()
-    yield from checks.rdma(args.devices)
+    yield from environment()
+    yield from rdma(args.devices)
     if not args.no_seams:
         with waiting("comparing SGLang's functions with those that the plugin relies on"):
-            found = list(checks.seams())
+            found = list(seams())
         yield from found
     if not args.no_transfer:
         yield from data_plane(args)
 
 
+# ---------------------------------------------------------------- this environment
+
+
+def version_of(name: str) -> str:
+    """Of an installed package; `none` without it."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def versions() -> Iterator[Finding]:
+    """The plugin, what it needs, and the host."""
+    sglang, newest, advice, missing = version_of("sglang"), SUPPORTED_SGLANG[-1], "", ""
+    engines = [f"{version_of(name)} ({name})" for name in MOONCAKE if version_of(name) != "none"]
+    if sglang == "none":
+        advice = (
+            "SGLang is not installed, and nothing else was checked: run the doctor in the "
+            f"servers' image, or pip install sglang=={newest}"
+        )
+    elif sglang not in SUPPORTED_SGLANG:
+        advice = f"expected SGLang {' or '.join(SUPPORTED_SGLANG)}: pip install sglang=={newest}"
+    elif not engines and version_of("nixl") == "none":
+        missing = "neither Mooncake nor NIXL is installed: pip install mooncake-transfer-engine"
+    yield Finding("versions", "sglang-mixkv", f"{__version__}, protocol {PROTOCOL[1]}")
+    yield Finding("versions", "sglang", sglang, advice)
+    yield Finding("versions", "mooncake", ", ".join(engines) or "none", missing)
+    for name in ("nixl", "torch", "sglang-router"):
+        yield Finding("versions", name, version_of(name))
+    system = f"{platform.system()} {platform.machine()}, {' '.join(platform.libc_ver())}"
+    yield Finding("versions", "python", f"{platform.python_version()} on {system}")
+
+
+def entry_point(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Whether SGLang will find the plugin, and whether its own variable leaves it out."""
+    found = [point.value for point in metadata.entry_points(group=GROUP) if point.name == ENTRY]
+    missing = "" if found else "SGLang will not load the plugin: reinstall sglang-mixkv"
+    yield Finding("plugin", "entry point", ", ".join(found) or "not found", missing)
+    allowed = {name.strip() for name in environ.get("SGLANG_PLUGINS", "").split(",")} - {""}
+    if allowed and ENTRY not in allowed:
+        remedy = f"SGLANG_PLUGINS leaves out {ENTRY}: add it, or unset the variable"
+        yield Finding("plugin", "SGLANG_PLUGINS", ",".join(sorted(allowed)), remedy)
+
+
+def environment(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+    """Variables that decide how servers of this shell would transfer KV; no secrets, since the
+    report is pasted into public places."""
+    for name in sorted(filter(_SHOWN.match, environ)):
+        problem = ""
+        try:
+            config.variable(name, environ[name])
+            problem = "".join(refusals.broken((), None, {name: environ[name]}))
+        except MixKVError as error:
+            problem = f"{error}. Until then the server does not start"
+        value = "(set, not shown)" if _SECRET.search(name) else environ[name]
+        yield Finding("environment", name, _USERINFO.sub("//***@", value), problem)
+
+
+def seams(program: str = _SEAMS_PROGRAM) -> Iterator[Finding]:
+    """All functions of SGLang's that the plugin relies on, compared in a child process, which an
+    import of SGLang may end."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=SEAMS_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        yield Finding("seams", "checked", "no", f"no end after {SEAMS_LIMIT_S} s")
+        return
+    problems = [line[5:] for line in done.stdout.splitlines() if line.startswith("seam:")]
+    for problem in problems:
+        yield Finding("seams", problem.partition(": ")[0], "differs", problem)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        problem = f"the check ended with status {done.returncode}: {last}"
+        yield Finding("seams", "checked", "no", problem)
+    elif not problems:
+        yield Finding("seams", "checked", "all as expected")
+
+
+# ---------------------------------------------------------------- RDMA devices and reads
+
+
+def devices() -> dict[str, str]:
+    """The kernel's devices, and the state of their ports."""
+    text = doctor_read.text_of
+    return {
+        device.name: ", ".join(
+            f"port {port.name} {text(port / 'state')} ({text(port / 'link_layer')})"
+            for port in sorted(device.glob("ports/*"))
+        )
+        for device in (sorted(DEVICES.iterdir()) if DEVICES.is_dir() else ())
+    }
+
+
+def rdma(names: str) -> Iterator[Finding]:
+    """The devices, and whether those that the servers are to use are there."""
+    here = devices()
+    for name, ports in (here or {"devices": "none"}).items():
+        yield Finding("RDMA", name, ports)
+    wanted = filter(None, names.replace(" ", "").split(","))
+    if wrong := [name for name in wanted if " ACTIVE " not in here.get(name, "")]:
+        known = ", ".join(here) or "it has none"
+        problem = f"expected devices of this host ({known}) with an active port: name others"
+        yield Finding("RDMA", DEVICES_FLAG, ",".join(wrong), problem)
+
+
 def data_plane(args: argparse.Namespace) -> Iterator[Finding]:
     """Reads from a peer, by a peer, or between two processes here."""
-    from sglang_mixkv.tools import doctor_read as reads  # numpy and zmq, which may be missing
-
+    section = "data plane"
     try:
-        wire = reads.Wire(args.backend, args.devices, config.resolve(args))
-        yield Finding(SECTION, "chosen", f"{wire.plane.name}: {wire.plane.why}")
+        wire = doctor_read.Wire(args.backend, args.devices, config.resolve(args))
+        yield Finding(section, "chosen", f"{wire.plane.name}: {wire.plane.why}")
         with waiting("reading slots of another process"):
-            found = reads.result(wire, args.listen, args.peer)
-    except (reads.ReadFailed, OSError, ValueError) as error:
-        yield Finding(SECTION, "read", "failed", str(error))
+            found = doctor_read.result(wire, args.listen, args.peer)
+    except (doctor_read.ReadFailed, OSError, ValueError) as error:
+        yield Finding(section, "read", "failed", str(error))
         return
-    yield Finding(SECTION, "memory", found.memory)
-    yield checks.transport(wire.plane.name, found.used)
-    value = f"{reads.READ - len(found.wrong)} of {reads.READ} slots right"
+    yield Finding(section, "memory", found.memory)
+    yield transport(wire.plane.name, found.used)
+    number = doctor_read.READ
+    value = f"{number - len(found.wrong)} of {number} slots right"
     if args.listen is None:
         where = f"from {args.peer[0]}" if args.peer else "between two processes here"
         rate = f"{found.bytes / found.seconds / 1e6:,.0f} MB/s"
         value = f"{found.bytes >> 20} MiB {where} in {1000 * found.seconds:.1f} ms, {rate}"
     problem = f"{', '.join(found.wrong)} arrived wrong" if found.wrong else ""
-    yield Finding(SECTION, "read", value, problem)
+    yield Finding(section, "read", value, problem)
+
+
+def transport(plane: str, used: Sequence[str], environ: Mapping[str, str] = os.environ) -> Finding:
+    """What the reads of this plane went over. `used`: the devices that it had open, of which NIXL
+    may have used none."""
+    here, mooncake = devices(), plane == "mooncake"
+    value, problem = "TCP" if mooncake else "no RDMA device", ""
+    if used:
+        value = f"{'RDMA' if mooncake else 'NIXL'} over {', '.join(used)}"
+    elif mooncake and "MC_FORCE_TCP" in environ:
+        value = "TCP: MC_FORCE_TCP is set"
+    elif here or (mooncake and environ.get("MOONCAKE_PROTOCOL") == "rdma"):
+        otherwise = "MC_FORCE_TCP=1 if TCP is meant" if mooncake else f"{config.PLANE_ENV}=mooncake"
+        problem = (
+            "expected RDMA: load the device's driver, bring a port up, give this container "
+            f"/dev/infiniband and ibverbs-providers (Debian's name), or set {otherwise}"
+        )
+    return Finding("data plane", "transport", value, problem)
+
+
+# ---------------------------------------------------------------- the command
 
 
 def report(found: Iterable[Finding]) -> int:
@@ -109,13 +237,33 @@ def report(found: Iterable[Finding]) -> int:
     return wrong
 
 
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        example = "10.0.0.1:18515 or [fd00::1]:18515"
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, as in {example}, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
 def main(argv: list[str]) -> int:
     """Check, print, and return the exit status."""
-    args = _parser().parse_args(argv)
+    made = parser("doctor", __doc__)
+    add, where = made.add_argument, made.add_mutually_exclusive_group()
+    where.add_argument("--listen", metavar="PORT", type=int, help="wait for one --peer, 10 minutes")
+    where.add_argument("--peer", metavar="HOST:PORT", type=_address, help="read from a --listen")
+    backend = "the servers', which decides the data plane (default: %(default)s)"
+    add("--disaggregation-transfer-backend", choices=refusals.BACKENDS, help=backend,
+        default=refusals.BACKENDS[0], dest="backend")  # fmt: skip
+    names = "the servers' RDMA devices, as in mlx5_0,mlx5_1 (default: the transport's choice)"
+    add(DEVICES_FLAG, metavar="DEVICES", default="", dest="devices", help=names)
+    add("--no-transfer", action="store_true", help="leave out the reads and what they would use")
+    add("--no-seams", action="store_true", help="do not import SGLang")
+    add("--json", action="store_true", help="print JSON instead of text")
+    config.add_flags(made)
+    args = made.parse_args(argv)
     if not args.json:
         return int(report(findings(args)) > 0)
     found = list(findings(args))
     wrong = any(one.problem for one in found)
-    answer = {"schema": SCHEMA, "ok": not wrong, "findings": found}
-    print(msgspec.json.format(msgspec.json.encode(answer)).decode())
+    print(as_json({"schema": SCHEMA, "ok": not wrong, "findings": found}))
     return int(wrong)

@@ -18,9 +18,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
@@ -34,12 +36,13 @@ from sglang_mixkv.channel.slots import SLOTS, slot_bytes
 from sglang_mixkv.channel.sockets import endpoint
 from sglang_mixkv.config import PLANE_ENV, Config
 from sglang_mixkv.draft.layout import SPARE
-from sglang_mixkv.tools.doctor_checks import devices_in_use
 
 READ = 8
 """How many slots are read, all at once; twice, and the faster counts."""
 ANSWER_S, READ_S, LIMIT_S, LISTEN_S = 60, 30, 120, 600
+LINGER_MS = 5000  # for the last message of a socket that is closed
 HERE, PR_SET_PDEATHSIG = "127.0.0.1", 1
+VERBS, FILES = Path("/sys/class/infiniband_verbs"), Path("/proc/self/fd")
 
 
 class ReadFailed(RuntimeError):
@@ -83,6 +86,22 @@ class Offer(msgspec.Struct, tag="offer 4"):
     failed: str = ""
 
 
+def text_of(file: Path) -> str:
+    """Of a device's state, which reads `4: ACTIVE`, the word."""
+    try:
+        return file.read_text().strip().rpartition(": ")[2]
+    except OSError:
+        return "unknown"
+
+
+def devices_in_use() -> list[str]:
+    """The devices that this process has open. Mooncake and UCX do not report their transport, and
+    take TCP without a word where they can open no device; but each that they use is a file."""
+    files = (os.readlink(file) for file in FILES.iterdir() if file.is_symlink())
+    verbs = {os.path.basename(file) for file in files if "/infiniband/uverbs" in file}
+    return sorted(text_of(VERBS / name / "ibdev") for name in verbs)
+
+
 def pattern(number: int, size: int) -> Any:
     """The bytes of a slot, in which a shifted, missing, doubled or foreign piece shows."""
     words = np.arange(size // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -119,18 +138,18 @@ class Side:
         return self._staging.slot(number)[:size].cpu().numpy()
 
 
-def _context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Its sockets deliver at their end what was sent, within seconds."""
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.setsockopt(zmq.IPV6, 1)
-    context.setsockopt(zmq.LINGER, 5000)
-    return context
+@contextmanager
+def _socket(kind: int) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(kind) as made:
+        made.setsockopt(zmq.IPV6, 1)
+        made.setsockopt(zmq.LINGER, LINGER_MS)
+        yield made
 
 
 def serve(host: str, port: int, wire: Wire) -> Result:
     """Until a reader has reported which slots were wrong. `host`: "*" for all addresses."""
     side: Side | None = None
-    with _context() as context, context.socket(zmq.REP) as listener:
+    with _socket(zmq.REP) as listener:
         try:
             listener.bind(endpoint(host, port))
         except zmq.ZMQError as error:
@@ -164,7 +183,7 @@ def read(host: str, port: int, wire: Wire) -> Result:
     with socket.socket(family, kind) as route:
         route.connect(address)  # sends nothing
         here, there = route.getsockname()[0], route.getpeername()[0]
-    with _context() as context, context.socket(zmq.REQ) as asking:
+    with _socket(zmq.REQ) as asking:
         asking.connect(endpoint(there, port))
         ask = Ask(wire.plane.name, there)
         asking.send(msgspec.msgpack.encode(ask))

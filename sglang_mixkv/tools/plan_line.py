@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple, NoReturn
+from unittest.mock import patch
 
 from sglang_mixkv.config import add_flags, nearest
 from sglang_mixkv.errors import MixKVError
@@ -22,10 +23,6 @@ GPUS = {"hopper": (9, 0), "blackwell": (10, 0)}
 """Compute capabilities."""
 
 LAUNCHERS = ("sglang.launch_server", "dynamo.sglang", "serve")
-OF_HOST = (
-    "disaggregation_ib_device", "mooncake_ib_device", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
-)  # fmt: skip
-"""Flags whose devices and files SGLang looks for where it resolves a line."""
 
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 _REDIRECTION = re.compile(r"\d?[<>]")
@@ -75,21 +72,22 @@ def split(text: str) -> Line:
     return line
 
 
-def _commands(text: str) -> list[list[str]]:
+def _commands(text: str) -> Iterator[list[str]]:
     """Words of each, without comments."""
     text = re.sub(r"(?m)^\s*#.*$", "", text).replace("\\\n", " ")
     lexer = shlex.shlex(text, posix=True, punctuation_chars="\n;&|")
     lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
-    found: list[list[str]] = [[]]
+    words = list[str]()
     try:
         for word in lexer:
             if word and set(word) <= set("\n;&|"):
-                found.append([])
+                yield words
+                words = []
             else:
-                found[-1].append(word)
+                words.append(word)
     except ValueError as error:
         raise unreadable(str(error)) from None
-    return found
+    yield words
 
 
 def parse(flags: Sequence[str]) -> argparse.Namespace:
@@ -104,8 +102,7 @@ def parse(flags: Sequence[str]) -> argparse.Namespace:
         raise unreadable(f"--config: {error}") from None
     args, unknown = parser.parse_known_args(words)
     if unknown:
-        flag = unknown[0].partition("=")[0]
-        hint = nearest(flag, parser._option_string_actions)
+        hint = nearest(unknown[0].partition("=")[0], parser._option_string_actions)
         raise unreadable(f"SGLang does not know {' '.join(unknown)}{hint}")
     return args
 
@@ -125,19 +122,16 @@ def _parser() -> argparse.ArgumentParser:
 @contextmanager
 def alone(environ: Mapping[str, str]) -> Iterator[None]:
     """The line's variables alone decide. SGLang logs nothing and downloads nothing."""
-    saved, level = dict(os.environ), logging.root.manager.disable
-    for name in filter(lambda name: name.startswith("SGLANG_"), saved):
-        del os.environ[name]
-    os.environ.update(environ, HF_HUB_OFFLINE="1")
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    level = logging.root.manager.disable
+    with patch.dict(os.environ), warnings.catch_warnings(action="ignore"):
+        for name in [name for name in os.environ if name.startswith("SGLANG_")]:
+            del os.environ[name]
+        os.environ.update(environ, HF_HUB_OFFLINE="1")
+        logging.disable(logging.CRITICAL)
+        try:
             yield
-    finally:
-        logging.disable(level)
-        os.environ.clear()
-        os.environ.update(saved)
+        finally:
+            logging.disable(level)
 
 
 @contextmanager
@@ -152,14 +146,11 @@ def as_on(gpu: str) -> Iterator[None]:
         yield
         return
     capability, is_hopper = GPUS[gpu], gpu == "hopper"
-    hopper, blackwell = ("is_sm90", "is_hopper_with_cuda_12_3"), (
-        "is_sm100", "is_sm100_or_sm110", "is_blackwell",
-    )  # fmt: skip
-    facts = dict.fromkeys(hopper, is_hopper) | dict.fromkeys(blackwell, not is_hopper)
-    sm, asked = 10 * capability[0] + capability[1], torch.cuda.get_device_capability
-    torch.cuda.get_device_capability = lambda device=None: capability
-    try:
-        with override_platform(is_cuda=True, device_capability=capability, device_sm=sm, **facts):
-            yield
-    finally:
-        torch.cuda.get_device_capability = asked
+    facts = dict.fromkeys(("is_sm90", "is_hopper_with_cuda_12_3"), is_hopper)
+    facts |= dict.fromkeys(("is_sm100", "is_sm100_or_sm110", "is_blackwell"), not is_hopper)
+    sm = 10 * capability[0] + capability[1]
+    with (
+        patch.object(torch.cuda, "get_device_capability", lambda device=None: capability),
+        override_platform(is_cuda=True, device_capability=capability, device_sm=sm, **facts),
+    ):
+        yield

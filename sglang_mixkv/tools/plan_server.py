@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 
@@ -23,7 +24,12 @@ from sglang_mixkv.draft.window import window_of
 from sglang_mixkv.engine.releases import rules, sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools import plan_line
-from sglang_mixkv.tools.plan_line import parse, split, unreadable
+from sglang_mixkv.tools.plan_line import unreadable
+
+OF_HOST = (
+    "disaggregation_ib_device", "mooncake_ib_device", "ssl_keyfile", "ssl_certfile", "ssl_ca_certs",
+)  # fmt: skip
+"""Flags whose devices and files SGLang looks for where it resolves a line."""
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -89,7 +95,7 @@ def read(role: str, text: str, *, gpu: str | None = None) -> Server:
     """Raises MixKVError or ValueError for what cannot be read, ImportError without SGLang. `gpu`: a
     name of GPUS; without one, the first on which SGLang starts the line."""
     try:
-        line = split(text)
+        line = plan_line.split(text)
         with plan_line.alone(line.environ):
             return _read(role, line, [gpu] if gpu else [*plan_line.GPUS])
     except MixKVError as error:
@@ -102,7 +108,7 @@ def _read(role: str, line: plan_line.Line, gpus: list[str]) -> Server:
     from sglang.srt.arg_groups.overrides import resolving_view
     from sglang.srt.server_args import ServerArgs
 
-    args = parse(line.flags)
+    args = plan_line.parse(line.flags)
     config = resolve(args, line.environ)
     _check_models(args)
     notes = [*_unread(role, line, args)]
@@ -112,9 +118,8 @@ def _read(role: str, line: plan_line.Line, gpus: list[str]) -> Server:
     gpus = gpus if args.device == "cuda" else [""]
     for gpu in (*gpus, gpus[0]):  # where none will do, the first says why
         server_args = ServerArgs.from_cli_args(args)
-        setattr(
-            server_args, ATTRIBUTE, Config()
-        )  # `refused` has what the plugin's hook would raise
+        # `refused` has what the plugin's hook would raise.
+        setattr(server_args, ATTRIBUTE, Config())
         with plan_line.as_on(gpu):
             stock = tuple(_not_started(role, server_args))
         if not stock:
@@ -141,7 +146,7 @@ def _unread(role: str, line: plan_line.Line, args: argparse.Namespace) -> Iterat
     """What decides nothing here. Takes the flags away that the server's host answers."""
     if line.unread:
         yield f"{role}: no shell runs, so this is taken as it stands: {' '.join(line.unread)}"
-    for name in plan_line.OF_HOST:
+    for name in OF_HOST:
         if value := getattr(args, name, None):
             setattr(args, name, None)
             flag = f"--{name.replace('_', '-')}"
@@ -179,10 +184,9 @@ def _not_started(role: str, server_args: Any) -> Iterator[str]:
         except Exception as error:
             raised.append(error)
 
-    pipeline.run_hook = lambda step, args: go_on(run, step, args)
-    go_on(server_args.resolve_once)
-    go_on(server_args.check_server_args)
-    pipeline.run_hook = run
+    with patch.object(pipeline, "run_hook", lambda step, args: go_on(run, step, args)):
+        go_on(server_args.resolve_once)
+        go_on(server_args.check_server_args)
     said = (ValueError, RuntimeError, AssertionError)  # others may follow from an earlier one
     raised[1:] = [error for error in raised[1:] if isinstance(error, said) and str(error)]
     texts = (str(e) or str(traceback.extract_tb(e.__traceback__)[-1].line) for e in raised)

@@ -13,15 +13,156 @@ Servers need --enable-metrics; those that ask for an API key get that of SGLANG_
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from sglang_mixkv.series import MEMORY, NOTES, REPORT, STATES, Kind
 from sglang_mixkv.tools import as_json, parser, point, table
-from sglang_mixkv.tools.status_pages import Page, Pages, Pair, Server, look, pairs, servers
+from sglang_mixkv.tools.client import RequestFailed, request
 
 COLD_SHARE = 0.01  # of requests; as the alert MixKVColdDrafters
-NONE = "-"
+OURS, NONE = "sglang_mixkv_", "-"
+TIMEOUT_S, AT_ONCE = 5.0, 16
+RANK = ("dp_rank", "pp_rank", "tp_rank", "moe_ep_rank")
+
+
+# ---------------------------------------------------------------- pages
+
+
+class Sample(NamedTuple):
+    """One series. `labels`: sorted pairs."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...]
+
+    def label(self, name: str) -> str:
+        return dict(self.labels).get(name, "")
+
+
+def samples(text: str) -> Iterator[tuple[Sample, float]]:
+    """Of a Prometheus page. A server's own begins its names with `sglang:`, the router's with
+    `sglang_`, as here. Raises ValueError."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    for one in (s for family in text_string_to_metric_families(text) for s in family.samples):
+        yield Sample(one.name.replace(":", "_", 1), tuple(sorted(one.labels.items()))), one.value
+
+
+class Page(dict[Sample, float]):
+    """The plugin's series of one server."""
+
+    def of(self, name: str, **labels: Collection[str]) -> Iterator[tuple[Sample, float]]:
+        """Series of this name whose labels have one of these values."""
+        for sample, value in self.items():
+            if sample.name == name and all(sample.label(n) in some for n, some in labels.items()):
+                yield sample, value
+
+    def largest(self, name: str) -> int:
+        return round(max((value for _, value in self.of(name)), default=0))
+
+    def counts(
+        self, name: str, label: str = "", most: Callable[[Counter[str]], int] = Counter.total,
+        **labels: Collection[str],
+    ) -> Counter[str]:  # fmt: skip
+        """A counter's requests by one label. The TP ranks of a DP rank serve the same ones, so the
+        rank with `most` stands for them."""
+        ranks: defaultdict[str, defaultdict[str, Counter[str]]]
+        ranks = defaultdict(lambda: defaultdict(Counter))
+        for sample, value in self.of(name, **labels):
+            counted = ranks[sample.label("dp_rank")][sample.label("tp_rank")]
+            counted[sample.label(label)] += round(value)
+        return sum((max(one.values(), key=most) for one in ranks.values()), Counter())
+
+    def since(self, before: Page) -> Page:
+        """Counters as what was added to them, all of them where the server was restarted."""
+        counters = (sample for sample in self if sample.name.endswith("_total"))
+        added = {sample: self[sample] - before.get(sample, 0) for sample in counters}
+        return Page(self | added) if all(value >= 0 for value in added.values()) else self
+
+
+Pages = dict[str, Page]
+"""By server."""
+
+
+def read(url: str, text: str) -> Pages:
+    """A page may have several servers: `worker_addr` names them on a router's, `instance` on
+    Prometheus' own. Raises ValueError."""
+    server = url.partition("://")[2].removesuffix("/metrics")
+    pages = {server: Page()}
+    for sample, value in samples(text):
+        if sample.name.startswith(OURS):
+            name = sample.label("worker_addr") or sample.label("instance") or server
+            page = pages.setdefault(urlsplit(name).netloc or name, Page())
+            page[sample._replace(name=sample.name.removeprefix(OURS))] = value
+    if len(pages) > 1 and not pages[server]:
+        del pages[server]  # the router's or Prometheus' own
+    return pages
+
+
+def page_url(url: str) -> str:
+    """Of what an operator types: with or without scheme, with or without /metrics."""
+    whole = url if "://" in url else f"http://{url}"
+    return whole if urlsplit(whole).path.strip("/") else f"{whole.rstrip('/')}/metrics"
+
+
+def look(urls: Iterable[str], timeout: float = TIMEOUT_S) -> tuple[Pages, dict[str, str]]:
+    """At all pages side by side; and why which could not be read."""
+    pages, unread = Pages(), dict[str, str]()
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        answers = {url: pool.submit(request, "GET", url, timeout) for url in map(page_url, urls)}
+    for url, answer in answers.items():
+        try:
+            pages |= read(url, answer.result().text)
+        except RequestFailed as error:
+            remedy = " Start it with --enable-metrics" * str(error).startswith("HTTP 404")
+            unread[url] = f"{error}{remedy}"
+        except ValueError as error:
+            unread[url] = f"{url} is no page of metrics: {error}"
+    return pages, unread
+
+
+# ---------------------------------------------------------------- servers and pairs
+
+
+@dataclass(frozen=True)
+class Server:
+    """`ranks`: that have series of the plugin. `slots_used`: of the rank that uses most."""
+
+    name: str
+    role: str
+    ranks: int
+    slots: int
+    slots_used: int
+
+    def row(self) -> tuple[str, ...]:
+        slots = f"{self.slots_used} of {self.slots}" if self.slots else NONE
+        return self.name, self.role, str(self.ranks or NONE), slots
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A decode server and a prefill server's bootstrap address. `rooms`: requests by reason of a
+    cold drafter, and those that were warm; what ended before is left out. `accept_lengths`: tokens
+    a verify round of requests that have ended, over all ranks, by state; None without any."""
+
+    decode: str
+    prefill: str
+    rooms: Counter[str]
+    accept_lengths: dict[str, float | None]
+
+    @property
+    def warm_share(self) -> float | None:
+        return self.rooms["warm"] / self.rooms.total() if self.rooms.total() else None
+
+    def row(self) -> tuple[str, ...]:
+        warm = NONE if self.warm_share is None else f"{self.warm_share:.1%}"
+        lengths = (self.accept_lengths[state] for state in STATES)
+        accepted = (NONE if length is None else f"{length:.2f}" for length in lengths)
+        return self.decode, self.prefill, f"{self.rooms.total():,}", warm, *accepted
 
 
 @dataclass(frozen=True)
@@ -43,9 +184,11 @@ class Status:
     unread: dict[str, str]
 
     def text(self) -> str:
-        lines = [*table(_servers(self.servers)), ""]
+        head: tuple[str, ...] = ("server", "role", "ranks", "slots in use")
+        lines = [*table([head, *(one.row() for one in self.servers)]), ""]
         if self.pairs:
-            lines += [*table(_pairs(self.pairs)), ""]
+            head = "decode", "prefill", "requests", "warm", "accept: warm", "cold", "retracted"
+            lines += [*table([head, *(one.row() for one in self.pairs)]), ""]
         points = [f"{url}: {why}" for url, why in self.unread.items()]
         points += [f"{one.where}: {one.what}. {one.remedy}" for one in self.wrong]
         for text in points:
@@ -58,29 +201,42 @@ def status(now: Pages, unread: dict[str, str], first: Pages | None = None) -> St
     new counts from its start."""
     before = first or Pages()
     since = {name: page.since(before.get(name, Page())) for name, page in now.items()}
-    found, rows = [*servers(now)], [*pairs(since)]
+    found, rows = [*_servers(now)], [*_pairs(since)]
     return Status(found, rows, [*_of_servers(found), *_of_counts(since), *_of_pairs(rows)], unread)
 
 
-def _servers(found: Sequence[Server]) -> Iterator[Sequence[str]]:
-    yield "server", "role", "ranks", "slots in use"
-    for one in found:
-        slots = f"{one.slots_used} of {one.slots}" if one.slots else NONE
-        yield one.name, one.role, str(one.ranks or NONE), slots
+def _servers(pages: Pages) -> Iterator[Server]:
+    for name, page in pages.items():
+        role = max((sample.label("engine_type") for sample in page), default="no plugin")
+        ranks = len({tuple(map(sample.label, RANK)) for sample in page})
+        yield Server(name, role, ranks, page.largest("slots"), page.largest("slots_used"))
 
 
-def _pairs(found: Sequence[Pair]) -> Iterator[Sequence[str]]:
-    yield "decode", "prefill", "requests", "warm", "accept: warm", "cold", "retracted"
-    for pair in found:
-        lengths = (pair.accept_lengths[state] for state in STATES)
-        yield (
-            pair.decode, pair.prefill, f"{pair.rooms.total():,}",
-            NONE if pair.warm_share is None else f"{pair.warm_share:.1%}",
-            *(NONE if length is None else f"{length:.2f}" for length in lengths),
-        )  # fmt: skip
+def _pairs(since: Pages) -> Iterator[Pair]:
+    for name, page in sorted(since.items()):
+        for prefill in sorted({sample.label("prefill") for sample in page} - {""}):
+            # A request is warm only where no rank says cold: the rank with most colds counts.
+            rooms = page.counts(
+                "prefill_rooms_total", "reason", lambda ranks: ranks.total() - ranks[""],
+                prefill=[prefill], state=["warm", "cold"],
+            )  # fmt: skip
+            rooms = Counter({reason or "warm": number for reason, number in rooms.items()})
+            lengths = {state: _accept_length(page, prefill, state) for state in STATES}
+            yield Pair(name, prefill, rooms, lengths)
 
 
-def _of_servers(found: Sequence[Server]) -> Iterator[Wrong]:
+def _accept_length(page: Page, prefill: str, state: str) -> float | None:
+    tokens, rounds = (
+        sum(value for _, value in page.of(name, prefill=[prefill], state=[state]))
+        for name in ("accepted_tokens_total", "verify_rounds_total")
+    )
+    return tokens / rounds if rounds else None
+
+
+# ---------------------------------------------------------------- what is wrong
+
+
+def _of_servers(found: Iterable[Server]) -> Iterator[Wrong]:
     for server in found:
         if not server.ranks:
             what = "its page, which should be a server's own, has no series of the plugin"
@@ -93,24 +249,24 @@ def _of_servers(found: Sequence[Server]) -> Iterator[Wrong]:
 
 def _of_counts(since: Pages) -> Iterator[Wrong]:
     for name, page in since.items():
-        for reason, number in page.requests("peers_refused_total", "reason").items():
+        for reason, number in page.counts("peers_refused_total", "reason").items():
             what = f"{number} requests failed since a prefill server is refused ({reason})"
             yield Wrong(name, what, "Search decode's log for MIXKV-")
-        if failed := page.requests("rooms_total", state="failed", reason="").total():
+        if failed := page.counts("rooms_total", state=["failed"], reason=[""]).total():
             kind = NOTES["not_cleared"]
             what = f"{failed} requests failed: {kind.happened}"
             yield Wrong(name, what, f"Search decode's log for {kind.code}")
         for kind in (NOTES["unopened"], NOTES["expired"]):
-            if number := page.requests(kind.series).total():
+            if number := page.counts(kind.series).total():
                 yield Wrong(name, f"{number} times {kind.happened}", kind.remedy)
 
 
-def _of_pairs(found: Sequence[Pair]) -> Iterator[Wrong]:
+def _of_pairs(found: Iterable[Pair]) -> Iterator[Wrong]:
     for pair in found:
         if pair.warm_share is None or 1 - pair.warm_share <= COLD_SHARE:
             continue
         for reason, number in pair.rooms.most_common():
-            if number and reason != "warm":
+            if reason != "warm":
                 kind = NOTES.get(f"cold_{reason}", Kind(remedy=REPORT))
                 what = f"{number} of {pair.rooms.total()} requests started cold ({reason})"
                 what += f": {kind.happened}" * bool(kind.happened)

@@ -20,7 +20,7 @@ from msgspec.structs import astuple
 from sglang_mixkv.__main__ import COMMANDS
 from sglang_mixkv.config import Config
 from sglang_mixkv.draft.layout import DraftFacts
-from sglang_mixkv.tools import plan, plan_pair
+from sglang_mixkv.tools import plan_pair, plan_server
 
 from .pages import IDS, PAGES, ROOT, Block, bash, prose, words
 
@@ -92,16 +92,15 @@ def stripped(text: str) -> list[str]:
 
 
 def test_the_readmes_pair_of_lines_is_planned(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is refused, and the plan is the one that the README speaks of: 8 -> 1."""
     monkeypatch.chdir(checkout)
     lines = [c for block in bash(PAGES[0]) for c in block.commands() if "launch_server" in c]
-    prefill, decode = (" ".join(words(line, READER)) for line in lines)
-    assert plan.main(["--prefill", prefill, "--decode", decode]) == 0
-    said = capsys.readouterr().out
-    assert "attention TP 8" in said
-    assert "attention TP 1" in said
+    servers = [plan_server.read(role, " ".join(words(line, READER)))
+               for role, line in zip(("prefill", "decode"), lines, strict=True)]  # fmt: skip
+    assert [server.attention_tp for server in servers] == [8, 1]
+    assert plan_pair.make_plan(*servers).findings == ()
 
 
 def test_the_sizes_of_a_fleet_are_the_plans() -> None:

@@ -144,16 +144,13 @@ def test_the_workers_of_dynamo_are_one_pair() -> None:
     """They opt in by the variable alone, since Dynamo's parser knows no flags of plugins."""
     servers = {}
     (dynamo,) = of_kind("DynamoGraphDeployment")
+    models = f"--model-path={PAIR}/target", f"--speculative-draft-model-path={PAIR}/drafter"
     for component in dynamo["spec"]["components"]:
         (worker,) = component["podTemplate"]["spec"]["containers"]
         if (role := component["type"]) != "frontend":
-            models = (f"--{n}={PAIR}/{m}" for n, m in (
-                ("model-path", "target"), ("speculative-draft-model-path", "drafter")))  # fmt: skip
             variables = [f"{name}={value}" for name, value in environment(worker).items()]
             line = [*variables, "dynamo.sglang", *worker["args"], *models]
             servers[role] = plan_server.read(role, shlex.join(line))
             assert servers[role].enabled
     plan = make_plan(servers["prefill"], servers["decode"])
-    assert plan.findings == ()
-    assert plan.need is not None
-    assert plan.need.needed
+    assert (plan.findings, plan.need and plan.need.needed) == ((), True)

@@ -22,8 +22,7 @@ from mixkv_demo.pair import BOS, SEP, SYMBOLS, ask
 from mixkv_demo.processes import Fleet
 from mixkv_demo.prometheus import Prometheus
 from mixkv_demo.servers import Deployment, one_cold
-from sglang_mixkv.tools.status import status
-from sglang_mixkv.tools.status_pages import look
+from sglang_mixkv.tools.status import look, status
 
 from .conftest import ENABLE, REST_S, START_TIMEOUT, TP1, TP2, Case
 

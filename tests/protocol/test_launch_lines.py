@@ -10,7 +10,9 @@ import argparse
 import os
 import re
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from docs.pages import ROOT, bash, blocks, words
@@ -18,6 +20,7 @@ from gpu import test_engine
 
 from mixkv_cpu import CPU_ENGINE_ENV
 from mixkv_demo.launch import DEVICES, Topology, prefill_and_decode
+from sglang_mixkv.config import config_of
 
 DEPLOY, GPU = (ROOT / "docs" / name for name in ("deploy.md", "gpu.md"))
 READER = {"TARGET": "/models/target", "DRAFT": "/models/drafter", "MODEL": "/models/target",
@@ -61,52 +64,42 @@ def lines(module: str) -> list[str]:
     return sorted({line for line in (*written(), *printed()) if module in line})
 
 
-@pytest.mark.parametrize("line", lines("sglang.launch_server"))
-def test_sglang_accepts_the_line(line: str) -> None:
+@pytest.fixture
+def accepted() -> Callable[[Sequence[str]], Any]:
+    """What SGLang's own parser makes of flags."""
     from sglang.srt.server_args import ServerArgs
-
-    from sglang_mixkv.config import config_of
 
     parser = argparse.ArgumentParser(exit_on_error=False)
     ServerArgs.add_cli_args(parser)
-    server_args = ServerArgs.from_cli_args(
-        parser.parse_args(flags_of(line, "sglang.launch_server"))
-    )
+    return lambda flags: ServerArgs.from_cli_args(parser.parse_args([*flags]))
+
+
+@pytest.mark.parametrize("line", lines("sglang.launch_server"))
+def test_sglang_accepts_the_line(line: str, accepted: Callable[[Sequence[str]], Any]) -> None:
+    server_args = accepted(flags_of(line, "sglang.launch_server"))
     assert config_of(server_args).enabled is ("--enable-mixkv" in line)
     is_single = "--disaggregation" not in line and "--enable-mixkv" not in line
     assert (server_args.disaggregation_mode == "null") is is_single
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_sglang_accepts_what_the_demo_starts(device: str) -> None:
-    from sglang.srt.server_args import ServerArgs
-
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    ServerArgs.add_cli_args(parser)
-    plugin = ("--enable-mixkv",)
-    topology = Topology(mixkv_prefill=plugin, mixkv_decode=plugin, device=device)
-    *servers, _ = prefill_and_decode("mla", topology)
-    for server in servers:
-        server_args = ServerArgs.from_cli_args(parser.parse_args(list(server.argv[3:])))
-        assert server_args.device == device
-        assert server_args.disaggregation_mode == server.name
-        assert (CPU_ENGINE_ENV in server.env) is (device == "cpu")
-
-
-@pytest.mark.parametrize("cards", ["0", "0,1"])
-def test_sglang_accepts_what_tests_on_gpus_start(
-    cards: str, monkeypatch: pytest.MonkeyPatch
+def test_sglang_accepts_what_the_demo_and_tests_on_gpus_start(
+    accepted: Callable[[Sequence[str]], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang.srt.server_args import ServerArgs
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cards)
-    parser = argparse.ArgumentParser(exit_on_error=False)
-    ServerArgs.add_cli_args(parser)
-    for case in test_engine.CASES:
-        for server in case.servers("cuda")[:2]:
-            server_args = ServerArgs.from_cli_args(parser.parse_args(list(server.argv[3:])))
-            decodes_with_graphs = server_args.cuda_graph_backend_decode != "disabled"
-            assert decodes_with_graphs is (server.name == "decode" and "graphs" in case.name)
+    plugin = ("--enable-mixkv",)
+    for device in DEVICES:
+        topology = Topology(mixkv_prefill=plugin, mixkv_decode=plugin, device=device)
+        *servers, _ = prefill_and_decode("mla", topology)
+        for server in servers:
+            server_args = accepted(server.argv[3:])
+            assert server_args.device == device
+            assert server_args.disaggregation_mode == server.name
+            assert (CPU_ENGINE_ENV in server.env) is (device == "cpu")
+    for cards in ("0", "0,1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", cards)
+        for case in test_engine.CASES:
+            for server in case.servers("cuda")[:2]:
+                graphs = accepted(server.argv[3:]).cuda_graph_backend_decode != "disabled"
+                assert graphs is (server.name == "decode" and "graphs" in case.name)
 
 
 @pytest.mark.parametrize("line", lines("sglang_router"))

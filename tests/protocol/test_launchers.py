@@ -9,91 +9,86 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rig.launchers import Ended, Unplugged, dynamo, engine_of_resolved, kv_classes, launch_server
+from rig.launchers import (
+    Call,
+    Ended,
+    dynamo,
+    engine_of_resolved,
+    kv_classes,
+    launch_server,
+    unplugged,
+)  # fmt: skip
 
 from .test_startup import FLAGS, OTHER
 
 FLAG, ENV = "--enable-mixkv", {"SGLANG_ENABLE_MIXKV": "1"}
 KINDS = ("manager", "sender", "receiver", "bootstrap_server")
 ASCEND = ("--disaggregation-transfer-backend", "ascend")
+MAYBE = {"SGLANG_ENABLE_MIXKV": "maybe"}
+UNKNOWN = f"unrecognized arguments: {FLAG}"
 Launcher = Callable[[list[str]], None]
 
 
 @pytest.fixture(scope="module")
-def unplugged() -> Iterator[Unplugged]:
-    process = Unplugged()
-    yield process
-    process.close()
+def call() -> Iterator[Call]:
+    with unplugged() as made:
+        yield made
 
 
-@pytest.fixture(params=[launch_server, dynamo], ids=lambda launcher: launcher.__name__)
-def launcher(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
-def packages(unplugged: Unplugged, launched: Ended, **environ: str) -> set[str]:
+def packages(call: Call, launched: Ended, **environ: str) -> set[str]:
     """Whose classes a rank is handed out; `stopped` with the reason where it ends instead."""
     assert launched.value is not None, launched.said[-2000:]
-    rank = unplugged.call(kv_classes, launched.value, **environ)
+    rank = call(kv_classes, launched.value, **environ)
     return {rank.value[kind] for kind in KINDS} if rank.value else {f"stopped: {rank.said}"}
 
 
-def test_the_variable_opts_in_a_launcher_and_its_ranks(
-    unplugged: Unplugged, launcher: Launcher
-) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "given", "environ", "package"),
+    [
+        (launch_server, (), ENV, "sglang_mixkv"),
+        (launch_server, (FLAG,), {}, "sglang_mixkv"),
+        (launch_server, ("--config", "server.yaml"), {}, "sglang_mixkv"),
+        (launch_server, (), {}, "sglang"),
+        (dynamo, (), ENV, "sglang_mixkv"),
+        (dynamo, (), {}, "sglang"),
+    ],
+)
+def test_a_launcher_and_its_ranks_opt_in_together(
+    call: Call, launcher: Launcher, given: tuple[str, ...], environ: dict[str, str],
+    package: str, tmp_path: Path,
+) -> None:  # fmt: skip
     """The record travels with ServerArgs: some ranks of a server would else be stock."""
-    launched = unplugged.call(launcher, FLAGS, **ENV, SGLANG_MIXKV_STAGING_MB="32")
-    assert packages(unplugged, launched) == {"sglang_mixkv"}
-    assert pickle.loads(launched.value)._mixkv.staging_mb == 32
-
-
-def test_without_it_a_launcher_is_stock(unplugged: Unplugged, launcher: Launcher) -> None:
-    launched = unplugged.call(launcher, FLAGS)
-    assert packages(unplugged, launched) == {"sglang"}
-
-
-@pytest.mark.parametrize("way", ["flag", "yaml"])
-def test_the_flag_opts_a_command_in(unplugged: Unplugged, way: str, tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("enable-mixkv: true\n")
-    given = {"flag": [FLAG], "yaml": ["--config", str(file)]}[way]
-    launched = unplugged.call(launch_server, [*FLAGS, *given])
-    assert packages(unplugged, launched) == {"sglang_mixkv"}
-
-
-# ---------------------------------------------------------------- no way around
-
-
-def test_what_is_refused_stops_the_launcher(unplugged: Unplugged, launcher: Launcher) -> None:
-    for flags, environ, said in (
-        ([*FLAGS, *ASCEND], ENV, OTHER),
-        (FLAGS, {"SGLANG_ENABLE_MIXKV": "maybe"},
-         "expected SGLANG_ENABLE_MIXKV to be 1 or 0; got 'maybe'"),
-    ):  # fmt: skip
-        launched = unplugged.call(launcher, flags, **environ)
-        assert launched.value is None
-        assert said in launched.said
+    words = [str(file) if word == file.name else word for word in given]
+    launched = call(launcher, [*FLAGS, *words], **environ, SGLANG_MIXKV_STAGING_MB="32")
+    assert packages(call, launched) == {package}
+    if package == "sglang_mixkv":
+        assert pickle.loads(launched.value)._mixkv.staging_mb == 32
 
 
 @pytest.mark.parametrize("more", [(), ASCEND])
-def test_a_rank_looks_where_no_hook_saw_the_arguments(
-    unplugged: Unplugged, more: tuple[str, ...]
-) -> None:
-    launched = unplugged.call(engine_of_resolved, [*FLAGS, *more], **ENV)
-    (said,) = packages(unplugged, launched, **ENV)
+def test_a_rank_looks_where_no_hook_saw_the_arguments(call: Call, more: tuple[str, ...]) -> None:
+    launched = call(engine_of_resolved, [*FLAGS, *more], **ENV)
+    (said,) = packages(call, launched, **ENV)
     assert OTHER in said if more else said == "sglang_mixkv"
 
 
 @pytest.mark.parametrize(
-    ("launcher", "environ"), [(launch_server, {"SGLANG_PLUGINS": "other"}), (dynamo, ENV)]
-)
-def test_a_flag_that_a_launcher_does_not_know_stops_it(
-    unplugged: Unplugged, launcher: Launcher, environ: dict[str, str]
-) -> None:
-    """Dynamo's parser is built before plugins are loaded."""
-    launched = unplugged.call(launcher, [*FLAGS, FLAG], **environ)
+    ("launcher", "given", "environ", "said"),
+    [
+        *((launcher, given, environ, said) for launcher in (launch_server, dynamo)
+          for given, environ, said in ((ASCEND, ENV, OTHER), ((), MAYBE, "1 or 0; got 'maybe'"))),
+        (launch_server, (FLAG,), {"SGLANG_PLUGINS": "other"}, UNKNOWN),
+        (dynamo, (FLAG,), ENV, UNKNOWN),  # its parser is built before plugins are loaded
+    ],
+)  # fmt: skip
+def test_what_is_refused_or_not_known_stops_the_launcher(
+    call: Call, launcher: Launcher, given: tuple[str, ...], environ: dict[str, str],
+    said: str,
+) -> None:  # fmt: skip
+    launched = call(launcher, [*FLAGS, *given], **environ)
     assert launched.value is None
-    assert f"unrecognized arguments: {FLAG}" in launched.said
+    assert said in launched.said

@@ -39,25 +39,20 @@ def test_the_real_package_is_handed_through(
     assert printed("import sgl_kernel; print(sgl_kernel.name)", "-S", **environ) == "other\n"
 
 
-@pytest.mark.parametrize("on_path", [True, False])
-def test_sglang_finds_it_where_the_folder_is_on_the_path(on_path: bool) -> None:
+def test_sglang_finds_it_where_the_folder_is_on_the_path() -> None:
     """SGLang's switch alone does not stand for it: it is any server's on a CPU."""
-    code = """
-from importlib.metadata import entry_points
-for point in entry_points(group="sglang.srt.plugins", name="mixkv_cpu"): print(point.load())
-"""
-    said = printed(code, **({} if on_path else {"PYTHONPATH": ""}))
-    assert (support.install.__name__ in said) is on_path
+    code = "from importlib.metadata import entry_points\n"
+    code += "print([p.load() for p in entry_points(name='mixkv_cpu')])"
+    assert support.install.__name__ in printed(code)
+    assert printed(code, PYTHONPATH="") == "[]\n"
 
 
-@pytest.mark.parametrize("value", [None, "", "0", "true"])
+@pytest.mark.parametrize("value", ["", "0", "true"])
 def test_support_is_inert_without_the_cpu_engine(
-    monkeypatch: pytest.MonkeyPatch, value: str | None
+    monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:
     """It does not even ask for SGLang's hook registry."""
-    monkeypatch.delenv(cpu.CPU_ENGINE_ENV, raising=False)
-    if value is not None:
-        monkeypatch.setenv(cpu.CPU_ENGINE_ENV, value)
+    monkeypatch.setenv(cpu.CPU_ENGINE_ENV, value)
     monkeypatch.setitem(sys.modules, "sglang.srt.plugins.hook_registry", None)
     support.install()
     monkeypatch.setenv(cpu.CPU_ENGINE_ENV, "1")

@@ -48,51 +48,43 @@ class Cache:
         return self.req_to_token[self.rows[request], : self.lengths[request]].long()
 
 
-SHAPES = [
-    pytest.param(4, 4, 8, 8, False, id="mha"),
-    pytest.param(4, 2, 8, 6, False, id="gqa"),
-    pytest.param(4, 1, 8, 5, True, id="mla"),
-]
-
-
 @pytest.mark.parametrize("window", [0, 3])
-@pytest.mark.parametrize(("heads", "kv_heads", "width", "value_width", "mla"), SHAPES)
-def test_decode_attention(heads, kv_heads, width, value_width, mla, window) -> None:
-    kv = Cache(kv_heads, width, value_width, mla)
-    q, out = torch.randn(3, heads, width), torch.empty(3, heads, value_width)
-    new_k = torch.randn(3, kv_heads, width)
-    new_v = new_k[..., :value_width] if mla else torch.randn(3, kv_heads, value_width)
-    loc = torch.stack([kv.slots(i)[-1] for i in range(3)])
-    k, v = kv.k.clone(), kv.v.clone()
-    k[loc], v[loc] = new_k, new_v
-    table = (kv.req_to_token, kv.rows, torch.tensor(kv.lengths))
-    rule = (SCALE, 0.0, False, window, None, None)
-    new = (new_k.flatten(1), new_v.flatten(1), loc, torch.empty(0))
-    attention.decode_attention_cpu(q, kv.k, kv.v, 1.0, 1.0, out, *new, *table, *rule)
-    want = torch.cat([reference(q[i : i + 1], k, v, kv.slots(i), window) for i in range(3)])
-    torch.testing.assert_close(out, want)
-    torch.testing.assert_close(kv.k, k)
-    torch.testing.assert_close(kv.v, v)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "value_width", "mla"),
+    [(4, 4, 8, 8, False), (4, 2, 8, 6, False), (4, 1, 8, 5, True)],
+    ids=["mha", "gqa", "mla"],
+)
+class TestAttention:
+    def test_decode(self, heads, kv_heads, width, value_width, mla, window) -> None:
+        kv = Cache(kv_heads, width, value_width, mla)
+        q, out = torch.randn(3, heads, width), torch.empty(3, heads, value_width)
+        new_k = torch.randn(3, kv_heads, width)
+        new_v = new_k[..., :value_width] if mla else torch.randn(3, kv_heads, value_width)
+        loc = torch.stack([kv.slots(i)[-1] for i in range(3)])
+        k, v = kv.k.clone(), kv.v.clone()
+        k[loc], v[loc] = new_k, new_v
+        table = (kv.req_to_token, kv.rows, torch.tensor(kv.lengths))
+        new = (new_k.flatten(1), new_v.flatten(1), loc, torch.empty(0))
+        attention.decode_attention_cpu(
+            q, kv.k, kv.v, 1.0, 1.0, out, *new, *table, SCALE, 0.0, False, window, None, None
+        )
+        want = torch.cat([reference(q[i : i + 1], k, v, kv.slots(i), window) for i in range(3)])
+        torch.testing.assert_close((out, kv.k, kv.v), (want, k, v))
 
-
-@pytest.mark.parametrize("given", ["with k and v", "from the cache"])
-@pytest.mark.parametrize("window", [0, 3])
-@pytest.mark.parametrize(("heads", "kv_heads", "width", "value_width", "mla"), SHAPES)
-def test_extend_attention(heads, kv_heads, width, value_width, mla, window, given) -> None:
-    kv, new = Cache(kv_heads, width, value_width, mla), (2, 4, 4)
-    tokens = torch.cat([kv.slots(i)[-n:] for i, n in enumerate(new)])
-    k, v = kv.k[tokens].flatten(1), kv.v[tokens].flatten(1)
-    stored_k, stored_v = kv.k.clone(), kv.v.clone()
-    if given == "with k and v":
-        stored_k[tokens], stored_v[tokens] = float("nan"), float("nan")
-    else:
-        k = v = None
-    q, out = torch.randn(10, heads, width), torch.empty(10, heads, value_width)
-    spans = (torch.tensor(kv.lengths), torch.tensor(new), torch.tensor([0, 2, 6]), 4)
-    attention.extend_attention_cpu(
-        *(q, k, v, out, stored_k, stored_v, 1.0, 1.0, kv.req_to_token, kv.rows, *spans),
-        *(SCALE, 0.0, False, window, None, None, None, True),
-    )
-    parts = zip(q.split(new), range(3), strict=True)
-    want = torch.cat([reference(x, kv.k, kv.v, kv.slots(i), window) for x, i in parts])
-    torch.testing.assert_close(out, want)
+    @pytest.mark.parametrize("given", [True, False], ids=["with k and v", "from the cache"])
+    def test_extend(self, heads, kv_heads, width, value_width, mla, window, given) -> None:
+        kv, new = Cache(kv_heads, width, value_width, mla), (2, 4, 4)
+        tokens = torch.cat([kv.slots(i)[-n:] for i, n in enumerate(new)])
+        k, v = (x[tokens].flatten(1) if given else None for x in (kv.k, kv.v))
+        stored_k, stored_v = kv.k.clone(), kv.v.clone()
+        if given:
+            stored_k[tokens], stored_v[tokens] = float("nan"), float("nan")
+        q, out = torch.randn(10, heads, width), torch.empty(10, heads, value_width)
+        spans = (torch.tensor(kv.lengths), torch.tensor(new), torch.tensor([0, 2, 6]), 4)
+        attention.extend_attention_cpu(
+            *(q, k, v, out, stored_k, stored_v, 1.0, 1.0, kv.req_to_token, kv.rows, *spans),
+            *(SCALE, 0.0, False, window, None, None, None, True),
+        )
+        parts = zip(q.split(new), range(3), strict=True)
+        want = torch.cat([reference(x, kv.k, kv.v, kv.slots(i), window) for x, i in parts])
+        torch.testing.assert_close(out, want)

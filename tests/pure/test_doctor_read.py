@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,11 +34,6 @@ def port() -> int:
     """A free one."""
     with socket.create_server((HOST, 0)) as free:
         return int(free.getsockname()[1])
-
-
-def test_every_piece_of_a_pattern_occurs_once() -> None:
-    words = [doctor_read.pattern(n, 1 << 16).view(np.uint64) for n in range(READ)]
-    assert len(np.unique(np.concatenate(words))) == READ << 13
 
 
 class Copies:
@@ -71,6 +67,8 @@ def read_slots(side: Copies) -> Result:
 def test_a_wrong_byte_is_found_and_a_read_that_fails_or_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    words = [doctor_read.pattern(n, 1 << 16).view(np.uint64) for n in range(READ)]
+    assert len(np.unique(np.concatenate(words))) == READ << 13  # a foreign piece is a wrong byte
     assert read_slots(Copies()).wrong == []
     for bad in (3, READ + 3):  # in the first read, or the second
         assert read_slots(Copies(bad=bad)).wrong == ["byte 17 of slot 3"]
@@ -133,8 +131,24 @@ def test_a_port_that_is_taken_and_nobody_there(port: int, monkeypatch: pytest.Mo
         doctor_read.serve(HOST, port, SMALL)
     monkeypatch.setattr(doctor_read, "Side", lambda *_: None)
     monkeypatch.setattr(doctor_read, "ANSWER_S", 0)
+    monkeypatch.setattr(doctor_read, "LINGER_MS", 0)
     with pytest.raises(ReadFailed, match="start it, and open its port"):
         doctor_read.read(HOST, port, SMALL)
+
+
+def test_the_devices_that_a_process_has_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, verbs = tmp_path / "fd", tmp_path / "verbs" / "uverbs1"
+    for folder in (files, verbs):
+        folder.mkdir(parents=True)
+    (verbs / "ibdev").write_text("mlx5_1\n")
+    monkeypatch.setattr(doctor_read, "FILES", files)
+    monkeypatch.setattr(doctor_read, "VERBS", verbs.parent)
+    (files / "1").symlink_to("/dev/infiniband/rdma_cm")
+    assert doctor_read.devices_in_use() == []
+    (files / "7").symlink_to("/dev/infiniband/uverbs1")
+    assert doctor_read.devices_in_use() == ["mlx5_1"]
 
 
 # ---------------------------------------------------------------- processes
@@ -155,17 +169,15 @@ def hang(*_: Any) -> Result:
     raise AssertionError
 
 
-@pytest.mark.parametrize(
-    ("role", "seconds", "words"), [(abort, 600, "died.*terminate called"), (hang, 3, "took 3 s")]
-)
-def test_a_process_that_dies_or_hangs_is_a_failure(
-    role: Any, seconds: int, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_dies_or_hangs_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a transport ends it, whose last words are told."""
-    monkeypatch.setattr(doctor_read, "serve", role)
-    monkeypatch.setattr(doctor_read, "LISTEN_S", seconds)
-    with pytest.raises(ReadFailed, match=words):
-        doctor_read.result(SMALL, listen=1)
+    for role, seconds, words in (
+        (abort, 600, "died.*terminate called"), (hang, 3, "took 3 s")
+    ):  # fmt: skip
+        monkeypatch.setattr(doctor_read, "serve", role)
+        monkeypatch.setattr(doctor_read, "LISTEN_S", seconds)
+        with pytest.raises(ReadFailed, match=words):
+            doctor_read.result(SMALL, listen=1)
 
 
 def test_a_listener_ends_with_the_doctor_that_started_it(port: int) -> None:
@@ -181,10 +193,10 @@ def test_a_listener_ends_with_the_doctor_that_started_it(port: int) -> None:
 # ---------------------------------------------------------------- real reads
 
 
-@pytest.mark.parametrize("plane", ["mooncake", "nixl"])
-def test_a_real_read_between_two_processes(plane: str) -> None:
-    pytest.importorskip(plane)
-    found = doctor_read.result(Wire(config=Config(staging_mb=8, data_plane=plane)))
+def test_a_real_read_between_two_processes() -> None:
+    """Over NIXL; over Mooncake two doctors read in tests/docs/test_commands.py."""
+    pytest.importorskip("nixl")
+    found = doctor_read.result(Wire(config=Config(staging_mb=8, data_plane="nixl")))
     assert (found.bytes, found.wrong) == (READ * ((128 << 10) + 4096), [])
     assert 0 < found.seconds < 30
     assert found.memory.endswith("64 slots of 132 KiB")

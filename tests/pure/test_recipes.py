@@ -126,10 +126,6 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         K3, "--tp-size 16", "--tp-size 8 --dcp-size 8",
         True, "of 2 KV heads that a decode rank needs SGLang sends 1",
         {"share": 0.5, "gpu": "blackwell"}),
-    "Kimi-K3 by Dynamo, equal sizes, a host cache, Mooncake's memory over NVLink": (
-        f"SGLANG_MOONCAKE_CUSTOM_MEM_POOL=NVLINK MC_FORCE_MNNVL=true {K3} --kv-cache-dtype "
-        "fp8_e4m3", "--tp-size 8 --enable-hierarchical-cache --hicache-size 100",
-        "--tp-size 8 --dcp-size 8", False, "both sides have attention TP 8", {"gpu": "blackwell"}),
     "Kimi-K2.5, DP-attention": (
         K25, "--tp-size 8", "--tp-size 8 --attn-dp-size 8 --enable-dp-lm-head",
         True, FROM_ONE, {"share": 1.0}),
@@ -156,8 +152,6 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "GLM-5 drafts on decode alone, with its own MTP layer": (
         f"{GLM} {NIXL}", "--tp 4", f"--tp 16 --dp 16 --enable-dp-attention {MTP}",
         False, DECODE_ALONE, {"noted": "speculation on decode alone"}),
-    "GLM-5 drafts on both sides": (
-        f"{GLM} {MTP} {ON}", "--tp 4", "--tp 8", False, "the drafter is MLA", {}),
     "DeepSeek-V4 has its drafter inside (sglang#33411)": (
         f"sglang serve --model-path deepseek-ai/DeepSeek-V4-Flash --tp 4 {NIXL} "
         "--speculative-algorithm DSPARK --moe-runner-backend marlin", "", "--base-gpu-id 4",
@@ -169,16 +163,13 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         False, "the drafter is MLA", {"noted": "what SGLang checks on npu was not checked"}),
     "SGLang's documentation, two nodes": (
         f"{SERVER} {V31} --disaggregation-ib-device ${{device_name}} {TWO_NODES} --dp-size 8 "
-        "--enable-dp-attention --moe-a2a-backend deepep", "--host ${local_ip}", "", False, NEITHER,
-        {"noted": r"as it stands: \$\{device_name\} \$\{master_ip\}:5000"}),
+        "--enable-dp-attention --moe-a2a-backend deepep", "--ssl-keyfile /key", "", False, NEITHER,
+        {"noted": r"as it stands: \$\{device_name\} \$\{master_ip\}:5000(.|\n)*"
+         r"prefill: --ssl-keyfile /key depends on the server's host"}),
     "a comment and arithmetic of the shell (sglang#17212)": (
         f"# GLM-4.5 Air\n{SERVER} \\\n  --model-path zai-org/GLM-4.5-Air --tp-size 4 \\\n",
         "  --chunked-prefill-size $((16384 * 4)) \\\n    # --speculative-algo EAGLE", MTP,
         None, r"prefill: argument --chunked-prefill-size: invalid int value: '\$\(\(", {}),
-    "a background job (sglang#24488)": (
-        "nohup env NCCL_IB_HCA=mlx5_0 \\\n sglang serve --model-path zai-org/GLM-5 "
-        "--moe-a2a-backend deepep --tp 16 --dp 16 --enable-dp-attention",
-        "> prefill.log 2>&1 &", "> decode.log 2>&1 &", False, NEITHER, {}),
     "one prefill server for twelve of decode": (
         "export MC_TE_METRIC=true\nexport SGLANG_ENABLE_MIXKV=1\n# export SGLANG_RUST_SERVER=1\n"
         f"{SERVER} {V31} --attention-backend trtllm_mla --kv-cache-dtype fp8_e4m3 "

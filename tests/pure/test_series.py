@@ -68,24 +68,20 @@ class Req:
 # ---------------------------------------------------------------- the table
 
 
-def test_every_note_is_seen() -> None:
+def test_every_note_has_a_place_and_every_reason_a_remedy() -> None:
     """In a series, or as a room that is counted at its end; and a log line says all that helps."""
     known = {one.name: one for one in SERIES}
-    remedies = (DOCS / "troubleshooting.md").read_text()
+    page, remedies = ((DOCS / f"{n}.md").read_text() for n in ("metrics", "troubleshooting"))
     for what, kind in NOTES.items():
         assert kind.series in known or what.startswith("cold_") or what == "not_cleared"
         assert bool(kind.happened) == bool(kind.remedy)
         assert f"### {kind.code}\n" in remedies
         assert not kind.values or kind.values in known[kind.series].known
-
-
-def test_the_documents_have_every_series_and_a_remedy_for_every_reason() -> None:
-    page, remedies = (DOCS / f"{name}.md" for name in ("metrics", "troubleshooting"))
     for one in SERIES:
         labels = ", ".join(f"`{label}`" for label in one.labels)
         cells = [f"`{series.PREFIX}{one.name}`", ", ".join(one.sides), labels, one.help]
-        assert f"| {' | '.join(cells)} |\n" in page.read_text()
-    rows = [line.split("|")[1] for line in remedies.read_text().splitlines() if line[:3] == "| `"]
+        assert f"| {' | '.join(cells)} |\n" in page
+    rows = [line.split("|")[1] for line in remedies.splitlines() if line[:3] == "| `"]
     listed = [reason for row in rows for reason in re.findall("`([a-z_]+)`", row)]
     assert Counter(listed) == Counter(set(COLD) - {OTHER})
 
@@ -171,6 +167,7 @@ def test_gauges_follow_slots_and_breakers() -> None:
 
 
 def test_accept_length_by_state_and_position() -> None:
+    """Of requests that have ended, or are gone."""
     one = Rank()
     warm, cold = Req("warm"), Req("cold")
     one.end(ev.State.WARM, request=warm)
@@ -189,17 +186,13 @@ def test_accept_length_by_state_and_position() -> None:
     assert one.of("accepted_tokens_total") == {first: 6 + 2 + 6, second: 5 + 1}
     right = {("warm", "1"): 5, ("warm", "2"): 3, ("cold", "1"): 1}
     assert one.of("accepted_drafts_total") == right
-
-
-def test_a_request_is_not_kept_alive_and_counts_when_it_is_gone() -> None:
-    one, request = Rank(), Req("a")
-    one.end(ev.State.WARM, request=request)
-    request.spec_correct_drafts_histogram += [0, 7]
+    gone = Req("gone")  # which is not kept alive
+    one.end(ev.State.WARM, prefill="b:2", request=gone)
+    gone.spec_correct_drafts_histogram += [0, 7]
     one.look_now()
-    assert one.of("verify_rounds_total") == {}
-    del request
+    del gone
     one.look_now()
-    assert one.of("verify_rounds_total") == {("a:1", "warm"): 7}
+    assert one.of("verify_rounds_total")["b:2", "warm"] == 7
 
 
 def test_a_retracted_request_is_neither_warm_nor_cold() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from rig.answers import serving
 
 from sglang_mixkv import series
 from sglang_mixkv.tools import status
-from sglang_mixkv.tools.status_pages import Pages, page_url, read
+from sglang_mixkv.tools.status import Pages, page_url, read
 
 ONE, TWO = "10.0.0.1:8998", "10.0.0.2:8998"
 TOOLS = Path(__file__).parents[2] / "docs" / "tools.md"
@@ -95,25 +94,25 @@ def test_what_happens_between_two_looks() -> None:
     assert len(words(full, full)) == 1
 
 
-@pytest.mark.parametrize("label", ["worker_addr", "instance"])
-def test_a_page_of_several_servers(label: str) -> None:
+def test_a_page_of_several_servers() -> None:
     """A router's, and Prometheus' own, which have other names."""
     where = ("http://decode-0:1", "decode-1:1")
-    text = "".join(line("slots", 60, "sglang_mixkv_", **{label: at}) for at in where)
-    found = status_of(text + "smg_requests_total 5\n").servers
-    assert [(s.name, s.slots) for s in found] == [("decode-0:1", 60), ("decode-1:1", 60)]
+    for label in ("worker_addr", "instance"):
+        text = "".join(line("slots", 60, "sglang_mixkv_", **{label: at}) for at in where)
+        found = status_of(text + "smg_requests_total 5\n").servers
+        assert [(s.name, s.slots) for s in found] == [("decode-0:1", 60), ("decode-1:1", 60)]
 
 
 # ---------------------------------------------------------------- what is wrong
 
 
-@pytest.mark.parametrize("reason", [reason for reason in series.COLD if reason != series.OTHER])
-def test_cold_drafters_by_reason(reason: str) -> None:
+def test_cold_drafters_by_reason() -> None:
     """In words, with a remedy; fewer than one in a hundred are none."""
-    (found,) = words(rooms(warm=90, **{reason: 10}))
-    assert f"server:30000, prefill {ONE} 10 of 100 requests started cold ({reason}): " in found
-    assert re.search(r"\): [^ ].* [A-Z]", found)
-    assert words(rooms(warm=9900, **{reason: 90})) == []
+    for reason in series.COLD:
+        (found,) = words(rooms(warm=90, **{reason: 10}))
+        assert f"server:30000, prefill {ONE} 10 of 100 requests started cold ({reason})" in found
+        assert reason == series.OTHER or re.search(r"\): [^ ].* [A-Z]", found)
+        assert words(rooms(warm=9900, **{reason: 90})) == []
 
 
 @pytest.mark.parametrize(
@@ -146,34 +145,30 @@ SERVED = {
 }
 
 
-@pytest.fixture
-def url() -> Iterator[str]:
-    with serving(lambda path: (200 if path in SERVED else 404, SERVED.get(path, b""))) as address:
-        yield f"http://{address}"
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its exit status, figures for scripts; pages that cannot be read have a sentence each."""
 
+    def answer(path: str) -> tuple[int, bytes]:
+        return (200 if path in SERVED else 404), SERVED.get(path, b"")
 
-def test_the_exit_status_and_figures_for_scripts(
-    url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert status.main([f"{url}/decode", "--seconds=1"]) == 0
-    assert capsys.readouterr().out.endswith("nothing is wrong\n")
-    assert status.main([f"{url}/cold", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert [one["role"] for one in found["servers"]] == ["decode"]
-    assert found["pairs"][0]["rooms"] == {"lost": 1}
-    assert set(found["wrong"][0]) == {"where", "what", "remedy"}
-
-
-def test_pages_that_cannot_be_read(url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """In a sentence each; the others are shown all the same."""
-    urls = ["http://127.0.0.1:9", f"{url}/none", f"{url}/html", "http://"]
-    assert status.main([f"{url}/decode", *urls]) == 2
+    with serving(answer) as address:
+        url = f"http://{address}"
+        assert status.main([f"{url}/decode", "--seconds=1"]) == 0
+        assert capsys.readouterr().out.endswith("nothing is wrong\n")
+        assert status.main([f"{url}/cold", "--json"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert [one["role"] for one in found["servers"]] == ["decode"]
+        assert found["pairs"][0]["rooms"] == {"lost": 1}
+        assert set(found["wrong"][0]) == {"where", "what", "remedy"}
+        urls = ["http://127.0.0.1:9", f"{url}/none", f"{url}/html", "http://"]
+        assert status.main([f"{url}/decode", *urls]) == 2
     text = " ".join(capsys.readouterr().out.split())
-    assert "http://127.0.0.1:9/metrics: nothing listens there. Is the server up" in text
-    assert re.search("HTTP 404 from .* Start it with --enable-metrics", text)
-    assert "/html is no page of metrics" in text
-    assert "that is no URL: expected http://HOST:PORT" in text
-    assert ONE in text
+    for words in (
+        "http://127.0.0.1:9/metrics: nothing listens there. Is the server up",
+        "Start it with --enable-metrics", "/html is no page of metrics",
+        "that is no URL: expected http://HOST:PORT", ONE,
+    ):  # fmt: skip
+        assert words in text
     assert "nothing is wrong" not in text
 
 

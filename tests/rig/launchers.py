@@ -1,6 +1,6 @@
 """SGLang's launchers as far as a server starts without a model, each in a process of its own.
 
-`Unplugged` is a process that has imported SGLang and loaded no plugin, as each launcher finds it.
+`unplugged` has a process that has imported SGLang and loaded no plugin, as each launcher finds it.
 Every call is a fork of it: a launcher up to the start of its schedulers, or a scheduler up to its
 KV classes. What goes from one to the other is what SGLang sends: pickled ServerArgs, and the
 environment.
@@ -16,7 +16,9 @@ import os
 import pickle
 import runpy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,30 +105,24 @@ def kv_classes(server_args: bytes) -> dict[str, str]:
 # ---------------------------------------------------------------- processes
 
 
-class Unplugged:
-    """A process with SGLang and no plugin, from which others are forked."""
-
-    def __init__(self) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_forks, args=(theirs,))
-        self._process.start()
-
-    def call(self, function: Callable[..., Any], *arguments: Any, **environ: str) -> Ended:
-        """Call it in a fork, with these variables; an empty one is unset."""
-        self._pipe.send((function, arguments, environ))
-        assert self._pipe.poll(LIMIT_S), f"{function.__name__} did not end"
-        ended: Ended = self._pipe.recv()
-        return ended
-
-    def close(self) -> None:
-        self._pipe.send(None)
-        self._process.join(10)
-        self._process.terminate()
+Call = Callable[..., Ended]
 
 
-def _forks(pipe: Any) -> None:
-    """The unplugged process: one fork after the other."""
+@contextmanager
+def unplugged() -> Iterator[Call]:
+    """Calls functions in forks of a process with SGLang and no plugin, with these variables; an
+    empty one is unset."""
+
+    def call(function: Callable[..., Any], *arguments: Any, **environ: str) -> Ended:
+        asked = partial(_called, function, arguments, environ)
+        ended = pool.submit(in_fork, asked).result(LIMIT_S)
+        return ended if isinstance(ended, Ended) else Ended(None, ended)
+
+    with ProcessPoolExecutor(1, mp.get_context("spawn"), _without_plugins) as pool:
+        yield call
+
+
+def _without_plugins() -> None:
     import sglang
     from sglang.srt.entrypoints import engine as engines
     from sglang.srt.entrypoints import http_server
@@ -136,9 +132,6 @@ def _forks(pipe: Any) -> None:
     assert http_server.Engine is engines.Engine
     assert not _plugins_loaded
     engines.Engine._launch_scheduler_processes = classmethod(_about_to_start)
-    while (asked := pipe.recv()) is not None:
-        ended = in_fork(partial(_called, *asked))
-        pipe.send(ended if isinstance(ended, Ended) else Ended(None, ended))
 
 
 def _about_to_start(_: type, server_args: Any, *args: Any, **kwargs: Any) -> None:

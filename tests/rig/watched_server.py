@@ -28,13 +28,9 @@ TABLES = (
 
 def state(scheduler: Any) -> dict[str, Any]:
     prefill = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
-    queue = prefill or scheduler.disagg_decode_prealloc_queue
-    manager = queue.kv_manager
-    return {
-        "at": time.time(),
-        "idle": bool(scheduler.is_fully_idle()),
-        "left": getattr(manager, "check_integrity", list)(),
-    }
+    manager = (prefill or scheduler.disagg_decode_prealloc_queue).kv_manager
+    left = getattr(manager, "check_integrity", list)()
+    return {"at": time.time(), "idle": bool(scheduler.is_fully_idle()), "left": left}
 
 
 def tables(manager: Any) -> list[str]:
