@@ -1,7 +1,8 @@
 """The gate of a request on one rank: rows of a pool are read and written while it is open only.
 
 SGLang gives a request's pages back once it has been told that the request is over: on decode after
-`clear`, `abort` or `failure_exception`, on prefill also after a poll that returned Success. Pages
+`clear`, which its `failure_exception` calls too; on prefill after `clear`, `abort`,
+`failure_exception`, or a poll that returned Success. Pages
 that were given back are another request's, or not mapped at all while the memory saver has released
 the pool. So whoever copies enters the gate before the first byte and leaves it after the last one,
 and whoever gives pages back closes it before. Closing waits for the copies in flight.

@@ -40,7 +40,8 @@ SlotNumber = Annotated[int, Meta(ge=0, le=1 << 20)]
 Small = Annotated[int, Meta(ge=0, le=1 << 16)]
 Code = Annotated[str, Meta(pattern=r"^[a-z_]{1,32}\Z")]
 Text = Annotated[str, Meta(max_length=512)]
-Instance = Annotated[bytes, Meta(min_length=8, max_length=8)]
+INSTANCE_BYTES = 8
+Instance = Annotated[bytes, Meta(min_length=INSTANCE_BYTES, max_length=INSTANCE_BYTES)]
 
 
 class Open(msgspec.Struct, frozen=True, array_like=True, tag=1, forbid_unknown_fields=False):
@@ -146,4 +147,4 @@ def draws() -> Iterator[int]:
 
 def draw_instance() -> bytes:
     """The name of one start of a rank; drawn after the spawn."""
-    return os.urandom(8)
+    return os.urandom(INSTANCE_BYTES)

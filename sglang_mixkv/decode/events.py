@@ -15,12 +15,10 @@ from typing import Any
 
 import msgspec
 
-from sglang_mixkv.channel.messages import PROTOCOL, Ack, Fail, Open, Ready
+from sglang_mixkv.channel.messages import INSTANCE_BYTES, PROTOCOL, Ack, Fail, Open, Ready
 
 Generation = int
 Peer = bytes
-
-_INSTANCE_BYTES = 8  # channel/messages.py
 
 
 def peer_of(instance: bytes, server: str) -> Peer:
@@ -29,12 +27,12 @@ def peer_of(instance: bytes, server: str) -> Peer:
 
 
 def instance_of(peer: Peer) -> bytes:
-    return peer[:_INSTANCE_BYTES]
+    return peer[:INSTANCE_BYTES]
 
 
 def server_of(peer: Peer) -> str:
     """The server's bootstrap address."""
-    return peer[_INSTANCE_BYTES:].decode()
+    return peer[INSTANCE_BYTES:].decode()
 
 
 class Source(msgspec.Struct, frozen=True):

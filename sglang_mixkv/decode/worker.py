@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.links import Link, Links, Store
 from sglang_mixkv.decode.machine import Machine
 from sglang_mixkv.draft.layout import Pages, SlotCheck
+
+if TYPE_CHECKING:
+    from sglang_mixkv.draft.rows import DraftRows
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -69,6 +72,8 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
 
     names = "mixkv-decode", "mixkv-unpack"
     tick, failed, moves = ev.Tick(), ev.ActionFailed, ev.Unpack
+    _machine: Machine
+    _rows: DraftRows  # but for a rank without a drafter, where nothing is copied
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A room number that two requests use at once, as all samples of a request with `n` above 1 do.
+"""Refuses a second request with a room number that is in use, as the samples of one with `n` > 1.
 
 SGLang's tables have one entry for a number. A second use of it takes the first one's metadata and
 KV, and its end takes the entry away; SGLang's schedulers end of that ("Unexpected poll state",

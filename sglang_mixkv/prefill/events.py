@@ -28,9 +28,9 @@ class Begin(msgspec.Struct, frozen=True):
 class AddChunk(msgspec.Struct, frozen=True):
     """SGLang handed a chunk over: tokens [first, first + count) of the prompt.
 
-    `pages`: where they are (worker.Pages); opaque here. `pending`: their KV may not be written yet;
-    ChunkWritten follows. `last`: no more come. Chunks of one use follow each other in the prompt,
-    and are written in their order.
+    `pages`: where they are (Pages in draft/layout.py); opaque here. `pending`: their KV may not be
+    written yet; ChunkWritten follows. `last`: no more come. Chunks of one use follow each other in
+    the prompt, and are written in their order.
     """
 
     use: Use

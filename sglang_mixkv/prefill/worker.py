@@ -1,8 +1,8 @@
 """A prefill rank's channel: what SGLang's scheduler calls, the thread that owns the socket, copies.
 
-The scheduler calls `begin`, `add_chunk`, `target_sent` and `end`, which put an event on a queue,
-and asks `SendHandle.release`. The channel thread feeds the machine, sends what it says, starts
-copies and asks the events that chunks wait for.
+The scheduler calls `begin`, `add_chunk`, `release` and `end`, which put an event on a queue;
+`release` also says whether SGLang's Success may be shown. The channel thread feeds the machine,
+sends what it says, starts copies and asks the events that chunks wait for.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
 
     names = "mixkv-prefill", "mixkv-pack"
     tick, failed, moves = ev.Tick(), ev.ActionFailed, ev.PackJob
+    _machine: Machine
+    _rows: DraftRows
 
     def __init__(
         self,
