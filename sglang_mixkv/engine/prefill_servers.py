@@ -109,9 +109,9 @@ class PrefillServers:
 
     def refusal(self, address: str) -> str | None:
         """Why a server's requests fail. The stand-in goes, so that the next one may ask again."""
+        if (refusal := self._refusals.get(address)) is None:
+            return None  # as for nearly all requests, which take no lock
         with self._lock:
-            if (refusal := self._refusals.get(address)) is None:
-                return None
             if self._table.get(address) is STAND_IN:  # else it has become ready since
                 del self._table[address]
         self._manager.local.reporter.refused(refusal.error)

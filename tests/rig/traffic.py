@@ -45,9 +45,9 @@ TIMEOUTS = {
     "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
     "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "3",
 }
-SLACK_S = 5.0
-"""What a whole request takes besides where others have the cores: less than what it would wait for
-longer than it may, `Times.whole_wait` for example."""
+SLACK_S = 3.0
+"""What a whole request takes besides where others have the cores. With `Times.longest_wait` it is
+less than `Times.whole_wait`, which a request must not wait here, for any patience of the tests."""
 LATE = re.compile(
     r"prefill \d+: left behind: "
     ".*(waiting left|parts left|request_status|transfer_infos|prefix_len)"
@@ -77,7 +77,8 @@ class Traffic:
     most `at_once` requests open at each server, and begins one there at most each `every` seconds.
     `touched`: the prefill server, or the decode rank, that meets the fault. `hosts`: namespaces and
     addresses of ranks that are not on this machine's loopback. `held`: the rank whose rooms are
-    held at a stage (stages.py). `restarts`: how many servers, or ranks, start again."""
+    held at a stage (stages.py). `same_ports`: a rank that starts again has its channel's port
+    again. `restarts`: how many servers, or ranks, start again."""
 
     requests: int
     tail: int = 100
@@ -89,6 +90,7 @@ class Traffic:
     touched: Key = ("prefill", 0)
     held: Key = ("prefill", 1)
     hosts: Mapping[Key, tuple[int, str]] = field(default_factory=dict)
+    same_ports: bool = False
     restarts: int = 0
 
     def server_of(self, number: int) -> int:
@@ -110,12 +112,14 @@ class Traffic:
 class OfTraffic(Shared):
     """Arrays and values of processes that may be killed: none has a lock.
 
-    `stages`: of each request; `states`: by side, of each rank; `acted`: whether everything was done
-    to the ranks; `over`: whether no request begins any more; `stop`: where a room is held."""
+    `stages`: of each request; `states`: by side, of each rank; `channel_ports`: of prefill ranks, 0
+    for any; `acted`: whether everything was done to the ranks; `over`: whether no request begins
+    any more; `stop`: where a room is held."""
 
     traffic: Traffic = field(default_factory=lambda: Traffic(0))
     stages: Any = None
     states: Mapping[str, Any] = field(default_factory=dict)
+    channel_ports: Any = ()
     acted: Any = None
     over: Any = None
     stop: Stop | None = None
@@ -134,6 +138,8 @@ class TrafficRank(Rank):
         self.server_host = self._host_of(rank // case.prefill_tp)
         if side == "decode":
             self.server_host = self.host
+        elif port := self.shared.channel_ports[rank]:
+            os.environ["SGLANG_MIXKV_PORT"] = str(port)
         os.environ["SGLANG_HOST_IP"] = self.host
         if namespace:
             enter(namespace)
@@ -283,6 +289,7 @@ class Ring(Servers):
             bootstrap_up=[context.Event() for _ in range(traffic.prefills)], traffic=traffic,
             stages=cells(traffic.requests), stop=Stop(context),
             states={side: cells(ranks.count(side)) for side in ("prefill", "decode")},
+            channel_ports=[free_port() * traffic.same_ports for _ in ranks],
             acted=context.RawValue("b", 0), over=context.RawValue("b", 0),
         )  # fmt: skip
         ports = [free_port() for _ in range(traffic.prefills)]
