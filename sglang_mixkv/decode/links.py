@@ -148,8 +148,9 @@ class Links:
         here, there, extents = store.staging, link.row.staging, []
         for one in action.ranges:
             local = here.address + one.local_slot * here.slot_bytes
+            remote = there.base + one.remote_slot * there.slot_bytes
             size = store.rows.packed_bytes(one.tokens, action.heads)
-            extents.append(Extent(local, there.address(one.remote_slot), size))
+            extents.append(Extent(local, remote, size))
         store.plane.start((action.read, link, link.memory), link.memory, extents)
         return True
 

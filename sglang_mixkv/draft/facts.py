@@ -66,9 +66,6 @@ class StagingFacts(msgspec.Struct, frozen=True):
     slots: Annotated[int, Meta(ge=2, le=1 << 20)]
     device: Annotated[int, Meta(ge=-1, le=1 << 10)] = -1  # -1: host memory
 
-    def address(self, slot: int) -> int:
-        return self.base + slot * self.slot_bytes
-
 
 class Row(msgspec.Struct, frozen=True):
     """One rank. `protocol` stays the first key, and is read before the rest.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -72,9 +72,9 @@ class DraftRows:
         former stamp and sum, and the sum differs.
         """
         first, added = np.array([stamp, stamp * SEED & MASK], np.uint64).view(np.int64).tolist()
-        with own_stream(self.device):
-            words = self._words(slot, len(rows), len(heads))
-            places, parts = self._parts(rows, heads, slot)
+        with stream_of(self.device):
+            memory, words = self._opened(slot, len(rows), len(heads))
+            places, parts = self._parts(rows, heads, memory)
             if len(rows) and self.bytes_per_head % 8:
                 words[-1:] = 0  # its last bytes may lie behind the payload
             for entry, packed in parts:
@@ -89,9 +89,9 @@ class DraftRows:
 
     def unpack(self, rows: Ints, heads: range, slot: Tensor, stamp: int) -> SlotCheck:
         """Put a segment into these rows, where the slot holds the one of this stamp."""
-        with own_stream(self.device):
-            words = self._words(slot, len(rows), len(heads))
-            places, parts = self._parts(rows, heads, slot)
+        with stream_of(self.device):
+            memory, words = self._opened(slot, len(rows), len(heads))
+            places, parts = self._parts(rows, heads, memory)
             found = self._check(words, stamp)
             for entry, packed in parts if found is SlotCheck.OK else ():
                 entry[places] = packed
@@ -99,8 +99,8 @@ class DraftRows:
 
     def clear(self, rows: Ints) -> None:
         """Zeros in all heads of these rows."""
-        with own_stream(self.device):
-            places, parts = self._parts(rows, self.heads, None)
+        with stream_of(self.device):
+            places, parts = self._parts(rows, self.heads, self._pools[0][:HEADER])
             for entry, _ in parts:
                 entry[places] = np.void(entry.itemsize) if self._by_numpy else 0
 
@@ -114,7 +114,8 @@ class DraftRows:
     def _sum(self, words: Any) -> Any:
         """Of the payload's words by their weights, without the stamp."""
         payload = words[HEADER // 8 :]
-        by = self._array(_weights(len(payload).bit_length(), self.device)[: len(payload)])
+        by = _weights(len(payload).bit_length(), None if self._by_numpy else self.device)
+        by = by[: len(payload)]
         # np.dot of integers takes a fifth longer.
         return np.einsum("i,i", payload, by) if self._by_numpy else (payload * by).sum()
 
@@ -122,15 +123,17 @@ class DraftRows:
         """As numpy's where numpy copies: both are sliced and assigned alike."""
         return tensor.numpy() if self._by_numpy else tensor
 
-    def _words(self, slot: Tensor, tokens: int, heads: int) -> Any:
+    def _opened(self, slot: Tensor, tokens: int, heads: int) -> tuple[Any, Any]:
+        """What a segment takes of a slot, in bytes and in words."""
         size = self.packed_bytes(tokens, heads)
-        if size > slot.numel():
+        memory = self._array(slot)[:size]
+        if size > len(memory):
             raise ValueError(f"{tokens} tokens of {heads} heads: {size} bytes of a smaller slot")
-        return self._array(slot)[:size].view(self._int64)
+        return memory, memory.view(self._int64)
 
-    def _parts(self, rows: Ints, heads: range, slot: Tensor | None) -> tuple[Any, list[Any]]:
+    def _parts(self, rows: Ints, heads: range, memory: Any) -> tuple[Any, list[Any]]:
         """Which items of an entry these rows are, in the order of the payload; and of each entry
-        all items, and those in the slot."""
+        all items, and those in the slot's memory."""
         first, last = heads.start - self.heads.start, heads.stop - self.heads.start
         if heads.step != 1 or not 0 <= first < last <= len(self.heads):
             raise ValueError(f"{heads}: expected some of {self.heads}")
@@ -141,7 +144,6 @@ class DraftRows:
         starts = rows[:, None] * (len(self.heads) // size)
         items = (starts + np.arange(first // size, last // size)).ravel()
         end, parts = HEADER, list[Any]()
-        memory = self._pools[0][:HEADER] if slot is None else self._array(slot)
         for pool, head_bytes in zip(self._pools, self.head_bytes, strict=True):
             start, end, width = end, end + len(items) * size * head_bytes, size * head_bytes
             if self._by_numpy:
@@ -150,7 +152,9 @@ class DraftRows:
                 shape = -1, width // self._word.itemsize
                 both = pool.view(self._word), memory[start:end].view(self._word)
                 parts.append(tuple(one.view(shape) for one in both))
-        return self._array(torch.from_numpy(items).to(self.device, non_blocking=True)), parts
+        if self._by_numpy:
+            return items, parts
+        return torch.from_numpy(items).to(self.device, non_blocking=True), parts
 
 
 class Staging:
@@ -162,26 +166,29 @@ class Staging:
             raise ValueError(f"{count} slots of {slot_bytes} bytes: not multiples of {HEADER}")
         self.count, self.slot_bytes, self.device = count, slot_bytes, device
         place = torch.cuda.use_mem_pool(pool) if pool else nullcontext()
-        with own_stream(device), torch.inference_mode(False), place:  # writable everywhere
+        with stream_of(device), torch.inference_mode(False), place:  # writable everywhere
             self._memory = torch.zeros(count * slot_bytes, dtype=torch.uint8, device=device)
         self.address, self.size = self._memory.data_ptr(), self._memory.numel()
+        self._slots = [self._memory[n * slot_bytes :][:slot_bytes] for n in range(count)]
 
     def slot(self, number: int) -> Tensor:
         if not 0 <= number < self.count:
             raise ValueError(f"slot {number} of {self.count}")
-        return self._memory[number * self.slot_bytes : (number + 1) * self.slot_bytes]
+        return self._slots[number]
+
+
+def stream_of(device: torch.device) -> AbstractContextManager[None]:
+    """Where work on this device is queued: in host memory nothing is."""
+    return nullcontext() if device.type == "cpu" else own_stream(device)
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """On a GPU: on this thread's own stream, and all that was started there is done at the end.
+    """On this thread's own stream of a GPU, and all that was started there is done at the end.
 
     Torch deals out few streams again and again, SGLang's among them: of those with priority SGLang
     has none. One GPU a process.
     """
-    if device.type == "cpu":
-        yield
-        return
     if not hasattr(_own, "stream"):
         _own.stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
     with torch.inference_mode(), torch.cuda.stream(_own.stream):
@@ -192,6 +199,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 @cache
-def _weights(bits: int, device: torch.device) -> Tensor:
-    """Of 2**bits places. A larger slot has a table of its own."""
-    return torch.from_numpy(weights(1 << bits).view(np.int64)).to(device)
+def _weights(bits: int, device: torch.device | None) -> Any:
+    """Of 2**bits places. A larger slot has a table of its own. `device`: None for numpy's."""
+    found = weights(1 << bits).view(np.int64)
+    return found if device is None else torch.from_numpy(found).to(device)
