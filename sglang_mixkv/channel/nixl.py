@@ -27,7 +27,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -45,7 +45,8 @@ class Nixl(DataPlane):
     def __init__(self, backend: str = "UCX", parameters: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self._kind, self._device = "DRAM", 0
-        self._naming, self._named = threading.Lock(), Counter[str]()
+        self._naming = threading.Lock()
+        self._named: defaultdict[str, set[Peer]] = defaultdict(set)
         try:
             self._agent: Any = _new_agent()
             self._agent.create_backend(backend, dict(parameters or {}))
@@ -62,12 +63,16 @@ class Nixl(DataPlane):
         return bytes(self._agent.get_agent_metadata())
 
     def _open(self, peer: Peer) -> None:
-        """Two peers of one agent have one name, which is removed with the last of them."""
-        self._drop(peer)
+        """Peers of one agent have one name, and one connection. Where that broke, the name is taken
+        from all of them, unless one has reads in flight."""
         with self._naming:
+            if peer.link is not None:
+                with self._lock:  # no read begins meanwhile
+                    if not any(other.reads for other in self._named[peer.link]):
+                        self._agent.remove_remote_agent(peer.link)
             name = self._agent.add_remote_agent(peer.endpoint.session)
             peer.link = name.decode() if isinstance(name, bytes) else name
-            self._named[peer.link] += 1
+            self._named[peer.link].add(peer)
 
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
         agent, (kind, device) = self._agent, _place(read.peer.endpoint.memory)
@@ -86,11 +91,11 @@ class Nixl(DataPlane):
         return {"DONE": "", "PROC": None}.get(state, f"NIXL reports {state}")
 
     def _drop(self, peer: Peer) -> None:
-        link, peer.link = peer.link, None
-        if link is None:
+        if (link := peer.link) is None:
             return
+        peer.link = None
         with self._naming:
-            self._named[link] -= 1
+            self._named[link].discard(peer)
             if not self._named[link]:
                 del self._named[link]
                 self._agent.remove_remote_agent(link)
