@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from textwrap import wrap
+from threading import Timer
 from typing import Any
 
 import msgspec
 
+PATIENCE_S = 1.0
 WIDTH = 100
 
 
@@ -42,7 +45,13 @@ def table(rows: Iterable[Sequence[str]]) -> list[str]:
     ]
 
 
-def announce(what: str) -> None:
-    """Says on a terminal what takes some seconds."""
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Says on a terminal what takes longer than a second."""
+    timer = Timer(PATIENCE_S, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
     if sys.stderr.isatty():
-        print(f"{what} ...", file=sys.stderr, flush=True)
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

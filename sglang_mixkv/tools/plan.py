@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 
-from sglang_mixkv.tools import announce, as_json, parser, point, table
+from sglang_mixkv.tools import as_json, parser, point, table, waiting
 from sglang_mixkv.tools.plan_line import GPUS
-from sglang_mixkv.tools.plan_pair import Plan, Read, make_plan
+from sglang_mixkv.tools.plan_pair import Fleet, Plan, Read, make_plan
 from sglang_mixkv.tools.plan_server import Server, read
 
 ROLES = ("prefill", "decode")
@@ -31,12 +31,16 @@ def main(argv: list[str]) -> int:
     both = "what both lines are resolved for (default: the first on which SGLang starts them)"
     add("--gpu", choices=GPUS, help=both)
     add("--json", action="store_true", help="print JSON")
+    for role in ROLES:
+        of = f"how many {role} servers there are, for the slots of each rank (default: 1)"
+        number, bounds = f"--{role}-servers", range(1, 1001)
+        add(number, metavar="N", type=int, default=1, choices=bounds, help=of)
     args = vars(made.parse_args(argv))
     servers, errors = [], []
     for role in ROLES:
         try:
-            announce(f"SGLang resolves the {role} line")
-            servers.append(read(role, args[role], gpu=args["gpu"]))
+            with waiting(f"SGLang resolves the {role} line"):
+                servers.append(read(role, args[role], gpu=args["gpu"]))
         except ValueError as error:
             errors.append(str(error))
         except ImportError as error:
@@ -45,7 +49,7 @@ def main(argv: list[str]) -> int:
     if errors:
         print(*(f"error: {error}" for error in dict.fromkeys(errors)), sep="\n", file=sys.stderr)
         return 2
-    plan = make_plan(*servers)
+    plan = make_plan(servers[0], servers[1], (args["prefill_servers"], args["decode_servers"]))
     print(as_json(plan) if args["json"] else text(plan))
     return 1 if plan.findings else 0
 
@@ -56,10 +60,10 @@ def main(argv: list[str]) -> int:
 def text(plan: Plan) -> str:
     lines = [*point(_answer(plan)), "", *map(_side, (plan.prefill, plan.decode)), *_models(plan)]
     transfers = plan.prefill.enabled or plan.decode.enabled or (plan.need and plan.need.needed)
-    if plan.reads and transfers:
+    if plan.fleet and transfers:
         head = "decode rank", "reads from prefill rank", "draft heads", "bytes per token"
         rows = (_row(read, plan) for read in plan.reads)
-        lines += ["", *table([head, *rows]), "", *_staging(plan)]
+        lines += ["", *table([head, *rows]), "", *_staging(plan, plan.fleet)]
     lines += ["", *_list("findings", plan.findings or ["nothing is refused or goes wrong"])]
     return "\n".join([*lines, *_list("notes", plan.notes)])
 
@@ -106,11 +110,16 @@ def _row(read: Read, plan: Plan) -> tuple[str, ...]:
     return f"{read.decode_rank}{each}", f"{read.prefill_rank}{one}", heads or "-", size
 
 
-def _staging(plan: Plan) -> list[str]:
+def _staging(plan: Plan, fleet: Fleet) -> Iterator[str]:
     here, there = plan.prefill.config.staging_mb, plan.decode.config.staging_mb
-    return point(
+    yield from point(
         f"{here:,} MiB on each prefill rank, {there:,} MiB on each decode rank, outside "
         "--mem-fraction-static", "staging  ")  # fmt: skip
+    yield from point(
+        f"{fleet.readers:,} decode ranks read a prefill rank, and a decode rank reads "
+        f"{fleet.sources:,} (--prefill-servers {fleet.prefill_servers}, --decode-servers "
+        f"{fleet.decode_servers}): two ranks then share {fleet.slots} slots, which hold "
+        f"{fleet.tokens:,} tokens", "busy     ")  # fmt: skip
 
 
 def _list(title: str, points: Iterable[str]) -> Iterator[str]:

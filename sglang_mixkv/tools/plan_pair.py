@@ -10,12 +10,14 @@ tests/protocol/test_stock.py runs these cases.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import msgspec
 
 from sglang_mixkv import __version__, refusals
 from sglang_mixkv.channel.messages import PROTOCOL
+from sglang_mixkv.channel.slots import SLOTS, share_of, slot_bytes
 from sglang_mixkv.draft.facts import Difference, Row, Severity, differences
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, heads_on_rank, readers_of, routes
 from sglang_mixkv.engine.releases import sglang_version
@@ -44,29 +46,44 @@ class Read(msgspec.Struct, frozen=True):
     bytes_per_token: int
 
 
+class Fleet(msgspec.Struct, frozen=True):
+    """So many servers of each role. `readers`: decode ranks that read a prefill rank; `sources`:
+    prefill ranks that a decode rank reads. `slots`: what two ranks share while all are busy, and
+    how many `tokens` fit them."""
+
+    prefill_servers: int
+    decode_servers: int
+    readers: int
+    sources: int
+    slots: int
+    tokens: int
+
+
 class Plan(msgspec.Struct, frozen=True):
-    """`need`: None where nothing serves the pair. `reads` is empty without a route. `findings`:
-    what is refused or goes wrong."""
+    """`need`: None where nothing serves the pair. `reads` is empty and `fleet` None without a
+    route. `findings`: what is refused or goes wrong."""
 
     need: Need | None
     prefill: Server
     decode: Server
     reads: tuple[Read, ...]
+    fleet: Fleet | None
     findings: tuple[str, ...]
     notes: tuple[str, ...]
     schema: int = SCHEMA
 
 
-def make_plan(prefill: Server, decode: Server) -> Plan:
-    """With all findings at once."""
+def make_plan(prefill: Server, decode: Server, servers: tuple[int, int] = (1, 1)) -> Plan:
+    """With all findings at once. `servers`: how many there are of each role."""
     facts, no_route = decode.facts, [*_no_route(prefill, decode)]
     need = None if no_route else need_of(prefill, decode)
-    reads: tuple[Read, ...] = ()
+    reads, fleet = list[Read](), None
     if facts is not None and facts == prefill.facts and not no_route:
-        reads = tuple(_reads(facts, prefill.attention_tp, decode.attention_tp))
+        reads = [*_reads(facts, prefill.attention_tp, decode.attention_tp)]
+        fleet = _fleet(reads, prefill, decode, servers)
     findings = (*_findings(prefill, decode, need), *no_route)
     notes = tuple(dict.fromkeys(_notes(prefill, decode)))
-    return Plan(need, prefill, decode, reads, findings, notes)
+    return Plan(need, prefill, decode, tuple(reads), fleet, findings, notes)
 
 
 # ---------------------------------------------------------------- whether it is needed
@@ -130,6 +147,20 @@ def _reads(facts: DraftFacts, theirs: int, ours: int) -> Iterator[Read]:
         table = routes(held, heads_on_rank(facts.total_heads, ours, rank))
         for other, heads in zip(ranks, table, strict=True):
             yield Read(rank, other, tuple(heads), facts.bytes_per_token(len(heads)))
+
+
+def _fleet(reads: list[Read], prefill: Server, decode: Server, servers: tuple[int, int]) -> Fleet:
+    """Each decode rank may read from every prefill server, and from each of its groups."""
+    assert decode.facts is not None
+    read = [one for one in reads if one.heads]
+    sources = Counter(one.decode_rank for one in read).most_common(1)[0][1]
+    readers = Counter(one.prefill_rank for one in read).most_common(1)[0][1]
+    sources *= servers[0] * prefill.groups
+    readers *= servers[1] * decode.groups
+    slots = share_of(SLOTS, max(readers, sources))
+    size = slot_bytes(min(prefill.config.staging_mb, decode.config.staging_mb))
+    per_slot = decode.facts.tokens_in(size, max(len(one.heads) for one in read))
+    return Fleet(*servers, readers, sources, slots, slots * per_slot)
 
 
 # ---------------------------------------------------------------- what goes wrong

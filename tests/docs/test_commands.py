@@ -12,11 +12,13 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import astuple
 
 from sglang_mixkv.__main__ import COMMANDS
-from sglang_mixkv.channel.slots import SLOTS, share_of, slot_bytes
+from sglang_mixkv.config import Config
 from sglang_mixkv.draft.layout import DraftFacts
 from sglang_mixkv.tools import plan_pair, plan_server
 
@@ -101,18 +103,20 @@ def test_the_readmes_pair_of_lines_is_planned(
     assert plan_pair.make_plan(*servers).findings == ()
 
 
-def test_the_sizes_of_a_fleet_are_those_of_the_slots() -> None:
-    """Kimi-K2's EAGLE3 head, TP 8 -> 8 DP-attention groups, as docs/deploy.md has it. A pair of
-    ranks has 8 heads x 2 x 256 bytes of a token."""
+def test_the_sizes_of_a_fleet_are_the_plans() -> None:
+    """Kimi-K2's EAGLE3 head, TP 8 -> 8 DP-attention groups, as docs/deploy.md has it."""
     facts = DraftFacts("LlamaForCausalLMEagle3", "EAGLE3", 64, (256, 256), "bfloat16")
-    per_slot = facts.tokens_in(slot_bytes(256), 8)
+    prefill, decode = (
+        SimpleNamespace(facts=facts, groups=groups, config=Config(staging_mb=256))
+        for groups in (1, 8)
+    )
     page = (ROOT / "docs" / "deploy.md").read_text()
     rows = re.findall(r"^\| (\d+) x (\d+) \| (\d+) \| (\d+) \| (\d+) \| ([\d,]+) \|", page, re.M)
     assert rows
     for row in rows:
-        prefills, decodes, *figures = (int(cell.replace(",", "")) for cell in row)
-        slots = share_of(SLOTS, 8 * max(prefills, decodes))
-        assert figures == [8 * decodes, 8 * prefills, slots, slots * per_slot]
+        figures = tuple(int(cell.replace(",", "")) for cell in row)
+        reads = [*plan_pair._reads(facts, 8, 1)]
+        assert astuple(plan_pair._fleet(reads, prefill, decode, figures[:2])) == figures
 
 
 def test_the_simulator_runs(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 import mixkv_demo
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG, sglang_version
+from sglang_mixkv.tools.plan import text
 from sglang_mixkv.tools.plan_pair import make_plan
 from sglang_mixkv.tools.plan_server import read
 
@@ -63,7 +64,9 @@ MODELS = {
         **V3 | {"num_attention_heads": 64, "num_key_value_heads": 64},
     ),
     "z-lab/Kimi-K2.5-DFlash": drafter("dflash", 6, 8, 128),
+    "lightseekorg/kimi-k2.5-eagle3": drafter("drafter", 1, 64, 128),
     "deepseek-ai/DeepSeek-V3.1": like("target", **V3),
+    "eagle3": drafter("drafter", 1, 8, 128),
     "zai-org/GLM-5": like(
         "target", **MLA | {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256},
         **INDEX, architectures=["GlmMoeDsaForCausalLM"], model_type="glm_moe_dsa",
@@ -95,9 +98,16 @@ GLM = "--model-path zai-org/GLM-5 --trust-remote-code --kv-cache-dtype fp8_e4m3 
 MTP = f"--speculative-algorithm EAGLE {DRAFTS}"
 SERVER = "python3 -m sglang.launch_server --disaggregation-mode ROLE --trust-remote-code"
 V31 = "--model-path deepseek-ai/DeepSeek-V3.1"
+K25_EAGLE = (
+    f"{SERVER} --model-path moonshotai/Kimi-K2.5 {DRAFTS} --speculative-draft-model-path "
+    "lightseekorg/kimi-k2.5-eagle3"
+)
+EAGLE3 = f"--speculative-algorithm EAGLE3 --speculative-draft-model-path eagle3 {DRAFTS} {NIXL}"
 TWO_NODES = "--dist-init-addr ${master_ip}:5000 --nnodes 2 --node-rank 0 --tp-size 16"
 NEITHER = "no draft KV is moved without a drafter on prefill and decode"
 DECODE_ALONE = "no draft KV is moved without a drafter on prefill"
+FROM_ONE = "fills it from one prefill rank, which holds"
+HEAD = r"LlamaForCausalLMEagle3 .* EAGLE3, got EAGLE"
 STOCK = "SGLang .* does not start it: "
 
 RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
@@ -105,16 +115,40 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         f"{K3} {NIXL}", "--tp-size 1 --pp-size 16", "--tp-size 16",
         True, "does not send it rows of 16: requests fail",
         {"share": None}),
+    "Kimi-K3, a pipeline over Mooncake, with a storage tier": (
+        K3, "--tp-size 1 --pp-size 8 --enable-hierarchical-cache --hicache-storage-backend "
+        "mooncake", "--tp-size 8", True, "over other rows and beyond the pool",
+        {"share": 1.0, "found": ["hicache-storage-backend with a drafter is not"]}),
     "Kimi-K3, DCP: SGLang cuts the heads itself from ranks that hold as many": (
         K3, "--tp-size 1 --pp-size 8", "--tp-size 8 --dcp-size 8",
         False, "SGLang cuts the drafter's heads itself", {"gpu": "blackwell"}),
+    "Kimi-K3, DCP from ranks that hold fewer": (
+        K3, "--tp-size 16", "--tp-size 8 --dcp-size 8",
+        True, "of 2 KV heads that a decode rank needs SGLang sends 1",
+        {"share": 0.5, "gpu": "blackwell"}),
     "Kimi-K2.5, DP-attention": (
         K25, "--tp-size 8", "--tp-size 8 --attn-dp-size 8 --enable-dp-lm-head",
-        True, "fills it from one prefill rank, which holds", {"share": 1.0}),
+        True, FROM_ONE, {"share": 1.0}),
+    "Kimi-K2.5, DP-attention in the other spelling, over NIXL": (
+        f"{K25} {NIXL}", "--tp-size 8",
+        "--tp-size 8 --dp 8 --enable-dp-attention --enable-dp-lm-head",
+        True, FROM_ONE, {"share": 1 - 1 / (8 * 64)}),
     "Kimi-K2.5, a pipeline that DFLASH does not take": (
         K25, "--tp-size 1 --pp-size 8", "--tp-size 8", True, "over other rows",
         {"share": 1.0, "found": [f"prefill: {STOCK}.*only supports pp_size == 1",
                                  f"prefill: {STOCK}Pipeline parallelism currently"]}),
+    "Kimi-K2.5, DCP": (
+        K25, "--tp-size 1", "--tp-size 8 --dcp-size 8",
+        True, "SGLang cuts no heads beside this target", {"share": None}),
+    "an EAGLE3 head under EAGLE (sglang#21272)": (
+        f"{K25_EAGLE} --speculative-algorithm EAGLE", "--tp 8",
+        "--tp 8 --dp 8 --enable-dp-attention", True, FROM_ONE,
+        {"share": 1.0, "found": [f"prefill: {HEAD}", f"decode: {HEAD}"]}),
+    "sizes that do not divide (sglang#19689)": (
+        f"{K25_EAGLE} --speculative-algorithm EAGLE3", "--tp-size 8", "--tp-size 6", None, "",
+        {"found": ["one divides the other", "decode: expected a number of KV heads"]}),
+    "DeepSeek-V3.1, more ranks than heads": (
+        f"{V31} {EAGLE3}", "--tp 8", "--tp 16", False, "no rank holds more than one", {}),
     "GLM-5 drafts on decode alone, with its own MTP layer": (
         f"{GLM} {NIXL}", "--tp 4", f"--tp 16 --dp 16 --enable-dp-attention {MTP}",
         False, DECODE_ALONE, {"noted": "speculation on decode alone"}),
@@ -132,6 +166,10 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         "--enable-dp-attention --moe-a2a-backend deepep", "--ssl-keyfile /key", "", False, NEITHER,
         {"noted": r"as it stands: \$\{device_name\} \$\{master_ip\}:5000(.|\n)*"
          r"prefill: --ssl-keyfile /key depends on the server's host"}),
+    "a comment and arithmetic of the shell (sglang#17212)": (
+        f"# GLM-4.5 Air\n{SERVER} \\\n  --model-path zai-org/GLM-4.5-Air --tp-size 4 \\\n",
+        "  --chunked-prefill-size $((16384 * 4)) \\\n    # --speculative-algo EAGLE", MTP,
+        None, r"prefill: argument --chunked-prefill-size: invalid int value: '\$\(\(", {}),
     "one prefill server for twelve of decode": (
         "export MC_TE_METRIC=true\nexport SGLANG_ENABLE_MIXKV=1\n# export SGLANG_RUST_SERVER=1\n"
         f"{SERVER} {V31} --attention-backend trtllm_mla --kv-cache-dtype fp8_e4m3 "
@@ -164,12 +202,20 @@ def test_the_plan_takes_the_pair(recipe: tuple[Any, ...], models: Path) -> None:
         here = re.sub(rf"(?<= )({names})(?=\s)", rf"{models}/\1", whole)
         return read(role, here, gpu=says.get("gpu"))
 
-    plan = make_plan(*map(server, ("prefill", "decode"), own))
+    roles = zip(("prefill", "decode"), own, strict=True)
     found = says.get("found", [])
+    if needed is None and not found:
+        with pytest.raises(ValueError, match=why):
+            [server(*one) for one in roles]
+        return
+    plan = make_plan(*(server(*one) for one in roles))
     assert len(plan.findings) == len(found), plan.findings
     for pattern, finding in zip(found, plan.findings, strict=True):
         assert re.search(pattern, finding), finding
     assert re.search(says.get("noted", ""), "\n".join(plan.notes))
+    if needed is None:
+        assert text(plan).startswith("Neither stock SGLang nor the plugin serves this pair")
+        return
     assert plan.need is not None
     assert (plan.need.needed, plan.need.wrong_share) == (needed, says.get("share", 0.0))
     assert why in plan.need.reason
