@@ -27,10 +27,10 @@ def as_json(value: Any) -> str:
     return msgspec.json.format(msgspec.json.encode(value)).decode()
 
 
-def point(text: str, first: str = "", indent: int = 0) -> list[str]:
+def point(text: str, first: str = "") -> list[str]:
     """A paragraph's lines; `first` stands before the first one, spaces before the others."""
     return wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=" " * (indent or len(first)),
+        text, WIDTH, initial_indent=first, subsequent_indent=" " * len(first),
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
 

@@ -20,13 +20,11 @@ from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.channel.slots import SLOTS, share_of, slot_bytes
 from sglang_mixkv.draft.facts import Difference, Row, Severity, differences
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, heads_on_rank, readers_of, routes
-from sglang_mixkv.draft.window import pages_left_out
 from sglang_mixkv.engine.releases import sglang_version
 from sglang_mixkv.errors import MixKVError
 from sglang_mixkv.tools.plan_server import Model, Server
 
 SCHEMA = 5
-LONG = 16 << 10  # tokens of a prompt that a window is shown by
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -258,12 +256,8 @@ def _notes(prefill: Server, decode: Server) -> Iterator[str]:
             "speculation on decode alone: each request's drafter starts cold, so fewer drafts are "
             "accepted; give prefill the same --speculative flags"
         )
-    facts, window = decode.facts, decode.draft.window if decode.draft else None
-    if facts is not None and window is not None:
-        size, token = decode.page_size or 1, facts.bytes_per_token(facts.total_heads)
-        left = pages_left_out(-(-LONG // size), size, window) * size
+    if decode.draft is not None and decode.draft.window is not None:
         yield (
-            f"draft window: decode's drafter reads the last {window:,} tokens alone, so that of a "
-            f"prompt of {LONG:,} tokens {(LONG - left) * token:,} bytes of draft KV move, and "
-            f"{left * token:,} do not"
+            f"draft window: decode's drafter reads the last {decode.draft.window:,} tokens alone, "
+            "and of a longer prompt only their draft KV is moved"
         )

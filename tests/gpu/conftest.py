@@ -21,16 +21,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add = parser.getgroup("gpu").addoption
     add("--figures", type=Path, metavar="FILE", help="tests/gpu: write the figures here as JSON")
     add("--peer-gpu", type=int, default=0, metavar="N", help="the GPU of the process that packs")
-    add("--peer", metavar="HOST:PORT", help="read from the host that runs --listen")
-    add("--listen", metavar="HOST:PORT", help="pack for --peer until interrupted; run no test")
-
-
-def pytest_cmdline_main(config: pytest.Config) -> int | None:
-    if address := config.getoption("--listen", None):
-        from .test_transfer import listen
-
-        listen(address, config.getoption("--peer-gpu"))
-    return 0 if address else None
 
 
 def no_cuda() -> str:

@@ -11,10 +11,14 @@ These are figures to look at; nothing is judged. On the CPU they show that this 
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,3 +109,14 @@ def test_copies_are_timed(
             if device.type == "cuda":
                 record |= {"device": busy(work), "device_copy": busy(copy)}
             figures(**record)
+
+
+def test_figures_are_written(tmp_path: Path) -> None:
+    """The file of --figures has the records of the tests that ran, and the machine."""
+    file = tmp_path / "figures.json"
+    chosen = ["-k", "timed and cpu and EAGLE3 and True", "--figures", str(file)]
+    subprocess.run([sys.executable, "-m", "pytest", __file__, *chosen], check=True)
+    found = json.loads(file.read_text())
+    assert found["machine"]["torch"] == torch.__version__
+    assert [one["copies"] for one in found["figures"]] == ["pack", "unpack"]
+    assert all(one["alone"] > 0 and "EAGLE3" in one["test"] for one in found["figures"])

@@ -9,24 +9,23 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
 import pytest
 import zmq
-from rig.threads import wait_for
+from rig.threads import Reads, wait_for
 
-from sglang_mixkv.channel.data_plane import Extent
+from sglang_mixkv.channel.data_plane import Read
 from sglang_mixkv.config import Config
 from sglang_mixkv.tools import doctor_read
 from sglang_mixkv.tools.doctor_read import READ, Ask, Offer, ReadFailed, Result, Wire
 
 SMALL = Wire(config=Config(staging_mb=8))
-SIZE, HOST = 4096, "127.0.0.1"
-ASK = Ask("mooncake", HOST)
+SIZE, HOST = (128 << 10) + 4096, "127.0.0.1"
 
 
 @pytest.fixture
@@ -36,78 +35,48 @@ def port() -> int:
         return int(free.getsockname()[1])
 
 
-class Copies:
-    """A plane that copies patterns at once, and a side whose memory is a dictionary. `error`: how
-    its reads end, None if they do not."""
+class Copies(Reads):
+    """It takes this host's address alone. `state`: what is wrong with it, as of Reads; `bad`: the
+    read of which byte 17 of each slot comes out wrong."""
 
-    def __init__(self, error: str | None = "", bad: int = -1) -> None:
-        self.plane, self.slot_bytes, self.memory = self, SIZE, "host"
-        self._error, self._bad, self._memory = error, bad, dict[int, Any]()
+    state: ClassVar[dict[str, Any]] = {}
+    bad: int | None = None
 
-    def address(self, number: int) -> int:
-        return number
+    def __init__(self, _name: str, host: str, *_: Any) -> None:
+        super().__init__()
+        vars(self).update(self.state)
+        if host != HOST:
+            raise OSError(f"no address {host} here")
 
-    def start(self, tag: Any, _peer: Any, extents: list[Extent]) -> None:
-        for local, remote, size in extents:
-            data = doctor_read.pattern(remote // SIZE, size)
-            data[17] ^= local == self._bad
-            self._memory[local] = data
-
-    def ended(self) -> list[tuple[Any, str]]:
-        return [] if self._error is None else [(0, self._error)]
-
-    def get(self, number: int, size: int) -> Any:
-        return self._memory[number][:size]
+    def _check(self, read: Read) -> str | None:
+        self.damage = [17] * (read.tag == self.bad)
+        return super()._check(read)
 
 
-def read_slots(side: Copies) -> Result:
-    return doctor_read._read_slots(side, None, Offer(slot_bytes=SIZE))  # type: ignore[arg-type]
-
-
-def test_a_wrong_byte_is_found_and_a_read_that_fails_or_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    words = [doctor_read.pattern(n, 1 << 16).view(np.uint64) for n in range(READ)]
-    assert len(np.unique(np.concatenate(words))) == READ << 13  # a foreign piece is a wrong byte
-    assert read_slots(Copies()).wrong == []
-    for bad in (3, READ + 3):  # in the first read, or the second
-        assert read_slots(Copies(bad=bad)).wrong == ["byte 17 of slot 3"]
-    with pytest.raises(ReadFailed, match="failed: the link"):
-        read_slots(Copies("the link went down"))
-    monkeypatch.setattr(doctor_read, "READ_S", 0)
-    with pytest.raises(ReadFailed, match="did not end within 0 s"):
-        read_slots(Copies(None))
-
-
-def ask(port: int, message: Any, answered: bool = True) -> Offer | None:
+def ask(port: int, message: Any) -> Offer:
     with zmq.Context() as context, context.socket(zmq.REQ) as asking:
         asking.connect(f"tcp://{HOST}:{port}")
         asking.send(message if isinstance(message, bytes) else msgspec.msgpack.encode(message))
-        if not answered:
-            return None
         assert asking.poll(20_000)
         return msgspec.msgpack.decode(asking.recv(), type=Offer)
 
 
-def test_strangers_do_not_end_the_listener(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each doctor is told why it gets nothing; then comes the peer."""
-
-    def side(_wire: Wire, host: str) -> Any:
-        """One with slots that need no transport."""
-        if host != ASK.host:
-            raise OSError(f"no address {host} here")
-        plane = SimpleNamespace(endpoint=b"endpoint")
-        return SimpleNamespace(
-            plane=plane, address=lambda _: 64, slot_bytes=SIZE, memory="host", fill=print
-        )
-
+@pytest.fixture
+def reports(port: int, monkeypatch: pytest.MonkeyPatch) -> queue.Queue[Result]:
+    """Of a listener, which reads of this process reach."""
     monkeypatch.delenv("SGLANG_MIXKV_DATA_PLANE", raising=False)
-    monkeypatch.setattr(doctor_read, "Side", side)
-    reports: queue.Queue[Any] = queue.Queue()
-    threading.Thread(
-        target=lambda: reports.put(doctor_read.serve("*", port, SMALL)), daemon=True
-    ).start()
+    monkeypatch.setattr(doctor_read.planes, "make", Copies)
+    found: queue.Queue[Result] = queue.Queue()
+    serve = partial(doctor_read.serve, "*", port, SMALL)
+    threading.Thread(target=lambda: found.put(serve()), daemon=True).start()
     assert wait_for(lambda: listens(port))
+    return found
+
+
+def test_a_listener_outlives_strangers_and_peers_that_fail(
+    port: int, reports: queue.Queue[Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each doctor is told why it gets nothing; the peer that has read ends it."""
     for hello in (b"GET / HTTP/1.1\r\n\r\n", b"\xff\xfe\n", b""):
         with socket.create_connection((HOST, port), 10) as stranger:
             stranger.sendall(hello)
@@ -116,13 +85,28 @@ def test_strangers_do_not_end_the_listener(port: int, monkeypatch: pytest.Monkey
         (Ask("nixl", HOST), "expected reads over mooncake"),
         (Ask("mooncake", "10.9.9.9"), "no address 10.9.9.9 here"),
     ):
-        offer = ask(port, message)
-        assert offer is not None
-        assert words in offer.failed
-    for _ in range(2):  # the second may come after a peer that died
-        assert ask(port, ASK) == Offer(b"endpoint", 64, SIZE)
-    ask(port, Ask("mooncake", HOST, ["byte 17 of slot 3"]), answered=False)
-    assert reports.get(timeout=20).wrong == ["byte 17 of slot 3"]
+        assert words in ask(port, message).failed
+    for state, why in (({"broken": 1}, "failed: broken"), ({"held": True}, "not end within 0 s")):
+        with monkeypatch.context() as failing:
+            failing.setattr(Copies, "state", state)
+            failing.setattr(doctor_read, "READ_S", 0)
+            with pytest.raises(ReadFailed, match=why):
+                doctor_read.read(HOST, port, SMALL)
+    assert reports.empty()
+    found = doctor_read.read(HOST, port, SMALL)
+    assert (found.bytes, found.wrong, reports.get(timeout=20).wrong) == (READ * SIZE, [], [])
+
+
+@pytest.mark.parametrize("bad", [0, READ])
+def test_a_wrong_byte_is_found_in_either_read(
+    port: int, reports: queue.Queue[Result], bad: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [doctor_read.pattern(n, 1 << 16).view(np.uint64) for n in range(READ)]
+    assert len(np.unique(np.concatenate(words))) == READ << 13  # a foreign piece is a wrong byte
+    monkeypatch.setattr(Copies, "bad", bad)
+    wrong = [f"byte 17 of slot {number}" for number in range(READ)]
+    found = doctor_read.read(HOST, port, SMALL)
+    assert (found.wrong, reports.get(timeout=20).wrong) == (wrong, wrong)
 
 
 def test_a_port_that_is_taken_and_nobody_there(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,6 +181,6 @@ def test_a_real_read_between_two_processes() -> None:
     """Over NIXL; over Mooncake two doctors read in tests/docs/test_commands.py."""
     pytest.importorskip("nixl")
     found = doctor_read.result(Wire(config=Config(staging_mb=8, data_plane="nixl")))
-    assert (found.bytes, found.wrong) == (READ * ((128 << 10) + 4096), [])
+    assert (found.bytes, found.wrong) == (READ * SIZE, [])
     assert 0 < found.seconds < 30
     assert found.memory.endswith("64 slots of 132 KiB")

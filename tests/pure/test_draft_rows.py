@@ -3,7 +3,6 @@ the code that runs on a GPU. A GPU's streams are mocked; its memory is not teste
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Iterator
@@ -116,11 +115,12 @@ def canary_slot(size: int) -> torch.Tensor:
 
 @by_numpy
 @settings(deadline=None, max_examples=80)
-@given(case=segments())
+@given(case=segments(), bit=st.integers(0, 7), data=st.data())
 def test_a_segment_gets_into_its_slot_and_its_rows_and_nowhere_else(
-    by_numpy: bool, case: Segment
+    by_numpy: bool, case: Segment, bit: int, data: st.DataObject
 ) -> None:
-    """As plain loops copy it. A slot with another stamp is not used. Cleared rows are zeros."""
+    """As plain loops copy it. A slot with another stamp or with any bit changed is not used; what
+    is unused there, and what lies behind the segment, may change. Cleared rows are zeros."""
     source, target = case.pool(case.source, 0), case.pool(case.target, 1)
     there, here = DraftRows(source, case.source, by_numpy), DraftRows(target, case.target, by_numpy)
     payload, before = payload_of(source, case.rows(0), case.on(case.source)), all_bytes(source)
@@ -131,8 +131,7 @@ def test_a_segment_gets_into_its_slot_and_its_rows_and_nowhere_else(
     canary = bytes([CANARY])
     expected = header + canary * (HEADER - 16) + payload + bytes(-len(payload) % 8)
     assert size == len(expected)
-    packed = expected + canary * (slot.numel() - size)
-    assert slot.numpy().tobytes() == packed
+    assert slot.numpy().tobytes() == expected + canary * (slot.numel() - size)
     assert all_bytes(source) == before
 
     rows, heads, rest = case.rows(1), case.on(case.target), np.frombuffer(payload, np.uint8)
@@ -140,10 +139,17 @@ def test_a_segment_gets_into_its_slot_and_its_rows_and_nowhere_else(
     for cell in cells(wanted, rows, heads):
         cell[:], rest = rest[: len(cell)], rest[len(cell) :]
     assert here.unpack(rows, case.heads, slot, STAMP + 1) is SlotCheck.STALE
+    place = data.draw(st.sampled_from([*range(16), *range(HEADER, size)]))
+    slot[place] ^= 1 << bit
+    wrong = SlotCheck.STALE if place < 8 else SlotCheck.DIFFERS
+    assert here.unpack(rows, case.heads, slot, STAMP) is wrong
+    slot[place] ^= 1 << bit
     assert all_bytes(target) == before
+    slot[16:HEADER], slot[size:] = 1, 2
+    packed = slot.clone()
     assert here.unpack(rows, case.heads, slot, STAMP) is SlotCheck.OK
     assert all_bytes(target) == all_bytes(wanted)
-    assert slot.numpy().tobytes() == packed
+    assert torch.equal(slot, packed)
 
     for cell in cells(wanted, rows, range(len(case.target))):
         cell[:] = 0
@@ -153,24 +159,6 @@ def test_a_segment_gets_into_its_slot_and_its_rows_and_nowhere_else(
 
 def draft_of(by_numpy: bool) -> DraftRows:
     return DraftRows(pool_of([6, 1], 4, 32, "fp8", 5), range(4, 8), by_numpy)
-
-
-# ---------------------------------------------------------------- sums
-
-
-@by_numpy
-def test_every_changed_byte_shows(by_numpy: bool) -> None:
-    draft, (rows, heads) = draft_of(by_numpy), (np.arange(5), range(4, 7))
-    size = draft.packed_bytes(5, 3)
-    slot = canary_slot(size)
-    draft.pack(rows, heads, slot, STAMP)
-    for place, by in itertools.product([*range(16), *range(HEADER, size)], (1, 0x55, 0x80)):
-        slot[place] ^= by
-        wrong = SlotCheck.STALE if place < 8 else SlotCheck.DIFFERS
-        assert draft.unpack(rows, heads, slot, STAMP) is wrong
-        slot[place] ^= by
-    slot[16:HEADER], slot[size:] = 1, 2  # unused, and behind the segment
-    assert draft.unpack(rows, heads, slot, STAMP) is SlotCheck.OK
 
 
 # ---------------------------------------------------------------- bounds

@@ -1,23 +1,19 @@
-"""Rows that ranks publish, and what a difference between two of them means."""
+"""Rows that ranks publish, and what a difference between two of them means. Any other bytes than
+rows: scripts/fuzz."""
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.draft.facts import (
     MAX_ROW_BYTES,
-    MIXES,
     NO_DRAFTER,
     Row,
     Severity,
@@ -28,7 +24,6 @@ from sglang_mixkv.draft.facts import (
 )
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
 from sglang_mixkv.draft.window import window_of
-from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 
 MLA, GQA = Target(0, 61, layer_ids=False, even=True), Target(8, 8, layer_ids=False, even=True)
 ROW = Row(
@@ -69,6 +64,7 @@ METADATA = {
     "refused": [(64, 129), (65, 1), (64, 128, 0), (64,), ()], "cold": [(64, 127), (0, 0)],
 }  # fmt: skip
 AUX, NONE = "bytes of the metadata rows", {"draft": None, "staging": None}
+OLDER = {"engine": "0.5.22", "backend": "mooncake"}  # SGLang serves it before 0.5.23
 
 
 @pytest.mark.parametrize(
@@ -83,6 +79,9 @@ AUX, NONE = "bytes of the metadata rows", {"draft": None, "staging": None}
         ({"backend": "mooncake"}, {}, [("refused", "transfer backend")]),
         ({"engine": "0.5.23+cu130"}, {}, []),
         ({"engine": "0.5.23.post1"}, {}, []),
+        (OLDER, {"backend": "mooncake"}, []),
+        ({"backend": "mooncake"}, OLDER, [("refused", "SGLang's release over mooncake")]),
+        ({"engine": "0.5.22"}, {}, [("refused", "SGLang's release over nixl")]),
         ({"aux_item_lens": (64, 1), "dtype": "fp8"}, {},
          [("mismatch", "dtype of the drafter's KV"), ("cold", AUX)]),
         ({"aux_item_lens": (64, 129), "dtype": "fp8", "topk": 3}, {},
@@ -151,21 +150,6 @@ def test_a_row_has_64_kib_at_most():
         read_row(fields().ljust(MAX_ROW_BYTES + 1))
 
 
-@pytest.mark.parametrize("name", ["protocol", "target", "later"])
-def test_a_row_that_is_nested_too_deeply_is_rejected(name):
-    with pytest.raises(ValueError):  # noqa: PT011
-        read_row(fields(**{name: "deep"}).replace(b'"deep"', b"[" * 3000 + b"]" * 3000))
-
-
-@given(
-    st.binary(max_size=100)
-    | st.builds(lambda n, b: fields()[:n] + b, st.integers(0, 700), st.binary(max_size=4))
-)
-def test_any_bytes_are_a_row_or_a_value_error(data):
-    with contextlib.suppress(ValueError):
-        assert isinstance(read_row(data), Row)
-
-
 def but(target: Target, **changed: Any) -> Target:
     return replace(target, **changed)
 
@@ -201,18 +185,6 @@ def test_a_target_is_served_where_sglang_moves_it(target, tp, backend, what):
     found = differences(row(attn_tp=2, target=target, backend=backend), decode)
     assert all(one.severity is Severity.REFUSED for one in found)
     assert any(what in one.what for one in found) if what else found == []
-
-
-@pytest.mark.parametrize("backend", ["mooncake", "nixl"])
-@pytest.mark.parametrize(("prefill", "decode"), itertools.product(SUPPORTED_SGLANG, repeat=2))
-def test_a_mix_of_releases_is_served_where_sglang_serves_it(prefill, decode, backend):
-    sides = (row(engine=one, backend=backend) for one in (prefill, decode))
-    found = differences(*sides)
-    if prefill == decode or (prefill, decode) in MIXES[backend]:
-        assert found == []
-    else:
-        assert [d.severity for d in found] == [Severity.REFUSED]
-        assert (found[0].prefill, found[0].decode) == (prefill, decode)
 
 
 def test_the_remedy_for_a_mix_names_what_is_served():
