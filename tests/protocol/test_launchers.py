@@ -7,19 +7,11 @@ need no launcher are in test_startup.py; whole servers in tests/e2e.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rig.launchers import (
-    Call,
-    Ended,
-    dynamo,
-    engine_of_resolved,
-    kv_classes,
-    launch_server,
-    unplugged,
-)  # fmt: skip
+from rig.launchers import Call, Ended, dynamo, engine_of_resolved, kv_classes, launch_server
 
 from .test_startup import FLAGS, OTHER
 
@@ -31,10 +23,9 @@ UNKNOWN = f"unrecognized arguments: {FLAG}"
 Launcher = Callable[[list[str]], None]
 
 
-@pytest.fixture(scope="module")
-def call() -> Iterator[Call]:
-    with unplugged() as made:
-        yield made
+@pytest.fixture
+def call(sglang_with_plugin: Call) -> Call:
+    return sglang_with_plugin
 
 
 def packages(call: Call, launched: Ended, **environ: str) -> set[str]:
