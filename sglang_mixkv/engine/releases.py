@@ -138,7 +138,9 @@ def check(server_args: Any, *, functions: bool = True) -> None:
             "before it serves", __version__, SUPPORTED_SGLANG[-1], ALLOW_UNTESTED_ENV, problem,
         )  # fmt: skip
     if dead := [path for path in map(target_of, HOOKS) if path not in HookRegistry._patched]:
-        remedy = "Look above for the reason that SGLang logged, or for another plugin on these seams"
+        remedy = (
+            "Look above for the reason that SGLang logged, or for another plugin on these seams"
+        )
         stop("MIXKV-START-02", "SGLang did not apply these hooks", dead, remedy)
     stop_if(broken(rules(), resolved_view(server_args), os.environ))
 
