@@ -87,34 +87,11 @@ def attach_config(original: Callable[..., Any], cls: type, args: argparse.Namesp
 
 def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Runs once in the launching process, after SGLang has resolved its arguments."""
-    from sglang_mixkv.config import ATTRIBUTE, config_of
-
     previous(server_args)
-    config = config_of(server_args)
-    if not config.enabled:
-        return
-    setattr(server_args, ATTRIBUTE, config)  # ranks do as this process, whatever their environment
-    from sglang_mixkv.engine import releases
+    if _is_enabled(server_args):
+        from sglang_mixkv.engine import releases
 
-    releases.check(server_args, functions=False)
-    _stop_unless_live()
-
-
-def _stop_unless_live() -> None:
-    """Stop this process where SGLang did not wrap a function with its hook."""
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
-    from sglang_mixkv.engine import releases
-    from sglang_mixkv.engine.seams import HOOKS, target_of
-
-    dead = [path for path in map(target_of, HOOKS) if path not in HookRegistry._patched]
-    if dead:
-        releases.stop(
-            "MIXKV-START-02",
-            "SGLang did not apply these hooks",
-            dead,
-            "Look above for the reason that SGLang logged, or for another plugin on these seams",
-        )
+        releases.check(server_args, functions=False)
 
 
 def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: Any) -> Any:
@@ -126,7 +103,13 @@ def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: An
         return handed_out
     if not _is_enabled(server_args):
         return original(transfer_backend, class_type)
-    _check(server_args, transfer_backend.value)
+    from sglang_mixkv import refusals
+    from sglang_mixkv.engine import releases
+
+    if server_args is not None:
+        releases.check_once(server_args)
+    if transfer_backend.value not in ("fake", *refusals.BACKENDS):
+        releases.stop_if([str(refusals.OTHER_BACKEND)])
     from sglang_mixkv.engine.manager import mixed
 
     stock = original(transfer_backend, class_type)
@@ -134,18 +117,6 @@ def kv_class(original: Callable[..., Any], transfer_backend: Any, class_type: An
     if server_args is not None:
         _handed_out[transfer_backend, class_type] = server_args, handed_out
     return handed_out
-
-
-def _check(server_args: Any, backend: str) -> None:
-    """Stop this process rather than hand out a class that would go on as stock."""
-    from sglang_mixkv import refusals
-    from sglang_mixkv.engine import releases
-
-    _stop_unless_live()
-    if server_args is not None:
-        releases.check_once(server_args)
-    if backend not in ("fake", *refusals.BACKENDS):
-        releases.stop_if([str(refusals.OTHER_BACKEND)])
 
 
 def _published() -> Any:

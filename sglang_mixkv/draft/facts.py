@@ -64,7 +64,6 @@ class StagingFacts(msgspec.Struct, frozen=True):
     base: Size
     slot_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
     slots: Annotated[int, Meta(ge=2, le=1 << 20)]
-    device: Annotated[int, Meta(ge=-1, le=1 << 10)] = -1  # -1: host memory
 
 
 class Row(msgspec.Struct, frozen=True):

@@ -4,7 +4,8 @@ from SGLang's KV args and hand it to the manager, and see requests that start or
 SGLang builds everything that names KV entries (pointers, layer ids, kinds of memory, staging
 slots, checksums) in `_init_kv_manager` of both queues (disaggregation/prefill.py, decode.py). While
 that runs, the queue has no draft pool: all of it is the target's, and consistent. Only pools of
-KV heads are hidden; an MLA drafter's rows are the same on every rank, and SGLang moves them right.
+KV heads are hidden, which have a `k_buffer`; an MLA drafter's rows (`kv_buffer`) are the same on
+every rank, and SGLang moves them right, as it does the index keys that only such pools have.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
     """Around `_init_kv_manager` of both queues."""
     pool = queue.draft_token_to_kv_pool
     whole = getattr(pool, "full_kv_pool", pool)
-    hidden = whole if has_heads(whole) else None
+    hidden = whole if hasattr(whole, "k_buffer") else None
     _thread.handed = Handed(hidden, getattr(queue, "scheduler", None))
     if pool is not None and _thread.handed.scheduler is not None:
         _thread.handed.scheduler.attach_hicache_storage_wrapped = _attach_no_storage
@@ -85,9 +86,3 @@ def around_resume(original: Callable[..., Any], queue: Any, *args: Any, **kwargs
         except Exception:
             logger.exception("[MIXKV-SELF-01] draft rows of a resumed request are not cleared")
     return resumed
-
-
-def has_heads(pool: Any) -> bool:
-    """Whether its rows are K and V heads (pools of latent rows have one `kv_buffer`), and nothing
-    else of it travels as SGLang's state."""
-    return hasattr(pool, "k_buffer") and not getattr(pool, "index_k_with_scale_buffer", None)

@@ -19,7 +19,6 @@ from sglang_mixkv.channel.messages import draws
 from sglang_mixkv.decode import machine as decode_machine
 from sglang_mixkv.decode.events import server_of
 from sglang_mixkv.decode.worker import DecodeWorker
-from sglang_mixkv.draft.facts import Row
 from sglang_mixkv.engine import draft_pool
 from sglang_mixkv.engine.bootstrap import KEY, DraftBootstrapServer
 from sglang_mixkv.engine.notices import AbortedRequests
@@ -61,7 +60,7 @@ class DraftManager:
             note = switch_off_early_sends(self.backend)
         super().__init__(args, mode, server_args, is_mla_backend, **more)  # type: ignore[call-arg]
         if mode == DisaggregationMode.DECODE:
-            self._make_decode_channel(self.local)
+            self._make_decode_channel()
         names = ("attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "system_dp_rank")
         stands_for_server = (self.pp_rank or 0) == (self.pp_size or 1) - 1 and not any(
             getattr(self, name, 0) for name in names
@@ -72,27 +71,24 @@ class DraftManager:
     # -- prefill
 
     def _register_topology_row(self, url: str, payload: dict[str, Any]) -> None:
-        row = msgspec.to_builtins(self._make_prefill_channel(self.local))
+        local, address = self.local, ""
+        if (store := local.store(self.local_ip)) is not None:
+            machine = prefill_machine.Machine(
+                local.instance, store.rows.heads, local.segment_tokens, local.slots, local.times,
+                draws().__next__,
+            )  # fmt: skip
+            self.prefill_channel = PrefillWorker(
+                machine, store.rows, store.staging, store.plane, self.local_ip, local.port,
+                local.times, local.reporter, store.device,
+            )  # fmt: skip
+            address = self.prefill_channel.address
+        row = msgspec.to_builtins(local.row(self, address, store))
         super()._register_topology_row(url, {**payload, KEY: row})  # type: ignore[misc]
-
-    def _make_prefill_channel(self, local: RankContext) -> Row:
-        store = local.store(self.local_ip)
-        if store is None:
-            return local.row(self)
-        machine = prefill_machine.Machine(
-            local.instance, store.rows.heads, local.segment_tokens, local.slots, local.times,
-            draws().__next__,
-        )  # fmt: skip
-        self.prefill_channel = PrefillWorker(
-            machine, store.rows, store.staging, store.plane, self.local_ip, local.port, local.times,
-            local.reporter, store.device,
-        )  # fmt: skip
-        return local.row(self, self.prefill_channel.address, store)
 
     # -- decode
 
-    def _make_decode_channel(self, local: RankContext) -> None:
-        store = local.store(self.local_ip)
+    def _make_decode_channel(self) -> None:
+        local, store = self.local, self.local.store(self.local_ip)
         machine = decode_machine.Machine(local.instance, local.slots, local.slot_bytes, local.times)
         self.decode_channel = DecodeWorker(
             machine, store, local.times, local.reporter,

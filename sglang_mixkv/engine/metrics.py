@@ -12,7 +12,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,7 +97,7 @@ class MetricsReporter(Reporter):
             began = Began(handle.prefill, *_outcome(handle, reason))
             self._ended.append((handle.request, began))
         if handle.reason == "broken":
-            self.ticked()
+            self.look()
 
     def retracted(self, request: Any) -> None:
         """SGLang has resumed a request that it had retracted, from its own backup."""
@@ -106,28 +105,31 @@ class MetricsReporter(Reporter):
             self._ended.append((request, None))
 
     def ticked(self) -> None:
+        if time.monotonic() - self._looked >= LOOK_S:
+            self._looked = time.monotonic()
+            self.look()
+
+    def look(self) -> None:
+        """Count rooms and requests that have ended, and set the gauges."""
         if not self._made:
             return
         try:
-            self._count_ended()
-            if time.monotonic() - self._looked >= LOOK_S:
-                self._looked = time.monotonic()
-                self.look()
+            while self._ended:
+                self._count_room(*self._ended.popleft())
+            for rid, (alive, histogram, began) in list(self._watched.items()):
+                if (request := alive()) is None or request.finished():
+                    del self._watched[rid]
+                    self._count_drafts(began, histogram)
+            self._set_gauges()
         except Exception:
             self._stop()
 
-    def _count_ended(self) -> None:
-        with suppress(IndexError):  # there are no more
-            while True:
-                request, began = self._ended.popleft()
-                if began is not None:
-                    _, *outcome = began
-                    self._record("rooms_total", *outcome)
-                    self._record("prefill_rooms_total", self._known(began.prefill), *outcome)
-                self._watch(request, began)
-
-    def _watch(self, request: Any, began: Began | None) -> None:
+    def _count_room(self, request: Any, began: Began | None) -> None:
         """A request that begins twice was retracted and prefilled again."""
+        if began is not None:
+            _, *outcome = began
+            self._record("rooms_total", *outcome)
+            self._record("prefill_rooms_total", self._known(began.prefill), *outcome)
         rid = getattr(request, "rid", "")
         if rid in self._watched:
             alive, histogram, first = self._watched[rid]
@@ -137,14 +139,7 @@ class MetricsReporter(Reporter):
             if drafts is not None:
                 self._watched[rid] = weakref.ref(request), drafts, began
 
-    def look(self) -> None:
-        """Count rooms and requests that have ended, and set the gauges. The channel's thread owns
-        slots and breaker."""
-        self._count_ended()
-        for rid, (alive, histogram, began) in list(self._watched.items()):
-            if (request := alive()) is None or request.finished():
-                del self._watched[rid]
-                self._count_drafts(began, histogram)
+    def _set_gauges(self) -> None:
         if self.slots is not None:
             self._record("slots", amount=self.slots.count)
             self._record("slots_used", amount=self.slots.count - self.slots.free_slots)

@@ -72,9 +72,9 @@ class _Refusal(NamedTuple):
 class PrefillServers:
     """`manager`: a DraftManager with its `decode_channel`. `own`: this rank's row.
 
-    The scheduler's thread calls `ensure`, `refusal`, `plan` and `notify_refused`. `forget` and
-    `check` may be called in any thread; they do not block. A server that SGLang takes from its
-    table, as its heartbeats do, is asked and connected to anew.
+    The scheduler's thread calls `ensure`, `refusal` and `plan`. `forget` and `check` may be called
+    in any thread; they do not block. A server that SGLang takes from its table, as its heartbeats
+    do, is asked and connected to anew.
     """
 
     def __init__(self, manager: Any, own: Row) -> None:
@@ -107,20 +107,18 @@ class PrefillServers:
             server.asked = now
         return False
 
-    def refusal(self, address: str) -> str | None:
-        """Why a server's requests fail. The stand-in goes, so that the next one may ask again."""
+    def refusal(self, address: str, receiver: Any) -> str | None:
+        """Why a server's requests fail, of which SGLang's `receiver` is one: its prefill ranks are
+        notified. The stand-in goes, so that the next one may ask again."""
         if (refusal := self._refusals.get(address)) is None:
             return None  # as for nearly all requests, which take no lock
         with self._lock:
             if self._table.get(address) is STAND_IN:  # else it has become ready since
                 del self._table[address]
         self._manager.local.reporter.refused(refusal.error)
-        return f"prefill server {address} is refused: {refusal.error}"
-
-    def notify_refused(self, address: str, receiver: Any) -> None:
-        """`receiver`: of SGLang, which has failed for that."""
-        if (refusal := self._refusals.get(address)) is not None and refusal.ranks:
+        if refusal.ranks:
             self._aborts.add(refusal.ranks, receiver)
+        return f"prefill server {address} is refused: {refusal.error}"
 
     def plan(self, address: str, infos: Sequence[Any]) -> Plan:
         """For the ranks of these `bootstrap_infos`. Raises MixKVError where they do not fit."""

@@ -62,29 +62,29 @@ class RankContext:
         rows, devices = draft.rows, rdma_devices(self.kv_args)
         staging = Staging(SLOTS, self.slot_bytes, rows.device, draft.mem_pool)
         plane = planes.make(self.choice.name, host, devices, self.config.nixl_params)
-        memory = Memory(staging.address, staging.size, _index(staging.device))
+        device = (staging.device.index or 0) if staging.device.type == "cuda" else None
+        memory = Memory(staging.address, staging.size, device)
         plane.register(memory, staging.address + SPARE)  # of slot 0
         if rows.device.type != "cuda":
             return Store(rows, staging, plane)
         from sglang_mixkv.draft.rows_gpu import gpu_rows
 
-        device = gpu_rows(rows, draft.page_size, staging)
-        self.copying = f"copied by torch ({device})" if isinstance(device, str) else "kernels"
-        return Store(rows, staging, plane, None if isinstance(device, str) else device)
+        kernels = gpu_rows(rows, draft.page_size, staging)
+        self.copying = f"copied by torch ({kernels})" if isinstance(kernels, str) else "kernels"
+        return Store(rows, staging, plane, None if isinstance(kernels, str) else kernels)
 
     def segment_tokens(self, heads: int, slot_bytes: int) -> int:
         assert self.draft is not None
         return self.draft.layout.facts.tokens_in(min(self.slot_bytes, slot_bytes), heads)
 
-    def row(self, manager: Any, address: str = "", store: Store | None = None) -> Row:
+    def row(self, manager: Any, address: str, store: Store | None) -> Row:
         """What this rank publishes, or compares with what a peer has published."""
         facts = None
         if store is not None:
             staging, plane = store.staging, store.plane
             facts = StagingFacts(
-                plane.name, plane.endpoint, staging.address, staging.slot_bytes, staging.count,
-                -1 if (device := _index(staging.device)) is None else device,
-            )  # fmt: skip
+                plane.name, plane.endpoint, staging.address, staging.slot_bytes, staging.count
+            )
         return Row(
             protocol=PROTOCOL,
             plugin=__version__,
@@ -177,7 +177,3 @@ def _target(manager: Any) -> Target:
         stages=manager.pp_size or 1,
         dcp=getattr(manager, "dcp_size", 1) or 1,
     )
-
-
-def _index(device: torch.device) -> int | None:
-    return (device.index or 0) if device.type == "cuda" else None

@@ -33,9 +33,8 @@ class DraftReceiver(RoomUse):
 
     def init(self, prefill_dp_rank: int) -> None:
         servers: PrefillServers = self.kv_mgr.servers
-        if self.conclude_state is None and (reason := servers.refusal(self.bootstrap_addr)):
+        if self.conclude_state is None and (reason := servers.refusal(self.bootstrap_addr, self)):
             self._fail(reason)
-            servers.notify_refused(self.bootstrap_addr, self)
             return
         super().init(prefill_dp_rank)  # type: ignore[misc]
         if self.conclude_state is None and self.bootstrap_infos:

@@ -9,16 +9,16 @@ PROMETHEUS_MULTIPROC_DIR.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import os
+import pkgutil
 from functools import cache
 from typing import Any
 
 from sglang_mixkv import __version__
-from sglang_mixkv.config import ALLOW_UNTESTED_ENV, config_of
-from sglang_mixkv.engine.seams import SEAMS
+from sglang_mixkv.config import ALLOW_UNTESTED_ENV, ATTRIBUTE, config_of
+from sglang_mixkv.engine.seams import HOOKS, SEAMS, target_of
 from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, broken, has_drafter
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -76,12 +76,8 @@ def rules() -> tuple[Rule, ...]:
 
 def _problem(path: str, parameters: tuple[str, ...]) -> str:
     """What is wrong with a function of SGLang, "" when it is as expected."""
-    module, _, attributes = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
-        for name in attributes.split("."):
-            found = inspect.getattr_static(found, name)
-        has = inspect.signature(getattr(found, "__func__", found)).parameters
+        has = inspect.signature(pkgutil.resolve_name(path)).parameters
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         return f"{path}: expected it with parameters {parameters}; found none ({error})"
     missing = [name for name in parameters if name not in has]
@@ -117,13 +113,16 @@ def stop_if(unsupported: list[str]) -> None:
 
 
 def check(server_args: Any, *, functions: bool = True) -> None:
-    """Stop the process unless SGLang is as expected, and serves these arguments. An untested
-    release goes on with warnings where the variable allows it."""
+    """Stop the process unless SGLang is as expected, has applied the hooks, and serves these
+    arguments. An untested release goes on with warnings where the variable allows it."""
     from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.plugins.hook_registry import HookRegistry
 
+    config = config_of(server_args)
+    setattr(server_args, ATTRIBUTE, config)  # ranks do as this process, whatever their environment
     found, version = problems(functions=functions), sglang_version()
     tested = version in UNSERVED
-    if found and (tested or not config_of(server_args).allow_untested_sglang):
+    if found and (tested or not config.allow_untested_sglang):
         at_own_risk = f", set {ALLOW_UNTESTED_ENV}=1 to try this one at your own risk,"
         stop(
             "MIXKV-START-01",
@@ -138,6 +137,11 @@ def check(server_args: Any, *, functions: bool = True) -> None:
             "Compare its accept length with a single server's (python -m sglang_mixkv accept) "
             "before it serves", __version__, SUPPORTED_SGLANG[-1], ALLOW_UNTESTED_ENV, problem,
         )  # fmt: skip
+    if dead := [path for path in map(target_of, HOOKS) if path not in HookRegistry._patched]:
+        remedy = (
+            "Look above for the reason that SGLang logged, or for another plugin on these seams"
+        )
+        stop("MIXKV-START-02", "SGLang did not apply these hooks", dead, remedy)
     stop_if(broken(rules(), resolved_view(server_args), os.environ))
 
 

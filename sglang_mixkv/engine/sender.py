@@ -40,7 +40,7 @@ class DraftSender(RoomUse):
     SGLang's statuses only Success is changed, to Transferring, while draft KV is packed."""
 
     handle: SendHandle | None = None
-    _first: int | None = None
+    _first = 0
 
     def init(self, num_kv_indices: int, *args: Any, **kwargs: Any) -> None:
         super().init(num_kv_indices, *args, **kwargs)  # type: ignore[misc]
@@ -51,40 +51,31 @@ class DraftSender(RoomUse):
 
     def pop_decode_prefix_len(self) -> int:
         """As stock; the first chunk begins behind it."""
-        prefix = int(super().pop_decode_prefix_len())  # type: ignore[misc]
-        self._first = prefix
-        return prefix
+        self._first = int(super().pop_decode_prefix_len())  # type: ignore[misc]
+        return self._first
 
     def send(self, kv_indices: Any, *args: Any, **kwargs: Any) -> None:
         if self.handle is None:
             super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
             return
         early = getattr(self, "_early_send_wait_event", None)  # stock's send takes it away
-        first = self._next_token()
         super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
         try:
-            self._hand_over(first, kv_indices, kwargs, early)
+            self._hand_over(kv_indices, kwargs, early)
         except Exception:  # without a last chunk, decode starts the drafter cold
             logger.exception("[MIXKV-SELF-01] a chunk's draft KV is not sent; its drafter is cold")
 
-    def _hand_over(self, first: int, pages: Any, kwargs: dict[str, Any], early: Any) -> None:
+    def _hand_over(self, pages: Any, kwargs: dict[str, Any], early: Any) -> None:
         events = [early, kwargs.get("indices_event")]
         if self.kv_mgr.pp_size > 1:  # process_prefill_chunk sends while the forward may run
             events.append(forward_event(self.kv_mgr.local.handed.scheduler))
         page_size, count = self.kv_mgr.local.draft.page_size, kwargs.get("num_kv_tokens")
         count = len(pages) * page_size if count is None else count
         self._sent += len(pages)
-        self._first = first + count
+        first, self._first = self._first, self._first + count
         chunk = Pages(pages, page_size, [e for e in events if e is not None])
         last = self._sent >= self._pages
         self.kv_mgr.prefill_channel.add_chunk(self.handle, first, count, last, chunk)
-
-    def _next_token(self) -> int:
-        """The number, in the prompt, of the chunk's first token."""
-        if self._first is None:  # nobody has popped it: a sender that is driven by hand
-            prefixes = getattr(self.kv_mgr, "req_to_decode_prefix_len", {})
-            self._first = int(prefixes.get(self.bootstrap_room, 0) or 0)
-        return self._first
 
     def poll(self) -> Any:
         status = super().poll()  # type: ignore[misc]

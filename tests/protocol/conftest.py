@@ -15,7 +15,8 @@ from itertools import combinations
 
 import pytest
 from rig import model
-from rig.load import load_sglang
+from rig.launchers import Call, unplugged
+from rig.load import import_sglang, load_sglang
 
 BACKENDS = ("mooncake", "nixl")
 # A failed request's pages are kept for so long where a prefill rank cannot say that it wrote its
@@ -29,12 +30,14 @@ TCP = "nixl-tcp"
 
 
 @pytest.fixture(scope="session", autouse=True)
-def sglang_with_plugin() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
+def sglang_with_plugin() -> Iterator[Call]:
+    """What it calls is called in a process without plugins."""
+    import_sglang()
+    with pytest.MonkeyPatch.context() as patch, unplugged() as call:
         for variable in (RELEASE_S, PATIENCE, STAGING):
             patch.setenv(*variable)
         load_sglang()
-        yield
+        yield call
 
 
 @pytest.fixture(autouse=True)

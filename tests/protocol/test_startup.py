@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -97,17 +98,18 @@ def test_a_setting_outside_of_its_bounds_stops_who_has_opted_in(
     assert said.startswith("[MIXKV-START-04] expected SGLANG_MIXKV_PATIENCE to be")
 
 
+@pytest.mark.parametrize("flag", [True, False])
 def test_a_plugin_that_fails_to_load_stops_who_has_opted_in(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, flag: bool
 ) -> None:
-    def fail() -> None:
-        raise RuntimeError("broken install")
-
-    monkeypatch.setattr(plugin, "_register", fail)
-    with pytest.raises(RuntimeError):
+    monkeypatch.setattr(plugin, "_register", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
         plugin.register()
-    monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
-    with pytest.raises(SystemExit, match="broken install"):
+    if flag:
+        monkeypatch.setattr(sys, "argv", ["launch_server", "--enable-mixkv"])
+    else:
+        monkeypatch.setenv("SGLANG_ENABLE_MIXKV", "1")
+    with pytest.raises(SystemExit, match="failed to load"):
         plugin.register()
 
 

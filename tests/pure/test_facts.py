@@ -47,7 +47,7 @@ def row(**changed: Any) -> Row:
 ALIKE = {
     "plugin": "0.4.0", "instance": b"another_", "rank_ip": "10.0.0.2", "rank_port": 1,
     "address": "", "attn_tp": 4, "attn_tp_rank": 3, "pp_rank": 1, "base": 1, "slot_bytes": 99,
-    "slots": 2, "device": 0, "endpoint": b"another",
+    "slots": 2, "endpoint": b"another",
 }  # fmt: skip
 OTHERS = [
     ("refused", {"data_plane": "mooncake"}, "data plane"),
@@ -131,7 +131,7 @@ JSON_BEYOND = [
 ]  # fmt: skip
 FIELDS_BEYOND = [
     {"total_heads": 0}, {"head_bytes": ()}, {"head_bytes": (0,)}, {"head_bytes": (1,) * 1025},
-    {"slots": 1}, {"slot_bytes": 0}, {"base": -1}, {"device": -2},
+    {"slots": 1}, {"slot_bytes": 0}, {"base": -1},
     {"endpoint": b"x" * ((32 << 10) + 1)},
 ]  # fmt: skip
 BEYOND = [fields(**one) for one in JSON_BEYOND]

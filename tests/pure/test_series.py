@@ -111,7 +111,7 @@ def test_a_room_is_counted_once_at_its_end(
     counted = {expected: 1} if reason == "broken" else {}  # the channel's thread has ended
     assert one.of("rooms_total") == counted
     for _ in range(2):
-        one.ticked()
+        one.look_now()
     assert one.of("rooms_total") == {expected: 1}
     assert one.of("prefill_rooms_total") == {("a:1", *expected): 1}
 

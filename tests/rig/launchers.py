@@ -1,8 +1,8 @@
 """SGLang's launchers as far as a server starts without a model, each in a process of its own.
 
-`unplugged` has a process that has imported SGLang and loaded no plugin, as each launcher finds it.
-Every call is a fork of it: a launcher up to the start of its schedulers, or a scheduler up to its
-KV classes. What goes from one to the other is what SGLang sends: pickled ServerArgs, and the
+`unplugged` forks a process that has imported SGLang and loaded no plugin, as each launcher finds
+it. Every call is a fork of that: a launcher up to the start of its schedulers, or a scheduler up to
+its KV classes. What goes from one to the other is what SGLang sends: pickled ServerArgs, and the
 environment.
 """
 
@@ -17,13 +17,12 @@ import pickle
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rig.forks import in_fork
+from rig.forks import die_with_parent, in_fork
 
 LIMIT_S = 300
 
@@ -110,28 +109,36 @@ Call = Callable[..., Ended]
 
 @contextmanager
 def unplugged() -> Iterator[Call]:
-    """Calls functions in forks of a process with SGLang and no plugin, with these variables; an
-    empty one is unset."""
+    """Calls functions with these variables in forks of a process that is as this one is now: with
+    SGLang, and without plugins."""
+    here, there = mp.Pipe()
+    process = mp.get_context("fork").Process(target=_serve, args=(there,))
+    process.start()
 
     def call(function: Callable[..., Any], *arguments: Any, **environ: str) -> Ended:
-        asked = partial(_called, function, arguments, environ)
-        ended = pool.submit(in_fork, asked).result(LIMIT_S)
+        here.send((function, arguments, environ))
+        assert here.poll(LIMIT_S)
+        ended = here.recv()
         return ended if isinstance(ended, Ended) else Ended(None, ended)
 
-    with ProcessPoolExecutor(1, mp.get_context("spawn"), _without_plugins) as pool:
+    try:
         yield call
+    finally:
+        process.kill()
+        process.join()
 
 
-def _without_plugins() -> None:
-    import sglang
+def _serve(pipe: Any) -> None:
+    die_with_parent()
     from sglang.srt.entrypoints import engine as engines
     from sglang.srt.entrypoints import http_server
     from sglang.srt.plugins import _plugins_loaded
 
-    assert sglang.Engine
     assert http_server.Engine is engines.Engine
     assert not _plugins_loaded
     engines.Engine._launch_scheduler_processes = classmethod(_about_to_start)
+    while True:
+        pipe.send(in_fork(partial(_called, *pipe.recv())))
 
 
 def _about_to_start(_: type, server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -143,8 +150,6 @@ def _called(
 ) -> Ended:
     """`said`: what a parser prints before it ends the process, too."""
     os.environ.update(environ)
-    for name in (name for name, value in environ.items() if not value):
-        del os.environ[name]
     with contextlib.redirect_stderr(io.StringIO()) as heard:
         try:
             return Ended(function(*arguments))

@@ -18,16 +18,17 @@ for folder in reversed(os.environ["PYTHONPATH"].split(os.pathsep)):
         sys.path.insert(0, folder)
 
 
-def load_sglang() -> None:
+def import_sglang() -> None:
     """Import what the ranks need, but for Mooncake's engine, which starts threads."""
+    for module in ("mooncake", "decode", "nixl"):
+        importlib.import_module(f"sglang.srt.disaggregation.{module}")
+    importlib.import_module("sglang.srt.managers.scheduler")
+
+
+def load_sglang() -> None:
+    """Import it, and load its plugins."""
+    import_sglang()
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
-    for module in (
-        "sglang.srt.disaggregation.mooncake",
-        "sglang.srt.disaggregation.decode",
-        "sglang.srt.disaggregation.nixl",
-        "sglang.srt.managers.scheduler",
-        "sglang_mixkv.engine.manager",
-    ):
-        importlib.import_module(module)
+    importlib.import_module("sglang_mixkv.engine.manager")

@@ -247,6 +247,8 @@ class Rank(Memory):
                 del self.open[number]
                 self._conclude(number, one, names.get(status, f"stuck in {status}"))
             elif one.chunks and status >= KVPoll.WaitingForInput:
+                if not one.handle.curr_idx:  # as SGLang's scheduler does before the first chunk
+                    one.handle.pop_decode_prefix_len()
                 chunk = one.chunks.pop(0)
                 state = None if one.chunks else self.state_indices(number)
                 (self.case.special.send or send)(self, one.handle, chunk, state)
