@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -114,11 +115,12 @@ class MetricsReporter(Reporter):
         if not self._made:
             return
         try:
-            while self._ended:
-                self._count_room(*self._ended.popleft())
+            with suppress(IndexError):  # there are no more; the scheduler's thread may look, too
+                while True:
+                    self._count_room(*self._ended.popleft())
             for rid, (alive, histogram, began) in list(self._watched.items()):
                 if (request := alive()) is None or request.finished():
-                    del self._watched[rid]
+                    self._watched.pop(rid, None)
                     self._count_drafts(began, histogram)
             self._set_gauges()
         except Exception:
