@@ -245,17 +245,7 @@ class Machine:
             self._numbers.was_warm(room.opened.bootstrap_room)
         self._out.append(ev.Verdict(room.opened.handle, state, detail or room.cold))
 
-    # -- what goes wrong, and time
-
-    def _action_failed(self, event: ev.ActionFailed) -> None:
-        match event.action:
-            case ev.Send(peer):
-                self._peer_lost(ev.PeerLost(peer))
-            case ev.StartRead(read):
-                self._read_ended(ev.ReadEnded(read, event.detail))
-            case ev.Copy(jobs):
-                numbers = tuple(job.job for job in jobs)
-                self._copied(ev.Copied(numbers, ev.Result.ERROR, event.detail))
+    # -- time
 
     def _tick(self, event: ev.Tick) -> None:
         for read in self._segments.overdue(self._clock):
@@ -289,6 +279,5 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.PeerLost: Machine._peer_lost,
     ev.ReadEnded: Machine._read_ended,
     ev.Copied: Machine._copied,
-    ev.ActionFailed: Machine._action_failed,
     ev.Tick: Machine._tick,
 }

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, draw, fail
+from sglang_mixkv.channel.messages import Ack, Fail, Open, draw, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.prefill import events as ev
@@ -213,15 +213,6 @@ class Machine:
         for part in self._packing.end(event):
             self._fail(part, "pack", event.error)
 
-    def _action_failed(self, event: ev.ActionFailed) -> None:
-        match event.action:
-            case ev.Pack(jobs):
-                self._packed(ev.Packed(tuple(job.job for job in jobs), event.detail))
-            case ev.Send(connection, message):
-                for one in message.segments if isinstance(message, Ready) else ():
-                    self.slots.acknowledge(one.slot, one.stamp)  # nobody knows of them
-                self._connection_lost(ev.ConnectionLost(connection))
-
     # -- time
 
     def _tick(self, event: ev.Tick) -> None:
@@ -271,6 +262,5 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.Received: Machine._received,
     ev.ConnectionLost: Machine._connection_lost,
     ev.Packed: Machine._packed,
-    ev.ActionFailed: Machine._action_failed,
     ev.Tick: Machine._tick,
 }

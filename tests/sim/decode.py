@@ -60,7 +60,7 @@ class Watched(Breaker):
 
 
 class DecodeRank(Process):
-    tick, failed = ev.Tick(), ev.ActionFailed
+    tick, undone = ev.Tick(), staticmethod(ev.undone)
 
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
         super().__init__(world, place, instance)

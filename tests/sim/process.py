@@ -33,7 +33,7 @@ class Process:
     whose target is there."""
 
     tick: object
-    failed: Callable[..., object]
+    undone: Callable[..., object]
     machine: object
 
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
@@ -135,7 +135,7 @@ class Process:
         if self.errors.get("action") and type(action).__name__ in CAN_FAIL:
             self.errors["action"] -= 1
             self.world.checks.undone(self, action)
-            self.post(self.failed(action, "injected"))
+            self.post(self.undone(action, "injected"))
         else:
             self.execute(action)
 
