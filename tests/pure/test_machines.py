@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from rig.books import wrong_books
 
-from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, fail
+from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, draw, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
@@ -39,7 +39,7 @@ class Driven:
 
 def prefill(slots: int = 8) -> Driven:
     pool = SlotPool(slots, TIMES)
-    return Driven(PrefillMachine(PREFILL, range(4), lambda heads, size: 10, pool, TIMES))
+    return Driven(PrefillMachine(PREFILL, range(4), lambda heads, size: 10, pool, TIMES, draw))
 
 
 def opened(
@@ -222,7 +222,7 @@ def test_invented_readers_are_bounded(
             message = opened(generation, b"open%04d" % number, room=generation).message
             found = rooms.handle(pev.Received(connection.encode(), message), 0.0)
             codes.setdefault(connection, []).extend(a.message.code for a in of(pev.Send, found))
-            gone = fail(generation, generation, "closed")
+            gone = fail(generation, generation, "closed", "")
             rooms.handle(pev.Received(connection.encode(), gone), 0.0)
     assert codes["c"] == ["full"] * 12
     assert codes["d"] == ["full"] * ("d" in refused)
@@ -237,7 +237,7 @@ def test_an_open_behind_one_that_was_ended_is_for_the_next_request() -> None:
     rooms = prefill()
     for _ in range(2):
         rooms.handle(opened(10), 0.0)
-        rooms.handle(pev.Received(b"c", fail(ROOM, 10, "closed")), 0.0)
+        rooms.handle(pev.Received(b"c", fail(ROOM, 10, "closed", "")), 0.0)
     rooms.handle(pev.Begin(1, ROOM), 0.1)
     rooms.handle(pev.TargetSent(1), 0.1)
     rooms.handle(opened(20), 0.2)
