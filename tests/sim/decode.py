@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.machine import Machine
 from tests.sim import memory
 from tests.sim.network import Link, Read
@@ -23,8 +22,7 @@ class Receiver(Gated):
     """SGLang's receiver of one request on one rank. `cells`: by token, then by head of this rank.
 
     `owned`: the pages are the request's. `closed`: its gate is. `targets`: prefill ranks whose part
-    of the target is still to come. `progress`: when rows were last
-    known to be in place. `lied_to`: a peer has violated the protocol before the verdict.
+    of the target is still to come. `progress`: when rows were last known to be in place.
     """
 
     def __init__(self, request: Request, rank: DecodeRank, generation: int, end: int) -> None:
@@ -36,27 +34,14 @@ class Receiver(Gated):
         first = request.first_token
         self.cells = [list(shared if token < first else row) for token in range(end)]
         self.owned, self.closed = True, False
-        self.closing = self.lied_to = False
+        self.closing = False
         self.verdict: ev.State | None = None
         self.progress = 0.0
         self.targets: set[int] = set()
-        self.sources: tuple[ev.Source, ...] = ()
 
     @property
     def done(self) -> bool:
         return self.has_target and self.verdict in GOOD
-
-
-class Watched(Breaker):
-    """It remembers which rooms counted against a peer: peer and generation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.struck: set[tuple[bytes, int]] = set()
-
-    def record_failure(self, peer: bytes, generation: int, now: float) -> bool:
-        self.struck.add((peer, generation))
-        return super().record_failure(peer, generation, now)
 
 
 class DecodeRank(Process):
@@ -66,7 +51,6 @@ class DecodeRank(Process):
         super().__init__(world, place, instance)
         self.valid = [True] * self.slots.count  # by slot: what was read there was still offered
         self.machine = Machine(instance, self.slots, place.slot_bytes, place.times)
-        self.machine.breaker = Watched()
         self.receivers: dict[int, Receiver] = {}  # by generation
         self.reads: dict[int, Read] = {}
         self.links: dict[bytes, Link] = {}
@@ -91,7 +75,6 @@ class DecodeRank(Process):
         """SGLang's metadata is sent."""
         generation = self.world.next_number()
         receiver = Receiver(request, self, generation, end)
-        receiver.sources = sources
         self.receivers[generation] = receiver
         if request.forward:
             self.clock.after(request.forward, self._earlier_forward, receiver)

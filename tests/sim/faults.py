@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.sim.hostile import LIES
-
 if TYPE_CHECKING:
     from tests.sim.network import Link
     from tests.sim.sglang import Group
@@ -107,12 +105,6 @@ def _reads(world: World, fault: Fault) -> None:
     world.clock.after(fault.seconds or LASTS, entry.__setitem__, 2, 0)
 
 
-def _hostile(world: World, fault: Fault) -> None:
-    rank = world.places[fault.where].process
-    rank.lies = [world.clock.rng.choice(LIES) for _ in range(fault.count)]
-    world.clock.after(LASTS, rank.lies.clear)
-
-
 def _error(world: World, fault: Fault) -> None:
     errors = world.places[fault.where].process.errors
     for kind in ("unpack", "clear") if fault.mode == "clear" else (fault.mode,):
@@ -131,8 +123,7 @@ def _abort(world: World, fault: Fault) -> None:
 
 _KINDS = {
     "stop": _stop, "kill": _kill, "break": _break, "cut": _cut, "slow": _slow, "double": _double,
-    "reads": _reads, "error": _error, "hostile": _hostile,
-    "abort": _abort,
+    "reads": _reads, "error": _error, "abort": _abort,
 }  # fmt: skip
 
 

@@ -9,11 +9,9 @@ from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.machine import Machine
 from sglang_mixkv.prefill.worker import SendHandle
 from tests.sim import memory
-from tests.sim.hostile import distorted
 from tests.sim.process import Gated, Process
 
 if TYPE_CHECKING:
-    from tests.sim.network import Link
     from tests.sim.spec import Request
     from tests.sim.world import Place, World
 
@@ -54,7 +52,6 @@ class PrefillRank(Process):
         )  # fmt: skip
         self.senders: dict[int, Sender] = {}  # by use
         self.packed: dict[int, Sender] = {}  # whose rows, by stamp
-        self.lies: list[str] = []  # how the next READYs are distorted
 
     def _segment_tokens(self, heads: int, slot_bytes: int) -> int:
         return self.place.layout.facts.tokens_in(min(slot_bytes, self.place.slot_bytes), heads)
@@ -145,13 +142,7 @@ class PrefillRank(Process):
                 lost = ev.ConnectionLost(action.connection)
                 self.later(action.connection, delay, self.handle, lost)
             return
-        for message in self._said(link, action.message):
-            link.to_decode(message)
-
-    def _said(self, link: Link, message: Ready | Fail) -> list[Ready | Fail]:
-        if not self.lies or not isinstance(message, Ready):
-            return [message]
-        return distorted(self, link.reader, message, self.lies.pop())
+        link.to_decode(action.message)
 
     def _settled(self, action: ev.Settled) -> None:
         sender = self.senders[action.use]

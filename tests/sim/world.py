@@ -56,7 +56,6 @@ class Life:
         self.request = request
         self.begun: float | None = None
         self.outcome = self.reason = self.by = ""
-        self.finished: float | None = None
         self.prefill_over = self.written = self.target_begun = False
         self.metadata: int | None = None  # SGLang's messages that are still to come, once sent
 
@@ -80,20 +79,15 @@ class Place:
 
 
 class World:
-    """`check_every`: machines are asked for their books after so many events. `rng`: what decides,
-    in the place of the schedule's seed."""
+    """`rng`: what decides, in the place of the schedule's seed."""
 
     def __init__(
-        self,
-        spec: Spec,
-        log: list[str] | None = None,
-        check_every: int = 1,
-        rng: random.Random | None = None,
+        self, spec: Spec, log: list[str] | None = None, rng: random.Random | None = None
     ) -> None:
         self.spec, self.log, self.times = spec, log, Times()
         self.copying = spec.copying
         self.clock = Clock(rng or random.Random(spec.seed))
-        self.checks = Checks(self, check_every)
+        self.checks = Checks(self)
         self._numbers = count(1)
         self.connections: dict[bytes, Link] = {}
         self.place_of: dict[bytes, Place] = {}  # of each instance, dead ones too
@@ -101,7 +95,6 @@ class World:
         self.places: dict[tuple[int, int], Place] = {}
         self.groups: list[Group] = []
         self.lives = {request.id: Life(request) for request in spec.requests}
-        self.untouched: list[Life] = []  # requests that no fault has had to do with
         self._build()
 
     def _build(self) -> None:
