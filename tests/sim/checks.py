@@ -208,8 +208,9 @@ class Checks:
     # -- the end
 
     def at_the_end(self) -> None:
-        for process in self.world.places_now.values():
-            self._at_rest(process)
+        for place in self.world.places.values():
+            if place.process.alive:
+                self._at_rest(place.process)
         for (rank, stamp), count in self._ready.items():
             acked = self._acked[rank, stamp]
             if rank.alive and not 1 <= acked <= count and stamp not in self._lost:

@@ -90,10 +90,8 @@ class DecodeRank(Process):
         """It writes to pages of its former request; SGLang gives none of them back before."""
         for token in range(receiver.request.first_token, receiver.end):
             receiver.cells[token][:] = [memory.EARLIER] * len(receiver.heads)
-        self.later("event", self.rng.random() * 0.0004, self._forward_done, receiver.generation)
-
-    def _forward_done(self, generation: int) -> None:
-        self.post(ev.ForwardDone(generation))
+        done = ev.ForwardDone(receiver.generation)
+        self.later("event", self.rng.random() * 0.0004, self.post, done)
 
     def target_arrived(self, receiver: Receiver) -> None:
         if receiver.closed:
@@ -141,10 +139,9 @@ class DecodeRank(Process):
         return link
 
     def _start_read(self, action: ev.StartRead) -> None:
-        remote = self.world.places_now.get(action.peer)
         begun = self.machine._segments._reads.get(action.read)
         segments = begun.segments if begun is not None else ()
-        read = Read(self, action, remote, [one.announced.stamp for one in segments])
+        read = Read(self, action, [one.announced.stamp for one in segments])
         for one in action.ranges:
             self.world.checks.read_begun(self, one.local_slot)
         self.reads[action.read] = read

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from tests.sim.world import Place, World
 
 
-CAN_FAIL = ("Send", "StartRead", "Pack", "Copy")
 FINE, COARSE = 0.1, 1.0  # between ticks, where a deadline is near and where none is
 
 
@@ -132,15 +131,13 @@ class Process:
         """Some raise in place of being done."""
         if type(action).__name__ == "Note":
             self.world.checks.noted(self, action.what)
-        if self.errors.get("action") and type(action).__name__ in CAN_FAIL:
+        event = self.undone(action, "injected") if self.errors.get("action") else None
+        if event is None:
+            self.execute(action)
+        else:
             self.errors["action"] -= 1
             self.world.checks.undone(self, action)
-            self.post(self.undone(action, "injected"))
-        else:
-            self.execute(action)
-
-    def execute(self, action: object) -> None:
-        raise NotImplementedError
+            self.post(event)
 
     # -- the threads that copy, of which a side may have nothing to say
 

@@ -91,20 +91,14 @@ class Group:
     def _skew(self) -> float:
         return self.rng.random() * 0.001
 
-    def _has_target(self, request: Request) -> bool:
-        handles = self.handles.get(request.id)
-        return bool(handles) and all(one.has_target for one in handles)
-
     def waited(self, request: Request, what: str = "time-out") -> None:
         """For too long, or for a server that is dead, as SGLang notices where it still needs it."""
-        if not self._has_target(request):
+        handles = self.handles.get(request.id)
+        if not (handles and all(one.has_target for one in handles)):
             self.fail(request, what)
 
     def fail(self, request: Request, reason: str, by: str = "stock") -> None:
         self.step(0.0, self._end, request, reason, by)
-
-    def _end(self, request: Request, reason: str, by: str = "stock") -> None:
-        raise NotImplementedError
 
 
 class PrefillGroup(Group):

@@ -35,8 +35,7 @@ class Clock:
         heappush(self._heap, (when, self._made, call, args))
 
     def after(self, delay: float, call: Callable, *args: object) -> None:
-        self._made += 1
-        heappush(self._heap, (self.now + delay, self._made, call, args))
+        self.at(self.now + delay, call, *args)
 
     def run(self, limit: float, most: int = 1 << 60) -> bool:
         """Make `most` calls. True where nothing is left to do before `limit`."""
@@ -91,7 +90,6 @@ class World:
         self._numbers = count(1)
         self.connections: dict[bytes, Link] = {}
         self.place_of: dict[bytes, Place] = {}  # of each instance, dead ones too
-        self.places_now: dict[bytes, Process] = {}
         self.places: dict[tuple[int, int], Place] = {}
         self.groups: list[Group] = []
         self.lives = {request.id: Life(request) for request in spec.requests}
@@ -107,10 +105,8 @@ class World:
             kind = PrefillGroup if server.side == "prefill" else DecodeGroup
             self.groups.append(kind(self, server))
         for request in self.spec.requests:
-            if request.after < 0:
-                self.clock.at(request.arrival, self._arrive, request)
-            else:
-                self.clock.at(request.arrival, self._follow, request)
+            comes = self._arrive if request.after < 0 else self._follow
+            self.clock.at(request.arrival, comes, request)
         for fault in self.spec.faults:
             self.clock.at(fault.time, faults.begin, self, fault)
 
@@ -122,7 +118,6 @@ class World:
         instance = b"%08d" % self.next_number()
         place.process = kind(self, place, instance)
         self.place_of[instance] = place
-        self.places_now[instance] = place.process
 
     # -- requests
 
@@ -152,12 +147,7 @@ class World:
         free = all(one.ended or not one.rank.alive or (one.has_target and alive) for one in senders)
         if former.outcome and closed and free and (former.prefill_over or senders):
             self.clock.after(self.clock.rng.random() * 0.002, self._arrive, request)
-        else:
-            self._again(request)
-
-    def _again(self, request: Request) -> None:
-        """A little later, for a while."""
-        if self.clock.now < request.arrival + 120:
+        elif self.clock.now < request.arrival + 120:
             again = 0.02 if self.clock.now < request.arrival + 5 else 2.0
             self.clock.after(again, self._follow, request)
 
