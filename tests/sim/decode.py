@@ -127,8 +127,12 @@ class DecodeRank(Process):
                 for job in jobs:
                     self.job_of[job.job] = self.receivers[job.handle]
                     self.copiers.put(job)
-            case ev.Verdict():
-                self._decided(action)
+            case ev.Verdict(handle, state):
+                receiver = self.receivers[handle]
+                self.world.checks.verdict(self, receiver, action)
+                receiver.verdict = state
+                self.awaiting.discard(handle)
+                self.group.poll(receiver.request)
             case ev.Forget():
                 self.known = {k: v for k, v in self.known.items() if action.peer not in v}
 
@@ -151,13 +155,6 @@ class DecodeRank(Process):
         del self.reads[read.number]
         for number, one in enumerate(read.ranges):
             self.valid[one.local_slot] = read.valid[number]
-
-    def _decided(self, action: ev.Verdict) -> None:
-        receiver = self.receivers[action.handle]
-        self.world.checks.verdict(self, receiver, action)
-        receiver.verdict = action.state
-        self.awaiting.discard(action.handle)
-        self.group.poll(receiver.request)
 
     # -- the unpacking threads
 

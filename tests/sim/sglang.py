@@ -109,11 +109,12 @@ class PrefillGroup(Group):
         self.handles[request.id] = [rank.begin(request) for rank in self.ranks]
         self.step(WAITING, self.waited, request)
         if request.optimistic or life.metadata == 0:
-            self._chunk(request, 0, self._first_row(request))
+            self._first_chunk(request)
 
-    def _first_row(self, request: Request) -> int:
-        """Where the first chunk begins: with a whole page of this side's."""
-        return min(request.first_token // self.server.page * self.server.page, request.prompt)
+    def _first_chunk(self, request: Request) -> None:
+        """It begins with a whole page of this side's."""
+        page = self.server.page
+        self._chunk(request, 0, min(request.first_token // page * page, request.prompt))
 
     def metadata(self, request: Request) -> None:
         """A decode rank's metadata is here."""
@@ -125,7 +126,7 @@ class PrefillGroup(Group):
         if request.optimistic:
             self._try_target(request)
         else:
-            self._chunk(request, 0, self._first_row(request))
+            self._first_chunk(request)
 
     def _chunk(self, request: Request, number: int, first: int) -> None:
         if self.world.lives[request.id].prefill_over:
