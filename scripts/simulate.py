@@ -40,7 +40,7 @@ def main() -> int:
     seeds = range(args.seed, args.seed + args.schedules)
     result = run_many(seeds, args.seconds)
     print(summary(result))
-    return failed(result.found[0]) if result.found else 0
+    return failed(result.failed) if result.failed else 0
 
 
 def failed(outcome: Outcome) -> int:

@@ -136,7 +136,7 @@ class Checks:
     # -- the pool
 
     def pool_written(self, rank: DecodeRank, receiver: Receiver, first: int, end: int) -> None:
-        if receiver.closed or not receiver.owned:
+        if receiver.closed:
             raise Finding("gate", f"{rank.name}: rows are written after the room was closed")
         if receiver.verdict is not None:
             raise Finding("verdict", f"{rank.name}: rows are written after the verdict")

@@ -21,8 +21,8 @@ GOOD = (ev.State.WARM, ev.State.COLD)
 class Receiver(Gated):
     """SGLang's receiver of one request on one rank. `cells`: by token, then by head of this rank.
 
-    `owned`: the pages are the request's. `closed`: its gate is. `targets`: prefill ranks whose part
-    of the target is still to come. `progress`: when rows were last known to be in place.
+    `closed`: its gate is. `targets`: prefill ranks whose part of the target is still to come.
+    `progress`: when rows were last known to be in place.
     """
 
     def __init__(self, request: Request, rank: DecodeRank, generation: int, end: int) -> None:
@@ -33,8 +33,7 @@ class Receiver(Gated):
         shared = [memory.SHARED] * len(self.heads)
         first = request.first_token
         self.cells = [list(shared if token < first else row) for token in range(end)]
-        self.owned, self.closed = True, False
-        self.closing = False
+        self.closing = self.closed = False
         self.verdict: ev.State | None = None
         self.progress = 0.0
         self.targets: set[int] = set()
@@ -111,8 +110,6 @@ class DecodeRank(Process):
         receiver.closed = True
         self.awaiting.discard(receiver.generation)
         self.post(ev.CloseRoom(receiver.generation, reason))
-        if reason:
-            receiver.owned = False
 
     # -- actions
 

@@ -22,8 +22,8 @@ FEW = 2  # faults that a cut-down schedule may have at most
 def hold(seeds: Iterable[int], seconds: float = 1e9) -> None:
     result = run_many(seeds, seconds)
     print(summary(result))
-    if result.found:
-        pytest.fail(describe(result.found[0]), pytrace=False)
+    if result.failed:
+        pytest.fail(describe(result.failed), pytrace=False)
 
 
 def test_known_seeds_hold() -> None:
@@ -55,7 +55,8 @@ def test_a_defect_is_found_cut_down_and_described(monkeypatch: pytest.MonkeyPatc
             self._decide(room, "cold")
 
     monkeypatch.setattr(Decode, "_clear", decide)
-    found = run_many(range(100)).found[0]
+    found = run_many(range(100)).failed
+    assert found is not None
     least = shrink(found)
     assert least.invariant == found.invariant
     assert len(least.spec.requests) == 1
