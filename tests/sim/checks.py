@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tests.sim.process import Process
     from tests.sim.world import World
 
-BOOKS = 3  # looks at a machine for one at its books, which take as long
+BOOKS = 4  # looks at a machine for one at its books, which take as long
 SLACK = 0.5  # ticks and copies, on top of a deadline
 
 
