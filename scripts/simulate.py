@@ -1,7 +1,7 @@
 """Simulate the draft channel: whole clusters on a virtual clock, many schedules a second.
 
     python scripts/simulate.py --seed 1 --schedules 10000
-    python scripts/simulate.py --replay 1234 --large
+    python scripts/simulate.py --replay 1234
 
 Exit code 1, and the smallest failing schedule as a log of events, where an invariant is broken.
 """
@@ -23,30 +23,28 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first schedule")
     parser.add_argument("--schedules", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=1e9, help="at most")
-    parser.add_argument("--large", action="store_true", help="up to 16 ranks a server")
     parser.add_argument(
         "--replay", metavar="SEED", type=int, help="log one schedule, and shrink it"
     )
-    parser.add_argument("--check-every", type=int, default=1, help="events between book checks")
     return parser.parse_args()
 
 
 def main() -> int:
     args = arguments()
     if args.replay is not None:
-        outcome = run_spec(Draw(args.replay, args.large).spec(), logged=True)
+        outcome = run_spec(Draw(args.replay).spec(), logged=True)
         if outcome.invariant:
-            return failed(outcome, args.large)
+            return failed(outcome)
         print("\n".join([*outcome.spec.lines(), *outcome.log, "no finding"]))
         return 0
     seeds = range(args.seed, args.seed + args.schedules)
-    result = run_many(seeds, args.large, args.seconds, args.check_every)
+    result = run_many(seeds, args.seconds)
     print(summary(result))
-    return failed(result.found[0], args.large) if result.found else 0
+    return failed(result.failed) if result.failed else 0
 
 
-def failed(outcome: Outcome, large: bool) -> int:
-    print(describe(outcome, large), file=sys.stderr)
+def failed(outcome: Outcome) -> int:
+    print(describe(outcome), file=sys.stderr)
     return 1
 
 

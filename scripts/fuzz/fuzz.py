@@ -5,7 +5,7 @@
 An input is one document of the seeds, changed a few times; most changes keep its structure. What a
 parser raises is a finding, and what it lets through must be usable: a message can be sent again,
 rows make a plan or are refused, an endpoint is read inside its memory. What a peer can do to the
-state machines is a matter of tests/sim.
+state machines is a matter of tests/pure/test_machines.py and test_strangers.py.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 from sglang_mixkv.channel.copies import OK, DeviceCopies, DeviceJob, Ended, HostCopies
@@ -32,13 +32,13 @@ Action = TypeVar("Action")
 
 class Worker(ABC, Generic[Event, Action]):
     """`machine`: a state machine without I/O; its `actions` are asked for after each batch of
-    events, and done in their order. `tick`: its event that time has passed. `failed`: makes its
-    event that an action raised. `moves`: the jobs that move draft KV. `names`: of the thread, and
-    of the one that copies. The threads end with the process."""
+    events, and done in their order. `tick`: its event that time has passed. `undone`: its event, if
+    it needs one, that stands for an action that raised. `moves`: the jobs that move draft KV.
+    `names`: of the thread, and of the one that copies. The threads end with the process."""
 
     names: tuple[str, str]
     tick: Any
-    failed: Any
+    undone: Callable[[Any, str], Any]
     moves: type
 
     def __init__(
@@ -143,7 +143,9 @@ class Worker(ABC, Generic[Event, Action]):
                 except Exception as error:  # the other actions are done all the same
                     name = type(action).__name__
                     logger.exception("[MIXKV-SELF-01] the draft channel failed over %s", name)
-                    self._inlet.put(self.failed(action, repr(error)[:300]))
+                    event = self.undone(action, repr(error)[:300])
+                    if event is not None:
+                        self._inlet.put(event)
             if self._copies is None or not self._copies.done:
                 return
             self._take(self._copied())

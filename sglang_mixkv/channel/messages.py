@@ -127,7 +127,7 @@ def decode(frame: bytes) -> Message:
         raise ValueError("a message that is nested too deeply") from error
 
 
-def fail(room: int, generation: int, code: str, detail: str = "") -> Fail:
+def fail(room: int, generation: int, code: str, detail: str) -> Fail:
     """A FAIL with its detail printable, and cut to what a message may carry."""
     printable = "".join(c if c.isprintable() else " " for c in detail)
     return Fail(room, generation, code, printable[:512])

@@ -26,8 +26,8 @@ class _State:
 
 
 class Breaker:
-    """One state for each peer that struck, until it is forgotten with its server. Times are the
-    caller's clock, in seconds."""
+    """One state for each peer that struck, until it is forgotten. Times are the caller's clock, in
+    seconds."""
 
     def __init__(self) -> None:
         self._states: dict[bytes, _State] = {}
@@ -41,10 +41,8 @@ class Breaker:
             state.probe = generation
         return False
 
-    def record_success(self, peer: bytes) -> None:
-        self._states.pop(peer, None)
-
     def forget(self, peer: bytes) -> None:
+        """Its draft KV came, or its server is gone."""
         self._states.pop(peer, None)
 
     def record_failure(self, peer: bytes, generation: int, now: float) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 
@@ -123,20 +122,13 @@ class Copied(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class ActionFailed(msgspec.Struct, frozen=True):
-    """An action raised, and was not done."""
-
-    action: Any
-    detail: str = ""
-
-
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed. Needed at least every 0.1 s while a room is open, and every second."""
 
 
 Event = (
     OpenRoom | ForwardDone | TargetArrived | CloseRoom | Received | PeerLost | ReadEnded | Copied
-    | ActionFailed | Tick
+    | Tick
 )  # fmt: skip
 
 
@@ -221,3 +213,15 @@ class Note(msgspec.Struct, frozen=True):
 
 
 Action = Send | StartRead | Copy | Verdict | Forget | Note
+
+
+def undone(action: Action, detail: str) -> Event | None:
+    """What to handle in the place of an action that raised, and was not done."""
+    match action:
+        case Send(peer):
+            return PeerLost(peer)
+        case StartRead(read):
+            return ReadEnded(read, detail)
+        case Copy(jobs):
+            return Copied(tuple(job.job for job in jobs), Result.ERROR, detail)
+    return None

@@ -22,7 +22,7 @@ from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.breaker import Breaker, Numbers
-from sglang_mixkv.decode.segments import Read, Segments
+from sglang_mixkv.decode.segments import PendingRead, Segments
 from sglang_mixkv.decode.transfer import Room, Stage
 
 PREFILL_CODES = ("aborted", "pack", "slow", "heads", "full", "restarted")
@@ -93,13 +93,12 @@ class Machine:
         room = self._rooms.pop(event.generation, None)
         if room is None:
             return
-        if not room.decided:
-            self.breaker.release_probe(event.generation)
+        self.breaker.release_probe(event.generation)
         for source in room.opened.sources:
             part = room.parts.get(source.peer)
             if event.reason or (part is not None and not part.last and not room.cold):
                 self._fail(room, source, "closed", event.reason)
-        room.wants, room.closed = False, True
+        room.closed = True
         self._segments.drop(room)
 
     # -- peers
@@ -169,7 +168,7 @@ class Machine:
             else:
                 self._segments.copy(segment)
 
-    def _read_failed(self, read: Read, detail: str) -> None:
+    def _read_failed(self, read: PendingRead, detail: str) -> None:
         read.failed = True
         room = read.segments[0].room
         if room.wants:
@@ -198,8 +197,7 @@ class Machine:
         if room.wants and room.complete:
             for peer, part in room.parts.items():
                 if part.announced:  # one without says nothing of reads
-                    self.breaker.record_success(peer)
-            self.breaker.release_probe(room.generation)
+                    self.breaker.forget(peer)
             self._decide(room, ev.State.WARM)
 
     # -- cold
@@ -208,7 +206,7 @@ class Machine:
         self, room: Room, reason: str, detail: str, *peers: ev.Peer, strike: bool = False
     ) -> None:
         """`peers`: named in the log; `strike`: it also counts against them."""
-        room.wants, room.cold = False, reason
+        room.cold = reason
         for peer in peers or (b"",):
             self._out.append(ev.Note("cold_" + reason, peer, detail))
         for peer in peers if strike else ():
@@ -240,22 +238,12 @@ class Machine:
             self._decide(room, ev.State.FAILED, event.detail)
 
     def _decide(self, room: Room, state: ev.State, detail: str = "") -> None:
-        room.wants, room.decided = False, True
+        room.decided = True
         if state is ev.State.WARM:
             self._numbers.was_warm(room.opened.bootstrap_room)
         self._out.append(ev.Verdict(room.opened.handle, state, detail or room.cold))
 
-    # -- what goes wrong, and time
-
-    def _action_failed(self, event: ev.ActionFailed) -> None:
-        match event.action:
-            case ev.Send(peer):
-                self._peer_lost(ev.PeerLost(peer))
-            case ev.StartRead(read):
-                self._read_ended(ev.ReadEnded(read, event.detail))
-            case ev.Copy(jobs):
-                numbers = tuple(job.job for job in jobs)
-                self._copied(ev.Copied(numbers, ev.Result.ERROR, event.detail))
+    # -- time
 
     def _tick(self, event: ev.Tick) -> None:
         for read in self._segments.overdue(self._clock):
@@ -289,6 +277,5 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.PeerLost: Machine._peer_lost,
     ev.ReadEnded: Machine._read_ended,
     ev.Copied: Machine._copied,
-    ev.ActionFailed: Machine._action_failed,
     ev.Tick: Machine._tick,
 }

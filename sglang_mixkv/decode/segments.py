@@ -14,7 +14,7 @@ from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.transfer import Part, Room, Segment, Stage
 
 
-class Read:
+class PendingRead:
     """One transfer of the data plane: segments of one part. `until`: it may take so long. `failed`:
     none of them is used."""
 
@@ -27,7 +27,7 @@ class Segments:
     def __init__(self, slots: SlotPool) -> None:
         self._slots, self._list = slots, list_of(slots.count)
         self._turns: RoundRobin[Segment] = RoundRobin()
-        self._reads: dict[int, Read] = {}
+        self._reads: dict[int, PendingRead] = {}
         self._copying: dict[int, Segment | Room] = {}  # a room: its rows are cleared
         self._jobs: list[ev.Job] = []  # not asked for yet
         self._acks: dict[ev.Peer, list[tuple[int, int]]] = {}
@@ -79,22 +79,20 @@ class Segments:
 
     def _read(self, segments: list[Segment], now: float) -> ev.StartRead:
         self._number += 1
-        read = self._reads[self._number] = Read(segments, now)
+        read = self._reads[self._number] = PendingRead(segments, now)
         ranges = []
         for one in segments:
             ranges.append(ev.Range(one.announced.slot, one.slot, one.announced.count))
         heads = len(segments[0].part.source.heads)
         return ev.StartRead(self._number, read.peer, tuple(ranges), heads)
 
-    def end_read(self, number: int) -> Read:
+    def end_read(self, number: int) -> PendingRead:
         """The read of this number. Its segments are acknowledged."""
         read = self._reads.pop(number)
-        acks = self._acks.setdefault(read.peer, [])
-        for segment in read.segments:
-            acks.append((segment.announced.slot, segment.announced.stamp))
+        self.acknowledge(read.peer, [segment.announced for segment in read.segments])
         return read
 
-    def overdue(self, now: float) -> list[Read]:
+    def overdue(self, now: float) -> list[PendingRead]:
         """Reads that take too long, and have not failed yet."""
         return [one for one in self._reads.values() if one.until <= now and not one.failed]
 

@@ -105,9 +105,8 @@ class Room:
     those that are announced and not in place, in this order.
 
     Times are the machine's clock: `first_ready`; `arrived`, the target's; `progress`, the last.
-    `wants`: segments are still to be read and copied. `copying`: copies under way. `cold`: why it
-    is cold, once it is. `limits`: times in which this rank is done with a prefill rank's slot, by
-    the smaller patience of both.
+    `copying`: copies under way. `cold`: why it is cold, once it is. `limits`: times in which this
+    rank is done with a prefill rank's slot, by the smaller patience of both.
     """
 
     def __init__(self, opened: OpenRoom, heads: bool, times: Times, now: float) -> None:
@@ -124,7 +123,12 @@ class Room:
         self.arrived: float | None = None
         self.copying = 0
         self.cold = ""
-        self.wants, self.decided, self.closed = True, False, False
+        self.decided = self.closed = False
+
+    @property
+    def wants(self) -> bool:
+        """Whether segments are still to be read and copied."""
+        return not (self.cold or self.decided or self.closed)
 
     @property
     def complete(self) -> bool:

@@ -71,7 +71,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
     """
 
     names = "mixkv-decode", "mixkv-unpack"
-    tick, failed, moves = ev.Tick(), ev.ActionFailed, ev.Unpack
+    tick, undone, moves = ev.Tick(), staticmethod(ev.undone), ev.Unpack
     _machine: Machine
     _rows: DraftRows  # but for a rank without a drafter, where nothing is copied
 

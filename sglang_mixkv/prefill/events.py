@@ -80,21 +80,13 @@ class Packed(msgspec.Struct, frozen=True):
     closed: bool = False
 
 
-class ActionFailed(msgspec.Struct, frozen=True):
-    """An action raised, and was not done."""
-
-    action: Any
-    detail: str = ""
-
-
 class Tick(msgspec.Struct, frozen=True):
     """Time has passed. Needed at least ten times a second while a room is open."""
 
 
 Event = (
-    Begin | AddChunk | ChunkWritten | TargetSent | End | Received | ConnectionLost | Packed
-    | ActionFailed | Tick
-)  # fmt: skip
+    Begin | AddChunk | ChunkWritten | TargetSent | End | Received | ConnectionLost | Packed | Tick
+)
 
 
 class PackJob(msgspec.Struct, frozen=True, gc=False):
@@ -136,3 +128,14 @@ class Note(msgspec.Struct, frozen=True):
 
 
 Action = Pack | Send | Settled | Note
+
+
+def undone(action: Action, detail: str) -> Event | None:
+    """What to handle in the place of an action that raised, and was not done. The slots of a READY
+    that did not leave expire, as those of one that is lost on its way."""
+    match action:
+        case Pack(jobs):
+            return Packed(tuple(job.job for job in jobs), detail)
+        case Send(connection):
+            return ConnectionLost(connection)
+    return None

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, draw, fail
+from sglang_mixkv.channel.messages import Ack, Fail, Open, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.prefill import events as ev
@@ -44,7 +44,7 @@ class Machine:
         segment_tokens: Callable[[int, int], int],
         slots: SlotPool,
         times: Times,
-        draw_stamp: Callable[[], int] = draw,
+        draw_stamp: Callable[[], int],
     ) -> None:
         self._instance, self._heads, self._times = instance, heads, times
         self.slots = slots
@@ -55,14 +55,12 @@ class Machine:
         self._parts: dict[int, Part] = {}  # by generation
         self._open: Counter[ev.Connection] = Counter()  # parts
         self._out: list[ev.Action] = []
-        self._clock = 0.0
-        self._seen: float | None = None
+        self._clock, self._seen = 0.0, float("inf")
 
     def handle(self, event: ev.Event, now: float) -> None:
         """The clock stands still while this process does: a slot's time without an ACK counts from
         when its READY went out, and a stopped process sends it only when it goes on."""
-        if self._seen is not None:
-            self._clock += min(max(0.0, now - self._seen), STEP)
+        self._clock += min(max(0.0, now - self._seen), STEP)
         self._seen = now
         _HANDLERS[type(event)](self, event)
 
@@ -86,7 +84,7 @@ class Machine:
         if stale is not None:
             self._fail_parts(stale, "aborted", "another request has its room number")
         room = self._early.pop(event.room, None) or Room(event.room, self._clock)
-        room.use, room.since, room.progress = event.use, None, self._clock
+        room.use, room.progress = event.use, self._clock
         self._current[event.room] = self._uses[event.use] = room
         self._settle(room)
 
@@ -110,9 +108,8 @@ class Machine:
         room = self._uses.pop(event.use, None)
         if room is None:
             return
+        self._fail_parts(room, "aborted", event.reason or "the sender was cleared")
         for part in room.parts.values():
-            if not part.ended:
-                self._fail(part, "aborted", event.reason or "the sender was cleared")
             self._forget(part)
         if self._current.get(room.number) is room:
             del self._current[room.number]
@@ -127,8 +124,9 @@ class Machine:
                 for slot, stamp in slots:
                     if not self.slots.acknowledge(slot, stamp):
                         self._out.append(ev.Note("unknown_ack", b"", f"slot {slot}"))
-            case Fail() as failed:
-                self._failed(failed)
+            case Fail(generation=generation):
+                if (part := self._parts.get(generation)) is not None:
+                    self._over(part)
 
     def _opened(self, connection: ev.Connection, opened: Open) -> None:
         number, reader, generation = opened.room, opened.reader, opened.generation
@@ -154,7 +152,7 @@ class Machine:
             return
         if room is None or is_next:
             room = self._early.pop(number, None) or Room(number, self._clock)
-            self._early[number], room.since = room, self._clock  # the longest untouched is first
+            self._early[number] = room  # the longest untouched is first
         part = Part(room, opened, connection, self._packing.limit(opened) if opened.wanted else 0)
         room.parts[reader] = self._parts[generation] = part
         room.readers, room.progress = max(room.readers, opened.readers), self._clock
@@ -165,11 +163,6 @@ class Machine:
     def _refuse(self, connection: ev.Connection, opened: Open, code: str, detail: str) -> None:
         self._out.append(ev.Note(code, opened.reader, detail))
         self._out.append(ev.Send(connection, fail(opened.room, opened.generation, code, detail)))
-
-    def _failed(self, message: Fail) -> None:
-        part = self._parts.get(message.generation)
-        if part is not None:
-            self._over(part)
 
     def _forget(self, part: Part) -> None:
         del self._parts[part.opened.generation]
@@ -191,10 +184,7 @@ class Machine:
             self._settle(part.room)
 
     def _fail(self, part: Part, code: str, detail: str) -> None:
-        opened = part.opened
-        self._out.append(ev.Note(code, part.reader, detail))
-        message = fail(opened.room, opened.generation, code, detail)
-        self._out.append(ev.Send(part.connection, message))
+        self._refuse(part.connection, part.opened, code, detail)
         self._over(part)
 
     def _fail_parts(self, room: Room, code: str, detail: str) -> None:
@@ -213,15 +203,6 @@ class Machine:
         for part in self._packing.end(event):
             self._fail(part, "pack", event.error)
 
-    def _action_failed(self, event: ev.ActionFailed) -> None:
-        match event.action:
-            case ev.Pack(jobs):
-                self._packed(ev.Packed(tuple(job.job for job in jobs), event.detail))
-            case ev.Send(connection, message):
-                for one in message.segments if isinstance(message, Ready) else ():
-                    self.slots.acknowledge(one.slot, one.stamp)  # nobody knows of them
-                self._connection_lost(ev.ConnectionLost(connection))
-
     # -- time
 
     def _tick(self, event: ev.Tick) -> None:
@@ -232,8 +213,7 @@ class Machine:
                 self._give_up(room)
         while self._early:
             room = next(iter(self._early.values()))
-            assert room.since is not None
-            if self._clock - room.since < self._times.early_room:
+            if self._clock - room.progress < self._times.early_room:
                 break
             del self._early[room.number]
             for part in room.parts.values():
@@ -271,6 +251,5 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.Received: Machine._received,
     ev.ConnectionLost: Machine._connection_lost,
     ev.Packed: Machine._packed,
-    ev.ActionFailed: Machine._action_failed,
     ev.Tick: Machine._tick,
 }

@@ -18,13 +18,12 @@ MAX_IN_FLIGHT = 16  # segments that are packed at once: two batches of a reader'
 class Room:
     """One request, or the readers that have opened one which is not here yet: `use` is None then.
     `readers`: how many there are, by their OPENs; 0 as long as none has come. `written`: how many
-    of the chunks are. `since`: when it was last opened, as long as it is not here. `sent`: when
-    SGLang's own transfer succeeded; `progress`: when packing last went on."""
+    of the chunks are. `sent`: when SGLang's own transfer succeeded; `progress`: when packing last
+    went on, or a reader opened it."""
 
     def __init__(self, number: int, now: float) -> None:
         self.number, self.progress = number, now
         self.use: Use | None = None
-        self.since: float | None = None
         self.parts: dict[bytes, Part] = {}  # by reader
         self.readers = 0
         self.chunks: list[AddChunk] = []

@@ -54,7 +54,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
     staging memory, or None where a thread copies."""
 
     names = "mixkv-prefill", "mixkv-pack"
-    tick, failed, moves = ev.Tick(), ev.ActionFailed, ev.PackJob
+    tick, undone, moves = ev.Tick(), staticmethod(ev.undone), ev.PackJob
     _machine: Machine
     _rows: DraftRows
 

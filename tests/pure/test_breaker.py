@@ -19,13 +19,13 @@ def test_three_strikes_in_a_row_open_it_and_a_warm_probe_closes_it():
     for generation in range(10):
         assert not breaker.record_failure(A, generation, 0.0)
         if generation % 2:
-            breaker.record_success(A)
+            breaker.forget(A)
     assert not breaker.blocked([A], 11, 0.0)
     breaker = opened(A)
     assert breaker.open_peers() == [A]
     assert [breaker.blocked(peers, 4, 0.0) for peers in ([B, A], [B], [])] == [True, False, False]
     assert not breaker.blocked([A], 4, 1.0)
-    breaker.record_success(A)
+    breaker.forget(A)
     assert not breaker.blocked([A], 5, 1.0)
     assert not breaker.blocked([A], 6, 1.0)
     assert breaker.open_peers() == []

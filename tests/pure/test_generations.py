@@ -26,6 +26,6 @@ def test_generations_rise_and_no_two_ranks_share_one() -> None:
         drawn = [rank.channel._new_generation() for _ in range(USES)]
         rank.close()
         assert sorted(set(drawn)) == drawn
-        assert decode(encode(fail(1, drawn[-1], "closed"))).generation == drawn[-1]
+        assert decode(encode(fail(1, drawn[-1], "closed", ""))).generation == drawn[-1]
         highs |= {generation >> 32 for generation in drawn}
     assert len(highs) == RANKS * USES

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from rig.books import wrong_books
 
-from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, fail
+from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, draw, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
@@ -39,7 +39,7 @@ class Driven:
 
 def prefill(slots: int = 8) -> Driven:
     pool = SlotPool(slots, TIMES)
-    return Driven(PrefillMachine(PREFILL, range(4), lambda heads, size: 10, pool, TIMES))
+    return Driven(PrefillMachine(PREFILL, range(4), lambda heads, size: 10, pool, TIMES, draw))
 
 
 def opened(
@@ -116,21 +116,54 @@ def test_a_prefill_rank_with_less_patience_has_its_slots_back_in_time() -> None:
         assert rooms.machine._rooms[10].cold == reason
 
 
-@pytest.mark.parametrize(
-    ("page_size", "tokens", "warm"),
-    [(1, 8, False), (8, 8, False), (9, 8, True), (1, 0, False), (16, 0, False)],
-)
-def test_a_prompt_that_ends_before_its_last_page_is_refused(
-    page_size: int, tokens: int, warm: bool
-) -> None:
-    """Rows behind that end would be another request's, in a warm room."""
+def announce(segment: int, token: int, *segments: tuple[int, int], last: bool = False) -> Ready:
+    """`segments`: slot and tokens of each."""
+    announced = tuple(Announced(slot, 99 + slot, tokens) for slot, tokens in segments)
+    return Ready(ROOM, 10, segment, token, announced, last)
+
+
+EARLY = announce(0, 0, (0, 8), last=True)
+RIGHT = [(1, announce(0, 0, (7, 10), (0, 6), last=True)), (9, EARLY)]
+WRONG = {
+    "a segment is left out": (1, announce(1, 0, (0, 8))),
+    "tokens are left out": (1, announce(0, 1, (0, 8))),
+    "more tokens than fit a slot": (1, announce(0, 0, (0, 11))),
+    "a slot that is not there": (1, announce(0, 0, (0, 8), (8, 8), last=True)),
+    "rows behind the room's": (1, announce(0, 0, (0, 8), (1, 9), last=True)),
+    "nothing": (1, announce(0, 0)),
+    "an end before the last page": (8, EARLY),
+    "an end without a row": (16, announce(0, 0, last=True)),
+    "more behind the end": (9, EARLY, announce(1, 8, (1, 1))),
+}
+
+
+@pytest.mark.parametrize(("page_size", "message"), RIGHT)
+def test_what_a_prefill_rank_sends_is_read(page_size: int, message: Ready) -> None:
     rooms = decode()
     rooms.handle(room(page_size=page_size), 0.0)
-    announced = (Announced(0, 99, tokens),) if tokens else ()
-    message = Ready(ROOM, 10, 0, 0, announced, last=True)
-    actions = rooms.handle(dev.Received(PREFILL, message), 0.0)
-    assert bool(of(dev.StartRead, actions)) is warm
-    assert bool(of(dev.Clear, actions)) is not warm
+    assert of(dev.StartRead, rooms.handle(dev.Received(PREFILL, message), 0.0))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_no_prefill_rank_sends_is_not_read_and_the_room_cold(case: str) -> None:
+    """Rows behind a prompt that seems to end early would be another request's, in a warm room."""
+    page_size, *messages = WRONG[case]
+    rooms = decode()
+    rooms.handle(room(page_size=page_size), 0.0)
+    for message in messages:
+        actions = rooms.handle(dev.Received(PREFILL, message), 0.0)
+    assert rooms.machine._rooms[10].cold == "protocol"
+    assert not of(dev.StartRead, actions)
+    acks = [send.message for send in of(dev.Send, actions) if isinstance(send.message, Ack)]
+    announced = tuple((one.slot, one.stamp) for one in message.segments)
+    assert acks == ([Ack(announced)] if announced else [])
+
+
+def test_a_fail_of_a_code_that_is_not_known_is_one_all_the_same() -> None:
+    rooms = decode()
+    rooms.handle(room(), 0.0)
+    rooms.handle(dev.Received(PREFILL, fail(ROOM, 10, "zzz", "no reason")), 0.0)
+    assert rooms.machine._rooms[10].cold == "prefill_other"
 
 
 def test_more_slots_than_an_ack_holds_are_all_acknowledged() -> None:
@@ -150,6 +183,12 @@ def test_nothing_is_held_against_a_peer_that_is_gone() -> None:
     for generation in range(STRIKES):
         rooms.handle(room(generation), 0.0)
         rooms.handle(dev.PeerLost(PREFILL), 0.0)
+    assert rooms.machine.breaker.open_peers() == [PREFILL]
+    rooms = decode()
+    for generation in range(STRIKES):
+        rooms.handle(room(generation), 0.0)
+        (read,) = of(dev.StartRead, rooms.handle(ready(0, generation), 0.0))
+        rooms.handle(dev.ReadEnded(read.read, "failed"), 0.0)
     assert rooms.machine.breaker.open_peers() == [PREFILL]
     rooms = decode()
     for generation in range(2 * STRIKES):
@@ -222,7 +261,7 @@ def test_invented_readers_are_bounded(
             message = opened(generation, b"open%04d" % number, room=generation).message
             found = rooms.handle(pev.Received(connection.encode(), message), 0.0)
             codes.setdefault(connection, []).extend(a.message.code for a in of(pev.Send, found))
-            gone = fail(generation, generation, "closed")
+            gone = fail(generation, generation, "closed", "")
             rooms.handle(pev.Received(connection.encode(), gone), 0.0)
     assert codes["c"] == ["full"] * 12
     assert codes["d"] == ["full"] * ("d" in refused)
@@ -237,7 +276,7 @@ def test_an_open_behind_one_that_was_ended_is_for_the_next_request() -> None:
     rooms = prefill()
     for _ in range(2):
         rooms.handle(opened(10), 0.0)
-        rooms.handle(pev.Received(b"c", fail(ROOM, 10, "closed")), 0.0)
+        rooms.handle(pev.Received(b"c", fail(ROOM, 10, "closed", "")), 0.0)
     rooms.handle(pev.Begin(1, ROOM), 0.1)
     rooms.handle(pev.TargetSent(1), 0.1)
     rooms.handle(opened(20), 0.2)

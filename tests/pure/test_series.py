@@ -158,7 +158,7 @@ def test_gauges_follow_slots_and_breakers() -> None:
     one.look_now()
     assert (one.of("slots"), one.of("slots_used")) == ({(): 4}, {(): 1})
     assert one.of("breaker_open") == {("a:1",): 1}
-    one.breaker.record_success(b"one")
+    one.breaker.forget(b"one")
     one.look_now()
     assert one.of("breaker_open") == {}
 

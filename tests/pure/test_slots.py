@@ -80,13 +80,6 @@ def test_an_offered_slot_is_free_with_its_own_ack_or_after_a_while():
     assert (pool.offered, pool.free_slots, list(wrong_slots(pool))) == (0, 8, [])
 
 
-def test_the_slot_that_was_free_longest_is_taken():
-    pool = SlotPool(4, TIMES)
-    slot = take(pool, "a")
-    pool.free(slot)
-    assert [take(pool, owner) for owner in "abcd"] == [1, 2, 3, 0]
-
-
 # ---------------------------------------------------------------- who gets them
 
 
@@ -127,14 +120,6 @@ def test_who_waits_longest_is_first():
         pool.free(slot)
     assert served(turns, pool, most=2) == ["b1", "c1"]
     assert served(turns, pool) == ["d1"]
-
-
-def test_removed_items_are_not_served():
-    turns = turns_of({"a": 2, "b": 1})
-    for owner, item in (("a", "a1"), ("b", "b1"), ("b", "b1"), ("c", "never added")):
-        turns.remove(owner, item)
-    assert len(turns) == 1
-    assert served(turns, SlotPool(8, TIMES)) == ["a2"]
 
 
 @given(

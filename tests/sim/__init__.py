@@ -7,7 +7,7 @@ breakers and messages, in a simulated world of networks, memory, processes and S
     prefill, decode    one rank each: a machine and the executor of its actions
     network            connections between ranks, and reads
     sglang             plans, and the life of a request on each side
-    faults, hostile    what goes wrong; checks: what must hold all the same
+    faults             what goes wrong; checks: what must hold all the same
     every              a small world in which little is late, and that in every way
     runner             many schedules, replay, and a failing one cut down
 """

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode.breaker import Breaker
 from sglang_mixkv.decode.machine import Machine
 from tests.sim import memory
 from tests.sim.network import Link, Read
@@ -22,9 +21,8 @@ GOOD = (ev.State.WARM, ev.State.COLD)
 class Receiver(Gated):
     """SGLang's receiver of one request on one rank. `cells`: by token, then by head of this rank.
 
-    `owned`: the pages are the request's. `closed`: its gate is. `targets`: prefill ranks whose part
-    of the target is still to come. `progress`: when rows were last
-    known to be in place. `lied_to`: a peer has violated the protocol before the verdict.
+    `closed`: its gate is. `targets`: prefill ranks whose part of the target is still to come.
+    `progress`: when rows were last known to be in place.
     """
 
     def __init__(self, request: Request, rank: DecodeRank, generation: int, end: int) -> None:
@@ -35,38 +33,23 @@ class Receiver(Gated):
         shared = [memory.SHARED] * len(self.heads)
         first = request.first_token
         self.cells = [list(shared if token < first else row) for token in range(end)]
-        self.owned, self.closed = True, False
-        self.closing = self.lied_to = False
+        self.closing = self.closed = False
         self.verdict: ev.State | None = None
         self.progress = 0.0
         self.targets: set[int] = set()
-        self.sources: tuple[ev.Source, ...] = ()
 
     @property
     def done(self) -> bool:
         return self.has_target and self.verdict in GOOD
 
 
-class Watched(Breaker):
-    """It remembers which rooms counted against a peer: peer and generation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.struck: set[tuple[bytes, int]] = set()
-
-    def record_failure(self, peer: bytes, generation: int, now: float) -> bool:
-        self.struck.add((peer, generation))
-        return super().record_failure(peer, generation, now)
-
-
 class DecodeRank(Process):
-    tick, failed = ev.Tick(), ev.ActionFailed
+    tick, undone = ev.Tick(), staticmethod(ev.undone)
 
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
         super().__init__(world, place, instance)
         self.valid = [True] * self.slots.count  # by slot: what was read there was still offered
         self.machine = Machine(instance, self.slots, place.slot_bytes, place.times)
-        self.machine.breaker = Watched()
         self.receivers: dict[int, Receiver] = {}  # by generation
         self.reads: dict[int, Read] = {}
         self.links: dict[bytes, Link] = {}
@@ -91,7 +74,6 @@ class DecodeRank(Process):
         """SGLang's metadata is sent."""
         generation = self.world.next_number()
         receiver = Receiver(request, self, generation, end)
-        receiver.sources = sources
         self.receivers[generation] = receiver
         if request.forward:
             self.clock.after(request.forward, self._earlier_forward, receiver)
@@ -107,10 +89,8 @@ class DecodeRank(Process):
         """It writes to pages of its former request; SGLang gives none of them back before."""
         for token in range(receiver.request.first_token, receiver.end):
             receiver.cells[token][:] = [memory.EARLIER] * len(receiver.heads)
-        self.later("event", self.rng.random() * 0.0004, self._forward_done, receiver.generation)
-
-    def _forward_done(self, generation: int) -> None:
-        self.post(ev.ForwardDone(generation))
+        done = ev.ForwardDone(receiver.generation)
+        self.later("event", self.rng.random() * 0.0004, self.post, done)
 
     def target_arrived(self, receiver: Receiver) -> None:
         if receiver.closed:
@@ -130,8 +110,6 @@ class DecodeRank(Process):
         receiver.closed = True
         self.awaiting.discard(receiver.generation)
         self.post(ev.CloseRoom(receiver.generation, reason))
-        if reason:
-            receiver.owned = False
 
     # -- actions
 
@@ -146,8 +124,12 @@ class DecodeRank(Process):
                 for job in jobs:
                     self.job_of[job.job] = self.receivers[job.handle]
                     self.copiers.put(job)
-            case ev.Verdict():
-                self._decided(action)
+            case ev.Verdict(handle, state):
+                receiver = self.receivers[handle]
+                self.world.checks.verdict(self, receiver, action)
+                receiver.verdict = state
+                self.awaiting.discard(handle)
+                self.group.poll(receiver.request)
             case ev.Forget():
                 self.known = {k: v for k, v in self.known.items() if action.peer not in v}
 
@@ -158,10 +140,9 @@ class DecodeRank(Process):
         return link
 
     def _start_read(self, action: ev.StartRead) -> None:
-        remote = self.world.places_now.get(action.peer)
         begun = self.machine._segments._reads.get(action.read)
         segments = begun.segments if begun is not None else ()
-        read = Read(self, action, remote, [one.announced.stamp for one in segments])
+        read = Read(self, action, [one.announced.stamp for one in segments])
         for one in action.ranges:
             self.world.checks.read_begun(self, one.local_slot)
         self.reads[action.read] = read
@@ -171,13 +152,6 @@ class DecodeRank(Process):
         del self.reads[read.number]
         for number, one in enumerate(read.ranges):
             self.valid[one.local_slot] = read.valid[number]
-
-    def _decided(self, action: ev.Verdict) -> None:
-        receiver = self.receivers[action.handle]
-        self.world.checks.verdict(self, receiver, action)
-        receiver.verdict = action.state
-        self.awaiting.discard(action.handle)
-        self.group.poll(receiver.request)
 
     # -- the unpacking threads
 

@@ -1,4 +1,4 @@
-"""A schedule from a seed."""
+"""A schedule from a seed. A scene makes likely what chance alone would hardly bring together."""
 
 from __future__ import annotations
 
@@ -9,278 +9,235 @@ from tests.sim.network import READ_FAULTS
 from tests.sim.spec import Chunk, Fault, Request, Server, Spec, Where
 
 SCENES = (
-    ("any",) * 14
-    + ("dead_plane", "stopped", "stopped", "dead_readers", "unopened", "reuse", "waiting")
-    + ("waiting", "ended", "ended", "hostile")
+    *("any",) * 14, "dead_plane", "stopped", "stopped", "dead_readers", "unopened", "reuse",
+    "waiting", "waiting", "ended", "ended", "restart",
 )  # fmt: skip
+LARGE = 0.01  # how many clusters have up to 16 ranks a server; each takes as long as ten others
 PATIENCE = (1.0,) * 6 + (2.0, 3.0)  # not less, or what takes its time is cold without a fault
 KINDS = (
-    ("stop",) * 5 + ("kill",) * 4 + ("break",) * 3 + ("reads",) * 4
-    + ("cut", "cut", "slow", "slow", "double", "double", "error", "hostile")
+    *("stop",) * 5, *("kill",) * 4, *("break",) * 3, *("reads",) * 4,
+    "cut", "cut", "slow", "slow", "double", "double", "error",
 )  # fmt: skip
 
 
 class Draw:
-    """One drawing. `most`: ranks of a server."""
-
-    def __init__(self, seed: int, large: bool) -> None:
-        self.seed, self.large = seed, large
-        self.rng = random.Random(seed * 2 + large)
-        self.most = 16 if large else 4
+    def __init__(self, seed: int) -> None:
+        self.seed, self.rng = seed, random.Random(seed)
+        self.large = self.rng.random() < LARGE
         self.scene = self.rng.choice(SCENES)
         self.late_prefill = self.rng.random() < 0.5
+        self.servers: list[Server] = []
+        self.requests: list[Request] = []
 
     def spec(self) -> Spec:
-        rng = self.rng
-        base = 3 if rng.random() < 0.15 and self.most > 3 else 1
-        sizes = [base * 2**i for i in range(5) if base * 2**i <= self.most] + [1]
-        heads = rng.choice([1, *[n * base for n in (1, 2, 4, 8, 16) if n * base <= 16]])
-        servers = self._servers(sizes)
-        requests = self._requests(servers)
-        faults = self._faults(servers, requests)
+        rng, most = self.rng, 16 if self.large else 4
+        base = 3 if rng.random() < 0.15 else 1
+        sizes = [base * 2**i for i in range(5) if base * 2**i <= most] + [1]
+        heads = rng.choice([1, *(n * base for n in (1, 2, 4, 8, 16) if n * base <= 16)])
+        self._add_servers(sizes, most)
+        self._add_requests()
+        faults = self._faults_of_scene()
+        for _ in range(rng.choice((0, 1, 1, 2, 3) if self.scene == "any" else (0, 0, 0, 1))):
+            faults.append(self._fault())
         if rng.random() < (0.03 if self.scene == "any" else 0.3):
-            requests = self._late(requests, faults)
+            self._add_late(faults)
         return Spec(
-            self.seed, heads, tuple(servers), tuple(requests), tuple(faults),
+            self.seed, heads, tuple(self.servers), tuple(self.requests), tuple(faults),
             rng.random() < 0.4, rng.choice((0.0005, 0.001) if self.large else (0.001, 0.004, 0.02)),
             rng.randint(1, 3), rng.choice((0.0, 0.3, 0.8)),
         )  # fmt: skip
 
-    # -- servers
-
-    def _servers(self, sizes: list[int]) -> list[Server]:
-        rng = self.rng
+    def _add_servers(self, sizes: list[int], most: int) -> None:
+        rng, scene = self.rng, self.scene
         two = rng.random() < (0.7 if self.large else 0.3)
         prefills = rng.randint(1, 3) if self.large and two else 1 + (two and rng.random() < 0.4)
         decodes = rng.randint(1, 3) if self.large else 1 + two
-        if self.scene in ("stopped", "dead_readers"):
-            decodes = max(2, decodes)
-        total = [prefills, decodes]
-        if self.scene in ("waiting", "hostile"):
-            total = [2, 1]
-        if self.scene == "dead_readers":
-            total = [1, decodes]
-        servers = []
-        for side, count in zip(("prefill", "decode"), total, strict=True):
-            for _ in range(count):
-                servers.append(self._server(len(servers), side, sizes, count))
-        return servers
-
-    def _server(self, number: int, side: str, sizes: list[int], count: int) -> Server:
-        rng = self.rng
-        tp = rng.choice([size for size in sizes if self.large or size * count <= self.most] or [1])
-        slots = rng.choice((2, 3, 4, 8, 8, 16) if not self.large else (4, 8, 16, 16, 32))
-        if self.scene in ("stopped", "dead_readers"):
-            slots = rng.choice((2, 8, 8)) if self.scene == "stopped" else 8
-        if self.scene == "waiting":
-            tp, slots = 1, 2 + 6 * (side == "prefill")
-        if self.scene == "hostile":
-            tp = 1
-        if self.scene == "dead_readers":
-            most = max(size for size in sizes if size <= 4)
-            tp = 1 if side == "prefill" else most if number == 1 else tp
-        return Server(
-            number, side, tp, slots, rng.randint(2, 6), rng.choice((1, 1, 2, 4, 8)),
-            rng.choice(PATIENCE),
-        )  # fmt: skip
+        if scene in ("stopped", "dead_readers"):
+            prefills, decodes = 1 if scene == "dead_readers" else prefills, max(2, decodes)
+        elif scene == "waiting":
+            prefills, decodes = 2, 1
+        sides = ["prefill"] * prefills + ["decode"] * decodes
+        for number, side in enumerate(sides):
+            few = [size for size in sizes if self.large or size * sides.count(side) <= most]
+            tp = rng.choice(few or [1])
+            slots = rng.choice((4, 8, 16, 16, 32) if self.large else (2, 3, 4, 8, 8, 16))
+            match scene:
+                case "stopped":
+                    slots = rng.choice((2, 8, 8))
+                case "waiting":
+                    tp, slots = 1, 8 if side == "prefill" else 2
+                case "dead_readers":
+                    dead = max(size for size in sizes if size <= 4)
+                    tp, slots = 1 if side == "prefill" else dead if number == 1 else tp, 8
+            tokens, page = rng.randint(2, 6), rng.choice((1, 1, 2, 4, 8))
+            server = Server(number, side, tp, slots, tokens, page, rng.choice(PATIENCE))
+            self.servers.append(server)
 
     # -- requests
 
-    def _requests(self, servers: list[Server]) -> list[Request]:
-        rng = self.rng
-        count = rng.randint(5, 20) if self.large else rng.randint(1, 4)
-        if self.scene in ("dead_plane", "waiting"):
-            count = rng.randint(5, 8)
-        if self.scene == "ended":
-            count = 3
-        found: list[Request] = []
-        arrival = 0.0
-        for number in range(count):
-            found.append(self._request(number, servers, arrival, found))
+    def _add_requests(self) -> None:
+        rng, arrival = self.rng, 0.0
+        count = {"dead_plane": rng.randint(5, 8), "waiting": rng.randint(5, 8), "ended": 3}
+        usual = rng.randint(5, 20) if self.large else rng.randint(1, 4)
+        for number in range(count.get(self.scene, usual)):
+            self.requests.append(self._request(number, arrival))
             arrival += rng.choice((0.0, 0.005, 0.1, 0.5)) * rng.random()
             if self.scene == "dead_plane":
                 arrival += rng.choice((0.2, 1.0, 2.5))
             if self.scene == "stopped" and number == 0:
                 arrival += rng.uniform(55, 75)
-        return found
 
-    def _request(
-        self, number: int, servers: list[Server], arrival: float, earlier: list[Request]
-    ) -> Request:
-        rng = self.rng
+    def _request(self, number: int, arrival: float) -> Request:
+        rng, servers = self.rng, self.servers
         chance = {"reuse": 0.7, "ended": 1.0, "stopped": 0.0}.get(self.scene, 0.1)
-        again = rng.random() < chance
-        former = earlier[-1] if earlier and again else None
-        prefill, decode = (
-            (former.prefill, former.decode) if former else (self._server_of(servers, s, number)
-            for s in ("prefill", "decode"))
-        )  # fmt: skip
+        former = self.requests[-1] if number and rng.random() < chance else None
+        prefill = former.prefill if former else self._server_of("prefill", number)
+        decode = former.decode if former else self._server_of("decode", number)
         page = servers[decode].page
         prompt = rng.randint(1, 40 if rng.random() < 0.2 else 16)
         if self.scene in ("dead_readers", "waiting"):
             prompt = rng.randint(16, 40)
         first = rng.choice((0, 0, 0, rng.randint(0, prompt // page))) * page
         start = min(first // servers[prefill].page * servers[prefill].page, prompt)
+        late = self.scene == "ended" and self.late_prefill  # decode ends the first two before
         return Request(
             number, former.number if former else 1000 + number, prefill, decode, arrival, prompt,
             first, self._chunks(prompt - start, servers[prefill].page),
-            prefill_delay=self._prefill_delay(number),
-            decode_delay=0.0 if former else self._delay(),
+            prefill_delay=rng.uniform(0.1, 0.5) * (3 - number % 2) if late else self._delay(0.01),
+            decode_delay=0.0 if former else self._delay(0.01),
             optimistic=rng.random() < 0.3, target=self._target(),
             forward=rng.choice((0, 0, rng.random() * 0.05)),
-            abort=self._abort(number),
-            after=former.id if former else -1,
+            abort=self._abort(number), after=former.id if former else -1,
         )  # fmt: skip
 
-    def _server_of(self, servers: list[Server], side: str, number: int) -> int:
-        of_side = [server for server in servers if server.side == side]
+    def _server_of(self, side: str, number: int) -> int:
+        """In some scenes the first request, or the first two, are on a server of their own, which
+        a fault hits."""
+        of_side = [server for server in self.servers if server.side == side]
         server = self.rng.choice(of_side)
         if self.scene in ("stopped", "dead_readers") and side == "decode":
-            server = of_side[min(number, 1)]  # the first request is the dead reader's
+            server = of_side[min(number, 1)]
         if self.scene == "waiting":
             server = of_side[number > 1 and len(of_side) > 1]
         return server.number
 
     def _chunks(self, count: int, page: int) -> tuple[Chunk, ...]:
-        rng = self.rng
-        found = []
+        rng, sizes, found = self.rng, [], []
         while count > page and rng.random() < 0.5:
-            size = rng.randint(1, max(1, count // page - 1)) * page
-            found.append(self._chunk(size))
-            count -= size
-        if count or not found:
-            found.append(self._chunk(count))
-        if found[-1].count and rng.random() < 0.1:
+            sizes.append(rng.randint(1, max(1, count // page - 1)) * page)
+            count -= sizes[-1]
+        if count or not sizes:
+            sizes.append(count)
+        for size in sizes:
+            long = rng.random() < (0.7 if self.scene in ("reuse", "ended") else 0.2)
+            seconds = rng.choice((0.001, 0.01, 0.02, 0.3 if long else 0.005)) * rng.random()
+            found.append(Chunk(size, bool(size) and rng.random() < 0.4, seconds))
+        if sizes[-1] and rng.random() < 0.1:
             found.append(Chunk(0, False, 0.001))
         return tuple(found)
 
-    def _chunk(self, size: int) -> Chunk:
-        long = self.rng.random() < (0.7 if self.scene in ("reuse", "ended") else 0.2)
-        seconds = self.rng.choice((0.001, 0.01, 0.02, 0.3 if long else 0.005))
-        return Chunk(size, bool(size) and self.rng.random() < 0.4, seconds * self.rng.random())
-
-    def _delay(self) -> float:
+    def _delay(self, usual: float, rarely: float = 0.3, at_most: float = 3) -> float:
         chance = self.rng.random()
-        return self.rng.random() * (0.01 if chance < 0.85 else 0.3 if chance < 0.95 else 3)
-
-    def _prefill_delay(self, number: int) -> float:
-        if self.scene == "ended" and self.late_prefill:  # decode ends the first two before
-            return self.rng.uniform(0.1, 0.5) * (3 - number % 2)
-        return self._delay()
+        return self.rng.random() * (
+            usual if chance < 0.85 else rarely if chance < 0.96 else at_most
+        )
 
     def _target(self) -> float:
-        if self.scene == "stopped":
-            return self.rng.choice((0.01, 0.5, 70, 85))
-        if self.scene == "waiting":
-            return self.rng.uniform(60, 75)
-        chance = self.rng.random()
-        return self.rng.random() * (0.03 if chance < 0.85 else 1.0 if chance < 0.98 else 75)
+        match self.scene:
+            case "stopped":
+                return self.rng.choice((0.01, 0.5, 70, 85))
+            case "waiting":
+                return self.rng.uniform(60, 75)
+        return self._delay(0.03, 1.0, 75)
 
     def _abort(self, number: int) -> tuple[str, float, bool] | None:
+        rng, reuse = self.rng, self.scene == "reuse"
         if self.scene == "ended":
-            when = 0.005 + self.rng.choice((0.05, 0.3)) * self.rng.random()
-            return ("decode", when, self.rng.random() < 0.2) if number < 2 else None
-        reuse = self.scene == "reuse"
-        if self.rng.random() > (0.5 if reuse else 0.12):
+            when = 0.005 + rng.choice((0.05, 0.3)) * rng.random()
+            return ("decode", when, rng.random() < 0.2) if number < 2 else None
+        if rng.random() > (0.5 if reuse else 0.12):
             return None
-        span = self.rng.choice((0.005, 0.02, 0.1, 1.5))
-        side = self.rng.choice(("prefill", "decode"))
-        return side, self.rng.random() * span, self.rng.random() < (0.4 if reuse else 0.8)
+        when = rng.choice((0.005, 0.02, 0.1, 1.5)) * rng.random()
+        return rng.choice(("prefill", "decode")), when, rng.random() < (0.4 if reuse else 0.8)
 
-    def _late(self, requests: list[Request], faults: list[Fault]) -> list[Request]:
+    def _add_late(self, faults: list[Fault]) -> None:
         """The last request again, long after all of it."""
-        end = max([f.time + f.seconds for f in faults] + [r.arrival for r in requests])
-        last, end = requests[-1], end + 170 * max(PATIENCE)
+        end = max([f.time + f.seconds for f in faults] + [r.arrival for r in self.requests])
+        end += 170 * max(PATIENCE)
         late = replace(
-            last, id=len(requests), number=2000, arrival=end, after=-1, abort=None,
-            late=True, target=0.01, prefill_delay=0.0, decode_delay=0.0,
+            self.requests[-1], id=len(self.requests), number=2000, arrival=end, after=-1,
+            abort=None, late=True, target=0.01, prefill_delay=0.0, decode_delay=0.0,
         )  # fmt: skip
-        return [*requests, late]
+        self.requests.append(late)
 
     # -- faults
 
-    def _faults(self, servers: list[Server], requests: list[Request]) -> list[Fault]:
-        rng = self.rng
-        found = self._faults_of_scene(servers, requests)
-        count = rng.choice((0, 1, 1, 2, 3)) if self.scene == "any" else rng.choice((0, 0, 0, 1))
-        end = max(request.arrival for request in requests)
-        for _ in range(count):
-            found.append(self._fault(servers, requests, rng.random() * (end + 0.1)))
-        return found
-
-    def _faults_of_scene(self, servers: list[Server], requests: list[Request]) -> list[Fault]:
-        rng, first = self.rng, requests[0]
-        rank = self._rank(servers[first.decode])
+    def _faults_of_scene(self) -> list[Fault]:
+        rng, first = self.rng, self.requests[0]
+        rank, prefill = self._rank(first.decode), self._rank(first.prefill)
         match self.scene:
             case "dead_plane" if rng.random() < 0.3:
-                return [Fault("kill", rng.random() * 3, (first.prefill, 0), rng.random() * 0.3)]
+                return [Fault("kill", rng.random() * 3, prefill, rng.random() * 0.3)]
             case "dead_plane":
-                mode = rng.choice(("hang", "fail"))
-                return [Fault("reads", 0.0, rank, 20.0, None, mode, 1000)]
+                return [Fault("reads", 0.0, rank, 20.0, None, rng.choice(("hang", "fail")), 1000)]
+            case "restart":  # what a read brings may be the new instance's
+                slow = Fault("reads", 0.0, rank, 0.0, prefill, "slow", 3)
+                return [slow, Fault("kill", rng.random() * 0.05, prefill, 0.3 * rng.random())]
             case "waiting":
                 stuck = rng.uniform(*rng.choice(((5, 25), (20, 30), (55, 68))))
                 other = (first.prefill + 1, 0)
-                found = [Fault("reads", 0.0, rank, stuck, (first.prefill, 0), "stuck", 2)]
+                found = [Fault("reads", 0.0, rank, stuck, prefill, "stuck", 2)]
                 found.append(Fault("reads", 0.0, rank, 80.0, other, "slow", 4))
-                if rng.random() < 0.5:
-                    found.append(Fault("slow", 0.0, rank, 3.0, other))
-                return found
-            case "hostile":
-                return [Fault("hostile", 0.0, (first.prefill, 0), 0.0, None, "", rng.randint(1, 3))]
+                return found + [Fault("slow", 0.0, rank, 3.0, other)] * rng.randint(0, 1)
             case "stopped":
-                where = rng.choice((rank, rank, self._rank(servers[first.prefill])))
-                seconds = max(r.arrival for r in requests) + rng.uniform(-0.02, 0.05)
-                mode = rng.choice(("", "sampled", "emitted"))
+                seconds = self.requests[-1].arrival + rng.uniform(-0.02, 0.05)
+                where, mode = rng.choice((rank, rank, prefill)), self._stop_mode()
                 return [Fault("stop", rng.random() * 0.03, where, seconds, None, mode)]
             case "dead_readers":
                 kind = rng.choice(("kill", "stop"))
-                ranks = range(servers[rank[0]].tp if kind == "stop" else 1)
+                ranks = range(self.servers[rank[0]].tp if kind == "stop" else 1)
                 return [Fault(kind, 0.01 * rng.random(), (rank[0], r), 90.0) for r in ranks]
             case "reuse" | "ended" if rng.random() < 0.8:
                 kind = rng.choice(("slow", "break", "cut"))
                 when = 0.0 if kind == "slow" else rng.random() * 0.02
-                seconds = rng.uniform(0.5, 3.0) if kind != "break" else 0.0
-                return [Fault(kind, when, rank, seconds, self._rank(servers[first.prefill]))]
+                return [Fault(kind, when, rank, rng.uniform(0.5, 3.0), prefill)]
             case "unopened":
-                peer = self._rank(servers[first.prefill])
-                cut = Fault("cut", 0.0, rank, rng.uniform(0.5, 4), peer)
-                other = self._rank(servers[first.prefill])
+                cut = Fault("cut", 0.0, rank, rng.uniform(0.5, 4), prefill)
+                other = self._rank(first.prefill)
                 return [cut, Fault("stop", rng.uniform(0.1, 1), other, rng.uniform(0.5, 4))]
         return []
 
-    def _rank(self, server: Server) -> Where:
-        return server.number, self.rng.randrange(server.tp)
+    def _rank(self, server: int) -> Where:
+        return server, self.rng.randrange(self.servers[server].tp)
 
-    def _fault(self, servers: list[Server], requests: list[Request], time: float) -> Fault:
-        """At this time, or just after a request has come."""
+    def _stop_mode(self) -> str:
+        return self.rng.choice(("", "", "sampled", "emitted"))
+
+    def _fault(self) -> Fault:
+        """At any time, or just after a request has come."""
         rng = self.rng
-        request = rng.choice(requests)
+        request = rng.choice(self.requests)
+        time = rng.random() * (self.requests[-1].arrival + 0.1)
         if rng.random() < 0.7:
             time = request.arrival + rng.random() * rng.choice((0.01, 0.05, 0.5))
-        decode = self._rank(servers[request.decode])
-        prefill = self._rank(servers[request.prefill])
-        one = rng.choice((decode, prefill))
-        kind = rng.choice(KINDS)
-        match kind:
+        decode, prefill = self._rank(request.decode), self._rank(request.prefill)
+        one, seconds, mode, count = rng.choice((decode, prefill)), 0.0, "", 0
+        match kind := rng.choice(KINDS):
             case "stop":
                 low, high = rng.choice(((0.005, 0.1), (0.5, 4.9), (5, 20), (55, 80)))
-                mode = rng.choice(("", "", "sampled", "emitted"))
-                return Fault(kind, time, one, rng.uniform(low, high), None, mode)
+                return Fault(kind, time, one, rng.uniform(low, high), None, self._stop_mode())
             case "kill":
                 return Fault(kind, time, one, rng.choice((0, 0.5, 10)) * rng.random())
+            case "error":
+                kinds = ("pack", prefill), ("unpack", decode), ("clear", decode), ("action", one)
+                mode, one = rng.choice(kinds)
+                return Fault(kind, time, one, 0.0, None, mode, 1)
             case "break":
                 mode = rng.choice(("", "silent"))
-                return Fault(kind, time, decode, 0.0, prefill, mode)
             case "cut" | "slow":
-                return Fault(kind, time, decode, rng.choice((0.1, 1, 8)) * rng.random(), prefill)
+                seconds = rng.choice((0.1, 1, 8)) * rng.random()
             case "double":
-                return Fault(kind, time, decode, 0.0, prefill, "", rng.randint(1, 8))
-            case "hostile":
-                return Fault(kind, time, prefill, 0.0, None, "", rng.randint(1, 3))
+                count = rng.randint(1, 8)
             case "reads":
-                mode = rng.choice(READ_FAULTS)
-                return Fault(kind, time, decode, 0.0, prefill, mode, rng.randint(1, 3))
-        mode, where = rng.choice((
-            ("pack", prefill), ("unpack", decode), ("clear", decode), ("action", one),
-        ))  # fmt: skip
-        return Fault("error", time, where, 0.0, None, mode, 1)
+                mode, count = rng.choice(READ_FAULTS), rng.randint(1, 3)
+        return Fault(kind, time, decode, seconds, prefill, mode, count)

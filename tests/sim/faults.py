@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tests.sim.hostile import LIES
-
 if TYPE_CHECKING:
     from tests.sim.network import Link
     from tests.sim.sglang import Group
@@ -18,28 +16,66 @@ LASTS = 10.0  # seconds that a fault waits for what it befalls
 
 def begin(world: World, fault: Fault) -> None:
     world.note_fault(str(fault))
-    _KINDS[fault.kind](world, fault)
+    rank, rng, after = world.places[fault.where].process, world.clock.rng, world.clock.after
+    match fault.kind:
+        case "stop":
+            rank.stop(fault.mode, fault.seconds)
+        case "kill":
+            _kill(world, rank.group, fault.seconds)
+        case "reads":
+            peer = world.places[fault.peer].process.instance if fault.peer else None
+            if fault.mode == "stuck":
+                rank.stuck = fault.seconds
+            rank.read_faults.append(entry := [fault.mode, peer, fault.count])
+            after(fault.seconds or LASTS, entry.__setitem__, 2, 0)
+        case "error":
+            for kind in ("unpack", "clear") if fault.mode == "clear" else (fault.mode,):
+                rank.errors[kind] = rank.errors.get(kind, 0) + fault.count
+            after(LASTS, rank.errors.clear)  # "clear": a room whose rows are cleared is cold
+        case "abort":  # all requests of the server
+            for life in world.lives.values():
+                request = life.request
+                if life.begun is not None and fault.where[0] in (request.prefill, request.decode):
+                    world.abort(request, rank.place.server.side, fault.mode == "told")
+        case _:
+            slow = rng.choice((0.01, 0.1, 5.0)) if fault.kind == "slow" else 0.0
+            for link in _links(world, fault):
+                _befall(link, fault, slow)
 
 
-def _stop(world: World, fault: Fault) -> None:
-    world.places[fault.where].process.stop(fault.mode, fault.seconds)
+def _befall(link: Link, fault: Fault, slow: float) -> None:
+    match fault.kind:
+        case "break":
+            link.end(silent=fault.mode == "silent")
+        case "cut":
+            link.cut(fault.seconds)
+        case "slow":
+            link.slow, link.slow_until = slow, link.clock.now + fault.seconds
+        case "double":
+            link.doubles += fault.count
+            link.clock.after(LASTS, setattr, link, "doubles", 0)
 
 
-def _kill(world: World, fault: Fault) -> None:
+def _links(world: World, fault: Fault) -> list[Link]:
+    """The reader's connections to this address, where former instances were, too."""
+    reader, place = world.places[fault.where].process, world.places[fault.peer]
+    if reader.alive and place.process.alive:
+        reader.link(place.process.instance)
+    return [link for link in reader.links.values() if link.place is place and reader.alive]
+
+
+def _kill(world: World, group: Group, seconds: float) -> None:
     """The whole server: SGLang's watchdog ends the other ranks."""
-    number = fault.where[0]
-    group = world.groups[number]
     if not group.is_alive:
         return
     for place in group.places:
         place.process.kill()
-        world.places_now.pop(place.process.instance)
     for link in list(world.connections.values()):
-        if not link.reader.alive or link.place.server.number == number:
+        if not link.reader.alive or link.place.server is group.server:
             link.end(silent=world.clock.rng.random() < 0.2)
     _others_notice(world, group)
-    if fault.seconds:
-        world.clock.after(fault.seconds, _restart, world, group)
+    if seconds:
+        world.clock.after(seconds, _restart, world, group)
 
 
 def _others_notice(world: World, group: Group) -> None:
@@ -66,74 +102,6 @@ def _restart(world: World, group: Group) -> None:
     world.note_fault(f"server {group.server.number} is started again")
     for place in group.places:
         world.start(place)
-
-
-def _links(world: World, fault: Fault) -> list[Link]:
-    """The reader's connections to this address, where former instances were, too."""
-    reader, place = world.places[fault.where].process, world.places[fault.peer]
-    if reader.alive and place.process.alive:
-        reader.link(place.process.instance)
-    return [link for link in reader.links.values() if link.place is place and reader.alive]
-
-
-def _break(world: World, fault: Fault) -> None:
-    for link in _links(world, fault):
-        link.end(silent=fault.mode == "silent")
-
-
-def _cut(world: World, fault: Fault) -> None:
-    for link in _links(world, fault):
-        link.cut(fault.seconds)
-
-
-def _slow(world: World, fault: Fault) -> None:
-    slow = world.clock.rng.choice((0.01, 0.1, 5.0))
-    for link in _links(world, fault):
-        link.slow, link.slow_until = slow, world.clock.now + fault.seconds
-
-
-def _double(world: World, fault: Fault) -> None:
-    for link in _links(world, fault):
-        link.doubles += fault.count
-        world.clock.after(LASTS, setattr, link, "doubles", 0)
-
-
-def _reads(world: World, fault: Fault) -> None:
-    rank = world.places[fault.where].process
-    peer = world.places[fault.peer].process.instance if fault.peer else None
-    if fault.mode == "stuck":
-        rank.stuck = fault.seconds
-    rank.read_faults.append(entry := [fault.mode, peer, fault.count])
-    world.clock.after(fault.seconds or LASTS, entry.__setitem__, 2, 0)
-
-
-def _hostile(world: World, fault: Fault) -> None:
-    rank = world.places[fault.where].process
-    rank.lies = [world.clock.rng.choice(LIES) for _ in range(fault.count)]
-    world.clock.after(LASTS, rank.lies.clear)
-
-
-def _error(world: World, fault: Fault) -> None:
-    errors = world.places[fault.where].process.errors
-    for kind in ("unpack", "clear") if fault.mode == "clear" else (fault.mode,):
-        errors[kind] = errors.get(kind, 0) + fault.count  # a room whose rows are cleared is cold
-    world.clock.after(LASTS, errors.clear)
-
-
-def _abort(world: World, fault: Fault) -> None:
-    """All requests of a server."""
-    for life in world.lives.values():
-        request = life.request
-        if life.begun is not None and fault.where[0] in (request.prefill, request.decode):
-            side = world.spec.servers[fault.where[0]].side
-            world.abort(request, side, fault.mode == "told")
-
-
-_KINDS = {
-    "stop": _stop, "kill": _kill, "break": _break, "cut": _cut, "slow": _slow, "double": _double,
-    "reads": _reads, "error": _error, "hostile": _hostile,
-    "abort": _abort,
-}  # fmt: skip
 
 
 def is_spared(world: World, request: Request) -> bool:

@@ -15,7 +15,6 @@ from sglang_mixkv.prefill import events as pev
 
 if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank
-    from tests.sim.prefill import PrefillRank
     from tests.sim.world import Place
 
 
@@ -35,7 +34,7 @@ class Link:
         self.slow = 0.0  # so much delay at most; until `slow_until`
         self.slow_until = 0.0
         self.doubles = 0
-        self._arrivals = [0.0, 0.0]
+        self._arrivals = {"prefill": 0.0, "decode": 0.0}
         self._connect()
 
     def _connect(self) -> None:
@@ -45,19 +44,16 @@ class Link:
     # -- messages
 
     def to_prefill(self, message: Message) -> None:
-        if not self._is_up():
+        if self.place.process.alive:
+            self._carry("prefill", message)
+        else:
             self._could_not_send()
-            return
-        self._carry(0, encode(message), self._arrive_at_prefill)
 
     def to_decode(self, message: Message) -> None:
-        self._carry(1, encode(message), self._arrive_at_decode)
+        self._carry("decode", message)
 
-    def _is_up(self) -> bool:
-        return self.place.process.alive
-
-    def _carry(self, way: int, frame: bytes, arrive: object) -> None:
-        now, rng = self.clock.now, self.rng
+    def _carry(self, way: str, message: Message) -> None:
+        now, rng, frame = self.clock.now, self.rng, encode(message)
         delay = 0.00005 + rng.random() ** 3 * 0.002
         if now < self.slow_until:
             delay += rng.random() * self.slow
@@ -66,24 +62,20 @@ class Link:
             when = max(when, self.blocked + delay)
         when = min(when, max(self._arrivals[way], now + self.world.times.delivery))
         self._arrivals[way] = when
-        self.clock.at(when, arrive, self.epoch, frame)
+        self.clock.at(when, self._arrive, way, self.epoch, frame)
         if self.doubles and rng.random() < 0.7:
             self.doubles -= 1
             self._arrivals[way] = when = when + rng.choice((0.0, 0.001, 0.02, 0.5)) * rng.random()
-            self.clock.at(when, arrive, self.epoch, frame)
+            self.clock.at(when, self._arrive, way, self.epoch, frame)
 
-    def _arrive_at_prefill(self, epoch: int, frame: bytes) -> None:
-        process = self.place.process
-        if epoch != self.epoch or not process.alive:
+    def _arrive(self, way: str, epoch: int, frame: bytes) -> None:
+        if epoch != self.epoch:
             return
-        event = pev.Received(self.connection, decode(frame))
+        if way == "prefill":
+            process, event = self.place.process, pev.Received(self.connection, decode(frame))
+        else:
+            process, event = self.reader, dev.Received(self.peer, decode(frame))
         process.step(self.connection, process.handle, (event,))
-
-    def _arrive_at_decode(self, epoch: int, frame: bytes) -> None:
-        if epoch != self.epoch or not self.reader.alive:
-            return
-        event = dev.Received(self.peer, decode(frame))
-        self.reader.step(self, self.reader.handle, (event,))
 
     # -- trouble
 
@@ -125,11 +117,10 @@ class Read:
     """`valid`: the remote slot was the reader's all the time, by range. `fate`: "" where nothing
     goes wrong."""
 
-    def __init__(
-        self, rank: DecodeRank, action: dev.StartRead, remote: PrefillRank | None, stamps: list[int]
-    ) -> None:
-        self.rank, self.remote, self.stamps = rank, remote, stamps
-        self.place = rank.world.place_of[action.peer]
+    def __init__(self, rank: DecodeRank, action: dev.StartRead, stamps: list[int]) -> None:
+        self.rank, self.stamps = rank, stamps
+        self.place = place = rank.world.place_of[action.peer]
+        self.remote = place.process if place.process.instance == action.peer else None
         self.world, self.clock, self.rng = rank.world, rank.clock, rank.rng
         self.number, self.ranges = action.read, action.ranges
         self.pieces = [(n, i) for n, one in enumerate(self.ranges) for i in range(one.tokens + 2)]
@@ -142,21 +133,19 @@ class Read:
         rng, late = self.rng, self.rank.place.times.read
         match self.fate:
             case "fail":
-                self._after(rng.random() * 0.01, self._stick)
-                self._after(0.01 + rng.random() * rng.choice((0.01, 2)), self._fail)
+                seconds = 0.01 + rng.random() * rng.choice((0.01, 2))
             case "hang":
-                self._go(late + rng.choice((2, 35)) * rng.random())
+                seconds = late + rng.choice((2, 35)) * rng.random()
             case "stuck":
-                self._go(late + self.rank.stuck + rng.random())
+                seconds = late + self.rank.stuck + rng.random()
             case "late":
-                self._go(late - 0.2 + rng.random() * 4)
+                seconds = late - 0.2 + rng.random() * 4
             case "slow":
-                self._go(rng.random() * (late - 0.5))
+                seconds = rng.random() * (late - 0.5)
             case _:
-                self._go(rng.random() ** 4 * self.world.copying)
-
-    def _after(self, delay: float, call: object) -> None:
-        self.clock.after(delay, self._step, call)
+                seconds = rng.random() ** 4 * self.world.copying
+        self.clock.after(min(seconds * rng.random(), 0.02), self._step, self._stick)
+        self.clock.after(seconds, self._step, self._rest)
 
     def _step(self, call: object) -> None:
         """Over TCP both processes have a part in each copy; RDMA needs neither."""
@@ -170,10 +159,6 @@ class Read:
                 process.park("plane", self._step, (call,))
                 return
         call()
-
-    def _go(self, seconds: float) -> None:
-        self._after(min(seconds * self.rng.random(), 0.02), self._stick)
-        self._after(seconds, self._rest)
 
     def _copy(self, end: int) -> None:
         for number, piece in self.pieces[self.copied : end]:
@@ -189,11 +174,11 @@ class Read:
             self._copy(self.rng.randint(0, len(self.pieces)))
 
     def _rest(self) -> None:
-        self._copy(len(self.pieces))
-        self._end()
-
-    def _fail(self) -> None:
-        self._end("injected")
+        if self.fate == "fail":
+            self._end("injected")
+        else:
+            self._copy(len(self.pieces))
+            self._end()
 
     def _peer_is_dead(self) -> None:
         """The read fails, sooner or later."""

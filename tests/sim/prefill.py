@@ -9,11 +9,9 @@ from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.machine import Machine
 from sglang_mixkv.prefill.worker import SendHandle
 from tests.sim import memory
-from tests.sim.hostile import distorted
 from tests.sim.process import Gated, Process
 
 if TYPE_CHECKING:
-    from tests.sim.network import Link
     from tests.sim.spec import Request
     from tests.sim.world import Place, World
 
@@ -44,7 +42,7 @@ class Sender(Gated):
 
 
 class PrefillRank(Process):
-    tick, failed = ev.Tick(), ev.ActionFailed
+    tick, undone = ev.Tick(), staticmethod(ev.undone)
 
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
         super().__init__(world, place, instance)
@@ -54,7 +52,6 @@ class PrefillRank(Process):
         )  # fmt: skip
         self.senders: dict[int, Sender] = {}  # by use
         self.packed: dict[int, Sender] = {}  # whose rows, by stamp
-        self.lies: list[str] = []  # how the next READYs are distorted
 
     def _segment_tokens(self, heads: int, slot_bytes: int) -> int:
         return self.place.layout.facts.tokens_in(min(slot_bytes, self.place.slot_bytes), heads)
@@ -72,25 +69,18 @@ class PrefillRank(Process):
         return sender
 
     def add_chunk(self, sender: Sender, first: int, count: int, last: bool, pending: bool) -> None:
-        event = ev.AddChunk(sender.number, first, count, last, (sender, first), pending)
-        self._tell(sender, event)
+        self.post(ev.AddChunk(sender.number, first, count, last, (sender, first), pending))
 
     def write(self, sender: Sender, first: int, count: int) -> None:
         """The forward does, whatever the process's threads do."""
-        if not sender.ended:
-            for token in range(first, first + count):
-                sender.cells[token] = memory.row(sender.request.id, token)
+        for token in range(first, first + count):
+            sender.cells[token] = memory.row(sender.request.id, token)
 
     def written(self, sender: Sender) -> None:
-        self._tell(sender, ev.ChunkWritten(sender.number))
-
-    def _tell(self, sender: Sender, event: ev.Event) -> None:
         if not sender.ended:
-            self.post(event)
+            self.post(ev.ChunkWritten(sender.number))
 
     def target_sent(self, sender: Sender) -> None:
-        if sender.ended:
-            return
         sender.note_target(self)
         self.awaiting.add(sender.number)
         self.post(ev.TargetSent(sender.number))
@@ -98,8 +88,6 @@ class PrefillRank(Process):
     def end(self, sender: Sender, reason: str) -> None:
         """In the scheduler's thread. A request that failed is ended first, `Outbox.end`; one that
         succeeded gives its pages back first."""
-        if sender.ended:
-            return
         sender.ended = True
         self.awaiting.discard(sender.number)
         delay = self.rng.random() * (0.0005 if reason else 0.001)
@@ -129,8 +117,12 @@ class PrefillRank(Process):
                     self.packed[job.stamp] = job.pages[0]
                     self.world.checks.packs(self, job.pages[0])
                     self.copiers.put(job)
-            case ev.Settled():
-                self._settled(action)
+            case ev.Settled(use):
+                sender = self.senders[use]
+                self.world.checks.settled(self, sender)
+                sender.handle.settled = True
+                self.awaiting.discard(use)
+                self.group.poll(sender.request)
 
     def _send(self, action: ev.Send) -> None:
         link = self.world.connections.get(action.connection)
@@ -139,26 +131,12 @@ class PrefillRank(Process):
                 self.world.checks.ready_sent(self, link, action.message)
             case Fail():
                 self.world.checks.part_over(self, action.message.generation)
-        if link is None:
-            if self.rng.random() < 0.8:
-                delay = self.rng.choice((0.0, 0.0, 5.0)) * self.rng.random()
-                lost = ev.ConnectionLost(action.connection)
-                self.later(action.connection, delay, self.handle, lost)
-            return
-        for message in self._said(link, action.message):
-            link.to_decode(message)
-
-    def _said(self, link: Link, message: Ready | Fail) -> list[Ready | Fail]:
-        if not self.lies or not isinstance(message, Ready):
-            return [message]
-        return distorted(self, link.reader, message, self.lies.pop())
-
-    def _settled(self, action: ev.Settled) -> None:
-        sender = self.senders[action.use]
-        self.world.checks.settled(self, sender)
-        sender.handle.settled = True
-        self.awaiting.discard(action.use)
-        self.group.poll(sender.request)
+        if link is not None:
+            link.to_decode(action.message)
+        elif self.rng.random() < 0.8:
+            delay = self.rng.choice((0.0, 0.0, 5.0)) * self.rng.random()
+            lost = ev.ConnectionLost(action.connection)
+            self.later(action.connection, delay, self.handle, lost)
 
     # -- the packing threads
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from tests.sim.world import Place, World
 
 
-CAN_FAIL = ("Send", "StartRead", "Pack", "Copy")
 FINE, COARSE = 0.1, 1.0  # between ticks, where a deadline is near and where none is
 
 
@@ -33,7 +32,7 @@ class Process:
     whose target is there."""
 
     tick: object
-    failed: Callable[..., object]
+    undone: Callable[..., object]
     machine: object
 
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
@@ -48,9 +47,8 @@ class Process:
         self.stopped_for = 0.0  # in all
         self.now = 0.0
         self._acts = False  # there will be a look at what the machine asks for
-        self.unexecuted: list[object] = []
+        self._first: list[tuple[Callable, tuple]] = []  # what a stop came into
         self.errors: dict[str, int] = {}  # how many copies of a kind will fail
-        self._sampled: tuple[object, float] | None = None
         self._parked: list[tuple[object, Callable, tuple]] = []
         self._last: dict[object, float] = {}
         self._tick_time: float | None = None
@@ -89,10 +87,10 @@ class Process:
 
     def handle(self, event: object) -> None:
         if self._stop is not None and self._stop[0] == "sampled":
-            self._sampled = event, self.clock.now
+            self._first.append((self._handle, (event, self.clock.now)))
             self._halt()
-            return
-        self._handle(event, self.clock.now)
+        else:
+            self._handle(event, self.clock.now)
 
     def _handle(self, event: object, now: float) -> None:
         self.now = now
@@ -116,13 +114,9 @@ class Process:
         if self.world.log is not None:
             self.world.note_actions(self.name, actions)
         self.world.checks.books(self)
-        if actions:
-            self._emit(actions)
-
-    def _emit(self, actions: list[object]) -> None:
-        if self._stop is not None and self._stop[0] == "emitted":
+        if actions and self._stop is not None and self._stop[0] == "emitted":
             cut = self.rng.randint(0, len(actions) - 1)
-            self.unexecuted = actions[cut:]
+            self._first += [(self.perform, (action,)) for action in actions[cut:]]
             actions = actions[:cut]
             self._halt()
         for action in actions:
@@ -132,15 +126,13 @@ class Process:
         """Some raise in place of being done."""
         if type(action).__name__ == "Note":
             self.world.checks.noted(self, action.what)
-        if self.errors.get("action") and type(action).__name__ in CAN_FAIL:
+        event = self.undone(action, "injected") if self.errors.get("action") else None
+        if event is None:
+            self.execute(action)
+        else:
             self.errors["action"] -= 1
             self.world.checks.undone(self, action)
-            self.post(self.failed(action, "injected"))
-        else:
-            self.execute(action)
-
-    def execute(self, action: object) -> None:
-        raise NotImplementedError
+            self.post(event)
 
     # -- the threads that copy, of which a side may have nothing to say
 
@@ -176,12 +168,9 @@ class Process:
             return
         self.stopped = False
         self.stopped_for += self.clock.now - self._since
-        sampled, self._sampled = self._sampled, None
-        actions, self.unexecuted = self.unexecuted, []
-        for action in actions:
-            self.perform(action)
-        if sampled is not None:
-            self._handle(*sampled)
+        first, self._first = self._first, []
+        for call, args in first:
+            call(*args)
         parked, self._parked = self._interleaved(self._parked), []
         for number, (_, call, args) in enumerate(parked):
             if self.stopped or not self.alive:

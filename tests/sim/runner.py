@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from tests.sim.checks import Finding
 from tests.sim.draw import Draw
@@ -21,75 +21,38 @@ class Outcome:
     invariant: str = ""
     detail: str = ""
     log: list[str] | None = None
-    world: World | None = None
 
 
-def run_spec(spec: Spec, logged: bool = False, check_every: int = 1) -> Outcome:
+def run_spec(spec: Spec, logged: bool = False) -> Outcome:
     log: list[str] | None = [] if logged else None
-    world = World(spec, log, check_every)
-    outcome = Outcome(spec, log=log, world=world)
+    outcome = Outcome(spec, log=log)
     try:
-        world.run()
+        World(spec, log).run()
     except Finding as finding:
         outcome.invariant, outcome.detail = finding.invariant, finding.detail
     except Exception as error:
         outcome.invariant = f"crash {type(error).__name__}"
         outcome.detail = traceback.format_exc(limit=-4)
-    else:
-        _compare(outcome)
     return outcome
-
-
-def _compare(outcome: Outcome) -> None:
-    """Untouched requests take at most twice their time without faults, and 0.1 s; more where looks
-    take their time. That time is not less than what SGLang alone needs, so most need no second
-    run."""
-    world, spec = outcome.world, outcome.spec
-    slack = 0.1 * (1 + spec.gathers)
-    suspects = [life for life in world.untouched if _took(life) > slack + 2 * _least(life)]
-    if not (suspects and spec.faults):
-        return
-    calm = World(replace(spec, faults=()))
-    calm.run()
-    for life in suspects:
-        without = calm.lives[life.request.id]
-        if without.finished is not None and _took(life) > slack + 2 * _took(without):
-            outcome.invariant = "slow"
-            outcome.detail = (
-                f"request {life.request.id} takes {_took(life):.3f} s, "
-                f"without faults {_took(without):.3f} s"
-            )
-
-
-def _took(life: object) -> float:
-    return life.finished - life.begun
-
-
-def _least(life: object) -> float:
-    request = life.request
-    forwards = sum(chunk.seconds for chunk in request.chunks)
-    return max(request.prefill_delay, request.decode_delay) + forwards + request.target
 
 
 @dataclass
 class Result:
     schedules: int = 0
     seconds: float = 0.0
-    found: list[Outcome] = field(default_factory=list)
+    failed: Outcome | None = None
 
 
-def run_many(
-    seeds: Iterable[int], large: bool = False, seconds: float = 1e9, check_every: int = 1
-) -> Result:
+def run_many(seeds: Iterable[int], seconds: float = 1e9) -> Result:
     """Until the seeds or the seconds are over, or a schedule has failed."""
     result, began = Result(), time.process_time()
     deadline = time.monotonic() + seconds
     for seed in seeds:
-        outcome = run_spec(Draw(seed, large).spec(), check_every=check_every)
+        outcome = run_spec(Draw(seed).spec())
         result.schedules += 1
         if outcome.invariant:
-            result.found.append(outcome)
-        if result.found or time.monotonic() > deadline:
+            result.failed = outcome
+        if result.failed or time.monotonic() > deadline:
             break
     result.seconds = time.process_time() - began
     return result
@@ -127,14 +90,13 @@ def summary(result: Result) -> str:
     return f"{result.schedules} schedules, {each:.2f} ms each"
 
 
-def describe(outcome: Outcome, large: bool) -> str:
+def describe(outcome: Outcome) -> str:
     """The smallest schedule that fails like this one, and its log."""
     least = run_spec(shrink(outcome).spec, logged=True)
-    options = " --large" if large else ""
     return "\n".join(
         [
             f"{outcome.invariant}: {outcome.detail}",
-            f"again: python scripts/simulate.py --replay {outcome.spec.seed}{options}",
+            f"again: python scripts/simulate.py --replay {outcome.spec.seed}",
             "the smallest schedule found that fails like it:",
             *least.spec.lines(),
             *(least.log or ()),

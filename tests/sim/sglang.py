@@ -91,20 +91,14 @@ class Group:
     def _skew(self) -> float:
         return self.rng.random() * 0.001
 
-    def _has_target(self, request: Request) -> bool:
-        handles = self.handles.get(request.id)
-        return bool(handles) and all(one.has_target for one in handles)
-
     def waited(self, request: Request, what: str = "time-out") -> None:
         """For too long, or for a server that is dead, as SGLang notices where it still needs it."""
-        if not self._has_target(request):
+        handles = self.handles.get(request.id)
+        if not (handles and all(one.has_target for one in handles)):
             self.fail(request, what)
 
     def fail(self, request: Request, reason: str, by: str = "stock") -> None:
         self.step(0.0, self._end, request, reason, by)
-
-    def _end(self, request: Request, reason: str, by: str = "stock") -> None:
-        raise NotImplementedError
 
 
 class PrefillGroup(Group):
@@ -115,11 +109,12 @@ class PrefillGroup(Group):
         self.handles[request.id] = [rank.begin(request) for rank in self.ranks]
         self.step(WAITING, self.waited, request)
         if request.optimistic or life.metadata == 0:
-            self._chunk(request, 0, self._first_row(request))
+            self._first_chunk(request)
 
-    def _first_row(self, request: Request) -> int:
-        """Where the first chunk begins: with a whole page of this side's."""
-        return min(request.first_token // self.server.page * self.server.page, request.prompt)
+    def _first_chunk(self, request: Request) -> None:
+        """It begins with a whole page of this side's."""
+        page = self.server.page
+        self._chunk(request, 0, min(request.first_token // page * page, request.prompt))
 
     def metadata(self, request: Request) -> None:
         """A decode rank's metadata is here."""
@@ -131,7 +126,7 @@ class PrefillGroup(Group):
         if request.optimistic:
             self._try_target(request)
         else:
-            self._chunk(request, 0, self._first_row(request))
+            self._first_chunk(request)
 
     def _chunk(self, request: Request, number: int, first: int) -> None:
         if self.world.lives[request.id].prefill_over:
@@ -254,7 +249,6 @@ class DecodeGroup(Group):
         if life.decode_over:
             return
         life.outcome, life.reason, life.by = "failed" if reason else "ok", reason, by
-        life.finished = self.clock.now
         for receiver in self.handles.get(request.id, ()):
             if not reason:
                 self.world.checks.rows(receiver.rank, receiver, receiver.verdict)

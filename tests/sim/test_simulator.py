@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,30 +19,24 @@ FRESH = int(time.time()) * 1000  # the first seed of today's run
 FEW = 2  # faults that a cut-down schedule may have at most
 
 
-BOTH = pytest.mark.parametrize("large", [False, True], ids=["small", "large"])
-
-
-def hold(seeds: Iterable[int], large: bool, **more: Any) -> None:
-    result = run_many(seeds, large, **more)
+def hold(seeds: Iterable[int], seconds: float = 1e9) -> None:
+    result = run_many(seeds, seconds)
     print(summary(result))
-    if result.found:
-        pytest.fail(describe(result.found[0], large), pytrace=False)
+    if result.failed:
+        pytest.fail(describe(result.failed), pytrace=False)
 
 
-@BOTH
-def test_known_seeds_hold(large: bool) -> None:
-    hold(range(10 if large else 300), large)
+def test_known_seeds_hold() -> None:
+    hold(range(400))
 
 
-@BOTH
-def test_other_seeds_hold_each_time(large: bool) -> None:
-    hold(range(FRESH, FRESH + 10**6), large, seconds=10 if large else 30, check_every=3)
+def test_other_seeds_hold_each_time() -> None:
+    hold(range(FRESH, FRESH + 10**6), seconds=40)
 
 
-@BOTH
-def test_a_seed_gives_the_same_run_again(large: bool) -> None:
-    for seed in range(20 if not large else 3):
-        spec = Draw(seed, large).spec()
+def test_a_seed_gives_the_same_run_again() -> None:
+    for seed in range(20):
+        spec = Draw(seed).spec()
         first, second = (run_spec(spec, logged=True).log for _ in range(2))
         assert [_without_addresses(line) for line in first] == [
             _without_addresses(line) for line in second
@@ -54,15 +47,6 @@ def _without_addresses(line: str) -> str:
     return line.partition("pages=")[0]
 
 
-def test_worlds_without_faults_are_warm_or_cold_for_a_reason() -> None:
-    for seed in range(200):
-        spec = replace(Draw(seed, False).spec(), faults=())
-        outcome = run_spec(spec)
-        assert not outcome.invariant, outcome.detail
-        lives = outcome.world.lives.values()
-        assert all(life.begun is not None for life in lives if life.request.after < 0)
-
-
 def test_a_defect_is_found_cut_down_and_described(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cold rooms are decided, and their rows are not cleared."""
 
@@ -71,19 +55,19 @@ def test_a_defect_is_found_cut_down_and_described(monkeypatch: pytest.MonkeyPatc
             self._decide(room, "cold")
 
     monkeypatch.setattr(Decode, "_clear", decide)
-    found = run_many(range(100)).found[0]
+    found = run_many(range(100)).failed
+    assert found is not None
     least = shrink(found)
     assert least.invariant == found.invariant
     assert len(least.spec.requests) == 1
     assert len(least.spec.faults) <= FEW
     assert len(least.spec.lines()) <= len(found.spec.lines())
-    text = describe(found, False)
+    text = describe(found)
     assert f"--replay {found.spec.seed}" in text
     assert "Verdict(" in text
 
 
 @pytest.mark.full
 @pytest.mark.timeout(7200)
-@BOTH
-def test_ten_thousands_of_schedules_hold(large: bool) -> None:
-    hold(range(10**6, 10**6 + 10 ** (4 if large else 5)), large, check_every=20 if large else 5)
+def test_ten_thousands_of_schedules_hold() -> None:
+    hold(range(10**6, 10**6 + 10**5))

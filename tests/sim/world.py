@@ -35,8 +35,7 @@ class Clock:
         heappush(self._heap, (when, self._made, call, args))
 
     def after(self, delay: float, call: Callable, *args: object) -> None:
-        self._made += 1
-        heappush(self._heap, (self.now + delay, self._made, call, args))
+        self.at(self.now + delay, call, *args)
 
     def run(self, limit: float, most: int = 1 << 60) -> bool:
         """Make `most` calls. True where nothing is left to do before `limit`."""
@@ -56,7 +55,6 @@ class Life:
         self.request = request
         self.begun: float | None = None
         self.outcome = self.reason = self.by = ""
-        self.finished: float | None = None
         self.prefill_over = self.written = self.target_begun = False
         self.metadata: int | None = None  # SGLang's messages that are still to come, once sent
 
@@ -80,28 +78,21 @@ class Place:
 
 
 class World:
-    """`check_every`: machines are asked for their books after so many events. `rng`: what decides,
-    in the place of the schedule's seed."""
+    """`rng`: what decides, in the place of the schedule's seed."""
 
     def __init__(
-        self,
-        spec: Spec,
-        log: list[str] | None = None,
-        check_every: int = 1,
-        rng: random.Random | None = None,
+        self, spec: Spec, log: list[str] | None = None, rng: random.Random | None = None
     ) -> None:
         self.spec, self.log, self.times = spec, log, Times()
         self.copying = spec.copying
         self.clock = Clock(rng or random.Random(spec.seed))
-        self.checks = Checks(self, check_every)
+        self.checks = Checks(self)
         self._numbers = count(1)
         self.connections: dict[bytes, Link] = {}
         self.place_of: dict[bytes, Place] = {}  # of each instance, dead ones too
-        self.places_now: dict[bytes, Process] = {}
         self.places: dict[tuple[int, int], Place] = {}
         self.groups: list[Group] = []
         self.lives = {request.id: Life(request) for request in spec.requests}
-        self.untouched: list[Life] = []  # requests that no fault has had to do with
         self._build()
 
     def _build(self) -> None:
@@ -114,10 +105,8 @@ class World:
             kind = PrefillGroup if server.side == "prefill" else DecodeGroup
             self.groups.append(kind(self, server))
         for request in self.spec.requests:
-            if request.after < 0:
-                self.clock.at(request.arrival, self._arrive, request)
-            else:
-                self.clock.at(request.arrival, self._follow, request)
+            comes = self._arrive if request.after < 0 else self._follow
+            self.clock.at(request.arrival, comes, request)
         for fault in self.spec.faults:
             self.clock.at(fault.time, faults.begin, self, fault)
 
@@ -129,7 +118,6 @@ class World:
         instance = b"%08d" % self.next_number()
         place.process = kind(self, place, instance)
         self.place_of[instance] = place
-        self.places_now[instance] = place.process
 
     # -- requests
 
@@ -159,12 +147,7 @@ class World:
         free = all(one.ended or not one.rank.alive or (one.has_target and alive) for one in senders)
         if former.outcome and closed and free and (former.prefill_over or senders):
             self.clock.after(self.clock.rng.random() * 0.002, self._arrive, request)
-        else:
-            self._again(request)
-
-    def _again(self, request: Request) -> None:
-        """A little later, for a while."""
-        if self.clock.now < request.arrival + 120:
+        elif self.clock.now < request.arrival + 120:
             again = 0.02 if self.clock.now < request.arrival + 5 else 2.0
             self.clock.after(again, self._follow, request)
 
