@@ -40,4 +40,4 @@ def test_the_ring_is_timed(tmp_path: Path) -> None:
 
 def test_the_channel_is_timed(tmp_path: Path) -> None:
     found = quick("channel", tmp_path)["traffic"]
-    assert [line["READY"] for line in found] == [1, 2]
+    assert found[-1]["READY"] < found[-1]["slots"]
