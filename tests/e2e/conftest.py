@@ -22,7 +22,6 @@ from mixkv_demo.servers import (
     Deployment,
     disaggregated,
     single,
-    totals,
 )
 from sglang_mixkv.tools.client import Answer, accept_length
 
@@ -152,13 +151,12 @@ def finished(deployment: Deployment, before: Counts, requests: int) -> Counts:
     """What has been counted since, once so many requests have ended."""
     deadline = time.monotonic() + REST_S
     while True:
-        found = totals(deployment.servers)
+        found = deployment.counters()
         found.subtract(before)
         number = sum(n for (name, *_), n in found.items() if name == "finished_requests_total")
         if number >= requests:
             return found
         assert time.monotonic() < deadline, f"{number} of {requests} requests are counted"
-        time.sleep(0.5)
 
 
 def cold(counted: Counts) -> float:
@@ -183,9 +181,7 @@ def answered(
     before = deployment.counters()
     with ThreadPoolExecutor(at_once) as pool:
         answers = [*pool.map(ask or deployment.ask, asked)]
-    finished(deployment, before, len(answers))
-    counted = deployment.counters()
-    counted.subtract(before)
+    counted = finished(deployment, before, len(answers))
     print(
         f"accept length {accept_length(answers):.3f}, single server {accept_length(expected):.3f}; "
         f"{warm_share(counted):.1%} of the rooms were warm"

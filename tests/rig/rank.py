@@ -159,13 +159,6 @@ class Rank(Memory):
         self.manager = queue._init_kv_manager(self._queue())
         self.releases = Releases()
 
-    def asked_class(self, kind: str) -> Any:
-        """A sender's or receiver's class, got as SGLang's scheduler gets it for each request."""
-        from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
-
-        get = get_kv_class if self.plugin is not None else inspect.unwrap(get_kv_class)
-        return get(TransferBackend(self.case.backend), KVClassType(kind))
-
     @property
     def plugin(self) -> Any:
         """The plugin's reporter of this rank; None where SGLang runs alone."""
