@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import select
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 from rig.answers import silent
+from rig.resources import resources
 from rig.threads import SEGMENT, Channel
 
 from sglang_mixkv.channel.messages import Ack, Fail, Message, encode
@@ -120,13 +118,6 @@ def test_a_rank_that_does_not_answer_is_given_up(
         ranks.links.dial(SimpleNamespace(address=f"tcp://{address}", instance=PEER))
 
 
-def usage() -> tuple[float, int]:
-    """KiB of memory, and descriptors, of this process."""
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE") / 1024, len(os.listdir("/proc/self/fd"))
-
-
 def test_a_peer_takes_little_memory_and_few_descriptors() -> None:
     """Of links to one prefill rank, as if other servers named it, too: on decode a socket and what
     signals its messages, on prefill a socket."""
@@ -141,11 +132,11 @@ def test_a_peer_takes_little_memory_and_few_descriptors() -> None:
                 channel.end(sent, handle)
 
         serve(range(1))
-        kib, before = usage()
+        before = resources()
         serve(range(1, 1 + MANY))
-        kib, after = usage()[0] - kib, usage()[1]
-        assert (after - before) / MANY == 2 + 1
-        assert kib / MANY < 128
+        after = resources()
+        assert (after["fds"] - before["fds"]) / MANY == 2 + 1
+        assert (after["rss_mib"] - before["rss_mib"]) * 1024 / MANY < 128
 
 
 def test_idle_peers_are_not_asked_for_messages(monkeypatch: pytest.MonkeyPatch) -> None:
