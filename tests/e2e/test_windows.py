@@ -56,7 +56,7 @@ def test_what_is_left_out_is_never_read(
     with Fleet() as fleet:
         poison = {"TEST_POISON_POOL": "1"}
         deployment = disaggregated(
-            fleet, case.topology(), pair,
+            fleet, pair, case.topology(),
             decode=lambda decode: run_by(decode, POISONING, poison),
         )  # fmt: skip
         first, counted = answered(deployment, expected[:4], prompts[:4])
