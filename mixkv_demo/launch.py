@@ -155,19 +155,27 @@ def run_by(server: Launch, script: Path, env: Mapping[str, str] | None = None) -
     return replace(server, argv=tuple(words), env={**server.env, **(env or {})})
 
 
+HANDS_THROUGH = ("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker")
+
+
 def router(
-    prefill: Launch, decode: Launch, bootstrap_port: int, *others: tuple[Launch, int]
+    prefill: Launch,
+    decode: Launch,
+    bootstrap_port: int,
+    *others: tuple[Launch, int],
+    module: Sequence[str] = ("sglang_router.launch_router",),
+    flags: Sequence[str] = HANDS_THROUGH,
 ) -> Launch:
-    """SGLang's own router in PD mode; it hands errors through instead of trying again. `others`:
-    further prefill servers with their bootstrap ports, which take turns."""
+    """SGLang's own router in PD mode; by default prefill servers take turns, and it hands errors
+    through instead of trying again. `others`: further prefill servers with their bootstrap
+    ports."""
     port = free_port()
     prefills = [(prefill, bootstrap_port), *others]
     addresses = [word for one, room in prefills for word in ("--prefill", one.url, str(room))]
     command = (
-        *(sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"),
+        *(sys.executable, "-m", *module, "--pd-disaggregation"),
         *("--host", HOST, "--port", str(port), "--prometheus-port", str(free_port())),
         *(*addresses, "--decode", decode.url),
-        *("--policy", "round_robin", "--disable-retries", "--disable-circuit-breaker"),
-        *("--worker-startup-check-interval", "1"),
+        *("--worker-startup-check-interval", "1", *flags),
     )
     return Launch("router", command, local_env(), port)

@@ -153,13 +153,13 @@ class Fleet:
         self._servers.append(ServerProcess(name, log, process))
         return self._servers[-1]
 
-    def signal(self, server: ServerProcess, number: signal.Signals) -> None:
-        """Send a signal to every process of one server; SIGKILL ends its membership, too."""
+    def kill(self, name: str) -> None:
+        """Kill every process of one server, which no longer belongs to the fleet."""
+        (server,) = [one for one in self._servers if one.name == name]
         for pid in leashed(server):
-            os.killpg(pid, number)
-        if number == signal.SIGKILL:
-            self._servers.remove(server)
-            server.finish()
+            os.killpg(pid, signal.SIGKILL)
+        self._servers.remove(server)
+        server.finish()
 
     def pids(self) -> dict[str, int]:
         """Each server's own process, by the server's name."""

@@ -68,14 +68,6 @@ class Series:
     value: float
 
 
-@dataclass(frozen=True)
-class Course:
-    """One series over time: its labels, and when it had which value."""
-
-    labels: dict[str, str]
-    values: list[tuple[float, float]]
-
-
 class Prometheus:
     """A running Prometheus that scrapes these servers ("host:port")."""
 
@@ -144,13 +136,6 @@ class Prometheus:
         """The present value of an expression; raises QueryFailed for one that is not valid."""
         found = self._data("/api/v1/query", query=expression)["result"]
         return [Series(s["metric"], float(s["value"][1])) for s in found]
-
-    def range(self, expression: str, since: float, every: float) -> list[Course]:
-        """An expression's values from a time on until now."""
-        found = self._data(
-            "/api/v1/query_range", query=expression, start=since, end=time.time(), step=every
-        )["result"]
-        return [Course(s["metric"], [(t, float(value)) for t, value in s["values"]]) for s in found]
 
     def rules(self) -> list[dict[str, Any]]:
         """All rules with their health and last error, as Prometheus evaluated them."""

@@ -210,14 +210,29 @@ def single(
     return Deployment(fleet, server.url, (server,))
 
 
+Change = Callable[[Launch], Launch]
+
+
+def unchanged(server: Launch) -> Launch:
+    return server
+
+
 def disaggregated(
-    fleet: Fleet, pair: str, topology: Topology, progress: Progress = silent
+    fleet: Fleet,
+    pair: str,
+    topology: Topology,
+    progress: Progress = silent,
+    *,
+    prefill: Change = unchanged,
+    decode: Change = unchanged,
 ) -> Deployment:
-    """Prefill and decode behind the router, all started together."""
-    prefill, decode, bootstrap = launch.prefill_and_decode(pair, topology)
-    router = launch.router(prefill, decode, bootstrap)
-    bring_up(fleet, [prefill, decode, router], progress)
-    return Deployment(fleet, router.url, (prefill, decode), (router,))
+    """Prefill and decode behind the router, all started together. `prefill`, `decode`: changes to
+    the server that the topology describes."""
+    first, second, bootstrap = launch.prefill_and_decode(pair, topology)
+    servers = prefill(first), decode(second)
+    router = launch.router(*servers, bootstrap)
+    bring_up(fleet, [*servers, router], progress)
+    return Deployment(fleet, router.url, servers, (router,))
 
 
 @dataclass(frozen=True)
@@ -240,12 +255,7 @@ class OneCold:
         return Deployment(self.fleet, router.url, servers, (router,))
 
 
-def one_cold(
-    fleet: Fleet,
-    pair: str,
-    topology: Topology,
-    change: Callable[[Launch], Launch] = lambda server: server,
-) -> OneCold:
+def one_cold(fleet: Fleet, pair: str, topology: Topology, change: Change = unchanged) -> OneCold:
     """Both prefill servers and decode, all started together, without a router. `change`: of the
     one that drafts."""
     warm, decode, port = launch.prefill_and_decode(pair, topology)

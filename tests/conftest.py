@@ -1,5 +1,5 @@
-"""What all rings share: the option --full, a folder for what a run leaves in the temporary one, and
-the figures of a run by ring and file."""
+"""What all rings share: the option --full, and a folder for what a run leaves in the temporary
+one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import defaultdict
-from dataclasses import dataclass, field
 
 import pytest
 
@@ -51,33 +49,3 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """A run of hours says at once why a test failed: its summary may never come."""
     if report.failed:
         print(f"\n{report.nodeid} ({report.when})\n{report.longreprtext}", file=sys.__stderr__)
-
-
-@dataclass
-class Figures:
-    """Cases of one file by outcome, and their seconds, set-up included."""
-
-    outcomes: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    seconds: float = 0.0
-
-    def row(self, name: str) -> str:
-        counts = [self.outcomes[key] for key in ("passed", "failed", "skipped")]
-        return "| " + " | ".join([f"`{name}`", *map(str, counts), f"{self.seconds:.0f}"]) + " |"
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """A Markdown table of the files that ran."""
-    files: dict[str, Figures] = defaultdict(Figures)
-    for category, reports in terminalreporter.stats.items():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                file, phase = files[report.nodeid.partition("::")[0]], report.when
-                if phase == "call" or category in ("skipped", "error"):
-                    file.outcomes["failed" if category == "error" else category] += 1
-                file.seconds += report.duration
-    if not files:
-        return
-    terminalreporter.section("cases and seconds")
-    lines = ["| file | passed | failed | skipped | seconds |", "|---|---|---|---|---|"]
-    lines += [files[name].row(name) for name in sorted(files)]
-    terminalreporter.write_line("\n".join(lines))

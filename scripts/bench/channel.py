@@ -1,7 +1,5 @@
 """What the draft channel itself costs, without a GPU and without a NIC.
 
-    python scripts/bench/channel.py [--json FILE]
-
 Both sides' threads, sockets, slots and machines are the real ones. Copies end at once and copy
 nothing. Reads end at once (`control plane`), or at the pace of a 400 Gb/s NIC (`paced`): each
 behind the one before, at 50 GB/s. Slots are of 4 MiB, as by default.
@@ -12,35 +10,31 @@ that both threads enter. `ms`: from the chunk's hand-over to the verdict.
 
 from __future__ import annotations
 
-import argparse
-import json
+import importlib
 import statistics
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from common import Record, options, show
+
+from sglang_mixkv.channel import messages
+from sglang_mixkv.channel.data_plane import Extent, Read
+from sglang_mixkv.channel.slots import SLOTS, slot_bytes
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import events as ev
+from sglang_mixkv.draft.layout import Pages, SlotCheck
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT / "tests"))
+rig = importlib.import_module("rig.threads")
 
-from sglang_mixkv.channel import messages  # noqa: E402
-from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read  # noqa: E402
-from sglang_mixkv.channel.slots import SLOTS, SlotPool, slot_bytes  # noqa: E402
-from sglang_mixkv.channel.times import Times  # noqa: E402
-from sglang_mixkv.decode import events as ev  # noqa: E402
-from sglang_mixkv.decode.links import Store  # noqa: E402
-from sglang_mixkv.decode.machine import Machine as DecodeMachine  # noqa: E402
-from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle  # noqa: E402
-from sglang_mixkv.draft.facts import StagingFacts  # noqa: E402
-from sglang_mixkv.draft.layout import Pages, SlotCheck  # noqa: E402
-from sglang_mixkv.prefill.machine import Machine as PrefillMachine  # noqa: E402
-from sglang_mixkv.prefill.worker import PrefillWorker  # noqa: E402
-
-HOST, HEADS, TIMES = "127.0.0.1", range(64), Times(100)
+HEADS, TIMES = range(64), Times(100)
 SLOT = slot_bytes(256)
 TOKEN = 16 << 10  # bytes of all heads
 TOKENS = (SLOT - 4096) // TOKEN  # of a slot
@@ -50,7 +44,7 @@ SETTLE_S = 0.02  # in which what was said last is done
 
 
 class AtOnce:
-    """Copies that have ended when they are started. `end`: makes the event of a job's end."""
+    """Copies that have ended when they are started."""
 
     is_alive, polled = True, False
 
@@ -68,7 +62,7 @@ class AtOnce:
 class NoRows:
     """Sizes, and no bytes."""
 
-    heads, bytes_per_head = HEADS, TOKEN // len(HEADS)
+    heads, bytes_per_head, device = HEADS, TOKEN // len(HEADS), SimpleNamespace(index=None)
 
     def use_device(self) -> None: ...
 
@@ -76,21 +70,14 @@ class NoRows:
         return 64 + tokens * heads * self.bytes_per_head
 
 
-class Plane(DataPlane):
+class Plane(rig.Reads):  # type: ignore[misc, name-defined]
     """`pace`: bytes per second of all reads, one behind the other; None: each ends at once."""
-
-    name = "bench"
 
     def __init__(self, pace: float | None = None) -> None:
         super().__init__()
         self._pace, self._free = pace, 0.0
 
-    def _register(self, memory: Memory) -> bytes:
-        return b""
-
-    def _open(self, peer: Peer) -> None: ...
-
-    def _post(self, read: Read, extents: list[Extent]) -> None:  # type: ignore[override]
+    def _post(self, read: Read, extents: Sequence[Extent]) -> None:
         if self._pace is not None:
             self._free = max(self._free, time.perf_counter())
             self._free += sum(one.length for one in extents) / self._pace
@@ -99,66 +86,40 @@ class Plane(DataPlane):
     def _check(self, read: Read) -> str | None:
         return "" if self._pace is None or time.perf_counter() >= read.handle else None
 
-    def _drop(self, peer: Peer) -> None: ...
-
-    def _close(self) -> None: ...
-
-
-class Quiet:
-    def __call__(self, note: Any) -> None: ...
-
-    def moved(self, size: int, seconds: float) -> None: ...
-
-    def ended(self, handle: Any, reason: str) -> None: ...
-
-    def ticked(self) -> None: ...
-
 
 class Pair:
     """A prefill rank and a decode rank."""
 
     def __init__(self, pace: float | None) -> None:
-        staging: Any = SimpleNamespace(
+        staging = SimpleNamespace(
             address=1 << 30, slot_bytes=SLOT, count=SLOTS, size=SLOTS * SLOT, slot=lambda _: None
         )
-        rows: Any = NoRows()
-        planes = Plane(), Plane(pace)
-        for plane in planes:
-            plane.register(Memory(staging.address, staging.size), staging.address)
-        self.instance = messages.draw_instance()
-        machine = PrefillMachine(
-            self.instance, HEADS, lambda heads, size: TOKENS, SlotPool(SLOTS, TIMES), TIMES,
-            messages.draws().__next__,
-        )  # fmt: skip
-        self.prefill = PrefillWorker(machine, rows, staging, planes[0], HOST, 0, TIMES, Quiet())
-        machine2 = DecodeMachine(messages.draw_instance(), SlotPool(SLOTS, TIMES), SLOT, TIMES)
-        store = Store(rows, staging, planes[1])
-        self.decode = DecodeWorker(machine2, store, TIMES, Quiet(), lambda _: None)
-        for worker in (self.prefill, self.decode):
-            worker._copies._work.put(None)  # type: ignore[union-attr]
-            worker._copies = AtOnce()  # type: ignore[assignment]
-        facts = StagingFacts("bench", planes[0].endpoint, staging.address, SLOT, SLOTS)
-        row: Any = SimpleNamespace(
-            instance=self.instance, address=self.prefill.address, staging=facts
+        given = {"rows": NoRows(), "staging": staging}
+        self._sides = (
+            rig.Prefill(TIMES, plane=Plane(), **given),
+            rig.Decode(TIMES, plane=Plane(pace), **given),
         )
-        self.decode.add(self.decode.dial(row))
-        while not self.decode.knows(self.instance):
+        self.prefill, self.decode = (side.channel for side in self._sides)
+        for worker in (self.prefill, self.decode):
+            worker._copies._work.put(None)
+            worker._copies = AtOnce()
+        prefill, decode = self._sides
+        self.source = ev.Source(decode.reach(prefill.row), HEADS, 1, SLOTS, TOKENS)
+        while not self.decode.knows(self.source.peer):
             time.sleep(1e-3)
         self._room = 0
 
     def run(self, slots: int, requests: int = 1) -> tuple[float, list[float]]:
         """So many requests at once, of so many full slots each: seconds from their chunks to the
         last verdict, and CPU seconds of both channel threads, from the chunks to the last ACK."""
-        pages, source = np.arange(slots * TOKENS), ev.Source(self.instance, HEADS, 1, SLOTS, TOKENS)
+        pages, (_, decode) = np.arange(slots * TOKENS), self._sides
         sent, handles = [], []
         for _ in range(requests):
             self._room += 1
             sent.append(self.prefill.begin(self._room))
-            handles.append(ReceiveHandle(pages, 1, None))
-            self.decode.open(
-                handles[-1], bootstrap_room=self._room, sources=(source,), first_token=0,
-                end=len(pages),
-            )  # fmt: skip
+            handles.append(
+                decode.open(self._room, len(pages), b"", source=self.source, pages=pages, page=1)
+            )
         time.sleep(SETTLE_S)
         began, cpu = time.perf_counter(), self._cpu()
         for one in sent:
@@ -185,13 +146,11 @@ class Pair:
         return first, second
 
     def close(self) -> None:
-        for worker in (self.decode, self.prefill):
-            worker._stopping = True
-            worker._inlet.wake()
-            worker._thread.join()
+        for side in self._sides:
+            side.close()
 
 
-def control_plane(slots: int, requests: int, repeats: int) -> dict[str, float]:
+def control_plane(slots: int, requests: int, repeats: int) -> Record:
     """CPU time per slot of each thread, for so many requests at once, of so many slots."""
     pair, found = Pair(None), []
     pair.run(slots, requests)
@@ -205,7 +164,7 @@ def control_plane(slots: int, requests: int, repeats: int) -> dict[str, float]:
     }  # fmt: skip
 
 
-def traffic(slots: int) -> dict[str, float]:
+def traffic(slots: int) -> Record:
     """Messages and calls of one request of so many slots."""
     calls, sent = [0], {"READY": 0, "ACK": 0}
     package, encode = str(ROOT / "sglang_mixkv"), messages.encode
@@ -231,7 +190,7 @@ def traffic(slots: int) -> dict[str, float]:
     return found
 
 
-def paced(slots: int, repeats: int) -> dict[str, float]:
+def paced(slots: int, repeats: int) -> Record:
     pair = Pair(NIC)
     pair.run(slots)
     found = [pair.run(slots)[0] * 1e3 for _ in range(repeats)]
@@ -241,21 +200,14 @@ def paced(slots: int, repeats: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--repeats", type=int, default=15)
-    asked = parser.parse_args()
-    found = {
-        "control plane": [control_plane(*one, asked.repeats) for one in REQUESTS],
+    arguments = options(__doc__ or "").parse_args()
+    repeats = arguments.repeats or (1 if arguments.quick else 15)
+    parts = {
+        "control plane": [control_plane(*one, repeats) for one in REQUESTS],
         "traffic": [traffic(slots) for slots in (1, 16)],
-        "paced": [paced(slots, asked.repeats) for slots in (1, 16, 64)],
+        "paced": [paced(slots, repeats) for slots in (1, 16, 64)],
     }
-    for name, rows in found.items():
-        print(name)
-        for row in rows:
-            print("   ", ", ".join(f"{key} {value:.4g}" for key, value in row.items()))
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1))
+    show(arguments, parts)
 
 
 if __name__ == "__main__":

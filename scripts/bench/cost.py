@@ -11,10 +11,9 @@ bytes. Bytes are compared first, in each layout and size.
 from __future__ import annotations
 
 import multiprocessing as mp
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -64,26 +63,20 @@ def _engine(memory: np.ndarray[Any, Any]) -> Any:
     return engine
 
 
-def _commands(pipe: Any) -> Iterator[int]:
-    """What comes, as long as the parent lives."""
-    parent = os.getppid()
-    while os.getppid() == parent:
-        if pipe.poll(rings.LOOK_S):
-            yield pipe.recv()
-
-
 def _serve(pipe: Any, size: int) -> None:
+    rings.forks.die_with_parent()
     memory = _truth(size).copy()
     engine = _engine(memory)
     pipe.send((f"127.0.0.1:{engine.get_rpc_port()}", memory.ctypes.data))
-    for _ in _commands(pipe):
-        pass
+    pipe.recv()  # nothing comes until its parent ends it
 
 
 def _read(pipe: Any, server: Any, largest: int) -> None:
+    rings.forks.die_with_parent()
     memory, truth = np.zeros(largest, np.uint8), _truth(largest)
     engine, (name, remote) = _engine(memory), server.recv()
-    for size in _commands(pipe):
+    while True:
+        size = pipe.recv()
         memory[:size] = 0
         start = time.perf_counter()
         assert engine.transfer_sync_read(name, memory.ctypes.data, remote, size) == 0

@@ -13,6 +13,7 @@ bytes per token.
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 import multiprocessing as mp
 import os
@@ -28,6 +29,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 load = importlib.import_module("rig.load")  # sets what SGLang's import reads
+forks = importlib.import_module("rig.forks")
 model = importlib.import_module("rig.model")
 rig = importlib.import_module("rig.rank")
 special = importlib.import_module("rig.special")
@@ -37,7 +39,7 @@ LAYOUTS = ("runs", "random")
 PAGE, HEADS, HEAD_BYTES = 64, 8, 256
 TOKEN_BYTES = 2 * HEADS * HEAD_BYTES  # of the whole drafter: K and V of one layer
 WAITING, SUCCESS = 2, 4  # of SGLang's KVPoll: WaitingForInput and Success
-POLL_S, LIMIT_S, LOOK_S = 2e-4, 60.0, 2.0
+POLL_S, LIMIT_S = 2e-4, 60.0
 PATIENCE = "SGLANG_MIXKV_PATIENCE", "10"  # a cold drafter is no figure
 
 
@@ -63,6 +65,13 @@ class Member:
         result = call()
         self.cpu += time.thread_time() - start
         return result
+
+    def asked_class(self, kind: str) -> Any:
+        """A sender's or receiver's, got as SGLang's scheduler gets it for each request."""
+        from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
+
+        get = get_kv_class if self.rank.plugin is not None else inspect.unwrap(get_kv_class)
+        return get(TransferBackend(self.rank.case.backend), KVClassType(kind))
 
     def pages(self, side: str, tokens: int, layout: str) -> np.ndarray[Any, Any]:
         """A request's pages on a side, among those that the largest request needs."""
@@ -102,7 +111,7 @@ class PrefillMember(Member):
     def begin(self, room: int, tokens: int, layout: str) -> None:
         """Until decode's metadata is here."""
         self.cpu, arguments = 0.0, (self.manager, self.rank.address(0), room, True)
-        self.handle = self.metered(lambda: self.rank.asked_class("sender")(*arguments))
+        self.handle = self.metered(lambda: self.asked_class("sender")(*arguments))
         self.chunk = self.pages("prefill", tokens, layout)
         self.wait_for(lambda: self.handle.poll() in (WAITING, SUCCESS))
         self.metered(lambda: self.handle.init(len(self.chunk), 0))
@@ -132,7 +141,7 @@ class DecodeMember(Member):
         self.cpu, arguments = 0.0, (self.manager, self.rank.address(0), room)
 
         def made() -> Any:
-            receiver = self.rank.asked_class("receiver")(*arguments)
+            receiver = self.asked_class("receiver")(*arguments)
             receiver.init(0)
             return receiver
 
@@ -184,17 +193,15 @@ def request_of(room: int) -> Any:
     return request
 
 
-def serve(case: Any, side: str, number: int, ports: list[int], pipe: Any, parent: int) -> None:
+def serve(case: Any, side: str, number: int, ports: list[int], pipe: Any) -> None:
     """One rank: it obeys commands until its parent ends it."""
+    forks.die_with_parent()
     try:
         rank = rig.Rank(case, side, number, ports)
         rank.start_manager()
         member = (PrefillMember if side == "prefill" else DecodeMember)(rank)
         pipe.send(None)
         while True:
-            while not pipe.poll(LOOK_S):
-                if os.getppid() != parent:
-                    os._exit(0)
             name, *args = pipe.recv()
             pipe.send(getattr(member, name)(*args))
     except BaseException:
@@ -222,7 +229,7 @@ class Ring:
         for side, count in zip(SIDES, (prefill_tp, decode_tp), strict=True):
             for number in range(count):
                 here, there = context.Pipe()
-                arguments = (case, side, number, ports, there, os.getpid())
+                arguments = (case, side, number, ports, there)
                 process = context.Process(target=serve, args=arguments, daemon=True)
                 process.start()
                 there.close()

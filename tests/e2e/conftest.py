@@ -1,8 +1,7 @@
 """Real servers, each deployment started once and stopped before the next one starts.
 
 pytest groups the tests by the parameter of ``pd``, so every test of one pair of servers runs
-while that pair is up. The single server comes first, and stays only as its answers. At the end
-the figures of every pair that ran are printed.
+while that pair is up. The single server comes first, and stays only as its answers.
 """
 
 from __future__ import annotations
@@ -16,17 +15,13 @@ from dataclasses import dataclass
 import pytest
 from rig.unserved import skip_unserved
 
-from mixkv_demo import launch
-from mixkv_demo.launch import Launch, Topology
+from mixkv_demo.launch import Topology
 from mixkv_demo.pair import PAIRS, cousins, prompts
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import (
     Deployment,
-    bring_up,
     disaggregated,
-    silent,
     single,
-    totals,
 )
 from sglang_mixkv.tools.client import Answer, accept_length
 
@@ -156,13 +151,12 @@ def finished(deployment: Deployment, before: Counts, requests: int) -> Counts:
     """What has been counted since, once so many requests have ended."""
     deadline = time.monotonic() + REST_S
     while True:
-        found = totals(deployment.servers)
+        found = deployment.counters()
         found.subtract(before)
         number = sum(n for (name, *_), n in found.items() if name == "finished_requests_total")
         if number >= requests:
             return found
         assert time.monotonic() < deadline, f"{number} of {requests} requests are counted"
-        time.sleep(0.5)
 
 
 def cold(counted: Counts) -> float:
@@ -175,42 +169,23 @@ def warm_share(counted: Counts) -> float:
     return counted[WARM] / max(1, counted[WARM] + cold(counted))
 
 
-FIGURES: list[str] = []
-
-
-def record(
-    name: str, answers: list[Answer], reference: list[Answer], share: float | None = None
-) -> None:
-    """Keep the accept lengths of a run for the summary. `share`: of warm rooms."""
-    lengths = f"{accept_length(answers):.3f}  single {accept_length(reference):.3f}"
-    same = sum(a.tokens == b.tokens for a, b in zip(answers, reference, strict=True))
-    warm = "" if share is None else f"  warm {share:.1%}"
-    FIGURES.append(f"{name:<44} {lengths}  outputs equal {same}/{len(answers)}{warm}")
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if FIGURES:
-        terminalreporter.section("accept lengths, pair against single server")
-        terminalreporter.write("\n".join([*FIGURES, ""]))
-
-
 def answered(
-    name: str,
     deployment: Deployment,
     expected: list[Answer],
     asked: list[list[int]],
     ask: Callable[[list[int]], Answer] | None = None,
     at_once: int = 1,
 ) -> tuple[list[Answer], Counts]:
-    """The answers to these prompts, and what was counted of them; recorded beside those that are
-    expected."""
+    """The answers to these prompts, and what was counted of them. pytest's -rP shows what they came
+    to beside those that are expected."""
     before = deployment.counters()
     with ThreadPoolExecutor(at_once) as pool:
         answers = [*pool.map(ask or deployment.ask, asked)]
-    finished(deployment, before, len(answers))
-    counted = deployment.counters()
-    counted.subtract(before)
-    record(name, answers, expected, warm_share(counted))
+    counted = finished(deployment, before, len(answers))
+    print(
+        f"accept length {accept_length(answers):.3f}, single server {accept_length(expected):.3f}; "
+        f"{warm_share(counted):.1%} of the rooms were warm"
+    )
     return answers, counted
 
 
@@ -224,25 +199,6 @@ def all_arrived(counted: Counts) -> None:
     """No draft byte is missing or sent twice, and no rank has been cold."""
     assert counted[SENT] == counted[NEEDED] > 0
     assert warm_share(counted) == 1, counted
-
-
-Change = Callable[[Launch], Launch]
-
-
-def pair_with(
-    fleet: Fleet,
-    topology: Topology,
-    pair: str = "mla",
-    *,
-    prefill: Change = lambda server: server,
-    decode: Change = lambda server: server,
-) -> Deployment:
-    """As `disaggregated`, with servers other than the topology says."""
-    *servers, port = launch.prefill_and_decode(pair, topology)
-    servers = [prefill(servers[0]), decode(servers[1])]
-    router = launch.router(*servers, port)
-    bring_up(fleet, [*servers, router], silent)
-    return Deployment(fleet, router.url, tuple(servers), (router,))
 
 
 Reference = Callable[[str, tuple[str, ...]], Answers]
@@ -275,6 +231,5 @@ def pd(request: pytest.FixtureRequest, reference: Reference) -> Iterator[Measure
     with Fleet() as fleet:
         deployment = disaggregated(fleet, case.pair, case.topology())
         finished(deployment, Counter(), 1)  # the first request, which is only to get through
-        fixed = case.name, deployment, expected.fixed, prompts(pair=case.pair)
-        answers, counted = answered(*fixed)
+        answers, counted = answered(deployment, expected.fixed, prompts(pair=case.pair))
         yield Measured(case, deployment, answers, expected, counted)

@@ -167,8 +167,7 @@ TO_DP = Topology(TP2, TP2_DP2_OLDER, backend="nixl")
 def test_a_pair_of_workers(name: str, topology: Topology, reference: Reference) -> None:
     expected = reference("mla", ()).fixed
     with dynamo(topology, name) as (deployment, ask, workers):
-        of_run = f"Dynamo {DYNAMO}, {name}"
-        answers, counted = answered(of_run, deployment, expected, prompts(), ask)
+        answers, counted = answered(deployment, expected, prompts(), ask)
         banners = [BANNER in log(one) for one in workers]
     same(answers, expected)
     all_arrived(counted)

@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rig.threads import wait_for
 
 from mixkv_demo.processes import Fleet, ServerDied
 
@@ -42,18 +41,9 @@ def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIXKV_LEASH_GRACE_S", "1")
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 15) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.05)
-    return False
-
-
 def read(folder: Path, name: str) -> str:
     path = folder / name
-    assert eventually(lambda: path.exists() and bool(path.read_text())), path
+    assert wait_for(lambda: path.exists() and bool(path.read_text())), path
     return path.read_text()
 
 
@@ -83,7 +73,7 @@ def test_leaving_the_context_ends_the_whole_tree(tmp_path: Path) -> None:
             assert os.getpgrp() not in map(os.getpgid, pids)  # Ctrl-C is their starter's alone
             if name == "killed":
                 os.kill(pids[0], signal.SIGKILL)
-                assert eventually(lambda child=pids[1]: gone(child))
+                assert wait_for(lambda child=pids[1]: gone(child))
     assert all(map(gone, pids))
     assert not fleet.root.exists()
 
@@ -96,8 +86,8 @@ def test_a_killed_starter_leaves_nothing(tmp_path: Path, number: signal.Signals)
     pids, root = ids(tmp_path), Path(read(tmp_path, "root"))
     starter.send_signal(number)
     assert starter.wait(15) != 0
-    assert eventually(lambda: all(map(gone, pids)))
-    assert eventually(lambda: not root.exists())
+    assert wait_for(lambda: all(map(gone, pids)))
+    assert wait_for(lambda: not root.exists())
 
 
 def test_a_server_that_dies_is_noticed(tmp_path: Path) -> None:

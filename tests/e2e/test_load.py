@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +23,10 @@ import pytest
 from rig import watched_server
 
 from mixkv_demo import launch
-from mixkv_demo.launch import Launch, Topology
+from mixkv_demo.launch import Topology
 from mixkv_demo.pair import ask, cousins, prompts
-from mixkv_demo.processes import Fleet, ServerDied, ServerProcess
-from mixkv_demo.servers import Deployment, bring_up, silent, start
+from mixkv_demo.processes import Fleet, ServerDied
+from mixkv_demo.servers import Deployment, disaggregated, start
 from sglang_mixkv.tools.client import Answer, NoAnswer, RequestFailed, accept_length
 
 from .conftest import ENABLE, TP1, TP1_PP2, TP2, TP2_DP2, TP2_DP2_OLDER, WARM, Reference, cold
@@ -54,16 +53,14 @@ SETTLED_S = 330.0
 
 @dataclass
 class Watched:
-    """A pair behind the router, whose ranks say in `states` what they hold. `running`: the servers'
-    processes, by side."""
+    """A pair behind the router, whose ranks say in `states` what they hold."""
 
     deployment: Deployment
-    running: dict[str, ServerProcess]
     states: Path
     ranks: int
 
     def kill(self, side: str) -> None:
-        self.deployment.fleet.signal(self.running.pop(side), signal.SIGKILL)
+        self.deployment.fleet.kill(side)
         for path in self.states.glob("*.json"):
             if not Path("/proc", path.stem).exists():
                 path.unlink()
@@ -71,8 +68,7 @@ class Watched:
     def restart(self, side: str) -> None:
         """On its ports. The router has to see that the server is back."""
         (server,) = [one for one in self.deployment.servers if one.name == side]
-        again = replace(server, name=f"{side}-again")
-        self.running[side] = start(self.deployment.fleet, [again])[0]
+        start(self.deployment.fleet, [replace(server, name=f"{side}-again")])
         deadline = time.monotonic() + SETTLED_S
         while True:
             try:
@@ -105,15 +101,10 @@ def watched(topology: Topology, pair: str) -> Iterator[Watched]:
     with Fleet() as fleet:
         states = fleet.folder("states")
         env = {**TIMEOUTS, watched_server.STATE_DIR_ENV: str(states)}
-        *servers, port = launch.prefill_and_decode(pair, topology)
-        both: list[Launch] = [
-            launch.run_by(one, Path(watched_server.__file__), env) for one in servers
-        ]
-        router = launch.router(*both, port)
-        processes = bring_up(fleet, [*both, router], silent)
-        running = {one.name: process for one, process in zip(both, processes, strict=False)}
+        watch = partial(launch.run_by, script=Path(watched_server.__file__), env=env)
+        deployment = disaggregated(fleet, pair, topology, prefill=watch, decode=watch)
         ranks = launch.ranks(topology.prefill) + launch.ranks(topology.decode)
-        yield Watched(Deployment(fleet, router.url, (*both,), (router,)), running, states, ranks)
+        yield Watched(deployment, states, ranks)
 
 
 def crowd(

@@ -14,11 +14,12 @@ import pytest
 from mixkv_demo.launch import Topology
 from mixkv_demo.pair import prompts, request_body
 from mixkv_demo.processes import Fleet
+from mixkv_demo.servers import disaggregated
 from sglang_mixkv.draft.facts import MIXES
 from sglang_mixkv.engine.releases import SUPPORTED_SGLANG
 from sglang_mixkv.tools.client import Answer, RequestFailed, accept_length, generate
 
-from .conftest import COLLAPSED, ENABLE, START_TIMEOUT, TP1, TP2, Reference, pair_with, record, same
+from .conftest import COLLAPSED, ENABLE, START_TIMEOUT, TP1, TP2, Reference, same
 
 pytestmark = [START_TIMEOUT, pytest.mark.full]
 
@@ -39,8 +40,8 @@ def answers_of(prefill: str, decode: str, backend: str, flags: tuple[str, ...]) 
     """Raises RequestFailed."""
     topology = Topology(TP2, TP1, flags, flags, backend=backend)
     with Fleet() as fleet:
-        deployment = pair_with(
-            fleet, topology,
+        deployment = disaggregated(
+            fleet, "mla", topology,
             prefill=lambda server: replace(server, argv=(str(python(prefill)), *server.argv[1:])),
             decode=lambda server: replace(server, argv=(str(python(decode)), *server.argv[1:])),
         )  # fmt: skip
@@ -61,9 +62,7 @@ def test_a_mix_is_served_where_sglang_serves_it(
         return
     expected = reference("mla", ()).fixed
     answers = answers_of(prefill, decode, backend, ENABLE)
-    record(f"{prefill} -> {decode}, {backend}, plugin", answers, expected)
     same(answers, expected)
     stock = answers_of(prefill, decode, backend, ())
-    record(f"{prefill} -> {decode}, {backend}, stock", stock, expected)
     assert [a.tokens for a in stock] == [a.tokens for a in expected]
     assert accept_length(stock) < COLLAPSED

@@ -12,6 +12,7 @@ import requests
 from mixkv_demo.launch import HOST, Launch, ranks, run_by, without_drafter
 from mixkv_demo.pair import cousins, prompts, request_body
 from mixkv_demo.processes import Fleet
+from mixkv_demo.servers import disaggregated
 from sglang_mixkv.tools.client import (
     Answer,
     RequestFailed,
@@ -40,7 +41,6 @@ from .conftest import (
     all_arrived,
     answered,
     cold,
-    pair_with,
     same,
 )
 
@@ -70,8 +70,8 @@ def page_is_the_answers(counted: Counts, answers: list[Answer], *state: str) -> 
 def test_repeated_prompts(pd: Measured) -> None:
     """The prefill finds them in its radix cache, unless they come to another of its DP ranks; with
     a host cache, on the host. A decode server with a radix cache has most pages too."""
-    again, fixed = f"{pd.case.name}, again", pd.reference.fixed
-    answers, counted = answered(again, pd.deployment, fixed, prompts(pair=pd.case.pair))
+    fixed = pd.reference.fixed
+    answers, counted = answered(pd.deployment, fixed, prompts(pair=pd.case.pair))
     same(answers, fixed)
     all_arrived(counted)
     cached = [answer.cached_tokens > 0 for answer in answers]
@@ -83,9 +83,8 @@ def test_repeated_prompts(pd: Measured) -> None:
 
 def test_eight_requests_at_once_with_cached_prefixes(pd: Measured) -> None:
     """Their first halves are in the caches, their second halves are new."""
-    name, expected = f"{pd.case.name}, 8 at once", pd.reference.cousins
-    of_pair = cousins(pd.case.pair)
-    answers, counted = answered(name, pd.deployment, expected, of_pair, at_once=8)
+    expected, of_pair = pd.reference.cousins, cousins(pd.case.pair)
+    answers, counted = answered(pd.deployment, expected, of_pair, at_once=8)
     same(answers, expected)
     all_arrived(counted)
 
@@ -142,16 +141,15 @@ def test_a_gqa_target_through_sglangs_staging_buffer(
     prefill: tuple[str, ...], decode: tuple[str, ...], reference: Reference
 ) -> None:
     """SGLang stages the target's heads, the channel the drafter's: each its own."""
-    name = f"gqa {' '.join(prefill)} -> {' '.join(decode)}, SGLang's staging buffer"
-    case = Case(name, (*prefill, *PAGES), (*decode, *PAGES), "gqa")
+    case = Case("staging buffer", (*prefill, *PAGES), (*decode, *PAGES), "gqa")
     expected = reference("gqa", ()).fixed
 
     def staging(server: Launch) -> Launch:
         return run_by(server, Path(staging_on_cpu.__file__), staging_on_cpu.ENV)
 
     with Fleet() as fleet:
-        deployment = pair_with(fleet, case.topology(), "gqa", prefill=staging, decode=staging)
-        answers, counted = answered(name, deployment, expected, prompts(pair="gqa"))
+        deployment = disaggregated(fleet, "gqa", case.topology(), prefill=staging, decode=staging)
+        answers, counted = answered(deployment, expected, prompts(pair="gqa"))
         staged = (fleet.root / "decode" / "log").read_text().count(staging_on_cpu.STAGED)
     same(answers, expected)
     all_arrived(counted)
@@ -162,12 +160,12 @@ def test_a_gqa_target_through_sglangs_staging_buffer(
 @pytest.mark.parametrize("pair", ["mla-dflash", "mla"])
 def test_a_pair_that_drafts_on_decode_alone(pair: str, reference: Reference) -> None:
     """The drafter is cold, the output is the single server's."""
-    case = Case(f"{pair}-P2-D1, decode alone drafts", TP2, TP1, pair)
+    case = Case("decode alone drafts", TP2, TP1, pair)
     case.skip_unserved()
     expected = reference(pair, ()).fixed
     with Fleet() as fleet:
-        deployment = pair_with(fleet, case.topology(), pair, prefill=without_drafter)
-        answers, counted = answered(case.name, deployment, expected, prompts(pair=pair))
+        deployment = disaggregated(fleet, pair, case.topology(), prefill=without_drafter)
+        answers, counted = answered(deployment, expected, prompts(pair=pair))
     assert [a.tokens for a in answers] == [a.tokens for a in expected]
     assert 1 < accept_length(answers) < 0.9 * accept_length(expected)
     assert counted["rooms_total", "cold", "no_drafter"] == cold(counted) == len(answers)

@@ -6,7 +6,6 @@ The servers start once for all routers of a test: a router starts in a second.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -17,7 +16,6 @@ import pytest
 from mixkv_demo import launch
 from mixkv_demo.launch import Launch, Topology
 from mixkv_demo.pair import prompts
-from mixkv_demo.ports import free_port
 from mixkv_demo.processes import Fleet
 from mixkv_demo.servers import Deployment, bring_up, silent, start
 from sglang_mixkv.tools.client import RequestFailed, post
@@ -67,15 +65,9 @@ def router(
     name: str, servers: Servers, prefills: Sequence[Prefill], *flags: str
 ) -> Iterator[Deployment]:
     """That router before these prefill servers and the decode server."""
-    port = free_port()
-    addresses = [w for one, room in prefills for w in ("--prefill", one.url, str(room))]
-    argv = (
-        sys.executable, "-m", *MODULES[name], "--pd-disaggregation", "--host", launch.HOST,
-        "--port", str(port), "--prometheus-port", str(free_port()), *addresses,
-        "--decode", servers.decode.url, "--worker-startup-check-interval", "1", *flags,
-    )  # fmt: skip
+    (first, port), *others = prefills
+    entry = launch.router(first, servers.decode, port, *others, module=MODULES[name], flags=flags)
     with Fleet() as fleet:
-        entry = Launch(name, argv, launch.local_env(), port)
         bring_up(fleet, [entry], silent)
         yield Deployment(fleet, entry.url, servers.all)
 
@@ -83,9 +75,8 @@ def router(
 @pytest.mark.parametrize(("name", "policy"), CASES)
 def test_a_policy(name: str, policy: str, servers: Servers, reference: Reference) -> None:
     expected = reference("mla", ()).fixed
-    name_of_run = f"{name}, {policy}, 1 -> 2, two prefills"
     with router(name, servers, servers.fitting, "--policy", policy) as deployment:
-        answers, counted = answered(name_of_run, deployment, expected, prompts())
+        answers, counted = answered(deployment, expected, prompts())
     same(answers, expected)
     all_arrived(counted)
 

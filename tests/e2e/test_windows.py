@@ -14,7 +14,7 @@ import pytest
 from mixkv_demo.launch import run_by
 from mixkv_demo.pair import BOS, SEP, SYMBOLS
 from mixkv_demo.processes import Fleet
-from mixkv_demo.servers import single
+from mixkv_demo.servers import disaggregated, single
 from sglang_mixkv.tools.client import accept_length
 
 from .conftest import (
@@ -26,7 +26,6 @@ from .conftest import (
     TP2,
     Case,
     answered,
-    pair_with,
     same,
 )
 
@@ -56,13 +55,12 @@ def test_what_is_left_out_is_never_read(
         expected = [server.ask(prompt) for prompt in prompts]
     with Fleet() as fleet:
         poison = {"TEST_POISON_POOL": "1"}
-        deployment = pair_with(
-            fleet, case.topology(), pair,
+        deployment = disaggregated(
+            fleet, pair, case.topology(),
             decode=lambda decode: run_by(decode, POISONING, poison),
         )  # fmt: skip
-        again = f"{case.name}, again"
-        first, counted = answered(case.name, deployment, expected[:4], prompts[:4])
-        answers, _ = answered(again, deployment, expected[4:], prompts[4:])
+        first, counted = answered(deployment, expected[:4], prompts[:4])
+        answers, _ = answered(deployment, expected[4:], prompts[4:])
     same(first, expected[:4])
     same(answers, expected[4:])
     assert accept_length(expected[:4]) > 1.5

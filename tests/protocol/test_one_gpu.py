@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from rig.forks import in_fork
 from rig.rank import free_port
 from sglang.srt.distributed import parallel_state as state
 from sglang.srt.platforms.cuda import CudaSRTPlatform
@@ -73,12 +74,12 @@ def test_collectives() -> None:
     assert found[1]["received"] == mine[0]
 
 
-def _hooked(pipe: Any) -> None:
+def _hooked() -> Any:
     support.install()
     HookRegistry.apply_hooks()  # only logs what it cannot apply
     with CudaSRTPlatform().reindex_device_id(1) as number:
         seen = (number, os.environ["CUDA_VISIBLE_DEVICES"])
-    pipe.send((seen, HookRegistry._patched & {*support.HOOKED}))
+    return seen, HookRegistry._patched & {*support.HOOKED}
 
 
 @pytest.mark.parametrize(("visible", "card"), [(None, "0"), ("3", "3")])
@@ -90,13 +91,7 @@ def test_rank_1_gets_the_card_too(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    context = mp.get_context("fork")
-    here, there = context.Pipe()
-    process = context.Process(target=_hooked, args=(there,))
-    process.start()
-    assert here.poll(ANSWER_S)
-    assert here.recv() == ((0, card), {*support.HOOKED})
-    process.join(20)
+    assert in_fork(_hooked) == ((0, card), {*support.HOOKED})
 
 
 def test_what_is_missing_is_chosen_otherwise_and_said() -> None:

@@ -22,7 +22,8 @@ from rig.ring import Outcome, run
 from rig.special import Special
 
 from sglang_mixkv.channel.messages import PROTOCOL
-from sglang_mixkv.engine.bootstrap import DraftBootstrapServer
+from sglang_mixkv.engine import prefill_http
+from sglang_mixkv.errors import MixKVError
 
 pytestmark = pytest.mark.transports(1)
 
@@ -51,10 +52,9 @@ def refused_by_decode(
     words: str, prefill_tp: int, decode_tp: int, stock_ranks: Any = (), **case: Any
 ) -> Outcome:
     """Every request, in these words, and nothing was sent. Decode refuses at once, and repeats
-    prefill's ABORT for 8 s, which a rank that is not up would never get: a decode rank waits for
-    all ranks that have an entry here."""
-    faults: Any = {("decode", rank): is_silent for rank in range(decode_tp)}
-    faults |= {("prefill", rank): lambda _: None for rank in range(prefill_tp)}
+    prefill's ABORT for 8 s, which a rank that is not up would never get: with faults all ranks are
+    up when a request begins."""
+    faults = {("decode", rank): is_silent for rank in range(decode_tp)}
     special = Special(faults=faults, failed_rooms_stay_clean=True, stock_ranks=stock_ranks)
     outcome = run(Case(prefill_tp, decode_tp, requests=REQUESTS, special=special, **case))
     assert outcome.wrong == []
@@ -102,16 +102,9 @@ def test_a_decode_with_one_stock_rank_is_counted() -> None:
 # ---------------------------------------------------------------- release 0.2
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), PAIRS)
-def test_a_prefill_of_release_0_2_is_refused(
-    prefill_tp: int, decode_tp: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from aiohttp import web
-
+@pytest.mark.mooncake_only
+def test_a_prefill_of_release_0_2_is_refused() -> None:
+    """Where its answer is read; what becomes of its requests is the stock prefill's test."""
     assert json.loads(ANSWER)["protocol"] != PROTOCOL[1]  # all that a decode of 0.2 reads of ours
-
-    async def answer(_server: Any, _request: web.Request) -> web.Response:
-        return web.Response(body=ANSWER, content_type="application/json")
-
-    monkeypatch.setattr(DraftBootstrapServer, "_handle_rows", answer)
-    refused_by_decode("have a protocol in common on both sides", prefill_tp, decode_tp)
+    with pytest.raises(MixKVError, match="have a protocol in common on both sides"):
+        prefill_http.read_rows(ANSWER)

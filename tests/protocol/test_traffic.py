@@ -13,12 +13,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from rig.faults import TIMEOUTS
 from rig.netns import Network, why_not
 from rig.special import Key
 from rig.stages import STAGES
 from rig.traffic import (
     AT,
-    TIMEOUTS,
     Act,
     Result,
     Ring,
@@ -31,7 +31,7 @@ from rig.traffic import (
 )
 
 from sglang_mixkv.channel.times import Times
-from sglang_mixkv.decode.breaker import FIRST_WAIT, LONGEST_WAIT, STRIKES
+from sglang_mixkv.decode.breaker import FIRST_WAIT, LONGEST_WAIT
 
 TARGET, DRAFT_ONLY, DECODE = ("prefill", 0), ("prefill", 1), ("decode", 1)
 ALL_OF_A = TARGET, DRAFT_ONLY
@@ -57,9 +57,10 @@ def over(*by_default: str) -> Any:
 
 @pytest.fixture(autouse=True)
 def times(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in TIMEOUTS.items():
+    own = {"BOOTSTRAP_TIMEOUT": "30", "WAITING_TIMEOUT": "30"}
+    own = {f"SGLANG_DISAGGREGATION_{name}": value for name, value in own.items()}
+    for name, value in {**TIMEOUTS, **own, "SGLANG_MIXKV_PATIENCE": str(PATIENCE)}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("SGLANG_MIXKV_PATIENCE", str(PATIENCE))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def flow(
         hosts = {("prefill", at): network.hosts[min(at, 2)] for at in range(4)}
         more["hosts"] = {**hosts, ("decode", 0): network.hosts[3]}
     touched = rank if rank[0] == "decode" else TARGET
-    return Traffic(most, tail, touched=touched, every=every, **{**sides, **more})
+    return Traffic(most, tail, every, touched=touched, **{**sides, **more})
 
 
 def for_a_while(seconds: float, begin: Callable[..., None], end: Callable[..., None]) -> Act:
@@ -134,7 +135,8 @@ def test_a_rank_that_sends_draft_kv_alone(
     end: str, seconds: int, backend: str, request: pytest.FixtureRequest
 ) -> None:
     """It dies, or it goes on later. No request fails; B's notice nothing. Over a slow link draft KV
-    may come late, or not at all; progress is waited for a little longer."""
+    may come late, or not at all; progress is waited for a little longer. Once the breaker is open,
+    nobody waits but probes, one after the other."""
     network, host = None, DRAFT_ONLY[1]
     if "link" in end or end == TRICKLE:
         network = request.getfixturevalue("network")
@@ -157,23 +159,13 @@ def test_a_rank_that_sends_draft_kv_alone(
     elif seconds > TIMES.longest_wait:
         assert "cold" in states(met[:8])
         assert states(met[8:]) == {"cold"}
+    if end == "stopped":
+        probes = [one for one in met[8:] if one.reason == "deadline"]
+        assert probes
+        for probe, following in pairwise(probes):
+            gap = following.began - probe.began - probe.seconds
+            assert gap > 2 * FIRST_WAIT - EARLY_S
     assert states(result.of(True)[-5:]) == {"cold" if end == "killed" else "warm"}
-
-
-def test_after_three_requests_nobody_waits_but_probes() -> None:
-    """The breaker, one request at once. A probe comes after one second at the least, the next one
-    after twice as long, however fast this machine is."""
-    acts = {100: lambda ring: ring.stop(DRAFT_ONLY), 300: lambda ring: ring.go_on(DRAFT_ONLY)}
-    result = run(Traffic(300, at_once=1), acts)
-    assert result.found(late=False) == []  # what it met when all had ended is known for a while
-    assert failed(result.ended) == []
-    nobody_waited(result.ended, TIMES.longest_wait)
-    assert states(result.ended[200:]) == {"cold"}
-    waited = [one for one in result.ended[100:] if one.reason == "deadline"]
-    gaps = [later.began - one.began - one.seconds for one, later in pairwise(waited)]
-    assert len(gaps) >= STRIKES  # there was a probe
-    for number, gap in enumerate(gaps[STRIKES - 1 :]):
-        assert gap > min(FIRST_WAIT * 2**number, LONGEST_WAIT) - EARLY_S
 
 
 # ---------------------------------------------------------------- whole servers

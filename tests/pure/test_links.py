@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import select
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import zmq
 from rig.answers import silent
-from rig.peers import DecodeRank, PrefillRank
-from rig.threads import wait_for
+from rig.resources import resources
+from rig.threads import SEGMENT, Channel
 
 from sglang_mixkv.channel.messages import Ack, Fail, Message, encode
 from sglang_mixkv.channel.sockets import Poller, new_context
@@ -121,27 +118,25 @@ def test_a_rank_that_does_not_answer_is_given_up(
         ranks.links.dial(SimpleNamespace(address=f"tcp://{address}", instance=PEER))
 
 
-def usage() -> tuple[float, int]:
-    """KiB of memory, and descriptors, of this process."""
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE") / 1024, len(os.listdir("/proc/self/fd"))
+def test_a_peer_takes_little_memory_and_few_descriptors() -> None:
+    """Of links to one prefill rank, as if other servers named it, too: on decode a socket and what
+    signals its messages, on prefill a socket."""
+    with Channel(PATIENT) as channel:
 
+        def serve(servers: range) -> None:
+            for number in servers:
+                peer = channel.decode.reach(channel.prefill.row, str(number))
+                sent = channel.prefill.send(number, SEGMENT)
+                handle = channel.decode.open(number, SEGMENT, peer)
+                assert channel.state(handle) == ("warm", "")
+                channel.end(sent, handle)
 
-@pytest.mark.parametrize(("kind", "descriptors"), [(DecodeRank, 2), (PrefillRank, 1)])
-def test_a_peer_takes_little_memory_and_few_descriptors(kind: Any, descriptors: int) -> None:
-    rank = kind(MANY, MANY, PATIENT)
-    try:
-        rank.connect(1)
-        assert None not in rank.run([0], 1)
-        kib, before = usage()
-        rank.connect(MANY - 1)
-        assert None not in rank.run(list(range(MANY)), 8)
-        kib, after = usage()[0] - kib, usage()[1]
-        assert (after - before) / (MANY - 1) == descriptors
-        assert kib / (MANY - 1) < 128
-    finally:
-        rank.close()
+        serve(range(1))
+        before = resources()
+        serve(range(1, 1 + MANY))
+        after = resources()
+        assert (after["fds"] - before["fds"]) / MANY == 2 + 1
+        assert (after["rss_mib"] - before["rss_mib"]) * 1024 / MANY < 128
 
 
 def test_idle_peers_are_not_asked_for_messages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,13 +149,16 @@ def test_idle_peers_are_not_asked_for_messages(monkeypatch: pytest.MonkeyPatch) 
         return getsockopt(socket, option)
 
     monkeypatch.setattr(zmq.Socket, "getsockopt", counted)
-    rank, rooms = DecodeRank(MANY, MANY, PATIENT), 20
-    try:
-        rank.connect(MANY)
-        assert wait_for(lambda: len(set(asked)) == MANY)  # each once, when it is new
-        asked.clear()
-        assert None not in rank.run([7] * rooms, 1)
-        assert 2 * rooms <= len(asked) <= 8 * rooms
-        assert len(set(asked)) == 1
-    finally:
-        rank.close()
+    ranks, messages = Ranks(MANY), 20
+    assert len(set(asked)) == MANY  # each once, when it is new
+    asked.clear()
+    for number in range(messages):
+        sent = PEER, Fail(number, 2, "lost")
+        ranks.send(*sent)
+        while not (found := ranks.look()):
+            pass
+        assert found == [sent]
+        assert ranks.links.send(PEER, Ack(((0, 1),)))
+    assert messages <= len(asked) <= 4 * messages
+    assert len(set(asked)) == 1
+    ranks.close()

@@ -159,13 +159,6 @@ class Rank(Memory):
         self.manager = queue._init_kv_manager(self._queue())
         self.releases = Releases()
 
-    def asked_class(self, kind: str) -> Any:
-        """A sender's or receiver's class, got as SGLang's scheduler gets it for each request."""
-        from sglang.srt.disaggregation.utils import KVClassType, TransferBackend, get_kv_class
-
-        get = get_kv_class if self.plugin is not None else inspect.unwrap(get_kv_class)
-        return get(TransferBackend(self.case.backend), KVClassType(kind))
-
     @property
     def plugin(self) -> Any:
         """The plugin's reporter of this rank; None where SGLang runs alone."""
@@ -191,8 +184,11 @@ class Rank(Memory):
         return f"127.0.0.1:{self.ports[self.case.prefill_of(number)]}"
 
     def run(self) -> None:
-        """All requests, round by round; on decode every byte is compared."""
-        inject_faults(self)
+        """All requests, round by round; on decode every byte is compared. None begins before every
+        rank has its fault."""
+        if faults := self.case.special.faults:
+            faults.get((self.side, self.rank), lambda _: None)(self)
+            self.case.shared.injected.wait(LIMIT_S / 2)
         if self.side == "decode":
             self.watch()
         for group in self.case.all_rounds():
@@ -306,19 +302,6 @@ class Rank(Memory):
     def left_behind(self) -> list[str]:
         """What this idle rank should not have."""
         return left_behind(self.manager, self.slack_s)
-
-
-def inject_faults(one: Rank) -> None:
-    """This rank's own; a decode rank says nothing before those of the prefill ranks are there."""
-    injected, key = one.case.shared.injected, (one.side, one.rank)
-    try:
-        one.case.special.faults.get(key, lambda _: None)(one)
-    finally:
-        if key in injected:
-            injected[key].set()
-    for other, event in injected.items() if one.side == "decode" else ():
-        if not event.wait(LIMIT_S / 2):
-            raise TimeoutError(f"no fault in {other}")
 
 
 def start_mooncake(host: str) -> None:

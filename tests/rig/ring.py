@@ -116,11 +116,7 @@ def run(case: Case) -> Outcome:
     shared = Shared(
         bootstrap_up=[context.Event() for _ in ports],
         all_sent=context.Event(),
-        injected={
-            key: context.Event()
-            for key in ranks_of(case)
-            if key[0] == "prefill" and key in case.special.faults
-        },
+        injected=context.Barrier(len(ranks_of(case))),
         pp_groups={
             i: Stages(context.Queue(), case.prefill_pp)
             for i in range(case.prefills * case.prefill_tp * case.prefill_dp)

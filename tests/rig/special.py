@@ -33,9 +33,9 @@ class Special:
 
 @dataclass
 class Shared:
-    """`injected`: of each prefill rank with a fault. `pp_groups`: by rank of a stage."""
+    """`injected`: a barrier of all ranks. `pp_groups`: by rank of a stage."""
 
     bootstrap_up: Sequence[Any] = ()  # by prefill server
     all_sent: Any = None
-    injected: Mapping[Key, Any] = field(default_factory=dict)
+    injected: Any = None
     pp_groups: Mapping[int, Any] = field(default_factory=dict)

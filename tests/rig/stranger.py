@@ -1,11 +1,9 @@
 """A process that a rank is not served by: what it sends means nothing to anybody.
 
-    python stranger.py PREFILL INSTANCE SECONDS
-
 Two sockets of it are connected to a prefill rank, of that instance, whose answers nobody reads:
 one opens rooms without end, as one reader, and as another for each; the other sends ACKs and FAILs
 of slots and rooms that are others' or nobody's. The third stands for a prefill rank: whoever
-connects to it gets READYs of rooms, slots and tokens that do not exist. It prints its address, and
+connects to it gets READYs of rooms, slots and tokens that do not exist. It says its address, and
 at the end how many messages it has sent: over each more than ENOUGH, however long that takes.
 """
 
@@ -14,9 +12,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import zmq
 
@@ -76,7 +74,7 @@ class Sender:
                 self.sent += 1
 
 
-def main(prefill: str, instance: str, seconds: str) -> None:
+def run(pipe: Any, prefill: str, instance: bytes, seconds: float) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dealers = [context.socket(zmq.DEALER) for _ in range(2)]
     for dealer in dealers:
@@ -85,23 +83,19 @@ def main(prefill: str, instance: str, seconds: str) -> None:
         dealer.connect(prefill)
     router = context.socket(zmq.ROUTER)
     port = router.bind_to_random_port("tcp://127.0.0.1")
-    print(f"tcp://127.0.0.1:{port}", flush=True)
+    pipe.send(f"tcp://127.0.0.1:{port}")
     connection, frame = router.recv_multipart()
     opened = messages.decode(frame)
     assert isinstance(opened, Open)
     senders = [
-        Sender(dealers[0], opens(bytes.fromhex(instance))),
+        Sender(dealers[0], opens(instance)),
         Sender(dealers[1], others(8)),
         Sender(router, readies(opened.generation)),
     ]
     senders[2].before = [connection]
-    until = time.monotonic() + float(seconds)
+    until = time.monotonic() + seconds
     while time.monotonic() < until or min(sender.sent for sender in senders) <= ENOUGH:
         for sender in senders:
             sender.send()
-    print(*(sender.sent for sender in senders), flush=True)
+    pipe.send([sender.sent for sender in senders])
     context.destroy(linger=0)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

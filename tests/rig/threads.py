@@ -179,8 +179,9 @@ class Prefill(_Side):
         super().__init__(times, **given)
         self.memory[:] = np.random.default_rng(port).integers(0, 256, self.memory.shape)
         machine = prefill_machine.Machine(
-            self.instance, self.rows.heads, self.segment_tokens, self.slots, times, messages.draw
-        )
+            self.instance, self.rows.heads, self.segment_tokens, self.slots, times,
+            messages.draws().__next__,
+        )  # fmt: skip
         self.channel = PrefillWorker(
             machine,
             self.rows,

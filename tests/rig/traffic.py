@@ -38,13 +38,6 @@ from sglang_mixkv.decode import events as ev
 
 RUN_S, STUCK_S, DROPPED_S = 240, 90, 5
 """Of the whole; more than all timeouts of a request together; of one that nobody asks for."""
-TIMEOUTS = {
-    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": "30",
-    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": "30",
-    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": "2",
-    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": "1",
-    "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT": "3",
-}
 SLACK_S = 3.0
 """What a whole request takes besides where others have the cores. With `Times.longest_wait` it is
 less than `Times.whole_wait`, which a request must not wait here, for any patience of the tests."""
@@ -56,6 +49,7 @@ LATE = re.compile(
 are known for a minute."""
 QUEUES = 16
 OF_FORMER = {"fds": 12, "sockets": 8}  # of a server that was restarted since
+AT_ONCE = 4
 AT = 80
 """Requests after which the disturbance comes, unless a test says otherwise."""
 WARM_AFTER = 35  # requests, a rank has made all that it needs
@@ -74,18 +68,17 @@ class Traffic:
     more to each server, or fewer where ENOUGH in a row are warm.
 
     `prefills` servers of TP 2; decode ranks of TP 1, in `decodes` DP ranks. Each of these has at
-    most `at_once` requests open at each server, and begins one there at most each `every` seconds.
+    most AT_ONCE requests open at each server, and begins one there at most each `every` seconds.
     `touched`: the prefill server, or the decode rank, that meets the fault. `hosts`: namespaces and
     addresses of ranks that are not on this machine's loopback. `held`: the rank whose rooms are
     held at a stage (stages.py). `same_ports`: a rank that starts again has its channel's port
     again. `restarts`: how many servers, or ranks, start again."""
 
     requests: int
-    tail: int = 100
+    tail: int
+    every: float
     prefills: int = 1
     decodes: int = 1
-    at_once: int = 4
-    every: float = 0.0
     tokens: int = 96
     touched: Key = ("prefill", 0)
     held: Key = ("prefill", 1)
@@ -116,7 +109,7 @@ class OfTraffic(Shared):
     for any; `acted`: whether everything was done to the ranks; `over`: whether no request begins
     any more; `stop`: where a room is held."""
 
-    traffic: Traffic = field(default_factory=lambda: Traffic(0))
+    traffic: Traffic = field(default_factory=lambda: Traffic(0, 0, 0))
     stages: Any = None
     states: Mapping[str, Any] = field(default_factory=dict)
     channel_ports: Any = ()
@@ -233,7 +226,7 @@ class TrafficRank(Rank):
             if min(self._warm) >= ENOUGH:
                 queues = [deque() for _ in queues]
             for server, queue in enumerate(queues):
-                has_room = sum(of(n) == server for n in self.open) < traffic.at_once
+                has_room = sum(of(n) == server for n in self.open) < AT_ONCE
                 is_due = queue and has_room and time.monotonic() >= due[server]
                 if is_due and self.is_known(queue[0]):
                     due[server] = time.monotonic() + traffic.every
