@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar
 from sglang_mixkv.channel.copies import OK, DeviceCopies, DeviceJob, Ended, HostCopies
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.sockets import Inlet, Poller
+from sglang_mixkv.channel.times import Times
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -42,22 +43,22 @@ class Worker(ABC, Generic[Event, Action]):
     moves: type
 
     def __init__(
-        self, machine: Any, poller: Poller, reporter: Reporter, slowest: float, rows: Any,
-        device: Any,
-    ) -> None:  # fmt: skip
-        """`slowest`: seconds after SGLang's own transfer within which the channel decides a
-        request; after these SGLang's scheduler decides it. `rows`: None on a rank without a
-        drafter. `device`: GpuRows of the same pool, or None where a thread copies."""
-        self._machine, self._reporter, self._slowest = machine, reporter, slowest
-        self._poller, self._rows = poller, rows
+        self, machine: Any, poller: Poller, reporter: Reporter, times: Times, store: Any
+    ) -> None:
+        """`store`: of draft/rows.py; None on a rank without a drafter, which copies nothing."""
+        self._machine, self._poller, self._reporter = machine, poller, reporter
+        self._store = store
+        # Seconds after SGLang's own transfer within which the channel decides a request; after
+        # these SGLang's scheduler decides it.
+        self._slowest = 2 * times.whole_wait
         self._inlet: Inlet[Any] = Inlet()
         poller.register(self._inlet.fileno())
         self._copies: HostCopies | DeviceCopies | None = None
-        if device is not None:
-            self._copies = DeviceCopies(device, self._prepare)
-        elif rows is not None:
+        if store is not None and store.device is not None:
+            self._copies = DeviceCopies(store.device, self._prepare)
+        elif store is not None:
             self._copies = HostCopies(
-                self.names[1], self._copy, self._size_of, self._inlet.wake, rows.use_device
+                self.names[1], self._copy, self._size_of, self._inlet.wake, store.rows.use_device
             )
         self._broken, self._stopping = threading.Event(), False
         self._ticked = 0.0
@@ -92,8 +93,8 @@ class Worker(ABC, Generic[Event, Action]):
 
     def _run(self) -> None:
         try:
-            if self._rows is not None:
-                self._rows.use_device()
+            if self._store is not None:
+                self._store.rows.use_device()
             while not self._stopping:
                 polled = self._copies is not None and self._copies.polled
                 self._take(self._events(self._poller.wait(TICK, polled or self._outstanding())))

@@ -19,7 +19,7 @@ class Choice(NamedTuple):
     why: str
 
 
-def choose(backend: str, asked: str = "") -> Choice:
+def choose(backend: str, asked: str) -> Choice:
     """The plane that the operator asked for; else the backend's own, but for UCX without RDMA:
     there a reader that dies can end the process it reads from (docs/protocol.md)."""
     if asked:

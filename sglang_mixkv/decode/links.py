@@ -8,12 +8,12 @@ import ipaddress
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from sglang_mixkv.channel import messages
-from sglang_mixkv.channel.data_plane import DataPlane, Extent
+from sglang_mixkv.channel.data_plane import Extent
 from sglang_mixkv.channel.messages import Message
 from sglang_mixkv.channel.sockets import Poller, new_context, new_socket
 from sglang_mixkv.channel.times import Times
@@ -21,7 +21,7 @@ from sglang_mixkv.decode import events as ev
 from sglang_mixkv.draft.facts import Row
 
 if TYPE_CHECKING:
-    from sglang_mixkv.draft.rows import DraftRows, Staging
+    from sglang_mixkv.draft.rows import Store
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -30,16 +30,6 @@ CONNECT_S = 5.0
 NOBLOCK = int(zmq.NOBLOCK)  # pyzmq makes an enum of it at each use
 
 Dealer = zmq.Socket[bytes]
-
-
-class Store(NamedTuple):
-    """Where draft KV goes on a rank with a drafter. `device`: GpuRows of the same pool and staging
-    memory, or None where a thread copies."""
-
-    rows: DraftRows
-    staging: Staging
-    plane: DataPlane
-    device: Any = None
 
 
 class Link:
@@ -65,7 +55,7 @@ class Links:
         if self._store is not None:
             self._store.rows.use_device()
 
-    def dial(self, row: Row, server: str = "") -> Link:
+    def dial(self, row: Row, server: str) -> Link:
         """A link for `add` or `hang_up`. May block; raises ValueError for what is no address that a
         prefill rank binds, and OSError where the rank's socket or its memory cannot be reached.
         `server`: whose row it is, by its bootstrap address."""

@@ -25,12 +25,12 @@ from sglang_mixkv.channel.messages import Fail, Ready
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
-from sglang_mixkv.decode.links import Link, Links, Store
+from sglang_mixkv.decode.links import Link, Links
 from sglang_mixkv.decode.machine import Machine
 from sglang_mixkv.draft.layout import Pages, SlotCheck
 
 if TYPE_CHECKING:
-    from sglang_mixkv.draft.rows import DraftRows
+    from sglang_mixkv.draft.rows import Store
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -73,7 +73,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
     names = "mixkv-decode", "mixkv-unpack"
     tick, undone, moves = ev.Tick(), staticmethod(ev.undone), ev.Unpack
     _machine: Machine
-    _rows: DraftRows  # but for a rank without a drafter, where nothing is copied
+    _store: Store | None
 
     def __init__(
         self,
@@ -82,13 +82,12 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         times: Times,
         reporter: Reporter,
         forget_peer: Callable[[ev.Peer], None],
-        check_peer: Callable[[ev.Peer], None] = lambda _: None,
+        check_peer: Callable[[ev.Peer], None],
     ) -> None:
-        self._store, self._forget_peer, self._check_peer = store, forget_peer, check_peer
+        self._forget_peer, self._check_peer = forget_peer, check_peer
         self._links = Links(store, times)
         self.dial, self.hang_up = self._links.dial, self._links.hang_up
-        rows, device = (store.rows, store.device) if store is not None else (None, None)
-        super().__init__(machine, self._links.poller, reporter, 2 * times.whole_wait, rows, device)
+        super().__init__(machine, self._links.poller, reporter, times, store)
         self._forwards: dict[ev.Generation, Any] = {}  # events of rooms that are pending
         self._counter = itertools.count(messages.draw() >> 33)  # 30 bits
         self._thread.start()
@@ -165,8 +164,8 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         )  # fmt: skip
         try:
             handle.gate.close()
-            if self._rows is not None:
-                self._rows.clear(handle.rows(opened.first_token, opened.end))
+            if self._store is not None:
+                self._store.rows.clear(handle.rows(opened.first_token, opened.end))
             handle.reason, handle.state = "broken", ev.State.COLD
         except Exception as error:
             handle.reason, handle.state = repr(error), ev.State.FAILED
@@ -226,7 +225,8 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
     # -- copies
 
     def _size_of(self, job: ev.Job) -> int:
-        rows = self._rows
+        assert self._store is not None
+        rows = self._store.rows
         if isinstance(job, ev.Clear):
             return (job.end - job.first_token) * len(rows.heads) * rows.bytes_per_head
         return job.tokens * len(job.heads) * rows.bytes_per_head
@@ -234,7 +234,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
     def _run_on_host(self, job: ev.Job) -> SlotCheck:
         assert self._store is not None
         assert isinstance(job.handle, ReceiveHandle)
-        handle, rows, first = job.handle, self._rows, job.first_token
+        handle, rows, first = job.handle, self._store.rows, job.first_token
         if isinstance(job, ev.Clear):
             rows.clear(handle.rows(first, job.end))
             return SlotCheck.OK

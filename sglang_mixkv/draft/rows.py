@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -175,6 +175,16 @@ class Staging:
         if not 0 <= number < self.count:
             raise ValueError(f"slot {number} of {self.count}")
         return self._slots[number]
+
+
+class Store(NamedTuple):
+    """Where draft KV is on a rank with a drafter: its pool, and its slots, which `plane`, a
+    DataPlane, has registered. `device`: GpuRows of both, or None where a thread copies."""
+
+    rows: DraftRows
+    staging: Staging
+    plane: Any
+    device: Any = None
 
 
 def stream_of(device: torch.device) -> AbstractContextManager[None]:

@@ -78,9 +78,8 @@ class DraftManager:
                 draws().__next__,
             )  # fmt: skip
             self.prefill_channel = PrefillWorker(
-                machine, store.rows, store.staging, store.plane, self.local_ip, local.port,
-                local.times, local.reporter, store.device,
-            )  # fmt: skip
+                machine, store, local.times, local.reporter, self.local_ip, local.port
+            )
             address = self.prefill_channel.address
         row = msgspec.to_builtins(local.row(self, address, store))
         super()._register_topology_row(url, {**payload, KEY: row})  # type: ignore[misc]

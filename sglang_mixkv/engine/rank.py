@@ -20,10 +20,9 @@ from sglang_mixkv.channel.messages import PROTOCOL, draw_instance
 from sglang_mixkv.channel.slots import SLOTS, SlotPool, slot_bytes
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.config import config_of
-from sglang_mixkv.decode.links import Store
 from sglang_mixkv.draft.facts import Row, StagingFacts, Target
 from sglang_mixkv.draft.layout import SPARE, DraftLayout
-from sglang_mixkv.draft.rows import Staging
+from sglang_mixkv.draft.rows import Staging, Store
 from sglang_mixkv.engine import draft_pool, handover
 from sglang_mixkv.engine.metrics import reporter
 from sglang_mixkv.engine.releases import check_once, sglang_version

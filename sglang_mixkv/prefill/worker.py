@@ -17,7 +17,6 @@ import zmq
 
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.copies import DeviceJob
-from sglang_mixkv.channel.data_plane import DataPlane
 from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.loop import Worker, is_done
 from sglang_mixkv.channel.messages import Ack, Fail, Open
@@ -29,7 +28,7 @@ from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.machine import Machine
 
 if TYPE_CHECKING:
-    from sglang_mixkv.draft.rows import DraftRows, Staging
+    from sglang_mixkv.draft.rows import Store
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
@@ -50,34 +49,21 @@ class SendHandle:
 
 
 class PrefillWorker(Worker[ev.Event, ev.Action]):
-    """`plane`: peers read the staging memory through it. `device`: GpuRows of this pool and this
-    staging memory, or None where a thread copies."""
-
     names = "mixkv-prefill", "mixkv-pack"
     tick, undone, moves = ev.Tick(), staticmethod(ev.undone), ev.PackJob
     _machine: Machine
-    _rows: DraftRows
+    _store: Store
 
     def __init__(
-        self,
-        machine: Machine,
-        rows: DraftRows,
-        staging: Staging,
-        plane: DataPlane,
-        host: str,
-        port: int,
-        times: Times,
-        reporter: Reporter,
-        device: Any = None,
+        self, machine: Machine, store: Store, times: Times, reporter: Reporter, host: str, port: int
     ) -> None:
-        self._staging, self._plane, self._device = staging, plane, device
         self._context = new_context()
         self._socket = new_socket(self._context, zmq.ROUTER, host, times)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.address = endpoint(host, self._bind(host, port))
         poller = Poller()
         poller.register(self._socket)
-        super().__init__(machine, poller, reporter, 2 * times.whole_wait, rows, device)
+        super().__init__(machine, poller, reporter, times, store)
         self._pending: deque[ev.AddChunk] = deque()
         self._lost: set[ev.Connection] = set()
         self._thread.start()
@@ -188,18 +174,19 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
     # -- copies
 
     def _size_of(self, job: ev.PackJob) -> int:
-        return job.count * len(job.heads) * self._rows.bytes_per_head
+        return job.count * len(job.heads) * self._store.rows.bytes_per_head
 
     def _run_on_host(self, job: ev.PackJob) -> SlotCheck:
-        rows, slot = job.pages.rows(job.offset, job.count), self._staging.slot(job.slot)
-        self._rows.pack(rows, job.heads, slot, job.stamp)
+        rows, slot = job.pages.rows(job.offset, job.count), self._store.staging.slot(job.slot)
+        self._store.rows.pack(rows, job.heads, slot, job.stamp)
         return SlotCheck.OK
 
     def _prepare(self, job: ev.PackJob) -> DeviceJob:
         assert isinstance(job.handle, SendHandle)
-        pages, gate = job.pages.on(self._device), job.handle.gate
-        what = self._device.job(pages, job.offset, job.count, job.heads, job.slot, job.stamp)
-        return DeviceJob(gate, self._device.start_pack, what)
+        device, gate = self._store.device, job.handle.gate
+        pages = job.pages.on(device)
+        what = device.job(pages, job.offset, job.count, job.heads, job.slot, job.stamp)
+        return DeviceJob(gate, device.start_pack, what)
 
     def _event_of(self, jobs: Sequence[ev.PackJob], found: Any) -> ev.Packed:
         error = "" if found is None or found == SlotCheck.OK else repr(found)[:300]

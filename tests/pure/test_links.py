@@ -35,7 +35,7 @@ class Ranks:
         for number in range(count):
             port = self._socket.bind_to_random_port(f"tcp://{HOST}")
             row: Any = SimpleNamespace(instance=b"%08d" % number, address=f"tcp://{HOST}:{port}")
-            self.links.add(self.links.dial(row))
+            self.links.add(self.links.dial(row, ""))
             assert self.links.send(row.instance, Ack(((0, 1),)))
             self._names[row.instance] = self._socket.recv_multipart()[0]
         self.look(0)
@@ -107,7 +107,7 @@ def test_what_came_before_a_socket_was_registered_is_read() -> None:
 def test_what_no_prefill_rank_binds_is_not_connected_to(ranks: Ranks, address: str) -> None:
     """All sockets wait while libzmq's thread looks up a name."""
     with pytest.raises(ValueError, match="expected tcp://IP:PORT"):
-        ranks.links.dial(SimpleNamespace(address=address))  # type: ignore[arg-type]
+        ranks.links.dial(SimpleNamespace(address=address), "")  # type: ignore[arg-type]
 
 
 def test_a_rank_that_does_not_answer_is_given_up(
@@ -115,7 +115,7 @@ def test_a_rank_that_does_not_answer_is_given_up(
 ) -> None:
     monkeypatch.setattr(links, "CONNECT_S", 0.1)
     with silent() as address, pytest.raises(TimeoutError):
-        ranks.links.dial(SimpleNamespace(address=f"tcp://{address}", instance=PEER))
+        ranks.links.dial(SimpleNamespace(address=f"tcp://{address}", instance=PEER), "")
 
 
 def test_a_peer_takes_little_memory_and_few_descriptors() -> None:

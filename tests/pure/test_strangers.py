@@ -40,7 +40,7 @@ def test_strangers_cost_nobody_a_request(lasts: int) -> None:
         row = SimpleNamespace(
             instance=draw_instance(), address=pipe.recv(), staging=channel.prefill.row.staging
         )
-        decode.add(decode.dial(row))
+        decode.add(decode.dial(row, ""))
         assert wait_for(lambda: decode.knows(row.instance))
         warm = resources()
         cheated = channel.decode.open(2, 20, row.instance)

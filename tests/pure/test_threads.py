@@ -70,7 +70,7 @@ def test_a_link_that_is_made_while_a_message_fails_stays(
 ) -> None:
     """Of a room whose link was dropped; the server is the same one, and is connected to anew."""
     decode, peer = channel.decode.channel, channel.prefill.instance
-    link, send = decode.dial(channel.prefill.row), decode._links.send
+    link, send = decode.dial(channel.prefill.row, ""), decode._links.send
     first, links = channel.open(1, 20), [link]
 
     def sends(to: bytes, message: Any) -> bool:

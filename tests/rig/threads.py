@@ -23,11 +23,10 @@ from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode import machine as decode_machine
-from sglang_mixkv.decode.links import Store
 from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
 from sglang_mixkv.draft.facts import StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, SPARE, Pages
-from sglang_mixkv.draft.rows import DraftRows, Staging
+from sglang_mixkv.draft.rows import DraftRows, Staging, Store
 from sglang_mixkv.prefill import machine as prefill_machine
 from sglang_mixkv.prefill.worker import PrefillWorker, SendHandle
 
@@ -157,7 +156,8 @@ class _Side:
         memory = Memory(self.staging.address, self.staging.size, self.rows.device.index)
         self.plane.register(memory, self.staging.address + SPARE)  # of slot 0
         make = type(self).device
-        self.on_device = make(self.rows, self.staging) if make is not None else on_device
+        on_device = make(self.rows, self.staging) if make is not None else on_device
+        self.store = Store(self.rows, self.staging, self.plane, on_device)
 
     def segment_tokens(self, heads: int, slot_bytes: int) -> int:
         """Of a segment that fits a slot of either side."""
@@ -182,17 +182,7 @@ class Prefill(_Side):
             self.instance, self.rows.heads, self.segment_tokens, self.slots, times,
             messages.draws().__next__,
         )  # fmt: skip
-        self.channel = PrefillWorker(
-            machine,
-            self.rows,
-            self.staging,
-            self.plane,
-            host,
-            port,
-            times,
-            self.notes,
-            self.on_device,
-        )
+        self.channel = PrefillWorker(machine, self.store, times, self.notes, host, port)
         facts = StagingFacts(
             self.plane.name, self.plane.endpoint, self.staging.address, self.staging.slot_bytes,
             self.staging.count,
@@ -227,8 +217,7 @@ class Decode(_Side):
     ) -> None:  # fmt: skip
         super().__init__(times, **given)
         machine = decode_machine.Machine(self.instance, self.slots, self.staging.slot_bytes, times)
-        store = Store(self.rows, self.staging, self.plane, self.on_device)
-        self.channel = DecodeWorker(machine, store, times, self.notes, restarted, lost)
+        self.channel = DecodeWorker(machine, self.store, times, self.notes, restarted, lost)
 
     def reach(self, row: Any, server: str = "") -> bytes:
         """The peer, to which this rank is connected then."""
