@@ -16,7 +16,7 @@ quarter goes to owners that hold none.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 from sglang_mixkv.channel.times import Times
@@ -52,7 +52,8 @@ def share_of(count: int, owners: int) -> int:
 
 
 class SlotPool:
-    """`count` equal slots. Times are those of the caller's clock, in seconds."""
+    """`count` equal slots. `held`: how many each owner has that has any. Times are those of the
+    caller's clock, in seconds."""
 
     def __init__(self, count: int, times: Times) -> None:
         if count < 2:
@@ -60,7 +61,7 @@ class SlotPool:
         self._times = times
         self._free = deque(range(count))
         self._owner: dict[int, Hashable] = {}
-        self._held: Counter[Hashable] = Counter()
+        self.held: Counter[Hashable] = Counter()
         self._offered: dict[int, tuple[float, int]] = {}  # since when, stamp; the oldest first
         self.count = count
         self._reserve = count // 4
@@ -70,17 +71,12 @@ class SlotPool:
         return len(self._offered)
 
     @property
-    def owners(self) -> Iterable[Hashable]:
-        """Those that hold slots."""
-        return self._held
-
-    @property
     def free_slots(self) -> int:
         return len(self._free)
 
     def allowed(self, owner: Hashable, owners: int) -> int:
         """How many slots this owner can have now, where so many hold or want some."""
-        held, free = self._held.get(owner, 0), len(self._free)
+        held, free = self.held.get(owner, 0), len(self._free)
         more = min(free - self._reserve, share_of(self.count, owners) - held)
         return max(more, 0) if held else min(max(more, 1), free)
 
@@ -88,7 +84,7 @@ class SlotPool:
         """One of those that are `allowed`."""
         slot = self._free.popleft()
         self._owner[slot] = owner
-        self._held[owner] += 1
+        self.held[owner] += 1
         return slot
 
     def offer(self, slot: int, stamp: int, now: float) -> None:
@@ -107,9 +103,9 @@ class SlotPool:
     def free(self, slot: int) -> None:
         owner = self._owner.pop(slot)
         self._offered.pop(slot, None)
-        self._held[owner] -= 1
-        if not self._held[owner]:
-            del self._held[owner]
+        self.held[owner] -= 1
+        if not self.held[owner]:
+            del self.held[owner]
         self._free.append(slot)
 
     def expire(self, now: float) -> list[int]:
@@ -143,10 +139,10 @@ class RoundRobin(Generic[T]):
         """`most` items with a slot each, or as many as there are slots for. Each leaves; the caller
         adds it again where it wants another slot. In a round each owner gets an equal part of what
         is free, or what it is allowed; one that gets none has to wait, and is not asked again."""
-        owners = list(self.owners)
-        contend = len({*owners, *slots.owners})
-        while owners and most > 0 and slots.free_slots:
-            part, again = max(1, min(most, slots.free_slots) // len(owners)), list[Hashable]()
+        owners, most = list(self.owners), min(most, slots.free_slots)
+        contend = len({*owners, *slots.held})
+        while owners and most > 0:
+            part, again = max(1, most // len(owners)), list[Hashable]()
             for owner in owners:
                 given = min(part, most, slots.allowed(owner, contend))
                 if not given:

@@ -17,7 +17,7 @@ TIMES = Times()
 
 def take(pool: SlotPool, owner: object) -> int | None:
     """A slot as RoundRobin gives it, None where the owner has to wait."""
-    return pool.give(owner) if pool.allowed(owner, len({*pool.owners, owner})) else None
+    return pool.give(owner) if pool.allowed(owner, len({*pool.held, owner})) else None
 
 
 def drain(pool: SlotPool, owner: str) -> list[int]:
@@ -36,7 +36,7 @@ def test_what_each_of_several_owners_gets(count, owners):
     while [slot for name in names if (slot := take(pool, name)) is not None]:
         pass
     if owners <= count:
-        assert min(map(pool._held.__getitem__, names)) == share_of(count, owners)
+        assert min(map(pool.held.__getitem__, names)) == share_of(count, owners)
 
 
 def test_the_last_quarter_is_for_owners_that_hold_none():
@@ -137,7 +137,7 @@ def test_no_owner_that_can_have_a_slot_is_behind(work, slots):
         left[item] -= 1
         if left[item]:
             turns.add(item[0], item)
-    counts = Counter({owner: pool._held[owner] for owner in work})
+    counts = Counter({owner: pool.held[owner] for owner in work})
     waiting = {owner for (owner, _), wanted in left.items() if wanted}
     assert all(counts[other] <= counts[owner] + 1 for owner in waiting for other in work)
     assert all(take(pool, owner) is None for owner in waiting)

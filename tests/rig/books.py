@@ -22,7 +22,7 @@ def wrong_slots(pool: SlotPool) -> Iterator[str]:
     held, free = set(pool._owner), set(pool._free)
     if len(pool._free) != len(free) or held & free or held | free != set(range(pool.count)):
         yield f"slots: {len(pool._free)} free and {len(held)} held of {pool.count}"
-    if pool._held != Counter(pool._owner.values()):
+    if pool.held != Counter(pool._owner.values()):
         yield "slots: the owners' counts are wrong"
     if not set(pool._offered) <= held:
         yield "slots: one is offered that nobody holds"
