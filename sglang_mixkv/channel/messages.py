@@ -133,13 +133,9 @@ def fail(room: int, generation: int, code: str, detail: str) -> Fail:
     return Fail(room, generation, code, printable[:512])
 
 
-def draw() -> int:
-    """A number that no other rank draws: SGLang seeds `random` alike in all of them."""
-    return int.from_bytes(os.urandom(8), "big") >> 1 or 1
-
-
 def draws() -> Iterator[int]:
-    """The same without end, 64 of one reading, which takes as long as a number's."""
+    """Numbers that no other rank draws, for one thread: SGLang seeds `random` alike in all ranks.
+    One reading of the system's, which gives up the GIL, serves 64."""
     while True:
         for number in struct.unpack("64Q", os.urandom(512)):
             yield number >> 1 or 1

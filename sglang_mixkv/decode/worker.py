@@ -89,7 +89,8 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         self.dial, self.hang_up = self._links.dial, self._links.hang_up
         super().__init__(machine, self._links.poller, reporter, times, store)
         self._forwards: dict[ev.Generation, Any] = {}  # events of rooms that are pending
-        self._counter = itertools.count(messages.draw() >> 33)  # 30 bits
+        self._draws = messages.draws()
+        self._counter = itertools.count(next(self._draws) >> 33)  # 30 bits
         self._thread.start()
 
     # -- any thread
@@ -118,7 +119,7 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         a million uses, even if all of them were open at once. Counters that all began at 1 would
         make it n / 2^32, 2 in 10 thousand, for each pair of ranks.
         """
-        return (next(self._counter) & 0x7FFFFFFF) << 32 | messages.draw() & 0xFFFFFFFF
+        return (next(self._counter) & 0x7FFFFFFF) << 32 | next(self._draws) & 0xFFFFFFFF
 
     def open(self, handle: ReceiveHandle, **opened: Any) -> None:
         """`opened`: fields of ev.OpenRoom."""

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from rig.books import wrong_books
 
-from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, draw, fail
+from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, draws, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
@@ -39,6 +39,7 @@ class Driven:
 
 def prefill(slots: int = 8) -> Driven:
     pool = SlotPool(slots, TIMES)
+    draw = draws().__next__
     return Driven(PrefillMachine(PREFILL, range(4), lambda heads, size: 10, pool, TIMES, draw))
 
 

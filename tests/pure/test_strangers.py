@@ -14,7 +14,7 @@ from rig import stranger
 from rig.resources import leaks, resources
 from rig.threads import Channel, wait_for
 
-from sglang_mixkv.channel.messages import Open, draw, draw_instance, encode
+from sglang_mixkv.channel.messages import Open, draw_instance, encode
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.prefill import events as pev
 from sglang_mixkv.prefill.machine import MAX_OPEN
@@ -87,7 +87,7 @@ def test_answers_that_a_peer_does_not_take_end_its_connection_once(
         deaf.setsockopt(zmq.LINGER, 0)
         deaf.connect(prefill.address)
         for number in range(200):
-            refused = Open(3, number, draw(), b"another_", draw_instance(), 1, (0, 4), 0, 1024)
+            refused = Open(3, number, number + 1, b"another_", draw_instance(), 1, (0, 4), 0, 1024)
             deaf.send(encode(refused))
         assert wait_for(lambda: channel.prefill.notes.seen.count("restarted") == 200)
         assert wait_for(lambda: lost)
