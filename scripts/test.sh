@@ -23,7 +23,7 @@ cd "$MIXKV_ROOT"
 
 OLDEST=0.5.21
 OLDER="0.5.21 0.5.22"
-PART="test_seams or are_as_listed or another_sglang or (test_targets and hybrid) or test_dtypes"
+PART="test_seams or test_startup or (test_targets and hybrid) or test_dtypes"
 PART="$PART or test_page_sizes or P2-D1 or test_plan or test_early_sends"
 PART="$PART or test_peers"
 RING="$PART or test_matrix or test_faults or test_stock"

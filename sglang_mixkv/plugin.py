@@ -87,10 +87,14 @@ def attach_config(original: Callable[..., Any], cls: type, args: argparse.Namesp
 
 def validate(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Runs once in the launching process, after SGLang has resolved its arguments."""
+    from sglang_mixkv.config import ATTRIBUTE, config_of
+
     previous(server_args)
-    if _is_enabled(server_args):
+    config = config_of(server_args)
+    if config.enabled:
         from sglang_mixkv.engine import releases
 
+        setattr(server_args, ATTRIBUTE, config)  # ranks do as this process
         releases.check(server_args, functions=False)
 
 

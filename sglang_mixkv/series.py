@@ -75,7 +75,9 @@ NOTES = {
     "cold_repeated": Kind(
         "their room number came again, and its last request was not warm", "Nothing", logged=False
     ),
-    "cold_broken": Kind("a thread of the plugin has ended", "See decode's log", logged=False),
+    "cold_broken": Kind(
+        "the channel did not decide in time, or has ended", "See decode's log", logged=False
+    ),
     # on decode: anything else
     "breaker_opened": Kind(
         "three requests in a row without draft KV", NETWORK, "breaker_opened_total",

@@ -3,7 +3,7 @@
     scheduler, other threads --put--> inlet --+
     sockets, reads, copies, CUDA events ------+--> machine.handle --> machine.actions --> do
 
-One look takes all that has come and asks for actions once, and once more behind copies that it made
+One look takes all that has come and asks for actions once, and again behind copies that it made
 itself, so that what came together leaves together: eight slots are one message, one read, one
 launch. The thread decides nothing and raises nothing. If it could not go on, `broken` is set and
 SGLang's scheduler waits for nothing any more.

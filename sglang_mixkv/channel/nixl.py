@@ -67,7 +67,7 @@ class Nixl(DataPlane):
         from all of them, unless one has reads in flight."""
         with self._naming:
             if peer.link is not None:
-                with self._lock:  # no read begins meanwhile
+                with self._lock:  # none begins before the name is gone; it would fail then
                     if not any(other.reads for other in self._named[peer.link]):
                         self._agent.remove_remote_agent(peer.link)
             name = self._agent.add_remote_agent(peer.endpoint.session)

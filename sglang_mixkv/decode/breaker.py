@@ -1,4 +1,5 @@
-"""Which rooms start cold at once: circuit breakers of prefill ranks, and numbers that come again.
+"""Which rooms start cold at once: by circuit breakers of prefill ranks, and where a room number
+comes again whose last request was not warm.
 
 A rank whose draft KV does not come costs each request the deadline. After three such requests in a
 row its breaker opens: rooms are cold at once, and one room after 1, 2, 4, ... 30 s is a probe. One
@@ -64,7 +65,8 @@ class Breaker:
                 state.probe = None
 
     def open_peers(self) -> list[bytes]:
-        return [peer for peer, state in self._states.items() if state.is_open]
+        """In any thread."""
+        return [peer for peer, state in list(self._states.items()) if state.is_open]
 
 
 class Numbers:

@@ -1,5 +1,5 @@
 """A decode rank's links: for each prefill rank that it reads from, a socket and the data plane's
-connection, made and dropped together."""
+connection. Both are made and dropped together; the latter is mended where it breaks."""
 
 from __future__ import annotations
 

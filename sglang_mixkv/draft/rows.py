@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sglang_mixkv.draft.layout import HEADER, MASK, SEED, SlotCheck, weights
+
+if TYPE_CHECKING:
+    from sglang_mixkv.channel.data_plane import DataPlane
 
 Ints = NDArray[np.int64]
 
@@ -178,12 +181,12 @@ class Staging:
 
 
 class Store(NamedTuple):
-    """Where draft KV is on a rank with a drafter: its pool, and its slots, which `plane`, a
-    DataPlane, has registered. `device`: GpuRows of both, or None where a thread copies."""
+    """Where draft KV is on a rank with a drafter: its pool, and its slots, which `plane` has
+    registered. `device`: GpuRows of both, or None where a thread copies."""
 
     rows: DraftRows
     staging: Staging
-    plane: Any
+    plane: DataPlane
     device: Any = None
 
 

@@ -1,4 +1,4 @@
-"""Hooks around methods of SGLang's queues (AROUND in plugin.py): they hide the drafter's pool
+"""Hooks around methods of SGLang's queues (HOOKS in seams.py): they hide the drafter's pool
 from SGLang's KV args and hand it to the manager, and see requests that start or resume.
 
 SGLang builds everything that names KV entries (pointers, layer ids, kinds of memory, staging

@@ -8,11 +8,11 @@ is final once the request has finished, or is gone.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,7 +61,7 @@ class MetricsReporter(Reporter):
         self._watched: dict[str, tuple[weakref.ref[Any], list[int], Began]] = {}
         self._prefills: set[str] = set()
         self._logged: set[tuple[str, bytes]] = set()
-        self._looked = 0.0
+        self._looked, self._counting = 0.0, threading.Lock()
         self._made = {} if labels is None else _make(side, labels, registry)
 
     def __call__(self, note: Any) -> None:
@@ -92,13 +92,13 @@ class MetricsReporter(Reporter):
         self._record("peers_refused_total", error.reason)
 
     def ended(self, handle: ReceiveHandle, reason: str) -> None:
-        """Only notes it, since the scheduler waits: the channel's thread counts it, unless that has
-        ended."""
+        """Only notes it, since the scheduler waits: the channel's thread counts it, unless that did
+        not decide the room, and may have ended."""
         if self._made:
             began = Began(handle.prefill, *_outcome(handle, reason))
             self._ended.append((handle.request, began))
         if handle.reason == "broken":
-            self.look()
+            self.ticked()
 
     def retracted(self, request: Any) -> None:
         """SGLang has resumed a request that it had retracted, from its own backup."""
@@ -106,42 +106,26 @@ class MetricsReporter(Reporter):
             self._ended.append((request, None))
 
     def ticked(self) -> None:
-        if time.monotonic() - self._looked >= LOOK_S:
-            self._looked = time.monotonic()
-            self.look()
-
-    def look(self) -> None:
-        """Count rooms and requests that have ended, and set the gauges."""
-        if not self._made:
-            return
+        """Count the rooms that have ended, and once a second the drafts of requests that have."""
+        if not self._made or not self._counting.acquire(blocking=False):
+            return  # the other thread counts
         try:
-            with suppress(IndexError):  # there are no more; the scheduler's thread may look, too
-                while True:
-                    self._count_room(*self._ended.popleft())
-            for rid, (alive, histogram, began) in list(self._watched.items()):
-                if (request := alive()) is None or request.finished():
-                    self._watched.pop(rid, None)
-                    self._count_drafts(began, histogram)
-            self._set_gauges()
+            self._count_rooms()
+            if time.monotonic() - self._looked >= LOOK_S:
+                self._looked = time.monotonic()
+                self.look()
         except Exception:
             self._stop()
+        finally:
+            self._counting.release()
 
-    def _count_room(self, request: Any, began: Began | None) -> None:
-        """A request that begins twice was retracted and prefilled again."""
-        if began is not None:
-            _, *outcome = began
-            self._record("rooms_total", *outcome)
-            self._record("prefill_rooms_total", self._known(began.prefill), *outcome)
-        rid = getattr(request, "rid", "")
-        if rid in self._watched:
-            alive, histogram, first = self._watched[rid]
-            self._watched[rid] = alive, histogram, Began(first.prefill, "retracted")
-        elif began is not None and began.state in STATES and len(self._watched) < MAX_WATCHED:
-            drafts = getattr(request, "spec_correct_drafts_histogram", None)
-            if drafts is not None:
-                self._watched[rid] = weakref.ref(request), drafts, began
-
-    def _set_gauges(self) -> None:
+    def look(self) -> None:
+        """Count the rooms and requests that have ended, and set the gauges."""
+        self._count_rooms()
+        for rid, (alive, histogram, began) in list(self._watched.items()):
+            if (request := alive()) is None or request.finished():
+                del self._watched[rid]
+                self._count_drafts(began, histogram)
         if self.slots is not None:
             self._record("slots", amount=self.slots.count)
             self._record("slots_used", amount=self.slots.count - self.slots.free_slots)
@@ -150,6 +134,26 @@ class MetricsReporter(Reporter):
             is_open = {self._known(name) for name in names if name}  # "": it was restarted
             for prefill in list(self._prefills):
                 self._record("breaker_open", prefill, amount=prefill in is_open)
+
+    def _count_rooms(self) -> None:
+        while self._ended:
+            request, began = self._ended.popleft()
+            if began is not None:
+                _, *outcome = began
+                self._record("rooms_total", *outcome)
+                self._record("prefill_rooms_total", self._known(began.prefill), *outcome)
+            self._watch(request, began)
+
+    def _watch(self, request: Any, began: Began | None) -> None:
+        """A request that begins twice was retracted and prefilled again."""
+        rid = getattr(request, "rid", "")
+        if rid in self._watched:
+            alive, histogram, first = self._watched[rid]
+            self._watched[rid] = alive, histogram, Began(first.prefill, "retracted")
+        elif began is not None and began.state in STATES and len(self._watched) < MAX_WATCHED:
+            drafts = getattr(request, "spec_correct_drafts_histogram", None)
+            if drafts is not None:
+                self._watched[rid] = weakref.ref(request), drafts, began
 
     def _count_drafts(self, began: Began, histogram: list[int]) -> None:
         rounds = sum(histogram)

@@ -1,4 +1,5 @@
-"""SGLang's own messages that end the other side's half of a request, where SGLang sends none.
+"""SGLang's own messages that end the other side's half of a request, where SGLang sends none; and
+the event loops that they, and the questions to prefill servers, run in.
 
     prefill aborts    decode would wait for SGLANG_DISAGGREGATION_WAITING_TIMEOUT, 300 s
     decode refuses    prefill would hold the request for SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT,

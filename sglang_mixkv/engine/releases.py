@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from sglang_mixkv import __version__
-from sglang_mixkv.config import ALLOW_UNTESTED_ENV, ATTRIBUTE, config_of
+from sglang_mixkv.config import ALLOW_UNTESTED_ENV, config_of
 from sglang_mixkv.engine.seams import HOOKS, SEAMS, target_of
 from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, broken, has_drafter
 
@@ -118,11 +118,9 @@ def check(server_args: Any, *, functions: bool = True) -> None:
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    config = config_of(server_args)
-    setattr(server_args, ATTRIBUTE, config)  # ranks do as this process, whatever their environment
     found, version = problems(functions=functions), sglang_version()
     tested = version in UNSERVED
-    if found and (tested or not config.allow_untested_sglang):
+    if found and (tested or not config_of(server_args).allow_untested_sglang):
         at_own_risk = f", set {ALLOW_UNTESTED_ENV}=1 to try this one at your own risk,"
         stop(
             "MIXKV-START-01",

@@ -19,7 +19,7 @@ class Room:
     """One request, or the readers that have opened one which is not here yet: `use` is None then.
     `readers`: how many there are, by their OPENs; 0 as long as none has come. `written`: how many
     of the chunks are. `sent`: when SGLang's own transfer succeeded; `progress`: when packing last
-    went on, or a reader opened it."""
+    went on, it began, or a reader opened it."""
 
     def __init__(self, number: int, now: float) -> None:
         self.number, self.progress = number, now

@@ -49,6 +49,9 @@ class SendHandle:
 
 
 class PrefillWorker(Worker[ev.Event, ev.Action]):
+    """Its socket is bound at `host`, to `port` or, with 0, to any free one; peers read the slots of
+    `store` over its data plane."""
+
     names = "mixkv-prefill", "mixkv-pack"
     tick, undone, moves = ev.Tick(), staticmethod(ev.undone), ev.PackJob
     _machine: Machine

@@ -171,7 +171,8 @@ class Rank(Memory):
 
         if self.plugin is None:
             return Counter()
-        self.plugin.look()
+        with self.plugin._counting:
+            self.plugin.look()
         return totals(generate_latest(REGISTRY).decode(), without="prefill")
 
     # -- requests

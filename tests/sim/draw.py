@@ -12,7 +12,7 @@ SCENES = (
     *("any",) * 14, "dead_plane", "stopped", "stopped", "dead_readers", "unopened", "reuse",
     "waiting", "waiting", "ended", "ended", "restart",
 )  # fmt: skip
-LARGE = 0.01  # how many clusters have up to 16 ranks a server; each takes as long as ten others
+LARGE = 0.03  # how many clusters have up to 16 ranks a server; each takes as long as ten others
 PATIENCE = (1.0,) * 6 + (2.0, 3.0)  # not less, or what takes its time is cold without a fault
 KINDS = (
     *("stop",) * 5, *("kill",) * 4, *("break",) * 3, *("reads",) * 4,
