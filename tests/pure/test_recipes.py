@@ -108,7 +108,6 @@ NEITHER = "no draft KV is moved without a drafter on prefill and decode"
 DECODE_ALONE = "no draft KV is moved without a drafter on prefill"
 FROM_ONE = "fills it from one prefill rank, which holds"
 HEAD = r"LlamaForCausalLMEagle3 .* EAGLE3, got EAGLE"
-STOCK = "SGLang .* does not start it: "
 
 RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "Kimi-K3, a pipeline over NIXL": (
@@ -126,17 +125,9 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         K3, "--tp-size 16", "--tp-size 8 --dcp-size 8",
         True, "of 2 KV heads that a decode rank needs SGLang sends 1",
         {"share": 0.5, "gpu": "blackwell"}),
-    "Kimi-K2.5, DP-attention": (
-        K25, "--tp-size 8", "--tp-size 8 --attn-dp-size 8 --enable-dp-lm-head",
-        True, FROM_ONE, {"share": 1.0}),
-    "Kimi-K2.5, DP-attention in the other spelling, over NIXL": (
-        f"{K25} {NIXL}", "--tp-size 8",
-        "--tp-size 8 --dp 8 --enable-dp-attention --enable-dp-lm-head",
+    "Kimi-K2.5, DP-attention over NIXL": (
+        f"{K25} {NIXL}", "--tp-size 8", "--tp-size 8 --attn-dp-size 8 --enable-dp-lm-head",
         True, FROM_ONE, {"share": 1 - 1 / (8 * 64)}),
-    "Kimi-K2.5, a pipeline that DFLASH does not take": (
-        K25, "--tp-size 1 --pp-size 8", "--tp-size 8", True, "over other rows",
-        {"share": 1.0, "found": [f"prefill: {STOCK}.*only supports pp_size == 1",
-                                 f"prefill: {STOCK}Pipeline parallelism currently"]}),
     "Kimi-K2.5, DCP": (
         K25, "--tp-size 1", "--tp-size 8 --dcp-size 8",
         True, "SGLang cuts no heads beside this target", {"share": None}),
