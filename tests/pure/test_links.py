@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import gc
-import os
 import select
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import zmq
 from rig.answers import silent
 from rig.peers import DecodeRank, PrefillRank
+from rig.resources import resources
 from rig.threads import wait_for
 
 from sglang_mixkv.channel.messages import Ack, Fail, Message, encode
@@ -121,25 +120,19 @@ def test_a_rank_that_does_not_answer_is_given_up(
         ranks.links.dial(SimpleNamespace(address=f"tcp://{address}", instance=PEER))
 
 
-def usage() -> tuple[float, int]:
-    """KiB of memory, and descriptors, of this process."""
-    gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE") / 1024, len(os.listdir("/proc/self/fd"))
-
-
 @pytest.mark.parametrize(("kind", "descriptors"), [(DecodeRank, 2), (PrefillRank, 1)])
 def test_a_peer_takes_little_memory_and_few_descriptors(kind: Any, descriptors: int) -> None:
     rank = kind(MANY, MANY, PATIENT)
     try:
         rank.connect(1)
         assert None not in rank.run([0], 1)
-        kib, before = usage()
+        gc.collect()  # what is garbage has descriptors, too
+        before = resources()
         rank.connect(MANY - 1)
         assert None not in rank.run(list(range(MANY)), 8)
-        kib, after = usage()[0] - kib, usage()[1]
-        assert (after - before) / (MANY - 1) == descriptors
-        assert kib / (MANY - 1) < 128
+        now = resources()
+        assert now["fds"] - before["fds"] == descriptors * (MANY - 1)
+        assert now["rss_mib"] - before["rss_mib"] < (MANY - 1) / 8 - 1  # both are rounded down
     finally:
         rank.close()
 

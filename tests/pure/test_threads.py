@@ -153,10 +153,6 @@ def test_each_thread_of_the_channel_sets_its_device_once(monkeypatch: pytest.Mon
         ]  # fmt: skip
 
 
-def raising(*_: Any) -> None:
-    raise MemoryError("no memory")
-
-
 def ending(*_: Any) -> None:
     raise SystemExit
 
@@ -195,23 +191,19 @@ def test_nothing_is_cleared_while_an_earlier_forward_runs(channel: Channel) -> N
 def test_an_event_or_a_look_that_raises_ends_no_channel(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str
 ) -> None:
-    worker = getattr(channel, side).channel
-    once, look, handle = ["_look", "_handle"], worker._look, worker._handle
+    worker, once = getattr(channel, side).channel, ["_look", "_handle"]
 
-    def looks(ready: Any) -> Iterator[Any]:
-        if "_look" in once:
-            once.remove("_look")
-            raising()
-        yield from look(ready)
+    def raising_once(name: str, real: Any) -> Any:
+        def call(argument: Any) -> Any:
+            if name in once:
+                once.remove(name)
+                raise MemoryError("no memory")
+            return real(argument)
 
-    def handles(event: Any) -> None:
-        if "_handle" in once:
-            once.remove("_handle")
-            raising()
-        handle(event)
+        return call
 
-    monkeypatch.setattr(worker, "_look", looks)
-    monkeypatch.setattr(worker, "_handle", handles)
+    for name in list(once):
+        monkeypatch.setattr(worker, name, raising_once(name, getattr(worker, name)))
     assert wait_for(lambda: not once)
     assert channel.request(1) == ("warm", "")
     assert not worker.broken
