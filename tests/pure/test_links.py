@@ -27,23 +27,21 @@ PATIENT = Times(100)  # nothing here is late
 
 
 class Ranks:
-    """`count` prefill ranks in one socket, and a decode rank that is connected to them."""
+    """A prefill rank's socket, and a decode rank that is connected to it."""
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self) -> None:
         self._context = new_context()
         self._socket = self._context.socket(zmq.ROUTER)
         self.links = Links(None, Times())
-        self._names: dict[bytes, bytes] = {}
-        for number in range(count):
-            port = self._socket.bind_to_random_port(f"tcp://{HOST}")
-            row: Any = SimpleNamespace(instance=b"%08d" % number, address=f"tcp://{HOST}:{port}")
-            self.links.add(self.links.dial(row))
-            assert self.links.send(row.instance, Ack(((0, 1),)))
-            self._names[row.instance] = self._socket.recv_multipart()[0]
+        port = self._socket.bind_to_random_port(f"tcp://{HOST}")
+        row: Any = SimpleNamespace(instance=PEER, address=f"tcp://{HOST}:{port}")
+        self.links.add(self.links.dial(row))
+        assert self.links.send(PEER, Ack(((0, 1),)))
+        self._name = self._socket.recv_multipart()[0]
         self.look(0)
 
-    def send(self, peer: bytes, message: Message) -> None:
-        self._socket.send_multipart([self._names[peer], encode(message)])
+    def send(self, message: Message) -> None:
+        self._socket.send_multipart([self._name, encode(message)])
 
     def look(self, timeout_ms: int = SOON_MS) -> list[tuple[bytes, Message | ValueError]]:
         return list(self.links.received(self.links.poller.poll(timeout_ms)))
@@ -67,7 +65,7 @@ def is_named(ranks: Ranks, timeout_s: float = 0) -> bool:
 
 def test_a_message_that_came_before_a_send_is_read(ranks: Ranks) -> None:
     """The send makes the socket's FD silent."""
-    ranks.send(PEER, Fail(1, 2, "lost"))
+    ranks.send(Fail(1, 2, "lost"))
     assert is_named(ranks, 10)
     time.sleep(0.05)  # a send in the same millisecond may leave the FD alone
     assert ranks.links.send(PEER, Ack(((0, 1),)))
@@ -77,8 +75,8 @@ def test_a_message_that_came_before_a_send_is_read(ranks: Ranks) -> None:
 
 def test_more_messages_than_one_look_takes_need_no_further_signal(ranks: Ranks) -> None:
     sent = [(PEER, Fail(number, 2, "lost")) for number in range(3 * BATCH)]
-    for peer, message in sent:
-        ranks.send(peer, message)
+    for _, message in sent:
+        ranks.send(message)
     found = list[tuple[bytes, Message | ValueError]]()
     while len(found) < len(sent):
         some = ranks.look()
