@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from rig.threads import Decode, Prefill
+from rig.threads import Decode, Event, Prefill
 
 from sglang_mixkv.draft import rows as product
 from sglang_mixkv.draft.layout import HEADER, Pages, SlotCheck
@@ -94,7 +94,9 @@ class Order:
         late = self._late(work)
         if claim == "forward" and waits:
             forward = late.event
-        events = [late.event] if claim != "forward" and waits else []
+        earlier = Event()
+        earlier.done = True  # all of a chunk's events count, not the first
+        events = [earlier, late.event] if claim != "forward" and waits else []
         room = next(self._rooms)
         packing = threading.Thread(
             target=serve, args=(self.prefill, room, TOKENS, Pages(pages, PAGE, events))

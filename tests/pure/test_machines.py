@@ -272,23 +272,6 @@ def test_invented_readers_are_bounded(
     assert (rooms.left(), rooms.machine._open) == ({}, {})
 
 
-def test_an_open_behind_one_that_was_ended_is_for_the_next_request() -> None:
-    """Its reader ended the first one before it was here, and the OPEN came twice."""
-    rooms = prefill()
-    for _ in range(2):
-        rooms.handle(opened(10), 0.0)
-        rooms.handle(pev.Received(b"c", fail(ROOM, 10, "closed", "")), 0.0)
-    rooms.handle(pev.Begin(1, ROOM), 0.1)
-    rooms.handle(pev.TargetSent(1), 0.1)
-    rooms.handle(opened(20), 0.2)
-    for use, packs in ((1, 0), (2, 1)):
-        if use == 2:
-            rooms.handle(pev.Begin(use, ROOM), 0.3)
-        actions = rooms.handle(pev.AddChunk(use, 0, 8, last=True), 0.3)
-        assert len(of(pev.PackJob, actions)) == packs
-        rooms.handle(pev.End(use), 0.4)
-
-
 @pytest.mark.parametrize(("warm", "later"), [(True, 1.0), (False, 1.0), (False, 601.0)])
 def test_a_number_is_fetched_again_behind_a_warm_request_alone(warm: bool, later: float) -> None:
     """The OPEN of another one may have been lost, and prefill take the next for it."""

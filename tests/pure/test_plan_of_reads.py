@@ -6,10 +6,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from rig import servers
 
 from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
-from sglang_mixkv.draft.facts import Row, StagingFacts, Target
+from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.draft.layout import SLOT_OVERHEAD, DraftFacts, DraftLayout
 from sglang_mixkv.errors import MixKVError
 
@@ -19,26 +20,19 @@ FP8, FEWER, ODD = (
     for changed in ({"dtype": "fp8_e4m3"}, {"total_heads": 2}, {"total_heads": 6})
 )
 SLOT = SLOT_OVERHEAD + 1024  # four tokens of one head
-AUX = (64, 128)
 
 
 def row(
-    name: str = "own",
-    tp: int = 1,
-    rank: int = 0,
-    *,
-    stage: int = 0,
-    facts: DraftFacts | None = FACTS,
-    slot_bytes: int = SLOT,
-    **changed: Any,
-) -> Row:
-    draft = facts and DraftLayout(facts, tp, rank)
-    staging = StagingFacts("nixl", b"", 4096, slot_bytes, 16) if facts else None
-    made = Row(
-        PROTOCOL, "0.3.0", "0.5.23", name.encode().ljust(8), "10.0.0.1", 9000, "", tp, rank, stage,
-        AUX, "nixl", Target(0, 61, layer_ids=False, even=True), 1, draft, staging,
+    name: str = "own", tp: int = 1, rank: int = 0, *, facts: DraftFacts | None = FACTS,
+    slot_bytes: int = SLOT, **changed: Any,
+) -> Row:  # fmt: skip
+    plain = servers.row(name.encode().ljust(8), "", StagingFacts("nixl", b"", 4096, slot_bytes, 16))
+    if facts is None:
+        changed["staging"] = None
+    return msgspec.structs.replace(
+        plain, rank_ip="10.0.0.1", attn_tp=tp, attn_tp_rank=rank,
+        draft=facts and DraftLayout(facts, tp, rank), **changed,
     )  # fmt: skip
-    return msgspec.structs.replace(made, **changed)
 
 
 def prefill(tp: int, ranks: Any = None, **more: Any) -> list[Row]:
@@ -91,7 +85,7 @@ def test_each_head_is_read_in_segments_that_fit_both_sides(own, rows, read, read
 
 @pytest.mark.parametrize("first", [None, FACTS])
 def test_of_several_stages_the_last_with_a_drafter_is_read(first):
-    stages = [row("first", stage=0, facts=first), row("last", stage=1)]
+    stages = [row("first", pp_rank=0, facts=first), row("last", pp_rank=1)]
     for rows in (stages, stages[::-1]):
         made = plan(row(), *rows)
         assert [source.peer for source in made.sources] == [b"last    "]
@@ -105,7 +99,7 @@ def test_a_pair_uses_the_newest_version_of_both(monkeypatch):
     assert plan(row(), *rows).version == 4
 
 
-SHORTER = (64, 1)
+SHORTER = (8, 7)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +124,7 @@ def test_what_differs_is_cold_and_named_once(own, rows, cold, differences):
         assert not any(heads(plan(own, *rows, cold=asked)))
 
 
-LONGER = (64, 129)
+LONGER = (8, 9)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +133,7 @@ LONGER = (64, 129)
         ("03", "overwritten", row(), prefill(1, aux_item_lens=LONGER)),
         ("03", "overwritten", row(facts=None), prefill(1, aux_item_lens=LONGER)),
         ("03", "overwritten", row(),
-         [row("p", facts=None, aux_item_lens=LONGER), row("last", stage=1)]),
+         [row("p", facts=None, aux_item_lens=LONGER), row("last", pp_rank=1)]),
         ("04", "an instance", row(), [row("p", 2, 0), row("p", 2, 1)]),
         ("04", "", row(), prefill(2, [0])),
         ("04", "", row("own", 2, 0, facts=ODD), prefill(3, [0], facts=ODD)),

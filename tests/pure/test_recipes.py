@@ -67,11 +67,6 @@ MODELS = {
     "lightseekorg/kimi-k2.5-eagle3": drafter("drafter", 1, 64, 128),
     "deepseek-ai/DeepSeek-V3.1": like("target", **V3),
     "eagle3": drafter("drafter", 1, 8, 128),
-    "zai-org/GLM-5": like(
-        "target", **MLA | {"q_lora_rank": 2048, "qk_nope_head_dim": 192, "v_head_dim": 256},
-        **INDEX, architectures=["GlmMoeDsaForCausalLM"], model_type="glm_moe_dsa",
-        num_hidden_layers=78, num_attention_heads=64, num_key_value_heads=64, rope_scaling=None,
-    ),
     "deepseek-ai/DeepSeek-V4-Flash": {
         "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", **MLA, **INDEX,
         "dtype": "bfloat16", "num_key_value_heads": 1, "num_hidden_layers": 43,
@@ -94,7 +89,6 @@ K25 = (
 DRAFTS = (
     "--speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
 )  # fmt: skip
-GLM = "--model-path zai-org/GLM-5 --trust-remote-code --kv-cache-dtype fp8_e4m3 --page-size 64"
 MTP = f"--speculative-algorithm EAGLE {DRAFTS}"
 SERVER = "python3 -m sglang.launch_server --disaggregation-mode ROLE --trust-remote-code"
 V31 = "--model-path deepseek-ai/DeepSeek-V3.1"
@@ -105,10 +99,8 @@ K25_EAGLE = (
 EAGLE3 = f"--speculative-algorithm EAGLE3 --speculative-draft-model-path eagle3 {DRAFTS} {NIXL}"
 TWO_NODES = "--dist-init-addr ${master_ip}:5000 --nnodes 2 --node-rank 0 --tp-size 16"
 NEITHER = "no draft KV is moved without a drafter on prefill and decode"
-DECODE_ALONE = "no draft KV is moved without a drafter on prefill"
 FROM_ONE = "fills it from one prefill rank, which holds"
 HEAD = r"LlamaForCausalLMEagle3 .* EAGLE3, got EAGLE"
-STOCK = "SGLang .* does not start it: "
 
 RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
     "Kimi-K3, a pipeline over NIXL": (
@@ -126,17 +118,9 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         K3, "--tp-size 16", "--tp-size 8 --dcp-size 8",
         True, "of 2 KV heads that a decode rank needs SGLang sends 1",
         {"share": 0.5, "gpu": "blackwell"}),
-    "Kimi-K2.5, DP-attention": (
-        K25, "--tp-size 8", "--tp-size 8 --attn-dp-size 8 --enable-dp-lm-head",
-        True, FROM_ONE, {"share": 1.0}),
-    "Kimi-K2.5, DP-attention in the other spelling, over NIXL": (
-        f"{K25} {NIXL}", "--tp-size 8",
-        "--tp-size 8 --dp 8 --enable-dp-attention --enable-dp-lm-head",
+    "Kimi-K2.5, DP-attention over NIXL": (
+        f"{K25} {NIXL}", "--tp-size 8", "--tp-size 8 --attn-dp-size 8 --enable-dp-lm-head",
         True, FROM_ONE, {"share": 1 - 1 / (8 * 64)}),
-    "Kimi-K2.5, a pipeline that DFLASH does not take": (
-        K25, "--tp-size 1 --pp-size 8", "--tp-size 8", True, "over other rows",
-        {"share": 1.0, "found": [f"prefill: {STOCK}.*only supports pp_size == 1",
-                                 f"prefill: {STOCK}Pipeline parallelism currently"]}),
     "Kimi-K2.5, DCP": (
         K25, "--tp-size 1", "--tp-size 8 --dcp-size 8",
         True, "SGLang cuts no heads beside this target", {"share": None}),
@@ -149,9 +133,6 @@ RECIPES = {  # both lines; prefill's; decode's; whether it is needed, and why
         {"found": ["one divides the other", "decode: expected a number of KV heads"]}),
     "DeepSeek-V3.1, more ranks than heads": (
         f"{V31} {EAGLE3}", "--tp 8", "--tp 16", False, "no rank holds more than one", {}),
-    "GLM-5 drafts on decode alone, with its own MTP layer": (
-        f"{GLM} {NIXL}", "--tp 4", f"--tp 16 --dp 16 --enable-dp-attention {MTP}",
-        False, DECODE_ALONE, {"noted": "speculation on decode alone"}),
     "DeepSeek-V4 has its drafter inside (sglang#33411)": (
         f"sglang serve --model-path deepseek-ai/DeepSeek-V4-Flash --tp 4 {NIXL} "
         "--speculative-algorithm DSPARK --moe-runner-backend marlin", "", "--base-gpu-id 4",

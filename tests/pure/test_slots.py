@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rig.books import wrong_slots
 
-from sglang_mixkv.channel.slots import SLOTS, RoundRobin, SlotPool, share_of
+from sglang_mixkv.channel.slots import RoundRobin, SlotPool, share_of
 from sglang_mixkv.channel.times import Times
 
 TIMES = Times()
@@ -25,18 +24,6 @@ def drain(pool: SlotPool, owner: str) -> list[int]:
     while (slot := take(pool, owner)) is not None:
         taken.append(slot)
     return taken
-
-
-@pytest.mark.parametrize("count", [2, 8, 16, SLOTS])
-@pytest.mark.parametrize("owners", [1, 2, 3, 4, 8])
-def test_what_each_of_several_owners_gets(count, owners):
-    """Taking turns, as chunks do that are packed for several readers."""
-    pool = SlotPool(count, TIMES)
-    names = range(owners)
-    while [slot for name in names if (slot := take(pool, name)) is not None]:
-        pass
-    if owners <= count:
-        assert min(map(pool.held.__getitem__, names)) == share_of(count, owners)
 
 
 def test_the_last_quarter_is_for_owners_that_hold_none():
