@@ -131,7 +131,7 @@ class RefusedRequests:
         self._class: Any = None
 
     def add(self, ranks: Ranks, receiver: Any) -> None:
-        """`receiver`: of SGLang, which has failed; its copy sends the messages."""
+        """`receiver`: of SGLang, which fails; its copy sends the messages."""
         if self._under_way < MAX_NOTICES:
             self._background.run(self._notify(ranks, copy.copy(receiver)))
 

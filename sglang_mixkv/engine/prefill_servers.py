@@ -72,7 +72,7 @@ class _Refusal(NamedTuple):
 class PrefillServers:
     """`manager`: a DraftManager with its `decode_channel`. `own`: this rank's row.
 
-    The scheduler's thread calls `ensure`, `refusal` and `plan`. `forget` and `check` may be called
+    The scheduler's thread calls `ensure`, `refuse` and `plan`. `forget` and `check` may be called
     in any thread; they do not block. A server that SGLang takes from its table, as its heartbeats
     do, is asked and connected to anew.
     """
@@ -107,9 +107,10 @@ class PrefillServers:
             server.asked = now
         return False
 
-    def refusal(self, address: str, receiver: Any) -> str | None:
-        """Why a server's requests fail, of which SGLang's `receiver` is one: its prefill ranks are
-        notified. The stand-in goes, so that the next one may ask again."""
+    def refuse(self, address: str, receiver: Any) -> str | None:
+        """Why a server's requests fail, None where they do not. SGLang's `receiver` is that of one,
+        which is counted, and of which prefill is notified. The stand-in goes, so that the next one
+        may ask again."""
         if (refusal := self._refusals.get(address)) is None:
             return None  # as for nearly all requests, which take no lock
         with self._lock:

@@ -33,7 +33,7 @@ class DraftReceiver(RoomUse):
 
     def init(self, prefill_dp_rank: int) -> None:
         servers: PrefillServers = self.kv_mgr.servers
-        if self.conclude_state is None and (reason := servers.refusal(self.bootstrap_addr, self)):
+        if self.conclude_state is None and (reason := servers.refuse(self.bootstrap_addr, self)):
             self._fail(reason)
             return
         super().init(prefill_dp_rank)  # type: ignore[misc]

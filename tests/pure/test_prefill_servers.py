@@ -129,7 +129,7 @@ def test_a_refused_server_is_asked_again_but_not_with_each_request(
     def refuse_one() -> None:
         """A request, from `try_ensure_parallel_info` to `receiver.init`."""
         assert wait_for(lambda: site.servers.ensure(address))
-        assert "does not run sglang-mixkv" in str(site.servers.refusal(address, None))
+        assert "does not run sglang-mixkv" in str(site.servers.refuse(address, None))
 
     def differs(_: str) -> bool:
         raise RuntimeError("Page size mismatch")
@@ -147,7 +147,7 @@ def test_a_refused_server_is_asked_again_but_not_with_each_request(
     monkeypatch.setattr(site.manager, "resolve", differs)
     with publishing(row_of(prefill)) as address:
         assert wait_for(lambda: site.servers.ensure(address))
-        assert "Page size mismatch" in str(site.servers.refusal(address, None))
+        assert "Page size mismatch" in str(site.servers.refuse(address, None))
 
 
 # ---------------------------------------------------------------- what another server publishes
@@ -235,7 +235,7 @@ def test_nothing_is_held_of_a_server_one_of_whose_ranks_cannot_be_reached(
     other = row_of(prefill, instance=draw_instance(), address=f"tcp://{NOBODY}", rank_port=PORT + 1)
     with publishing(row_of(prefill), other) as address:
         assert wait_for(lambda: site.servers.ensure(address))
-        assert "cannot be reached" in str(site.servers.refusal(address, None))
+        assert "cannot be reached" in str(site.servers.refuse(address, None))
         assert wait_for(lambda: not site.held()["sockets"] + site.held()["of the data plane"])
 
 
@@ -370,7 +370,7 @@ def test_each_rank_of_a_refused_server_is_notified_more_than_once(
     with serving(answer) as address:
         assert wait_for(lambda: site.servers.ensure(address))
         for one in (broken, receiver):
-            assert site.servers.refusal(address, one)
+            assert site.servers.refuse(address, one)
         assert wait_for(lambda: len(receiver.told) == 3)
     assert len([path for path in asked if path != "/mixkv"]) == 5
     assert receiver.told == [[9000, 9010, 9001, 9011]] * 3
@@ -386,6 +386,6 @@ def test_a_server_of_unknown_ranks_or_that_may_not_know_aborts_is_sent_nothing(
     with serving(ranks) as address:
         for one, its in ((f"{address}{path}", receiver), (address, other)):
             assert wait_for(lambda one=one: site.servers.ensure(one))
-            assert site.servers.refusal(one, its)
+            assert site.servers.refuse(one, its)
         assert wait_for(lambda: len(other.told) == 3)
     assert receiver.told == []

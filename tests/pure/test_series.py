@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,21 @@ def test_a_room_is_counted_once_at_its_end(
         one.look_now()
     assert one.of("rooms_total") == {expected: 1}
     assert one.of("prefill_rooms_total") == {("a:1", *expected): 1}
+
+
+def test_two_threads_count_a_request_once() -> None:
+    """The scheduler's counts, too, where the channel has not decided a room."""
+    one, request = Rank(), Req("a", [0, 1])
+
+    def finished() -> bool:
+        with ThreadPoolExecutor(1) as scheduler:
+            scheduler.submit(one.look_now).result()
+        return True
+
+    request.finished = finished  # type: ignore[method-assign]
+    one.end(ev.State.WARM, request=request)
+    one.look_now()
+    assert sum(one.of("finished_requests_total").values()) == 1
 
 
 def test_a_note_is_counted_each_time_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
