@@ -76,11 +76,10 @@ def _move(
     if first < tokens:
         token = first + tl.arange(0, _TOKENS)
         column = tl.program_id(0) % columns * _COLUMN + tl.arange(0, _COLUMN)
-        live = token < tokens
-        mask = live[:, None] & (column < width)[None, :]
+        mask = (token < tokens)[:, None] & (column < width)[None, :]
         at = tl.load(job + 2).to(tl.int32) + token
         pages = tl.load(job + 1).to(tl.pointer_type(tl.int32))
-        page = tl.load(pages + at // PAGE, mask=live, other=0).to(tl.int64)
+        page = tl.load(pages + at // PAGE, mask=token < tokens, other=0).to(tl.int64)
         row = (page * PAGE + at % PAGE) * (tl.load(entry + 1) * 2)
         pool = _words(tl.load(entry) + tl.load(job + 4) * units) + row[:, None] + column[None, :]
         if MODE == _CLEAR:
