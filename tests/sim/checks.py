@@ -249,3 +249,4 @@ class Checks:
         for one in world.groups[request.decode].handles[request.id]:
             if one.verdict is not dev.State.WARM:
                 raise Finding("untouched", f"request {request.id}: {one.verdict} ({one.reason})")
+        world.untouched.append(life)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from tests.sim.checks import Finding
 from tests.sim.draw import Draw
-from tests.sim.spec import Spec
+from tests.sim.spec import Request, Spec
 from tests.sim.world import World
 
 
@@ -27,13 +27,36 @@ def run_spec(spec: Spec, logged: bool = False) -> Outcome:
     log: list[str] | None = [] if logged else None
     outcome = Outcome(spec, log=log)
     try:
-        World(spec, log).run()
+        world = World(spec, log)
+        world.run()
+        _compare(world)
     except Finding as finding:
         outcome.invariant, outcome.detail = finding.invariant, finding.detail
     except Exception as error:
         outcome.invariant = f"crash {type(error).__name__}"
         outcome.detail = traceback.format_exc(limit=-4)
     return outcome
+
+
+def _compare(world: World) -> None:
+    """Requests with which no fault has to do take at most twice their time without faults, and
+    0.1 s; more where looks take theirs. SGLang alone takes less, so most need no second run."""
+    spec, slack = world.spec, 0.1 * (1 + world.spec.gathers)
+    suspects = [life for life in world.untouched if life.took > slack + 2 * _least(life.request)]
+    if not (suspects and spec.faults):
+        return
+    calm = World(replace(spec, faults=()))
+    calm.run()
+    for life in suspects:
+        without = calm.lives[life.request.id]
+        if without.outcome and life.took > slack + 2 * without.took:
+            times = f"{life.took:.3f} s, without faults {without.took:.3f} s"
+            raise Finding("slow", f"request {life.request.id} takes {times}")
+
+
+def _least(request: Request) -> float:
+    forwards = sum(chunk.seconds for chunk in request.chunks)
+    return max(request.prefill_delay, request.decode_delay) + forwards + request.target
 
 
 @dataclass

@@ -249,6 +249,7 @@ class DecodeGroup(Group):
         if life.decode_over:
             return
         life.outcome, life.reason, life.by = "failed" if reason else "ok", reason, by
+        life.ended = self.clock.now
         for receiver in self.handles.get(request.id, ()):
             if not reason:
                 self.world.checks.rows(receiver.rank, receiver, receiver.verdict)

@@ -54,6 +54,7 @@ class Life:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.begun: float | None = None
+        self.ended = 0.0  # on decode
         self.outcome = self.reason = self.by = ""
         self.prefill_over = self.written = self.target_begun = False
         self.metadata: int | None = None  # SGLang's messages that are still to come, once sent
@@ -61,6 +62,11 @@ class Life:
     @property
     def decode_over(self) -> bool:
         return bool(self.outcome)
+
+    @property
+    def took(self) -> float:
+        assert self.begun is not None
+        return self.ended - self.begun
 
 
 LIMIT = 5000.0  # seconds; a world that is not at rest by then never will be
@@ -93,6 +99,7 @@ class World:
         self.places: dict[tuple[int, int], Place] = {}
         self.groups: list[Group] = []
         self.lives = {request.id: Life(request) for request in spec.requests}
+        self.untouched: list[Life] = []  # requests with which no fault has to do, at the end
         self._build()
 
     def _build(self) -> None:
