@@ -116,7 +116,7 @@ class DeviceCopies:
         while self._flying and self._flying[0][0].done():
             ticket, batch, began = self._flying.popleft()
             seconds = (time.perf_counter() - began) / len(batch)
-            for (job, device_job), found in zip(batch, ticket.results(), strict=True):
+            for (job, device_job), found in zip(batch, ticket.results, strict=True):
                 device_job.gate.ended(ticket)
                 self._ended.append((job, found, seconds))
         self._launch()

@@ -28,9 +28,6 @@ class Ticket(Protocol):
     def over(self) -> bool:
         """Whether they have ended, without waiting."""
 
-    def wait(self) -> None:
-        """Return once they have ended."""
-
 
 class Gate:
     def __init__(self) -> None:
@@ -65,7 +62,8 @@ class Gate:
             self._changed.wait_for(lambda: not self._in_flight)
             tickets = list(self._tickets)
         for ticket in tickets:
-            ticket.wait()
+            while not ticket.over():
+                time.sleep(1e-4)
         if time.monotonic() - began > SLOW_S:
             logger.warning(
                 "[MIXKV-SELF-01] SGLang's scheduler waited %.1f s for copies of draft KV, since "

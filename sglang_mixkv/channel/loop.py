@@ -197,11 +197,3 @@ class Worker(ABC, Generic[Event, Action]):
             return job, error, 0.0
         finally:
             gate.leave()
-
-
-def is_done(event: Any) -> bool:
-    """A CUDA event, asked without waiting."""
-    try:
-        return bool(event.query())
-    except Exception:  # a CUDA error: whoever copies will meet it as well
-        return True

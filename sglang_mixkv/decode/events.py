@@ -71,7 +71,10 @@ class OpenRoom(msgspec.Struct, frozen=True):
 
 
 class ForwardDone(msgspec.Struct, frozen=True):
+    """`error`: why it is not known whether it is; another one follows once it is."""
+
     generation: Generation
+    error: str = ""
 
 
 class TargetArrived(msgspec.Struct, frozen=True):

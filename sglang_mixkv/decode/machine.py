@@ -78,6 +78,10 @@ class Machine:
         room = self._rooms.get(event.generation)
         if room is None:
             return
+        if event.error:
+            if room.wants:
+                self._go_cold(room, "unpack", event.error)
+            return
         room.pending = False
         for segment in room.of_stage(Stage.HELD):
             self._segments.copy(segment)

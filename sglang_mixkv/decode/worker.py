@@ -20,13 +20,14 @@ import numpy as np
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.copies import DeviceJob
 from sglang_mixkv.channel.gate import Gate
-from sglang_mixkv.channel.loop import Worker, is_done
+from sglang_mixkv.channel.loop import Worker
 from sglang_mixkv.channel.messages import Fail, Ready
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.links import Link, Links
 from sglang_mixkv.decode.machine import Machine
+from sglang_mixkv.draft.cuda import is_over
 from sglang_mixkv.draft.layout import Pages, SlotCheck
 
 if TYPE_CHECKING:
@@ -113,11 +114,9 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         """Greater than all before; the low half cannot be guessed.
 
         The counter has 31 bits and begins below 2^30, so that it rises for at least 2^30 uses: at
-        20 requests a second for 20 months. Two ranks of n uses each meet in the high half only
-        where they began within n of each other, by a chance of n / 2^29, and then in at most n
-        pairs of uses, whose low halves are equal by 2^-32 each: n^2 / 2^61, or 4 in 10 million for
-        a million uses, even if all of them were open at once. Counters that all began at 1 would
-        make it n / 2^32, 2 in 10 thousand, for each pair of ranks.
+        20 requests a second for 20 months. Two ranks of n uses each have one in common by a chance
+        of n^2 / 2^61, 4 in 10 million for a million uses: they begin within n of each other by
+        n / 2^29, and then n low halves are equal by 2^-32 each.
         """
         return (next(self._counter) & 0x7FFFFFFF) << 32 | next(self._draws) & 0xFFFFFFFF
 
@@ -155,9 +154,16 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
 
     def clear_now(self, handle: ReceiveHandle) -> None:
         """In the caller's thread: the whole room, cold. Nothing else writes to it from here on. It
-        does nothing while an earlier forward may still write these rows: the caller polls again."""
+        does nothing while an earlier forward may still write these rows: the caller polls again.
+        Where that forward's event has no answer for as long again, the request fails."""
         opened = handle.opened
-        if handle.event is not None and not is_done(handle.event):
+        try:
+            if handle.event is not None and not handle.event.query():
+                return
+        except Exception as error:
+            if handle.arrived and time.monotonic() - handle.arrived > 2 * self._slowest:
+                handle.gate.close()
+                handle.reason, handle.state = f"an earlier forward: {error!r}", ev.State.FAILED
             return
         logger.error(
             "[MIXKV-SELF-01] room %s is cleared by SGLang's scheduler, since the draft channel did "
@@ -177,10 +183,13 @@ class DecodeWorker(Worker[ev.Event, ev.Action]):
         return bool(self._forwards) or self._links.reading
 
     def _look(self, ready: list[Any]) -> Iterator[ev.Event]:
-        if self._forwards:
-            for generation in [g for g, event in self._forwards.items() if is_done(event)]:
-                del self._forwards[generation]
-                yield ev.ForwardDone(generation)
+        for generation, event in list(self._forwards.items()):
+            try:
+                if is_over(event):
+                    del self._forwards[generation]
+                    yield ev.ForwardDone(generation)
+            except Exception as error:  # it is asked again: rows are cleared behind it alone
+                yield ev.ForwardDone(generation, repr(error)[:300])
         yield from self._links.ended()
         for peer, message in self._links.received(ready):
             if isinstance(message, ValueError):

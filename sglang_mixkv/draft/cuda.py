@@ -2,9 +2,8 @@
 
 Beside a thread that computes in Python, giving up the GIL costs sys.getswitchinterval(), 5 ms, each
 time. torch gives it up in each operation, and Triton's launcher in each launch. ctypes.PyDLL keeps
-it, which suits calls of a few microseconds that queue work. Only what waits gives it up. A call
-that queues work blocks while the device's queue is full; the device needs nobody's GIL to go on,
-since neither torch nor SGLang queues functions of the host (cudaLaunchHostFunc).
+it. No call waits for work, but while the device's queue is full; and the device needs nobody's GIL
+to go on, since neither torch nor SGLang queues functions of the host (cudaLaunchHostFunc).
 
 The stream is the driver's own, above SGLang's in priority. torch deals out its few streams again
 and again, SGLang's among them.
@@ -12,11 +11,14 @@ and again, SGLang's among them.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import time
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from typing import Any
 
-NOT_READY = 600  # CUDA_ERROR_NOT_READY
+# CUDA_ERROR_NOT_READY; a thread of this process captures a graph, so that nobody knows
+PENDING = (600, *range(900, 909))
 NON_BLOCKING, PORTABLE_AND_MAPPED, NO_TIMING = 1, 3, 2  # flags: of a stream, host memory, an event
 ABOVE_NORMAL = -1  # a stream's priority; SGLang's have 0
 MAJOR, MINOR = 75, 76  # attributes of a device: its compute capability
@@ -33,7 +35,7 @@ PROTOTYPES: dict[str, list[Any]] = {
     "cuDevicePrimaryCtxRetain": [POINTER(_P), c_int],
     "cuCtxSetCurrent": [_P],
     "cuStreamCreateWithPriority": [POINTER(_P), _U, c_int],
-    "cuStreamSynchronize": [_P],
+    "cuStreamQuery": [_P],
     "cuMemAlloc_v2": [POINTER(c_uint64), c_size_t],
     "cuMemHostAlloc": [POINTER(_P), c_size_t, _U],
     "cuMemcpyHtoDAsync_v2": [c_uint64, _P, c_size_t, _P],
@@ -43,26 +45,31 @@ PROTOTYPES: dict[str, list[Any]] = {
     "cuEventCreate": [POINTER(_P), _U],
     "cuEventRecord": [_P, _P],
     "cuEventQuery": [_P],
-    "cuEventSynchronize": [_P],
     "cuEventDestroy_v2": [_P],
     "cuFlushGPUDirectRDMAWrites": [c_int, c_int],
 }
-GIVES_UP_THE_GIL = ("cuEventSynchronize", "cuStreamSynchronize")
 
 
 class CudaError(RuntimeError):
     """A call of the driver failed. After most failures the context runs nothing any more."""
 
 
-class Library:
-    """libcuda's functions, with their arguments' types."""
+def is_over(work: Any) -> bool:
+    """Whether torch's event has come, or its stream is empty. While a graph is captured nobody
+    knows, and it is not. Other errors of its query come out."""
+    try:
+        return bool(work.query())
+    except Exception as error:
+        if "captur" in str(error):  # as in CUDA's texts of 900 to 908, and in no others
+            return False
+        raise
 
-    def __init__(self, path: str = "libcuda.so.1") -> None:
-        keeps, gives_up = ctypes.PyDLL(path), ctypes.CDLL(path)
-        for name, arguments in PROTOTYPES.items():
-            function = getattr(gives_up if name in GIVES_UP_THE_GIL else keeps, name)
-            function.argtypes = arguments
-            setattr(self, name, function)
+
+def libcuda() -> Any:
+    library = ctypes.PyDLL("libcuda.so.1")
+    for name, arguments in PROTOTYPES.items():
+        getattr(library, name).argtypes = arguments
+    return library
 
 
 class Driver:
@@ -70,7 +77,7 @@ class Driver:
     `library`."""
 
     def __init__(self, index: int, library: Any = None) -> None:
-        self.library: Any = library or Library()
+        self.library: Any = library or libcuda()
         self.call("cuInit", 0)
         self._device = self.get(c_int, "cuDeviceGet", index)
         self._context = self.get(_P, "cuDevicePrimaryCtxRetain", self._device)
@@ -120,9 +127,17 @@ class Driver:
             "cuLaunchKernel", function, *grid, threads, 1, 1, shared, self.stream, parameters, None
         )
 
+    def ask(self, name: str, handle: Any) -> bool:
+        if (code := getattr(self.library, name)(handle)) and code not in PENDING:
+            raise self.error(name, code)
+        return not code
+
     def drain(self) -> None:
-        """Wait for all that was started; a failed context runs nothing any more."""
-        self.library.cuStreamSynchronize(self.stream)
+        """Wait, in any thread, for all that was started; a failed context runs nothing any more."""
+        self.library.cuCtxSetCurrent(self._context)  # what it cannot do shows in what follows
+        with contextlib.suppress(CudaError):
+            while not self.ask("cuStreamQuery", self.stream):
+                time.sleep(1e-4)
 
     def needs_flush(self) -> bool:
         """Whether `flush` has to be called between the end of a NIC's write to this device and the
@@ -142,27 +157,22 @@ class Event:
     """The end of all that was started on the driver's stream before. It is recorded once, when it
     is made, and destroyed with its last holder, so it never stands for later work.
 
-    After an `error` of the device nothing runs there any more."""
+    `error`: why nobody knows what that work did. It has ended all the same once `over` is true."""
 
     def __init__(self, driver: Driver) -> None:
-        self._driver, self.error = driver, ""
+        self._driver, self.error, self._over = driver, "", False
         self._handle = driver.get(_P, "cuEventCreate", NO_TIMING)
         driver.call("cuEventRecord", self._handle, driver.stream)
 
     def over(self) -> bool:
         """Whether it has come, asked by any thread."""
-        code = self._driver.library.cuEventQuery(self._handle)
-        if code not in (0, NOT_READY):
-            self.error = str(self._driver.error("cuEventQuery", code))
-        return bool(code != NOT_READY)
-
-    def wait(self) -> None:
-        """Block until it has come, in any thread."""
         try:
-            self._driver.bind()
-            self._driver.call("cuEventSynchronize", self._handle)
-        except CudaError as error:
+            self._over = self._over or self._driver.ask("cuEventQuery", self._handle)
+        except CudaError as error:  # not every one stays: behind it kernels may still run
             self.error = str(error)
+            self._driver.drain()
+            self._over = True
+        return self._over
 
     def __del__(self) -> None:
         if getattr(self, "_handle", None):

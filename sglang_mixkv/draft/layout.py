@@ -178,21 +178,26 @@ class Pages:
     numbers.
 
     `events`: things with `query() -> bool`. Once all are true, the pages can be read and the KV is
-    in them.
+    in them. `error`: why nobody knows whether it is; nothing can be read then.
     """
 
     def __init__(self, pages: Any, page_size: int, events: Sequence[Any] = ()) -> None:
         self._pages, self._size, self.events = pages, page_size, events
         self._on_device: Any = None
+        self.error: Exception | None = None
 
     def rows(self, offset: int, count: int) -> NDArray[np.int64]:
         """Row numbers of `count` tokens, `offset` tokens behind the first page's start."""
+        if self.error is not None:
+            raise self.error
         tokens = np.arange(offset, offset + count)
         pages = np.asarray(self._pages, dtype=np.int64)
         return pages[tokens // self._size] * self._size + tokens % self._size
 
     def on(self, device: Any) -> Any:
         """The page numbers as that device's jobs take them, made once for all segments."""
+        if self.error is not None:
+            raise self.error
         if self._on_device is None:
             self._on_device = device.pages(self._pages)
         return self._on_device

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -20,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sglang_mixkv.draft.cuda import is_over
 from sglang_mixkv.draft.layout import HEADER, MASK, SEED, SlotCheck, weights
 
 if TYPE_CHECKING:
@@ -208,7 +210,8 @@ def own_stream(device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            _own.stream.synchronize()
+            while not is_over(_own.stream):
+                time.sleep(1e-4)
 
 
 @cache

@@ -18,11 +18,12 @@ import zmq
 from sglang_mixkv.channel import messages
 from sglang_mixkv.channel.copies import DeviceJob
 from sglang_mixkv.channel.gate import Gate
-from sglang_mixkv.channel.loop import Worker, is_done
+from sglang_mixkv.channel.loop import Worker
 from sglang_mixkv.channel.messages import Ack, Fail, Open
 from sglang_mixkv.channel.reporter import Reporter
 from sglang_mixkv.channel.sockets import Poller, endpoint, new_context, new_socket
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.draft.cuda import is_over
 from sglang_mixkv.draft.layout import Pages, SlotCheck
 from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.machine import Machine
@@ -123,11 +124,21 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
         return bool(self._pending)
 
     def _look(self, ready: list[Any]) -> Iterator[ev.Event]:
-        while self._pending and all(map(is_done, self._pending[0].pages.events)):
+        while self._pending and self._is_written(self._pending[0]):
             # events are asked in the order of their chunks, which is the stream's
             yield ev.ChunkWritten(self._pending.popleft().use)
         if self._socket in ready:
             yield from self._received()
+
+    @staticmethod
+    def _is_written(chunk: ev.AddChunk) -> bool:
+        """Or nothing will be packed of it."""
+        assert isinstance(chunk.use, SendHandle)
+        try:
+            return chunk.use.ended or all(map(is_over, chunk.pages.events))
+        except Exception as error:  # each of its packs fails, and so does the part
+            chunk.pages.error = error
+            return True
 
     def _received(self) -> Iterator[ev.Event]:
         for _ in range(BATCH):

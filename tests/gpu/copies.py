@@ -97,7 +97,7 @@ def ended(ticket: Ticket) -> list[SlotCheck]:
     while not ticket.done():
         pass
     assert not ticket.error, ticket.error
-    return ticket.results()
+    return ticket.results
 
 
 def kernels(rows: DraftRows, page: int, staging: Staging) -> GpuRows:

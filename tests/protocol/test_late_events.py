@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rig.model import Cache, Case, Request, page_tables
 from rig.rank import Rank, send, tokens_in
 from rig.ring import right, run
 from rig.special import Special
+
+from sglang_mixkv.engine.rank import forward_event
 
 pytestmark = pytest.mark.transports(1)
 
@@ -134,3 +139,27 @@ def test_rows_are_written_behind_the_forward_that_may_still_write_them(lack: str
     outcome = run(Case(2, 1, requests=requests, special=special))
     assert outcome.wrong == []
     assert outcome.statuses == {"success"}
+
+
+def test_an_event_behind_the_forwards_is_recorded_on_their_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not on the scheduler's current one. Without such a stream there is nothing to wait for."""
+
+    class Stream: ...
+
+    class Event:
+        def __init__(self) -> None:
+            self.recorded = list[Any]()
+
+        def record(self, stream: Any = "the current one") -> None:
+            self.recorded.append(stream)
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    scheduler = SimpleNamespace(forward_stream=Stream(), copy_stream=Stream())
+    events = [forward_event(scheduler) for _ in range(2)]
+    assert [event.recorded for event in events] == [[scheduler.forward_stream]] * 2
+    assert events[0] is not events[1], "a second record would move the first one"
+    assert forward_event(SimpleNamespace(forward_stream=nullcontext())) is None
+    assert forward_event(SimpleNamespace()) is None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -17,8 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rig import threads
 from rig.books import wrong_books
-from rig.fake_cuda import FakeCuda
+from rig.fake_cuda import CAPTURES, FakeCuda
 
+from sglang_mixkv.channel import loop
+from sglang_mixkv.channel.gate import Gate, start_behind
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft import cuda
 from sglang_mixkv.draft.cuda import CudaError
@@ -29,6 +32,7 @@ from sglang_mixkv.draft.rows_gpu import MOST, GpuRows, Job
 CPU = torch.device("cpu")
 OK, STALE, DIFFERS, ERROR = SlotCheck
 CANARY = 0xEE
+UPLOAD = "upload"
 BATCH_OF_8 = Counter(
     cuCtxSetCurrent=1, cuMemcpyHtoDAsync_v2=1, cuLaunchKernel=2, cuEventCreate=1, cuEventRecord=1
 )
@@ -37,7 +41,7 @@ BATCH_OF_8 = Counter(
 def ended(ticket: Any) -> list[SlotCheck]:
     while not ticket.done():
         pass
-    return ticket.results()
+    return ticket.results
 
 
 @dataclass
@@ -171,7 +175,7 @@ def eight(side: Side, page: int = 1) -> list[Job]:
 
 def test_a_batch_is_six_calls_that_keep_the_gil_and_compiles_nothing() -> None:
     """A call of torch or numpy gives it up; ctypes.PyDLL does not."""
-    side, tickets = small(), []  # a ticket's event is destroyed with it
+    side, tickets = small(FakeCuda(captures=0)), []  # a ticket's event is destroyed with it
     one = side.rows.job(side.rows.pages([3]), 5, 11, range(5, 6))
     called = set[str]()
 
@@ -236,7 +240,7 @@ def test_an_event_stands_for_its_batch_alone() -> None:
     ended(first)
     others = [side.rows.start_pack(eight(side)) for _ in range(2)]
     queued = len(side.cuda._queue)
-    first.wait()
+    assert first.over()
     assert len(side.cuda._queue) == queued > 0, "it waited for another batch"
     assert not any(other.done() for other in others)
     del others, first
@@ -249,27 +253,82 @@ def test_an_event_stands_for_its_batch_alone() -> None:
 
 @pytest.mark.parametrize("call", [*BATCH_OF_8, "cuFlushGPUDirectRDMAWrites"])
 def test_a_batch_that_cannot_start_leaves_nothing_behind(call: str) -> None:
-    """No kernel of it runs when the error comes out, and its memory is free."""
+    """No kernel of it runs when the error comes out, and its memory is free. A graph that is
+    captured meanwhile is waited for."""
     side = small(FakeCuda(attributes={cuda.RDMA_ORDERING: 0}))
     jobs = eight(side)
     for _ in range(3):
-        side.cuda.fails = call
+        side.cuda.fails, side.cuda.answers = call, [900, 908]
         with pytest.raises(CudaError, match=f"{call}: CUDA_ERROR_LAUNCH_FAILED"):
             side.rows.start_unpack(jobs)
         assert not side.cuda._queue
+        assert not side.cuda.answers
         side.cuda.fails = ""
     assert ended(side.rows.start_pack(jobs)) == [OK] * 8
 
 
 def test_a_device_that_failed_ends_every_batch_in_an_error() -> None:
-    side = small()
-    ticket = side.rows.start_clear(eight(side)[:1])
+    side, gate = small(), Gate()
+    ticket = start_behind([gate], lambda _: side.rows.start_clear(eight(side)[:1]))
     side.cuda._run_to(None)  # the kernel has written that all is well
     side.cuda.broken = True
-    ticket.wait()
-    assert ticket.over(), "its gate can close"
+    gate.close()
     assert ended(ticket) == [ERROR]
-    assert "cuEventQuery: CUDA_ERROR_LAUNCH_FAILED" in ticket.error
+    assert "CUDA_ERROR_LAUNCH_FAILED" in ticket.error
+    with pytest.raises(CudaError, match="CUDA_ERROR_LAUNCH_FAILED"):
+        side.rows.start_pack(eight(side))
+    assert side.rows.can_start, "the next one fails as well, and does not wait for ever"
+
+
+@pytest.mark.parametrize("code", CAPTURES)
+def test_a_batch_has_not_ended_while_a_graph_is_captured(code: int) -> None:
+    """Whoever asks: the channel, or the scheduler that shuts a gate or waits."""
+    side, gate = small(FakeCuda(late=0, captures=0)), Gate()
+    ticket = start_behind([gate], lambda _: side.rows.start_pack(eight(side)))
+    side.cuda.answers = [code] * 3
+    assert not ticket.over()
+    assert not ticket.done()
+    assert not gate.shut(), "pages would be given back under the kernels"
+    assert side.cuda._queue
+    assert (len(side.rows._free), ticket.error, ticket.results) == (1, "", [])
+    side.cuda.answers = [code] * 2
+    gate.close()
+    assert not side.cuda._queue
+    assert not side.cuda.answers
+    assert ended(ticket) == [OK] * 8
+
+
+@pytest.mark.parametrize("asked", ["over", "done"])
+@pytest.mark.parametrize("code", [1, 400, 999])
+def test_behind_an_error_that_does_not_stay_a_batch_has_ended_once_it_has(
+    code: int, asked: str
+) -> None:
+    """Kernels still run, and are waited for, also in a thread that has no device yet and while a
+    graph is captured. What they did is unknown."""
+    side = small(FakeCuda(late=9, captures=0))
+    before = [side.rows.start_pack(eight(side)[:1]), side.rows.start_pack(eight(side)[1:])]
+    side.cuda.answers = [code, 900, 907]
+    asking = threading.Thread(target=getattr(before[1], asked))
+    asking.start()
+    asking.join(10)
+    assert not side.cuda._queue
+    assert not side.cuda.answers
+    assert before[1].over()
+    assert ended(before[1]) == [ERROR] * 7
+    assert ended(before[0]) == [OK]
+    assert ended(side.rows.start_pack(eight(side))) == [OK] * 8
+
+
+def test_what_a_slot_held_is_said_of_that_slot() -> None:
+    """Of a batch in which some are of another use, and some are damaged."""
+    side, jobs = small(), []
+    ended(side.rows.start_pack(eight(side)))
+    expected = [OK, STALE, DIFFERS, OK, OK, DIFFERS, STALE, STALE]
+    for slot, (found, job) in enumerate(zip(expected, eight(side), strict=True)):
+        side.staging.slot(slot)[HEADER + 1] ^= found is DIFFERS
+        jobs.append(job._replace(stamp=99) if found is STALE else job)
+    assert ended(side.rows.start_unpack(jobs)) == expected
+    assert ended(side.rows.start_unpack(jobs[1:3])) == expected[1:3]
 
 
 def test_a_kernel_that_wrote_no_result_is_an_error() -> None:
@@ -342,12 +401,101 @@ def test_a_nics_writes_are_flushed_where_the_gpu_does_not_order_them(
         assert side.cuda.calls["cuFlushGPUDirectRDMAWrites"] == count
 
 
+# ---------------------------------------------------------------- the order of calls
+
+
+BATCHES = {
+    "start_pack": [UPLOAD, "pack", "seal"],
+    "start_unpack": ["flush", UPLOAD, "verify", "unpack"],
+    "start_clear": [UPLOAD, "clear"],
+}
+
+
+@pytest.mark.parametrize("start", BATCHES)
+def test_calls_of_a_batch_come_in_their_order(start: str) -> None:
+    """The thread's device first, a NIC's writes before anything that reads them, jobs before their
+    kernels, and an event without times behind all of it: on one stream, the driver's own."""
+    side = small(FakeCuda(attributes=UNORDERED, captures=0))
+    functions = {function: name for name, (function, _) in side.rows._kernels.items()}
+    stream, expected = side.rows.driver.stream, BATCHES[start]
+    log, place = side.cuda.log, side.rows._free[-1]
+    log.clear()
+    ticket = getattr(side.rows, start)(eight(side))
+    steps: list[Any] = []
+    for name, *what in log[1:-2]:
+        match name:
+            case "cuFlushGPUDirectRDMAWrites":
+                steps.append("flush")
+                assert what == [0, 100], "to the owner of the memory, by the current context"
+            case "cuMemcpyHtoDAsync_v2":
+                steps.append(UPLOAD)
+                size = 8 * (64 + 4)  # eight jobs, of one page each
+                assert what == [place.device, place.source, size, stream]
+            case "cuLaunchKernel":
+                steps.append(functions[what[0]])
+                assert what[8] == stream
+    assert steps == expected
+    assert len(steps) == len(log) - 3, "no other call"
+    assert log[0] == ("cuCtxSetCurrent", side.rows.driver._context)
+    assert (log[-2][0], log[-2][2]) == ("cuEventCreate", 2)
+    assert log[-1] == ("cuEventRecord", ticket._handle, stream)
+    assert not ended(ticket).count(ERROR)
+
+
+def test_the_memory_of_a_batch_is_used_again_behind_its_event_alone() -> None:
+    """Not behind another one's, and not before somebody has seen that it has come."""
+    side = small(FakeCuda(late=1, captures=0))
+    first, second = (side.rows.start_pack(eight(side)) for _ in range(2))
+    assert not second.done()
+    assert not first.done()
+    assert not side.rows.can_start
+    assert second.over(), "both have ended"
+    assert not side.rows.can_start, "nobody has read the results"
+    assert second.done()
+    assert side.rows._free == [second._place]
+    third = side.rows.start_pack(eight(side))
+    assert third._place is second._place is not first._place
+    assert not side.rows.can_start
+    second.done()
+    assert not side.rows.can_start, "a batch gives its memory back once"
+    assert ended(first) == ended(third) == [OK] * 8
+
+
+def test_all_is_there_before_the_first_batch() -> None:
+    """The device of this number, its own context and stream, the table of entries before a kernel
+    reads it, and every kernel loaded and run."""
+    device = FakeCuda(captures=0)
+    with device.compiling():
+        pool = [torch.zeros(128, 2, n, dtype=torch.uint8) for n in (16, 32)]
+        staging = Staging(8, 4096, CPU)
+        rows = GpuRows(DraftRows(pool, range(4, 6)), 16, staging, cuda.Driver(3, device))
+    names = [name for name, *_ in device.log]
+    assert names[:5] == [
+        "cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent",
+        "cuStreamCreateWithPriority",
+    ]  # fmt: skip
+    assert (device.log[0][1], device.log[1][2], device.log[2][2]) == (0, 3, 43)
+    tables = [entry for entry in device.log if entry[0] == "cuMemcpyHtoDAsync_v2"]
+    assert tables[0][3:] == (3 * 32, rows.driver.stream), "the table of two entries, and its head"
+    assert names.index("cuMemcpyHtoDAsync_v2") < names.index("cuLaunchKernel")
+    launched = [entry[1] for entry in device.log if entry[0] == "cuLaunchKernel"]
+    assert set(launched) == {function for function, _ in rows._kernels.values()}
+    assert len(set(launched)) == 5
+    assert max(i for i, name in enumerate(names) if name.startswith("cuModule")) < names.index(
+        "cuLaunchKernel"
+    )
+    loaded = [entry[2:] for entry in device.log if entry[0] == "cuModuleGetFunction"]
+    assert [name for _, name in loaded] == [b"_move", b"_seal", b"_verify", b"_move", b"_move"]
+    assert [module for module, _ in loaded] == [1, 2, 3, 4, 5]
+
+
 # ---------------------------------------------------------------- the channel
 
 
 @pytest.fixture
 def channel(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Both sides of the draft channel, whose copies are kernels that end late."""
+    """Both sides of the draft channel, whose copies are kernels that end late. No tick helps."""
+    monkeypatch.setattr(loop, "TICK", 60.0)
 
     def on_device(rows: DraftRows, staging: Staging) -> GpuRows:
         fake = FakeCuda(late=3)
@@ -376,6 +524,8 @@ def test_rooms_at_once_are_in_place_behind_kernels_or_their_slots_are_not_used(
     assert channel.request(4) == ("cold", "stale")
     channel.decode.plane.damage = []
     assert channel.request(5) == ("warm", "")
+    for side in sides:
+        side.channel._inlet.wake()  # the end of a request waits for the next event
     assert channel.at_rest()
 
 

@@ -225,13 +225,15 @@ def test_work_on_a_gpu_is_waited_for_on_the_threads_own_stream(
     monkeypatch.setattr(torch.cuda, "Stream", cuda.Stream)
     monkeypatch.setattr(torch.cuda, "stream", cuda.stream)
     cuda.stream.return_value.__exit__.return_value = False
+    cuda.Stream.return_value.query.side_effect = [False, True] * 2
     cuda.work.side_effect = RuntimeError("out of memory") if fails else None
     for _ in range(2):
         error = pytest.raises(RuntimeError) if fails else nullcontext()
         with error, own_stream(device):
             assert torch.is_inference_mode_enabled()
             cuda.work()
-    once = ["stream", "stream().__enter__", "work", "Stream().synchronize", "stream().__exit__"]
+    begin, end = ["stream", "stream().__enter__", "work"], ["Stream().query"] * 2
+    once = [*begin, *end, "stream().__exit__"]
     assert [name for name, *_ in cuda.mock_calls] == ["Stream", *once, *once]
     cuda.Stream.assert_called_once_with(device, priority=-1)
     cuda.stream.assert_called_with(cuda.Stream())

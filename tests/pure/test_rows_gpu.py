@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,9 @@ torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton", reason="Triton is not installed: no kernel is tested")
 
 from sglang_mixkv.draft import cuda, rows_gpu  # noqa: E402
+from sglang_mixkv.draft import rows as rows_module  # noqa: E402
 from sglang_mixkv.draft.kernels import compiled  # noqa: E402
-from sglang_mixkv.draft.rows import DraftRows, Staging  # noqa: E402
+from sglang_mixkv.draft.rows import DraftRows, Staging, own_stream  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -89,14 +91,14 @@ def test_prototypes_are_those_of_cuda_h() -> None:
             assert re.search(rf"define {plain}\s.*\b{name}\b", declared), name
 
 
-def test_only_waits_give_up_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
-    keeps, gives_up = mock.MagicMock(), mock.MagicMock()
+def test_no_call_gives_up_the_gil(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each checks its arguments."""
+    keeps = mock.MagicMock()
     monkeypatch.setattr(ctypes, "PyDLL", lambda _: keeps)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: gives_up)
-    library = cuda.Library()
-    found = {n for n in cuda.PROTOTYPES if getattr(library, n) is getattr(gives_up, n)}
-    assert found == {"cuEventSynchronize", "cuStreamSynchronize"}
-    assert library.cuLaunchKernel is keeps.cuLaunchKernel
+    library = cuda.libcuda()
+    for name, arguments in cuda.PROTOTYPES.items():
+        assert getattr(library, name) is getattr(keeps, name)
+        assert getattr(library, name).argtypes == arguments
 
 
 def pool(width: int = 16, start: int = 0) -> torch.Tensor:
@@ -140,3 +142,44 @@ def test_a_pool_without_kernels_is_told_why(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(rows_gpu, "Driver", lambda index: old)
     assert "expected 8.0 or later" in rows_gpu.gpu_rows(rows, 1, staging)
+
+
+# ---------------------------------------------------------------- events
+
+
+@pytest.mark.parametrize("index", [None, 3])
+def test_the_kernels_are_the_pools_devices(
+    monkeypatch: pytest.MonkeyPatch, index: int | None
+) -> None:
+    """Its number may be left out: it is the thread's own then."""
+    rows, seen = DraftRows([pool()], range(2)), list[Any]()
+    rows.device = torch.device("cuda") if index is None else torch.device("cuda", index)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(
+        rows_gpu, "Driver", lambda at: seen.append(at) or SimpleNamespace(capability=75)
+    )
+    rows_gpu.gpu_rows(rows, 1, Staging(1, 4096, CPU))
+    assert seen == [5 if index is None else index]
+
+
+CAPTURING = "CUDA error: operation not permitted when stream is capturing"
+
+
+@pytest.mark.parametrize("in_body", [False, True])
+def test_copies_by_torch_have_ended_although_a_graph_was_captured(
+    monkeypatch: pytest.MonkeyPatch, in_body: bool
+) -> None:
+    """The gate of the request opens behind them, and an error that stays comes out."""
+    answers: list[Any] = [RuntimeError(CAPTURING), False, RuntimeError(CAPTURING), True]
+    stream = SimpleNamespace(query=mock.Mock(side_effect=answers))
+    monkeypatch.setattr(rows_module._own, "stream", stream, raising=False)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    error = pytest.raises(RuntimeError, match="captur") if in_body else nullcontext()
+    with error, own_stream(torch.device("cuda", 0)):
+        if in_body:
+            raise RuntimeError(CAPTURING)
+    assert stream.query.call_count == 4
+    stream.query.side_effect = RuntimeError("CUDA error: unspecified launch failure")
+    with pytest.raises(RuntimeError, match="launch failure"), own_stream(torch.device("cuda", 0)):
+        pass

@@ -1,13 +1,17 @@
 """A CUDA driver on host memory, for cuda.py, whose kernels run in Triton's interpreter, and late.
 
 Arguments pass through the prototypes of cuda.py, as they would on their way into libcuda. Copies
-and launches run when an event behind them is asked for the `late + 1`st time, or waited for.
+and launches run when an event behind them is asked for the `late + 1`st time, or the stream is.
+
+Now and then another thread seems to capture a graph: calls that ask then fail with a code from 900
+to 908, and nothing has run. A thread has to make the device its own before its first call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import random
 import threading
 import traceback
 from collections import Counter, deque
@@ -22,20 +26,44 @@ import torch
 
 from sglang_mixkv.draft import cuda, kernels
 
-UNKNOWN, NOT_READY, LAUNCH_FAILED = 999, 600, 719
+UNKNOWN, NOT_READY, LAUNCH_FAILED, INVALID_CONTEXT = 999, 600, 719, 201
+CAPTURES = {
+    900: b"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", 901: b"CUDA_ERROR_STREAM_CAPTURE_INVALIDATED",
+    902: b"CUDA_ERROR_STREAM_CAPTURE_MERGE", 903: b"CUDA_ERROR_STREAM_CAPTURE_UNMATCHED",
+    904: b"CUDA_ERROR_STREAM_CAPTURE_UNJOINED", 905: b"CUDA_ERROR_STREAM_CAPTURE_ISOLATION",
+    906: b"CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", 907: b"CUDA_ERROR_CAPTURED_EVENT",
+    908: b"CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD",
+}  # fmt: skip
+NAMES = CAPTURES | {
+    LAUNCH_FAILED: b"CUDA_ERROR_LAUNCH_FAILED", INVALID_CONTEXT: b"CUDA_ERROR_INVALID_CONTEXT"
+}  # fmt: skip
+ASKING = ("cuEventQuery", "cuStreamQuery")
+UNBOUND = {
+    "cuInit", "cuGetErrorName", "cuDeviceGet", "cuDeviceGetAttribute", "cuDevicePrimaryCtxRetain",
+    "cuCtxSetCurrent", "cuEventQuery",
+}  # fmt: skip
+"""Functions that need no current context, by their lists of errors in CUDA's manual."""
 ORDERED = {cuda.RDMA_SUPPORTED: 1, cuda.RDMA_FLUSH_OPTIONS: 1, cuda.RDMA_ORDERING: 100}
 INTERPRETING = threading.Lock()  # Triton's interpreter has one grid for all threads
 H100 = {cuda.MAJOR: 9, cuda.MINOR: 0, **ORDERED}
 
 
 class FakeCuda:
-    """`attributes`: of the device. `calls`: how often each function was called. `fails`: a function
-    of which each call fails. `broken`: the device has failed, and runs nothing any more."""
+    """`attributes`: of the device. `log`: all calls with their arguments; `calls`: how often each
+    function was called. `captures`: the share of calls that ask which a capture is in the way
+    of. `answers`: codes of the next such calls, which say nothing of what runs. `fails`: a
+    function of which each call fails. `broken`: the device has failed, and runs nothing any more;
+    each call returns the error, as it does where the context is lost."""
 
-    def __init__(self, late: int = 1, attributes: dict[int, int] | None = None) -> None:
-        self.late, self.attributes = late, H100 | (attributes or {})
+    def __init__(
+        self, late: int = 1, attributes: dict[int, int] | None = None, captures: float = 0.2
+    ) -> None:
+        self.late, self.attributes, self.captures = late, H100 | (attributes or {}), captures
         self.calls: Counter[str] = Counter()
+        self.log = list[tuple[Any, ...]]()
+        self.answers = list[int]()
         self.fails, self.broken = "", False
+        self._asked, self._random, self._bound = 0, random.Random(late), set[int]()
         self.compiled: list[Any] = []
         self.events: dict[int, int] = {}  # recorded ones: how often each was asked
         self._queue: deque[Callable[[], None] | int] = deque()
@@ -71,8 +99,15 @@ class FakeCuda:
 
     def _call(self, name: str, *arguments: Any) -> int:
         self.calls[name] += 1
-        if name == self.fails:
+        self.log.append((name, *arguments))
+        if name == self.fails or (self.broken and name != "cuGetErrorName"):
             return LAUNCH_FAILED
+        if name not in UNBOUND and threading.get_ident() not in self._bound:
+            return INVALID_CONTEXT
+        if name in ASKING and self.answers:
+            return self.answers.pop(0)
+        if name in ASKING and self._random.random() < self.captures:
+            return self._random.choice(list(CAPTURES))
         try:
             return getattr(self, f"_{name}")(*arguments) or 0
         except Exception:  # ctypes would drop it
@@ -93,26 +128,31 @@ class FakeCuda:
     def _cuInit(self, flags: int) -> None: ...
 
     def _cuGetErrorName(self, code: int, text: Any) -> None:
-        text[0] = {LAUNCH_FAILED: b"CUDA_ERROR_LAUNCH_FAILED"}.get(code)
+        text[0] = NAMES.get(code)
 
     def _cuDeviceGet(self, device: Any, index: int) -> None:
-        device[0] = index
+        device[0] = self.device = 40 + index
 
     def _cuDeviceGetAttribute(self, value: Any, number: int, device: int) -> None:
+        assert device == self.device
         value[0] = self.attributes[number]
 
     def _cuDevicePrimaryCtxRetain(self, context: Any, device: int) -> None:
+        assert device == self.device
         context[0] = self._context = next(self._handles)
 
     def _cuCtxSetCurrent(self, context: int) -> None:
         assert context == self._context
+        self._bound.add(threading.get_ident())
 
     def _cuStreamCreateWithPriority(self, stream: Any, flags: int, priority: int) -> None:
         assert (flags, priority) == (1, -1)
         stream[0] = self._stream = next(self._handles)
 
-    def _cuStreamSynchronize(self, stream: int) -> int:
-        return self._run_to(None)
+    def _cuStreamQuery(self, stream: int) -> int:
+        assert stream == self._stream
+        self._asked += 1
+        return self._run_to(None) if self._asked % (self.late + 1) == 0 else NOT_READY
 
     def _cuMemAlloc_v2(self, address: Any, size: int) -> None:
         self._memory.append(torch.full((size + 64,), 0xEE, dtype=torch.uint8))
@@ -155,10 +195,6 @@ class FakeCuda:
     def _cuEventQuery(self, event: int) -> int:
         self.events[event] += 1
         return self._run_to(event) if self.events[event] > self.late else NOT_READY
-
-    def _cuEventSynchronize(self, event: int) -> int:
-        self.events[event] = self.late
-        return self._run_to(event)
 
     def _cuEventDestroy_v2(self, event: int) -> None:
         del self.events[event]

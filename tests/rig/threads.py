@@ -123,7 +123,7 @@ def stop(worker: Any) -> None:
         worker._copies._thread.join(SOON_S)
     elif isinstance(worker._copies, DeviceCopies):
         for ticket, _, _ in worker._copies._flying:
-            ticket.wait()
+            wait_for(ticket.over)
     for thread in threading.enumerate():
         if thread.name == "mixkv-mend":
             thread.join(SOON_S)

@@ -1,0 +1,425 @@
+"""The threads of the channel beside a clock that is no help: what has ended is noticed at once, and
+what fails again and again, or never ends, stops nothing else. And the CUDA events that it asks.
+
+Where the tick is 60 s, a wake-up that is lost shows as a request that is not decided.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from rig.threads import CANARY, SEGMENT, Channel, Event, wait_for
+
+from sglang_mixkv.channel import copies, loop
+from sglang_mixkv.channel.copies import HostCopies
+from sglang_mixkv.channel.sockets import Inlet
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import events as decode_events
+from sglang_mixkv.draft.layout import Pages
+from sglang_mixkv.prefill import events as prefill_events
+
+LOST_S = 8.0  # far from a tick, and from what takes milliseconds
+AT_ONCE_S = 0.03  # the best of some tries, on a machine that is busy
+TRIES = 10
+TOKENS = 3 * SEGMENT
+
+
+@pytest.fixture
+def slow_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "TICK", 60.0)
+
+
+@pytest.fixture
+def channel(slow_tick: None) -> Iterator[Channel]:
+    with Channel(Times(20)) as one:
+        yield one
+
+
+def decided(channel: Channel, handle: Any) -> tuple[str, str]:
+    assert wait_for(lambda: handle.state is not None, LOST_S), "a wake-up was lost"
+    return channel.state(handle)
+
+
+def best(channel: Channel, begin: Callable[[int], tuple[Any, Any]]) -> float:
+    """Seconds from what `begin` does at last until the verdict, which takes no longer each time:
+    the best of some requests that are warm."""
+    found = []
+    for room in range(TRIES):
+        sent, handle = begin(room)
+        began = time.perf_counter()
+        assert decided(channel, handle) == ("warm", "")
+        found.append(time.perf_counter() - began)
+        channel.end(sent, handle)
+    return min(found)
+
+
+# ---------------------------------------------------------------- the ends of reads and copies
+
+
+def test_the_end_of_a_read_is_noticed_at_once(channel: Channel) -> None:
+    def begin(room: int) -> tuple[Any, Any]:
+        channel.decode.plane.held = True
+        both = channel.prefill.send(room, TOKENS), channel.open(room, TOKENS)
+        assert wait_for(lambda: channel.decode.channel._links.reading, LOST_S)
+        time.sleep(0.01)  # longer than the thread polls eagerly
+        channel.decode.plane.held = False
+        return both
+
+    assert best(channel, begin) < AT_ONCE_S
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_the_end_of_a_large_copy_is_noticed_at_once(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    """Which its thread makes, so that the channel's sleeps meanwhile."""
+    monkeypatch.setattr(copies, "AT_ONCE", 0)
+    copy, go = {"prefill": "pack", "decode": "unpack"}[side], threading.Semaphore(0)
+    rows = getattr(channel, side).rows
+    real, under_way = getattr(rows, copy), threading.Event()
+
+    def slow(*what: Any) -> Any:
+        under_way.set()
+        assert go.acquire(timeout=LOST_S)
+        return real(*what)
+
+    monkeypatch.setattr(rows, copy, slow)
+
+    def begin(room: int) -> tuple[Any, Any]:
+        under_way.clear()
+        both = channel.prefill.send(room, SEGMENT), channel.open(room, SEGMENT)
+        assert under_way.wait(LOST_S)
+        time.sleep(0.01)
+        go.release()
+        return both
+
+    assert best(channel, begin) < AT_ONCE_S
+
+
+def test_a_copy_has_ended_when_its_thread_wakes_the_other() -> None:
+    seen, woken = list[list[Any]](), threading.Event()
+
+    def wake() -> None:
+        seen.append([job for job, _, _ in host.done])
+        woken.set()
+
+    host = HostCopies(
+        "copies", lambda job: (job, 0, 0.0), lambda _: copies.AT_ONCE + 1, wake, lambda: None
+    )
+    host.start(["a"])
+    assert woken.wait(LOST_S)
+    assert seen == [["a"]]
+    host._work.put(None)
+    host._thread.join()
+
+
+# ---------------------------------------------------------------- what comes meanwhile
+
+
+def test_an_event_that_is_put_while_others_are_taken_leaves_a_wake_up() -> None:
+    inlet: Inlet[int] = Inlet()
+    queue = inlet._events
+
+    class Queue:
+        """Behind the last look of `take` another thread puts an event."""
+
+        def empty(self) -> bool:
+            if found := queue.empty():
+                inlet._events = queue
+                inlet.put(2)
+            return found
+
+        get_nowait = queue.get_nowait
+
+    inlet.put(1)
+    inlet._events = Queue()  # type: ignore[assignment]
+    assert inlet.take([inlet.fileno()]) == [1]
+    ready, _, _ = select.select([inlet.fileno()], [], [], 0)
+    assert ready, "nobody looks for it before the next tick"
+    assert inlet.take(ready) == [2]
+
+
+def test_an_event_is_there_before_its_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    inlet: Inlet[int] = Inlet()
+    taken = list[list[int]]()
+    monkeypatch.setattr(inlet, "wake", lambda: taken.append(inlet.take([])))
+    inlet.put(1)
+    assert taken == [[1]]
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_message_that_comes_beside_a_send_is_seen_at_once(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, side: str
+) -> None:
+    """A send takes note of what came, and its file is not readable any more. On prefill an OPEN
+    comes before a READY leaves, on decode a READY before an ACK."""
+    monkeypatch.setattr(copies, "AT_ONCE", 0)  # it is sent in a look that no message began
+    worker: Any = getattr(channel, side).channel
+    peer = channel.prefill.instance
+    send = worker._do
+    if side == "prefill":
+        fd, kind, message = worker._socket.fileno(), prefill_events.Send, "Ready"
+    else:
+        fd, kind, message = worker._links._links[peer].dealer.fileno(), decode_events.Send, "Ack"
+    once, others = [True], list[Any]()
+    sent = [channel.prefill.send(1, SEGMENT)]
+
+    def do(action: Any) -> None:
+        if once and isinstance(action, kind) and type(action.message).__name__ == message:
+            once.clear()
+            if side == "prefill":
+                others.append(channel.open(2, SEGMENT))
+            else:
+                sent.append(channel.prefill.send(2, SEGMENT))
+            assert select.select([fd], [], [], LOST_S)[0]
+            time.sleep(0.01)  # libzmq does not look at what came within the last millisecond
+        send(action)
+
+    monkeypatch.setattr(worker, "_do", do)
+    if side == "prefill":
+        sent.append(channel.prefill.send(2, SEGMENT))
+    else:
+        others.append(channel.open(2, SEGMENT))
+    first = channel.open(1, SEGMENT)
+    assert decided(channel, first) == ("warm", "")
+    assert not once
+    assert decided(channel, others[0]) == ("warm", "")
+    for one, handle in zip(sent, [first, others[0]], strict=True):
+        channel.end(one, handle)
+
+
+# ---------------------------------------------------------------- the clock goes on
+
+
+def raising(*_: Any) -> Any:
+    raise MemoryError("again")
+
+
+def look(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises each time."""
+    monkeypatch.setattr(worker, "_look", raising)
+
+
+def report(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reporter raises with each tick."""
+    monkeypatch.setattr(worker._reporter, "ticked", raising)
+
+
+def handle(worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events that nobody can handle come with each look."""
+    real = worker._look
+
+    def unknown(ready: list[Any]) -> Iterator[Any]:
+        yield object()
+        yield from real(ready)
+        yield object()
+
+    monkeypatch.setattr(worker, "_look", unknown)
+
+
+@pytest.mark.parametrize("fails", [look, report, handle])
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_the_clock_goes_on_beside_what_fails_each_time(
+    monkeypatch: pytest.MonkeyPatch, side: str, fails: Callable[[Any, Any], None]
+) -> None:
+    """A room is given up by its time, and not by SGLang's scheduler."""
+    with Channel() as channel, monkeypatch.context() as patch:
+        worker = getattr(channel, side).channel
+        if side == "prefill":
+            sent = channel.prefill.send(1, TOKENS)  # nobody opens it
+            fails(worker, patch)
+            channel.prefill.channel.release(sent)
+            assert wait_for(lambda: sent.settled, LOST_S), "no time passes"
+        else:
+            room = channel.open(1, TOKENS)  # nobody sends it
+            fails(worker, patch)
+            channel.decode.channel.target_arrived(room)
+            assert decided(channel, room) == ("cold", "deadline")
+        assert not worker.broken
+
+
+# ---------------------------------------------------------------- CUDA events
+
+
+CAPTURING = "CUDA error: operation not permitted when stream is capturing"
+
+
+class Answers(Event):
+    """A torch.cuda.Event that raises this for as long as the test says so."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.error: RuntimeError | None = RuntimeError(text)
+        self.asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        return self.done
+
+    def is_asked(self, times: int = 3) -> bool:
+        """By the channel's thread, from now on."""
+        until = self.asked + times
+        return wait_for(lambda: self.asked >= until, LOST_S)
+
+
+def untouched(channel: Channel, room: Any) -> bool:
+    return bool((channel.decode.rows_of(room) == CANARY).all())
+
+
+def test_a_forward_on_decode_has_not_ended_while_a_graph_is_captured(channel: Channel) -> None:
+    forward = Answers(CAPTURING)
+    sent, room = channel.prefill.send(1, TOKENS), channel.open(1, TOKENS, event=forward)
+    assert forward.is_asked()
+    forward.error = None
+    assert forward.is_asked()
+    assert room.state is None
+    assert untouched(channel, room)
+    forward.done = True
+    assert decided(channel, room) == ("warm", "")
+    assert channel.same(room)
+    channel.end(sent, room)
+
+
+def test_a_forward_on_decode_of_which_nobody_knows_makes_its_room_cold(channel: Channel) -> None:
+    """Its rows are zeroed once it is known to have ended, and nobody gets a strike."""
+    forward = Answers("CUDA error: unknown error")
+    sent, room = channel.prefill.send(1, TOKENS), channel.open(1, TOKENS, event=forward)
+    assert wait_for(lambda: "cold_unpack" in channel.decode.notes.seen, LOST_S)
+    forward.error = None
+    assert forward.is_asked()
+    assert room.state is None
+    assert untouched(channel, room)
+    forward.done = True
+    assert decided(channel, room) == ("cold", "unpack")
+    assert not channel.decode.rows_of(room).any()
+    assert channel.decode.notes.seen.count("cold_unpack") == 1
+    channel.end(sent, room)
+    assert channel.request(2) == ("warm", "")
+
+
+@pytest.mark.parametrize("text", [CAPTURING, "CUDA error: unknown error"])
+def test_a_request_ends_whose_forward_never_has_an_answer(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """SGLang's scheduler asks for as long again as the channel had, and then fails it: its rows may
+    be another request's. One whose forward runs is waited for."""
+    decode, forward, running = channel.decode.channel, Answers(text), Event()
+    rooms = [channel.open(n, TOKENS, event=event) for n, event in enumerate((forward, running))]
+    monkeypatch.setattr(decode, "_slowest", 0.2)
+    for room in rooms:
+        decode.target_arrived(room)
+    assert wait_for(lambda: all(map(decode.is_lost, rooms)), LOST_S)
+    for room in rooms:
+        decode.clear_now(room)
+        assert room.state is None
+
+    def failed() -> bool:
+        for room in rooms:
+            decode.clear_now(room)
+        return rooms[0].state is not None
+
+    assert wait_for(failed, LOST_S)
+    waited = time.monotonic() - rooms[0].arrived
+    assert waited > 2 * decode._slowest
+    state, reason = channel.state(rooms[0])
+    assert (state, text in reason) == ("failed", True)
+    assert rooms[1].state is None
+    forward.error, forward.done = None, True
+    assert wait_for(lambda: set(decode._forwards.values()) == {running}, LOST_S)
+    assert wait_for(lambda: not decode.left().get("jobs"), LOST_S)
+    assert untouched(channel, rooms[0]), "rows were written behind the end"
+    for room in rooms:
+        decode.close(room)
+
+
+def test_a_chunk_is_not_written_while_a_graph_is_captured(channel: Channel) -> None:
+    rows = channel.prefill.pages(TOKENS).rows(0, TOKENS)
+    real = channel.prefill.memory[:, rows].copy()
+    channel.prefill.memory[:, rows] = 0x33
+    chunk = Answers(CAPTURING)
+    sent, room = channel.prefill.send(1, TOKENS, events=(chunk,)), channel.open(1, TOKENS)
+    assert chunk.is_asked()
+    chunk.error = None
+    assert chunk.is_asked()
+    channel.prefill.memory[:, rows] = real
+    chunk.done = True
+    assert decided(channel, room) == ("warm", "")
+    assert channel.same(room)
+    channel.end(sent, room)
+
+
+def test_of_a_chunk_of_which_nobody_knows_nothing_is_packed(
+    channel: Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request goes on without draft KV, for a reader that opens later, too."""
+    packs = list[Any]()
+    monkeypatch.setattr(channel.prefill.rows, "pack", lambda *what: packs.append(what))
+    done, chunk = Event(), Answers("CUDA error: unknown error")
+    done.done = True
+    sent = channel.prefill.send(1, TOKENS, events=(done, chunk))
+    assert wait_for(lambda: not channel.prefill.channel._pending, LOST_S)
+    room = channel.open(1, TOKENS)
+    assert decided(channel, room) == ("cold", "prefill_pack")
+    assert wait_for(lambda: channel.prefill.channel.release(sent), LOST_S)
+    channel.end(sent, room)
+    assert not packs
+    monkeypatch.undo()
+    monkeypatch.setattr(loop, "TICK", 60.0)
+    assert channel.request(2) == ("warm", "")
+    for side in (channel.prefill, channel.decode):
+        side.channel._inlet.wake()  # the end of a request waits for the next event
+    assert channel.at_rest()
+
+
+def test_pages_of_which_nobody_knows_are_read_in_neither_way() -> None:
+    pages, device = Pages(np.arange(2), 4), mock.Mock()
+    pages.on(device)
+    pages.error = RuntimeError("nobody knows")
+    for read in (partial(pages.rows, 0, 1), partial(pages.on, device)):
+        with pytest.raises(RuntimeError, match="nobody knows"):
+            read()
+
+
+def test_a_request_that_ends_before_its_chunk_has_an_answer_holds_nothing_back(
+    channel: Channel,
+) -> None:
+    prefill, chunk = channel.prefill, Answers(CAPTURING)
+    sent = prefill.send(1, TOKENS, events=(chunk,))
+    assert chunk.is_asked()
+    prefill.channel.end(sent, "aborted")
+    assert wait_for(lambda: not prefill.channel._outstanding(), LOST_S)
+    asked = chunk.asked
+    assert channel.request(2) == ("warm", "")
+    assert chunk.asked == asked
+
+
+def test_what_torch_says_of_a_capture_is_known() -> None:
+    """Its errors have the text of CUDA's runtime: all of 900 to 908, and no others."""
+    from ctypes import CDLL, c_char_p
+
+    from sglang_mixkv.draft.cuda import is_over
+
+    with open("/proc/self/maps") as maps:
+        paths = {line.split()[-1] for line in maps if "libcudart.so" in line}
+    if not paths:
+        pytest.skip(f"PyTorch {torch.__version__} brings no CUDA")
+    text = CDLL(paths.pop()).cudaGetErrorString
+    text.restype = c_char_p
+    known = []
+    for code in range(1100):
+        error = RuntimeError(f"CUDA error: {text(code).decode()}")
+        with contextlib.suppress(RuntimeError):
+            known.append((code, is_over(mock.Mock(**{"query.side_effect": error}))))
+    assert known == [(code, False) for code in range(900, 909)]
