@@ -141,7 +141,8 @@ class Links:
             remote = there.base + one.remote_slot * there.slot_bytes
             size = store.rows.packed_bytes(one.tokens, action.heads)
             extents.append(Extent(local, remote, size))
-        store.plane.start((action.read, link, link.memory), link.memory, extents)
+        memory = link.memory  # once: a mender may replace it
+        store.plane.start((action.read, link, memory), memory, extents)
         return True
 
     def ended(self) -> Iterator[ev.ReadEnded]:

@@ -108,9 +108,11 @@ def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
         transfer_check_status=lambda number: states.pop(0) if number == 7 else None,
     )
     peer = Peer(Endpoint("mooncake", b"", Memory(0, 100), b""))
+    plane._names = {peer.endpoint: "its name"}
     plane.start("it", peer, [Extent(0, 0, 10), Extent(20, 20, 10), Extent(40, 40, 10)])
     assert [plane.ended(), plane.ended()] == [[], []]
     ((tag, error),) = plane.ended()
     assert tag == "it"
     assert "rejected" in error or "no batch" in error
     assert not peer.reads
+    assert bool(plane._names) is ("no batch" in error), "a name that may not be open is used again"
