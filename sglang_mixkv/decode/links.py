@@ -156,8 +156,7 @@ class Links:
                 self._mend(link)
 
     def _mend(self, link: Link) -> None:
-        """In a thread of the link's own, since a peer that is stopped holds it for a minute
-        (channel/mooncake.py), and no other peer has to wait for that."""
+        """In a thread of the link's own, since connecting waits for its peer."""
         link.mending = True
         try:
             threading.Thread(
