@@ -97,7 +97,6 @@ class Nixl(DataPlane):
     def _drop(self, peer: Peer) -> None:
         if (link := peer.link) is None:
             return
-        peer.link = None
         with self._naming:
             self._named[link].discard(peer)
             if not self._named[link]:
