@@ -26,7 +26,6 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -113,8 +112,8 @@ class DataPlane(ABC):
         self._memory: Memory | None = None
         self._spare: int | None = None
         self._running: list[Read] = []  # the channel thread's
-        self._unanswered: deque[Read] = deque()  # probes that a `connect` gave up
-        self._lock = threading.Lock()  # of all peers' `reads` and `gone`
+        self._unanswered: tuple[Read, ...] = ()  # probes that a `connect` gave up
+        self._lock = threading.Lock()  # to change these, and all peers' `reads` and `gone`
         self.endpoint = b""
 
     def register(self, memory: Memory, spare: int | None = None) -> None:
@@ -137,7 +136,7 @@ class DataPlane(ABC):
         this address, and as long as NIXL knows the peer by a connection that broke, which is until
         the reads over that have ended."""
         peer, until = Peer(decode(endpoint, self.name)), time.monotonic() + seconds
-        if any(read.peer.endpoint == peer.endpoint for read in list(self._unanswered)):
+        if any(read.peer.endpoint == peer.endpoint for read in self._unanswered):
             raise ConnectionError("it has not answered an earlier connection yet")
         try:
             while not self._answers(peer, until):
@@ -160,7 +159,8 @@ class DataPlane(ABC):
         self._begin(read, [Extent(self._spare, peer.endpoint.memory.address, 1)])
         while not self._has_ended(read):
             if time.monotonic() > until:
-                self._unanswered.append(read)
+                with self._lock:
+                    self._unanswered += (read,)
                 return False
             time.sleep(POLL_S)
         return not read.error
@@ -189,9 +189,9 @@ class DataPlane(ABC):
     def ended(self) -> list[tuple[Any, str]]:
         """The reads that have ended since it was asked last: their tags, and "" where all bytes are
         there, or why they are not."""
-        for _ in range(len(self._unanswered)):
-            if not self._has_ended(probe := self._unanswered.popleft()):
-                self._unanswered.append(probe)
+        if answered := [probe for probe in self._unanswered if self._has_ended(probe)]:
+            with self._lock:
+                self._unanswered = tuple(one for one in self._unanswered if one not in answered)
         if not self._running:
             return []
         running, found = [], []

@@ -6,10 +6,12 @@ still arrive, and it takes a core while it waits. Over TCP a read fails when its
 progress for 30 s (MC_TCP_PROGRESS_TIMEOUT_SEC), and the socket is closed then. Sockets are used
 again; with MC_TCP_ENABLE_CONNECTION_POOL=0 each read would connect in `start`, and wait for that.
 
-Opening a peer waits up to a minute for one that is stopped, and holds a lock that every read
-takes. So a peer is opened in `connect`, after a probe of it, which holds none. What is known of a
-peer is cached for good by its name, `host:port`. So each process that an address ever had gets a
-name of its own: the same port with one more zero in front.
+The first read of a name opens it: Mooncake asks the peer for its memory, waits a minute for each
+byte of the answer, and holds a lock that all reads take. So `connect` asks, as Mooncake's releases
+ask each other (readString in its common.h), and what Mooncake opens is an address of this process,
+which hands it the answer. It caches that for good: each process that a peer's address ever had gets
+a name of its own. Names of hosts in an answer are refused, since one thread of Mooncake's looks
+them up for all connections.
 
 Tests over TCP cannot show what only RDMA does: that memory which was not registered is refused,
 that a read across several NICs or of a GPU's memory is right, that a failed read was the last to
@@ -19,13 +21,25 @@ name, gets new queue pairs.
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
+import itertools
+import json
 import os
+import socket
+import struct
 import threading
-from collections import defaultdict
+import time
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read, refused
+from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory, Peer, Read, refused
+
+METADATA = 1  # HandShakeRequestType
+LONGEST = 1 << 18  # bytes of an answer, which has some thousand
+# Seconds: a peer answers one after the other, and waits 5 s for one that says nothing. Within this
+# process it takes a millisecond.
+ANSWER_S, HAND_S = 10.0, 1.0
 
 
 class Mooncake(DataPlane):
@@ -46,8 +60,8 @@ class Mooncake(DataPlane):
         if code:
             raise refused("a transfer engine of Mooncake's starts", f"code {code}")
         self._host = f"[{host}]" if ":" in host else host
-        self._zeros: defaultdict[str, dict[bytes, int]] = defaultdict(dict)
-        self._naming = threading.Lock()
+        self._names: dict[Endpoint, str] = {}
+        self._numbers = itertools.count()
 
     def _register(self, memory: Memory) -> bytes:
         code = self._engine.register_memory(memory.address, memory.size)
@@ -56,15 +70,9 @@ class Mooncake(DataPlane):
         return f"{self._host}:{self._engine.get_rpc_port()}".encode()
 
     def _open(self, peer: Peer) -> None:
-        session = peer.endpoint.session.decode()
-        code = self._engine.send_probe(session)
-        if code:
-            raise ConnectionError(f"{session} does not answer, its probe returned {code}")
-        with self._naming:
-            known = self._zeros[session]
-            zeros = known.setdefault(peer.endpoint.instance, len(known))
-        host, _, port = session.rpartition(":")
-        peer.link = f"{host}:{'0' * zeros}{port}"
+        answer = _ask(peer.endpoint.session.decode())
+        peer.link = self._names.get(peer.endpoint) or _hand(answer, next(self._numbers))
+        self._names[peer.endpoint] = peer.link
 
     def _post(self, read: Read, extents: Sequence[Extent]) -> None:
         """Transfers of one range each: `transfer_check_status` asks for the first range of a batch
@@ -76,6 +84,7 @@ class Mooncake(DataPlane):
                 read.peer.link, [local], [remote], [length]
             )
             if not 0 < number < 1 << 63:  # a pointer, 0, or -1 as it may be unsigned
+                self._names.pop(read.peer.endpoint, None)  # it may not be open
                 raise ConnectionError(f"Mooncake rejected a read from {read.peer.link}")
             read.handle.append(number)
 
@@ -92,3 +101,56 @@ class Mooncake(DataPlane):
 
     def _drop(self, peer: Peer) -> None:
         peer.link = None  # Mooncake retains what it knows, some hundred bytes
+
+
+def _ask(session: str) -> bytes:
+    """What Mooncake gets from this peer at its opening. It raises for what no peer of this plane
+    answers, and where it does not answer in time."""
+    until, found, size = time.monotonic() + ANSWER_S, bytearray(), 9
+    with socket.create_connection(_address(session), ANSWER_S) as peer:
+        peer.sendall(_frame({}))
+        while len(found) < size <= LONGEST:
+            peer.settimeout(until - time.monotonic())  # which raises once it is over
+            if not (part := peer.recv(LONGEST)):
+                break
+            found += part
+            size = max(size, 8 + int.from_bytes(found[:8], "little"))
+    if len(found) != size or found[8] != METADATA:
+        raise ValueError(f"{session} answers {bytes(found[:100])!r}")
+    answer = json.loads(found[9:])
+    if answer["name"] != session:
+        raise ValueError(f"{session} is {answer['name']!r}")
+    # Of a peer with MC_RDMA_BIND_ADDRESS: the address that its NICs are named by, and asked at.
+    answer["name"] = answer.pop("rdma_server_name", "") or session
+    _address(answer["name"])
+    ipaddress.ip_address(answer.get("tcp_data_host") or "::")
+    return _frame(answer)
+
+
+def _address(name: str) -> tuple[str, int]:
+    """Of a `host:port` whose host need not be looked up; ValueError for others."""
+    host, _, port = name.rpartition(":")
+    return str(ipaddress.ip_address(host.strip("[]"))), int(port)
+
+
+def _frame(content: dict[str, Any]) -> bytes:
+    text = json.dumps(content).encode()
+    return struct.pack("<QB", 1 + len(text), METADATA) + text
+
+
+def _hand(answer: bytes, number: int) -> str:
+    """A name whose opening gets this answer: one of this host's own 2^24 addresses."""
+    host = str(ipaddress.ip_address("127.0.0.1") + number % (1 << 23))
+    listener = socket.create_server((host, 0))
+    listener.settimeout(HAND_S)
+
+    def serve() -> None:
+        with contextlib.suppress(OSError), listener, listener.accept()[0] as mooncake:
+            mooncake.settimeout(HAND_S)
+            mooncake.sendall(answer)
+            while mooncake.recv(LONGEST):
+                pass
+
+    threading.Thread(target=serve, name="mixkv-hand", daemon=True).start()
+    host = f"[::ffff:{host}]" if "MC_USE_IPV6" in os.environ else host
+    return f"{host}:{listener.getsockname()[1]}"

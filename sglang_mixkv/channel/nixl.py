@@ -11,6 +11,9 @@ endpoint, and the handle runs until that flush has ended (nixlUcxBackendReqH::st
 when its endpoint does, after which nothing lands over any of its lanes; so does a post that fails
 midway.
 
+UCX's TCP connects in `add_remote_agent`, and by default waits there, two minutes for a host that is
+off, while each other call waits for the agent's lock.
+
 A handle that is released while it runs does not end its read: over TCP all its bytes land later.
 So handles are held until the end, and a peer is removed from the agent when it has no reads, since
 `check_xfer_state` raises for a removed peer whatever its reads do. A connection that broke does not
@@ -33,6 +36,7 @@ from typing import Any
 
 from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, Read, refused
 
+UNBLOCKED = {"UCX": {"engine_config": "TCP_CONN_NB=y"}}
 WAIT_US = 1_000  # how long the progress thread waits for an event; with 0 it takes a core
 
 
@@ -49,7 +53,7 @@ class Nixl(DataPlane):
         self._named: defaultdict[str, set[Peer]] = defaultdict(set)
         try:
             self._agent: Any = _new_agent()
-            self._agent.create_backend(backend, dict(parameters or {}))
+            self._agent.create_backend(backend, UNBLOCKED.get(backend, {}) | dict(parameters or {}))
         except Exception as error:
             raise refused(f"NIXL's backend {backend} starts", repr(error)) from error
 
@@ -93,7 +97,6 @@ class Nixl(DataPlane):
     def _drop(self, peer: Peer) -> None:
         if (link := peer.link) is None:
             return
-        peer.link = None
         with self._naming:
             self._named[link].discard(peer)
             if not self._named[link]:

@@ -141,7 +141,8 @@ class Links:
             remote = there.base + one.remote_slot * there.slot_bytes
             size = store.rows.packed_bytes(one.tokens, action.heads)
             extents.append(Extent(local, remote, size))
-        store.plane.start((action.read, link, link.memory), link.memory, extents)
+        memory = link.memory  # once: a mender may replace it
+        store.plane.start((action.read, link, memory), memory, extents)
         return True
 
     def ended(self) -> Iterator[ev.ReadEnded]:
@@ -155,8 +156,7 @@ class Links:
                 self._mend(link)
 
     def _mend(self, link: Link) -> None:
-        """In a thread of the link's own, since a peer that is stopped holds it for a minute
-        (channel/mooncake.py), and no other peer has to wait for that."""
+        """In a thread of the link's own, since connecting waits for its peer."""
         link.mending = True
         try:
             threading.Thread(

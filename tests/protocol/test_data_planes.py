@@ -16,9 +16,10 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ import pytest
 from rig.forks import die_with_parent, in_fork
 
 from sglang_mixkv.channel import planes
-from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer
+from sglang_mixkv.channel.data_plane import DataPlane, Extent, Memory, Peer, decode
 from sglang_mixkv.channel.nixl import Nixl
 from sglang_mixkv.config import PLANE_ENV
 from sglang_mixkv.errors import MixKVError
@@ -39,6 +40,7 @@ ONE = (GUARD, 0, 10)
 PATIENCE_S = 20.0  # for what takes milliseconds on a machine that is not busy
 QUIET_S = 0.2  # for what must not happen
 FORK = mp.get_context("fork")
+LISTEN = "0A"  # in /proc/net/tcp
 ENV = {
     "MC_FORCE_TCP": "1",
     "MC_LOG_LEVEL": "ERROR",
@@ -337,6 +339,41 @@ def test_connecting_to_a_stopped_peer_holds_up_nobody(reader: Reader) -> None:
         assert time.monotonic() < until
         reader.look()
     reader.check_read(reader.connect())
+
+
+def listening_ports(process: int) -> set[int]:
+    files = Path(f"/proc/{process}/fd").iterdir()
+    mine = {os.readlink(file)[len("socket:[") : -1] for file in files}
+    lines = Path(f"/proc/{process}/net/tcp").read_text().splitlines()[1:]
+    sockets = [line.split() for line in lines]
+    return {int(s[1].rpartition(":")[2], 16) for s in sockets if s[3] == LISTEN and s[9] in mine}
+
+
+@over("nixl-tcp", peers=2)
+def test_a_host_that_is_off_holds_up_nobody(reader: Reader) -> None:
+    """Nothing answers there, as where the queue of a port is full: the kernel asks it for two
+    minutes. Its endpoint is the first peer's, with that port."""
+    other, known = reader.connect(1), decode(reader.peers[0].endpoint, "nixl")
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as filling:
+        session, port = known.session, full.getsockname()[1]
+        for _ in range(4):
+            client = filling.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        for its in listening_ports(reader.peers[0].process.pid):
+            session = session.replace(its.to_bytes(2, "big"), port.to_bytes(2, "big"))
+        assert session != known.session, "this test shows nothing"
+        off = msgspec.msgpack.encode(msgspec.structs.replace(known, session=session))
+        with ThreadPoolExecutor(1) as pool:
+            connecting = pool.submit(reader.plane.connect, off, 1)
+            took = []
+            until = time.monotonic() + 1.5
+            while time.monotonic() < until:
+                began = time.monotonic()
+                reader.check_read(other, of=1)
+                took.append(time.monotonic() - began)
+            assert isinstance(connecting.exception(PATIENCE_S), ConnectionError)
+        assert max(took) < 1, f"{max(took):.1f} s"
 
 
 def serve_reads(pipe: Any, plane: DataPlane, address: int, endpoint: bytes, remote: int) -> None:

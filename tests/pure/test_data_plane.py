@@ -3,6 +3,8 @@ tests/protocol/test_data_planes.py."""
 
 from __future__ import annotations
 
+import threading
+from collections import defaultdict
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from sglang_mixkv.channel.data_plane import DataPlane, Endpoint, Extent, Memory, Peer, Read
 from sglang_mixkv.channel.mooncake import Mooncake
+from sglang_mixkv.channel.nixl import Nixl
 
 SIZE, LOCAL, REMOTE = 100, 1000, 5000
 TEN = Extent(LOCAL, REMOTE, 10)
@@ -108,9 +111,141 @@ def test_a_list_that_mooncake_rejects_midway(second: Callable[[], int]) -> None:
         transfer_check_status=lambda number: states.pop(0) if number == 7 else None,
     )
     peer = Peer(Endpoint("mooncake", b"", Memory(0, 100), b""))
+    plane._names = {peer.endpoint: "its name"}
     plane.start("it", peer, [Extent(0, 0, 10), Extent(20, 20, 10), Extent(40, 40, 10)])
     assert [plane.ended(), plane.ended()] == [[], []]
     ((tag, error),) = plane.ended()
     assert tag == "it"
     assert "rejected" in error or "no batch" in error
     assert not peer.reads
+    assert bool(plane._names) is ("no batch" in error), "a name that may not be open is used again"
+
+
+# ---------------------------------------------------------------- two threads, and one peer
+
+
+class Counting(Scripted):
+    """`flying`: reads that the backend has begun and not ended. `dropped_under`: how many, each
+    time that a peer was released."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flying, self.dropped_under = 0, list[int]()
+
+    def _post(self, read: Read, extents: Any) -> None:
+        super()._post(read, extents)
+        self.flying += 1
+
+    def _check(self, read: Read) -> str | None:
+        self.flying -= self.end
+        return super()._check(read)
+
+    def _drop(self, peer: Peer) -> None:
+        self.dropped_under.append(self.flying)
+
+
+class Watched(Peer):
+    """Before the `at`th time that its first thread looks at `reads` or `gone`, another thread does
+    `what`, as far as it can without the first one's lock."""
+
+    at, what = 0, staticmethod(lambda: None)
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._looks, self._first, self.other = 0, threading.get_ident(), threading.Thread()
+        super().__init__(endpoint)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("reads", "gone") and threading.get_ident() == self._first:
+            self._looks += 1
+            if self._looks == self.at:
+                self.other = threading.Thread(target=self.what)
+                self.other.start()
+                self.other.join(0.05)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+@pytest.mark.parametrize("doing", ["start", "ended", "forget"])
+def test_a_peer_that_is_forgotten_in_another_thread(doing: str, at: int) -> None:
+    """At each step: it is released once, and under no read, whose bytes may still land."""
+    plane = Counting()
+    peer = Watched(msgspec.msgpack.decode(plane.there, type=Endpoint))
+    peer.link, plane.end = "it", False
+    if doing == "ended":
+        plane.start("before", peer, [TEN])
+        plane.end = True
+    peer._looks, peer.at, peer.what = 0, at, lambda: plane.forget(peer)
+    {
+        "start": lambda: plane.start("it", peer, [TEN]),
+        "ended": plane.ended,
+        "forget": lambda: plane.forget(peer),
+    }[doing]()
+    peer.at = 0
+    if peer.other.ident is not None:
+        peer.other.join(10)
+    assert not peer.other.is_alive()
+    plane.end = True
+    plane.ended()
+    plane.forget(peer)
+    assert (plane.dropped_under, plane.flying, peer.reads) == ([0], 0, 0)
+
+
+class Agent:
+    """NIXL's, as far as peers go: one connection for all that name the same agent."""
+
+    def __init__(self) -> None:
+        self.known, self.calls = set[str](), list[str]()
+
+    def add_remote_agent(self, session: bytes) -> bytes:
+        self.calls.append("add")
+        self.known.add(session.decode())
+        return session
+
+    def remove_remote_agent(self, name: str) -> None:
+        self.calls.append("remove")
+        self.known.remove(name)  # KeyError, as NIXL raises for one that it does not know
+
+
+def nixl_with(agent: Any) -> tuple[Nixl, Callable[[bytes], Peer]]:
+    plane = object.__new__(Nixl)
+    DataPlane.__init__(plane)
+    plane._agent, plane._naming, plane._named = agent, threading.Lock(), defaultdict(set)
+
+    def opened(session: bytes) -> Peer:
+        peer = Peer(Endpoint("nixl", session, Memory(0, 100), b""))
+        plane._open(peer)
+        return peer
+
+    return plane, opened
+
+
+def test_nixl_knows_a_name_as_long_as_somebody_has_it() -> None:
+    """Over many repairs, of two that have the same name."""
+    agent = Agent()
+    plane, opened = nixl_with(agent)
+    one, two, other = opened(b"a"), opened(b"a"), opened(b"b")
+    for _ in range(10):
+        plane.forget(one)
+        assert (agent.known, agent.calls.count("remove")) == ({"a", "b"}, 0)
+        one = opened(b"a")
+    assert {name: len(peers) for name, peers in plane._named.items()} == {"a": 2, "b": 1}
+    for peer, left in ((one, {"a", "b"}), (other, {"a"}), (two, set())):
+        plane.forget(peer)
+        plane.forget(peer)
+        assert agent.known == left
+    assert not plane._named
+
+
+@pytest.mark.parametrize("reads", [0, 1])
+def test_a_name_whose_connection_broke_is_taken_from_nobody_that_reads(reads: int) -> None:
+    agent = Agent()
+    plane, opened = nixl_with(agent)
+    one, two = opened(b"a"), opened(b"a")
+    two.reads = reads
+    agent.calls.clear()
+    plane._open(one)  # once more: a read over it has failed
+    assert agent.calls == ["remove", "add"][reads:]
+    two.reads = 0
+    plane.forget(one)
+    plane.forget(two)
+    assert (agent.known, dict(plane._named)) == (set(), {})

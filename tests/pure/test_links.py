@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import select
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 import zmq
 from rig.answers import silent
 from rig.resources import resources
-from rig.threads import SEGMENT, Channel
+from rig.threads import SEGMENT, Channel, wait_for
 
 from sglang_mixkv.channel.messages import Ack, Fail, Message, encode
-from sglang_mixkv.channel.sockets import Poller, new_context
+from sglang_mixkv.channel.sockets import Poller, new_context, new_socket
 from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode import links
-from sglang_mixkv.decode.links import BATCH, Links
+from sglang_mixkv.decode.links import BATCH, Link, Links
 
 PEER, HOST, SOON_MS, MANY = b"%08d" % 0, "127.0.0.1", 10_000, 100
 PATIENT = Times(100)  # nothing here is late
@@ -162,3 +164,185 @@ def test_idle_peers_are_not_asked_for_messages(monkeypatch: pytest.MonkeyPatch) 
     assert messages <= len(asked) <= 4 * messages
     assert len(set(asked)) == 1
     ranks.close()
+
+
+# ---------------------------------------------------------------- what is held of a peer
+
+
+class Plane:
+    """A data plane, as far as its peers go. `at`: before and after each of its calls, counted from
+    one, `then` is done once. `held`: peers that nobody has forgotten. `fails`: connecting does."""
+
+    def __init__(self) -> None:
+        self.held, self.made, self.fails = set[int](), 0, False
+        self.at, self.then, self._steps = 0, lambda: None, 0
+
+    def _step(self) -> None:
+        self._steps += 1
+        if self._steps == self.at:
+            self.then()
+
+    def connect(self, _: bytes) -> int:
+        self._step()
+        if self.fails:
+            raise ConnectionError("the peer's memory could not be read")
+        self.made += 1
+        self.held.add(self.made)
+        self._step()
+        return self.made
+
+    def forget(self, peer: int) -> None:
+        self._step()
+        self.held.discard(peer)
+        self._step()
+
+
+Dialed = tuple[Links, Plane, Callable[[], Link], list[zmq.Socket[bytes]]]
+
+
+@pytest.fixture
+def dialed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Dialed]:
+    """Links over such a plane, how to dial one, and the sockets that were made."""
+    context, plane, made = new_context(), Plane(), list[zmq.Socket[bytes]]()
+    router = context.socket(zmq.ROUTER)
+    port = router.bind_to_random_port(f"tcp://{HOST}")
+    store: Any = SimpleNamespace(plane=plane, rows=SimpleNamespace(use_device=lambda: None))
+    these = Links(store, PATIENT)
+
+    def socket(*given: Any) -> zmq.Socket[bytes]:
+        made.append(new_socket(*given))
+        return made[-1]
+
+    monkeypatch.setattr(links, "new_socket", socket)
+    row: Any = SimpleNamespace(
+        instance=PEER, address=f"tcp://{HOST}:{port}", staging=SimpleNamespace(endpoint=b"")
+    )
+    yield these, plane, lambda: these.dial(row, ""), made
+    these._context.destroy(linger=0)
+    context.destroy(linger=0)
+
+
+STEPS = range(1, 9)
+
+
+@pytest.mark.parametrize("at", STEPS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_link_that_is_hung_up_while_it_is_mended(dialed: Dialed, fails: bool, at: int) -> None:
+    """At each step of the mender: nobody has its peers then."""
+    these, plane, dial, made = dialed
+    link = dial()
+    link.mending, plane.fails = True, fails
+    plane.at, plane.then, plane._steps = at, lambda: these.hang_up(link), 0
+    these._connect_again(link)
+    if not link.closed:
+        these.hang_up(link)
+    assert (plane.held, link.mending, made[0].closed) == (set(), False, True)
+
+
+@pytest.mark.parametrize("at", STEPS)
+def test_a_link_that_is_mended_while_it_is_hung_up(dialed: Dialed, at: int) -> None:
+    """At each step of hanging up, from the mender's beginning to its end."""
+    these, plane, dial, _ = dialed
+    link = dial()
+    plane.at, plane.then, plane._steps = at, lambda: these._connect_again(link), 0
+    these.hang_up(link)
+    assert plane.held == set()
+
+
+def test_repairs_leave_nothing_behind(dialed: Dialed) -> None:
+    these, plane, dial, made = dialed
+    these.add(link := dial())
+    for number in range(20):
+        plane.fails = number % 3 == 1  # it stays broken until the next try
+        these._connect_again(link)
+        assert len(plane.held) == (not plane.fails)
+    assert (len(made), made[0].closed) == (1, False)
+    these.drop(PEER)
+    these.drop(PEER)
+    assert (plane.held, made[0].closed, these._links, these._of_dealer) == (set(), True, {}, {})
+    assert not these.poller._sockets
+
+
+def test_a_link_takes_the_place_of_an_earlier_one(dialed: Dialed) -> None:
+    these, plane, dial, made = dialed
+    for _ in range(5):
+        these.add(dial())
+    assert [one.closed for one in made] == [True] * 4 + [False]
+    assert (plane.held, len(these.poller._sockets), len(these._of_dealer)) == ({5}, 1, 1)
+
+
+@pytest.mark.parametrize("fails", ["memory", "port"])
+def test_a_rank_that_cannot_be_reached_leaves_no_socket(
+    dialed: Dialed, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    _, plane, dial, made = dialed
+    plane.fails = fails == "memory"
+    if fails == "port":
+        monkeypatch.setattr(links, "CONNECT_S", 0)
+        monkeypatch.setattr(zmq.Socket, "connect", lambda *_: None)
+    with pytest.raises(OSError, match=r"could not be read|no connection"):
+        dial()
+    assert (plane.held, made[0].closed) == (set(), True)
+
+
+def broken_once(these: Links, plane: Plane, link: Link) -> Any:
+    """A read of the link's, which fails."""
+    plane.ended = lambda: [((1, link, link.memory), "broken")]  # type: ignore[attr-defined]
+    return list(these.ended())
+
+
+def test_one_thread_mends_a_link_and_none_one_that_is_hung_up(dialed: Dialed) -> None:
+    these, plane, dial, _ = dialed
+    link, gate, before = dial(), threading.Event(), threading.active_count()
+    old = link.memory
+    plane.at, plane.then, plane._steps = 1, lambda: gate.wait(10), 0
+    for _ in range(3):
+        broken_once(these, plane, link)
+    assert threading.active_count() == before + 1
+    gate.set()
+    assert wait_for(lambda: not link.mending)
+    assert link.memory != old
+    plane.ended = lambda: [((1, link, old), "broken")]  # type: ignore[attr-defined]
+    list(these.ended())  # of the connection before: it says nothing of this one
+    assert (link.mending, plane.made) == (False, 2)
+    these.hang_up(link)
+    broken_once(these, plane, link)
+    assert (link.mending, plane.held, plane.made) == (False, set(), 2)
+
+
+def test_where_no_thread_can_be_started_the_next_failure_mends(
+    dialed: Dialed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    these, plane, dial, _ = dialed
+    link = dial()
+
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none)
+        assert len(broken_once(these, plane, link)) == 1
+    assert (link.mending, plane.made) == (False, 1)
+    broken_once(these, plane, link)
+    assert wait_for(lambda: plane.made == 2 and not link.mending)
+    assert plane.held == {2}
+
+
+def test_a_read_is_one_of_the_memory_that_its_end_names(dialed: Dialed) -> None:
+    """Also where a mender replaces it meanwhile: its failure is mended then."""
+    these, plane, dial, _ = dialed
+    started: list[tuple[Any, Any]] = []
+
+    class Moving(Link):
+        memory = property(lambda self: next(self.__dict__["_memories"]), lambda self, _: None)
+
+    link = dial()
+    moving = Moving(link.peer, link.row, link.dealer, None)
+    moving.__dict__["_memories"] = iter(range(100))
+    moving.row.staging.base = moving.row.staging.slot_bytes = 0
+    these.add(moving)
+    these._store.staging = SimpleNamespace(address=0, slot_bytes=0)  # type: ignore[union-attr]
+    plane.start = lambda tag, peer, _: started.append((tag[2], peer))  # type: ignore[attr-defined]
+    assert these.read(ev.StartRead(1, link.peer, (), 4))
+    ((named, read),) = started
+    assert named == read

@@ -104,6 +104,21 @@ def test_a_message_that_is_too_long_costs_its_sender_the_connection(
         assert not router.poll(300)
 
 
+def test_a_message_for_a_peer_that_is_gone_keeps_nothing() -> None:
+    """Neither its socket, nor the process at its end."""
+    context = new_context()
+    with socket.socket() as nobody:
+        nobody.bind((HOST, 0))
+        dealer = new_socket(context, zmq.DEALER, HOST, Times())
+        dealer.connect(f"tcp://{HOST}:{nobody.getsockname()[1]}")
+        dealer.send(b"for nobody", zmq.NOBLOCK)
+        dealer.close()
+        ending = threading.Thread(target=context.term, daemon=True)
+        ending.start()
+        ending.join(10)
+        assert not ending.is_alive()
+
+
 def flood(port: int) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as peer:
         peer.connect(f"tcp://{HOST}:{port}")

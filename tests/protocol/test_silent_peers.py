@@ -1,0 +1,201 @@
+"""A prefill rank that is silent, at whatever point of a connection, costs its own requests alone.
+
+With the real threads of both sides, real sockets, and reads over the real engine. What is silent
+stands for a prefill rank's engine: its facts fit, and its channel's port answers.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+from rig import impostor
+from rig.forks import in_own_process
+from rig.impostor import standing_for
+from rig.threads import Decode, Prefill, wait_for
+
+from sglang_mixkv.channel import data_plane, mooncake
+from sglang_mixkv.channel.messages import draw_instance
+from sglang_mixkv.channel.mooncake import Mooncake
+from sglang_mixkv.channel.times import Times
+
+HOST, TOKENS, MOST = "127.0.0.1", 20, 24
+HURRY_S = 0.7  # for each of two steps of connecting, which is 10 s
+SLOW_S = 1.0  # a request takes some ms; with the channel's thread held up, 10 s
+WAYS = (
+    impostor.silent,
+    impostor.silent_from_the_opening,
+    impostor.silent_where_it_is_read,
+    impostor.dripping,
+)
+
+
+class Ranks:
+    """A decode rank that reads from a prefill rank, and another one whose facts others copy."""
+
+    def __init__(self) -> None:
+        os.environ.update(MC_FORCE_TCP="1", GLOG_minloglevel="3", MC_LOG_LEVEL="ERROR")
+        self.good, self.other = self._prefill(1), self._prefill(2)
+        self.decode = Decode(Times(), plane=Mooncake(HOST))
+        self.peer = self.decode.reach(self.good.row)
+        assert wait_for(lambda: self.decode.channel.knows(self.peer))
+        self._rooms = iter(range(1, 1 << 20))
+        self.request()
+
+    def _prefill(self, seed: int) -> Prefill:
+        found = Prefill(Times(), plane=Mooncake(HOST))
+        found.memory[:] = seed
+        return found
+
+    def request(self) -> float:
+        """To the rank that answers: warm, and right; its seconds."""
+        room, began = next(self._rooms), time.monotonic()
+        sent = self.good.send(room, TOKENS)
+        handle = self.decode.open(room, TOKENS, self.peer)
+        self.decode.channel.target_arrived(handle)
+        assert wait_for(lambda: handle.state is not None, 20)
+        took = time.monotonic() - began
+        assert handle.state is not None
+        assert (handle.state.value, handle.reason) == ("warm", "")
+        assert (self.decode.rows_of(handle) == 1).all()
+        self.good.channel.end(sent)
+        self.decode.channel.close(handle)
+        return took
+
+    def row(self, endpoint: bytes) -> Any:
+        """Facts that fit, of a rank whose channel answers."""
+        staging = msgspec.structs.replace(self.other.row.staging, endpoint=endpoint)
+        address = self.other.channel.address
+        return SimpleNamespace(instance=draw_instance(), address=address, staging=staging)
+
+    @contextmanager
+    def dialing(self, rows: list[Any]) -> Iterator[list[BaseException]]:
+        """All at once; how each ended. They end within the time that SECURITY.md gives them."""
+        ends: list[BaseException] = []
+
+        def dial(row: Any) -> None:
+            try:
+                self.decode.channel.hang_up(self.decode.channel.dial(row, "silent:1"))
+            except Exception as error:
+                ends.append(error)
+
+        threads = [threading.Thread(target=dial, args=(row,), daemon=True) for row in rows]
+        for thread in threads:
+            thread.start()
+        yield ends
+        for thread in threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in threads)
+
+    def check_requests(self, seconds: float) -> None:
+        until, took = time.monotonic() + seconds, [self.request()]
+        while time.monotonic() < until:
+            took.append(self.request())
+            time.sleep(0.01)
+        assert max(took) < SLOW_S, f"{max(took):.2f} s"
+        assert sorted(took)[len(took) // 2] < 0.1
+
+
+@pytest.fixture(autouse=True)
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake, "ANSWER_S", HURRY_S)
+    monkeypatch.setattr(data_plane.DataPlane.connect, "__defaults__", (HURRY_S,))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@in_own_process
+def test_requests_to_others_are_decided_as_if_it_were_not_there(way: impostor.Answer) -> None:
+    """A drawn number of them, at once."""
+    ranks, count = Ranks(), random.Random(way.__name__).randint(1, MOST)
+    with ExitStack() as stack:
+        endpoint = ranks.other.row.staging.endpoint
+        made = [stack.enter_context(standing_for(endpoint, way)) for _ in range(count)]
+        ends = stack.enter_context(ranks.dialing([ranks.row(one) for one in made]))
+        ranks.check_requests(2 * HURRY_S)
+    assert len(ends) == count
+    assert all(isinstance(end, OSError) for end in ends), ends
+    ranks.check_requests(0)
+    ranks.decode.reach(ranks.row(endpoint), "a server that answers:1")
+
+
+@in_own_process
+def test_one_who_connects_to_a_rank_and_says_nothing() -> None:
+    """Mooncake answers one after the other, and gives such a one 5 s: connecting waits for that,
+    and nothing else does."""
+    ranks = Ranks()
+    endpoint = ranks.other.row.staging.endpoint
+    host, _, port = data_plane.decode(endpoint, "mooncake").session.decode().rpartition(":")
+    with impostor.socket.create_connection((host, int(port))):
+        time.sleep(0.1)
+        with ranks.dialing([ranks.row(endpoint)]) as ends:
+            ranks.check_requests(2 * HURRY_S)
+    assert [type(end) for end in ends] == [ConnectionError]
+
+
+def without(name: str) -> Callable[[int, dict[str, Any]], bytes]:
+    def answer(kind: int, real: dict[str, Any]) -> bytes:
+        del real[name]
+        return text(real, kind)
+
+    return answer
+
+
+def with_value(**values: Any) -> Callable[[int, dict[str, Any]], bytes]:
+    return lambda kind, real: text(real | values, kind)
+
+
+def text(content: Any, kind: int) -> bytes:
+    return impostor.frame(impostor.json.dumps(content).encode(), kind)
+
+
+STRANGE: dict[str, Callable[[int, dict[str, Any]], bytes]] = {
+    "no end": lambda kind, real: b"\xff" * 100,
+    "too long": lambda kind, real: impostor.struct.pack("<Q", mooncake.LONGEST + 1) + b"x" * 99,
+    "empty": lambda kind, real: impostor.struct.pack("<Q", 0) + b"x" * 99,
+    "breaks off": lambda kind, real: text(real, kind)[:-1],
+    "no JSON": lambda kind, real: impostor.frame(b"{" * 9, kind),
+    "no text": lambda kind, real: impostor.frame(b"\xff" * 9, kind),
+    "nested deeply": lambda kind, real: impostor.frame(b"[" * 200_000, kind),
+    "a list": lambda kind, real: text([], kind),
+    "another kind": lambda kind, real: text(real, 0),
+    "no name": without("name"),
+    "another's name": with_value(name="127.0.0.1:1"),
+    # names whose look-up may hang, in a thread that all connections of Mooncake's wait for
+    "a host's name": with_value(name="prefill.example:1"),
+    "NICs by a host's name": with_value(rdma_server_name="prefill.example:1"),
+    "a port by a host's name": with_value(tcp_data_host="prefill.example"),
+    "buffers of numbers": with_value(buffers=[1, 2]),
+    "a port of text": with_value(tcp_data_port="x"),
+    "a protocol of numbers": with_value(protocol=5),
+}
+
+
+@in_own_process
+def test_strange_answers_end_the_connection_and_nothing_else() -> None:
+    """Mooncake itself would end the process, look up names, or throw."""
+    ranks = Ranks()
+    endpoint = ranks.other.row.staging.endpoint
+    for name, answer in STRANGE.items():
+        with standing_for(endpoint, answer) as strange:
+            assert not is_reached(ranks, strange), name
+    for session in (b"localhost:1", b"", b":", b"127.0.0.1", b"127.0.0.1:x", b"127.0.0.1:99999"):
+        of = data_plane.decode(endpoint, "mooncake")
+        wrong = msgspec.msgpack.encode(msgspec.structs.replace(of, session=session))
+        assert not is_reached(ranks, wrong), session
+    ranks.request()
+
+
+def is_reached(ranks: Ranks, endpoint: bytes) -> bool:
+    try:
+        ranks.decode.plane.connect(endpoint, 0)
+    except ConnectionError:
+        return False
+    return True
