@@ -39,8 +39,8 @@ LINGER_MS = 1000  # for what was just sent
 
 
 class Background:
-    """An event loop beside SGLang's threads. `threads`: how much may block at once, by
-    asyncio.to_thread and in looking up names."""
+    """An event loop beside SGLang's threads. `threads`: how many may block at once, by
+    asyncio.to_thread."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._loop = asyncio.new_event_loop()

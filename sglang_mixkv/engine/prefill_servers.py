@@ -9,8 +9,8 @@ server that is refused gets a stand-in in SGLang's table, so that its requests r
 and fail there at once, with the reason.
 
 Any address that a request names is asked, so a server may be hung, or hostile. Each has a task of
-its own in one event loop, and one that is hung costs a connection. What blocks follows only where
-the facts fit, in a thread for each server.
+its own in one event loop, and one that is hung costs a connection, and a thread where its name
+is. What else blocks follows only where the facts fit, in a thread for each server.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from sglang_mixkv.decode.events import Peer
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.facts import Row
+from sglang_mixkv.engine.names import Names, Threads
 from sglang_mixkv.engine.notices import Background, RefusedRequests
 from sglang_mixkv.engine.prefill_http import Ranks, Rows, fetch, ranks_of
 from sglang_mixkv.errors import MixKVError
@@ -85,6 +86,7 @@ class PrefillServers:
         self._servers: dict[str, _Server] = {}
         self._refusals: dict[str, _Refusal] = {}
         self._places = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._names, self._routes = Names(), Threads("mixkv-route")
         self._background = Background("mixkv-ask", CONNECTED_AT_ONCE)
         self._aborts = RefusedRequests(self._background)
 
@@ -128,7 +130,11 @@ class PrefillServers:
             raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved anew. Retry.")
         key = tuple(map(id, infos))
         if key not in server.plans:
-            plan = make_plan(infos, server.rows, self._own, server.cold, address)
+            try:
+                plan = make_plan(infos, server.rows, self._own, server.cold, address)
+            except MixKVError:
+                server.doubted = True  # its facts may be older than the rank
+                raise
             server.plans[key] = plan
         return server.plans[key]
 
@@ -184,8 +190,9 @@ class PrefillServers:
 
     async def _open(self, server: _Server) -> None:
         async with self._places:
-            server.rows = await fetch(server.address)
-        info = await asyncio.to_thread(self._connect, server)
+            server.rows = await fetch(server.address, self._names)
+        info = await asyncio.wrap_future(self._routes.start(self._resolve, server))
+        await asyncio.to_thread(self._connect, server, info)
         with self._lock:
             if not server.gone:
                 self._refusals.pop(server.address, None)
@@ -193,7 +200,7 @@ class PrefillServers:
 
     async def _compare(self, server: _Server) -> None:
         try:
-            same = await fetch(server.address) == server.rows
+            same = await fetch(server.address, self._names) == server.rows
         except MixKVError:
             same = False
         if not same and not server.gone:
@@ -202,7 +209,7 @@ class PrefillServers:
     async def _refuse(self, server: _Server, error: MixKVError) -> None:
         address = server.address
         async with self._places:
-            ranks = await ranks_of(address)
+            ranks = await ranks_of(address, self._names)
         refusal = _Refusal(error, ranks, time.monotonic() + AGAIN_S)
         with self._lock:
             if server.gone:
@@ -215,8 +222,8 @@ class PrefillServers:
                 del self._refusals[address]
                 self._table.pop(address, None)
 
-    def _connect(self, server: _Server) -> Any:
-        """SGLang's entry for it, once each rank of it is connected to that requests can contact."""
+    def _resolve(self, server: _Server) -> Any:
+        """SGLang's entry for it. MixKVError where it is refused."""
         is_cold = self._manager.local.config.on_draft_mismatch == "cold"
         server.cold, served = judge(server.rows.values(), self._own, serve_mismatch=is_cold)
         for difference in served:
@@ -227,6 +234,10 @@ class PrefillServers:
             raise MixKVError("MIXKV-PAIR-03", f"SGLang refuses it: {error}") from error
         if info is None:
             raise ConnectionError("SGLang's GET /route has failed")
+        return info
+
+    def _connect(self, server: _Server, info: Any) -> None:
+        """To each rank of it that requests can contact."""
         for row in _to_connect(server.rows.values(), info):
             try:
                 link = self._channel.dial(row, server.address)
@@ -243,7 +254,6 @@ class PrefillServers:
             if is_given_up:
                 self._channel.hang_up(link)
                 raise ConnectionAbortedError("it was given up in the meantime")
-        return info
 
 
 def _to_connect(rows: Collection[Row], info: Any) -> Iterable[Row]:

@@ -16,6 +16,7 @@ from rig.rank import free_port, wait_for_port
 from sglang_mixkv.draft.facts import Row, StagingFacts
 from sglang_mixkv.engine import prefill_http
 from sglang_mixkv.engine.bootstrap import KEY, PATH
+from sglang_mixkv.engine.names import Names
 from sglang_mixkv.errors import MixKVError
 
 STAGING = StagingFacts("mooncake", b"endpoint", 1 << 20, 1 << 20, 64)
@@ -72,13 +73,13 @@ def test_rows_come_as_they_were_put_and_a_rank_that_was_started_anew_takes_its_p
     for one in (wanted[0], row(1), wanted[1]):
         server.put(one.attn_tp_rank, one)
     expected = {("127.0.0.1", 9000 + i): wanted[i] for i in (0, 1)}
-    assert asyncio.run(prefill_http.fetch(server.address)) == expected
+    assert asyncio.run(prefill_http.fetch(server.address, Names())) == expected
 
 
 def test_nothing_is_answered_before_all_ranks_have_registered(server: Server) -> None:
     server.put(0, row(0))
     with pytest.raises(ConnectionError, match="503"):
-        asyncio.run(prefill_http.fetch(server.address))
+        asyncio.run(prefill_http.fetch(server.address, Names()))
 
 
 def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
@@ -87,7 +88,7 @@ def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
     answer = requests.get(f"http://{server.address}{PATH}", timeout=5)
     assert answer.status_code == 409
     with pytest.raises(MixKVError, match=r"127\.0\.0\.1:9001.*every node") as refused:
-        asyncio.run(prefill_http.fetch(server.address))
+        asyncio.run(prefill_http.fetch(server.address, Names()))
     assert refused.value.code == "MIXKV-PAIR-01"
 
 

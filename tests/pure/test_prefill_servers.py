@@ -22,6 +22,7 @@ from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import links
 from sglang_mixkv.engine import notices, prefill_http, prefill_servers
 from sglang_mixkv.engine.prefill_http import fetch
+from sglang_mixkv.engine.names import Names
 from sglang_mixkv.errors import MixKVError
 
 NO_ROUTE, NOBODY = (404, b""), "127.0.0.1:1"
@@ -93,7 +94,7 @@ def test_a_question_ends_whatever_comes(
     monkeypatch.setattr(prefill_http, "ASK_S", seconds)
     monkeypatch.setattr(prefill_http, "MAX_BODY", 1 << 20)
     with silent(begin, drip) as address, pytest.raises((TimeoutError, MixKVError), match=words):
-        asyncio.run(fetch(address))
+        asyncio.run(fetch(address, Names()))
 
 
 def test_a_server_that_was_silent_is_ready_once_it_answers(
