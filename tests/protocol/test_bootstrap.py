@@ -54,9 +54,9 @@ class Server:
         wait_for_port(self.port)
         self.address = f"127.0.0.1:{self.port}"
 
-    def put(self, rank: int, own: Row | None) -> None:
-        url = f"http://{self.address}/route"
-        assert requests.put(url, json=registration(rank, own), timeout=5).status_code == 200
+    def put(self, rank: int, own: Row | None, **other: int) -> None:
+        url, payload = f"http://{self.address}/route", registration(rank, own) | other
+        assert requests.put(url, json=payload, timeout=5).status_code == 200
 
 
 @pytest.fixture
@@ -76,10 +76,32 @@ def test_rows_come_as_they_were_put_and_a_rank_that_was_started_anew_takes_its_p
     assert asyncio.run(prefill_http.fetch(server.address, Names())) == expected
 
 
+def rows_of(server: Server) -> int:
+    """How many it answers, 0 for HTTP 503."""
+    answer = requests.get(f"http://{server.address}{PATH}", timeout=5)
+    assert answer.status_code in (200, 503)
+    return len(answer.json()["rows"]) if answer.status_code == 200 else 0
+
+
 def test_nothing_is_answered_before_all_ranks_have_registered(server: Server) -> None:
-    server.put(0, row(0))
+    """SGLang repeats a PUT whose answer is late, and counts both."""
+    assert rows_of(server) == 0
+    for _ in range(3):
+        server.put(0, row(0))
+        assert rows_of(server) == 0
     with pytest.raises(ConnectionError, match="503"):
         asyncio.run(prefill_http.fetch(server.address, Names()))
+    server.put(1, row(1))
+    assert rows_of(server) == 2
+
+
+@pytest.mark.parametrize("size", ["attn_dp", "system_dp", "attn_cp", "pp"])
+def test_each_size_of_the_registration_counts(server: Server, size: str) -> None:
+    """With DP attention, SGLang's ranks give `attn_dp_size`; without it replicas `system_dp_size`."""
+    for number, (one, tp) in enumerate((one, tp) for one in (0, 1, 1, 2) for tp in (0, 1)):
+        assert rows_of(server) == 0, number
+        server.put(tp, row(tp), **{f"{size}_size": 3, f"{size}_rank": one})
+    assert rows_of(server) == 6
 
 
 def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
