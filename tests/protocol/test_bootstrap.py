@@ -97,7 +97,7 @@ def test_nothing_is_answered_before_all_ranks_have_registered(server: Server) ->
 
 @pytest.mark.parametrize("size", ["attn_dp", "system_dp", "attn_cp", "pp"])
 def test_each_size_of_the_registration_counts(server: Server, size: str) -> None:
-    """With DP attention, SGLang's ranks give `attn_dp_size`; without it replicas `system_dp_size`."""
+    """With DP attention ranks give `attn_dp_size`, and replicas without it `system_dp_size`."""
     for number, (one, tp) in enumerate((one, tp) for one in (0, 1, 1, 2) for tp in (0, 1)):
         assert rows_of(server) == 0, number
         server.put(tp, row(tp), **{f"{size}_size": 3, f"{size}_rank": one})
