@@ -65,6 +65,7 @@ _FUNCTIONS = {
     f"{_SRT}configs.model_config:ModelConfig.from_server_args":
         "server_args model_path model_revision is_draft_model",
     f"{_SRT}plugins.hook_registry:HookRegistry.register": "target hook hook_type",  # hooks
+    f"{_SRT}plugins:load_plugins": "",  # in workers that take requests (config.py)
     # this process's configuration
     f"{_CONTEXT}get_disagg": "", f"{_CONTEXT}get_parallel": "",
     f"{_CONTEXT}get_server_args": "", f"{_CONTEXT}get_spec": "",

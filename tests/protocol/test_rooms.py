@@ -59,7 +59,8 @@ TOP = (1 << 63) - 1
     ("rooms", "is_taken"),
     [(0, True), (TOP, True), ([0, TOP], True), ([7, None], True), (-1, False), (TOP + 1, False),
      (1 << 64, False), pytest.param(10**5000, False, id="huge"), (True, False), (1.0, False),
-     ("1", False), ([[1]], False), ([7, TOP + 1], False), ([-1, 7], False), ([7, "8"], False), ([7, 7], False)],
+     ("1", False), ([[1]], False), ([7, TOP + 1], False), ([-1, 7], False), ([7, "8"], False),
+     ([7, 7], False)],
 )  # fmt: skip
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_a_number_that_cannot_be_sent_is_refused_where_a_request_is_taken(
