@@ -70,8 +70,8 @@ def rank_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Config], Any]:
         total_kv_head_num=6,
     )
     manager = SimpleNamespace(
-        local_ip="10.0.0.9", rank_port=9009, attn_tp_size=12, attn_tp_rank=11, pp_rank=10, pp_size=13,
-        dcp_size=14, is_mla_backend=False, is_hybrid_mla_backend=False, kv_args=kv_args,
+        local_ip="10.0.0.9", rank_port=9009, attn_tp_size=12, attn_tp_rank=11, pp_rank=10,
+        pp_size=13, dcp_size=14, is_mla_backend=False, is_hybrid_mla_backend=False, kv_args=kv_args,
     )  # fmt: skip
 
     def make(config: Config) -> Any:
