@@ -1,6 +1,6 @@
 """Threads for calls that may hang, and looking up the names of prefill servers in such.
 
-A look-up cannot be ended, and takes a minute where a name server is silent. Each name has one at a
+A look-up cannot be ended, and takes a minute where name servers are silent. Each name has one at a
 time, so that a name costs one thread, and only those who ask for it wait.
 """
 
@@ -15,37 +15,23 @@ from typing import Any
 
 from aiohttp.abc import AbstractResolver, ResolveResult
 
-AT_ONCE = 1024
+AT_ONCE = 1024  # look-ups
 FRESH_S = 0.3  # for a look-up of a name that was answered before
 REMEMBERED = 4096  # names
-NUMERIC = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
 
 
-class Threads:
-    """A thread for each call, AT_ONCE at most, which ends with it and holds up no end of the
-    process."""
+def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
+    """What a call gives, from a thread that ends with it, and holds up no end of the process."""
+    future: Future[Any] = Future()
 
-    def __init__(self, name: str) -> None:
-        self._name, self._running = name, set[Future[Any]]()
-
-    def start(self, call: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call(*args))
-            except Exception as error:
-                future.set_exception(error)
-
+    def run() -> None:
         try:
-            if len(self._running) >= AT_ONCE:
-                raise BlockingIOError(f"{AT_ONCE} threads {self._name} are busy")
-            threading.Thread(target=run, name=self._name, daemon=True).start()
-            self._running.add(future)
-            future.add_done_callback(self._running.discard)
-        except (OSError, RuntimeError) as error:  # no thread can be started
+            future.set_result(call(*args))
+        except Exception as error:
             future.set_exception(error)
-        return future
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class Names(AbstractResolver):
@@ -53,9 +39,8 @@ class Names(AbstractResolver):
     long, or fails."""
 
     def __init__(self) -> None:
-        self._threads = Threads("mixkv-name")
         self._under_way: dict[str, Future[Any]] = {}
-        self._answered: dict[str, list[Any]] = {}  # the one that was used last is the last
+        self._answered: dict[str, list[ResolveResult]] = {}  # the one used last is the last
 
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
@@ -70,21 +55,26 @@ class Names(AbstractResolver):
         self._answered[host] = found
         if len(self._answered) > REMEMBERED:
             del self._answered[next(iter(self._answered))]
-        return [
-            ResolveResult(
-                hostname=host, host=address[0], port=port, family=of, proto=proto, flags=NUMERIC
-            )
-            for of, _, proto, _, address in found
-        ]
+        return [ResolveResult({**one, "port": port}) for one in found]
 
     def _look_up(self, host: str) -> Future[Any]:
-        if (future := self._under_way.get(host)) is None:
-            future = self._under_way[host] = self._threads.start(_addresses, host)
+        future = self._under_way.get(host)
+        if future is None and len(self._under_way) >= AT_ONCE:
+            future = Future()
+            future.set_exception(BlockingIOError(f"{AT_ONCE} names are being looked up"))
+        elif future is None:
+            future = self._under_way[host] = in_thread("mixkv-name", _addresses, host)
             future.add_done_callback(lambda _: self._under_way.pop(host, None))
         return future
 
     async def close(self) -> None: ...
 
 
-def _addresses(host: str) -> list[Any]:
-    return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG)
+def _addresses(host: str) -> list[ResolveResult]:
+    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    return [
+        ResolveResult(hostname=host, host=str(at[0]), port=0, family=of, proto=proto, flags=flags)
+        for of, _, proto, _, at in socket.getaddrinfo(
+            host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+        )
+    ]

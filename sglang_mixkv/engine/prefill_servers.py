@@ -28,14 +28,14 @@ from sglang_mixkv.decode.events import Peer
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.facts import Row
-from sglang_mixkv.engine.names import Names, Threads
+from sglang_mixkv.engine.names import Names
 from sglang_mixkv.engine.notices import Background, RefusedRequests
 from sglang_mixkv.engine.prefill_http import Ranks, Rows, fetch, ranks_of
 from sglang_mixkv.errors import MixKVError
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-ASKED_AT_ONCE, CONNECTED_AT_ONCE = 1024, 256  # tasks; threads
+ASKED_AT_ONCE, CONNECTED_AT_ONCE = 1024, 1024  # tasks; threads
 AGAIN_S = 5.0  # before a server that is refused is asked again, while a request waits a second
 CHECK_S = 1.0  # between two looks at a server that is known, and two questions at most
 SOON_S = 0.05  # between the first two questions to one that does not answer
@@ -86,7 +86,7 @@ class PrefillServers:
         self._servers: dict[str, _Server] = {}
         self._refusals: dict[str, _Refusal] = {}
         self._places = asyncio.Semaphore(ASKED_AT_ONCE)
-        self._names, self._routes = Names(), Threads("mixkv-route")
+        self._names = Names()
         self._background = Background("mixkv-ask", CONNECTED_AT_ONCE)
         self._aborts = RefusedRequests(self._background)
 
@@ -191,8 +191,7 @@ class PrefillServers:
     async def _open(self, server: _Server) -> None:
         async with self._places:
             server.rows = await fetch(server.address, self._names)
-        info = await asyncio.wrap_future(self._routes.start(self._resolve, server))
-        await asyncio.to_thread(self._connect, server, info)
+        info = await self._background.in_thread(self._connect, server)
         with self._lock:
             if not server.gone:
                 self._refusals.pop(server.address, None)
@@ -222,8 +221,8 @@ class PrefillServers:
                 del self._refusals[address]
                 self._table.pop(address, None)
 
-    def _resolve(self, server: _Server) -> Any:
-        """SGLang's entry for it. MixKVError where it is refused."""
+    def _connect(self, server: _Server) -> Any:
+        """SGLang's entry for it, once each rank of it is connected to that requests can contact."""
         is_cold = self._manager.local.config.on_draft_mismatch == "cold"
         server.cold, served = judge(server.rows.values(), self._own, serve_mismatch=is_cold)
         for difference in served:
@@ -234,10 +233,6 @@ class PrefillServers:
             raise MixKVError("MIXKV-PAIR-03", f"SGLang refuses it: {error}") from error
         if info is None:
             raise ConnectionError("SGLang's GET /route has failed")
-        return info
-
-    def _connect(self, server: _Server, info: Any) -> None:
-        """To each rank of it that requests can contact."""
         for row in _to_connect(server.rows.values(), info):
             try:
                 link = self._channel.dial(row, server.address)
@@ -254,6 +249,7 @@ class PrefillServers:
             if is_given_up:
                 self._channel.hang_up(link)
                 raise ConnectionAbortedError("it was given up in the meantime")
+        return info
 
 
 def _to_connect(rows: Collection[Row], info: Any) -> Iterable[Row]:

@@ -75,29 +75,19 @@ def rules() -> tuple[Rule, ...]:
     return ARGUMENT_RULES + unserved()
 
 
-def _due(names: tuple[str, ...]) -> list[str]:
-    """Those that the installed release has."""
-    return [name for name in names if name not in LATER.get(sglang_version(), ())]
-
-
-def _problem(path: str, parameters: tuple[str, ...]) -> str:
-    """What is wrong with a function of SGLang, "" when it is as expected."""
+def _problem(path: str, names: tuple[str, ...]) -> str:
+    """What is wrong with a function or a class of SGLang, "" when it is as expected."""
+    due = [name for name in names if name not in LATER.get(sglang_version(), ())]
     try:
-        has = inspect.signature(pkgutil.resolve_name(path)).parameters
+        found = pkgutil.resolve_name(path)
+        if inspect.isclass(found):
+            missing = [name for name in due if not has_attribute(found, name)]
+            return f"{path}: expected attributes {missing}; found none" if missing else ""
+        has = inspect.signature(found).parameters
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        return f"{path}: expected it with parameters {parameters}; found none ({error})"
-    missing = [name for name in _due(parameters) if name not in has]
+        return f"{path}: expected it with parameters or attributes {names}; found none ({error})"
+    missing = [name for name in due if name not in has]
     return f"{path}: expected parameters {missing}; found {tuple(has)}" if missing else ""
-
-
-def _lacks(path: str, names: tuple[str, ...]) -> str:
-    """As `_problem`, of the attributes of a class."""
-    try:
-        owner = pkgutil.resolve_name(path)
-    except (ImportError, AttributeError) as error:
-        return f"{path}: expected it with attributes {names}; found none ({error})"
-    missing = [name for name in _due(names) if not has_attribute(owner, name)]
-    return f"{path}: expected attributes {missing}; found none" if missing else ""
 
 
 def has_attribute(owner: type, name: str) -> bool:
@@ -119,8 +109,7 @@ def problems(*, functions: bool = True) -> list[str]:
     if version not in UNSERVED:
         found.append(f"SGLang version: expected one of {SUPPORTED_SGLANG}, found {version}")
     if functions:
-        found += filter(None, (_problem(*seam) for seam in SEAMS.items()))
-        found += filter(None, (_lacks(*one) for one in ATTRIBUTES.items()))
+        found += filter(None, (_problem(*one) for one in (SEAMS | ATTRIBUTES).items()))
     return found
 
 

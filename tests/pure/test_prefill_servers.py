@@ -198,10 +198,13 @@ def test_a_name_that_moves_is_followed(
     asyncio.run(check())
 
 
-def test_servers_whose_routes_hang_hold_no_thread_that_connecting_needs(
-    name_server: NameServer, prefill: Prefill
+@pytest.mark.parametrize("full", [False, True])
+def test_servers_whose_routes_hang_hold_a_thread_each(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
-    """SGLang's GET /route looks the name up again, and an answer may drip for ever."""
+    """SGLang's GET /route looks the name up again, and its answer may drip for ever. With as many
+    as there are threads, others wait."""
+    monkeypatch.setattr(prefill_servers, "CONNECTED_AT_ONCE", MANY)
     go, resolving = threading.Event(), Counter[str]()
     with Site() as site, publishing(row_of(prefill), host="") as address:
 
@@ -212,12 +215,16 @@ def test_servers_whose_routes_hang_hold_no_thread_that_connecting_needs(
             return SimpleNamespace(target_tp_ranks=[0])
 
         site.manager.resolve = resolve
-        hung = many(address, MANY - 1)
+        hung = many(address, MANY - 1 + full)
         assert not any(map(site.servers.ensure, hung))
-        assert wait_for(lambda: len(resolving) == MANY - 1)
-        assert seconds_until_ready(site, address) < 1
-        assert set(resolving.values()) == {1}
+        assert wait_for(lambda: len(resolving) == len(hung))
+        if full:
+            assert not wait_for(lambda: site.servers.ensure(address), 0.5)
+        else:
+            assert seconds_until_ready(site, address) < 1
         go.set()
+        assert site.is_ready(address)
+        assert set(resolving.values()) == {1}
         assert all(map(site.is_ready, hung))
 
 
@@ -503,7 +510,7 @@ def at(site: Site, point: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
             todo.pop()()
 
     owner = {"fetch": prefill_servers, "ranks_of": prefill_servers, "_connect": site.servers,
-             "_resolve": site.servers, "dial": site.decode.channel}[name]  # fmt: skip
+             "resolve": site.manager, "dial": site.decode.channel}[name]  # fmt: skip
     real: Any = getattr(owner, name)
 
     async def awaited(*args: Any) -> Any:
@@ -523,7 +530,7 @@ def at(site: Site, point: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list
     assert not todo, "it did not come to that"
 
 
-POINTS = [f"{name} {when}" for name in ("fetch", "_resolve", "dial", "_connect", "ranks_of")
+POINTS = [f"{name} {when}" for name in ("fetch", "resolve", "dial", "_connect", "ranks_of")
           for when in ("begins", "ends")]  # fmt: skip
 
 
