@@ -13,7 +13,7 @@ import requests
 from rig import servers
 from rig.rank import free_port, wait_for_port
 
-from sglang_mixkv.draft.facts import Row, StagingFacts
+from sglang_mixkv.draft.facts import MAX_ROW_BYTES, Row, StagingFacts
 from sglang_mixkv.engine import prefill_http
 from sglang_mixkv.engine.bootstrap import KEY, PATH
 from sglang_mixkv.engine.names import Names
@@ -102,6 +102,16 @@ def test_each_size_of_the_registration_counts(server: Server, size: str) -> None
         assert rows_of(server) == 0, number
         server.put(tp, row(tp), **{f"{size}_size": 3, f"{size}_rank": one})
     assert rows_of(server) == 6
+
+
+@pytest.mark.parametrize(("beyond", "status"), [(0, 200), (1, 409)])
+def test_a_row_is_kept_up_to_its_length(server: Server, beyond: int, status: int) -> None:
+    plain = msgspec.to_builtins(row(0)) | {"more": ""}
+    plain["more"] = "x" * (MAX_ROW_BYTES + beyond - len(msgspec.json.encode(plain)))
+    url = f"http://{server.address}/route"
+    for rank, own in ((0, plain), (1, msgspec.to_builtins(row(1)))):
+        requests.put(url, json=registration(rank, None) | {KEY: own}, timeout=5)
+    assert requests.get(f"http://{server.address}{PATH}", timeout=5).status_code == status
 
 
 def test_a_rank_without_the_plugin_is_named(server: Server) -> None:

@@ -714,3 +714,36 @@ def test_a_server_of_unknown_ranks_or_that_may_not_know_aborts_is_sent_nothing(
             assert site.servers.refuse(one, its)
         assert wait_for(lambda: len(other.told) == 3)
     assert receiver.told == []
+
+
+@pytest.mark.parametrize(
+    ("most", "host", "found"),
+    [(4, "127.0.0.1", 4), (3, "127.0.0.1", 0), (4, "::1", 4), (4, "rank.example", 0), (4, 7.5, 0)],
+)
+def test_ranks_are_taken_up_to_a_number_and_by_their_addresses(
+    monkeypatch: pytest.MonkeyPatch, most: int, host: Any, found: int
+) -> None:
+    """A name would be looked up by the I/O thread that all of SGLang's sockets wait for."""
+    monkeypatch.setattr(prefill_http, "MAX_RANKS", most)
+
+    def answer(path: str) -> tuple[int, bytes]:
+        status, body = ranks(path)
+        return status, body.replace(b'"127.0.0.1"', json.dumps(host).encode())
+
+    with serving(answer) as address:
+        of = asyncio.run(prefill_http.ranks_of(address, Names()))
+    assert [one["rank_ip"] for one in of] == [host] * found
+
+
+@pytest.mark.parametrize(("beyond", "is_read"), [(0, True), (1, False)])
+def test_an_answer_is_read_up_to_its_length(
+    monkeypatch: pytest.MonkeyPatch, prefill: Prefill, beyond: int, is_read: bool
+) -> None:
+    monkeypatch.setattr(prefill_http, "MAX_BODY", 5000)
+    body = answer_of(row_of(prefill)).ljust(5000 + beyond)
+    with serving(lambda _: (200, body)) as address:
+        if is_read:
+            assert len(asyncio.run(fetch(address, Names()))) == 1
+        else:
+            with pytest.raises(MixKVError, match="PAIR-02"):
+                asyncio.run(fetch(address, Names()))
