@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
 from sglang_mixkv.engine import draft_pool
 from sglang_mixkv.refusals import STORAGE
 
@@ -41,7 +43,7 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
     pool = queue.draft_token_to_kv_pool
     whole = getattr(pool, "full_kv_pool", pool)
     hidden = whole if hasattr(whole, "k_buffer") else None
-    if hidden is not None and isinstance(pool, draft_pool.SWAKVPool):
+    if hidden is not None and isinstance(pool, SWAKVPool):
         hidden = pool  # which is refused, since the pool inside has a part of the layers
     _thread.handed = Handed(hidden, queue.scheduler)
     if pool is not None:
