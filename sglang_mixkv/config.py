@@ -18,6 +18,7 @@ import argparse
 import difflib
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,6 +54,19 @@ class Config(msgspec.Struct, frozen=True):
     port: int = 0
     data_plane: str = ""
     nixl_params: dict[str, str] = {}
+
+    def __reduce__(self) -> Any:
+        return _unpickled, msgspec.structs.astuple(self)
+
+
+def _unpickled(*values: Any) -> Config:
+    """SGLang's workers behind --tokenizer-worker-num take requests and load no plugins, but they
+    unpickle their ServerArgs (http_server.py, init_multi_tokenizer). Elsewhere that module is not
+    imported before plugins are loaded."""
+    config = Config(*values)
+    if config.enabled and "sglang.srt.entrypoints.http_server" in sys.modules:
+        sys.modules["sglang.srt.plugins"].load_plugins()  # once in a process
+    return config
 
 
 class Setting(NamedTuple):

@@ -5,6 +5,8 @@ A rank's row travels in the PUT with which SGLang registers it, under a key of i
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 from aiohttp import web
 
@@ -12,6 +14,7 @@ from sglang_mixkv.channel.messages import PROTOCOL
 from sglang_mixkv.draft.facts import MAX_ROW_BYTES
 
 KEY, PATH = "mixkv_row", "/mixkv"
+SIZES = ("dp_size", "attn_cp_size", "attn_tp_size", "pp_size")  # None before the first PUT
 _RANK = ("system_dp_rank", "attn_dp_rank", "attn_cp_rank", "attn_tp_rank", "pp_rank")
 
 
@@ -35,7 +38,9 @@ class DraftBootstrapServer:
         return response
 
     async def _handle_rows(self, request: web.Request) -> web.Response:
-        if not self._is_ready():  # type: ignore[attr-defined]
+        sizes = [getattr(self, size) for size in SIZES]
+        # SGLang's _is_ready counts PUTs, and repeats one that had no answer within 5 s.
+        if None in sizes or len(self.mixkv_rows) < math.prod(sizes):
             return web.Response(status=503, text="not all prefill ranks have registered")
         silent = [address for address, row in self.mixkv_rows.values() if row is None]
         if silent:

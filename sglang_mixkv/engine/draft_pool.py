@@ -73,9 +73,8 @@ def check_appended(kv_args: Any, is_mla: bool) -> None:
     """A drafter without KV heads stays in SGLang's lists, behind an MLA target. Of a target with
     heads these are K and V in halves (disaggregation/common/conn.py, get_mha_kv_ptrs_with_pp), and
     are cut by heads. A drafter with heads among them is what the channel exists to prevent."""
-    latent = is_mla or getattr(kv_args, "is_hybrid_mla_backend", False)
-    count = getattr(kv_args, "num_draft_entries", 0)
-    if count and not (latent and getattr(kv_args, "is_draft_mla_backend", True)):
+    latent, count = is_mla or kv_args.is_hybrid_mla_backend, kv_args.num_draft_entries
+    if count and not latent:
         raise refuse(
             "MIXKV-START-05",
             "a drafter with KV heads apart from the target's entries, or an MLA drafter behind an "

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
 from sglang_mixkv.engine import draft_pool
 from sglang_mixkv.refusals import STORAGE
 
@@ -41,9 +43,11 @@ def around_init(original: Callable[[Any], Any], queue: Any) -> Any:
     pool = queue.draft_token_to_kv_pool
     whole = getattr(pool, "full_kv_pool", pool)
     hidden = whole if hasattr(whole, "k_buffer") else None
-    _thread.handed = Handed(hidden, getattr(queue, "scheduler", None))
-    if pool is not None and _thread.handed.scheduler is not None:
-        _thread.handed.scheduler.attach_hicache_storage_wrapped = _attach_no_storage
+    if hidden is not None and isinstance(pool, SWAKVPool):
+        hidden = pool  # which is refused, since the pool inside has a part of the layers
+    _thread.handed = Handed(hidden, queue.scheduler)
+    if pool is not None:
+        queue.scheduler.attach_hicache_storage_wrapped = _attach_no_storage
     if hidden is not None:
         queue.draft_token_to_kv_pool = None
     try:
@@ -67,9 +71,9 @@ def around_extend(original: Callable[..., Any], queue: Any, decode_reqs: Any) ->
     """Around DecodeTransferQueue.extend: each room learns its request."""
     found = original(queue, decode_reqs)
     for one in decode_reqs:
-        handle = getattr(getattr(one, "kv_receiver", None), "handle", None)
+        handle = getattr(one.kv_receiver, "handle", None)  # none of SGLang's own receivers has it
         if handle is not None:
-            handle.request = getattr(one, "req", None)
+            handle.request = one.req
     return found
 
 

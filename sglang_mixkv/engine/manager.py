@@ -63,7 +63,7 @@ class DraftManager:
             self._make_decode_channel()
         names = ("attn_tp_rank", "attn_cp_rank", "attn_dp_rank", "system_dp_rank")
         stands_for_server = (self.pp_rank or 0) == (self.pp_size or 1) - 1 and not any(
-            getattr(self, name, 0) for name in names
+            getattr(self, name) for name in names
         )
         level = logging.INFO if stands_for_server else logging.DEBUG
         logger.log(level, "%s%s", self.local.banner(), note)

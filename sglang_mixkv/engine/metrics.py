@@ -146,14 +146,14 @@ class MetricsReporter(Reporter):
 
     def _watch(self, request: Any, began: Began | None) -> None:
         """A request that begins twice was retracted and prefilled again."""
-        rid = getattr(request, "rid", "")
+        if request is None:
+            return
+        rid = request.rid
         if rid in self._watched:
             alive, histogram, first = self._watched[rid]
             self._watched[rid] = alive, histogram, Began(first.prefill, "retracted")
         elif began is not None and began.state in STATES and len(self._watched) < MAX_WATCHED:
-            drafts = getattr(request, "spec_correct_drafts_histogram", None)
-            if drafts is not None:
-                self._watched[rid] = weakref.ref(request), drafts, began
+            self._watched[rid] = weakref.ref(request), request.spec_correct_drafts_histogram, began
 
     def _count_drafts(self, began: Began, histogram: list[int]) -> None:
         rounds = sum(histogram)

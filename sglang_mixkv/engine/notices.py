@@ -16,12 +16,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from sglang.srt.disaggregation.base.conn import KVPoll
 
+from sglang_mixkv.engine.names import in_thread
 from sglang_mixkv.engine.prefill_http import Ranks
 from sglang_mixkv.engine.rooms import newest
 from sglang_mixkv.series import ABORTED
@@ -39,12 +41,11 @@ LINGER_MS = 1000  # for what was just sent
 
 
 class Background:
-    """An event loop beside SGLang's threads. `threads`: how much may block at once, by
-    asyncio.to_thread and in looking up names."""
+    """An event loop beside SGLang's threads. `threads`: how much may block at once."""
 
     def __init__(self, name: str, threads: int) -> None:
+        self._name, self._places = name, asyncio.Semaphore(threads)
         self._loop = asyncio.new_event_loop()
-        self._loop.set_default_executor(ThreadPoolExecutor(threads, name))
         self.running: set[Future[Any]] = set()
         self._sending: WeakValueDictionary[Any, asyncio.Lock] = WeakValueDictionary()
         threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
@@ -61,10 +62,14 @@ class Background:
             text = "[MIXKV-SELF-01] sglang-mixkv: the other side is not notified, and waits"
             logger.error(text, exc_info=error)
 
+    async def in_thread(self, call: Callable[..., Any], *args: Any) -> Any:
+        async with self._places:
+            return await asyncio.wrap_future(in_thread(self._name, call, *args))
+
     async def send(self, to: Any, message: Callable[..., None], **fields: Any) -> None:
         """One at a time `to` each, so that one that is gone takes one thread."""
         async with self._sending.setdefault(to, asyncio.Lock()):
-            await asyncio.to_thread(message, **fields)
+            await self.in_thread(partial(message, **fields))
 
 
 class AbortedRequests:

@@ -13,13 +13,15 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import Any
 
 import aiohttp
 import msgspec
+from aiohttp.abc import AbstractResolver
 
 from sglang_mixkv.draft.facts import Row, read_row
-from sglang_mixkv.engine.bootstrap import PATH
+from sglang_mixkv.engine.bootstrap import PATH, SIZES
 from sglang_mixkv.errors import MixKVError
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -36,12 +38,12 @@ class _Answer(msgspec.Struct, frozen=True):
     rows: tuple[msgspec.Raw, ...]
 
 
-async def fetch(address: str) -> Rows:
+async def fetch(address: str, names: AbstractResolver) -> Rows:
     """All rows of a prefill server. MixKVError where it does not fit; another exception where it
-    does not answer, or cannot yet."""
+    does not answer, or cannot yet. `names` looks names up."""
     try:
         async with asyncio.timeout(ASK_S):
-            status, body = await _get(f"http://{address}{PATH}", {})
+            status, body = await _get(f"http://{address}{PATH}", {}, names)
     except TimeoutError:
         raise TimeoutError(f"no answer within {ASK_S:.0f} s") from None
     if status == 200:
@@ -78,22 +80,24 @@ def _unreadable(error: object) -> MixKVError:
     )
 
 
-async def ranks_of(address: str) -> Ranks:
+async def ranks_of(address: str, names: AbstractResolver) -> Ranks:
     """`rank_ip` and `rank_port` of all ranks of a refused prefill server, as SGLang's bootstrap
     server has them (common/conn.py _handle_route_get), for SGLang's ABORT; none where it does not
     say. Releases up to 0.5.15 do not all know ABORT, and a thread of theirs would end: none, too.
     """
     try:
         async with asyncio.timeout(ASK_S):
-            sizes = await _route(address, -1, -1, -1, -1)
+            sizes = await _route(address, names, -1, -1, -1, -1)
             if "prefill_http_port" not in sizes:  # since 0.5.16, as ABORT over each backend
                 return []
-            counts = [int(sizes[f"{name}_size"]) for name in ("dp", "attn_cp", "attn_tp", "pp")]
+            counts = [int(sizes[name]) for name in SIZES]
             if min(counts) < 1 or math.prod(counts) > MAX_RANKS:
                 raise ValueError(f"{counts} ranks")
             every = itertools.product(*map(range, counts))
-            found = [await _route(address, *ranks) for ranks in every]
-            return [{"rank_ip": str(r["rank_ip"]), "rank_port": int(r["rank_port"])} for r in found]
+            found = [await _route(address, names, *ranks) for ranks in every]
+            # A name would be looked up by the I/O thread of SGLang's own sockets.
+            addresses = [(str(ip_address(r["rank_ip"])), int(r["rank_port"])) for r in found]
+            return [{"rank_ip": ip, "rank_port": port} for ip, port in addresses]
     except Exception as error:
         logger.warning(
             "[MIXKV-MSG-02] sglang-mixkv: prefill server %s is refused, its ranks are not known: "
@@ -102,20 +106,22 @@ async def ranks_of(address: str) -> Ranks:
         return []
 
 
-async def _route(address: str, *ranks: int) -> dict[str, Any]:
-    names = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
-    status, body = await _get(f"http://{address}/route", dict(zip(names, ranks, strict=True)))
+async def _route(address: str, names: AbstractResolver, *ranks: int) -> dict[str, Any]:
+    keys = ("prefill_dp_rank", "prefill_cp_rank", "target_tp_rank", "target_pp_rank")
+    query = dict(zip(keys, ranks, strict=True))
+    status, body = await _get(f"http://{address}/route", query, names)
     if status != 200:
         raise ConnectionError(f"{status} {body[:512].decode(errors='replace')}")
     return dict(json.loads(body))
 
 
-async def _get(url: str, query: Mapping[str, Any]) -> tuple[int, bytes]:
+async def _get(url: str, query: Mapping[str, Any], names: AbstractResolver) -> tuple[int, bytes]:
     """Status and body. What is packed has any size when it is unpacked, so no answer is."""
-    body = bytearray()
+    body, headers = bytearray(), {"Accept-Encoding": "identity"}
+    by = aiohttp.TCPConnector(resolver=names, use_dns_cache=False)
     async with (
-        aiohttp.ClientSession(headers={"Accept-Encoding": "identity"}, auto_decompress=False) as s,
-        s.get(url, params=query, allow_redirects=False) as answer,
+        aiohttp.ClientSession(connector=by, headers=headers, auto_decompress=False) as session,
+        session.get(url, params=query, allow_redirects=False) as answer,
     ):
         async for part in answer.content.iter_any():
             body += part

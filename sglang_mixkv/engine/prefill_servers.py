@@ -9,8 +9,8 @@ server that is refused gets a stand-in in SGLang's table, so that its requests r
 and fail there at once, with the reason.
 
 Any address that a request names is asked, so a server may be hung, or hostile. Each has a task of
-its own in one event loop, and one that is hung costs a connection. What blocks follows only where
-the facts fit, in a thread for each server.
+its own in one event loop, and one that is hung costs a connection, and a thread where its name
+is. What else blocks follows only where the facts fit, in a thread for each server.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from sglang_mixkv.decode.events import Peer
 from sglang_mixkv.decode.plan import Plan, judge, make_plan
 from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.facts import Row
+from sglang_mixkv.engine.names import Names
 from sglang_mixkv.engine.notices import Background, RefusedRequests
 from sglang_mixkv.engine.prefill_http import Ranks, Rows, fetch, ranks_of
 from sglang_mixkv.errors import MixKVError
 
 logger = logging.getLogger(f"sglang.{__name__}")
 
-ASKED_AT_ONCE, CONNECTED_AT_ONCE = 1024, 256  # tasks; threads
+ASKED_AT_ONCE, CONNECTED_AT_ONCE = 1024, 1024  # tasks; threads
 AGAIN_S = 5.0  # before a server that is refused is asked again, while a request waits a second
 CHECK_S = 1.0  # between two looks at a server that is known, and two questions at most
 SOON_S = 0.05  # between the first two questions to one that does not answer
@@ -85,6 +86,7 @@ class PrefillServers:
         self._servers: dict[str, _Server] = {}
         self._refusals: dict[str, _Refusal] = {}
         self._places = asyncio.Semaphore(ASKED_AT_ONCE)
+        self._names = Names()
         self._background = Background("mixkv-ask", CONNECTED_AT_ONCE)
         self._aborts = RefusedRequests(self._background)
 
@@ -128,7 +130,11 @@ class PrefillServers:
             raise MixKVError("MIXKV-PAIR-03", f"{address} is being resolved anew. Retry.")
         key = tuple(map(id, infos))
         if key not in server.plans:
-            plan = make_plan(infos, server.rows, self._own, server.cold, address)
+            try:
+                plan = make_plan(infos, server.rows, self._own, server.cold, address)
+            except MixKVError:
+                server.doubted = True  # its facts may be older than the rank
+                raise
             server.plans[key] = plan
         return server.plans[key]
 
@@ -184,8 +190,8 @@ class PrefillServers:
 
     async def _open(self, server: _Server) -> None:
         async with self._places:
-            server.rows = await fetch(server.address)
-        info = await asyncio.to_thread(self._connect, server)
+            server.rows = await fetch(server.address, self._names)
+        info = await self._background.in_thread(self._connect, server)
         with self._lock:
             if not server.gone:
                 self._refusals.pop(server.address, None)
@@ -193,7 +199,7 @@ class PrefillServers:
 
     async def _compare(self, server: _Server) -> None:
         try:
-            same = await fetch(server.address) == server.rows
+            same = await fetch(server.address, self._names) == server.rows
         except MixKVError:
             same = False
         if not same and not server.gone:
@@ -202,7 +208,7 @@ class PrefillServers:
     async def _refuse(self, server: _Server, error: MixKVError) -> None:
         address = server.address
         async with self._places:
-            ranks = await ranks_of(address)
+            ranks = await ranks_of(address, self._names)
         refusal = _Refusal(error, ranks, time.monotonic() + AGAIN_S)
         with self._lock:
             if server.gone:

@@ -122,12 +122,11 @@ def rdma_devices(kv_args: Any) -> str:
     """
     if os.environ.get("MC_FORCE_TCP") == "1":
         return ""
-    given = getattr(kv_args, "ib_device", None)
-    return get_ib_devices_for_gpu(given, _gpu(kv_args)) or ""
+    return get_ib_devices_for_gpu(kv_args.ib_device, _gpu(kv_args)) or ""
 
 
 def _gpu(kv_args: Any) -> int:
-    return int(getattr(kv_args, "gpu_id", 0) or 0)
+    return int(kv_args.gpu_id or 0)
 
 
 def times(patience: float) -> Times:
@@ -165,14 +164,14 @@ def _target(manager: Any) -> Target:
     """From the KV args, which have the target and, behind it, a drafter that SGLang moves."""
     args = manager.kv_args
     lens = list(args.kv_item_lens)
-    lens = lens[: len(lens) - (getattr(args, "num_draft_entries", 0) or 0)]
+    lens = lens[: len(lens) - args.num_draft_entries]
     mla, half = manager.is_mla_backend or manager.is_hybrid_mla_backend, len(lens) // 2
     heads = getattr(args, "total_kv_head_num", 1)  # decode has it with SGLang's staging alone
     return Target(
         heads=0 if mla else heads,
         entries=len(lens),
-        layer_ids=bool(getattr(args, "kv_layer_ids", None)),
+        layer_ids=bool(args.kv_layer_ids),
         even=mla or lens[:half] == lens[half:],
         stages=manager.pp_size or 1,
-        dcp=getattr(manager, "dcp_size", 1) or 1,
+        dcp=manager.dcp_size,
     )

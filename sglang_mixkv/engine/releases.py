@@ -9,6 +9,7 @@ PROMETHEUS_MULTIPROC_DIR.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import logging
 import os
@@ -18,7 +19,7 @@ from typing import Any
 
 from sglang_mixkv import __version__
 from sglang_mixkv.config import ALLOW_UNTESTED_ENV, config_of
-from sglang_mixkv.engine.seams import HOOKS, SEAMS, target_of
+from sglang_mixkv.engine.seams import ATTRIBUTES, HOOKS, LATER, SEAMS, target_of
 from sglang_mixkv.refusals import ARGUMENT_RULES, Rule, broken, has_drafter
 
 logger = logging.getLogger(f"sglang.{__name__}")
@@ -74,24 +75,41 @@ def rules() -> tuple[Rule, ...]:
     return ARGUMENT_RULES + unserved()
 
 
-def _problem(path: str, parameters: tuple[str, ...]) -> str:
-    """What is wrong with a function of SGLang, "" when it is as expected."""
+def _problem(path: str, names: tuple[str, ...]) -> str:
+    """What is wrong with a function or a class of SGLang, "" when it is as expected."""
+    due = [name for name in names if name not in LATER.get(sglang_version(), ())]
     try:
-        has = inspect.signature(pkgutil.resolve_name(path)).parameters
+        found = pkgutil.resolve_name(path)
+        if inspect.isclass(found):
+            missing = [name for name in due if not has_attribute(found, name)]
+            return f"{path}: expected attributes {missing}; found none" if missing else ""
+        has = inspect.signature(found).parameters
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        return f"{path}: expected it with parameters {parameters}; found none ({error})"
-    missing = [name for name in parameters if name not in has]
+        return f"{path}: expected it with parameters or attributes {names}; found none ({error})"
+    missing = [name for name in due if name not in has]
     return f"{path}: expected parameters {missing}; found {tuple(has)}" if missing else ""
 
 
+def has_attribute(owner: type, name: str) -> bool:
+    """Whether the class, or one that it is made of, declares it, or assigns it in a method."""
+    for one in owner.__mro__:
+        if name in vars(one) or name in inspect.get_annotations(one):
+            return True
+        codes = [getattr(value, "__code__", None) for value in vars(one).values()]
+        for code in (code for code in codes if code and name in code.co_names):
+            if any(i.argval == name and i.opname == "STORE_ATTR" for i in dis.Bytecode(code)):
+                return True
+    return False
+
+
 def problems(*, functions: bool = True) -> list[str]:
-    """Why the installed SGLang may not carry the plugin: its version, and each function that is not
-    as expected."""
+    """Why the installed SGLang may not carry the plugin: its version, and each function and
+    attribute that is not as expected."""
     version, found = sglang_version(), []
     if version not in UNSERVED:
         found.append(f"SGLang version: expected one of {SUPPORTED_SGLANG}, found {version}")
     if functions:
-        found += filter(None, (_problem(*seam) for seam in SEAMS.items()))
+        found += filter(None, (_problem(*one) for one in (SEAMS | ATTRIBUTES).items()))
     return found
 
 

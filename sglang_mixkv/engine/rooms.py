@@ -37,6 +37,8 @@ def around_request(
         raise _refusal(f"n = {request.parallel_sample_num}, whose samples share theirs")
     states, numbers = manager.rid_to_state, set[int]()
     for _, room in rooms:
+        if not _is_number(room):
+            raise _refusal(f"{type(room).__name__} outside of that")
         first = _requests.get(room)
         if room in numbers or (first is not None and states.get(first.obj.rid) is first):
             raise _refusal(f"{room}, which is in use")
@@ -58,10 +60,15 @@ def _rooms(request: Any) -> Iterator[tuple[str, int]]:
             yield rid, room
 
 
+def _is_number(room: Any) -> bool:
+    """Whether every message and table has a place for it, SGLang's among them."""
+    return type(room) is int and 0 <= room < 1 << 63
+
+
 def _refusal(got: str) -> MixKVError:
     return refuse(
-        "MIXKV-PAIR-09", "a bootstrap_room that no other request uses", got,
-        "one of them would be sent the other's KV, and SGLang's schedulers could end",
+        "MIXKV-PAIR-09", "a bootstrap_room from 0 to 2^63 - 1 that no other request uses", got,
+        "it would have another one's KV, or none, and SGLang's schedulers could end",
         "Send each sample as a request of its own, with n = 1",
     )  # fmt: skip
 
@@ -73,8 +80,8 @@ def newest(room: int) -> RoomUse | None:
 
 class RoomUse:
     """Mixed into senders and receivers, one use of a number each. A second one, while the first is
-    under way, has failed under a number that no request has: whatever SGLang does with it touches
-    nothing of the first one's."""
+    under way, has failed under a number that no request has, as has one of a number that cannot be
+    sent: whatever SGLang does with it touches nothing of another one's."""
 
     kv_mgr: Any  # a DraftManager (manager.py)
     bootstrap_room: int
@@ -83,13 +90,15 @@ class RoomUse:
     def __init__(
         self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any
     ) -> None:
-        first = _uses.get(bootstrap_room)
-        is_free = first is None or first.kv_mgr is not mgr or first._leave()
+        problem = f"{type(bootstrap_room).__name__} outside of that"
+        if is_free := _is_number(bootstrap_room):
+            problem, first = f"{bootstrap_room}, which is in use", _uses.get(bootstrap_room)
+            is_free = first is None or first.kv_mgr is not mgr or first._leave()
         number = bootstrap_room if is_free else next(_own)
         super().__init__(mgr, bootstrap_addr, number, *args, **kwargs)  # type: ignore[call-arg]
         _uses[number] = self
         if not is_free:
-            mgr.record_failure(number, str(_refusal(f"{bootstrap_room}, which is in use")))
+            mgr.record_failure(number, str(_refusal(problem)))
             mgr.request_status[number] = self.conclude_state = KVPoll.Failed
             if mgr.local.mode == "decode":  # prefill's requests are not counted
                 mgr.local.reporter(Note("reused", b"", ""))

@@ -1,8 +1,10 @@
-"""Every function inside SGLang that the plugin hooks, overrides or calls, each with the reason.
+"""What the plugin depends on inside SGLang, each with the reason: SEAMS are the functions that it
+hooks, overrides or calls, ATTRIBUTES what it reads or sets.
 
 Of this package only `plugin.py`, `engine/` and `tools/plan_*.py` use SGLang. `check` (releases.py)
 looks for these in each opted-in process, and tests/protocol/test_seams.py for uses that are not
-here. With each are the parameters that are passed or read by name; SGLang may have more.
+here. With each function are the parameters that are passed or read by name; SGLang may have more.
+Behind an arrow is the plugin's function around it.
 """
 
 from __future__ import annotations
@@ -11,65 +13,50 @@ _SRT = "sglang.srt."
 _ARGS, _PD = f"{_SRT}server_args:ServerArgs.", f"{_SRT}disaggregation."
 _PREFILL, _DECODE = f"{_PD}prefill:PrefillBootstrapQueue.", f"{_PD}decode:DecodePreallocQueue."
 _TOKENIZER = f"{_SRT}managers.tokenizer_manager:TokenizerManager."
-_CONN, _CONTEXT = f"{_PD}common.conn:CommonKV", f"{_SRT}runtime_context:"
+_CONN, _CONTEXT, _POOL = f"{_PD}common.conn:", f"{_SRT}runtime_context:", f"{_SRT}mem_cache."
+_MANAGER, _SENDER, _RECEIVER, _SERVER = (
+    f"{_CONN}CommonKV{kind}." for kind in ("Manager", "Sender", "Receiver", "BootstrapServer")
+)
 
-HOOKS = {
-    f"{_ARGS}add_cli_args": "plugin.add_flags",
-    f"{_ARGS}from_cli_args": "plugin.attach_config",
-    f"{_PD}utils:get_kv_class": "plugin.kv_class",
-    f"{_PREFILL}_init_kv_manager": "engine.handover.around_init",
-    f"{_DECODE}_init_kv_manager": "engine.handover.around_init",
-    f"{_PD}decode:DecodeTransferQueue.extend": "engine.handover.around_extend",
-    f"{_DECODE}resume_retracted_reqs": "engine.handover.around_resume",
-    f"{_TOKENIZER}_init_req_state": "engine.rooms.around_request",
-}
-"""The plugin's function around each."""
-
-_PARAMETERS = {
-    f"{_ARGS}add_cli_args": "parser",  # flags
-    f"{_ARGS}from_cli_args": "args",  # flags and variables become a record
-    f"{_PD}utils:get_kv_class": "transfer_backend class_type",  # SGLang's classes with a mixin each
-    f"{_PREFILL}_init_kv_manager": "",  # SGLang sees no draft pool
-    f"{_DECODE}_init_kv_manager": "",  # SGLang sees no draft pool
-    f"{_DECODE}resume_retracted_reqs": "",  # these have new draft rows
-    f"{_PD}decode:DecodeTransferQueue.extend": "decode_reqs",  # which request a room belongs to
+_FUNCTIONS = {
+    f"{_ARGS}add_cli_args": "parser -> plugin.add_flags",
+    f"{_ARGS}from_cli_args": "args -> plugin.attach_config",  # flags and variables are a record
+    # SGLang's classes with a mixin each
+    f"{_PD}utils:get_kv_class": "transfer_backend class_type -> plugin.kv_class",
+    f"{_PREFILL}_init_kv_manager": "-> engine.handover.around_init",  # SGLang sees no draft pool
+    f"{_DECODE}_init_kv_manager": "-> engine.handover.around_init",  # the same
+    # which request a room belongs to
+    f"{_PD}decode:DecodeTransferQueue.extend": "decode_reqs -> engine.handover.around_extend",
+    # these have new draft rows
+    f"{_DECODE}resume_retracted_reqs": "-> engine.handover.around_resume",
+    # refuses a room number that is used twice, or cannot be sent
+    f"{_TOKENIZER}_init_req_state": "obj request -> engine.rooms.around_request",
     # makes this rank's side of the channel
-    f"{_CONN}Manager.__init__": "args disaggregation_mode server_args is_mla_backend",
-    # this rank's row travels with SGLang's
-    f"{_CONN}Manager._register_topology_row": "url payload",
-    # waits for prefill's facts and connections
-    f"{_CONN}Manager.try_ensure_parallel_info": "bootstrap_addr",
-    # ignores an abort without deferred release
-    f"{_CONN}Manager.apply_prefill_status": "failure_reason",
-    # why a request fails
-    f"{_CONN}Manager.record_failure": "bootstrap_room failure_reason",
+    f"{_MANAGER}__init__": "args disaggregation_mode server_args is_mla_backend",
+    f"{_MANAGER}_register_topology_row": "url payload",  # this rank's row travels with SGLang's
+    f"{_MANAGER}try_ensure_parallel_info": "bootstrap_addr",  # waits for facts and connections
+    f"{_MANAGER}apply_prefill_status": "failure_reason",  # ignores aborts without deferred release
+    f"{_MANAGER}record_failure": "bootstrap_room failure_reason",  # why a request fails
     # decode is notified of an abort on prefill
-    f"{_CONN}Manager.send_kv_status_message": "targets bootstrap_room status failure_reason",
-    # fails a room number that is in use
-    f"{_CONN}Sender.__init__": "mgr bootstrap_addr bootstrap_room",
-    f"{_CONN}Sender.init": "num_kv_indices",  # begins a room
-    f"{_CONN}Sender.send": "kv_indices",  # hands a chunk to the channel, too
-    f"{_CONN}Sender.pop_decode_prefix_len": "",  # the number of the first token that is sent
-    f"{_CONN}Sender.poll": "",  # Success once everything is packed
-    f"{_CONN}Sender.clear": "",  # ends a room
-    f"{_CONN}Sender.abort": "",  # ends a room, and notifies decode
-    # fails a room number that is in use
-    f"{_CONN}Receiver.__init__": "mgr bootstrap_addr bootstrap_room",
-    f"{_CONN}Receiver.init": "prefill_dp_rank",  # refuses a prefill server before its metadata
-    # opens a room behind SGLang's message
-    f"{_CONN}Receiver.send_metadata": "kv_indices decode_prefix_len",
-    f"{_CONN}Receiver.poll": "",  # Success once draft KV is in place, or cleared
-    f"{_CONN}Receiver.clear": "",  # ends a room
-    f"{_CONN}Receiver.ensure_abort_notified": "",  # prefill is notified of a request that fails
-    f"{_CONN}BootstrapServer._setup_routes": "",  # GET /mixkv
-    # takes a rank's row out of its registration
-    f"{_CONN}BootstrapServer._handle_route_put": "request",
-    f"{_CONN}BootstrapServer._is_ready": "",  # no rows before all ranks have registered
-    f"{_TOKENIZER}_init_req_state": "obj request",  # refuses a room number that is used twice
+    f"{_MANAGER}send_kv_status_message": "targets bootstrap_room status failure_reason",
+    f"{_SENDER}__init__": "mgr bootstrap_addr bootstrap_room",  # fails a number that is in use
+    f"{_SENDER}init": "num_kv_indices",  # begins a room
+    f"{_SENDER}send": "indices_event kv_indices num_kv_tokens",  # hands a chunk on, too
+    f"{_SENDER}pop_decode_prefix_len": "",  # the number of the first token that is sent
+    f"{_SENDER}poll": "",  # Success once everything is packed
+    f"{_SENDER}clear": "",  # ends a room
+    f"{_SENDER}abort": "",  # ends a room, and notifies decode
+    f"{_RECEIVER}__init__": "mgr bootstrap_addr bootstrap_room",  # fails a number that is in use
+    f"{_RECEIVER}init": "prefill_dp_rank",  # refuses a prefill server before its metadata
+    f"{_RECEIVER}send_metadata": "kv_indices decode_prefix_len",  # opens a room behind the message
+    f"{_RECEIVER}poll": "",  # Success once draft KV is in place, or cleared
+    f"{_RECEIVER}clear": "",  # ends a room
+    f"{_RECEIVER}ensure_abort_notified": "",  # prefill is notified of a request that fails
+    f"{_SERVER}_setup_routes": "",  # GET /mixkv
+    f"{_SERVER}_handle_route_put": "request",  # takes a rank's row out of its registration
     # replaced on a scheduler with a drafter: no storage tier
     f"{_SRT}managers.scheduler:Scheduler.attach_hicache_storage_wrapped": "recv_req",
-    # checks at start
-    f"{_SRT}arg_groups.resolution_hooks:register_resolution_hook": "name",
+    f"{_SRT}arg_groups.resolution_hooks:register_resolution_hook": "name",  # checks at start
     f"{_SRT}arg_groups.overrides:resolved_view": "server_args",  # what flags became
     # RDMA devices of this GPU
     f"{_SRT}distributed.device_communicators.mooncake_transfer_engine:get_ib_devices_for_gpu":
@@ -78,11 +65,89 @@ _PARAMETERS = {
     f"{_SRT}configs.model_config:ModelConfig.from_server_args":
         "server_args model_path model_revision is_draft_model",
     f"{_SRT}plugins.hook_registry:HookRegistry.register": "target hook hook_type",  # hooks
+    f"{_SRT}plugins:load_plugins": "",  # in workers that take requests (config.py)
     # this process's configuration
     f"{_CONTEXT}get_disagg": "", f"{_CONTEXT}get_parallel": "",
     f"{_CONTEXT}get_server_args": "", f"{_CONTEXT}get_spec": "",
 }  # fmt: skip
-SEAMS = {path: tuple(parameters.split()) for path, parameters in _PARAMETERS.items()}
+_SPLIT = {path: text.partition("-> ") for path, text in _FUNCTIONS.items()}
+SEAMS = {path: tuple(parameters.split()) for path, (parameters, _, _) in _SPLIT.items()}
+HOOKS = {path: around for path, (_, _, around) in _SPLIT.items() if around}
+
+_NAMES = {
+    # a rank's facts; its tables, which a use of a number leaves as SGLang expects them
+    _MANAGER: "attn_cp_rank attn_dp_rank attn_tp_rank attn_tp_size connection_lock connection_pool "
+        "dcp_size enable_deferred_decode_kv_release failure_records is_hybrid_mla_backend "
+        "is_mla_backend kv_args kv_status_msg_carries_reason local_ip pp_rank pp_size "
+        "prefill_info_table rank_port req_to_decode_prefix_len request_status system_dp_rank "
+        "transfer_infos",
+    _SENDER: "bootstrap_room conclude_state kv_mgr",  # a use of a number, and its end
+    # the same; a request's ranks, and an ABORT to others over sockets of their own
+    _RECEIVER: "_socket_cache _socket_locks abort_notified bootstrap_addr bootstrap_infos "
+        "bootstrap_room conclude_state kv_mgr",
+    _SERVER: "app attn_cp_size attn_tp_size dp_size pp_size",  # GET /mixkv, once all are there
+    # the event behind a prefix that is sent early, and those behind forwards
+    f"{_PD}prefill:SchedulerDisaggregationPrefillMixin": "_early_send_wait_event",
+    f"{_SRT}managers.scheduler:Scheduler": "forward_stream",
+    # a server's ranks, by the keys of GET /route too; which of them requests contact
+    f"{_CONN}PrefillRankInfo": "rank_ip rank_port",
+    f"{_CONN}PrefillServerInfo": "prefill_http_port target_tp_ranks",
+    # the decode ranks of a request, which are notified
+    f"{_PD}mooncake.conn:TransferInfo": "dst_port endpoint is_dummy",
+    f"{_PD}nixl.conn:TransferInfo": "dst_port endpoint is_dummy",
+    f"{_PD}base.conn:KVPoll": "Failed Success Transferring WaitingForInput",
+    f"{_PD}utils:DisaggregationMode": "DECODE PREFILL",
+    # what SGLang moves; RDMA devices of this GPU
+    f"{_PD}base.conn:KVArgs": "aux_item_lens gpu_id ib_device is_hybrid_mla_backend kv_item_lens "
+        "kv_layer_ids num_draft_entries page_size total_kv_head_num",
+    # the draft pool, which is hidden, and whose rows are a request's
+    _PREFILL: "draft_token_to_kv_pool kv_manager scheduler",
+    _DECODE: "draft_token_to_kv_pool kv_manager req_to_token_pool scheduler",
+    f"{_PD}decode:DecodeRequest": "kv_receiver req",
+    f"{_POOL}memory_pool:ReqToTokenPool": "req_to_token",
+    f"{_SRT}managers.schedule_batch:Req": "finished kv rid seqlen spec_correct_drafts_histogram",
+    f"{_SRT}managers.schedule_batch:ReqKvInfo": "req_pool_idx",
+    # how its rows are laid out, and that there are no others
+    f"{_POOL}memory_pool:MHATokenToKVPool": "dtype head_num k_buffer k_scale_buffer page_size "
+        "kv_cache_layout maybe_get_custom_mem_pool native_k_scale_buffer v_buffer",
+    f"{_POOL}memory_pool:MLATokenToKVPoolFP4": "kv_scale_buffer",
+    f"{_POOL}memory_pool:HybridLinearKVPool": "full_kv_pool",
+    f"{_POOL}swa_memory_pool:SWAKVPool": "full_kv_pool",
+    # numbers that are in use
+    _TOKENIZER: "disaggregation_mode rid_to_state",
+    f"{_SRT}managers.tokenizer_manager:ReqState": "obj",
+    f"{_SRT}managers.io_struct:GenerateReqInput": "bootstrap_host bootstrap_room "
+        "parallel_sample_num rid",
+    # hooks that were applied; times; the drafter's heads
+    f"{_SRT}plugins.hook_registry:HookRegistry": "_patched",
+    f"{_SRT}environ:Envs": "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT "
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT SGLANG_RUST_SERVER",
+    f"{_SRT}configs.model_config:ModelConfig": "get_total_num_kv_heads hf_config",
+    # heads of a rank, and labels of metrics
+    f"{_SRT}arg_groups.fields.parallel:Parallel": "attn_tp_rank attn_tp_size dp_rank moe_ep_rank "
+        "pp_rank tp_rank",
+    # rules of refusals.py and releases.py, how far a drafter reads, metrics
+    _ARGS: "attention_backend attn_cp_size dcp_size decode_attention_backend decoupled_spec_role "
+        "device disaggregation_decode_allocation_policy disaggregation_decode_enable_radix_cache "
+        "disaggregation_decode_host_receive_threshold disaggregation_decode_retraction_backup "
+        "disaggregation_mode disaggregation_transfer_backend enable_flexkv enable_hisparse "
+        "enable_kv_cache_sharding enable_lmcache enable_memory_saver enable_metrics "
+        "enable_multi_layer_eagle enable_pd_role_switch enable_unified_cache_external_linker "
+        "enable_unified_memory extra_metric_labels hicache_storage_backend kv_canary "
+        "prefill_attention_backend radix_cache_backend served_model_name speculative_algorithm "
+        "speculative_draft_attention_backend speculative_draft_model_path use_ray "
+        "speculative_draft_model_revision speculative_draft_sink_size speculative_eagle_topk "
+        "speculative_draft_window_size",
+}  # fmt: skip
+ATTRIBUTES = {path.rstrip("."): tuple(names.split()) for path, names in _NAMES.items()}
+"""By class."""
+LATER = {
+    "0.5.21": {
+        "disaggregation_decode_allocation_policy", "enable_kv_cache_sharding", "indices_event",
+    },
+    "0.5.22": {"indices_event"},
+}  # fmt: skip
+"""By release: what came after it, with what it is for."""
 
 
 def target_of(path: str) -> str:

@@ -41,6 +41,7 @@ class DraftSender(RoomUse):
 
     handle: SendHandle | None = None
     _first = 0
+    _early_send_wait_event: Any = None  # SGLang's scheduler sets it, and its send takes it away
 
     def init(self, num_kv_indices: int, *args: Any, **kwargs: Any) -> None:
         super().init(num_kv_indices, *args, **kwargs)  # type: ignore[misc]
@@ -58,7 +59,7 @@ class DraftSender(RoomUse):
         if self.handle is None:
             super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
             return
-        early = getattr(self, "_early_send_wait_event", None)  # stock's send takes it away
+        early = self._early_send_wait_event
         super().send(kv_indices, *args, **kwargs)  # type: ignore[misc]
         try:
             self._hand_over(kv_indices, kwargs, early)

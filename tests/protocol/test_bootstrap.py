@@ -13,9 +13,10 @@ import requests
 from rig import servers
 from rig.rank import free_port, wait_for_port
 
-from sglang_mixkv.draft.facts import Row, StagingFacts
+from sglang_mixkv.draft.facts import MAX_ROW_BYTES, Row, StagingFacts
 from sglang_mixkv.engine import prefill_http
 from sglang_mixkv.engine.bootstrap import KEY, PATH
+from sglang_mixkv.engine.names import Names
 from sglang_mixkv.errors import MixKVError
 
 STAGING = StagingFacts("mooncake", b"endpoint", 1 << 20, 1 << 20, 64)
@@ -53,9 +54,9 @@ class Server:
         wait_for_port(self.port)
         self.address = f"127.0.0.1:{self.port}"
 
-    def put(self, rank: int, own: Row | None) -> None:
-        url = f"http://{self.address}/route"
-        assert requests.put(url, json=registration(rank, own), timeout=5).status_code == 200
+    def put(self, rank: int, own: Row | None, **other: int) -> None:
+        url, payload = f"http://{self.address}/route", registration(rank, own) | other
+        assert requests.put(url, json=payload, timeout=5).status_code == 200
 
 
 @pytest.fixture
@@ -72,13 +73,45 @@ def test_rows_come_as_they_were_put_and_a_rank_that_was_started_anew_takes_its_p
     for one in (wanted[0], row(1), wanted[1]):
         server.put(one.attn_tp_rank, one)
     expected = {("127.0.0.1", 9000 + i): wanted[i] for i in (0, 1)}
-    assert asyncio.run(prefill_http.fetch(server.address)) == expected
+    assert asyncio.run(prefill_http.fetch(server.address, Names())) == expected
+
+
+def rows_of(server: Server) -> int:
+    """How many it answers, 0 for HTTP 503."""
+    answer = requests.get(f"http://{server.address}{PATH}", timeout=5)
+    assert answer.status_code in (200, 503)
+    return len(answer.json()["rows"]) if answer.status_code == 200 else 0
 
 
 def test_nothing_is_answered_before_all_ranks_have_registered(server: Server) -> None:
-    server.put(0, row(0))
+    """SGLang repeats a PUT whose answer is late, and counts both."""
+    assert rows_of(server) == 0
+    for _ in range(3):
+        server.put(0, row(0))
+        assert rows_of(server) == 0
     with pytest.raises(ConnectionError, match="503"):
-        asyncio.run(prefill_http.fetch(server.address))
+        asyncio.run(prefill_http.fetch(server.address, Names()))
+    server.put(1, row(1))
+    assert rows_of(server) == 2
+
+
+@pytest.mark.parametrize("size", ["attn_dp", "system_dp", "attn_cp", "pp"])
+def test_each_size_of_the_registration_counts(server: Server, size: str) -> None:
+    """With DP attention ranks give `attn_dp_size`, and replicas without it `system_dp_size`."""
+    for number, (one, tp) in enumerate((one, tp) for one in (0, 1, 1, 2) for tp in (0, 1)):
+        assert rows_of(server) == 0, number
+        server.put(tp, row(tp), **{f"{size}_size": 3, f"{size}_rank": one})
+    assert rows_of(server) == 6
+
+
+@pytest.mark.parametrize(("beyond", "status"), [(0, 200), (1, 409)])
+def test_a_row_is_kept_up_to_its_length(server: Server, beyond: int, status: int) -> None:
+    plain = msgspec.to_builtins(row(0)) | {"more": ""}
+    plain["more"] = "x" * (MAX_ROW_BYTES + beyond - len(msgspec.json.encode(plain)))
+    url = f"http://{server.address}/route"
+    for rank, own in ((0, plain), (1, msgspec.to_builtins(row(1)))):
+        requests.put(url, json=registration(rank, None) | {KEY: own}, timeout=5)
+    assert requests.get(f"http://{server.address}{PATH}", timeout=5).status_code == status
 
 
 def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
@@ -87,7 +120,7 @@ def test_a_rank_without_the_plugin_is_named(server: Server) -> None:
     answer = requests.get(f"http://{server.address}{PATH}", timeout=5)
     assert answer.status_code == 409
     with pytest.raises(MixKVError, match=r"127\.0\.0\.1:9001.*every node") as refused:
-        asyncio.run(prefill_http.fetch(server.address))
+        asyncio.run(prefill_http.fetch(server.address, Names()))
     assert refused.value.code == "MIXKV-PAIR-01"
 
 

@@ -14,6 +14,7 @@ from rig.model import Cache, Case, Request, sglang_pool
 
 import mixkv_demo
 from sglang_mixkv.engine import draft_pool, handover
+from sglang_mixkv.errors import MixKVError
 
 MODELS = Path(mixkv_demo.__file__).parent / "models"
 CASE = Case(4, 1, requests=(Request(8),))
@@ -228,6 +229,17 @@ def test_a_pool_of_heads_is_hidden_and_others_are_left_to_sglang(
 
     publish(ServerArgs(model_path="dummy"), role="tokenizer")
     assert hidden(pool()) == is_hidden
+
+
+def test_layers_with_pages_of_their_own_are_refused_as_the_queue_has_them() -> None:
+    """SGLang's pool has the others in a pool inside, which alone would be served."""
+    queue = Queue(pool := windowed(Cache("mha"), 1))
+    pool.full_kv_pool = of_heads()
+    handover.around_init(Queue.init, queue)
+    seen, handed = queue.seen
+    assert (seen, queue.draft_token_to_kv_pool) == (None, pool)
+    with pytest.raises(MixKVError, match=r"MIXKV-START-05.*SWAKVPool"):
+        draft_pool.of_pool(handed.pool)
 
 
 def test_the_pool_is_back_where_sglang_fails() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,19 +19,28 @@ from rig.ring import run
 from rig.special import Special
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver
+from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_mixkv.engine.receiver import DraftReceiver
+from sglang_mixkv.engine.rooms import around_request
+from sglang_mixkv.errors import MixKVError
 
 REQUESTS = Request(23, chunk_pages=1), Request(23), Request(11)
 
 
 @pytest.mark.transports(1)
 @pytest.mark.parametrize(
-    ("prefill", "decode", "kind"), [(2, 1, "mla"), (1, 2, "mla"), (2, 1, "mha")]
-)
-def test_the_second_use_fails_alone(prefill: int, decode: int, kind: str) -> None:
+    ("prefill", "decode", "kind", "bad"),
+    [(2, 1, "mla", 100), (1, 2, "mla", 100), (2, 1, "mha", 100), (2, 1, "mla", 1 << 64),
+     (1, 2, "mha", -1)],
+)  # fmt: skip
+def test_a_number_that_is_in_use_or_cannot_be_sent_fails_alone(
+    prefill: int, decode: int, kind: str, bad: int
+) -> None:
     target = Cache("mla", layers=2, k_bytes=24) if kind == "mla" else Cache("mha", 2, heads=2)
-    special = Special(rooms=[100, 100, 101], failed_rooms_stay_clean=True)
+    special = Special(rooms=[100, bad, (1 << 63) - 1], failed_rooms_stay_clean=True)
     rounds = ((0, 1), (2,))
     outcome = run(Case(prefill, decode, target, requests=REQUESTS, rounds=rounds, special=special))
     assert outcome.wrong == []
@@ -40,6 +50,43 @@ def test_the_second_use_fails_alone(prefill: int, decode: int, kind: str) -> Non
     assert outcome.total("rooms_total", "failed", "reused") == decode
     assert outcome.total("rooms_total", "warm") == 2 * decode
     assert outcome.total("rooms_total", "cold") == outcome.total("fails_sent_total") == 0
+
+
+TOP = (1 << 63) - 1
+
+
+@pytest.mark.parametrize(
+    ("rooms", "is_taken"),
+    [(0, True), (TOP, True), ([0, TOP], True), ([7, None], True), (-1, False), (TOP + 1, False),
+     (1 << 64, False), pytest.param(10**5000, False, id="huge"), (True, False), (1.0, False),
+     ("1", False), ([[1]], False), ([7, TOP + 1], False), ([-1, 7], False), ([7, "8"], False),
+     ([7, 7], False)],
+)  # fmt: skip
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_a_number_that_cannot_be_sent_is_refused_where_a_request_is_taken(
+    rooms: Any, is_taken: bool, mode: str
+) -> None:
+    """A ValueError there is HTTP 400. The state of a request that is refused is not begun."""
+    many = isinstance(rooms, list)
+    request = GenerateReqInput(
+        input_ids=[[1]] * len(rooms) if many else [1], bootstrap_room=rooms, bootstrap_host="h"
+    )
+    request.normalize_batch_and_arguments()
+    manager = TokenizerManager.__new__(TokenizerManager)
+    manager.rid_to_state, manager.enable_trace = {}, False
+    manager.disaggregation_mode = DisaggregationMode(mode)
+    with nullcontext() if is_taken else pytest.raises(MixKVError, match="MIXKV-PAIR-09"):
+        around_request(TokenizerManager._init_req_state, manager, request)
+    assert bool(manager.rid_to_state) == is_taken
+
+
+def test_a_batch_that_counts_up_from_one_number_is_refused_where_it_leaves_the_bounds() -> None:
+    for first, is_taken in ((TOP - 1, True), (TOP, False)):
+        request = GenerateReqInput(input_ids=[[1], [2]], bootstrap_room=first, bootstrap_host="h")
+        request.normalize_batch_and_arguments()
+        manager = SimpleNamespace(rid_to_state={}, disaggregation_mode=DisaggregationMode.PREFILL)
+        with nullcontext() if is_taken else pytest.raises(MixKVError, match="outside"):
+            around_request(lambda *_: None, manager, request)
 
 
 def test_a_release_of_pages_leaves_the_numbers_next_use_alone() -> None:

@@ -2,7 +2,7 @@
 
 Found on the source: methods of ours that SGLang's classes have too, methods of SGLang's classes
 called on `self`, `super()`, `kv_mgr`, `mgr`, `manager` or `receiver`, and SGLang's functions
-imported by name.
+imported by name; attributes of the classes in the table, on what has one of CARRIERS' names.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from enum import Enum, EnumMeta
 from functools import cache
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import pytest
 
 import sglang_mixkv
 from sglang_mixkv.engine import manager, releases
+from sglang_mixkv.engine.bootstrap import SIZES
+from sglang_mixkv.engine.draft_pool import SCALES
 from sglang_mixkv.engine.rooms import RoomUse
-from sglang_mixkv.engine.seams import HOOKS, SEAMS
+from sglang_mixkv.engine.seams import ATTRIBUTES, HOOKS, LATER, SEAMS
 
 PACKAGE = Path(sglang_mixkv.__file__).parent
 SOURCES = [PACKAGE / "plugin.py", *sorted((PACKAGE / "engine").glob("*.py"))]
@@ -93,14 +96,15 @@ def test_nothing_is_listed_in_vain_and_there_are_few() -> None:
     assert len(SEAMS) <= 40
 
 
-ENGINE = importlib.import_module("mixkv_cpu.support")
-
-
-@pytest.mark.parametrize(
-    "path", sorted(v for v in vars(ENGINE).values() if str(v).startswith("sglang.srt."))
-)
-def test_what_the_cpu_engine_hooks_is_there(path: str) -> None:
-    pkgutil.resolve_name(path)  # raises where it is not
+@cache
+def rules_ask_for() -> set[str]:
+    """Rules read what is missing as off: the table has it."""
+    asked = Asked()
+    for rule in releases.rules():
+        with suppress(TypeError):  # of a comparison with a number
+            rule.applies(asked)
+    assert len(asked.names) > 20
+    return asked.names
 
 
 class Asked:
@@ -114,17 +118,100 @@ class Asked:
         return "nixl" if name.endswith("_backend") else "set"
 
 
-def test_refused_features_still_have_these_names() -> None:
-    """Rules read what is missing as off: a renamed feature would pass unnoticed."""
-    from sglang.srt.environ import envs
-    from sglang.srt.server_args import ServerArgs
+# ---------------------------------------------------------------- attributes
 
-    asked = Asked()
-    for rule in releases.rules():
-        with suppress(TypeError):  # of a comparison with a number
-            rule.applies(asked)
-    assert len(asked.names) > 20
-    args = ServerArgs(model_path="m")
-    gone = {name for name in asked.names if not hasattr(args, name)}
-    assert gone == set() or releases.sglang_version() != releases.SUPPORTED_SGLANG[-1]
-    assert hasattr(envs, "SGLANG_RUST_SERVER")
+OWNERS = {path: pkgutil.resolve_name(path) for path in ATTRIBUTES}
+LISTED = {name for names in ATTRIBUTES.values() for name in names}
+HOLDERS = CARRIERS | {
+    "a", "args", "asking", "flags", "found", "info", "kv", "kv_args", "obj", "one", "pool", "queue",
+    "req", "request", "scheduler", "sender", "spec", "table", "tables", "whole", "_class", "first",
+    "parallel", "envs", "KVPoll", "DisaggregationMode", "HookRegistry", "config",
+}  # fmt: skip
+"""Names of what may be SGLang's, here."""
+MODULES = [*SOURCES, PACKAGE / "refusals.py", PACKAGE / "draft" / "window.py"]
+
+
+def attributes_of(path: Path) -> Iterator[str]:
+    """What a module reads or sets of something that may be SGLang's, by its name or by text."""
+    module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+    is_mixin = module in {ours.__module__ for ours in OURS}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            whose, name = node.value, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            whose, name = node.args[0], getattr(node.args[1], "value", None)
+        else:
+            continue
+        holder = re.sub(r"\(.*\)$", "", ast.unparse(whose)).rpartition(".")[2]
+        if (
+            holder in HOLDERS
+            or re.match("get_|resolved_view", holder)
+            or (is_mixin and holder == "self" and name not in OWN_OF_MIXINS)
+        ):
+            yield str(name)
+
+
+OWN_OF_MIXINS = {
+    "aborted", "backend", "decode_channel", "handle", "local", "mixkv_rows", "plan",
+    "prefill_channel", "servers", "_first", "_pages", "_sent",
+}  # fmt: skip
+
+
+def test_every_attribute_of_sglang_is_listed() -> None:
+    """In each release that is served: one that is gone is no use of another class either."""
+    used = {name for path in MODULES for name in attributes_of(path)}
+    theirs = {n for n in used for owner in OWNERS.values() if releases.has_attribute(owner, n)}
+    methods = {path.rpartition(".")[2] for path in SEAMS}
+    assert theirs - LISTED - methods - {"__class__", "name", "port", "architectures"} == set()
+    asked = {*SIZES, *SCALES, *rules_ask_for()}  # by names that are computed
+    assert asked - LISTED == set()
+
+
+def test_no_attribute_is_listed_in_vain() -> None:
+    text = "\n".join(path.read_text() for path in MODULES if path.name != "seams.py")
+    words = set(re.findall(r"\w+", text)) | rules_ask_for()
+    assert LISTED - words == set()
+    assert len(LISTED) <= 130
+
+
+def renamed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+    """As in an SGLang that calls it otherwise: declared or assigned, in the class or a base."""
+    if isinstance(owner, EnumMeta):  # whose members cannot be deleted
+        members = {one.name.replace(name, f"{name}_"): one.value for one in owner}
+        monkeypatch.setattr(f"{owner.__module__}.{owner.__name__}", Enum(owner.__name__, members))
+        return
+    for one in owner.__mro__:
+        if name in vars(one):
+            monkeypatch.setattr(one, f"{name}_", vars(one)[name], raising=False)
+            monkeypatch.delattr(one, name)
+        monkeypatch.delitem(vars(one).get("__annotations__", {}), name, raising=False)
+        for value in vars(one).values():
+            if name in (code := getattr(value, "__code__", SimpleNamespace(co_names=()))).co_names:
+                names = tuple(f"{n}_" if n == name else n for n in code.co_names)
+                monkeypatch.setattr(value, "__code__", code.replace(co_names=names))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [(path, name) for path, names in ATTRIBUTES.items() for name in names]
+)
+def test_one_that_was_renamed_ends_the_start(
+    path: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name in LATER.get(releases.sglang_version(), ()):
+        pytest.skip("this release does not have it")
+    before = releases.problems()
+    assert before == []
+    renamed(monkeypatch, OWNERS[path], name)
+    assert any(path in line and repr(name) in line for line in releases.problems())
+    with pytest.raises(SystemExit, match="MIXKV-START-01"):
+        releases.check(SimpleNamespace())
+
+
+ENGINE = importlib.import_module("mixkv_cpu.support")
+
+
+@pytest.mark.parametrize(
+    "path", sorted(v for v in vars(ENGINE).values() if str(v).startswith("sglang.srt."))
+)
+def test_what_the_cpu_engine_hooks_is_there(path: str) -> None:
+    pkgutil.resolve_name(path)  # raises where it is not

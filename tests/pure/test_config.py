@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import pickle
+import sys
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from sglang_mixkv import config, refusals
@@ -140,6 +144,13 @@ SERVED = [
     *({"device": device} for device in (None, "cuda:1", "cpu")),
     *({"speculative_algorithm": name} for name in ("NEXTN", "STANDALONE", "DFLASH", "dspark")),
     {"dcp_size": 2, "disaggregation_enable_kv_checksum": True},
+    *({"attn_cp_size": size} for size in (None, 0, 1)),
+    *({"kv_canary": canary} for canary in (None, "none")),
+    {"decoupled_spec_role": "null"},
+    {"radix_cache_backend": "lru"},
+    {"radix_cache_backend": None},
+    {"enable_memory_saver": True, "disaggregation_transfer_backend": "mooncake"},
+    {"enable_memory_saver": False, "disaggregation_transfer_backend": "nixl"},
 ]
 
 
@@ -171,6 +182,7 @@ def test_what_a_release_does_not_serve_is_refused_there(
         return refusals.broken(releases.rules(), arguments(**changed), {})
 
     assert broken(off) == []
+    assert broken(off, dcp_size=1, disaggregation_decode_enable_radix_cache=False) == []
     for rule, changed in UNSERVED.items():
         assert broken(off, **changed) == [str(rule)] * (rule in refused_there)
     (text,) = broken(on)
@@ -192,3 +204,36 @@ def test_a_removed_setting_stops_the_start_and_says_what_to_do(
         with pytest.raises(MixKVError, match=expected):
             resolve(None, {name: "auto"})
         assert not config_of(SimpleNamespace()).enabled  # who has not opted in is left alone
+
+
+def test_every_field_of_the_record_is_there_in_another_process() -> None:
+    """SGLang pickles ServerArgs with it."""
+    given = {
+        "enabled": True, "staging_mb": 3, "on_draft_mismatch": "cold", "patience": 0.5,
+        "allow_untested_sglang": True, "port": 2000, "data_plane": "nixl",
+        "nixl_params": {"a": "b"},
+    }  # fmt: skip
+    assert set(given) == set(config.Config.__struct_fields__)
+    for copied in (pickle.loads, copy.deepcopy):
+        one = config.Config(**given)
+        found = copied(pickle.dumps(one) if copied is pickle.loads else one)
+        assert msgspec.structs.asdict(found) == given
+
+
+@pytest.mark.parametrize(
+    ("enabled", "takes_requests", "loads"), [(True, True, 1), (True, False, 0), (False, True, 0)]
+)
+def test_a_worker_that_takes_requests_loads_the_plugin_with_the_record(
+    enabled: bool, takes_requests: bool, loads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang loads none in its uvicorn workers."""
+    done: list[int] = []
+    plugins = SimpleNamespace(load_plugins=lambda: done.append(1))
+    monkeypatch.setitem(sys.modules, "sglang.srt.plugins", plugins)
+    monkeypatch.delitem(sys.modules, "sglang.srt.entrypoints.http_server", raising=False)
+    if takes_requests:
+        monkeypatch.setitem(sys.modules, "sglang.srt.entrypoints.http_server", SimpleNamespace())
+    args = SimpleNamespace(_mixkv=config.Config(enabled=enabled))
+    assert done == []
+    assert pickle.loads(pickle.dumps(args))._mixkv == args._mixkv
+    assert len(done) == loads

@@ -3,7 +3,9 @@ rows: scripts/fuzz."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +25,7 @@ from sglang_mixkv.draft.facts import (
     read_row,
 )
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout
-from sglang_mixkv.draft.window import window_of
+from sglang_mixkv.draft.window import WINDOWED, pages_left_out, window_of
 
 MLA, GQA = Target(0, 61, layer_ids=False, even=True), Target(8, 8, layer_ids=False, even=True)
 ROW = Row(
@@ -193,17 +195,130 @@ def test_the_remedy_for_a_mix_names_what_is_served():
     assert found.remedy == "Install 0.6.0 on prefill, or 0.5.23 on decode"
 
 
-@pytest.mark.parametrize(("sliding", "window"), [(2048, 2047), (1, None), (0, None), (None, None)])
+def flags(**given: Any) -> SimpleNamespace:
+    """SGLang's, of a drafter that reads a window."""
+    base = {
+        "speculative_draft_window_size": None, "speculative_draft_attention_backend": None,
+        "disaggregation_decode_enable_radix_cache": False, "speculative_draft_sink_size": 0,
+        "speculative_algorithm": "DSPARK", "prefill_attention_backend": None,
+        "decode_attention_backend": None, "attention_backend": "fa3", "speculative_eagle_topk": 1,
+    }  # fmt: skip
+    return SimpleNamespace(**base | given)
+
+
+def block_drafter(**text: Any) -> SimpleNamespace:
+    text = SimpleNamespace(**{"layer_types": ["sliding_attention"] * 3} | text)
+    return SimpleNamespace(architectures=["LingDSparkModel"], get_text_config=lambda: text)
+
+
+@pytest.mark.parametrize(
+    ("sliding", "window"), [(2048, 2047), (2, 1), (1, None), (0, None), (None, None), ("", None)]
+)
 def test_a_block_drafter_reads_the_window_of_its_config(sliding, window):
     """SGLang takes one token, or none, for no window. Some configs have no such field."""
-    text = SimpleNamespace(layer_types=["sliding_attention"] * 3)
-    if sliding is not None:
-        text.sliding_window = sliding
-    config = SimpleNamespace(architectures=["LingDSparkModel"], get_text_config=lambda: text)
-    flags = SimpleNamespace(
-        speculative_draft_window_size=None, speculative_draft_attention_backend="fa3",
-        disaggregation_decode_enable_radix_cache=False, speculative_draft_sink_size=0,
-        speculative_algorithm="DSPARK", prefill_attention_backend=None,
-        decode_attention_backend=None, attention_backend=None, speculative_eagle_topk=1,
-    )  # fmt: skip
-    assert window_of(flags, config) == window
+    text = {} if sliding == "" else {"sliding_window": sliding}
+    assert window_of(flags(), block_drafter(**text)) == window
+
+
+BACKENDS = (None, *sorted(WINDOWED), "flashinfer", "triton")
+
+
+@pytest.mark.parametrize("own", [None, "fa3", "flashinfer"])
+@pytest.mark.parametrize("common", [None, "fa4", "triton"])
+def test_every_phase_of_a_drafter_keeps_to_the_window_or_all_is_read(own, common):
+    """A draft extend runs on the backend of prefill, a draft step on that of decode."""
+    drafter = block_drafter(sliding_window=129)
+    for of_prefill, of_decode in itertools.product(BACKENDS, repeat=2):
+        given = flags(
+            prefill_attention_backend=of_prefill, decode_attention_backend=of_decode,
+            attention_backend=common, speculative_draft_attention_backend=own,
+        )  # fmt: skip
+        phases = [own] if own else [of_prefill or common, of_decode or common]
+        keeps = all(phase in WINDOWED for phase in phases)
+        assert window_of(given, drafter) == (128 if keeps else None), given
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 16])
+def test_the_pages_left_out_are_those_that_no_query_reads_and_all_of_them(page_size):
+    """The first query stands behind the prompt; what DFLASH reads begins on a page."""
+    for window, pages in itertools.product((1, 2, 15, 16, 17, 31, 32, 33, 128), range(40)):
+        left_out = pages_left_out(pages, page_size, window)
+        in_last_page = range(1, page_size + 1) if pages else ()
+        for length in ((pages - 1) * page_size + tokens for tokens in in_last_page):
+            first_read = max(0, length - window) // page_size
+            assert left_out <= first_read
+        shortest = max(0, (pages - 1) * page_size + 1 - window) // page_size if pages else 0
+        assert left_out in (shortest, max(0, shortest - 1))
+        assert pages_left_out(pages, page_size, None) == 0
+
+
+# ---------------------------------------------------------------- at the bounds
+
+BOUNDS = [
+    ("rank_port", 0, 65535), ("attn_tp", 0, 1 << 16), ("patience", 0.1, 60),
+    ("staging.slot_bytes", 1, 1 << 40), ("staging.slots", 2, 1 << 20),
+    ("staging.base", 0, (1 << 63) - 1), ("target.heads", 0, 1 << 20),
+    ("target.entries", 0, 1 << 20),
+]  # fmt: skip
+
+
+def changed(path: str, value: Any) -> bytes:
+    plain = json.loads(msgspec.json.encode(ROW))
+    at, *names = [plain, *path.split(".")]
+    for name in names[:-1]:
+        at = at[name]
+    assert names[-1] in at
+    at[names[-1]] = value
+    return json.dumps(plain).encode()
+
+
+@pytest.mark.parametrize(("path", "least", "most"), BOUNDS)
+def test_a_number_of_a_row_is_taken_up_to_its_bounds_and_not_beyond(path, least, most):
+    step = 0.01 if isinstance(least, float) else 1
+    for bound, beyond in ((least, least - step), (most, most + step)):
+        read_row(changed(path, bound))
+        with pytest.raises(ValueError, match="Expected"):
+            read_row(changed(path, beyond))
+
+
+def test_a_row_is_read_up_to_its_length():
+    body = msgspec.json.encode(ROW)
+    assert read_row(body.ljust(MAX_ROW_BYTES)) == ROW
+    with pytest.raises(ValueError, match=f"a row of {MAX_ROW_BYTES + 1} bytes"):
+        read_row(body.ljust(MAX_ROW_BYTES + 1))
+    for count in (256, 257):
+        lens = changed("aux_item_lens", [8] * count)
+        with nullcontext() if count == 256 else pytest.raises(ValueError, match="length"):
+            read_row(lens)
+
+
+@pytest.mark.parametrize(
+    ("oldest", "newest", "is_read"),
+    [(0, -1, False), (0, 0, True), (1, 1, False), (0, 9, True), (-2, -1, False)],
+)
+def test_a_protocol_is_read_where_it_touches_this_builds(oldest, newest, is_read):
+    """Relative to the ends of what this build reads."""
+    protocol = [max(0, PROTOCOL[1] + oldest), max(0, PROTOCOL[0] + newest)]
+    with nullcontext() if is_read else pytest.raises(ValueError, match="this build reads"):
+        read_row(changed("protocol", protocol))
+
+
+@pytest.mark.parametrize(
+    ("heads", "tp", "backend", "is_served"),
+    [(4, (4, 8), "nixl", True), (3, (4, 8), "nixl", False), (3, (4, 4), "nixl", True),
+     (3, (8, 4), "nixl", True), (3, (4, 8), "mooncake", True)],
+)  # fmt: skip
+def test_a_target_with_as_many_heads_as_ranks_is_served(heads, tp, backend, is_served):
+    target = Target(heads, 8, layer_ids=False, even=True)
+    sides = [row(attn_tp=size, target=target, backend=backend) for size in tp]
+    assert (differences(*sides) == []) == is_served
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "severity"),
+    [((8, 8), (8, 8), None), ((8, 9), (8, 8), Severity.REFUSED), ((8, 7), (8, 8), Severity.COLD),
+     ((9, 7), (8, 8), Severity.REFUSED), ((8,), (8, 8), Severity.REFUSED)],
+)  # fmt: skip
+def test_metadata_rows_may_be_shorter_and_no_longer(there, here, severity):
+    found = differences(row(aux_item_lens=there), row(aux_item_lens=here))
+    assert [one.severity for one in found] == ([severity] if severity else [])

@@ -6,9 +6,13 @@ import asyncio
 import gc
 import json
 import os
+import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, ClassVar
 from urllib.parse import parse_qs, urlsplit
 
@@ -20,7 +24,8 @@ from rig.threads import Prefill, wait_for
 from sglang_mixkv.channel.messages import draw_instance
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import links
-from sglang_mixkv.engine import notices, prefill_http, prefill_servers
+from sglang_mixkv.engine import names, notices, prefill_http, prefill_servers
+from sglang_mixkv.engine.names import Names
 from sglang_mixkv.engine.prefill_http import fetch
 from sglang_mixkv.errors import MixKVError
 
@@ -73,6 +78,156 @@ def test_a_server_does_not_wait_for_those_that_are_hung(
     assert not any(map(site.servers.ensure, hung)), "they are hung no longer"
 
 
+# ---------------------------------------------------------------- names
+
+KNOWN, NEW, MANY = "known.example", "new.example", 6
+
+
+class NameServer:
+    """Answers for KNOWN and NEW, and is silent about others until `speaks` is set. `asked`: for
+    each name how often; `at_once`: how many look-ups are under way."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.speaks, self.is_known_answered = threading.Event(), True
+        self.asked, self.at_once, self.most = Counter[str](), 0, 0
+        self._real, self._lock = socket.getaddrinfo, threading.Lock()
+        monkeypatch.setattr(socket, "getaddrinfo", self.look_up)
+
+    def look_up(self, host: Any, *args: Any, **hints: Any) -> Any:
+        name = host.decode() if isinstance(host, bytes) else host
+        if name is None or not name.endswith(".example"):
+            return self._real(host, *args, **hints)
+        with self._lock:
+            self.asked[name] += 1
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+        if name not in (KNOWN, NEW) or not (name == NEW or self.is_known_answered):
+            self.speaks.wait()
+        with self._lock:
+            self.at_once -= 1
+        if name in (KNOWN, NEW):
+            return self._real("127.0.0.1", *args, **hints)
+        raise socket.gaierror(-3, "Temporary failure in name resolution")
+
+
+@pytest.fixture
+def name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[NameServer]:
+    monkeypatch.setattr(names, "AT_ONCE", MANY)
+    monkeypatch.setattr(names, "FRESH_S", 0.1)
+    monkeypatch.setattr(prefill_http, "ASK_S", 1.0)
+    monkeypatch.setattr(prefill_servers, "CONNECTED_AT_ONCE", 2)
+    one = NameServer(monkeypatch)
+    yield one
+    one.speaks.set()
+
+
+def seconds_until_ready(site: Site, address: str) -> float:
+    begun = time.monotonic()
+    assert site.is_ready(address)
+    return time.monotonic() - begun
+
+
+@pytest.mark.parametrize("hung", [MANY - 2, MANY - 1, 10 * MANY])
+def test_names_that_hang_cost_new_names_alone(
+    name_server: NameServer, prefill: Prefill, hung: int
+) -> None:
+    """A server by its address, and one by a name that was answered before, is ready within a
+    second; a new name as long as there is a thread for it."""
+    with Site() as site, publishing(row_of(prefill)) as address:
+        port = address.rpartition(":")[2]
+        by_name = f"{KNOWN}:{port}"
+        assert site.is_ready(by_name)
+        site.servers.forget(by_name)
+        name_server.is_known_answered = False
+        hang = [f"hang-{number % hung}.example:{number}" for number in range(2 * hung)]
+        for _ in range(3):  # asked again while the first look-up is under way
+            assert not any(map(site.servers.ensure, hang))
+            time.sleep(0.8)
+        assert wait_for(lambda: name_server.at_once == min(hung, MANY))
+        assert seconds_until_ready(site, address) < 1
+        assert site.request(address, prefill) == "warm"
+        assert seconds_until_ready(site, by_name) < 1
+        full = hung + 1 >= MANY  # with the known one, which is looked up again
+        assert wait_for(lambda: site.servers.ensure(f"{NEW}:{port}"), 0.5) != full
+        often = {name for name, count in name_server.asked.items() if count > 1}
+        assert not [name for name in often if name.startswith("hang")], "two at a time"
+        assert name_server.most <= MANY
+        for one in hang:
+            site.servers.forget(one)
+        name_server.speaks.set()
+        assert site.is_ready(f"{NEW}:{port}")
+
+
+def test_a_name_that_moves_is_followed(
+    name_server: NameServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was answered before is taken where the look-up hangs or fails, and only there."""
+    answers: dict[str, Any] = {"a": "127.0.0.1"}
+
+    def look_up(host: str, *args: Any, **hints: Any) -> Any:
+        if isinstance(answers[host], Exception):
+            raise answers[host]
+        return name_server._real(answers[host], *args, **hints)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+    async def check() -> None:
+        by = names.Names()
+
+        async def found(name: str) -> list[str]:
+            return [one["host"] for one in await by.resolve(name, 80)]
+
+        assert await found("a") == ["127.0.0.1"]
+        answers["a"] = "127.0.0.2"
+        assert await found("a") == ["127.0.0.2"]
+        answers["a"] = socket.gaierror(-3, "")
+        assert await found("a") == ["127.0.0.2"]
+        answers["b"] = UnicodeError("a label that is too long")
+        with pytest.raises(UnicodeError):
+            await found("b")
+        for number in range(names.REMEMBERED):
+            answers[f"{number}"] = "127.0.0.3"
+            await found(f"{number}")
+            if number == 5:
+                await found("a")  # which is renewed by its use
+        assert len(by._answered) == names.REMEMBERED
+        assert "0" not in by._answered
+        assert "a" in by._answered
+
+    monkeypatch.setattr(names, "REMEMBERED", 20)
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_servers_whose_routes_hang_hold_a_thread_each(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    """SGLang's GET /route looks the name up again, and its answer may drip for ever. With as many
+    as there are threads, others wait."""
+    monkeypatch.setattr(prefill_servers, "CONNECTED_AT_ONCE", MANY)
+    go, resolving = threading.Event(), Counter[str]()
+    with Site() as site, publishing(row_of(prefill), host="") as address:
+
+        def resolve(of: str) -> Any:
+            resolving[of] += 1
+            if of != address:
+                go.wait()
+            return SimpleNamespace(target_tp_ranks=[0])
+
+        site.manager.resolve = resolve
+        hung = many(address, MANY - 1 + full)
+        assert not any(map(site.servers.ensure, hung))
+        assert wait_for(lambda: len(resolving) == len(hung))
+        if full:
+            assert not wait_for(lambda: site.servers.ensure(address), 0.5)
+        else:
+            assert seconds_until_ready(site, address) < 1
+        go.set()
+        assert site.is_ready(address)
+        assert set(resolving.values()) == {1}
+        assert all(map(site.is_ready, hung))
+
+
 PACKED = OK[:-2] + b"Content-Encoding: gzip\r\nContent-Length: 4\r\n\r\nabcd"
 
 
@@ -93,7 +248,7 @@ def test_a_question_ends_whatever_comes(
     monkeypatch.setattr(prefill_http, "ASK_S", seconds)
     monkeypatch.setattr(prefill_http, "MAX_BODY", 1 << 20)
     with silent(begin, drip) as address, pytest.raises((TimeoutError, MixKVError), match=words):
-        asyncio.run(fetch(address))
+        asyncio.run(fetch(address, Names()))
 
 
 def test_a_server_that_was_silent_is_ready_once_it_answers(
@@ -305,6 +460,176 @@ def test_a_rank_that_was_restarted_at_another_port_is_found(
     other.close()
 
 
+def test_a_rank_that_registers_late_is_found(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server of an earlier build says too early that all are there. What decode has of it is
+    asked for again when a request needs a rank that is in no row, and not before."""
+    monkeypatch.setattr(prefill_servers, "CHECK_S", 0.05)
+    asked, rows = list[str](), [row_of(prefill)]
+    late = row_of(prefill, rank_port=PORT + 1, instance=draw_instance(), address="")
+    infos = [{"rank_ip": "127.0.0.1", "rank_port": PORT + number} for number in (0, 1)]
+
+    def answer(path: str) -> tuple[int, bytes]:
+        asked.append(path)
+        return 200, answer_of(*rows)
+
+    def is_planned(of: list[Any]) -> bool:
+        site.servers.ensure(address)
+        try:
+            return bool(site.servers.plan(address, of).sources)
+        except MixKVError:
+            return False
+
+    with serving(answer) as address:
+        assert site.is_ready(address)
+        for _ in range(5):
+            assert is_planned(infos[:1])
+            time.sleep(0.05)
+        assert len(asked) == 1
+        assert not is_planned(infos)
+        assert wait_for(lambda: len(asked) == 2)
+        assert is_planned(infos[:1]), "its facts are what they were"
+        rows.append(late)
+        assert wait_for(lambda: is_planned(infos), 3)
+        assert site.request(address, prefill) == "warm"
+
+
+# ---------------------------------------------------------------- what comes too late
+
+
+@contextmanager
+def at(site: Site, point: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Functions to call, once each, in the task of a server or in its thread: at the beginning or
+    the end of what it waits for."""
+    name, when = point.split()
+    todo: list[Any] = []
+
+    def happens(now: str) -> None:
+        if now == when and todo:
+            todo.pop()()
+
+    owner = {"fetch": prefill_servers, "ranks_of": prefill_servers, "_connect": site.servers,
+             "resolve": site.manager, "dial": site.decode.channel}[name]  # fmt: skip
+    real: Any = getattr(owner, name)
+
+    async def awaited(*args: Any) -> Any:
+        happens("begins")
+        found = await real(*args)
+        happens("ends")
+        return found
+
+    def called(*args: Any) -> Any:
+        happens("begins")
+        found = real(*args)
+        happens("ends")
+        return found
+
+    monkeypatch.setattr(owner, name, awaited if owner is prefill_servers else called)
+    yield todo
+    assert not todo, "it did not come to that"
+
+
+POINTS = [f"{name} {when}" for name in ("fetch", "resolve", "dial", "_connect", "ranks_of")
+          for when in ("begins", "ends")]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_asked_for", [False, True])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_server_is_forgotten_at_any_time(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, point: str, is_asked_for: bool
+) -> None:
+    """Nothing that its task does later is seen; a request asks it anew, which may already be the
+    case then."""
+    refuses = [point.startswith("ranks_of")]
+
+    def answer(path: str) -> tuple[int, bytes]:
+        if refuses[0]:
+            return ranks(path) if path.startswith("/route") else NO_ROUTE
+        return 200, answer_of(row_of(prefill))
+
+    def forget() -> None:
+        refuses[0] = False
+        site.servers.forget(address)
+        if is_asked_for:
+            site.servers.ensure(address)
+
+    with serving(answer) as address:
+        with at(site, point, monkeypatch) as todo:
+            todo.append(forget)
+            assert not site.servers.ensure(address)
+            assert wait_for(lambda: not todo)
+            if not is_asked_for:
+                assert wait_for(lambda: not site.servers._background.running)
+                assert site.table == {} == site.servers._refusals
+                assert not any(site.held().values())
+        for _ in range(3):
+            assert site.is_ready(address)
+            assert site.servers.refuse(address, None) is None
+            assert site.request(address, prefill) == "warm"
+            time.sleep(0.05)
+        assert site.held()["servers"] == site.held()["sockets"] == 1
+        site.servers.forget(address)
+        assert wait_for(lambda: not any(site.held().values()))
+        assert wait_for(lambda: not site.servers._background.running)
+
+
+@pytest.mark.parametrize("then", ["refused again", "ready", "forgotten"])
+def test_the_end_of_a_refusals_minute_ends_nothing_later(
+    site: Site, prefill: Prefill, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    real, minutes, refuses = asyncio.sleep, list[threading.Event](), [True]
+
+    async def sleep(seconds: float) -> None:
+        if seconds != prefill_servers.KNOWN_S:
+            return await real(seconds)
+        minutes.append(ends := threading.Event())
+        while not ends.is_set():
+            await real(0.01)
+
+    def answer(_: str) -> tuple[int, bytes]:
+        return NO_ROUTE if refuses[0] else (200, answer_of(row_of(prefill)))
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(prefill_servers, "AGAIN_S", 0)
+    with serving(answer) as address:
+        assert wait_for(lambda: site.servers.ensure(address))
+        assert wait_for(lambda: len(minutes) == 1)
+        assert site.servers.refuse(address, None)
+        if then == "forgotten":
+            site.servers.forget(address)
+        refuses[0] = then == "refused again"
+        assert wait_for(lambda: site.servers.ensure(address))
+        if refuses[0]:
+            assert wait_for(lambda: len(minutes) == 2)
+        running = len(site.servers._background.running)
+        minutes[0].set()
+        assert wait_for(lambda: len(site.servers._background.running) == running - 1)
+        assert address in site.table
+        assert bool(site.servers.refuse(address, None)) == refuses[0]
+        if not refuses[0]:
+            assert site.request(address, prefill) == "warm"
+            return
+        minutes[1].set()
+        assert wait_for(lambda: not site.servers._background.running)
+        assert (site.table, site.servers._refusals) == ({}, {})
+
+
+def test_plans_are_those_of_the_ranks_that_a_request_has(site: Site, prefill: Prefill) -> None:
+    """SGLang frees its entries when its pool is cleared, and new ones have their identities."""
+    rows = [row_of(prefill)] + [
+        row_of(prefill, rank_port=PORT + rank, instance=draw_instance(), address="")
+        for rank in range(1, 8)
+    ]
+    with publishing(*rows) as address:
+        assert site.is_ready(address)
+        for number in range(400):
+            infos = [{"rank_ip": "127.0.0.1", "rank_port": PORT + number % 7 % len(rows)}]
+            (source,) = site.servers.plan(address, infos).sources
+            assert source.peer[: len(rows[0].instance)] == rows[number % 7].instance
+            del infos
+
+
 # ---------------------------------------------------------------- refused requests
 
 
@@ -389,3 +714,36 @@ def test_a_server_of_unknown_ranks_or_that_may_not_know_aborts_is_sent_nothing(
             assert site.servers.refuse(one, its)
         assert wait_for(lambda: len(other.told) == 3)
     assert receiver.told == []
+
+
+@pytest.mark.parametrize(
+    ("most", "host", "found"),
+    [(4, "127.0.0.1", 4), (3, "127.0.0.1", 0), (4, "::1", 4), (4, "rank.example", 0), (4, 7.5, 0)],
+)
+def test_ranks_are_taken_up_to_a_number_and_by_their_addresses(
+    monkeypatch: pytest.MonkeyPatch, most: int, host: Any, found: int
+) -> None:
+    """A name would be looked up by the I/O thread that all of SGLang's sockets wait for."""
+    monkeypatch.setattr(prefill_http, "MAX_RANKS", most)
+
+    def answer(path: str) -> tuple[int, bytes]:
+        status, body = ranks(path)
+        return status, body.replace(b'"127.0.0.1"', json.dumps(host).encode())
+
+    with serving(answer) as address:
+        of = asyncio.run(prefill_http.ranks_of(address, Names()))
+    assert [one["rank_ip"] for one in of] == [host] * found
+
+
+@pytest.mark.parametrize(("beyond", "is_read"), [(0, True), (1, False)])
+def test_an_answer_is_read_up_to_its_length(
+    monkeypatch: pytest.MonkeyPatch, prefill: Prefill, beyond: int, is_read: bool
+) -> None:
+    monkeypatch.setattr(prefill_http, "MAX_BODY", 5000)
+    body = answer_of(row_of(prefill)).ljust(5000 + beyond)
+    with serving(lambda _: (200, body)) as address:
+        if is_read:
+            assert len(asyncio.run(fetch(address, Names()))) == 1
+        else:
+            with pytest.raises(MixKVError, match="PAIR-02"):
+                asyncio.run(fetch(address, Names()))

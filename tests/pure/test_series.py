@@ -212,11 +212,9 @@ def test_accept_length_by_state_and_position() -> None:
 
 
 def test_a_retracted_request_is_neither_warm_nor_cold() -> None:
-    """Resumed from SGLang's backup, or prefilled again. One that never began is not counted, nor
-    one of a release that has no such list."""
+    """Resumed from SGLang's backup, or prefilled again. One that never began is not counted."""
     one = Rank()
-    requests = resumed, again, _, unlisted = [Req(name) for name in ("resumed", "again", "", "-")]
-    del unlisted.spec_correct_drafts_histogram
+    requests = resumed, again, _ = [Req(name) for name in ("resumed", "again", "")]
     for request in requests:
         one.end(ev.State.WARM, request=request)
     one.retracted(resumed)

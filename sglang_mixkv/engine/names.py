@@ -1,0 +1,80 @@
+"""Threads for calls that may hang, and looking up the names of prefill servers in such.
+
+A look-up cannot be ended, and takes a minute where name servers are silent. Each name has one at a
+time, so that a name costs one thread, and only those who ask for it wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from aiohttp.abc import AbstractResolver, ResolveResult
+
+AT_ONCE = 1024  # look-ups
+FRESH_S = 0.3  # for a look-up of a name that was answered before
+REMEMBERED = 4096  # names
+
+
+def in_thread(name: str, call: Callable[..., Any], *args: Any) -> Future[Any]:
+    """What a call gives, from a thread that ends with it, and holds up no end of the process."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call(*args))
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+class Names(AbstractResolver):
+    """aiohttp's resolver. A name that was answered before has that answer where its look-up takes
+    long, or fails."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[str, Future[Any]] = {}
+        self._answered: dict[str, list[ResolveResult]] = {}  # the one used last is the last
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        found, waited = self._answered.get(host), asyncio.wrap_future(self._look_up(host))
+        waited.add_done_callback(asyncio.Future.exception)  # nobody may wait for it any more
+        await asyncio.wait([waited], timeout=FRESH_S if found else None)
+        if waited.done() and not (found and waited.exception()):
+            found = waited.result()
+        assert found is not None
+        self._answered.pop(host, None)
+        self._answered[host] = found
+        if len(self._answered) > REMEMBERED:
+            del self._answered[next(iter(self._answered))]
+        return [ResolveResult({**one, "port": port}) for one in found]
+
+    def _look_up(self, host: str) -> Future[Any]:
+        future = self._under_way.get(host)
+        if future is None and len(self._under_way) >= AT_ONCE:
+            future = Future()
+            future.set_exception(BlockingIOError(f"{AT_ONCE} names are being looked up"))
+        elif future is None:
+            future = self._under_way[host] = in_thread("mixkv-name", _addresses, host)
+            future.add_done_callback(lambda _: self._under_way.pop(host, None))
+        return future
+
+    async def close(self) -> None: ...
+
+
+def _addresses(host: str) -> list[ResolveResult]:
+    flags = socket.AI_NUMERICHOST | socket.AI_NUMERICSERV
+    return [
+        ResolveResult(hostname=host, host=str(at[0]), port=0, family=of, proto=proto, flags=flags)
+        for of, _, proto, _, at in socket.getaddrinfo(
+            host, None, type=socket.SOCK_STREAM, flags=socket.AI_ADDRCONFIG
+        )
+    ]
