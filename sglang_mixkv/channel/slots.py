@@ -5,18 +5,22 @@
 
 On prefill a slot is taken to be packed, offered with its READY, and free again with the ACK.
 Without an ACK it is free `slot_aside` seconds later, when nothing can read it any more. On decode a
-slot is taken for a read, and free when its rows were copied out or nothing can land in it.
+slot is taken for a read, is offered while that runs, and free when its rows were copied out or
+nothing can land in it.
 
 An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others:
 it holds half of the slots at most, and no more than an equal share of three quarters among the
-owners that hold or want any, since they may be the ranks of one server that is gone; the last
-quarter goes to owners that hold none.
+owners that hold or want any. Nor can many that are gone together, as the ranks of one server: a
+quarter stays free, of the slots that an owner has not outlived. It has outlived one that was
+offered before its own last sign of life, and that is offered still. So owners that are gone hold
+three quarters, and those that live share the rest, one slot each.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 from sglang_mixkv.channel.times import Times
@@ -63,6 +67,9 @@ class SlotPool:
         self._owner: dict[int, Hashable] = {}
         self.held: Counter[Hashable] = Counter()
         self._offered: dict[int, tuple[float, int]] = {}  # since when, stamp; the oldest first
+        self._served: dict[Hashable, float] = {}  # owners' last signs of life, the oldest first
+        self._heard: dict[Hashable, float] = {}
+        self.barred: set[Hashable] = set()  # they get none
         self.count = count
         self._reserve = count // 4
 
@@ -76,9 +83,39 @@ class SlotPool:
 
     def allowed(self, owner: Hashable, owners: int) -> int:
         """How many slots this owner can have now, where so many hold or want some."""
+        if owner in self.barred:
+            return 0
         held, free = self.held.get(owner, 0), len(self._free)
-        more = min(free - self._reserve, share_of(self.count, owners) - held)
-        return max(more, 0) if held else min(max(more, 1), free)
+        if free > self._reserve:
+            return max(min(free - self._reserve, share_of(self.count, owners) - held), not held)
+        return int(not held and free > self._kept_from(owner))
+
+    def _kept_from(self, owner: Hashable) -> int:
+        """How many stay free behind this owner's first. The last eighth is for those that were
+        served: who was heard alone may not read what it gets, or may not send what it has."""
+        left = []
+        for signs in (self._served, self._heard):
+            last = signs.get(owner, float("-inf"))
+            outlived = takewhile(lambda one: one[0] <= last, self._offered.values())
+            left.append(self.count - sum(1 for _ in outlived))
+        return min(left[0] // 4, max(left[1] // 4, self.count // 8))
+
+    def served(self, owner: Hashable, now: float) -> None:
+        """It has read a slot, or one was read from it."""
+        self._sign(self._served, owner, now)
+
+    def heard(self, owner: Hashable, now: float) -> None:
+        """A message came. Its sender may have gone just then, with others that hold slots."""
+        self._sign(self._heard, owner, now - self._times.unsure)
+
+    def _sign(self, signs: dict[Hashable, float], owner: Hashable, when: float) -> None:
+        """Those that have outlived nothing are forgotten."""
+        oldest = next(iter(self._offered.values()), (float("inf"), 0))[0]
+        while signs and signs[first := next(iter(signs))] < oldest:
+            del signs[first]
+        if when >= oldest:
+            signs.pop(owner, None)
+            signs[owner] = when
 
     def give(self, owner: Hashable) -> int:
         """One of those that are `allowed`."""
@@ -88,17 +125,22 @@ class SlotPool:
         return slot
 
     def offer(self, slot: int, stamp: int, now: float) -> None:
-        """Its READY goes out now: its owner may read it from here on."""
+        """Its READY goes out now, or a read into it begins."""
         assert slot in self._owner
         assert slot not in self._offered
         self._offered[slot] = now, stamp
 
-    def acknowledge(self, slot: int, stamp: int) -> bool:
-        """Free an offered slot; False where it is not offered under this stamp."""
+    def acknowledge(self, slot: int, stamp: int) -> Hashable | None:
+        """Free an offered slot. Its owner; None where it is not offered under this stamp."""
         if self._offered.get(slot, (0.0, None))[1] != stamp:
-            return False
+            return None
+        owner = self._owner[slot]
         self.free(slot)
-        return True
+        return owner
+
+    def end_read(self, slot: int) -> None:
+        """What was read into it is its owner's."""
+        del self._offered[slot]
 
     def free(self, slot: int) -> None:
         owner = self._owner.pop(slot)

@@ -99,6 +99,14 @@ class PeerLost(msgspec.Struct, frozen=True):
     gone: bool = False
 
 
+class Unsent(msgspec.Struct, frozen=True):
+    """A message of this generation could not be made, which says nothing of its peer."""
+
+    peer: Peer
+    generation: Generation
+    detail: str
+
+
 class ReadEnded(msgspec.Struct, frozen=True):
     """Nothing of it can land in the local slots any more. All bytes are there, unless there is an
     `error`."""
@@ -127,8 +135,8 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 Event = (
-    OpenRoom | ForwardDone | TargetArrived | CloseRoom | Received | PeerLost | ReadEnded | Copied
-    | Tick
+    OpenRoom | ForwardDone | TargetArrived | CloseRoom | Received | PeerLost | Unsent | ReadEnded
+    | Copied | Tick
 )  # fmt: skip
 
 
@@ -216,10 +224,11 @@ Action = Send | StartRead | Copy | Verdict | Forget | Note
 
 
 def undone(action: Action, detail: str) -> Event | None:
-    """What to handle in the place of an action that raised, and was not done."""
+    """What to handle in the place of an action that raised, and was not done. The slots of an ACK
+    that did not leave expire."""
     match action:
-        case Send(peer):
-            return PeerLost(peer)
+        case Send(peer, Open() | Fail() as message):
+            return Unsent(peer, message.generation, detail)
         case StartRead(read):
             return ReadEnded(read, detail)
         case Copy(jobs):
