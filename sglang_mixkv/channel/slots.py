@@ -18,9 +18,9 @@ three quarters, and those that live share the rest, one slot each.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator
-from itertools import takewhile
 from typing import Generic, TypeVar
 
 from sglang_mixkv.channel.times import Times
@@ -67,8 +67,7 @@ class SlotPool:
         self._owner: dict[int, Hashable] = {}
         self.held: Counter[Hashable] = Counter()
         self._offered: dict[int, tuple[float, int]] = {}  # since when, stamp; the oldest first
-        self._served: dict[Hashable, float] = {}  # owners' last signs of life, the oldest first
-        self._heard: dict[Hashable, float] = {}
+        self._signs: tuple[dict[Hashable, float], ...] = {}, {}  # see `sign`; the oldest first
         self.barred: set[Hashable] = set()  # they get none
         self.count = count
         self._reserve = count // 4
@@ -92,24 +91,19 @@ class SlotPool:
 
     def _kept_from(self, owner: Hashable) -> int:
         """How many stay free behind this owner's first. The last eighth is for those that were
-        served: who was heard alone may not read what it gets, or may not send what it has."""
-        left = []
-        for signs in (self._served, self._heard):
-            last = signs.get(owner, float("-inf"))
-            outlived = takewhile(lambda one: one[0] <= last, self._offered.values())
-            left.append(self.count - sum(1 for _ in outlived))
-        return min(left[0] // 4, max(left[1] // 4, self.count // 8))
+        served: who was heard alone may not read what it gets, or not send what it has."""
+        heard, served = [self._left_by(signs.get(owner)) for signs in self._signs]
+        return min(served // 4, max(heard // 4, self.count // 8))
 
-    def served(self, owner: Hashable, now: float) -> None:
-        """It has read a slot, or one was read from it."""
-        self._sign(self._served, owner, now)
+    def _left_by(self, sign: float | None) -> int:
+        """How many slots there are beside those that it outlives."""
+        older = 0 if sign is None else bisect_right([*self._offered.values()], (sign, 1 << 63))
+        return self.count - older
 
-    def heard(self, owner: Hashable, now: float) -> None:
-        """A message came. Its sender may have gone just then, with others that hold slots."""
-        self._sign(self._heard, owner, now - self._times.unsure)
-
-    def _sign(self, signs: dict[Hashable, float], owner: Hashable, when: float) -> None:
-        """Those that have outlived nothing are forgotten."""
+    def sign(self, owner: Hashable, now: float, served: bool = False) -> None:
+        """It lives. `served`: a slot was read; otherwise a message came, whose sender may be gone
+        since then, with others that hold slots."""
+        signs, when = self._signs[served], now if served else now - self._times.unsure
         oldest = next(iter(self._offered.values()), (float("inf"), 0))[0]
         while signs and signs[first := next(iter(signs))] < oldest:
             del signs[first]
@@ -130,13 +124,15 @@ class SlotPool:
         assert slot not in self._offered
         self._offered[slot] = now, stamp
 
-    def acknowledge(self, slot: int, stamp: int) -> Hashable | None:
-        """Free an offered slot. Its owner; None where it is not offered under this stamp."""
+    def acknowledge(self, slot: int, stamp: int, read: float | None = None) -> bool:
+        """Free an offered slot; False where it is not offered under this stamp. `read`: when its
+        owner said so; None: it cannot have been."""
         if self._offered.get(slot, (0.0, None))[1] != stamp:
-            return None
-        owner = self._owner[slot]
+            return False
+        if read is not None:
+            self.sign(self._owner[slot], read, served=True)
         self.free(slot)
-        return owner
+        return True
 
     def end_read(self, slot: int) -> None:
         """What was read into it is its owner's."""

@@ -93,18 +93,13 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class PeerLost(msgspec.Struct, frozen=True):
-    """A message to this peer could not be sent. `gone`: it is dropped, and will not come back."""
+    """A message to this peer could not be sent. `gone`: it is dropped, and will not come back.
+    `generation`: this one's message was at fault, not the peer."""
 
     peer: Peer
     gone: bool = False
-
-
-class Unsent(msgspec.Struct, frozen=True):
-    """A message of this generation could not be made, which says nothing of its peer."""
-
-    peer: Peer
-    generation: Generation
-    detail: str
+    generation: Generation | None = None
+    why: str = "a message could not be sent"
 
 
 class ReadEnded(msgspec.Struct, frozen=True):
@@ -135,8 +130,8 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 Event = (
-    OpenRoom | ForwardDone | TargetArrived | CloseRoom | Received | PeerLost | Unsent | ReadEnded
-    | Copied | Tick
+    OpenRoom | ForwardDone | TargetArrived | CloseRoom | Received | PeerLost | ReadEnded | Copied
+    | Tick
 )  # fmt: skip
 
 
@@ -228,7 +223,7 @@ def undone(action: Action, detail: str) -> Event | None:
     that did not leave expire."""
     match action:
         case Send(peer, Open() | Fail() as message):
-            return Unsent(peer, message.generation, detail)
+            return PeerLost(peer, generation=message.generation, why=detail)
         case StartRead(read):
             return ReadEnded(read, detail)
         case Copy(jobs):

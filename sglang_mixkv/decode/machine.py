@@ -126,7 +126,7 @@ class Machine:
             return
         room.progress = self._clock
         room.first_ready = self._clock if room.first_ready is None else room.first_ready
-        self.slots.heard(peer, self._clock)
+        self.slots.sign(peer, self._clock)
         for segment in part.accept(ready, room, self._clock):
             self._segments.add(segment)
         if not ready.segments:
@@ -143,20 +143,16 @@ class Machine:
 
     def _peer_lost(self, event: ev.PeerLost) -> None:
         """A peer that is gone is not read from any more either, and gets no strike."""
+        strikes = () if event.gone or event.generation else (event.peer,)
         for room in list(self._rooms.values()):
             part = room.parts.get(event.peer)
             if part is None or not room.wants or (part.complete if event.gone else part.last):
                 continue
-            why = "its server was given up" if event.gone else "a message could not be sent"
-            strikes = () if event.gone else (event.peer,)
-            self._go_cold(room, "lost", why, event.peer, strikes=strikes)
+            if event.generation in (None, room.generation):
+                why = "its server was given up" if event.gone else event.why
+                self._go_cold(room, "lost", why, event.peer, strikes=strikes)
         if event.gone:
             self.breaker.forget(event.peer)
-
-    def _unsent(self, event: ev.Unsent) -> None:
-        room = self._rooms.get(event.generation)
-        if room is not None and room.wants:
-            self._go_cold(room, "lost", event.detail, event.peer)
 
     # -- segments
 
@@ -190,6 +186,8 @@ class Machine:
             rooms[room] = None
             if event.result is ev.Result.DONE:
                 segment.part.place(segment)
+                if len(segment.part.placed) == 1:
+                    self.breaker.came(segment.peer)
             elif event.result is not ev.Result.CLOSED and room.wants:
                 reason = "stale" if event.result is ev.Result.STALE else "unpack"
                 self._go_cold(room, reason, event.detail, segment.peer)
@@ -285,7 +283,6 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.CloseRoom: Machine._close,
     ev.Received: Machine._received,
     ev.PeerLost: Machine._peer_lost,
-    ev.Unsent: Machine._unsent,
     ev.ReadEnded: Machine._read_ended,
     ev.Copied: Machine._copied,
     ev.Tick: Machine._tick,

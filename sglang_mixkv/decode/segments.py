@@ -94,15 +94,15 @@ class Segments:
         for segment in read.segments:
             self._slots.end_read(segment.slot)
         if not error:
-            self._slots.served(read.peer, now)
-        if not (error and any(one.failed and one.peer == read.peer for one in self._reads.values())):
-            self._slots.barred.discard(read.peer)
+            self._slots.sign(read.peer, now, served=True)
+        if self._slots.barred:
+            self._slots.barred = {one.peer for one in self._reads.values() if one.failed}
         self.acknowledge(read.peer, [segment.announced for segment in read.segments])
         return read
 
     def overdue(self, now: float) -> list[PendingRead]:
         """Reads that take too long, and have not failed yet. Their peers get no slot any more until
-        these have ended, or another one has brought bytes."""
+        these have ended."""
         found = [one for one in self._reads.values() if one.until <= now and not one.failed]
         self._slots.barred.update(read.peer for read in found)
         return found
@@ -111,13 +111,14 @@ class Segments:
         """Whether a segment waits for a slot of this rank, and no read of this peer's that began
         before then holds any."""
         waits = any(one.peer == peer for one in room.of_stage(Stage.WAITING))
-        reads = [one for one in self._reads.values() if one.peer == peer]
-        return waits and all(read.began > since for read in reads)
+        return waits and all(read.began > since for read in self._of(peer))
+
+    def _of(self, peer: ev.Peer) -> list[PendingRead]:
+        return [read for read in self._reads.values() if read.peer == peer]
 
     def not_read(self, peer: ev.Peer, announced: Iterable[Announced]) -> list[Announced]:
         """Those that no read in flight has."""
-        reads = [read for read in self._reads.values() if read.peer == peer]
-        stamps = {segment.announced.stamp for read in reads for segment in read.segments}
+        stamps = {one.announced.stamp for read in self._of(peer) for one in read.segments}
         return [one for one in announced if one.stamp not in stamps]
 
     def copy(self, segment: Segment) -> None:

@@ -17,7 +17,7 @@ on. Prefill never fails a request.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable
 
 from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
@@ -121,25 +121,17 @@ class Machine:
             case Open() as opened:
                 self._opened(event.connection, opened)
             case Ack(slots):
-                for reader in self._free(slots):
-                    self.slots.served(reader, self._clock)
+                for slot, stamp in slots:
+                    if not self.slots.acknowledge(slot, stamp, self._clock):
+                        self._out.append(ev.Note("unknown_ack", b"", f"slot {slot}"))
             case Fail(generation=generation):
                 self._end_part(generation)
 
     def _unsent(self, event: ev.Unsent) -> None:
-        if isinstance(event.message, Ready):  # nobody can have read them
-            self._free((one.slot, one.stamp) for one in event.message.segments)
+        if isinstance(event.message, Ready):
+            for one in event.message.segments:
+                self.slots.acknowledge(one.slot, one.stamp)
         self._end_part(event.message.generation)
-
-    def _free(self, slots: Iterable[tuple[int, int]]) -> set[Hashable]:
-        """The readers whose slots these were."""
-        found = set[Hashable]()
-        for slot, stamp in slots:
-            if (reader := self.slots.acknowledge(slot, stamp)) is None:
-                self._out.append(ev.Note("unknown_ack", b"", f"slot {slot}"))
-            else:
-                found.add(reader)
-        return found
 
     def _end_part(self, generation: int) -> None:
         if (part := self._parts.get(generation)) is not None:
@@ -174,7 +166,7 @@ class Machine:
         room.parts[reader] = self._parts[generation] = part
         room.readers, room.progress = max(room.readers, opened.readers), self._clock
         self._open[connection] += 1
-        self.slots.heard(reader, self._clock)
+        self.slots.sign(reader, self._clock)
         self._packing.add(part)
         self._settle(room)
 

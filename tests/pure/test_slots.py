@@ -36,18 +36,18 @@ def offered(pool: SlotPool, now: float, *owners: str) -> list[int]:
 
 
 SIGNS = [  # of the newcomer's life, by when: 12 of 16 slots were offered at 10.0
-    (None, 0.0, 0), ("served", 9.9, 0), ("heard", 9.9, 0), ("heard", 10 + TIMES.unsure - 1e-3, 0),
-    ("served", 10.0, 1), ("heard", 10 + TIMES.unsure + 1e-3, 1),
+    (None, 0.0, 0), (True, 9.9, 0), (False, 9.9, 0), (False, 10 + TIMES.unsure - 1e-3, 0),
+    (True, 10.0, 1), (False, 10 + TIMES.unsure + 1e-3, 1),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("sign", "when", "given"), SIGNS)
-def test_the_last_quarter_is_for_owners_that_have_outlived_the_others(sign, when, given):
+@pytest.mark.parametrize(("served", "when", "given"), SIGNS)
+def test_the_last_quarter_is_for_owners_that_have_outlived_the_others(served, when, given):
     """And that hold none."""
     pool = SlotPool(16, TIMES)
     assert len(offered(pool, 10.0, *"abcdefgh")) == 12
-    if sign:
-        getattr(pool, sign)("x", when)
+    if served is not None:
+        pool.sign("x", when, served)
     assert len(drain(pool, "x")) == given
     assert take(pool, "a") is None
     assert take(pool, "y") is None
@@ -58,10 +58,10 @@ def test_the_last_eighth_is_for_those_that_were_served():
     pool, owners = SlotPool(64, TIMES), range(200)
     assert len(offered(pool, 0.0, *owners)) == 48
     for owner in owners:
-        pool.heard(owner, 1.0)
+        pool.sign(owner, 1.0)
     assert len(offered(pool, 1.0, *owners)) == 8
     for owner in owners:
-        pool.served(owner, 2.0)
+        pool.sign(owner, 2.0, served=True)
     assert len(offered(pool, 3.0, *owners)) == 6
     assert pool.free_slots == 2
     assert take(pool, 199) is None
@@ -70,17 +70,16 @@ def test_the_last_eighth_is_for_those_that_were_served():
 def test_signs_of_life_are_kept_while_a_slot_is_offered_that_they_outlive():
     pool = SlotPool(16, TIMES)
     for owner in range(100):
-        pool.heard(owner, 1.0)
-        pool.served(owner, 1.0)
-    assert not pool._heard
-    assert not pool._served
+        pool.sign(owner, 1.0)
+        pool.sign(owner, 1.0, served=True)
+    assert pool._signs == ({}, {})
     for now in range(2, 9):
         slot = take(pool, "a")
         pool.offer(slot, 7, now)
         for owner in range(100 * now, 100 * now + 100):
-            pool.heard(owner, now + 0.5)
-            pool.served(owner, now)
-        assert (len(pool._heard), len(pool._served)) == (100, 100)
+            pool.sign(owner, now + 0.5)
+            pool.sign(owner, now, served=True)
+        assert [len(signs) for signs in pool._signs] == [100, 100]
         pool.acknowledge(slot, 7)
 
 
@@ -106,12 +105,12 @@ def test_an_offered_slot_is_free_with_its_own_ack_or_after_a_while():
     pool.offer(one, 7, 0.0)
     pool.offer(other, 8, 1.0)
     for slot, stamp in ((one, 8), (one, 0), (other, 7), (99, 7), (-1, 7)):
-        assert pool.acknowledge(slot, stamp) is None
+        assert not pool.acknowledge(slot, stamp)
     assert (pool.offered, pool.free_slots) == (2, 6)
     assert pool.expire(TIMES.slot_aside - 0.01) == []
     assert pool.expire(TIMES.slot_aside) == [one]
-    assert pool.acknowledge(one, 7) is None
-    assert pool.acknowledge(other, 8) == "b"
+    assert not pool.acknowledge(one, 7)
+    assert pool.acknowledge(other, 8)
     assert (pool.offered, pool.free_slots, list(wrong_slots(pool))) == (0, 8, [])
 
 
