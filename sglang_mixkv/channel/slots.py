@@ -92,19 +92,22 @@ class SlotPool:
     def _kept_from(self, owner: Hashable) -> int:
         """How many stay free behind this owner's first. The last eighth is for those that were
         served: who was heard alone may not read what it gets, or not send what it has."""
-        heard, served = [self._left_by(signs.get(owner)) for signs in self._signs]
-        return min(served // 4, max(heard // 4, self.count // 8))
+        heard, served = (signs.get(owner, -1.0) for signs in self._signs)
+        last, oldest = max(heard, served), self._oldest
+        if last < oldest:
+            return self._reserve
+        kept = (self.count - bisect_right([*self._offered.values()], (last, 1 << 63))) // 4
+        return kept if served >= oldest else max(kept, self.count // 8)
 
-    def _left_by(self, sign: float | None) -> int:
-        """How many slots there are beside those that it outlives."""
-        older = 0 if sign is None else bisect_right([*self._offered.values()], (sign, 1 << 63))
-        return self.count - older
+    @property
+    def _oldest(self) -> float:
+        return next(iter(self._offered.values()), (float("inf"), 0))[0]
 
     def sign(self, owner: Hashable, now: float, served: bool = False) -> None:
         """It lives. `served`: a slot was read; otherwise a message came, whose sender may be gone
         since then, with others that hold slots."""
         signs, when = self._signs[served], now if served else now - self._times.unsure
-        oldest = next(iter(self._offered.values()), (float("inf"), 0))[0]
+        oldest = self._oldest
         while signs and signs[first := next(iter(signs))] < oldest:
             del signs[first]
         if when >= oldest:

@@ -143,14 +143,15 @@ class Machine:
 
     def _peer_lost(self, event: ev.PeerLost) -> None:
         """A peer that is gone is not read from any more either, and gets no strike."""
-        strikes = () if event.gone or event.generation else (event.peer,)
+        own = event.generation is not None
+        reason, strikes = "unsent" if own else "lost", () if own or event.gone else (event.peer,)
         for room in list(self._rooms.values()):
             part = room.parts.get(event.peer)
             if part is None or not room.wants or (part.complete if event.gone else part.last):
                 continue
-            if event.generation in (None, room.generation):
+            if not own or event.generation == room.generation:
                 why = "its server was given up" if event.gone else event.why
-                self._go_cold(room, "lost", why, event.peer, strikes=strikes)
+                self._go_cold(room, reason, why, event.peer, strikes=strikes)
         if event.gone:
             self.breaker.forget(event.peer)
 

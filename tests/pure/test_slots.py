@@ -63,7 +63,10 @@ def test_the_last_eighth_is_for_those_that_were_served():
     for owner in owners:
         pool.sign(owner, 2.0, served=True)
     assert len(offered(pool, 3.0, *owners)) == 6
-    assert pool.free_slots == 2
+    assert take(pool, 199) is None
+    for owner in owners:
+        pool.sign(owner, 4.0)
+    assert len(offered(pool, 5.0, *owners)) == 2, "they had been served"
     assert take(pool, 199) is None
 
 

@@ -91,7 +91,7 @@ def test_a_slot_that_changed_under_a_read_is_not_used(channel: Channel, offset: 
 
 
 ACTIONS = [
-    ("decode", "Send", ("cold", "lost")), ("decode", "StartRead", ("cold", "read")),
+    ("decode", "Send", ("cold", "unsent")), ("decode", "StartRead", ("cold", "read")),
     ("decode", "Copy", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
     ("decode", "Note", ("warm", "")),
     ("prefill", "Send", ("cold", "deadline or protocol")),
