@@ -5,15 +5,14 @@
 
 On prefill a slot is taken to be packed, offered with its READY, and free again with the ACK.
 Without an ACK it is free `slot_aside` seconds later, when nothing can read it any more. On decode a
-slot is taken for a read, is offered while that runs, and free when its rows were copied out or
+slot is taken for a read, is offered from there on, and free when its rows were copied out or
 nothing can land in it.
 
 An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others:
 it holds half of the slots at most, and no more than an equal share of three quarters among the
 owners that hold or want any. Nor can many that are gone together, as the ranks of one server: a
-quarter stays free, of the slots that an owner has not outlived. It has outlived one that was
-offered before its own last sign of life, and that is offered still. So owners that are gone hold
-three quarters, and those that live share the rest, one slot each.
+quarter stays free of the slots that an owner has not outlived, which were offered after its own
+last sign of life or are not any more. Those that live share what is left, one slot each.
 """
 
 from __future__ import annotations
@@ -93,21 +92,15 @@ class SlotPool:
         """How many stay free behind this owner's first. The last eighth is for those that were
         served: who was heard alone may not read what it gets, or not send what it has."""
         heard, served = (signs.get(owner, -1.0) for signs in self._signs)
-        last, oldest = max(heard, served), self._oldest
-        if last < oldest:
-            return self._reserve
-        kept = (self.count - bisect_right([*self._offered.values()], (last, 1 << 63))) // 4
-        return kept if served >= oldest else max(kept, self.count // 8)
-
-    @property
-    def _oldest(self) -> float:
-        return next(iter(self._offered.values()), (float("inf"), 0))[0]
+        offered = [since for since, _ in self._offered.values()]
+        kept = (self.count - bisect_right(offered, max(heard, served))) // 4
+        return kept if offered and served >= offered[0] else max(kept, self.count // 8)
 
     def sign(self, owner: Hashable, now: float, served: bool = False) -> None:
         """It lives. `served`: a slot was read; otherwise a message came, whose sender may be gone
         since then, with others that hold slots."""
         signs, when = self._signs[served], now if served else now - self._times.unsure
-        oldest = self._oldest
+        oldest, _ = next(iter(self._offered.values()), (float("inf"), 0))
         while signs and signs[first := next(iter(signs))] < oldest:
             del signs[first]
         if when >= oldest:
@@ -136,10 +129,6 @@ class SlotPool:
             self.sign(self._owner[slot], read, served=True)
         self.free(slot)
         return True
-
-    def end_read(self, slot: int) -> None:
-        """What was read into it is its owner's."""
-        del self._offered[slot]
 
     def free(self, slot: int) -> None:
         owner = self._owner.pop(slot)
