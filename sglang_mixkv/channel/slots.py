@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from sglang_mixkv.channel.times import Times
@@ -120,15 +120,19 @@ class SlotPool:
         assert slot not in self._offered
         self._offered[slot] = now, stamp
 
-    def acknowledge(self, slot: int, stamp: int, read: float | None = None) -> bool:
-        """Free an offered slot; False where it is not offered under this stamp. `read`: when its
-        owner said so; None: it cannot have been."""
-        if self._offered.get(slot, (0.0, None))[1] != stamp:
-            return False
-        if read is not None:
-            self.sign(self._owner[slot], read, served=True)
-        self.free(slot)
-        return True
+    def acknowledge(self, slots: Iterable[tuple[int, int]], read: float | None = None) -> list[int]:
+        """Free offered slots of one owner. Those that are not offered under their stamps. `read`:
+        when it said so; None: they cannot have been."""
+        owner, wrong = None, []
+        for slot, stamp in slots:
+            if self._offered.get(slot, (0.0, None))[1] == stamp:
+                owner = self._owner[slot]
+                self.free(slot)
+            else:
+                wrong.append(slot)
+        if read is not None and owner is not None:
+            self.sign(owner, read, served=True)
+        return wrong
 
     def free(self, slot: int) -> None:
         owner = self._owner.pop(slot)

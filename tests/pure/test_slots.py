@@ -83,7 +83,7 @@ def test_signs_of_life_are_kept_while_a_slot_is_offered_that_they_outlive():
             pool.sign(owner, now + 0.5)
             pool.sign(owner, now, served=True)
         assert [len(signs) for signs in pool._signs] == [100, 100]
-        pool.acknowledge(slot, 7)
+        assert pool.acknowledge([(slot, 7)], now + 0.9) == []
 
 
 def test_an_owner_above_its_share_waits_until_the_others_have_theirs():
@@ -107,13 +107,13 @@ def test_an_offered_slot_is_free_with_its_own_ack_or_after_a_while():
     one, other = take(pool, "a"), take(pool, "b")
     pool.offer(one, 7, 0.0)
     pool.offer(other, 8, 1.0)
-    for slot, stamp in ((one, 8), (one, 0), (other, 7), (99, 7), (-1, 7)):
-        assert not pool.acknowledge(slot, stamp)
+    wrong = [(one, 8), (one, 0), (other, 7), (99, 7), (-1, 7)]
+    assert pool.acknowledge(wrong, 2.0) == [slot for slot, _ in wrong]
+    assert pool._signs == ({}, {})
     assert (pool.offered, pool.free_slots) == (2, 6)
     assert pool.expire(TIMES.slot_aside - 0.01) == []
     assert pool.expire(TIMES.slot_aside) == [one]
-    assert not pool.acknowledge(one, 7)
-    assert pool.acknowledge(other, 8)
+    assert pool.acknowledge([(one, 7), (other, 8)]) == [one]
     assert (pool.offered, pool.free_slots, list(wrong_slots(pool))) == (0, 8, [])
 
 
