@@ -10,9 +10,9 @@ nothing can land in it.
 
 An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others:
 it holds half of the slots at most, and no more than an equal share of three quarters among the
-owners that hold or want any. Nor can many that are gone together, as the ranks of one server: a
-quarter stays free of the slots that an owner has not outlived, which were offered after its own
-last sign of life or are not any more. Those that live share what is left, one slot each.
+owners that hold or want any. The last quarter is for owners that hold none, one slot each. Of that
+half goes to any, which may be gone together, as the ranks of one server; the rest to those that
+have outlived slots: these were offered before the owner's last sign of life, and are still.
 """
 
 from __future__ import annotations
@@ -89,12 +89,13 @@ class SlotPool:
         return int(not held and free > self._kept_from(owner))
 
     def _kept_from(self, owner: Hashable) -> int:
-        """How many stay free behind this owner's first. The last eighth is for those that were
-        served: who was heard alone may not read what it gets, or not send what it has."""
+        """How many stay free behind this owner's first: an eighth, or a quarter of what it has not
+        outlived. Who was heard and not served may not read what it gets, or not send."""
         heard, served = (signs.get(owner, -1.0) for signs in self._signs)
         offered = [since for since, _ in self._offered.values()]
-        kept = (self.count - bisect_right(offered, max(heard, served))) // 4
-        return kept if offered and served >= offered[0] else max(kept, self.count // 8)
+        left = self.count - bisect_right(offered, max(heard, served))
+        kept = min(left // 4, self.count // 8)
+        return kept if offered and served >= offered[0] else max(kept, self.count // 16)
 
     def sign(self, owner: Hashable, now: float, served: bool = False) -> None:
         """It lives. `served`: a slot was read; otherwise a message came, whose sender may be gone

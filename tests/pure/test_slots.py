@@ -35,17 +35,16 @@ def offered(pool: SlotPool, now: float, *owners: str) -> list[int]:
     return found
 
 
-SIGNS = [  # of the newcomer's life, by when: 12 of 16 slots were offered at 10.0
+SIGNS = [  # of the newcomer's life, by when: 14 of 16 slots were offered at 10.0
     (None, 0.0, 0), (True, 9.9, 0), (False, 9.9, 0), (False, 10 + TIMES.unsure - 1e-3, 0),
     (True, 10.0, 1), (False, 10 + TIMES.unsure + 1e-3, 1),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("served", "when", "given"), SIGNS)
-def test_the_last_quarter_is_for_owners_that_have_outlived_the_others(served, when, given):
-    """And that hold none."""
+def test_the_last_quarter_is_for_owners_that_hold_none_and_half_of_it_outlived(served, when, given):
     pool = SlotPool(16, TIMES)
-    assert len(offered(pool, 10.0, *"abcdefgh")) == 12
+    assert [len(offered(pool, 10.0, owner)) for owner in "abcdefgh"] == [8, 4, 1, 1, 0, 0, 0, 0]
     if served is not None:
         pool.sign("x", when, served)
     assert len(drain(pool, "x")) == given
@@ -53,20 +52,20 @@ def test_the_last_quarter_is_for_owners_that_have_outlived_the_others(served, wh
     assert take(pool, "y") is None
 
 
-def test_the_last_eighth_is_for_those_that_were_served():
+def test_the_last_slots_are_for_those_that_were_served():
     """And a quarter of what each has not outlived stays free: they may be gone by now, too."""
     pool, owners = SlotPool(64, TIMES), range(200)
-    assert len(offered(pool, 0.0, *owners)) == 48
+    assert len(offered(pool, 0.0, *owners)) == 56
     for owner in owners:
         pool.sign(owner, 1.0)
-    assert len(offered(pool, 1.0, *owners)) == 8
+    assert len(offered(pool, 1.0, *owners)) == 4
     for owner in owners:
         pool.sign(owner, 2.0, served=True)
-    assert len(offered(pool, 3.0, *owners)) == 6
+    assert len(offered(pool, 3.0, *owners)) == 3
     assert take(pool, 199) is None
     for owner in owners:
         pool.sign(owner, 4.0)
-    assert len(offered(pool, 5.0, *owners)) == 2, "they had been served"
+    assert len(offered(pool, 5.0, *owners)) == 1, "they had been served"
     assert take(pool, 199) is None
 
 
@@ -146,7 +145,7 @@ def test_owners_share_what_is_free_and_an_item_gets_a_run_of_it():
 
 
 def test_who_waits_longest_is_first():
-    pool = SlotPool(5, TIMES)
+    pool = SlotPool(4, TIMES)
     held = [take(pool, owner) for owner in "wxyz"]
     turns = turns_of({"a": 1, "b": 1, "c": 1})
     assert served(turns, pool) == []

@@ -100,7 +100,7 @@ def test_readers_that_end_before_their_draft_kv_is_packed_cost_nobody_a_request(
     vanish: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than there are slots. Their READYs cannot be sent, and their slots are free at once; or
-    their host takes them into its kernel, and they hold three quarters."""
+    their host takes them into its kernel, and one slot is left."""
     with Channel(Times(PATIENCE)) as channel:
         prefill, gone, worker = channel.prefill, list[Decode](), channel.prefill.channel
         send, dead = worker._send, set[bytes]()
@@ -121,7 +121,7 @@ def test_readers_that_end_before_their_draft_kv_is_packed_cost_nobody_a_request(
             monkeypatch.setattr(worker, "_send", sends)
         time.sleep(0.2)  # their connections are ended
         sent = [prefill.send(100 + number, 60) for number in range(len(gone))]
-        assert wait_for(lambda: prefill.slots.free_slots == (SLOTS // 4 if vanish else SLOTS))
+        assert wait_for(lambda: prefill.slots.free_slots == (SLOTS // 8 if vanish else SLOTS))
         time.sleep(channel.times.unsure)
         for room in range(20):
             assert channel.request(room, 60, arrived=True) == ("warm", "")
