@@ -78,7 +78,7 @@ def test_signs_of_life_are_kept_while_a_slot_is_offered_that_they_outlive():
     for now in range(2, 9):
         slot = take(pool, "a")
         pool.offer(slot, 7, now)
-        for owner in range(100 * now, 100 * now + 100):
+        for owner in ("steady", *range(100 * now, 100 * now + 99)):
             pool.sign(owner, now + 0.5)
             pool.sign(owner, now, served=True)
         assert [len(signs) for signs in pool._signs] == [100, 100]
