@@ -136,6 +136,7 @@ def test_a_peer_that_is_gone_ends_what_waits_for_it_and_nothing_else() -> None:
     rank.do(dev.PeerLost(PREFILL, gone=True))
     found = [rank.verdicts[n] for n in range(2 * STRIKES)]
     assert found == [("cold", "lost")] * len(found)
+    assert (PREFILL, "breaker_opened") not in rank.notes
     assert rank.wants(99)
     rank.end_reads("late")
     assert rank.books == []

@@ -80,6 +80,28 @@ def test_draft_kv_is_waited_for_as_long_as_the_target_took(case: Late, patience:
 
 
 @patiently
+def test_each_segment_that_is_announced_or_in_place_is_progress(patience: float) -> None:
+    rank = Decode(patience=patience)
+    rank.hung.add(PREFILL)
+    rank.open(1, segments=99, patience=patience)
+    rank.arrive(1)
+    for _ in range(12):
+        rank.wait(0.29 * patience)
+        assert rank.wants(1)
+        rank.ready(1)
+    rank = Decode(patience=patience)
+    rank.held_copies = []
+    rank.open(1, segments=8, patience=patience)
+    rank.ready(1, 8, last=True)
+    rank.arrive(1)
+    for job in list(rank.held_copies):
+        rank.wait(0.29 * patience)
+        assert rank.wants(1)
+        rank.do(dev.Copied((job.job,), dev.Result.DONE))
+    assert rank.verdicts[1] == ("warm", "")
+
+
+@patiently
 def test_a_room_that_is_complete_is_not_late(patience: float) -> None:
     rank = Decode(patience=patience)
     rank.open(1, segments=2, patience=patience)
@@ -146,8 +168,10 @@ def slow(patience: float, tokens: int = 400, readers: int = 1) -> Prefill:
 
 PROGRESS = {
     "a slot comes back": lambda rank, n: rank.acknowledge(1),
-    "a reader opens": lambda rank, n: rank.open(1, b"reader%02d" % n, 100 + n, readers=99),
-}
+    "a reader opens": lambda rank, n: (
+        rank.slow.add(b"reader%02d" % n), rank.open(1, b"reader%02d" % n, 100 + n, readers=99),
+    ),
+}  # fmt: skip
 
 
 @patiently

@@ -127,8 +127,8 @@ class Prefill(_Side):
 
 
 class Decode(_Side):
-    """`hung`: peers whose reads do not end; `broken`: those whose reads fail. `verdicts`: of rooms,
-    by generation, and when."""
+    """`hung`: peers whose reads do not end; `broken`: those whose reads fail. `held_copies`: a list
+    where copies do not end. `verdicts`: of rooms, by generation, and when."""
 
     def __init__(self, slots: int = SLOTS, patience: float = 1.0) -> None:
         super().__init__(slots, patience)
@@ -140,6 +140,7 @@ class Decode(_Side):
         self.sends: list[tuple[bytes, Any]] = []
         self.forgotten: list[bytes] = []
         self.result = dev.Result.DONE
+        self.held_copies: list[dev.Job] | None = None
         self._announced: dict[tuple[int, bytes], int] = {}
 
     def meet(self, action: Any) -> None:
@@ -148,6 +149,8 @@ class Decode(_Side):
                 self.reading.append(action)
             case dev.StartRead(read, peer):
                 self.do(dev.ReadEnded(read, "broken" if peer in self.broken else ""))
+            case dev.Copy(jobs) if self.held_copies is not None:
+                self.held_copies += jobs
             case dev.Copy(jobs):
                 for job in jobs:
                     result = dev.Result.DONE if isinstance(job, dev.Clear) else self.result
