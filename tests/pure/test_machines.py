@@ -392,3 +392,45 @@ def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
     rank.begin(4, 4, 40)
     assert rank.sent[4] == 40
     assert dev.undone(dev.Send(PREFILL, Ack(())), "MemoryError") is None
+
+
+@pytest.mark.parametrize(
+    ("readers", "second"), [(1, OTHER), (1, READER), (2, READER)], ids=["all here", "one", "again"]
+)
+def test_an_open_that_the_current_use_does_not_wait_for_is_the_next_ones(
+    readers: int, second: bytes
+) -> None:
+    """Its reader has opened that, or all have. Packing has not ended."""
+    rank = Prefill()
+    rank.do(pev.Begin("b", ROOM))
+    rank.open(ROOM, READER, 1, readers=readers)
+    rank.open(ROOM, second, 2, readers=readers)
+    rank.do(pev.AddChunk("b", 0, 16, last=True, pages="b"))
+    assert 2 not in rank.pages
+    assert (1 in rank.pages) == (second == OTHER)
+    rank.begin("B", ROOM, 16, "B")
+    assert rank.pages[2] == {"B"}
+    rank.do(pev.End("b"), pev.End("B"))
+    assert (rank.machine.left(), rank.books) == ({}, [])
+
+
+def test_a_number_that_begins_again_ends_its_former_use_at_once() -> None:
+    """Whose reader need not wait."""
+    rank = Prefill()
+    rank.do(pev.Begin("b", ROOM))
+    rank.open(ROOM, READER, 1)
+    rank.do(pev.Begin("B", ROOM))
+    assert rank.fails == {1: "aborted"}
+    assert rank.settled == {"b": 0.0}
+
+
+def test_an_early_room_that_is_opened_again_has_the_later_part_alone() -> None:
+    rank = Prefill()
+    for generation in (1, 2, 3):
+        rank.open(ROOM, READER, generation)
+        rank.open(ROOM, READER, 1)  # late
+    assert (rank.machine.left(), rank.books) == ({"waiting": 1, "parts": 1}, [])
+    rank.begin("b", ROOM, 16, "b")
+    assert rank.pages == {3: {"b"}}
+    rank.do(pev.End("b"))
+    assert (rank.machine.left(), rank.books) == ({}, [])
