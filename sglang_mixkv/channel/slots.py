@@ -5,18 +5,21 @@
 
 On prefill a slot is taken to be packed, offered with its READY, and free again with the ACK.
 Without an ACK it is free `slot_aside` seconds later, when nothing can read it any more. On decode a
-slot is taken for a read, and free when its rows were copied out or nothing can land in it.
+slot is taken for a read, is offered from there on, and free when its rows were copied out or
+nothing can land in it.
 
 An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others:
 it holds half of the slots at most, and no more than an equal share of three quarters among the
-owners that hold or want any, since they may be the ranks of one server that is gone; the last
-quarter goes to owners that hold none.
+owners that hold or want any. The last quarter is for owners that hold none, one slot each. Of that
+half goes to any, which may be gone together, as the ranks of one server; the rest to those that
+have outlived slots: these were offered before the owner's last sign of life, and are still.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from sglang_mixkv.channel.times import Times
@@ -63,6 +66,8 @@ class SlotPool:
         self._owner: dict[int, Hashable] = {}
         self.held: Counter[Hashable] = Counter()
         self._offered: dict[int, tuple[float, int]] = {}  # since when, stamp; the oldest first
+        self._signs: tuple[dict[Hashable, float], ...] = {}, {}  # see `sign`; the oldest first
+        self.barred: set[Hashable] = set()  # they get none
         self.count = count
         self._reserve = count // 4
 
@@ -76,9 +81,32 @@ class SlotPool:
 
     def allowed(self, owner: Hashable, owners: int) -> int:
         """How many slots this owner can have now, where so many hold or want some."""
+        if owner in self.barred:
+            return 0
         held, free = self.held.get(owner, 0), len(self._free)
-        more = min(free - self._reserve, share_of(self.count, owners) - held)
-        return max(more, 0) if held else min(max(more, 1), free)
+        if free > self._reserve:
+            return max(min(free - self._reserve, share_of(self.count, owners) - held), not held)
+        return int(not held and free > self._kept_from(owner))
+
+    def _kept_from(self, owner: Hashable) -> int:
+        """How many stay free behind this owner's first: an eighth, or a quarter of what it has not
+        outlived. Who was heard and not served may not read what it gets, or not send."""
+        heard, served = (signs.get(owner, -1.0) for signs in self._signs)
+        offered = [since for since, _ in self._offered.values()]
+        left = self.count - bisect_right(offered, max(heard, served))
+        kept = min(left // 4, self.count // 8)
+        return kept if offered and served >= offered[0] else max(kept, self.count // 16)
+
+    def sign(self, owner: Hashable, now: float, served: bool = False) -> None:
+        """It lives. `served`: a slot was read; otherwise a message came, whose sender may be gone
+        since then, with others that hold slots."""
+        signs, when = self._signs[served], now if served else now - self._times.unsure
+        oldest, _ = next(iter(self._offered.values()), (float("inf"), 0))
+        while signs and signs[first := next(iter(signs))] < oldest:
+            del signs[first]
+        if when >= oldest:
+            signs.pop(owner, None)
+            signs[owner] = when
 
     def give(self, owner: Hashable) -> int:
         """One of those that are `allowed`."""
@@ -88,17 +116,24 @@ class SlotPool:
         return slot
 
     def offer(self, slot: int, stamp: int, now: float) -> None:
-        """Its READY goes out now: its owner may read it from here on."""
+        """Its READY goes out now, or a read into it begins."""
         assert slot in self._owner
         assert slot not in self._offered
         self._offered[slot] = now, stamp
 
-    def acknowledge(self, slot: int, stamp: int) -> bool:
-        """Free an offered slot; False where it is not offered under this stamp."""
-        if self._offered.get(slot, (0.0, None))[1] != stamp:
-            return False
-        self.free(slot)
-        return True
+    def acknowledge(self, slots: Iterable[tuple[int, int]], read: float | None = None) -> list[int]:
+        """Free offered slots of one owner. Those that are not offered under their stamps. `read`:
+        when it said so; None: they cannot have been."""
+        owner, wrong = None, []
+        for slot, stamp in slots:
+            if self._offered.get(slot, (0.0, None))[1] == stamp:
+                owner = self._owner[slot]
+                self.free(slot)
+            else:
+                wrong.append(slot)
+        if read is not None and owner is not None:
+            self.sign(owner, read, served=True)
+        return wrong
 
     def free(self, slot: int) -> None:
         owner = self._owner.pop(slot)

@@ -219,10 +219,11 @@ Action = Send | StartRead | Copy | Verdict | Forget | Note
 
 
 def undone(action: Action, detail: str) -> Event | None:
-    """What to handle in the place of an action that raised, and was not done."""
+    """What to handle in the place of an action that raised, and was not done. A message concerns
+    its generation alone; the slots of an ACK expire."""
     match action:
-        case Send(peer):
-            return PeerLost(peer)
+        case Send(peer, Open(generation=generation) | Fail(generation=generation)):
+            return Received(peer, Fail(0, generation, "unsent", detail))
         case StartRead(read):
             return ReadEnded(read, detail)
         case Copy(jobs):

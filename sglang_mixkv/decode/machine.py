@@ -15,7 +15,7 @@ again meanwhile (docs/protocol.md, "When a slot is used again").
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sglang_mixkv.channel.messages import Fail, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
@@ -130,6 +130,7 @@ class Machine:
             return
         room.progress = self._clock
         room.first_ready = self._clock if room.first_ready is None else room.first_ready
+        self.slots.sign(peer, self._clock)
         for segment in part.accept(ready, room, self._clock):
             self._segments.add(segment)
         if not ready.segments:
@@ -141,8 +142,9 @@ class Machine:
         part = room.parts.get(peer) if room is not None else None
         if room is not None and part is not None and not part.last and room.wants:
             part.last = True  # and is not answered
-            code = message.code if message.code in PREFILL_CODES else "other"
-            self._go_cold(room, f"prefill_{code}", message.detail, peer)
+            code = "prefill_" + (message.code if message.code in PREFILL_CODES else "other")
+            code = "unsent" if message.code == "unsent" else code  # not by prefill
+            self._go_cold(room, code, message.detail, peer)
 
     def _peer_lost(self, event: ev.PeerLost) -> None:
         """A peer that is gone is not read from any more either, and gets no strike."""
@@ -151,14 +153,14 @@ class Machine:
             if part is None or not room.wants or (part.complete if event.gone else part.last):
                 continue
             why = "its server was given up" if event.gone else "a message could not be sent"
-            self._go_cold(room, "lost", why, event.peer, strike=not event.gone)
+            self._go_cold(room, "lost", why, event.peer, strikes=[event.peer] * (not event.gone))
         if event.gone:
             self.breaker.forget(event.peer)
 
     # -- segments
 
     def _read_ended(self, event: ev.ReadEnded) -> None:
-        read = self._segments.end_read(event.read)
+        read = self._segments.end_read(event.read, self._clock, event.error)
         if event.error or self._clock > read.until:
             self._read_failed(read, event.error or "it took too long")
         for segment in read.segments:
@@ -176,7 +178,7 @@ class Machine:
         read.failed = True
         room = read.segments[0].room
         if room.wants:
-            self._go_cold(room, "read", detail, read.peer, strike=True)
+            self._go_cold(room, "read", detail, read.peer, strikes=[read.peer])
 
     def _copied(self, event: ev.Copied) -> None:
         rooms: dict[Room, None] = {}
@@ -187,6 +189,8 @@ class Machine:
             rooms[room] = None
             if event.result is ev.Result.DONE:
                 segment.part.place(segment)
+                if len(segment.part.placed) == 1:
+                    self.breaker.came(segment.peer)
             elif event.result is not ev.Result.CLOSED and room.wants:
                 reason = "stale" if event.result is ev.Result.STALE else "unpack"
                 self._go_cold(room, reason, event.detail, segment.peer)
@@ -207,13 +211,13 @@ class Machine:
     # -- cold
 
     def _go_cold(
-        self, room: Room, reason: str, detail: str, *peers: ev.Peer, strike: bool = False
+        self, room: Room, reason: str, detail: str, *peers: ev.Peer, strikes: Sequence[ev.Peer] = ()
     ) -> None:
-        """`peers`: named in the log; `strike`: it also counts against them."""
+        """`peers`: named in the log; `strikes`: those that it counts against."""
         room.cold = reason
         for peer in peers or (b"",):
             self._out.append(ev.Note("cold_" + reason, peer, detail))
-        for peer in peers if strike else ():
+        for peer in strikes:
             if self.breaker.record_failure(peer, room.generation, self._clock):
                 self._out.append(ev.Note("breaker_opened", peer, detail))
         self.breaker.release_probe(room.generation)
@@ -258,7 +262,8 @@ class Machine:
             if waiting and self._clock - waiting[0].since >= room.limits.unread:
                 self._go_cold(room, "slots", "no slot was free to read it", waiting[0].peer)
             elif room.wants and self._clock >= room.deadline(self._times):
-                self._go_cold(room, "deadline", "its KV did not come", *room.missing(), strike=True)
+                late = self._segments.late(room, self._clock - self._times.shortest_wait)
+                self._go_cold(room, "deadline", "its KV is late", *room.missing(), strikes=late)
 
     # -- output and books
 

@@ -20,7 +20,8 @@ class PendingRead:
 
     def __init__(self, segments: Sequence[Segment], now: float) -> None:
         self.segments, self.failed = segments, False
-        self.peer, self.until = segments[0].peer, now + segments[0].room.limits.read
+        self.peer, self.began = segments[0].peer, now
+        self.until = now + segments[0].room.limits.read
 
 
 class Segments:
@@ -82,19 +83,34 @@ class Segments:
         read = self._reads[self._number] = PendingRead(segments, now)
         ranges = []
         for one in segments:
+            self._slots.offer(one.slot, one.announced.stamp, now)
             ranges.append(ev.Range(one.announced.slot, one.slot, one.announced.count))
         heads = len(segments[0].part.source.heads)
         return ev.StartRead(self._number, read.peer, tuple(ranges), heads)
 
-    def end_read(self, number: int) -> PendingRead:
+    def end_read(self, number: int, now: float, error: str) -> PendingRead:
         """The read of this number. Its segments are acknowledged."""
         read = self._reads.pop(number)
+        if not error:
+            self._slots.sign(read.peer, now, served=True)
+        if self._slots.barred:
+            self._slots.barred = {one.peer for one in self._reads.values() if one.failed}
         self.acknowledge(read.peer, [segment.announced for segment in read.segments])
         return read
 
     def overdue(self, now: float) -> list[PendingRead]:
-        """Reads that take too long, and have not failed yet."""
-        return [one for one in self._reads.values() if one.until <= now and not one.failed]
+        """Reads that take too long, and have not failed yet. Their peers get no slot any more until
+        these have ended."""
+        found = [one for one in self._reads.values() if one.until <= now and not one.failed]
+        self._slots.barred.update(read.peer for read in found)
+        return found
+
+    def late(self, room: Room, since: float) -> list[ev.Peer]:
+        """Peers whose rows are missing, and not for want of slots of this rank alone: a read of
+        their own began before then."""
+        waiting = {segment.peer for segment in room.of_stage(Stage.WAITING)}
+        waiting -= {read.peer for read in self._reads.values() if read.began <= since}
+        return [peer for peer in room.missing() if peer not in waiting]
 
     def not_read(self, peer: ev.Peer, announced: Iterable[Announced]) -> list[Announced]:
         """Those that no read in flight has."""

@@ -229,7 +229,7 @@ class Checks:
         for wrong in wrong_books(machine):
             raise Finding("books", f"{process.name}: {wrong}")
         is_decode = process.place.server.side == "decode"
-        if is_decode and any(state.probe for state in machine.breaker._states.values()):
+        if is_decode and any(state.probes for state in machine.breaker._states.values()):
             raise Finding("breaker", f"{process.name}: a probe that is over holds back others")
         slots = process.slots
         if slots.free_slots != slots.count:
