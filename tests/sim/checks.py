@@ -58,12 +58,6 @@ class Checks:
                     self._ready.update((process, one.stamp) for one in message.segments)
                 if type(message) is Fail or message.last:
                     self._closed.add((process, peer, message.generation))
-            case dev.Copied() if event.result is dev.Result.DONE:
-                for job in event.jobs:
-                    receiver = process.job_of[job]
-                    room = process.machine._rooms.get(receiver.generation)
-                    if room is not None and not room.cold:  # behind the decision it is none
-                        receiver.progress = process.now
             case pev.Received(connection, Open() as message):
                 self._progress[process, message.room] = self._running(process)
                 self._opens.setdefault(connection, []).append(message.generation)
@@ -77,9 +71,28 @@ class Checks:
                 former = self._current.get((process, event.room))
                 if former is not None:
                     former.over = True
-                self._current[process, event.room] = process.senders[event.use]
+                self._current[process, event.room] = event.use.sender
             case pev.End():
-                process.senders[event.use].over = True
+                event.use.sender.over = True
+
+    def handled(self, process: Process, event: object) -> None:
+        """Behind the machine."""
+
+    def asked(self, process: Process, actions: list) -> None:
+        """Of one look."""
+
+    def cleared(self, rank: DecodeRank, receiver: Receiver) -> None:
+        """By the scheduler's last resort."""
+        self.last_resort(rank, receiver.target_at)
+        self.rows(rank, receiver, receiver.verdict)
+
+    def last_resort(self, rank: Process, target_at: float) -> None:
+        """SGLang's scheduler has decided in the channel's place."""
+        waited = self.world.clock.now - target_at
+        if not rank.broken and waited < 2 * rank.place.times.whole_wait:
+            raise Finding("last resort", f"{rank.name}: {waited:.2f} s after the target")
+        if not (rank.broken or rank.hung or rank.hung_for or rank.stopped_for):
+            raise Finding("last resort", f"{rank.name}: its channel runs")
 
     def part_over(self, rank: PrefillRank, generation: int) -> None:
         """Either side has said so."""
@@ -94,8 +107,6 @@ class Checks:
                 self._opened.add((rank, peer, message.generation))
             case Fail():
                 self._closed.add((rank, peer, message.generation))
-                if message.code == "deadline":
-                    self._deadline(rank, rank.receivers[message.generation])
 
     def undone(self, process: Process, action: object) -> None:
         """It has raised: what it would have sent is lost."""
@@ -104,9 +115,9 @@ class Checks:
         elif type(action) is dev.Send and type(action.message) is Ack:
             self._lost.update(stamp for _, stamp in action.message.slots)
 
-    def noted(self, process: Process, what: str) -> None:
-        if what not in NOTES:
-            raise Finding("note", f"{process.name}: {what} has no series and no words")
+    def noted(self, process: Process, note: object) -> None:
+        if note.what not in NOTES:
+            raise Finding("note", f"{process.name}: {note.what} has no series and no words")
 
     def _acknowledged(self, rank: DecodeRank, stamp: int) -> None:
         self._acked[rank, stamp] += 1
@@ -114,12 +125,6 @@ class Checks:
             raise Finding("acks", f"{rank.name} acknowledges a READY twice")
         if any(stamp in read.stamps for read in rank.reads.values()):
             raise Finding("acks", f"{rank.name} acknowledges a slot that it still reads")
-
-    def _deadline(self, rank: DecodeRank, receiver: Receiver) -> None:
-        times, waited = rank.place.times, rank.now - receiver.target_at
-        still = rank.now - receiver.progress
-        if still < times.shortest_wait - 0.01 and waited < times.whole_wait:
-            raise Finding("deadline", f"{rank.name} goes cold {still:.2f} s after progress")
 
     def ready_sent(self, rank: PrefillRank, link: Link | None, ready: Ready) -> None:
         """`link`: None where the reader has gone, and this rank does not know it yet."""
@@ -130,24 +135,31 @@ class Checks:
         packed = [rank.packed[one.stamp].over for one in ready.segments]
         if (rank, ready.generation) in self._over or any(packed):
             raise Finding("over", f"{rank.name} sends READY of a part that it knows to be over")
-        if link is not None and link.peer != rank.instance:
+        if link is not None and link.instance != rank.instance:
             raise Finding("instance", f"{rank.name} serves a reader of its former instance")
+
+    def left(self, rank: PrefillRank, link: Link | None, message: Message) -> None:
+        """`link`: None where it goes nowhere, and nobody knows."""
+
+    def fail_sent(self, rank: PrefillRank, message: Fail) -> None:
+        self.part_over(rank, message.generation)
 
     # -- the pool
 
-    def pool_written(self, rank: DecodeRank, receiver: Receiver, first: int, end: int) -> None:
+    def pool_written(self, rank: DecodeRank, receiver: Receiver, rows: list[int]) -> None:
         if receiver.closed:
             raise Finding("gate", f"{rank.name}: rows are written after the room was closed")
         if receiver.verdict is not None:
             raise Finding("verdict", f"{rank.name}: rows are written after the verdict")
-        if first < receiver.request.first_token or end > receiver.end:
-            raise Finding("prefix", f"{rank.name}: rows {first}..{end} are not the room's")
+        page, owners = rank.pool.page, rank.pool.owners
+        if any(owners[row // page] is not receiver for row in rows):
+            raise Finding("pages", f"{rank.name}: rows {rows} are not the room's")
 
     def copy_begun(self, rank: DecodeRank, receiver: Receiver, job: dev.Unpack | dev.Clear) -> None:
         others = [copy for copy in receiver.copies.values() if copy is not job]
         if any(type(copy) is dev.Clear for copy in (job, *others)) and others:
             raise Finding("clear", f"{rank.name} clears rows while others are written")
-        first = receiver.cells[job.first_token] if type(job) is dev.Clear else []
+        first = receiver.cells(job.first_token) if type(job) is dev.Clear else []
         right = memory.row(receiver.request.id, job.first_token)
         if first and all(cell == right for cell in first):
             raise Finding("clear", f"{rank.name} clears a row that is in place")
@@ -170,23 +182,24 @@ class Checks:
 
     def verdict(self, rank: DecodeRank, receiver: Receiver, verdict: dev.Verdict) -> None:
         if receiver.verdict is not None:
-            raise Finding("verdict", f"{rank.name}: two verdicts")
-        receiver.reason = verdict.reason
+            if not receiver.cleared:
+                raise Finding("verdict", f"{rank.name}: two verdicts")
+            return
         self.rows(rank, receiver, verdict.state)
-        if receiver.has_target:
+        if receiver.has_target and not rank.hung_for:
             took = self._running(rank) - receiver.target_at + receiver.slow_by
             if took > rank.place.times.whole_wait + SLACK:
                 raise Finding("late verdict", f"{rank.name}: {took:.2f} s after the target")
 
     def rows(self, rank: DecodeRank, receiver: Receiver, state: dev.State) -> None:
-        if state is dev.State.FAILED:
+        if state is dev.State.FAILED or receiver.given_back:
             return
         request = receiver.request
         for token in range(request.first_token, request.prompt):
             right = memory.row(request.id, token)
             good = (right,) if state is dev.State.WARM else (right, memory.EMPTY)
-            if any(cell not in good for cell in receiver.cells[token]):
-                found = receiver.cells[token]
+            if any(cell not in good for cell in receiver.cells(token)):
+                found = receiver.cells(token)
                 raise Finding("rows", f"{rank.name}: {state}, token {token} holds {found}")
 
     # -- SGLang's side
@@ -194,7 +207,7 @@ class Checks:
     def settled(self, rank: PrefillRank, sender: Sender) -> None:
         if sender.settled:
             raise Finding("settled", f"{rank.name}: twice")
-        if not sender.has_target:
+        if not sender.has_target or sender.at_last or rank.hung_for:
             return
         since = self._progress.get((rank, sender.request.number), 0.0)
         since = max(since, sender.target_at - sender.slow_by)
@@ -209,14 +222,19 @@ class Checks:
 
     def at_the_end(self) -> None:
         for place in self.world.places.values():
-            if place.process.alive:
+            if place.process.alive and not place.process.broken:
                 self._at_rest(place.process)
         for (rank, stamp), count in self._ready.items():
             acked = self._acked[rank, stamp]
-            if rank.alive and not 1 <= acked <= count and stamp not in self._lost:
+            if (
+                rank.alive
+                and not rank.broken
+                and not 1 <= acked <= count
+                and stamp not in self._lost
+            ):
                 raise Finding("acks", f"{rank.name}: a READY was acknowledged {acked} times")
         for rank, peer, generation in self._opened - self._closed:
-            if rank.alive:
+            if rank.alive and not rank.broken:
                 raise Finding("fail", f"{rank.name} never tells {peer} that {generation} is over")
         for life in self.world.lives.values():
             if life.begun is not None:
@@ -248,5 +266,7 @@ class Checks:
             return
         for one in world.groups[request.decode].handles[request.id]:
             if one.verdict is not dev.State.WARM:
-                raise Finding("untouched", f"request {request.id}: {one.verdict} ({one.reason})")
+                raise Finding(
+                    "untouched", f"request {request.id}: {one.verdict} ({one.handle.reason})"
+                )
         world.untouched.append(life)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.sim.network import Link
+
 if TYPE_CHECKING:
-    from tests.sim.network import Link
     from tests.sim.sglang import Group
     from tests.sim.spec import Fault, Request
     from tests.sim.world import World
@@ -59,9 +60,11 @@ def _befall(link: Link, fault: Fault, slow: float) -> None:
 def _links(world: World, fault: Fault) -> list[Link]:
     """The reader's connections to this address, where former instances were, too."""
     reader, place = world.places[fault.where].process, world.places[fault.peer]
-    if reader.alive and place.process.alive:
-        reader.link(place.process.instance)
-    return [link for link in reader.links.values() if link.place is place and reader.alive]
+    peer = place.process.instance
+    if reader.alive and place.process.alive and peer not in reader.dialed:
+        reader.dialed.add(peer)
+        reader.links.add(Link(reader, peer))
+    return [link for link in reader.links.of.values() if link.place is place and reader.alive]
 
 
 def _kill(world: World, group: Group, seconds: float) -> None:
@@ -95,7 +98,7 @@ def _others_notice(world: World, group: Group) -> None:
             world.clock.after(rng.random() * 5, other.waited, request, "decode is dead")
     for place in world.places.values():
         if place.server.side == "decode" != group.server.side:  # its heartbeat
-            world.clock.after((1 - rng.random()) * 20, place.process.known.pop, number, None)
+            world.clock.after((1 - rng.random()) * 20, place.process.miss, number)
 
 
 def _restart(world: World, group: Group) -> None:

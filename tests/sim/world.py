@@ -91,10 +91,13 @@ class World:
     ) -> None:
         self.spec, self.log, self.times = spec, log, Times()
         self.copying = spec.copying
+        self.patience = min(server.patience for server in spec.servers)
         self.clock = Clock(rng or random.Random(spec.seed))
         self.checks = Checks(self)
         self._numbers = count(1)
         self.connections: dict[bytes, Link] = {}
+        self.links: list[Link] = []  # all that were ever made
+        self.unnoticed: dict[bytes, float] = {}  # until then prefill takes a connection for alive
         self.place_of: dict[bytes, Place] = {}  # of each instance, dead ones too
         self.places: dict[tuple[int, int], Place] = {}
         self.groups: list[Group] = []
