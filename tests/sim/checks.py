@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready
 from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode.worker import Drop
 from sglang_mixkv.prefill import events as pev
 from sglang_mixkv.series import NOTES
 from tests.rig.books import wrong_books
 from tests.sim import faults, memory
+from tests.sim.finding import Finding
 
 if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank, Receiver
@@ -20,13 +22,8 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 BOOKS = 4  # looks at a machine for one at its books, which take as long
+PROMPT = 0.01  # gathering
 SLACK = 0.5  # ticks and copies, on top of a deadline
-
-
-class Finding(Exception):
-    def __init__(self, invariant: str, detail: str) -> None:
-        super().__init__(f"{invariant}: {detail}")
-        self.invariant, self.detail = invariant, detail
 
 
 class Checks:
@@ -40,6 +37,8 @@ class Checks:
         self._over: set[tuple[PrefillRank, int]] = set()  # generations whose part is, as it knows
         self._opened: set[tuple[DecodeRank, bytes, int]] = set()  # peer and generation of an OPEN
         self._closed: set[tuple[DecodeRank, bytes, int]] = set()  # that peer knows it, or will
+        self._cause: dict[tuple[PrefillRank, int], float] = {}  # what may settle a number's room
+        self._ends: dict[PrefillRank, float] = {}  # the same, of any room
         self._lost: set[int] = set()  # stamps of ACKs that were not sent
 
     # -- books
@@ -59,27 +58,65 @@ class Checks:
                 if type(message) is Fail or message.last:
                     self._closed.add((process, peer, message.generation))
             case pev.Received(connection, Open() as message):
+                self._cause[process, message.room] = process.now
                 self._progress[process, message.room] = self._running(process)
                 self._opens.setdefault(connection, []).append(message.generation)
                 self._over.discard((process, message.generation))  # doubled, and forgotten by now
             case pev.Received(_, Fail() as message):
+                self._ends[process] = process.now
                 self.part_over(process, message.generation)
             case pev.ConnectionLost():
+                self._ends[process] = process.now
                 for generation in self._opens.pop(event.connection, ()):
                     self.part_over(process, generation)
             case pev.Begin():
+                self._cause[process, event.room] = process.now
                 former = self._current.get((process, event.room))
                 if former is not None:
                     former.over = True
                 self._current[process, event.room] = event.use.sender
             case pev.End():
+                self._ends[process] = process.now
                 event.use.sender.over = True
 
     def handled(self, process: Process, event: object) -> None:
         """Behind the machine."""
+        if type(event) is Drop:
+            event = dev.PeerLost(event.peer, gone=True)
+        if process.place.server.side == "decode":
+            process.judge.handled(event, process.now)
 
     def asked(self, process: Process, actions: list) -> None:
         """Of one look."""
+        if process.place.server.side == "decode":
+            for action in actions:
+                if type(action) is dev.StartRead:
+                    read = process.machine._segments._reads.get(action.read)
+                    process.judge.begun(action, read.segments if read is not None else ())
+                elif type(action) is dev.Verdict:
+                    process.judge.said(action)
+        elif actions:
+            self._asked_of_prefill(process, actions)
+
+    def _asked_of_prefill(self, rank: PrefillRank, actions: list) -> None:
+        """Success waits for packing alone: a room settles by what has just happened, or is given
+        up, which is said."""
+        settled, given_up = [], False
+        for action in actions:
+            match action:
+                case pev.Send(_, Fail() as message):
+                    self._cause[rank, message.room] = rank.now
+                    given_up = given_up or message.code == "slow"
+                case pev.Send(_, Ready() as message) if message.last:
+                    self._cause[rank, message.room] = rank.now
+                case pev.Note("unopened"):
+                    given_up = True
+                case pev.Settled(use):
+                    settled.append(use.sender.request.number)
+        for number in settled:
+            took = rank.now - max(self._cause.get((rank, number), 0.0), self._ends.get(rank, 0.0))
+            if took > PROMPT and not given_up:
+                raise Finding("late settled", f"{rank.name}: {took:.3f} s after its last part")
 
     def cleared(self, rank: DecodeRank, receiver: Receiver) -> None:
         """By the scheduler's last resort."""

@@ -11,6 +11,7 @@ from sglang_mixkv.decode.worker import DecodeWorker
 from sglang_mixkv.draft.layout import SlotCheck
 from tests.sim import memory
 from tests.sim.copies import Copiers, Device
+from tests.sim.judge import Judge
 from tests.sim.network import Link, Read
 from tests.sim.process import Gated, Process
 from tests.sim.workers import Borrowed, Event, Receiving
@@ -117,6 +118,7 @@ class DecodeRank(Process):
         super().__init__(world, place, instance)
         self.valid = [True] * self.slots.count  # by slot: what was read there was still offered
         self.machine = Machine(instance, self.slots, place.slot_bytes, place.times)
+        self.judge = Judge(self)
         self.links = Links(self)
         self.worker = Borrowed(
             DecodeWorker, self, {"Link": Link}, _links=self.links, _forwards={},

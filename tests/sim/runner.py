@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from tests.sim.checks import Finding
+from tests.sim.finding import Finding
 from tests.sim.draw import Draw
 from tests.sim.spec import Request, Spec
 from tests.sim.world import World
