@@ -116,7 +116,11 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    return _encoder.encode(message)
+    """Raises ValueError or OverflowError for an OPEN that its reader would drop."""
+    frame = _encoder.encode(message)
+    if isinstance(message, Open):  # its numbers are SGLang's
+        decode(frame)
+    return frame
 
 
 def decode(frame: bytes) -> Message:

@@ -5,16 +5,20 @@
 
 On prefill a slot is taken to be packed, offered with its READY, and free again with the ACK.
 Without an ACK it is free `slot_aside` seconds later, when nothing can read it any more. On decode a
-slot is taken for a read, and free when its rows were copied out or nothing can land in it.
+slot is taken for a read, is offered while that runs, and free when its rows were copied out or
+nothing can land in it.
 
 An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others:
 it holds half of the slots at most, and no more than an equal share of three quarters among the
-owners that hold or want any, since they may be the ranks of one server that is gone; the last
-quarter goes to owners that hold none.
+owners that hold or want any. Nor can many that are gone together, as the ranks of one server: a
+quarter stays free, of the slots that an owner has not outlived. It has outlived one that was
+offered before its own last sign of life, and that is offered still. So owners that are gone hold
+three quarters, and those that live share the rest, one slot each.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
@@ -63,6 +67,8 @@ class SlotPool:
         self._owner: dict[int, Hashable] = {}
         self.held: Counter[Hashable] = Counter()
         self._offered: dict[int, tuple[float, int]] = {}  # since when, stamp; the oldest first
+        self._signs: tuple[dict[Hashable, float], ...] = {}, {}  # see `sign`; the oldest first
+        self.barred: set[Hashable] = set()  # they get none
         self.count = count
         self._reserve = count // 4
 
@@ -76,9 +82,34 @@ class SlotPool:
 
     def allowed(self, owner: Hashable, owners: int) -> int:
         """How many slots this owner can have now, where so many hold or want some."""
+        if owner in self.barred:
+            return 0
         held, free = self.held.get(owner, 0), len(self._free)
-        more = min(free - self._reserve, share_of(self.count, owners) - held)
-        return max(more, 0) if held else min(max(more, 1), free)
+        if free > self._reserve:
+            return max(min(free - self._reserve, share_of(self.count, owners) - held), not held)
+        return int(not held and free > self._kept_from(owner))
+
+    def _kept_from(self, owner: Hashable) -> int:
+        """How many stay free behind this owner's first. The last eighth is for those that were
+        served: who was heard alone may not read what it gets, or not send what it has."""
+        heard, served = [self._left_by(signs.get(owner)) for signs in self._signs]
+        return min(served // 4, max(heard // 4, self.count // 8))
+
+    def _left_by(self, sign: float | None) -> int:
+        """How many slots there are beside those that it outlives."""
+        older = 0 if sign is None else bisect_right([*self._offered.values()], (sign, 1 << 63))
+        return self.count - older
+
+    def sign(self, owner: Hashable, now: float, served: bool = False) -> None:
+        """It lives. `served`: a slot was read; otherwise a message came, whose sender may be gone
+        since then, with others that hold slots."""
+        signs, when = self._signs[served], now if served else now - self._times.unsure
+        oldest = next(iter(self._offered.values()), (float("inf"), 0))[0]
+        while signs and signs[first := next(iter(signs))] < oldest:
+            del signs[first]
+        if when >= oldest:
+            signs.pop(owner, None)
+            signs[owner] = when
 
     def give(self, owner: Hashable) -> int:
         """One of those that are `allowed`."""
@@ -88,17 +119,24 @@ class SlotPool:
         return slot
 
     def offer(self, slot: int, stamp: int, now: float) -> None:
-        """Its READY goes out now: its owner may read it from here on."""
+        """Its READY goes out now, or a read into it begins."""
         assert slot in self._owner
         assert slot not in self._offered
         self._offered[slot] = now, stamp
 
-    def acknowledge(self, slot: int, stamp: int) -> bool:
-        """Free an offered slot; False where it is not offered under this stamp."""
+    def acknowledge(self, slot: int, stamp: int, read: float | None = None) -> bool:
+        """Free an offered slot; False where it is not offered under this stamp. `read`: when its
+        owner said so; None: it cannot have been."""
         if self._offered.get(slot, (0.0, None))[1] != stamp:
             return False
+        if read is not None:
+            self.sign(self._owner[slot], read, served=True)
         self.free(slot)
         return True
+
+    def end_read(self, slot: int) -> None:
+        """What was read into it is its owner's."""
+        del self._offered[slot]
 
     def free(self, slot: int) -> None:
         owner = self._owner.pop(slot)

@@ -34,5 +34,8 @@ class Times:
         # patience of both sides.
         self.slot_aside = 60.0 * patience
 
+        # How long after a slot was offered its owner's like may have been heard, and be gone.
+        self.unsure = 0.1 * patience
+
         # How long an OPEN waits for its request.
         self.early_room = timeouts

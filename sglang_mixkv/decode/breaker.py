@@ -2,8 +2,9 @@
 comes again whose last request was not warm.
 
 A rank whose draft KV does not come costs each request the deadline. After three such requests in a
-row its breaker opens: rooms are cold at once, and one room after 1, 2, 4, ... 30 s is a probe. One
-that turns out warm closes the breaker.
+row its breaker opens: rooms are cold at once, and one room after 1, 2, 4, ... 30 s is a probe. Its
+first segment lets all others in, and one more strike opens the breaker again; a warm room closes
+it for good. A probe may be long: one that has decided nothing lets another one try after 2 s.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 STRIKES = 3
-FIRST_WAIT, LONGEST_WAIT = 1.0, 30.0
+FIRST_WAIT, LONGEST_WAIT, PROBE = 1.0, 30.0, 2.0
 
 
 class _State:
@@ -19,7 +20,7 @@ class _State:
         self.strikes = 0
         self.wait = 0.0
         self.until = 0.0
-        self.probe: int | None = None  # the generation that may try
+        self.probes: set[int] = set()  # generations that try
 
     @property
     def is_open(self) -> bool:
@@ -36,33 +37,42 @@ class Breaker:
     def blocked(self, peers: Iterable[bytes], generation: int, now: float) -> bool:
         """Whether a room that needs all of these must start cold. If not, it may be a probe."""
         states = [s for peer in peers if (s := self._states.get(peer)) is not None and s.is_open]
-        if any(state.probe is not None or now < state.until for state in states):
+        if any(now < state.until for state in states):
             return True
         for state in states:
-            state.probe = generation
+            state.probes.add(generation)
+            state.until = now + PROBE
         return False
 
+    def came(self, peer: bytes) -> None:
+        """A segment of its draft KV."""
+        if (state := self._states.get(peer)) is not None and state.is_open:
+            state.strikes = STRIKES - 1
+            state.probes.clear()
+
     def forget(self, peer: bytes) -> None:
-        """Its draft KV came, or its server is gone."""
+        """All its draft KV of a room came, or its server is gone."""
         self._states.pop(peer, None)
 
     def record_failure(self, peer: bytes, generation: int, now: float) -> bool:
         """A room's KV did not come from this peer. True if that opens its breaker."""
         state = self._states.setdefault(peer, _State())
         was_open = state.is_open
-        if was_open and state.probe != generation:
+        if was_open and generation not in state.probes:
             return False  # this room began before the breaker opened
         state.strikes += 1
         if state.is_open:
-            state.wait = min(2 * state.wait, LONGEST_WAIT) if was_open else FIRST_WAIT
-            state.until, state.probe = now + state.wait, None
+            state.wait = min(2 * state.wait, LONGEST_WAIT) or FIRST_WAIT
+            state.until = now + state.wait
+            state.probes.clear()
         return state.is_open and not was_open
 
     def release_probe(self, generation: int) -> None:
         """The room is over: if it was a probe without a result, another room may be one."""
         for state in self._states.values():
-            if state.probe == generation:
-                state.probe = None
+            if state.probes == {generation}:
+                state.until = 0.0
+            state.probes.discard(generation)
 
     def open_peers(self) -> list[bytes]:
         """In any thread."""

@@ -15,7 +15,7 @@ again meanwhile (docs/protocol.md, "When a slot is used again").
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from sglang_mixkv.channel.messages import Fail, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
@@ -126,6 +126,7 @@ class Machine:
             return
         room.progress = self._clock
         room.first_ready = self._clock if room.first_ready is None else room.first_ready
+        self.slots.sign(peer, self._clock)
         for segment in part.accept(ready, room, self._clock):
             self._segments.add(segment)
         if not ready.segments:
@@ -142,19 +143,21 @@ class Machine:
 
     def _peer_lost(self, event: ev.PeerLost) -> None:
         """A peer that is gone is not read from any more either, and gets no strike."""
+        strikes = () if event.gone or event.generation else (event.peer,)
         for room in list(self._rooms.values()):
             part = room.parts.get(event.peer)
             if part is None or not room.wants or (part.complete if event.gone else part.last):
                 continue
-            why = "its server was given up" if event.gone else "a message could not be sent"
-            self._go_cold(room, "lost", why, event.peer, strike=not event.gone)
+            if event.generation in (None, room.generation):
+                why = "its server was given up" if event.gone else event.why
+                self._go_cold(room, "lost", why, event.peer, strikes=strikes)
         if event.gone:
             self.breaker.forget(event.peer)
 
     # -- segments
 
     def _read_ended(self, event: ev.ReadEnded) -> None:
-        read = self._segments.end_read(event.read)
+        read = self._segments.end_read(event.read, self._clock, event.error)
         if event.error or self._clock > read.until:
             self._read_failed(read, event.error or "it took too long")
         for segment in read.segments:
@@ -172,7 +175,7 @@ class Machine:
         read.failed = True
         room = read.segments[0].room
         if room.wants:
-            self._go_cold(room, "read", detail, read.peer, strike=True)
+            self._go_cold(room, "read", detail, read.peer, strikes=(read.peer,))
 
     def _copied(self, event: ev.Copied) -> None:
         rooms: dict[Room, None] = {}
@@ -183,6 +186,8 @@ class Machine:
             rooms[room] = None
             if event.result is ev.Result.DONE:
                 segment.part.place(segment)
+                if len(segment.part.placed) == 1:
+                    self.breaker.came(segment.peer)
             elif event.result is not ev.Result.CLOSED and room.wants:
                 reason = "stale" if event.result is ev.Result.STALE else "unpack"
                 self._go_cold(room, reason, event.detail, segment.peer)
@@ -203,13 +208,13 @@ class Machine:
     # -- cold
 
     def _go_cold(
-        self, room: Room, reason: str, detail: str, *peers: ev.Peer, strike: bool = False
+        self, room: Room, reason: str, detail: str, *peers: ev.Peer, strikes: Sequence[ev.Peer] = ()
     ) -> None:
-        """`peers`: named in the log; `strike`: it also counts against them."""
+        """`peers`: named in the log; `strikes`: those that it counts against."""
         room.cold = reason
         for peer in peers or (b"",):
             self._out.append(ev.Note("cold_" + reason, peer, detail))
-        for peer in peers if strike else ():
+        for peer in strikes:
             if self.breaker.record_failure(peer, room.generation, self._clock):
                 self._out.append(ev.Note("breaker_opened", peer, detail))
         self.breaker.release_probe(room.generation)
@@ -254,7 +259,10 @@ class Machine:
             if waiting and self._clock - waiting[0].since >= room.limits.unread:
                 self._go_cold(room, "slots", "no slot was free to read it", waiting[0].peer)
             elif room.wants and self._clock >= room.deadline(self._times):
-                self._go_cold(room, "deadline", "its KV did not come", *room.missing(), strike=True)
+                late, since = room.missing(), self._clock - self._times.shortest_wait
+                no_place = self._segments.has_no_place
+                strikes = [peer for peer in late if not no_place(room, peer, since)]
+                self._go_cold(room, "deadline", "its KV did not come", *late, strikes=strikes)
 
     # -- output and books
 

@@ -20,7 +20,8 @@ class PendingRead:
 
     def __init__(self, segments: Sequence[Segment], now: float) -> None:
         self.segments, self.failed = segments, False
-        self.peer, self.until = segments[0].peer, now + segments[0].room.limits.read
+        self.peer, self.began = segments[0].peer, now
+        self.until = now + segments[0].room.limits.read
 
 
 class Segments:
@@ -82,24 +83,42 @@ class Segments:
         read = self._reads[self._number] = PendingRead(segments, now)
         ranges = []
         for one in segments:
+            self._slots.offer(one.slot, one.announced.stamp, now)
             ranges.append(ev.Range(one.announced.slot, one.slot, one.announced.count))
         heads = len(segments[0].part.source.heads)
         return ev.StartRead(self._number, read.peer, tuple(ranges), heads)
 
-    def end_read(self, number: int) -> PendingRead:
+    def end_read(self, number: int, now: float, error: str) -> PendingRead:
         """The read of this number. Its segments are acknowledged."""
         read = self._reads.pop(number)
+        for segment in read.segments:
+            self._slots.end_read(segment.slot)
+        if not error:
+            self._slots.sign(read.peer, now, served=True)
+        if self._slots.barred:
+            self._slots.barred = {one.peer for one in self._reads.values() if one.failed}
         self.acknowledge(read.peer, [segment.announced for segment in read.segments])
         return read
 
     def overdue(self, now: float) -> list[PendingRead]:
-        """Reads that take too long, and have not failed yet."""
-        return [one for one in self._reads.values() if one.until <= now and not one.failed]
+        """Reads that take too long, and have not failed yet. Their peers get no slot any more until
+        these have ended."""
+        found = [one for one in self._reads.values() if one.until <= now and not one.failed]
+        self._slots.barred.update(read.peer for read in found)
+        return found
+
+    def has_no_place(self, room: Room, peer: ev.Peer, since: float) -> bool:
+        """Whether a segment waits for a slot of this rank, and no read of this peer's that began
+        before then holds any."""
+        waits = any(one.peer == peer for one in room.of_stage(Stage.WAITING))
+        return waits and all(read.began > since for read in self._of(peer))
+
+    def _of(self, peer: ev.Peer) -> list[PendingRead]:
+        return [read for read in self._reads.values() if read.peer == peer]
 
     def not_read(self, peer: ev.Peer, announced: Iterable[Announced]) -> list[Announced]:
         """Those that no read in flight has."""
-        reads = [read for read in self._reads.values() if read.peer == peer]
-        stamps = {segment.announced.stamp for read in reads for segment in read.segments}
+        stamps = {one.announced.stamp for read in self._of(peer) for one in read.segments}
         return [one for one in announced if one.stamp not in stamps]
 
     def copy(self, segment: Segment) -> None:

@@ -71,6 +71,12 @@ class ConnectionLost(msgspec.Struct, frozen=True):
     connection: Connection
 
 
+class Unsent(msgspec.Struct, frozen=True):
+    """This message did not leave, and never will."""
+
+    message: Ready | Fail
+
+
 class Packed(msgspec.Struct, frozen=True):
     """These jobs have ended. Their bytes are in the slots, unless there is an `error`, or the use's
     gate was `closed` before they began."""
@@ -85,8 +91,9 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 Event = (
-    Begin | AddChunk | ChunkWritten | TargetSent | End | Received | ConnectionLost | Packed | Tick
-)
+    Begin | AddChunk | ChunkWritten | TargetSent | End | Received | ConnectionLost | Unsent | Packed
+    | Tick
+)  # fmt: skip
 
 
 class PackJob(msgspec.Struct, frozen=True, gc=False):
@@ -131,11 +138,10 @@ Action = Pack | Send | Settled | Note
 
 
 def undone(action: Action, detail: str) -> Event | None:
-    """What to handle in the place of an action that raised, and was not done. The slots of a READY
-    that did not leave expire, as those of one that is lost on its way."""
+    """What to handle in the place of an action that raised, and was not done."""
     match action:
         case Pack(jobs):
             return Packed(tuple(job.job for job in jobs), detail)
-        case Send(connection):
-            return ConnectionLost(connection)
+        case Send(message=message):
+            return Unsent(message)
     return None

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from sglang_mixkv.channel.messages import Ack, Fail, Open, fail
+from sglang_mixkv.channel.messages import Ack, Fail, Open, Ready, fail
 from sglang_mixkv.channel.slots import SlotPool
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.prefill import events as ev
@@ -122,11 +122,20 @@ class Machine:
                 self._opened(event.connection, opened)
             case Ack(slots):
                 for slot, stamp in slots:
-                    if not self.slots.acknowledge(slot, stamp):
+                    if not self.slots.acknowledge(slot, stamp, self._clock):
                         self._out.append(ev.Note("unknown_ack", b"", f"slot {slot}"))
             case Fail(generation=generation):
-                if (part := self._parts.get(generation)) is not None:
-                    self._over(part)
+                self._end_part(generation)
+
+    def _unsent(self, event: ev.Unsent) -> None:
+        if isinstance(event.message, Ready):
+            for one in event.message.segments:
+                self.slots.acknowledge(one.slot, one.stamp)
+        self._end_part(event.message.generation)
+
+    def _end_part(self, generation: int) -> None:
+        if (part := self._parts.get(generation)) is not None:
+            self._over(part)
 
     def _opened(self, connection: ev.Connection, opened: Open) -> None:
         number, reader, generation = opened.room, opened.reader, opened.generation
@@ -157,6 +166,7 @@ class Machine:
         room.parts[reader] = self._parts[generation] = part
         room.readers, room.progress = max(room.readers, opened.readers), self._clock
         self._open[connection] += 1
+        self.slots.sign(reader, self._clock)
         self._packing.add(part)
         self._settle(room)
 
@@ -250,6 +260,7 @@ _HANDLERS: dict[type, Callable[..., None]] = {
     ev.End: Machine._end,
     ev.Received: Machine._received,
     ev.ConnectionLost: Machine._connection_lost,
+    ev.Unsent: Machine._unsent,
     ev.Packed: Machine._packed,
     ev.Tick: Machine._tick,
 }

@@ -170,6 +170,7 @@ class PrefillWorker(Worker[ev.Event, ev.Action]):
             self._socket.send(action.connection, NOBLOCK | SNDMORE)
             self._socket.send(frame, NOBLOCK)
         except zmq.ZMQError:  # no route to it any more, or it takes nothing
+            self._inlet.put(ev.Unsent(action.message))
             if action.connection not in self._lost:  # once for all answers that it does not take
                 self._lost.add(action.connection)
                 self._inlet.put(ev.ConnectionLost(action.connection))

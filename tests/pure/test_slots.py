@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rig.books import wrong_slots
@@ -26,14 +27,60 @@ def drain(pool: SlotPool, owner: str) -> list[int]:
     return taken
 
 
-def test_the_last_quarter_is_for_owners_that_hold_none():
+def offered(pool: SlotPool, now: float, *owners: str) -> list[int]:
+    """All that they may have, in READYs that leave now."""
+    found = [slot for owner in owners for slot in drain(pool, owner)]
+    for slot in found:
+        pool.offer(slot, 1 + slot, now)
+    return found
+
+
+SIGNS = [  # of the newcomer's life, by when: 12 of 16 slots were offered at 10.0
+    (None, 0.0, 0), (True, 9.9, 0), (False, 9.9, 0), (False, 10 + TIMES.unsure - 1e-3, 0),
+    (True, 10.0, 1), (False, 10 + TIMES.unsure + 1e-3, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("served", "when", "given"), SIGNS)
+def test_the_last_quarter_is_for_owners_that_have_outlived_the_others(served, when, given):
+    """And that hold none."""
     pool = SlotPool(16, TIMES)
-    for owner in "ab":
-        drain(pool, owner)
-    assert pool.free_slots == 4
-    assert len(drain(pool, "d")) == 1
-    assert len(drain(pool, "e")) == 1
-    assert take(pool, "d") is None
+    assert len(offered(pool, 10.0, *"abcdefgh")) == 12
+    if served is not None:
+        pool.sign("x", when, served)
+    assert len(drain(pool, "x")) == given
+    assert take(pool, "a") is None
+    assert take(pool, "y") is None
+
+
+def test_the_last_eighth_is_for_those_that_were_served():
+    """And a quarter of what each has not outlived stays free: they may be gone by now, too."""
+    pool, owners = SlotPool(64, TIMES), range(200)
+    assert len(offered(pool, 0.0, *owners)) == 48
+    for owner in owners:
+        pool.sign(owner, 1.0)
+    assert len(offered(pool, 1.0, *owners)) == 8
+    for owner in owners:
+        pool.sign(owner, 2.0, served=True)
+    assert len(offered(pool, 3.0, *owners)) == 6
+    assert pool.free_slots == 2
+    assert take(pool, 199) is None
+
+
+def test_signs_of_life_are_kept_while_a_slot_is_offered_that_they_outlive():
+    pool = SlotPool(16, TIMES)
+    for owner in range(100):
+        pool.sign(owner, 1.0)
+        pool.sign(owner, 1.0, served=True)
+    assert pool._signs == ({}, {})
+    for now in range(2, 9):
+        slot = take(pool, "a")
+        pool.offer(slot, 7, now)
+        for owner in range(100 * now, 100 * now + 100):
+            pool.sign(owner, now + 0.5)
+            pool.sign(owner, now, served=True)
+        assert [len(signs) for signs in pool._signs] == [100, 100]
+        pool.acknowledge(slot, 7)
 
 
 def test_an_owner_above_its_share_waits_until_the_others_have_theirs():
@@ -96,7 +143,7 @@ def test_owners_share_what_is_free_and_an_item_gets_a_run_of_it():
 
 
 def test_who_waits_longest_is_first():
-    pool = SlotPool(4, TIMES)
+    pool = SlotPool(5, TIMES)
     held = [take(pool, owner) for owner in "wxyz"]
     turns = turns_of({"a": 1, "b": 1, "c": 1})
     assert served(turns, pool) == []
