@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready
+from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
 from sglang_mixkv.decode.worker import Drop
 from sglang_mixkv.prefill import events as pev
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from tests.sim.network import Link
     from tests.sim.prefill import PrefillRank, Sender
     from tests.sim.process import Process
+    from tests.sim.spec import Request, Server, Where
     from tests.sim.world import World
 
 BOOKS = 4  # looks at a machine for one at its books, which take as long
@@ -39,6 +41,10 @@ class Checks:
         self._closed: set[tuple[DecodeRank, bytes, int]] = set()  # that peer knows it, or will
         self._cause: dict[tuple[PrefillRank, int], float] = {}  # what may settle a number's room
         self._ends: dict[PrefillRank, float] = {}  # the same, of any room
+        self._served: dict[tuple[Where, int], list[float]] = {}  # READYs to, reads from a server
+        self._heard: dict[tuple[Where, int], float] = {}  # first message of a generation
+        self._reader: dict[int, bytes] = {}  # by generation
+        self._lied: set[int] = set()  # stamps of READYs that may be lies
         self._lost: set[int] = set()  # stamps of ACKs that were not sent
 
     # -- books
@@ -54,11 +60,17 @@ class Checks:
         match event:
             case dev.Received(peer, message):
                 if type(message) is Ready:
+                    key = process.place.where, message.generation
+                    self._heard.setdefault(key, process.now)
+                    if self._lies(peer):
+                        self._lied.update(one.stamp for one in message.segments)
                     self._ready.update((process, one.stamp) for one in message.segments)
                 if type(message) is Fail or message.last:
                     self._closed.add((process, peer, message.generation))
             case pev.Received(connection, Open() as message):
                 self._cause[process, message.room] = process.now
+                self._heard.setdefault((process.place.where, message.generation), process.now)
+                self._reader[message.generation] = message.reader
                 self._progress[process, message.room] = self._running(process)
                 self._opens.setdefault(connection, []).append(message.generation)
                 self._over.discard((process, message.generation))  # doubled, and forgotten by now
@@ -69,6 +81,9 @@ class Checks:
                 self._ends[process] = process.now
                 for generation in self._opens.pop(event.connection, ()):
                     self.part_over(process, generation)
+            case pev.Unsent(message):
+                self._ends[process] = process.now
+                self.part_over(process, message.generation)
             case pev.Begin():
                 self._cause[process, event.room] = process.now
                 former = self._current.get((process, event.room))
@@ -85,14 +100,18 @@ class Checks:
             event = dev.PeerLost(event.peer, gone=True)
         if process.place.server.side == "decode":
             process.judge.handled(event, process.now)
+        elif type(event) is pev.Unsent and type(event.message) is Ready:
+            if any(process.offers(one.slot, one.stamp) for one in event.message.segments):
+                raise Finding("unsent", f"{process.name} keeps slots that nobody can read")
 
     def asked(self, process: Process, actions: list) -> None:
         """Of one look."""
         if process.place.server.side == "decode":
             for action in actions:
                 if type(action) is dev.StartRead:
+                    self._note_served(process, dev.instance_of(action.peer))
                     read = process.machine._segments._reads.get(action.read)
-                    process.judge.begun(action, read.segments if read is not None else ())
+                    process.judge.begun(action, read.segments)
                 elif type(action) is dev.Verdict:
                     process.judge.said(action)
         elif actions:
@@ -131,6 +150,10 @@ class Checks:
         if not (rank.broken or rank.hung or rank.hung_for or rank.stopped_for):
             raise Finding("last resort", f"{rank.name}: its channel runs")
 
+    def _lies(self, peer: bytes) -> bool:
+        liars = self.world.liars
+        return bool(liars) and self.world.place_of[dev.instance_of(peer)].server.number in liars
+
     def part_over(self, rank: PrefillRank, generation: int) -> None:
         """Either side has said so."""
         self._over.add((rank, generation))
@@ -160,12 +183,13 @@ class Checks:
         self._acked[rank, stamp] += 1
         if self._acked[rank, stamp] > self._ready[rank, stamp]:
             raise Finding("acks", f"{rank.name} acknowledges a READY twice")
-        if any(stamp in read.stamps for read in rank.reads.values()):
+        if stamp not in self._lied and any(stamp in read.stamps for read in rank.reads.values()):
             raise Finding("acks", f"{rank.name} acknowledges a slot that it still reads")
 
     def ready_sent(self, rank: PrefillRank, link: Link | None, ready: Ready) -> None:
         """`link`: None where the reader has gone, and this rank does not know it yet."""
         self._progress[rank, ready.room] = self._running(rank)
+        self._note_served(rank, self._reader[ready.generation])
         for one in ready.segments:
             if not memory.carries(rank.memory[one.slot], one.count, one.stamp):
                 raise Finding("slot", f"{rank.name} announces what is not in its slot")
@@ -174,6 +198,28 @@ class Checks:
             raise Finding("over", f"{rank.name} sends READY of a part that it knows to be over")
         if link is not None and link.instance != rank.instance:
             raise Finding("instance", f"{rank.name} serves a reader of its former instance")
+
+    def _note_served(self, rank: Process, other: bytes) -> None:
+        if (place := self.world.place_of.get(other)) is not None and self.world.spec.faults:
+            key = rank.place.where, place.server.number
+            self._served.setdefault(key, []).append(rank.now)
+
+    def was_heard(self, here: Server, request: Request, others: set[int]) -> bool:
+        """Whether each rank here that is in this request had a message of it when it served one of
+        these others for the last time, and for a while."""
+        unsure = Times(here.patience).unsure
+        ended = self.world.lives[request.id].ended
+        for receiver in self.world.groups[request.decode].handles[request.id]:
+            for rank in range(here.tp):
+                where = here.number, rank
+                since = self._heard.get((where, receiver.generation))
+                if since is None or (here.side == "decode" and receiver.rank.place.where != where):
+                    continue
+                for other in others:
+                    times = self._served.get((where, other), ())
+                    if any(since - unsure <= when <= ended for when in times):
+                        return False
+        return True
 
     def left(self, rank: PrefillRank, link: Link | None, message: Message) -> None:
         """`link`: None where it goes nowhere, and nobody knows."""
@@ -214,7 +260,8 @@ class Checks:
             raise Finding("settled", f"{rank.name} packs rows of a request that may be over")
 
     def used(self, rank: DecodeRank, job: dev.Unpack) -> None:
-        if not rank.valid[job.slot]:
+        lied = job.handle.request.request.prefill in self.world.liars
+        if not (rank.valid[job.slot] or lied):
             raise Finding("lease", f"{rank.name} used bytes of a slot that was another's by then")
 
     def verdict(self, rank: DecodeRank, receiver: Receiver, verdict: dev.Verdict) -> None:
@@ -229,7 +276,8 @@ class Checks:
                 raise Finding("late verdict", f"{rank.name}: {took:.2f} s after the target")
 
     def rows(self, rank: DecodeRank, receiver: Receiver, state: dev.State) -> None:
-        if state is dev.State.FAILED or receiver.given_back:
+        lied = receiver.request.prefill in self.world.liars
+        if state is dev.State.FAILED or receiver.given_back or lied:
             return
         request = receiver.request
         for token in range(request.first_token, request.prompt):
@@ -268,8 +316,9 @@ class Checks:
                 and not rank.broken
                 and not 1 <= acked <= count
                 and stamp not in self._lost
+                and stamp not in self._lied
             ):
-                raise Finding("acks", f"{rank.name}: a READY was acknowledged {acked} times")
+                raise Finding("acks", f"{rank.name}: READY {stamp} was acknowledged {acked} times")
         for rank, peer, generation in self._opened - self._closed:
             if rank.alive and not rank.broken:
                 raise Finding("fail", f"{rank.name} never tells {peer} that {generation} is over")
@@ -284,7 +333,7 @@ class Checks:
         for wrong in wrong_books(machine):
             raise Finding("books", f"{process.name}: {wrong}")
         is_decode = process.place.server.side == "decode"
-        if is_decode and any(state.probe for state in machine.breaker._states.values()):
+        if is_decode and any(state.probes for state in machine.breaker._states.values()):
             raise Finding("breaker", f"{process.name}: a probe that is over holds back others")
         slots = process.slots
         if slots.free_slots != slots.count:
@@ -294,7 +343,10 @@ class Checks:
         request, world = life.request, self.world
         if not life.decode_over or not life.prefill_over:
             raise Finding("ends", f"request {request.id} never ends")
-        clear_failed = any(fault.mode in ("clear", "action") for fault in world.spec.faults)
+        clear_failed = any(
+            fault.mode in ("clear", "action") or fault.kind == "device"
+            for fault in world.spec.faults
+        )
         allowed = life.by == "stock" or (life.by == "drafter" and clear_failed)
         if life.outcome == "failed" and not allowed:
             raise Finding("failed", f"request {request.id} by {life.by}: {life.reason}")

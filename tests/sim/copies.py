@@ -191,8 +191,6 @@ class Device:
         for owner in owners:
             rank.unblocked(owner)
             rank.left_gate(owner)
-            if owner.then is not None:
-                self._clock.after(0.001, self._noticed, [owner])
         rank.later("queue", self.rng.random() * 0.0004, rank.on_thread, self._look)
 
     def _look(self) -> None:

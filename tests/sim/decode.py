@@ -74,6 +74,7 @@ class Receiver(Gated):
             if handle.state is not None:
                 self.cleared = True
                 rank.world.checks.cleared(rank, self)
+                rank.later("scheduler", 0.0, rank.group.poll, self.request)
 
 
 class Links:
@@ -257,6 +258,9 @@ class DecodeRank(Process):
             receiver = action.handle.request
             self.awaiting.discard(receiver.generation)
             self.group.poll(receiver.request)
+
+    def is_over(self, event: Any) -> bool:
+        return type(event) is ev.OpenRoom and event.pending and event.handle.event.over
 
     def start_read(self, action: ev.StartRead) -> bool:
         begun = self.machine._segments._reads.get(action.read)

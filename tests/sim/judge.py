@@ -5,9 +5,9 @@ reads and no copies of its own, and compares after each event."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_mixkv.channel.messages import Fail, Ready
+from sglang_mixkv.channel.messages import Fail
 from sglang_mixkv.decode import events as ev
 from tests.sim.finding import Finding
 
@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 STRIKES = 3
 FIRST, LONGEST = 1.0, 30.0  # seconds that an open breaker waits for its next probe
-EARLY = False
-PROBE = 1e9  # seconds after which another may try
+PROBE = 2.0  # seconds after which another may try
 AGAIN = 600.0  # seconds in which a number whose request was not warm is doubted
 NONE = float("inf")
 EPS = 1e-6
@@ -25,12 +24,11 @@ EPS = 1e-6
 
 @dataclass(slots=True)
 class Part:
-    """How many segments were announced, are read by now or were, and are in place."""
+    """How many segments were announced, have a slot here or had one, and are in place."""
 
     announced: int = 0
     begun: int = 0
     placed: int = 0
-    reading: int = 0  # reads in flight
     last: bool = False
 
     @property
@@ -62,28 +60,31 @@ class Room:
         return min(calm, self.arrived + 5.0 * patience)
 
 
+class Reading(NamedTuple):
+    room: Room | None
+    peer: bytes
+    began: float
+
+
 @dataclass(slots=True)
 class Blame:
-    """Of a peer: its strikes in a row are `least` to `most`, as far as can be told."""
+    """Of a peer. `until`: no room is let through before then; `probes`: those that were."""
 
-    least: int = 0
-    most: int = 0
+    strikes: int = 0
     pause: float = 0.0
     until: float = 0.0
-    probe: int | None = None
-    since: float = 0.0
+    probes: set[int] = field(default_factory=set)
 
     @property
     def is_open(self) -> bool:
-        return self.least >= STRIKES
+        return self.strikes >= STRIKES
 
 
 @dataclass
 class Judge:
     rank: DecodeRank
     rooms: dict[int, Room] = field(default_factory=dict)
-    reads: dict[int, tuple[Room, bytes, int]] = field(default_factory=dict)
-    began: dict[int, float] = field(default_factory=dict)  # reads
+    reads: dict[int, Reading] = field(default_factory=dict)
     blames: dict[bytes, Blame] = field(default_factory=dict)
     numbers: dict[int, float] = field(default_factory=dict)  # not warm the last time, since
 
@@ -117,14 +118,13 @@ class Judge:
         room = self.rooms[event.generation] = Room(event, parts, now, cold=found)
         for peer in parts:
             if (blame := self.blames.get(peer)) is not None and blame.is_open:
-                blame.probe, blame.since = event.generation, now
+                blame.probes.add(event.generation)
+                blame.until = now + PROBE
         room.warm = not found and not parts
 
     def _holds(self, peer: bytes, now: float) -> bool:
         blame = self.blames.get(peer)
-        if blame is None or not blame.is_open:
-            return False
-        return now < blame.until or (blame.probe is not None and now < blame.since + PROBE)
+        return blame is not None and blame.is_open and now < blame.until
 
     def _target(self, event: ev.TargetArrived, now: float) -> None:
         room = self.rooms.get(event.generation)
@@ -139,8 +139,7 @@ class Judge:
         message, room = event.message, self.rooms.get(event.message.generation)
         if type(message) is Fail:
             if message.code == "restarted" and not any(
-                type(one) is ev.Forget and one.peer == event.peer
-                for one in self.rank.machine._out
+                type(one) is ev.Forget and one.peer == event.peer for one in self.rank.machine._out
             ):
                 raise self.wrong("forget", f"{event.peer} was restarted, and is not asked anew")
             return
@@ -156,20 +155,16 @@ class Judge:
 
     def begun(self, action: ev.StartRead, segments: Any) -> None:
         """A read, of so many segments of one room."""
-        room = self.rooms.get(segments[0].room.generation) if segments else None
+        room = self.rooms.get(segments[0].room.generation)
+        self.reads[action.read] = Reading(room, action.peer, self.rank.now)
         if room is not None:
-            part = room.parts[action.peer]
-            part.begun += len(segments)
-            part.reading += 1
-            self.reads[action.read] = room, action.peer, len(segments)
-            self.began[action.read] = self.rank.now
+            room.parts[action.peer].begun += len(segments)
 
     def _read(self, event: ev.ReadEnded, now: float) -> None:
-        room, peer, _ = self.reads.get(event.read, (None, b"", 0))
-        if room is not None:
-            room.parts[peer].reading -= 1
-            if not (event.error or now > self.began[event.read] + self._limit(room)):
-                room.progress = now
+        read = self.reads[event.read]
+        room = read.room
+        if room is not None and not (event.error or now > read.began + self._limit(room)):
+            room.progress = now
 
     def _limit(self, room: Room) -> float:
         """Of a read."""
@@ -188,11 +183,14 @@ class Judge:
             for source in room.opened.sources:
                 if source.heads == job.heads and source.peer in room.parts:
                     room.parts[source.peer].placed += 1
-                    self._came(source.peer, room)
+                    if room.parts[source.peer].placed == 1:
+                        self._came(source.peer)
 
-    def _came(self, peer: bytes, room: Room) -> None:
-        if EARLY:
-            self.blames.pop(peer, None)
+    def _came(self, peer: bytes) -> None:
+        """The first segment of a room: others are let through, until the next strike."""
+        if (blame := self.blames.get(peer)) is not None and blame.is_open:
+            blame.strikes = STRIKES - 1
+            blame.probes.clear()
 
     # -- rooms that end by an event
 
@@ -206,8 +204,8 @@ class Judge:
             room.cold = found
             if found == "deadline":
                 self._check_deadline(room, now)
-            for peer, sure in self._guilty(event, room, now):
-                self._strike(peer, generation, now, sure)
+            for peer in self._guilty(event, room, now):
+                self._strike(peer, generation, now)
             self._release(generation)
 
     def _check_deadline(self, room: Room, now: float) -> None:
@@ -216,32 +214,32 @@ class Judge:
             still = now - max(room.arrived or now, room.progress)
             raise self.wrong("deadline", f"cold {still:.3f} s after progress, {room.arrived}")
 
-    def _guilty(self, event: Any, room: Room, now: float) -> list[tuple[bytes, bool]]:
-        """Peers that the room's end counts against, and whether it surely does."""
+    def _guilty(self, event: Any, room: Room, now: float) -> list[bytes]:
+        """Peers that the room's end counts against."""
         if room.cold == "deadline":
-            found = []
-            for peer, part in room.parts.items():
-                waits = part.begun < part.announced
-                if not part.complete and not (EARLY and waits and not part.reading):
-                    found.append((peer, not waits))
-            return found
+            late = [peer for peer, part in room.parts.items() if not part.complete]
+            return [peer for peer in late if not self._waits(room, peer, now)]
         if room.cold == "read":
-            limit = now - self._limit(room)
-            for number, (whose, peer, _) in self.reads.items():
+            limit = now - self._limit(room) + EPS
+            for number, read in self.reads.items():
                 ends = type(event) is ev.ReadEnded and number == event.read
-                late = type(event) is ev.Tick and self.began[number] <= limit + EPS
-                if whose is room and (ends or late):
-                    return [(peer, True)]
-            raise self.wrong("strike", "a read is said to fail, and none has")
-        if room.cold == "lost" and type(event) is ev.PeerLost:
-            return [] if event.gone else [(event.peer, True)]
+                if read.room is room and (ends or (type(event) is ev.Tick and read.began <= limit)):
+                    return [read.peer]
+            raise self.wrong("strike", "a read is said to have failed, and none has")
+        if room.cold == "lost":
+            return [] if event.gone or event.generation is not None else [event.peer]
         return []
+
+    def _waits(self, room: Room, peer: bytes, now: float) -> bool:
+        """For a slot of this rank, of which it has none itself for long."""
+        part, since = room.parts[peer], now - 0.3 * self.rank.place.times.patience
+        reads = [read.began for read in self.reads.values() if read.peer == peer]
+        return part.begun < part.announced and all(began > since for began in reads)
 
     def _ends(self, event: Any, now: float) -> None:
         machine, patience = self.rank.machine, self.rank.place.times.patience
         if type(event) is ev.ReadEnded:
-            self.reads.pop(event.read, None)
-            self.began.pop(event.read, None)
+            del self.reads[event.read]
         for generation, room in self.rooms.items():
             if room.cold or room.warm:
                 continue
@@ -258,6 +256,8 @@ class Judge:
                 raise self.wrong("late", f"room {generation} still waits, {waited} since progress")
             elif type(event) is ev.PeerLost and event.peer in parts:
                 part = parts[event.peer]
+                if event.generation not in (None, generation):
+                    continue
                 if not (part.complete if event.gone else part.last):
                     raise self.wrong("lost", f"room {generation} still waits for {event.peer}")
         if type(event) is ev.PeerLost and event.gone:
@@ -266,27 +266,21 @@ class Judge:
 
     # -- breakers
 
-    def _strike(self, peer: bytes, generation: int, now: float, sure: bool) -> None:
+    def _strike(self, peer: bytes, generation: int, now: float) -> None:
         blame = self.blames.setdefault(peer, Blame())
+        if blame.is_open and generation not in blame.probes:
+            return
+        blame.strikes += 1
         if blame.is_open:
-            if blame.probe != generation:
-                return
-            if not sure and self.rank.machine.breaker._states[peer].until < now:
-                return
-            blame.pause = min(2 * blame.pause, LONGEST)
-        else:
-            blame.least, blame.most = blame.least + sure, blame.most + 1
-            if blame.least < STRIKES <= blame.most and peer in self.rank.machine.breaker.open_peers():
-                blame.least = blame.most
-            if not blame.is_open:
-                return
-            blame.pause = FIRST
-        blame.until, blame.probe = now + blame.pause, None
+            blame.pause = min(2 * blame.pause, LONGEST) or FIRST
+            blame.until = now + blame.pause
+            blame.probes.clear()
 
     def _release(self, generation: int) -> None:
         for blame in self.blames.values():
-            if blame.probe == generation:
-                blame.probe = None
+            if blame.probes == {generation}:
+                blame.until = 0.0
+            blame.probes.discard(generation)
 
     def _compare(self) -> None:
         """Which breakers are open."""

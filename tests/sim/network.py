@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_mixkv.channel.messages import decode
+from sglang_mixkv.channel.messages import Ready, decode
 from sglang_mixkv.decode import events as dev
 from sglang_mixkv.prefill import events as pev
 
@@ -38,6 +38,7 @@ class Link:
         self.slow_until = 0.0
         self.doubles = 0
         self.closed = False
+        self.heard: list[Ready] = []  # that a liar has sent
         self._arrivals = {"prefill": 0.0, "decode": 0.0}
         self._connect()
         self.world.links.append(self)
@@ -60,6 +61,10 @@ class Link:
 
     def to_decode(self, frame: bytes) -> None:
         self._carry("decode", frame)
+        if self.place.server.number in self.world.liars:
+            message = decode(frame)
+            if type(message) is Ready:
+                self.heard.append(message)
 
     def _carry(self, way: str, frame: bytes) -> None:
         now, rng = self.clock.now, self.rng

@@ -54,6 +54,8 @@ class Sender(Gated):
                 self.at_last = True
                 rank.awaiting.discard(self.number)
                 rank.world.checks.last_resort(rank, self.target_at)
+            if self.handle.settled and not (self.succeeded or self.copies):
+                rank.later("scheduler", 0.001, rank.group.poll, self.request)
         return self.succeeded
 
 
@@ -169,7 +171,7 @@ class PrefillRank(Process):
                     checks.packs(self, job.handle.sender)
             case ev.Settled(use):
                 checks.settled(self, use.sender)
-            case ev.Note(what):
+            case ev.Note():
                 checks.noted(self, action)
 
     def after(self, action: ev.Action) -> None:
@@ -178,6 +180,9 @@ class PrefillRank(Process):
             sender.settled = True
             self.awaiting.discard(sender.number)
             self.group.poll(sender.request)
+
+    def is_over(self, event: Any) -> bool:
+        return type(event) is ev.AddChunk and event.pending and event.pages.events[0].over
 
     # -- copies
 

@@ -106,6 +106,8 @@ class Process:
             call(*args)
         except Blocked:
             owner.then = call, args
+            if not owner.copies:  # a query said "not yet" of what is over
+                self.later("scheduler", 0.001, self.unblocked, owner)
 
     def unblocked(self, owner: Gated) -> None:
         """A copy of it has ended."""
@@ -142,6 +144,8 @@ class Process:
         if self.world.log is not None:
             self.world.note(self.name, event)
         self.world.checks.handled(self, event)
+        if self.is_over(event):  # and was, before the thread knew that it has to ask
+            self.later("queue", self.rng.random() * 0.0005, self.on_thread, self.look)
         self._want_tick()
         if self._acts:
             return
@@ -174,6 +178,8 @@ class Process:
                 self._hung = deque((self.perform, (rest,)) for rest in actions[number:])
                 return
             self.perform(action)
+        if self.worker._copies.done:  # what could not be started
+            self.later("queue", 0.0, self.on_thread, self.look)
 
     def perform(self, action: object) -> None:
         """Some raise in place of being done."""
@@ -194,6 +200,10 @@ class Process:
     def before(self, action: Any) -> None: ...
 
     def after(self, action: Any) -> None: ...
+
+    def is_over(self, event: Any) -> bool:
+        """The forward that it says is under way."""
+        return False
 
     # -- the channel thread alone hangs in an action, or ends
 

@@ -76,7 +76,7 @@ class Place:
     """An address. `process`: the instance that is there now."""
 
     def __init__(self, server: Server, rank: int, heads: int) -> None:
-        self.server, self.rank = server, rank
+        self.server, self.rank, self.where = server, rank, (server.number, rank)
         self.layout = layout_of(heads, server.tp, rank)
         self.slot_bytes = slot_bytes(heads, server.tp, server.tokens)
         self.times = Times(server.patience)
@@ -102,6 +102,7 @@ class World:
         self.places: dict[tuple[int, int], Place] = {}
         self.groups: list[Group] = []
         self.lives = {request.id: Life(request) for request in spec.requests}
+        self.liars: set[int] = set()  # prefill servers, once they have lied
         self.untouched: list[Life] = []  # requests with which no fault has to do, at the end
         self._build()
 
