@@ -75,6 +75,7 @@ NOTES = {
     "cold_repeated": Kind(
         "their room number came again, and its last request was not warm", "Nothing", logged=False
     ),
+    "cold_unsent": Kind("a message of the room could not be made", TRACEBACK, logged=False),
     "cold_broken": Kind(
         "the channel did not decide in time, or has ended", "See decode's log", logged=False
     ),

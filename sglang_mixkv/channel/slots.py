@@ -5,22 +5,21 @@
 
 On prefill a slot is taken to be packed, offered with its READY, and free again with the ACK.
 Without an ACK it is free `slot_aside` seconds later, when nothing can read it any more. On decode a
-slot is taken for a read, is offered while that runs, and free when its rows were copied out or
+slot is taken for a read, is offered from there on, and free when its rows were copied out or
 nothing can land in it.
 
 An owner is a reader on prefill, and a prefill rank on decode. One owner cannot starve the others:
 it holds half of the slots at most, and no more than an equal share of three quarters among the
-owners that hold or want any. Nor can many that are gone together, as the ranks of one server: a
-quarter stays free, of the slots that an owner has not outlived. It has outlived one that was
-offered before its own last sign of life, and that is offered still. So owners that are gone hold
-three quarters, and those that live share the rest, one slot each.
+owners that hold or want any. The last quarter is for owners that hold none, one slot each. Of that
+half goes to any, which may be gone together, as the ranks of one server; the rest to those that
+have outlived slots: these were offered before the owner's last sign of life, and are still.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from sglang_mixkv.channel.times import Times
@@ -90,21 +89,19 @@ class SlotPool:
         return int(not held and free > self._kept_from(owner))
 
     def _kept_from(self, owner: Hashable) -> int:
-        """How many stay free behind this owner's first. The last eighth is for those that were
-        served: who was heard alone may not read what it gets, or not send what it has."""
-        heard, served = [self._left_by(signs.get(owner)) for signs in self._signs]
-        return min(served // 4, max(heard // 4, self.count // 8))
-
-    def _left_by(self, sign: float | None) -> int:
-        """How many slots there are beside those that it outlives."""
-        older = 0 if sign is None else bisect_right([*self._offered.values()], (sign, 1 << 63))
-        return self.count - older
+        """How many stay free behind this owner's first: an eighth, or a quarter of what it has not
+        outlived. Who was heard and not served may not read what it gets, or not send."""
+        heard, served = (signs.get(owner, -1.0) for signs in self._signs)
+        offered = [since for since, _ in self._offered.values()]
+        left = self.count - bisect_right(offered, max(heard, served))
+        kept = min(left // 4, self.count // 8)
+        return kept if offered and served >= offered[0] else max(kept, self.count // 16)
 
     def sign(self, owner: Hashable, now: float, served: bool = False) -> None:
         """It lives. `served`: a slot was read; otherwise a message came, whose sender may be gone
         since then, with others that hold slots."""
         signs, when = self._signs[served], now if served else now - self._times.unsure
-        oldest = next(iter(self._offered.values()), (float("inf"), 0))[0]
+        oldest, _ = next(iter(self._offered.values()), (float("inf"), 0))
         while signs and signs[first := next(iter(signs))] < oldest:
             del signs[first]
         if when >= oldest:
@@ -124,19 +121,19 @@ class SlotPool:
         assert slot not in self._offered
         self._offered[slot] = now, stamp
 
-    def acknowledge(self, slot: int, stamp: int, read: float | None = None) -> bool:
-        """Free an offered slot; False where it is not offered under this stamp. `read`: when its
-        owner said so; None: it cannot have been."""
-        if self._offered.get(slot, (0.0, None))[1] != stamp:
-            return False
-        if read is not None:
-            self.sign(self._owner[slot], read, served=True)
-        self.free(slot)
-        return True
-
-    def end_read(self, slot: int) -> None:
-        """What was read into it is its owner's."""
-        del self._offered[slot]
+    def acknowledge(self, slots: Iterable[tuple[int, int]], read: float | None = None) -> list[int]:
+        """Free offered slots of one owner. Those that are not offered under their stamps. `read`:
+        when it said so; None: they cannot have been."""
+        owner, wrong = None, []
+        for slot, stamp in slots:
+            if self._offered.get(slot, (0.0, None))[1] == stamp:
+                owner = self._owner[slot]
+                self.free(slot)
+            else:
+                wrong.append(slot)
+        if read is not None and owner is not None:
+            self.sign(owner, read, served=True)
+        return wrong
 
     def free(self, slot: int) -> None:
         owner = self._owner.pop(slot)

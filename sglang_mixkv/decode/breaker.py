@@ -48,7 +48,6 @@ class Breaker:
         """A segment of its draft KV."""
         if (state := self._states.get(peer)) is not None and state.is_open:
             state.strikes = STRIKES - 1
-            state.probes.clear()
 
     def forget(self, peer: bytes) -> None:
         """All its draft KV of a room came, or its server is gone."""

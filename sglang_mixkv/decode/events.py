@@ -93,13 +93,10 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class PeerLost(msgspec.Struct, frozen=True):
-    """A message to this peer could not be sent. `gone`: it is dropped, and will not come back.
-    `generation`: this one's message was at fault, not the peer."""
+    """A message to this peer could not be sent. `gone`: it is dropped, and will not come back."""
 
     peer: Peer
     gone: bool = False
-    generation: Generation | None = None
-    why: str = "a message could not be sent"
 
 
 class ReadEnded(msgspec.Struct, frozen=True):
@@ -219,11 +216,11 @@ Action = Send | StartRead | Copy | Verdict | Forget | Note
 
 
 def undone(action: Action, detail: str) -> Event | None:
-    """What to handle in the place of an action that raised, and was not done. The slots of an ACK
-    that did not leave expire."""
+    """What to handle in the place of an action that raised, and was not done. A message concerns
+    its generation alone; the slots of an ACK expire."""
     match action:
-        case Send(peer, Open() | Fail() as message):
-            return PeerLost(peer, generation=message.generation, why=detail)
+        case Send(peer, Open(generation=generation) | Fail(generation=generation)):
+            return Received(peer, Fail(0, generation, "unsent", detail))
         case StartRead(read):
             return ReadEnded(read, detail)
         case Copy(jobs):

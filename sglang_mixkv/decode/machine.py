@@ -138,19 +138,18 @@ class Machine:
         part = room.parts.get(peer) if room is not None else None
         if room is not None and part is not None and not part.last and room.wants:
             part.last = True  # and is not answered
-            code = message.code if message.code in PREFILL_CODES else "other"
-            self._go_cold(room, f"prefill_{code}", message.detail, peer)
+            code = "prefill_" + (message.code if message.code in PREFILL_CODES else "other")
+            code = "unsent" if message.code == "unsent" else code  # not by prefill
+            self._go_cold(room, code, message.detail, peer)
 
     def _peer_lost(self, event: ev.PeerLost) -> None:
         """A peer that is gone is not read from any more either, and gets no strike."""
-        strikes = () if event.gone or event.generation else (event.peer,)
         for room in list(self._rooms.values()):
             part = room.parts.get(event.peer)
             if part is None or not room.wants or (part.complete if event.gone else part.last):
                 continue
-            if event.generation in (None, room.generation):
-                why = "its server was given up" if event.gone else event.why
-                self._go_cold(room, "lost", why, event.peer, strikes=strikes)
+            why = "its server was given up" if event.gone else "a message could not be sent"
+            self._go_cold(room, "lost", why, event.peer, strikes=[event.peer] * (not event.gone))
         if event.gone:
             self.breaker.forget(event.peer)
 
@@ -175,7 +174,7 @@ class Machine:
         read.failed = True
         room = read.segments[0].room
         if room.wants:
-            self._go_cold(room, "read", detail, read.peer, strikes=(read.peer,))
+            self._go_cold(room, "read", detail, read.peer, strikes=[read.peer])
 
     def _copied(self, event: ev.Copied) -> None:
         rooms: dict[Room, None] = {}
@@ -259,10 +258,8 @@ class Machine:
             if waiting and self._clock - waiting[0].since >= room.limits.unread:
                 self._go_cold(room, "slots", "no slot was free to read it", waiting[0].peer)
             elif room.wants and self._clock >= room.deadline(self._times):
-                late, since = room.missing(), self._clock - self._times.shortest_wait
-                no_place = self._segments.has_no_place
-                strikes = [peer for peer in late if not no_place(room, peer, since)]
-                self._go_cold(room, "deadline", "its KV did not come", *late, strikes=strikes)
+                late = self._segments.late(room, self._clock - self._times.shortest_wait)
+                self._go_cold(room, "deadline", "its KV is late", *room.missing(), strikes=late)
 
     # -- output and books
 

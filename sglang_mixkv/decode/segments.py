@@ -91,8 +91,6 @@ class Segments:
     def end_read(self, number: int, now: float, error: str) -> PendingRead:
         """The read of this number. Its segments are acknowledged."""
         read = self._reads.pop(number)
-        for segment in read.segments:
-            self._slots.end_read(segment.slot)
         if not error:
             self._slots.sign(read.peer, now, served=True)
         if self._slots.barred:
@@ -107,18 +105,17 @@ class Segments:
         self._slots.barred.update(read.peer for read in found)
         return found
 
-    def has_no_place(self, room: Room, peer: ev.Peer, since: float) -> bool:
-        """Whether a segment waits for a slot of this rank, and no read of this peer's that began
-        before then holds any."""
-        waits = any(one.peer == peer for one in room.of_stage(Stage.WAITING))
-        return waits and all(read.began > since for read in self._of(peer))
-
-    def _of(self, peer: ev.Peer) -> list[PendingRead]:
-        return [read for read in self._reads.values() if read.peer == peer]
+    def late(self, room: Room, since: float) -> list[ev.Peer]:
+        """Peers whose rows are missing, and not for want of slots of this rank alone: a read of
+        their own began before then."""
+        waiting = {segment.peer for segment in room.of_stage(Stage.WAITING)}
+        waiting -= {read.peer for read in self._reads.values() if read.began <= since}
+        return [peer for peer in room.missing() if peer not in waiting]
 
     def not_read(self, peer: ev.Peer, announced: Iterable[Announced]) -> list[Announced]:
         """Those that no read in flight has."""
-        stamps = {one.announced.stamp for read in self._of(peer) for one in read.segments}
+        reads = [read for read in self._reads.values() if read.peer == peer]
+        stamps = {segment.announced.stamp for read in reads for segment in read.segments}
         return [one for one in announced if one.stamp not in stamps]
 
     def copy(self, segment: Segment) -> None:

@@ -121,20 +121,16 @@ class Machine:
             case Open() as opened:
                 self._opened(event.connection, opened)
             case Ack(slots):
-                for slot, stamp in slots:
-                    if not self.slots.acknowledge(slot, stamp, self._clock):
-                        self._out.append(ev.Note("unknown_ack", b"", f"slot {slot}"))
+                for slot in self.slots.acknowledge(slots, self._clock):
+                    self._out.append(ev.Note("unknown_ack", b"", f"slot {slot}"))
             case Fail(generation=generation):
-                self._end_part(generation)
+                if (part := self._parts.get(generation)) is not None:
+                    self._over(part)
 
     def _unsent(self, event: ev.Unsent) -> None:
         if isinstance(event.message, Ready):
-            for one in event.message.segments:
-                self.slots.acknowledge(one.slot, one.stamp)
-        self._end_part(event.message.generation)
-
-    def _end_part(self, generation: int) -> None:
-        if (part := self._parts.get(generation)) is not None:
+            self.slots.acknowledge((one.slot, one.stamp) for one in event.message.segments)
+        if (part := self._parts.get(event.message.generation)) is not None:
             self._over(part)
 
     def _opened(self, connection: ev.Connection, opened: Open) -> None:

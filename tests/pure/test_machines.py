@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 from rig.books import wrong_books
+from rig.driven import Prefill
 
 from sglang_mixkv.channel.messages import MAX_LIST, Ack, Announced, Open, Ready, draws, fail
-from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.channel.slots import SLOTS, SlotPool, quota_of, share_of
 from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
 from sglang_mixkv.decode.breaker import STRIKES
@@ -282,3 +284,111 @@ def test_a_number_is_fetched_again_behind_a_warm_request_alone(warm: bool, later
     rooms.handle(dev.CloseRoom(10, "" if warm else "failed"), 0.1)
     (send,) = of(dev.Send, rooms.handle(room(11, ROOM), later))
     assert send.message.wanted == (range(4) if warm or later > 600 else range(0))
+
+
+# ---------------------------------------------------------------- room numbers used again
+
+
+def orders(*lines: str) -> Iterator[tuple[str, ...]]:
+    """All ways to merge these sequences of events."""
+    if not any(lines):
+        yield ()
+    for n, line in enumerate(lines):
+        if line:
+            for rest in orders(*lines[:n], line[1:], *lines[n + 1 :]):
+                yield (line[0], *rest)
+
+
+@pytest.mark.parametrize("former", ["bct", "bc", "b"])
+def test_a_numbers_next_use_gets_its_draft_kv_in_any_order(former: str) -> None:
+    """The end of the former use may be behind all of the next one's, and so may its target. The
+    other orders are decode's to prevent (`Numbers`)."""
+    count = 0
+    for order in orders(former + "e", "BCT", "o", "O"):
+        at = order.index
+        if at("o") > min(at("O"), at("B"), at("e")) or at("b") > min(at("B"), at("O")):
+            continue
+        count += 1
+        rank = Prefill()
+        for event in order:
+            use, generation = ("b", 1) if event in "bcteo" else ("B", 2)
+            match event.lower():
+                case "b":
+                    rank.do(pev.Begin(use, ROOM))
+                case "c":
+                    rank.do(pev.AddChunk(use, 0, 16, last=True, pages=use))
+                case "t":
+                    rank.do(pev.TargetSent(use))
+                case "e":
+                    rank.do(pev.End(use))
+                case "o":
+                    rank.open(ROOM, generation=generation)
+        assert rank.pages.get(2) == {"B"}, order
+        assert rank.pages.get(1, {"b"}) == {"b"}, order
+        assert "B" in rank.settled, order
+        rank.do(pev.End("B"))
+        rank.until(601.0, 1.0)
+        assert (rank.machine.left(), rank.books) == ({}, []), order
+    assert count > 2
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_an_open_behind_a_use_that_was_given_up_is_the_next_ones(given_up: bool) -> None:
+    """It settled without this reader. Before, it waited for it."""
+    rank = Prefill()
+    rank.open(ROOM, OTHER, 1, readers=2)
+    rank.begin("b", ROOM, 16, "b")
+    rank.do(pev.TargetSent("b"))
+    rank.wait(1.001 if given_up else 0.999)
+    assert ("b" in rank.settled) == given_up
+    rank.open(ROOM, READER, 2, readers=2)
+    assert rank.pages.get(2) == (None if given_up else {"b"})
+    rank.do(pev.End("b"))
+    rank.begin("B", ROOM, 16, "B")
+    assert rank.pages.get(2) == ({"B"} if given_up else {"b"})
+
+
+def test_no_owner_has_more_than_its_share_however_long_it_holds() -> None:
+    """Owners that take turns, and hold what they have."""
+    for owners in range(1, 9):
+        rank = Prefill()
+        for number in range(1, 1 + owners):
+            rank.slow.add(b"reader%02d" % number)
+            rank.open(number, b"reader%02d" % number)
+            rank.begin(number, number, 10_000)
+        held = list(rank.slots.held.values())
+        assert max(held) == quota_of(SLOTS)
+        assert sum(held) == [32, 48, 49, 50, 51, 52, 53, 54][owners - 1]
+        for _ in range(400):
+            rank.acknowledge(1)
+        held = list(rank.slots.held.values())
+        assert len(held) == owners
+        assert max(held) <= share_of(SLOTS, owners), "they share alike in the end"
+
+
+def test_a_message_that_cannot_be_made_costs_its_own_part_alone() -> None:
+    """Of a READY the slots are free at once, of an ACK they expire. Its reader is as before."""
+    rank = Prefill()
+    rank.slow.add(READER)
+    for number in (1, 2):
+        rank.open(number)
+        rank.begin(number, number, 40)
+    stamps = {slot: stamp for _, (slot, stamp) in rank.unread}
+    assert len(stamps) == rank.slots.offered == 8
+    first = tuple(Announced(*slot, 10) for _, slot in rank.unread[:4])
+    ready = Ready(1, 1, 0, 0, first, last=True)
+    event = pev.undone(pev.Send(READER, ready), "MemoryError")
+    rank.do(event)
+    assert rank.slots.offered == 4
+    rank.do(event)
+    assert rank.slots.offered == 4
+    rank.open(3)
+    rank.begin(3, 3, 400)
+    rank.do(pev.undone(pev.Send(READER, fail(3, 3, "slow", "")), "MemoryError"))
+    sent = rank.sent[3]
+    rank.acknowledge()
+    assert rank.sent[3] == sent < 400
+    rank.open(4)
+    rank.begin(4, 4, 40)
+    assert rank.sent[4] == 40
+    assert dev.undone(dev.Send(PREFILL, Ack(())), "MemoryError") is None

@@ -35,17 +35,16 @@ def offered(pool: SlotPool, now: float, *owners: str) -> list[int]:
     return found
 
 
-SIGNS = [  # of the newcomer's life, by when: 12 of 16 slots were offered at 10.0
+SIGNS = [  # of the newcomer's life, by when: 14 of 16 slots were offered at 10.0
     (None, 0.0, 0), (True, 9.9, 0), (False, 9.9, 0), (False, 10 + TIMES.unsure - 1e-3, 0),
     (True, 10.0, 1), (False, 10 + TIMES.unsure + 1e-3, 1),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("served", "when", "given"), SIGNS)
-def test_the_last_quarter_is_for_owners_that_have_outlived_the_others(served, when, given):
-    """And that hold none."""
+def test_the_last_quarter_is_for_owners_that_hold_none_and_half_of_it_outlived(served, when, given):
     pool = SlotPool(16, TIMES)
-    assert len(offered(pool, 10.0, *"abcdefgh")) == 12
+    assert [len(offered(pool, 10.0, owner)) for owner in "abcdefgh"] == [8, 4, 1, 1, 0, 0, 0, 0]
     if served is not None:
         pool.sign("x", when, served)
     assert len(drain(pool, "x")) == given
@@ -53,17 +52,20 @@ def test_the_last_quarter_is_for_owners_that_have_outlived_the_others(served, wh
     assert take(pool, "y") is None
 
 
-def test_the_last_eighth_is_for_those_that_were_served():
+def test_the_last_slots_are_for_those_that_were_served():
     """And a quarter of what each has not outlived stays free: they may be gone by now, too."""
     pool, owners = SlotPool(64, TIMES), range(200)
-    assert len(offered(pool, 0.0, *owners)) == 48
+    assert len(offered(pool, 0.0, *owners)) == 56
     for owner in owners:
         pool.sign(owner, 1.0)
-    assert len(offered(pool, 1.0, *owners)) == 8
+    assert len(offered(pool, 1.0, *owners)) == 4
     for owner in owners:
         pool.sign(owner, 2.0, served=True)
-    assert len(offered(pool, 3.0, *owners)) == 6
-    assert pool.free_slots == 2
+    assert len(offered(pool, 3.0, *owners)) == 3
+    assert take(pool, 199) is None
+    for owner in owners:
+        pool.sign(owner, 4.0)
+    assert len(offered(pool, 5.0, *owners)) == 1, "they had been served"
     assert take(pool, 199) is None
 
 
@@ -80,7 +82,7 @@ def test_signs_of_life_are_kept_while_a_slot_is_offered_that_they_outlive():
             pool.sign(owner, now + 0.5)
             pool.sign(owner, now, served=True)
         assert [len(signs) for signs in pool._signs] == [100, 100]
-        pool.acknowledge(slot, 7)
+        assert pool.acknowledge([(slot, 7)], now + 0.9) == []
 
 
 def test_an_owner_above_its_share_waits_until_the_others_have_theirs():
@@ -104,13 +106,13 @@ def test_an_offered_slot_is_free_with_its_own_ack_or_after_a_while():
     one, other = take(pool, "a"), take(pool, "b")
     pool.offer(one, 7, 0.0)
     pool.offer(other, 8, 1.0)
-    for slot, stamp in ((one, 8), (one, 0), (other, 7), (99, 7), (-1, 7)):
-        assert not pool.acknowledge(slot, stamp)
+    wrong = [(one, 8), (one, 0), (other, 7), (99, 7), (-1, 7)]
+    assert pool.acknowledge(wrong, 2.0) == [slot for slot, _ in wrong]
+    assert pool._signs == ({}, {})
     assert (pool.offered, pool.free_slots) == (2, 6)
     assert pool.expire(TIMES.slot_aside - 0.01) == []
     assert pool.expire(TIMES.slot_aside) == [one]
-    assert not pool.acknowledge(one, 7)
-    assert pool.acknowledge(other, 8)
+    assert pool.acknowledge([(one, 7), (other, 8)]) == [one]
     assert (pool.offered, pool.free_slots, list(wrong_slots(pool))) == (0, 8, [])
 
 
@@ -143,7 +145,7 @@ def test_owners_share_what_is_free_and_an_item_gets_a_run_of_it():
 
 
 def test_who_waits_longest_is_first():
-    pool = SlotPool(5, TIMES)
+    pool = SlotPool(4, TIMES)
     held = [take(pool, owner) for owner in "wxyz"]
     turns = turns_of({"a": 1, "b": 1, "c": 1})
     assert served(turns, pool) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,17 +14,21 @@ from rig.threads import (
     CANARY,
     HEADS,
     SEGMENT,
+    SLOTS,
     Channel,
+    Decode,
     Event,
     Prefill,
     wait_for,
 )
 
 from sglang_mixkv.channel import copies
+from sglang_mixkv.channel.times import Times
 from sglang_mixkv.draft.layout import SlotCheck
 from sglang_mixkv.draft.rows import DraftRows
 
 TOKENS = 20  # three segments
+PATIENCE = 3  # a busy machine of two cores
 
 
 @pytest.fixture
@@ -87,11 +92,63 @@ def test_a_slot_that_changed_under_a_read_is_not_used(channel: Channel, offset: 
     assert channel.request(2) == ("warm", "")
 
 
+# ---------------------------------------------------------------- who is gone
+
+
+@pytest.mark.parametrize("vanish", [False, True])
+def test_readers_that_end_before_their_draft_kv_is_packed_cost_nobody_a_request(
+    vanish: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than there are slots. Their READYs cannot be sent, and their slots are free at once; or
+    their host takes them into its kernel, and one slot is left."""
+    with Channel(Times(PATIENCE)) as channel:
+        prefill, gone, worker = channel.prefill, list[Decode](), channel.prefill.channel
+        send, dead = worker._send, set[bytes]()
+
+        def sends(action: Any) -> None:
+            if action.connection not in dead:
+                send(action)
+
+        for number in range(SLOTS + 1):
+            gone.append(Decode(channel.times))
+            gone[-1].reach(prefill.row)
+            gone[-1].open(100 + number, 60, prefill.instance)
+        assert wait_for(lambda: worker.left().get("parts") == len(gone))
+        dead.update(worker._machine._open)
+        for one in gone:
+            one.close()
+        if vanish:
+            monkeypatch.setattr(worker, "_send", sends)
+        time.sleep(0.2)  # their connections are ended
+        sent = [prefill.send(100 + number, 60) for number in range(len(gone))]
+        assert wait_for(lambda: prefill.slots.free_slots == (SLOTS // 8 if vanish else SLOTS))
+        time.sleep(channel.times.unsure)
+        for room in range(20):
+            assert channel.request(room, 60, arrived=True) == ("warm", "")
+        for one in sent:
+            worker.end(one)
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 64, -(1 << 63), 1 << 200])
+def test_a_room_number_that_is_none_costs_its_own_room(channel: Channel, number: int) -> None:
+    """Whose OPEN cannot be made, or not be read."""
+    others = [channel.open(room, TOKENS) for room in (11, 12, 13)]
+    bad = channel.open(number, TOKENS)
+    assert channel.state(bad) == ("cold", "unsent")
+    channel.decode.channel.close(bad, "timeout")
+    for room, other in zip((11, 12, 13), others, strict=True):
+        sent = channel.prefill.send(room, TOKENS)
+        assert channel.state(other) == ("warm", "")
+        channel.end(sent, other)
+    assert channel.request(14) == ("warm", "")
+    assert channel.decode.notes.seen == ["cold_unsent"]
+
+
 # ---------------------------------------------------------------- what raises, what ends
 
 
 ACTIONS = [
-    ("decode", "Send", ("cold", "lost")), ("decode", "StartRead", ("cold", "read")),
+    ("decode", "Send", ("cold", "unsent")), ("decode", "StartRead", ("cold", "read")),
     ("decode", "Copy", ("cold", "unpack")), ("decode", "Verdict", ("cold", "broken")),
     ("decode", "Note", ("warm", "")),
     ("prefill", "Send", ("cold", "deadline or protocol")),

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank, Receiver
     from tests.sim.network import Link
     from tests.sim.prefill import PrefillRank, Sender
-    from tests.sim.process import Process
+    from tests.sim.process import Gated, Process
     from tests.sim.spec import Request, Server, Where
     from tests.sim.world import World
 
-BOOKS = 4  # looks at a machine for one at its books, which take as long
+BOOKS = 3  # looks at a machine that did something for one at its books, which take as long
 PROMPT = 0.01  # gathering
 SLACK = 0.5  # ticks and copies, on top of a deadline
 
@@ -100,8 +100,9 @@ class Checks:
             event = dev.PeerLost(event.peer, gone=True)
         if process.place.server.side == "decode":
             process.judge.handled(event, process.now)
-        elif type(event) is pev.Unsent and type(event.message) is Ready:
-            if any(process.offers(one.slot, one.stamp) for one in event.message.segments):
+        elif type(event) is pev.Unsent:
+            announced = getattr(event.message, "segments", ())
+            if any(process.offers(one.slot, one.stamp) for one in announced):
                 raise Finding("unsent", f"{process.name} keeps slots that nobody can read")
 
     def asked(self, process: Process, actions: list) -> None:
@@ -142,6 +143,12 @@ class Checks:
         self.last_resort(rank, receiver.target_at)
         self.rows(rank, receiver, receiver.verdict)
 
+    def polled(self, rank: Process, handle: Gated, is_over: bool) -> None:
+        """By SGLang, once it has nothing else to wait for."""
+        waited = self._running(rank) - handle.target_at + handle.slow_by
+        if not is_over and waited > 2 * rank.place.times.whole_wait + 1.0:
+            raise Finding("undecided", f"{rank.name}: {waited:.2f} s after the target")
+
     def last_resort(self, rank: Process, target_at: float) -> None:
         """SGLang's scheduler has decided in the channel's place."""
         waited = self.world.clock.now - target_at
@@ -170,7 +177,7 @@ class Checks:
 
     def undone(self, process: Process, action: object) -> None:
         """It has raised: what it would have sent is lost."""
-        if type(action) is dev.Send and type(action.message) is Fail:
+        if type(action) is dev.Send and type(action.message) in (Open, Fail):
             self._closed.add((process, action.peer, action.message.generation))
         elif type(action) is dev.Send and type(action.message) is Ack:
             self._lost.update(stamp for _, stamp in action.message.slots)

@@ -66,6 +66,9 @@ class Receiver(Gated):
         worker.target_arrived(handle)
         if handle.state is None and worker.is_lost(handle):
             rank.blocking(self, self._clear_now)
+        event = handle.event
+        if event is None or event.over:
+            rank.world.checks.polled(rank, self, handle.state is not None)
 
     def _clear_now(self) -> None:
         rank, handle = self.rank, self.handle
@@ -133,7 +136,7 @@ class DecodeRank(Process):
         self.receivers: dict[int, Receiver] = {}  # by generation
         self.reads: dict[int, Read] = {}
         self.read_faults: list[list] = []  # fate, of this peer, so many
-        self.job_of: dict[int, tuple[Receiver, ev.Job]] = {}
+        self.job_of: dict[int, tuple[Receiver, range | None]] = {}  # heads; None: to be cleared
         self.known: dict[tuple[int, bytes], list[bytes]] = {}  # peers, by prefill server and name
         self.dialed: set[bytes] = set()  # peers with a link, or one that the thread will take
         self.stuck = 0.0  # seconds that reads of the fate "stuck" hold their slots
@@ -211,7 +214,7 @@ class DecodeRank(Process):
         receiver.note_target(self)
         if receiver.verdict is None:
             self.awaiting.add(receiver.generation)
-        self.clock.after(self.worker._slowest + 0.05, self.group.poll_again, receiver.request)
+        self.group.poll_on(receiver.request, self.worker._slowest)
         self.group.poll(receiver.request)
 
     def close(self, receiver: Receiver, reason: str) -> None:
@@ -247,7 +250,7 @@ class DecodeRank(Process):
                 checks.decode_sends(self, action.peer, action.message)
             case ev.Copy(jobs):
                 for job in jobs:
-                    self.job_of[job.job] = job.handle.request, job
+                    self.job_of[job.job] = job.handle.request, getattr(job, "heads", None)
             case ev.Verdict(handle):
                 checks.verdict(self, handle.request, action)
             case ev.Note():

@@ -9,11 +9,11 @@ from tests.sim.network import READ_FAULTS
 from tests.sim.spec import Chunk, Fault, Request, Server, Spec, Where
 
 SCENES = (
-    *("any",) * 16, "dead_plane", "probe", "stopped", "stopped", "dead_readers", "dead_readers",
-    "unopened", "reuse", "waiting", "waiting", "ended", "ended", "restart", "hung", "hung", "gone",
-    "liar",
+    *("any",) * 24, "dead_plane", "probe", "stopped", "stopped", "dead_readers", "dead_readers",
+    "unopened", "reuse", "waiting", "waiting", "crowded", "ended", "ended", "restart", "hung",
+    "hung", "gone", "liar", "numbers",
 )  # fmt: skip
-LARGE = 0.03  # how many clusters have up to 16 ranks a server; each takes as long as ten others
+LARGE = 0.02  # how many clusters have up to 16 ranks a server; each takes as long as ten others
 PATIENCE = (1.0,) * 8 + (2.0, 3.0, 0.5, 0.3, 0.1)
 KINDS = (
     *("stop",) * 5, *("kill",) * 4, *("break",) * 3, *("reads",) * 4,
@@ -42,7 +42,7 @@ class Draw:
         self._add_servers(sizes, most)
         self._add_requests()
         faults = self._faults_of_scene()
-        for _ in range(rng.choice((0, 1, 1, 2, 3) if self.scene == "any" else (0, 0, 0, 1))):
+        for _ in range(rng.choice((0, 1, 1, 2, 3) if self.scene == "any" else (0, 0, 0, 0, 1))):
             faults.append(self._fault())
         if rng.random() < (0.03 if self.scene == "any" else 0.3):
             self._add_late(faults)
@@ -59,7 +59,7 @@ class Draw:
         decodes = rng.randint(1, 3) if self.large else 1 + two
         if scene in ("stopped", "dead_readers"):
             prefills, decodes = 1 if scene == "dead_readers" else prefills, max(2, decodes)
-        elif scene == "waiting":
+        elif scene in ("waiting", "crowded"):
             prefills, decodes = 2, 1
         sides = ["prefill"] * prefills + ["decode"] * decodes
         for number, side in enumerate(sides):
@@ -69,10 +69,10 @@ class Draw:
             match scene:
                 case "stopped":
                     slots = rng.choice((2, 8, 8))
-                case "waiting":
+                case "waiting" | "crowded":
                     tp, slots = 1, 8 if side == "prefill" else 2
                 case "dead_readers":
-                    dead = max(size for size in sizes if size <= (16 if self.large else 4))
+                    dead = sizes[0] * rng.choice((2, 4, 8, 8, 16)) // (1 + sizes[0] // 3)
                     tp, slots = 1 if side == "prefill" else dead if number == 1 else tp, 8
                     slots = rng.choice((8, 8, 16)) if side == "prefill" else slots
             tokens, page = rng.randint(2, 6), rng.choice((1, 1, 2, 4, 8))
@@ -85,16 +85,18 @@ class Draw:
     def _add_requests(self) -> None:
         rng, arrival = self.rng, 0.0
         many = rng.randint(5, 8)
-        count = {"dead_plane": many, "probe": many + 2, "waiting": many, "ended": 3}
-        count["dead_readers"] = many - 2
+        count = {"dead_plane": many + 1, "probe": many + 1, "waiting": many, "ended": 3}
+        count["dead_readers"], count["crowded"] = many - 2, many
         usual = rng.randint(5, 20) if self.large else rng.randint(1, 4)
         for number in range(count.get(self.scene, usual)):
             self.requests.append(self._request(number, arrival))
             arrival += rng.choice((0.0, 0.005, 0.1, 0.5)) * rng.random()
             if self.scene == "dead_plane":
-                arrival += rng.choice((0.2, 1.0, 2.5))
+                arrival += rng.choice((0.2, 1.0, 1.0, 2.5))
+            if self.scene == "crowded" and number > 1:
+                arrival += 0.3
             if self.scene == "probe":
-                arrival += 0.3 if number < 3 else rng.choice((0.2, 0.5, 1.1))
+                arrival += 0.1 if number < 3 else rng.choice((0.3, 0.8, 1.2))
             if self.scene == "stopped" and number == 0:
                 arrival += rng.uniform(55, 75)
 
@@ -106,13 +108,16 @@ class Draw:
         decode = former.decode if former else self._server_of("decode", number)
         page = servers[decode].page
         prompt = rng.randint(1, 40 if rng.random() < 0.2 else 16)
-        if self.scene in ("dead_readers", "waiting"):
+        if self.scene in ("dead_readers", "waiting", "crowded"):
             prompt = rng.randint(16, 40)
         first = rng.choice((0, 0, 0, rng.randint(0, prompt // page))) * page
         start = min(first // servers[prefill].page * servers[prefill].page, prompt)
         late = self.scene == "ended" and self.late_prefill  # decode ends the first two before
+        name, odd = 1000 + number, 0.4 if self.scene == "numbers" else 0.02
+        if self.scene != "stopped" and rng.random() < odd:  # no message can have such a one
+            name = rng.choice((-name, (1 << 64) + name))
         return Request(
-            number, former.number if former else 1000 + number, prefill, decode, arrival, prompt,
+            number, former.number if former else name, prefill, decode, arrival, prompt,
             first, self._chunks(prompt - start, servers[prefill].page),
             prefill_delay=rng.uniform(0.1, 0.5) * (3 - number % 2) if late else self._delay(0.01),
             decode_delay=0.0 if former else self._delay(0.01),
@@ -135,7 +140,7 @@ class Draw:
             server = of_side[number >= self.busy]
         if self.scene == "probe":
             server = of_side[0]
-        if self.scene == "waiting":
+        if self.scene in ("waiting", "crowded"):
             server = of_side[number > 1 and len(of_side) > 1]
         return server.number
 
@@ -149,8 +154,8 @@ class Draw:
         for size in sizes:
             long = rng.random() < (0.7 if self.scene in ("reuse", "ended") else 0.2)
             seconds = rng.choice((0.001, 0.01, 0.02, 0.3 if long else 0.005)) * rng.random()
-            if self.scene == "probe" and rng.random() < 0.3:
-                seconds += rng.choice((0.5, 1.5, 3.0))
+            if self.scene == "probe" and len(self.requests) > 3 and rng.random() < 0.3:
+                seconds += rng.choice((1.5, 2.5, 4.0))
             found.append(Chunk(size, bool(size) and rng.random() < 0.4, seconds))
         if sizes[-1] and rng.random() < 0.1:
             found.append(Chunk(0, False, 0.001))
@@ -209,6 +214,9 @@ class Draw:
                 found = [Fault("reads", 0.0, rank, stuck, prefill, "stuck", 2)]
                 found.append(Fault("reads", 0.0, rank, 80.0, other, "slow", 4))
                 return found + [Fault("slow", 0.0, rank, 3.0, other)] * rng.randint(0, 1)
+            case "crowded":
+                stuck = rng.uniform(5, 30)
+                return [Fault("reads", 0.0, rank, stuck, prefill, "stuck", rng.randint(1, 3))]
             case "stopped":
                 seconds = self.requests[-1].arrival + rng.uniform(-0.02, 0.05)
                 where, mode = rng.choice((rank, rank, prefill)), self._stop_mode()
@@ -240,7 +248,7 @@ class Draw:
                 ]
             case "liar":
                 when = first.arrival + rng.random() * 0.02
-                return [Fault("lies", when, prefill, 0.3, rank, "", rng.randint(5, 40))]
+                return [Fault("lies", when, prefill, 0.3, rank, "", rng.randint(3, 20))]
             case "unopened":
                 cut = Fault("cut", 0.0, rank, rng.uniform(0.5, 4), prefill)
                 other = self._rank(first.prefill)

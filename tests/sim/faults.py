@@ -116,7 +116,7 @@ class Liar:
     def _message(self, link: Link, reader: DecodeRank) -> Message:
         rng, rooms = self._rng, list(reader.machine._rooms.values())
         one = rng.choice(rooms).opened if rooms else None
-        number = one.bootstrap_room if one else 1000
+        number = abs(one.bootstrap_room) & ((1 << 63) - 1) if one else 1000
         generation = one.generation if one and rng.random() < 0.9 else rng.randint(1, 1 << 40)
         heard = link.heard
         if heard and rng.random() < 0.5:
@@ -176,17 +176,21 @@ def _restart(world: World, group: Group) -> None:
 
 
 def is_spared(world: World, request: Request) -> bool:
-    """Whether it has to be warm: no fault is on a server of its own, both have the usual patience,
-    and at both there are slots for it, whatever ranks of servers with a fault hold.
+    """Whether it has to be warm: its number can be sent, no fault is on a server of its own, both
+    have the usual patience, and at both there are slots for it, whatever ranks of servers with a
+    fault hold.
 
     A late request comes when all is over. Left out besides: a server of fewer than eight slots, or
-    of fewer slots than ranks that may want one; and a request that said nothing since just before
-    its server last served one with a fault. Those that hold slots and are gone say nothing either,
-    and what is kept from these is kept from it (SlotPool.allowed): its ranks are not heard until
-    its KV is there, and some tenths of a second do not tell who is gone.
+    where more living ranks may want one than there are, or than the quarter that is left of them;
+    and a request whose last message is older than the last slot that a rank with a fault got, or
+    newer by less than `Times.unsure`. Those that hold slots and are gone say nothing either, and
+    what is kept from them is kept from it (SlotPool.allowed), until it says something, or for
+    `slot_aside`.
     """
     own = (request.prefill, request.decode)
-    hit = {fault.where[0] for fault in world.spec.faults if _concerns(fault, request)}
+    if not 0 <= request.number < 1 << 64:
+        return False
+    hit = {fault.where[0] for fault in world.spec.faults}
     if request.late:
         lasting = {"broken", "device"}
         hit = {fault.where[0] for fault in world.spec.faults if fault.kind in lasting} & {*own}
@@ -195,15 +199,12 @@ def is_spared(world: World, request: Request) -> bool:
             one.number: max(1, one.tp // here.tp)
             for one in world.spec.servers if one.side != here.side
         }  # fmt: skip
-        if here.patience < 1 or here.number in hit or sum(holders.values()) > here.slots:
-            return False
         dead = hit & {*holders}
+        living = sum(count for number, count in holders.items() if number not in dead)
+        if here.patience < 1 or here.number in hit:
+            return False
+        if living > (here.slots // 4 if dead else here.slots):
+            return False
         if dead and (here.slots < 8 or not world.checks.was_heard(here, request, dead)):
             return False
     return True
-
-
-def _concerns(fault: Fault, request: Request) -> bool:
-    """A server has several names, and loses one at a time."""
-    one_name = fault.kind in ("drop", "relink")
-    return not one_name or fault.mode.encode() == request.name

@@ -175,13 +175,13 @@ class Judge:
         if event.result is not ev.Result.DONE:
             return
         for number in event.jobs:
-            receiver, job = self.rank.job_of[number]
+            receiver, heads = self.rank.job_of[number]
             room = self.rooms.get(receiver.generation)
-            if room is None or type(job) is ev.Clear:
+            if room is None or heads is None:
                 continue
             room.progress = now
             for source in room.opened.sources:
-                if source.heads == job.heads and source.peer in room.parts:
+                if source.heads == heads and source.peer in room.parts:
                     room.parts[source.peer].placed += 1
                     if room.parts[source.peer].placed == 1:
                         self._came(source.peer)
@@ -190,7 +190,6 @@ class Judge:
         """The first segment of a room: others are let through, until the next strike."""
         if (blame := self.blames.get(peer)) is not None and blame.is_open:
             blame.strikes = STRIKES - 1
-            blame.probes.clear()
 
     # -- rooms that end by an event
 
@@ -227,7 +226,7 @@ class Judge:
                     return [read.peer]
             raise self.wrong("strike", "a read is said to have failed, and none has")
         if room.cold == "lost":
-            return [] if event.gone or event.generation is not None else [event.peer]
+            return [] if event.gone else [event.peer]
         return []
 
     def _waits(self, room: Room, peer: bytes, now: float) -> bool:
@@ -244,20 +243,22 @@ class Judge:
             if room.cold or room.warm:
                 continue
             parts = room.parts
-            if all(part.complete for part in parts.values()):
+            for part in parts.values():
+                if not (part.last and part.placed == part.announced):
+                    break
+            else:
                 room.warm = True
                 for peer, part in parts.items():
                     if part.announced:
                         self.blames.pop(peer, None)
                 if not machine._rooms[generation].decided:
                     raise self.wrong("late", f"room {generation} is complete, and not warm")
-            elif type(event) is ev.Tick and room.due(patience) < now - EPS:
+                continue
+            if type(event) is ev.Tick and room.due(patience) < now - EPS:
                 waited = f"{now - room.arrived:.2f} s for the target, {now - room.progress:.2f} s"
                 raise self.wrong("late", f"room {generation} still waits, {waited} since progress")
             elif type(event) is ev.PeerLost and event.peer in parts:
                 part = parts[event.peer]
-                if event.generation not in (None, generation):
-                    continue
                 if not (part.complete if event.gone else part.last):
                     raise self.wrong("lost", f"room {generation} still waits for {event.peer}")
         if type(event) is ev.PeerLost and event.gone:

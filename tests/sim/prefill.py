@@ -56,6 +56,7 @@ class Sender(Gated):
                 rank.world.checks.last_resort(rank, self.target_at)
             if self.handle.settled and not (self.succeeded or self.copies):
                 rank.later("scheduler", 0.001, rank.group.poll, self.request)
+            rank.world.checks.polled(rank, self, self.succeeded)
         return self.succeeded
 
 
@@ -134,7 +135,7 @@ class PrefillRank(Process):
     def target_sent(self, sender: Sender) -> None:
         sender.note_target(self)
         self.awaiting.add(sender.number)
-        self.clock.after(self.worker._slowest + 0.05, self.group.poll_again, sender.request)
+        self.group.poll_on(sender.request, self.worker._slowest)
 
     def end(self, sender: Sender, reason: str) -> None:
         """In the scheduler's thread. A request that failed is ended first; one that succeeded gives

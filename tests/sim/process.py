@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FINE, COARSE = 0.1, 1.0  # between ticks, where a deadline is near and where none is
 MEDIUM = 0.4  # where a rank has little patience, so that a second is a long time
-REFUSED = OverflowError, TypeError  # what raises where a message cannot be encoded
+REFUSED = OverflowError, ValueError  # what raises where a message cannot be encoded
 
 
 class Injected(Exception): ...
@@ -35,6 +35,8 @@ class Process:
     alone. `worker`: its code."""
 
     tick: object
+    judge: Any = None
+    device: Any = None
     machine: Any
     worker: Borrowed
 
@@ -55,7 +57,8 @@ class Process:
         self._parked: list[tuple[object, Callable, tuple]] = []
         self._last: dict[object, float] = {}
         self._tick_time: float | None = None
-        self._coarse = COARSE if world.patience > 0.5 else MEDIUM
+        is_decode = place.server.side == "decode"  # a prefill rank's clock stops with it
+        self._coarse = MEDIUM if is_decode and world.patience < 0.5 else COARSE
         self._stop: tuple[str, float] | None = None
         self._hang: tuple[str, float] | None = None  # of which action, or "", and for how long
         self._hung: deque[tuple[Callable, tuple]] | None = None  # what waits for the thread
@@ -72,6 +75,15 @@ class Process:
     @property
     def hung(self) -> bool:
         return self._hung is not None
+
+    def copiers_end(self) -> None:
+        for one in (
+            *getattr(self, "senders", {}).values(),
+            *getattr(self, "receivers", {}).values(),
+        ):
+            one.copies.clear()
+        self.worker._copies = self.device = None
+        self._first, self._parked, self._hung = [], [], None
 
     # -- threads
 
@@ -138,14 +150,19 @@ class Process:
 
     def _handle(self, event: object, now: float) -> None:
         self.now = self._at = now
-        self.world.checks.event(self, event)
+        checks, is_tick = self.world.checks, event is self.tick  # of which most events are
+        if not is_tick:
+            checks.event(self, event)
         self.worker._handle(event)
         self._at = None
         if self.world.log is not None:
             self.world.note(self.name, event)
-        self.world.checks.handled(self, event)
-        if self.is_over(event):  # and was, before the thread knew that it has to ask
-            self.later("queue", self.rng.random() * 0.0005, self.on_thread, self.look)
+        if not is_tick:
+            checks.handled(self, event)
+            if self.is_over(event):  # and was, before the thread knew that it has to ask
+                self.later("queue", self.rng.random() * 0.0005, self.on_thread, self.look)
+        elif self.judge is not None:
+            self.judge.handled(event, now)
         self._want_tick()
         if self._acts:
             return
@@ -164,11 +181,13 @@ class Process:
         """At the end of a look, which may have taken several events."""
         self._acts = False
         actions = self.machine.actions()
+        if not actions:
+            return
         if self.world.log is not None:
             self.world.note_actions(self.name, actions)
         self.world.checks.books(self)
         self.world.checks.asked(self, actions)
-        if actions and self._stop is not None and self._stop[0] == "emitted":
+        if self._stop is not None and self._stop[0] == "emitted":
             cut = self.rng.randint(0, len(actions) - 1)
             self._first += [(self.perform, (action,)) for action in actions[cut:]]
             actions = actions[:cut]

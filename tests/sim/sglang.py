@@ -97,6 +97,13 @@ class Group:
         if not (handles and all(one.has_target for one in handles)):
             self.fail(request, what)
 
+    def poll_on(self, request: Request, slowest: float) -> None:
+        """Where nothing happens it is polled all the same; at a time before the last resort, and
+        from that on."""
+        if self.world.hangs:
+            self.clock.after(slowest * self.rng.random(), self.step, 0.0, self.poll, request)
+        self.clock.after(slowest + 0.05, self.poll_again, request)
+
     def poll_again(self, request: Request) -> None:
         """Until all ranks are done with it."""
         if request.id in self.handles:

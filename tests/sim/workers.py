@@ -3,7 +3,6 @@ rest, without their threads, sockets and data planes."""
 
 from __future__ import annotations
 
-from inspect import getattr_static
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,8 @@ class Blocked(BaseException):
 
 
 class VirtualGate(Gate):
+    """What a handle's own gate is made into, since a gate takes long to make."""
+
     def close(self) -> None:
         if not self.shut():
             raise Blocked
@@ -33,7 +34,7 @@ class Sending(SendHandle):
 
     def __init__(self, room: int) -> None:
         super().__init__(room)
-        self.gate = VirtualGate()
+        self.gate.__class__ = VirtualGate
 
     def __repr__(self) -> str:
         return f"use {self.sender.number}" if hasattr(self, "sender") else "a new use"
@@ -44,7 +45,7 @@ class Receiving(ReceiveHandle):
 
     def __init__(self, pages: Any, page_size: int, event: Any) -> None:
         super().__init__(pages, page_size, event)
-        self.gate = VirtualGate()
+        self.gate.__class__ = VirtualGate
 
     def __repr__(self) -> str:
         return f"handle {self.opened.generation}"
@@ -113,8 +114,8 @@ class Borrowed:
         self.__dict__.update(more)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr_static(self._of, name)
-        if not isinstance(found, FunctionType):
+        found = next((of.__dict__[name] for of in self._of.__mro__ if name in of.__dict__), None)
+        if type(found) is not FunctionType:
             return getattr(self._of, name)
         module = found.__module__
         if module not in self._code:

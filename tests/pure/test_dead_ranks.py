@@ -1,0 +1,211 @@
+"""Ranks that are gone, or hang, by the dozen: what others get of a rank's slots."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from rig.driven import TOKENS, Decode, Prefill
+
+from sglang_mixkv.channel.slots import SLOTS
+from sglang_mixkv.decode.breaker import STRIKES
+from sglang_mixkv.decode.events import ReadEnded
+from sglang_mixkv.prefill.events import End
+
+RANKS = (8, 19, 64, 128)
+LIVING = tuple(b"living%02d" % n for n in range(12))
+EVERYTHING = 7 * SLOTS // 8
+LONG = 60  # segments of a request that fills what it may
+
+
+def names(kind: bytes, ranks: int) -> list[bytes]:
+    return [b"%b%04d" % (kind, n) for n in range(ranks)]
+
+
+def serve(rank: Prefill, readers: tuple[bytes, ...], first: int) -> list[int]:
+    """A request of each; those that did not get all of their draft KV."""
+    rooms = range(first, first + len(readers))
+    for room, reader in zip(rooms, readers, strict=True):
+        rank.open(room, reader)
+    for room in rooms:
+        rank.request(room, 20 * TOKENS)
+    rank.wait(1.2)
+    rank.do(*map(End, rooms))
+    return [room for room in rooms if rank.sent.get(room) != 20 * TOKENS]
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["unreachable", "vanished"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_readers_that_are_gone_leave_slots_to_those_that_live(ranks: int, fails: bool) -> None:
+    """`busy` ones were in service, and hold slots; requests of the others are computed later.
+    `known` readers have acknowledged something before."""
+    for busy, known, readers in product((0, 2, ranks), (False, True), (1, 4)):
+        rank, dead, case = Prefill(), names(b"dead", ranks), f"{busy} {known} {readers}"
+        if known:
+            assert not serve(rank, LIVING[:readers], 90_000)
+        rank.slow.update(dead)
+        for number, reader in enumerate(dead):
+            rank.now += 1e-4
+            rank.open(1 + number, reader)
+            if number < busy:
+                rank.request(1 + number, LONG * TOKENS)
+                rank.acknowledge(3)
+        (rank.unreachable if fails else rank.gone).update(dead)
+        for number in range(busy, ranks):
+            rank.now += 1e-4
+            rank.request(1 + number, LONG * TOKENS)
+        assert SLOTS - rank.slots.free_slots <= EVERYTHING + (SLOTS // 32 if busy else 0), case
+        assert not fails or busy or rank.slots.free_slots == SLOTS, "nobody can read them"
+        rank.wait(rank.times.unsure * 1.1)
+        for turn in range(2):
+            assert serve(rank, LIVING[:readers], 100_000 + 100 * turn) == [], (case, turn)
+        assert rank.books == []
+
+
+def test_a_request_goes_on_whose_reader_reads_while_others_die() -> None:
+    """Its OPEN came long before, and it acknowledges what it had."""
+    rank = Prefill()
+    rank.slow.update(LIVING)
+    for room, reader in enumerate(LIVING, 1):
+        rank.open(room, reader)
+        rank.request(room, LONG * TOKENS)
+    dead = names(b"dead", 64)
+    for number, reader in enumerate(dead):
+        rank.open(1000 + number, reader)
+    rank.gone.update(dead)
+    rank.wait(0.5)
+    for number in range(64):
+        rank.request(1000 + number, LONG * TOKENS)
+    while rank.unread:
+        rank.acknowledge(1)
+        rank.now += 1e-3
+    assert rank.fails == {}
+    assert all(rank.sent[room] == LONG * TOKENS for room in range(1, 13))
+
+
+@pytest.mark.parametrize("ranks", range(1, 10))
+def test_requests_that_were_open_when_a_few_readers_die_are_served(ranks: int) -> None:
+    """Their readers have shown nothing since, and cannot be told from those."""
+    rank, dead = Prefill(), names(b"dead", ranks)
+    for number, reader in enumerate([*dead, *LIVING], 1):
+        rank.open(number, reader)
+    rank.gone.update(dead)
+    for number in range(1, 1 + ranks + len(LIVING)):
+        rank.now += 1e-3
+        rank.request(number, LONG * TOKENS)
+    assert all(rank.sent[number] == LONG * TOKENS for number in range(1 + ranks, 13 + ranks))
+
+
+def test_a_second_crash_leaves_slots_too() -> None:
+    """Its ranks have outlived the first one's, and had acknowledged something since then."""
+    rank = Prefill()
+    for crash in range(2):
+        dead = names(b"dead%d" % crash, 128)
+        assert serve(rank, tuple(dead[:16]), 1000 + 5000 * crash) == []
+        for number, reader in enumerate(dead):
+            rank.open(2000 + 5000 * crash + number, reader)
+        rank.gone.update(dead)
+        rank.wait(0.5)
+        for number in range(128):
+            rank.request(2000 + 5000 * crash + number, LONG * TOKENS)
+        rank.wait(1.0)
+        assert rank.slots.free_slots == (8, 2)[crash]
+        assert serve(rank, LIVING[:4], 50_000 + 1000 * crash) == []
+
+
+# ---------------------------------------------------------------- decode
+
+
+def ask(rank: Decode, peer: bytes, generation: int, segments: int = 4) -> tuple[str, str]:
+    """What becomes of a request, whose target is there with the first READY."""
+    rank.open(generation, peer, segments=segments)
+    rank.ready(generation, segments, peer, last=True)
+    rank.arrive(generation)
+    rank.wait(1.2)
+    rank.close(generation)
+    return rank.verdicts[generation]
+
+
+def hang(rank: Decode, ranks: int, apart: float, segments: int = 40) -> list[bytes]:
+    hung = names(b"hung", ranks)
+    rank.hung.update(hung)
+    for number, peer in enumerate(hung):
+        rank.open(number, peer, segments=segments)
+        for at in range(0, segments, 8):
+            rank.ready(number, 8, peer, last=at + 8 == segments)
+        rank.wait(apart)
+    return hung
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("ranks", [18, *RANKS])
+def test_prefill_ranks_whose_reads_hang_leave_slots_to_the_others(ranks: int, known: bool) -> None:
+    rank = Decode()
+    if known:
+        assert ask(rank, b"healthy0", 1000)[0] == "warm"
+    hang(rank, ranks, 1e-4)
+    assert SLOTS - rank.slots.free_slots <= EVERYTHING
+    rank.wait(rank.times.unsure * 1.1)
+    for generation in range(2000, 2025):
+        assert ask(rank, b"healthy0", generation) == ("warm", "")
+    assert rank.strikes(b"healthy0") == 0
+    rank.end_reads("late")
+    rank.close(*range(ranks))
+    assert (rank.slots.free_slots, rank.machine.left(), rank.books) == (SLOTS, {}, [])
+
+
+def test_ranks_that_hang_one_by_one_leave_slots_to_those_in_service() -> None:
+    rank = Decode()
+    for turn, peer in enumerate(names(b"hung", 128)):
+        rank.hung.add(peer)
+        rank.open(turn, peer, segments=40)
+        rank.ready(turn, 8, peer)
+        rank.wait(0.2)
+        assert ask(rank, b"healthy0", 1000 + turn) == ("warm", ""), turn
+        assert rank.slots.free_slots >= SLOTS // 16
+    assert rank.slots.free_slots == SLOTS // 16
+    assert ask(rank, b"healthy1", 3000)[0] == "cold", "it is not known whether it delivers"
+    assert rank.strikes(b"healthy1") == 0
+
+
+@pytest.mark.parametrize("patience", [0.1, 1.0, 3.0])
+def test_a_peer_with_an_overdue_read_gets_no_slot_until_it_has_ended(patience: float) -> None:
+    rank, peer = Decode(patience=patience), b"hung"
+    rank.hung.add(peer)
+
+    def given(generation: int) -> bool:
+        reading = len(rank.reading)
+        rank.open(generation, peer)
+        rank.ready(generation, 1, peer)
+        return len(rank.reading) > reading
+
+    assert given(1)
+    rank.wait(rank.times.read * 0.99)
+    assert given(2)
+    rank.wait(rank.times.read * 0.02)
+    assert not given(3)
+    first, second = rank.reading
+    rank.do(ReadEnded(second.read, "late"))
+    assert not given(4), "the other one is overdue"
+    rank.reading = [first]
+    rank.end_reads("late")
+    assert len(rank.reading) == 2, "those that waited"
+    assert given(5)
+    assert rank.books == []
+
+
+def test_a_peer_whose_segments_wait_for_our_slots_gets_no_strike() -> None:
+    """One whose own reads take them up does."""
+    rank = Decode(8)
+    hung = hang(rank, 8, 0.2, segments=8)
+    assert rank.slots.free_slots == 0
+    for number in range(len(hung)):
+        rank.arrive(number)
+    rank.wait(1.2)
+    assert {rank.verdicts[number] for number in range(len(hung))} == {("cold", "deadline")}
+    assert [rank.strikes(peer) for peer in hung] == [int(peer in rank.slots.held) for peer in hung]
+    for generation in range(100, 100 + 2 * STRIKES):
+        assert ask(rank, b"healthy0", generation, 2) == ("cold", "deadline")
+    assert rank.strikes(b"healthy0") == 0
+    rank.end_reads("late")
+    assert ask(rank, b"healthy0", 200, 2) == ("warm", "")

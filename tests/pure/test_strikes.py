@@ -1,0 +1,260 @@
+"""What a cold room says of its peers: whom it strikes, which breaker opens, and what closes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from rig.driven import PREFILL, Decode
+
+from sglang_mixkv.channel.messages import Open, Ready
+from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode.breaker import LONGEST_WAIT, PROBE, STRIKES
+from sglang_mixkv.decode.machine import PREFILL_CODES
+from sglang_mixkv.series import COLD
+
+OTHER = b"other___"
+
+
+def wait(rank: Decode) -> None:
+    rank.arrive(1)
+    rank.wait(1.1)
+
+
+def half(rank: Decode) -> None:
+    """Of the room comes from the other one."""
+    rank.ready(1, 4, OTHER, last=True)
+    wait(rank)
+
+
+def result(found: dev.Result) -> Callable[[Decode], None]:
+    def act(rank: Decode) -> None:
+        rank.result = found
+        rank.ready(1)
+
+    return act
+
+
+def no_slot(rank: Decode) -> None:
+    rank.slots._free.clear()
+    rank.ready(1)
+    rank.wait(rank.times.unread)
+
+
+def stopped(rank: Decode) -> None:
+    rank.now += 5.1
+    rank.do(dev.Tick())
+
+
+def hangs(rank: Decode) -> None:
+    rank.hung.add(PREFILL)
+    rank.ready(1)
+    rank.wait(rank.times.read)
+
+
+def breaks(rank: Decode) -> None:
+    rank.broken.add(PREFILL)
+    rank.ready(1)
+
+
+def lost(**more: object) -> Callable[[Decode], None]:
+    return lambda rank: rank.do(dev.PeerLost(PREFILL, **more))
+
+
+def undone(rank: Decode) -> None:
+    to, message = next(one for one in rank.sends if isinstance(one[1], Open))
+    event = dev.undone(dev.Send(to, message), "OverflowError")
+    assert event is not None
+    rank.do(event)
+
+
+COLDS: list[tuple[str, Callable[[Decode], None], set[bytes]]] = [
+    ("deadline", wait, {PREFILL, OTHER}), ("deadline", half, {PREFILL}),
+    ("lost", lost(), {PREFILL}), ("lost", lost(gone=True), set()),
+    ("read", hangs, {PREFILL}), ("read", breaks, {PREFILL}),
+    ("slots", no_slot, set()), ("stalled", stopped, set()), ("unsent", undone, set()),
+    ("stale", result(dev.Result.STALE), set()), ("unpack", result(dev.Result.ERROR), set()),
+    ("protocol", lambda rank: rank.ready(1, 5), set()),
+    *(
+        ("prefill_" + code, lambda rank, code=code: rank.fail(1, code), set())
+        for code in (*PREFILL_CODES, "other")
+    ),
+]  # fmt: skip
+AT_ONCE = ("no_drafter", "mismatch", "breaker", "repeated")  # nothing is asked for
+
+
+def test_the_table_has_every_reason() -> None:
+    """But for those that the machine does not decide."""
+    assert {reason for reason, _, _ in COLDS} | {*AT_ONCE, "broken", "other"} == set(COLD)
+
+
+@pytest.mark.parametrize(("reason", "act", "struck"), COLDS)
+def test_a_cold_room_strikes_the_peers_whose_draft_kv_did_not_come(
+    reason: str, act: Callable[[Decode], None], struck: set[bytes]
+) -> None:
+    """And no other; their other rooms are not concerned, but by a lost connection."""
+    rank = Decode()
+    rank.open(1, PREFILL, OTHER)
+    rank.open(2, PREFILL)
+    act(rank)
+    assert rank.verdicts[1] == ("cold", reason)
+    assert {peer for peer in (PREFILL, OTHER) if rank.strikes(peer)} == struck | (
+        {PREFILL} if struck and reason == "lost" else set()
+    )
+    assert all(rank.strikes(peer) == 1 + (reason == "lost") for peer in struck)
+    others = {"lost", "stalled"}
+    assert rank.wants(2) == (reason not in others)
+    assert rank.forgotten == [PREFILL] * (reason == "prefill_restarted")
+    told = {to for to, message in rank.sends if getattr(message, "generation", 0) == 1}
+    assert told == {PREFILL, OTHER}
+
+
+@pytest.mark.parametrize("reason", AT_ONCE)
+def test_a_room_that_is_cold_at_once_strikes_nobody(reason: str) -> None:
+    for generation in range(2 * STRIKES):
+        rank = Decode()
+        rank.open(generation, cold=reason)
+        assert rank.verdicts[generation] == ("cold", reason)
+        assert rank.strikes() == 0
+
+
+def test_restarted_is_resolved_anew_whatever_became_of_the_room() -> None:
+    rank = Decode()
+    rank.fail(77, "restarted")
+    rank.fail(78, "aborted")
+    assert rank.forgotten == [PREFILL]
+
+
+def test_a_peer_that_is_gone_ends_what_waits_for_it_and_nothing_else() -> None:
+    """At once, although all segments of one room are announced, and are being read."""
+    rank = Decode()
+    rank.hung.add(PREFILL)
+    for generation in range(2 * STRIKES):
+        rank.open(generation, PREFILL, OTHER)
+    rank.ready(0, 4, last=True)
+    rank.open(99, OTHER)
+    rank.do(dev.PeerLost(PREFILL, gone=True))
+    found = [rank.verdicts[n] for n in range(2 * STRIKES)]
+    assert found == [("cold", "lost")] * len(found)
+    assert rank.wants(99)
+    rank.end_reads("late")
+    assert rank.books == []
+
+
+# ---------------------------------------------------------------- breakers
+
+
+def strike(rank: Decode, generation: int) -> None:
+    rank.open(generation)
+    rank.arrive(generation)
+    rank.wait(0.4)
+    rank.close(generation)
+
+
+def warm(rank: Decode, generation: int) -> tuple[str, str]:
+    rank.open(generation, segments=1)
+    rank.ready(generation, 1, last=True)
+    rank.close(generation)
+    return rank.verdicts[generation]
+
+
+def opened(strikes: int = STRIKES) -> Decode:
+    rank = Decode()
+    for generation in range(1, 1 + strikes):
+        strike(rank, generation)
+    return rank
+
+
+def asked(rank: Decode, generation: int) -> bool:
+    """Whether its rows are asked for, or it is cold at once."""
+    rank.open(generation, segments=60)
+    assert rank.verdicts.get(generation) in (None, ("cold", "breaker"))
+    return generation not in rank.verdicts
+
+
+@pytest.mark.parametrize("strikes", range(6))
+def test_three_requests_in_a_row_open_a_breaker(strikes: int) -> None:
+    rank = opened(strikes)
+    assert asked(rank, 50) == (strikes < STRIKES)
+    assert rank.notes.count((PREFILL, "breaker_opened")) == (strikes >= STRIKES)
+
+
+@pytest.mark.parametrize("before", range(STRIKES))
+def test_a_warm_room_between_begins_the_count_again(before: int) -> None:
+    rank = opened(before)
+    assert warm(rank, 20) == ("warm", "")
+    for generation in range(30, 30 + STRIKES - 1):
+        strike(rank, generation)
+    assert asked(rank, 50)
+
+
+def test_the_first_segment_of_a_probe_lets_the_others_in_and_one_strike_ends_that() -> None:
+    """A warm room closes the breaker for good."""
+    rank = opened()
+    for turn in range(3):
+        first = 100 * (1 + turn)
+        assert not asked(rank, first)
+        rank.wait(2.0**turn)
+        assert asked(rank, first + 1)
+        assert not asked(rank, first + 2), "while it has brought nothing"
+        rank.ready(first + 1)
+        assert asked(rank, first + 3)
+        rank.close(first + 1, first + 3)
+        if turn < 2:
+            strike(rank, first + 4)
+    assert rank.machine.breaker.open_peers() == []
+    assert warm(rank, 500) == ("warm", "")
+    assert rank.strikes() == 0
+
+
+def test_a_probe_that_decides_nothing_lets_another_one_try() -> None:
+    """Each of them can decide, and the first that failed begins the next wait."""
+    rank = opened()
+    rank.wait(1.0)
+    assert asked(rank, 10)
+    rank.wait(PROBE - 0.01)
+    assert not asked(rank, 11)
+    rank.wait(0.02)
+    assert asked(rank, 12)
+    assert not asked(rank, 13)
+    rank.arrive(10)
+    rank.wait(0.31)
+    assert rank.verdicts[10] == ("cold", "deadline")
+    rank.arrive(12)
+    rank.wait(0.31)
+    assert rank.verdicts[12] == ("cold", "deadline")
+    rank.wait(1.3)
+    assert not asked(rank, 14), "2 s behind the first"
+    rank.wait(0.4)
+    assert asked(rank, 15)
+
+
+@pytest.mark.parametrize("how", ["closed", "aborted", "no rows"])
+def test_a_probe_that_ends_without_a_verdict_lets_another_one_try(how: str) -> None:
+    """It says nothing of reads."""
+    rank = opened()
+    rank.wait(1.0)
+    if how == "no rows":
+        rank.open(10, segments=4, first_token=40)
+        rank.do(dev.Received(PREFILL, Ready(10, 10, 0, 40, (), True)))
+        assert rank.verdicts[10] == ("warm", "")
+    else:
+        assert asked(rank, 10)
+        rank.close(10) if how == "closed" else rank.fail(10, "aborted")
+    assert asked(rank, 11) == (how != "no rows")
+    rank.close(10)
+    assert asked(rank, 12) == (how == "no rows")
+
+
+def test_a_peer_that_brings_one_segment_of_each_room_has_its_breaker_open() -> None:
+    """Most of the time."""
+    rank, asks = Decode(), 0
+    for generation in range(1, 101):
+        rank.open(generation)
+        asks += generation not in rank.verdicts
+        rank.ready(generation)
+        rank.arrive(generation)
+        rank.wait(1.0)
+        rank.close(generation)
+    assert asks < 15
+    assert rank.machine.breaker._states[PREFILL].wait == LONGEST_WAIT

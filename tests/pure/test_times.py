@@ -1,0 +1,239 @@
+"""What the machines do when, by tables: two events of a request, and the time between them. Each
+time is tried just before it and at it, for ranks of little and of much patience."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+from rig.driven import PREFILL, READER, TOKENS, Decode, Prefill
+
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import events as dev
+from sglang_mixkv.prefill import events as pev
+
+PATIENCE = (0.1, 1.0, 3.0)
+BEFORE, AT = -1e-6, 1e-9  # the clock's numbers are rounded
+
+patiently = pytest.mark.parametrize("patience", PATIENCE)
+
+
+@pytest.mark.parametrize("patience", [*PATIENCE, 10.0])
+def test_a_slot_is_used_again_later_than_anything_reads_it(patience: float) -> None:
+    times, one = Times(patience), Times()
+    assert times.slot_aside > times.delivery + times.unread + times.stall + times.read
+    for name, value in vars(one).items():
+        whole = value if name == "early_room" else value * patience
+        assert vars(times)[name] == pytest.approx(whole), name
+    assert (one.shortest_wait, one.longest_wait, one.whole_wait, one.packing) == (0.3, 1, 5, 1)
+    assert (one.slot_aside, one.unread, one.read, one.stall, one.delivery) == (60, 30, 5, 5, 5)
+    assert Times(patience, 123.0).early_room == 123.0
+
+
+# ---------------------------------------------------------------- decode
+
+
+class Late(NamedTuple):
+    """A room's READYs and its target's arrival, in seconds of patience 1 from its OPEN; and when it
+    goes cold. Between, it waits."""
+
+    readies: tuple[float, ...]
+    arrives: float
+    cold: float
+
+
+LATE = [
+    Late((), 0.0, 0.3),  # 0.3 s at least
+    Late((), 20.0, 20.3),  # a room is old when its target arrives
+    Late((1.0,), 20.0, 21.0),  # 1 s at most
+    Late((0.0,), 0.05, 0.35),
+    Late((1.0,), 1.1, 1.4),  # 3 x 0.1
+    Late((1.0,), 1.11, 1.44),  # 3 x as long as the target took
+    Late((1.0,), 1.2, 1.8),
+    Late((1.0,), 1.32, 2.28),
+    Late((1.0,), 1.35, 2.35),
+    Late((1.0, 1.5), 1.2, 2.1),  # since the last progress
+    Late((2.0,), 1.0, 1.3),  # is too late
+    Late((1.2,), 1.0, 1.5),  # a READY behind the target
+    Late(tuple(1 + 0.29 * n for n in range(1, 40)), 1.0, 6.0),  # 5 s in all
+    Late((0.0, *(2.5 + 0.9 * n for n in range(1, 40))), 2.0, 3.0),
+    Late((0.0, *(2.0 + 0.9 * n for n in range(1, 40))), 2.0, 7.0),
+    Late((1.0, *(1.2 + 0.55 * n for n in range(1, 4))), 1.2, 3.45),
+]
+
+
+@patiently
+@pytest.mark.parametrize("case", LATE)
+def test_draft_kv_is_waited_for_as_long_as_the_target_took(case: Late, patience: float) -> None:
+    """A READY is progress, and so is each of its segments that is in place."""
+    events = sorted([(at, "ready") for at in case.readies] + [(case.arrives, "arrive")])
+    for when in (BEFORE, AT):
+        rank = Decode(patience=patience)
+        rank.open(1, segments=100, patience=patience)
+        for at, what in events:
+            if at * patience < case.cold * patience + when:
+                rank.until(at * patience)
+                getattr(rank, what)(1)
+        rank.until(case.cold * patience + when)
+        assert rank.wants(1) == (when == BEFORE), when
+    assert rank.verdicts[1] == ("cold", "deadline")
+
+
+@patiently
+def test_a_room_that_is_complete_is_not_late(patience: float) -> None:
+    rank = Decode(patience=patience)
+    rank.open(1, segments=2, patience=patience)
+    rank.ready(1, 2, last=True)
+    assert rank.verdicts[1] == ("warm", "")
+    rank.arrive(1)
+    rank.wait(10 * patience)
+    assert rank.strikes() == 0
+
+
+@pytest.mark.parametrize("theirs", PATIENCE)
+@pytest.mark.parametrize("ours", PATIENCE)
+def test_prefills_slot_is_done_with_by_the_smaller_patience(ours: float, theirs: float) -> None:
+    """While a segment waits for our slot, while it is read, and while this rank stands still. The
+    target has not arrived."""
+    limits = Times(min(ours, theirs))
+    for waits, limit, reason in (
+        ("slot", limits.unread, "slots"), ("read", limits.read, "read"),
+        ("stop", limits.stall, "stalled"),
+    ):  # fmt: skip
+        for when in (BEFORE, AT):
+            if waits == "stop" and limit < 0.5:
+                continue  # ticks are as far apart
+            rank = Decode(8, patience=ours)
+            if waits == "slot":
+                rank.slots._free.clear()
+            rank.hung.add(PREFILL)
+            rank.open(1, patience=theirs)
+            rank.ready(1)
+            if waits == "stop":
+                rank.now = limit + when * 10
+                rank.do(dev.Tick())
+            else:
+                rank.until(limit + when, 0.1 * min(ours, theirs) / ours)
+            assert rank.wants(1) == (when == BEFORE), (waits, when)
+        assert (waits == "stop" and limit < 0.5) or rank.verdicts[1] == ("cold", reason)
+
+
+@patiently
+def test_a_read_that_ends_late_is_not_used_whether_a_tick_came_or_not(patience: float) -> None:
+    for late in (False, True):
+        rank = Decode(patience=patience)
+        rank.hung.add(PREFILL)
+        rank.open(1, segments=1, patience=patience)
+        rank.ready(1, last=True)
+        rank.until(rank.times.read * 0.999)
+        rank.now = rank.times.read + (1e-6 if late else -1e-6)
+        rank.end_reads()
+        assert rank.verdicts[1] == (("cold", "read") if late else ("warm", ""))
+
+
+# ---------------------------------------------------------------- prefill
+
+
+def slow(patience: float, tokens: int = 400, readers: int = 1) -> Prefill:
+    """A request of many segments on a rank of eight slots, whose reader takes four and no more."""
+    rank = Prefill(8, patience)
+    rank.slow.add(READER)
+    rank.open(1, readers=readers)
+    rank.begin(1, 1, tokens)
+    assert len(rank.unread) == 4
+    return rank
+
+
+PROGRESS = {
+    "a slot comes back": lambda rank, n: rank.acknowledge(1),
+    "a reader opens": lambda rank, n: rank.open(1, b"reader%02d" % n, 100 + n, readers=99),
+}
+
+
+@patiently
+@pytest.mark.parametrize("what", PROGRESS)
+@pytest.mark.parametrize("sent_at", [0.0, 0.5, 20.0])
+def test_packing_that_goes_on_is_not_given_up(what: str, sent_at: float, patience: float) -> None:
+    """However long it takes; and once it makes no progress, or the target is sent, in time."""
+    rank = slow(patience, readers=99)
+    limit = rank.times.packing
+    rank.until(sent_at * patience)
+    rank.do(pev.TargetSent(1))
+    for number in range(20):
+        rank.wait(limit + 10 * BEFORE)
+        assert rank.fails == {}, number
+        PROGRESS[what](rank, number)
+    rank.wait(limit + BEFORE)
+    assert rank.fails == {}
+    assert not rank.settled
+    rank.wait(-BEFORE + AT)
+    assert rank.fails[1] == "slow"
+    assert rank.settled == {1: rank.now}
+
+
+@patiently
+def test_a_request_that_nobody_opens_waits_as_long_as_packing_may(patience: float) -> None:
+    for opens in (None, BEFORE, AT):
+        rank = Prefill(patience=patience)
+        rank.begin(1, 1, 8)
+        rank.wait(7.0)
+        rank.do(pev.TargetSent(1))
+        limit = rank.now + rank.times.packing
+        rank.until(limit + (opens or BEFORE))
+        assert bool(rank.settled) == (opens == AT)
+        if opens is not None:
+            rank.open(1)
+            assert rank.sent == ({} if opens == AT else {1: 8}), "the number's next use"
+        rank.until(limit + AT)
+        assert 1 in rank.settled
+        assert rank.notes.count((b"", "unopened")) == (opens != BEFORE)
+
+
+ENDS = {
+    "all is packed": lambda rank: rank.acknowledge(),
+    "its reader wants no more": lambda rank: rank.close(1),
+    "its reader is gone": lambda rank: rank.do(pev.ConnectionLost(READER)),
+    "its last READY does not leave": lambda rank: (
+        rank.unreachable.add(READER), rank.acknowledge(),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("sent_first", [True, False])
+@pytest.mark.parametrize("how", ENDS)
+def test_success_waits_for_packing_and_for_nothing_else(how: str, sent_first: bool) -> None:
+    """Whether the target was sent before or is later; nor for reading."""
+    rank = slow(1.0, tokens=8 * TOKENS)
+    if sent_first:
+        rank.do(pev.TargetSent(1))
+    rank.wait(0.5)
+    assert not rank.settled
+    ENDS[how](rank)
+    assert rank.settled == {1: 0.5}
+    rank.do(pev.TargetSent(1))
+    assert len(rank.settled) == 1
+    assert rank.slots.offered == len(rank.unread)
+    assert rank.books == []
+
+
+@patiently
+def test_a_slot_without_its_ack_is_used_again_after_its_time(patience: float) -> None:
+    rank = slow(patience)
+    rank.close(1)
+    rank.until(rank.times.slot_aside + BEFORE)
+    assert rank.slots.offered == 4
+    rank.wait(-BEFORE + AT)
+    assert rank.slots.offered == 0
+    assert [what for _, what in rank.notes] == ["expired"] * 4
+    rank.acknowledge()
+    assert [what for _, what in rank.notes][4:] == ["unknown_ack"] * 4
+
+
+def test_an_open_waits_for_its_request_as_long_as_sglangs_may() -> None:
+    for when in (BEFORE, AT):
+        rank = Prefill()
+        rank.open(1)
+        rank.until(rank.times.early_room + when, 1.0)
+        rank.begin(1, 1, 8)
+        assert rank.sent == ({1: 8} if when == BEFORE else {})
+        assert rank.notes == ([] if when == BEFORE else [(READER, "early")])

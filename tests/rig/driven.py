@@ -1,0 +1,206 @@
+"""The two state machines driven by hand, one side at a time: the test is the other side, SGLang and
+the clock. Copies end when they are asked for."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+from rig.books import wrong_books
+
+from sglang_mixkv.channel.messages import Ack, Announced, Fail, Open, Ready, fail
+from sglang_mixkv.channel.slots import SLOTS, SlotPool
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode.machine import Machine as DecodeMachine
+from sglang_mixkv.prefill import events as pev
+from sglang_mixkv.prefill.machine import Machine as PrefillMachine
+
+PREFILL, READER = b"prefill_", b"reader_0"
+TOKENS = 10  # of a segment
+
+
+class _Side:
+    def __init__(self, slots: int, patience: float) -> None:
+        self.times = Times(patience)
+        self.slots = SlotPool(slots, self.times)
+        self.machine: Any = None
+        self.now = 0.0
+        self.notes: list[tuple[bytes, str]] = []
+
+    def do(self, *events: Any) -> None:
+        for event in events:
+            self.machine.handle(event, self.now)
+        while actions := self.machine.actions():
+            for action in actions:
+                self.meet(action)
+
+    def meet(self, action: Any) -> None:
+        raise NotImplementedError
+
+    def until(self, when: float, step: float = 0.1) -> None:
+        """Tick up to then, and at it."""
+        tick: Any = dev.Tick() if isinstance(self.machine, DecodeMachine) else pev.Tick()
+        step *= self.times.patience
+        while self.now + step < when:
+            self.now += step
+            self.do(tick)
+        self.now = when
+        self.do(tick)
+
+    def wait(self, seconds: float) -> None:
+        self.until(self.now + seconds)
+
+    @property
+    def books(self) -> list[str]:
+        return wrong_books(self.machine)
+
+
+class Prefill(_Side):
+    """`gone`: connections that READYs leave for, to be read by nobody. `unreachable`: those that
+    take no message. `slow`: readers that acknowledge what `acknowledge` says; others do at once.
+    `sent`: tokens that readers were sent, by generation; `pages`: of the chunks they came from."""
+
+    def __init__(self, slots: int = SLOTS, patience: float = 1.0) -> None:
+        super().__init__(slots, patience)
+        self.machine = PrefillMachine(
+            PREFILL, range(4), lambda heads, size: TOKENS, self.slots, self.times, count(1).__next__
+        )
+        self.gone, self.unreachable, self.slow = set[bytes](), set[bytes](), set[bytes]()
+        self.unread: list[tuple[bytes, tuple[int, int]]] = []
+        self.sent: dict[int, int] = {}
+        self.pages: dict[int, set[Any]] = {}
+        self.fails: dict[int, str] = {}
+        self.settled: dict[Any, float] = {}
+        self._packed: dict[int, Any] = {}  # pages by stamp
+
+    def meet(self, action: Any) -> None:
+        match action:
+            case pev.Pack(jobs):
+                self._packed.update((job.stamp, job.pages) for job in jobs)
+                self.do(pev.Packed(tuple(job.job for job in jobs)))
+            case pev.Send(connection) if connection in self.unreachable:
+                self.do(pev.Unsent(action.message), pev.ConnectionLost(connection))
+            case pev.Send(_, Fail(_, generation, code)):
+                self.fails[generation] = code
+            case pev.Send(connection, Ready() as ready) if connection not in self.gone:
+                self._ready(connection, ready)
+            case pev.Settled(use):
+                assert use not in self.settled
+                self.settled[use] = self.now
+            case pev.Note(what, reader):
+                self.notes.append((reader, what))
+
+    def _ready(self, connection: bytes, ready: Ready) -> None:
+        generation = ready.generation
+        for one in ready.segments:
+            self.sent[generation] = self.sent.get(generation, 0) + one.count
+            self.pages.setdefault(generation, set()).add(self._packed[one.stamp])
+        slots = tuple((one.slot, one.stamp) for one in ready.segments)
+        if connection in self.slow:
+            self.unread += [(connection, slot) for slot in slots]
+        else:
+            self.do(pev.Received(connection, Ack(slots)))
+
+    def acknowledge(self, slots: int = 1 << 20) -> None:
+        taken, self.unread = self.unread[:slots], self.unread[slots:]
+        for connection, slot in taken:
+            self.do(pev.Received(connection, Ack((slot,))))
+
+    def open(
+        self, room: int, reader: bytes = READER, generation: int = 0, readers: int = 1
+    ) -> None:
+        """`generation`: the room's number unless given. The reader is its own connection."""
+        message = Open(3, room, generation or room, PREFILL, reader, readers, (0, 4), 0, 1 << 20)
+        self.do(pev.Received(reader, message))
+
+    def close(self, room: int, reader: bytes = READER, generation: int = 0) -> None:
+        self.do(pev.Received(reader, fail(room, generation or room, "closed", "")))
+
+    def begin(self, use: Any, room: int, tokens: int, pages: Any = None) -> None:
+        self.do(pev.Begin(use, room), pev.AddChunk(use, 0, tokens, True, pages))
+
+    def request(self, room: int, tokens: int) -> None:
+        """One whose target is sent."""
+        self.begin(room, room, tokens)
+        self.do(pev.TargetSent(room))
+
+
+class Decode(_Side):
+    """`hung`: peers whose reads do not end; `broken`: those whose reads fail. `verdicts`: of rooms,
+    by generation, and when."""
+
+    def __init__(self, slots: int = SLOTS, patience: float = 1.0) -> None:
+        super().__init__(slots, patience)
+        self.machine = DecodeMachine(READER, self.slots, 1 << 20, self.times)
+        self.hung, self.broken = set[bytes](), set[bytes]()
+        self.reading: list[dev.StartRead] = []
+        self.verdicts: dict[int, tuple[str, str]] = {}
+        self.when: dict[int, float] = {}
+        self.sends: list[tuple[bytes, Any]] = []
+        self.forgotten: list[bytes] = []
+        self.result = dev.Result.DONE
+        self._announced: dict[tuple[int, bytes], int] = {}
+
+    def meet(self, action: Any) -> None:
+        match action:
+            case dev.StartRead(peer=peer) if peer in self.hung:
+                self.reading.append(action)
+            case dev.StartRead(read, peer):
+                self.do(dev.ReadEnded(read, "broken" if peer in self.broken else ""))
+            case dev.Copy(jobs):
+                for job in jobs:
+                    result = dev.Result.DONE if isinstance(job, dev.Clear) else self.result
+                    self.do(dev.Copied((job.job,), result))
+            case dev.Verdict(handle, state, reason):
+                self.verdicts[handle] = state.value, reason
+                self.when[handle] = self.now
+            case dev.Send(peer, message):
+                self.sends.append((peer, message))
+            case dev.Forget(peer):
+                self.forgotten.append(peer)
+            case dev.Note(what, peer):
+                self.notes.append((peer, what))
+
+    def end_reads(self, error: str = "") -> None:
+        reading, self.reading = self.reading, []
+        self.do(*(dev.ReadEnded(read.read, error) for read in reading))
+
+    def open(
+        self, generation: int, *peers: bytes, segments: int = 4, patience: float = 99, **more: Any
+    ) -> None:
+        """`segments`: of the prompt, from each of these peers."""
+        sources = tuple(
+            dev.Source(peer, range(4), 1, 1 << 20, TOKENS, patience) for peer in peers or (PREFILL,)
+        )
+        number, end = more.pop("number", generation), segments * TOKENS
+        more = {"first_token": 0, "end": end, "handle": generation, **more}
+        self.do(dev.OpenRoom(generation, number, sources, **more))
+
+    def ready(
+        self, generation: int, segments: int = 1, peer: bytes = PREFILL, last: bool = False
+    ) -> None:
+        """The next ones."""
+        first = self._announced.get((generation, peer), 0)
+        self._announced[generation, peer] = first + segments
+        announced = tuple(
+            Announced(n, generation << 20 | 1 + n, TOKENS) for n in range(first, first + segments)
+        )
+        message = Ready(generation, generation, first, first * TOKENS, announced, last)
+        self.do(dev.Received(peer, message))
+
+    def fail(self, generation: int, code: str, peer: bytes = PREFILL) -> None:
+        self.do(dev.Received(peer, fail(generation, generation, code, "")))
+
+    def arrive(self, generation: int) -> None:
+        self.do(dev.TargetArrived(generation))
+
+    def close(self, *generations: int, reason: str = "") -> None:
+        self.do(*(dev.CloseRoom(generation, reason) for generation in generations))
+
+    def wants(self, generation: int) -> bool:
+        return bool(self.machine._rooms[generation].wants)
+
+    def strikes(self, peer: bytes = PREFILL) -> int:
+        state = self.machine.breaker._states.get(peer)
+        return state.strikes if state is not None else 0
