@@ -42,6 +42,7 @@ class Checks:
         self._cause: dict[tuple[PrefillRank, int], float] = {}  # what may settle a number's room
         self._ends: dict[PrefillRank, float] = {}  # the same, of any room
         self._served: dict[tuple[Where, int], list[float]] = {}  # READYs to, reads from a server
+        self._done: set[tuple[Where, int]] = set()  # servers whose slots were read, or that read
         self._heard: dict[tuple[Where, int], float] = {}  # first message of a generation
         self._reader: dict[int, bytes] = {}  # by generation
         self._lied: set[int] = set()  # stamps of READYs that may be lies
@@ -74,6 +75,12 @@ class Checks:
                 self._progress[process, message.room] = self._running(process)
                 self._opens.setdefault(connection, []).append(message.generation)
                 self._over.discard((process, message.generation))  # doubled, and forgotten by now
+            case pev.Received(connection, Ack()):
+                link = self.world.connections.get(connection)
+                if link is not None:
+                    self._done.add((process.place.where, link.reader.place.server.number))
+            case dev.ReadEnded(read, ""):
+                self._done.add((process.place.where, process.judge.server_of(read)))
             case pev.Received(_, Fail() as message):
                 self._ends[process] = process.now
                 self.part_over(process, message.generation)
@@ -210,6 +217,11 @@ class Checks:
         if (place := self.world.place_of.get(other)) is not None and self.world.spec.faults:
             key = rank.place.where, place.server.number
             self._served.setdefault(key, []).append(rank.now)
+
+    def had_slots(self, here: Server, others: set[int]) -> bool:
+        """Whether ranks of these others were served by one here."""
+        ranks = range(here.tp)
+        return any(((here.number, rank), other) in self._done for rank in ranks for other in others)
 
     def was_heard(self, here: Server, request: Request, others: set[int]) -> bool:
         """Whether each rank here that is in this request had a message of it when it served one of

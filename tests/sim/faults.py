@@ -180,12 +180,15 @@ def is_spared(world: World, request: Request) -> bool:
     have the usual patience, and at both there are slots for it, whatever ranks of servers with a
     fault hold.
 
-    A late request comes when all is over. Left out besides: a server of fewer than eight slots, or
-    where more living ranks may want one than there are, or than the quarter that is left of them;
-    and a request whose last message is older than the last slot that a rank with a fault got, or
-    newer by less than `Times.unsure`. Those that hold slots and are gone say nothing either, and
-    what is kept from them is kept from it (SlotPool.allowed), until it says something, or for
-    `slot_aside`.
+    A late request comes when all is over. Left out besides (SlotPool.allowed):
+
+    * a server of fewer than eight slots, or with more living ranks that may want one than there
+      are, or than the last quarter of them where ranks have a fault;
+    * as many ranks with a fault as there are slots, which were served before: each may have been
+      when the others held slots already, and is not told from the living then;
+    * a request whose last message is older than the last slot that a rank with a fault got, or
+      newer by less than `Times.unsure`. What is kept from those that are gone and say nothing is
+      kept from its ranks, until they say something, or for `slot_aside`.
     """
     own = (request.prefill, request.decode)
     if not 0 <= request.number < 1 << 64:
@@ -204,6 +207,9 @@ def is_spared(world: World, request: Request) -> bool:
         if here.patience < 1 or here.number in hit:
             return False
         if living > (here.slots // 4 if dead else here.slots):
+            return False
+        many = sum(holders[number] for number in dead) >= here.slots
+        if many and world.checks.had_slots(here, dead):
             return False
         if dead and (here.slots < 8 or not world.checks.was_heard(here, request, dead)):
             return False

@@ -166,6 +166,11 @@ class Judge:
         if room is not None and not (event.error or now > read.began + self._limit(room)):
             room.progress = now
 
+    def server_of(self, read: int) -> int:
+        """Whose slots it reads."""
+        peer = self.reads[read].peer
+        return self.rank.world.place_of[ev.instance_of(peer)].server.number
+
     def _limit(self, room: Room) -> float:
         """Of a read."""
         own = self.rank.place.times.patience
