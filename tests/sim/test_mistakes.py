@@ -13,7 +13,7 @@ from tests.sim.runner import run_spec
 @pytest.mark.parametrize("mistake", TABLE, ids=[one.make.__name__ for one in TABLE])
 def test_a_mistake_is_found(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake.make(monkeypatch)
-    for seed in range(mistake.most):
+    for seed in range(mistake.first, mistake.first + mistake.most):
         outcome = run_spec(Draw(seed, mistake.scene).spec())
         if outcome.invariant:
             assert outcome.invariant == mistake.found, outcome.detail
