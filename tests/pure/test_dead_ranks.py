@@ -209,3 +209,15 @@ def test_a_peer_whose_segments_wait_for_our_slots_gets_no_strike() -> None:
     assert rank.strikes(b"healthy0") == 0
     rank.end_reads("late")
     assert ask(rank, b"healthy0", 200, 2) == ("warm", "")
+
+
+@pytest.mark.parametrize("error", ["", "broken"])
+def test_a_read_that_fails_is_no_sign_of_life(error: str) -> None:
+    rank = Decode()
+    rank.hung.update((b"first", b"second"))
+    for generation, peer in enumerate((b"first", b"second")):
+        rank.open(generation, peer)
+        rank.ready(generation, 1, peer)
+        rank.wait(0.01)
+    rank.do(ReadEnded(rank.reading[1].read, error))
+    assert set(rank.slots._signs[True]) == (set() if error else {b"second"})

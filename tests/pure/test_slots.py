@@ -85,6 +85,21 @@ def test_signs_of_life_are_kept_while_a_slot_is_offered_that_they_outlive():
         assert pool.acknowledge([(slot, 7)], now + 0.9) == []
 
 
+def test_signs_that_outlive_nothing_are_forgotten_behind_one_that_comes_again():
+    pool = SlotPool(16, TIMES)
+    first, second = offered(pool, 1.0, "a")[:2]
+    pool.free(second)
+    for owner, now in (("steady", 2.0), *((owner, 3.0) for owner in range(100))):
+        pool.sign(owner, now, served=True)
+    for slot in set(pool._offered) - {first}:
+        pool.free(slot)
+    pool.offer(pool.give("b"), 7, 4.0)
+    pool.sign("steady", 5.0, served=True)
+    pool.free(first)
+    pool.sign("x", 6.0, served=True)
+    assert pool._signs[True] == {"steady": 5.0, "x": 6.0}
+
+
 def test_an_owner_above_its_share_waits_until_the_others_have_theirs():
     """Ranks of a server that is gone keep what they hold: they took it when they were few."""
     pool = SlotPool(16, TIMES)

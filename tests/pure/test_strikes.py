@@ -9,7 +9,7 @@ from rig.driven import PREFILL, Decode
 
 from sglang_mixkv.channel.messages import Open, Ready
 from sglang_mixkv.decode import events as dev
-from sglang_mixkv.decode.breaker import LONGEST_WAIT, PROBE, STRIKES
+from sglang_mixkv.decode.breaker import LONGEST_WAIT, STRIKES
 from sglang_mixkv.decode.machine import PREFILL_CODES
 from sglang_mixkv.series import COLD
 
@@ -207,12 +207,24 @@ def test_the_first_segment_of_a_probe_lets_the_others_in_and_one_strike_ends_tha
     assert rank.strikes() == 0
 
 
+def test_a_probe_that_is_over_lets_nobody_in_beside_the_next_one() -> None:
+    rank = opened()
+    rank.wait(1.0)
+    assert asked(rank, 10)
+    rank.wait(2.0)
+    assert asked(rank, 11)
+    rank.close(10)
+    assert not asked(rank, 12)
+    rank.close(11)
+    assert asked(rank, 13)
+
+
 def test_a_probe_that_decides_nothing_lets_another_one_try() -> None:
     """Each of them can decide, and the first that failed begins the next wait."""
     rank = opened()
     rank.wait(1.0)
     assert asked(rank, 10)
-    rank.wait(PROBE - 0.01)
+    rank.wait(1.99)
     assert not asked(rank, 11)
     rank.wait(0.02)
     assert asked(rank, 12)
