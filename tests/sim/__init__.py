@@ -9,6 +9,8 @@ breakers and messages, in a simulated world of networks, memory, processes and S
     network            connections between ranks, and reads
     sglang             plans, and the life of a request on each side
     faults             what goes wrong; checks: what must hold all the same
+    judge              how long rooms may wait, and whose fault a cold one is: a second opinion
+    mistakes           what is found, put into the code
     every              a small world in which little is late, and that in every way
     runner             many schedules, replay, and a failing one cut down
 """
