@@ -69,7 +69,7 @@ class Checks:
                 if type(message) is Fail or message.last:
                     self._closed.add((process, peer, message.generation))
             case pev.Received(connection, Open() as message):
-                self._cause[process, message.room] = process.now
+                self._cause[process, message.room] = self._ran(process)
                 self._heard.setdefault((process.place.where, message.generation), process.now)
                 self._reader[message.generation] = message.reader
                 self._progress[process, message.room] = self._running(process)
@@ -82,23 +82,23 @@ class Checks:
             case dev.ReadEnded(read, ""):
                 self._done.add((process.place.where, process.judge.server_of(read)))
             case pev.Received(_, Fail() as message):
-                self._ends[process] = process.now
+                self._ends[process] = self._ran(process)
                 self.part_over(process, message.generation)
             case pev.ConnectionLost():
-                self._ends[process] = process.now
+                self._ends[process] = self._ran(process)
                 for generation in self._opens.pop(event.connection, ()):
                     self.part_over(process, generation)
             case pev.Unsent(message):
-                self._ends[process] = process.now
+                self._ends[process] = self._ran(process)
                 self.part_over(process, message.generation)
             case pev.Begin():
-                self._cause[process, event.room] = process.now
+                self._cause[process, event.room] = self._ran(process)
                 former = self._current.get((process, event.room))
                 if former is not None:
                     former.over = True
                 self._current[process, event.room] = event.use.sender
             case pev.End():
-                self._ends[process] = process.now
+                self._ends[process] = self._ran(process)
                 event.use.sender.over = True
 
     def handled(self, process: Process, event: object) -> None:
@@ -132,16 +132,18 @@ class Checks:
         for action in actions:
             match action:
                 case pev.Send(_, Fail() as message):
-                    self._cause[rank, message.room] = rank.now
+                    self._cause[rank, message.room] = self._ran(rank)
                     given_up = given_up or message.code == "slow"
                 case pev.Send(_, Ready() as message) if message.last:
-                    self._cause[rank, message.room] = rank.now
+                    self._cause[rank, message.room] = self._ran(rank)
                 case pev.Note("unopened"):
                     given_up = True
                 case pev.Settled(use):
                     settled.append(use.sender.request.number)
         for number in settled:
-            took = rank.now - max(self._cause.get((rank, number), 0.0), self._ends.get(rank, 0.0))
+            took = self._ran(rank) - max(
+                self._cause.get((rank, number), 0.0), self._ends.get(rank, 0.0)
+            )
             if took > PROMPT and not given_up:
                 raise Finding("late settled", f"{rank.name}: {took:.3f} s after its last part")
 
@@ -321,6 +323,10 @@ class Checks:
 
     def _running(self, process: Process) -> float:
         return self.world.clock.now - process.stopped_for
+
+    def _ran(self, process: Process) -> float:
+        """Of the channel thread."""
+        return self._running(process) - process.hung_for
 
     # -- the end
 
