@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_mixkv.channel.slots import SlotPool
+from sglang_mixkv.channel.slots import SlotPool, quota_of
 from sglang_mixkv.decode.machine import Machine as Decode
 from sglang_mixkv.decode.segments import Segment
 from sglang_mixkv.decode.transfer import Stage
@@ -24,6 +24,8 @@ def wrong_slots(pool: SlotPool) -> Iterator[str]:
         yield f"slots: {len(pool._free)} free and {len(held)} held of {pool.count}"
     if pool.held != Counter(pool._owner.values()):
         yield "slots: the owners' counts are wrong"
+    if max(pool.held.values(), default=0) > quota_of(pool.count):
+        yield f"slots: one owner has {max(pool.held.values())} of {pool.count}"
     if not set(pool._offered) <= held:
         yield "slots: one is offered that nobody holds"
 

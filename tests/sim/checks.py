@@ -6,27 +6,26 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from sglang_mixkv.channel.messages import Ack, Fail, Message, Open, Ready
+from sglang_mixkv.channel.times import Times
 from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode.worker import Drop
 from sglang_mixkv.prefill import events as pev
 from sglang_mixkv.series import NOTES
 from tests.rig.books import wrong_books
 from tests.sim import faults, memory
+from tests.sim.finding import Finding
 
 if TYPE_CHECKING:
     from tests.sim.decode import DecodeRank, Receiver
     from tests.sim.network import Link
     from tests.sim.prefill import PrefillRank, Sender
-    from tests.sim.process import Process
+    from tests.sim.process import Gated, Process
+    from tests.sim.spec import Request, Server, Where
     from tests.sim.world import World
 
-BOOKS = 4  # looks at a machine for one at its books, which take as long
+BOOKS = 3  # looks at a machine that did something for one at its books, which take as long
+PROMPT = 0.01  # gathering
 SLACK = 0.5  # ticks and copies, on top of a deadline
-
-
-class Finding(Exception):
-    def __init__(self, invariant: str, detail: str) -> None:
-        super().__init__(f"{invariant}: {detail}")
-        self.invariant, self.detail = invariant, detail
 
 
 class Checks:
@@ -40,6 +39,13 @@ class Checks:
         self._over: set[tuple[PrefillRank, int]] = set()  # generations whose part is, as it knows
         self._opened: set[tuple[DecodeRank, bytes, int]] = set()  # peer and generation of an OPEN
         self._closed: set[tuple[DecodeRank, bytes, int]] = set()  # that peer knows it, or will
+        self._cause: dict[tuple[PrefillRank, int], float] = {}  # what may settle a number's room
+        self._ends: dict[PrefillRank, float] = {}  # the same, of any room
+        self._served: dict[tuple[Where, int], list[float]] = {}  # READYs to, reads from a server
+        self._done: set[tuple[Where, int]] = set()  # servers whose slots were read, or that read
+        self._heard: dict[tuple[Where, int], float] = {}  # first message of a generation
+        self._reader: dict[int, bytes] = {}  # by generation
+        self._lied: set[int] = set()  # stamps of READYs that may be lies
         self._lost: set[int] = set()  # stamps of ACKs that were not sent
 
     # -- books
@@ -55,31 +61,114 @@ class Checks:
         match event:
             case dev.Received(peer, message):
                 if type(message) is Ready:
+                    key = process.place.where, message.generation
+                    self._heard.setdefault(key, process.now)
+                    if self._lies(peer):
+                        self._lied.update(one.stamp for one in message.segments)
                     self._ready.update((process, one.stamp) for one in message.segments)
                 if type(message) is Fail or message.last:
                     self._closed.add((process, peer, message.generation))
-            case dev.Copied() if event.result is dev.Result.DONE:
-                for job in event.jobs:
-                    receiver = process.job_of[job]
-                    room = process.machine._rooms.get(receiver.generation)
-                    if room is not None and not room.cold:  # behind the decision it is none
-                        receiver.progress = process.now
             case pev.Received(connection, Open() as message):
+                self._cause[process, message.room] = self._ran(process)
+                self._heard.setdefault((process.place.where, message.generation), process.now)
+                self._reader[message.generation] = message.reader
                 self._progress[process, message.room] = self._running(process)
                 self._opens.setdefault(connection, []).append(message.generation)
                 self._over.discard((process, message.generation))  # doubled, and forgotten by now
+            case pev.Received(connection, Ack()):
+                link = self.world.connections.get(connection)
+                if link is not None:
+                    self._done.add((process.place.where, link.reader.place.server.number))
+            case dev.ReadEnded(read, ""):
+                self._done.add((process.place.where, process.judge.server_of(read)))
             case pev.Received(_, Fail() as message):
+                self._ends[process] = self._ran(process)
                 self.part_over(process, message.generation)
             case pev.ConnectionLost():
+                self._ends[process] = self._ran(process)
                 for generation in self._opens.pop(event.connection, ()):
                     self.part_over(process, generation)
+            case pev.Unsent(message):
+                self._ends[process] = self._ran(process)
+                self.part_over(process, message.generation)
             case pev.Begin():
+                self._cause[process, event.room] = self._ran(process)
                 former = self._current.get((process, event.room))
                 if former is not None:
                     former.over = True
-                self._current[process, event.room] = process.senders[event.use]
+                self._current[process, event.room] = event.use.sender
             case pev.End():
-                process.senders[event.use].over = True
+                self._ends[process] = self._ran(process)
+                event.use.sender.over = True
+
+    def handled(self, process: Process, event: object) -> None:
+        """Behind the machine."""
+        if type(event) is Drop:
+            event = dev.PeerLost(event.peer, gone=True)
+        if process.place.server.side == "decode":
+            process.judge.handled(event, process.now)
+        elif type(event) is pev.Unsent:
+            announced = getattr(event.message, "segments", ())
+            if any(process.offers(one.slot, one.stamp) for one in announced):
+                raise Finding("unsent", f"{process.name} keeps slots that nobody can read")
+
+    def asked(self, process: Process, actions: list) -> None:
+        """Of one look."""
+        if process.place.server.side == "decode":
+            for action in actions:
+                if type(action) is dev.StartRead:
+                    self._note_served(process, dev.instance_of(action.peer))
+                    read = process.machine._segments._reads.get(action.read)
+                    process.judge.begun(action, read.segments)
+                elif type(action) is dev.Verdict:
+                    process.judge.said(action)
+        elif actions:
+            self._asked_of_prefill(process, actions)
+
+    def _asked_of_prefill(self, rank: PrefillRank, actions: list) -> None:
+        """Success waits for packing alone: a room settles by what has just happened, or is given
+        up, which is said."""
+        settled, given_up = [], False
+        for action in actions:
+            match action:
+                case pev.Send(_, Fail() as message):
+                    self._cause[rank, message.room] = self._ran(rank)
+                    given_up = given_up or message.code == "slow"
+                case pev.Send(_, Ready() as message) if message.last:
+                    self._cause[rank, message.room] = self._ran(rank)
+                case pev.Note("unopened"):
+                    given_up = True
+                case pev.Settled(use):
+                    settled.append(use.sender.request.number)
+        for number in settled:
+            took = self._ran(rank) - max(
+                self._cause.get((rank, number), 0.0), self._ends.get(rank, 0.0)
+            )
+            if took > PROMPT and not given_up:
+                raise Finding("late settled", f"{rank.name}: {took:.3f} s after its last part")
+
+    def cleared(self, rank: DecodeRank, receiver: Receiver) -> None:
+        """By the scheduler's last resort."""
+        self.last_resort(rank, receiver.target_at)
+        self.rows(rank, receiver, receiver.verdict)
+
+    def polled(self, rank: Process, handle: Gated, is_over: bool) -> None:
+        """By SGLang, once it has nothing else to wait for."""
+        waited = self._running(rank) - handle.target_at + handle.slow_by
+        if not is_over and waited > 2 * rank.place.times.whole_wait + 1.0:
+            raise Finding("undecided", f"{rank.name}: {waited:.2f} s after the target")
+
+    def last_resort(self, rank: Process, target_at: float) -> None:
+        """SGLang's scheduler has decided in the channel's place."""
+        waited = self.world.clock.now - target_at
+        if not rank.broken and waited < 2 * rank.place.times.whole_wait:
+            raise Finding("last resort", f"{rank.name}: {waited:.2f} s after the target")
+        if not (rank.broken or rank.hung or rank.hung_for or rank.stopped_for):
+            raise Finding("last resort", f"{rank.name}: its channel runs")
+
+    def _lies(self, peer: bytes) -> bool:
+        liars = self.world.liars
+        return bool(liars) and self.world.place_of[dev.instance_of(peer)].server.number in liars
 
     def part_over(self, rank: PrefillRank, generation: int) -> None:
         """Either side has said so."""
@@ -94,60 +183,87 @@ class Checks:
                 self._opened.add((rank, peer, message.generation))
             case Fail():
                 self._closed.add((rank, peer, message.generation))
-                if message.code == "deadline":
-                    self._deadline(rank, rank.receivers[message.generation])
 
     def undone(self, process: Process, action: object) -> None:
         """It has raised: what it would have sent is lost."""
-        if type(action) is dev.Send and type(action.message) is Fail:
+        if type(action) is dev.Send and type(action.message) in (Open, Fail):
             self._closed.add((process, action.peer, action.message.generation))
         elif type(action) is dev.Send and type(action.message) is Ack:
             self._lost.update(stamp for _, stamp in action.message.slots)
 
-    def noted(self, process: Process, what: str) -> None:
-        if what not in NOTES:
-            raise Finding("note", f"{process.name}: {what} has no series and no words")
+    def noted(self, process: Process, note: object) -> None:
+        if note.what not in NOTES:
+            raise Finding("note", f"{process.name}: {note.what} has no series and no words")
 
     def _acknowledged(self, rank: DecodeRank, stamp: int) -> None:
         self._acked[rank, stamp] += 1
         if self._acked[rank, stamp] > self._ready[rank, stamp]:
             raise Finding("acks", f"{rank.name} acknowledges a READY twice")
-        if any(stamp in read.stamps for read in rank.reads.values()):
+        if stamp not in self._lied and any(stamp in read.stamps for read in rank.reads.values()):
             raise Finding("acks", f"{rank.name} acknowledges a slot that it still reads")
-
-    def _deadline(self, rank: DecodeRank, receiver: Receiver) -> None:
-        times, waited = rank.place.times, rank.now - receiver.target_at
-        still = rank.now - receiver.progress
-        if still < times.shortest_wait - 0.01 and waited < times.whole_wait:
-            raise Finding("deadline", f"{rank.name} goes cold {still:.2f} s after progress")
 
     def ready_sent(self, rank: PrefillRank, link: Link | None, ready: Ready) -> None:
         """`link`: None where the reader has gone, and this rank does not know it yet."""
         self._progress[rank, ready.room] = self._running(rank)
+        self._note_served(rank, self._reader[ready.generation])
         for one in ready.segments:
             if not memory.carries(rank.memory[one.slot], one.count, one.stamp):
                 raise Finding("slot", f"{rank.name} announces what is not in its slot")
         packed = [rank.packed[one.stamp].over for one in ready.segments]
         if (rank, ready.generation) in self._over or any(packed):
             raise Finding("over", f"{rank.name} sends READY of a part that it knows to be over")
-        if link is not None and link.peer != rank.instance:
+        if link is not None and link.instance != rank.instance:
             raise Finding("instance", f"{rank.name} serves a reader of its former instance")
+
+    def _note_served(self, rank: Process, other: bytes) -> None:
+        if (place := self.world.place_of.get(other)) is not None and self.world.spec.faults:
+            key = rank.place.where, place.server.number
+            self._served.setdefault(key, []).append(rank.now)
+
+    def had_slots(self, here: Server, others: set[int]) -> bool:
+        """Whether ranks of these others were served by one here."""
+        ranks = range(here.tp)
+        return any(((here.number, rank), other) in self._done for rank in ranks for other in others)
+
+    def was_heard(self, here: Server, request: Request, others: set[int]) -> bool:
+        """Whether each rank here that is in this request had a message of it when it served one of
+        these others for the last time, and for a while."""
+        unsure = Times(here.patience).unsure
+        ended = self.world.lives[request.id].ended
+        for receiver in self.world.groups[request.decode].handles[request.id]:
+            for rank in range(here.tp):
+                where = here.number, rank
+                since = self._heard.get((where, receiver.generation))
+                if since is None or (here.side == "decode" and receiver.rank.place.where != where):
+                    continue
+                for other in others:
+                    times = self._served.get((where, other), ())
+                    if any(since - unsure <= when <= ended for when in times):
+                        return False
+        return True
+
+    def left(self, rank: PrefillRank, link: Link | None, message: Message) -> None:
+        """`link`: None where it goes nowhere, and nobody knows."""
+
+    def fail_sent(self, rank: PrefillRank, message: Fail) -> None:
+        self.part_over(rank, message.generation)
 
     # -- the pool
 
-    def pool_written(self, rank: DecodeRank, receiver: Receiver, first: int, end: int) -> None:
+    def pool_written(self, rank: DecodeRank, receiver: Receiver, rows: list[int]) -> None:
         if receiver.closed:
             raise Finding("gate", f"{rank.name}: rows are written after the room was closed")
         if receiver.verdict is not None:
             raise Finding("verdict", f"{rank.name}: rows are written after the verdict")
-        if first < receiver.request.first_token or end > receiver.end:
-            raise Finding("prefix", f"{rank.name}: rows {first}..{end} are not the room's")
+        page, owners = rank.pool.page, rank.pool.owners
+        if any(owners[row // page] is not receiver for row in rows):
+            raise Finding("pages", f"{rank.name}: rows {rows} are not the room's")
 
     def copy_begun(self, rank: DecodeRank, receiver: Receiver, job: dev.Unpack | dev.Clear) -> None:
         others = [copy for copy in receiver.copies.values() if copy is not job]
         if any(type(copy) is dev.Clear for copy in (job, *others)) and others:
             raise Finding("clear", f"{rank.name} clears rows while others are written")
-        first = receiver.cells[job.first_token] if type(job) is dev.Clear else []
+        first = receiver.cells(job.first_token) if type(job) is dev.Clear else []
         right = memory.row(receiver.request.id, job.first_token)
         if first and all(cell == right for cell in first):
             raise Finding("clear", f"{rank.name} clears a row that is in place")
@@ -165,28 +281,31 @@ class Checks:
             raise Finding("settled", f"{rank.name} packs rows of a request that may be over")
 
     def used(self, rank: DecodeRank, job: dev.Unpack) -> None:
-        if not rank.valid[job.slot]:
+        lied = job.handle.request.request.prefill in self.world.liars
+        if not (rank.valid[job.slot] or lied):
             raise Finding("lease", f"{rank.name} used bytes of a slot that was another's by then")
 
     def verdict(self, rank: DecodeRank, receiver: Receiver, verdict: dev.Verdict) -> None:
         if receiver.verdict is not None:
-            raise Finding("verdict", f"{rank.name}: two verdicts")
-        receiver.reason = verdict.reason
+            if not receiver.cleared:
+                raise Finding("verdict", f"{rank.name}: two verdicts")
+            return
         self.rows(rank, receiver, verdict.state)
-        if receiver.has_target:
+        if receiver.has_target and not rank.hung_for:
             took = self._running(rank) - receiver.target_at + receiver.slow_by
             if took > rank.place.times.whole_wait + SLACK:
                 raise Finding("late verdict", f"{rank.name}: {took:.2f} s after the target")
 
     def rows(self, rank: DecodeRank, receiver: Receiver, state: dev.State) -> None:
-        if state is dev.State.FAILED:
+        lied = receiver.request.prefill in self.world.liars
+        if state is dev.State.FAILED or receiver.given_back or lied:
             return
         request = receiver.request
         for token in range(request.first_token, request.prompt):
             right = memory.row(request.id, token)
             good = (right,) if state is dev.State.WARM else (right, memory.EMPTY)
-            if any(cell not in good for cell in receiver.cells[token]):
-                found = receiver.cells[token]
+            if any(cell not in good for cell in receiver.cells(token)):
+                found = receiver.cells(token)
                 raise Finding("rows", f"{rank.name}: {state}, token {token} holds {found}")
 
     # -- SGLang's side
@@ -194,7 +313,7 @@ class Checks:
     def settled(self, rank: PrefillRank, sender: Sender) -> None:
         if sender.settled:
             raise Finding("settled", f"{rank.name}: twice")
-        if not sender.has_target:
+        if not sender.has_target or sender.at_last or rank.hung_for:
             return
         since = self._progress.get((rank, sender.request.number), 0.0)
         since = max(since, sender.target_at - sender.slow_by)
@@ -205,18 +324,28 @@ class Checks:
     def _running(self, process: Process) -> float:
         return self.world.clock.now - process.stopped_for
 
+    def _ran(self, process: Process) -> float:
+        """Of the channel thread."""
+        return self._running(process) - process.hung_for
+
     # -- the end
 
     def at_the_end(self) -> None:
         for place in self.world.places.values():
-            if place.process.alive:
+            if place.process.alive and not place.process.broken:
                 self._at_rest(place.process)
         for (rank, stamp), count in self._ready.items():
             acked = self._acked[rank, stamp]
-            if rank.alive and not 1 <= acked <= count and stamp not in self._lost:
-                raise Finding("acks", f"{rank.name}: a READY was acknowledged {acked} times")
+            if (
+                rank.alive
+                and not rank.broken
+                and not 1 <= acked <= count
+                and stamp not in self._lost
+                and stamp not in self._lied
+            ):
+                raise Finding("acks", f"{rank.name}: READY {stamp} was acknowledged {acked} times")
         for rank, peer, generation in self._opened - self._closed:
-            if rank.alive:
+            if rank.alive and not rank.broken:
                 raise Finding("fail", f"{rank.name} never tells {peer} that {generation} is over")
         for life in self.world.lives.values():
             if life.begun is not None:
@@ -239,7 +368,10 @@ class Checks:
         request, world = life.request, self.world
         if not life.decode_over or not life.prefill_over:
             raise Finding("ends", f"request {request.id} never ends")
-        clear_failed = any(fault.mode in ("clear", "action") for fault in world.spec.faults)
+        clear_failed = any(
+            fault.mode in ("clear", "action") or fault.kind == "device"
+            for fault in world.spec.faults
+        )
         allowed = life.by == "stock" or (life.by == "drafter" and clear_failed)
         if life.outcome == "failed" and not allowed:
             raise Finding("failed", f"request {request.id} by {life.by}: {life.reason}")
@@ -248,5 +380,7 @@ class Checks:
             return
         for one in world.groups[request.decode].handles[request.id]:
             if one.verdict is not dev.State.WARM:
-                raise Finding("untouched", f"request {request.id}: {one.verdict} ({one.reason})")
+                raise Finding(
+                    "untouched", f"request {request.id}: {one.verdict} ({one.handle.reason})"
+                )
         world.untouched.append(life)

@@ -1,15 +1,20 @@
-"""A decode rank: its machine, the threads that execute its actions, and SGLang's receivers."""
+"""A decode rank: its machine, the code of its worker, and SGLang's receivers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from sglang_mixkv.channel.gate import Gate
+from sglang_mixkv.channel.messages import Message, encode
 from sglang_mixkv.decode import events as ev
 from sglang_mixkv.decode.machine import Machine
+from sglang_mixkv.decode.worker import DecodeWorker
+from sglang_mixkv.draft.layout import SlotCheck
 from tests.sim import memory
+from tests.sim.copies import Copiers, Device
+from tests.sim.judge import Judge
 from tests.sim.network import Link, Read
 from tests.sim.process import Gated, Process
+from tests.sim.workers import Borrowed, Event, Receiving
 
 if TYPE_CHECKING:
     from tests.sim.spec import Request
@@ -19,43 +24,121 @@ GOOD = (ev.State.WARM, ev.State.COLD)
 
 
 class Receiver(Gated):
-    """SGLang's receiver of one request on one rank. `cells`: by token, then by head of this rank.
+    """SGLang's receiver of one request on one rank. `rows`: in the pool, of the request's tokens
+    from its first one on.
 
     `closed`: its gate is. `targets`: prefill ranks whose part of the target is still to come.
-    `progress`: when rows were last known to be in place.
+    `cleared`: by the scheduler's last resort.
     """
 
-    def __init__(self, request: Request, rank: DecodeRank, generation: int, end: int) -> None:
-        super().__init__(Gate())
-        self.request, self.rank, self.generation = request, rank, generation
-        self.heads, self.end = rank.place.layout.heads, end
-        row = [memory.EARLIER] * len(self.heads)
-        shared = [memory.SHARED] * len(self.heads)
-        first = request.first_token
-        self.cells = [list(shared if token < first else row) for token in range(end)]
-        self.closing = self.closed = False
-        self.verdict: ev.State | None = None
-        self.progress = 0.0
+    def __init__(self, request: Request, rank: DecodeRank, end: int) -> None:
+        pool, first = rank.pool, request.first_token
+        self.pages = pool.take(self, (end - first) // pool.page)
+        self.rows = pool.numbers(self.pages)
+        self.handle = Receiving(self.pages, pool.page, Event() if request.forward else None)
+        self.handle.request = self
+        super().__init__(self.handle.gate)
+        self.request, self.rank, self.end = request, rank, end
+        self.generation = 0
+        self.closing = self.closed = self.given_back = self.cleared = False
         self.targets: set[int] = set()
+
+    @property
+    def verdict(self) -> ev.State | None:
+        return self.handle.state
 
     @property
     def done(self) -> bool:
         return self.has_target and self.verdict in GOOD
 
+    @property
+    def polled_out(self) -> bool:
+        return self.closing or self.verdict is not None or not self.has_target
+
+    def cells(self, token: int) -> list[int]:
+        return self.rank.pool.rows[self.rows[token - self.request.first_token]]
+
+    def poll(self) -> None:
+        """As the plugin's receiver, where SGLang's own status is Success."""
+        rank, worker, handle = self.rank, self.rank.worker, self.handle
+        if not self.has_target or self.closing or rank.stopped or self.then is not None:
+            return
+        worker.target_arrived(handle)
+        if handle.state is None and worker.is_lost(handle):
+            rank.blocking(self, self._clear_now)
+        event = handle.event
+        if event is None or event.over:
+            rank.world.checks.polled(rank, self, handle.state is not None)
+
+    def _clear_now(self) -> None:
+        rank, handle = self.rank, self.handle
+        if handle.state is None:
+            rank.worker.clear_now(handle)
+            if handle.state is not None:
+                self.cleared = True
+                rank.world.checks.cleared(rank, self)
+                rank.later("scheduler", 0.0, rank.group.poll, self.request)
+
+
+class Links:
+    """By peer, while the worker has them."""
+
+    def __init__(self, rank: DecodeRank) -> None:
+        self._rank = rank
+        self.of: dict[bytes, Link] = {}
+
+    def __contains__(self, peer: bytes) -> bool:
+        return peer in self.of
+
+    def add(self, link: Link) -> None:
+        self.drop(link.peer)
+        self.of[link.peer] = link
+
+    def drop(self, peer: bytes) -> None:
+        link = self.of.pop(peer, None)
+        if link is not None:
+            link.close()
+
+    def send(self, peer: bytes, message: Message) -> bool:
+        frame = encode(message)
+        link = self.of.get(peer)
+        return link is not None and link.to_prefill(frame)
+
+    def read(self, action: ev.StartRead) -> bool:
+        return action.peer in self.of and self._rank.start_read(action)
+
+    def ended(self) -> tuple[()]:
+        """As for `received`, they come as events of their own."""
+        return ()
+
+    def received(self, ready: object) -> tuple[()]:
+        return ()
+
 
 class DecodeRank(Process):
-    tick, undone = ev.Tick(), staticmethod(ev.undone)
+    tick = ev.Tick()
 
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
         super().__init__(world, place, instance)
         self.valid = [True] * self.slots.count  # by slot: what was read there was still offered
         self.machine = Machine(instance, self.slots, place.slot_bytes, place.times)
+        self.judge = Judge(self)
+        self.links = Links(self)
+        self.worker = Borrowed(
+            DecodeWorker, self, {"Link": Link}, _links=self.links, _forwards={},
+            _forget_peer=self._forget_peer, _check_peer=self._check_peer,
+            _new_generation=world.next_number,
+        )  # fmt: skip
+        self.pool = memory.Pool(place.server.page, len(place.layout.heads))
+        self.device = Device(self) if place.server.device else None
+        self.worker._copies = self.device.copies if self.device else Copiers(self)
+        self.worker._store.device = self.device
         self.receivers: dict[int, Receiver] = {}  # by generation
         self.reads: dict[int, Read] = {}
-        self.links: dict[bytes, Link] = {}
         self.read_faults: list[list] = []  # fate, of this peer, so many
-        self.job_of: dict[int, Receiver] = {}
-        self.known: dict[int, list[bytes]] = {}  # instances of a prefill server's ranks
+        self.job_of: dict[int, tuple[Receiver, range | None]] = {}  # heads; None: to be cleared
+        self.known: dict[tuple[int, bytes], list[bytes]] = {}  # peers, by prefill server and name
+        self.dialed: set[bytes] = set()  # peers with a link, or one that the thread will take
         self.stuck = 0.0  # seconds that reads of the fate "stuck" hold their slots
 
     def is_urgent(self) -> bool:
@@ -63,34 +146,67 @@ class DecodeRank(Process):
 
     def fate_of_read(self, peer: bytes) -> str:
         for entry in self.read_faults:
-            if entry[2] and entry[1] in (None, peer):
+            if entry[2] and entry[1] in (None, ev.instance_of(peer)):
                 entry[2] -= 1
                 return entry[0]
         return ""
+
+    # -- prefill servers
+
+    def connect(self, peers: list[bytes]) -> None:
+        for peer in peers:
+            if peer not in self.dialed:
+                self.dialed.add(peer)
+                self.worker.add(Link(self, peer))
+
+    def give_up(self, peer: bytes) -> None:
+        """Its whole server, in the thread that looks after it."""
+        for key in [key for key, peers in self.known.items() if peer in peers]:
+            for one in self.known.pop(key):
+                self.dialed.discard(one)
+                self.worker.drop(one)
+
+    def miss(self, server: int) -> None:
+        """It has not answered for too long, as far as it is the one that was asked."""
+        for peers in [peers for (number, _), peers in self.known.items() if number == server]:
+            if not self.is_there(peers[0]):
+                self.give_up(peers[0])
+
+    def is_there(self, peer: bytes) -> bool:
+        process = self.world.place_of[ev.instance_of(peer)].process
+        return process.alive and process.instance == ev.instance_of(peer)
+
+    def _forget_peer(self, peer: bytes) -> None:
+        self.dialed.discard(peer)
+        self.give_up(peer)
+
+    def _check_peer(self, peer: bytes) -> None:
+        if not self.is_there(peer):
+            self.later("servers", self.rng.random() * 2, self.give_up, peer)
 
     # -- SGLang's side
 
     def open(self, request: Request, sources: tuple[ev.Source, ...], end: int) -> Receiver:
         """SGLang's metadata is sent."""
-        generation = self.world.next_number()
-        receiver = Receiver(request, self, generation, end)
-        self.receivers[generation] = receiver
+        receiver = Receiver(request, self, end)
         if request.forward:
             self.clock.after(request.forward, self._earlier_forward, receiver)
-        self.post(
-            ev.OpenRoom(
-                generation, request.number, sources, request.first_token, end,
-                pending=bool(request.forward), handle=generation, page_size=self.place.server.page,
-            )
+        self.worker.open(
+            receiver.handle, bootstrap_room=request.number, sources=sources,
+            first_token=request.first_token, end=end, page_size=self.pool.page,
         )  # fmt: skip
+        receiver.generation = receiver.handle.opened.generation
+        self.receivers[receiver.generation] = receiver
         return receiver
 
     def _earlier_forward(self, receiver: Receiver) -> None:
         """It writes to pages of its former request; SGLang gives none of them back before."""
-        for token in range(receiver.request.first_token, receiver.end):
-            receiver.cells[token][:] = [memory.EARLIER] * len(receiver.heads)
-        done = ev.ForwardDone(receiver.generation)
-        self.later("event", self.rng.random() * 0.0004, self.post, done)
+        if not self.alive:
+            return
+        self.pool.write(receiver.pages.tolist(), memory.EARLIER)
+        receiver.handle.event.over = True
+        self.later("event", self.rng.random() * 0.0004, self.on_thread, self.look)
+        self._give_back(receiver)
 
     def target_arrived(self, receiver: Receiver) -> None:
         if receiver.closed:
@@ -98,48 +214,58 @@ class DecodeRank(Process):
         receiver.note_target(self)
         if receiver.verdict is None:
             self.awaiting.add(receiver.generation)
-        self.post(ev.TargetArrived(receiver.generation))
+        self.group.poll_on(receiver.request, self.worker._slowest)
         self.group.poll(receiver.request)
 
     def close(self, receiver: Receiver, reason: str) -> None:
         if not receiver.closing:
             receiver.closing = True
-            self.copiers.close(receiver, self._close, (receiver, reason))
+            self.blocking(receiver, self._close, receiver, reason)
 
     def _close(self, receiver: Receiver, reason: str) -> None:
+        receiver.handle.closed = False  # where the call is made again
+        self.worker.close(receiver.handle, reason)
         receiver.closed = True
         self.awaiting.discard(receiver.generation)
-        self.post(ev.CloseRoom(receiver.generation, reason))
+        self._give_back(receiver)
+
+    def _give_back(self, receiver: Receiver) -> None:
+        """Once SGLang is done with the request, and with the forward that began before it."""
+        forward = receiver.handle.event
+        if receiver.closed and (forward is None or forward.over) and not receiver.given_back:
+            receiver.given_back = True
+            self.pool.give_back(receiver.pages)
+
+    def clear_at_once(self, rows: list[int]) -> None:
+        """By SGLang's scheduler."""
+        for row in rows:
+            self.pool.rows[row][:] = [memory.EMPTY] * len(self.place.layout.heads)
 
     # -- actions
 
-    def execute(self, action: ev.Action) -> None:
+    def before(self, action: ev.Action) -> None:
+        checks = self.world.checks
         match action:
             case ev.Send():
-                self.world.checks.decode_sends(self, action.peer, action.message)
-                self.link(action.peer).to_prefill(action.message)
-            case ev.StartRead():
-                self._start_read(action)
+                checks.decode_sends(self, action.peer, action.message)
             case ev.Copy(jobs):
                 for job in jobs:
-                    self.job_of[job.job] = self.receivers[job.handle]
-                    self.copiers.put(job)
-            case ev.Verdict(handle, state):
-                receiver = self.receivers[handle]
-                self.world.checks.verdict(self, receiver, action)
-                receiver.verdict = state
-                self.awaiting.discard(handle)
-                self.group.poll(receiver.request)
-            case ev.Forget():
-                self.known = {k: v for k, v in self.known.items() if action.peer not in v}
+                    self.job_of[job.job] = job.handle.request, getattr(job, "heads", None)
+            case ev.Verdict(handle):
+                checks.verdict(self, handle.request, action)
+            case ev.Note():
+                checks.noted(self, action)
 
-    def link(self, peer: bytes) -> Link:
-        link = self.links.get(peer)
-        if link is None:
-            link = self.links[peer] = Link(self, peer, self.world.place_of[peer])
-        return link
+    def after(self, action: ev.Action) -> None:
+        if type(action) is ev.Verdict:
+            receiver = action.handle.request
+            self.awaiting.discard(receiver.generation)
+            self.group.poll(receiver.request)
 
-    def _start_read(self, action: ev.StartRead) -> None:
+    def is_over(self, event: Any) -> bool:
+        return type(event) is ev.OpenRoom and event.pending and event.handle.event.over
+
+    def start_read(self, action: ev.StartRead) -> bool:
         begun = self.machine._segments._reads.get(action.read)
         segments = begun.segments if begun is not None else ()
         read = Read(self, action, [one.announced.stamp for one in segments])
@@ -147,52 +273,50 @@ class DecodeRank(Process):
             self.world.checks.read_begun(self, one.local_slot)
         self.reads[action.read] = read
         read.start()
+        return True
 
     def read_ended(self, read: Read) -> None:
         del self.reads[read.number]
         for number, one in enumerate(read.ranges):
             self.valid[one.local_slot] = read.valid[number]
 
-    # -- the unpacking threads
+    # -- copies
 
     def owner_of(self, job: ev.Job) -> Receiver:
-        return self.receivers[job.handle]
+        return job.handle.request
 
-    def refusal(self, job: ev.Job, open_: bool) -> ev.Copied | None:
+    def refusal(self, job: ev.Job) -> Any:
         """Why nothing is written."""
         kind = "clear" if isinstance(job, ev.Clear) else "unpack"
-        if not open_:
-            return ev.Copied((job.job,), ev.Result.CLOSED)
         if self.errors.get(kind):
             self.errors[kind] -= 1
-            return ev.Copied((job.job,), ev.Result.ERROR, "injected")
+            return RuntimeError("injected")
         if kind == "unpack":
             slot = self.memory[job.slot]
             if not memory.carries(slot, job.tokens, job.stamp):
-                return ev.Copied((job.job,), ev.Result.STALE)
+                return SlotCheck.STALE
         return None
-
-    def count(self, job: ev.Job) -> int:
-        return job.tokens if isinstance(job, ev.Unpack) else job.end - job.first_token
 
     def begin_copy(self, receiver: Receiver, job: ev.Job) -> None:
         self.world.checks.copy_begun(self, receiver, job)
 
-    def copy(self, receiver: Receiver, job: ev.Job, first: int, end: int) -> None:
-        start, cells = job.first_token, receiver.cells
-        if first < end:
-            self.world.checks.pool_written(self, receiver, start + first, start + end)
-        if isinstance(job, ev.Clear):
-            for token in range(start + first, start + end):
-                cells[token][:] = [memory.EMPTY] * len(receiver.heads)
+    def copy(self, receiver: Receiver, rows: list[int], done: int, heads: range, slot: int) -> None:
+        """`slot`: -1 where rows are cleared."""
+        if not rows:
             return
-        slot, heads = self.memory[job.slot], job.heads
-        left = heads.start - receiver.heads.start
-        for i in range(first, end):
-            value = memory.unpacked(slot[1 + i], heads)
-            cells[start + i][left : left + len(heads)] = [value] * len(heads)
+        self.world.checks.pool_written(self, receiver, rows)
+        cells, own = self.pool.rows, receiver.rank.place.layout.heads
+        if slot < 0:
+            for row in rows:
+                cells[row][:] = [memory.EMPTY] * len(own)
+            return
+        there, left, count = self.memory[slot], heads.start - own.start, len(heads)
+        for number, row in enumerate(rows, 1 + done):
+            cells[row][left : left + count] = [memory.unpacked(there[number], heads)] * count
 
-    def end_copy(self, receiver: Receiver, job: ev.Job) -> ev.Copied:
+    def end_copy(self, receiver: Receiver, job: ev.Job) -> SlotCheck:
         if isinstance(job, ev.Unpack):
             self.world.checks.used(self, job)
-        return ev.Copied((job.job,), ev.Result.DONE)
+        return SlotCheck.OK
+
+    def left_gate(self, receiver: Receiver) -> None: ...

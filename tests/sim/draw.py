@@ -9,23 +9,28 @@ from tests.sim.network import READ_FAULTS
 from tests.sim.spec import Chunk, Fault, Request, Server, Spec, Where
 
 SCENES = (
-    *("any",) * 14, "dead_plane", "stopped", "stopped", "dead_readers", "unopened", "reuse",
-    "waiting", "waiting", "ended", "ended", "restart",
+    *("any",) * 24, "dead_plane", "probe", "stopped", "stopped", "dead_readers", "dead_readers",
+    "unopened", "reuse", "waiting", "waiting", "crowded", "ended", "ended", "restart", "hung",
+    "hung", "gone", "liar", "numbers",
 )  # fmt: skip
-LARGE = 0.03  # how many clusters have up to 16 ranks a server; each takes as long as ten others
-PATIENCE = (1.0,) * 6 + (2.0, 3.0)  # not less, or what takes its time is cold without a fault
+LARGE = 0.02  # how many clusters have up to 16 ranks a server; each takes as long as ten others
+PATIENCE = (1.0,) * 8 + (2.0, 3.0, 0.5, 0.3, 0.1)
 KINDS = (
     *("stop",) * 5, *("kill",) * 4, *("break",) * 3, *("reads",) * 4,
-    "cut", "cut", "slow", "slow", "double", "double", "error",
+    "cut", "cut", "slow", "slow", "double", "double", "error", "hang", "hang", "broken", "drop",
+    "relink", "device", "lies",
 )  # fmt: skip
+NAMES = (b"",) * 6 + (b"other:8998",)
 
 
 class Draw:
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, scene: str = "") -> None:
         self.seed, self.rng = seed, random.Random(seed)
         self.large = self.rng.random() < LARGE
         self.scene = self.rng.choice(SCENES)
+        self.scene = scene or self.scene
         self.late_prefill = self.rng.random() < 0.5
+        self.busy = self.rng.randint(1, 3)  # requests of a server that dies
         self.servers: list[Server] = []
         self.requests: list[Request] = []
 
@@ -37,7 +42,7 @@ class Draw:
         self._add_servers(sizes, most)
         self._add_requests()
         faults = self._faults_of_scene()
-        for _ in range(rng.choice((0, 1, 1, 2, 3) if self.scene == "any" else (0, 0, 0, 1))):
+        for _ in range(rng.choice((0, 1, 1, 2, 3) if self.scene == "any" else (0, 0, 0, 0, 1))):
             faults.append(self._fault())
         if rng.random() < (0.03 if self.scene == "any" else 0.3):
             self._add_late(faults)
@@ -54,7 +59,7 @@ class Draw:
         decodes = rng.randint(1, 3) if self.large else 1 + two
         if scene in ("stopped", "dead_readers"):
             prefills, decodes = 1 if scene == "dead_readers" else prefills, max(2, decodes)
-        elif scene == "waiting":
+        elif scene in ("waiting", "crowded"):
             prefills, decodes = 2, 1
         sides = ["prefill"] * prefills + ["decode"] * decodes
         for number, side in enumerate(sides):
@@ -64,26 +69,34 @@ class Draw:
             match scene:
                 case "stopped":
                     slots = rng.choice((2, 8, 8))
-                case "waiting":
+                case "waiting" | "crowded":
                     tp, slots = 1, 8 if side == "prefill" else 2
                 case "dead_readers":
-                    dead = max(size for size in sizes if size <= 4)
+                    dead = sizes[0] * rng.choice((2, 4, 8, 8, 16)) // (1 + sizes[0] // 3)
                     tp, slots = 1 if side == "prefill" else dead if number == 1 else tp, 8
+                    slots = rng.choice((8, 8, 16)) if side == "prefill" else slots
             tokens, page = rng.randint(2, 6), rng.choice((1, 1, 2, 4, 8))
-            server = Server(number, side, tp, slots, tokens, page, rng.choice(PATIENCE))
+            patience, device = rng.choice(PATIENCE), rng.random() < 0.25
+            server = Server(number, side, tp, slots, tokens, page, patience, device)
             self.servers.append(server)
 
     # -- requests
 
     def _add_requests(self) -> None:
         rng, arrival = self.rng, 0.0
-        count = {"dead_plane": rng.randint(5, 8), "waiting": rng.randint(5, 8), "ended": 3}
+        many = rng.randint(5, 8)
+        count = {"dead_plane": many + 1, "probe": many + 1, "waiting": many, "ended": 3}
+        count["dead_readers"], count["crowded"] = many - 2, many
         usual = rng.randint(5, 20) if self.large else rng.randint(1, 4)
         for number in range(count.get(self.scene, usual)):
             self.requests.append(self._request(number, arrival))
             arrival += rng.choice((0.0, 0.005, 0.1, 0.5)) * rng.random()
             if self.scene == "dead_plane":
-                arrival += rng.choice((0.2, 1.0, 2.5))
+                arrival += rng.choice((0.2, 1.0, 1.0, 2.5))
+            if self.scene == "crowded" and number > 1:
+                arrival += 0.3
+            if self.scene == "probe":
+                arrival += 0.1 if number < 3 else rng.choice((0.3, 0.8, 1.2))
             if self.scene == "stopped" and number == 0:
                 arrival += rng.uniform(55, 75)
 
@@ -95,29 +108,39 @@ class Draw:
         decode = former.decode if former else self._server_of("decode", number)
         page = servers[decode].page
         prompt = rng.randint(1, 40 if rng.random() < 0.2 else 16)
-        if self.scene in ("dead_readers", "waiting"):
+        if self.scene in ("dead_readers", "waiting", "crowded"):
             prompt = rng.randint(16, 40)
         first = rng.choice((0, 0, 0, rng.randint(0, prompt // page))) * page
         start = min(first // servers[prefill].page * servers[prefill].page, prompt)
         late = self.scene == "ended" and self.late_prefill  # decode ends the first two before
+        name, odd = 1000 + number, 0.4 if self.scene == "numbers" else 0.02
+        if self.scene != "stopped" and rng.random() < odd:  # no message can have such a one
+            name = rng.choice((-name, (1 << 64) + name))
         return Request(
-            number, former.number if former else 1000 + number, prefill, decode, arrival, prompt,
+            number, former.number if former else name, prefill, decode, arrival, prompt,
             first, self._chunks(prompt - start, servers[prefill].page),
             prefill_delay=rng.uniform(0.1, 0.5) * (3 - number % 2) if late else self._delay(0.01),
             decode_delay=0.0 if former else self._delay(0.01),
             optimistic=rng.random() < 0.3, target=self._target(),
             forward=rng.choice((0, 0, rng.random() * 0.05)),
-            abort=self._abort(number), after=former.id if former else -1,
+            abort=self._abort(number), after=former.id if former else -1, name=self._name(former),
         )  # fmt: skip
+
+    def _name(self, former: Request | None) -> bytes:
+        return former.name if former else self.rng.choice(NAMES)
 
     def _server_of(self, side: str, number: int) -> int:
         """In some scenes the first request, or the first two, are on a server of their own, which
         a fault hits."""
         of_side = [server for server in self.servers if server.side == side]
         server = self.rng.choice(of_side)
-        if self.scene in ("stopped", "dead_readers") and side == "decode":
+        if self.scene == "stopped" and side == "decode":
             server = of_side[min(number, 1)]
-        if self.scene == "waiting":
+        if self.scene == "dead_readers" and side == "decode":  # it is busy when it dies, or not
+            server = of_side[number >= self.busy]
+        if self.scene == "probe":
+            server = of_side[0]
+        if self.scene in ("waiting", "crowded"):
             server = of_side[number > 1 and len(of_side) > 1]
         return server.number
 
@@ -131,6 +154,8 @@ class Draw:
         for size in sizes:
             long = rng.random() < (0.7 if self.scene in ("reuse", "ended") else 0.2)
             seconds = rng.choice((0.001, 0.01, 0.02, 0.3 if long else 0.005)) * rng.random()
+            if self.scene == "probe" and len(self.requests) > 3 and rng.random() < 0.3:
+                seconds += rng.choice((1.5, 2.5, 4.0))
             found.append(Chunk(size, bool(size) and rng.random() < 0.4, seconds))
         if sizes[-1] and rng.random() < 0.1:
             found.append(Chunk(0, False, 0.001))
@@ -189,18 +214,41 @@ class Draw:
                 found = [Fault("reads", 0.0, rank, stuck, prefill, "stuck", 2)]
                 found.append(Fault("reads", 0.0, rank, 80.0, other, "slow", 4))
                 return found + [Fault("slow", 0.0, rank, 3.0, other)] * rng.randint(0, 1)
+            case "crowded":
+                stuck = rng.uniform(5, 30)
+                return [Fault("reads", 0.0, rank, stuck, prefill, "stuck", rng.randint(1, 3))]
             case "stopped":
                 seconds = self.requests[-1].arrival + rng.uniform(-0.02, 0.05)
                 where, mode = rng.choice((rank, rank, prefill)), self._stop_mode()
                 return [Fault("stop", rng.random() * 0.03, where, seconds, None, mode)]
             case "dead_readers":
-                kind = rng.choice(("kill", "stop"))
+                kind, mode = rng.choice((("kill", ""), ("kill", "power"), ("stop", "")))
                 ranks = range(self.servers[rank[0]].tp if kind == "stop" else 1)
-                return [Fault(kind, 0.01 * rng.random(), (rank[0], r), 90.0) for r in ranks]
+                when = self.requests[self.busy - 1].arrival + 0.02 * rng.random()
+                return [Fault(kind, when, (rank[0], r), 90.0, None, mode) for r in ranks]
             case "reuse" | "ended" if rng.random() < 0.8:
                 kind = rng.choice(("slow", "break", "cut"))
                 when = 0.0 if kind == "slow" else rng.random() * 0.02
                 return [Fault(kind, when, rank, rng.uniform(0.5, 3.0), prefill)]
+            case "probe":
+                return [Fault("reads", 0.0, rank, 60.0, None, "fail", rng.randint(3, 6))]
+            case "hung":
+                what = rng.choice(("", "StartRead", "Send", "Pack", "Copy", "Verdict"))
+                where = prefill if what == "Pack" else rng.choice((rank, rank, prefill))
+                seconds = rng.uniform(*rng.choice(((0.5, 5), (8, 12), (15, 61))))
+                if rng.random() < 0.2:
+                    return [Fault("broken", rng.random() * 0.1, where)]
+                return [Fault("hang", rng.random() * 0.02, where, seconds, None, what)]
+            case "gone":
+                when = first.arrival + rng.random() * 0.1
+                name = first.name.decode()
+                return [
+                    Fault(kind, when, rank, 0.0, prefill, name)
+                    for kind in rng.choice((("drop",), ("relink",), ("drop", "relink")))
+                ]
+            case "liar":
+                when = first.arrival + rng.random() * 0.02
+                return [Fault("lies", when, prefill, 0.3, rank, "", rng.randint(3, 20))]
             case "unopened":
                 cut = Fault("cut", 0.0, rank, rng.uniform(0.5, 4), prefill)
                 other = self._rank(first.prefill)
@@ -227,11 +275,25 @@ class Draw:
                 low, high = rng.choice(((0.005, 0.1), (0.5, 4.9), (5, 20), (55, 80)))
                 return Fault(kind, time, one, rng.uniform(low, high), None, self._stop_mode())
             case "kill":
-                return Fault(kind, time, one, rng.choice((0, 0.5, 10)) * rng.random())
+                seconds, mode = (
+                    rng.choice((0, 0.5, 10)) * rng.random(),
+                    rng.choice(("", "", "power")),
+                )
+                return Fault(kind, time, one, seconds, None, mode)
+            case "hang":
+                what = rng.choice(("", "Send", "Pack" if one == prefill else "StartRead"))
+                seconds = rng.choice((0.5, 6.0, 60.0)) * rng.random()
+                return Fault(kind, time, one, seconds, None, what)
+            case "broken" | "device":
+                return Fault(kind, time, one)
+            case "lies":
+                return Fault(kind, time, prefill, rng.random(), decode, "", rng.randint(1, 20))
             case "error":
                 kinds = ("pack", prefill), ("unpack", decode), ("clear", decode), ("action", one)
                 mode, one = rng.choice(kinds)
                 return Fault(kind, time, one, 0.0, None, mode, 1)
+            case "drop" | "relink":
+                mode = request.name.decode()
             case "break":
                 mode = rng.choice(("", "silent"))
             case "cut" | "slow":

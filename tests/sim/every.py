@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tests.sim import faults
-from tests.sim.checks import Finding
+from tests.sim.finding import Finding
 from tests.sim.network import READ_FAULTS
 from tests.sim.spec import Chunk, Fault, Request, Server, Spec
 from tests.sim.world import LIMIT, World

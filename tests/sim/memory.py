@@ -6,12 +6,58 @@ decode pool has one cell per token and head. A slot is stamp, rows, sum.
 
 from __future__ import annotations
 
+from collections import deque
+from typing import Any
+
+import numpy as np
+
 EMPTY = 0  # zeroed
 EARLIER = 7  # rows of a request that had these pages before
 REUSED = 11  # rows of a request that was given these pages afterwards
-SHARED = 13  # rows of a prefix that several requests share
 SPOILED = 17  # bytes that belong to no row: other heads than were asked for
 TOKENS = 64  # a prompt is shorter
+
+
+class Pool:
+    """Rows of one rank in pages, which belong to one request at a time. `owners`: by page; None
+    where nobody has it. A row has `width` cells."""
+
+    def __init__(self, page: int, width: int) -> None:
+        self.page, self._width = page, width
+        self.rows: list[list[int]] = []
+        self.owners: list[Any] = []
+        self._free: deque[int] = deque()
+
+    def take(self, owner: Any, count: int) -> Any:
+        """Pages in no order, and those first that were given back last."""
+        while len(self._free) < count:
+            first = len(self.owners)
+            self.owners += [None] * 8
+            self.rows += [[EARLIER] * self._width for _ in range(8 * self.page)]
+            self._free.extend(first + n for n in (3, 6, 1, 4, 7, 2, 5, 0))
+        found = [self._free.popleft() for _ in range(count)]
+        for page in found:
+            self.owners[page] = owner
+        self.write(found, EARLIER)
+        return np.array(found, dtype=np.int64)
+
+    def give_back(self, pages: Any) -> None:
+        """Another request writes to them at once."""
+        found = pages.tolist()
+        self.write(found, REUSED)
+        for page in found:
+            self.owners[page] = None
+        self._free.extendleft(found)
+
+    def write(self, pages: list[int], value: int) -> None:
+        for page in pages:
+            for number in range(page * self.page, (page + 1) * self.page):
+                self.rows[number][:] = [value] * self._width
+
+    def numbers(self, pages: Any) -> list[int]:
+        """The rows of these pages."""
+        size = self.page
+        return [page * size + n for page in pages.tolist() for n in range(size)]
 
 
 def row(prompt: int, token: int) -> int:

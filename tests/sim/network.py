@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang_mixkv.channel.messages import Message, decode, encode
+from sglang_mixkv.channel.messages import Ready, decode
 from sglang_mixkv.decode import events as dev
 from sglang_mixkv.prefill import events as pev
 
@@ -22,20 +22,29 @@ class Link:
     """A decode rank's socket for one peer, an instance; it is connected to the peer's address.
 
     `connection`: how prefill names it; another one after each break. `blocked`: until then nothing
-    passes, and what waits longer than TCP's time-out is lost. `silent`: nobody notices its end.
+    passes, and what waits longer than TCP's time-out is lost. `silent`: its end is noticed late.
+    `closed`: the decode rank has dropped it.
     """
 
-    def __init__(self, reader: DecodeRank, peer: bytes, place: Place) -> None:
-        self.reader, self.peer, self.place = reader, peer, place
+    def __init__(self, reader: DecodeRank, peer: bytes) -> None:
+        self.reader, self.peer = reader, peer
         self.world, self.clock, self.rng = reader.world, reader.clock, reader.rng
+        self.instance = dev.instance_of(peer)
+        self.place: Place = self.world.place_of[self.instance]
         self.epoch = 0
         self.connection = b""
         self.blocked = 0.0
         self.slow = 0.0  # so much delay at most; until `slow_until`
         self.slow_until = 0.0
         self.doubles = 0
+        self.closed = False
+        self.heard: list[Ready] = []  # that a liar has sent
         self._arrivals = {"prefill": 0.0, "decode": 0.0}
         self._connect()
+        self.world.links.append(self)
+
+    def __repr__(self) -> str:
+        return f"link to {self.peer!r}"
 
     def _connect(self) -> None:
         self.connection = b"%d" % self.world.next_number()
@@ -43,24 +52,29 @@ class Link:
 
     # -- messages
 
-    def to_prefill(self, message: Message) -> None:
-        if self.place.process.alive:
-            self._carry("prefill", message)
-        else:
-            self._could_not_send()
+    def to_prefill(self, frame: bytes) -> bool:
+        """Whether it left."""
+        if self.place.process.alive and self.connection:
+            self._carry("prefill", frame)
+            return True
+        return self._leaves()
 
-    def to_decode(self, message: Message) -> None:
-        self._carry("decode", message)
+    def to_decode(self, frame: bytes) -> None:
+        self._carry("decode", frame)
+        if self.place.server.number in self.world.liars:
+            message = decode(frame)
+            if type(message) is Ready:
+                self.heard.append(message)
 
-    def _carry(self, way: str, message: Message) -> None:
-        now, rng, frame = self.clock.now, self.rng, encode(message)
+    def _carry(self, way: str, frame: bytes) -> None:
+        now, rng = self.clock.now, self.rng
         delay = 0.00005 + rng.random() ** 3 * 0.002
         if now < self.slow_until:
             delay += rng.random() * self.slow
         when = max(self._arrivals[way], now + delay)
         if self.blocked > now:
             when = max(when, self.blocked + delay)
-        when = min(when, max(self._arrivals[way], now + self.world.times.delivery))
+        when = min(when, max(self._arrivals[way], now + self.place.times.delivery))
         self._arrivals[way] = when
         self.clock.at(when, self._arrive, way, self.epoch, frame)
         if self.doubles and rng.random() < 0.7:
@@ -71,10 +85,14 @@ class Link:
     def _arrive(self, way: str, epoch: int, frame: bytes) -> None:
         if epoch != self.epoch:
             return
+        try:
+            message = decode(frame)
+        except ValueError:  # a number that the other side does not read; counted, and dropped
+            return
         if way == "prefill":
-            process, event = self.place.process, pev.Received(self.connection, decode(frame))
+            process, event = self.place.process, pev.Received(self.connection, message)
         else:
-            process, event = self.reader, dev.Received(self.peer, decode(frame))
+            process, event = self.reader, dev.Received(self.peer, message)
         process.step(self.connection, process.handle, (event,))
 
     # -- trouble
@@ -86,28 +104,37 @@ class Link:
         former, self.epoch = self.connection, self.epoch + 1
         del self.world.connections[former]
         self.connection = b""
-        if self.reader.alive:
+        if self.reader.alive and not self.closed:
             self._connect()
-        if silent:
+        times, rng, now = self.place.times, self.rng, self.clock.now
+        if silent:  # the kernel asks now and then, and gives up
+            self.world.unnoticed[former] = now + (1 + rng.random()) * times.delivery
             return
+        delay = rng.choice((0.0, 0.01, 1.0, 5.0)) * rng.random()
+        self.world.unnoticed[former] = now + delay
         process = self.place.process
-        if process.alive and self.rng.random() < 0.7:
-            delay = self.rng.choice((0.0, 0.01, 1.0, 5.0)) * self.rng.random()
+        if process.alive and rng.random() < 0.7:
             process.later(former, delay, process.handle, pev.ConnectionLost(former))
-        self._could_not_send()
+        if not self.closed and not self._leaves():
+            self.reader.post(dev.PeerLost(self.peer))
+
+    def close(self) -> None:
+        """By the decode rank, which has another one, or none."""
+        self.closed = True
+        self.end(silent=self.rng.random() < 0.3)
 
     def cut(self, seconds: float) -> None:
         """Nothing passes for so long; TCP gives up within the time of delivery."""
         self.blocked = self.clock.now + seconds
-        if seconds > self.world.times.delivery:
-            self.clock.after(self.world.times.delivery, self.end)
+        if seconds > self.place.times.delivery:
+            self.clock.after(self.place.times.delivery, self.end)
 
-    def _could_not_send(self) -> None:
+    def _leaves(self) -> bool:
         """The reader notices at once, after a while, or never."""
-        chance = self.rng.random()
-        if self.reader.alive and chance < 0.7:
-            delay = 0.0 if chance < 0.4 else self.rng.random() * 8
-            self.reader.later("lost", delay, self.reader.handle, dev.PeerLost(self.peer))
+        chance, reader = self.rng.random(), self.reader
+        if reader.alive and 0.4 <= chance < 0.7:
+            reader.later("lost", self.rng.random() * 8, reader.handle, dev.PeerLost(self.peer))
+        return chance >= 0.4 or not reader.alive
 
 
 READ_FAULTS = ("fail", "hang", "late", "slow")
@@ -119,8 +146,10 @@ class Read:
 
     def __init__(self, rank: DecodeRank, action: dev.StartRead, stamps: list[int]) -> None:
         self.rank, self.stamps = rank, stamps
-        self.place = place = rank.world.place_of[action.peer]
-        self.remote = place.process if place.process.instance == action.peer else None
+        instance = dev.instance_of(action.peer)
+        self.place = place = rank.world.place_of[instance]
+        self.remote = place.process if place.process.instance == instance else None
+        self.peer = action.peer
         self.world, self.clock, self.rng = rank.world, rank.clock, rank.rng
         self.number, self.ranges = action.read, action.ranges
         self.pieces = [(n, i) for n, one in enumerate(self.ranges) for i in range(one.tokens + 2)]
@@ -139,9 +168,9 @@ class Read:
             case "stuck":
                 seconds = late + self.rank.stuck + rng.random()
             case "late":
-                seconds = late - 0.2 + rng.random() * 4
+                seconds = max(0.0, late - 0.2) + rng.random() * 4
             case "slow":
-                seconds = rng.random() * (late - 0.5)
+                seconds = rng.random() * 0.9 * late
             case _:
                 seconds = rng.random() ** 4 * self.world.copying
         self.clock.after(min(seconds * rng.random(), 0.02), self._step, self._stick)

@@ -1,15 +1,21 @@
-"""A prefill rank: its machine, the threads that execute its actions, and SGLang's senders on it."""
+"""A prefill rank: its machine, the code of its worker, and SGLang's senders on it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Any
 
-from sglang_mixkv.channel.messages import Fail, Ready
+import zmq
+
+from sglang_mixkv.channel.messages import Fail, Ready, decode
+from sglang_mixkv.draft.layout import Pages, SlotCheck
 from sglang_mixkv.prefill import events as ev
 from sglang_mixkv.prefill.machine import Machine
-from sglang_mixkv.prefill.worker import SendHandle
+from sglang_mixkv.prefill.worker import PrefillWorker
 from tests.sim import memory
+from tests.sim.copies import Copiers, Device
 from tests.sim.process import Gated, Process
+from tests.sim.workers import Borrowed, Event, Sending
 
 if TYPE_CHECKING:
     from tests.sim.spec import Request
@@ -17,32 +23,64 @@ if TYPE_CHECKING:
 
 
 class Sender(Gated):
-    """SGLang's sender of one request on one rank. `cells`: the request's rows in the pool.
+    """SGLang's sender of one request on one rank. `rows`: of its tokens, in the pool.
 
-    `succeeded`: SGLang's Success was reported. `given_back`: the pages may be another's. `over`:
-    the machine knows that the request has ended, or lost its number to another.
+    `settled`: the machine has said so. `succeeded`: SGLang's Success was reported; `at_last`: by
+    the scheduler's last resort. `given_back`: the pages may be another's. `over`: the machine
+    knows that the request has ended, or lost its number to another.
     """
 
     def __init__(self, request: Request, number: int, rank: PrefillRank) -> None:
-        self.handle = SendHandle(request.number)
+        self.handle = rank.worker.begin(request.number)
+        self.handle.sender = self
         super().__init__(self.handle.gate)
         self.request, self.number, self.rank = request, number, rank
-        self.cells = [memory.EARLIER] * memory.TOKENS
-        self.succeeded = self.ended = self.given_back = self.over = False
+        self.pages = rank.pool.take(self, -(-request.prompt // rank.pool.page))
+        self.rows = rank.pool.numbers(self.pages)
+        self.events: deque[Event] = deque()  # of its chunks that are not written
+        self.settled = self.succeeded = self.ended = self.given_back = self.over = False
+        self.at_last = False
 
     @property
-    def settled(self) -> bool:
-        return self.handle.settled
+    def polled_out(self) -> bool:
+        return self.ended or self.succeeded or not self.has_target
 
     def poll(self) -> bool:
         """Whether Success is reported, as in the plugin's sender."""
-        if self.has_target and not self.succeeded:
-            self.succeeded = self.handle.settled and self.gate.shut()
+        rank = self.rank
+        if self.has_target and not (self.succeeded or self.ended or rank.stopped):
+            self.succeeded = rank.worker.release(self.handle)
+            if self.handle.settled and not self.settled and not self.at_last:
+                self.at_last = True
+                rank.awaiting.discard(self.number)
+                rank.world.checks.last_resort(rank, self.target_at)
+            if self.handle.settled and not (self.succeeded or self.copies):
+                rank.later("scheduler", 0.001, rank.group.poll, self.request)
+            rank.world.checks.polled(rank, self, self.succeeded)
         return self.succeeded
 
 
+class Socket:
+    """A ROUTER: it raises where it knows that the connection is gone."""
+
+    def __init__(self, rank: PrefillRank) -> None:
+        self._rank, self._to = rank, b""
+
+    def send(self, data: bytes, flags: int) -> None:
+        world, to = self._rank.world, self._to
+        link = world.connections.get(to or data)
+        if link is None and self._rank.clock.now >= world.unnoticed.get(to or data, 0.0):
+            self._to = b""
+            raise zmq.ZMQError(zmq.EHOSTUNREACH)
+        self._to = b"" if to else data
+        if to:
+            self._rank.world.checks.left(self._rank, link, decode(data))
+            if link is not None:
+                link.to_decode(data)
+
+
 class PrefillRank(Process):
-    tick, undone = ev.Tick(), staticmethod(ev.undone)
+    tick = ev.Tick()
 
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
         super().__init__(world, place, instance)
@@ -50,8 +88,19 @@ class PrefillRank(Process):
             instance, place.layout.heads, self._segment_tokens, self.slots, place.times,
             world.next_number,
         )  # fmt: skip
+        self.worker = Borrowed(
+            PrefillWorker, self, {"SendHandle": Sending},
+            _socket=Socket(self), _poller=self, _pending=deque(), _lost=set(),
+        )  # fmt: skip
+        self.pool = memory.Pool(place.server.page, 1)
+        self.device = Device(self) if place.server.device else None
+        self.worker._copies = self.device.copies if self.device else Copiers(self)
+        self.worker._store.device = self.device
         self.senders: dict[int, Sender] = {}  # by use
         self.packed: dict[int, Sender] = {}  # whose rows, by stamp
+
+    def used(self, socket: object) -> None:
+        """As a poller."""
 
     def _segment_tokens(self, heads: int, slot_bytes: int) -> int:
         return self.place.layout.facts.tokens_in(min(slot_bytes, self.place.slot_bytes), heads)
@@ -65,109 +114,105 @@ class PrefillRank(Process):
     def begin(self, request: Request) -> Sender:
         sender = Sender(request, self.world.next_number(), self)
         self.senders[sender.number] = sender
-        self.post(ev.Begin(sender.number, request.number))
         return sender
 
     def add_chunk(self, sender: Sender, first: int, count: int, last: bool, pending: bool) -> None:
-        self.post(ev.AddChunk(sender.number, first, count, last, (sender, first), pending))
+        page, events = self.pool.page, [Event()] if pending else []
+        sender.events.extend(events)
+        pages = Pages(sender.pages[first // page : -(-(first + count) // page)], page, events)
+        self.worker.add_chunk(sender.handle, first, count, last, pages)
 
     def write(self, sender: Sender, first: int, count: int) -> None:
         """The forward does, whatever the process's threads do."""
         for token in range(first, first + count):
-            sender.cells[token] = memory.row(sender.request.id, token)
+            self.pool.rows[sender.rows[token]][0] = memory.row(sender.request.id, token)
 
     def written(self, sender: Sender) -> None:
-        if not sender.ended:
-            self.post(ev.ChunkWritten(sender.number))
+        """The event behind the forward, which the channel thread asks."""
+        sender.events.popleft().over = True
+        self.later("queue", self.rng.random() * 0.0002, self.on_thread, self.look)
 
     def target_sent(self, sender: Sender) -> None:
         sender.note_target(self)
         self.awaiting.add(sender.number)
-        self.post(ev.TargetSent(sender.number))
+        self.group.poll_on(sender.request, self.worker._slowest)
 
     def end(self, sender: Sender, reason: str) -> None:
-        """In the scheduler's thread. A request that failed is ended first, `Outbox.end`; one that
-        succeeded gives its pages back first."""
+        """In the scheduler's thread. A request that failed is ended first; one that succeeded gives
+        its pages back first."""
         sender.ended = True
         self.awaiting.discard(sender.number)
         delay = self.rng.random() * (0.0005 if reason else 0.001)
-        if reason:
-            self.copiers.close(sender, self.later, ("scheduler", delay, self._end, sender, reason))
-            return
-        self._give_back(sender)
-        self.later("scheduler", delay, self.copiers.close, sender, self._end, (sender, reason))
+        if not reason:
+            self._give_back(sender)
+        self.later("scheduler", delay, self.blocking, sender, self._end, sender, reason)
 
     def _end(self, sender: Sender, reason: str) -> None:
-        self.post(ev.End(sender.number, reason))
-        self._give_back(sender)
+        sender.handle.ended = False  # where the call is made again
+        self.worker.end(sender.handle, reason)
+        if reason:
+            self._give_back(sender)
 
     def _give_back(self, sender: Sender) -> None:
-        """Others write to the pages at once."""
         sender.given_back = True
-        sender.cells[:] = [memory.REUSED] * memory.TOKENS
+        self.pool.give_back(sender.pages)
 
     # -- actions
 
-    def execute(self, action: ev.Action) -> None:
+    def before(self, action: ev.Action) -> None:
+        checks = self.world.checks
         match action:
-            case ev.Send():
-                self._send(action)
+            case ev.Send(connection, Ready() as ready):
+                checks.ready_sent(self, self.world.connections.get(connection), ready)
+            case ev.Send(connection, Fail() as message):
+                checks.fail_sent(self, message)
             case ev.Pack(jobs):
                 for job in jobs:
-                    self.packed[job.stamp] = job.pages[0]
-                    self.world.checks.packs(self, job.pages[0])
-                    self.copiers.put(job)
+                    self.packed[job.stamp] = job.handle.sender
+                    checks.packs(self, job.handle.sender)
             case ev.Settled(use):
-                sender = self.senders[use]
-                self.world.checks.settled(self, sender)
-                sender.handle.settled = True
-                self.awaiting.discard(use)
-                self.group.poll(sender.request)
+                checks.settled(self, use.sender)
+            case ev.Note():
+                checks.noted(self, action)
 
-    def _send(self, action: ev.Send) -> None:
-        link = self.world.connections.get(action.connection)
-        match action.message:
-            case Ready():
-                self.world.checks.ready_sent(self, link, action.message)
-            case Fail():
-                self.world.checks.part_over(self, action.message.generation)
-        if link is not None:
-            link.to_decode(action.message)
-        elif self.rng.random() < 0.8:
-            delay = self.rng.choice((0.0, 0.0, 5.0)) * self.rng.random()
-            lost = ev.ConnectionLost(action.connection)
-            self.later(action.connection, delay, self.handle, lost)
+    def after(self, action: ev.Action) -> None:
+        if type(action) is ev.Settled:
+            sender = action.use.sender
+            sender.settled = True
+            self.awaiting.discard(sender.number)
+            self.group.poll(sender.request)
 
-    # -- the packing threads
+    def is_over(self, event: Any) -> bool:
+        return type(event) is ev.AddChunk and event.pending and event.pages.events[0].over
+
+    # -- copies
 
     def owner_of(self, job: ev.PackJob) -> Sender:
-        return job.pages[0]
+        return job.handle.sender
 
-    def refusal(self, job: ev.PackJob, open_: bool) -> ev.Packed | None:
-        return None if open_ else ev.Packed((job.job,), closed=True)
+    def refusal(self, job: ev.PackJob) -> Any:
+        return None
 
-    def count(self, job: ev.PackJob) -> int:
-        return job.count
+    def begin_copy(self, sender: Sender, job: ev.PackJob) -> None:
+        self.world.checks.pool_read(self, sender)
+        self.memory[job.slot][0] = job.stamp
 
-    def copy(self, sender: Sender, job: ev.PackJob, first: int, end: int) -> None:
-        if first < end:
+    def copy(self, sender: Sender, rows: list[int], done: int, heads: range, slot: int) -> None:
+        if rows:
             self.world.checks.pool_read(self, sender)
-        token = job.pages[1] + job.offset
-        slot, heads, cells = self.memory[job.slot], job.heads, sender.cells
-        for i in range(first, end):
-            slot[1 + i] = memory.packed(cells[token + i], heads)
+        there, pool = self.memory[slot], self.pool.rows
+        for number, row in enumerate(rows, 1 + done):
+            there[number] = memory.packed(pool[row][0], heads)
 
-    def end_copy(self, sender: Sender, job: ev.PackJob) -> ev.Packed:
+    def end_copy(self, sender: Sender, job: ev.PackJob) -> Any:
         slot = self.memory[job.slot]
-        slot[0] = job.stamp
         slot[job.count + 1] = memory.checksum(slot[1 : job.count + 1], job.stamp)
-        error = ""
         if self.errors.get("pack"):
             self.errors["pack"] -= 1
-            error = "the copy failed"
-        return ev.Packed((job.job,), error)
+            return RuntimeError("the copy failed")
+        return SlotCheck.OK
 
     def left_gate(self, sender: Sender) -> None:
         """SGLang's next poll finds it idle."""
-        if sender.settled and sender.has_target and not sender.ended:
+        if sender.handle.settled and sender.has_target and not sender.ended:
             self.group.poll(sender.request)

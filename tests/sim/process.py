@@ -1,4 +1,4 @@
-"""A process: the channel thread with its machine, threads that copy, and what stops all of them.
+"""A process: the channel thread with its machine, and what stops it or all of its threads.
 
 Events from inside the process come over one queue, in the order in which they were put there. So
 an End is handled before the Packed of a copy that ran after it.
@@ -10,30 +10,35 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from msgspec.structs import replace
-
-from sglang_mixkv.channel.gate import Gate
 from sglang_mixkv.channel.slots import SlotPool
 from tests.sim import memory
+from tests.sim.workers import Blocked, Borrowed
 
 if TYPE_CHECKING:
-    from tests.sim.decode import DecodeRank
-    from tests.sim.prefill import PrefillRank
+    from sglang_mixkv.channel.gate import Gate
     from tests.sim.sglang import Group
     from tests.sim.world import Place, World
 
 
 FINE, COARSE = 0.1, 1.0  # between ticks, where a deadline is near and where none is
+MEDIUM = 0.4  # where a rank has little patience, so that a second is a long time
+REFUSED = OverflowError, ValueError  # what raises where a message cannot be encoded
+
+
+class Injected(Exception): ...
 
 
 class Process:
-    """`now`: the machine's, of the event whose actions are executed. `awaiting`: requests that
-    wait for the drafter alone: on prefill those that were sent and are not settled, on decode those
-    whose target is there."""
+    """`time`: what a thread reads that asks for it. `awaiting`: requests that wait for the drafter
+    alone: on prefill those that were sent and are not settled, on decode those whose target is
+    there. `stopped_for`, `hung_for`: seconds in all, of the process and of its channel thread
+    alone. `worker`: its code."""
 
     tick: object
-    undone: Callable[..., object]
-    machine: object
+    judge: Any = None
+    device: Any = None
+    machine: Any
+    worker: Borrowed
 
     def __init__(self, world: World, place: Place, instance: bytes) -> None:
         self.world, self.clock, self.rng = world, world.clock, world.clock.rng
@@ -42,22 +47,43 @@ class Process:
         self.slots = SlotPool(place.server.slots, place.times)
         self.memory = memory.new_slots(self.slots.count)
         self.awaiting: set[int] = set()
-        self.copiers = Copiers(self)
-        self.alive, self.stopped = True, False
-        self.stopped_for = 0.0  # in all
-        self.now = 0.0
+        self.alive, self.stopped, self.broken = True, False, False
+        self.stopped_for = self.hung_for = 0.0
+        self.now = 0.0  # the machine's, of the event that was handled last
+        self._at: float | None = None
         self._acts = False  # there will be a look at what the machine asks for
         self._first: list[tuple[Callable, tuple]] = []  # what a stop came into
         self.errors: dict[str, int] = {}  # how many copies of a kind will fail
         self._parked: list[tuple[object, Callable, tuple]] = []
         self._last: dict[object, float] = {}
         self._tick_time: float | None = None
+        is_decode = place.server.side == "decode"  # a prefill rank's clock stops with it
+        self._coarse = MEDIUM if is_decode and world.patience < 0.5 else COARSE
         self._stop: tuple[str, float] | None = None
+        self._hang: tuple[str, float] | None = None  # of which action, or "", and for how long
+        self._hung: deque[tuple[Callable, tuple]] | None = None  # what waits for the thread
         self._since = 0.0
 
     @property
     def group(self) -> Group:
         return self.world.groups[self.place.server.number]
+
+    @property
+    def time(self) -> float:
+        return self.clock.now if self._at is None else self._at
+
+    @property
+    def hung(self) -> bool:
+        return self._hung is not None
+
+    def copiers_end(self) -> None:
+        for one in (
+            *getattr(self, "senders", {}).values(),
+            *getattr(self, "receivers", {}).values(),
+        ):
+            one.copies.clear()
+        self.worker._copies = self.device = None
+        self._first, self._parked, self._hung = [], [], None
 
     # -- threads
 
@@ -83,62 +109,153 @@ class Process:
         """Put an event on the channel thread's queue."""
         self.later("queue", self.rng.random() * delay, self.handle, event)
 
+    # -- SGLang's scheduler
+
+    def blocking(self, owner: Gated, call: Callable, *args: object) -> None:
+        """A call that may wait for the end of the owner's copies."""
+        try:
+            owner.then = None
+            call(*args)
+        except Blocked:
+            owner.then = call, args
+            if not owner.copies:  # a query said "not yet" of what is over
+                self.later("scheduler", 0.001, self.unblocked, owner)
+
+    def unblocked(self, owner: Gated) -> None:
+        """A copy of it has ended."""
+        if owner.then is not None:
+            call, args = owner.then
+            self.blocking(owner, call, *args)
+
     # -- the channel thread
 
     def handle(self, event: object) -> None:
-        if self._stop is not None and self._stop[0] == "sampled":
+        self.on_thread(self._take, event)
+
+    def on_thread(self, call: Callable, *args: object) -> None:
+        """A step of the channel thread, or what it does first once it goes on."""
+        if self._hung is not None:
+            self._hung.append((call, args))
+        elif not self.broken:
+            call(*args)
+
+    def _take(self, event: object) -> None:
+        if self.stopped:  # since the event before
+            self._first.append((self._handle, (event, self.clock.now)))
+        elif self._stop is not None and self._stop[0] == "sampled":
             self._first.append((self._handle, (event, self.clock.now)))
             self._halt()
         else:
             self._handle(event, self.clock.now)
 
     def _handle(self, event: object, now: float) -> None:
-        self.now = now
-        self.world.checks.event(self, event)
-        self.machine.handle(event, now)
+        self.now = self._at = now
+        checks, is_tick = self.world.checks, event is self.tick  # of which most events are
+        if not is_tick:
+            checks.event(self, event)
+        self.worker._handle(event)
+        self._at = None
         if self.world.log is not None:
             self.world.note(self.name, event)
+        if not is_tick:
+            checks.handled(self, event)
+            if self.is_over(event):  # and was, before the thread knew that it has to ask
+                self.later("queue", self.rng.random() * 0.0005, self.on_thread, self.look)
+        elif self.judge is not None:
+            self.judge.handled(event, now)
         self._want_tick()
         if self._acts:
             return
         if self.rng.random() < self.world.spec.gathers:
             self._acts = True
-            self.later("look", self.rng.random() * 0.0004, self._act)
+            self.later("look", self.rng.random() * 0.0004, self.on_thread, self._act)
         else:
             self._act()
+
+    def look(self) -> None:
+        """For what makes no event of its own: CUDA events, and copies that have ended."""
+        for event in [*self.worker._look(()), *self.worker._copied()]:
+            self.on_thread(self._take, event)
 
     def _act(self) -> None:
         """At the end of a look, which may have taken several events."""
         self._acts = False
         actions = self.machine.actions()
+        if not actions:
+            return
         if self.world.log is not None:
             self.world.note_actions(self.name, actions)
         self.world.checks.books(self)
-        if actions and self._stop is not None and self._stop[0] == "emitted":
+        self.world.checks.asked(self, actions)
+        if self._stop is not None and self._stop[0] == "emitted":
             cut = self.rng.randint(0, len(actions) - 1)
             self._first += [(self.perform, (action,)) for action in actions[cut:]]
             actions = actions[:cut]
             self._halt()
-        for action in actions:
+        for number, action in enumerate(actions):
+            if self._hangs(action):
+                self._hung = deque((self.perform, (rest,)) for rest in actions[number:])
+                return
             self.perform(action)
+        if self.worker._copies.done:  # what could not be started
+            self.later("queue", 0.0, self.on_thread, self.look)
 
     def perform(self, action: object) -> None:
         """Some raise in place of being done."""
-        if type(action).__name__ == "Note":
-            self.world.checks.noted(self, action.what)
-        event = self.undone(action, "injected") if self.errors.get("action") else None
-        if event is None:
-            self.execute(action)
-        else:
-            self.errors["action"] -= 1
+        self.before(action)
+        try:
+            if self.errors.get("action") and self.worker.undone(action, "") is not None:
+                self.errors["action"] -= 1
+                raise Injected
+            self.worker._do(action)
+        except (Injected, *REFUSED) as error:
             self.world.checks.undone(self, action)
-            self.post(event)
+            event = self.worker.undone(action, repr(error))
+            if event is not None:
+                self.post(event)
+        else:
+            self.after(action)
 
-    # -- the threads that copy, of which a side may have nothing to say
+    def before(self, action: Any) -> None: ...
 
-    def begin_copy(self, owner: Gated, job: Any) -> None: ...
+    def after(self, action: Any) -> None: ...
 
-    def left_gate(self, owner: Gated) -> None: ...
+    def is_over(self, event: Any) -> bool:
+        """The forward that it says is under way."""
+        return False
+
+    # -- the channel thread alone hangs in an action, or ends
+
+    def hang(self, what: str, seconds: float) -> None:
+        self._hang = hang = what, seconds
+        self.clock.after(1.0, self._no_hang, hang)
+
+    def _no_hang(self, hang: tuple[str, float]) -> None:
+        if self._hang is hang:
+            self._hang = None
+
+    def _hangs(self, action: object) -> bool:
+        if self._hang is None or self._hang[0] not in ("", type(action).__name__):
+            return False
+        self.later("hung", self._hang[1], self._hangs_no_more, self.clock.now)
+        self._hang = None
+        return True
+
+    def _hangs_no_more(self, since: float) -> None:
+        waiting, self._hung = self._hung, None
+        self.hung_for += self.clock.now - since
+        while waiting and self._hung is None and not self.stopped:
+            call, args = waiting.popleft()
+            call(*args)
+        if waiting and self._hung is not None:
+            self._hung += waiting
+        elif waiting:
+            self._first += waiting
+
+    def break_(self) -> None:
+        """The channel thread ends by an exception."""
+        self.broken = self.worker.broken = True
+        self.group.poll_all()
 
     # -- stops
 
@@ -170,7 +287,7 @@ class Process:
         self.stopped_for += self.clock.now - self._since
         first, self._first = self._first, []
         for call, args in first:
-            call(*args)
+            self.on_thread(call, *args)
         parked, self._parked = self._interleaved(self._parked), []
         for number, (_, call, args) in enumerate(parked):
             if self.stopped or not self.alive:
@@ -204,24 +321,24 @@ class Process:
         """Where nothing is under way a tick would do nothing, and is left out."""
         if self._tick_time is not None and not self.is_urgent():
             return
-        interval = (FINE if self.is_urgent() else COARSE) * (0.9 + 0.1 * self.rng.random())
+        interval = (FINE if self.is_urgent() else self._coarse) * (0.9 + 0.1 * self.rng.random())
         when = self.clock.now + interval
         if self._tick_time is None or when < self._tick_time:
             self._tick_time = when
-            self.clock.at(when, self.step, "tick", self._on_tick, (when,))
+            self.clock.at(when, self.step, "tick", self.on_thread, (self._on_tick, when))
 
     def _on_tick(self, when: float) -> None:
         if when != self._tick_time:
             return
         self._tick_time = None
         if self.machine.left():
-            self.handle(self.tick)
+            self._take(self.tick)
 
 
 class Gated:
-    """A request on one rank. `copies`: those in flight, by job. `then`: what SGLang's scheduler,
-    which waits in `Gate.close`, does when that returns. `has_target`: stock's own Success is there,
-    from `target_at` on; its rank was stopped for `slow_by` seconds before."""
+    """A request on one rank. `copies`: those in flight, by job. `then`: SGLang's call that waits in
+    `Gate.close`. `has_target`: stock's own Success is there, from `target_at` on; its rank was
+    stopped for `slow_by` seconds before."""
 
     def __init__(self, gate: Gate) -> None:
         self.gate = gate
@@ -232,71 +349,3 @@ class Gated:
     def note_target(self, rank: Process) -> None:
         self.has_target, self.target_at = True, rank.clock.now
         self.slow_by = rank.stopped_for
-
-
-class Copiers:
-    """Each copy passes the gate of its request, and is made in two pieces. Those that have ended
-    alike within one look are one event, in any order."""
-
-    def __init__(self, rank: PrefillRank | DecodeRank) -> None:
-        self._rank = rank
-        self._idle = deque(("copier", number) for number in range(rank.world.spec.copiers))
-        self._jobs: deque[Any] = deque()
-        self._ended: dict[Any, list[int]] = {}  # by how: the jobs of one look
-
-    def put(self, job: Any) -> None:
-        self._jobs.append(job)
-        if self._idle:
-            self._next(self._idle.popleft())
-
-    def _next(self, thread: object) -> None:
-        self._rank.later(thread, self._rank.rng.random() * 0.0004, self._begin, thread)
-
-    def _begin(self, thread: object) -> None:
-        if not self._jobs:  # another thread was quicker
-            self._idle.append(thread)
-            return
-        job, rank = self._jobs.popleft(), self._rank
-        owner = rank.owner_of(job)
-        entered = owner.gate.enter()
-        refused = rank.refusal(job, entered)
-        if entered:
-            owner.copies[job.job] = job
-        if refused is not None:
-            self._end(thread, owner, job, refused)
-            return
-        rank.begin_copy(owner, job)
-        cut = rank.rng.randint(0, rank.count(job))
-        rank.copy(owner, job, 0, cut)
-        delay = rank.rng.random() ** 4 * rank.world.copying
-        rank.later(thread, delay, self._rest, thread, owner, job, cut)
-
-    def _rest(self, thread: object, owner: Gated, job: Any, cut: int) -> None:
-        self._rank.copy(owner, job, cut, self._rank.count(job))
-        self._end(thread, owner, job, self._rank.end_copy(owner, job))
-
-    def _end(self, thread: object, owner: Gated, job: Any, event: Any) -> None:
-        if owner.copies.pop(job.job, None) is not None:
-            owner.gate.leave()
-        if owner.then is not None:
-            self.close(owner, *owner.then)
-        self._rank.left_gate(owner)
-        rank = self._rank
-        if not self._ended:
-            rank.later("report", rank.rng.random() * 0.0004, self._report)
-        self._ended.setdefault(replace(event, jobs=()), []).extend(event.jobs)
-        self._next(thread)
-
-    def _report(self) -> None:
-        ended, self._ended = self._ended, {}
-        for event, jobs in ended.items():
-            self._rank.rng.shuffle(jobs)
-            self._rank.post(replace(event, jobs=tuple(jobs)))
-
-    def close(self, owner: Gated, call: Callable, args: tuple) -> None:
-        """`Gate.close`, which waits for the copies in flight, and what follows it."""
-        if owner.gate.shut():
-            owner.then = None
-            call(*args)
-        else:
-            owner.then = call, args

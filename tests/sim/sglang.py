@@ -97,11 +97,37 @@ class Group:
         if not (handles and all(one.has_target for one in handles)):
             self.fail(request, what)
 
+    def poll_on(self, request: Request, slowest: float) -> None:
+        """Where nothing happens it is polled all the same; at a time before the last resort, and
+        from that on."""
+        if self.world.hangs:
+            self.clock.after(slowest * self.rng.random(), self.step, 0.0, self.poll, request)
+        self.clock.after(slowest + 0.05, self.poll_again, request)
+
+    def poll_again(self, request: Request) -> None:
+        """Until all ranks are done with it."""
+        if request.id in self.handles:
+            self.step(0.0, self._poll_again, request)
+
+    def _poll_again(self, request: Request) -> None:
+        if any(not one.polled_out for one in self.handles[request.id] if one.rank.alive):
+            self.poll(request)
+            self.clock.after(0.25, self.poll_again, request)
+
+    def poll_all(self) -> None:
+        """The channel of a rank has ended."""
+        for number in list(self.handles):
+            self.poll_again(self.world.lives[number].request)
+
     def fail(self, request: Request, reason: str, by: str = "stock") -> None:
         self.step(0.0, self._end, request, reason, by)
 
 
 class PrefillGroup(Group):
+    """`_stream`: until then forwards run, one after the other."""
+
+    _stream = 0.0
+
     def arrive(self, request: Request) -> None:
         life = self.world.lives[request.id]
         if life.prefill_over:
@@ -135,13 +161,15 @@ class PrefillGroup(Group):
         last = number == len(request.chunks) - 1
         for sender in self.handles[request.id] if chunk.pending else ():
             sender.rank.add_chunk(sender, first, chunk.count, last, True)
-        self.step(chunk.seconds, self._chunk_done, request, number, first)
+        self._stream = max(self._stream, self.clock.now) + chunk.seconds
+        self.step(self._stream - self.clock.now, self._chunk_done, request, number, first)
 
     def _chunk_done(self, request: Request, number: int, first: int) -> None:
-        life = self.world.lives[request.id]
+        life, chunk = self.world.lives[request.id], request.chunks[number]
         if life.prefill_over:
+            for sender in self.handles[request.id] if chunk.pending else ():
+                sender.rank.written(sender)
             return
-        chunk = request.chunks[number]
         last = number == len(request.chunks) - 1
         for sender in self.handles[request.id]:
             rank = sender.rank
@@ -204,14 +232,15 @@ class DecodeGroup(Group):
     def _sources(self, request: Request, rank: DecodeRank) -> list[dev.Source] | None:
         """With the instances that the rank knows; None where a dead prefill gives no facts."""
         group = self.world.groups[request.prefill]
-        if request.prefill not in rank.known:
+        known, name = rank.known, request.name
+        if (request.prefill, name) not in known:
             if not group.is_alive:
                 return None
-            rank.known[request.prefill] = [one.instance for one in group.ranks]
-        instances = rank.known[request.prefill]
+            known[request.prefill, name] = [one.instance + name for one in group.ranks]
+        peers, indices = known[request.prefill, name], self._contacted(request, rank)
+        rank.connect([peers[index] for index in indices])
         sources = sources_of(self.world.spec.heads, group.server, self.server, rank.place.rank)
-        indices = self._contacted(request, rank)
-        return [replace(source, peer=instances[indices[i]]) for i, source in enumerate(sources)]
+        return [replace(source, peer=peers[indices[i]]) for i, source in enumerate(sources)]
 
     def _open(self, request: Request, found: list[list[dev.Source]]) -> None:
         page, messages = self.server.page, 0
@@ -239,6 +268,8 @@ class DecodeGroup(Group):
 
     def poll(self, request: Request) -> None:
         receivers = self.handles[request.id]
+        for receiver in receivers:
+            receiver.poll()
         if any(receiver.verdict is dev.State.FAILED for receiver in receivers):
             self.step(self._skew(), self._end, request, "rows could not be cleared", "drafter")
         elif all(receiver.done for receiver in receivers):

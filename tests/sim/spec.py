@@ -10,7 +10,7 @@ Where = tuple[int, int]  # server, and a rank of it
 @dataclass(frozen=True)
 class Server:
     """`tokens`: how many fit a slot, of all heads of a rank.
-    `patience`: a factor on its times."""
+    `patience`: a factor on its times. `device`: its pools are on GPUs."""
 
     number: int
     side: str
@@ -19,6 +19,7 @@ class Server:
     tokens: int
     page: int
     patience: float = 1.0
+    device: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Request:
 
     `optimistic`: the forward does not wait for decode. `forward`: how long an earlier one still
     writes to decode's pages. `abort`: which side, when, and whether the other one hears of it.
-    `late`: it comes long after all faults.
+    `late`: it comes long after all faults. `name`: of several that the prefill server has, the one
+    by which it is addressed.
     """
 
     id: int
@@ -55,6 +57,7 @@ class Request:
     abort: tuple[str, float, bool] | None = None
     after: int = -1
     late: bool = False
+    name: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ class Place:
     """An address. `process`: the instance that is there now."""
 
     def __init__(self, server: Server, rank: int, heads: int) -> None:
-        self.server, self.rank = server, rank
+        self.server, self.rank, self.where = server, rank, (server.number, rank)
         self.layout = layout_of(heads, server.tp, rank)
         self.slot_bytes = slot_bytes(heads, server.tp, server.tokens)
         self.times = Times(server.patience)
@@ -91,14 +91,20 @@ class World:
     ) -> None:
         self.spec, self.log, self.times = spec, log, Times()
         self.copying = spec.copying
+        self.patience = min(server.patience for server in spec.servers)
         self.clock = Clock(rng or random.Random(spec.seed))
         self.checks = Checks(self)
         self._numbers = count(1)
         self.connections: dict[bytes, Link] = {}
+        self.processes: list[Process] = []  # all that ever were
+        self.links: list[Link] = []  # all that were ever made
+        self.unnoticed: dict[bytes, float] = {}  # until then prefill takes a connection for alive
         self.place_of: dict[bytes, Place] = {}  # of each instance, dead ones too
         self.places: dict[tuple[int, int], Place] = {}
         self.groups: list[Group] = []
         self.lives = {request.id: Life(request) for request in spec.requests}
+        self.hangs = any(fault.kind in ("hang", "broken", "stop") for fault in spec.faults)
+        self.liars: set[int] = set()  # prefill servers, once they have lied
         self.untouched: list[Life] = []  # requests with which no fault has to do, at the end
         self._build()
 
@@ -124,6 +130,7 @@ class World:
         kind = PrefillRank if place.server.side == "prefill" else DecodeRank
         instance = b"%08d" % self.next_number()
         place.process = kind(self, place, instance)
+        self.processes.append(place.process)
         self.place_of[instance] = place
 
     # -- requests
@@ -180,5 +187,14 @@ class World:
 
     def run(self) -> None:
         """Raises Finding where an invariant is broken."""
-        self.clock.run(LIMIT)
-        self.checks.at_the_end()
+        try:
+            self.clock.run(LIMIT)
+            self.checks.at_the_end()
+        finally:
+            self._forget_jobs()
+
+    def _forget_jobs(self) -> None:
+        """The garbage collector does not look at jobs, and would keep all that they refer to."""
+        self.clock._heap.clear()
+        for process in self.processes:
+            process.copiers_end()

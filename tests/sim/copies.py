@@ -1,0 +1,199 @@
+"""The copies of a rank between its pool and slots: by threads in host memory, or by a GPU."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from sglang_mixkv.channel.copies import OK, DeviceCopies, DeviceJob
+from sglang_mixkv.draft.layout import SlotCheck
+
+if TYPE_CHECKING:
+    from tests.sim.decode import DecodeRank
+    from tests.sim.prefill import PrefillRank
+    from tests.sim.process import Gated
+
+
+class Copiers:
+    """Each copy passes the gate of its request, and is made in two pieces. Those that have ended
+    within one look are reported together, in any order."""
+
+    polled = False
+
+    def __init__(self, rank: PrefillRank | DecodeRank) -> None:
+        self._rank = rank
+        self._idle = deque(("copier", number) for number in range(rank.world.spec.copiers))
+        self._jobs: deque[Any] = deque()
+        self.done: list[tuple[Any, Any, float]] = []
+
+    def start(self, jobs: Any) -> None:
+        for job in jobs:
+            self._jobs.append(job)
+            if self._idle:
+                self._next(self._idle.popleft())
+
+    def ended(self) -> list[tuple[Any, Any, float]]:
+        ended, self.done = self.done, []
+        self._rank.rng.shuffle(ended)
+        return ended
+
+    def _next(self, thread: object) -> None:
+        self._rank.later(thread, self._rank.rng.random() * 0.0004, self._begin, thread)
+
+    def _begin(self, thread: object) -> None:
+        if not self._jobs:  # another thread was quicker
+            self._idle.append(thread)
+            return
+        job, rank = self._jobs.popleft(), self._rank
+        owner, store = rank.owner_of(job), rank.worker._store
+        if not owner.gate.enter():
+            self._end(thread, owner, job, None)
+            return
+        owner.copies[job.job] = job
+        refused = rank.refusal(job)
+        if refused is not None:
+            self._end(thread, owner, job, refused)
+            return
+        store.noting = True
+        rank.worker._run_on_host(job)
+        store.noting = False
+        rows, heads, slot, _ = store.asked
+        rank.begin_copy(owner, job)
+        cut = rank.rng.randint(0, len(rows))
+        rank.copy(owner, rows[:cut], 0, heads, slot)
+        delay = rank.rng.random() ** 4 * rank.world.copying
+        rank.later(thread, delay, self._rest, thread, owner, job, rows, heads, slot, cut)
+
+    def _rest(
+        self, thread: object, owner: Gated, job: Any, rows: list[int], heads: range, slot: int,
+        cut: int,
+    ) -> None:  # fmt: skip
+        self._rank.copy(owner, rows[cut:], cut, heads, slot)
+        self._end(thread, owner, job, self._rank.end_copy(owner, job))
+
+    def _end(self, thread: object, owner: Gated, job: Any, found: Any) -> None:
+        rank = self._rank
+        if owner.copies.pop(job.job, None) is not None:
+            owner.gate.leave()
+        rank.unblocked(owner)
+        rank.left_gate(owner)
+        if not self.done:
+            rank.later("report", rank.rng.random() * 0.0004, self._report)
+        self.done.append((job, found, 0.0))
+        self._next(thread)
+
+    def _report(self) -> None:
+        rank = self._rank
+        rank.later("queue", rank.rng.random() * 0.0002, rank.on_thread, rank.look)
+
+
+class Batch:
+    """A ticket: the jobs of a batch. `ended`: on the device; whoever asks may be told later."""
+
+    def __init__(self, device: Device, jobs: list[Any]) -> None:
+        self.device, self.jobs = device, jobs
+        self.ended = False
+        self.found: list[Any] = [SlotCheck.ERROR] * len(jobs)
+
+    def over(self) -> bool:
+        """A query may fail, which is no end."""
+        return self.ended and self.device.rng.random() < 0.9
+
+    done = over
+
+    def wait(self) -> None:
+        raise AssertionError("a gate that is shut has no ticket that runs")
+
+    def results(self) -> list[Any]:
+        return self.found
+
+
+class Device:
+    """A stream on which batches run one after the other, also while the process is stopped. Of the
+    functions of GpuRows those that `prepare` and DeviceCopies call. `failed`: an error that
+    stays: what runs ends with it, wherever it is, and nothing else can be started."""
+
+    most = 4
+
+    def __init__(self, rank: PrefillRank | DecodeRank) -> None:
+        self._rank, self.rng, self._clock = rank, rank.rng, rank.clock
+        self._stream: deque[Batch] = deque()
+        self.failed = False
+        self.copies = DeviceCopies(self, self._prepare)
+
+    @property
+    def can_start(self) -> bool:
+        return len(self._stream) < 2
+
+    def pages(self, pages: Any) -> Any:
+        return pages
+
+    def job(self, pages: Any, first: int, count: int, *rest: Any) -> tuple:
+        size = self._rank.pool.page
+        rows = [int(pages[n // size]) * size + n % size for n in range(first, first + count)]
+        return rows, *rest
+
+    def _prepare(self, job: Any) -> DeviceJob:
+        prepared = self._rank.worker._prepare(job)
+        return prepared._replace(what=(job, *prepared.what))
+
+    def start_pack(self, jobs: list[Any]) -> Batch:
+        if self.failed:
+            raise RuntimeError("the device is lost")
+        batch = Batch(self, jobs)
+        self._stream.append(batch)
+        if len(self._stream) == 1:
+            self._clock.after(self.rng.random() * 0.0002, self._run, batch)
+        return batch
+
+    start_unpack, start_clear = start_pack, start_pack
+
+    def _run(self, batch: Batch) -> None:
+        rank = self._rank
+        if not rank.alive:
+            return
+        cuts = []
+        for number, (job, rows, *rest) in enumerate(batch.jobs):
+            owner, (heads, slot) = rank.owner_of(job), rest[:2] or (rank.place.layout.heads, -1)
+            owner.copies[job.job] = job
+            refused = rank.refusal(job)
+            batch.found[number] = OK if refused is None else refused
+            if refused is None:
+                rank.begin_copy(owner, job)
+                cut = self.rng.randint(0, len(rows))
+                rank.copy(owner, rows[:cut], 0, heads, slot)
+                cuts.append((number, owner, job, rows, heads, slot, cut))
+        delay = self.rng.random() ** 4 * rank.world.copying
+        self._clock.after(delay, self._rest, batch, cuts)
+
+    def _rest(self, batch: Batch, cuts: list[tuple]) -> None:
+        rank = self._rank
+        if not rank.alive:
+            return
+        for number, owner, job, rows, heads, slot, cut in cuts:
+            if self.failed:
+                batch.found[number] = SlotCheck.ERROR
+            else:
+                rank.copy(owner, rows[cut:], cut, heads, slot)
+                batch.found[number] = rank.end_copy(owner, job)
+        batch.ended = True
+        self._stream.popleft()
+        owners = dict.fromkeys(rank.owner_of(job) for job, *_ in batch.jobs)
+        for job, *_ in batch.jobs:
+            rank.owner_of(job).copies.pop(job.job, None)
+        if self._stream:
+            self._clock.after(self.rng.random() * 0.0002, self._run, self._stream[0])
+        rank.later("device", 0.0, self._noticed, list(owners))
+
+    def _noticed(self, owners: list[Gated]) -> None:
+        """By SGLang's scheduler, and by the channel thread, which asks again until all is over."""
+        rank = self._rank
+        for owner in owners:
+            rank.unblocked(owner)
+            rank.left_gate(owner)
+        rank.later("queue", self.rng.random() * 0.0004, rank.on_thread, self._look)
+
+    def _look(self) -> None:
+        self._rank.look()
+        if self.copies.polled and not any(not one[0].ended for one in self.copies._flying):
+            self._rank.later("queue", 0.0005, self._rank.on_thread, self._look)

@@ -1,0 +1,9 @@
+"""What is raised where something does not hold."""
+
+from __future__ import annotations
+
+
+class Finding(Exception):
+    def __init__(self, invariant: str, detail: str) -> None:
+        super().__init__(f"{invariant}: {detail}")
+        self.invariant, self.detail = invariant, detail

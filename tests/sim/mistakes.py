@@ -1,0 +1,423 @@
+"""Mistakes in the code that the simulator finds: what each is, where it shows, and as what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from sglang_mixkv.channel import gate, slots
+from sglang_mixkv.channel.times import Times
+from sglang_mixkv.decode import breaker, segments
+from sglang_mixkv.decode import events as dev
+from sglang_mixkv.decode import machine as decode
+from sglang_mixkv.decode import transfer as decode_transfer
+from sglang_mixkv.decode.worker import DecodeWorker, ReceiveHandle
+from sglang_mixkv.prefill import events as pev
+from sglang_mixkv.prefill import machine as prefill
+from sglang_mixkv.prefill import transfer as prefill_transfer
+from sglang_mixkv.prefill.worker import PrefillWorker
+
+Patch = pytest.MonkeyPatch
+
+
+class Mistake(NamedTuple):
+    """It is put in by `make`, and found in at most so many schedules of a scene, from seed `first`
+    on."""
+
+    make: Callable[[Patch], None]
+    found: str
+    scene: str
+    most: int
+    first: int
+
+
+TABLE: list[Mistake] = []
+
+
+def mistake(found: str, scene: str, most: int = 60, first: int = 0) -> Callable[..., Any]:
+    def add(make: Callable[[Patch], None]) -> Callable[[Patch], None]:
+        TABLE.append(Mistake(make, found, scene, most, first))
+        return make
+
+    return add
+
+
+# -- decode: how long a room waits
+
+
+@mistake("late", "any")
+def no_progress_for_five_seconds(patch: Patch) -> None:
+    def deadline(room: Any, times: Times) -> float:
+        return float("inf") if room.arrived is None else room.arrived + times.whole_wait
+
+    patch.setattr(decode_transfer.Room, "deadline", deadline)
+
+
+@mistake("late", "any")
+def a_second_whatever_the_target_took(patch: Patch) -> None:
+    def deadline(room: Any, times: Times) -> float:
+        if room.arrived is None:
+            return float("inf")
+        calm = max(room.arrived, room.progress) + times.longest_wait
+        return min(calm, room.arrived + times.whole_wait)
+
+    patch.setattr(decode_transfer.Room, "deadline", deadline)
+
+
+@mistake("deadline", "dead_plane")
+def the_shortest_wait_always(patch: Patch) -> None:
+    def deadline(room: Any, times: Times) -> float:
+        if room.arrived is None:
+            return float("inf")
+        return max(room.arrived, room.progress) + times.shortest_wait
+
+    patch.setattr(decode_transfer.Room, "deadline", deadline)
+
+
+@mistake("deadline", "hung", 100, 60)
+def no_copy_is_progress(patch: Patch) -> None:
+    real = decode.Machine._copied
+
+    def copied(self: Any, event: Any) -> None:
+        before = [(room, room.progress) for room in self._rooms.values()]
+        real(self, event)
+        for room, progress in before:
+            room.progress = progress
+
+    patch.setitem(decode._HANDLERS, dev.Copied, copied)
+
+
+@mistake("late", "waiting")
+def no_limit_in_all(patch: Patch) -> None:
+    def deadline(room: Any, times: Times) -> float:
+        if room.arrived is None:
+            return float("inf")
+        took = 0.0 if room.first_ready is None else room.arrived - room.first_ready
+        wait = min(max(3 * took, times.shortest_wait), times.longest_wait * 5)
+        return max(room.arrived, room.progress) + wait
+
+    patch.setattr(decode_transfer.Room, "deadline", deadline)
+
+
+# -- decode: breakers
+
+
+@mistake("breaker", "dead_plane")
+def a_warm_room_closes_none(patch: Patch) -> None:
+    patch.setattr(breaker.Breaker, "came", lambda *_: None)
+    real = decode.Machine._finish
+
+    def finish(self: Any, room: Any) -> None:
+        self.breaker.forget = lambda peer: None
+        try:
+            real(self, room)
+        finally:
+            del self.breaker.forget
+
+    patch.setattr(decode.Machine, "_finish", finish)
+
+
+@mistake("breaker", "probe")
+def only_a_warm_room_closes_one(patch: Patch) -> None:
+    patch.setattr(breaker.Breaker, "came", lambda *_: None)
+
+
+@mistake("breaker", "dead_plane")
+def every_cold_room_is_a_strike(patch: Patch) -> None:
+    real = decode.Machine._go_cold
+
+    def go_cold(
+        self: Any, room: Any, reason: str, detail: str, *peers: bytes, strikes: Any = ()
+    ) -> None:
+        real(self, room, reason, detail, *peers, strikes=tuple(room.parts))
+
+    patch.setattr(decode.Machine, "_go_cold", go_cold)
+
+
+@mistake("breaker", "dead_plane")
+def none_ever_opens(patch: Patch) -> None:
+    patch.setattr(breaker.Breaker, "blocked", lambda *_: False)
+
+
+@mistake("breaker", "any")
+def one_strike_opens(patch: Patch) -> None:
+    patch.setattr(breaker, "STRIKES", 1)
+
+
+@mistake("breaker", "dead_plane")
+def waits_do_not_double(patch: Patch) -> None:
+    patch.setattr(breaker, "LONGEST_WAIT", 1.0)
+
+
+@mistake("breaker", "probe")
+def a_probe_holds_all_others_back(patch: Patch) -> None:
+    patch.setattr(breaker, "PROBE", 1e9)
+
+
+@mistake("breaker", "crowded", 100)
+def who_waits_for_our_slots_is_struck(patch: Patch) -> None:
+    patch.setattr(segments.Segments, "late", lambda self, room, since: room.missing())
+
+
+# -- decode: rooms, segments, numbers
+
+
+@mistake("forget", "restart")
+def restarted_resolves_nothing(patch: Patch) -> None:
+    real = decode.Machine._failed
+
+    def failed(self: Any, peer: bytes, room: Any, message: Any) -> None:
+        real(self, peer, room, message)
+        self._out[:] = [one for one in self._out if type(one) is not dev.Forget]
+
+    patch.setattr(decode.Machine, "_failed", failed)
+
+
+@mistake("lost", "gone")
+def who_is_gone_is_waited_for(patch: Patch) -> None:
+    real = decode.Machine._peer_lost
+    patch.setitem(
+        decode._HANDLERS, dev.PeerLost, lambda self, event: event.gone or real(self, event)
+    )
+
+
+@mistake("repeated", "reuse")
+def no_number_is_doubted(patch: Patch) -> None:
+    patch.setattr(breaker.Numbers, "is_doubtful", lambda *_: False)
+
+
+@mistake("untouched", "numbers")
+def what_cannot_be_sent_ends_the_peer(patch: Patch) -> None:
+    real = dev.undone
+
+    def undone(action: Any, detail: str) -> Any:
+        if type(action) is dev.Send:
+            return dev.PeerLost(action.peer)
+        return real(action, detail)
+
+    patch.setattr(DecodeWorker, "undone", staticmethod(undone))
+
+
+@mistake("acks", "any")
+def acknowledged_before_the_read_ends(patch: Patch) -> None:
+    real = segments.Segments._read
+
+    def read(self: Any, found: Any, now: float) -> Any:
+        self.acknowledge(found[0].peer, [one.announced for one in found])
+        return real(self, found, now)
+
+    patch.setattr(segments.Segments, "_read", read)
+
+
+@mistake("rows", "any")
+def no_forward_is_waited_for(patch: Patch) -> None:
+    real = decode_transfer.Room.__init__
+
+    def init(self: Any, *args: Any) -> None:
+        real(self, *args)
+        self.pending = False
+
+    patch.setattr(decode_transfer.Room, "__init__", init)
+
+
+@mistake("clear", "any")
+def rows_in_place_are_cleared(patch: Patch) -> None:
+    patch.setattr(decode_transfer.Room, "placed_to", property(lambda room: room.opened.first_token))
+
+
+@mistake("crash IndexError", "liar")
+def every_ready_is_believed(patch: Patch) -> None:
+    patch.setattr(decode_transfer.Part, "violation", lambda *_: "")
+
+
+@mistake("rows", "any")
+def rows_begin_at_the_prompts_start(patch: Patch) -> None:
+    patch.setattr(
+        ReceiveHandle, "rows",
+        lambda self, first, end: self.pages.rows(first % self.pages._size, end - first),
+    )  # fmt: skip
+
+
+@mistake("lease", "stopped", 60, 30)
+def a_stop_changes_nothing(patch: Patch) -> None:
+    patch.setattr(decode, "TICKS", 1e9)
+
+
+@mistake("lease", "waiting")
+def segments_wait_without_end(patch: Patch) -> None:
+    real = decode.Machine._tick
+
+    def tick(self: Any, event: Any) -> None:
+        for room in self._rooms.values():
+            room.limits.unread = 1e9
+        real(self, event)
+
+    patch.setitem(decode._HANDLERS, dev.Tick, tick)
+
+
+# -- prefill
+
+
+@mistake("late settled", "any")
+def success_waits_for_nothing(patch: Patch) -> None:
+    real, ticked = prefill.Machine._settle, prefill.Machine._tick
+
+    def settle(self: Any, room: Any, given_up: bool = False) -> None:
+        early = room.sent is not None and self._clock - room.sent < 0.9
+        if given_up or not (early and any(part.wanted for part in room.parts.values())):
+            real(self, room, given_up)
+
+    def tick(self: Any, event: Any) -> None:
+        for room in list(self._uses.values()):
+            settle(self, room)
+        ticked(self, event)
+
+    patch.setattr(prefill.Machine, "_settle", settle)
+    patch.setitem(prefill._HANDLERS, pev.Tick, tick)
+
+
+@mistake("last resort", "unopened")
+def who_has_not_opened_is_waited_for(patch: Patch) -> None:
+    patch.setattr(prefill.Machine, "_give_up", lambda *_: None)
+
+
+@mistake("settled", "any", 100)
+def readers_that_are_gone_are_packed_for(patch: Patch) -> None:
+    real, advance = prefill_transfer.Packing.drop, prefill_transfer.Part.advance
+
+    def drop(self: Any, part: Any) -> None:
+        remove, self.turns.remove = self.turns.remove, lambda *_: None
+        try:
+            real(self, part)
+        finally:
+            self.turns.remove = remove
+
+    def anyhow(part: Any) -> bool:
+        over, part.over = part.over, False
+        try:
+            return advance(part)
+        finally:
+            part.over = over
+
+    patch.setattr(prefill_transfer.Packing, "drop", drop)
+    patch.setattr(prefill_transfer.Part, "advance", anyhow)
+
+
+@mistake("over", "any", 150)
+def a_lost_connection_is_nothing(patch: Patch) -> None:
+    patch.setitem(prefill._HANDLERS, pev.ConnectionLost, lambda *_: None)
+    patch.setitem(prefill._HANDLERS, pev.Unsent, lambda *_: None)
+
+
+@mistake("rows", "any")
+def pending_chunks_are_packed(patch: Patch) -> None:
+    real = prefill_transfer.Room.note_written
+
+    def note(self: Any, pending: bool) -> bool:
+        found = real(self, pending)
+        more, self.written = self.written < len(self.chunks), len(self.chunks)
+        return found or more
+
+    patch.setattr(prefill_transfer.Room, "note_written", note)
+
+
+# -- slots
+
+
+@mistake("books", "any")
+def one_owner_takes_all(patch: Patch) -> None:
+    patch.setattr(slots.SlotPool, "allowed", lambda self, *_: len(self._free))
+
+
+@mistake("untouched", "dead_readers", 100, 40)
+def a_first_slot_for_everybody(patch: Patch) -> None:
+    def allowed(self: Any, owner: Any, owners: int) -> int:
+        held, free = self.held.get(owner, 0), len(self._free)
+        more = min(free - self._reserve, slots.share_of(self.count, owners) - held)
+        return max(more, 0) if held else min(max(more, 1), free)
+
+    patch.setattr(slots.SlotPool, "allowed", allowed)
+
+
+@mistake("untouched", "dead_readers", 100, 40)
+def nobody_is_heard(patch: Patch) -> None:
+    patch.setattr(slots.SlotPool, "sign", lambda *_, **__: None)
+
+
+@mistake("left", "dead_readers")
+def no_slot_expires(patch: Patch) -> None:
+    patch.setattr(slots.SlotPool, "expire", lambda *_: [])
+
+
+@mistake("lease", "stopped", 100)
+def slots_expire_early(patch: Patch) -> None:
+    real = slots.SlotPool.expire
+    patch.setattr(slots.SlotPool, "expire", lambda self, now: real(self, now + 50))
+
+
+@mistake("unsent", "dead_readers", 100)
+def what_did_not_leave_keeps_its_slots(patch: Patch) -> None:
+    real = prefill.Machine._unsent
+
+    def unsent(self: Any, event: Any) -> None:
+        acknowledge = slots.SlotPool.acknowledge
+        slots.SlotPool.acknowledge = lambda *_: True
+        try:
+            real(self, event)
+        finally:
+            slots.SlotPool.acknowledge = acknowledge
+
+    patch.setitem(prefill._HANDLERS, pev.Unsent, unsent)
+
+
+# -- the scheduler beside a channel that hangs, and gates
+
+
+@mistake("undecided", "hung")
+def decode_has_no_last_resort(patch: Patch) -> None:
+    patch.setattr(DecodeWorker, "is_lost", lambda *_: False)
+
+
+@mistake("last resort", "hung")
+def the_last_resort_comes_early(patch: Patch) -> None:
+    def is_lost(self: Any, handle: Any) -> bool:
+        return handle.arrived is not None and self.monotonic() - handle.arrived > self._slowest / 2
+
+    patch.setattr(DecodeWorker, "is_lost", is_lost)
+
+
+@mistake("undecided", "hung", 150)
+def prefill_has_no_last_resort(patch: Patch) -> None:
+    def release(self: Any, handle: Any) -> bool:
+        if handle.sent is None:
+            handle.sent = self.monotonic()
+            self._inlet.put(pev.TargetSent(handle), wake=False)
+        return bool(handle.settled and handle.gate.shut())
+
+    patch.setattr(PrefillWorker, "release", release)
+
+
+@mistake("pages", "unopened", 150)
+def copies_in_flight_are_not_waited_for(patch: Patch) -> None:
+    real = gate.Gate.shut
+
+    def shut(self: Any) -> bool:
+        real(self)
+        return True
+
+    patch.setattr(gate.Gate, "shut", shut)
+
+
+@mistake("pages", "waiting")
+def gates_know_of_no_ticket(patch: Patch) -> None:
+    patch.setattr(gate.Gate, "shut", _without_tickets(gate.Gate.shut))
+
+
+def _without_tickets(real: Any) -> Any:
+    def shut(self: Any) -> bool:
+        self._tickets.clear()
+        return bool(real(self))
+
+    return shut

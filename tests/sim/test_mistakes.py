@@ -1,0 +1,21 @@
+"""The simulator finds mistakes: each of a table is put into the code, and shows within a few
+schedules of a scene, as what it does wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.sim.draw import Draw
+from tests.sim.mistakes import TABLE, Mistake
+from tests.sim.runner import run_spec
+
+
+@pytest.mark.parametrize("mistake", TABLE, ids=[one.make.__name__ for one in TABLE])
+def test_a_mistake_is_found(mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake.make(monkeypatch)
+    for seed in range(mistake.first, mistake.first + mistake.most):
+        outcome = run_spec(Draw(seed, mistake.scene).spec())
+        if outcome.invariant:
+            assert outcome.invariant == mistake.found, outcome.detail
+            return
+    pytest.fail(f"{mistake.most} schedules of {mistake.scene!r} show nothing")

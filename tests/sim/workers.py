@@ -1,0 +1,146 @@
+"""The code of both workers on the virtual clock: what they do between SGLang, a machine and the
+rest, without their threads, sockets and data planes."""
+
+from __future__ import annotations
+
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+
+from sglang_mixkv.channel.gate import Gate
+from sglang_mixkv.decode.worker import ReceiveHandle
+from sglang_mixkv.prefill.worker import SendHandle
+
+if TYPE_CHECKING:
+    from tests.sim.process import Process
+
+
+class Blocked(BaseException):
+    """The caller, SGLang's scheduler, waits in `Gate.close` for copies in flight. Its call is made
+    again from the beginning when they have ended."""
+
+
+class VirtualGate(Gate):
+    """What a handle's own gate is made into, since a gate takes long to make."""
+
+    def close(self) -> None:
+        if not self.shut():
+            raise Blocked
+
+
+class Sending(SendHandle):
+    """`sender`: SGLang's."""
+
+    sender: Any
+
+    def __init__(self, room: int) -> None:
+        super().__init__(room)
+        self.gate.__class__ = VirtualGate
+
+    def __repr__(self) -> str:
+        return f"use {self.sender.number}" if hasattr(self, "sender") else "a new use"
+
+
+class Receiving(ReceiveHandle):
+    """`request`: SGLang's receiver."""
+
+    def __init__(self, pages: Any, page_size: int, event: Any) -> None:
+        super().__init__(pages, page_size, event)
+        self.gate.__class__ = VirtualGate
+
+    def __repr__(self) -> str:
+        return f"handle {self.opened.generation}"
+
+
+class Event:
+    """Behind a forward. `query` may say "not yet" when it is over."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def query(self) -> bool:
+        return self.over
+
+
+class Store:
+    """What a worker copies with. A copy in host memory is noted here, and made by `Copiers`."""
+
+    device = None
+
+    def __init__(self, rank: Process) -> None:
+        self._rank = rank
+        self.rows = self.staging = self
+        self.bytes_per_head = 1
+        self.heads = rank.place.layout.heads
+        self.asked: tuple | None = None  # rows, and heads and slot where there is one
+        self.noting = False
+
+    def slot(self, number: int) -> int:
+        return number
+
+    def pack(self, rows: Any, heads: range, slot: int, stamp: int) -> None:
+        self.asked = rows.tolist(), heads, slot, stamp
+
+    def unpack(self, rows: Any, heads: range, slot: int, stamp: int) -> int:
+        self.asked = rows.tolist(), heads, slot, stamp
+        return 0
+
+    def clear(self, rows: Any) -> None:
+        if self.noting:
+            self.asked = rows.tolist(), self.heads, -1, 0
+        else:
+            self._rank.clear_at_once(rows.tolist())
+
+
+class _Quiet:
+    """A logger."""
+
+    def error(self, *_: Any) -> None: ...
+
+    warning = exception = info = error
+
+
+class Borrowed:
+    """A worker of the class `of`. Whatever is not set here is that class's own code, in which the
+    names in `other` stand for something else, and `time` for the rank's."""
+
+    def __init__(self, of: type, rank: Process, other: dict[str, Any], **more: Any) -> None:
+        self._of, self._rank, self._code = of, rank, {}
+        self._other = {"time": self, "logger": _Quiet(), **other}
+        self._machine, self._inlet, self._reporter = rank.machine, self, self
+        self._slowest = 2 * rank.place.times.whole_wait
+        self._store = Store(rank)
+        self._copies: Any = None
+        self.broken = False
+        self.__dict__.update(more)
+
+    def __getattr__(self, name: str) -> Any:
+        found = next((of.__dict__[name] for of in self._of.__mro__ if name in of.__dict__), None)
+        if type(found) is not FunctionType:
+            return getattr(self._of, name)
+        module = found.__module__
+        if module not in self._code:
+            self._code[module] = {**found.__globals__, **self._other}
+        own = FunctionType(
+            found.__code__, self._code[module], name, found.__defaults__, found.__closure__
+        )
+        own.__kwdefaults__ = found.__kwdefaults__
+        method = self.__dict__[name] = MethodType(own, self)
+        return method
+
+    # -- the time
+
+    def monotonic(self) -> float:
+        return self._rank.time
+
+    perf_counter = monotonic
+
+    # -- its inlet and its reporter
+
+    def put(self, event: object, wake: bool = True) -> None:
+        self._rank.post(event)
+
+    def __call__(self, note: object) -> None: ...
+
+    def ended(self, *_: object) -> None: ...
+
+    def moved(self, *_: object) -> None: ...
