@@ -106,11 +106,11 @@ class Segments:
         return found
 
     def late(self, room: Room, since: float) -> list[ev.Peer]:
-        """Peers whose rows are missing, and not for want of slots of this rank alone: a read of
-        their own began before then."""
-        waiting = {segment.peer for segment in room.of_stage(Stage.WAITING)}
-        waiting -= {read.peer for read in self._reads.values() if read.began <= since}
-        return [peer for peer in room.missing() if peer not in waiting]
+        """Peers whose rows are missing, and not only because this rank has no slot for them, an
+        earlier forward runs on it, or copies wait: a read of their own began before then."""
+        here = {one.peer for one in room.segments if one.stage is not Stage.READING}
+        here -= {read.peer for read in self._reads.values() if read.began <= since}
+        return [peer for peer in room.missing() if peer not in here]
 
     def not_read(self, peer: ev.Peer, announced: Iterable[Announced]) -> list[Announced]:
         """Those that no read in flight has."""

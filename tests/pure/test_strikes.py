@@ -118,6 +118,19 @@ def test_a_room_that_is_cold_at_once_strikes_nobody(reason: str) -> None:
         assert rank.strikes() == 0
 
 
+@pytest.mark.parametrize("held_up_by", ["an earlier forward", "copies"])
+def test_what_this_rank_itself_holds_up_strikes_nobody(held_up_by: str) -> None:
+    """All draft KV has been read in time."""
+    rank = Decode()
+    if held_up_by == "copies":
+        rank.held_copies = []
+    rank.open(1, pending=held_up_by != "copies")
+    rank.ready(1, 4, last=True)
+    wait(rank)
+    assert (PREFILL, "cold_deadline") in rank.notes
+    assert rank.strikes() == 0
+
+
 def test_restarted_is_resolved_anew_whatever_became_of_the_room() -> None:
     rank = Decode()
     rank.fail(77, "restarted")

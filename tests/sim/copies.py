@@ -93,19 +93,13 @@ class Batch:
     def __init__(self, device: Device, jobs: list[Any]) -> None:
         self.device, self.jobs = device, jobs
         self.ended = False
-        self.found: list[Any] = [SlotCheck.ERROR] * len(jobs)
+        self.results: list[Any] = [SlotCheck.ERROR] * len(jobs)
 
     def over(self) -> bool:
         """A query may fail, which is no end."""
         return self.ended and self.device.rng.random() < 0.9
 
     done = over
-
-    def wait(self) -> None:
-        raise AssertionError("a gate that is shut has no ticket that runs")
-
-    def results(self) -> list[Any]:
-        return self.found
 
 
 class Device:
@@ -157,7 +151,7 @@ class Device:
             owner, (heads, slot) = rank.owner_of(job), rest[:2] or (rank.place.layout.heads, -1)
             owner.copies[job.job] = job
             refused = rank.refusal(job)
-            batch.found[number] = OK if refused is None else refused
+            batch.results[number] = OK if refused is None else refused
             if refused is None:
                 rank.begin_copy(owner, job)
                 cut = self.rng.randint(0, len(rows))
@@ -172,10 +166,10 @@ class Device:
             return
         for number, owner, job, rows, heads, slot, cut in cuts:
             if self.failed:
-                batch.found[number] = SlotCheck.ERROR
+                batch.results[number] = SlotCheck.ERROR
             else:
                 rank.copy(owner, rows[cut:], cut, heads, slot)
-                batch.found[number] = rank.end_copy(owner, job)
+                batch.results[number] = rank.end_copy(owner, job)
         batch.ended = True
         self._stream.popleft()
         owners = dict.fromkeys(rank.owner_of(job) for job, *_ in batch.jobs)

@@ -24,10 +24,9 @@ EPS = 1e-6
 
 @dataclass(slots=True)
 class Part:
-    """How many segments were announced, have a slot here or had one, and are in place."""
+    """How many segments were announced, and are in place."""
 
     announced: int = 0
-    begun: int = 0
     placed: int = 0
     last: bool = False
 
@@ -64,6 +63,7 @@ class Reading(NamedTuple):
     room: Room | None
     peer: bytes
     began: float
+    segments: int
 
 
 @dataclass(slots=True)
@@ -156,9 +156,7 @@ class Judge:
     def begun(self, action: ev.StartRead, segments: Any) -> None:
         """A read, of so many segments of one room."""
         room = self.rooms.get(segments[0].room.generation)
-        self.reads[action.read] = Reading(room, action.peer, self.rank.now)
-        if room is not None:
-            room.parts[action.peer].begun += len(segments)
+        self.reads[action.read] = Reading(room, action.peer, self.rank.now, len(segments))
 
     def _read(self, event: ev.ReadEnded, now: float) -> None:
         read = self.reads[event.read]
@@ -235,10 +233,12 @@ class Judge:
         return []
 
     def _waits(self, room: Room, peer: bytes, now: float) -> bool:
-        """For a slot of this rank, of which it has none itself for long."""
+        """For this rank, with no read that runs for long: for a slot, a forward or a copy."""
         part, since = room.parts[peer], now - 0.3 * self.rank.place.times.patience
-        reads = [read.began for read in self.reads.values() if read.peer == peer]
-        return part.begun < part.announced and all(began > since for began in reads)
+        reads = [read for read in self.reads.values() if read.peer == peer]
+        reading = sum(read.segments for read in reads if read.room is room)
+        is_here = part.announced - part.placed > reading
+        return is_here and all(read.began > since for read in reads)
 
     def _ends(self, event: Any, now: float) -> None:
         machine, patience = self.rank.machine, self.rank.place.times.patience
