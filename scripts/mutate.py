@@ -40,6 +40,7 @@ CONFIG: dict[str, Any] = tomllib.loads((ROOT / "tests" / "mutants.toml").read_te
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/mutate.sh", description=__doc__.splitlines()[0])
     parser.add_argument("paths", nargs="*", metavar="PATH", help="files or folders (default: all)")
+    parser.add_argument("--without", action="append", default=[], metavar="PATH", help="not these")
     parser.add_argument("--since", metavar="COMMIT", help="those on lines changed since, mixed")
     parser.add_argument("--draw", type=int, metavar="N", help="so many of them, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
@@ -84,9 +85,9 @@ class Known:
 
 
 def choose(files: list[str], args: argparse.Namespace) -> list[Mutant]:
-    paths = [Path(os.path.abspath(path)) for path in args.paths] or [ROOT]
-    files = [f for f in sorted(files) if any((ROOT / f).is_relative_to(p) for p in paths)]
-    files = [file for file in files if part_of(file)]
+    within = [Path(os.path.abspath(path)) for path in args.paths or [ROOT]]
+    without = [Path(os.path.abspath(path)) for path in args.without]
+    files = [f for f in sorted(files) if part_of(f) and is_in(f, within) and not is_in(f, without)]
     changed = changed_since(args.since) if args.since else dict.fromkeys(files, range(10**6))
     found = [one for file in files if file in changed for one in mutants(ROOT, file, CONFIG)]
     equivalent = claimed(found, set(files))
@@ -94,6 +95,10 @@ def choose(files: list[str], args: argparse.Namespace) -> list[Mutant]:
     if args.draw or args.since:
         found = random.Random(args.seed).sample(found, min(args.draw or len(found), len(found)))
     return found
+
+
+def is_in(file: str, paths: list[Path]) -> bool:
+    return any((ROOT / file).is_relative_to(path) for path in paths)
 
 
 def changed_since(commit: str) -> dict[str, Any]:
@@ -133,7 +138,6 @@ class Runner:
             for file in files:
                 (copy / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / file, copy / file, follow_symlinks=False)
-            (copy / "tmp").mkdir()
         self._clean: dict[str, float] = {}
         self._written = 10**9
         self._children: set[int] = set()
@@ -220,7 +224,7 @@ def main() -> None:
         signal.signal(number, lambda *_: sys.exit(130))
     files = [f for f in git("ls-files", "-co", "--exclude-standard") if (ROOT / f).is_file()]
     chosen, known = choose(files, args), Known(files)
-    with tempfile.TemporaryDirectory(prefix="mixkv-", ignore_cleanup_errors=True) as folder:
+    with tempfile.TemporaryDirectory(prefix="mixkv-mutants-", ignore_cleanup_errors=True) as folder:
         runner = Runner(files, Path(folder), args.jobs)
         try:
             for one, killed in runner.run([m for m in chosen if m not in known.killed], end):

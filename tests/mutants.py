@@ -7,6 +7,7 @@ import importlib
 import itertools
 import os
 import runpy
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -190,8 +191,11 @@ def run_tests(tests: list[str], root: Path, copy: Path) -> int:
     for fd in range(3):
         os.dup2(nowhere, fd)
     os.chdir(copy)
+    scratch = copy / "tmp"
+    shutil.rmtree(scratch, ignore_errors=True)  # of the last one, which was killed
+    scratch.mkdir()
     os.environ |= {
-        "TMPDIR": str(copy / "tmp"),
+        "TMPDIR": str(scratch),
         "PYTHONPATH": f"{copy}:{os.getenv('PYTHONPATH', '')}",
     }
     here = {str(root), str(root / "tests"), str(root / "scripts")}
@@ -199,6 +203,7 @@ def run_tests(tests: list[str], root: Path, copy: Path) -> int:
     sys.path[:] = [str(copy), str(copy / "tests"), *others]
     if not str(importlib.import_module("sglang_mixkv").__file__).startswith(str(copy)):
         return 1
+    hypothesis.configuration.set_hypothesis_home_dir(copy / ".hypothesis")
     quick = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     hypothesis.settings.register_profile("quick", derandomize=True, database=None, phases=quick)
     hypothesis.settings.load_profile("quick")

@@ -26,10 +26,14 @@ def least(one: int, other: int = 0) -> int:
     return other
 '''
 TESTS = """\
+from hypothesis import given, strategies
+
 from sglang_mixkv.small import least
 
 
-def test_least():
+@given(strategies.integers())
+def test_least(other):
+    assert least(other, other) == other
     assert [least(1, 2), least(4, 3), least(0)] == [1, 3, 0]
 """
 CONFIG = """\
