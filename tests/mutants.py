@@ -84,12 +84,15 @@ class Arguments(Own):
         for at, one in enumerate(given):
             if is_keyword(one):
                 yield inner, ", ".join(code_of(g) for g in given[:at] + given[at + 1 :])
+        if node.get_previous_leaf() in ORDERLESS:
+            return
         for at, (one, other) in enumerate(itertools.pairwise(given)):
             if not is_keyword(one) and not is_keyword(other) and code_of(one) != code_of(other):
                 swapped = [*given[:at], other, one, *given[at + 2 :]]
                 yield inner, ", ".join(map(code_of, swapped))
 
 
+ORDERLESS = ("max", "min")
 FALSE = ("None", "False", "0", "()", "[]", "{}", '""')
 OWN = {one.__name__: one for one in (Delete, Negate, Nothing, Arguments)}
 

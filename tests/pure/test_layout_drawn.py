@@ -215,3 +215,8 @@ def test_drawn_numbers_have_63_bits_and_are_not_0(monkeypatch: pytest.MonkeyPatc
 def test_instances_differ() -> None:
     assert len({messages.draw_instance() for _ in range(100)}) == 100
     assert {len(messages.draw_instance()) for _ in range(3)} == {8}
+
+
+def test_peers_of_other_releases_find_the_limits_that_they_know() -> None:
+    """A longer message, or one with more items, is dropped by the other side."""
+    assert (messages.MAX_BYTES, messages.MAX_LIST, messages.INSTANCE_BYTES) == (4096, 32, 8)
