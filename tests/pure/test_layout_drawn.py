@@ -1,9 +1,7 @@
-"""Slots, pages, windows and drawn numbers, beside what plain counting finds."""
+"""Slots, pages and windows, beside what plain counting finds."""
 
 from __future__ import annotations
 
-import os
-from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglang_mixkv.channel import messages
 from sglang_mixkv.draft.layout import DraftFacts, DraftLayout, Pages, weights
 from sglang_mixkv.draft.window import BLOCKS, LLAMA_EAGLE3, WINDOWED, pages_left_out, window_of
 
@@ -193,30 +190,3 @@ def test_all_layers_of_a_block_drafter_need_a_window(
 def test_a_config_without_the_fields_has_no_window() -> None:
     assert reach(DSPARK, {"architecture": "DSparkDraftModel"}) is None
     assert reach(DSPARK, {"architecture": "DSparkDraftModel", "sliding_window": 9}) is None
-
-
-# ---------------------------------------------------------------- drawn numbers
-
-
-def test_drawn_numbers_have_63_bits_and_are_not_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    readings = [bytes(8) + b"\xff" * 8 + b"\x02" + bytes(495), b"\x04" + bytes(511)]
-    asked = list[int]()
-
-    def urandom(count: int) -> bytes:
-        asked.append(count)
-        return readings[len(asked) - 1]
-
-    monkeypatch.setattr(os, "urandom", urandom)
-    drawn = list(islice(messages.draws(), 65))
-    assert drawn == [1, (1 << 63) - 1, 1, *[1] * 61, 2]
-    assert asked == [512, 512]
-
-
-def test_instances_differ() -> None:
-    assert len({messages.draw_instance() for _ in range(100)}) == 100
-    assert {len(messages.draw_instance()) for _ in range(3)} == {8}
-
-
-def test_peers_of_other_releases_find_the_limits_that_they_know() -> None:
-    """A longer message, or one with more items, is dropped by the other side."""
-    assert (messages.MAX_BYTES, messages.MAX_LIST, messages.INSTANCE_BYTES) == (4096, 32, 8)

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -53,6 +53,8 @@ class Req:
 
 @settings(deadline=None, max_examples=20)
 @given(st.lists(st.lists(st.integers(0, 9), max_size=40), min_size=1, max_size=3))
+@example([[1] * 40])
+@example([[1] * 33])
 def test_drafts_are_counted_by_position_and_no_further_than_32(histograms: list[Any]) -> None:
     """A round has as many right drafts as its place says, and one token more."""
     one = Rank()
@@ -85,6 +87,12 @@ def test_rooms_are_counted_at_each_tick_and_drafts_once_a_second(
         assert (counted > 0) == (drafts > 0)
         assert sum(one.of("rooms_total").values()) == len(one._watched) + counted
     assert counted == 5
+
+
+def test_series_and_lines_are_as_many_as_operators_were_told() -> None:
+    """docs/metrics.md has the first."""
+    bounds = metrics.MAX_PREFILLS, metrics.MAX_POSITIONS, metrics.MAX_LOGGED, metrics.MAX_WATCHED
+    assert (*bounds, metrics.LOOK_S) == (64, 32, 1024, 65536, 1.0)
 
 
 def test_what_is_watched_and_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,6 +148,16 @@ def test_ranks_without_a_drafter_or_a_row() -> None:
         make_plan(infos_of(none), {}, OWN)
 
 
+def test_without_slots_on_one_side_nothing_is_read() -> None:
+    """A peer that was refused, or one that lies."""
+    rows, none = [row("p0", FACTS, 2, 0), row("p1", FACTS, 2, 1)], {"staging": None}
+    for own, there in ((OWN, [replace(rows[0], **none), rows[1]]), (replace(OWN, **none), rows)):
+        sources = plan(own, there).sources
+        assert list(sources[0].heads) == []
+        assert (sources[0].slots, sources[0].segment_tokens) == (0, 0)
+        assert {source.readers for source in sources} == {1}
+
+
 OTHER = replace(FACTS, dtype="fp8_e4m3")
 SHORTER, LONGER = {"aux_item_lens": (8, 7)}, {"aux_item_lens": (8, 9)}
 P0, P1 = row("p0", FACTS, 2, 0), row("p1", FACTS, 2, 1)
