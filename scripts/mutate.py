@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "sglang-mixkv")
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -50,15 +51,12 @@ def arguments() -> argparse.Namespace:
 
 
 def git(*command: str) -> list[str]:
-    done = subprocess.run(
-        ["git", *command], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
-    )
-    return done.stdout.splitlines()
+    return subprocess.check_output(["git", *command], cwd=ROOT, text=True).splitlines()
 
 
-def part_of(file: str) -> dict[str, Any] | None:
+def part_of(file: str) -> dict[str, Any]:
     fits = (part for part in CONFIG["part"] if any(fnmatch(file, one) for one in part["files"]))
-    return next(fits, None)
+    return next(fits, {})
 
 
 class Known:
@@ -66,17 +64,15 @@ class Known:
 
     def __init__(self, files: list[str]) -> None:
         self._kept = CACHE / f"mutants-{hashlib.sha256(bytes(ROOT)).hexdigest()[:8]}.jsonl"
-        tree = hashlib.sha256()
-        for file in files:
-            if file.endswith((".py", ".toml")):
-                tree.update(file.encode() + (ROOT / file).read_bytes())
+        code = [(ROOT / file).read_bytes() for file in files if file.endswith((".py", ".toml"))]
+        tree = hashlib.sha256(b"".join(code)).hexdigest()
         self.killed: dict[Mutant, bool] = {}
         lines = self._kept.read_text().splitlines() if self._kept.exists() else []
-        if lines[:1] == [tree.hexdigest()]:
+        if lines[:1] == [tree]:
             self.killed = {Mutant(*one): killed for one, killed in map(json.loads, lines[1:])}
         else:
             CACHE.mkdir(parents=True, exist_ok=True)
-            self._kept.write_text(tree.hexdigest() + "\n")
+            self._kept.write_text(tree + "\n")
 
     def add(self, one: Mutant, killed: bool) -> None:
         self.killed[one] = killed
@@ -85,20 +81,21 @@ class Known:
 
 
 def choose(files: list[str], args: argparse.Namespace) -> list[Mutant]:
-    within = [Path(os.path.abspath(path)) for path in args.paths or [ROOT]]
-    without = [Path(os.path.abspath(path)) for path in args.without]
-    files = [f for f in sorted(files) if part_of(f) and is_in(f, within) and not is_in(f, without)]
+    files = [f for f in sorted(files) if part_of(f) and is_in(f, args.paths or [ROOT])]
+    files = [file for file in files if not is_in(file, args.without)]
     changed = changed_since(args.since) if args.since else dict.fromkeys(files, range(10**6))
     found = [one for file in files if file in changed for one in mutants(ROOT, file, CONFIG)]
     equivalent = claimed(found, set(files))
     found = [one for one in found if one not in equivalent and one.line in changed[one.file]]
     if args.draw or args.since:
         found = random.Random(args.seed).sample(found, min(args.draw or len(found), len(found)))
+    if args.since:  # those last whose tests take long to load
+        found.sort(key=lambda one: len(part_of(one.file).get("preload", ())))
     return found
 
 
-def is_in(file: str, paths: list[Path]) -> bool:
-    return any((ROOT / file).is_relative_to(path) for path in paths)
+def is_in(file: str, paths: list[str]) -> bool:
+    return any((ROOT / file).is_relative_to(os.path.abspath(path)) for path in paths)
 
 
 def changed_since(commit: str) -> dict[str, Any]:
@@ -140,30 +137,29 @@ class Runner:
                 shutil.copy2(ROOT / file, copy / file, follow_symlinks=False)
         self._clean: dict[str, float] = {}
         self._written = 10**9
-        self._children: set[int] = set()
+        self.children: set[int] = set()
 
-    def run(self, todo: Iterable[Mutant], end: float) -> Iterator[tuple[Mutant, bool]]:
+    def run(self, todo: Iterable[Mutant]) -> Iterator[tuple[Mutant, bool]]:
         """Each with whether it was killed, in the order in which they end."""
         rest, free = iter(todo), list(self._copies)
         running: dict[int, tuple[int, Mutant, Path, float]] = {}
         while True:
-            while free and time.monotonic() < end and (one := next(rest, None)):
-                limit = 5 + 4 * self._seconds(part_of(one.file) or {}, free[-1])
-                pid = self._start(part_of(one.file) or {}, copy := free.pop(), one)
+            while free and (one := next(rest, None)):
+                limit = 5 + 4 * self._seconds(part_of(one.file), free[-1])
+                pid = self._start(part_of(one.file), copy := free.pop(), one)
                 running[os.pidfd_open(pid)] = pid, one, copy, time.monotonic() + limit
             if not running:
                 return
-            first = min(end, *(entry[3] for entry in running.values()))
+            first = min(entry[3] for entry in running.values())
             ready = select.select(running, [], [], max(0.0, first - time.monotonic()))[0]
-            now = time.monotonic()
-            for fd in [fd for fd in running if fd in ready or now >= min(running[fd][3], end)]:
-                pid, one, copy, limit = running.pop(fd)
+            late = {fd for fd, entry in running.items() if time.monotonic() >= entry[3]}
+            for fd in late.union(ready):
+                pid, one, copy, _ = running.pop(fd)
                 os.close(fd)
-                failed = self._stop(pid) != 0
+                failed = self.stop(pid) != 0
                 shutil.copy2(ROOT / one.file, copy / one.file)
                 free.append(copy)
-                if fd in ready or now >= limit:
-                    yield one, failed
+                yield one, failed
 
     def _seconds(self, part: dict[str, Any], copy: Path) -> float:
         """How long the tests take without a mutant."""
@@ -171,9 +167,8 @@ class Runner:
         if tests not in self._clean:
             for module in ("numpy", "msgspec", "zmq", *part.get("preload", ())):
                 importlib.import_module(module)
-            begun = time.monotonic()
-            pid = self._start(part, copy, None)
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status or self._stop(pid):
+            begun, pid = time.monotonic(), self._start(part, copy, None)
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status or self.stop(pid):
                 sys.exit(f"these fail without a mutant: {tests}")
             self._clean[tests] = time.monotonic() - begun
         return self._clean[tests]
@@ -190,19 +185,15 @@ class Runner:
                 code = run_tests(part["tests"], ROOT, copy)
             finally:
                 os._exit(code)
-        self._children.add(pid)
+        self.children.add(pid)
         return pid
 
-    def _stop(self, pid: int) -> int:
+    def stop(self, pid: int) -> int:
         for kill in (os.killpg, os.kill):  # its group may not be there yet
             with contextlib.suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
-        self._children.discard(pid)
+        self.children.discard(pid)
         return os.waitpid(pid, 0)[1]
-
-    def close(self) -> None:
-        for pid in list(self._children):
-            self._stop(pid)
 
 
 def report(chosen: list[Mutant], known: Known) -> None:
@@ -217,20 +208,29 @@ def report(chosen: list[Mutant], known: Known) -> None:
     print(f"killed: {', '.join(shares) or 'none'}; {rest} not run", flush=True)
 
 
+def leave(number: int, _: object) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.2, 0.2)  # again: between a fork's callbacks it is lost
+    sys.exit(0 if number == signal.SIGALRM else 130)
+
+
 def main() -> None:
     args = arguments()
     end = time.monotonic() + args.seconds
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: sys.exit(130))
+    for number in ENDS:
+        signal.signal(number, leave)
     files = [f for f in git("ls-files", "-co", "--exclude-standard") if (ROOT / f).is_file()]
     chosen, known = choose(files, args), Known(files)
     with tempfile.TemporaryDirectory(prefix="mixkv-mutants-", ignore_cleanup_errors=True) as folder:
         runner = Runner(files, Path(folder), args.jobs)
         try:
-            for one, killed in runner.run([m for m in chosen if m not in known.killed], end):
+            signal.setitimer(signal.ITIMER_REAL, max(end - time.monotonic(), 1e-3))
+            for one, killed in runner.run([m for m in chosen if m not in known.killed]):
                 known.add(one, killed)
         finally:
-            runner.close()
+            for number in ENDS:
+                signal.signal(number, signal.SIG_IGN)
+            for pid in list(runner.children):
+                runner.stop(pid)
             report(chosen, known)
 
 

@@ -127,24 +127,20 @@ def test_a_claim_is_taken_and_one_of_no_mutant_is_an_error(checkout: Path) -> No
 
 def test_a_run_that_is_ended_leaves_nothing_behind(checkout: Path) -> None:
     tests = checkout / "tests" / "test_small.py"
-    tests.write_text(f"import time\n\n\n{TESTS}    time.sleep(60)\n")
+    tests.write_text(
+        f"import time\n\n\n{TESTS}    open('begun', 'w').close()\n    time.sleep(60)\n"
+    )
     process = start(checkout)
     until = time.monotonic() + 30
-    while not (children := _children(process.pid)) and time.monotonic() < until:
-        time.sleep(0.1)
+    while not list(checkout.parent.glob("tmp/*/0/begun")) and time.monotonic() < until:
+        time.sleep(0.05)
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     process.send_signal(signal.SIGTERM)
     assert "6 not run" in process.communicate(timeout=30)[0]
-    assert children
-    assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
+    assert not Path(f"/proc/{child}").exists()
     assert not list((checkout.parent / "tmp").iterdir())
 
 
 def test_tests_that_fail_anyway_are_an_error(checkout: Path) -> None:
     (checkout / "tests" / "test_small.py").write_text("def test_nothing():\n    assert False\n")
     assert "fail without a mutant" in "".join(start(checkout).communicate(timeout=60)[0])
-
-
-def _children(pid: int) -> list[int]:
-    task = Path(f"/proc/{pid}/task/{pid}/children")
-    found = [int(child) for child in task.read_text().split()]
-    return [c for c in found if b"git" not in Path(f"/proc/{c}/cmdline").read_bytes()]
