@@ -199,6 +199,7 @@ def run_tests(tests: list[str], root: Path, copy: Path) -> int:
     scratch.mkdir()
     os.environ |= {
         "TMPDIR": str(scratch),
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",  # to look for them takes as long as many tests
         "PYTHONPATH": f"{copy}:{os.getenv('PYTHONPATH', '')}",
     }
     here = {str(root), str(root / "tests"), str(root / "scripts")}
@@ -211,7 +212,7 @@ def run_tests(tests: list[str], root: Path, copy: Path) -> int:
     hypothesis.settings.register_profile("quick", derandomize=True, database=None, phases=quick)
     hypothesis.settings.load_profile("quick")
     modules = [test for test in tests if not test.startswith("scripts/")]
-    if modules and pytest.main(["-x", "-q", "-p", "no:cacheprovider", *modules]):
+    if modules and pytest.main(["-xqpno:cacheprovider", "-ppytest_timeout", *modules]):
         return 1
     for script in tests:
         if script in modules:

@@ -245,6 +245,12 @@ def test_a_difference_says_which_side_has_what() -> None:
         ({"draft": None, "staging": None}, {}, "drafter with KV heads", ("none", "LlamaEagle3")),
         ({"staging": replace(STAGING, data_plane="a")}, {}, "data plane", ("a", "nixl")),
         ({"staging": None}, {}, "data plane", ("none", "nixl")),
+        ({"target": replace(ROW.target, even=False)}, {"attn_tp": 4}, "target with K and V",
+         ("attention TP 2", "attention TP 4")),
+        ({"target": replace(ROW.target, heads=1)}, {"attn_tp": 4}, "target with 1 KV heads",
+         ("attention TP 2", "attention TP 4")),
+        ({"draft": replace(DRAFT, facts=replace(DRAFT.facts, dtype="fp8"))}, {}, "dtype",
+         ("fp8", "bfloat16")),
         ({"topk": 4}, {"topk": 2}, "--speculative-eagle-topk", ("4", "2")),
         ({"target": replace(ROW.target, stages=2, entries=3)}, {}, "pipeline stages of different",
          ("3 buffers on one of 2 stages", "8 on one of 1")),
@@ -255,4 +261,7 @@ def test_a_difference_says_which_side_has_what() -> None:
         found = differences(replace(ROW, **there), replace(ROW, **here))
         one = next(one for one in found if one.what.startswith(what))
         assert (one.prefill, one.decode) == sides
-        assert f"prefill has {sides[0]}, decode has {sides[1]}; " in str(one)
+        said = f"{one.what}: prefill has {sides[0]}, decode has {sides[1]}; {one.consequence}. "
+        assert str(one) == f"{said}{one.remedy}."
+        assert one.remedy.startswith(("Give", "Set", "Use", "Install", "Start", "Enable"))
+        assert not one.consequence.startswith(("Give", "Set", "Use", "Install", "Start", "Enable"))
