@@ -51,6 +51,7 @@ def test_both_sides_have_one_slot_and_one_sum() -> None:
     """Those of other releases have them too."""
     assert (layout.HEADER, layout.SPARE, layout.SLOT_OVERHEAD) == (64, 16, 72)
     assert (layout.SEED, layout.MASK) == (0x2545F4914F6CDD1D, 2**64 - 1)
+    assert list(layout.SlotCheck) == [0, 1, 2, 3]  # as a GPU's kernels give them
     assert (layout.MAX_ENTRIES, list(layout.NO_HEADS), layout.NO_HEADS.stop) == (1024, [], 0)
 
 

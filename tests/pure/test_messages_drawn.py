@@ -64,4 +64,5 @@ def test_instances_differ() -> None:
 
 def test_peers_of_other_releases_find_the_limits_that_they_know() -> None:
     """A longer message, one with more items, or another version is nothing to the other side."""
-    assert (messages.MAX_BYTES, messages.MAX_LIST, messages.INSTANCE_BYTES) == (4096, 32, 8)
+    limits = messages.MAX_BYTES, messages.MAX_LIST, messages.INSTANCE_BYTES
+    assert (limits, messages.PROTOCOL) == ((4096, 32, 8), (3, 3))
