@@ -176,6 +176,14 @@ def test_series_that_cannot_be_made_cost_nobody_a_rank(
     assert metrics.reporter(PREFILL)._side == PREFILL
 
 
+def test_a_series_that_fails_is_nothing_to_its_caller(caplog: pytest.LogCaptureFixture) -> None:
+    one = Rank()
+    one._made = dict.fromkeys(one._made)
+    for _ in range(2):
+        one.moved(1, 1.0)
+    assert len(caplog.messages) == 1
+
+
 @pytest.mark.parametrize("prefill", ["", "a:1"])
 def test_a_breaker_is_counted_for_the_server_of_its_rank(prefill: str) -> None:
     one = Rank()
